@@ -13,22 +13,25 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tandem.config.recipe import to_toml
-from tandem.config.schema import GROUP_RELATIVE
+from tandem.config.schema import GROUP_RELATIVE, Eval
 from tandem.model.load import ExactModel
 from tandem.run_folder.async_save import Saver
+from tandem.run_folder.best import Best, BestTracker
 from tandem.run_folder.checkpoint import checkpoint_step
 from tandem.run_folder.episode_files import episode_file
 from tandem.run_folder.errors import not_written
 from tandem.run_folder.folder import RunFolder
-from tandem.run_folder.metrics import MetricsWriter, peak_rss_mb
+from tandem.run_folder.metrics import MetricsWriter, metrics_row, peak_rss_mb, read_metrics
 from tandem.run_folder.resume import resumable
 from tandem.run_folder.samples import as_markdown, brief, page, read_samples, sample_file
 from tandem.run_folder.shards import Boxes, Entry, SavedTensors, Shard, Tensors, unfinished_name
 from tandem.run_folder.status import write_status
+from tandem.run_folder.trackers.links import Trackers
 from tandem.runtime import signals, watchdog
 from tandem.runtime.disk import file_hash
-from tandem.runtime.errors import InvariantError, UserError
+from tandem.runtime.errors import InvariantError
 from tandem.step import StepResult
+from tandem.train.checks import too_many_bad_steps, too_many_flat_steps
 from tandem.train.learner import Learner
 from tandem.train.ranks import Ranks
 from tandem.types import Row
@@ -79,8 +82,19 @@ def trained_model(job: TrainJob) -> ExactModel:
     return next(iter(job.learners.values())).whole
 
 
-def run_training(run: RunFolder, job: TrainJob, show: Show, report: Report | None = None) -> str:
-    """Take a job from its last checkpoint to its last step; return the hash of the final weights.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingEnd:
+    """The end of a run."""
+
+    step: int  # below the job's steps if eval.patience has stopped it
+    weights: str  # their hash
+    best: Best | None  # with eval.keep_best or eval.patience
+
+
+def run_training(
+    run: RunFolder, job: TrainJob, show: Show, report: Report | None = None
+) -> TrainingEnd:
+    """Take a job from its last checkpoint to its last step, or until eval.patience is exhausted.
 
     show: called with every row of metrics; report: with lines for the user, by default run.log.
     """
@@ -91,17 +105,21 @@ def run_training(run: RunFolder, job: TrainJob, show: Show, report: Report | Non
         loop = _TrainLoop(run, job, show, report or run.log)
         run.note_start()
         with loop.writing(), loop.saving_on_interrupt():
-            job.start(loop.done)
+            if loop.best.out_of_patience:  # nothing is rolled out any more
+                next(iter(job.learners.values())).publish()
+            else:
+                job.start(loop.done)
             loop.write_status()
             if loop.pending_metrics is not None:
                 with signals.defer_interrupts(limit_s):
                     loop.finish_step(loop.pending_metrics, {})
-            while loop.done < job.steps:
+            while not loop.is_over:
                 with signals.defer_interrupts(limit_s):
                     result = job.step(loop.done)
                     loop.record_step(result)
                     loop.finish_step(result.metrics, result.timings)
-    return weight_hash(trained_model(job).merged_weights())
+    digest = weight_hash(trained_model(job).merged_weights())
+    return TrainingEnd(step=loop.done, weights=digest, best=loop.best.best)
 
 
 @dataclass
@@ -148,8 +166,19 @@ class _TrainLoop:
     def writing(self) -> Iterator[None]:
         """Open the writers of metrics and checkpoints."""
         logged = self.done if self.pending_metrics is None else self.done - 1
-        with MetricsWriter(self.run.path, logged) as self.writer, Saver() as self.saver:
+        with (
+            Trackers(self.run.config, self.run.path, self.report) as self.trackers,
+            MetricsWriter(self.run.path, logged) as self.writer,
+            Saver() as self.saver,
+        ):
+            settings = self.run.config.eval if self.job.eval_every else Eval()
+            self.best = BestTracker(self.run.path, settings.keep_best, settings.patience)
+            self.best.update(read_metrics(self.run.path))
             yield
+
+    @property
+    def is_over(self) -> bool:
+        return self.done >= self.job.steps or self.best.out_of_patience
 
     @contextmanager
     def saving_on_interrupt(self) -> Iterator[None]:
@@ -194,12 +223,14 @@ class _TrainLoop:
                 metrics = metrics | self.job.evaluate(self.done)
             timings = timings | {"eval_s": time.perf_counter() - start}
         self._log(metrics, timings)
+        is_best = self.best.update([metrics_row(self.done, metrics)])
         self.write_status()
         never_evaluates = not (self.run.config.eval.data or every)
         if evaluates or (never_evaluates and self.done % max(1, steps // SHOWN) == 0):
             self._show_samples()
         self._stop_if_hopeless(metrics)
-        if self.done and (is_end or self.done % run.save_every == 0):
+        is_kept = is_best and self.best.keep
+        if self.done and (self.is_over or is_kept or self.done % run.save_every == 0):
             self._save()
 
     def _log(self, metrics: Row, timings: Row) -> None:
@@ -212,16 +243,18 @@ class _TrainLoop:
         timings["processes"] = float(_ranks(self.job).size)
         self.writer.write(self.done, metrics, timings, ledger)
         self.pending_metrics = None
+        self.trackers.log(self.done, metrics, timings)
         self.show(self.done, metrics, timings)
 
     def write_status(self) -> None:
         """Write who runs where and does what, for `tandem status`."""
-        state = "done" if self.done == self.job.steps else "training"
+        steps = self.done if self.is_over else self.job.steps
+        state = "done" if self.is_over else "training"
         ranks = [
             {"role": f"trainer rank {rank}", "node": node, "pid": pid, "state": state}
             for rank, (node, pid) in enumerate(_ranks(self.job).where())
         ]
-        write_status(self.run.path, self.done, self.job.steps, [*ranks, *self.job.workers()])
+        write_status(self.run.path, self.done, steps, [*ranks, *self.job.workers()])
 
     def _show_samples(self) -> None:
         """Show held-out episodes of the step, else its training episodes, the same problems each
@@ -234,6 +267,7 @@ class _TrainLoop:
                 self.report(brief(sample))
             pages = as_markdown([page(sample) for sample in samples])
             self.writer.write_text(self.done, "samples", pages)
+            self.trackers.log_samples(self.done, samples)
 
     def _save(self) -> None:
         job, done, ranks = self.job, self.done, _ranks(self.job)
@@ -264,6 +298,7 @@ class _TrainLoop:
             before_write=lambda: job.wait_until_durable(done),
             shard=shard,
             wait_for_others=lambda: {} if shard is None else _wait_for_others(ranks, shard),
+            best=self.best.kept_step,
         )
         self.saved_step = done
 
@@ -284,8 +319,8 @@ class _TrainLoop:
         saved = sorted(path.name for path in self.run.checkpoints.glob("step_*"))
         last = f"last checkpoint: {saved[-1] if saved else 'none yet'}"
         if too_bad:
-            raise _not_finite(self.done, bad, metrics, config.train.max_bad_steps, last)
-        raise _no_advantage(self.done, flat, metrics["reward"], last)
+            raise too_many_bad_steps(self.done, bad, metrics, config.train.max_bad_steps, last)
+        raise too_many_flat_steps(self.done, flat, metrics["reward"], last)
 
 
 def _ranks(job: TrainJob) -> Ranks:
@@ -351,26 +386,3 @@ def _wait_for_others(ranks: Ranks, shard: Shard) -> dict[str, Entry]:
             raise not_written(rank, found)
         entries[file] = found
     return entries
-
-
-def _not_finite(done: int, bad: int, metrics: Row, limit: int, last: str) -> UserError:
-    names = sorted(name.removeprefix("bad/") for name in metrics if name.startswith("bad/"))
-    return UserError(
-        "training stops: NaN or infinity, step after step",
-        where=f"step {done} and the {bad - 1} before it",
-        found=f"not finite: {', '.join(names)}",
-        expected=f"at most {limit} such steps in a row (train.max_bad_steps)",
-        next=f"the weights are as before them; {last}. Look at metrics.jsonl; go on with a larger "
-        "train.max_bad_steps, or in a new run.folder with other settings",
-    )
-
-
-def _no_advantage(done: int, flat: int, reward: float, last: str) -> UserError:
-    return UserError(
-        "training stops: no episode has had an advantage",
-        where=f"step {done} and the {flat - 1} before it",
-        found=f"equal rewards in every group, mean {reward:.3g}",
-        expected="some groups whose rewards differ (rl.max_flat_steps)",
-        next=f"{last}. Look at episodes/ and at the reward (`tandem try`), take problems that are "
-        "sometimes solved, or go on with a larger rl.max_flat_steps",
-    )

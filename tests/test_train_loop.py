@@ -2,22 +2,26 @@
 fake job, a real folder."""
 
 import json
-from contextlib import contextmanager
+import math
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
 
 from tandem.config.schema import Config
+from tandem.run_folder.best import Best, best_so_far, read_best
 from tandem.run_folder.checkpoint import save_checkpoint
 from tandem.run_folder.folder import open_run
 from tandem.run_folder.metrics import read_metrics
 from tandem.run_folder.resume import resumable
+from tandem.run_folder.status import read_status
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import UserError
 from tandem.step import StepResult
 from tandem.train.learner import Learner
 from tandem.train.optimizer import Optimizer
 from tandem.train_loop import run_training
+from tests.support.environment import environment
 from tests.support.tiny import exact_model
 
 BAD, GOOD = {"bad/loss": 1.0, "bad/gradient": 1.0, "reward": 0.0}, {"reward": 1.0}
@@ -34,7 +38,8 @@ class ScriptedJob:
 
     eval_every = 2
 
-    def __init__(self, script, interrupted=None):
+    def __init__(self, script, interrupted=None, rewards=()):
+        self.rewards = rewards  # held out, of each evaluation; without any there are none
         self.interrupted = interrupted  # the step whose evaluation is
         model = exact_model("llama", num_hidden_layers=1, hidden_size=12, intermediate_size=8)
         optimizer = Optimizer(
@@ -80,7 +85,8 @@ class ScriptedJob:
         if done == self.interrupted:
             raise KeyboardInterrupt
         self.evaluated.append(done)
-        return {"eval/x": float(done)}
+        held_out = {"eval/sampled": self.rewards[done // 2]} if self.rewards else {}
+        return {"eval/x": float(done), **held_out}
 
     def wait_until_durable(self, done):
         pass
@@ -93,19 +99,34 @@ class ScriptedJob:
 
 
 @contextmanager
-def opened(folder, max_bad_steps, save_every):
+def opened(folder, max_bad_steps, save_every, best, trackers):
     config = Config.model_validate(
-        {"run": {"save_every": save_every}, "train": {"max_bad_steps": max_bad_steps}}
+        {
+            "run": {"save_every": save_every, "trackers": trackers},
+            "train": {"max_bad_steps": max_bad_steps},
+            "eval": {"data": "some", "every": 2, **best},
+        }
     )
     with open_run(folder, config, fresh=False, command="train") as run:
         yield run
 
 
-def ran(folder, script, *, max_bad_steps=2, save_every=1, shown=None, interrupted=None):
+def ran(
+    folder,
+    script,
+    *,
+    max_bad_steps=2,
+    save_every=1,
+    shown=None,
+    interrupted=None,
+    rewards=(),
+    trackers=(),
+    **best,
+):
     """The job after the script: driven to its end, or to the exception that is raised."""
-    scripted = ScriptedJob(script, interrupted)
-    with opened(folder, max_bad_steps, save_every) as run:
-        run_training(
+    scripted = ScriptedJob(script, interrupted, rewards)
+    with opened(folder, max_bad_steps, save_every, best, list(trackers)) as run:
+        scripted.end = run_training(
             run,
             scripted,
             lambda done, metrics, timings: None if shown is None else shown.append(done),
@@ -260,3 +281,80 @@ def test_checkpoint_of_an_earlier_version_is_refused(tmp_path):
     save_checkpoint(tmp_path / "checkpoints", 1, tensors, state, 1, config="")
     with pytest.raises(UserError, match="earlier version"):
         resumable(tmp_path, Config(), {}, print)
+
+
+def test_run_whose_tracker_is_lost_ends_with_the_same_bytes(tmp_path):
+    ran(tmp_path / "plain", "....")
+    lost = {"WANDB_API_KEY": "", "HOME": "/nowhere", "WANDB_MODE": "online"}  # or no package
+    with environment(**lost):
+        job = ran(tmp_path / "tracked", "....", trackers=["wandb"])
+    assert job.end.step == 4
+    for name in ("metrics.jsonl", "ledger.jsonl"):
+        assert (tmp_path / "plain" / name).read_bytes() == (
+            tmp_path / "tracked" / name
+        ).read_bytes()
+    log = (tmp_path / "tracked/log.txt").read_text()
+    assert log.count("warning: tracker wandb is lost, the run goes on without it: ") == 1
+
+
+# ---- eval.keep_best and eval.patience
+
+REWARDS = [0.5, 0.4, 0.7, 0.6, 0.7, 0.2, 0.9]  # after 0, 2, 4 ... steps
+WATCHED = {"rewards": REWARDS, "keep_best": True, "patience": 3, "save_every": 3}
+
+
+def kept_files(folder):
+    """The bytes of all that such a run keeps, but for times."""
+    files = [folder / name for name in ("metrics.jsonl", "ledger.jsonl", "best.json")]
+    files += (folder / "checkpoints").glob("step_*/*.safetensors")
+    files += (folder / "checkpoints").glob("step_*/state.json")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(files)}
+
+
+def test_best_checkpoint_is_kept_and_the_run_stops_without_a_better_one(tmp_path):
+    job = ran(tmp_path, "." * 12, **WATCHED)
+    assert (job.end.step, job.evaluated) == (10, [0, 2, 4, 6, 8, 10])
+    assert job.end.best == Best(step=4, reward=0.7, misses=3) == read_best(tmp_path)
+    # beside the newest two, of steps 9 and 10; 4 is no multiple of run.save_every
+    assert checkpoints(tmp_path) == ["step_000004", "step_000009", "step_000010"]
+    status = read_status(tmp_path)
+    assert status["step"] == status["steps"] == 10
+
+
+@pytest.mark.parametrize("killed_at", range(12))
+def test_early_stop_after_a_kill_leaves_the_bytes_of_a_run_never_killed(killed_at, tmp_path):
+    ran(tmp_path / "whole", "." * 12, **WATCHED)
+    with suppress(Killed):  # the run is over before a kill at 10
+        ran(tmp_path / "killed", "." * killed_at + "K" + "." * (11 - killed_at), **WATCHED)
+    assert ran(tmp_path / "killed", "." * 12, **WATCHED).end.step == 10
+    assert kept_files(tmp_path / "killed") == kept_files(tmp_path / "whole")
+
+
+def test_stopped_run_started_again_stays_stopped_until_it_may_go_on(tmp_path):
+    ran(tmp_path, "." * 12, **WATCHED)
+    again = ran(tmp_path, "." * 12, **WATCHED)
+    assert (again.end.step, again.published, again.evaluated) == (10, [], [])
+    more = ran(tmp_path, "." * 12, **WATCHED | {"patience": 4})
+    assert (more.end.step, more.evaluated) == (12, [12])
+    assert more.end.best == Best(step=12, reward=0.9, misses=0)
+    assert checkpoints(tmp_path) == ["step_000010", "step_000012"]
+
+
+def test_run_that_never_beats_its_starting_model_keeps_no_other_checkpoint(tmp_path):
+    job = ran(tmp_path, "." * 6, **WATCHED | {"rewards": [0.5, math.nan, 0.5, 0.4]})
+    assert job.end.best == Best(step=0, reward=0.5, misses=3)
+    assert checkpoints(tmp_path) == ["step_000003", "step_000006"]
+
+
+def test_without_either_key_nothing_is_kept_or_stopped(tmp_path):
+    job = ran(tmp_path, "." * 12, rewards=REWARDS, save_every=6)
+    assert job.end.step == 12 and job.end.best is None and not (tmp_path / "best.json").exists()
+
+
+def test_greedy_reward_counts_where_only_that_is_evaluated():
+    rows = [{"step": n, "eval/greedy": reward} for n, reward in enumerate([0.1, 0.3, None, 0.2])]
+    assert best_so_far(rows) == Best(step=1, reward=0.3, misses=2)
+    assert best_so_far(rows[2:], best_so_far(rows[:2])) == best_so_far(rows)
+    both = [{"step": 9, "eval/greedy": 0.9, "eval/sampled": 0.2}]
+    assert best_so_far(both, best_so_far(rows)) == Best(step=1, reward=0.3, misses=3)
+    assert best_so_far([{"step": 1, "reward": 1.0}]) is None

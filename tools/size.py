@@ -27,6 +27,8 @@ NOT_CORE = (
     "envs/agent",
     "envs/gym.py",
     "jobs/http_engines.py",
+    "run_folder/hub.py",
+    "run_folder/trackers",
     "stream/transfer_queue.py",
     "train/megatron",
     "weights/rdma.py",

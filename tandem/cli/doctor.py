@@ -1,26 +1,50 @@
 """`tandem doctor`: check whether this machine can make an exact run. Exit code 0 when every check
-passes, else 1."""
+passes, else 1.
 
+    tandem doctor --json      {"ok": true, "tandem": "0.1.0", "checks": {"torch": {"ok": true,
+                               "detail": "2.13.0, 2 threads ...", "version": "2.13.0",
+                               "tested": true, "threads": 2, ...}, ...}}
+"""
+
+import json
 import platform
+import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
+from typing import Any
 
+from tandem import __version__
 from tandem.cli.progress import console
 from tandem.runtime import numerics
 from tandem.runtime.disk import human_bytes
 from tandem.runtime.errors import UserError
 
-Check = tuple[str, Callable[[], tuple[bool, str]]]
+# The oldest and the newest version that the tests have run with; constraints.txt pins the newest.
+TESTED = {"python": ("3.11", "3.14"), "torch": ("2.13", "2.13"), "transformers": ("5.23", "5.23")}
 
 
-def doctor() -> int:
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of a check."""
+
+    ok: bool
+    detail: str
+    facts: dict[str, Any] = field(default_factory=dict)  # for --json
+
+
+Check = tuple[str, Callable[[], Finding]]
+
+
+def doctor(as_json: bool = False) -> int:
+    """Print what each check finds; return the exit code."""
     numerics.prepare()
     checks: list[Check] = [
-        ("python", lambda: (True, platform.python_version())),
+        ("python", _python),
         ("torch", _torch),
         ("transformers", _transformers),
         ("gpu", _gpu),
@@ -31,31 +55,66 @@ def doctor() -> int:
         ("sandbox", _sandbox),
         ("disk", _disk),
     ]
-    passed = True
+    found: dict[str, Finding] = {}
     for name, check in checks:
-        ok, detail = check()
-        passed &= ok
-        console.print(f"{'ok  ' if ok else 'FAIL'}  {name:<15} {detail}", markup=False)
+        one = found[name] = check()
+        if not as_json:
+            state = "ok  " if one.ok else "FAIL"
+            console.print(f"{state}  {name:<15} {one.detail}", markup=False)
+    passed = all(one.ok for one in found.values())
+    if as_json:
+        print(json.dumps(_document(passed, found), indent=1))
     return 0 if passed else 1
 
 
-def _torch() -> tuple[bool, str]:
+def _document(passed: bool, found: Mapping[str, Finding]) -> dict[str, Any]:
+    checks = {
+        name.replace(" ", "_"): {"ok": one.ok, "detail": one.detail, **one.facts}
+        for name, one in found.items()
+    }
+    return {"ok": passed, "tandem": __version__, "checks": checks}
+
+
+def versioned(name: str, found: str, others: str = "", **facts: Any) -> Finding:
+    """Return the finding of a version, which says if it is outside of those tested; that fails
+    nothing. others: what else there is to say."""
+    oldest, newest = TESTED[name]
+    tested = _numbers(oldest) <= _numbers(found) <= _numbers(newest)
+    versions = oldest if oldest == newest else f"{oldest} to {newest}"
+    note = "" if tested else f" (not tested: the tests have run with {versions})"
+    return Finding(True, f"{found}{note}{others}", {"version": found, "tested": tested, **facts})
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Read the first two numbers of a version: "2.13.0+cpu" -> (2, 13)."""
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
+
+def _python() -> Finding:
+    return versioned("python", platform.python_version())
+
+
+def _torch() -> Finding:
     import torch
 
-    threads = f"{torch.get_num_threads()} threads on {numerics.cores()} cores"
-    return True, f"{torch.__version__}, {threads}, {numerics.processor()}"
+    threads, cores, processor = torch.get_num_threads(), numerics.cores(), numerics.processor()
+    others = f", {threads} threads on {cores} cores, {processor}"
+    facts = {"threads": threads, "cores": cores, "processor": processor}
+    return versioned("torch", str(torch.__version__), others, **facts)
 
 
-def _gpu() -> tuple[bool, str]:
+def _gpu() -> Finding:
     """Describe the GPUs. A GPU without what it needs fails; none at all does not."""
     import torch
 
     if torch.version.cuda is None:
-        return True, "none: this PyTorch is built for the CPU; runs take the CPU"
+        return Finding(True, "none: this PyTorch is built for the CPU; runs take the CPU", _gpus(0))
     if not torch.cuda.is_available():
-        return True, (
+        return Finding(
+            True,
             f"none that PyTorch sees, which is built for CUDA {torch.version.cuda}; runs take the "
-            "CPU. If there is one: does nvidia-smi show it, and is its driver new enough?"
+            "CPU. If there is one: does nvidia-smi show it, and is its driver new enough?",
+            _gpus(0),
         )
     from tandem.model.placement import place_models
 
@@ -65,8 +124,15 @@ def _gpu() -> tuple[bool, str]:
         processor = place_models(f"cuda:{number}", "auto").processor()
         found.append(f"cuda:{number} {processor}, {human_bytes(free)} of {human_bytes(total)} free")
     if find_spec("triton") is None:
-        return False, f"{'; '.join(found)}; Triton is missing: pip install triton"
-    return True, f"{'; '.join(found)}; driver {_driver()}, Triton {version('triton')}"
+        missing = f"{'; '.join(found)}; Triton is missing: pip install triton"
+        return Finding(False, missing, _gpus(len(found)))
+    driver, triton = _driver(), version("triton")
+    detail = f"{'; '.join(found)}; driver {driver}, Triton {triton}"
+    return Finding(True, detail, _gpus(len(found), driver, triton))
+
+
+def _gpus(count: int, driver: str = "", triton: str = "") -> dict[str, Any]:
+    return {"count": count, "driver": driver, "triton": triton}
 
 
 def _driver() -> str:
@@ -86,13 +152,13 @@ def _gpu_checks() -> list[Check]:
     return [(f"gpu {dtype}", partial(_exactness, "cuda", dtype)) for dtype in types]
 
 
-def _transformers() -> tuple[bool, str]:
-    from transformers import __version__
+def _transformers() -> Finding:
+    from transformers import __version__ as found
 
-    return True, __version__
+    return versioned("transformers", found)
 
 
-def _exactness(device: str, dtype: str) -> tuple[bool, str]:
+def _exactness(device: str, dtype: str) -> Finding:
     """Run model/probe.py on a random model with the shapes of a 0.5B Qwen layer."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config
@@ -123,17 +189,19 @@ def _exactness(device: str, dtype: str) -> tuple[bool, str]:
         exactness = probe(model)
     if exactness.parity:
         operators = "; ".join(exactness.parity)
-        return False, f"not exact on this machine: {operators}; set rl.correction in recipes"
+        failed = f"not exact on this machine: {operators}; set rl.correction in recipes"
+        return Finding(False, failed, {"exact": False, "thread_dependent": False})
     threads = ", with any number of threads"
     if exactness.thread_dependent:
         threads = f"; bits depend on the thread count: {'; '.join(exactness.thread_dependent)}"
     slow = ""
     if (device, dtype) == ("cpu", "bfloat16") and not has_bfloat16_tiles():
         slow = "; no faster than float32 on this processor, which has no AMX"
-    return True, f"engine = trainer, bit for bit{threads}{slow}{kernels}"
+    facts = {"exact": True, "thread_dependent": bool(exactness.thread_dependent)}
+    return Finding(True, f"engine = trainer, bit for bit{threads}{slow}{kernels}", facts)
 
 
-def _rewards() -> tuple[bool, str]:
+def _rewards() -> Finding:
     from tandem.rewards.pool.pool import RewardPool
     from tandem.types import Attempt, Problem
 
@@ -142,18 +210,20 @@ def _rewards() -> tuple[bool, str]:
         with RewardPool("answer") as pool:
             score = pool.submit(problem, Attempt(text="Answer: 0.5")).result()
     except UserError as error:
-        return False, str(error)
-    return score.reward == 1.0, f"a worker scored `Answer: 0.5` against 1/2 as {score.reward}"
+        return Finding(False, str(error))
+    return Finding(
+        score.reward == 1.0, f"a worker scored `Answer: 0.5` against 1/2 as {score.reward}"
+    )
 
 
-def _sandbox() -> tuple[bool, str]:
+def _sandbox() -> Finding:
     """Describe the sandbox. A missing one fails nothing: only code of a model needs it."""
     from tandem.config.schema import Sandbox
     from tandem.runtime.sandbox import sandbox_state
 
-    return True, sandbox_state(Sandbox())
+    return Finding(True, sandbox_state(Sandbox()))
 
 
-def _disk() -> tuple[bool, str]:
+def _disk() -> Finding:
     free = shutil.disk_usage(".").free
-    return free > 1 << 30, f"{free / 2**30:.1f} GiB free here"
+    return Finding(free > 1 << 30, f"{free / 2**30:.1f} GiB free here", {"free_bytes": free})

@@ -1,26 +1,35 @@
 """`tandem export`: a checkpoint as a Hugging Face directory, or its adapter in PEFT's format."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
+
+from torch import Tensor
 
 from tandem.cli.progress import console
 from tandem.jobs.engines import prepare_process
 from tandem.jobs.models import build_model, placement
 from tandem.model.load import ExactModel, unfilled_model
+from tandem.run_folder.best import BEST, read_best
 from tandem.run_folder.checkpoint import (
     checkpoint_step,
+    checkpoint_versions,
     latest_checkpoint,
     load_checkpoint,
     step_name,
 )
-from tandem.run_folder.export import export, export_adapter, model_card
+from tandem.run_folder.export import Provenance, export, export_adapter, model_card
+from tandem.run_folder.hub import push, require_token
 from tandem.run_folder.metrics import read_metrics
 from tandem.run_folder.past_run import PastRun, entered
 from tandem.runtime.errors import UserError
 
 
-def export_run(folder: Path, step: int | None, out: Path | None, adapter: bool) -> None:
-    """Export a checkpoint of a run, by default the newest whole one; adapter: its adapter alone."""
+def export_run(
+    folder: Path, step: int | None, out: Path | None, *, adapter: bool, best: bool, push_to: str
+) -> None:
+    """Export a checkpoint of a run, by default the newest whole one; adapter: its adapter alone;
+    best: that of the best held-out reward; push_to: a name on the hub."""
     if out is not None and out.exists():
         raise UserError(
             "the target of the export exists",
@@ -28,26 +37,35 @@ def export_run(folder: Path, step: int | None, out: Path | None, adapter: bool) 
             expected="a new directory",
             next="choose another --out",
         )
+    if push_to:
+        require_token(push_to)
     target = out and out.absolute()
     with entered(folder) as past:
+        if best:
+            step = _best_step(past, step)
         checkpoint = _find_checkpoint(past.checkpoints, step)
-        model, done = _load_model(past, checkpoint), checkpoint_step(checkpoint)
-        base, rows = past.config.model.path, [{"step": done}, *read_metrics(past.folder)]
+        done, (tensors, state) = checkpoint_step(checkpoint), load_checkpoint(checkpoint)
+        model = _load_model(past, tensors)
+        rows = [{"step": done}, *read_metrics(past.folder)]
         metrics = [row for row in rows if row["step"] == done][-1]
-        card = model_card(model, base=base, command=past.command, step=done, metrics=metrics)
+        about = Provenance(inputs=state["data"], versions=checkpoint_versions(checkpoint))
+        card = model_card(
+            model, past.config, command=past.command, step=done, metrics=metrics, about=about
+        )
         target = target or past.folder / ("adapter" if adapter else "hf") / step_name(done)
         if adapter:
-            export_adapter(model, base, target, card)
+            export_adapter(model, past.config.model.path, target, card)
         else:
             export(model, past.kept_model, target, card)
     console.print(f"model in {target}")
+    if push_to:
+        console.print(f"pushed to {push(target, push_to)}")
 
 
-def _load_model(past: PastRun, checkpoint: Path) -> ExactModel:
+def _load_model(past: PastRun, tensors: Mapping[str, Mapping[str, Tensor]]) -> ExactModel:
     config = past.config
     head: Literal["tokens", "value"] = "value" if past.command == "rm" else "tokens"
     prepare_process(config)  # an adapter is merged by a product
-    tensors, _ = load_checkpoint(checkpoint)
     if config.lora.rank or past.kept_model == config.model.path:
         # an adapter's checkpoint lacks the base's weights
         model = build_model(config, config.model.path, head=head)
@@ -55,6 +73,27 @@ def _load_model(past: PastRun, checkpoint: Path) -> ExactModel:
         model = unfilled_model(past.kept_model, head=head, dtype=placement(config).dtype)
     model.load_weights(tensors["scorer" if past.command == "rm" else "policy"])
     return model
+
+
+def _best_step(past: PastRun, step: int | None) -> int:
+    """Return the step of the best evaluation. Raises UserError if no step is better than the
+    starting model, and if another one is named too."""
+    if step is not None:
+        raise UserError(
+            "two checkpoints are named",
+            where="tandem export",
+            found=f"--step {step} and --best",
+            expected="one of them",
+        )
+    if not (best := read_best(past.folder)).step:
+        raise UserError(
+            "no step of the run is better than its starting model",
+            where=str(past.folder / BEST),
+            found=str(best),
+            expected="an evaluation with a higher held-out reward",
+            next=f"take {past.config.model.path} as it is, or name a checkpoint with --step",
+        )
+    return best.step
 
 
 def _find_checkpoint(folder: Path, step: int | None) -> Path:

@@ -135,8 +135,10 @@ def try_out(
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    as_json: Annotated[bool, Option("--json", help="print one JSON document instead")] = False,
+) -> None:
     """Check this machine: versions, exactness of the operators, reward workers, disk."""
     from tandem.cli import doctor
 
-    sys.exit(doctor.doctor())
+    sys.exit(doctor.doctor(as_json))

@@ -136,11 +136,17 @@ def export(
     adapter: Annotated[
         bool, Option("--adapter", help="the LoRA adapter alone, in PEFT's format")
     ] = False,
+    best: Annotated[
+        bool, Option("--best", help="the best held-out reward's, of a run with eval.keep_best")
+    ] = False,
+    push: Annotated[
+        str, unset(metavar="NAME", help="then upload it to the hub, as NAME or OWNER/NAME")
+    ] = "",
 ) -> None:
     """Write a checkpoint as a Hugging Face directory for stock transformers and vLLM."""
     from tandem.cli.export import export_run
 
-    export_run(run, step, out, adapter)
+    export_run(run, step, out, adapter=adapter, best=best, push_to=push)
 
 
 @app.command()

@@ -25,6 +25,7 @@ from tandem.jobs.resources import Machine, Need, disk, gpu_memory, host_memory, 
 from tandem.jobs.throughput import measured
 from tandem.run_folder.folder import check_run
 from tandem.run_folder.resume import resumable
+from tandem.run_folder.trackers.links import require_trackers
 from tandem.runtime.disk import human_bytes
 from tandem.runtime.errors import UserError
 
@@ -59,6 +60,8 @@ class _Plan:
                     pass
         with self._checked():
             require_cores(self.config)
+        with self._checked():
+            require_trackers(self.config.run.trackers)
         with self._checked():
             sizes = model_sizes(self.config, self.command)
             rows = memory_of_run(sizes, self.config, self.command, self.longest)

@@ -1,16 +1,17 @@
 """The terminal: lines and tables, and the progress of a run: a live line on a terminal, a line now
 and then elsewhere and in log.txt, and warnings.
 
-    step 12/100  reward 0.512  3.10 s/step  entropy 1.20  gap 0.0e+00  412 tok/s  left 4 min 31 s
+    step 12/100  reward 0.512 ↑  3.10 s/step  entropy 1.20  gap 0  left 4 min 31 s
 
-The time left is the median of recent steps times the steps to come, and the evaluations to come
-besides. It does not know what a step does.
+A line fits into 80 columns; the arrow compares the last steps with those before them. The time left
+is the median of recent steps times the steps to come, and the evaluations to come besides. It does
+not know what a step does.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from statistics import median
+from statistics import fmean, median
 from types import TracebackType
 
 from rich.console import Console
@@ -19,6 +20,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from tandem.run_folder.symptoms import HISTORY, symptoms
 from tandem.types import Row
 
 console = Console(highlight=False, soft_wrap=True)
@@ -38,7 +40,8 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: st
     console.print(table)
 
 
-WINDOW = 5  # steps that the moving average of the reward looks back
+WIDTH = 80  # columns of a line
+TREND, SAME = 5, 0.02  # steps whose mean reward is compared with as many before; less is no trend
 RECENT = 9  # steps whose median is the time of the next one
 LINES = 20  # step lines of a run of fast steps
 LINE_S = 10.0  # seconds after which slower steps get a line each
@@ -61,8 +64,7 @@ class StepProgress:
         self.steps, self.log, self.output, self.clock = steps, log, output, clock
         self.time_left = TimeLeft(steps, eval_every, clock)
         self.last_line = float("-inf")  # when the last step line was written
-        self.recent: deque[float] = deque(maxlen=WINDOW)
-        self.best = float("-inf")
+        self.rows: deque[Row] = deque(maxlen=HISTORY)  # metrics and timings
         self.warned: set[str] = set()
         width = 10 if output.width < 100 else 24
         self.room = output.width - len(f"{title}  {steps}/{steps}  left 59 min 59 s  ") - width
@@ -94,18 +96,23 @@ class StepProgress:
 
     def __call__(self, done: int, metrics: Row, timings: Row) -> None:
         self.time_left.add(done, timings)
+        if "step_s" in timings:
+            self.rows.append({**metrics, **timings})
         parts, held_out = summary(metrics, timings, self.time_left.step_s), evaluation(metrics)
+        if "reward" in metrics:
+            parts[0] += trend([row["reward"] for row in self.rows if "reward" in row])
         self.bar.update(self.task, completed=done, text=fitting(parts, self.room), refresh=True)
         step = f"step {done:{len(str(self.steps))}d}/{self.steps}  "
         if parts and (held_out or self._is_due(done)):
             left = self.time_left() if done < self.steps else None
-            line = step + "  ".join(parts) + (f"  left {duration(left)}" if left else "")
+            ending = f"  left {duration(left)}" if left else ""
+            line = step + fitting(parts, WIDTH - len(step + ending)) + ending
             self._print(line, shown=bool(held_out) or not self.output.is_terminal)
         if held_out:
             self._print(step + held_out)
-        for warning in self._warnings(metrics):
-            if warning not in self.warned:
-                self.warned.add(warning)
+        for name, warning in symptoms(list(self.rows)).items():
+            if name not in self.warned:
+                self.warned.add(name)
                 self._print(f"warning at step {done}: {warning}", style="yellow")
 
     def _is_due(self, done: int) -> bool:
@@ -120,31 +127,6 @@ class StepProgress:
         self.log(line)
         if shown:
             self.output.print(line, style=style, markup=False)
-
-    def _warnings(self, metrics: Row) -> list[str]:
-        bad = sorted(name.removeprefix("bad/") for name in metrics if name.startswith("bad/"))
-        warnings = [f"an update was skipped, not finite: {', '.join(bad)}"] if bad else []
-        if "reward" not in metrics:
-            return warnings
-        self.recent.append(metrics["reward"])
-        average = sum(self.recent) / len(self.recent)
-        self.best = max(self.best, average) if len(self.recent) == WINDOW else self.best
-        flat, unscored = metrics["groups_without_signal"], metrics["reward_errors"]
-        failed = metrics.get("env_errors", 0) + metrics.get("env_timeouts", 0)
-        checks = {
-            # the gap of another engine has a bound of its own
-            "engine and trainer disagree: logprob_gap is not 0": metrics.get("logprob_gap", 0) != 0
-            and "logprob_gap_mean" not in metrics,
-            "the reward is falling: a lower train.learning_rate or more rl.prompts_per_step "
-            "may help": average < self.best - 0.2,
-            "over 90% of the groups have equal rewards: nothing to learn from them": flat > 0.9,
-            "over half of the completions hit rollout.max_new_tokens": metrics["truncated"] > 0.5,
-            f"{unscored:.0f} episodes could not be scored; see reward_error in episodes/": unscored
-            > 0,
-            f"{failed:.0f} episodes failed in their environment; see env_error in episodes/": failed
-            > 0,
-        }
-        return warnings + [text for text, applies in checks.items() if applies]
 
 
 class TimeLeft:
@@ -208,6 +190,14 @@ def fitting(parts: Sequence[str], room: int) -> str:
     return text
 
 
+def trend(rewards: Sequence[float]) -> str:
+    """Return an arrow for the way that the newest rewards go; "" as long as there are few."""
+    if len(rewards) < 2 * TREND:
+        return ""
+    change = fmean(rewards[-TREND:]) - fmean(rewards[-2 * TREND : -TREND])
+    return " →" if abs(change) < SAME else " ↑" if change > 0 else " ↓"
+
+
 def summary(metrics: Row, timings: Row, step_s: float | None) -> list[str]:
     """Write the figures of a step, the most wanted first; step_s: seconds of a step."""
     rewards = [("reward", "reward {:.3f}"), ("nll", "nll {:.3f}"), ("loss", "loss {:.3f}")]
@@ -215,7 +205,7 @@ def summary(metrics: Row, timings: Row, step_s: float | None) -> list[str]:
         ("accuracy", "accuracy {:.3f}"),
         ("teacher_kl", "KL to the teacher {:.3f}"),
         ("entropy", "entropy {:.2f}"),
-        ("logprob_gap", "gap {:.1e}"),
+        ("logprob_gap", "gap {:.1e}" if metrics.get("logprob_gap") else "gap {:.0f}"),
     ]
     speed = [f"{step_s:.2f} s/step"] if step_s is not None and "step_s" in timings else []
     tokens = timings.get("generated_tokens_per_s")

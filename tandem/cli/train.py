@@ -1,6 +1,6 @@
 """The commands that train: `tandem train`, `sft`, `dpo`, `rm` and `distill`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -13,12 +13,14 @@ from tandem.jobs.out_of_memory import explain_out_of_memory
 from tandem.jobs.ranks import is_follower
 from tandem.jobs.resources import Machine, require_disk
 from tandem.jobs.rl import open_rl_job
-from tandem.run_folder.checkpoint import step_name
-from tandem.run_folder.export import export, keep_model, model_card
+from tandem.run_folder.best import Best
+from tandem.run_folder.checkpoint import step_name, versions
+from tandem.run_folder.export import Provenance, export, keep_model, model_card
 from tandem.run_folder.folder import RunFolder, open_run
 from tandem.run_folder.metrics import read_metrics
 from tandem.run_folder.past_run import KEPT_MODEL
-from tandem.train_loop import TrainJob, run_training, trained_model
+from tandem.run_folder.trackers.links import require_trackers
+from tandem.train_loop import TrainingEnd, TrainJob, run_training, trained_model
 
 JobMaker = Callable[[Config, RunFolder, Report], AbstractContextManager[TrainJob]]
 
@@ -38,6 +40,7 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
 
         follow(config, command)
         return folder
+    require_trackers(config.run.trackers)
     with open_run(folder, config, fresh=fresh, command=command) as run:
 
         def report(text: str) -> None:
@@ -48,6 +51,8 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
         config = run.config
         if processes := processes_of(config):
             report(processes)
+        if command in ("sft", "rm") and (config.eval.keep_best or config.eval.patience):
+            report(f"eval.keep_best, eval.patience: tandem {command} has no rewards to compare")
         with (
             explain_out_of_memory(config, command),
             JOBS[command](config, run, report) as job,
@@ -56,19 +61,37 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
             model = trained_model(job)
             require_disk(config, command, folder, Machine.here(folder))
             keep_model(model, config.model.path, folder / KEPT_MODEL)
-            digest = run_training(run, job, progress, report)
+            end = run_training(run, job, progress, report)
             rows = read_metrics(folder)
-            target = folder / "hf" / step_name(job.steps)
-            base = config.model.path
-            card = model_card(model, base=base, command=command, step=job.steps, metrics=rows[-1])
+            target = folder / "hf" / step_name(end.step)
+            about = Provenance(inputs=job.data, versions=versions())
+            card = model_card(
+                model, config, command=command, step=end.step, metrics=rows[-1], about=about
+            )
             weights = weights_saver(next(iter(job.learners.values())))
             export(model, str(folder / KEPT_MODEL), target, card, weights)
-        report(f"done: {job.steps} steps, weights {digest[:16]}, model in {target}")
+        report(f"done: {end.step} steps, weights {end.weights[:16]}, model in {target}")
         evals = [text for row in rows if (text := evaluation(row))]
         if evals:
             report(f"before: {evals[0]}")
             report(f"after:  {evals[-1]}")
+        if end.best is not None:
+            for line in about_best(end, end.best, job.steps, config, folder):
+                report(line)
     return target
+
+
+def about_best(
+    end: TrainingEnd, best: Best, steps: int, config: Config, folder: Path
+) -> Iterator[str]:
+    """Say why a run stopped early, and where its best checkpoint is."""
+    if end.step < steps:
+        yield (
+            f"stopped early, at step {end.step} of {steps}: {best.misses} evaluations in a row "
+            f"were no better than the best (eval.patience={config.eval.patience})"
+        )
+    kept = f"; tandem export {folder} --best" if config.eval.keep_best and best.step else ""
+    yield f"best: {best}{kept}"
 
 
 def processes_of(config: Config) -> str:

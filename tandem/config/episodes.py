@@ -27,9 +27,14 @@ class Run(Section):
         "no bit: beside rollout workers, or on fewer cores",
     )
     show_samples: int = Field(
-        1,
+        2,
         ge=0,
         description="episodes shown at each evaluation, or ten times in a run without; 0: none",
+    )
+    trackers: list[Literal["wandb", "trackio", "mlflow"]] = Field(
+        [],
+        description="where metrics and samples go besides the run folder (docs/trackers.md); each "
+        "needs the extra of its name, and none can stop the run",
     )
     stall_s: float = Field(
         300.0,
@@ -346,7 +351,29 @@ class Eval(Section):
     success: float = Field(1.0, description="smallest reward that counts as passed, for pass@k")
     greedy: bool = Field(True, description="also one greedy episode of each problem")
     metric: str = Field("", description="your own function over the sampled episodes, `my.py:NAME`")
+    keep_best: bool = Field(
+        False,
+        description="keep the checkpoint with the best held-out reward beyond "
+        "run.keep_checkpoints (best.json names it); train, distill and dpo",
+    )
+    patience: int = Field(
+        0,
+        ge=0,
+        description="evaluations in a row without a better held-out reward after which training "
+        "stops; 0: never; train, distill and dpo",
+    )
 
     def contradictions(self) -> Iterator[str]:
+        evaluates = bool(self.data and self.every)
+        if self.keep_best and not evaluates:
+            yield (
+                "eval.keep_best: compares held-out rewards while training, which needs eval.data "
+                "and eval.every"
+            )
+        if self.patience and not evaluates:
+            yield (
+                "eval.patience: counts evaluations while training, which needs eval.data and "
+                "eval.every"
+            )
         if self.metric and not self.data:
             yield "eval.metric: has nothing to measure without eval.data"

@@ -238,7 +238,7 @@ def worker_rows(sizes: Sizes, config: Config, command: str) -> list[Need]:
 
 def disk(sizes: Sizes, config: Config) -> list[Need]:
     """List the disk needs of a run, besides its episodes."""
-    kept = config.run.keep_checkpoints
+    kept = config.run.keep_checkpoints + config.eval.keep_best
     checkpoints = f"weights and moments; {kept} kept while one is written"
     return [
         ("checkpoints", (kept + 1) * sizes.checkpoint, checkpoints),

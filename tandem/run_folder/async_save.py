@@ -63,6 +63,7 @@ class Saver:
         before_write: Callable[[], None] = lambda: None,
         shard: Shard | None = None,
         wait_for_others: Callable[[], dict[str, Entry]] = dict,
+        best: int | None = None,
     ) -> None:
         """Save a snapshot taken now, as save_checkpoint does; wait for the save before, and raise
         its error if it failed.
@@ -82,6 +83,7 @@ class Saver:
             before_write=before_write,
             shard=shard,
             wait_for_others=wait_for_others,
+            best=best,
             disk=self._disk,
         )
         self._under_way = _Save(step, write)

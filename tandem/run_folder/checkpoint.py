@@ -69,10 +69,11 @@ def save_checkpoint(
     before_write: Callable[[], None] = lambda: None,
     shard: Shard | None = None,
     wait_for_others: Callable[[], dict[str, Entry]] = dict,
+    best: int | None = None,
     disk: Disk = DISK,
 ) -> Path:
-    """Write `folder/step_N`, durable on return, and keep the newest `keep`. Only one process may
-    save into a folder.
+    """Write `folder/step_N`, durable on return, and keep the newest `keep` and that of step `best`.
+    Only one process may save into a folder.
 
     tensors, e.g. {"policy": {"embed.weight": ...}, "optimizer": {"embed.weight.exp_avg": ...}},
     hold no tensor twice; state is JSON; config is the text of the run's config.toml, whose hash
@@ -102,7 +103,7 @@ def save_checkpoint(
                 disk.remove(temporary)  # it takes the space that the user is about to look for
             raise
         _put_in_place(temporary, target, disk)
-        _prune(folder, step, keep, disk)
+        _prune(folder, step, keep, best, disk)
     return target
 
 
@@ -173,6 +174,17 @@ def step_name(step: int) -> str:
     return f"step_{step:06d}"
 
 
+def versions() -> dict[str, str]:
+    """Return the versions that bits depend on, of this process."""
+    libraries = {name: version(name) for name in _LIBRARIES}
+    return {"tandem": __version__, "python": platform.python_version(), **libraries}
+
+
+def checkpoint_versions(path: Path) -> dict[str, str]:
+    """Return the versions that a checkpoint was saved with, as load_checkpoint has verified it."""
+    return dict(json.loads(read_regular_file(path / MANIFEST))["versions"])
+
+
 def plain_state(state: dict[str, Any]) -> dict[str, Any]:
     """Copy a state as it will be read back. Raises TypeError or ValueError for values that JSON
     would silently change (tuples, integer keys, NaN): a resumed run must read what was saved."""
@@ -231,9 +243,9 @@ def _put_in_place(temporary: Path, target: Path, disk: Disk) -> None:
         _discard(aside, disk)
 
 
-def _prune(folder: Path, step: int, keep: int, disk: Disk) -> None:
-    """Keep the newest whole ones up to this step. Sizes are checked, not hashes: that would read
-    gigabytes each save.
+def _prune(folder: Path, step: int, keep: int, best: int | None, disk: Disk) -> None:
+    """Keep the newest whole ones up to this step, and the best one. Sizes are checked, not hashes:
+    that would read gigabytes each save.
 
     Steps after this one are left: a resume from before a damaged checkpoint reaches them again.
     """
@@ -241,7 +253,8 @@ def _prune(folder: Path, step: int, keep: int, disk: Disk) -> None:
     intact = [path for path in older if not find_damage(path, hashed=False)]
     if len(intact) >= keep:
         for path in older[older.index(intact[keep - 1]) + 1 :]:
-            _discard(path, disk)
+            if checkpoint_step(path) != best:
+                _discard(path, disk)
 
 
 def _discard(path: Path, disk: Disk) -> None:
@@ -278,10 +291,9 @@ def _newest_first(folder: Path) -> list[Path]:
 
 def _manifest(step: int, config: str, files: list[Path], others: dict[str, Entry]) -> bytes:
     """Hash the files as they can be read back, now that they are durable; return the manifest."""
-    libraries = {name: version(name) for name in _LIBRARIES}
     body = {
         "step": step,
-        "versions": {"tandem": __version__, "python": platform.python_version(), **libraries},
+        "versions": versions(),
         # as `sha256sum config.toml` prints it
         "config_sha256": hashlib.sha256(config.encode()).hexdigest(),
         "files": {file.name: file_entry(file) for file in files} | others,

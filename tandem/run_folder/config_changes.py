@@ -17,7 +17,9 @@ MESH = {f"parallel.{name}" for name in (*DIMENSIONS, "shard")}
 # Keys that change neither a step nor its place in the run. The folder may have been moved since.
 _FREE = {
     "eval.every",
+    "eval.keep_best",
     "eval.metric",
+    "eval.patience",
     "model.device",
     "parallel.timeout_s",
     "run.folder",
@@ -25,6 +27,7 @@ _FREE = {
     "run.save_every",
     "run.show_samples",
     "run.stall_s",
+    "run.trackers",
     "reward.workers",
     "rollout.workers",
     "rollout.restarts",

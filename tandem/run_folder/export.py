@@ -5,8 +5,10 @@ An adapter is merged into it, or exported by itself in PEFT's format.
 """
 
 import json
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -14,13 +16,24 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tandem import __version__
+from tandem.config.recipe import changed
+from tandem.config.schema import Config
 from tandem.model.load import ExactModel
 from tandem.model.lora import write_adapter_config
 from tandem.model.tokenizer import load_tokenizer
 from tandem.model.weight_files import INDEX, SUMS, WEIGHTS
 from tandem.runtime.disk import disk_errors, file_hash, os_error
 from tandem.runtime.errors import UserError
+from tandem.types import Row
 from tandem.weights.hashing import weight_hash
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """The origin of a model besides its config, for its card."""
+
+    inputs: Mapping[str, str]  # SHA-256 by key
+    versions: Mapping[str, str]  # of the libraries that computed it
 
 
 def export(
@@ -143,19 +156,31 @@ def _fill(folder: Path, write: Callable[[Path], None], card: str) -> None:
 
 
 def model_card(
-    model: ExactModel, *, base: str, command: str, step: int, metrics: dict[str, object]
+    model: ExactModel, config: Config, *, command: str, step: int, metrics: Row, about: Provenance
 ) -> str:
-    """Write the README.md of an exported model: its origin and its metrics."""
+    """Write the README.md of an exported model: its origin, its metrics, and what the run was a
+    function of."""
+    base = config.model.path
     task, method = (
         ("text-classification", "reward-model") if command == "rm" else ("text-generation", command)
     )
-    numbers = json.dumps(
-        {k: v for k, v in metrics.items() if k.startswith("eval/") or k == "step"}, indent=2
-    )
+    numbers = {k: v for k, v in metrics.items() if k.startswith("eval/") or k == "step"}
+    lines = [f"{key} = {value}" for key, value, _ in changed(config)]
     return (
         f"---\nlibrary_name: transformers\npipeline_tag: {task}\ntags: [tandem, {method}]\n---\n"
         f"# {Path(base).name}, after `tandem {command}`\n\n"
-        f"Trained from `{base}` by Tandem {__version__}, {step} steps. "
+        f"Trained from `{base}` by Tandem {__version__}, {step} steps, seed {config.run.seed}. "
         f"Weight hash `{weight_hash(model.merged_weights())}`.\n\n"
-        f"Last metrics of the run:\n```json\n{numbers}\n```\n"
+        f"Last metrics of the run:\n{_block('json', json.dumps(numbers, indent=2))}\n"
+        f"## Recipe\n\nEvery key that differs from its default:\n{_block('toml', lines)}\n"
+        f"## Inputs\n\nSHA-256 of the data, functions and weights that the run began with:\n"
+        f"{_block('', [f'{digest}  {key}' for key, digest in sorted(about.inputs.items())])}\n"
+        f"## Versions\n\n{_block('', [f'{name} {v}' for name, v in about.versions.items()])}"
     )
+
+
+def _block(kind: str, text: str | list[str]) -> str:
+    """Write a block of code, which no text ends before its end."""
+    body = text if isinstance(text, str) else "\n".join(text)
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", body)), default=0))
+    return f"{fence}{kind}\n{body}\n{fence}\n"

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from tandem.run_folder.errors import RESTORE_OR_FRESH
 from tandem.runtime.disk import (
@@ -67,7 +67,7 @@ class MetricsWriter:
             self._ledger.append({"step": step, **ledger, "metrics": row_hash})
         # last: after a kill before it, the next start removes the other rows
         self._metrics.append(row)
-        self._events.append(step, _flat(metrics) | _flat(timings, "timings/"))
+        self._events.append(step, flatten(metrics) | flatten(timings, "timings/"))
         self._last_step = step
 
     def write_text(self, step: int, tag: str, text: str) -> None:
@@ -150,12 +150,12 @@ def _value(value: Any, name: str, non_finite: dict[str, str]) -> Any:
     )
 
 
-def _flat(metrics: Metrics, prefix: str = "") -> dict[str, float]:
+def flatten(metrics: Metrics, prefix: str = "") -> dict[str, float]:
     """Flatten metrics: {"eval": {"algebra": 0.5}} -> {"eval/algebra": 0.5}; None is left out."""
     flat: dict[str, float] = {}
     for name, value in metrics.items():
         if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{name}/")
+            flat |= flatten(value, f"{prefix}{name}/")
         elif value is not None:
             flat[prefix + name] = float(value)
     return flat
@@ -208,46 +208,40 @@ def _missing(path: Path, last: int | None, resume_step: int) -> UserError:
 
 
 class _EventFile:
-    """One TensorBoard file for each start, written at once: no thread whose errors come late, and
-    no torch.
+    """One TensorBoard file for each start, written at once: no thread whose errors come late.
 
     purge_step tells TensorBoard to forget the steps from there on in earlier files.
     """
 
     def __init__(self, folder: Path, purge_step: int):
-        # Imported here because it takes several times as long as the other imports.
-        from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
-        from tensorboard.summary.writer.record_writer import RecordWriter
+        # Imported here because it takes several times as long as the other imports, torch among
+        # its own.
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.proto.summary_pb2 import Summary
+        from tensorboardX.record_writer import RecordWriter
+        from tensorboardX.summary import text
 
-        self._event, self._summary = event_pb2, summary_pb2
-        self._tensor, self._types = tensor_pb2, types_pb2
+        self._event, self._summary, self._text = Event, Summary, text
         self._folder = folder
         with disk_errors(folder):
             folder.mkdir(exist_ok=True)
             # TensorBoard reads the files by name: numbered, as a clock can step back.
-            name = f"events.out.tfevents.{len(list(folder.iterdir())):010d}"
-            self._file: IO[bytes] = (folder / name).open("xb")
-        self._records = RecordWriter(self._file)
-        self._put(event_pb2.Event(file_version="brain.Event:2"))
-        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._put(event_pb2.Event(step=purge_step, session_log=start))
+            path = folder / f"events.out.tfevents.{len(list(folder.iterdir())):010d}"
+            path.touch(exist_ok=False)
+            self._records = RecordWriter(str(path))
+        self._put(Event(file_version="brain.Event:2"))
+        self._put(Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
 
     def append(self, step: int, scalars: dict[str, float]) -> None:
         values = [
-            self._summary.Summary.Value(tag=tag, simple_value=value)
-            for tag, value in scalars.items()
+            self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()
         ]
-        self._put(self._event.Event(step=step, summary=self._summary.Summary(value=values)))
+        self._put(self._event(step=step, summary=self._summary(value=values)))
 
     def append_text(self, step: int, tag: str, text: str) -> None:
-        """Append a text as TensorBoard's text tab wants it: a tensor of one string, with that
-        plugin's name."""
-        plugin = self._summary.SummaryMetadata.PluginData(plugin_name="text")
-        tensor = self._tensor.TensorProto(dtype=self._types.DT_STRING, string_val=[text.encode()])
-        tensor.tensor_shape.dim.add(size=1)
-        metadata = self._summary.SummaryMetadata(plugin_data=plugin)
-        value = self._summary.Summary.Value(tag=tag, metadata=metadata, tensor=tensor)
-        self._put(self._event.Event(step=step, summary=self._summary.Summary(value=[value])))
+        summary = self._text(tag, text)
+        summary.value[0].tag = tag  # without the writer's suffix
+        self._put(self._event(step=step, summary=summary))
 
     def _put(self, event: Any) -> None:
         event.wall_time = time.time()
@@ -256,4 +250,4 @@ class _EventFile:
             self._records.flush()
 
     def close(self) -> None:
-        self._file.close()
+        self._records.close()

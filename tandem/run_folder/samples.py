@@ -106,7 +106,8 @@ def brief(sample: Sample) -> str:
     if len(completion) > WIDTH:
         completion = f"{completion[: WIDTH // 2]} ... {completion[5 - WIDTH // 2 :]}"
     kind = "held-out sample" if sample.held_out else "sample"
-    return f"{kind} {sample.name}: {sample.summary}\n  prompt  {prompt}\n  said    {completion}"
+    name = printable(sample.name)
+    return f"{kind} {name}: {sample.summary}\n  prompt  {prompt}\n  said    {completion}"
 
 
 def page(sample: Sample) -> str:

@@ -6,7 +6,7 @@ import io
 import pytest
 from rich.console import Console
 
-from tandem.cli.progress import StepProgress, duration
+from tandem.cli.progress import StepProgress, duration, trend
 
 ROW = {
     "reward": 0.5123,
@@ -53,8 +53,10 @@ def shown(steps, *, of=100, terminal=False, eval_every=0, resumed=0, row=ROW):
 def test_line_has_step_reward_speed_and_time_left():
     text, log, _ = shown([3.1] * 12)
     assert text.splitlines() == log
-    figures = "reward 0.512  3.10 s/step  entropy 1.20  gap 0.0e+00  412 tok/s"
+    figures = "reward 0.512 →  3.10 s/step  entropy 1.20  gap 0"
     assert log[-1] == f"step  10/100  {figures}  left 4 min 39 s"
+    assert log[0] == f"step   1/100  {figures.replace(' →', '')}  left 5 min 7 s"
+    assert max(map(len, log)) <= 80
 
 
 @pytest.mark.parametrize("seconds", [0.5, 31.0, 95.0, 4000.0])
@@ -69,7 +71,7 @@ def test_time_left_counts_median_steps_and_evaluations():
         [500.0] * 5 + [2.0, 2.0, 90.0, 2.0, 2.0, 2.0, 1.0, 3.0, 2.0, 2.0], eval_every=10, of=20
     )
     # 5 x 2 and one of 7
-    assert log[-1].endswith("2.00 s/step  entropy 1.20  gap 0.0e+00  412 tok/s  left 17 s")
+    assert log[-1].endswith("→  2.00 s/step  entropy 1.20  gap 0  left 17 s")
 
 
 def test_slow_steps_get_a_line_each_and_fast_runs_twenty():
@@ -101,8 +103,22 @@ def test_warning_is_printed_once_and_logged():
     _, log, _ = shown([1.0] * 3, row=ROW | {"truncated": 0.9, "bad/[loss]": 1.0})
     assert [line for line in log if "warning" in line] == [
         "warning at step 1: an update was skipped, not finite: [loss]",
-        "warning at step 1: over half of the completions hit rollout.max_new_tokens",
+        "warning at step 1: over half of the completions hit rollout.max_new_tokens; "
+        "take a larger one",
     ]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "arrow"),
+    [
+        ([0.1] * 9, ""),
+        ([0.1] * 5 + [0.2] * 5, " ↑"),
+        ([0.2] * 5 + [0.1] * 5, " ↓"),
+        ([0.2] * 9 + [0.21], " →"),
+    ],
+)
+def test_trend_compares_the_last_steps_with_those_before(rewards, arrow):
+    assert trend(rewards) == arrow
 
 
 @pytest.mark.parametrize(

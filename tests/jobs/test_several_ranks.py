@@ -29,6 +29,16 @@ def test_run_of_several_ranks_ends_well(name, tmp_path):
     assert any(row.get("grad_norm", 0.0) > 0 for row in rows)
 
 
+def test_run_that_has_stopped_early_exports_the_same_weights_again(tmp_path):
+    watched = ["eval.every=1", "eval.patience=1", "eval.samples=1", "eval.greedy=false"]
+    command = [*prepare(tmp_path), *watched, "parallel.data=2", "run.threads=1"]
+    for _ in range(2):
+        end_well(Forks().start(command, tmp_path / "run"), tmp_path / "run")
+    log = (tmp_path / "run/log.txt").read_text()
+    ends = [line.partition(" ")[2] for line in log.splitlines() if " done: " in line]
+    assert "stopped early" in log and len(ends) == 2 and ends[0] == ends[1]
+
+
 def test_teacher_of_another_shape_grades_as_in_one_process(tmp_path):
     command = prepare(tmp_path, steps=2, command="distill")
     make_tiny(tmp_path / "larger", hidden=48, layers=3, intermediate=96, seed=1)

@@ -12,10 +12,11 @@ from peft import LoraConfig, PeftModel, inject_adapter_in_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tandem.config.schema import Config
 from tandem.model.load import load_model, make_exact
 from tandem.model.lora import Lora
 from tandem.model.tiny import make_tokenizer
-from tandem.run_folder.export import export, export_adapter, model_card
+from tandem.run_folder.export import Provenance, export, export_adapter, model_card
 from tandem.runtime.errors import UserError
 from tandem.train.optimizer import Optimizer
 from tests.support.parity import engine_for, largest_gap, random_requests
@@ -366,7 +367,12 @@ def trained(kind, source):
 def test_an_export_is_a_plain_directory_of_the_merged_model(kind, tmp_path):
     source = saved(kind, tmp_path / "source")
     model = trained(kind, source)
-    card = model_card(model, base=source, command="train", step=3, metrics={})
+    config = Config.model_validate({"model": {"path": source}, "run": {"seed": 7}})
+    about = Provenance(inputs={"data.train": "0f" * 32}, versions={"torch": "2.13.0"})
+    origin = {"command": "train", "step": 3, "metrics": {}, "about": about}
+    card = model_card(model, config, **origin)
+    told = ["seed 7", f'model.path = "{source}"', f"{'0f' * 32}  data.train", "torch 2.13.0"]
+    assert all(text in card for text in told)
     folder = export(model, source, tmp_path / "out", card)
     files = {p.name for p in folder.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= files
@@ -377,7 +383,7 @@ def test_an_export_is_a_plain_directory_of_the_merged_model(kind, tmp_path):
     )
     assert torch.equal(logits(load_model(str(folder))), logits(model))
     assert not torch.equal(logits(load_model(source)), logits(model))
-    again = model_card(load_model(str(folder)), base=source, command="train", step=3, metrics={})
+    again = model_card(load_model(str(folder)), config, **origin)
     assert again == card  # the hash on it is that of the weights beside it
 
 

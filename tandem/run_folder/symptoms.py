@@ -1,0 +1,171 @@
+"""Symptoms of a training that goes wrong, each with the key to turn: pure functions over its newest
+rows, in order, each the metrics of a step with its timings.
+
+docs/warnings.md has the thresholds below. It does not know how the numbers come about.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean, median
+
+from tandem.types import Row
+
+HISTORY = 50  # rows to look back
+RECENT = 5  # rows that count as now, and at the begin of the history as before
+FLAT_GROUPS = 0.9  # share of the groups
+FALLEN_REWARD = 0.2
+SAME_REWARD = 0.05  # a rise of less is none
+COLLAPSED_ENTROPY = 0.2  # of the entropy before
+GROWN_LENGTH = 2.0  # times the length before
+TRUNCATED = 0.5  # share of the completions
+ENGINE_GAP = 0.02  # nats, the mean of an engine that is not Tandem's
+WAITING = 0.5  # share of a step
+
+Rows = Sequence[Row]
+
+
+def skipped_update(rows: Rows) -> str:
+    bad = sorted(name.removeprefix("bad/") for name in rows[-1] if name.startswith("bad/"))
+    return f"an update was skipped, not finite: {', '.join(bad)}" if bad else ""
+
+
+def unscored(rows: Rows) -> str:
+    count = rows[-1].get("reward_errors", 0)
+    wrong = f"{count:.0f} episodes could not be scored; see reward_error in episodes/"
+    return wrong if count else ""
+
+
+def failed_environments(rows: Rows) -> str:
+    count = rows[-1].get("env_errors", 0) + rows[-1].get("env_timeouts", 0)
+    wrong = f"{count:.0f} episodes failed in their environment; see env_error in episodes/"
+    return wrong if count else ""
+
+
+def truncated(rows: Rows) -> str:
+    wrong = "over half of the completions hit rollout.max_new_tokens; take a larger one"
+    return wrong if rows[-1].get("truncated", 0) > TRUNCATED else ""
+
+
+def inexact_engine(rows: Rows) -> str:
+    """Look at the gap that is 0 for Tandem's engine; other engines have a mean of their own."""
+    row = rows[-1]
+    if row.get("logprob_gap", 0) != 0 and "logprob_gap_mean" not in row:
+        return "engine and trainer disagree: logprob_gap is not 0; `tandem doctor` says where"
+    if (gap := _now(rows, "logprob_gap_mean")) is not None and gap > ENGINE_GAP:
+        return (
+            f"the engine's log-probs are {gap:.2g} nats off in the mean (logprob_gap_mean); "
+            "rl.correction=tis weighs it, rollout.engine=tandem has none"
+        )
+    return ""
+
+
+def no_signal(rows: Rows) -> str:
+    flat = _now(rows, "groups_without_signal")
+    if flat is None or flat <= FLAT_GROUPS:
+        return ""
+    return (
+        f"over {FLAT_GROUPS:.0%} of the groups have equal rewards, so nothing to learn from: take "
+        "problems that are sometimes solved, a larger rl.group_size, or rl.max_gen_batches"
+    )
+
+
+def falling_reward(rows: Rows) -> str:
+    rewards = _values(rows, "reward")
+    means = [fmean(rewards[i : i + RECENT]) for i in range(len(rewards) - RECENT + 1)]
+    if not means or means[-1] >= max(means) - FALLEN_REWARD:
+        return ""
+    return (
+        f"the reward is falling, {max(means):.2f} -> {means[-1]:.2f}: a lower train.learning_rate "
+        "or more rl.prompts_per_step may help"
+    )
+
+
+def entropy_collapse(rows: Rows) -> str:
+    """Compare with the entropy before; one that falls while the reward rises is learning."""
+    before, now = _before(rows, "entropy"), _now(rows, "entropy")
+    if before is None or now is None or now > COLLAPSED_ENTROPY * before or _improves(rows):
+        return ""
+    return (
+        f"the entropy has collapsed, {before:.2g} -> {now:.2g}, and the reward does not rise: a "
+        "larger rl.clip_high, rl.entropy_coef, or a lower train.learning_rate"
+    )
+
+
+def length_explosion(rows: Rows) -> str:
+    before, now = _before(rows, "completion_tokens"), _now(rows, "completion_tokens")
+    if before is None or now is None or now < GROWN_LENGTH * before or _improves(rows):
+        return ""
+    return (
+        f"completions grow, {before:.0f} -> {now:.0f} tokens, and the reward does not rise: "
+        "reward.overlong_penalty, or rl.aggregation=token_mean"
+    )
+
+
+def starved_trainer(rows: Rows) -> str:
+    """Look at rollouts beside the training; without workers the wait has the rollout in it."""
+    waits, steps, rollouts = (_median(rows, name) for name in ("wait_s", "step_s", "rollout_s"))
+    if waits >= rollouts or waits <= WAITING * steps:
+        return ""
+    return (
+        f"the trainer waits for rollouts in {waits / steps:.0%} of the time: more rollout.workers, "
+        "or a larger rollout.staleness"
+    )
+
+
+def starved_engine(rows: Rows) -> str:
+    waits, steps, rollouts = (_median(rows, name) for name in ("wait_s", "step_s", "rollout_s"))
+    if not rollouts or waits >= rollouts or rollouts >= WAITING * steps or "wait_s" not in rows[-1]:
+        return ""
+    return (
+        f"the rollout workers are idle in {1 - rollouts / steps:.0%} of the time: fewer "
+        "rollout.workers leave cores to the trainer, a larger rollout.staleness lets them go on"
+    )
+
+
+SYMPTOMS: tuple[Callable[[Rows], str], ...] = (
+    skipped_update,
+    unscored,
+    failed_environments,
+    truncated,
+    inexact_engine,
+    no_signal,
+    falling_reward,
+    entropy_collapse,
+    length_explosion,
+    starved_trainer,
+    starved_engine,
+)
+
+
+def symptoms(rows: Rows) -> Mapping[str, str]:
+    """Return the warning of each symptom that the newest HISTORY rows show, by its name."""
+    newest = rows[-HISTORY:]
+    found = {look.__name__: look(newest) for look in SYMPTOMS if newest}
+    return {name: warning for name, warning in found.items() if warning}
+
+
+def _values(rows: Rows, name: str) -> list[float]:
+    """Return the finite values of the rows that have one."""
+    return [value for row in rows if (value := row.get(name)) is not None and value == value]
+
+
+def _now(rows: Rows, name: str) -> float | None:
+    """Return the mean of the RECENT newest values; None with fewer."""
+    values = _values(rows[-RECENT:], name)
+    return fmean(values) if len(values) == RECENT else None
+
+
+def _before(rows: Rows, name: str) -> float | None:
+    """Return the mean of the oldest RECENT values, which are others than those of _now."""
+    values = _values(rows[:RECENT], name)
+    return fmean(values) if len(rows) >= 2 * RECENT and len(values) == RECENT else None
+
+
+def _improves(rows: Rows) -> bool:
+    before, now = _before(rows, "reward"), _now(rows, "reward")
+    return before is None or now is None or now >= before + SAME_REWARD
+
+
+def _median(rows: Rows, name: str) -> float:
+    """Return the median of RECENT rows; 0 with fewer, which is no symptom."""
+    values = _values(rows[-RECENT:], name)
+    return median(values) if len(values) == RECENT else 0.0

@@ -1,0 +1,60 @@
+"""`tandem doctor`: the facts as a document for programs, and versions that were not tested."""
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tandem import __version__
+from tandem.cli.doctor import TESTED, versioned
+from tests.support.home import invoke
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_json_has_every_check_under_stable_keys():
+    result = invoke("doctor", "--json")
+    document = json.loads(result.stdout)
+    assert document["tandem"] == __version__
+    assert document["ok"] == (result.exit_code == 0)
+    checks = document["checks"]
+    there = [
+        *("python", "torch", "transformers", "gpu", "exactness", "bfloat16"),
+        *("reward_workers", "sandbox", "disk"),
+    ]
+    assert [name for name in checks if not name.startswith("gpu_")] == there
+    for check in checks.values():
+        assert isinstance(check["ok"], bool) and isinstance(check["detail"], str)
+    assert document["ok"] == all(check["ok"] for check in checks.values())
+    assert checks["torch"].keys() > {"version", "tested", "threads", "cores", "processor"}
+    assert checks["gpu"].keys() > {"count", "driver", "triton"}
+    assert checks["exactness"]["exact"] is True and checks["disk"]["free_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("found", "tested"),
+    [
+        ("2.13.0+cpu", True),
+        ("2.13.4", True),
+        ("2.12.1", False),
+        ("3.0", False),
+        ("2.14.0a0", False),
+    ],
+)
+def test_version_outside_of_those_tested_is_told(found, tested):
+    finding = versioned("torch", found, ", 2 threads")
+    assert finding.ok and finding.facts["tested"] == tested
+    assert finding.detail.startswith(found) and finding.detail.endswith(", 2 threads")
+    assert ("the tests have run with 2.13" in finding.detail) != tested
+
+
+def test_tested_versions_are_those_that_are_pinned():
+    pins = dict(re.findall(r"^(\S+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
+    for name in ("torch", "transformers"):
+        assert versioned(name, pins[name]).facts["tested"], name
+        assert pins[name].startswith(TESTED[name][1] + ".")
+    python = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
+    oldest, newest = TESTED["python"]
+    assert python == f">={oldest},<3.{int(newest.partition('.')[2]) + 1}"

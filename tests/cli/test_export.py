@@ -1,0 +1,102 @@
+"""`tandem export --best`, and `--push` against a stand-in hub on loopback."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tandem.run_folder.best import Best, write_best
+from tests.support.home import invoke, mistake
+from tests.support.hub import hub_server
+from tests.support.past_runs import past_run
+
+
+def pushed(run, name, **variables):
+    """(exit code, what was printed) of an export of a run to a hub."""
+    kept = {key: os.environ[key] for key in ("PATH", "PYTHONPATH") if key in os.environ}
+    environment = {**kept, "HOME": "/nowhere", "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1"}
+    environment |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", **variables}
+    command = [sys.executable, "-m", "tandem", "export", str(run), "--push", name]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = shutil.copytree(past_run("train"), tmp_path / "run")
+    shutil.rmtree(run / "hf")
+    return run
+
+
+def test_export_is_pushed_with_a_card_of_its_origin(run):
+    with hub_server("secret") as hub:
+        code, text = pushed(run, "me/mine", HF_ENDPOINT=hub.url, HF_TOKEN="secret")
+        assert code == 0, text
+        assert f"pushed to {hub.url}/me/mine" in text and hub.unknown == []
+    assert hub.repositories == {"me/mine": True}  # private
+    [folder] = (run / "hf").iterdir()
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert hub.files == {"me/mine": files} and "model.safetensors" in files
+    card = files["README.md"].decode()
+    told = ("after `tandem train`", "seed 0", "rl.group_size = ", "data.train", "torch ")
+    assert all(text in card for text in told), card
+    assert "eval/sampled" in card
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({}, ["there is no token for the hub", "HF_TOKEN"]),
+        ({"HF_TOKEN": "x", "HF_HUB_OFFLINE": "1"}, ["switched off", "HF_HUB_OFFLINE is set"]),
+        (
+            {"HF_TOKEN": "x", "HF_ENDPOINT": "http://127.0.0.1:9"},
+            ["the hub cannot be reached", "127.0.0.1:9"],
+        ),
+    ],
+    ids=["no token", "offline", "unreachable"],
+)
+def test_hub_that_cannot_be_used_is_a_users_error(variables, words, run):
+    code, text = pushed(run, "me/mine", **variables)
+    assert code == 2 and "error: " in text and "Traceback" not in text, text
+    assert all(word in text for word in words), text
+    assert (run / "hf").exists() == ("HF_ENDPOINT" in variables)  # told before any work
+
+
+def test_wrong_token_and_wrong_name_are_users_errors(run):
+    with hub_server("secret") as hub:
+        refused = pushed(run, "me/mine", HF_ENDPOINT=hub.url, HF_TOKEN="other")
+        misnamed = pushed(run, "a/b/c", HF_ENDPOINT=hub.url, HF_TOKEN="secret")
+    for (code, text), word in [(refused, "the hub refuses"), (misnamed, "no name of a model")]:
+        assert code == 2 and word in text and "Traceback" not in text, text
+
+
+# ---- --best
+
+
+def test_best_checkpoint_is_exported_by_name(run):
+    write_best(run, Best(step=3, reward=0.9, misses=1))
+    assert invoke("export", run, "--best").exit_code == 0
+    assert [path.name for path in (run / "hf").iterdir()] == ["step_000003"]
+    assert "one of them" in mistake("export", run, "--best", "--step", 4)
+
+
+@pytest.mark.parametrize(
+    ("best", "said"),
+    [
+        (None, "has kept no best checkpoint"),
+        (Best(step=0, reward=0.9, misses=4), "no step of the run is better than its starting"),
+        (Best(step=2, reward=0.9, misses=1), "there is no such checkpoint"),  # pruned since
+    ],
+    ids=["none", "the starting model", "gone"],
+)
+def test_run_without_a_best_checkpoint_is_a_users_error(best, said, run):
+    if best is not None:
+        write_best(run, best)
+    assert said in mistake("export", run, "--best") and not (run / "hf").exists()
+
+
+def test_damaged_best_json_is_a_users_error(run):
+    (run / "best.json").write_text("{}")
+    assert "cannot be read" in mistake("export", run, "--best")

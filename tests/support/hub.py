@@ -1,0 +1,100 @@
+"""A stand-in for the Hugging Face hub on loopback: repositories, commits, and files in LFS."""
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+class Hub:
+    """A hub, and all that it was told. token: the one that may write."""
+
+    def __init__(self, token):
+        self.token, self.url = token, ""
+        self.repositories = {}  # name -> whether it is private
+        self.objects = {}  # of LFS, by SHA-256
+        self.files = {}  # of the only branch, by repository and path
+        self.unknown = []  # requests that it has no answer for
+
+    def answer(self, method, path, body, headers):
+        """(status, JSON) of a request."""
+        if upload := re.fullmatch(r"/objects/(\w+)", path):
+            self.objects[upload[1]] = body
+            return (200 if hashlib.sha256(body).hexdigest() == upload[1] else 400), {}
+        if headers.get("authorization") != f"Bearer {self.token}":
+            return 401, {"error": "Invalid credentials in Authorization header"}
+        if (method, path) == ("POST", "/api/repos/create"):
+            told = json.loads(body)
+            name = f"{told.get('organization') or 'me'}/{told['name']}"
+            private = told.get("visibility") == "private" or told.get("private") is True
+            known = self.repositories.setdefault(name, private) and name in self.files
+            return (409 if known else 200), {"url": f"{self.url}/{name}", "id": name, "name": name}
+        if path == "/api/validate-yaml":
+            return 200, {"errors": [], "warnings": []}
+        if found := re.fullmatch(r"/api/models/(.+)/preupload/main", path):
+            return 200, {"files": [self.mode(file) for file in json.loads(body)["files"]]}
+        if path.endswith(".git/info/lfs/objects/batch"):
+            return 200, {"transfer": "basic", "objects": list(map(self.place, told_objects(body)))}
+        if found := re.fullmatch(r"/api/models/(.+)/commit/main", path):
+            self.commit(found[1], [json.loads(line) for line in body.splitlines()])
+            return 200, {"commitUrl": f"{self.url}/{found[1]}/commit/1", "commitOid": "1"}
+        self.unknown.append((method, path))
+        return 404, {"error": "not found"}
+
+    def mode(self, file):
+        large = file["path"].endswith(".safetensors")
+        mode = "lfs" if large else "regular"
+        return {"path": file["path"], "uploadMode": mode, "shouldIgnore": False, "oid": None}
+
+    def place(self, told):
+        href = {"href": f"{self.url}/objects/{told['oid']}"}
+        return {**told, "authenticated": True, "actions": {"upload": href}}
+
+    def commit(self, name, lines):
+        files = self.files.setdefault(name, {})
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                files[value["path"]] = self.objects[value["oid"]]
+
+
+def told_objects(body):
+    return json.loads(body)["objects"]
+
+
+@contextmanager
+def hub_server(token):
+    """A Hub that listens at its `url`."""
+    hub = Hub(token)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def respond(self):
+            body = self.rfile.read(int(self.headers.get("content-length", 0)))
+            path = self.path.partition("?")[0]
+            status, value = hub.answer(self.command, path, body, self.headers)
+            data = json.dumps(value).encode()
+            self.send_response(status)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_GET = do_POST = do_PUT = do_HEAD = respond
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        hub.url = f"http://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield hub
+        server.shutdown()
+        thread.join()
