@@ -14,8 +14,8 @@ random moment, seen from outside.
 
 Of the first five the run heals: the loss is noticed (status.json, log.txt, another process in its
 place), the next fault follows, and the run ends by itself. The last two end it, within STOP_S and
-with an error that names the culprit, unless that is the driver; the same command goes on. Right is
-the end with the bytes of a run without Ray that nobody disturbed. A hang is a failure at HANG_S.
+with an error that names the culprit, unless that is the driver; the same command goes on, to the
+next fault. Right is the end with the bytes of a run without Ray that nobody disturbed. A hang is a failure at HANG_S.
 
 The first node is the driver's and is not killed: that kills the run, as a dead driver does.
 
@@ -74,7 +74,7 @@ class Kind:
     cannot heal; "" for one that heals."""
 
     options: Sequence[str]
-    faults: int = 1
+    faults: int
     culprit: str = ""
 
     @property
@@ -90,8 +90,8 @@ KINDS = {
     "reward": Kind(options=NODES, faults=4),
     "reward actor": Kind(options=ACTORS, faults=4),
     "env actor": Kind(options=[*NODES, *ENV, "cluster.env_workers=2"], faults=4),
-    "rank": Kind(options=[*QUEUE, "cluster.trainers=ray"], culprit="rank 1"),
-    "unit": Kind(options=QUEUE, culprit="TransferQueue"),
+    "rank": Kind(options=[*QUEUE, "cluster.trainers=ray"], faults=4, culprit="rank 1"),
+    "unit": Kind(options=QUEUE, faults=4, culprit="TransferQueue"),
 }
 
 
@@ -130,10 +130,11 @@ def cases(
             return
         start, target = time.monotonic(), folder / f"{name.replace(' ', '_')}_{number}"
         whole = [*command, *_placed(kind.options, folder), f"run.folder={target}"]
+        most = min(kind.faults, faults - done)
         if kind.culprit:
-            fired, wrong = stop_one(name, number, whole, target, source)
+            fired, wrong = stop_some(name, most, number, whole, target, source)
         else:
-            fired, wrong = strike(name, min(kind.faults, faults - done), whole, target, source)
+            fired, wrong = strike(name, most, whole, target, source)
         if not wrong and fingerprint(target) != expected:
             wrong = "other bytes than the undisturbed run's"
         shutil.rmtree(target, ignore_errors=True)
@@ -165,30 +166,38 @@ def strike(
         return fired, _end(process, out)
 
 
-def stop_one(
-    name: str, number: int, command: Sequence[str], target: Path, source: random.Random
+def stop_some(
+    name: str, faults: int, number: int, command: Sequence[str], target: Path, source: random.Random
 ) -> tuple[int, str]:
-    """Make one run that a fault ends, and let the same command go on; return as `strike`. number:
-    of the trial, for each victim in turns."""
+    """Let faults end a run, have the same command go on after each, and then let it end by itself;
+    return as `strike`. number: of the run; each victim comes in turns."""
+    for fired in range(faults):
+        with started(command, target) as (process, out):
+            _wait(process, lambda: bool(_workers(target)), HANG_S)
+            _wait(process, lambda: False, source.uniform(0, PAUSE_S))
+            victims = _victims(name, process.pid, [])
+            standing = descendants(process.pid)
+            if process.poll() is not None or not victims:
+                return fired, _end(process, out)
+            os.kill(victim := victims[(number + fired) % len(victims)], signal.SIGKILL)
+            wrong = _stopped(process, out, name, victim == process.pid) or _left_behind(standing)
+            if wrong:
+                return fired + 1, wrong
     with started(command, target) as (process, out):
-        _wait(process, lambda: bool(_workers(target)), HANG_S)
-        _wait(process, lambda: False, source.uniform(0, PAUSE_S))
-        victims = _victims(name, process.pid, [])
-        standing = descendants(process.pid)
-        if process.poll() is not None or not victims:
-            return 0, _end(process, out)
-        os.kill(victim := victims[number % len(victims)], signal.SIGKILL)
-        if wrong := _stopped(process, out, name, victim == process.pid):
-            return 1, wrong
-        until = time.monotonic() + STOP_S
-        while alive := [p.pid for p in standing if state_of(p.pid) not in ("", ZOMBIE)]:
-            if time.monotonic() > until:
-                return 1, f"processes {alive} live {STOP_S:g} s after the run has ended"
-            time.sleep(0.1)
-        for session in re.findall(r"(\S*/ray-\w+)/session", " ".join(p.command for p in standing)):
-            shutil.rmtree(session.partition("=")[2] or session, ignore_errors=True)
-    with started(command, target) as (process, out):
-        return 1, _end(process, out)
+        return faults, _end(process, out)
+
+
+def _left_behind(standing: Sequence[Process]) -> str:
+    """Wait for the end of the processes of a run that has ended; name those that live on. Removes
+    the folders of their Ray, which a killed driver leaves."""
+    until = time.monotonic() + STOP_S
+    while alive := [p.pid for p in standing if state_of(p.pid) not in ("", ZOMBIE)]:
+        if time.monotonic() > until:
+            return f"processes {alive} live {STOP_S:g} s after the run has ended"
+        time.sleep(0.1)
+    for session in re.findall(r"(\S*/ray-\w+)/session", " ".join(p.command for p in standing)):
+        shutil.rmtree(session.partition("=")[2] or session, ignore_errors=True)
+    return ""
 
 
 def _stopped(process: subprocess.Popen[bytes], out: Any, name: str, is_driver: bool) -> str:
