@@ -15,7 +15,8 @@ random moment, seen from outside.
 Of the first five the run heals: the loss is noticed (status.json, log.txt, another process in its
 place), the next fault follows, and the run ends by itself. The last two end it, within STOP_S and
 with an error that names the culprit, unless that is the driver; the same command goes on, to the
-next fault. Right is the end with the bytes of a run without Ray that nobody disturbed. A hang is a failure at HANG_S.
+next fault. Right is the end with the bytes of a run without Ray that nobody disturbed. A hang is a
+failure at HANG_S.
 
 The first node is the driver's and is not killed: that kills the run, as a dead driver does.
 
