@@ -39,6 +39,8 @@ def demo(folder: Path, seed: int, fresh: bool, changes: list[str]) -> None:
     report(folder, final)
     console.print(f"\n{time.perf_counter() - started:.0f} seconds in all. Next:")
     test = [str(recipe), f"model.path={final}", f"eval.data={folder}/data/test.jsonl"]
+    shown = f"  {by_hand} view {shlex.quote(str(folder))}    its curves, episodes and tokens"
+    console.print(shown, markup=False)
     console.print(f"  {by_hand} eval {shlex.join(test)}", markup=False)
     console.print(f"  {by_hand} init my-task    a project of your own: recipe, data, reward")
     console.print(f"  {by_hand} plan --keys    everything a recipe can say")
