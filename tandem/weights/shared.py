@@ -118,8 +118,8 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What is sent of a version. layout: of memory from byte `at` on; names: of tensors there, None
-    for all.
+    """Part of a version that is sent. layout: of memory from byte `at` on; names: of tensors there,
+    None for all.
 
     at: 0, or that behind the version, where the differences from the version before it are.
     """

@@ -152,7 +152,7 @@ def test_a_difference_goes_only_to_a_worker_of_its_base(kind):
 
 @pytest.mark.parametrize("kind", ["shm", "objects"])
 def test_int8_errors_stay_bounded_and_all_workers_run_the_same_bytes(kind):
-    """What workers run is never further from the trainer's weights than one version's rounding."""
+    """Workers are never further from the trainer's weights than one version's rounding."""
     draws, weights, errors = torch.Generator().manual_seed(0), tensors(dtype=torch.float32), []
     store, engine = opened(kind, "int8", weights)
     steady, sent = engine(), []
