@@ -49,7 +49,7 @@ MODELS = {
     "1.2B, bfloat16": ((128256, 2048, 512, 8192, 16), torch.bfloat16),
 }
 # learning rate -> deltas: below bfloat16's rounding of most weights, the recipe's, the demo's
-TRAINED = {"1e-6": ("elements", "int8"), "1e-5": ("elements",), "3e-4": ("elements", "int8")}
+TRAINED = {"1e-6": ["elements"], "1e-5": ["elements"], "3e-4": ["elements", "int8"]}
 STEPS = 3  # the first one's weights are sent whole
 TINY = {"tiny, float32": ((512, 64, 32, 192, 2), torch.float32)}
 
@@ -96,7 +96,7 @@ def run_trained() -> Rows:
 
 
 def trained(rate: str, delta: str, folder: Path) -> tuple[str, str, str]:
-    """Train some steps with a rollout worker."""
+    """Train some steps with a rollout worker, and read what they sent."""
     settings = f"model.dtype=bfloat16 train.learning_rate={rate} weights.delta={delta}"
     settings += f" rl.correction=tis rl.prompts_per_step=4 rollout.workers=1 run.steps={STEPS}"
     command = ["-m", "tandem", "train", "recipes/smollm2.toml", *settings.split(), "eval.every=0"]
@@ -106,6 +106,10 @@ def trained(rate: str, delta: str, folder: Path) -> tuple[str, str, str]:
         check=True,
         stdout=subprocess.DEVNULL,
     )
+    return row_of(rate, delta, settings, folder)
+
+
+def row_of(rate: str, delta: str, settings: str, folder: Path) -> tuple[str, str, str]:
     lines = (folder / "timings.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if "sync_bytes" in row]
     whole, sent = rows[0]["sync_bytes"], statistics.median(r["sync_bytes"] for r in rows[1:])

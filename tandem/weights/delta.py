@@ -39,9 +39,12 @@ def encode(base: Tensor, new: Tensor, quantize: bool) -> Tensor | None:
         counts = np.bincount(places // BLOCK, minlength=blocks).astype(np.int32)
         parts = counts, now[places], (places % BLOCK).astype(np.uint16)
         forms.append(torch.from_numpy(np.concatenate([part.view(np.uint8) for part in parts])))
-    if quantize and (steps := _quantize(base.detach().cpu(), new.detach().cpu())) is not None:
-        forms.append(steps)
-    return min(forms, key=lambda form: form.nbytes)
+    exact = min(forms, key=lambda form: form.nbytes)
+    rows = new.numel() // _row_length(new)
+    if not quantize or new.numel() + 4 * rows >= exact.nbytes:
+        return exact
+    steps = _quantize(base.detach().cpu(), new.detach().cpu())
+    return exact if steps is None else steps
 
 
 def decode(base: Tensor, encoded: Tensor) -> Tensor:
