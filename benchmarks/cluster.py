@@ -26,6 +26,7 @@ SECTIONS: dict[str, Callable[[], list[Row]]] = {
     "ray": cluster_ray.run,
     "stream": cluster_stream.run,
     "weights": cluster_weights.run,
+    "delta": cluster_weights.run_trained,
     "model": cluster_model.run,
 }
 

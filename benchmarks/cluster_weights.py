@@ -6,13 +6,17 @@
 A trainer's process publishes, one worker's process receives, loads into the tensors of an engine and
 hashes them, as engine/worker_pool/worker.py does; both with one thread, as is the memcpy. Memory of
 earlier versions is used again, as in a run from its third version on. Medians of REPEATS.
-benchmarks/cluster.py has these rows on its page.
+benchmarks/cluster.py has these rows on its page, and in a section of their own those of `run_trained`:
+what deltas save in real training, SmolLM2-135M in bfloat16 (`make smollm2-model` first).
 """
 
 import importlib.util
 import itertools
+import json
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,8 +25,10 @@ from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import machine
+import smollm2
 import torch
 
 from tandem.runtime.worker_channel import Channel, spawn, take_channel
@@ -32,6 +38,7 @@ from tandem.weights.transports import Receiver, open_weights
 
 Rows = list[tuple[str, str, str]]
 
+ROOT = Path(__file__).parent.parent
 REPEATS = 5
 BAR = 0.6  # of memcpy, for shm
 LINE_BYTES = 1 << 24
@@ -41,6 +48,9 @@ MODELS = {
     "135M, float32": ((49152, 576, 192, 1536, 30), torch.float32),
     "1.2B, bfloat16": ((128256, 2048, 512, 8192, 16), torch.bfloat16),
 }
+# learning rate -> deltas: below bfloat16's rounding of most weights, the recipe's, the demo's
+TRAINED = {"1e-6": ["elements"], "1e-5": ["elements"], "3e-4": ["elements", "int8"]}
+STEPS = 3  # the first one's weights are sent whole
 TINY = {"tiny, float32": ((512, 64, 32, 192, 2), torch.float32)}
 
 
@@ -72,6 +82,47 @@ def measure(name: str, tensors: dict[str, torch.Tensor]) -> Rows:
             found.append((f"{transport}, {name}, whole sync", f"{seconds:.2f} s", how))
         found += delta_rows(name, tensors, ask)
     return found
+
+
+def run_trained() -> Rows:
+    """Measure the bytes of a step's weights in GRPO of SmolLM2, with each learning rate and delta."""
+    smollm2.make_data(smollm2.FOLDER / "data")
+    with tempfile.TemporaryDirectory() as folder:
+        return [
+            trained(rate, delta, Path(folder) / f"{delta} {rate}")
+            for rate, deltas in TRAINED.items()
+            for delta in deltas
+        ]
+
+
+def trained(rate: str, delta: str, folder: Path) -> tuple[str, str, str]:
+    """Train some steps with a rollout worker, and read what they sent."""
+    settings = f"model.dtype=bfloat16 train.learning_rate={rate} weights.delta={delta}"
+    settings += f" rl.correction=tis rl.prompts_per_step=4 rollout.workers=1 run.steps={STEPS}"
+    command = ["-m", "tandem", "train", "recipes/smollm2.toml", *settings.split(), "eval.every=0"]
+    subprocess.run(
+        [sys.executable, *command, f"run.folder={folder}"],
+        cwd=ROOT,
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+    return row_of(rate, delta, settings, folder)
+
+
+def row_of(rate: str, delta: str, settings: str, folder: Path) -> tuple[str, str, str]:
+    lines = (folder / "timings.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if "sync_bytes" in row]
+    whole, sent = rows[0]["sync_bytes"], statistics.median(r["sync_bytes"] for r in rows[1:])
+    seconds = {key: statistics.median(row[key] for row in rows[1:]) for key in ("sync_s", "load_s")}
+    how = (
+        f"`tandem train recipes/smollm2.toml {settings}`; {whole / 1e6:.0f} MB whole, of steps 2 on"
+    )
+    return (
+        f"{delta}, SmolLM2-135M, bfloat16, learning rate {rate}",
+        f"{sent / 1e6:.2f} MB a step, 1/{whole / sent:.1f}; sync {seconds['sync_s']:.2f} s, "
+        f"load {seconds['load_s']:.2f} s",
+        how,
+    )
 
 
 def sync_times(

@@ -7,9 +7,11 @@ reach (Ray's, which this does not know).
                                     {"object": n, "names": ..}   --> views of the buffer
 
 A node fetches an object once, and its workers map it without a copy. Of a delta the object has the
-tensors that changed and no others, once for all workers that run the same version.
+tensors that changed and no others, or their differences, once for all workers that run the same
+version.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -19,7 +21,7 @@ import numpy as np
 from torch import Tensor
 
 from tandem.types import Array
-from tandem.weights.shared import Layout, SharedWeights, Target, write_tensors
+from tandem.weights.shared import Delta, Layout, Sent, SharedWeights, Target
 
 
 class NodeHost(Protocol):
@@ -39,7 +41,7 @@ class Part:
     nodes: set[str] = field(default_factory=set)
 
 
-Parts = dict[tuple[str, ...] | None, Part]  # of a version, by its tensors' names; None: all
+Parts = dict[Layout, Part]  # of a version, by what is in it
 
 
 class ObjectWeights(SharedWeights):
@@ -51,7 +53,7 @@ class ObjectWeights(SharedWeights):
     def __init__(
         self,
         tensors: dict[str, Tensor],
-        delta: bool,
+        delta: Delta,
         *,
         put: Callable[[Array], Any],
         get: Callable[[Any], Array],
@@ -63,28 +65,36 @@ class ObjectWeights(SharedWeights):
         """Give workers the object of a version, or of what changed; as SharedWeights.offer."""
         offers = []
         for worker in workers:
-            names, host = self.changed(version, [worker]), cast(NodeHost, cast(Any, worker).host)
-            part, number = self._part(version, names), next(self._numbers)
+            sent, host = self.sent(version, [worker]), cast(NodeHost, cast(Any, worker).host)
+            part, number = self._part(version, sent.only), next(self._numbers)
             copies = int(host.node not in part.nodes)
             part.nodes.add(host.node)
             host.give(number, part.stored)
-            message = self._message("ray", version, names, copies)
+            message = self._message("ray", version, sent, copies)
             offers.append(({**message, "object": number}, -1))
         return offers
 
-    def _part(self, version: int, names: list[str] | None) -> Part:
+    def _part(self, version: int, wanted: Layout) -> Part:
         with self._lock:
             parts: Parts = self._published[version]
-        key = None if names is None else tuple(names)
-        if key not in parts:
-            whole = self._get(parts[None].stored)
-            parts[key] = Part(self._put(_cut(whole, self.layout, self.layout.only(names))))
-        return parts[key]
+        if wanted not in parts:
+            whole = self._get(parts[self.layout].stored)
+            parts[wanted] = Part(self._put(_cut(whole, self.layout, wanted)))
+        return parts[wanted]
 
-    def _store(self, tensors: dict[str, Tensor]) -> tuple[Parts, dict[str, str]]:
-        buffer = np.empty(self.layout.size, np.uint8)
-        digests = write_tensors(self.layout, tensors, buffer)
-        return {None: Part(self._put(buffer))}, digests
+    def _store(
+        self, tensors: dict[str, Tensor], base: Parts | None
+    ) -> tuple[Parts, dict[str, str], Sent | None]:
+        buffer = np.empty(self._room, np.uint8)
+        with warnings.catch_warnings():  # the base's pages are read only, and are only read
+            warnings.simplefilter("ignore")
+            before = None if base is None else self._get(base[self.layout].stored)
+            digests, sent = self._write(tensors, buffer, before)
+        parts = {self.layout: Part(self._put(buffer[: self.layout.size]))}
+        if sent is not None:
+            behind = buffer[sent.at : sent.at + sent.layout.size]
+            parts[sent.layout] = Part(self._put(behind))
+        return parts, digests, sent
 
     def _drop(self, stored: Parts) -> None:
         """Forget the objects; the store frees one when no worker maps it."""

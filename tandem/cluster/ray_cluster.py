@@ -55,6 +55,7 @@ from tandem.engine.worker_pool.protocol import MAX_LINE_BYTES
 from tandem.runtime import numerics
 from tandem.runtime.processes import descendants
 from tandem.runtime.worker_channel import Channel, Message, die_with_starter
+from tandem.weights.shared import Delta
 
 try:
     import ray
@@ -239,7 +240,7 @@ class RayCluster:
         free = ray.available_resources()
         return f"the nodes have {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs free"
 
-    def open_weights(self, tensors: dict[str, Tensor], delta: bool) -> ObjectWeights:
+    def open_weights(self, tensors: dict[str, Tensor], delta: Delta) -> ObjectWeights:
         """Open the transport of weights to the workers, through Ray's store."""
         return ObjectWeights(tensors, delta, put=ray.put, get=ray.get)
 

@@ -10,7 +10,7 @@ from tandem.cluster.node_worker import NodeWorker
 from tandem.engine.worker_pool.worker import Receive, load_engine, run
 from tandem.runtime.worker_channel import Channel, Message
 from tandem.types import Array
-from tandem.weights.shared import Layout
+from tandem.weights.shared import Layout, offered_layout
 
 TAKE_S = 600.0  # for weights to reach a node
 
@@ -43,6 +43,6 @@ class RolloutWorker(NodeWorker):
                 buffer = self._taken.pop(number)
             with warnings.catch_warnings():  # the pages are read only, and are only read
                 warnings.simplefilter("ignore")
-                return dict(layout.only(source["names"]).views(buffer))
+                return dict(offered_layout(source, layout).only(source["names"]).views(buffer))
 
         return receive

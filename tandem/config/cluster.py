@@ -28,7 +28,12 @@ class Weights(Section):
         "broadcast by torch.distributed; rdma: each worker reads from the trainer's memory (NIXL); "
         "auto: shm on one machine, ray on a cluster",
     )
-    delta: bool = Field(False, description="send only the tensors that have changed")
+    delta: bool | Literal["elements", "int8"] = Field(
+        False,
+        description="true: send only the tensors that have changed; elements: of these only the "
+        "elements that have, where that is shorter; int8: differences rounded to 8 bits, which "
+        "needs a correction (rl.correction), as workers then run other weights than the trainer",
+    )
 
 
 class Cluster(Section):

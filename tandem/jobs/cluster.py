@@ -80,7 +80,7 @@ def _object_bytes(config: Config) -> int:
     if not config.rollout.workers:
         return 0
     sizes = model_sizes(config, "train")
-    versions = (config.rollout.staleness + 3) * (1 + config.weights.delta)
+    versions = (config.rollout.staleness + 3) * (1 + bool(config.weights.delta))
     return versions * sizes.policy * sizes.place.dtype.itemsize
 
 

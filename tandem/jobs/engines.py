@@ -146,15 +146,18 @@ def _shape(model: ExactModel) -> tuple[Any, ...]:
 
 
 def other_kernels(config: Config) -> str:
-    """Name the setting by which trainer and rollouts compute with different kernels, or ""."""
+    """Name the setting by which trainer and rollouts compute with different kernels, or weights, or
+    ""."""
     if config.train.backend == "megatron":
         return "train.backend = megatron"
+    if config.weights.delta == "int8":
+        return "weights.delta = int8"
     return "rollout.engine = vllm" if config.rollout.engine == "vllm" else ""
 
 
 def require_correction(config: Config) -> None:
-    """Raise UserError if the trainer computes with other kernels than the engine, and the config
-    has no off-policy correction."""
+    """Raise UserError if the trainer computes with other kernels or weights than the engine, and
+    the config has no off-policy correction."""
     if (where := other_kernels(config)) and config.rl.correction == "none":
         raise UserError(
             "the engine's log-probs are not the trainer's to the last bit",

@@ -25,13 +25,15 @@ MAX_MEAN = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 
 def engine_gap(batch: TrainBatch, config: Config, dtype: torch.dtype, version: int) -> Row:
     """Return "logprob_gap_mean", nats: the mean difference of engine and policy on the tokens that
-    weights `version` sampled, before an update; {} without such tokens, or with Tandem's engine.
+    weights `version` sampled, before an update; {} without such tokens, or with Tandem's engine and
+    the trainer's own weights.
 
     dtype: of the weights that run. Tokens of older weights are left out, as updates have moved the
     policy since; with rollout.staleness these are all after the first steps. Raises UserError if
     the mean is above log(rl.max_logprob_error), or MAX_MEAN without it.
     """
-    if config.rollout.engine == "tandem" or not batch.recomputed:
+    same_weights = config.weights.delta != "int8"
+    if (config.rollout.engine == "tandem" and same_weights) or not batch.recomputed:
         return {}
     fresh = [e.weight_versions[e.loss_mask] == version for e in batch.episodes]
     columns = zip(batch.recomputed, batch.engine, fresh, strict=True)
@@ -53,7 +55,8 @@ def gap_limit(config: Config, dtype: torch.dtype) -> float:
 def _too_far(config: Config, version: int, mean: float, largest: float, limit: float) -> UserError:
     return UserError(
         "the rollout engine does not run the trainer's model",
-        where=f"tokens sampled by weights {version}, rollout.engine = {config.rollout.engine}",
+        where=f"tokens sampled by weights {version}, rollout.engine = {config.rollout.engine}"
+        + ", weights.delta = int8" * (config.weights.delta == "int8"),
         found=f"log-probs that differ by {mean:.3g} nats in the mean, {largest:.3g} at most",
         expected=f"at most {limit:.3g} in the mean: other kernels, the same weights",
         next="the cause is stale weights, a tied head that the engine did not process again after "

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tandem.weights.shared import Layout, SharedWeights, Target, read_tensors
+from tandem.weights.shared import Delta, Layout, SharedWeights, Target, read_tensors
 
 HOST = "127.0.0.1"
 JOIN_S = 15.0  # for every process of a group to come: they are idle when they are told to
@@ -33,7 +33,7 @@ TENSOR_S = timedelta(seconds=300)  # for each tensor
 class CollectiveWeights(SharedWeights):
     """SharedWeights that are broadcast to workers of this machine."""
 
-    def __init__(self, tensors: dict[str, Tensor], delta: bool = False, join_s: float = JOIN_S):
+    def __init__(self, tensors: dict[str, Tensor], delta: Delta = False, join_s: float = JOIN_S):
         super().__init__(tensors, delta)
         self._join_s = join_s
         self._senders: list[threading.Thread] = []
@@ -42,9 +42,9 @@ class CollectiveWeights(SharedWeights):
         """Begin a broadcast of a version to some workers; as SharedWeights.offer."""
         if not workers:
             return []
-        names, size = self.changed(version, workers), len(workers) + 1
+        sent, size = self.sent(version, workers), len(workers) + 1
         descriptor = self.descriptor(version)
-        tensors = read_tensors(self.layout, descriptor, names)
+        tensors = read_tensors(sent.layout, descriptor, sent.names, sent.at)
         os.close(descriptor)
         timeout = timedelta(seconds=self._join_s)
         store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -56,7 +56,7 @@ class CollectiveWeights(SharedWeights):
         self._senders = [thread for thread in self._senders if thread.is_alive()] + [sender]
         sender.start()
         place = {"port": store.port, "size": size, "join_s": self._join_s}
-        messages = [self._message("collective", version, names) for _ in workers]
+        messages = [self._message("collective", version, sent) for _ in workers]
         return [({**m, **place, "rank": i}, -1) for i, m in enumerate(messages, start=1)]
 
     def close(self) -> None:

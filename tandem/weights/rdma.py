@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from tandem.runtime.errors import UserError
-from tandem.weights.shared import Layout, Memory, SharedWeights, Target
+from tandem.weights.shared import Delta, Layout, Memory, SharedWeights, Target
 
 TIMEOUT_S = 600.0  # of one read
 POLL_S = 0.0005
@@ -33,7 +33,7 @@ POLL_S = 0.0005
 class RdmaWeights(SharedWeights):
     """SharedWeights in registered memory. Raises UserError without NIXL."""
 
-    def __init__(self, tensors: dict[str, Tensor], delta: bool = False):
+    def __init__(self, tensors: dict[str, Tensor], delta: Delta = False):
         super().__init__(tensors, delta)
         self._agent = open_agent(answers=True)
         self._registrations: dict[int, Any] = {}  # by descriptor
@@ -43,9 +43,10 @@ class RdmaWeights(SharedWeights):
         """Tell workers where to read a version; as SharedWeights.offer."""
         offers = []
         for worker in workers:
-            message = self._message("rdma", version, self.changed(version, [worker]))
+            sent = self.sent(version, [worker])
+            message = self._message("rdma", version, sent)
             with self._lock:
-                address = self._published[version].mapped.ctypes.data
+                address = self._published[version].mapped.ctypes.data + sent.at
             offers.append(({**message, "agent": self._metadata, "address": address}, -1))
         return offers
 

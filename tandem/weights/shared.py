@@ -26,19 +26,27 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tandem.types import Array, Row
+from tandem.weights.delta import decode, encode
 from tandem.weights.hashing import begin_digest, combine, raw_bytes, tensor_digests
 
 ALIGNMENT = 64  # bytes: a cache line, and more than any type needs
 CHUNK = 1 << 18  # bytes that are copied and then digested while a cache has them
 KEPT_DIGESTS = 16  # versions below the last published one that a worker's weights are compared with
-DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
+DTYPES = {
+    str(dtype): dtype
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.int8)
+}
+
+# What a worker is sent that runs an earlier version. False: all; True: the tensors that differ;
+# elements, int8: from the version before of these their difference (delta.py).
+Delta = bool | Literal["elements", "int8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +116,24 @@ class Memory:
     mapped: Array
 
 
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Part of a version that is sent. layout: of memory from byte `at` on; names: of tensors there,
+    None for all.
+
+    at: 0, or that behind the version, where the differences from the version before it are.
+    """
+
+    layout: Layout
+    names: list[str] | None = None
+    at: int = 0
+
+    @property
+    def only(self) -> Layout:
+        """The layout of what is sent, alone."""
+        return self.layout.only(self.names)
+
+
 class Target(Protocol):
     """A worker that is offered weights. version: of those that it runs, -1 for none."""
 
@@ -117,17 +143,23 @@ class Target(Protocol):
 class SharedWeights:
     """Published versions of the weights. Any thread may call any method.
 
-    tensors: names, types and shapes of all versions, e.g. `model.merged_weights()`. delta: a worker
-    is offered only the tensors that differ from those that it runs.
+    tensors: names, types and shapes of all versions, e.g. `model.merged_weights()`.
+
+    With the delta "int8" a version is what its base and the difference give, not the tensors that
+    were published: so all workers run the same bytes, and no error is left to the next one.
     """
 
-    def __init__(self, tensors: dict[str, Tensor], delta: bool = False):
+    def __init__(self, tensors: dict[str, Tensor], delta: Delta = False):
         self.layout, self.delta = Layout.of(tensors), delta
+        # bytes of a version, and as many behind it for a difference, which is shorter
+        self._room = self.layout.size * (1 if isinstance(delta, bool) else 2)
         self.sent_bytes = 0  # of tensors offered to workers, all together
         self._lock = threading.Lock()  # of the tables only: nothing waits for a copy or a hash
         self._traffic: dict[int, Row] = {}  # by version, what `traffic` has not returned
         self._published: dict[int, Any] = {}  # by version: what `_store` keeps, Memory
         self._probes: dict[int, dict[str, Any] | None] = {}
+        # by version: its base, and what is behind it in memory
+        self._differences: dict[int, tuple[int, Sent]] = {}
         self._free: list[Memory] = []  # of released versions
         # by version, of the published ones and of some before
         self._digests: dict[int, dict[str, str]] = {}
@@ -138,29 +170,57 @@ class SharedWeights:
         """Keep a copy of the weights under that number; return hash_of(version). probe: told to
         the workers that are offered them.
 
-        The same weights may be published again under their number; others are an error.
+        The same weights may be published again under their number; others are an error (not with
+        "int8", where they cannot be compared).
         """
         with self._lock:
             is_published = version in self._published
+            base = max(self._published, default=-1)
         if is_published:
+            if self.delta == "int8":
+                return self.hash_of(version)
             digest = combine(tensor_digests(tensors))
             if digest != self.hash_of(version):
                 raise ValueError(f"other weights are published as version {version} already")
             return digest
         if Layout.of(tensors) != self.layout:
             raise ValueError("the tensors are not those of the layout: other names, types, shapes")
-        stored, digests = self._store(tensors)
+        stored, digests, difference = self._store(tensors, self._published.get(base))
         with self._lock:
+            if difference is not None:
+                self._differences[version] = base, difference
             self._published[version], self._digests[version] = stored, digests
             self._probes[version] = probe
         return combine(digests)
 
-    def _store(self, tensors: dict[str, Tensor]) -> tuple[Any, dict[str, str]]:
-        """Keep a copy of the tensors; return it and their digests."""
+    def _store(
+        self, tensors: dict[str, Tensor], base: Any
+    ) -> tuple[Any, dict[str, str], Sent | None]:
+        """Keep a copy of the tensors, and the difference from the stored `base` if there is one;
+        return it, their digests, and where the difference is."""
         with self._lock:
             free = self._free.pop() if self._free else None
         memory = free or self._new_memory()
-        return memory, write_tensors(self.layout, tensors, memory.mapped)
+        return memory, *self._write(tensors, memory.mapped, base and base.mapped)
+
+    def _write(
+        self, tensors: Mapping[str, Tensor], memory: Array, base: Array | None
+    ) -> tuple[dict[str, str], Sent | None]:
+        """Write a version to memory, uint8 [_room], and behind it the difference from a base."""
+        if base is None or isinstance(self.delta, bool):
+            return write_tensors(self.layout, tensors, memory), None
+        old, quantize = dict(self.layout.views(base)), self.delta == "int8"
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            found = list(threads.map(lambda n: encode(old[n], tensors[n], quantize), old))
+        parts = {n: part for n, part in zip(old, found, strict=True) if part is not None}
+        if quantize:
+            tensors = {n: decode(t, parts[n]) if n in parts else t for n, t in old.items()}
+        digests = write_tensors(self.layout, tensors, memory)
+        if all(part.dtype == tensors[name].dtype for name, part in parts.items()):
+            return digests, None  # the tensors themselves are sent
+        sent = Sent(Layout.of(parts), at=self.layout.size)
+        write_tensors(sent.layout, parts, memory[sent.at :])
+        return digests, sent
 
     def _drop(self, stored: Any) -> None:
         """Forget a copy."""
@@ -185,20 +245,24 @@ class SharedWeights:
         message, and a descriptor beside it or -1. Raises LookupError as hash_of."""
         offers = []
         for worker in workers:
-            message = self._message("shm", version, self.changed(version, [worker]))
+            message = self._message("shm", version, self.sent(version, [worker]))
             offers.append((message, self.descriptor(version)))
         return offers
 
-    def changed(self, version: int, workers: Sequence[Target]) -> list[str] | None:
-        """List the tensors in which a version differs from what one of the workers runs; None: send
-        all."""
+    def sent(self, version: int, workers: Sequence[Target]) -> Sent:
+        """Return what of a version makes it of what each of the workers runs. Raises LookupError as
+        hash_of."""
         bases = {worker.version for worker in workers}
         with self._lock:
             self._require(version)
             if not self.delta or not bases <= self._digests.keys():
-                return None
+                return Sent(self.layout)
+            base, difference = self._differences.get(version, (-1, None))
+            if difference is not None and bases == {base}:
+                return difference
             new = self._digests[version]
-            return [n for n in new if any(self._digests[base][n] != new[n] for base in bases)]
+            differ = [n for n in new if any(self._digests[base][n] != new[n] for base in bases)]
+            return Sent(self.layout, differ)
 
     def loaded(self, version: int, seconds: float) -> None:
         """Note how long it took from the offer of a version until the worker ran it."""
@@ -223,6 +287,7 @@ class SharedWeights:
             for version in [version for version in self._published if version < below]:
                 self._drop(self._published.pop(version))
                 del self._probes[version]
+                self._differences.pop(version, None)
                 self._traffic.pop(version, None)
             for version in [v for v in self._digests if v < below - KEPT_DIGESTS]:
                 del self._digests[version]
@@ -233,17 +298,16 @@ class SharedWeights:
         while self._free:
             self._end_memory(self._free.pop())
 
-    def _message(
-        self, transport: str, version: int, names: list[str] | None, copies: int = 1
-    ) -> dict[str, Any]:
+    def _message(self, transport: str, version: int, sent: Sent, copies: int = 1) -> dict[str, Any]:
         """Return what every transport's offer has; count the bytes of so many copies."""
         with self._lock:
-            sent = copies * self.layout.only(names).tensor_bytes
+            nbytes = copies * sent.only.tensor_bytes
             row = self._traffic.setdefault(version, {})
-            row["sync_bytes"] = row.get("sync_bytes", 0) + sent
-            self.sent_bytes += sent
+            row["sync_bytes"] = row.get("sync_bytes", 0) + nbytes
+            self.sent_bytes += nbytes
             digests, probe = self._digests[version], self._probes[version]
-        return {"transport": transport, "names": names, "digests": digests, "probe": probe}
+        message = {"transport": transport, "names": sent.names, "digests": digests, "probe": probe}
+        return message | ({"parts": sent.layout.parts, "at": sent.at} if sent.at else {})
 
     def _require(self, version: int) -> None:
         if version not in self._published:
@@ -251,20 +315,26 @@ class SharedWeights:
             raise LookupError(f"weights of version {version} are not published; there are {there}")
 
     def _new_memory(self) -> Memory:
-        descriptor = _nameless_file(self.layout.size)
-        mapped = np.frombuffer(mmap.mmap(descriptor, self.layout.size), np.uint8)
+        descriptor = _nameless_file(self._room)
+        mapped = np.frombuffer(mmap.mmap(descriptor, self._room), np.uint8)
         return Memory(descriptor, mapped)
 
     def _end_memory(self, memory: Memory) -> None:
         os.close(memory.descriptor)
 
 
+def offered_layout(source: Mapping[str, Any], layout: Layout) -> Layout:
+    """Return the layout that an offer's tensors are read by. layout: of the trainer's weights."""
+    return Layout.from_json(source["parts"]) if "parts" in source else layout
+
+
 def read_tensors(
-    layout: Layout, descriptor: int, names: Collection[str] | None = None
+    layout: Layout, descriptor: int, names: Collection[str] | None = None, at: int = 0
 ) -> dict[str, Tensor]:
     """Map the tensors of a published version, without a copy; the descriptor may be closed
-    afterwards. A write goes to the reader's own pages. names: by default all."""
-    tensors = dict(layout.views(mmap.mmap(descriptor, layout.size, access=mmap.ACCESS_COPY)))
+    afterwards. A write goes to the reader's own pages. names: by default all; at: as of Sent."""
+    memory = mmap.mmap(descriptor, at + layout.size, access=mmap.ACCESS_COPY)
+    tensors = dict(layout.views(memoryview(memory)[at:]))
     return tensors if names is None else {name: tensors[name] for name in names}
 
 

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from tandem.weights.shared import Layout, SharedWeights, read_tensors
+from tandem.weights.shared import Delta, Layout, SharedWeights, offered_layout, read_tensors
 
 if TYPE_CHECKING:
     from tandem.weights.rdma import Reader
 
 
-def open_weights(transport: str, tensors: dict[str, Tensor], delta: bool) -> SharedWeights:
+def open_weights(transport: str, tensors: dict[str, Tensor], delta: Delta) -> SharedWeights:
     """Open the publisher of a transport. Raises UserError if its library is missing."""
     match transport:
         case "collective":
@@ -47,17 +47,18 @@ class Receiver:
     def receive(
         self, source: dict[str, Any], layout: Layout, descriptors: deque[int]
     ) -> dict[str, Tensor]:
-        """Return the tensors of an offer; of a delta those alone that the worker lacks.
+        """Return the tensors of an offer; of a delta those alone that the worker lacks, or what
+        delta.decode makes them of.
 
         source: the part of the message that SharedWeights.offer made. layout: of the trainer's
-        weights. descriptors: those that came
-        beside messages; shm takes the first, and closes it. Raises RuntimeError if the transfer
-        fails: the worker keeps the weights that it has.
+        weights. descriptors: those that came beside messages; shm takes the first, and closes it.
+        Raises RuntimeError if the transfer fails: the worker keeps the weights that it has.
         """
+        layout = offered_layout(source, layout)
         match source["transport"]:
             case "shm":
                 descriptor = descriptors.popleft()
-                tensors = read_tensors(layout, descriptor, source["names"])
+                tensors = read_tensors(layout, descriptor, source["names"], source.get("at", 0))
                 os.close(descriptor)
                 return tensors
             case "collective":

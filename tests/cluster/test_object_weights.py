@@ -6,36 +6,11 @@ import pytest
 import torch
 
 from tandem.cluster.object_weights import ObjectWeights
-from tandem.cluster.rollout_worker import RolloutWorker
 from tandem.weights.hashing import tensor_digest
+from tests.support.objects import Host, Store
 
 TENSORS = {"embed": torch.randn(7, 3), "norm": torch.ones(5).bfloat16(), "up": torch.randn(4, 6)}
 WHOLE = 4 * 21 + 2 * 5 + 4 * 24  # bytes
-
-
-class Store:
-    """A store that counts the bytes of its objects."""
-
-    def __init__(self):
-        self.objects = []
-
-    def put(self, buffer):
-        self.objects.append(buffer)
-        return len(self.objects) - 1
-
-    def get(self, number):
-        return self.objects[number]
-
-
-class Host(RolloutWorker):
-    """A worker's process on a node, as both ends have it."""
-
-    def __init__(self, store, node):
-        super().__init__()
-        self.store, self.node = store, node
-
-    def give(self, number, stored):
-        self.take(number, self.store.get(stored))
 
 
 @pytest.fixture

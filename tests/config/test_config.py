@@ -377,6 +377,12 @@ CONTRADICTIONS = [  # the key that is named, what is wrong, what mends it
     ),
     ("eval.keep_best", ["eval.keep_best=true", "eval.data=a.jsonl"], ["eval.every=5"]),
     ("eval.patience", ["eval.patience=2", "eval.every=5"], ["eval.data=a.jsonl"]),
+    (
+        "weights.delta",
+        ["weights.delta=elements", "rollout.engine=vllm", "rollout.workers=1"],
+        ["rollout.engine=tandem"],
+    ),
+    ("weights.delta", ["weights.delta=int8", "rl.correction=tis"], ["rollout.workers=1"]),
     ("cluster.nodes", ["cluster.nodes=1"], ["rollout.workers=1"]),
     ("eval.metric", ["eval.metric=my.py:count"], ["eval.data=test.jsonl"]),
     (

@@ -1,6 +1,7 @@
 """P2: a killed run, started again by the same command, ends with the same bytes as one that was
 never stopped."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -88,6 +89,20 @@ def test_killed_run_ends_in_the_same_bytes_on_other_cores(undisturbed, tmp_path)
     assert told.returncode == 0 and f"equal: step 9 of {killed}" in told.stdout.replace("\n", "")
 
 
+def test_elements_sent_instead_of_tensors_change_no_byte(forks, tmp_path):
+    """In bfloat16, with workers that run what they are sent."""
+    command = [*prepare(tmp_path, steps=STEPS), "model.dtype=bfloat16", "eval.every=0"]
+    sent = {}
+    for delta in ("false", "elements"):
+        deltas = ["rollout.workers=1", f"weights.delta={delta}", "train.learning_rate=1e-5"]
+        forks.run([*command, *deltas], tmp_path / delta)
+        rows = (tmp_path / delta / "timings.jsonl").read_text().splitlines()
+        sent[delta] = [row["sync_bytes"] for row in map(json.loads, rows) if "sync_bytes" in row]
+    assert fingerprint(tmp_path / "elements") == fingerprint(tmp_path / "false")
+    assert len(sent["elements"]) == STEPS and sent["elements"][0] == sent["false"][0]
+    assert 0 < max(sent["elements"][1:]) < min(sent["false"]) / 2
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_kill_after_a_checkpoint_leaves_no_trace(kind, forks, tmp_path):
     command = prepare(tmp_path, steps=STEPS, command=kind)
@@ -130,7 +145,7 @@ def test_kill_while_rollouts_are_ahead_leaves_no_trace(kind, forks, tmp_path):
     killed = [*command, "rollout.workers=2" if kind == "three at once" else "rollout.workers=0"]
     if kind == "partial":
         killed = [*command, "rollout.workers=1", "weights.transport=collective"]
-        killed += ["weights.delta=true"]
+        killed += ["weights.delta=elements"]
     assert forks.run(killed, tmp_path / "killed", kill_at_row=STEPS - 1) != 0
     assert forks.run(killed, tmp_path / "killed") == 0
     assert fingerprint(tmp_path / "killed") == fingerprint(tmp_path / "whole")

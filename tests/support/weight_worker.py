@@ -39,7 +39,7 @@ class WeightEngine:
     def __init__(self, start):
         self.tensors = dict(Layout.from_json(start["layout"]).staging()[1])
         self.running, self.version = [], -1
-        self.model = SimpleNamespace(load_weights=self.load)
+        self.model = SimpleNamespace(load_weights=self.load, named_weights=lambda: self.tensors)
 
     @property
     def has_work(self):

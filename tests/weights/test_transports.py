@@ -52,6 +52,22 @@ def tensors(seed=0):
     }
 
 
+def some_changed(weights, draws, share=0.02):
+    """The tensors with a share of the elements of each given other bits: NaNs and zeros of both
+    signs among them."""
+    changed = {}
+    for name, weight in weights.items():
+        new = weight.contiguous().clone()
+        flat = new.view(-1)
+        places = torch.from_numpy(draws.permutation(flat.numel())[: int(share * flat.numel())])
+        flat[places] = torch.randn(len(places)).to(flat.dtype)
+        flat[places[:4]] = torch.tensor([float("nan"), -0.0, 0.0, -torch.inf])[: len(places)].to(
+            flat.dtype
+        )
+        changed[name] = new
+    return changed
+
+
 def opened(transport, delta=False, join_s=WAIT_S):
     """Open a transport. join_s: of a broadcast, how long it waits for a worker to come."""
     if transport == "collective":
@@ -156,6 +172,42 @@ def test_a_delta_sends_only_the_tensors_that_changed(workers, transport):
         (["scalar", "up"], 2 * (4 + 600_000)),
         ([], 0),
     ]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_elements_send_what_has_changed_of_tensors_and_all_bytes_arrive(workers, transport):
+    """Few, all, none, and few again: each worker has then the published bytes (update)."""
+    workers.published.choose(opened(transport, delta="elements"))
+    draws, weights, sent = np.random.default_rng(1), tensors(), []
+    for share in (1.0, 0.02, 1.0, 0.0, 0.02):
+        weights = some_changed(weights, draws, share)
+        before = workers.published.store.sent_bytes
+        update(workers, weights)
+        sent.append((workers.published.store.sent_bytes - before) / 2)
+    whole = workers.published.layout.tensor_bytes
+    assert sent[0] == whole and sent[3] == 0 and "parts" in workers.published.offered[-1]
+    assert sent[1] < whole / 20 > sent[4] and whole / 2 < sent[2] <= whole
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_worker_killed_in_a_difference_is_replaced_by_one_with_all_bytes(workers, transport):
+    workers.published.choose(opened(transport, delta="elements", join_s=FAILED_JOIN_S / 2))
+    draws, weights, used = np.random.default_rng(2), tensors(), workers.restarts.used
+    update(workers, weights)
+    weights = some_changed(weights, draws)
+    version = workers.published.publish(weights)
+    victim = processes(workers)[0]
+    # it is told to load, and dies before it has
+    os.kill(victim.pid, signal.SIGSTOP)
+    killer = threading.Timer(0.3, os.kill, (victim.pid, signal.SIGKILL))
+    killer.start()
+    workers.apply(version)
+    killer.join()
+    until(workers, lambda: workers.restarts.used > used and all_idle(workers))
+    assert victim not in processes(workers)
+    assert sampled(workers) == {(token_of(weights), version)}
+    update(workers, some_changed(weights, draws))
+    assert "parts" in workers.published.offered[-1]
 
 
 def test_the_first_worker_serves_while_another_still_loads(workers):

@@ -61,7 +61,8 @@ class Running(Protocol):
 class ServedEngine(Protocol):
     """An engine as a worker serves it: engine/engine.py, or vLLM's (vllm_engine.py)."""
 
-    model: Any  # load_weights takes the published weights, tensors by name
+    # load_weights takes the published weights, tensors by name; named_weights has those that run
+    model: Any
 
     @property
     def has_work(self) -> bool: ...
@@ -141,6 +142,7 @@ class Server:
 
     def _apply(self, version: int, source: Message) -> None:
         from tandem.engine.sync_check import check_probe
+        from tandem.weights.delta import decode_all
         from tandem.weights.hashing import combine
 
         if self._numbers:
@@ -150,6 +152,8 @@ class Server:
         try:
             with signs_of_life(self._channel, self._beat_s):
                 weights = self._receive(source, self._channel.descriptors)
+                if "parts" in source:  # differences from the weights that run
+                    weights = decode_all(self._engine.model.named_weights(), weights)
         except RuntimeError as error:  # the weights in use are whole as before
             self._channel.send({"applied": version, "failed": f"{error}"})
             return

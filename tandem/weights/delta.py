@@ -1,0 +1,109 @@
+"""A changed tensor as its difference from the version before, where that is shorter.
+
+    dtype of the encoded tensor    its bytes
+    ---------------------------    ---------
+    uint8   elements, exact        changed elements of each BLOCK, int32; their new values; where
+                                   they lie in their block, uint16
+    int8    quantized, lossy       a float32 scale of each row; a step of -127 to 127 an element
+    other   the new tensor         itself
+
+In bfloat16 most updates of RL are below the rounding of most weights, so few elements change.
+Knows no transport.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.types import Array
+from tandem.weights.hashing import raw_bytes
+
+BLOCK = 1 << 16  # elements, whose places in it are uint16
+BITS = {2: torch.int16, 4: torch.int32}  # by bytes of an element: compared as they are, NaN and all
+STEPS = 127
+
+
+def encode(base: Tensor, new: Tensor, quantize: bool) -> Tensor | None:
+    """Return the shortest form of a tensor of which `base` is known; None if every bit is equal.
+
+    quantize: a lossy one may be taken. What it decodes to is then the base of the next.
+    """
+    old, now = _flat_bits(base), _flat_bits(new)
+    places = np.flatnonzero(old != now)
+    if not len(places):
+        return None
+    blocks, forms = _num_blocks(new.numel()), [new]
+    if 4 * blocks + len(places) * (new.itemsize + 2) < new.nbytes:
+        counts = np.bincount(places // BLOCK, minlength=blocks).astype(np.int32)
+        parts = counts, now[places], (places % BLOCK).astype(np.uint16)
+        forms.append(torch.from_numpy(np.concatenate([part.view(np.uint8) for part in parts])))
+    exact = min(forms, key=lambda form: form.nbytes)
+    rows = new.numel() // _row_length(new)
+    if not quantize or new.numel() + 4 * rows >= exact.nbytes:
+        return exact
+    steps = _quantize(base.detach().cpu(), new.detach().cpu())
+    return exact if steps is None else steps
+
+
+def decode(base: Tensor, encoded: Tensor) -> Tensor:
+    """Return a tensor from its base and what `encode` made of it, on the base's device. Raises
+    RuntimeError if it is not of this base's shape."""
+    if encoded.dtype == torch.uint8:
+        return _set_elements(base, encoded)
+    if encoded.dtype == torch.int8:
+        return _add_steps(base, encoded)
+    return encoded
+
+
+def decode_all(base: Mapping[str, Tensor], encoded: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Decode tensors by name, each against the base's of its name."""
+    return {name: decode(base[name], part) for name, part in encoded.items()}
+
+
+def _set_elements(base: Tensor, encoded: Tensor) -> Tensor:
+    changed = base.detach().clone(memory_format=torch.contiguous_format)
+    bits, blocks = changed.view(-1).view(BITS[base.itemsize]), _num_blocks(base.numel())
+    count = (len(encoded) - 4 * blocks) // (base.itemsize + 2)
+    parts = encoded.split([4 * blocks, count * base.itemsize, count * 2])
+    counts, values, low = parts[0].view(torch.int32).long(), parts[1], parts[2].view(torch.int16)
+    # memory that is written again while it is read has any bytes
+    if bool((counts < 0).any()) or int(counts.sum()) != count:
+        raise RuntimeError("a difference of weights was overwritten while it was read")
+    places = torch.arange(blocks).repeat_interleave(counts) * BLOCK + (low.long() & (BLOCK - 1))
+    if count and int(places.max()) >= base.numel():
+        raise RuntimeError("a difference of weights was overwritten while it was read")
+    bits[places.to(base.device)] = values.view(bits.dtype).to(base.device)
+    return changed
+
+
+def _quantize(base: Tensor, new: Tensor) -> Tensor | None:
+    """Return scales and steps of a difference; None where it, or what it decodes to, is not
+    finite."""
+    rows = (new.float() - base.float()).reshape(-1, _row_length(new))
+    scales = rows.abs().amax(1, keepdim=True) / STEPS
+    steps = (rows / scales.where(scales > 0, 1)).round_().clamp_(-STEPS, STEPS).to(torch.int8)
+    encoded = torch.cat([scales.view(-1).view(torch.int8), steps.view(-1)])
+    finite = bool(scales.isfinite().all()) and bool(_add_steps(base, encoded).isfinite().all())
+    return encoded if finite else None
+
+
+def _add_steps(base: Tensor, encoded: Tensor) -> Tensor:
+    """Multiply, then add, each rounded by itself: every device gets the same bits."""
+    length = _row_length(base)
+    scales, steps = encoded.to(base.device).split([4 * (base.numel() // length), base.numel()])
+    change = steps.view(-1, length).float() * scales.view(torch.float32).view(-1, 1)
+    return (base.detach().float() + change.view(base.shape)).to(base.dtype)
+
+
+def _flat_bits(tensor: Tensor) -> Array:
+    return np.frombuffer(raw_bytes(tensor), f"u{tensor.itemsize}")
+
+
+def _num_blocks(numel: int) -> int:
+    return -(-numel // BLOCK)
+
+
+def _row_length(tensor: Tensor) -> int:
+    return tensor.shape[-1] if tensor.dim() else 1
