@@ -78,8 +78,7 @@ HEAD: dict[str, Any] = {
     "no_monitor": True,
     "_system_config": {"prestart_worker_first_driver": False},
 }
-# Of each of Ray's workers: one with threads of its own would outlive a node that was killed, unless
-# init is its parent then, which in a container or session it need not be.
+# of Ray's workers: Ray itself ends those of a killed node only where orphans are init's
 END_WITH_NODE = f"{die_with_starter.__module__}.{die_with_starter.__name__}"
 # those of the agents: chosen here, or a node waits for its agents before it starts
 PORTS = (
