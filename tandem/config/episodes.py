@@ -163,7 +163,8 @@ class Rollout(Section):
     release_cache: bool | Literal["auto"] = Field(
         "auto",
         description="the key/value cache gives its memory to the update and takes it again "
-        "afterwards; auto: on a GPU",
+        "afterwards; auto: on a GPU. With rollout.engine=vllm only true: vLLM then sleeps in the "
+        "update, its weights too",
     )
     max_batch: int = Field(256, ge=1, description="sequences decoded together at most")
     staleness: int = Field(
@@ -223,8 +224,11 @@ class Rollout(Section):
                 "rollout.workers: vLLM runs in rollout processes, so rollout.engine=vllm needs at "
                 "least 1"
             )
-        if self.release_cache is True:
-            yield "rollout.release_cache: the cache of rollout.engine=vllm keeps its memory"
+        if self.release_cache is True and self.staleness:
+            yield (
+                "rollout.release_cache: with rollout.staleness vLLM rolls out other steps while a "
+                "step is trained, and cannot sleep"
+            )
         if not 0.01 <= self.temperature <= 2:
             yield (
                 "rollout.temperature: vLLM raises lower ones to 0.01 and refuses those above 2, so "

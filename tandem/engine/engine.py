@@ -170,6 +170,10 @@ class Engine:
 
     # ---- a check of itself
 
+    def rest(self) -> None:
+        """Give the cache's memory back until the next step. No request may be under way."""
+        self.cache.give_back()
+
     def logprob_gap(self) -> float:
         """Compare a completion of these weights with the trainer's packed pass over it: the largest
         difference of its log-probs in nats. 0 if none has ended since the engine was last idle."""

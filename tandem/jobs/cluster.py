@@ -16,7 +16,7 @@ from tandem.engine.worker_pool import vllm_worker
 from tandem.engine.worker_pool.client import PoolThread
 from tandem.engine.worker_pool.pool import Workers
 from tandem.engine.worker_pool.process import Spawn
-from tandem.jobs.models import placement
+from tandem.jobs.models import placement, rests_in_updates
 from tandem.jobs.resources import model_sizes
 from tandem.run_folder.status import take_requested_workers
 from tandem.stream.errors import no_transfer_queue
@@ -39,6 +39,8 @@ def check_cluster(config: Config) -> None:
     if config.weights.transport == "rdma" and find_spec("nixl") is None:
         raise no_nixl("no nixl")
     if config.rollout.engine == "vllm":
+        if rests_in_updates(config) and placement(config).device.type == "cpu":
+            raise vllm_worker.no_sleep()
         vllm_worker.find_python()
     if config.cluster.nodes:
         if find_spec("ray") is None:

@@ -29,7 +29,7 @@ from tandem.jobs.http_engines import (
     open_http_rollouts,
     require_starting_weights,
 )
-from tandem.jobs.models import check_tokenizer, placement, releases_cache
+from tandem.jobs.models import check_tokenizer, placement, releases_cache, rests_in_updates
 from tandem.jobs.reward_workers import build_reward_pool, open_reward_workers
 from tandem.model.config_file import check_model
 from tandem.model.load import ExactModel, load_model
@@ -324,6 +324,7 @@ def _start_workers(
         restarts=rollout.restarts,
         weights=weights,
         record_experts=config.rl.router_replay,
+        release_cache=rests_in_updates(config),
         report=report,
         command=rollout_command(config),
         spawn=spawn,

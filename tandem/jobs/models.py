@@ -46,6 +46,14 @@ def releases_cache(config: Config, place: Placement) -> bool:
     return place.device.type == "cuda" if release == "auto" else release
 
 
+def rests_in_updates(config: Config) -> bool:
+    """Tell whether rollout workers give memory to the updates: not while they roll out other steps,
+    and vLLM's only where that is asked for."""
+    if config.rollout.engine == "vllm":
+        return config.rollout.release_cache is True
+    return releases_cache(config, placement(config)) and not config.rollout.staleness
+
+
 def build_model(
     config: Config, path: str, ranks: Ranks = ALONE, *, head: Head = "tokens"
 ) -> ExactModel:

@@ -290,8 +290,8 @@ CONTRADICTIONS = [  # the key that is named, what is wrong, what mends it
     ("rollout.tensor_parallel", ["rollout.tensor_parallel=2"], VLLM),
     (
         "rollout.release_cache",
-        [*VLLM, "rollout.release_cache=true"],
-        ["rollout.release_cache='auto'"],
+        [*VLLM, "rollout.release_cache=true", "rollout.staleness=1", "rl.correction=tis"],
+        ["rollout.staleness=0"],
     ),
     (
         "rollout.devices",

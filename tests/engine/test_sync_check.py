@@ -13,6 +13,7 @@ from tandem.train.engine_gap import gap_limit
 from tandem.weights.hashing import combine
 from tests.support.engines import engine_of
 from tests.support.tiny import exact_model
+from tests.support.working import request
 
 VERSION = 3
 
@@ -64,6 +65,22 @@ def test_a_small_gap_is_the_answer(shift):
     applied, checked = synced(shift)
     assert applied == {"applied": VERSION, "hash": combine({}), "differ": []}
     assert checked == {"checked": VERSION, "gap": pytest.approx(abs(shift), rel=1e-2)}
+
+
+def test_an_idle_engine_gives_its_memory_after_the_check_and_a_busy_one_keeps_it():
+    engine = engine_of(exact_model("qwen3"))
+    server = Server(Sent(), engine, lambda source, descriptors: {}, 60.0, rests=True)
+    [first] = engine.generate([request(0)])
+    engine.submit(request(1))
+    engine.step()
+    server._handle({"check": 0})
+    assert engine.cache.keys and engine.has_work
+    while engine.has_work:
+        engine.step()
+    server._handle({"check": 0})
+    assert not engine.cache.keys
+    [again] = engine.generate([request(0)])
+    assert again.tokens.tolist() == first.tokens.tolist() and engine.cache.keys
 
 
 @pytest.mark.parametrize("shift", [0.27, -2.4, 2e-3, np.nan])

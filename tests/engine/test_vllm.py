@@ -4,9 +4,11 @@ ends of Tandem's completions, pauses, and an interpreter that is not there.
 One vLLM is started for the file, where an interpreter has it.
 """
 
+import json
 import os
 import re
 import signal
+import subprocess
 import sys
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -23,7 +25,8 @@ from tandem.engine.ending import find_ending
 from tandem.engine.packed import packed_logprobs
 from tandem.engine.sync_check import make_probe
 from tandem.engine.worker_pool import vllm_worker
-from tandem.engine.worker_pool.pool import Workers, devices_of
+from tandem.engine.worker_pool.dispatch import devices_of
+from tandem.engine.worker_pool.pool import Workers
 from tandem.model.load import load_model
 from tandem.model.tiny import make_tiny
 from tandem.model.tokenizer import decode_text, load_tokenizer
@@ -155,6 +158,23 @@ def test_a_tied_head_that_is_not_renewed_stops_the_run_at_the_sync(tmp_path):
     with stops as caught, vllm_workers(str(tmp_path), command):
         pass
     assert "tied head" in caught.value.next and "weights 0" in caught.value.where
+
+
+@needs_vllm
+def test_a_worker_that_rests_sleeps_after_the_check_and_wakes_weights_before_they_come():
+    """By a fake of LLMEngine: vLLM sleeps on GPUs alone."""
+    script = Path(__file__).parents[1] / "support" / "sleeping_vllm.py"
+    said = subprocess.run(
+        [vllm_worker.find_python(), str(script)], stdout=subprocess.PIPE, text=True, check=True
+    )
+    kept, rested = json.loads(said.stdout.splitlines()[-1])
+    begin, load = (
+        ["init_weight_transfer_engine"],
+        ["start_weight_update", "update_weights", "finish_weight_update"],
+    )
+    assert kept == begin + 2 * [*load, "reset_prefix_cache"]
+    woken = ["wake weights", *load, "wake kv_cache", "reset_prefix_cache", "sleep 2"]
+    assert rested == [*begin, *load, "reset_prefix_cache", "sleep 2", *woken]
 
 
 @needs_vllm

@@ -56,6 +56,9 @@ def test_memory_that_changes_hands_changes_no_byte(dtype, forks, undisturbed, tm
     forks.run([*command, *shared], tmp_path / "shared", kill_at_row=5)
     forks.run([*command, *shared], tmp_path / "shared")
     assert fingerprint(tmp_path / "shared") == expected
+    if dtype == "float32":
+        forks.run([*command, *shared, "rollout.workers=1"], tmp_path / "workers")
+        assert fingerprint(tmp_path / "workers") == expected
 
 
 def test_another_seed_gives_other_bytes(forks, undisturbed, tmp_path):

@@ -42,6 +42,12 @@ def test_a_missing_vllm_is_named_before_models_are_loaded(monkeypatch):
         check_cluster(Config(rollout=Rollout(engine="vllm", workers=1)))
 
 
+def test_vllm_is_not_told_to_sleep_on_a_cpu():
+    rollout = Rollout(engine="vllm", workers=1, release_cache=True)
+    with pytest.raises(UserError, match="does not sleep on a CPU"):
+        check_cluster(Config(rollout=rollout, model={"device": "cpu"}))
+
+
 def test_a_worker_on_a_cluster_has_the_gpu_that_ray_shows_it():
     here, there = Config(), Config(cluster=Cluster(nodes=1), rollout=WORKERS)
     assert [worker_device(config, "cuda:3") for config in (here, there)] == ["cuda:3", "cuda"]

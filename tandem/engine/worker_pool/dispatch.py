@@ -221,3 +221,9 @@ def _choose(queue: RequestQueue, free: list[tuple[int, int, W]], share: int) -> 
         else:
             return worker
     return None
+
+
+def devices_of(number: int, ranks: int, devices: Sequence[str]) -> str:
+    """Return the devices of that worker, with commas between; processors are one device."""
+    places = range(number * ranks, (number + 1) * ranks)
+    return ",".join(dict.fromkeys(devices[place % len(devices)] for place in places))

@@ -37,7 +37,7 @@ from typing import Any
 
 from tandem.engine.worker_pool import errors
 from tandem.engine.worker_pool.checks import Check, Checks
-from tandem.engine.worker_pool.dispatch import Dispatcher, RequestQueue, Ticket
+from tandem.engine.worker_pool.dispatch import Dispatcher, RequestQueue, Ticket, devices_of
 from tandem.engine.worker_pool.process import LocalProcess, Published, Spawn, WorkerProcess
 from tandem.engine.worker_pool.protocol import (
     cancelled_completion,
@@ -59,8 +59,9 @@ class Workers:
 
     longest: most tokens of one sequence that an engine with cache_mb places, as Engine.longest.
     Worker n is on tensor_parallel of the devices, in turn; cache_mb, max_batch, splits, matmul: of
-    each. restarts: most workers that may be lost; the next one ends the run with a UserError.
-    report: told of losses. spawn: starts a worker's process; None: `command`, on this machine.
+    each. release_cache: a worker rests once its step's check is made. restarts: most workers that
+    may be lost; the next one ends the run with a UserError. report: told of losses. spawn: starts a
+    worker's process; None: `command`, on this machine.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Workers:
         restarts: int,
         weights: Published,
         record_experts: bool = False,
+        release_cache: bool = False,
         report: Callable[[str], None],
         command: Sequence[str] = COMMAND,
         spawn: Spawn | None = None,
@@ -102,6 +104,7 @@ class Workers:
             "longest": longest,
             "layout": weights.layout.parts,
             "record_experts": record_experts,
+            "release_cache": release_cache,
             "beat_s": self._beat_s,
         }
         self._ended: list[Ticket] = []
@@ -391,9 +394,3 @@ class Workers:
         if ticket.completion is None:  # else it was cancelled meanwhile
             ticket.completion = completion
             self._ended.append(ticket)
-
-
-def devices_of(number: int, ranks: int, devices: Sequence[str]) -> str:
-    """Return the devices of that worker, with commas between; processors are one device."""
-    places = range(number * ranks, (number + 1) * ranks)
-    return ",".join(dict.fromkeys(devices[place % len(devices)] for place in places))

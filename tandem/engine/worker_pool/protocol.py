@@ -1,13 +1,15 @@
 """The JSON lines between Workers and a rollout worker.
 
     to a worker    {"start": {"model_path", "dtype", "splits", "tensor_parallel", "matmul",
-                    "cache_bytes", "max_batch", "longest", "layout", "record_experts", "beat_s"}}
+                    "cache_bytes", "max_batch", "longest", "layout", "record_experts",
+                    "release_cache", "beat_s"}}
                    {"apply": 4, "from": {"transport", "names", "digests", "probe", ...}}   an
                     offer of weights/shared.py, with the descriptor of the weights beside it or not
                    {"request": 7, "key", "prompt", "params", "num_sampled", "resume_from",
                     "max_tokens_now"}
                    {"cancel": 7}
-                   {"check": 4}        a completion of version 4 against the trainer's packed pass
+                   {"check": 4}        a completion of version 4 against the trainer's packed pass;
+                    then, with "release_cache", an idle engine rests
     from a worker  {"alive": true}     a sign of life, as any line is, and whether it is at work
                    {"ready": true}     it has started, and waits for weights
                    {"applied": 4, "hash": "9f86...", "differ": []}   the weights that it runs now,

@@ -6,6 +6,8 @@ interpreter (vllm_worker.py), in one process, with the loop of worker.py around 
                                  (processed_logprobs); find_ending ends them as Tandem's engine does
     apply     shared memory  --> start, update and finish of vLLM's weight transfer in each
                                  tensor-parallel rank, then reset_prefix_cache
+    rest      sleep          --> until apply, which wakes the weights, loads them, and then wakes
+                                 the cache
 
 Completions depend on what vLLM runs together, so the trainer measures the gap of every token
 (train/learn.py) and the journal keeps what was sampled. Written for vLLM 0.32.
@@ -234,10 +236,19 @@ class VLLMEngine:
         """Switch to weights of that version. No request may be under way."""
         if self._running:
             raise RuntimeError(f"weights of version {version} come while requests run")
+        if asleep := self._llm.is_sleeping():
+            self._llm.wake_up(tags=["weights"])
         load()
         self.weight_version = version
+        if asleep:
+            self._llm.wake_up(tags=["kv_cache"])
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM keeps cached keys and values of older weights")
+
+    def rest(self) -> None:
+        """Give the memory of weights and cache back until `apply`. Level 2 drops the weights, and
+        level 1 would copy them to the host: every version brings all of them."""
+        self._llm.sleep(level=2)
 
     def weight_digests(self) -> dict[str, str]:
         """Return the digests of the bytes received: that all arrived. What vLLM made of them shows
@@ -330,6 +341,7 @@ def load_vllm(start: dict[str, Any], backend: str = BACKEND) -> VLLMEngine:
         logprobs_mode="processed_logprobs",
         generation_config="vllm",  # no sampling defaults of the model's
         disable_log_stats=True,
+        enable_sleep_mode=start["release_cache"],
         weight_transfer_config=WeightTransferConfig(backend=backend),
     )
     try:
@@ -341,7 +353,10 @@ def load_vllm(start: dict[str, Any], backend: str = BACKEND) -> VLLMEngine:
     except (ValueError, RuntimeError) as error:  # pydantic's errors are ValueErrors
         raise _refused(start["model_path"], error) from error
     tokenizer = load_tokenizer(start["model_path"])
-    return VLLMEngine(llm, lambda tokens: decode_text(tokenizer, tokens))
+    engine = VLLMEngine(llm, lambda tokens: decode_text(tokenizer, tokens))
+    if start["release_cache"]:  # a step that the journal has trains before any weights come
+        engine.rest()
+    return engine
 
 
 def _not_sent(names: list[str]) -> UserError:

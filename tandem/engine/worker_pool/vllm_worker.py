@@ -75,6 +75,16 @@ def _no_vllm(found: str) -> UserError:
     )
 
 
+def no_sleep() -> UserError:
+    return UserError(
+        "vLLM does not sleep on a CPU",
+        where="rollout.release_cache",
+        found="true, with rollout.engine = vllm on a CPU",
+        expected="a GPU, whose memory vLLM can give to the update",
+        next="rollout.release_cache=auto",
+    )
+
+
 def set_environment(devices: str) -> None:
     """Set what vLLM reads when it is imported. devices: of its ranks, with commas between."""
     os.environ.update(ENVIRONMENT)

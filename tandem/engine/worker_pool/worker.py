@@ -79,6 +79,8 @@ class ServedEngine(Protocol):
 
     def logprob_gap(self) -> float: ...
 
+    def rest(self) -> None: ...
+
     def score(self, tokens: Array, /) -> Array: ...
 
 
@@ -91,10 +93,19 @@ def receive_offered(layout: "Layout") -> Receive:
 
 
 class Server:
-    """Service of a channel with an engine until the channel ends. receive: gets the weights."""
+    """Service of a channel with an engine until the channel ends. receive: gets the weights; rests:
+    after a check the engine gives memory to the trainer's update."""
 
-    def __init__(self, channel: Channel, engine: ServedEngine, receive: Receive, beat_s: float):
+    def __init__(
+        self,
+        channel: Channel,
+        engine: ServedEngine,
+        receive: Receive,
+        beat_s: float,
+        rests: bool = False,
+    ):
         self._channel, self._engine, self._receive, self._beat_s = channel, engine, receive, beat_s
+        self._rests = rests
         self._numbers: dict[Running, int] = {}  # of the requests that run
         self._sync_gap: float | None = None  # of the weights in use to their probe, if they had one
 
@@ -120,6 +131,8 @@ class Server:
                 with signs_of_life(self._channel, self._beat_s):
                     gap = self._sync_gap
                     gap = self._engine.logprob_gap() if gap is None else gap
+                    if self._rests and not self._engine.has_work:
+                        self._engine.rest()
                 self._channel.send({"checked": version, "gap": gap})
             case {"apply": int(version), "from": dict(source)}:
                 self._apply(version, source)
@@ -223,7 +236,7 @@ def run(
         from tandem.weights.shared import Layout
 
         receive = receiver(Layout.from_json(start["layout"]))
-        return Server(channel, engine, receive, start["beat_s"]).serve
+        return Server(channel, engine, receive, start["beat_s"], start["release_cache"]).serve
 
     serve_from_start(channel, load_all)
 
