@@ -471,7 +471,8 @@ def test_a_users_filter_decides_which_groups_fill_a_step(tmp_path):
 
 
 def test_a_users_metric_is_a_row_of_the_evaluation(tmp_path):
-    settings = config(eval__samples=3, eval__metric="examples/own_functions.py:answers")
+    metric = "examples/own_functions.py:answers"
+    settings = config(eval__samples=3, eval__metric=metric, eval__data="of the test")
     stages = stages_in(tmp_path, settings, engine=NumberedEngine(), reward=ConstantReward(1.0))
     runner = stages.collector.runner
     row = Evaluator(config=settings, problems=PROBLEMS, runner=runner, stop_token_ids=())(0)
