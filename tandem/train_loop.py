@@ -105,7 +105,8 @@ def run_training(
         loop = _TrainLoop(run, job, show, report or run.log)
         run.note_start()
         with loop.writing(), loop.saving_on_interrupt():
-            if loop.best.out_of_patience:  # nothing is rolled out any more
+            # without an evaluation that is due, nothing is rolled out any more
+            if loop.best.out_of_patience and loop.pending_metrics is None:
                 next(iter(job.learners.values())).publish()
             else:
                 job.start(loop.done)
@@ -228,9 +229,11 @@ class _TrainLoop:
         never_evaluates = not (self.run.config.eval.data or every)
         if evaluates or (never_evaluates and self.done % max(1, steps // SHOWN) == 0):
             self._show_samples()
+        is_kept = bool(self.done) and is_best and self.best.keep
+        if is_kept:
+            self._save()
         self._stop_if_hopeless(metrics)
-        is_kept = is_best and self.best.keep
-        if self.done and (self.is_over or is_kept or self.done % run.save_every == 0):
+        if self.done and not is_kept and (self.is_over or self.done % run.save_every == 0):
             self._save()
 
     def _log(self, metrics: Row, timings: Row) -> None:

@@ -340,6 +340,13 @@ def test_stopped_run_started_again_stays_stopped_until_it_may_go_on(tmp_path):
     assert checkpoints(tmp_path) == ["step_000010", "step_000012"]
 
 
+def test_weights_are_published_for_an_evaluation_that_is_due_though_patience_is_out(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        ran(tmp_path, "." * 12, interrupted=8, **WATCHED | {"patience": 9})
+    again = ran(tmp_path, "." * 12, **WATCHED | {"patience": 1})
+    assert (again.published, again.evaluated, again.end.step) == ([8], [8], 8)
+
+
 def test_run_that_never_beats_its_starting_model_keeps_no_other_checkpoint(tmp_path):
     job = ran(tmp_path, "." * 6, **WATCHED | {"rewards": [0.5, math.nan, 0.5, 0.4]})
     assert job.end.best == Best(step=0, reward=0.5, misses=3)

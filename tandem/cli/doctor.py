@@ -25,7 +25,7 @@ from tandem.runtime.disk import human_bytes
 from tandem.runtime.errors import UserError
 
 # The oldest and the newest version that the tests have run with; constraints.txt pins the newest.
-TESTED = {"python": ("3.11", "3.14"), "torch": ("2.13", "2.13"), "transformers": ("5.23", "5.23")}
+TESTED = {"python": ("3.11", "3.11"), "torch": ("2.13", "2.13"), "transformers": ("5.23", "5.23")}
 
 
 @dataclass(frozen=True, slots=True)

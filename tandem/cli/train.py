@@ -90,7 +90,8 @@ def about_best(
             f"stopped early, at step {end.step} of {steps}: {best.misses} evaluations in a row "
             f"were no better than the best (eval.patience={config.eval.patience})"
         )
-    kept = f"; tandem export {folder} --best" if config.eval.keep_best and best.step else ""
+    is_kept = config.eval.keep_best and (folder / "checkpoints" / step_name(best.step)).exists()
+    kept = f"; tandem export {folder} --best" if is_kept else ""
     yield f"best: {best}{kept}"
 
 

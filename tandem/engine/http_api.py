@@ -136,7 +136,7 @@ def served_model(call: Callable[[str], Call], url: str) -> ServedModel:
             longest=longest,
             version=int(weights["weight_version"]),
             sha256=str(weights["sha256"]),
-            takes_updates=bool(weights["takes_updates"]),
+            takes_updates=bool(weights.get("takes_updates")),
         )
     except (LookupError, TypeError, ValueError):
         raise ServerLost("GET /models or /weights does not describe a model") from None

@@ -43,7 +43,7 @@ def is_user_function(name: str) -> bool:
 
 def user_loss(name: str, offered: Mapping[str, Any]) -> tuple[Tensor, Metrics]:
     """Return the losses [N] of a user's function and its metrics as "loss/NAME", beside the sum of
-    the losses. Losses that are not finite are the optimizer's matter: it skips the update."""
+    the losses. What is not finite is the optimizer's matter: it skips the update."""
     logprobs: Tensor = offered["policy_logprobs"]
     result = call_user_function("rl.loss", name, offered)
     losses, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
@@ -52,7 +52,8 @@ def user_loss(name: str, offered: Mapping[str, Any]) -> tuple[Tensor, Metrics]:
     if logprobs.requires_grad and len(logprobs) and not losses.requires_grad:
         raise _wrong("rl.loss", name, "losses without a gradient", "a function of policy_logprobs")
     total = float(losses.detach().to("cpu", torch.float64).numpy().sum(dtype=np.float64))
-    own = {f"loss/{k}": v for k, v in _numbers("rl.loss", name, metrics).items()}
+    numbers = _numbers("rl.loss", name, metrics, finite=False)
+    own = {f"loss/{k}": v for k, v in numbers.items()}
     return losses, {"policy_loss": total, **own}
 
 
@@ -109,8 +110,9 @@ def try_user_functions(loss: str, advantage: str, keep: str) -> None:
         sequences, advantages = torch.arange(12) // 2, torch.linspace(-1.0, 1.0, 12)
         clips = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0}
         tokens = {**dict.fromkeys(names, plain), "advantages": advantages, "sequences": sequences}
-        losses, _ = user_loss(loss, {"policy_logprobs": logprobs, **tokens, **clips})
+        losses, metrics = user_loss(loss, {"policy_logprobs": logprobs, **tokens, **clips})
         _require_finite("rl.loss", loss, losses.detach().float().numpy())
+        _numbers("rl.loss", loss, metrics)
     if is_user_function(advantage):
         settings = {"k": 2, "baseline": 0.0}
         user_advantage(advantage, {"rewards": rewards, "lengths": lengths, **settings})
@@ -155,14 +157,14 @@ def _load(
     return function, tuple(p.name for p in parameters if p.name in offered)
 
 
-def _numbers(key: str, name: str, values: Any) -> Metrics:
-    """Return metrics as floats."""
+def _numbers(key: str, name: str, values: Any, finite: bool = True) -> Metrics:
+    """Return metrics as floats, finite ones unless that is False."""
     if not isinstance(values, Mapping):
         raise _wrong(key, name, _form(values), "a dict of metrics")
     numbers: Metrics = {}
     for metric, value in values.items():
         plain = value.item() if getattr(value, "shape", None) == () else value
-        if not isinstance(plain, Real) or not math.isfinite(plain):
+        if not isinstance(plain, Real) or (finite and not math.isfinite(plain)):
             raise _wrong(key, name, f"{metric!r}: {_form(value)}", "a finite number")
         numbers[str(metric)] = float(plain)
     return numbers

@@ -4,8 +4,6 @@ from pathlib import Path
 
 from tandem.runtime.errors import UserError
 
-_RETRY = "the export stays where it is; try again"
-
 
 def require_token(name: str) -> None:
     """Raise UserError if nothing can be pushed under that name from here, before any work."""
@@ -39,21 +37,24 @@ def require_token(name: str) -> None:
 
 
 def push(folder: Path, name: str) -> str:
-    """Upload the files of a folder to a model repository, made private if it is new; return its
-    address. Raises UserError."""
+    """Make a model repository, private if it is new, hold the files of a folder and no others: an
+    adapter of an export before would change the model. Return its address. Raises UserError."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
-    api = HfApi()
+    api, retry = HfApi(), f"the export stays where it is: hf upload {name} {folder}"
     try:
         repository = api.create_repo(name, private=True, exist_ok=True)
         api.upload_folder(
-            repo_id=repository.repo_id, folder_path=folder, commit_message=f"Tandem: {folder.name}"
+            repo_id=repository.repo_id,
+            folder_path=folder,
+            commit_message=f"Tandem: {folder.name}",
+            delete_patterns="*",
         )
         return str(repository)
     except HfHubHTTPError as error:
         status = error.response.status_code
-        next = "take a token that may write there" if status in (401, 403) else _RETRY
+        next = "take a token that may write there" if status in (401, 403) else retry
         raise UserError(
             "the hub refuses the upload",
             where=f"{api.endpoint}, --push {name}",
@@ -67,5 +68,5 @@ def push(folder: Path, name: str) -> str:
             where=f"{api.endpoint}, --push {name}",
             found=f"{type(error).__name__}: {error}",
             expected="a server that answers",
-            next=_RETRY,
+            next=retry,
         ) from error

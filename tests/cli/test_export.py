@@ -32,6 +32,8 @@ def run(tmp_path):
 
 def test_export_is_pushed_with_a_card_of_its_origin(run):
     with hub_server("secret") as hub:
+        # of an adapter that was pushed before, which would change the model
+        hub.files["me/mine"] = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"1"}
         code, text = pushed(run, "me/mine", HF_ENDPOINT=hub.url, HF_TOKEN="secret")
         assert code == 0, text
         assert f"pushed to {hub.url}/me/mine" in text and hub.unknown == []

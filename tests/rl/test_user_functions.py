@@ -99,7 +99,7 @@ def test_functions_of_the_example_are_what_they_say():
         ("def f(policy_logprobs): return policy_logprobs, [1]", "list [1]", "a dict of metrics"),
         (
             "def f(policy_logprobs): return policy_logprobs, {'x': 1.0, 'y': np.nan}",
-            "'y': float nan",
+            "'loss/y': float nan",
             "a finite number",
         ),
         ("f = 3", "int 3", "a function"),
@@ -163,7 +163,8 @@ def test_a_step_whose_own_loss_is_not_finite_changes_no_weight_and_is_counted(tm
     name = module(  # it is tried on twelve tokens
         tmp_path,
         "def f(policy_logprobs):\n"
-        "    return policy_logprobs * (1.0 if len(policy_logprobs) == 12 else float('nan'))\n",
+        "    losses = policy_logprobs * (1.0 if len(policy_logprobs) == 12 else float('nan'))\n"
+        "    return losses, {'total': losses.detach().sum()}\n",
     )
     try_user_functions(name, "grpo", "")
     policy = trained(exact_model("qwen3"))

@@ -41,6 +41,12 @@ class Hub:
         if found := re.fullmatch(r"/api/models/(.+)/commit/main", path):
             self.commit(found[1], [json.loads(line) for line in body.splitlines()])
             return 200, {"commitUrl": f"{self.url}/{found[1]}/commit/1", "commitOid": "1"}
+        if found := re.fullmatch(r"/api/models/(.+)/tree/main/?", path):
+            paths = self.files.get(found[1], {})
+            return 200, [{"type": "file", "path": p, "size": 1, "oid": "1"} for p in paths]
+        if found := re.fullmatch(r"/api/models/(.+?)(/revision/main)?", path):
+            siblings = [{"rfilename": p} for p in self.files.get(found[1], {})]
+            return 200, {"id": found[1], "sha": "1", "siblings": siblings}
         self.unknown.append((method, path))
         return 404, {"error": "not found"}
 
@@ -61,6 +67,8 @@ class Hub:
                 files[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
                 files[value["path"]] = self.objects[value["oid"]]
+            elif line["key"] == "deletedFile":
+                del files[value["path"]]
 
 
 def told_objects(body):

@@ -23,7 +23,6 @@ from pathlib import Path
 from types import TracebackType
 
 from tandem.config.schema import Config
-from tandem.run_folder.errors import unreadable_file
 from tandem.run_folder.metrics import Metrics, flatten
 from tandem.run_folder.samples import Sample, printable
 from tandem.run_folder.trackers.process import MAX_LINE_BYTES
@@ -31,14 +30,7 @@ from tandem.run_folder.trackers.tracker import SampleRow
 from tandem.runtime.disk import read_regular_file, write_atomic
 from tandem.runtime.errors import UserError
 from tandem.runtime.watchdog import heartbeat
-from tandem.runtime.worker_channel import (
-    Channel,
-    Message,
-    ProtocolError,
-    exit_reason,
-    kill_group,
-    spawn,
-)
+from tandem.runtime.worker_channel import Channel, Message, exit_reason, kill_group, spawn
 
 START_S, ANSWER_S = 90.0, 30.0  # for an answer of a tracker: the first one, and all others
 CLOSE_S, LEAVE_S = 30.0, 3.0  # for what is queued at the end of a run, and when it is interrupted
@@ -155,13 +147,13 @@ class Link:
                     self._command, MAX_LINE_BYTES, stdout=output.fileno(), stderr=output
                 )
             self._talk(self._process, channel)
-        except (_Lost, OSError, ProtocolError) as error:
-            self._lost = True
+        except Exception as error:  # whatever it is, the run goes on
             self._report(
                 f"warning: tracker {self._name} is lost, the run goes on without it: {error} "
                 f"(see {self._output})"
             )
         finally:
+            self._lost = True
             if self._process is not None:
                 kill_group(self._process.pid)
                 self._process.wait()
@@ -211,15 +203,14 @@ def _ended(process: subprocess.Popen[bytes]) -> str:
 
 
 def _run_id(folder: Path) -> str:
-    """Return the id of the run at its trackers, made at its first start; a copied folder goes on
-    with the same one."""
+    """Return the id of the run at its trackers, made at its first start, or if its file is damaged;
+    a copied folder goes on with the same one."""
     path = folder / IDS
-    if not path.exists():
-        write_atomic(path, json.dumps({"id": uuid.uuid4().hex}).encode() + b"\n")
-    try:
+    with suppress(OSError, ValueError, KeyError, TypeError):
         return str(json.loads(read_regular_file(path))["id"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise unreadable_file(path, error) from None
+    made = uuid.uuid4().hex
+    write_atomic(path, json.dumps({"id": made}).encode() + b"\n")
+    return made
 
 
 def _row(step: int, sample: Sample) -> SampleRow:
