@@ -28,8 +28,9 @@ $(DEV): $(READY)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gguf,serve,lora,dev]'
 	@touch $@
 
-# Adapters whose packages are heavy or need a compiler; their tests are skipped without them.
+# Adapters whose packages are heavy or need a compiler (the last); their tests are skipped without them.
 adapters: $(DEV)
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[wandb]'
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[reasoning-gym]'
 
 # Ray, TransferQueue and NIXL; their tests are skipped without them. NIXL's plain package wants CUDA's libraries.
