@@ -37,7 +37,7 @@ function facts(one, low, high) {
   const pairs = [["reward", h("span", { class: "reward", vars: rewardVars(one.reward, low, high) }, number(one.reward))]];
   const parts = Object.keys(one.reward_parts).length ? one.reward_parts : one.env_rewards;
   if (Object.keys(parts).length > 1 || Object.values(parts).some((v) => v !== one.reward)) for (const [name, value] of Object.entries(parts)) pairs.push([plain(name), number(value)]);
-  if (one.advantage !== null) pairs.push(["advantage", h("span", { title: `${one.advantage_kind} of its group's rewards, before token-level terms` }, number(one.advantage, 3))]);
+  if (one.advantage !== null) pairs.push(["advantage", h("span", { title: `${one.advantage_kind} of its group's rewards` }, number(one.advantage, 3))]);
   pairs.push(["ended by", words(one.stop_reason)], ["sampled", `${number(one.tokens.sampled.filter(Boolean).length)} tokens`]);
   if (one.num_turns > 1) pairs.push(["turns", one.num_turns]);
   if (one.answer) pairs.push(["expected", h("code", {}, visible(one.answer))]);
