@@ -65,7 +65,7 @@ def _bound(host: str, port: int) -> socket.socket:
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind((host, port))
-        except BaseException:
+        except (OSError, UnicodeError):
             sock.close()
             raise
         return sock

@@ -106,7 +106,7 @@ def test_the_printed_address_opens_whatever_the_token_is(root):
 
 
 def test_a_machine_that_gives_no_socket_is_told_of():
-    """As one without IPv6 gives none for ::1."""
+    """A machine without IPv6 gives none for ::1."""
     limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))"
     code = "from tandem.cli.view import _bound; from tandem.runtime.errors import UserError"
     script = f"{code}\n{limit}\ntry: _bound('::1', 0)\nexcept UserError as error: print(error)"

@@ -84,12 +84,12 @@ def test_directions_and_controls_are_named_where_they_stand(opened):
 
 
 def test_a_command_to_copy_is_safe_in_a_shell_whatever_the_names_are(opened):
-    page = visit(opened, "episode/RUN/train/1/0", "document.querySelectorAll('.peer').length === 4")
+    page = visit(opened, "episode/RUN/train/1/2", "document.querySelectorAll('.peer').length === 4")
     shown = page.run("return [...document.querySelectorAll('details pre')].pop().textContent")
     assert shown.startswith("tandem why ")
     script = shown.replace("tandem", "printf '%s\\n'", 1)
     words = subprocess.run(["sh", "-c", script], capture_output=True, text=True).stdout.splitlines()
-    assert words[:-1] == ["why", NAME, "--episode", f"1:{HOSTILE[0]}:0", "--json"]
+    assert words[:-1] == ["why", NAME, "--episode", f"1:{HOSTILE[0]}:2", "--json"]
     assert words[-1].startswith(f"{NAME}/why/")
 
 

@@ -1,4 +1,4 @@
-"""What the list of runs says of a run, by its lock, the process that holds it and its files."""
+"""The state of a run in the list: by its lock, the process that holds it and its files."""
 
 import json
 import os
