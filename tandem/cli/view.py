@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import quote
 
 from tandem.cli.progress import print_lines
 from tandem.runtime.disk import write_atomic
@@ -50,7 +51,7 @@ def view(root: Path, host: str, port: int, token: str) -> None:
     with _bound(host, port) as sock:
         name, port = sock.getsockname()[:2]
         name = f"[{name}]" if ":" in name else name
-        end = f"/?token={token}" if token else "/"
+        end = f"/?token={quote(token, safe='')}" if token else "/"
         line = f"{len(Runs(root).list())} runs of {root} on http://{name}:{port}{end}"
         server = make_server(root, token, lambda: print(line, flush=True))
         with suppress(KeyboardInterrupt):  # uvicorn raises the signal again when it has stopped
@@ -59,12 +60,16 @@ def view(root: Path, host: str, port: int, token: str) -> None:
 
 def _bound(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
-    except OSError as error:
-        sock.close()
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((host, port))
+        except (OSError, UnicodeError):
+            sock.close()
+            raise
+        return sock
+    except (OSError, UnicodeError) as error:  # UnicodeError: of a name that is no host's
         raise UserError(
             "the page cannot use this address",
             where=f"--host {host} --port {port}",
@@ -72,14 +77,13 @@ def _bound(host: str, port: int) -> socket.socket:
             expected="a free port of this machine",
             next="choose another --port; 0 takes any",
         ) from None
-    return sock
 
 
 def report(folder: Path, out: Path | None) -> None:
     """Write the HTML file of a run."""
     [run] = _open([folder])
     target = out or folder / "report.html"
-    write_atomic(target, report_page(run).encode())
+    _write(target, report_page(run))
     print_lines([f"{target}"])
 
 
@@ -102,8 +106,21 @@ def plot(folders: Sequence[Path], out: Path, keys: Sequence[str]) -> None:
             expected="a run with a row in metrics.jsonl",
             next="wait for its first step",
         )
-    write_atomic(out, figure(drawn).encode())
+    _write(out, figure(drawn))
     print_lines([f"{out}"])
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        write_atomic(path, text.encode())
+    except UserError as error:
+        raise UserError(
+            error.what,
+            where=str(path),
+            found=error.found,
+            expected=error.expected,
+            next="name another file, in a folder that is there",
+        ) from None
 
 
 def _open(folders: Sequence[Path]) -> list[Run]:

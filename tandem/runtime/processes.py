@@ -82,6 +82,16 @@ def state_of(pid: int, thread: int = 0) -> str:
     return _stat(f"/proc/{pid}/task/{thread or pid}/stat")[0]
 
 
+def started_at(pid: int) -> float | None:
+    """Read when a process was started, in seconds as time.time() has them; None if it has ended.
+    For Linux."""
+    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    if not fields or fields[0] in "ZX":
+        return None
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.time() - age
+
+
 def catches(pid: int, signal_number: int) -> bool:
     """Tell whether the process has a handler for the signal; False if that cannot be read."""
     for line in _read(f"/proc/{pid}/status").splitlines():

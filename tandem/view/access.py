@@ -8,7 +8,7 @@ of another site is refused. With a token other machines may look too: it comes o
 
 import hmac
 from collections.abc import Mapping
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from tandem.serve.auth import is_loopback
 
@@ -39,7 +39,7 @@ def refusal(
         return 405, "this server is only read"
     if not token and not is_loopback(host_name(host)):
         return 403, f"the Host header {host!r} is not this machine's; start with --token for others"
-    if origin and urlsplit(origin).netloc != host:
+    if origin and (not host or _split(origin).netloc != host):
         return 403, "a page of another site may not read this one"
     if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
         return 403, "a page of another site may not read this one"
@@ -50,7 +50,12 @@ def refusal(
 
 def host_name(host: str) -> str:
     """Read the name in a Host header, without its port; empty if there is none."""
+    return _split(f"//{host}").hostname or ""
+
+
+def _split(address: str) -> SplitResult:
+    """Split an address; one that cannot be split is empty."""
     try:
-        return urlsplit(f"//{host}").hostname or ""
+        return urlsplit(address)
     except ValueError:
-        return ""
+        return urlsplit("")

@@ -23,7 +23,8 @@ from tandem.runtime.errors import UserError
 from tandem.view.episodes import EpisodeTable
 from tandem.view.runs import Run, read_json
 
-NEEDS_REWARDS = set(get_args(GroupAdvantage)) - {"ema"}  # which needs a baseline too
+# ema needs a baseline too, and reinforce_pp_baseline is scaled over the step
+NEEDS_REWARDS = set(get_args(GroupAdvantage)) - {"ema", "reinforce_pp_baseline"}
 PEER_TEXT = 4000  # characters of another attempt
 OUTCOMES = {
     "train": "trained in this step",
@@ -48,7 +49,9 @@ def read_episode(run: Run, kind: str, step: int, row: int) -> dict[str, Any]:
     group = table.column("group").to_numpy() == record["group"]
     peers = table.select(_PEER).filter(group).to_pylist()
     places = np.flatnonzero(group).tolist()
-    values = run.config_values()
+    values, command = run.config_values(), read_json(run.folder / "run.json").get("command")
+    alone = (kind, command) == ("train", "train") and record["outcome"] != "unfinished"
+    alone = alone and not any(record["penalties"])
     return {
         **{name: record[name] for name in _PLAIN},
         "key": str(record["key"]),  # 64 bits, more than a number of a browser
@@ -62,7 +65,7 @@ def read_episode(run: Run, kind: str, step: int, row: int) -> dict[str, Any]:
         "metadata": _json(record["metadata"], {}),
         "reward_parts": dict(record["reward_parts"]),
         "env_rewards": dict(record["env_rewards"]),
-        "advantage": _advantage(values, peers, places.index(row)) if kind == "train" else None,
+        "advantage": _advantage(values, peers, places.index(row)) if alone else None,
         "advantage_kind": values.get("rl.advantage"),
         "peers": [_peer(peer, place) for peer, place in zip(peers, places, strict=True)],
         "tokens": _tokens(run, values, record),
@@ -103,6 +106,8 @@ def _advantage(values: dict[str, Any], peers: Sequence[dict[str, Any]], place: i
     decides."""
     kind: Any = values.get("rl.advantage")
     rewards = [peer["reward"] for peer in peers]
+    if values.get("rl.kl_in") == "reward" and values.get("rl.kl_coef"):
+        return None
     if kind not in NEEDS_REWARDS or len(rewards) < 2 or any(p["env_error"] for p in peers):
         return None
     size = int(values.get("rl.k", 2))

@@ -104,6 +104,37 @@ def parse_query(values: Mapping[str, str]) -> Query:
     return Query(**texts, **numbers, errors=values.get("errors") == "1", sort=sort)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """All that was read at one moment."""
+
+    table: pa.Table
+    columns: dict[str, np.ndarray]  # of SORTS, row and kind
+    facets: dict[str, list[str]]
+    damaged: dict[str, str]  # file name -> what is wrong
+
+    def find(self, query: Query) -> np.ndarray:
+        """Return the places of the episodes that a query means, in its order."""
+        table = self.table
+        mask = np.ones(len(table), bool)
+        for name in (*FACETS, "uid"):
+            if wanted := getattr(query, name):
+                mask &= _equals(table.column(name), wanted)
+        for name in ("step", "reward"):
+            low, high = getattr(query, f"{name}_from"), getattr(query, f"{name}_to")
+            column = self.columns[name]
+            mask &= True if low is None else column >= low
+            mask &= True if high is None else column <= high
+        if query.errors:
+            mask &= _bools(pc.not_equal(table.column("error"), ""))
+        if query.q:
+            mask &= search(table, query.q)
+        places = np.flatnonzero(mask)
+        name, sign = query.sort.removeprefix("-"), -1 if query.sort.startswith("-") else 1
+        order = (("row", 1), ("kind", 1), ("step", sign), (name, sign))  # the last one counts most
+        return places[np.lexsort([by * self.columns[n][places] for n, by in order])]
+
+
 class EpisodeTable:
     """The episodes of a run folder. Any thread may ask it."""
 
@@ -114,10 +145,8 @@ class EpisodeTable:
 
     def _forget(self) -> None:
         self._read = dict[str, tuple[int, int]]()  # file name -> time and size
-        self._parts, self._facets = [_NONE], dict[str, list[str]]()
-        self.damaged = dict[str, str]()
-        self._columns: dict[str, np.ndarray] = {}
-        self._table: pa.Table | None = None
+        self._parts, self._damaged = [_NONE], dict[str, str]()
+        self._rows: Rows | None = None
 
     def refresh(self, seconds: float = SLICE_S) -> bool:
         """Read new files for so long; tell whether all are read."""
@@ -138,61 +167,44 @@ class EpisodeTable:
         return [path for path in paths if _place(path.name) is not None]
 
     def _add(self, path: Path) -> None:
+        self._rows = None
         try:
             table = _index(path)
         except (UserError, ValueError, TypeError, KeyError, AttributeError) as error:
-            self.damaged[path.name] = str(error).splitlines()[0]
+            self._damaged[path.name] = str(error).splitlines()[0]
             return
         self._parts.append(table)
         if len(self._parts) > TAIL:
             self._parts = [pa.concat_tables(self._parts).combine_chunks()]
-        self._table = None
 
-    def table(self) -> pa.Table:
+    def table(self) -> Rows:
         """Return all rows that are read, as they are now."""
         with self._lock:
-            if self._table is None:
-                self._table = pa.concat_tables(self._parts).combine_chunks()
-                self._parts = [self._table]
-                self._columns = {n: self._table.column(n).to_numpy() for n in (*SORTS, "row")}
-                self._columns["kind"] = _ranks(self._table.column("kind"))
-                self._facets = {n: _values(self._table.column(n)) for n in FACETS}
-            return self._table
-
-    def find(self, query: Query) -> np.ndarray:
-        """Return the places in `table` of the episodes that a query means, in its order."""
-        table = self.table()
-        mask = np.ones(len(table), bool)
-        for name in (*FACETS, "uid"):
-            if wanted := getattr(query, name):
-                mask &= _equals(table.column(name), wanted)
-        for name in ("step", "reward"):
-            low, high = getattr(query, f"{name}_from"), getattr(query, f"{name}_to")
-            column = self._columns[name]
-            mask &= True if low is None else column >= low
-            mask &= True if high is None else column <= high
-        if query.errors:
-            mask &= _bools(pc.not_equal(table.column("error"), ""))
-        if query.q:
-            mask &= search(table, query.q)
-        places = np.flatnonzero(mask)
-        name, sign = query.sort.removeprefix("-"), -1 if query.sort.startswith("-") else 1
-        order = (("row", 1), ("kind", 1), ("step", sign), (name, sign))  # the last one counts most
-        return places[np.lexsort([by * self._columns[n][places] for n, by in order])]
+            if self._rows is None:
+                table = pa.concat_tables(self._parts).combine_chunks()
+                self._parts = [table]
+                columns = {n: table.column(n).to_numpy() for n in (*SORTS, "row")}
+                self._rows = Rows(
+                    table=table,
+                    columns={**columns, "kind": _ranks(table.column("kind"))},
+                    facets={n: _values(table.column(n)) for n in FACETS},
+                    damaged=dict(self._damaged),
+                )
+            return self._rows
 
     def page(self, query: Query, offset: int, limit: int) -> dict[str, Any]:
         """Return the rows of a page, the number of all that match and their mean reward."""
-        complete = self.refresh()
-        places, table = self.find(query), self.table()
-        rewards = self._columns["reward"][places]
+        complete, now = self.refresh(), self.table()
+        places = now.find(query)
+        rewards = now.columns["reward"][places]
         return {
             "count": len(places),
             "mean": float(np.nanmean(rewards)) if np.isfinite(rewards).any() else None,
-            "rows": _rows(table.take(places[offset : offset + limit])),
+            "rows": _rows(now.table.take(places[offset : offset + limit])),
             "complete": complete,
-            "total": len(table),
-            "facets": self._facets,
-            "damaged": self.damaged,
+            "total": len(now.table),
+            "facets": now.facets,
+            "damaged": now.damaged,
         }
 
     def step(self, step: int) -> list[dict[str, Any]]:
@@ -226,7 +238,8 @@ class EpisodeTable:
         """Yield each file of a query with the rows in it, in the order of the files."""
         while not self.refresh():
             pass
-        table = self.table().take(np.sort(self.find(query)))
+        now = self.table()
+        table = now.table.take(np.sort(now.find(query)))
         found = sorted(
             (row["step"], row["kind"], row["row"])
             for row in table.select(["step", "kind", "row"]).to_pylist()

@@ -2,7 +2,7 @@
 
     runs/demo/train/   config.toml, run.json           -> a run named "demo/train"
                        metrics.jsonl, timings.jsonl    -> columns; a poll reads new bytes only
-                       lock, status.json               -> running, finished or stopped
+                       lock, status.json               -> running, finished, stopped, killed
 
 Reads alone and takes no lock, so a run never waits for it. A line that is no row (half-written, or
 damaged) is passed over and counted. It does not know episodes: that is episodes.py.
@@ -12,20 +12,31 @@ import json
 import math
 import os
 import socket
+import sys
 import threading
+import time
 import tomllib
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tandem.run_folder.best import BEST, read_best
+from tandem.runtime.errors import UserError
+from tandem.runtime.processes import started_at
+
 DEPTH = 3  # folders below the given one in which runs are looked for
 MOST_RUNS = 1000
 TIMES = "timings/"  # before the names of timings.jsonl, as in TensorBoard
 FAILURES = ("reward_errors", "env_errors", "env_timeouts")
+FRESH_S = 600.0  # that a run of another machine counts as running after it wrote something
+CLOCKS_S = 60.0  # that a clock may have been set since a run began
+_LIVELY = ("metrics.jsonl", "status.json", "log.txt")
 NAN = math.nan
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError)
 
@@ -180,6 +191,7 @@ class Run:
             "reward": last(reward),
             "trend": self.series(reward, points=60)["y"],
             "held_out": last("eval/sampled"),
+            "best": _best(self.folder),
             "interval": last("eval/sampled_interval"),
             "step_s": self.timings.last(f"{TIMES}step_s"),
             "tokens_s": self.timings.last(f"{TIMES}generated_tokens_per_s"),
@@ -192,15 +204,22 @@ class Run:
         return read_json(self.folder / "status.json")
 
     def state(self, done: int | None, steps: Any) -> str:
-        """Tell from the lock's text and the last step: running, finished, killed or stopped."""
+        """Tell from the lock's text and the last step: running, finished, killed or stopped;
+        unknown if a lock of another machine stands beside files that have not changed for long."""
         holder = ""
         with suppress(OSError, UnicodeDecodeError):
             holder = (self.folder / "lock").read_text().strip()
-        if holder and _lives(holder):
+        lives = _lives(holder) if holder else False
+        if lives or (lives is None and self._is_fresh()):
             return "running"
         if done is not None and done == steps:
             return "finished"
+        if lives is None:
+            return "unknown"
         return "killed" if holder else "stopped"
+
+    def _is_fresh(self) -> bool:
+        return any(time.time_ns() - stat[1] < FRESH_S * 10**9 for stat in self._stats(*_LIVELY))
 
     def config_values(self) -> dict[str, Any]:
         """Read the resolved config as {"rl.group_size": 8, ...}; empty if it cannot be read."""
@@ -217,27 +236,37 @@ class Run:
 
     def stamp(self) -> tuple[Any, ...]:
         """Return what changes when the run has written something."""
-        names = ("metrics.jsonl", "status.json", "lock", "episodes")
-        found: list[Any] = []
+        return tuple(self._stats("metrics.jsonl", "status.json", "lock", "episodes", BEST))
+
+    def _stats(self, *names: str) -> list[tuple[str, int, int]]:
+        """List (name, time in ns, size) of those files that are there."""
+        found = list[tuple[str, int, int]]()
         for name in names:
             with suppress(OSError):
                 stat = (self.folder / name).stat()
                 found.append((name, stat.st_mtime_ns, stat.st_size))
-        return tuple(found)
+        return found
 
 
 def _known(values: Sequence[float]) -> list[float]:
     return [value for value in values if not math.isnan(value)]
 
 
-def _lives(holder: str) -> bool:
-    """Tell whether the process that a lock names, "pid 4711 on HOST since TIME", may be alive: of
-    another machine that is not known."""
+def _lives(holder: str) -> bool | None:
+    """Tell whether the process that a lock names, "pid 4711 on HOST since TIME", is alive; None for
+    one of another machine. A younger process than the lock only has its number."""
     words = holder.split()
     with suppress(IndexError, ValueError):
-        if words[3] == socket.gethostname():
-            return Path(f"/proc/{int(words[1])}").exists() or not Path("/proc").exists()
-    return True
+        if words[3] == socket.gethostname() and sys.platform == "linux":
+            since, started = datetime.fromisoformat(words[5]), started_at(int(words[1]))
+            return started is not None and started < since.timestamp() + CLOCKS_S
+    return None
+
+
+def _best(folder: Path) -> dict[str, Any]:
+    with suppress(UserError, OverflowError):
+        return asdict(read_best(folder))
+    return {}
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """Access to `tandem view`, and what its pages may do."""
 
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 from tandem.view.access import POLICY
 from tests.support.command import ROOT, assert_is_a_users_error, tandem
 from tests.support.viewing import make_run, viewing
+from tests.support.waiting import WAIT_S
 
 STATIC = ROOT / "tandem" / "view" / "static"
 
@@ -38,6 +41,7 @@ def url(root):
         ({"Host": ""}, 403),
         ({"Origin": "http://evil.example"}, 403),
         ({"Origin": "null"}, 403),
+        ({"Origin": "http://["}, 403),
         ({"Sec-Fetch-Site": "cross-site"}, 403),
         ({"Sec-Fetch-Site": "same-site"}, 403),
         ({"Sec-Fetch-Site": "same-origin"}, 200),
@@ -82,7 +86,32 @@ def test_a_token_opens_once_and_stays_in_a_cookie(root):
         assert "httponly" in cookie and "samesite=strict" in cookie
         assert client.get("/api/runs").status_code == 200  # with the cookie
         assert client.get("/api/runs", headers={"Host": "box.example"}).status_code == 200
-        assert client.get("/api/runs", headers={"Origin": "http://evil.example"}).status_code == 403
+        for origin in ("http://evil.example", "http://["):
+            assert client.get("/api/runs", headers={"Origin": origin}).status_code == 403
+            assert client.get("/", headers={"Origin": origin, "Host": ""}).status_code == 403
+
+
+def test_the_printed_address_opens_whatever_the_token_is(root):
+    command = ["tandem", "view", str(root), "--port", "0", "--token", "ab+c/d==&#%"]
+    server = subprocess.Popen(
+        [sys.executable, "-m", *command], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        address = server.stdout.readline().split()[-1]
+        with httpx.Client(follow_redirects=True) as client:
+            assert client.get(address).status_code == 200
+    finally:
+        server.terminate()
+        server.communicate(timeout=WAIT_S)
+
+
+def test_a_machine_that_gives_no_socket_is_told_of():
+    """A machine without IPv6 gives none for ::1."""
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))"
+    code = "from tandem.cli.view import _bound; from tandem.runtime.errors import UserError"
+    script = f"{code}\n{limit}\ntry: _bound('::1', 0)\nexcept UserError as error: print(error)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert "cannot use this address" in done.stdout and "--host ::1" in done.stdout, done.stderr
 
 
 def test_the_front_end_has_no_markup_from_texts_and_no_foreign_address():

@@ -1,5 +1,7 @@
 """The pages in headless Chromium: hostile texts, a run under way, the keyboard, a narrow screen."""
 
+import subprocess
+
 import pytest
 
 from tests.support.browser import browser, missing
@@ -79,6 +81,22 @@ def test_directions_and_controls_are_named_where_they_stand(opened):
     shown = page.run("return document.body.innerText")
     assert not {"\u202e", "\u2066", "\x00", "\x1b", "\x07"} & set(shown)
     assert HOSTILE[0] in visit(opened, *PAGES[3]).run("return document.body.innerText")
+
+
+def test_a_command_to_copy_is_safe_in_a_shell_whatever_the_names_are(opened):
+    page = visit(opened, "episode/RUN/train/1/2", "document.querySelectorAll('.peer').length === 4")
+    shown = page.run("return [...document.querySelectorAll('details pre')].pop().textContent")
+    assert shown.startswith("tandem why ")
+    script = shown.replace("tandem", "printf '%s\\n'", 1)
+    words = subprocess.run(["sh", "-c", script], capture_output=True, text=True).stdout.splitlines()
+    assert words[:-1] == ["why", NAME, "--episode", f"1:{HOSTILE[0]}:2", "--json"]
+    assert words[-1].startswith(f"{NAME}/why/")
+
+
+def test_the_best_evaluation_is_shown(opened):
+    (opened[2] / "best.json").write_text('{"step": 20, "reward": 0.61, "misses": 1}')
+    page = visit(opened, *PAGES[0])
+    page.until("return document.body.innerText.includes('best 0.610 at 20')")
 
 
 def test_a_row_of_a_run_under_way_appears_by_itself(opened):

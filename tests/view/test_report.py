@@ -11,7 +11,7 @@ from tandem.runtime.errors import UserError
 from tandem.view.report import panels, report
 from tandem.view.runs import Run
 from tandem.view.svg import Line, Panel, figure
-from tests.support.command import tandem
+from tests.support.command import assert_is_a_users_error, tandem
 from tests.support.past_runs import past_run
 from tests.support.viewing import add_step, group, make_run
 
@@ -79,6 +79,14 @@ def test_a_plot_is_svg_whose_line_goes_through_the_values(tmp_path):
     assert share == pytest.approx([v / 2 for v in values], abs=0.01)
     texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
     assert "a < b" in texts and "x & y" in texts and {"0.5", "1"} <= set(texts)
+
+
+def test_a_file_that_cannot_be_written_is_told_by_its_name(tmp_path):
+    add_step(make_run(tmp_path / "run"), 1, reward=0.5)
+    for command, target in ((["plot", "run", "-o"], "x.svg"), (["report", "run", "--out"], "x")):
+        result = tandem(*command, f"none/{target}", cwd=tmp_path)
+        assert_is_a_users_error(result, f"none/{target}", "name another file", torch=False)
+        assert ".tmp-" not in result[2] and "run.folder" not in result[2]
 
 
 def test_plots_of_runs_without_steps_and_of_one_value(tmp_path):

@@ -12,6 +12,9 @@ const PAINTS = {
   ratio: { title: "ratio", note: "policy / sampler in the last update: blue above 1, red below" },
 };
 
+// A word of a shell's command: uids come with the data, and the command is there to be copied.
+const quoted = (word) => (/^[\w./:-]+$/.test(word) ? word : `'${word.replaceAll("'", "'\\''")}'`);
+
 export async function episode(main, [run, kind, step, row]) {
   const one = await get("episode", { run, kind, step, row });
   const go = (place) => { location.hash = link("episode", [run, kind, step, String(place)]); };
@@ -37,7 +40,7 @@ function facts(one, low, high) {
   const pairs = [["reward", h("span", { class: "reward", vars: rewardVars(one.reward, low, high) }, number(one.reward))]];
   const parts = Object.keys(one.reward_parts).length ? one.reward_parts : one.env_rewards;
   if (Object.keys(parts).length > 1 || Object.values(parts).some((v) => v !== one.reward)) for (const [name, value] of Object.entries(parts)) pairs.push([plain(name), number(value)]);
-  if (one.advantage !== null) pairs.push(["advantage", h("span", { title: `${one.advantage_kind} of its group's rewards, before token-level terms` }, number(one.advantage, 3))]);
+  if (one.advantage !== null) pairs.push(["advantage", h("span", { title: `${one.advantage_kind} of its group's rewards` }, number(one.advantage, 3))]);
   pairs.push(["ended by", words(one.stop_reason)], ["sampled", `${number(one.tokens.sampled.filter(Boolean).length)} tokens`]);
   if (one.num_turns > 1) pairs.push(["turns", one.num_turns]);
   if (one.answer) pairs.push(["expected", h("code", {}, visible(one.answer))]);
@@ -101,7 +104,7 @@ function tokens(one, run) {
   const choices = there.map((name) => h("button", { class: name === paint ? "on" : "", onclick: (e) => { paint = name; e.target.parentElement.querySelectorAll("button").forEach((b) => b.classList.toggle("on", b === e.target)); color(); } }, PAINTS[name].title));
   color();
   fill(readout, "point at a token for its values");
-  const command = `tandem why ${run} --episode ${one.step}:${one.uid}:${one.sample_index} --json ${run}/why/${one.key}.json`;
+  const command = ["tandem", "why", run, "--episode", `${one.step}:${one.uid}:${one.sample_index}`, "--json", `${run}/why/${one.key}.json`].map(quoted).join(" ");
   return h("section", { class: "card" }, h("div", { class: "bar" }, h("h2", {}, "Tokens"), h("span", { class: "choice" }, choices), note), opening, fill(box, spans), readout,
     one.kind === "train" && !t.ratio && h("details", { class: "dim" }, h("summary", {}, "ratio and advantage of each token"), h("p", {}, "They come from a replay of the step, in the folder of runs; then this page shows them:"), h("pre", {}, plain(command))));
 }

@@ -56,7 +56,8 @@ function row(run, redraw) {
     h("td", { class: "c3 num" }, `${number(run.step)}${run.steps ? ` / ${number(run.steps)}` : ""}`, h("i", { class: "progress", vars: { "--share": `${100 * share}%` } })),
     h("td", { class: "c4 num" }, run.reward === null ? "–" : run.reward.toFixed(3), run.what !== "reward" && h("small", {}, words(run.what))),
     h("td", { class: "c5" }, sparkline(run.trend, `${run.what} by step`)),
-    h("td", { class: "c6 num" }, held, run.held_out !== null && h("small", {}, `± ${(run.interval ?? 0).toFixed(3)}`)),
+    h("td", { class: "c6 num" }, held, run.held_out !== null && h("small", {}, `± ${(run.interval ?? 0).toFixed(3)}`),
+      Number.isFinite(run.best.reward) && h("small", { title: "the best evaluation, of best.json" }, `best ${run.best.reward.toFixed(3)} at ${number(run.best.step)}`)),
     h("td", { class: "c7 num" }, run.tokens_s ? number(Math.round(run.tokens_s)) : "–"),
     h("td", { class: "c8 num" }, number(run.step_s, 3)),
     h("td", { class: "c9 num" }, run.errors ? h("a", { class: "warn", href: link("episodes", [run.name], { errors: 1 }) }, number(run.errors)) : "0"));
