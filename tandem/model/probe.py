@@ -90,8 +90,7 @@ def try_kernels(
     """Try kernels one after the other; the first one stays in use.
 
     differs: names operators that are not exact. work: what is timed; its results must be near those
-    of the first kernel, as a wrong result may be exact too. Raises the exception of the first one,
-    without which nothing can be compared.
+    of the first kernel that runs, as a wrong result may be exact too.
     """
     trials, expected = list[Trial](), list[Tensor]()
     for kernel in kernels:
@@ -103,8 +102,6 @@ def try_kernels(
             findings = differs() if near else [f"is far from {kernels[0]}"]
             ms = math.inf if findings else time_ms(work)
         except Exception as error:  # it may not be built for this GPU, type or shape
-            if not expected:
-                raise
             findings, ms = [first_line(error)], math.inf
         trials.append(Trial(kernel=kernel, findings=findings, ms=ms))
     use(kernels[0])
