@@ -9,6 +9,7 @@ imported when a renderer is loaded, not with this module.
 import logging
 import re
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +22,7 @@ from tandem.data.chat_template import ChatTemplate, with_calls, with_tools
 from tandem.model.config_file import read_json
 from tandem.model.tokenizer import decode_text, load_tokenizer
 from tandem.runtime.errors import UserError
+from tandem.runtime.numerics import cores
 from tandem.types import Array, Message, Problem, Tool
 
 logger = logging.getLogger(__name__)
@@ -206,23 +208,19 @@ class ChatRenderer:
         *,
         key: str = "data.train",
         room: int | None = None,
-    ) -> list[Problem]:
-        """Return the problems whose prompt fits data.max_prompt_tokens; a longer one is an error,
-        or dropped and reported.
+    ) -> tuple[list[Problem], int]:
+        """Return the problems whose prompt fits data.max_prompt_tokens, and the tokens of the
+        longest of them; a longer one is an error, or dropped and reported.
 
         room: tokens that the model can place before a completion, if known; a larger limit than
         that is not advised.
         """
-        chunks = [problems[at : at + CHUNK] for at in range(0, len(problems), CHUNK)]
-        lengths = [
-            len(prompt)
-            for chunk in chunks
-            for prompt in self.prompts([problem.messages for problem in chunk])
-        ]
+        lengths = self._prompt_lengths(problems)
         limit = config.max_prompt_tokens
         kept = [p for p, length in zip(problems, lengths, strict=True) if length <= limit]
+        longest_kept = max((length for length in lengths if length <= limit), default=0)
         if len(kept) == len(problems):
-            return kept
+            return kept, longest_kept
         dropped = len(problems) - len(kept)
         what = (
             f"{dropped} of {len(problems)} prompts of {key} are longer than data.max_prompt_tokens"
@@ -231,7 +229,7 @@ class ChatRenderer:
         found = f"{lengths[longest]:,} tokens in {problems[longest].uid!r}, the longest"
         if kept and config.long_prompts == "drop":
             logger.warning("%s and were dropped (%s)", what, found)
-            return kept
+            return kept, longest_kept
         fits = room is None or lengths[longest] <= room
         advice = [f"data.max_prompt_tokens={lengths[longest]}"] if fits else []
         advice += ["data.long_prompts=drop"] if kept else []
@@ -245,6 +243,17 @@ class ChatRenderer:
         )
 
     # ---- text and tokens
+
+    def _prompt_lengths(self, problems: Sequence[Problem]) -> list[int]:
+        """Return the tokens of every prompt; a million take seconds, so every core renders some."""
+
+        def measure(at: int) -> list[int]:
+            chunk = problems[at : at + CHUNK]
+            return list(map(len, self.prompts([problem.messages for problem in chunk])))
+
+        with ThreadPoolExecutor(cores()) as pool:
+            parts = pool.map(measure, range(0, len(problems), CHUNK))
+            return [length for part in parts for length in part]
 
     def _texts(
         self, chats: Sequence[Sequence[Message]], open_turn: bool, tools: Sequence[Tool] = ()

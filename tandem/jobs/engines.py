@@ -215,15 +215,14 @@ def make_room(config: Config, engine: Engine) -> Callable[[], None]:
 
 
 def load_engine(
-    config: Config, renderer: ChatRenderer, problems: Sequence[Problem], report: Report
+    config: Config, renderer: ChatRenderer, longest_prompt: int, report: Report
 ) -> Generate:
     """Load the engine of a command that only generates; every prompt has room."""
     if is_http(config):
         engines = load_http_engines(config, renderer, report)
         require_starting_weights(engines)
         return engines
-    longest = max(map(len, renderer.prompts([problem.messages for problem in problems])))
-    require_room(config, check_model(config.model.path), longest)
+    require_room(config, check_model(config.model.path), longest_prompt)
     model = load_model(config.model.path, place=placement(config))
     probe_exactness(config, model, report)
     return build_engine(config, model, renderer)

@@ -142,7 +142,8 @@ def _problem_inputs(config: Config, *others: str) -> ProblemInputs:
     shape = check_models(config, *others)
     renderer = load_renderer(config.model.path)
     check_tokenizer(config, shape, renderer)
-    problems = only(data, renderer.check_lengths(data, config.data, room=_room(config, shape)))
+    fitting, longest = renderer.check_lengths(data, config.data, room=_room(config, shape))
+    problems = only(data, fitting)
     if config.rl.curriculum and len(problems) < config.rl.prompts_per_step:
         raise UserError(
             "a curriculum picks every problem at most once a step",
@@ -151,8 +152,8 @@ def _problem_inputs(config: Config, *others: str) -> ProblemInputs:
             expected=f"at most {len(problems)}",
             next=f"rl.prompts_per_step={len(problems)}",
         )
-    counts = {"data.train": _count_problems(problems, renderer)}
-    require_room(config, shape, counts["data.train"].longest)
+    counts = {"data.train": Count(number=len(problems), unit="problems", longest=longest)}
+    require_room(config, shape, longest)
     held_out, held_out_count = _held_out(config, held_out, shape, renderer)
     return ProblemInputs(
         shape=shape,
@@ -261,24 +262,16 @@ def _held_out(
         return [], {}
     if config.eval.metric:
         try_user_metric(config.eval.metric)
-    fitting = renderer.check_lengths(
+    fitting, longest = renderer.check_lengths(
         problems, config.data, key="eval.data", room=_room(config, shape)
     )
-    count = _count_problems(fitting, renderer)
-    require_room(config, shape, count.longest)
-    return fitting, {"eval.data": count}
+    require_room(config, shape, longest)
+    return fitting, {"eval.data": Count(number=len(fitting), unit="problems", longest=longest)}
 
 
 def _room(config: Config, shape: Any) -> int:
     """Return how many tokens the model can place before a completion."""
     return int(shape.max_position_embeddings) - config.rollout.max_new_tokens
-
-
-def _count_problems(problems: Sequence[Problem], renderer: ChatRenderer) -> Count:
-    longest = max(
-        len(prompt) for prompt in renderer.prompts([problem.messages for problem in problems])
-    )
-    return Count(number=len(problems), unit="problems", longest=longest)
 
 
 def _check_fit(samples: Sequence[Sample], shape: Any, what: str, where: str) -> int:
