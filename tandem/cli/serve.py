@@ -216,8 +216,10 @@ class RendererTexts:
         one."""
         return np.array(self._tokenizer(text, verbose=False)["input_ids"], np.int64)
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
-        return self._renderer.prompt_texts([messages], tools)[0]
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Tool], variables: dict[str, Any]
+    ) -> str:
+        return self._renderer.prompt_texts([messages], tools, variables)[0]
 
     def encode_chat(self, text: str) -> Array:
         return self._renderer.encode(text)

@@ -67,21 +67,16 @@ class ChatTemplate:
         chats: Sequence[Sequence[Message]],
         *,
         open_turn: bool,
-        special_tokens: Mapping[str, object],
+        variables: Mapping[str, object],
         tools: Sequence[Tool] = (),
     ) -> list[str]:
-        """Render every chat; open_turn: with the header of the assistant's turn. Raises UserError
-        for the first chat that cannot be rendered."""
-        variables = {
-            **special_tokens,
-            "tools": list(tools) or None,
-            "documents": None,
-            "add_generation_prompt": open_turn,
-        }
+        """Render every chat; open_turn: with the header of the assistant's turn; variables: what
+        else the template may read. Raises UserError for the first chat that cannot be rendered."""
+        own = {"tools": list(tools) or None, "add_generation_prompt": open_turn}
         texts: list[str] = []
         try:
             encoded = [json.dumps(list(chat)) for chat in chats]
-            shared = json.dumps(variables, default=str)
+            shared = json.dumps({**variables, **own}, default=str)
         except (TypeError, ValueError, RecursionError) as error:
             raise self._refused(f"{type(error).__name__}: {error}", next(iter(chats), ())) from None
         for batch in _batches(encoded):

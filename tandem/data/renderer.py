@@ -8,7 +8,7 @@ imported when a renderer is loaded, not with this module.
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -138,16 +138,19 @@ class ChatRenderer:
         return self._encode(self.prompt_texts(chats, tools))
 
     def prompt_texts(
-        self, chats: Sequence[Sequence[Message]], tools: Sequence[Tool] = ()
+        self,
+        chats: Sequence[Sequence[Message]],
+        tools: Sequence[Tool] = (),
+        variables: Mapping[str, object] | None = None,
     ) -> list[str]:
         """Render every chat and the header of the assistant's turn. A template without tools gets
         them in a system message; one without `tool_calls` gets them in the content of their
-        message."""
+        message. variables: more for the template, or in the place of special tokens."""
         if tools and "tools" not in self._template.source:
             chats, tools = [with_tools(messages, tools) for messages in chats], ()
         if "tool_calls" not in self._template.source:
             chats = [[with_calls(message) for message in messages] for messages in chats]
-        return self._texts(chats, open_turn=True, tools=tools)
+        return self._texts(chats, open_turn=True, tools=tools, variables=variables)
 
     def encode(self, text: str) -> Array:
         """Return int64 [T]: the tokens of a text that the template wrote."""
@@ -247,12 +250,14 @@ class ChatRenderer:
     # ---- text and tokens
 
     def _texts(
-        self, chats: Sequence[Sequence[Message]], open_turn: bool, tools: Sequence[Tool] = ()
+        self,
+        chats: Sequence[Sequence[Message]],
+        open_turn: bool,
+        tools: Sequence[Tool] = (),
+        variables: Mapping[str, object] | None = None,
     ) -> list[str]:
-        special_tokens = self.tokenizer.special_tokens_map
-        return self._template.render(
-            chats, open_turn=open_turn, special_tokens=special_tokens, tools=tools
-        )
+        variables = {"documents": None, **self.tokenizer.special_tokens_map, **(variables or {})}
+        return self._template.render(chats, open_turn=open_turn, variables=variables, tools=tools)
 
     def _encode(self, texts: list[str]) -> list[Array]:
         # The template writes every special token itself, so the tokenizer adds none.

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tandem.engine.ending import find_ending
 from tandem.engine.lookahead import NOTHING, Sampled, Taken, lookahead_for
+from tandem.engine.masks import is_masked, mask_logits
 from tandem.engine.packed import packed_gap, packed_logprobs
 from tandem.engine.page_cache import PageCache
 from tandem.engine.sampler import sample, sampling_key
@@ -262,6 +263,7 @@ class Engine:
         keys = np.array([s.request.key for s in sequences], np.uint64)
         positions = np.array([s.request.num_sampled + len(s.tokens) for s in sequences])
         draws = torch.from_numpy(uniforms(keys, positions)).to(logits.device)
+        mask_logits(sequences, logits)
         rows_by_sampling: dict[tuple[float, ...], list[int]] = defaultdict(list)
         for row, sequence in enumerate(sequences):
             rows_by_sampling[sampling_key(sequence.request.params)].append(row)
@@ -287,7 +289,8 @@ class Engine:
         rows = sequence.length - 1 if sequence.tokens else 0
         experts = self.cache.experts_of(sequence.page_table, min(rows, sequence.num_cached))
         self.scheduler.remove(sequence)
-        if sequence.tokens and sequence.weight_versions[-1] == self.weight_version:
+        checked = sequence.tokens and not is_masked(sequence.request)  # the trainer knows no masks
+        if checked and sequence.weight_versions[-1] == self.weight_version:
             self._to_check = min(
                 self._to_check or sequence, sequence, key=lambda one: one.request.key
             )

@@ -28,7 +28,7 @@ def chat(text):
 
 
 def render(template, *texts):
-    return template.render([chat(text) for text in texts], open_turn=True, special_tokens={})
+    return template.render([chat(text) for text in texts], open_turn=True, variables={})
 
 
 def pid_of(template):
