@@ -89,6 +89,7 @@ class SamplingParams(SamplingDistribution):
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0  # before them stop tokens have no probability, and stop strings no effect
     top_logprobs: int = 0  # also report the likeliest tokens of each position
+    prompt_logprobs: int | None = None  # score the prompt, with so many likeliest tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

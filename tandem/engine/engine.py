@@ -26,6 +26,7 @@ from tandem.engine.lookahead import NOTHING, Sampled, Taken, lookahead_for
 from tandem.engine.masks import is_masked, mask_logits
 from tandem.engine.packed import packed_gap, packed_logprobs
 from tandem.engine.page_cache import PageCache
+from tandem.engine.prompt_scores import score_tokens
 from tandem.engine.sampler import sample, sampling_key
 from tandem.engine.scheduler import RunningSequence, Scheduler, Work
 from tandem.model.expert_choices import RecordedExperts
@@ -247,6 +248,7 @@ class Engine:
             positions = torch.from_numpy(own.positions)
             inputs = torch.from_numpy(own_tokens), positions, plan
             hidden = self.model.hidden(*inputs, _recorded(cache, own))
+            self._score_prompts(here, hidden)
         cache.fill(runs.pages, runs.offsets, tokens)
         self.scheduler.advance(work)
         ready = [sequence for sequence, _ in work if sequence.num_cached == sequence.length]
@@ -256,6 +258,17 @@ class Engine:
             return ready, None
         at = torch.from_numpy(np.array(rows)).to(self.model.device)
         return ready, self.model.head(hidden.index_select(0, at))
+
+    def _score_prompts(self, work: Work, hidden: Tensor) -> None:
+        """Score the prompt tokens that hidden states [T, D] of a pass predict, where asked for."""
+        ends = np.cumsum([count for _, count in work])
+        for (sequence, count), end in zip(work, ends, strict=True):
+            first = sequence.num_cached + 1
+            targets = sequence.request.prompt[first : first + count]
+            if sequence.is_scored and len(targets):
+                states, aims = hidden[end - count :][: len(targets)], torch.from_numpy(targets)
+                top = sequence.request.params.prompt_logprobs or 0
+                sequence.prompt_scores += score_tokens(self.model.head, states, aims, top)
 
     def _sample(self, sequences: list[RunningSequence], logits: Tensor) -> list[Sampled]:
         """Sample the next token of each sequence from its logits [B, V]; one call for those that

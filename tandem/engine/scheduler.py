@@ -16,7 +16,8 @@ from operator import attrgetter
 
 import numpy as np
 
-from tandem.engine.page_cache import EMPTY_PREFIX, Match, PageCache, hash_page
+from tandem.engine.page_cache import EMPTY_PREFIX, NO_MATCH, Match, PageCache, hash_page
+from tandem.engine.prompt_scores import PromptScores
 from tandem.model.paged_attention import PAGE
 from tandem.types import Completion, Request
 
@@ -39,6 +40,8 @@ class RunningSequence:
     weight_versions: list[int] = field(default_factory=list)
     # likeliest tokens, if asked for
     top: list[tuple[list[int], list[float]]] = field(default_factory=list)
+    # of all tokens of the prompt but the first, in parts, if asked for
+    prompt_scores: list[PromptScores] = field(default_factory=list)
     completion: Completion | None = None
     page_table: list[int] = field(default_factory=list)
     num_cached: int = 0  # tokens whose keys and values are in its pages
@@ -60,6 +63,11 @@ class RunningSequence:
     def length(self) -> int:
         return len(self.request.prompt) + len(self.tokens)
 
+    @property
+    def is_scored(self) -> bool:
+        """Tell whether the passes over the prompt are to score it: once, up to the first token."""
+        return self.request.params.prompt_logprobs is not None and not self.tokens
+
     def all_tokens(self) -> np.ndarray:
         """Return prompt and sampled tokens, int64 [T]."""
         return np.concatenate([self.request.prompt, np.array(self.tokens, np.int64)])
@@ -75,6 +83,7 @@ class RunningSequence:
         """Drop the sampled tokens."""
         for column in (self.tokens, self.logprobs, self.weight_versions, self.top):
             column.clear()
+        self.prompt_scores.clear()
 
 
 Work = list[tuple[RunningSequence, int]]  # a sequence and how many of its tokens run
@@ -144,7 +153,8 @@ class Scheduler:
             if only_started and not sequence.tokens:
                 continue
             tokens = sequence.all_tokens()
-            match = self.cache.match(tokens)
+            # to score a prompt all of it has to run
+            match = NO_MATCH if sequence.is_scored else self.cache.match(tokens)
             if 2 * (match.will_be_cached - match.length) > len(tokens) - match.length:
                 continue  # another sequence is computing most of what it needs: share that
             if not self._place(sequence, tokens, match) and not self._place(
@@ -199,6 +209,8 @@ class Scheduler:
     def _preempt(self, sequence: RunningSequence) -> None:
         self.preemptions += 1
         self._give_up_pages(sequence)
+        if not sequence.tokens:  # its prompt runs again, perhaps with other weights
+            sequence.prompt_scores.clear()
         self.running.remove(sequence)
         insort(self.waiting, sequence, key=_ARRIVAL)
 

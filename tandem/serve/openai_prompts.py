@@ -10,6 +10,7 @@ are counted first, and it is refused as soon as they are too many. Knows no thre
 import itertools
 import secrets
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -63,9 +64,15 @@ def to_requests(
             _require_tokens(prompt, field, served)
         params = _params(body, prompt, tokenizer, served)
         own = keys.next_keys(body.seed, body.n) if body.draw_key is None else [body.draw_key]
+        scoring = replace(params, prompt_logprobs=body.prompt_logprobs)  # once a prompt
         requests += [
-            Request(key=key, prompt=prompt, params=params, num_sampled=body.draw_start)
-            for key in own
+            Request(
+                key=key,
+                prompt=prompt,
+                params=params if number else scoring,
+                num_sampled=body.draw_start,
+            )
+            for number, key in enumerate(own)
         ]
     return requests
 

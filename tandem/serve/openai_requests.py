@@ -133,6 +133,7 @@ class Body(Strict):
     ]
     min_tokens: Annotated[int, Field(ge=0)] = 0
     ignore_eos: bool = False
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     return_token_ids: bool = False
     # the address of the draws instead of a seed, and the number of the first of them
     draw_key: Annotated[int, Field(ge=0, lt=2**64)] | None = None
@@ -142,6 +143,12 @@ class Body(Strict):
     def _check_draws(self) -> Self:
         if self.draw_key is not None and (self.n > 1 or self.seed is not None):
             raise ValueError("draw_key is of one sequence, without n and seed")
+        return self
+
+    @model_validator(mode="after")
+    def _check_prompt_logprobs(self) -> Self:
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs come with a whole answer, not with stream")
         return self
 
     @model_validator(mode="after")

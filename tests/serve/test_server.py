@@ -240,6 +240,31 @@ def test_logprobs_are_the_engines_with_the_likeliest_tokens(tiny, client):
     assert client.chat.completions.create(**ask).choices[0].logprobs.content[0].top_logprobs == []
 
 
+def test_prompt_logprobs_are_the_trainers_by_token_id(tiny, client):
+    prompts = [tiny.texts.encode("Solve 2x = 6."), tiny.texts.encode("x")[:1]]
+    ask = {"model": "tiny", "prompt": [p.tolist() for p in prompts], "max_tokens": 2, "n": 2}
+    answer = client.completions.create(**ask, extra_body={"prompt_logprobs": 2})
+    rows = [choice.model_extra["prompt_logprobs"] for choice in answer.choices]
+    assert rows[0] == rows[1] and rows[2] == rows[3] == [None] and rows[0][0] is None
+    expected = tiny.twin.score(prompts[0])
+    for token, logprob, row in zip(prompts[0][1:].tolist(), expected, rows[0][1:], strict=True):
+        own = row[str(token)]
+        assert np.float32(own["logprob"]) == logprob
+        assert own["decoded_token"] == tiny.texts.token_text(token)
+        assert {score["rank"] for score in row.values()} == {1, 2, own["rank"]}
+        assert all((s["rank"] < own["rank"]) == (s["logprob"] > logprob) for s in row.values())
+
+    body = {"prompt_logprobs": 0}
+    chat = client.chat.completions.create(
+        model="tiny", messages=HELLO, max_tokens=1, extra_body=body
+    )
+    prompt = tiny.renderer.prompts([HELLO])[0]
+    first, *others = chat.model_extra["prompt_logprobs"]
+    assert first is None and [[*row] for row in others] == [[str(t)] for t in prompt[1:].tolist()]
+    found = np.float32([score["logprob"] for row in others for score in row.values()])
+    assert np.array_equal(found, tiny.twin.score(prompt))
+
+
 def test_a_stop_string_ends_the_text_before_it(client):
     ask = {"model": "tiny", "prompt": "x", "max_tokens": 40, "seed": 4}
     whole = client.completions.create(**ask).choices[0].text
@@ -435,6 +460,9 @@ CHAT, PLAIN = {"messages": [{"role": "user", "content": "hi"}]}, {"prompt": "hi"
         (PLAIN | {"min_tokens": 17}, "min_tokens"),
         (PLAIN | {"min_tokens": 1, "stop_token_ids": [*range(256)]}, "min_tokens"),
         (PLAIN | {"ignore_eos": 1}, "ignore_eos"),
+        (PLAIN | {"prompt_logprobs": -1}, "prompt_logprobs"),
+        (PLAIN | {"prompt_logprobs": 21}, "prompt_logprobs"),
+        (PLAIN | {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         (CHAT | {"top_logprobs": 2}, "top_logprobs"),
         (CHAT | {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         (CHAT | {"logprobs": 1}, "logprobs"),
