@@ -23,7 +23,6 @@ from torch import Tensor
 
 from tandem.engine.decode import DecodeStep
 from tandem.engine.graphs import HostCopy, NewCapture, cuda_capture, upload
-from tandem.engine.masks import is_masked
 from tandem.engine.page_cache import PageCache
 from tandem.engine.sampler import SampledTokens, sampling_key
 from tandem.engine.scheduler import RunningSequence, Work
@@ -176,7 +175,7 @@ def lookahead_for(model: ExactModel, cache: PageCache, max_batch: int) -> Lookah
 
 def _alike(sequences: list[RunningSequence]) -> bool:
     """Tell whether one step can sample for all, without the tokens that they have seen."""
-    if any(is_masked(s.request) for s in sequences):
+    if any(s.masked for s in sequences):
         return False
     if len({sampling_key(s.request.params) for s in sequences}) != 1:
         return False

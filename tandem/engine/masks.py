@@ -10,12 +10,6 @@ import torch
 from torch import Tensor
 
 from tandem.engine.scheduler import RunningSequence
-from tandem.types import Request
-
-
-def is_masked(request: Request) -> bool:
-    """Tell whether some token of the request is sampled from a part of the vocabulary."""
-    return request.params.min_tokens > 0
 
 
 def mask_logits(sequences: Sequence[RunningSequence], logits: Tensor) -> None:

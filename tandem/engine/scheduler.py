@@ -34,6 +34,8 @@ class RunningSequence:
 
     request: Request
     arrival: int
+    masked: bool = False  # some token is sampled from a part of the vocabulary
+    scored: bool = False  # the passes over its prompt, up to the first token, score that
     pause_at: int = 0  # tokens at which it pauses; 0: never
     tokens: list[int] = field(default_factory=list)  # sampled so far
     logprobs: list[float] = field(default_factory=list)  # nats, float32 values
@@ -49,7 +51,8 @@ class RunningSequence:
     @classmethod
     def of(cls, request: Request, arrival: int) -> "RunningSequence":
         """Start a request, from the tokens of `resume_from` as if it had been preempted there."""
-        sequence = cls(request=request, arrival=arrival)
+        masked, scored = request.params.min_tokens > 0, request.params.prompt_logprobs is not None
+        sequence = cls(request=request, arrival=arrival, masked=masked, scored=scored)
         if (paused := request.resume_from) is not None:
             sequence.tokens, sequence.logprobs = paused.tokens.tolist(), paused.logprobs.tolist()
             sequence.weight_versions = paused.weight_versions.tolist()
@@ -62,11 +65,6 @@ class RunningSequence:
     @property
     def length(self) -> int:
         return len(self.request.prompt) + len(self.tokens)
-
-    @property
-    def is_scored(self) -> bool:
-        """Tell whether the passes over the prompt are to score it: once, up to the first token."""
-        return self.request.params.prompt_logprobs is not None and not self.tokens
 
     def all_tokens(self) -> np.ndarray:
         """Return prompt and sampled tokens, int64 [T]."""
@@ -153,8 +151,8 @@ class Scheduler:
             if only_started and not sequence.tokens:
                 continue
             tokens = sequence.all_tokens()
-            # to score a prompt all of it has to run
-            match = NO_MATCH if sequence.is_scored else self.cache.match(tokens)
+            alone = sequence.scored and not sequence.tokens  # all of the prompt has to run
+            match = NO_MATCH if alone else self.cache.match(tokens)
             if 2 * (match.will_be_cached - match.length) > len(tokens) - match.length:
                 continue  # another sequence is computing most of what it needs: share that
             if not self._place(sequence, tokens, match) and not self._place(
