@@ -45,6 +45,7 @@ class Options:
     max_new_tokens: int  # of a request that does not say
     device: str
     dtype: str
+    chat_template: str = ""  # a file; empty: the model's own
     allow_weight_updates: bool = False  # POST /v1/weights
 
 
@@ -167,7 +168,7 @@ def _load(options: Options) -> "tuple[Engine, ChatRenderer]":
     )
     prepare_process(config)
     check_model(options.model)
-    renderer = load_renderer(options.model)
+    renderer = load_renderer(options.model, options.chat_template)
     model = load_model(options.model, place=place)
     sizes = {"max_queue": options.max_queue, "chunk_tokens": CHUNK_TOKENS}
     report = partial(print, file=sys.stderr)

@@ -154,6 +154,28 @@ class ChatTemplate:
         )
 
 
+def read_template(file: str) -> str:
+    """Read the chat template that a user names; "" without one. Raises UserError."""
+    if not file:
+        return ""
+    source, found = "", "an empty file"
+    try:
+        source = Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        found = error.strerror or str(error)
+    except UnicodeDecodeError as error:
+        found = str(error)
+    if not source.strip():
+        raise UserError(
+            "the chat template cannot be read",
+            where=f"data.chat_template = {file}",
+            found=found,
+            expected="a Jinja file, as the chat_template.jinja of a chat model",
+            next="name another file, or drop data.chat_template if the tokenizer has a template",
+        )
+    return source
+
+
 def with_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
     """Describe the tools in the chat's system message, in Hermes' way, for a template without a
     place for them."""

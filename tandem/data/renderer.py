@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from tandem.config.schema import Data
-from tandem.data.chat_template import ChatTemplate, with_calls, with_tools
+from tandem.data.chat_template import ChatTemplate, read_template, with_calls, with_tools
 from tandem.model.config_file import read_json
 from tandem.model.tokenizer import decode_text, load_tokenizer
 from tandem.runtime.errors import UserError
@@ -44,21 +44,23 @@ Loss = Literal["assistant", "last", "all"]
 CHUNK = 1024  # chats tokenized in one call: enough to be fast, and the memory stays small
 
 
-def load_renderer(model_path: str) -> "ChatRenderer":
-    """Load the renderer of a model directory or hub name. Raises UserError without directory,
-    tokenizer or chat template."""
+def load_renderer(model_path: str, template_file: str = "") -> "ChatRenderer":
+    """Load the renderer of a model directory or hub name. template_file: a chat template in the
+    place of the tokenizer's. Raises UserError without directory, tokenizer or chat template."""
     _require_model(model_path)
     tokenizer = load_tokenizer(model_path)
     try:
-        template = tokenizer.get_chat_template()
+        template = read_template(template_file) or tokenizer.get_chat_template()
     except ValueError:
         raise UserError(
             "the tokenizer has no chat template",
             where=model_path,
             expected="chat_template.jinja beside the tokenizer",
-            next=f"copy chat_template.jinja of the model's chat variant into {model_path}",
+            next=f"copy chat_template.jinja of the model's chat variant into {model_path}, or set "
+            "data.chat_template=FILE",
         ) from None
-    return ChatRenderer(tokenizer, template, _eos_ids(model_path, tokenizer), model_path)
+    ends = _eos_ids(model_path, tokenizer)
+    return ChatRenderer(tokenizer, template, ends, template_file or model_path)
 
 
 def _require_model(model_path: str) -> None:
