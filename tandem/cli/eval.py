@@ -31,7 +31,7 @@ def evaluate(config: Config, out: Path | None) -> dict[str, float]:
             next="add eval.data=FILE",
         )
     check_model(config.model.path)
-    renderer = load_renderer(config.model.path)
+    renderer = load_renderer(config.model.path, config.data.chat_template)
     problems, longest = renderer.check_lengths(problems, config.data, key="eval.data")
     with open_envs_and_rewards(config) as (envs, rewards):
         engine = load_engine(config, renderer, longest, console.print)

@@ -271,6 +271,9 @@ def serve(
     ] = 256,
     device: Annotated[str, Option(help="auto, cpu, cuda or cuda:N")] = "auto",
     dtype: Annotated[str, Option(help="auto, float32 or bfloat16")] = "auto",
+    chat_template: Annotated[
+        str, unset(help="Jinja file with the chat template, for a model without one")
+    ] = "",
     allow_weight_updates: Annotated[
         bool, Option(help="let clients have it load new weights, as `tandem train` does")
     ] = False,
@@ -291,6 +294,7 @@ def serve(
             max_new_tokens=max_new_tokens_default,
             device=device,
             dtype=dtype,
+            chat_template=chat_template,
             allow_weight_updates=allow_weight_updates,
         )
     )

@@ -77,7 +77,7 @@ def rollout(
             console.print(f"complete, nothing to do: {summary_line(run.path)}")
         else:
             check_model(config.model.path)
-            renderer = load_renderer(config.model.path)
+            renderer = load_renderer(config.model.path, config.data.chat_template)
             problems, longest = renderer.check_lengths(problems, config.data)
             batches = -(-len(problems) // config.rl.prompts_per_step)
             with batch_maker(config, problems, renderer, longest) as make:
@@ -294,7 +294,7 @@ def open_output(output: Output, config: Config, fresh: bool) -> Iterator[RunFold
 def hashes(config: Config) -> dict[str, str]:
     """Return the SHA-256 of the inputs of the episodes by key, besides the config: problems, model,
     reward function."""
-    prefixes = ("data.train", "model.path/", "reward.", "env/")
+    prefixes = ("data.train", "data.chat_template", "model.path/", "reward.", "env/")
     inputs = input_hashes(config, "data.train").items()
     kept = {key: value for key, value in inputs if key.startswith(prefixes)}
     for file in sorted(Path(config.model.path or "none").glob("*")):

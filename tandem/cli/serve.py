@@ -45,6 +45,7 @@ class Options:
     max_new_tokens: int  # of a request that does not say
     device: str
     dtype: str
+    chat_template: str = ""  # a file; empty: the model's own
     allow_weight_updates: bool = False  # POST /v1/weights
 
 
@@ -167,7 +168,7 @@ def _load(options: Options) -> "tuple[Engine, ChatRenderer]":
     )
     prepare_process(config)
     check_model(options.model)
-    renderer = load_renderer(options.model)
+    renderer = load_renderer(options.model, options.chat_template)
     model = load_model(options.model, place=place)
     sizes = {"max_queue": options.max_queue, "chunk_tokens": CHUNK_TOKENS}
     report = partial(print, file=sys.stderr)
@@ -216,8 +217,10 @@ class RendererTexts:
         one."""
         return np.array(self._tokenizer(text, verbose=False)["input_ids"], np.int64)
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
-        return self._renderer.prompt_texts([messages], tools)[0]
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Tool], variables: dict[str, Any]
+    ) -> str:
+        return self._renderer.prompt_texts([messages], tools, variables)[0]
 
     def encode_chat(self, text: str) -> Array:
         return self._renderer.encode(text)

@@ -67,22 +67,17 @@ class ChatTemplate:
         chats: Sequence[Sequence[Message]],
         *,
         open_turn: bool,
-        special_tokens: Mapping[str, object],
+        variables: Mapping[str, object],
         tools: Sequence[Tool] = (),
     ) -> list[str]:
-        """Render every chat; open_turn: with the header of the assistant's turn. Raises UserError
-        for the first chat that cannot be rendered."""
-        variables = {
-            **special_tokens,
-            "tools": list(tools) or None,
-            "documents": None,
-            "add_generation_prompt": open_turn,
-        }
+        """Render every chat; open_turn: with the header of the assistant's turn; variables: what
+        else the template may read. Raises UserError for the first chat that cannot be rendered."""
+        own = {"tools": list(tools) or None, "add_generation_prompt": open_turn}
         texts: list[str] = []
         answers: Iterable[dict[str, Any]]
         try:
             encoded = [json.dumps(list(chat)) for chat in chats]
-            shared = json.dumps(variables, default=str)
+            shared = json.dumps({**variables, **own}, default=str)
         except (TypeError, ValueError, RecursionError) as error:
             raise self._refused(f"{type(error).__name__}: {error}", next(iter(chats), ())) from None
         for batch in _batches(encoded):
@@ -159,6 +154,28 @@ class ChatTemplate:
             expected="a chat that this model's template can write",
             next="change the chat's roles, or the template",
         )
+
+
+def read_template(file: str) -> str:
+    """Read the chat template that a user names; "" without one. Raises UserError."""
+    if not file:
+        return ""
+    source, found = "", "an empty file"
+    try:
+        source = Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        found = error.strerror or str(error)
+    except UnicodeDecodeError as error:
+        found = str(error)
+    if not source.strip():
+        raise UserError(
+            "the chat template cannot be read",
+            where=f"data.chat_template = {file}",
+            found=found,
+            expected="a Jinja file, as the chat_template.jinja of a chat model",
+            next="name another file, or drop data.chat_template if the tokenizer has a template",
+        )
+    return source
 
 
 def with_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:

@@ -25,9 +25,11 @@ def find_ending(
     if not params.stop and not full and not paused:
         return None
     text = _text(tokens, decode)
-    stops = [text.index(stop) for stop in params.stop if stop in text]
-    if stops:
-        return text[: min(stops)], "stop"
+    start = len(_text(tokens[: params.min_tokens], decode)) if params.min_tokens else 0
+    # a stop string ends behind the text of the first min_tokens tokens
+    stops = [text.find(stop, max(0, start + 1 - len(stop))) for stop in params.stop]
+    if any(at >= 0 for at in stops):
+        return text[: min(at for at in stops if at >= 0)], "stop"
     return (text, "length") if full else (text, "paused") if paused else None
 
 

@@ -175,6 +175,8 @@ def lookahead_for(model: ExactModel, cache: PageCache, max_batch: int) -> Lookah
 
 def _alike(sequences: list[RunningSequence]) -> bool:
     """Tell whether one step can sample for all, without the tokens that they have seen."""
+    if any(s.masked for s in sequences):
+        return False
     if len({sampling_key(s.request.params) for s in sequences}) != 1:
         return False
     params = sequences[0].request.params

@@ -48,6 +48,9 @@ class Match:
         return len(self.pages) * PAGE + self.tail_length
 
 
+NO_MATCH = Match(pages=[], tail=0, tail_length=0, will_be_cached=0)
+
+
 def page_bytes(config: Any, element_size: int = 4) -> int:
     """Return the bytes of a page of a model (transformers config)."""
     heads_and_layers = config.num_hidden_layers * config.num_key_value_heads

@@ -140,7 +140,7 @@ def _problem_inputs(config: Config, *others: str) -> ProblemInputs:
     try_user_functions(config.rl.loss, config.rl.advantage, config.rl.filter)
     data, held_out = read_data(config, "data.train"), read_data(config, "eval.data")
     shape = check_models(config, *others)
-    renderer = load_renderer(config.model.path)
+    renderer = load_renderer(config.model.path, config.data.chat_template)
     check_tokenizer(config, shape, renderer)
     fitting, longest = renderer.check_lengths(data, config.data, room=_room(config, shape))
     problems = only(data, fitting)
@@ -170,7 +170,10 @@ def sft_inputs(config: Config) -> ChatInputs:
         raise _missing("no chats are named", "sft.train", "a JSONL or Parquet file of chats")
     chats = read_rows(config.sft.train, parse_chat, key="sft.train")
     held_out = read_data(config, "eval.data")
-    shape, renderer = check_models(config), load_renderer(config.model.path)
+    shape, renderer = (
+        check_models(config),
+        load_renderer(config.model.path, config.data.chat_template),
+    )
     check_tokenizer(config, shape, renderer)
     samples = [
         Sample(tokens=t, loss_mask=mask)
@@ -228,7 +231,7 @@ def _pair_inputs(
         for key, path in paths.items()
     }
     shape = check_models(config, *others, head="value" if make is scored_pair else "tokens")
-    renderer = load_renderer(config.model.path)
+    renderer = load_renderer(config.model.path, config.data.chat_template)
     check_tokenizer(config, shape, renderer)
     made: list[Pairs] = []
     counts: dict[str, Count] = {}

@@ -7,10 +7,10 @@ ignored. Knows no HTTP server and no engine.
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, Protocol, Self, TypeVar
+from typing import Annotated, Any, Literal, Protocol, Self, TypeVar
 
 import numpy as np
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from tandem.serve.openai_api import (
     MAX_MESSAGES,
@@ -18,6 +18,7 @@ from tandem.serve.openai_api import (
     ApiError,
     ChatMessage,
     FunctionTool,
+    Json,
     Strict,
     first_unsupported,
     read_object,
@@ -45,6 +46,9 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "parallel_tool_calls": (True,),
 }
 
+# what a template is given besides chat_template_kwargs, and what it is
+RESERVED = ("messages", "tools", "add_generation_prompt", "chat_template")
+
 # A body is parsed in one uninterruptible piece; these counts bound it to 0.1 s.
 MAX_COMMAS, MAX_OPENINGS = 1 << 18, 1 << 16  # openings: colons, and opening brackets and braces
 _COUNTED = 1 << 20  # bytes, in one piece
@@ -58,7 +62,9 @@ class ChatTokenizer(Protocol):
 
     def encode(self, text: str) -> Array: ...
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str: ...
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Tool], variables: Json
+    ) -> str: ...
 
     def encode_chat(self, text: str) -> Array: ...
 
@@ -125,6 +131,9 @@ class Body(Strict):
     stop_token_ids: Annotated[
         list[TokenId], Field(fail_fast=True, max_length=1024, default_factory=list)
     ]
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    ignore_eos: bool = False
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     return_token_ids: bool = False
     # the address of the draws instead of a seed, and the number of the first of them
     draw_key: Annotated[int, Field(ge=0, lt=2**64)] | None = None
@@ -134,6 +143,12 @@ class Body(Strict):
     def _check_draws(self) -> Self:
         if self.draw_key is not None and (self.n > 1 or self.seed is not None):
             raise ValueError("draw_key is of one sequence, without n and seed")
+        return self
+
+    @model_validator(mode="after")
+    def _check_prompt_logprobs(self) -> Self:
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs come with a whole answer, not with stream")
         return self
 
     @model_validator(mode="after")
@@ -197,6 +212,12 @@ class CompletionBody(Body):
                 return [self.prompt]  # type: ignore[list-item]
 
 
+def _check_variables(variables: Json) -> Json:
+    if reserved := next((name for name in RESERVED if name in variables), ""):
+        raise ValueError(f"{reserved} is not for a request to set")
+    return variables
+
+
 class ChatBody(Body):
     """POST /v1/chat/completions; prompt_token_ids takes the place of the rendered messages."""
 
@@ -208,6 +229,9 @@ class ChatBody(Body):
         list[FunctionTool], Field(fail_fast=True, max_length=MAX_TOOLS, default_factory=list)
     ]
     tool_choice: Literal["none", "auto"] = "auto"
+    chat_template_kwargs: Annotated[
+        dict[str, Any], Field(default_factory=dict), AfterValidator(_check_variables)
+    ]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
@@ -237,7 +261,7 @@ class ChatBody(Body):
         if self.prompt_token_ids is not None:
             return [np.array(self.prompt_token_ids, np.int64)]
         messages = [message.model_dump(exclude_none=True) for message in self.messages]
-        return [tokenizer.render(messages, self.callable_tools)]
+        return [tokenizer.render(messages, self.callable_tools, self.chat_template_kwargs)]
 
     def encode(self, text: str, tokenizer: ChatTokenizer) -> Array:
         return tokenizer.encode_chat(text)

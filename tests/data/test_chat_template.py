@@ -29,7 +29,7 @@ def chat(text):
 
 
 def render(template, *texts):
-    return template.render([chat(text) for text in texts], open_turn=True, special_tokens={})
+    return template.render([chat(text) for text in texts], open_turn=True, variables={})
 
 
 def pid_of(template):
@@ -57,7 +57,7 @@ def test_a_refused_chat_is_named_and_others_are_rendered_after_it(text, what):
     template = ChatTemplate(SOURCE, "m")
     chats = [chat("before"), [*chat(text), {"role": "tool", "content": "7"}], chat("after")]
     with pytest.raises(UserError, match=what):
-        template.render(chats, open_turn=True, special_tokens={})
+        template.render(chats, open_turn=True, variables={})
     assert render(template, "next") == ["next!"]
 
 

@@ -334,3 +334,15 @@ def test_graphs_of_old_weights_are_not_replayed():
     assert [graph is not None for graph in steps._steps.values()] == [True]
     engine.apply(1, lambda: model.load_weights(weights_of(1)))
     assert not steps._steps and not engine.lookahead._rows
+
+
+def test_masked_sequences_take_plain_steps_beside_others():
+    asked = [
+        request(
+            n, (7, n), max_new_tokens=20, stop_token_ids=tuple(range(48)), min_tokens=6 * (n % 2)
+        )
+        for n in range(6)
+    ]
+    expected, found = (engine_of(ahead=ahead).generate(asked) for ahead in (False, True))
+    assert [facts(completion) for completion in found] == [facts(c) for c in expected]
+    assert [len(c.tokens) > 6 for c in found[1::2]] == [True] * 3
