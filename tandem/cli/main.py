@@ -304,13 +304,16 @@ def plan(
     keys: Annotated[
         bool, Option("--keys", help="list every configuration key with its default and meaning")
     ] = False,
+    values: Annotated[
+        bool, Option("--values", help="every value of the run with its origin, the default too")
+    ] = False,
     gpus: Annotated[
         int | None, Option(help="instead: the fastest meshes of so many GPUs, by arithmetic")
     ] = None,
     gpu: Annotated[str, Option(help="with --gpus: a100, h100, h200 or b200")] = "h200",
 ) -> None:
-    """Check whether a run could start (exit code 0, else 2): changed keys, data, memory, disk. No
-    weights are loaded."""
+    """Check whether a run could start (exit code 0, else 2): values and their origin, data, memory,
+    disk. No weights are loaded."""
     if gpus is not None and recipe is None:
         raise UserError(
             "meshes are computed for the model of a recipe",
@@ -330,8 +333,10 @@ def plan(
         plan_gpus(config, command, gpus, gpu)
         return
     from tandem.cli import plan
+    from tandem.config.origins import origins
 
-    sys.exit(plan.plan(config, command, run_folder(config, recipe, command)))
+    found = origins(recipe, overrides or [])
+    sys.exit(plan.plan(config, command, run_folder(config, recipe, command), found, every=values))
 
 
 @app.command()

@@ -1,20 +1,21 @@
-"""`tandem plan`: check whether a run could start here, without loading weights: changed keys, data,
-memory, disk, and the verdict.
+"""`tandem plan`: check whether a run could start here, without loading weights: values and their
+origin, data, memory, disk, and the verdict.
 
     tandem plan my.toml                of `tandem train`; exit code 0 if it could start, else 2
     tandem plan my.toml --for sft      of another command that trains
+    tandem plan my.toml --values       every value, those too that are the default
 
 It makes the checks of the run itself before its weights (jobs/inputs.py, run_folder/folder.py,
 train_loop.py). Memory is arithmetic over the shapes; passing tensors of a step come on top. It does
 not know whether anything is learned.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from tandem.cli.plan_values import value_lines, values_here
 from tandem.cli.progress import console
-from tandem.config.recipe import changed
 from tandem.config.schema import Config
 from tandem.jobs.engines import open_envs_and_rewards
 from tandem.jobs.input_hashes import KEYS, input_hashes
@@ -30,14 +31,24 @@ from tandem.runtime.disk import human_bytes
 from tandem.runtime.errors import UserError
 
 
-def plan(config: Config, command: str, folder: Path, machine: Machine | None = None) -> int:
+def plan(
+    config: Config,
+    command: str,
+    folder: Path,
+    origins: Mapping[str, str],
+    *,
+    every: bool = False,
+    machine: Machine | None = None,
+) -> int:
     """Print the plan of a command of INPUTS in a run folder; return the exit code, 0 if the run
-    could start."""
+    could start. origins: of the values (config/origins.py); every: print all of them."""
     if command not in INPUTS:
         raise UserError(
             "this command has no plan", where="--for", found=command, expected=", ".join(INPUTS)
         )
-    return _Plan(config, command, folder, machine or Machine.here(folder)).show()
+    made = _Plan(config, command, folder, machine or Machine.here(folder))
+    made.show_values(origins, every)
+    return made.show()
 
 
 class _Plan:
@@ -46,10 +57,15 @@ class _Plan:
         self.reasons: list[str] = []  # why it could not start
         self.longest = 0  # tokens of a prompt, chat or answer to train on
 
+    def show_values(self, origins: Mapping[str, str], every: bool) -> None:
+        here = dict[str, str]()
+        with self._checked():
+            here = values_here(self.config, self.command, self.folder)
+        _say("values" if every else "values that are not the default, or open (all: --values)")
+        for line in value_lines(self.config, origins, here, every=every):
+            _say(line)
+
     def show(self) -> int:
-        _say("changed keys (all: tandem plan --keys)")
-        for key, value, default in changed(self.config):
-            _say(f"  {key} = {value}    (default {default})")
         _say("data")
         with self._checked():
             self._data()
