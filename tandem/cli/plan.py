@@ -19,7 +19,7 @@ from tandem.cli.progress import console
 from tandem.config.schema import Config
 from tandem.jobs.engines import open_envs_and_rewards
 from tandem.jobs.input_hashes import KEYS, input_hashes
-from tandem.jobs.inputs import INPUTS
+from tandem.jobs.inputs import INPUTS, ProblemInputs
 from tandem.jobs.meshes import memory_of_run
 from tandem.jobs.ranks import require_cores
 from tandem.jobs.resources import Machine, Need, disk, gpu_memory, host_memory, model_sizes
@@ -29,6 +29,7 @@ from tandem.run_folder.resume import resumable
 from tandem.run_folder.trackers.links import require_trackers
 from tandem.runtime.disk import human_bytes
 from tandem.runtime.errors import UserError
+from tandem.types import Attempt, Problem
 
 
 def plan(
@@ -56,6 +57,7 @@ class _Plan:
         self.config, self.command, self.folder, self.machine = config, command, folder, machine
         self.reasons: list[str] = []  # why it could not start
         self.longest = 0  # tokens of a prompt, chat or answer to train on
+        self.first_problem: Problem | None = None
 
     def show_values(self, origins: Mapping[str, str], every: bool) -> None:
         here = dict[str, str]()
@@ -71,9 +73,7 @@ class _Plan:
             self._data()
         with self._checked():
             if self.command != "rm":  # a reward model plays no episodes
-                # environment and reward functions can be loaded
-                with open_envs_and_rewards(self.config):
-                    pass
+                self._reward()
         with self._checked():
             require_cores(self.config)
         with self._checked():
@@ -115,6 +115,8 @@ class _Plan:
 
     def _data(self) -> None:
         inputs = INPUTS[self.command](self.config)
+        problems = inputs.problems if isinstance(inputs, ProblemInputs) else inputs.held_out
+        self.first_problem = next(iter(problems), None)
         for key, count in inputs.counts.items():
             self.longest = max(self.longest, count.longest * key.endswith(".train"))
             text = "prompt" if count.unit == "problems" else "text"
@@ -126,6 +128,21 @@ class _Plan:
         if prompts:
             length = f"{max(prompts)} + {self.config.rollout.max_new_tokens} tokens"
             _say(f"  {'longest sequence':<18}{length}, {places}")
+
+    def _reward(self) -> None:
+        """Load environment and reward functions, and score a made-up completion of the first
+        problem: a function that cannot would stop the run at its first step."""
+        config, problem = self.config, self.first_problem
+        with open_envs_and_rewards(config) as (_, rewards):
+            others = {"env", "reward_model"} & set(config.reward.functions)
+            if problem is None or others or config.env.name != "single_turn":
+                return  # what an environment or a model gives cannot be made up
+            said = f"Answer: {problem.answer}"
+            message = {"role": "assistant", "content": said}
+            score = rewards.submit(problem, Attempt(text=said, messages=(message,))).result()
+            if score.error:
+                raise _cannot_score(config, problem, said, score.error)
+            _say(f"reward\n  {score.reward:g} for the first problem and {said!r:.40}")
 
     def _need(self, title: str, rows: list[Need], there: int, where: str) -> None:
         needed = sum(count for _, count, _ in rows)
@@ -156,6 +173,16 @@ class _Plan:
         if checkpoint is None:
             return "a run to begin again"
         return f"resumed from {checkpoint[0].name}"
+
+
+def _cannot_score(config: Config, problem: Problem, said: str, error: str) -> UserError:
+    return UserError(
+        "the reward function cannot score a completion of the first problem",
+        where=f"reward.function = {', '.join(config.reward.functions)}; problem {problem.uid}",
+        found=error,
+        expected=f"a number for {said!r:.60}",
+        next=f"tandem try {config.reward.functions[0]} --data FILE --answer {said!r:.60}",
+    )
 
 
 def _say(text: str) -> None:

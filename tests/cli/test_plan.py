@@ -2,6 +2,7 @@
 and loads no weights."""
 
 import fcntl
+import json
 import shutil
 from contextlib import chdir
 
@@ -82,16 +83,47 @@ def test_plan_names_the_origin_of_every_value_and_what_open_ones_become(home, tm
             "rl.curriculum=true rl.prompts_per_step=49",
             "a curriculum picks every problem at most once a step",
         ),
+        ("data.answer_column= reward=answer", "all of them are empty"),
+        ("reward=reward_model reward.model={home}/model", "no head that scores"),
         ("data.max_prompt_tokens=5", "longer than data.max_prompt_tokens"),
         ('lora.rank=4 lora.targets=["q_prj"]', "LoRA targets are not in this model"),
     ],
 )
 def test_what_would_stop_a_run_makes_it_not_ready(override, said, home, tmp_path):
-    overrides = override.split(" ")
+    overrides = override.format(home=home).split(" ")
     code, last, text = planned(home, tmp_path / "run", *overrides)
     assert code == 2 and last.startswith("not ready: ") and said in text
     run = invoke("train", home / "recipe.toml", f"run.folder={tmp_path}/run", *overrides)
     assert isinstance(run.exception, UserError) and run.exception.what in text
+
+
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [
+        ("(problem, completion): return problem.anser", "no attribute 'anser'"),
+        ("(problem, completion): return 'good'", "of type str"),
+        ("(completions, label, **columns): return [1.0]", "missing 1 required positional"),
+    ],
+    ids=["raises", "a text", "a column that is not there"],
+)
+def test_a_reward_that_cannot_score_is_not_ready(function, found, home, tmp_path):
+    (tmp_path / "mine.py").write_text(f"def score{function}\n")
+    reward = f"reward={tmp_path}/mine.py:score"
+    code, last, text = planned(home, tmp_path / "run", reward)
+    assert code == 2 and found in text
+    assert last == "not ready: the reward function cannot score a completion of the first problem"
+    run = invoke("train", home / "recipe.toml", f"run.folder={tmp_path}/run", reward)
+    assert isinstance(run.exception, UserError) and found in run.exception.found
+
+
+def test_plan_shows_what_the_reward_makes_of_the_first_answer(home, tmp_path):
+    first = json.loads((home / "data/train.jsonl").read_text().splitlines()[0])
+    said = f"Answer: {first['reward_model']['ground_truth']}"
+    text = planned(home, tmp_path / "run", "reward=answer")[2]
+    assert f"reward\n  1 for the first problem and {said!r}\n" in text
+    (tmp_path / "other.jsonl").write_text('{"prompt": "1?", "answer": "x y"}\n')
+    other = planned(home, tmp_path / "run", "reward=exact", f"data.train={tmp_path}/other.jsonl")[2]
+    assert "reward\n  0 for the first problem and 'Answer: x y'\n" in other
 
 
 @pytest.mark.parametrize(
