@@ -137,12 +137,12 @@ class _Plan:
             others = {"env", "reward_model"} & set(config.reward.functions)
             if problem is None or others or config.env.name != "single_turn":
                 return  # what an environment or a model gives cannot be made up
-            said = f"Answer: {problem.answer}"
-            message = {"role": "assistant", "content": said}
-            score = rewards.submit(problem, Attempt(text=said, messages=(message,))).result()
+            text = f"Answer: {problem.answer}"
+            message = {"role": "assistant", "content": text}
+            score = rewards.submit(problem, Attempt(text=text, messages=(message,))).result()
             if score.error:
-                raise _cannot_score(config, problem, said, score.error)
-            _say(f"reward\n  {score.reward:g} for the first problem and {said!r:.40}")
+                raise _cannot_score(config, problem, text, score.error)
+            _say(f"reward\n  {score.reward:g} for the first problem and {text!r:.40}")
 
     def _need(self, title: str, rows: list[Need], there: int, where: str) -> None:
         needed = sum(count for _, count, _ in rows)
@@ -175,13 +175,13 @@ class _Plan:
         return f"resumed from {checkpoint[0].name}"
 
 
-def _cannot_score(config: Config, problem: Problem, said: str, error: str) -> UserError:
+def _cannot_score(config: Config, problem: Problem, text: str, error: str) -> UserError:
     return UserError(
         "the reward function cannot score a completion of the first problem",
         where=f"reward.function = {', '.join(config.reward.functions)}; problem {problem.uid}",
         found=error,
-        expected=f"a number for {said!r:.60}",
-        next=f"tandem try {config.reward.functions[0]} --data FILE --answer {said!r:.60}",
+        expected=f"a number for {text!r:.60}",
+        next=f"tandem try {config.reward.functions[0]} --data FILE --answer {text!r:.60}",
     )
 
 
