@@ -243,10 +243,10 @@ def report(
 @app.command()
 def plot(
     runs: Annotated[list[Path], argument(help="run folders")],
-    out: Annotated[Path, unset("-o", "--out", help="FILE.svg")],
+    out: Annotated[Path, unset("-o", "--out", help="FILE.svg or FILE.png")],
     key: Annotated[list[str] | None, unset(help="a column, e.g. reward; any number")] = None,
 ) -> None:
-    """Draw the curves of runs as an SVG file."""
+    """Draw the curves of runs as an SVG file, or as PNG with the extra `png`."""
     from tandem.cli import view
 
     view.plot(runs, out, key or [])
