@@ -30,7 +30,7 @@ $(DEV): $(READY)
 
 # Adapters whose packages are heavy or need a compiler (the last); their tests are skipped without them.
 adapters: $(DEV)
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[wandb]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[wandb,png]'
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[reasoning-gym]'
 
 # Ray, TransferQueue and NIXL; their tests are skipped without them. NIXL's plain package wants CUDA's libraries.

@@ -62,6 +62,7 @@ OPTIONAL = (
     "peft",
     "ray",
     "reasoning_gym",
+    "resvg_py",
     "starlette",
     "tensorboardX",
     "trackio",

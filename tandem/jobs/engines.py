@@ -29,7 +29,13 @@ from tandem.jobs.http_engines import (
     open_http_rollouts,
     require_starting_weights,
 )
-from tandem.jobs.models import check_tokenizer, placement, releases_cache, rests_in_updates
+from tandem.jobs.models import (
+    check_reward_model,
+    check_tokenizer,
+    placement,
+    releases_cache,
+    rests_in_updates,
+)
 from tandem.jobs.reward_workers import build_reward_pool, open_reward_workers
 from tandem.model.config_file import check_model
 from tandem.model.load import ExactModel, load_model
@@ -244,7 +250,7 @@ def open_envs_and_rewards(
     loaded. cluster: for those on other nodes, which report to `report`."""
     local = EnvPool(make=load_env(config.env, config.sandbox), limits=config.env)
     if config.reward.model:
-        check_model(config.reward.model, "reward.model", head="value")
+        check_reward_model(config.reward.model)
     with (
         build_reward_pool(config) as here,
         open_env_workers(config, cluster, local, report) as envs,

@@ -139,6 +139,8 @@ def _problem_inputs(config: Config, *others: str) -> ProblemInputs:
     rollout_command(config)
     try_user_functions(config.rl.loss, config.rl.advantage, config.rl.filter)
     data, held_out = read_data(config, "data.train"), read_data(config, "eval.data")
+    if "answer" in config.reward.functions and not any(problem.answer for problem in data):
+        raise _no_answers(config)
     shape = check_models(config, *others)
     renderer = load_renderer(config.model.path, config.data.chat_template)
     check_tokenizer(config, shape, renderer)
@@ -302,6 +304,16 @@ def _no_reference_in_distillation(config: Config) -> UserError:
         found=f"rl.kl_coef = {rl.kl_coef}, rl.max_gen_batches = {rl.max_gen_batches}",
         expected="0 for both",
         next="add rl.kl_coef=0 rl.max_gen_batches=0",
+    )
+
+
+def _no_answers(config: Config) -> UserError:
+    return UserError(
+        "the reward compares with the problems' answers, and all of them are empty",
+        where="data.train, reward.function = answer",
+        found=f"data.answer_column = {config.data.answer_column!r}",
+        expected="a column with answers",
+        next="set data.answer_column=NAME, or another reward.function",
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 
 from tandem.config.schema import SFT, Config, Preference, Train
-from tandem.data.renderer import ChatRenderer
+from tandem.data.renderer import ChatRenderer, load_renderer
 from tandem.model.config_file import check_model, has_experts
 from tandem.model.load import ExactModel, load_model
 from tandem.model.lora import Lora, require_peft
@@ -186,6 +186,21 @@ def check_models(config: Config, *others: str, head: Head = "tokens") -> Any:
         if config.rl.router_replay:
             raise _no_experts(config, "rl.router_replay", "whose choice to replay", "false")
     return shape
+
+
+def check_reward_model(path: str) -> None:
+    """Check, before any weights are loaded, that reward.model can score chats. Raises UserError."""
+    shape = check_model(path, "reward.model", head="value")
+    if not (shape.architectures or [""])[0].endswith("ForSequenceClassification"):
+        raise UserError(
+            "this model has no head that scores",
+            where=f"reward.model = {path}",
+            found=", ".join(shape.architectures or ["no architecture"]),
+            expected="a sequence classifier with one label",
+            next="tandem rm trains one",
+        )
+    check_weights(path)
+    load_renderer(path)
 
 
 def check_shape(config: Config, shape: Any, key: str, head: Head = "tokens") -> None:
