@@ -118,6 +118,11 @@ class Config(Section):
                 "train.optimizer: muon steps the matrices of the layers, which lora.rank > 0 "
                 "freezes; use adamw, which steps the adapters' factors"
             )
+        if self.train.optimizer == "adamw_8bit" and self.parallel.tensor > 1:
+            yield (
+                "parallel.tensor: divides rows of weights, whose blocks share a scale in "
+                "train.optimizer=adamw_8bit; divide by parallel.data, pipeline or expert"
+            )
         if self.rl.advantage == "gae" and self.critic.warmup_steps >= self.run.steps:
             yield "critic.warmup_steps: must be below run.steps, or the policy is never trained"
 
@@ -184,6 +189,8 @@ class Config(Section):
         parallel = self.parallel
         if self.lora.rank:
             yield "lora.rank: train.backend=megatron trains all weights"
+        if self.train.optimizer == "adamw_8bit":
+            yield "train.optimizer: adamw_8bit does not step the parts of train.backend=megatron"
         if self.rl.advantage == "gae":
             yield "rl.advantage: gae has a critic, which train.backend=megatron does not train"
         if self.train.router_aux_loss_coef:

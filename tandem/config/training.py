@@ -35,9 +35,10 @@ class Train(Schedules):
     """The optimizer. [sft] and [preference] have a learning rate of their own; the other keys hold
     for every command."""
 
-    optimizer: Literal["adamw", "muon"] = Field(
+    optimizer: Literal["adamw", "adamw_8bit", "muon"] = Field(
         "adamw",
-        description="muon: orthogonalized momentum for the matrices of the layers and of experts, "
+        description="adamw_8bit: AdamW whose moments of matrices take 2 bytes a parameter in place "
+        "of 8; muon: orthogonalized momentum for the matrices of the layers and of experts, "
         "AdamW for all else, at the same learning rate",
     )
     muon_momentum: float = Field(0.95, ge=0, lt=1, description="muon: share of the momentum kept")
@@ -91,6 +92,11 @@ class Train(Schedules):
             yield (
                 "train.offload_optimizer: fetches the state of AdamW element by element, and "
                 "train.optimizer=muon needs whole matrices"
+            )
+        if self.optimizer == "adamw_8bit" and self.offload_optimizer:
+            yield (
+                "train.offload_optimizer: fetches float32 moments, and train.optimizer=adamw_8bit "
+                "keeps them in 8 bits; use adamw"
             )
 
 

@@ -178,6 +178,7 @@ def _other_models(sizes: Sizes, config: Config, work: Work, mesh: Parallel) -> d
         if key == "critic.path":
             trained = 8 if work.offload else 16 if alone and width < FLOAT32 else 12
             state = trained * sizes.trained_critic - 4 * sizes.muon_critic
+            state -= sizes.saved_in_8bit_critic
             held += (1.0 if alone else each / FLOAT32) * state
         rows[key.rpartition(".")[2]] = round(held)
     return rows
@@ -231,6 +232,7 @@ def work_of(sizes: Sizes, config: Config, command: str, longest: int) -> Work:
         offload=train.offload_optimizer,
         adapters=sizes.adapters,
         muon=sizes.muon,
+        saved_in_8bit=sizes.saved_in_8bit,
         megatron=train.backend == "megatron",
         updates=updates,
     )

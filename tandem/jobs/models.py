@@ -100,6 +100,7 @@ def build_learner(
         weight_decay=config.train.weight_decay,
         betas=(config.train.beta1, config.train.beta2),
         max_grad_norm=config.train.max_grad_norm,
+        in_8bit=config.train.optimizer == "adamw_8bit",
         offload_bucket=BUCKET if config.train.offload_optimizer else 0,
         muon_momentum=config.train.muon_momentum if config.train.optimizer == "muon" else None,
         map_whole=ranks.map_whole(model),

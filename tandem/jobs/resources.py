@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tandem.config.schema import Config
+from tandem.config.training import Lora
 from tandem.jobs.activations import activation_bytes
 from tandem.jobs.models import placement, releases_cache
 from tandem.model.config_file import check_model
@@ -23,6 +24,7 @@ from tandem.model.lora import chosen_linears
 from tandem.model.placement import Placement
 from tandem.runtime.disk import existing_parent, human_bytes
 from tandem.runtime.errors import UserError
+from tandem.train.adamw_8bit import state_bytes
 from tandem.train.muon import is_hidden_matrix
 from tandem.train.offload import BUCKET
 
@@ -61,6 +63,8 @@ class Sizes:
     shapes: dict[str, Any] = field(default_factory=dict)  # theirs
     muon: int = 0  # of the policy, those that Muon steps
     muon_critic: int = 0
+    saved_in_8bit: int = 0  # bytes that moments of 8 bits save, without a critic's
+    saved_in_8bit_critic: int = 0
 
     @property
     def on_gpu(self) -> bool:
@@ -85,8 +89,9 @@ class Sizes:
     @property
     def checkpoint(self) -> int:
         """Bytes of all trained weights and their moments."""
-        moments = 4 * (self.muon + self.muon_critic)  # Muon has one where AdamW has two
-        return 12 * (self.trained + self.trained_critic) - moments
+        saved = 4 * (self.muon + self.muon_critic)  # Muon has one where AdamW has two
+        saved += self.saved_in_8bit + self.saved_in_8bit_critic
+        return 12 * (self.trained + self.trained_critic) - saved
 
 
 def memory(sizes: Sizes, config: Config, command: str) -> list[Need]:
@@ -99,10 +104,10 @@ def memory(sizes: Sizes, config: Config, command: str) -> list[Need]:
         rows.append(("packed weights", packed * policy, order))
     if _is_offloaded(sizes, config):
         text = "three buckets; the others are in host memory"
-        state = sum(size for _, size, _ in _optimizer_rows(sizes, sizes.trained, 0))
+        state = sum(size for _, size, _ in _optimizer_rows(sizes, sizes.trained))
         rows.append(("optimizer's share", min(3 * 12 * BUCKET, state), text))
     else:
-        rows += _optimizer_rows(sizes, sizes.trained, sizes.muon)
+        rows += _optimizer_rows(sizes, sizes.trained, sizes.muon, sizes.saved_in_8bit)
     rows += _update_rows(sizes, config)
     if command != "rm":
         rows.append(_cache_row(sizes, config))
@@ -125,7 +130,7 @@ def host_memory(sizes: Sizes, config: Config) -> list[Need]:
     if not sizes.on_gpu:
         return []
     trained = sizes.trained + sizes.trained_critic
-    offloaded = _optimizer_rows(sizes, trained, 0) if _is_offloaded(sizes, config) else []
+    offloaded = _optimizer_rows(sizes, trained) if _is_offloaded(sizes, config) else []
     return [*offloaded, _save_row(sizes)]
 
 
@@ -142,6 +147,8 @@ def savings(
         ("train", "offload_optimizer", True),
         ("rollout", "cache_mb", max(1, config.rollout.cache_mb // 2)),
     ):
+        if key == "offload_optimizer" and train.optimizer != "adamw":
+            continue  # only AdamW's state can be fetched
         part = getattr(config, section).model_copy(update={key: value})
         other = needs(sizes, config.model_copy(update={section: part}))
         found[f"{section}.{key}={str(value).lower()}"] = before - sum(size for _, size, _ in other)
@@ -164,12 +171,13 @@ def _is_offloaded(sizes: Sizes, config: Config) -> bool:
     return sizes.on_gpu and config.train.offload_optimizer
 
 
-def _optimizer_rows(sizes: Sizes, trained: int, muon: int) -> list[Need]:
+def _optimizer_rows(sizes: Sizes, trained: int, muon: int = 0, saved: int = 0) -> list[Need]:
     rows = []
     if sizes.place.dtype != torch.float32:
         rows.append(("masters", 4 * trained, "float32, 4 bytes x trained parameters"))
     whose = "all other" if muon else "trained"
-    rows.append(("Adam moments", 8 * (trained - muon), f"8 bytes x {whose} parameters"))
+    text = "2 bytes x parameters, and scales" if saved else f"8 bytes x {whose} parameters"
+    rows.append(("Adam moments", 8 * (trained - muon) - saved, text))
     if muon:
         rows.append(("Muon momentum", 4 * muon, "4 bytes x parameters of the layers' matrices"))
     return rows
@@ -202,7 +210,8 @@ def _other_models(sizes: Sizes, config: Config) -> list[Need]:
         if key == "critic.path":
             held = frozen * size + 4 * trained
             if not _is_offloaded(sizes, config):
-                state = _optimizer_rows(sizes, trained, sizes.muon_critic)
+                saved = sizes.saved_in_8bit_critic
+                state = _optimizer_rows(sizes, trained, sizes.muon_critic, saved)
                 held += sum(count for _, count, _ in state)
             rows.append(("critic", held, "weights, packs, gradients and moments of its own"))
         elif key == "model.reference" and sizes.adapters and not config.model.reference:
@@ -276,7 +285,8 @@ def model_sizes(config: Config, command: str) -> Sizes:
         "reward.model": config.reward.model * (command != "rm"),
     }
     modules = {key: _module(path) for key, path in paths.items() if path}
-    muon = config.train.optimizer == "muon"
+    muon, in_8bit = (config.train.optimizer == name for name in ("muon", "adamw_8bit"))
+    critic = modules.get("critic.path")
     return Sizes(
         place=placement(config),
         shape=policy.config,
@@ -285,7 +295,9 @@ def model_sizes(config: Config, command: str) -> Sizes:
         others={key: _count(module) for key, module in modules.items()},
         shapes={key: module.config for key, module in modules.items()},
         muon=_count_hidden(policy) if muon else 0,
-        muon_critic=_count_hidden(modules.get("critic.path")) if muon else 0,
+        muon_critic=_count_hidden(critic) if muon else 0,
+        saved_in_8bit=_saved_in_8bit(policy, config.lora) if in_8bit else 0,
+        saved_in_8bit_critic=_saved_in_8bit(critic, config.lora) if in_8bit and critic else 0,
     )
 
 
@@ -295,6 +307,16 @@ def _module(path: str) -> Any:
 
 def _count(module: Any) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _saved_in_8bit(module: Any, lora: Lora) -> int:
+    """Count the bytes that moments of 8 bits save of a module, or of its adapters."""
+    shapes = [parameter.shape for parameter in module.parameters()]
+    if lora.rank:
+        linears = chosen_linears(module, lora.targets)
+        shapes = [torch.Size((lora.rank, linear.in_features)) for linear in linears]
+        shapes += [torch.Size((linear.out_features, lora.rank)) for linear in linears]
+    return sum(8 * shape.numel() - state_bytes(shape) for shape in shapes)
 
 
 def _count_hidden(module: Any) -> int:

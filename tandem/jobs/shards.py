@@ -34,6 +34,7 @@ class Work:
     offload: bool = False  # the optimizer's state is in host memory
     adapters: int = 0  # parameters of LoRA; 0: all weights are trained
     muon: int = 0  # parameters that Muon steps, which has one moment where AdamW has two
+    saved_in_8bit: int = 0  # bytes that moments of 8 bits save
     megatron: bool = False  # whose ranks of data keep all weights and their optimizer's state
     updates: int = 1
 
@@ -132,7 +133,8 @@ def _stage_memory(work: Work, mesh: Parallel, stage: int) -> dict[str, int]:
     is_master = divided or (width == FLOAT32 and not work.megatron)
     masters = 0.0 if is_master else FLOAT32 * share * held
     muon = work.muon / parameters(work.shape)
-    moments, momentum = 8 * share * (1 - muon) * held, 4 * muon * held
+    saved = work.saved_in_8bit / parameters(work.shape)
+    moments, momentum = (8 * share * (1 - muon) - saved) * held, 4 * muon * held
     gradients = FLOAT32 * share * (held + passing)
     if divided and work.microbatches(mesh) > 1:
         gradients = FLOAT32 * share * part.whole

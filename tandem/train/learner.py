@@ -10,6 +10,7 @@ from torch import Tensor
 from tandem.model.boxes import Box, whole_box
 from tandem.model.load import ExactModel
 from tandem.rl.losses import Metrics
+from tandem.train.adamw_8bit import SCALE, scale_box
 from tandem.train.offload import MOMENTS
 from tandem.train.optimizer import Optimizer
 from tandem.train.ranks import ALONE, Loss, Ranks
@@ -58,12 +59,12 @@ class Learner:
         """Return which parts of weights and moments this process holds; None: all of each."""
         if (boxes := self.ranks.boxes(self.model)) is None:
             return None
-        moments = {
-            f"{moment}.{name}": box
-            for name, box in boxes.items()
-            for moment in (*MOMENTS, "momentum")
-        }
-        return dict(boxes), moments | {f"step.{name}": whole_box(()) for name in boxes}
+        moments: dict[str, Box] = {}
+        for name, box in boxes.items():
+            moments |= {f"{moment}.{name}": box for moment in (*MOMENTS, "momentum")}
+            moments |= {f"{moment}{SCALE}.{name}": scale_box(box) for moment in MOMENTS}
+            moments[f"step.{name}"] = whole_box(())
+        return dict(boxes), moments
 
     def load(
         self, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor], optimizer_steps: int

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tandem.train.adamw_8bit import AdamW8bit
 from tandem.train.muon import MapWhole, Muon, is_hidden_matrix, map_each
 from tandem.train.offload import OffloadedState
 from tandem.types import Array
@@ -27,7 +28,8 @@ class Optimizer:
     """AdamW over named parameters, or their masters; with a muon_momentum, Muon over the layers'
     matrices among them. `update` clips, steps and clears the gradients.
 
-    offload_bucket: parameters whose state is on the device at once; 0: all of it stays there.
+    in_8bit: the moments of AdamW's matrices are. offload_bucket: parameters whose state is on the
+    device at once; 0: all of it stays there.
     norm, map_whole: of the gradients; others if these parameters are parts of a model.
     """
 
@@ -42,6 +44,7 @@ class Optimizer:
         weight_decay: float,
         betas: tuple[float, float],
         max_grad_norm: float,
+        in_8bit: bool = False,
         offload_bucket: int = 0,
         muon_momentum: float | None = None,
         map_whole: MapWhole = map_each,
@@ -69,7 +72,7 @@ class Optimizer:
             {"params": decayed, "weight_decay": weight_decay},
             {"params": plain, "weight_decay": 0.0},
         ]
-        self.adam = torch.optim.AdamW(
+        self.adam = (AdamW8bit if in_8bit else torch.optim.AdamW)(
             [g for g in groups if g["params"]], lr=learning_rate, betas=betas, fused=True
         )
         by_master = {self.masters[name]: p for name, p in parameters.items()}
@@ -123,10 +126,10 @@ class Optimizer:
         """Return the moments of AdamW and the momentum of Muon by parameter name; none before the
         first update."""
         moments = {
-            f"{moment}.{name}": self.adam.state[p][moment]
+            f"{moment}.{name}": tensor
             for name, p in self.masters.items()
             if p in self.adam.state
-            for moment in ("exp_avg", "exp_avg_sq", "step")
+            for moment, tensor in self.adam.state[p].items()
         }
         return moments | {f"momentum.{name}": t for name, t in self.muon.momentum.items()}
 

@@ -215,6 +215,17 @@ CONTRADICTIONS = [  # the key that is named, what is wrong, what mends it
         ["train.optimizer=adamw"],
     ),
     ("train.optimizer", ["train.optimizer=muon", "lora.rank=4"], ["train.optimizer=adamw"]),
+    (
+        "train.offload_optimizer",
+        ["train.optimizer=adamw_8bit", "train.offload_optimizer=true"],
+        ["train.optimizer=adamw"],
+    ),
+    (
+        "parallel.tensor",
+        ["train.optimizer=adamw_8bit", "parallel.tensor=2"],
+        ["parallel.tensor=1", "parallel.data=2"],
+    ),
+    ("train.optimizer", [*MEGATRON, "train.optimizer=adamw_8bit"], ["train.optimizer=adamw"]),
     ("rollout.stop", ['rollout.stop=["a", ""]'], ['rollout.stop=["a"]']),
     ("rl.group_size", ["rl.group_size=1"], ["rl.group_size=2"]),
     ("rl.max_gen_batches", ["rl.advantage=ema", "rl.max_gen_batches=2"], ["rl.advantage=rloo"]),
@@ -421,7 +432,7 @@ def test_every_contradiction_is_among_those_tested():
     files = Path(schema.__file__).parent.glob("*.py")
     keys = [re.findall(r'yield \(?\s*f?"([a-z]+\.[a-z_]+): ', file.read_text()) for file in files]
     there = Counter(key for of_file in keys for key in of_file)
-    assert there.total() == 79
+    assert there.total() == 82
     assert there - Counter(key for key, _, _ in CONTRADICTIONS) == Counter()
 
 

@@ -21,6 +21,7 @@ KINDS = [
     "ppo, lora",
     "multi-turn",
     "bfloat16",
+    "8-bit moments",
 ]  # each by itself, and more: python -m tests.support.runs
 
 ONE_CORE = ("taskset", "-c", str(min(os.sched_getaffinity(0)))) if shutil.which("taskset") else ()

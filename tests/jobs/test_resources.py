@@ -72,6 +72,28 @@ def test_muon_has_one_momentum_for_each_matrix_of_the_layers(home):
     assert critics == 4 * after.muon_critic == rows["Muon momentum"]
 
 
+@pytest.mark.parametrize("changes", [[], ["lora.rank=4"]])
+def test_moments_of_8_bits_are_planned_to_the_byte(home, changes):
+    """Policy, critic and adapters have as many as their optimizers hold after a step."""
+    changes = ["rl.advantage=gae", *changes]
+    adamw, in_8bit = (
+        config_of(home, *changes, f"train.optimizer={name}") for name in ("adamw", "adamw_8bit")
+    )
+    before, after = (model_sizes(config, "train") for config in (adamw, in_8bit))
+    learner = build_learner(in_8bit, in_8bit.model.path, in_8bit.train, 1)
+    for weight in learner.optimizer.parameters.values():
+        weight.grad = torch.ones_like(weight)
+    learner.optimizer.update()
+    state = learner.optimizer.state()
+    held = sum(tensor.nbytes for name, tensor in state.items() if name[:5] != "step.")
+    rows, plain = rows_of(needs(after, in_8bit)), rows_of(needs(before, adamw))
+    assert rows["Adam moments"] == held < 0.6 * plain["Adam moments"]
+    saved = plain["Adam moments"] - held
+    assert before.checkpoint - after.checkpoint == saved + plain["critic"] - rows["critic"]
+    assert plain["critic"] - rows["critic"] >= saved
+    assert "train.offload_optimizer=true" not in dict(savings(on_gpu(in_8bit), in_8bit, needs))
+
+
 def test_masters_and_moments_move_to_the_host_with_offload(home):
     config = config_of(home)
     offloads = config_of(home, "train.offload_optimizer=true")

@@ -364,6 +364,17 @@ def test_muon_has_one_moment_where_adamw_has_two(home):
     assert 2 * halves["Muon momentum"] == found["Muon momentum"] > 0
 
 
+def test_moments_of_8_bits_are_those_of_one_process_and_are_divided(home):
+    config = load_config(home / "recipe.toml", ["train.optimizer=adamw_8bit"])
+    sizes = sizes_of(config)
+    one = work_of(sizes, config, "train", 20)
+    expected = {name: size for name, size, _ in memory_of_one(sizes, config, "train")}
+    found, halves = (rank_memory(sizes, config, one, mesh) for mesh in (ALONE, Parallel(data=2)))
+    assert found["Adam moments"] == expected["Adam moments"] == 2 * halves["Adam moments"] > 0
+    meshes = [p.mesh for p in plans(sizes, config, one, 4, H200, Assumptions())]
+    assert meshes and all(mesh.tensor == 1 for mesh in meshes)
+
+
 def test_rank_0_has_no_whole_copy_of_a_critic_nor_a_reference_of_its_own_beside_adapters(home):
     config = load_config(home / "recipe.toml", ["rl.algorithm=ppo"])
     sizes = sizes_of(config)

@@ -107,6 +107,7 @@ KINDS = {  # name: command and overrides
     ],
 }
 KINDS["bfloat16"] = [*KINDS["ppo"], "rl.kl_coef=0.05", "model.dtype=bfloat16"]
+KINDS["8-bit moments"] = [*KINDS["bfloat16"], "train.optimizer=adamw_8bit"]
 AHEAD = ["rl.correction=tis", "rollout.staleness=1", "rollout.workers=1"]
 KINDS |= {
     "one-step-off": [*KINDS["train"], *AHEAD],

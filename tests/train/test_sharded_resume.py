@@ -36,7 +36,7 @@ def model_of(kind, seed=0):
     return exact_model(kind, seed, **changes)
 
 
-def learner_of(model, ranks):
+def learner_of(model, ranks, in_8bit=False):
     optimizer = Optimizer(
         ranks.trainable(model),
         learning_rate=0.01,
@@ -46,6 +46,7 @@ def learner_of(model, ranks):
         weight_decay=0.1,
         betas=(0.9, 0.95),
         max_grad_norm=0.5,
+        in_8bit=in_8bit,
         norm=ranks.norm(model),
     )
     return Learner(model, optimizer, ranks)
@@ -95,12 +96,12 @@ def load(learner, folder):
     load_learners({"policy": learner}, tensors, state["optimizer_steps"])
 
 
-def take_up(mesh, kind, source, target, steps):
+def take_up(mesh, kind, source, target, steps, in_8bit=False):
     """Go on from a checkpoint, if there is one, with so many steps, and save; return how many bytes
     of weights and moments this process has."""
     model, ranks = model_of(kind), ParallelRanks(mesh)
     ranks.divide(model, torch.float32)
-    learner = learner_of(model, ranks)
+    learner = learner_of(model, ranks, in_8bit)
     if source is not None:
         load(learner, source)
     train(learner, steps)
@@ -108,8 +109,8 @@ def take_up(mesh, kind, source, target, steps):
     return sum(tensor.nbytes for part in learner.saved() for tensor in part.values())
 
 
-def take_up_alone(kind, source, target):
-    learner = learner_of(model_of(kind, seed=1), ALONE)
+def take_up_alone(kind, source, target, in_8bit=False):
+    learner = learner_of(model_of(kind, seed=1), ALONE, in_8bit)
     load(learner, source)
     save(learner, target, lambda entries: [entries])
 
@@ -138,6 +139,18 @@ def test_a_checkpoint_goes_from_four_processes_to_two_to_one_and_back_to_the_bit
     assert sum(sizes) < whole * 1.05 and max(sizes) < 0.4 * whole  # no process saves the rest
     names = {file.name for file in (again / "step_000001").glob("policy-*")}
     assert names == {f"policy-0000{n}-of-00004.safetensors" for n in (1, 2, 3, 4)}
+
+
+def test_moments_of_8_bits_go_to_other_meshes_with_their_scales(tmp_path):
+    kind = "qwen3_moe"
+    two, one, again, whole = (tmp_path / name for name in ("two", "one", "again", "whole"))
+    on_mesh(take_up, kind, None, two, 2, True, data=2)
+    take_up_alone(kind, two, one, True)
+    on_mesh(take_up, kind, one, again, 0, True, data=2, pipeline=2)
+    assert content(two) == content(one) == content(again)
+    on_mesh(take_up, kind, one, again, 1, True, data=2)
+    on_mesh(take_up, kind, None, whole, 3, True, data=2)
+    assert content(again) == content(whole) != content(one)
 
 
 @pytest.mark.parametrize("sizes", [{"data": 2}, {"data": 4, "shard": 2}])
