@@ -37,7 +37,7 @@ from tandem.jobs.models import (
     rests_in_updates,
 )
 from tandem.jobs.reward_workers import build_reward_pool, open_reward_workers
-from tandem.model.config_file import check_model
+from tandem.model.config_file import check_model, inner_size
 from tandem.model.load import ExactModel, load_model
 from tandem.model.placement import place_models
 from tandem.model.probe import Exactness, fastest_exact, probe, try_matmuls
@@ -146,7 +146,7 @@ def _shape(model: ExactModel) -> tuple[Any, ...]:
         config.model_type,
         model.heads,
         config.hidden_size,
-        config.intermediate_size,
+        inner_size(config),
         config.vocab_size,
     )
 

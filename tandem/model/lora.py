@@ -100,8 +100,8 @@ def _linear_names(module: Any) -> list[str]:
     """
     sparse = module.config.model_type == "qwen3_moe"
     return [
-        f"model.{name}"
-        for name, child in module.model.named_modules()
+        f"{module.base_model_prefix}.{name}"
+        for name, child in module.base_model.named_modules()
         if isinstance(child, nn.Linear) and not (sparse and ".mlp." in name)
     ]
 

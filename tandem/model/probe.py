@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tandem.model.attention import Plan
-from tandem.model.config_file import first_line
+from tandem.model.config_file import first_line, is_lean
 from tandem.model.layers import ExactLayer
 from tandem.model.linear import HAS_PREPACKED, ExactLinear, gradient_product, padded_rows, swiglu
 from tandem.model.load import ExactModel
@@ -202,12 +202,13 @@ def _linears_differ(model: ExactModel, noise: torch.Generator, microbatch: int) 
 def _rowwise_differ(model: ExactModel, noise: torch.Generator) -> list[str]:
     """Name which of SwiGLU and log-softmax differ with the row count."""
     operators: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
-        "SwiGLU": (swiglu, 2 * model.config.intermediate_size),
         "log-softmax": (
             lambda x: log_distribution(x.float(), SamplingDistribution()),
             model.config.vocab_size,
-        ),
+        )
     }
+    if is_lean(model.config):
+        operators["SwiGLU"] = swiglu, 2 * model.config.intermediate_size
     differing = []
     for name, (function, width) in operators.items():
         x = random_like(model, noise, 40, width)
@@ -238,16 +239,20 @@ def _findings(name: str, counts: Sequence[int]) -> list[str]:
 def _linears(model: ExactModel) -> dict[tuple[int, int], Callable[[Tensor], Tensor]]:
     """Pick one linear of each shape (outputs, inputs), as the layers run them."""
     runs: list[tuple[Any, Sequence[ExactLinear]]] = []
-    for layer in model.module.model.layers:
+    if not is_lean(model.config):
+        parts = model.module.base_model.modules()
+        runs += [(part, [part]) for part in parts if isinstance(part, ExactLinear)]
+        layers = []
+    else:
+        layers = model.module.model.layers
+    for layer in layers:
         assert isinstance(layer, ExactLayer)
         runs += [(fused, fused.parts) for fused in (layer.qkv, layer.gate_up) if fused is not None]
         single = [layer.self_attn.o_proj] + ([] if layer.sparse else [layer.mlp.down_proj])
         runs += [(linear, [linear]) for linear in single]
     runs.append((model.head, [model.head]))
-    return {
-        (sum(len(p.weight) for p in parts), parts[0].weight.shape[1]): linear
-        for linear, parts in runs
-    }
+    weights = [([p.active_part().weight for p in parts], linear) for linear, parts in runs]
+    return {(sum(map(len, own)), own[0].shape[1]): linear for own, linear in weights}
 
 
 def _gradients_differ(
