@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from tandem.engine.ending import REPLACEMENT
 from tandem.types import Array
-
-REPLACEMENT = "\ufffd"  # written by a decoder for bytes of an incomplete character
 
 
 class Detokenizer:
