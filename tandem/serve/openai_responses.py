@@ -13,9 +13,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, count, islice
 
+from tandem.engine.ending import REPLACEMENT
 from tandem.engine.prompt_scores import PromptScores
 from tandem.model.tool_calls import split_calls
-from tandem.serve.detokenizer import REPLACEMENT, Detokenizer
+from tandem.serve.detokenizer import Detokenizer
 from tandem.serve.openai_api import Json, ToolCall, assistant_message, call_deltas
 from tandem.serve.openai_requests import Body, ChatBody, ChatTokenizer, CompletionBody, Served
 from tandem.serve.service import Update
