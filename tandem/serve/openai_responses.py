@@ -16,7 +16,8 @@ from itertools import accumulate, count, islice
 from tandem.engine.prompt_scores import PromptScores
 from tandem.model.tool_calls import split_calls
 from tandem.serve.detokenizer import REPLACEMENT, Detokenizer
-from tandem.serve.openai_api import Json, ToolCall, assistant_message, call_deltas
+from tandem.serve.json_masks import FIELD
+from tandem.serve.openai_api import ApiError, Json, ToolCall, assistant_message, call_deltas
 from tandem.serve.openai_requests import Body, ChatBody, ChatTokenizer, CompletionBody, Served
 from tandem.serve.service import Update
 from tandem.types import Request
@@ -62,7 +63,7 @@ class _Choice:
     """Tokens and text of one choice so far."""
 
     def __init__(self, request: Request, tokenizer: ChatTokenizer, prompt: int):
-        self.prompt = prompt  # its number
+        self.prompt, self.mask = prompt, request.mask  # the prompt's number
         self.detokenizer = Detokenizer(tokenizer.decode, request.params.stop, tokenizer.byte_tokens)
         self.tokens: list[int] = []
         self.weight_versions: list[int] = []
@@ -137,6 +138,8 @@ class Answer(ABC):
         if update.prompt_scores:
             self._scores[choice.prompt] = update.prompt_scores
         if update.completion is not None:
+            if choice.mask is not None and choice.mask.error:
+                raise ApiError(400, f"{FIELD}: {choice.mask.error}", param=FIELD)
             self._end(choice, update.completion.text, update.completion.stop_reason)
 
     def full(self) -> Iterator[str]:
