@@ -20,6 +20,7 @@ from tandem.serve.json_masks import FIELD
 from tandem.serve.openai_api import ApiError, Json, ToolCall, assistant_message, call_deltas
 from tandem.serve.openai_requests import Body, ChatBody, ChatTokenizer, CompletionBody, Served
 from tandem.serve.service import Update
+from tandem.serve.tool_stream import ToolStream
 from tandem.types import Request
 
 # a token, its log-prob, and the likeliest ones with theirs, nats
@@ -65,6 +66,7 @@ class _Choice:
     def __init__(self, request: Request, tokenizer: ChatTokenizer, prompt: int):
         self.prompt, self.mask = prompt, request.mask  # the prompt's number
         self.detokenizer = Detokenizer(tokenizer.decode, request.params.stop, tokenizer.byte_tokens)
+        self.tool_stream = ToolStream()
         self.tokens: list[int] = []
         self.weight_versions: list[int] = []
         self.sampled: list[SampledToken] = []  # tokens whose log-probs are not written yet
@@ -280,8 +282,13 @@ class _ChatAnswer(Answer):
             ]
 
     def _next_text(self, choice: _Choice, update: Update) -> str:
-        """Return, with tools, the whole text at the end: its beginning may become a call."""
-        return choice.text if self._tools else super()._next_text(choice, update)
+        """Return, with tools, the text before what may become a call, and the rest at the end."""
+        text = super()._next_text(choice, update)
+        if not self._tools:
+            return text
+        if update.completion is None:
+            return choice.tool_stream.add(text)
+        return choice.text[len(choice.tool_stream.sent) :]
 
     def _full_fields(self) -> Json:
         return self._prompt_logprobs(0)
