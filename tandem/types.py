@@ -108,6 +108,7 @@ class Request:
     # the part of this turn sampled before it paused, by weights of any version
     resume_from: "Completion | None" = None
     max_tokens_now: int = 0  # after so many it pauses (stop reason "paused"); 0: never
+    mask: Any = None  # engine.masks.TokenMask: tokens that may be sampled; a request's own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,8 +342,7 @@ class Observation:
     done: bool = False
     reward: float = 0.0  # added to earlier rewards of the environment
     parts: dict[str, float] = field(default_factory=dict)  # reported; later ones replace earlier
-    # at least 0, for a flaw of the turn; lowers its tokens' advantage (env.penalty_mode)
-    penalty: float = 0.0
+    penalty: float = 0.0  # >= 0, for a flaw of the turn; lowers its advantage (env.penalty_mode)
 
 
 class Env:

@@ -55,6 +55,7 @@ OPTIONAL = (
     "gguf",
     "gymnasium",
     "jsonschema",
+    "llguidance",
     "megatron",
     "mlflow",
     "mooncake",

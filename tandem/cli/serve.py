@@ -16,6 +16,7 @@ import numpy as np
 from tandem.config.schema import Config, Model, Rollout
 from tandem.runtime.errors import UserError
 from tandem.serve.auth import is_loopback
+from tandem.serve.json_masks import JsonGrammars, JsonMask
 from tandem.serve.openai_requests import Served
 from tandem.types import Array, Message, Tool
 
@@ -211,6 +212,7 @@ class RendererTexts:
         self.longest_token = max(map(len, vocabulary))
         self._renderer, self._tokenizer = renderer, tokenizer
         self._texts: dict[int, str] = {}
+        self._grammars: JsonGrammars | None = None  # made for the first that asks
 
     def encode(self, text: str) -> Array:
         """Encode plain text as int64 [T], with the begin-of-text token if the tokenizer writes
@@ -224,6 +226,14 @@ class RendererTexts:
 
     def encode_chat(self, text: str) -> Array:
         return self._renderer.encode(text)
+
+    def json_mask(self, schema: dict[str, Any], vocabulary: int) -> JsonMask:
+        """Compile a JSON schema to the mask of a request. Raises ApiError."""
+        if self._grammars is None:
+            self._grammars = JsonGrammars(
+                self._tokenizer, self.stop_token_ids, vocabulary, self.token_text
+            )
+        return self._grammars.mask(schema)
 
     def decode(self, tokens: Array) -> str:
         return self._renderer.decode(tokens)

@@ -51,7 +51,8 @@ class RunningSequence:
     @classmethod
     def of(cls, request: Request, arrival: int) -> "RunningSequence":
         """Start a request, from the tokens of `resume_from` as if it had been preempted there."""
-        masked, scored = request.params.min_tokens > 0, request.params.prompt_logprobs is not None
+        masked = request.params.min_tokens > 0 or request.mask is not None
+        scored = request.params.prompt_logprobs is not None
         sequence = cls(request=request, arrival=arrival, masked=masked, scored=scored)
         if (paused := request.resume_from) is not None:
             sequence.tokens, sequence.logprobs = paused.tokens.tolist(), paused.logprobs.tolist()

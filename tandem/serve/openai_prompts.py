@@ -55,6 +55,10 @@ def to_requests(
             _require_text(prompt, field, served)
         else:
             _require_tokens(prompt, field, served)
+    mask = None
+    if body.response_format is not None:
+        yield
+        mask = tokenizer.json_mask(body.response_format, served.vocabulary)
     requests: list[Request] = []
     for prompt in prompts:
         if isinstance(prompt, str):
@@ -71,6 +75,7 @@ def to_requests(
                 prompt=prompt,
                 params=params if number else scoring,
                 num_sampled=body.draw_start,
+                mask=mask and mask.copy(),
             )
             for number, key in enumerate(own)
         ]

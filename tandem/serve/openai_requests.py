@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Protocol, Self, TypeVar
 import numpy as np
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from tandem.serve.json_masks import JsonMask
 from tandem.serve.openai_api import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -39,7 +40,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "functions": ([],),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "chat_template": (),
     "chat_template_kwargs": ({},),
@@ -67,6 +67,8 @@ class ChatTokenizer(Protocol):
     ) -> str: ...
 
     def encode_chat(self, text: str) -> Array: ...
+
+    def json_mask(self, schema: Json, vocabulary: int) -> JsonMask: ...
 
     def decode(self, tokens: Array) -> str: ...
 
@@ -109,6 +111,21 @@ def _zero_if_off(top_k: object) -> object:
     return 0 if top_k == -1 else top_k
 
 
+def _schema_of(response_format: object) -> Json | None:
+    """Return the JSON schema that an answer is to have, None for any text."""
+    match response_format:
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return {"type": "object"}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return schema
+    raise ValueError(
+        'expected {"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", '
+        '"json_schema": {"name": ..., "schema": {...}}}'
+    )
+
+
 class Body(Strict):
     """Fields of both endpoints."""
 
@@ -134,6 +151,7 @@ class Body(Strict):
     min_tokens: Annotated[int, Field(ge=0)] = 0
     ignore_eos: bool = False
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: Annotated[Json | None, BeforeValidator(_schema_of)] = None  # its schema
     return_token_ids: bool = False
     # the address of the draws instead of a seed, and the number of the first of them
     draw_key: Annotated[int, Field(ge=0, lt=2**64)] | None = None
@@ -143,6 +161,14 @@ class Body(Strict):
     def _check_draws(self) -> Self:
         if self.draw_key is not None and (self.n > 1 or self.seed is not None):
             raise ValueError("draw_key is of one sequence, without n and seed")
+        return self
+
+    @model_validator(mode="after")
+    def _check_response_format(self) -> Self:
+        if self.response_format is not None and (self.ignore_eos or self.min_tokens):
+            raise ValueError(
+                "response_format ends an answer with its JSON, without ignore_eos and min_tokens"
+            )
         return self
 
     @model_validator(mode="after")
@@ -244,6 +270,8 @@ class ChatBody(Body):
             raise ValueError("top_logprobs needs logprobs: true")
         if not self.messages and self.prompt_token_ids is None:
             raise ValueError("messages is empty, and there are no prompt_token_ids")
+        if self.response_format is not None and self.callable_tools:
+            raise ValueError("response_format leaves no room for calls; with tool_choice: none")
         return self
 
     @property

@@ -17,9 +17,11 @@ from tandem.engine.ending import REPLACEMENT
 from tandem.engine.prompt_scores import PromptScores
 from tandem.model.tool_calls import split_calls
 from tandem.serve.detokenizer import Detokenizer
-from tandem.serve.openai_api import Json, ToolCall, assistant_message, call_deltas
+from tandem.serve.json_masks import FIELD
+from tandem.serve.openai_api import ApiError, Json, ToolCall, assistant_message, call_deltas
 from tandem.serve.openai_requests import Body, ChatBody, ChatTokenizer, CompletionBody, Served
 from tandem.serve.service import Update
+from tandem.serve.tool_stream import ToolStream
 from tandem.types import Request
 
 # a token, its log-prob, and the likeliest ones with theirs, nats
@@ -63,8 +65,9 @@ class _Choice:
     """Tokens and text of one choice so far."""
 
     def __init__(self, request: Request, tokenizer: ChatTokenizer, prompt: int):
-        self.prompt = prompt  # its number
+        self.prompt, self.mask = prompt, request.mask  # the prompt's number
         self.detokenizer = Detokenizer(tokenizer.decode, request.params.stop, tokenizer.byte_tokens)
+        self.tool_stream = ToolStream()
         self.tokens: list[int] = []
         self.weight_versions: list[int] = []
         self.sampled: list[SampledToken] = []  # tokens whose log-probs are not written yet
@@ -138,6 +141,8 @@ class Answer(ABC):
         if update.prompt_scores:
             self._scores[choice.prompt] = update.prompt_scores
         if update.completion is not None:
+            if choice.mask is not None and choice.mask.error:
+                raise ApiError(400, f"{FIELD}: {choice.mask.error}", param=FIELD)
             self._end(choice, update.completion.text, update.completion.stop_reason)
 
     def full(self) -> Iterator[str]:
@@ -278,8 +283,13 @@ class _ChatAnswer(Answer):
             ]
 
     def _next_text(self, choice: _Choice, update: Update) -> str:
-        """Return, with tools, the whole text at the end: its beginning may become a call."""
-        return choice.text if self._tools else super()._next_text(choice, update)
+        """Return, with tools, the text before what may become a call, and the rest at the end."""
+        text = super()._next_text(choice, update)
+        if not self._tools:
+            return text
+        if update.completion is None:
+            return choice.tool_stream.add(text)
+        return choice.text[len(choice.tool_stream.sent) :]
 
     def _full_fields(self) -> Json:
         return self._prompt_logprobs(0)

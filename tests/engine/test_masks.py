@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 
 from tandem.engine.ending import find_ending
@@ -39,18 +40,34 @@ def test_masked_logprobs_are_of_what_is_left():
     assert np.array_equal(completion.logprobs, expected.numpy())
 
 
-def test_masks_leave_other_requests_their_bits():
+class Alternating:
+    """Even and odd tokens by turns."""
+
+    def allowed(self, tokens):
+        return np.arange(VOCAB) % 2 == len(tokens) % 2
+
+
+def test_mask_of_a_request_is_asked_before_each_token():
+    for way in ({}, {"temperature": 0.0}, {"top_p": 0.3, "repetition_penalty": 1.3}):
+        one = replace(request(max_new_tokens=12, **way), mask=Alternating())
+        [completion] = engine_of().generate([one])
+        assert (completion.tokens % 2).tolist() == [0, 1] * 6
+        assert np.isfinite(completion.logprobs).all()
+
+
+@pytest.mark.parametrize("fields", [{"stop_token_ids": ENDS, "min_tokens": 30}, {}])
+def test_masks_leave_other_requests_their_bits(fields):
     plain = mixed_requests()
     alone = [facts(completion) for completion in engine_of().generate(plain)]
     masked = [
-        replace(one, params=replace(one.params, stop_token_ids=ENDS, min_tokens=30))
+        replace(one, params=replace(one.params, **fields), mask=None if fields else Alternating())
         for one in mixed_requests()
     ]
     engine = engine_of()
     both = engine.generate([one for pair in zip(plain, masked, strict=True) for one in pair])
     assert [facts(completion) for completion in both[::2]] == alone
     # the check against the trainer, which knows no masks, takes a request without one
-    assert not engine._to_check.request.params.min_tokens and engine.logprob_gap() == 0.0
+    assert not engine._to_check.masked and engine.logprob_gap() == 0.0
 
 
 def test_stop_string_counts_behind_min_tokens():

@@ -14,59 +14,20 @@ import numpy as np
 import openai
 import pytest
 
-from tandem.cli.serve import Options, RendererTexts, served
+from tandem.cli.serve import RendererTexts
 from tandem.data.renderer import load_renderer
-from tandem.engine.engine import Engine
-from tandem.model.load import load_model
-from tandem.model.tiny import make_tiny
-from tandem.runtime.rng import address
-from tandem.types import Request, SamplingParams
 from tests.support.byte_models import CHATML, make_model
 from tests.support.fake_engine import FAKE, FakeEngine, FakeTexts
 from tests.support.serving import get, metric, post, running
+from tests.support.tiny_server import TinyServer
 from tests.support.waiting import WAIT_S, eventually
 
 HELLO = [{"role": "user", "content": "Solve 2x = 6."}]
 
 
-class Tiny:
-    """A tiny model that is served, and an engine of its own to compare with."""
-
-    def __init__(self, folder):
-        make_tiny(folder, hidden=32, layers=2, heads=4, kv_heads=2, intermediate=64, max_tokens=256)
-        self.renderer, model = load_renderer(str(folder)), load_model(str(folder))
-        self.engine, self.twin = (self.new_engine(model) for _ in range(2))
-        self.texts = RendererTexts(self.renderer)
-        options = Options(
-            model=str(folder),
-            host="127.0.0.1",
-            port=0,
-            api_key="",
-            served_name="tiny",
-            cache_mb=8,
-            max_batch=64,
-            max_queue=256,
-            max_new_tokens=24,
-            device="cpu",
-            dtype="auto",
-        )
-        self.served = served(options, self.engine, self.texts)
-
-    def new_engine(self, model):
-        return Engine(model, self.renderer.decode, cache_bytes=8 << 20, max_batch=64, max_queue=256)
-
-    def complete(self, prompt, *, seed, choice=0, **params):
-        """Return the engine's result for the request without a server."""
-        params = SamplingParams(**{"stop_token_ids": self.renderer.stop_token_ids, **params})
-        request = Request(
-            key=address(seed, "serve", choice), prompt=np.array(prompt, np.int64), params=params
-        )
-        return self.twin.generate([request])[0]
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    return Tiny(tmp_path_factory.mktemp("tiny"))
+    return TinyServer(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
@@ -450,7 +411,6 @@ CHAT, PLAIN = {"messages": [{"role": "user", "content": "hi"}]}, {"prompt": "hi"
         (PLAIN | {"frequency_penalty": -1}, "frequency_penalty"),
         (PLAIN | {"logit_bias": {"5": 1}}, "logit_bias"),
         (CHAT | {"tools": [{"type": "function"}]}, "tools[0]"),
-        (CHAT | {"response_format": {"type": "json_object"}}, "response_format"),
         (CHAT | {"chat_template": "{{ messages }}"}, "chat_template"),
         (CHAT | {"chat_template": ""}, "chat_template"),
         (PLAIN | {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
