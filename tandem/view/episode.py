@@ -87,7 +87,7 @@ def _conversation(record: dict[str, Any], values: dict[str, Any]) -> list[dict[s
     own, tools = _json(record["transcript"], []), _json(record["tools"], [])
     options = values.get("env.options")
     known = options.get("format", "auto") if isinstance(options, dict) else "auto"
-    written = known if known in get_args(Format) else "auto"
+    written: Any = known if known in get_args(Format) else "auto"
     acts = bool(tools) or values.get("env.name", "single_turn") != "single_turn"
     shown, open_calls = list[dict[str, Any]](), list[dict[str, Any]]()
     for place, message in enumerate([*opening, *own]):
