@@ -8,7 +8,7 @@ DEV := $(VENV)/.ready-dev
 # With OMP_WAIT_POLICY=passive a waiting thread leaves its core to them; it changes no bit.
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=passive
 
-.PHONY: setup setup-dev adapters distributed megatron demo test check format lint types size same-bits gpu docs mutants invariants chaos bench scaling cluster smollm2 smollm2-model learning environments figures clean
+.PHONY: setup setup-dev adapters distributed megatron demo test check format lint types size same-bits gpu docs mutants invariants chaos bench scaling cluster smollm2 smollm2-model learning environments figures newest clean
 
 # What the demo and the commands need; what tests, benchmarks and the SmolLM2 example need besides comes with setup-dev.
 setup: $(READY)
@@ -129,5 +129,12 @@ smollm2: $(DEV)
 smollm2-model: $(DEV)
 	@$(BIN)/python examples/smollm2.py --only-model
 
+# The newest release of every requirement, in an environment of its own and without constraints.txt: the tests' core and a
+# short demo, and a row for docs/versions.md. `make newest PYTHON=python3.13`.
+newest:
+	@$(PYTHON) -m venv --clear .venv-newest
+	@.venv-newest/bin/pip install --quiet --disable-pip-version-check -e '.[gguf,serve,lora,dev]'
+	@$(TEST_ENV) .venv-newest/bin/python tools/newest.py
+
 clean:
-	rm -rf $(VENV) .venv-vllm build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-vllm .venv-newest build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -9,7 +9,9 @@ Knows neither processes nor how a function is called.
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from numbers import Real
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -104,7 +106,7 @@ def read_value(value: Any, part: str) -> Result:
     parts = {key: number(part_value, f"part {key!r}") for key, part_value in value.items()}
     if "reward" in parts:
         return parts.pop("reward"), parts
-    return number(sum(parts.values()), "the sum of the parts"), parts
+    return number(reduce(add, parts.values(), 0.0), "the sum of the parts"), parts
 
 
 def weigh(results: Mapping[str, Result | None], weights: Sequence[float]) -> Result:
@@ -121,7 +123,7 @@ def weigh(results: Mapping[str, Result | None], weights: Sequence[float]) -> Res
     total = 0.0
     for name, weight in zip(results, weights, strict=True):
         if name in applied:
-            total += weight * applied[name][0]  # not sum(): other bits since Python 3.12
+            total += weight * applied[name][0]
     parts = {name: reward for name, (reward, _) in applied.items()}
     counts = Counter([*results, *(part for _, own in applied.values() for part in own)])
     for name, (_, own) in applied.items():

@@ -134,10 +134,12 @@ def _bounded(log_ratio: Tensor) -> Tensor:
 def _clipped(
     log_ratio: Tensor, advantages: Tensor, low: float, high: float
 ) -> tuple[Tensor, Tensor]:
-    """Return (min(r A, clip(r) A), r A)."""
+    """Return (min(r A, clip(r) A), r A). Where they are equal the gradient is that of r A: with
+    `minimum` it would be half of that at a bound, as clamp has a gradient of 0 there since torch
+    2.15."""
     ratio = log_ratio.exp()
-    plain = ratio * advantages
-    return torch.minimum(plain, ratio.clamp(1 - low, 1 + high) * advantages), plain
+    plain, clipped = ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages
+    return torch.where(plain <= clipped, plain, clipped), plain
 
 
 def _ratio_metrics(terms: Tensor, log_ratio: Tensor, clipped: Tensor) -> Metrics:

@@ -178,7 +178,10 @@ def factor(schedule: Schedule, step: int, warmup: int, total: int) -> float:
 
 def global_norm(tensors: Iterable[Tensor]) -> float:
     """Compute the L2 norm over all tensors in a fixed order."""
-    return math.sqrt(sum(float(row_squares(tensor, len(tensor)).sum()) for tensor in tensors))
+    total = 0.0
+    for tensor in tensors:  # not sum(), which since Python 3.12 has other bits than parts added up
+        total += float(row_squares(tensor, len(tensor)).sum())
+    return math.sqrt(total)
 
 
 def row_squares(tensor: Tensor, num_rows: int) -> Array:

@@ -11,7 +11,7 @@ import pytest
 from tandem.rewards import builtin
 from tandem.rewards.answer_numbers import written_numbers
 from tandem.rewards.judge import judge
-from tandem.rewards.parts import BadFunction, BadValue
+from tandem.rewards.parts import BadFunction, BadValue, read_value
 from tandem.rewards.pool.pool import RewardPool
 from tandem.rewards.schema import NOTHING, last_json
 from tandem.tasks.countdown import value_of
@@ -434,3 +434,11 @@ def test_a_name_that_is_no_built_in_is_told_with_those_that_are():
         match=r"no built-in 'anser'; did you mean 'answer'\?.* answer, choice, code, countdown",
     ):
         builtin.find("anser")
+
+
+def test_parts_are_added_up_in_their_order_by_every_python():
+    """sum() of Python 3.12 and later makes 1.0 of these."""
+    assert read_value({"a": 1e16, "b": 1.0, "c": -1e16}, "") == (
+        0.0,
+        {"a": 1e16, "b": 1.0, "c": -1e16},
+    )
