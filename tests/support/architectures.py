@@ -78,9 +78,25 @@ ARCHITECTURES = {
 }
 
 
+LEAN = {
+    "llama": GROUPED,
+    "mistral": WINDOWED,
+    "qwen2": GROUPED,
+    "qwen3": {**GROUPED, "head_dim": 16},
+    "qwen3_moe": {
+        **GROUPED,
+        "head_dim": 16,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 60,
+        "decoder_sparse_step": 1,
+    },
+}
+
+
 def architecture(name, **changes):
     """The transformers config of a tiny model."""
-    values = {**SHAPE, **ARCHITECTURES[name], **changes}
+    values = {**SHAPE, **{**ARCHITECTURES, **LEAN}[name], **changes}
     if "ffn_dim" in values or "n_inner" in values:
         del values["intermediate_size"]
     return type(AutoConfig.for_model(name))(**values)
