@@ -1,6 +1,7 @@
 """Models, critics and references of a command, from its config."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -156,6 +157,8 @@ def build_distill_models(config: Config, ranks: Ranks = ALONE) -> Models:
     steps = config.run.steps * config.rl.minibatches * config.rl.epochs
     student = build_learner(config, config.model.path, config.train, steps, ranks)
     teacher = _load_frozen(config, config.distill.teacher, ranks)
+    if config.distill.estimator == "exact":
+        _check_logits(config, {"model.path": student.model, "distill.teacher": teacher})
     return Models(policy=student, teacher=teacher)
 
 
@@ -236,6 +239,20 @@ def _check_general(config: Config, shape: Any, key: str) -> None:
             expected=f"one of {', '.join(LEAN_ARCHITECTURES)} for others",
             next="set model.device=cpu and model.dtype=float32, and leave [parallel] out",
         )
+
+
+def _check_logits(config: Config, models: Mapping[str, ExactModel]) -> None:
+    """Raise UserError for a divergence of models whose logits are not their last states times the
+    output projection alone."""
+    for key, model in models.items():
+        if model.head.bias is not None or model.softcap:
+            raise UserError(
+                "no divergence can be computed for this model",
+                where=f"{key}, architecture {model.config.model_type}",
+                found=f"a soft cap of {model.softcap}" if model.softcap else "a bias",
+                expected="an output projection without a bias and without a soft cap",
+                next="set distill.estimator=sampled",
+            )
 
 
 def check_tokenizer(config: Config, shape: Any, renderer: ChatRenderer) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 KINDS = {  # by the name of transformers' class, or torch's
     "SiLU": "silu",
     "SiLUActivation": "silu",
+    "Sigmoid": "sigmoid",
     "GELUActivation": "gelu",
     "GELUTanh": "gelu_tanh",
     "NewGELUActivation": "gelu_tanh",
@@ -40,6 +41,8 @@ def activate(x: Tensor, kind: str) -> Tensor:
     match kind:
         case "silu":
             return x / x.neg().exp_().add_(1.0)
+        case "sigmoid":
+            return x.neg().exp_().add_(1.0).reciprocal_()
         case "quick_gelu":
             return x / x.mul(-QUICK).exp_().add_(1.0)
         case "gelu":
@@ -72,6 +75,8 @@ class _Activation(torch.autograd.Function):
         match ctx.kind:
             case "silu":
                 return aten.silu_backward(above, x), None
+            case "sigmoid":
+                return aten.sigmoid_backward(above, activate(x, "sigmoid")), None
             case "quick_gelu":
                 return aten.silu_backward(above, QUICK * x), None
             case "gelu":

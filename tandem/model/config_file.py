@@ -281,7 +281,10 @@ def kv_heads_of(config: Any) -> int:
 
 
 def head_size(config: Any) -> int:
-    """Return the width of an attention head; some transformers configs leave it out."""
+    """Return the width of an attention head; some transformers configs leave it out, and that of
+    latent attention (DeepSeek) has two parts."""
+    if getattr(config, "qk_nope_head_dim", None):
+        return int(config.qk_nope_head_dim + config.qk_rope_head_dim)
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 

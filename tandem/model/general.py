@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tandem.model.activations import KINDS, ExactActivation, soft_cap
-from tandem.model.attention import Plan
+from tandem.model.attention import Bends, PackedPlan, Plan
 from tandem.model.expert_choices import ExpertChoices
-from tandem.model.linear import ExactLinear, Part, padded_rows
+from tandem.model.general_experts import ExactFunctions, make_experts_exact
+from tandem.model.linear import ExactLinear, PackedWeight, Part, padded_rows
 from tandem.model.load import ExactModel
 from tandem.model.lora import Lora, exact_adapted
+from tandem.model.paged_attention import PagedPlan
 
 ATTENTION = "tandem_exact"  # its name in transformers' AttentionInterface
 _plan: ContextVar[Plan] = ContextVar("plan of the pass")
@@ -35,8 +37,9 @@ class GeneralModel(ExactModel):
     A factor of the logits is applied to the last hidden states, before the output projection.
     """
 
-    def __init__(self, module: Any, lora: Lora | None = None):
+    def __init__(self, module: Any, lora: Lora | None, functions: ExactFunctions | None):
         super().__init__(module, lora)
+        self._functions = functions  # of a mixture of experts
         self.factor = logit_factor(self.config)
         self.softcap = logit_softcap(self.config)
         for layer in checkpointed_layers(module):
@@ -48,7 +51,7 @@ class GeneralModel(ExactModel):
         """Compute the last hidden states [T, D] of tokens and positions, int64 [T]."""
         rows = len(tokens)
         padding = (0, padded_rows(rows) - rows)
-        with _attending(plan):
+        with _attending(plan), self._functions or nullcontext():
             out = self.module.base_model(
                 input_ids=F.pad(tokens, padding)[None],
                 position_ids=F.pad(positions, padding)[None],
@@ -56,6 +59,9 @@ class GeneralModel(ExactModel):
             )
         states: Tensor = out.last_hidden_state[0, :rows]
         return states if self.factor == 1.0 else states * self.factor
+
+    def packs(self) -> list[PackedWeight]:
+        return [*super().packs(), *(self._functions.packs.values() if self._functions else ())]
 
     def split(self, count: int) -> None:
         """Take a single process only: train/parallel/checks.py refuses others before."""
@@ -78,7 +84,7 @@ class GeneralModel(ExactModel):
 
     @contextmanager
     def _repeating(self, plan: Plan, base_only: bool) -> Iterator[None]:
-        with _attending(plan), self._running(base_only):
+        with _attending(plan), self._running(base_only), self._functions or nullcontext():
             yield
 
 
@@ -112,10 +118,11 @@ def make_general(module: Any, lora: Lora | None = None) -> GeneralModel:
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             setattr(parent, name, _exact_part(child))
+    functions = make_experts_exact(module)
     head, softcap = module.get_output_embeddings(), logit_softcap(module.config)
     if head is not None and softcap:
         module.set_output_embeddings(CappedHead(head, softcap))
-    return GeneralModel(module.eval(), lora)
+    return GeneralModel(module.eval(), lora, functions)
 
 
 def _exact_part(child: Any) -> nn.Module:
@@ -169,8 +176,15 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Attend by the plan of the pass: query [1, H, T, E], key and value [1, K, T, E] to
     [1, T, H, E]. transformers calls it, with its own names."""
-    if softcap is not None or s_aux is not None:
-        raise NotImplementedError("attention with softcapping or sinks")
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    return _plan.get().attend(module.layer_idx, q, k, v, scale, sliding_window)[None], None
+    scale, plan, width = (
+        q.shape[-1] ** -0.5 if scaling is None else scaling,
+        _plan.get(),
+        v.shape[-1],
+    )
+    if width < q.shape[-1]:
+        v = F.pad(v, (0, q.shape[-1] - width))  # pages have one width
+    assert isinstance(plan, PackedPlan | PagedPlan)
+    bends = Bends(softcap or 0.0, s_aux)
+    out = plan.attend(module.layer_idx, q, k, v, scale, sliding_window, bends)
+    return out[None, ..., :width], None

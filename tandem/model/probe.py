@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tandem.model.attention import Plan
 from tandem.model.config_file import first_line, is_lean
@@ -23,7 +23,16 @@ from tandem.model.layers import ExactLayer
 from tandem.model.linear import HAS_PREPACKED, ExactLinear, gradient_product, padded_rows, swiglu
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import chunks, log_distribution
-from tandem.model.trial import LONG, SHORT, Cache, Schedule, random_like, random_model, threads_of
+from tandem.model.trial import (
+    LONG,
+    SHORT,
+    VOCABULARY,
+    Cache,
+    Schedule,
+    random_like,
+    random_model,
+    threads_of,
+)
 from tandem.model.triton.dispatch import triton_for, use_matmul
 from tandem.runtime import numerics
 from tandem.types import SamplingDistribution
@@ -156,6 +165,7 @@ def probe(
         parity = _linears_differ(model, noise, microbatch)
         parity += _rowwise_differ(model, noise)
         parity += _attention_differs(small, noise)
+        parity += [] if is_lean(model.config) else _part_differs(small)
     schedule, passes = Schedule(small, seed), []
     for count in counts:
         with threads_of(count):
@@ -173,6 +183,38 @@ def probe(
             if not torch.equal(gradient, other_gradients[name])
         ]
     return Exactness(parity=unfit + parity, thread_dependent=unfit + dependent)
+
+
+def _part_differs(model: ExactModel) -> list[str]:
+    """Name the first part of transformers' forward pass whose rows differ with the row count."""
+    names = {part: name for name, part in model.module.base_model.named_modules()}
+    outputs: dict[nn.Module, Tensor] = {}  # in the order in which they are computed
+
+    def keep(part: nn.Module, _: Any, out: Any) -> None:
+        if isinstance(out, Tensor):
+            outputs[part] = out
+
+    hooks = [part.register_forward_hook(keep) for part in names]
+    tokens = torch.randint(VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(0))
+
+    def run(rows: int) -> dict[nn.Module, Tensor]:
+        """Return the outputs of the parts that give one row a token."""
+        outputs.clear()
+        plan = model.packed_plan(np.array([[0, rows, 0, 0]]))
+        model.hidden(tokens[:rows], torch.arange(rows), plan)
+        found = {part: out[0] if len(out) == 1 else out for part, out in outputs.items()}
+        return {part: out[:rows] for part, out in found.items() if len(out) == padded_rows(rows)}
+
+    try:
+        whole = run(LENGTH)
+        for rows in ROWS:
+            for part, found in run(rows).items():
+                if part in whole and not torch.equal(found, whole[part][:rows]):
+                    return [f"{names[part]} ({type(part).__name__}): {rows} rows"]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return []
 
 
 def _linears_differ(model: ExactModel, noise: torch.Generator, microbatch: int) -> list[str]:

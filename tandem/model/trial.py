@@ -26,6 +26,7 @@ from tandem.runtime.errors import UserError
 from tandem.types import SamplingDistribution
 
 VOCABULARY, EXPERTS = 512, 8
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 TRIED, WINDOW = 150, 60  # tokens of a trial of the general path, and its longest window
 MOST_DIFFERENCE = 1e-3  # of the largest logit: rounding in another order, and nothing else
 # Tokens of a sequence behind its prefix.
@@ -148,6 +149,9 @@ def _listed_kinds(config: Any) -> Any:
     config.num_hidden_layers = len(firsts)
     for name, value in lists.items():
         setattr(config, name, [value[number] for number in firsts.values()])
+    for name in EXPERT_COUNTS:
+        if isinstance(count := getattr(config, name, None), int):
+            setattr(config, name, min(count, max(EXPERTS, config.num_experts_per_tok)))
     if getattr(config, "sliding_window", None):
         config.sliding_window = min(config.sliding_window, WINDOW)
     return config

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, BertConfig, Lfm2Config
+from transformers.activations import ACT2FN
 
 from tandem.config.schema import Config
 from tandem.jobs.models import check_models
@@ -24,8 +25,12 @@ from tests.support.tiny import exact_logits, random_samples, random_tokens, stoc
 
 # What they have that others lack: a soft cap, windows and two rotary embeddings, biases in the
 # head and layers beside each other, norms behind, a factor of the logits, one query head a key
-# head, learned positions, Conv1D.
-KINDS = ("gemma2", "gemma3_text", "phi", "olmo2", "cohere2", "gpt_neox", "opt", "gpt2")
+# head, learned positions, Conv1D, sinks with experts that have biases, experts, latent attention
+# with narrow values beside a router of sigmoids.
+KINDS = (
+    *("gemma2", "gemma3_text", "phi", "olmo2", "cohere2", "gpt_neox", "opt", "gpt2"),
+    *("gpt_oss", "mixtral", "deepseek_v3"),
+)
 FILTERED = SamplingDistribution(temperature=0.7, top_p=0.9, repetition_penalty=1.2)
 
 
@@ -51,6 +56,28 @@ def test_engine_and_policy_agree_in_gradient_mode(name):
 @pytest.mark.parametrize("name", KINDS)
 def test_probe_finds_nothing(name):
     assert probe(exact(name), 1).parity == []
+
+
+def odd(x):
+    """Another last bit among 33 rows or more, as another kernel would give."""
+    return torch.nextafter(x, x + 1) if x.shape[1] >= 33 else x
+
+
+def test_part_that_differs_with_the_row_count_is_named(odd_model):
+    assert probe(odd_model).parity == ["layers.0.mlp.act_fn (OddActivation): 1 rows"]
+
+
+@pytest.fixture
+def odd_model():
+    """An architecture of one's own, with an activation that is not exact."""
+
+    class OddActivation(torch.nn.Module):
+        def forward(self, x):
+            return odd(torch.relu(x))
+
+    ACT2FN["odd"] = OddActivation
+    yield exact("olmo2", hidden_act="odd")
+    del ACT2FN["odd"]
 
 
 def gradients(model, logprobs):
@@ -130,6 +157,12 @@ def test_export_has_the_weights_that_ran(name, rank, tmp_path):
     )
     found = exact_logits(model, [tokens])[0]
     assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+def test_model_without_linear_modules_takes_no_adapter():
+    with pytest.raises(UserError, match="not in this model") as error:
+        exact("gpt2", Lora(rank=4, alpha=8.0, targets=("all-linear",), seed=7))
+    assert "it has none" in error.value.expected
 
 
 def test_architectures_of_the_lean_layer_keep_it():

@@ -19,6 +19,7 @@ SHAPE = {
     "pad_token_id": None,
 }
 GROUPED = {"num_key_value_heads": 2}
+EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
 WINDOWED = {**GROUPED, "head_dim": 16, "sliding_window": 40}
 ARCHITECTURES = {
     "apertus": GROUPED,
@@ -28,12 +29,37 @@ ARCHITECTURES = {
     "ernie4_5": GROUPED,
     "exaone4": {**GROUPED, "sliding_window": 40},
     "gemma": {**GROUPED, "head_dim": 16},
-    "gemma2": {**WINDOWED, "attn_logit_softcapping": None},
+    "gemma2": WINDOWED,
     "gemma3_text": WINDOWED,
     "glm": {**GROUPED, "head_dim": 16},
     "glm4": {**GROUPED, "head_dim": 16},
     "gpt2": {"n_inner": 172},
     "gpt_neox": {},
+    "gpt_oss": {**WINDOWED, **EXPERTS},
+    "granitemoe": {**GROUPED, **EXPERTS},
+    "mixtral": {**GROUPED, **EXPERTS},
+    "olmoe": {**GROUPED, "num_experts": 6, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        **GROUPED,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 60,
+        "shared_expert_intermediate_size": 60,
+    },
+    "deepseek_v3": {
+        "num_key_value_heads": 6,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "moe_intermediate_size": 60,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 48,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "first_k_dense_replace": 1,
+    },
     "granite": {**GROUPED, "logits_scaling": 8.0},
     "helium": {**GROUPED, "head_dim": 16},
     "hunyuan_v1_dense": {**GROUPED, "head_dim": 16},
@@ -52,9 +78,25 @@ ARCHITECTURES = {
 }
 
 
+LEAN = {
+    "llama": GROUPED,
+    "mistral": WINDOWED,
+    "qwen2": GROUPED,
+    "qwen3": {**GROUPED, "head_dim": 16},
+    "qwen3_moe": {
+        **GROUPED,
+        "head_dim": 16,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 60,
+        "decoder_sparse_step": 1,
+    },
+}
+
+
 def architecture(name, **changes):
     """The transformers config of a tiny model."""
-    values = {**SHAPE, **ARCHITECTURES[name], **changes}
+    values = {**SHAPE, **{**ARCHITECTURES, **LEAN}[name], **changes}
     if "ffn_dim" in values or "n_inner" in values:
         del values["intermediate_size"]
     return type(AutoConfig.for_model(name))(**values)
