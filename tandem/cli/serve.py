@@ -17,6 +17,7 @@ from tandem.config.schema import Config, Model, Rollout
 from tandem.runtime.errors import UserError
 from tandem.serve.auth import is_loopback
 from tandem.serve.json_masks import JsonGrammars, JsonMask
+from tandem.serve.openai_api import ApiError
 from tandem.serve.openai_requests import Served
 from tandem.types import Array, Message, Tool
 
@@ -57,6 +58,7 @@ def serve(options: Options) -> None:
     with _bound(options.host, options.port) as sock:
         engine, renderer = _load(options)
         texts = RendererTexts(renderer)
+        texts.prepare_json(engine.model.config.vocab_size)
         server = make_server(
             engine,
             texts,
@@ -230,10 +232,15 @@ class RendererTexts:
     def json_mask(self, schema: dict[str, Any], vocabulary: int) -> JsonMask:
         """Compile a JSON schema to the mask of a request. Raises ApiError."""
         if self._grammars is None:
-            self._grammars = JsonGrammars(
-                self._tokenizer, self.stop_token_ids, vocabulary, self.token_text
-            )
+            tokenizer, ends = self._tokenizer, self.stop_token_ids
+            self._grammars = JsonGrammars(tokenizer, ends, vocabulary, self.token_text)
         return self._grammars.mask(schema)
+
+    def prepare_json(self, vocabulary: int) -> None:
+        """Make a first mask, if llguidance is installed: it reads the vocabulary, which holds up
+        everything for a second."""
+        with suppress(ApiError):
+            self.json_mask({"type": "object"}, vocabulary)
 
     def decode(self, tokens: Array) -> str:
         return self._renderer.decode(tokens)

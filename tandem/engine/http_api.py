@@ -159,6 +159,7 @@ def load_weights(call: Call, path: str, version: int, sha256: str) -> None:
 def check_request(request: Request, served: ServedModel) -> None:
     """Raise UserError, which names the setting, for what servers do not define as Tandem does."""
     params = request.params
+    assert request.mask is None and not params.min_tokens and params.prompt_logprobs is None
     if params.top_logprobs:
         raise _undefined("top_logprobs", f"{params.top_logprobs}", "0")
     if request.resume_from is not None and params.stop:

@@ -81,7 +81,7 @@ class JsonGrammars:
 
     @cached_property
     def _tokens(self) -> Any:
-        """The vocabulary as llguidance has it; takes up to seconds."""
+        """The vocabulary as llguidance has it; takes a second or more, all with the interpreter."""
         try:
             from llguidance import LLTokenizer
             from llguidance.hf import from_tokenizer

@@ -75,7 +75,9 @@ def everything(**changes):
         repetition_penalty=1.3,
         stop=("a\nb", "é"),
         stop_token_ids=(4, 5),
+        min_tokens=2,
         top_logprobs=3,
+        prompt_logprobs=1,
     )
     whole = Request(
         key=2**64 - 3,
@@ -93,13 +95,18 @@ def test_every_field_of_a_request_arrives_with_its_bits():
     # a new field must be given a value here, and then arrive
     for value in (sent, sent.resume_from, sent.params):
         unset = [f.name for f in fields(value) if getattr(value, f.name) is f.default]
-        assert unset == []
+        assert unset == (["mask"] if value is sent else [])  # refused, see below
     got = read_request(decode(encode(request_message(7, sent))))
     assert bits(got.resume_from, text=True) == bits(sent.resume_from, text=True)
     assert got.prompt.tobytes() == sent.prompt.tobytes() and got.prompt.dtype == np.int64
     for f in fields(sent):
         assert f.name in ("prompt", "resume_from") or getattr(got, f.name) == getattr(sent, f.name)
     assert identity_of(got) == identity_of(sent)
+
+
+def test_a_mask_is_refused_as_no_process_shares_its_state():
+    with pytest.raises(AssertionError, match="in this process"):
+        request_message(7, everything(mask=object()))
 
 
 def test_empty_arrays_of_a_completion_keep_their_shapes():

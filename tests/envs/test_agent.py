@@ -333,6 +333,8 @@ def test_the_same_question_asked_twice_is_a_second_conversation():
         ({"n": 2}, "n = 2"),
         ({"logprobs": True}, "logprobs"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "nobody", "content": "x"}]}, r"messages\[0\]\.role"),

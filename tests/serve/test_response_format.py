@@ -166,15 +166,18 @@ def test_mask_begins_again_with_its_sequence(tiny):
 WITHOUT = """
 import sys
 sys.modules["llguidance"] = None  # as if it were not installed
-from tandem.serve.json_masks import JsonGrammars
+from tandem.cli.serve import RendererTexts
+from tandem.data.renderer import load_renderer
+texts = RendererTexts(load_renderer(sys.argv[1]))
+texts.prepare_json(300)  # as the server does at its start
 try:
-    JsonGrammars(None, [0], 8, str).mask({})
+    texts.json_mask({}, 300)
 except Exception as error:
     print(error.status, error.param, error)
 """
 
 
-def test_missing_package_is_named():
-    command = [sys.executable, "-c", WITHOUT]
+def test_missing_package_is_named(tmp_path):
+    command = [sys.executable, "-c", WITHOUT, make_model(tmp_path)]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert said.startswith("400 response_format ") and "pip install 'tandem-rl[json]'" in said

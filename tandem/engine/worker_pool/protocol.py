@@ -40,6 +40,7 @@ _ERROR_FIELDS = ("what", "where", "found", "expected", "next")
 
 
 def request_message(number: int, request: Request) -> Message:
+    assert request.mask is None, "a mask has its state in this process"
     return {
         "request": number,
         "key": request.key,

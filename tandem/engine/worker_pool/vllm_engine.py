@@ -273,8 +273,8 @@ def sampling(running: VLLMRequest) -> SamplingParams:
     """Translate a request's params. Its seed is an address, so the same request in the same company
     gives the same tokens, and no other request its draws."""
     request, params = running.request, running.request.params
-    if params.top_logprobs:
-        raise ValueError("top_logprobs are not asked of vLLM")
+    if params.top_logprobs or params.min_tokens or params.prompt_logprobs is not None:
+        raise ValueError("top_logprobs, min_tokens and prompt_logprobs are not asked of vLLM")
     left = params.max_new_tokens - len(running.tokens)
     seed = address("vllm", request.key, request.num_sampled + len(running.tokens))
     return SamplingParams(

@@ -43,6 +43,8 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "n": (1,),
     "logprobs": (False,),
     "top_logprobs": (0,),
+    "prompt_logprobs": (),
+    "chat_template_kwargs": ({},),
     "response_format": ({"type": "text"},),
     "functions": ([],),
     "tool_choice": ("auto", "none"),
