@@ -31,11 +31,15 @@ Pairs = list[list[Sample]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Count:
-    """Size of the data behind a key. Example: Count(number=400, unit="problems", longest=41)"""
+    """Size of the data behind a key.
+
+    Example: Count(number=400, unit="problems", longest=41, mean=23.5)
+    """
 
     number: int
     unit: str
     longest: int  # tokens of the longest prompt, chat or answer
+    mean: float  # tokens of one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +182,8 @@ def sft_inputs(config: Config) -> ChatInputs:
         for t, mask in renderer.training_samples(chats, loss=config.sft.loss_on)
     ]
     longest = _check_fit(samples, shape, "a chat", "sft.train, chat")
-    counts = {"sft.train": Count(number=len(samples), unit="chats", longest=longest)}
+    mean = _mean_length(samples)
+    counts = {"sft.train": Count(number=len(samples), unit="chats", longest=longest, mean=mean)}
     held_out, held_out_count = _held_out(config, held_out, shape, renderer)
     return ChatInputs(
         shape=shape,
@@ -243,7 +248,9 @@ def _pair_inputs(
         )
         halves = ([pair[half] for pair in made[-1]] for half in (0, 1))
         longest = max(_check_fit(half, shape, "an answer", f"{key}, pair") for half in halves)
-        counts |= {key: Count(number=len(pairs), unit="pairs", longest=longest)} if pairs else {}
+        mean = _mean_length([sample for pair in made[-1] for sample in pair])
+        count = Count(number=len(pairs), unit="pairs", longest=longest, mean=mean)
+        counts |= {key: count} if pairs else {}
     held_out, held_out_count = _held_out(config, held_out, shape, renderer)
     return PairInputs(
         shape=shape,
@@ -277,10 +284,15 @@ def _room(config: Config, shape: Any) -> int:
 
 
 def _count_problems(problems: Sequence[Problem], renderer: ChatRenderer) -> Count:
-    longest = max(
-        len(prompt) for prompt in renderer.prompts([problem.messages for problem in problems])
+    prompts = renderer.prompts([problem.messages for problem in problems])
+    sizes = [len(prompt) for prompt in prompts]
+    return Count(
+        number=len(problems), unit="problems", longest=max(sizes), mean=sum(sizes) / len(sizes)
     )
-    return Count(number=len(problems), unit="problems", longest=longest)
+
+
+def _mean_length(samples: Sequence[Sample]) -> float:
+    return sum(len(sample.tokens) for sample in samples) / max(1, len(samples))
 
 
 def _check_fit(samples: Sequence[Sample], shape: Any, what: str, where: str) -> int:
