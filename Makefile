@@ -8,7 +8,7 @@ DEV := $(VENV)/.ready-dev
 # With OMP_WAIT_POLICY=passive a waiting thread leaves its core to them; it changes no bit.
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=passive
 
-.PHONY: setup setup-dev adapters distributed megatron demo test check format lint types size same-bits gpu docs mutants invariants chaos bench scaling cluster smollm2 smollm2-model learning environments figures newest models clean
+.PHONY: setup setup-dev adapters distributed megatron demo test check format lint types size same-bits gpu docs mutants invariants chaos bench plan-accuracy scaling cluster smollm2 smollm2-model learning environments figures newest models clean
 
 # What the demo and the commands need; what tests, benchmarks and the SmolLM2 example need besides comes with setup-dev.
 setup: $(READY)
@@ -113,6 +113,10 @@ learning: $(DEV)
 bench: $(DEV)
 	@$(BIN)/python benchmarks/run.py $(only)
 	@$(if $(only),,$(BIN)/python benchmarks/asynchronous.py)
+
+# docs/plan_accuracy.md: memory and seconds that `tandem plan` says of recipes, and what they take.
+plan-accuracy: $(DEV)
+	@HF_HUB_OFFLINE=1 OMP_WAIT_POLICY=passive $(BIN)/python benchmarks/plan_accuracy.py $(only)
 
 # docs/scaling.md: tokens/s and memory of 1, 2 and 4 trainer processes, and plans of GPUs by arithmetic.
 scaling: $(DEV)

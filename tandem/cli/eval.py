@@ -32,9 +32,9 @@ def evaluate(config: Config, out: Path | None) -> dict[str, float]:
         )
     check_model(config.model.path)
     renderer = load_renderer(config.model.path, config.data.chat_template)
-    problems, longest = renderer.check_lengths(problems, config.data, key="eval.data")
+    problems, lengths = renderer.check_lengths(problems, config.data, key="eval.data")
     with open_envs_and_rewards(config) as (envs, rewards):
-        engine = load_engine(config, renderer, longest, console.print)
+        engine = load_engine(config, renderer, max(lengths), console.print)
         runner = build_runner(config, engine, renderer, envs, rewards)
         evaluator = Evaluator(
             config=config, problems=problems, runner=runner, stop_token_ids=renderer.stop_token_ids

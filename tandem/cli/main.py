@@ -311,6 +311,10 @@ def plan(
     values: Annotated[
         bool, Option("--values", help="every value of the run with its origin, the default too")
     ] = False,
+    time: Annotated[
+        bool, Option("--time", help="also the seconds of a step, measured on small random models")
+    ] = False,
+    json: Annotated[Path | None, unset(help="also write the figures to this file")] = None,
     gpus: Annotated[
         int | None, Option(help="instead: the fastest meshes of so many GPUs, by arithmetic")
     ] = None,
@@ -340,7 +344,8 @@ def plan(
     from tandem.config.origins import origins
 
     found = origins(recipe, overrides or [])
-    sys.exit(plan.plan(config, command, run_folder(config, recipe, command), found, every=values))
+    folder = run_folder(config, recipe, command)
+    sys.exit(plan.plan(config, command, folder, found, every=values, timed=time, out=json))
 
 
 @app.command()

@@ -4,16 +4,19 @@ origin, data, memory, disk, and the verdict.
     tandem plan my.toml                of `tandem train`; exit code 0 if it could start, else 2
     tandem plan my.toml --for sft      of another command that trains
     tandem plan my.toml --values       every value, those too that are the default
+    tandem plan my.toml --time         the seconds of a step too, measured in small
 
 It makes the checks of the run itself before its weights (jobs/inputs.py, run_folder/folder.py,
-train_loop.py). Memory is arithmetic over the shapes; passing tensors of a step come on top. It does
-not know whether anything is learned.
+train_loop.py). Memory is arithmetic over the shapes. It does not know whether anything is learned.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from tandem.cli.plan_memory import Batch, batch_of, rows_here
 from tandem.cli.plan_values import value_lines, values_here
 from tandem.cli.progress import console
 from tandem.config.schema import Config
@@ -24,10 +27,11 @@ from tandem.jobs.meshes import memory_of_run
 from tandem.jobs.ranks import require_cores
 from tandem.jobs.resources import Machine, Need, disk, gpu_memory, host_memory, model_sizes
 from tandem.jobs.throughput import measured
+from tandem.model.config_file import check_model
 from tandem.run_folder.folder import check_run
 from tandem.run_folder.resume import resumable
 from tandem.run_folder.trackers.links import require_trackers
-from tandem.runtime.disk import human_bytes
+from tandem.runtime.disk import human_bytes, write_atomic
 from tandem.runtime.errors import UserError
 from tandem.types import Attempt, Problem
 
@@ -39,17 +43,29 @@ def plan(
     origins: Mapping[str, str],
     *,
     every: bool = False,
+    timed: bool = False,
+    out: Path | None = None,
     machine: Machine | None = None,
 ) -> int:
     """Print the plan of a command of INPUTS in a run folder; return the exit code, 0 if the run
-    could start. origins: of the values (config/origins.py); every: print all of them."""
+    could start.
+
+    origins: of the values (config/origins.py); every: print all of them. timed: measure the seconds
+    of a step. out: a JSON file for the figures.
+    """
     if command not in INPUTS:
         raise UserError(
             "this command has no plan", where="--for", found=command, expected=", ".join(INPUTS)
         )
     made = _Plan(config, command, folder, machine or Machine.here(folder))
     made.show_values(origins, every)
-    return made.show()
+    made.show_needs()
+    if timed and not made.reasons:
+        made.show_time()
+    made.show_verdict()
+    if out is not None:
+        write_atomic(out, json.dumps(made.figures, indent=1).encode() + b"\n")
+    return 2 if made.reasons else 0
 
 
 class _Plan:
@@ -58,6 +74,8 @@ class _Plan:
         self.reasons: list[str] = []  # why it could not start
         self.longest = 0  # tokens of a prompt, chat or answer to train on
         self.first_problem: Problem | None = None
+        self.figures: dict[str, Any] = {}  # bytes and seconds, for programs
+        self.batch: Batch | None = None  # without, the data could not be read
 
     def show_values(self, origins: Mapping[str, str], every: bool) -> None:
         here = dict[str, str]()
@@ -67,7 +85,7 @@ class _Plan:
         for line in value_lines(self.config, origins, here, every=every):
             _say(line)
 
-    def show(self) -> int:
+    def show_needs(self) -> None:
         _say("data")
         with self._checked():
             self._data()
@@ -82,6 +100,8 @@ class _Plan:
             sizes = model_sizes(self.config, self.command)
             rows = memory_of_run(sizes, self.config, self.command, self.longest)
             there = self.machine.memory
+            if self.batch and not sizes.on_gpu and not _is_mesh(self.config):
+                rows = rows_here(rows, sizes, self.config, self.command, self.batch)
             if host := host_memory(sizes, self.config):
                 self._need("memory of the GPU", rows, gpu_memory(sizes.place), "of this GPU")
                 self._need("memory", host, there, "in this machine")
@@ -93,14 +113,25 @@ class _Plan:
         if self.command in ("train", "distill"):
             with self._checked():
                 self._workers()
+
+    def show_time(self) -> None:
+        from tandem.cli.plan_time import step_time
+
+        with self._checked():
+            layers = check_model(self.config.model.path, head="value").num_hidden_layers
+            found = step_time(self.config, self.command, layers)
+            self.figures["step_s"] = found.seconds
+            _say(f"seconds of a step\n  {found}")
+
+    def show_verdict(self) -> None:
         news = "a new run"
         with self._checked():
             news = self._folder()
         if self.reasons:
             _say(f"not ready: {'; '.join(self.reasons)}")
-            return 2
-        _say(f"ready: {work(self.config, self.command)}, {news} in {self.folder}")
-        return 0
+        else:
+            _say(f"ready: {work(self.config, self.command)}, {news} in {self.folder}")
+        self.figures |= {"ready": not self.reasons, "reasons": self.reasons}
 
     @contextmanager
     def _checked(self) -> Iterator[None]:
@@ -117,6 +148,7 @@ class _Plan:
         inputs = INPUTS[self.command](self.config)
         problems = inputs.problems if isinstance(inputs, ProblemInputs) else inputs.held_out
         self.first_problem = next(iter(problems), None)
+        self.batch = batch_of(self.config, self.command, inputs.counts)
         for key, count in inputs.counts.items():
             self.longest = max(self.longest, count.longest * key.endswith(".train"))
             text = "prompt" if count.unit == "problems" else "text"
@@ -146,6 +178,7 @@ class _Plan:
 
     def _need(self, title: str, rows: list[Need], there: int, where: str) -> None:
         needed = sum(count for _, count, _ in rows)
+        self.figures[title] = {name: count for name, count, _ in rows}
         _say(title)
         for name, count, formula in rows:
             _say(f"  {name:<17}{human_bytes(count):>10}  {formula}")
@@ -173,6 +206,11 @@ class _Plan:
         if checkpoint is None:
             return "a run to begin again"
         return f"resumed from {checkpoint[0].name}"
+
+
+def _is_mesh(config: Config) -> bool:
+    """Tell whether several processes, or another backend, divide the model."""
+    return config.parallel.processes > 1 or config.train.backend != "tandem"
 
 
 def _cannot_score(config: Config, problem: Problem, text: str, error: str) -> UserError:

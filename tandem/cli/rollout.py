@@ -78,9 +78,9 @@ def rollout(
         else:
             check_model(config.model.path)
             renderer = load_renderer(config.model.path, config.data.chat_template)
-            problems, longest = renderer.check_lengths(problems, config.data)
+            problems, lengths = renderer.check_lengths(problems, config.data)
             batches = -(-len(problems) // config.rl.prompts_per_step)
-            with batch_maker(config, problems, renderer, longest) as make:
+            with batch_maker(config, problems, renderer, max(lengths)) as make:
                 write_batches(output, batches, inputs, make)
             require_scores(run.path, config)
             console.print(f"done: {summary_line(run.path)}")

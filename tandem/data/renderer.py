@@ -213,9 +213,9 @@ class ChatRenderer:
         *,
         key: str = "data.train",
         room: int | None = None,
-    ) -> tuple[list[Problem], int]:
-        """Return the problems whose prompt fits data.max_prompt_tokens, and the tokens of the
-        longest of them; a longer one is an error, or dropped and reported.
+    ) -> tuple[list[Problem], list[int]]:
+        """Return the problems whose prompt fits data.max_prompt_tokens, and the tokens of each; a
+        longer one is an error, or dropped and reported.
 
         room: tokens that the model can place before a completion, if known; a larger limit than
         that is not advised.
@@ -223,9 +223,8 @@ class ChatRenderer:
         lengths = self._prompt_lengths(problems)
         limit = config.max_prompt_tokens
         kept = [p for p, length in zip(problems, lengths, strict=True) if length <= limit]
-        longest_kept = max((length for length in lengths if length <= limit), default=0)
         if len(kept) == len(problems):
-            return kept, longest_kept
+            return kept, lengths
         dropped = len(problems) - len(kept)
         what = (
             f"{dropped} of {len(problems)} prompts of {key} are longer than data.max_prompt_tokens"
@@ -234,7 +233,7 @@ class ChatRenderer:
         found = f"{lengths[longest]:,} tokens in {problems[longest].uid!r}, the longest"
         if kept and config.long_prompts == "drop":
             logger.warning("%s and were dropped (%s)", what, found)
-            return kept, longest_kept
+            return kept, [length for length in lengths if length <= limit]
         fits = room is None or lengths[longest] <= room
         advice = [f"data.max_prompt_tokens={lengths[longest]}"] if fits else []
         advice += ["data.long_prompts=drop"] if kept else []

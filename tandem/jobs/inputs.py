@@ -31,11 +31,15 @@ Pairs = list[list[Sample]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Count:
-    """Size of the data behind a key. Example: Count(number=400, unit="problems", longest=41)"""
+    """Size of the data behind a key.
+
+    Example: Count(number=400, unit="problems", longest=41, mean=23.5)
+    """
 
     number: int
     unit: str
     longest: int  # tokens of the longest prompt, chat or answer
+    mean: float  # tokens of one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +148,7 @@ def _problem_inputs(config: Config, *others: str) -> ProblemInputs:
     shape = check_models(config, *others)
     renderer = load_renderer(config.model.path, config.data.chat_template)
     check_tokenizer(config, shape, renderer)
-    fitting, longest = renderer.check_lengths(data, config.data, room=_room(config, shape))
+    fitting, lengths = renderer.check_lengths(data, config.data, room=_room(config, shape))
     problems = only(data, fitting)
     if config.rl.curriculum and len(problems) < config.rl.prompts_per_step:
         raise UserError(
@@ -154,8 +158,8 @@ def _problem_inputs(config: Config, *others: str) -> ProblemInputs:
             expected=f"at most {len(problems)}",
             next=f"rl.prompts_per_step={len(problems)}",
         )
-    counts = {"data.train": Count(number=len(problems), unit="problems", longest=longest)}
-    require_room(config, shape, longest)
+    counts = {"data.train": _count_problems(lengths)}
+    require_room(config, shape, max(lengths))
     held_out, held_out_count = _held_out(config, held_out, shape, renderer)
     return ProblemInputs(
         shape=shape,
@@ -182,7 +186,8 @@ def sft_inputs(config: Config) -> ChatInputs:
         for t, mask in renderer.training_samples(chats, loss=config.sft.loss_on)
     ]
     longest = _check_fit(samples, shape, "a chat", "sft.train, chat")
-    counts = {"sft.train": Count(number=len(samples), unit="chats", longest=longest)}
+    mean = _mean_length(samples)
+    counts = {"sft.train": Count(number=len(samples), unit="chats", longest=longest, mean=mean)}
     held_out, held_out_count = _held_out(config, held_out, shape, renderer)
     return ChatInputs(
         shape=shape,
@@ -247,7 +252,9 @@ def _pair_inputs(
         )
         halves = ([pair[half] for pair in made[-1]] for half in (0, 1))
         longest = max(_check_fit(half, shape, "an answer", f"{key}, pair") for half in halves)
-        counts |= {key: Count(number=len(pairs), unit="pairs", longest=longest)} if pairs else {}
+        mean = _mean_length([sample for pair in made[-1] for sample in pair])
+        count = Count(number=len(pairs), unit="pairs", longest=longest, mean=mean)
+        counts |= {key: count} if pairs else {}
     held_out, held_out_count = _held_out(config, held_out, shape, renderer)
     return PairInputs(
         shape=shape,
@@ -267,16 +274,26 @@ def _held_out(
         return [], {}
     if config.eval.metric:
         try_user_metric(config.eval.metric)
-    fitting, longest = renderer.check_lengths(
+    fitting, lengths = renderer.check_lengths(
         problems, config.data, key="eval.data", room=_room(config, shape)
     )
-    require_room(config, shape, longest)
-    return fitting, {"eval.data": Count(number=len(fitting), unit="problems", longest=longest)}
+    require_room(config, shape, max(lengths))
+    return fitting, {"eval.data": _count_problems(lengths)}
 
 
 def _room(config: Config, shape: Any) -> int:
     """Return how many tokens the model can place before a completion."""
     return int(shape.max_position_embeddings) - config.rollout.max_new_tokens
+
+
+def _count_problems(lengths: Sequence[int]) -> Count:
+    return Count(
+        number=len(lengths), unit="problems", longest=max(lengths), mean=sum(lengths) / len(lengths)
+    )
+
+
+def _mean_length(samples: Sequence[Sample]) -> float:
+    return sum(len(sample.tokens) for sample in samples) / max(1, len(samples))
 
 
 def _check_fit(samples: Sequence[Sample], shape: Any, what: str, where: str) -> int:

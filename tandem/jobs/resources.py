@@ -1,7 +1,7 @@
 """Memory and disk that a run needs, by arithmetic over the shapes of its models.
 
-No weights are loaded. The passing tensors of a step come on top: logits of a chunk, attention
-scores, gradients of activations.
+No weights are loaded. Microbatches and the cache count as large as they may become. Passing tensors
+of a step come on top (cli/plan_memory.py has them for the CPU).
 """
 
 import os

@@ -3,6 +3,7 @@ and loads no weights."""
 
 import fcntl
 import json
+import re
 import shutil
 from contextlib import chdir
 
@@ -11,10 +12,15 @@ import torch
 from safetensors.torch import save_file
 
 from tandem.cli.plan import plan
+from tandem.cli.plan_time import random_directory
 from tandem.config.origins import origins
 from tandem.config.recipe import describe, load_config
 from tandem.jobs.resources import Machine, require_disk
+from tandem.model.config_file import check_model
+from tandem.model.load import load_model
+from tandem.run_folder.metrics import read_metrics
 from tandem.runtime.errors import UserError
+from tests.support.command import tandem
 from tests.support.home import invoke, make_home
 
 
@@ -44,7 +50,8 @@ def test_plan_of_a_run_that_could_start_is_ready(home, tmp_path):
     assert not any(line.startswith("rl.clip_low") for line in lines)
     assert any(line.startswith("data.train 48 problems, longest prompt ") for line in lines)
     assert any(line.startswith("eval.data 8 problems, longest prompt ") for line in lines)
-    assert any(line.startswith("rollout workers 2.0 GiB 2 x weights") for line in lines)
+    assert any(line.endswith("2 x Python, weights, packs and pages") for line in lines)
+    assert not any(line.startswith("key/value cache") for line in lines)  # the workers have it
     assert not (tmp_path / "run").exists()
 
 
@@ -164,11 +171,68 @@ def test_plan_beyond_memory_is_not_ready_workers_included(home, tmp_path):
     code, last, _ = planned(home, tmp_path / "run", "rollout.workers=50000")
     assert (
         code == 2
-        and last.startswith("not ready: memory: 48.8 TiB needed")
+        and re.match(r"not ready: memory: [\d.]+ TiB needed", last)
         and "in this machine" in last
     )
-    code, last, _ = planned(home, tmp_path / "run", "rollout.cache_mb=99999999")
+    most = "train.tokens_per_microbatch=99999999"
+    overrides = [most, "rl.prompts_per_step=1000000", "rl.group_size=1000"]
+    code, last, _ = planned(home, tmp_path / "run", *overrides)
     assert code == 2 and "memory: " in last
+
+
+def test_memory_is_of_as_many_tokens_as_a_step_has(home, tmp_path):
+    """The cache and a microbatch may hold more than a step fills: neither is counted then."""
+
+    def figures(*overrides, command="train"):
+        out = tmp_path / "plan.json"
+        files = [f"sft.train={home}/data/warm.jsonl", "--json", out]
+        assert planned(home, tmp_path / "run", *overrides, *files, command=command)[0] == 0
+        return json.loads(out.read_text())["memory"]
+
+    small, large = figures(), figures("rl.prompts_per_step=16")
+    page = small["key/value cache"] / 32  # 32 episodes of one page
+    assert large["key/value cache"] == 2 * small["key/value cache"] == 64 * page
+    assert large["activations"] > 1.8 * small["activations"]
+    few = ["train.tokens_per_microbatch=64", "rollout.cache_mb=1"]
+    assert figures("rl.prompts_per_step=16", *few)["activations"] == figures(*few)["activations"]
+    assert figures(*few)["key/value cache"] <= 1 << 20
+    assert "key/value cache" not in figures(command="sft")
+    same = {"weights", "packed weights", "Adam moments", "gradients", "a save under way"}
+    assert {name: small[name] for name in same} == {name: large[name] for name in same}
+
+
+def test_planned_memory_is_what_a_run_takes(home, tmp_path):
+    """Both in processes of their own; other processes of the run are left out."""
+    chats = [f"sft.train={home}/data/warm.jsonl", "eval.data=", f"run.folder={tmp_path}/run"]
+    more = ["sft.batch_size=256", "train.tokens_per_microbatch=8192"]
+    recipe = [home / "recipe.toml", *chats, *more]
+    out = tmp_path / "plan.json"
+    assert tandem("plan", *recipe, "--for", "sft", "--json", out, cwd=tmp_path)[0] == 0
+    assert tandem("sft", *recipe, cwd=tmp_path)[0] == 0
+    rows = json.loads(out.read_text())["memory"]
+    measured = read_metrics(tmp_path / "run", "timings.jsonl")[-1]["rss_mb"]
+    planned_mb = (sum(rows.values()) - rows["other processes"]) / 2**20
+    assert planned_mb == pytest.approx(measured, rel=0.15)
+
+
+def test_time_of_a_step_is_measured_on_random_models_and_leaves_nothing(home, tmp_path):
+    out = tmp_path / "plan.json"
+    code, _, text = planned(home, tmp_path / "run", "--time", "--json", out)
+    assert code == 0 and not (tmp_path / "run").exists()
+    assert f"seconds of a step\n  {json.loads(out.read_text())['step_s']:.3g}, of a random" in text
+
+
+def test_a_random_model_has_the_shapes_of_another_with_fewer_layers(home, tmp_path):
+    random_directory(f"{home}/model", tmp_path / "small", 1)
+    shape, small = check_model(f"{home}/model"), check_model(f"{tmp_path}/small")
+    assert (shape.num_hidden_layers, small.num_hidden_layers) == (2, 1)
+    assert small.intermediate_size == shape.intermediate_size
+    weights, others = (
+        dict(load_model(str(path)).module.named_parameters())
+        for path in (tmp_path / "small", home / "model")
+    )
+    assert {name: w.shape for name, w in weights.items()} == {n: others[n].shape for n in weights}
+    assert not torch.equal(*(each["model.embed_tokens.weight"] for each in (weights, others)))
 
 
 def test_checkpoints_that_the_disk_cannot_take_are_not_ready(home, tmp_path, capsys):
