@@ -8,7 +8,7 @@ DEV := $(VENV)/.ready-dev
 # With OMP_WAIT_POLICY=passive a waiting thread leaves its core to them; it changes no bit.
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=passive
 
-.PHONY: setup setup-dev adapters distributed megatron demo test check format lint types size same-bits gpu docs mutants invariants chaos bench scaling cluster smollm2 smollm2-model learning environments figures newest clean
+.PHONY: setup setup-dev adapters distributed megatron demo test check format lint types size same-bits gpu docs mutants invariants chaos bench scaling cluster smollm2 smollm2-model learning environments figures newest models clean
 
 # What the demo and the commands need; what tests, benchmarks and the SmolLM2 example need besides comes with setup-dev.
 setup: $(READY)
@@ -30,7 +30,7 @@ $(DEV): $(READY)
 
 # Adapters whose packages are heavy or need a compiler (the last); their tests are skipped without them.
 adapters: $(DEV)
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[wandb]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[wandb,png]'
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[reasoning-gym]'
 
 # Ray, TransferQueue and NIXL; their tests are skipped without them. NIXL's plain package wants CUDA's libraries.
@@ -75,6 +75,10 @@ gpu: $(DEV)
 # The long proofs; their results are committed under docs/.
 invariants: $(DEV)
 	@$(BIN)/python tools/invariants.py $(only)
+
+# Architectures, tried one by one: docs/models.md; `make models only="gemma2 phi"`, and speeds=1 on a quiet machine.
+models: $(DEV)
+	@$(TEST_ENV) $(BIN)/python tools/models.py $(only) $(if $(speeds),--speeds)
 
 # Faults of every kind, each seen to fire; `make chaos only="checkpoints kills"` runs these sections.
 chaos: $(DEV)

@@ -100,6 +100,16 @@ def _placed(options: Sequence[str], folder: Path) -> list[str]:
     return [option.replace("FOLDER", str(folder)) for option in options]
 
 
+def healing() -> list[Result]:
+    """Kill FAULTS of each kind of which a run heals."""
+    return section(kinds=[name for name, kind in KINDS.items() if not kind.culprit])
+
+
+def ending() -> list[Result]:
+    """Kill FAULTS of each kind that ends a run, which the same command resumes."""
+    return section(kinds=[name for name, kind in KINDS.items() if kind.culprit])
+
+
 def section(faults: int = FAULTS, kinds: Sequence[str] = tuple(KINDS)) -> list[Result]:
     """Kill so many of each kind."""
     with tempfile.TemporaryDirectory() as place:

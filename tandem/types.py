@@ -87,7 +87,9 @@ class SamplingParams(SamplingDistribution):
     max_new_tokens: int
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0  # before them stop tokens have no probability, and stop strings no effect
     top_logprobs: int = 0  # also report the likeliest tokens of each position
+    prompt_logprobs: int | None = None  # score the prompt, with so many likeliest tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +108,7 @@ class Request:
     # the part of this turn sampled before it paused, by weights of any version
     resume_from: "Completion | None" = None
     max_tokens_now: int = 0  # after so many it pauses (stop reason "paused"); 0: never
+    mask: Any = None  # engine.masks.TokenMask: tokens that may be sampled; a request's own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,8 +156,7 @@ class Episode:
     key: int = 0  # 64-bit address of its random draws, Request.key of all its turns
     opening: tuple[Message, ...] = ()  # the chat that the environment began with, or ()
     tools: tuple[Tool, ...] = ()  # tools that it showed the model
-    # rewards by the environment: "env", and its parts
-    env_rewards: dict[str, float] = field(default_factory=dict)
+    env_rewards: dict[str, float] = field(default_factory=dict)  # "env", and its parts
     env_error: str = ""  # how the environment failed
     masked: bool = False  # it failed and carries no loss (env.on_error)
     reward: float = 0.0
@@ -339,10 +341,8 @@ class Observation:
     messages: Sequence[Message] = ()  # read next by the model; needed unless done
     done: bool = False
     reward: float = 0.0  # added to earlier rewards of the environment
-    # reported beside the reward; later ones replace earlier ones
-    parts: dict[str, float] = field(default_factory=dict)
-    # at least 0, for a flaw of the turn; lowers its tokens' advantage (env.penalty_mode)
-    penalty: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)  # reported; later ones replace earlier
+    penalty: float = 0.0  # >= 0, for a flaw of the turn; lowers its advantage (env.penalty_mode)
 
 
 class Env:

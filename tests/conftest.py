@@ -37,6 +37,7 @@ os.environ["NO_PROXY"] = "127.0.0.1,localhost"  # the servers of tests
 OURS = (
     None if "PYTEST_XDIST_WORKER" in os.environ else Session()
 )  # the processes of xdist share the folder of the first
+LEFT = []  # paths, at the end
 
 
 @pytest.fixture
@@ -54,9 +55,15 @@ def pytest_sessionfinish(session, exitstatus):
     looked at."""
     if OURS is None:
         return
-    left = OURS.left()
-    if left:
+    LEFT[:] = OURS.left()
+    if LEFT:
         session.exitstatus = exitstatus or pytest.ExitCode.TESTS_FAILED
-        print("\nerror: the tests left files behind:", *left, sep="\n  ")
     elif not exitstatus:
         OURS.remove()
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Name the files that were left just above the summary line, where a log's end shows them."""
+    if LEFT:
+        terminalreporter.section("error: the tests left files behind")
+        terminalreporter.write_line("\n".join(LEFT))

@@ -23,8 +23,9 @@ tandem train my.toml rl.group_size=8 data.shuffle=false 'data.train=["a.jsonl", 
 ```
 
 A key of no section, in a file or on the command line, is short for a longer one: {shorthands}.
-`tandem plan RECIPE` shows which keys of a recipe differ from the defaults; `rl.algorithm` sets
-several at once ([algorithms.md](algorithms.md)).
+`tandem plan RECIPE` shows which values are not the default, each with its origin: the recipe's line,
+the command line, or `rl.algorithm`, which sets several at once ([algorithms.md](algorithms.md)); and
+what `auto` becomes here. `tandem plan RECIPE --values` shows all of them.
 """
 
 

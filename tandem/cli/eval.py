@@ -31,12 +31,11 @@ def evaluate(config: Config, out: Path | None) -> dict[str, float]:
             next="add eval.data=FILE",
         )
     check_model(config.model.path)
-    renderer = load_renderer(config.model.path)
-    problems = renderer.check_lengths(problems, config.data, key="eval.data")
+    renderer = load_renderer(config.model.path, config.data.chat_template)
+    problems, longest = renderer.check_lengths(problems, config.data, key="eval.data")
     with open_envs_and_rewards(config) as (envs, rewards):
-        runner = build_runner(
-            config, load_engine(config, renderer, problems, console.print), renderer, envs, rewards
-        )
+        engine = load_engine(config, renderer, longest, console.print)
+        runner = build_runner(config, engine, renderer, envs, rewards)
         evaluator = Evaluator(
             config=config, problems=problems, runner=runner, stop_token_ids=renderer.stop_token_ids
         )

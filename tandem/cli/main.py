@@ -243,10 +243,10 @@ def report(
 @app.command()
 def plot(
     runs: Annotated[list[Path], argument(help="run folders")],
-    out: Annotated[Path, unset("-o", "--out", help="FILE.svg")],
+    out: Annotated[Path, unset("-o", "--out", help="FILE.svg or FILE.png")],
     key: Annotated[list[str] | None, unset(help="a column, e.g. reward; any number")] = None,
 ) -> None:
-    """Draw the curves of runs as an SVG file."""
+    """Draw the curves of runs as an SVG file, or as PNG with the extra `png`."""
     from tandem.cli import view
 
     view.plot(runs, out, key or [])
@@ -271,6 +271,9 @@ def serve(
     ] = 256,
     device: Annotated[str, Option(help="auto, cpu, cuda or cuda:N")] = "auto",
     dtype: Annotated[str, Option(help="auto, float32 or bfloat16")] = "auto",
+    chat_template: Annotated[
+        str, unset(help="Jinja file with the chat template, for a model without one")
+    ] = "",
     allow_weight_updates: Annotated[
         bool, Option(help="let clients have it load new weights, as `tandem train` does")
     ] = False,
@@ -291,6 +294,7 @@ def serve(
             max_new_tokens=max_new_tokens_default,
             device=device,
             dtype=dtype,
+            chat_template=chat_template,
             allow_weight_updates=allow_weight_updates,
         )
     )
@@ -304,13 +308,16 @@ def plan(
     keys: Annotated[
         bool, Option("--keys", help="list every configuration key with its default and meaning")
     ] = False,
+    values: Annotated[
+        bool, Option("--values", help="every value of the run with its origin, the default too")
+    ] = False,
     gpus: Annotated[
         int | None, Option(help="instead: the fastest meshes of so many GPUs, by arithmetic")
     ] = None,
     gpu: Annotated[str, Option(help="with --gpus: a100, h100, h200 or b200")] = "h200",
 ) -> None:
-    """Check whether a run could start (exit code 0, else 2): changed keys, data, memory, disk. No
-    weights are loaded."""
+    """Check whether a run could start (exit code 0, else 2): values and their origin, data, memory,
+    disk. No weights are loaded."""
     if gpus is not None and recipe is None:
         raise UserError(
             "meshes are computed for the model of a recipe",
@@ -330,8 +337,10 @@ def plan(
         plan_gpus(config, command, gpus, gpu)
         return
     from tandem.cli import plan
+    from tandem.config.origins import origins
 
-    sys.exit(plan.plan(config, command, run_folder(config, recipe, command)))
+    found = origins(recipe, overrides or [])
+    sys.exit(plan.plan(config, command, run_folder(config, recipe, command), found, every=values))
 
 
 @app.command()

@@ -1,24 +1,25 @@
-"""`tandem plan`: check whether a run could start here, without loading weights: changed keys, data,
-memory, disk, and the verdict.
+"""`tandem plan`: check whether a run could start here, without loading weights: values and their
+origin, data, memory, disk, and the verdict.
 
     tandem plan my.toml                of `tandem train`; exit code 0 if it could start, else 2
     tandem plan my.toml --for sft      of another command that trains
+    tandem plan my.toml --values       every value, those too that are the default
 
 It makes the checks of the run itself before its weights (jobs/inputs.py, run_folder/folder.py,
 train_loop.py). Memory is arithmetic over the shapes; passing tensors of a step come on top. It does
 not know whether anything is learned.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from tandem.cli.plan_values import value_lines, values_here
 from tandem.cli.progress import console
-from tandem.config.recipe import changed
 from tandem.config.schema import Config
 from tandem.jobs.engines import open_envs_and_rewards
 from tandem.jobs.input_hashes import KEYS, input_hashes
-from tandem.jobs.inputs import INPUTS
+from tandem.jobs.inputs import INPUTS, ProblemInputs
 from tandem.jobs.meshes import memory_of_run
 from tandem.jobs.ranks import require_cores
 from tandem.jobs.resources import Machine, Need, disk, gpu_memory, host_memory, model_sizes
@@ -28,16 +29,27 @@ from tandem.run_folder.resume import resumable
 from tandem.run_folder.trackers.links import require_trackers
 from tandem.runtime.disk import human_bytes
 from tandem.runtime.errors import UserError
+from tandem.types import Attempt, Problem
 
 
-def plan(config: Config, command: str, folder: Path, machine: Machine | None = None) -> int:
+def plan(
+    config: Config,
+    command: str,
+    folder: Path,
+    origins: Mapping[str, str],
+    *,
+    every: bool = False,
+    machine: Machine | None = None,
+) -> int:
     """Print the plan of a command of INPUTS in a run folder; return the exit code, 0 if the run
-    could start."""
+    could start. origins: of the values (config/origins.py); every: print all of them."""
     if command not in INPUTS:
         raise UserError(
             "this command has no plan", where="--for", found=command, expected=", ".join(INPUTS)
         )
-    return _Plan(config, command, folder, machine or Machine.here(folder)).show()
+    made = _Plan(config, command, folder, machine or Machine.here(folder))
+    made.show_values(origins, every)
+    return made.show()
 
 
 class _Plan:
@@ -45,19 +57,23 @@ class _Plan:
         self.config, self.command, self.folder, self.machine = config, command, folder, machine
         self.reasons: list[str] = []  # why it could not start
         self.longest = 0  # tokens of a prompt, chat or answer to train on
+        self.first_problem: Problem | None = None
+
+    def show_values(self, origins: Mapping[str, str], every: bool) -> None:
+        here = dict[str, str]()
+        with self._checked():
+            here = values_here(self.config, self.command, self.folder)
+        _say("values" if every else "values that are not the default, or open (all: --values)")
+        for line in value_lines(self.config, origins, here, every=every):
+            _say(line)
 
     def show(self) -> int:
-        _say("changed keys (all: tandem plan --keys)")
-        for key, value, default in changed(self.config):
-            _say(f"  {key} = {value}    (default {default})")
         _say("data")
         with self._checked():
             self._data()
         with self._checked():
             if self.command != "rm":  # a reward model plays no episodes
-                # environment and reward functions can be loaded
-                with open_envs_and_rewards(self.config):
-                    pass
+                self._reward()
         with self._checked():
             require_cores(self.config)
         with self._checked():
@@ -99,6 +115,8 @@ class _Plan:
 
     def _data(self) -> None:
         inputs = INPUTS[self.command](self.config)
+        problems = inputs.problems if isinstance(inputs, ProblemInputs) else inputs.held_out
+        self.first_problem = next(iter(problems), None)
         for key, count in inputs.counts.items():
             self.longest = max(self.longest, count.longest * key.endswith(".train"))
             text = "prompt" if count.unit == "problems" else "text"
@@ -110,6 +128,21 @@ class _Plan:
         if prompts:
             length = f"{max(prompts)} + {self.config.rollout.max_new_tokens} tokens"
             _say(f"  {'longest sequence':<18}{length}, {places}")
+
+    def _reward(self) -> None:
+        """Load environment and reward functions, and score a made-up completion of the first
+        problem: a function that cannot would stop the run at its first step."""
+        config, problem = self.config, self.first_problem
+        with open_envs_and_rewards(config) as (_, rewards):
+            others = {"env", "reward_model"} & set(config.reward.functions)
+            if problem is None or others or config.env.name != "single_turn":
+                return  # what an environment or a model gives cannot be made up
+            text = f"Answer: {problem.answer}"
+            message = {"role": "assistant", "content": text}
+            score = rewards.submit(problem, Attempt(text=text, messages=(message,))).result()
+            if score.error:
+                raise _cannot_score(config, problem, text, score.error)
+            _say(f"reward\n  {score.reward:g} for the first problem and {text!r:.40}")
 
     def _need(self, title: str, rows: list[Need], there: int, where: str) -> None:
         needed = sum(count for _, count, _ in rows)
@@ -140,6 +173,16 @@ class _Plan:
         if checkpoint is None:
             return "a run to begin again"
         return f"resumed from {checkpoint[0].name}"
+
+
+def _cannot_score(config: Config, problem: Problem, text: str, error: str) -> UserError:
+    return UserError(
+        "the reward function cannot score a completion of the first problem",
+        where=f"reward.function = {', '.join(config.reward.functions)}; problem {problem.uid}",
+        found=error,
+        expected=f"a number for {text!r:.60}",
+        next=f"tandem try {config.reward.functions[0]} --data FILE --answer {text!r:.60}",
+    )
 
 
 def _say(text: str) -> None:

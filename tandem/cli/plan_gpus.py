@@ -22,6 +22,7 @@ from tandem.jobs.inputs import INPUTS
 from tandem.jobs.meshes import LARGEST, Plan, plans, rollout_of, smallest, times_of_rollout, work_of
 from tandem.jobs.resources import Sizes, model_sizes
 from tandem.jobs.shards import Work
+from tandem.model.config_file import LEAN_ARCHITECTURES, is_lean
 from tandem.model.placement import FLOAT8_CAPABILITY, Placement, no_float8
 from tandem.runtime.disk import human_bytes
 from tandem.runtime.errors import UserError
@@ -48,6 +49,14 @@ def plan_gpus(config: Config, command: str, count: int, kind: str) -> None:
     if command in ("train", "distill"):
         require_correction(config)
     sizes, longest = _sizes(config, command), _longest(config, command)
+    if not is_lean(sizes.shape):
+        raise UserError(
+            "there is no arithmetic for meshes of this architecture",
+            where=f"--gpus, model.path = {config.model.path}",
+            found=sizes.shape.model_type,
+            expected=f"one of {', '.join(LEAN_ARCHITECTURES)}",
+            next="leave --gpus out: it runs in one process",
+        )
     work = work_of(sizes, config, command, longest)
     found = plans(sizes, config, work, count, gpu, assumed)
     if not found:

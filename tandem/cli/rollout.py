@@ -77,10 +77,10 @@ def rollout(
             console.print(f"complete, nothing to do: {summary_line(run.path)}")
         else:
             check_model(config.model.path)
-            renderer = load_renderer(config.model.path)
-            problems = renderer.check_lengths(problems, config.data)
+            renderer = load_renderer(config.model.path, config.data.chat_template)
+            problems, longest = renderer.check_lengths(problems, config.data)
             batches = -(-len(problems) // config.rl.prompts_per_step)
-            with batch_maker(config, problems, renderer) as make:
+            with batch_maker(config, problems, renderer, longest) as make:
                 write_batches(output, batches, inputs, make)
             require_scores(run.path, config)
             console.print(f"done: {summary_line(run.path)}")
@@ -93,16 +93,15 @@ def rollout(
 
 @contextmanager
 def batch_maker(
-    config: Config, problems: Sequence[Problem], renderer: ChatRenderer
+    config: Config, problems: Sequence[Problem], renderer: ChatRenderer, longest_prompt: int
 ) -> Iterator[MakeBatch]:
     """Start environments, reward workers and the engine; yield a function that generates and scores
     a batch."""
     sampling = sampling_params(config.rollout, renderer.stop_token_ids)
     size = config.rl.prompts_per_step
     with open_envs_and_rewards(config) as (envs, rewards):
-        runner = build_runner(
-            config, load_engine(config, renderer, problems, console.print), renderer, envs, rewards
-        )
+        engine = load_engine(config, renderer, longest_prompt, console.print)
+        runner = build_runner(config, engine, renderer, envs, rewards)
 
         def make(number: int, timer: Timer) -> list[Group]:
             part = problems[number * size : (number + 1) * size]
@@ -295,7 +294,7 @@ def open_output(output: Output, config: Config, fresh: bool) -> Iterator[RunFold
 def hashes(config: Config) -> dict[str, str]:
     """Return the SHA-256 of the inputs of the episodes by key, besides the config: problems, model,
     reward function."""
-    prefixes = ("data.train", "model.path/", "reward.", "env/")
+    prefixes = ("data.train", "data.chat_template", "model.path/", "reward.", "env/")
     inputs = input_hashes(config, "data.train").items()
     kept = {key: value for key, value in inputs if key.startswith(prefixes)}
     for file in sorted(Path(config.model.path or "none").glob("*")):

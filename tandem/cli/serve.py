@@ -16,6 +16,7 @@ import numpy as np
 from tandem.config.schema import Config, Model, Rollout
 from tandem.runtime.errors import UserError
 from tandem.serve.auth import is_loopback
+from tandem.serve.json_masks import JsonGrammars, JsonMask
 from tandem.serve.openai_requests import Served
 from tandem.types import Array, Message, Tool
 
@@ -45,6 +46,7 @@ class Options:
     max_new_tokens: int  # of a request that does not say
     device: str
     dtype: str
+    chat_template: str = ""  # a file; empty: the model's own
     allow_weight_updates: bool = False  # POST /v1/weights
 
 
@@ -167,7 +169,7 @@ def _load(options: Options) -> "tuple[Engine, ChatRenderer]":
     )
     prepare_process(config)
     check_model(options.model)
-    renderer = load_renderer(options.model)
+    renderer = load_renderer(options.model, options.chat_template)
     model = load_model(options.model, place=place)
     sizes = {"max_queue": options.max_queue, "chunk_tokens": CHUNK_TOKENS}
     report = partial(print, file=sys.stderr)
@@ -210,17 +212,28 @@ class RendererTexts:
         self.longest_token = max(map(len, vocabulary))
         self._renderer, self._tokenizer = renderer, tokenizer
         self._texts: dict[int, str] = {}
+        self._grammars: JsonGrammars | None = None  # made for the first that asks
 
     def encode(self, text: str) -> Array:
         """Encode plain text as int64 [T], with the begin-of-text token if the tokenizer writes
         one."""
         return np.array(self._tokenizer(text, verbose=False)["input_ids"], np.int64)
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
-        return self._renderer.prompt_texts([messages], tools)[0]
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Tool], variables: dict[str, Any]
+    ) -> str:
+        return self._renderer.prompt_texts([messages], tools, variables)[0]
 
     def encode_chat(self, text: str) -> Array:
         return self._renderer.encode(text)
+
+    def json_mask(self, schema: dict[str, Any], vocabulary: int) -> JsonMask:
+        """Compile a JSON schema to the mask of a request. Raises ApiError."""
+        if self._grammars is None:
+            self._grammars = JsonGrammars(
+                self._tokenizer, self.stop_token_ids, vocabulary, self.token_text
+            )
+        return self._grammars.mask(schema)
 
     def decode(self, tokens: Array) -> str:
         return self._renderer.decode(tokens)

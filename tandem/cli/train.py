@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tandem.cli.progress import StepProgress, console, evaluation, print_lines
 from tandem.config.schema import Config
+from tandem.data.chat_template import read_template
 from tandem.jobs.engines import Report
 from tandem.jobs.export import weights_saver
 from tandem.jobs.offline import open_offline_job
@@ -60,7 +61,8 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
         ):
             model = trained_model(job)
             require_disk(config, command, folder, Machine.here(folder))
-            keep_model(model, config.model.path, folder / KEPT_MODEL)
+            template = read_template(config.data.chat_template)
+            keep_model(model, config.model.path, folder / KEPT_MODEL, template)
             end = run_training(run, job, progress, report)
             rows = read_metrics(folder)
             target = folder / "hf" / step_name(end.step)

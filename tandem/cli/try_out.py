@@ -102,8 +102,9 @@ def _model_or_typist(
     if not config.model.path:
         return Typist(answers), PlainRenderer(), SamplingParams(max_new_tokens=1 << 20)
     check_model(config.model.path)
-    renderer = load_renderer(config.model.path)
-    engine = load_engine(config, renderer, problems, console.print)
+    renderer = load_renderer(config.model.path, config.data.chat_template)
+    longest = max(map(len, renderer.prompts([problem.messages for problem in problems])))
+    engine = load_engine(config, renderer, longest, console.print)
     return engine, renderer, sampling_params(config.rollout, renderer.stop_token_ids)
 
 

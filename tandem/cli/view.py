@@ -11,6 +11,7 @@ from tandem.cli.progress import print_lines
 from tandem.runtime.disk import write_atomic
 from tandem.runtime.errors import UserError
 from tandem.serve.auth import is_loopback
+from tandem.view.png import to_png
 from tandem.view.report import panels
 from tandem.view.report import report as report_page
 from tandem.view.runs import Run, Runs
@@ -83,19 +84,19 @@ def report(folder: Path, out: Path | None) -> None:
     """Write the HTML file of a run."""
     [run] = _open([folder])
     target = out or folder / "report.html"
-    _write(target, report_page(run))
+    _write(target, report_page(run).encode())
     print_lines([f"{target}"])
 
 
 def plot(folders: Sequence[Path], out: Path, keys: Sequence[str]) -> None:
-    """Write curves of runs as an SVG file."""
-    if out.suffix != ".svg":
+    """Write curves of runs as an SVG or PNG file."""
+    if out.suffix not in (".svg", ".png"):
         raise UserError(
-            "curves are written as SVG",
+            "curves are written as SVG or PNG",
             where="-o",
             found=str(out),
-            expected="a name that ends in .svg",
-            next=f"tandem plot RUN -o {out.with_suffix('.svg')}; a browser makes other formats",
+            expected="a name that ends in .svg or .png",
+            next=f"tandem plot RUN -o {out.with_suffix('.svg')}",
         )
     drawn = panels(_open(folders), keys)
     if not drawn:
@@ -106,13 +107,14 @@ def plot(folders: Sequence[Path], out: Path, keys: Sequence[str]) -> None:
             expected="a run with a row in metrics.jsonl",
             next="wait for its first step",
         )
-    _write(out, figure(drawn))
+    picture = figure(drawn)
+    _write(out, to_png(picture) if out.suffix == ".png" else picture.encode())
     print_lines([f"{out}"])
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, content: bytes) -> None:
     try:
-        write_atomic(path, text.encode())
+        write_atomic(path, content)
     except UserError as error:
         raise UserError(
             error.what,

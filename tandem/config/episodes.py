@@ -117,6 +117,11 @@ class Data(Section):
     system: str = Field(
         "", description="system message put before every problem without one (not before SFT chats)"
     )
+    chat_template: str = Field(
+        "",
+        description="Jinja file with the chat template, for a base model without one, or in the "
+        "place of its own; exported models keep it",
+    )
     max_prompt_tokens: int = Field(1024, ge=1, description="longest prompt accepted")
     long_prompts: Literal["error", "drop"] = Field(
         "error", description="what happens to a longer prompt"

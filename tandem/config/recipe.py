@@ -29,8 +29,21 @@ def load_config(recipe: str | Path | None, overrides: list[str]) -> Config:
     An override of rl.algorithm also replaces the keys of an algorithm that the file sets, so that
     one value changes the algorithm. Raises UserError with every mistake.
     """
-    tree = {} if recipe is None else _read(Path(recipe))
+    tree, origin = merged(recipe, overrides)
     source = str(recipe or "command line")
+    _refuse_bad_texts(tree, source)
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise _explain(error, source, origin) from None
+
+
+def merged(
+    recipe: str | Path | None, overrides: list[str]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the tree of a recipe under its overrides, not validated, and the keys that these set,
+    each as {key: "command line"}."""
+    tree = {} if recipe is None else _read(Path(recipe))
     tree |= {
         name: {key: tree[name]}
         for name, key in SHORTHANDS.items()
@@ -44,11 +57,7 @@ def load_config(recipe: str | Path | None, overrides: list[str]) -> Config:
         for name in in_file & {name for values in ALGORITHMS.values() for name in values}:
             if f"rl.{name}" not in origin:
                 del tree["rl"][name]
-    _refuse_bad_texts(tree, source)
-    try:
-        return Config.model_validate(tree)
-    except ValidationError as error:
-        raise _explain(error, source, origin) from None
+    return tree, origin
 
 
 def _read(path: Path) -> dict[str, Any]:

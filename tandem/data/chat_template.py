@@ -67,50 +67,47 @@ class ChatTemplate:
         chats: Sequence[Sequence[Message]],
         *,
         open_turn: bool,
-        special_tokens: Mapping[str, object],
+        variables: Mapping[str, object],
         tools: Sequence[Tool] = (),
     ) -> list[str]:
-        """Render every chat; open_turn: with the header of the assistant's turn. Raises UserError
-        for the first chat that cannot be rendered."""
-        variables = {
-            **special_tokens,
-            "tools": list(tools) or None,
-            "documents": None,
-            "add_generation_prompt": open_turn,
-        }
+        """Render every chat; open_turn: with the header of the assistant's turn; variables: what
+        else the template may read. Raises UserError for the first chat that cannot be rendered."""
+        own = {"tools": list(tools) or None, "add_generation_prompt": open_turn}
         texts: list[str] = []
+        answers: Iterable[dict[str, Any]]
         try:
             encoded = [json.dumps(list(chat)) for chat in chats]
-            shared = json.dumps(variables, default=str)
+            shared = json.dumps({**variables, **own}, default=str)
         except (TypeError, ValueError, RecursionError) as error:
             raise self._refused(f"{type(error).__name__}: {error}", next(iter(chats), ())) from None
         for batch in _batches(encoded):
-            request = f'{{"chats": [{", ".join(batch)}], "variables": {shared}}}\n'
-            for answer in self._ask(request, len(batch)):
-                if "text" not in answer:
+            answers = [self._ask(batch, shared)]
+            if len(batch) > 1 and answers[0].keys() & {"status", "too_long"}:
+                # one of them took too much, or all together
+                answers = (self._ask([chat], shared) for chat in batch)
+            for answer in answers:
+                texts += answer.get("texts", [])
+                if answer.keys() != {"texts"}:
                     raise self._explain(answer, chats[len(texts)])
-                texts.append(answer["text"])
         return texts
 
-    def _ask(self, request: str, count: int) -> list[dict[str, Any]]:
-        """Return the answers to a request for count chats: a text for each, up to the first that is
-        refused."""
+    def _ask(self, batch: Sequence[str], variables: str) -> dict[str, Any]:
+        """Return the answer to a request for some chats: their texts, up to the first that is
+        refused, and how."""
         process: _TemplateProcess | None = (running := self._take())
-        answers: list[dict[str, Any]] = []
         try:
-            running.write(request)
-            while len(answers) < count and (not answers or "text" in answers[-1]):
-                answers.append(running.read())
+            running.write(f'{{"chats": [{", ".join(batch)}], "variables": {variables}}}\n')
+            answer = running.read()
             with self._lock:
                 # after any other answer the process may have ended
-                if answers[-1].keys() & {"text", "error"} and len(self._idle) < IDLE:
+                if answer.keys() <= {"texts", "error"} and len(self._idle) < IDLE:
                     self._idle.append(running)
                     process = None
         finally:
             # An interrupted exchange would leave answers for the next one.
             if process is not None:
                 process.end()
-        return answers
+        return answer
 
     def _take(self) -> "_TemplateProcess":
         """Return an idle process that is still alive, or a new one."""
@@ -157,6 +154,28 @@ class ChatTemplate:
             expected="a chat that this model's template can write",
             next="change the chat's roles, or the template",
         )
+
+
+def read_template(file: str) -> str:
+    """Read the chat template that a user names; "" without one. Raises UserError."""
+    if not file:
+        return ""
+    source, found = "", "an empty file"
+    try:
+        source = Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        found = error.strerror or str(error)
+    except UnicodeDecodeError as error:
+        found = str(error)
+    if not source.strip():
+        raise UserError(
+            "the chat template cannot be read",
+            where=f"data.chat_template = {file}",
+            found=found,
+            expected="a Jinja file, as the chat_template.jinja of a chat model",
+            next="name another file, or drop data.chat_template if the tokenizer has a template",
+        )
+    return source
 
 
 def with_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:

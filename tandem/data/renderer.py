@@ -8,7 +8,8 @@ imported when a renderer is loaded, not with this module.
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -17,10 +18,11 @@ from typing import Any, Literal
 import numpy as np
 
 from tandem.config.schema import Data
-from tandem.data.chat_template import ChatTemplate, with_calls, with_tools
+from tandem.data.chat_template import ChatTemplate, read_template, with_calls, with_tools
 from tandem.model.config_file import read_json
 from tandem.model.tokenizer import decode_text, load_tokenizer
 from tandem.runtime.errors import UserError
+from tandem.runtime.numerics import cores
 from tandem.types import Array, Message, Problem, Tool
 
 logger = logging.getLogger(__name__)
@@ -44,21 +46,23 @@ Loss = Literal["assistant", "last", "all"]
 CHUNK = 1024  # chats tokenized in one call: enough to be fast, and the memory stays small
 
 
-def load_renderer(model_path: str) -> "ChatRenderer":
-    """Load the renderer of a model directory or hub name. Raises UserError without directory,
-    tokenizer or chat template."""
+def load_renderer(model_path: str, template_file: str = "") -> "ChatRenderer":
+    """Load the renderer of a model directory or hub name. template_file: a chat template in the
+    place of the tokenizer's. Raises UserError without directory, tokenizer or chat template."""
     _require_model(model_path)
     tokenizer = load_tokenizer(model_path)
     try:
-        template = tokenizer.get_chat_template()
+        template = read_template(template_file) or tokenizer.get_chat_template()
     except ValueError:
         raise UserError(
             "the tokenizer has no chat template",
             where=model_path,
             expected="chat_template.jinja beside the tokenizer",
-            next=f"copy chat_template.jinja of the model's chat variant into {model_path}",
+            next=f"copy chat_template.jinja of the model's chat variant into {model_path}, or set "
+            "data.chat_template=FILE",
         ) from None
-    return ChatRenderer(tokenizer, template, _eos_ids(model_path, tokenizer), model_path)
+    ends = _eos_ids(model_path, tokenizer)
+    return ChatRenderer(tokenizer, template, ends, template_file or model_path)
 
 
 def _require_model(model_path: str) -> None:
@@ -138,16 +142,19 @@ class ChatRenderer:
         return self._encode(self.prompt_texts(chats, tools))
 
     def prompt_texts(
-        self, chats: Sequence[Sequence[Message]], tools: Sequence[Tool] = ()
+        self,
+        chats: Sequence[Sequence[Message]],
+        tools: Sequence[Tool] = (),
+        variables: Mapping[str, object] | None = None,
     ) -> list[str]:
         """Render every chat and the header of the assistant's turn. A template without tools gets
         them in a system message; one without `tool_calls` gets them in the content of their
-        message."""
+        message. variables: more for the template, or in the place of special tokens."""
         if tools and "tools" not in self._template.source:
             chats, tools = [with_tools(messages, tools) for messages in chats], ()
         if "tool_calls" not in self._template.source:
             chats = [[with_calls(message) for message in messages] for messages in chats]
-        return self._texts(chats, open_turn=True, tools=tools)
+        return self._texts(chats, open_turn=True, tools=tools, variables=variables)
 
     def encode(self, text: str) -> Array:
         """Return int64 [T]: the tokens of a text that the template wrote."""
@@ -206,23 +213,19 @@ class ChatRenderer:
         *,
         key: str = "data.train",
         room: int | None = None,
-    ) -> list[Problem]:
-        """Return the problems whose prompt fits data.max_prompt_tokens; a longer one is an error,
-        or dropped and reported.
+    ) -> tuple[list[Problem], int]:
+        """Return the problems whose prompt fits data.max_prompt_tokens, and the tokens of the
+        longest of them; a longer one is an error, or dropped and reported.
 
         room: tokens that the model can place before a completion, if known; a larger limit than
         that is not advised.
         """
-        chunks = [problems[at : at + CHUNK] for at in range(0, len(problems), CHUNK)]
-        lengths = [
-            len(prompt)
-            for chunk in chunks
-            for prompt in self.prompts([problem.messages for problem in chunk])
-        ]
+        lengths = self._prompt_lengths(problems)
         limit = config.max_prompt_tokens
         kept = [p for p, length in zip(problems, lengths, strict=True) if length <= limit]
+        longest_kept = max((length for length in lengths if length <= limit), default=0)
         if len(kept) == len(problems):
-            return kept
+            return kept, longest_kept
         dropped = len(problems) - len(kept)
         what = (
             f"{dropped} of {len(problems)} prompts of {key} are longer than data.max_prompt_tokens"
@@ -231,7 +234,7 @@ class ChatRenderer:
         found = f"{lengths[longest]:,} tokens in {problems[longest].uid!r}, the longest"
         if kept and config.long_prompts == "drop":
             logger.warning("%s and were dropped (%s)", what, found)
-            return kept
+            return kept, longest_kept
         fits = room is None or lengths[longest] <= room
         advice = [f"data.max_prompt_tokens={lengths[longest]}"] if fits else []
         advice += ["data.long_prompts=drop"] if kept else []
@@ -246,13 +249,26 @@ class ChatRenderer:
 
     # ---- text and tokens
 
+    def _prompt_lengths(self, problems: Sequence[Problem]) -> list[int]:
+        """Return the tokens of every prompt; a million take seconds, so every core renders some."""
+
+        def measure(at: int) -> list[int]:
+            chunk = problems[at : at + CHUNK]
+            return list(map(len, self.prompts([problem.messages for problem in chunk])))
+
+        with ThreadPoolExecutor(cores()) as pool:
+            parts = pool.map(measure, range(0, len(problems), CHUNK))
+            return [length for part in parts for length in part]
+
     def _texts(
-        self, chats: Sequence[Sequence[Message]], open_turn: bool, tools: Sequence[Tool] = ()
+        self,
+        chats: Sequence[Sequence[Message]],
+        open_turn: bool,
+        tools: Sequence[Tool] = (),
+        variables: Mapping[str, object] | None = None,
     ) -> list[str]:
-        special_tokens = self.tokenizer.special_tokens_map
-        return self._template.render(
-            chats, open_turn=open_turn, special_tokens=special_tokens, tools=tools
-        )
+        variables = {"documents": None, **self.tokenizer.special_tokens_map, **(variables or {})}
+        return self._template.render(chats, open_turn=open_turn, variables=variables, tools=tools)
 
     def _encode(self, texts: list[str]) -> list[Array]:
         # The template writes every special token itself, so the tokenizer adds none.

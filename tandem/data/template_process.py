@@ -2,11 +2,11 @@
 
     python -P template_process.py MEMORY_BYTES CPU_S LONGEST_TEXT     (chat_template.py starts it)
 
-JSON lines. Every chat gets an answer, up to the first that is refused:
+JSON lines. The answer has the texts of the chats up to the first that is refused, and why it is:
 
     in   "{% for m in messages %}..."
     in   {"chats": [[{"role": "user", "content": "hi"}]], "variables": {"tools": null, ...}}
-    out  {"text": "<|im_start|>user..."}, {"too_long": true}, or {"error": "UndefinedError: ..."}
+    out  {"texts": ["<|im_start|>user..."]}, with "error": "UndefinedError: ..." or "too_long": true
 
 The sandbox and what a template finds in it are those of transformers 5.23, so that the text is what
 its apply_chat_template writes. Only the clock stands still and nothing is random: a prompt is the
@@ -55,6 +55,8 @@ def main(memory_bytes: int, cpu_s: float, longest_text: int) -> None:
     source = json.loads(sys.stdin.buffer.readline())
     template = None
     for line in sys.stdin.buffer:
+        texts: list[str] = []
+        refused: dict[str, Any] = {}
         try:
             signal.setitimer(signal.ITIMER_PROF, cpu_s)
             request = json.loads(line)
@@ -64,16 +66,13 @@ def main(memory_bytes: int, cpu_s: float, longest_text: int) -> None:
                 text = _render(template, messages, request["variables"])
                 if len(text) > longest_text:
                     raise MemoryError
-                _answer({"text": text})
+                texts.append(text)
         except MemoryError:
-            _answer({"too_long": True})
+            refused = {"too_long": True}
         # A template is a program from someone else: it raises whatever its mistakes are.
         except Exception as error:
-            _answer({"error": f"{type(error).__name__}: {error}"[:1000]})
-
-
-def _answer(answer: dict[str, Any]) -> None:
-    print(json.dumps(answer), flush=True)
+            refused = {"error": f"{type(error).__name__}: {error}"[:1000]}
+        print(json.dumps({"texts": texts, **refused}), flush=True)
 
 
 def _render(template: Template, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:

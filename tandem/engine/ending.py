@@ -10,6 +10,8 @@ import numpy as np
 from tandem.types import CompletionStop, SamplingParams
 
 Decode = Callable[[np.ndarray], str]  # token ids int64 [N] to text
+REPLACEMENT = "\ufffd"  # written by a decoder for bytes of an incomplete character
+MARGIN = 8  # tokens
 
 
 def find_ending(
@@ -24,11 +26,27 @@ def find_ending(
     full, paused = len(tokens) >= params.max_new_tokens, len(tokens) == pause_at
     if not params.stop and not full and not paused:
         return None
+    if not full and not paused and _brings_no_stop(params.stop, tokens, decode):
+        return None
     text = _text(tokens, decode)
-    stops = [text.index(stop) for stop in params.stop if stop in text]
-    if stops:
-        return text[: min(stops)], "stop"
+    start = len(_text(tokens[: params.min_tokens], decode)) if params.min_tokens else 0
+    # a stop string ends behind the text of the first min_tokens tokens
+    stops = [text.find(stop, max(0, start + 1 - len(stop))) for stop in params.stop]
+    if any(at >= 0 for at in stops):
+        return text[: min(at for at in stops if at >= 0)], "stop"
     return (text, "length") if full else (text, "paused") if paused else None
+
+
+def _brings_no_stop(stops: Sequence[str], tokens: Sequence[int], decode: Decode) -> bool:
+    """Tell whether the text of the last few tokens shows that no stop string ends in the very last:
+    it does for most, and the whole text would be decoded at each token. False where it is too
+    short, or begins or ends within a character."""
+    longest = max(map(len, stops))
+    tail = tokens[-longest - MARGIN :]
+    text = _text(tail, decode)
+    # a decoder may leave out the first character, a space
+    enough = len(text) > longest + len(_text(tail[-1:], decode))
+    return enough and REPLACEMENT not in text and not any(stop in text for stop in stops)
 
 
 def _text(tokens: Sequence[int], decode: Decode) -> str:

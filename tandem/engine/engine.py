@@ -23,8 +23,10 @@ from torch import Tensor
 
 from tandem.engine.ending import find_ending
 from tandem.engine.lookahead import NOTHING, Sampled, Taken, lookahead_for
+from tandem.engine.masks import mask_logits
 from tandem.engine.packed import packed_gap, packed_logprobs
 from tandem.engine.page_cache import PageCache
+from tandem.engine.prompt_scores import score_tokens
 from tandem.engine.sampler import sample, sampling_key
 from tandem.engine.scheduler import RunningSequence, Scheduler, Work
 from tandem.model.expert_choices import RecordedExperts
@@ -246,6 +248,8 @@ class Engine:
             positions = torch.from_numpy(own.positions)
             inputs = torch.from_numpy(own_tokens), positions, plan
             hidden = self.model.hidden(*inputs, _recorded(cache, own))
+            if any(sequence.scored for sequence, _ in here):
+                self._score_prompts(here, hidden)
         cache.fill(runs.pages, runs.offsets, tokens)
         self.scheduler.advance(work)
         ready = [sequence for sequence, _ in work if sequence.num_cached == sequence.length]
@@ -256,12 +260,25 @@ class Engine:
         at = torch.from_numpy(np.array(rows)).to(self.model.device)
         return ready, self.model.head(hidden.index_select(0, at))
 
+    def _score_prompts(self, work: Work, hidden: Tensor) -> None:
+        """Score the prompt tokens that hidden states [T, D] of a pass predict, where asked for."""
+        ends = np.cumsum([count for _, count in work])
+        for (sequence, count), end in zip(work, ends, strict=True):
+            first = sequence.num_cached + 1
+            targets = sequence.request.prompt[first : first + count]
+            if sequence.scored and not sequence.tokens and len(targets):
+                states, aims = hidden[end - count :][: len(targets)], torch.from_numpy(targets)
+                top = sequence.request.params.prompt_logprobs or 0
+                sequence.prompt_scores += score_tokens(self.model.head, states, aims, top)
+
     def _sample(self, sequences: list[RunningSequence], logits: Tensor) -> list[Sampled]:
         """Sample the next token of each sequence from its logits [B, V]; one call for those that
         are sampled alike."""
         keys = np.array([s.request.key for s in sequences], np.uint64)
         positions = np.array([s.request.num_sampled + len(s.tokens) for s in sequences])
         draws = torch.from_numpy(uniforms(keys, positions)).to(logits.device)
+        if any(sequence.masked for sequence in sequences):
+            mask_logits(sequences, logits)
         rows_by_sampling: dict[tuple[float, ...], list[int]] = defaultdict(list)
         for row, sequence in enumerate(sequences):
             rows_by_sampling[sampling_key(sequence.request.params)].append(row)
@@ -287,7 +304,8 @@ class Engine:
         rows = sequence.length - 1 if sequence.tokens else 0
         experts = self.cache.experts_of(sequence.page_table, min(rows, sequence.num_cached))
         self.scheduler.remove(sequence)
-        if sequence.tokens and sequence.weight_versions[-1] == self.weight_version:
+        checked = sequence.tokens and not sequence.masked  # the trainer knows no masks
+        if checked and sequence.weight_versions[-1] == self.weight_version:
             self._to_check = min(
                 self._to_check or sequence, sequence, key=lambda one: one.request.key
             )

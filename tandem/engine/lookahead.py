@@ -46,6 +46,12 @@ class Row(NamedTuple):
         """Position of the step's input."""
         return len(self.sequence.request.prompt) + self.sampled - 1
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Page of the key, and its number in the sequence: one that a sequence gives up, as an
+        equal one is there, may come back at once as its next."""
+        return self.page, self.position // PAGE
+
     def is_next(self) -> bool:
         """Tell, after `schedule`, whether the sequence has just this to run: it still holds its
         pages, and the page of the key is the one that was foreseen."""
@@ -125,8 +131,8 @@ class Lookahead:
             Row(s, len(s.tokens) + 1, s.page_table, page)
             for s, page in zip(sequences, pages, strict=True)
         ]
-        tokens = None
-        if sources != [*range(len(before))] or pages != [row.page for row in before]:
+        tokens, moved = None, [row.place for row in following] != [row.place for row in before]
+        if moved or sources != [*range(len(before))]:
             known = [self._step.tokens[: len(before)], *(sampled.tokens for _, sampled in plain)]
             tokens = torch.cat(known)[upload(np.array(sources), known[0].device)]
         self._start(following, tokens)
@@ -175,6 +181,8 @@ def lookahead_for(model: ExactModel, cache: PageCache, max_batch: int) -> Lookah
 
 def _alike(sequences: list[RunningSequence]) -> bool:
     """Tell whether one step can sample for all, without the tokens that they have seen."""
+    if any(s.masked for s in sequences):
+        return False
     if len({sampling_key(s.request.params) for s in sequences}) != 1:
         return False
     params = sequences[0].request.params

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.model.config_file import head_size
+from tandem.model.config_file import head_size, kv_heads_of
 from tandem.model.load import ExactModel
 from tandem.model.paged_attention import PAGE
 from tandem.runtime.errors import UserError
@@ -48,9 +48,12 @@ class Match:
         return len(self.pages) * PAGE + self.tail_length
 
 
+NO_MATCH = Match(pages=[], tail=0, tail_length=0, will_be_cached=0)
+
+
 def page_bytes(config: Any, element_size: int = 4) -> int:
     """Return the bytes of a page of a model (transformers config)."""
-    heads_and_layers = config.num_hidden_layers * config.num_key_value_heads
+    heads_and_layers = config.num_hidden_layers * kv_heads_of(config)
     return int(2 * heads_and_layers * head_size(config) * element_size * PAGE)
 
 

@@ -16,7 +16,8 @@ from operator import attrgetter
 
 import numpy as np
 
-from tandem.engine.page_cache import EMPTY_PREFIX, Match, PageCache, hash_page
+from tandem.engine.page_cache import EMPTY_PREFIX, NO_MATCH, Match, PageCache, hash_page
+from tandem.engine.prompt_scores import PromptScores
 from tandem.model.paged_attention import PAGE
 from tandem.types import Completion, Request
 
@@ -33,12 +34,16 @@ class RunningSequence:
 
     request: Request
     arrival: int
+    masked: bool = False  # some token is sampled from a part of the vocabulary
+    scored: bool = False  # the passes over its prompt, up to the first token, score that
     pause_at: int = 0  # tokens at which it pauses; 0: never
     tokens: list[int] = field(default_factory=list)  # sampled so far
     logprobs: list[float] = field(default_factory=list)  # nats, float32 values
     weight_versions: list[int] = field(default_factory=list)
     # likeliest tokens, if asked for
     top: list[tuple[list[int], list[float]]] = field(default_factory=list)
+    # of all tokens of the prompt but the first, in parts, if asked for
+    prompt_scores: list[PromptScores] = field(default_factory=list)
     completion: Completion | None = None
     page_table: list[int] = field(default_factory=list)
     num_cached: int = 0  # tokens whose keys and values are in its pages
@@ -46,7 +51,9 @@ class RunningSequence:
     @classmethod
     def of(cls, request: Request, arrival: int) -> "RunningSequence":
         """Start a request, from the tokens of `resume_from` as if it had been preempted there."""
-        sequence = cls(request=request, arrival=arrival)
+        masked = request.params.min_tokens > 0 or request.mask is not None
+        scored = request.params.prompt_logprobs is not None
+        sequence = cls(request=request, arrival=arrival, masked=masked, scored=scored)
         if (paused := request.resume_from) is not None:
             sequence.tokens, sequence.logprobs = paused.tokens.tolist(), paused.logprobs.tolist()
             sequence.weight_versions = paused.weight_versions.tolist()
@@ -75,6 +82,7 @@ class RunningSequence:
         """Drop the sampled tokens."""
         for column in (self.tokens, self.logprobs, self.weight_versions, self.top):
             column.clear()
+        self.prompt_scores.clear()
 
 
 Work = list[tuple[RunningSequence, int]]  # a sequence and how many of its tokens run
@@ -144,7 +152,8 @@ class Scheduler:
             if only_started and not sequence.tokens:
                 continue
             tokens = sequence.all_tokens()
-            match = self.cache.match(tokens)
+            alone = sequence.scored and not sequence.tokens  # all of the prompt has to run
+            match = NO_MATCH if alone else self.cache.match(tokens)
             if 2 * (match.will_be_cached - match.length) > len(tokens) - match.length:
                 continue  # another sequence is computing most of what it needs: share that
             if not self._place(sequence, tokens, match) and not self._place(
@@ -199,6 +208,8 @@ class Scheduler:
     def _preempt(self, sequence: RunningSequence) -> None:
         self.preemptions += 1
         self._give_up_pages(sequence)
+        if not sequence.tokens:  # its prompt runs again, perhaps with other weights
+            sequence.prompt_scores.clear()
         self.running.remove(sequence)
         insort(self.waiting, sequence, key=_ARRIVAL)
 

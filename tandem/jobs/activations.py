@@ -1,7 +1,8 @@
 """Bytes that autograd keeps of a microbatch for its backward pass, by arithmetic over the shapes.
 
 The operators are those of model/layers.py and model/logprobs.py on a CPU, where a norm keeps its
-input and the normalized rows in float32; fused kernels keep less. D, H, K and E are hidden size,
+input and the normalized rows in float32; fused kernels keep less. Of transformers' layers
+(model/general.py) it is a bound. D, H, K and E are hidden size,
 query heads, key/value heads and head size.
 """
 
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tandem.model.config_file import head_size, is_sparse
+from tandem.model.config_file import head_size, inner_size, is_lean, is_sparse, kv_heads_of
 from tandem.model.linear import padded_rows
 
 FLOAT32, INT64 = 4, 8  # bytes
@@ -55,7 +56,9 @@ def _outer_bytes(shape: Any, width: int) -> int:
 def _layer_bytes(shape: Any, number: int, width: int) -> int:
     """Return bytes of a token in a layer."""
     hidden, size = shape.hidden_size, head_size(shape)
-    query, keys = shape.num_attention_heads * size, shape.num_key_value_heads * size
+    query, keys = shape.num_attention_heads * size, kv_heads_of(shape) * size
+    if not is_lean(shape):  # a bound: transformers' own operators differ from model to model
+        return int(width * (13 * hidden + 2 * (query + keys) + 4 * inner_size(shape)))
     inputs_and_outputs = hidden + query + 2 * keys  # of query, key and value as one linear
     rotated, attended = query + keys, query
     kept = 2 * _norm_bytes(hidden) + width * (inputs_and_outputs + rotated + attended)

@@ -29,9 +29,15 @@ from tandem.jobs.http_engines import (
     open_http_rollouts,
     require_starting_weights,
 )
-from tandem.jobs.models import check_tokenizer, placement, releases_cache, rests_in_updates
+from tandem.jobs.models import (
+    check_reward_model,
+    check_tokenizer,
+    placement,
+    releases_cache,
+    rests_in_updates,
+)
 from tandem.jobs.reward_workers import build_reward_pool, open_reward_workers
-from tandem.model.config_file import check_model
+from tandem.model.config_file import check_model, inner_size
 from tandem.model.load import ExactModel, load_model
 from tandem.model.placement import place_models
 from tandem.model.probe import Exactness, fastest_exact, probe, try_matmuls
@@ -140,7 +146,7 @@ def _shape(model: ExactModel) -> tuple[Any, ...]:
         config.model_type,
         model.heads,
         config.hidden_size,
-        config.intermediate_size,
+        inner_size(config),
         config.vocab_size,
     )
 
@@ -215,15 +221,14 @@ def make_room(config: Config, engine: Engine) -> Callable[[], None]:
 
 
 def load_engine(
-    config: Config, renderer: ChatRenderer, problems: Sequence[Problem], report: Report
+    config: Config, renderer: ChatRenderer, longest_prompt: int, report: Report
 ) -> Generate:
     """Load the engine of a command that only generates; every prompt has room."""
     if is_http(config):
         engines = load_http_engines(config, renderer, report)
         require_starting_weights(engines)
         return engines
-    longest = max(map(len, renderer.prompts([problem.messages for problem in problems])))
-    require_room(config, check_model(config.model.path), longest)
+    require_room(config, check_model(config.model.path), longest_prompt)
     model = load_model(config.model.path, place=placement(config))
     probe_exactness(config, model, report)
     return build_engine(config, model, renderer)
@@ -245,7 +250,7 @@ def open_envs_and_rewards(
     loaded. cluster: for those on other nodes, which report to `report`."""
     local = EnvPool(make=load_env(config.env, config.sandbox), limits=config.env)
     if config.reward.model:
-        check_model(config.reward.model, "reward.model", head="value")
+        check_reward_model(config.reward.model)
     with (
         build_reward_pool(config) as here,
         open_env_workers(config, cluster, local, report) as envs,

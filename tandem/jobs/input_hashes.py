@@ -20,9 +20,9 @@ KEYS = {  # the data keys that a run of the command is a function of
 
 
 def input_hashes(config: Config, *keys: str) -> dict[str, str]:
-    """Hash the inputs of a run: the data files that these keys name, the files of environment and
-    functions (but for `eval.metric`, which changes no step), and the weights in local model
-    directories. SHA-256 by key."""
+    """Hash the inputs of a run: the data files that these keys name, the chat template, the files
+    of environment and functions (but for `eval.metric`, which changes no step), and the weights in
+    local model directories. SHA-256 by key."""
     models = {
         "model.path": config.model.path,
         "model.reference": config.model.reference,
@@ -42,6 +42,8 @@ def input_hashes(config: Config, *keys: str) -> dict[str, str]:
     for key, folder in models.items():
         files = sorted(Path(folder).glob("*.safetensors")) if folder else []
         paths |= {f"{key}/{file.name}": file for file in files}
+    if config.data.chat_template:
+        paths["data.chat_template"] = Path(config.data.chat_template)
     for name in config.reward.functions:
         if (file := source_file(name)) is not None:
             paths[f"reward.function/{file}"] = file

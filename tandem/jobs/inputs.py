@@ -139,10 +139,13 @@ def _problem_inputs(config: Config, *others: str) -> ProblemInputs:
     rollout_command(config)
     try_user_functions(config.rl.loss, config.rl.advantage, config.rl.filter)
     data, held_out = read_data(config, "data.train"), read_data(config, "eval.data")
+    if "answer" in config.reward.functions and not any(problem.answer for problem in data):
+        raise _no_answers(config)
     shape = check_models(config, *others)
-    renderer = load_renderer(config.model.path)
+    renderer = load_renderer(config.model.path, config.data.chat_template)
     check_tokenizer(config, shape, renderer)
-    problems = only(data, renderer.check_lengths(data, config.data, room=_room(config, shape)))
+    fitting, longest = renderer.check_lengths(data, config.data, room=_room(config, shape))
+    problems = only(data, fitting)
     if config.rl.curriculum and len(problems) < config.rl.prompts_per_step:
         raise UserError(
             "a curriculum picks every problem at most once a step",
@@ -151,8 +154,8 @@ def _problem_inputs(config: Config, *others: str) -> ProblemInputs:
             expected=f"at most {len(problems)}",
             next=f"rl.prompts_per_step={len(problems)}",
         )
-    counts = {"data.train": _count_problems(problems, renderer)}
-    require_room(config, shape, counts["data.train"].longest)
+    counts = {"data.train": Count(number=len(problems), unit="problems", longest=longest)}
+    require_room(config, shape, longest)
     held_out, held_out_count = _held_out(config, held_out, shape, renderer)
     return ProblemInputs(
         shape=shape,
@@ -169,7 +172,10 @@ def sft_inputs(config: Config) -> ChatInputs:
         raise _missing("no chats are named", "sft.train", "a JSONL or Parquet file of chats")
     chats = read_rows(config.sft.train, parse_chat, key="sft.train")
     held_out = read_data(config, "eval.data")
-    shape, renderer = check_models(config), load_renderer(config.model.path)
+    shape, renderer = (
+        check_models(config),
+        load_renderer(config.model.path, config.data.chat_template),
+    )
     check_tokenizer(config, shape, renderer)
     samples = [
         Sample(tokens=t, loss_mask=mask)
@@ -227,7 +233,7 @@ def _pair_inputs(
         for key, path in paths.items()
     }
     shape = check_models(config, *others, head="value" if make is scored_pair else "tokens")
-    renderer = load_renderer(config.model.path)
+    renderer = load_renderer(config.model.path, config.data.chat_template)
     check_tokenizer(config, shape, renderer)
     made: list[Pairs] = []
     counts: dict[str, Count] = {}
@@ -261,24 +267,16 @@ def _held_out(
         return [], {}
     if config.eval.metric:
         try_user_metric(config.eval.metric)
-    fitting = renderer.check_lengths(
+    fitting, longest = renderer.check_lengths(
         problems, config.data, key="eval.data", room=_room(config, shape)
     )
-    count = _count_problems(fitting, renderer)
-    require_room(config, shape, count.longest)
-    return fitting, {"eval.data": count}
+    require_room(config, shape, longest)
+    return fitting, {"eval.data": Count(number=len(fitting), unit="problems", longest=longest)}
 
 
 def _room(config: Config, shape: Any) -> int:
     """Return how many tokens the model can place before a completion."""
     return int(shape.max_position_embeddings) - config.rollout.max_new_tokens
-
-
-def _count_problems(problems: Sequence[Problem], renderer: ChatRenderer) -> Count:
-    longest = max(
-        len(prompt) for prompt in renderer.prompts([problem.messages for problem in problems])
-    )
-    return Count(number=len(problems), unit="problems", longest=longest)
 
 
 def _check_fit(samples: Sequence[Sample], shape: Any, what: str, where: str) -> int:
@@ -306,6 +304,16 @@ def _no_reference_in_distillation(config: Config) -> UserError:
         found=f"rl.kl_coef = {rl.kl_coef}, rl.max_gen_batches = {rl.max_gen_batches}",
         expected="0 for both",
         next="add rl.kl_coef=0 rl.max_gen_batches=0",
+    )
+
+
+def _no_answers(config: Config) -> UserError:
+    return UserError(
+        "the reward compares with the problems' answers, and all of them are empty",
+        where="data.train, reward.function = answer",
+        found=f"data.answer_column = {config.data.answer_column!r}",
+        expected="a column with answers",
+        next="set data.answer_column=NAME, or another reward.function",
     )
 
 

@@ -1,17 +1,19 @@
 """Models, critics and references of a command, from its config."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
 from tandem.config.schema import SFT, Config, Preference, Train
-from tandem.data.renderer import ChatRenderer
-from tandem.model.config_file import check_model, has_experts
+from tandem.data.renderer import ChatRenderer, load_renderer
+from tandem.model.config_file import LEAN_ARCHITECTURES, check_model, has_experts, is_lean
 from tandem.model.load import ExactModel, load_model
 from tandem.model.lora import Lora, require_peft
-from tandem.model.placement import Placement, place_models
+from tandem.model.placement import CPU_FLOAT32, Placement, place_models
+from tandem.model.trial import require_faithful
 from tandem.model.weight_files import check_weights
 from tandem.runtime.errors import UserError
 from tandem.runtime.place import here
@@ -155,6 +157,8 @@ def build_distill_models(config: Config, ranks: Ranks = ALONE) -> Models:
     steps = config.run.steps * config.rl.minibatches * config.rl.epochs
     student = build_learner(config, config.model.path, config.train, steps, ranks)
     teacher = _load_frozen(config, config.distill.teacher, ranks)
+    if config.distill.estimator == "exact":
+        _check_logits(config, {"model.path": student.model, "distill.teacher": teacher})
     return Models(policy=student, teacher=teacher)
 
 
@@ -169,6 +173,7 @@ def check_models(config: Config, *others: str, head: Head = "tokens") -> Any:
     shape = check_model(config.model.path, head=head)
     check_weights(config.model.path)
     check_shape(config, shape, "model.path", head)
+    require_faithful(shape, f"model.path = {config.model.path}")
     for key in others:
         section, field = key.split(".")
         if path := getattr(getattr(config, section), field):
@@ -179,6 +184,7 @@ def check_models(config: Config, *others: str, head: Head = "tokens") -> Any:
                 raise _other_vocabulary(key, path, size, shape.vocab_size)
             check_weights(path)
             check_shape(config, other, key, kind)
+            require_faithful(other, f"{key} = {path}")
     if config.lora.rank:
         require_peft()
     if not has_experts(shape):
@@ -189,9 +195,26 @@ def check_models(config: Config, *others: str, head: Head = "tokens") -> Any:
     return shape
 
 
+def check_reward_model(path: str) -> None:
+    """Check, before any weights are loaded, that reward.model can score chats. Raises UserError."""
+    shape = check_model(path, "reward.model", head="value")
+    if not (shape.architectures or [""])[0].endswith("ForSequenceClassification"):
+        raise UserError(
+            "this model has no head that scores",
+            where=f"reward.model = {path}",
+            found=", ".join(shape.architectures or ["no architecture"]),
+            expected="a sequence classifier with one label",
+            next="tandem rm trains one",
+        )
+    check_weights(path)
+    load_renderer(path)
+
+
 def check_shape(config: Config, shape: Any, key: str, head: Head = "tokens") -> None:
     """Raise UserError if the mesh cannot divide a model of this transformers config, or its backend
-    cannot train it. key: that names the model."""
+    or device cannot train it. key: that names the model."""
+    if not is_lean(shape):
+        _check_general(config, shape, key)
     if config.parallel.processes > 1:
         from tandem.train.parallel.checks import check_mesh
 
@@ -200,6 +223,36 @@ def check_shape(config: Config, shape: Any, key: str, head: Head = "tokens") -> 
         from tandem.train.megatron.checks import check_megatron
 
         check_megatron(shape, config.parallel, head)
+
+
+def _check_general(config: Config, shape: Any, key: str) -> None:
+    """Raise UserError for what the general exact path does not have: it runs on one CPU process, in
+    float32."""
+    place, processes = placement(config), config.parallel.processes
+    if place != CPU_FLOAT32 or processes > 1 or config.train.backend == "megatron":
+        where = f"{processes} processes, " * (processes > 1)
+        raise UserError(
+            "this architecture runs in one process, on a CPU, in float32",
+            where=f"{key}, architecture {shape.model_type}",
+            found=f"{where}{place.device}, {place.dtype_name}, train.backend = "
+            f"{config.train.backend}",
+            expected=f"one of {', '.join(LEAN_ARCHITECTURES)} for others",
+            next="set model.device=cpu and model.dtype=float32, and leave [parallel] out",
+        )
+
+
+def _check_logits(config: Config, models: Mapping[str, ExactModel]) -> None:
+    """Raise UserError for a divergence of models whose logits are not their last states times the
+    output projection alone."""
+    for key, model in models.items():
+        if model.head.bias is not None or model.softcap:
+            raise UserError(
+                "no divergence can be computed for this model",
+                where=f"{key}, architecture {model.config.model_type}",
+                found=f"a soft cap of {model.softcap}" if model.softcap else "a bias",
+                expected="an output projection without a bias and without a soft cap",
+                next="set distill.estimator=sampled",
+            )
 
 
 def check_tokenizer(config: Config, shape: Any, renderer: ChatRenderer) -> None:

@@ -15,11 +15,14 @@ A layer attends by the plan it is given: `PackedPlan` for packed segments,
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from tandem.model.activations import soft_cap
 
 KEY_BLOCK = 128
 QUERY_BLOCK = 256
@@ -39,12 +42,33 @@ def query_key(query: Tensor, keys: Tensor) -> Tensor:
     return torch.matmul(query, keys.transpose(-1, -2))
 
 
-def weigh(scores: Tensor, mask: Tensor, scale: float) -> Tensor:
+class Bends(NamedTuple):
+    """Changes of the scores in some models: a soft cap (Gemma 2), and a sink for each query head
+    [H], the score of a key without a value (gpt-oss)."""
+
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+
+
+STRAIGHT = Bends()
+
+
+def weigh(scores: Tensor, mask: Tensor, scale: float, bends: Bends = STRAIGHT) -> Tensor:
     """Turn scores [n, K, R, g, L] into probabilities, in place but for the softmax.
 
     mask bool [n, 1, R, 1, L] is true for hidden keys.
     """
-    return scores.mul_(scale).masked_fill_(mask, float("-inf")).softmax(-1)
+    scores = scores.mul_(scale)
+    if bends.softcap:
+        scores = soft_cap(scores, bends.softcap)
+    probs = scores.masked_fill_(mask, float("-inf")).softmax(-1)
+    if bends.sinks is None:
+        return probs
+    own = bends.sinks.detach().view(scores.shape[1], -1)  # queries may be padded
+    own = F.pad(own, (0, scores.shape[3] - own.shape[1]))[:, None, :, None]
+    # the largest probability is one over the sum of the others' exponentials
+    sink = (own - scores.amax(-1, keepdim=True)).exp_().mul_(probs.amax(-1, keepdim=True))
+    return probs.div_(sink.add_(1.0))
 
 
 def combine(probs: Tensor, values: Tensor) -> Tensor:
@@ -101,11 +125,18 @@ class PackedPlan:
         self.buckets = _buckets(segments, group * kv_heads)
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None,
+        bends: Bends = STRAIGHT,
     ) -> Tensor:
         if torch.is_grad_enabled():
-            return _PackedAttention.apply(q, k, v, self.buckets, scale, window)  # type: ignore[no-any-return]
-        return _forward(q, k, v, self.buckets, scale, window)
+            return _PackedAttention.apply(q, k, v, self.buckets, scale, window, *bends)  # type: ignore[no-any-return]
+        return _forward(q, k, v, self.buckets, scale, window, bends)
 
 
 def _buckets(segments: np.ndarray, heads: int) -> list[Bucket]:
@@ -167,23 +198,30 @@ def rows_first(t: Tensor, run: int, heads: int) -> Tensor:
 
 
 def _probabilities(
-    q: Tensor, k: Tensor, bucket: Bucket, scale: float, window: int | None
+    q: Tensor, k: Tensor, bucket: Bucket, scale: float, window: int | None, bends: Bends
 ) -> Tensor:
     n, kv_heads, rows, _ = q.shape
     scores = query_key(q, k)
     split = scores.view(n, kv_heads, bucket.queries.shape[1], -1, k.shape[2])
-    return weigh(split, bucket.mask(window), scale).view(n, kv_heads, rows, -1)
+    return weigh(split, bucket.mask(window), scale, bends).view(n, kv_heads, rows, -1)
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, buckets: list[Bucket], scale: float, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    buckets: list[Bucket],
+    scale: float,
+    window: int | None,
+    bends: Bends,
 ) -> Tensor:
     heads, kv_heads, dtype = q.shape[1], k.shape[1], q.dtype
     q, k, v = q.float(), k.float(), v.float()
     out = torch.zeros(q.shape)  # rows in no segment are padding
     for bucket in buckets:
         keys, values = (_gather(t, bucket.keys, kv_heads) for t in (k, v))
-        probs = _probabilities(_gather(q, bucket.queries, kv_heads), keys, bucket, scale, window)
+        query = _gather(q, bucket.queries, kv_heads)
+        probs = _probabilities(query, keys, bucket, scale, window, bends)
         rows = rows_first(combine(probs, values), bucket.queries.shape[1], heads)
         out.index_copy_(0, bucket.queries.reshape(-1)[bucket.valid], rows[bucket.valid])
     return out.to(dtype)
@@ -202,19 +240,27 @@ class _PackedAttention(torch.autograd.Function):
         buckets: list[Bucket],
         scale: float,
         window: int | None,
+        softcap: float,
+        sinks: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(q, k, v)
-        ctx.call = (buckets, scale, window)
-        return _forward(q, k, v, buckets, scale, window)
+        ctx.save_for_backward(q, k, v, sinks)
+        ctx.call = (buckets, scale, window, softcap)
+        return _forward(q, k, v, buckets, scale, window, Bends(softcap, sinks))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, above = (t.float() for t in (*ctx.saved_tensors, grads[0]))
-        buckets, scale, window = ctx.call
+        *saved, sinks = ctx.saved_tensors
+        q, k, v, above = (t.float() for t in (*saved, grads[0]))
+        buckets, scale, window, softcap = ctx.call
         totals = torch.zeros(q.shape), torch.zeros(k.shape), torch.zeros(v.shape)
+        bends, grad_sinks = (
+            Bends(softcap, sinks),
+            None if sinks is None else torch.zeros_like(sinks),
+        )
         for bucket in buckets:
-            _bucket_backward(bucket, (q, k, v), above, totals, scale, window)
-        return *(total.to(grads[0].dtype) for total in totals), None, None, None
+            _bucket_backward(bucket, (q, k, v), above, totals, scale, window, bends, grad_sinks)
+        own = (total.to(grads[0].dtype) for total in totals)
+        return *own, None, None, None, None, grad_sinks
 
 
 def _bucket_backward(
@@ -224,6 +270,8 @@ def _bucket_backward(
     out: tuple[Tensor, Tensor, Tensor],
     scale: float,
     window: int | None,
+    bends: Bends,
+    grad_sinks: Tensor | None,
 ) -> None:
     (q, k, v), (grad_q, grad_k, grad_v) = saved, out
     heads, kv_heads = q.shape[1], k.shape[1]
@@ -232,10 +280,18 @@ def _bucket_backward(
     above = _gather(grad, bucket.queries, kv_heads)
     padding = ~bucket.valid.view(bucket.queries.shape)
     above.view(*above.shape[:2], padding.shape[1], -1).masked_fill_(padding[:, None, :, None], 0.0)
-    probs = _probabilities(query, key, bucket, scale, window)
+    probs = _probabilities(query, key, bucket, scale, window, bends)
     grad_scores = torch.matmul(above, value.transpose(-1, -2))
-    grad_scores -= (grad_scores * probs).sum(-1, keepdim=True)
+    mean = (grad_scores * probs).sum(-1, keepdim=True)
+    grad_scores -= mean
     grad_scores.mul_(probs).mul_(scale)
+    if bends.softcap:
+        capped = soft_cap(query_key(query, key).mul_(scale), bends.softcap).div_(bends.softcap)
+        grad_scores.mul_(capped.square_().neg_().add_(1.0))
+    if grad_sinks is not None:  # each has the rest of a row's probability
+        lost = mean[..., 0] * (probs.sum(-1) - 1.0)
+        by_head = lost.view(*lost.shape[:2], padding.shape[1], -1).sum((0, 2))
+        grad_sinks += by_head.view(-1)
     rows = rows_first(torch.matmul(grad_scores, key), bucket.queries.shape[1], heads)
     grad_q.index_copy_(0, bucket.queries.reshape(-1)[bucket.valid], rows[bucket.valid])
     index = bucket.keys.reshape(-1)

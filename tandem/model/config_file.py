@@ -2,8 +2,8 @@
 
 transformers takes many keys of that file as instructions: Python files to import (auto_map),
 attention kernels to fetch, quantizers, other weight files. So the file is read here, its model type
-must be one that Tandem knows, its numbers must be plausible, and only the fields that the type's
-config class declares are passed on. This file knows no weights.
+must be a causal language model of the installed transformers, its numbers must be plausible, and
+only the fields that the type's config class declares are passed on. This file knows no weights.
 """
 
 import dataclasses
@@ -18,7 +18,8 @@ from tandem.runtime.errors import UserError
 logger = logging.getLogger(__name__)
 
 HeadKind = Literal["tokens", "value"]
-EXACT_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+# Those that run through Tandem's own layer (layers.py); all others through general.py.
+LEAN_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 MAX_BYTES = 16 << 20
@@ -33,6 +34,15 @@ OLDER_NAMES = {
     "original_max_position_embeddings",
     "num_labels",
     "torch_dtype",
+    "tie_word_embeddings",
+    "sliding_window_pattern",
+    "rope_local_base_freq",
+    "rotary_pct",
+    "rotary_emb_base",
+    "rotary_dim",
+    "no_rope_layer_interval",
+    "first_k_dense_replace",
+    "moe_layer_freq",
 }
 REFUSED = {
     "quantization_config": "quantized weights",
@@ -88,15 +98,13 @@ def check_model(path: str, key: str = "model.path", *, head: HeadKind = "tokens"
 
 
 def _read_config(path: str, where: str) -> Any:
-    """Make the transformers config of an exact architecture from the declared fields."""
+    """Make the transformers config of a causal language model from the declared fields."""
     values = read_json(path, CONFIG, where)
     if values is None:
         missing = "nothing: no such model on the hub, or no way to it from here"
         raise _unreadable(where, "no config.json in it" if Path(path).is_dir() else missing)
     model_type = values.get("model_type")
-    if model_type not in EXACT_ARCHITECTURES or (
-        model_type == "mistral" and "layer_types" in values
-    ):
+    if not _is_language_model(model_type) or (model_type == "mistral" and "layer_types" in values):
         name = "ministral" if model_type == "mistral" else str(model_type)[:60]
         raise _not_exact(where, [f"architecture {name}"])
     reasons = [f"{name}: {why}" for name, why in REFUSED.items() if values.get(name) is not None]
@@ -109,12 +117,25 @@ def _read_config(path: str, where: str) -> Any:
     names |= config_class.attribute_map.keys() | set(config_class.attribute_map.values())
     try:
         config = config_class.from_dict({k: v for k, v in values.items() if k in names})
+        if not hasattr(config, "num_attention_heads"):
+            raise _not_exact(where, [f"architecture {model_type}, which has no attention heads"])
         mistakes = _implausible_values(config)
+    except UserError:
+        raise
     except Exception as error:  # transformers raises wherever it first uses a wrong value
         raise _unreadable(where, first_line(error)) from None
     if mistakes:
         raise _unreadable(where, "; ".join(mistakes))
     return config
+
+
+def _is_language_model(model_type: Any) -> bool:
+    """Tell whether transformers has a causal language model of this type."""
+    if model_type in LEAN_ARCHITECTURES:
+        return True
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return isinstance(model_type, str) and model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def read_json(
@@ -192,7 +213,9 @@ def _implausible_values(config: Any) -> list[str]:
     ]
     if mistakes:
         return mistakes
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if config.get_text_config() is not config:
+        return [f"a {config.model_type} model, which also reads images or sound"]
+    heads, kv_heads = config.num_attention_heads, kv_heads_of(config)
     if heads % kv_heads:
         mistakes.append(f"{heads} query heads for {kv_heads} key/value heads")
     if config.dtype is not None and not isinstance(config.dtype, torch.dtype):
@@ -200,14 +223,13 @@ def _implausible_values(config: Any) -> list[str]:
     names = config.architectures
     if not (names is None or (isinstance(names, list) and all(isinstance(n, str) for n in names))):
         mistakes.append(f"architectures {names!r:.60}")
-    rope = values.get("rope_parameters") or {}
-    if not all(_is_positive(rope[name]) for name in ("rope_theta", "factor") if name in rope):
-        mistakes.append(f"rope_parameters {rope!r:.60}")
-    if any(isinstance(value, dict) for value in rope.values()):
-        mistakes.append("rope_parameters for kinds of layers")
+    for rope in ropes_of(config):
+        if not all(_is_positive(rope[name]) for name in ("rope_theta", "factor") if name in rope):
+            mistakes.append(f"rope_parameters {rope!r:.60}")
     types, layers = values.get("layer_types"), config.num_hidden_layers
     if types is not None and (
-        len(types) != layers or not set(types) <= {"full_attention", "sliding_attention"}
+        len(types) != layers
+        or (is_lean(config) and not set(types) <= {"full_attention", "sliding_attention"})
     ):
         mistakes.append(f"layer_types {str(types)[:60]} for {layers} layers")
     window = values.get("sliding_window")
@@ -217,15 +239,13 @@ def _implausible_values(config: Any) -> list[str]:
 
 
 def why_not_exact(config: Any) -> list[str]:
-    """List why the exact engine cannot run this transformers config; empty if it can."""
-    if config.model_type not in EXACT_ARCHITECTURES:
-        return [f"architecture {config.model_type}"]
+    """List why no exact path can run this transformers config; empty if one may.
+
+    Of a model that is not lean, its trial decides (trial.require_faithful)."""
     reasons = []
-    if config.hidden_act != "silu":
-        reasons.append(f"activation {config.hidden_act}")
-    rope = (config.rope_parameters or {}).get("rope_type", "default")
-    if rope not in STATIC_ROPE:
-        reasons.append(f"rotary embedding {rope}, which depends on the length of the batch")
+    for rope in ropes_of(config):
+        if (kind := rope.get("rope_type", "default")) not in STATIC_ROPE:
+            reasons.append(f"rotary embedding {kind}, which depends on the length of the batch")
     if head_size(config) < 8:
         reasons.append(
             f"head size {head_size(config)} (at least 8: smaller matmuls take another kernel)"
@@ -233,8 +253,38 @@ def why_not_exact(config: Any) -> list[str]:
     return reasons
 
 
+def is_lean(config: Any) -> bool:
+    """Tell whether Tandem's own layer runs this model, and not transformers' forward pass."""
+    if config.model_type not in LEAN_ARCHITECTURES or config.hidden_act != "silu":
+        return False
+    return not any(isinstance(value, dict) for value in (config.rope_parameters or {}).values())
+
+
+def ropes_of(config: Any) -> list[dict[str, Any]]:
+    """List the parameters of the rotary embeddings: one for all layers, one for each kind of
+    layer, or none."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [value for value in rope.values() if isinstance(value, dict)]
+    return kinds or [rope]
+
+
+def inner_size(config: Any) -> int:
+    """Return the width of a dense MLP, by its name in one transformers config or another."""
+    names = ("intermediate_size", "ffn_dim", "n_inner")
+    found = (getattr(config, name, None) for name in names)
+    return next((size for size in found if size), 4 * int(config.hidden_size))
+
+
+def kv_heads_of(config: Any) -> int:
+    """Return how many key/value heads there are; a config without them has no groups."""
+    return getattr(config, "num_key_value_heads", None) or int(config.num_attention_heads)
+
+
 def head_size(config: Any) -> int:
-    """Return the width of an attention head; some transformers configs leave it out."""
+    """Return the width of an attention head; some transformers configs leave it out, and that of
+    latent attention (DeepSeek) has two parts."""
+    if getattr(config, "qk_nope_head_dim", None):
+        return int(config.qk_nope_head_dim + config.qk_rope_head_dim)
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
@@ -302,12 +352,12 @@ def _no_model(path: str, key: str) -> UserError:
 
 
 def _not_exact(where: str, reasons: list[str]) -> UserError:
-    architectures = ", ".join(EXACT_ARCHITECTURES)
     return UserError(
         "this model cannot run exactly",
         where=where,
         found="; ".join(reasons),
-        expected=f"one of {architectures} with float weights, SiLU and a static rotary embedding",
+        expected="a causal language model of transformers with float weights and a static rotary "
+        "embedding",
     )
 
 

@@ -41,7 +41,8 @@ def batch_logprobs(
 
     def compute() -> list[Tensor]:
         head = _head(model, batch, choices)
-        found = token_logprobs(*head, targets, sampling, seen, expected, entropy)
+        ending = model.head.bias, model.softcap
+        found = token_logprobs(*head, targets, sampling, seen, expected, entropy, *ending)
         return [model.row_parts.gather(values, batch) for values in found]
 
     logprobs, entropies = model(compute)

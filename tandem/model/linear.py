@@ -214,7 +214,7 @@ class ExactLinear(nn.Module):
         if self._slices or self.leave is not None:
             return self._sum(flat, part).view(*x.shape[:-1], -1)
         packed = (self.base_pack if self.base_only else self.pack).of_parts((part,))
-        return fused_linear(flat, (part,), packed).view(*x.shape[:-1], len(self.weight))
+        return fused_linear(flat, (part,), packed).view(*x.shape[:-1], len(part.weight))
 
     def _sum(self, x: Tensor, part: Part) -> Tensor:
         packs = self._slices or [(self.pack, self.base_pack)]

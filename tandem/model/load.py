@@ -1,4 +1,5 @@
-"""A Hugging Face causal language model with Tandem's exact layer, linear and attention.
+"""A Hugging Face causal language model with Tandem's exact layer, linear and attention. Models of
+other architectures than that layer's are general.py's.
 
 With `head="value"` it is a value model, whose head gives one number a token and which no engine
 runs. The module stays transformers' own, parameter names included, so a checkpoint is a plain
@@ -18,7 +19,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tandem.model.attention import PackedPlan, Plan
-from tandem.model.config_file import HeadKind, check_model, first_line, head_size, window_of
+from tandem.model.config_file import (
+    HeadKind,
+    check_model,
+    first_line,
+    head_size,
+    is_lean,
+    kv_heads_of,
+    window_of,
+)
 from tandem.model.decode_rows import DecodeRows
 from tandem.model.expert_choices import ExpertChoices
 from tandem.model.experts import ExactExperts, ExactRouter
@@ -44,6 +53,8 @@ class ExactModel(nn.Module):
     runs each layer once more (Chen et al. 2016, arXiv 1604.06174): it saves memory, costs time, and
     gives the same gradients to the last bit.
     """
+
+    softcap = 0.0  # of the logits, as in logprobs.token_logprobs
 
     def __init__(self, module: Any, lora: Lora | None = None):
         super().__init__()
@@ -165,7 +176,7 @@ class ExactModel(nn.Module):
     def heads(self) -> tuple[int, int, int]:
         """(query heads, key/value heads, head size)"""
         config = self.config
-        return config.num_attention_heads, config.num_key_value_heads, head_size(config)
+        return config.num_attention_heads, kv_heads_of(config), head_size(config)
 
     def named_weights(self) -> dict[str, Tensor]:
         """Return every parameter once, by its Hugging Face name (a tied head is its embedding).
@@ -270,6 +281,10 @@ def load_model(
     UserError if the model is missing or not exact.
     """
     config = check_model(path, head=head)
+    if not is_lean(config):
+        from tandem.model.trial import require_faithful
+
+        require_faithful(config, f"model.path = {path}")
     check_sums(path)
     check_weights(path, sum(p.numel() for p in empty_model(path, config, head=head).parameters()))
     return make_exact(_stock_model(path, config, head, place), lora)
@@ -354,6 +369,10 @@ def make_exact(module: Any, lora: Lora | None = None) -> ExactModel:
     """Put the exact parts into a transformers module in place, and with lora a new adapter."""
     if lora is not None:
         add_adapter(module, lora)
+    if not is_lean(module.config):
+        from tandem.model.general import make_general
+
+        return make_general(module, lora)
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             setattr(parent, name, _exact_module(child))

@@ -10,11 +10,13 @@ batches or losses.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tandem.model.activations import soft_cap
 from tandem.model.linear import gradient_product, multiply
 from tandem.model.triton.dispatch import triton_for
 from tandem.types import SamplingDistribution
@@ -35,6 +37,9 @@ class SeenTokens:
 
 # Makes the pairs of predictions start .. stop - 1 once their chunk is computed.
 SeenBefore = Callable[[int, int], SeenTokens]
+# What turns slopes [n, V] of the logits that are sampled from, in place, into those of the output
+# projection's, one after the other.
+Backwards = list[Callable[[Tensor], Any]]
 
 
 def penalize(logits: Tensor, penalty: float, seen: SeenTokens) -> Tensor:
@@ -103,6 +108,8 @@ def token_logprobs(
     seen: SeenBefore | None = None,
     expected: Tensor | None = None,
     entropy: bool = True,
+    bias: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Compute (log-probs [N], entropies [N]) of targets int64 [N] after hidden states [N, D].
 
@@ -114,8 +121,10 @@ def token_logprobs(
         beforehand. The gradients are then made while the logits are at hand. If another gradient
         arrives, the backward pass computes the logits again.
     entropy: whether to compute it, in three passes over the logits; it is zero otherwise.
+    bias, softcap: of the output projection, [V], and of its logits (`soft_cap`), 0 without one.
     """
-    return _TokenLogprobs.apply(hidden, weight, packed, targets, sampling, seen, expected, entropy)  # type: ignore[no-any-return]
+    options = sampling, seen, expected, entropy, bias, softcap
+    return _TokenLogprobs.apply(hidden, weight, packed, targets, *options)  # type: ignore[no-any-return]
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -133,69 +142,72 @@ class _TokenLogprobs(torch.autograd.Function):
         seen: SeenBefore | None,
         expected: Tensor | None,
         with_entropy: bool,
+        bias: Tensor | None,
+        softcap: float,
     ) -> tuple[Tensor, Tensor]:
-        ctx.sampling, ctx.seen = sampling, seen
+        ctx.sampling, ctx.seen, ctx.softcap = sampling, seen, softcap
         logprobs, entropy = (hidden.new_zeros(len(targets), dtype=torch.float32) for _ in range(2))
-        wanted = ctx.needs_input_grad if expected is not None else (False, False)
-        grads = _Gradients(hidden, weight, wanted)
+        wanted = ctx.needs_input_grad if expected is not None else [False] * 9
+        grads = _Gradients(hidden, weight, bias, wanted)
         for rows in chunks(len(targets), weight.shape[0]):
-            table, penalized = _chunk_table(hidden, packed, targets, sampling, seen, rows)
+            logits = multiply(hidden[rows], packed, bias).float()
+            table, backwards = _chunk_table(logits, targets, sampling, seen, rows, softcap)
             logprobs[rows], entropies = _values(table, targets[rows], sampling, with_entropy)
             if entropies is not None:
                 entropy[rows] = entropies
             if expected is not None and any(wanted):
                 parts = entropy[rows], expected[rows, None], None
                 slope = _slope(table, targets[rows], sampling, *parts)
-                grads.add(rows, slope, sampling, penalized)
+                grads.add(rows, slope, sampling, backwards)
         ctx.save_for_backward(
-            hidden, weight, packed, targets, entropy, expected, grads.hidden, grads.weight
+            *(hidden, weight, packed, targets, entropy, expected, bias),
+            *(grads.hidden, grads.weight, grads.bias),
         )
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *above: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, packed, targets, entropy, expected, grad_hidden, grad_weight = (
-            ctx.saved_tensors
-        )
+        hidden, weight, packed, targets, entropy, expected, bias, *totals = ctx.saved_tensors
         if (
             expected is not None
             and above[1] is None
             and above[0] is not None
             and torch.equal(above[0], expected)
         ):
-            return grad_hidden, grad_weight, *[None] * 6
-        grads = _Gradients(hidden, weight, ctx.needs_input_grad)
+            return *totals[:2], *[None] * 6, totals[2], None
+        grads = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
         for rows in chunks(len(targets), weight.shape[0]):
-            table, penalized = _chunk_table(hidden, packed, targets, ctx.sampling, ctx.seen, rows)
+            logits = multiply(hidden[rows], packed, bias).float()
+            options = ctx.sampling, ctx.seen, rows, ctx.softcap
+            table, backwards = _chunk_table(logits, targets, *options)
             parts = (None if grad is None else grad[rows, None] for grad in above)
             slope = _slope(table, targets[rows], ctx.sampling, entropy[rows], *parts)
-            grads.add(rows, slope, ctx.sampling, penalized)
-        return grads.hidden, grads.weight, *[None] * 6
+            grads.add(rows, slope, ctx.sampling, backwards)
+        return grads.hidden, grads.weight, *[None] * 6, grads.bias, None
 
 
 class _Gradients:
-    """The wanted gradients of hidden states [N, D] and output projection [V, D], by chunks."""
+    """The wanted gradients of hidden states [N, D], output projection [V, D] and bias [V], by
+    chunks. wanted: of each argument of `_TokenLogprobs`."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, wanted: Sequence[bool]):
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Sequence[bool]):
         self.inputs = hidden, weight
         self.hidden = torch.empty_like(hidden) if wanted[0] else None
         self.weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
+        self.bias = torch.zeros_like(bias) if bias is not None and wanted[8] else None
 
     def add(
-        self,
-        rows: slice,
-        slope: Tensor,
-        sampling: SamplingDistribution,
-        penalized: tuple[SeenTokens, Tensor] | None,
+        self, rows: slice, slope: Tensor, sampling: SamplingDistribution, backwards: Backwards
     ) -> None:
         """Add the part of these rows. slope [n, V], d loss / d tempered logits, is overwritten."""
         hidden, weight = self.inputs
         if sampling.temperature not in (0.0, 1.0):
             slope.div_(sampling.temperature)
-        if penalized is not None:
-            seen, factor = penalized
-            slope[seen.rows, seen.tokens] = slope[seen.rows, seen.tokens] * factor
+        for step in backwards:
+            step(slope)
+        if self.bias is not None:
+            self.bias += slope.sum(0)
         if self.hidden is not None:
             self.hidden[rows] = gradient_product(slope, weight)
         if self.weight is not None:
@@ -243,26 +255,35 @@ def _slope(
 
 
 def _chunk_table(
-    hidden: Tensor,
-    packed: Tensor,
+    logits: Tensor,
     targets: Tensor,
     sampling: SamplingDistribution,
     seen: SeenBefore | None,
     rows: slice,
-) -> tuple[Tensor, tuple[SeenTokens, Tensor] | None]:
-    """Compute log-probs [n, V] of these rows, and (tokens, slope) of a repetition penalty.
+    softcap: float,
+) -> tuple[Tensor, Backwards]:
+    """Compute log-probs [n, V] of these rows from the output projection's [n, V], and how slopes
+    come back through soft cap and repetition penalty.
 
     Where kernels are fused, the table holds the penalized logits instead.
     """
-    logits = multiply(hidden[rows], packed).float()
-    penalized = None
+    backwards: Backwards = []
+    if softcap:
+        logits = soft_cap(logits, softcap)
+        bend = (logits / softcap).square_().neg_().add_(1.0)
+        backwards.append(lambda slope: slope.mul_(bend))
     if sampling.repetition_penalty != 1.0:
         assert seen is not None, "a repetition penalty needs the tokens seen before"
         tokens = seen(rows.start, rows.stop)
-        penalized = tokens, penalize(logits, sampling.repetition_penalty, tokens)
+        factor = penalize(logits, sampling.repetition_penalty, tokens)
+        backwards.insert(0, partial(_scale_seen, tokens, factor))
     if _fused(logits, sampling):
-        return logits, penalized
-    return log_distribution(logits, sampling, targets[rows]), penalized
+        return logits, backwards
+    return log_distribution(logits, sampling, targets[rows]), backwards
+
+
+def _scale_seen(seen: SeenTokens, factor: Tensor, slope: Tensor) -> None:
+    slope[seen.rows, seen.tokens] = slope[seen.rows, seen.tokens] * factor
 
 
 def row_sums(table: Tensor) -> Tensor:

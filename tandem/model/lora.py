@@ -59,8 +59,8 @@ def exact_adapted(layer: Any) -> ExactLinear:
 
 def _check_targets(targets: Sequence[str], linears: Sequence[str]) -> None:
     unknown = [t for t in targets if t != ALL_LINEAR and not _matching(linears, t)]
-    if unknown or not targets:
-        known = ", ".join(_last_names(linears))
+    if unknown or not targets or not linears:
+        known = ", ".join(_last_names(linears)) or "it has none"
         raise UserError(
             "LoRA targets are not in this model",
             where="lora.targets",
@@ -100,8 +100,8 @@ def _linear_names(module: Any) -> list[str]:
     """
     sparse = module.config.model_type == "qwen3_moe"
     return [
-        f"model.{name}"
-        for name, child in module.model.named_modules()
+        f"{module.base_model_prefix}.{name}"
+        for name, child in module.base_model.named_modules()
         if isinstance(child, nn.Linear) and not (sparse and ".mlp." in name)
     ]
 

@@ -19,6 +19,8 @@ from tandem.model.attention import (
     BUCKET_BYTES,
     KEY_BLOCK,
     QUERY_BLOCK,
+    STRAIGHT,
+    Bends,
     heads_first,
     hidden_keys,
     ladder,
@@ -82,7 +84,14 @@ class PagedPlan:
         self.buckets = _buckets(runs, heads, kv_heads)
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None,
+        bends: Bends = STRAIGHT,
     ) -> Tensor:
         keys, values, new = self.keys[layer], self.values[layer], self._new
         for cache, written in ((keys, k), (values, v)):
@@ -90,14 +99,14 @@ class PagedPlan:
                 0, self._rows, written[:new].reshape(-1, cache.shape[-1])
             )
         if self.buckets[0].rows is None:
-            out = _attend(self.buckets[0], q[:new], keys, values, scale, window)
+            out = _attend(self.buckets[0], q[:new], keys, values, scale, window, bends)
             out = out.to(q.dtype)
             return out if new == len(q) else F.pad(out, (0, 0, 0, 0, 0, len(q) - new))
         out = torch.zeros_like(q)  # rows beyond the sequences' are padding
         for bucket in self.buckets:
             rows = bucket.rows
             assert rows is not None
-            part = _attend(bucket, q.index_select(0, rows), keys, values, scale, window)
+            part = _attend(bucket, q.index_select(0, rows), keys, values, scale, window, bends)
             if bucket.kept is not None:
                 part, rows = part.index_select(0, bucket.kept), rows.index_select(0, bucket.kept)
             out.index_copy_(0, rows, part.to(q.dtype))
@@ -115,7 +124,13 @@ def _rectangle(tables: Sequence[Sequence[int]]) -> np.ndarray:
 
 
 def _attend(
-    bucket: Bucket, q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
+    bucket: Bucket,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    window: int | None,
+    bends: Bends,
 ) -> Tensor:
     """Attend the bucket's queries [n * R, H, E] over the cache, to [n * R, H, E]."""
     n, run = bucket.positions.shape
@@ -134,7 +149,7 @@ def _attend(
     else:
         scores = first.multiply(query_key, query, keys)
     split = scores.view(n, kv_heads, run, -1, scores.shape[-1])
-    probs = weigh(split, bucket.mask(window), scale).view(scores.shape)
+    probs = weigh(split, bucket.mask(window), scale, bends).view(scores.shape)
     out = first.multiply(torch.matmul, probs[..., :PAGE], values)
     for at, column in enumerate(others, 1):
         part = slice(at * PAGE, at * PAGE + column.used)

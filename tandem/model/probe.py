@@ -15,15 +15,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tandem.model.attention import Plan
-from tandem.model.config_file import first_line
+from tandem.model.config_file import first_line, is_lean
 from tandem.model.layers import ExactLayer
 from tandem.model.linear import HAS_PREPACKED, ExactLinear, gradient_product, padded_rows, swiglu
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import chunks, log_distribution
-from tandem.model.trial import LONG, SHORT, Cache, Schedule, random_like, random_model, threads_of
+from tandem.model.trial import (
+    LONG,
+    SHORT,
+    VOCABULARY,
+    Cache,
+    Schedule,
+    random_like,
+    random_model,
+    threads_of,
+)
 from tandem.model.triton.dispatch import triton_for, use_matmul
 from tandem.runtime import numerics
 from tandem.types import SamplingDistribution
@@ -156,6 +165,7 @@ def probe(
         parity = _linears_differ(model, noise, microbatch)
         parity += _rowwise_differ(model, noise)
         parity += _attention_differs(small, noise)
+        parity += [] if is_lean(model.config) else _part_differs(small)
     schedule, passes = Schedule(small, seed), []
     for count in counts:
         with threads_of(count):
@@ -173,6 +183,38 @@ def probe(
             if not torch.equal(gradient, other_gradients[name])
         ]
     return Exactness(parity=unfit + parity, thread_dependent=unfit + dependent)
+
+
+def _part_differs(model: ExactModel) -> list[str]:
+    """Name the first part of transformers' forward pass whose rows differ with the row count."""
+    names = {part: name for name, part in model.module.base_model.named_modules()}
+    outputs: dict[nn.Module, Tensor] = {}  # in the order in which they are computed
+
+    def keep(part: nn.Module, _: Any, out: Any) -> None:
+        if isinstance(out, Tensor):
+            outputs[part] = out
+
+    hooks = [part.register_forward_hook(keep) for part in names]
+    tokens = torch.randint(VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(0))
+
+    def run(rows: int) -> dict[nn.Module, Tensor]:
+        """Return the outputs of the parts that give one row a token."""
+        outputs.clear()
+        plan = model.packed_plan(np.array([[0, rows, 0, 0]]))
+        model.hidden(tokens[:rows], torch.arange(rows), plan)
+        found = {part: out[0] if len(out) == 1 else out for part, out in outputs.items()}
+        return {part: out[:rows] for part, out in found.items() if len(out) == padded_rows(rows)}
+
+    try:
+        whole = run(LENGTH)
+        for rows in ROWS:
+            for part, found in run(rows).items():
+                if part in whole and not torch.equal(found, whole[part][:rows]):
+                    return [f"{names[part]} ({type(part).__name__}): {rows} rows"]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return []
 
 
 def _linears_differ(model: ExactModel, noise: torch.Generator, microbatch: int) -> list[str]:
@@ -202,12 +244,13 @@ def _linears_differ(model: ExactModel, noise: torch.Generator, microbatch: int) 
 def _rowwise_differ(model: ExactModel, noise: torch.Generator) -> list[str]:
     """Name which of SwiGLU and log-softmax differ with the row count."""
     operators: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
-        "SwiGLU": (swiglu, 2 * model.config.intermediate_size),
         "log-softmax": (
             lambda x: log_distribution(x.float(), SamplingDistribution()),
             model.config.vocab_size,
-        ),
+        )
     }
+    if is_lean(model.config):
+        operators["SwiGLU"] = swiglu, 2 * model.config.intermediate_size
     differing = []
     for name, (function, width) in operators.items():
         x = random_like(model, noise, 40, width)
@@ -238,16 +281,20 @@ def _findings(name: str, counts: Sequence[int]) -> list[str]:
 def _linears(model: ExactModel) -> dict[tuple[int, int], Callable[[Tensor], Tensor]]:
     """Pick one linear of each shape (outputs, inputs), as the layers run them."""
     runs: list[tuple[Any, Sequence[ExactLinear]]] = []
-    for layer in model.module.model.layers:
+    if not is_lean(model.config):
+        parts = model.module.base_model.modules()
+        runs += [(part, [part]) for part in parts if isinstance(part, ExactLinear)]
+        layers = []
+    else:
+        layers = model.module.model.layers
+    for layer in layers:
         assert isinstance(layer, ExactLayer)
         runs += [(fused, fused.parts) for fused in (layer.qkv, layer.gate_up) if fused is not None]
         single = [layer.self_attn.o_proj] + ([] if layer.sparse else [layer.mlp.down_proj])
         runs += [(linear, [linear]) for linear in single]
     runs.append((model.head, [model.head]))
-    return {
-        (sum(len(p.weight) for p in parts), parts[0].weight.shape[1]): linear
-        for linear, parts in runs
-    }
+    weights = [([p.active_part().weight for p in parts], linear) for linear, parts in runs]
+    return {(sum(map(len, own)), own[0].shape[1]): linear for own, linear in weights}
 
 
 def _gradients_differ(

@@ -5,8 +5,10 @@ checked in every step of a run.
 """
 
 import copy
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,13 +18,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tandem.model.attention import Plan
-from tandem.model.config_file import is_sparse, window_of
+from tandem.model.config_file import first_line, is_lean, is_sparse, window_of
 from tandem.model.load import ExactModel, make_exact
 from tandem.model.logprobs import log_distribution, token_logprobs
 from tandem.model.paged_attention import PAGE, Runs
+from tandem.runtime.errors import UserError
 from tandem.types import SamplingDistribution
 
 VOCABULARY, EXPERTS = 512, 8
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+TRIED, WINDOW = 150, 60  # tokens of a trial of the general path, and its longest window
+MOST_DIFFERENCE = 1e-3  # of the largest logit: rounding in another order, and nothing else
 # Tokens of a sequence behind its prefix.
 SHORT, LONG = (*range(1, 9), 20, 28, 32, 64), range(255, 261)
 CHUNKS = (1, 1, 2, 7, 33, 130, 400)  # new tokens of a sequence in a pass of the engine
@@ -35,22 +41,73 @@ def random_model(model: ExactModel, seed: int, dtype: torch.dtype | None = None)
     is small, and experts are few. Of `model` only the config is read, so it may be divided. dtype:
     of the weights that run, if they are not those that it holds.
     """
-    config = _one_layer_of_each_kind(model)
+    config = _one_layer_of_each_kind(model.config, model.splits)
+    small = make_exact(_random_module(config, seed, dtype or model.dtype, model.device))
+    small.split(model.splits)
+    return small
+
+
+def _random_module(
+    config: Any, seed: int, dtype: torch.dtype = torch.float32, device: Any = "cpu"
+) -> Any:
+    """Make transformers' module of a config with random weights."""
     config.vocab_size, config.pad_token_id = VOCABULARY, None
     noise = torch.Generator().manual_seed(seed)
-    with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(config, dtype=dtype or model.dtype)
-    module.to_empty(device=model.device)
-    # the buffers of a rotary embedding are not parameters
-    module.model.rotary_emb = type(module.model.rotary_emb)(config).to(model.device)
+    with torch.random.fork_rng(devices=[]):
+        module = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).to(device)
     for weight in module.parameters():
         spread = torch.randn(weight.shape, generator=noise)
         weight.data.copy_(
-            1.0 + 0.1 * spread if weight.dim() == 1 else spread / weight.shape[-1] ** 0.5
+            1.0 + 0.1 * spread if weight.dim() <= 1 else spread / weight.shape[-1] ** 0.5
         )
-    small = make_exact(module)
-    small.split(model.splits)
-    return small
+    return module.eval()
+
+
+def require_faithful(config: Any, where: str) -> None:
+    """Try the general path on a random model of a config's shapes. Raises UserError if
+    transformers' own pass gives other logits, or passes of the engine do, or one cannot run.
+
+    Rounding is not looked at here: whether all bits agree the probe says.
+    """
+    if not is_lean(config) and (found := _fault(config.model_type, config.to_json_string())):
+        raise _not_faithful(where, config, found)
+
+
+@cache
+def _fault(model_type: str, text: str) -> str:
+    """Say in which way the general path of a config in JSON is wrong; "" if it is not."""
+    from transformers import CONFIG_MAPPING
+
+    config = _one_layer_of_each_kind(CONFIG_MAPPING[model_type].from_dict(json.loads(text)), 1)
+    tokens = torch.randint(VOCABULARY, (TRIED,), generator=torch.Generator().manual_seed(0))
+    try:
+        stock, model = (_random_module(config, 0) for _ in range(2))
+        stock.set_attn_implementation("eager")
+        exact = make_exact(model)
+        with torch.no_grad():
+            expected = stock(input_ids=tokens[None], use_cache=False).logits[0]
+            plan = exact.packed_plan(np.array([[0, TRIED, 0, 0]]))
+            found = exact.head(exact.hidden(tokens, torch.arange(TRIED), plan))
+        schedule = Schedule(exact, 0)
+        apart = float((schedule.paged((1,)) - schedule.packed()[0]).abs().max())
+    except Exception as error:  # any class of any model runs here
+        return first_line(error)
+    worst, scale = float((found - expected).abs().max()), float(expected.abs().max())
+    if not worst <= MOST_DIFFERENCE * scale:
+        return f"logits that differ by {worst:.2g} from transformers' own, of up to {scale:.2g}"
+    if not apart <= MOST_DIFFERENCE * scale:
+        return f"log-probs that differ by {apart:.2g} between packed and paged sequences"
+    return ""
+
+
+def _not_faithful(where: str, config: Any, found: str) -> UserError:
+    return UserError(
+        "this model cannot run exactly",
+        where=f"{where}, architecture {config.model_type}",
+        found=found,
+        expected="transformers' logits from exact linears, attention and activations",
+        next="take a model that docs/models.md lists",
+    )
 
 
 def random_like(model: ExactModel, noise: torch.Generator, *shape: int) -> Tensor:
@@ -58,9 +115,11 @@ def random_like(model: ExactModel, noise: torch.Generator, *shape: int) -> Tenso
     return torch.randn(shape, generator=noise).to(model.device, model.dtype)
 
 
-def _one_layer_of_each_kind(model: ExactModel) -> Any:
+def _one_layer_of_each_kind(config: Any, splits: int) -> Any:
     """Make the transformers config of a model of the first layer of each kind."""
-    config = copy.deepcopy(model.config)
+    if not is_lean(config):
+        return _listed_kinds(config)
+    config = copy.deepcopy(config)
     firsts: dict[tuple[int | None, bool], int] = {}
     for number in range(config.num_hidden_layers):
         firsts.setdefault((window_of(config, number), is_sparse(config, number)), number)
@@ -71,7 +130,30 @@ def _one_layer_of_each_kind(model: ExactModel) -> Any:
         config.mlp_only_layers = [at for at, (_, sparse) in enumerate(firsts) if not sparse]
         config.decoder_sparse_step = 1
         few = max(EXPERTS, config.num_experts_per_tok)
-        config.num_experts = min(config.num_experts, few + -few % model.splits)
+        config.num_experts = min(config.num_experts, few + -few % splits)
+    return config
+
+
+def _listed_kinds(config: Any) -> Any:
+    """Do so for a config whose lists of one entry a layer say what a layer is; windows are short
+    enough to be tried."""
+    config, layers = copy.deepcopy(config), config.num_hidden_layers
+    lists = {
+        name: value
+        for name, value in vars(config).items()
+        if isinstance(value, list) and len(value) == layers
+    }
+    firsts: dict[str, int] = {}
+    for number in range(layers):
+        firsts.setdefault(str([value[number] for value in lists.values()]), number)
+    config.num_hidden_layers = len(firsts)
+    for name, value in lists.items():
+        setattr(config, name, [value[number] for number in firsts.values()])
+    for name in EXPERT_COUNTS:
+        if isinstance(count := getattr(config, name, None), int):
+            setattr(config, name, min(count, max(EXPERTS, config.num_experts_per_tok)))
+    if getattr(config, "sliding_window", None):
+        config.sliding_window = min(config.sliding_window, WINDOW)
     return config
 
 
@@ -149,7 +231,13 @@ class Schedule:
         hidden = model.hidden(torch.from_numpy(tokens), torch.from_numpy(positions), plan)[prefix:]
         weight = model.head.weight
         logprobs, _ = token_logprobs(
-            hidden, weight, model.head.pack.of(weight), self.targets, SamplingDistribution()
+            hidden,
+            weight,
+            model.head.pack.of(weight),
+            self.targets,
+            SamplingDistribution(),
+            bias=model.head.bias,
+            softcap=model.softcap,
         )
         logprobs.backward(self.above)  # type: ignore[no-untyped-call]
         gradients = {

@@ -81,15 +81,17 @@ def save_index(folder: Path, files: dict[str, dict[str, int]]) -> None:
     (folder / INDEX).write_text(text + "\n", encoding="utf-8")
 
 
-def keep_model(model: ExactModel, source: str, folder: Path) -> None:
+def keep_model(model: ExactModel, source: str, folder: Path, chat_template: str = "") -> None:
     """Write config and tokenizer of a run's model into folder, so that checkpoints can be loaded
-    without the model at `source`."""
+    without the model at `source`. chat_template: of the run, if the tokenizer's is another."""
 
     def write(folder: Path) -> None:
         model.module.config.save_pretrained(folder)
         if model.module.can_generate():
             model.module.generation_config.save_pretrained(folder)
-        load_tokenizer(source).save_pretrained(folder)
+        tokenizer = load_tokenizer(source)
+        tokenizer.chat_template = chat_template or tokenizer.chat_template
+        tokenizer.save_pretrained(folder)
 
     if not folder.exists():
         card = f"# Config and tokenizer of {source}; the weights are in ../checkpoints\n"

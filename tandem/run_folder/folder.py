@@ -135,10 +135,10 @@ def open_run(folder: Path, config: Config, *, fresh: bool, command: str) -> Iter
 def _opened(folder: Path, config: Config, command: str, lock_news: str) -> Iterator[RunFolder]:
     _bring_back(folder)  # of a start that was killed before it began
     verb = "resumed" if _is_run(folder) else "started"
-    config, changes = _resolved(config, folder), list[str]()
+    config, changes = resolved(config, folder), list[str]()
     # A start that a mistake ended before the first metrics row leaves nothing to protect: the
     # corrected config replaces it.
-    begins = not _has_steps(folder)
+    begins = not has_steps(folder)
     if begins:
         _write_about(folder, {"command": command, "created": now()})
     else:
@@ -193,9 +193,9 @@ def check_run(folder: Path, config: Config, command: str) -> bool:
     _refuse_foreign(folder)
     _check_writable(folder)
     check_unlocked(folder)
-    if _has_steps(folder):
-        _changes(folder, _resolved(config, folder), command)
-    return _has_steps(folder)
+    if has_steps(folder):
+        _changes(folder, resolved(config, folder), command)
+    return has_steps(folder)
 
 
 def read_matmul(folder: Path, processor: str) -> str:
@@ -230,7 +230,7 @@ def _is_run(folder: Path) -> bool:
     return (folder / "config.toml").exists()
 
 
-def _has_steps(folder: Path) -> bool:
+def has_steps(folder: Path) -> bool:
     return _is_run(folder) and (folder / "metrics.jsonl").exists()
 
 
@@ -252,11 +252,11 @@ def _check_writable(folder: Path) -> None:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(parent))
 
 
-def _resolved(config: Config, folder: Path) -> Config:
+def resolved(config: Config, folder: Path) -> Config:
     """Resolve run.threads = 0 and model.dtype = "auto": to those of the run in the folder, or of
     this machine if it has not recorded."""
     run, model = config.run, config.model
-    recorded = _read(_kept(folder, "config.toml"), toml_values) if _has_steps(folder) else {}
+    recorded = _read(_kept(folder, "config.toml"), toml_values) if has_steps(folder) else {}
     if not run.threads:
         threads = recorded.get(THREADS) or share_of_threads(
             numerics.prepare(), os.environ, config.parallel.processes

@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from tandem.engine.ending import REPLACEMENT
 from tandem.types import Array
-
-REPLACEMENT = "\ufffd"  # written by a decoder for bytes of an incomplete character
 
 
 class Detokenizer:
@@ -35,7 +34,7 @@ class Detokenizer:
         self._tokens += tokens
         self._pending += self._complete()
         size = len(self._pending) - max(
-            (_overlap(self._pending, stop) for stop in self._stop), default=0
+            (overlap(self._pending, stop) for stop in self._stop), default=0
         )
         text, self._pending = self._pending[:size], self._pending[size:]
         self._sent += len(text)
@@ -63,7 +62,7 @@ class Detokenizer:
         return last in self._byte_tokens or not self._decode(np.array([last], np.int64))
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Measure the longest end of text that begins stop and is shorter than it."""
     sizes = range(min(len(text), len(stop) - 1), 0, -1)
     return next((size for size in sizes if text.endswith(stop[:size])), 0)

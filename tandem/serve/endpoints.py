@@ -323,7 +323,7 @@ async def _slices(answer: Answer) -> AsyncIterator[str]:
 
 async def _events(answer: Answer, updates: AsyncIterator[list[Update]]) -> AsyncIterator[str]:
     """Yield server-sent events, those of a pass together; the last one reports an engine that
-    stops."""
+    stops, or an answer that cannot be finished."""
     try:
         async for several in updates:
             if text := "".join(map(event, answer.chunks(several))):
@@ -331,6 +331,8 @@ async def _events(answer: Answer, updates: AsyncIterator[list[Update]]) -> Async
         if (chunk := answer.usage_chunk()) is not None:
             yield event(chunk)
         yield DONE
+    except ApiError as error:
+        yield event(json.dumps(error.body()))
     except EngineStopped as error:
         yield event(json.dumps(ApiError(503, str(error)).body()))
 

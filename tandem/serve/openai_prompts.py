@@ -10,6 +10,7 @@ are counted first, and it is refused as soon as they are too many. Knows no thre
 import itertools
 import secrets
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -54,6 +55,10 @@ def to_requests(
             _require_text(prompt, field, served)
         else:
             _require_tokens(prompt, field, served)
+    mask = None
+    if body.response_format is not None:
+        yield
+        mask = tokenizer.json_mask(body.response_format, served.vocabulary)
     requests: list[Request] = []
     for prompt in prompts:
         if isinstance(prompt, str):
@@ -63,9 +68,16 @@ def to_requests(
             _require_tokens(prompt, field, served)
         params = _params(body, prompt, tokenizer, served)
         own = keys.next_keys(body.seed, body.n) if body.draw_key is None else [body.draw_key]
+        scoring = replace(params, prompt_logprobs=body.prompt_logprobs)  # once a prompt
         requests += [
-            Request(key=key, prompt=prompt, params=params, num_sampled=body.draw_start)
-            for key in own
+            Request(
+                key=key,
+                prompt=prompt,
+                params=params if number else scoring,
+                num_sampled=body.draw_start,
+                mask=mask and mask.copy(),
+            )
+            for number, key in enumerate(own)
         ]
     return requests
 
@@ -116,6 +128,7 @@ def _require_in_vocabulary(tokens: Sequence[int] | Array, field: str, served: Se
 
 def _params(body: Body, prompt: Array, tokenizer: ChatTokenizer, served: Served) -> SamplingParams:
     room = served.context - len(prompt)
+    ends = {*body.stop_token_ids, *(() if body.ignore_eos else tokenizer.stop_token_ids)}
     if body.max_tokens is not None and body.max_tokens > room:
         raise ApiError(
             400,
@@ -124,14 +137,26 @@ def _params(body: Body, prompt: Array, tokenizer: ChatTokenizer, served: Served)
             param="max_tokens",
             code="context_length_exceeded",
         )
+    max_new_tokens = body.max_tokens or min(served.default_max_tokens, room)
+    _require_min_tokens(body.min_tokens, max_new_tokens, len(ends), served)
     return SamplingParams(
-        max_new_tokens=body.max_tokens or min(served.default_max_tokens, room),
+        max_new_tokens=max_new_tokens,
         temperature=body.temperature,
         top_k=min(body.top_k, served.vocabulary),
         top_p=body.top_p,
         min_p=body.min_p,
         repetition_penalty=body.repetition_penalty,
         stop=tuple(body.stop),
-        stop_token_ids=tuple(sorted({*tokenizer.stop_token_ids, *body.stop_token_ids})),
+        stop_token_ids=tuple(sorted(ends)),
+        min_tokens=body.min_tokens,
         top_logprobs=body.top_logprobs_wanted() or 0,
     )
+
+
+def _require_min_tokens(count: int, most: int, ends: int, served: Served) -> None:
+    if count > most:
+        message = f"min_tokens: {count} are more than the {most} that a completion may have"
+        raise ApiError(400, message, param="min_tokens")
+    if count and ends >= served.vocabulary:
+        message = "min_tokens: every token of the vocabulary ends the completion"
+        raise ApiError(400, message, param="min_tokens")

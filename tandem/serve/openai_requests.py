@@ -7,17 +7,19 @@ ignored. Knows no HTTP server and no engine.
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, Protocol, Self, TypeVar
+from typing import Annotated, Any, Literal, Protocol, Self, TypeVar
 
 import numpy as np
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from tandem.serve.json_masks import JsonMask
 from tandem.serve.openai_api import (
     MAX_MESSAGES,
     MAX_TOOLS,
     ApiError,
     ChatMessage,
     FunctionTool,
+    Json,
     Strict,
     first_unsupported,
     read_object,
@@ -38,12 +40,14 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "functions": ([],),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "parallel_tool_calls": (True,),
 }
+
+# what a template is given besides chat_template_kwargs, and what it is
+RESERVED = ("messages", "tools", "add_generation_prompt", "chat_template")
 
 # A body is parsed in one uninterruptible piece; these counts bound it to 0.1 s.
 MAX_COMMAS, MAX_OPENINGS = 1 << 18, 1 << 16  # openings: colons, and opening brackets and braces
@@ -58,9 +62,13 @@ class ChatTokenizer(Protocol):
 
     def encode(self, text: str) -> Array: ...
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str: ...
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Tool], variables: Json
+    ) -> str: ...
 
     def encode_chat(self, text: str) -> Array: ...
+
+    def json_mask(self, schema: Json, vocabulary: int) -> JsonMask: ...
 
     def decode(self, tokens: Array) -> str: ...
 
@@ -103,6 +111,21 @@ def _zero_if_off(top_k: object) -> object:
     return 0 if top_k == -1 else top_k
 
 
+def _schema_of(response_format: object) -> Json | None:
+    """Return the JSON schema that an answer is to have, None for any text."""
+    match response_format:
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return {"type": "object"}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return schema
+    raise ValueError(
+        'expected {"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", '
+        '"json_schema": {"name": ..., "schema": {...}}}'
+    )
+
+
 class Body(Strict):
     """Fields of both endpoints."""
 
@@ -125,6 +148,10 @@ class Body(Strict):
     stop_token_ids: Annotated[
         list[TokenId], Field(fail_fast=True, max_length=1024, default_factory=list)
     ]
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    ignore_eos: bool = False
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: Annotated[Json | None, BeforeValidator(_schema_of)] = None  # its schema
     return_token_ids: bool = False
     # the address of the draws instead of a seed, and the number of the first of them
     draw_key: Annotated[int, Field(ge=0, lt=2**64)] | None = None
@@ -134,6 +161,20 @@ class Body(Strict):
     def _check_draws(self) -> Self:
         if self.draw_key is not None and (self.n > 1 or self.seed is not None):
             raise ValueError("draw_key is of one sequence, without n and seed")
+        return self
+
+    @model_validator(mode="after")
+    def _check_response_format(self) -> Self:
+        if self.response_format is not None and (self.ignore_eos or self.min_tokens):
+            raise ValueError(
+                "response_format ends an answer with its JSON, without ignore_eos and min_tokens"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_prompt_logprobs(self) -> Self:
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs come with a whole answer, not with stream")
         return self
 
     @model_validator(mode="after")
@@ -197,6 +238,12 @@ class CompletionBody(Body):
                 return [self.prompt]  # type: ignore[list-item]
 
 
+def _check_variables(variables: Json) -> Json:
+    if reserved := next((name for name in RESERVED if name in variables), ""):
+        raise ValueError(f"{reserved} is not for a request to set")
+    return variables
+
+
 class ChatBody(Body):
     """POST /v1/chat/completions; prompt_token_ids takes the place of the rendered messages."""
 
@@ -208,6 +255,9 @@ class ChatBody(Body):
         list[FunctionTool], Field(fail_fast=True, max_length=MAX_TOOLS, default_factory=list)
     ]
     tool_choice: Literal["none", "auto"] = "auto"
+    chat_template_kwargs: Annotated[
+        dict[str, Any], Field(default_factory=dict), AfterValidator(_check_variables)
+    ]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
@@ -220,6 +270,8 @@ class ChatBody(Body):
             raise ValueError("top_logprobs needs logprobs: true")
         if not self.messages and self.prompt_token_ids is None:
             raise ValueError("messages is empty, and there are no prompt_token_ids")
+        if self.response_format is not None and self.callable_tools:
+            raise ValueError("response_format leaves no room for calls; with tool_choice: none")
         return self
 
     @property
@@ -237,7 +289,7 @@ class ChatBody(Body):
         if self.prompt_token_ids is not None:
             return [np.array(self.prompt_token_ids, np.int64)]
         messages = [message.model_dump(exclude_none=True) for message in self.messages]
-        return [tokenizer.render(messages, self.callable_tools)]
+        return [tokenizer.render(messages, self.callable_tools, self.chat_template_kwargs)]
 
     def encode(self, text: str, tokenizer: ChatTokenizer) -> Array:
         return tokenizer.encode_chat(text)

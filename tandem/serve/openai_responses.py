@@ -11,13 +11,17 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, islice
+from itertools import accumulate, count, islice
 
+from tandem.engine.ending import REPLACEMENT
+from tandem.engine.prompt_scores import PromptScores
 from tandem.model.tool_calls import split_calls
-from tandem.serve.detokenizer import REPLACEMENT, Detokenizer
-from tandem.serve.openai_api import Json, ToolCall, assistant_message, call_deltas
+from tandem.serve.detokenizer import Detokenizer
+from tandem.serve.json_masks import FIELD
+from tandem.serve.openai_api import ApiError, Json, ToolCall, assistant_message, call_deltas
 from tandem.serve.openai_requests import Body, ChatBody, ChatTokenizer, CompletionBody, Served
 from tandem.serve.service import Update
+from tandem.serve.tool_stream import ToolStream
 from tandem.types import Request
 
 # a token, its log-prob, and the likeliest ones with theirs, nats
@@ -60,8 +64,10 @@ def write_json(value: object) -> Iterator[str]:
 class _Choice:
     """Tokens and text of one choice so far."""
 
-    def __init__(self, request: Request, tokenizer: ChatTokenizer):
+    def __init__(self, request: Request, tokenizer: ChatTokenizer, prompt: int):
+        self.prompt, self.mask = prompt, request.mask  # the prompt's number
         self.detokenizer = Detokenizer(tokenizer.decode, request.params.stop, tokenizer.byte_tokens)
+        self.tool_stream = ToolStream()
         self.tokens: list[int] = []
         self.weight_versions: list[int] = []
         self.sampled: list[SampledToken] = []  # tokens whose log-probs are not written yet
@@ -81,7 +87,10 @@ class Answer(ABC):
     ):
         self._body, self._tokenizer, self._model = body, tokenizer, served.name
         self._prompts = [request.prompt for request in requests[:: body.n]]
-        self._choices = [_Choice(request, tokenizer) for request in requests]
+        self._choices = [
+            _Choice(request, tokenizer, number // body.n) for number, request in enumerate(requests)
+        ]
+        self._scores: dict[int, Sequence[PromptScores]] = {}  # by the number of the prompt
         self._id, self._created = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time())
         self._head_sent, self._version = False, -1  # the newest token's
 
@@ -90,6 +99,10 @@ class Answer(ABC):
     prefix: str
     full_object: str
     chunk_object: str
+
+    def _full_fields(self) -> Json:
+        """Return more fields of a full answer."""
+        return {}
 
     @abstractmethod
     def _full_choice(self, choice: _Choice) -> Json:
@@ -125,12 +138,21 @@ class Answer(ABC):
                 for top in update.top or [([], [])] * len(update.tokens)
             )
             choice.sampled += zip(update.tokens, update.logprobs, tops, strict=True)
+        if update.prompt_scores:
+            self._scores[choice.prompt] = update.prompt_scores
         if update.completion is not None:
+            if choice.mask is not None and choice.mask.error:
+                raise ApiError(400, f"{FIELD}: {choice.mask.error}", param=FIELD)
             self._end(choice, update.completion.text, update.completion.stop_reason)
 
     def full(self) -> Iterator[str]:
         """Yield the answer in slices, once every choice has ended."""
-        yield json.dumps(self._head(self.full_object))[:-1] + ', "choices": ['
+        yield json.dumps(self._head(self.full_object))[:-1] + ", "
+        for name, value in self._full_fields().items():
+            yield f'"{name}": '
+            yield from write_json(value)
+            yield ", "
+        yield '"choices": ['
         for index, choice in enumerate(self._choices):
             yield "," if index else ""
             ending = {"index": index, "finish_reason": choice.finish_reason}
@@ -186,6 +208,24 @@ class Answer(ABC):
             "total_tokens": prompt + completion,
         }
 
+    def _prompt_logprobs(self, prompt: int) -> Json:
+        """Return the scores of a prompt, if they were asked for, by token id as vLLM has them."""
+        if self._body.prompt_logprobs is None:
+            return {}
+        return {"prompt_logprobs": self._scored_tokens(prompt)}
+
+    def _scored_tokens(self, prompt: int) -> Iterator[Json | None]:
+        yield None  # nothing predicts the first token
+        tokens = iter(self._prompts[prompt][1:].tolist())
+        for part in self._scores.get(prompt, ()):
+            for logprob, rank, *likeliest in zip(*(c.tolist() for c in part), strict=True):
+                scores = [(next(tokens), logprob, rank), *zip(*likeliest, count(1), strict=False)]
+                yield {str(token): self._score(token, *values) for token, *values in scores}
+
+    def _score(self, token: int, logprob: float, rank: int) -> Json:
+        text, logprob = self._tokenizer.token_text(token), max(logprob, LEAST_LOGPROB)
+        return {"logprob": logprob, "rank": rank, "decoded_token": text}
+
     def _logprobs_field(self, choice: _Choice) -> Json | None:
         """Take the log-probs that are not written yet."""
         if self._body.top_logprobs_wanted() is None:
@@ -200,7 +240,7 @@ class _CompletionAnswer(Answer):
     prefix, full_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
     def _full_choice(self, choice: _Choice) -> Json:
-        return self._chunk_choice(choice, choice.text)
+        return self._chunk_choice(choice, choice.text) | self._prompt_logprobs(choice.prompt)
 
     def _chunk_choice(self, choice: _Choice, text: str) -> Json:
         return {"text": text, "logprobs": self._logprobs_field(choice)}
@@ -243,8 +283,16 @@ class _ChatAnswer(Answer):
             ]
 
     def _next_text(self, choice: _Choice, update: Update) -> str:
-        """Return, with tools, the whole text at the end: its beginning may become a call."""
-        return choice.text if self._tools else super()._next_text(choice, update)
+        """Return, with tools, the text before what may become a call, and the rest at the end."""
+        text = super()._next_text(choice, update)
+        if not self._tools:
+            return text
+        if update.completion is None:
+            return choice.tool_stream.add(text)
+        return choice.text[len(choice.tool_stream.sent) :]
+
+    def _full_fields(self) -> Json:
+        return self._prompt_logprobs(0)
 
     def _full_choice(self, choice: _Choice) -> Json:
         message = assistant_message(choice.text, choice.calls)

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from tandem.engine.prompt_scores import PromptScores
 from tandem.engine.scheduler import RunningSequence
 from tandem.types import Completion, Request
 
@@ -76,6 +77,7 @@ class Update:
     weight_versions: list[int]
     top: list[tuple[list[int], list[float]]]  # likeliest tokens of each position, if asked for
     completion: Completion | None  # set in the last one
+    prompt_scores: Sequence[PromptScores] = ()  # in the last one, if asked for
 
 
 @dataclass(slots=True)
@@ -96,6 +98,7 @@ class _Live:
             weight_versions=sequence.weight_versions[new],
             top=sequence.top[new],
             completion=sequence.completion,
+            prompt_scores=sequence.prompt_scores if sequence.completion is not None else (),
         )
 
 

@@ -11,6 +11,7 @@ here rounds once, so a part of a tensor gets the bits that it has in the whole.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
@@ -30,7 +31,8 @@ NOT_HIDDEN = (".gate.weight", ".lora_A.weight", ".lora_B.weight")  # router and 
 def is_hidden_matrix(name: str, weight: Tensor) -> bool:
     """Tell whether Muon steps a parameter, by its Hugging Face name: a matrix of a layer, or its
     experts [experts, O, I]."""
-    return ".layers." in name and weight.dim() > 1 and not name.endswith(NOT_HIDDEN)
+    of_layer = re.search(r"\.\d+\.", name) is not None  # model.layers.0., transformer.h.0.
+    return of_layer and weight.dim() > 1 and not name.endswith(NOT_HIDDEN)
 
 
 class Muon:

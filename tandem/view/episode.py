@@ -17,6 +17,7 @@ from typing import Any, get_args
 
 import numpy as np
 
+from tandem.model.tool_calls import Call, Format, read_calls
 from tandem.rl.advantages import GroupAdvantage, group_advantages
 from tandem.run_folder.episode_files import episode_file, read_table
 from tandem.runtime.errors import UserError
@@ -60,7 +61,7 @@ def read_episode(run: Run, kind: str, step: int, row: int) -> dict[str, Any]:
         "rows": len(table),
         "name": f"{step}:{record['uid']}:{record['sample_index']}",
         "outcome_text": OUTCOMES.get(record["outcome"], "") if kind == "train" else "",
-        "conversation": _conversation(record),
+        "conversation": _conversation(record, values),
         "tools": _json(record["tools"], []),
         "metadata": _json(record["metadata"], {}),
         "reward_parts": dict(record["reward_parts"]),
@@ -78,15 +79,68 @@ _PLAIN = [
 ]
 
 
-def _conversation(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """List the messages; those of the model's own attempt are marked as `sampled`."""
+def _conversation(record: dict[str, Any], values: dict[str, Any]) -> list[dict[str, Any]]:
+    """List the messages; those of the model's own attempt are marked as `sampled`. A turn with
+    tool calls has them as `calls`, and its other text as `text`; an answer to one has its name as
+    `result_of`."""
     opening = _json(record["opening"], []) or _json(record["messages"], [])
-    own = _json(record["transcript"], [])
-    return [
-        {**message, "sampled": place >= len(opening) and message.get("role") == "assistant"}
-        for place, message in enumerate([*opening, *own])
-        if isinstance(message, dict)
+    own, tools = _json(record["transcript"], []), _json(record["tools"], [])
+    options = values.get("env.options")
+    known = options.get("format", "auto") if isinstance(options, dict) else "auto"
+    written: Any = known if known in get_args(Format) else "auto"
+    acts = bool(tools) or values.get("env.name", "single_turn") != "single_turn"
+    shown, open_calls = list[dict[str, Any]](), list[dict[str, Any]]()
+    for place, message in enumerate([*opening, *own]):
+        if not isinstance(message, dict):
+            continue
+        message = {**message, "sampled": False}
+        if message.get("role") == "assistant":
+            message["sampled"] = place >= len(opening)
+            message |= _with_calls(message, written, _tool_names(tools), acts)
+            open_calls = list(message["calls"])
+        elif message.get("role") == "tool":
+            call = open_calls.pop(0) if open_calls else {}
+            message["result_of"] = str(message.get("name") or call.get("name") or "")
+        shown.append(message)
+    return shown
+
+
+def _with_calls(
+    message: dict[str, Any], written: Format, names: Sequence[str], acts: bool
+) -> dict[str, Any]:
+    """Return the `text` and the `calls` of a turn: the structured ones, else those in its text, if
+    the run's environment reads them (acts)."""
+    content, structured = message.get("content"), message.get("tool_calls")
+    if isinstance(structured, list) and structured:
+        return {"text": content or "", "calls": [_structured_call(call) for call in structured]}
+    if not (acts and isinstance(content, str)):
+        return {"text": content, "calls": []}
+    reading = read_calls(content, written, names)
+    calls = [
+        {"name": call.name, "arguments": call.arguments}
+        if isinstance(call, Call)
+        else {"name": "", "arguments": {}, "bad": call.reason}
+        for call in reading.calls
     ]
+    whole = all(isinstance(call, Call) for call in reading.calls)  # what cannot be read stays there
+    return {"text": reading.before + reading.after if whole else content, "calls": calls}
+
+
+def _structured_call(call: Any) -> dict[str, Any]:
+    """Return name and arguments of a call in OpenAI's form, whose arguments may be JSON text."""
+    match call:
+        case {"function": {"name": str(name), "arguments": arguments}}:
+            if isinstance(arguments, str):
+                arguments = _json(arguments, arguments)
+            named = arguments if isinstance(arguments, dict) else {"": arguments}
+            return {"name": name, "arguments": named}
+    return {"name": "", "arguments": {"": call}, "bad": "not a call in OpenAI's form"}
+
+
+def _tool_names(tools: Any) -> list[str]:
+    """List the names of tools in OpenAI's form; what has no name is left out."""
+    functions = [tool.get("function") for tool in tools if isinstance(tool, dict)]
+    return [str(each["name"]) for each in functions if isinstance(each, dict) and "name" in each]
 
 
 def _peer(peer: dict[str, Any], place: int) -> dict[str, Any]:

@@ -11,12 +11,15 @@ from html import escape
 WIDTH, HEIGHT, GAP = 440, 240, 16
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 34, 40
 COLORS = ("#3b6fd4", "#d97706", "#0f9d76", "#c2417c", "#7c5cd6", "#6b8e23", "#0891b2", "#a16207")
+# system-ui is a browser's; where the picture is drawn without one, the first that is there
+FONTS = "system-ui,'DejaVu Sans','Liberation Sans','Noto Sans',Helvetica,Arial,sans-serif"
 STYLE = """
-.plot{font:11px system-ui,sans-serif}.plot text{fill:#5b6472}.plot .t{fill:#1c2330;font-weight:600;
+.plot{font-size:11px;font-family:FONTS}
+.plot text{fill:#5b6472}.plot .t{fill:#1c2330;font-weight:600;
 font-size:13px}.plot .g{stroke:#e6e9ee}.plot .p{fill:none;stroke-width:1.6;stroke-linejoin:round}
 @media (prefers-color-scheme:dark){.plot text{fill:#98a2b3}.plot .t{fill:#e6e9ef}
 .plot .g{stroke:#2a313c}}
-"""
+""".replace("FONTS", FONTS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,6 +45,7 @@ CASES = [
     ["train", "rollout.max_new_tokens=100000"],
     ["train", "data.train="],
     ["train", "data.train=nope.jsonl"],
+    ["train", "data.chat_template=nope.jinja"],
     ["train", "model.path=./nope"],
     ["train", "model.device=gpu"],
     ["train", "model.dtype=float16"],

@@ -2,14 +2,17 @@
 and loads no weights."""
 
 import fcntl
+import json
 import shutil
+from contextlib import chdir
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from tandem.cli.plan import plan
-from tandem.config.recipe import load_config
+from tandem.config.origins import origins
+from tandem.config.recipe import describe, load_config
 from tandem.jobs.resources import Machine, require_disk
 from tandem.runtime.errors import UserError
 from tests.support.home import invoke, make_home
@@ -36,16 +39,34 @@ def test_plan_of_a_run_that_could_start_is_ready(home, tmp_path):
     assert last == f"ready: {work}, a new run in {tmp_path}/run"
     lines = [" ".join(line.split()) for line in text.splitlines()]
     order = [lines.index(title) for title in ("data", "memory", "disk")]
-    assert lines[0].startswith("changed keys") and order == sorted(order)
-    assert (
-        "rollout.workers = 2 (default 0)" in lines[: order[0]]
-        and 'rl.advantage = "grpo_no_std" (default "grpo")' in lines
-    )
+    assert lines[0].startswith("values that are not the default") and order == sorted(order)
+    assert "rollout.workers = 2 command line; default 0" in lines[: order[0]]
     assert not any(line.startswith("rl.clip_low") for line in lines)
     assert any(line.startswith("data.train 48 problems, longest prompt ") for line in lines)
     assert any(line.startswith("eval.data 8 problems, longest prompt ") for line in lines)
     assert any(line.startswith("rollout workers 2.0 GiB 2 x weights") for line in lines)
     assert not (tmp_path / "run").exists()
+
+
+def test_plan_names_the_origin_of_every_value_and_what_open_ones_become(home, tmp_path):
+    with chdir(home):
+        overrides = [f"run.folder={tmp_path}", "rl.algorithm=dapo", "rl.kl_coef=0.1"]
+        result = invoke("plan", "recipe.toml", "--values", *overrides)
+    section = result.output.partition("\ndata\n")[0].splitlines()
+    assert [line for line in section if len(line) > 80 and "/" not in line] == []
+    shown = "\n".join(section).replace("\n      ", "    ").splitlines()[1:]
+    assert [line.split(" = ")[0].strip() for line in shown] == [key for key, _, _ in describe()]
+    origin = {line.split(" = ")[0].strip(): line.rpartition("    ")[2] for line in shown}
+    number = (home / "recipe.toml").read_text().splitlines().index("group_size = 4") + 1
+    assert origin["rl.group_size"] == f"recipe.toml:{number}; default 8"
+    assert origin["rl.kl_coef"] == "command line; default 0.0"
+    assert origin["rl.clip_high"] == "rl.algorithm=dapo; default 0.2"
+    assert origin["rl.clip_low"] == "default"
+    assert origin["model.reference"] == f"default; here model.path, {home}/model"
+    if not torch.cuda.is_available():
+        assert origin["model.device"] == "default; here cpu, as PyTorch finds no GPU"
+        assert origin["model.dtype"] == "default; here float32, that of a CPU"
+    assert origin["run.threads"].startswith(f"default; here {torch.get_num_threads()}, ")
 
 
 @pytest.mark.parametrize(
@@ -62,16 +83,47 @@ def test_plan_of_a_run_that_could_start_is_ready(home, tmp_path):
             "rl.curriculum=true rl.prompts_per_step=49",
             "a curriculum picks every problem at most once a step",
         ),
+        ("data.answer_column= reward=answer", "all of them are empty"),
+        ("reward=reward_model reward.model={home}/model", "no head that scores"),
         ("data.max_prompt_tokens=5", "longer than data.max_prompt_tokens"),
         ('lora.rank=4 lora.targets=["q_prj"]', "LoRA targets are not in this model"),
     ],
 )
 def test_what_would_stop_a_run_makes_it_not_ready(override, said, home, tmp_path):
-    overrides = override.split(" ")
+    overrides = override.format(home=home).split(" ")
     code, last, text = planned(home, tmp_path / "run", *overrides)
     assert code == 2 and last.startswith("not ready: ") and said in text
     run = invoke("train", home / "recipe.toml", f"run.folder={tmp_path}/run", *overrides)
     assert isinstance(run.exception, UserError) and run.exception.what in text
+
+
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [
+        ("(problem, completion): return problem.anser", "no attribute 'anser'"),
+        ("(problem, completion): return 'good'", "of type str"),
+        ("(completions, label, **columns): return [1.0]", "missing 1 required positional"),
+    ],
+    ids=["raises", "a text", "a column that is not there"],
+)
+def test_a_reward_that_cannot_score_is_not_ready(function, found, home, tmp_path):
+    (tmp_path / "mine.py").write_text(f"def score{function}\n")
+    reward = f"reward={tmp_path}/mine.py:score"
+    code, last, text = planned(home, tmp_path / "run", reward)
+    assert code == 2 and found in text
+    assert last == "not ready: the reward function cannot score a completion of the first problem"
+    run = invoke("train", home / "recipe.toml", f"run.folder={tmp_path}/run", reward)
+    assert isinstance(run.exception, UserError) and found in run.exception.found
+
+
+def test_plan_shows_what_the_reward_makes_of_the_first_answer(home, tmp_path):
+    first = json.loads((home / "data/train.jsonl").read_text().splitlines()[0])
+    said = f"Answer: {first['reward_model']['ground_truth']}"
+    text = planned(home, tmp_path / "run", "reward=answer")[2]
+    assert f"reward\n  1 for the first problem and {said!r}\n" in text
+    (tmp_path / "other.jsonl").write_text('{"prompt": "1?", "answer": "x y"}\n')
+    other = planned(home, tmp_path / "run", "reward=exact", f"data.train={tmp_path}/other.jsonl")[2]
+    assert "reward\n  0 for the first problem and 'Answer: x y'\n" in other
 
 
 @pytest.mark.parametrize(
@@ -122,9 +174,11 @@ def test_plan_beyond_memory_is_not_ready_workers_included(home, tmp_path):
 def test_checkpoints_that_the_disk_cannot_take_are_not_ready(home, tmp_path, capsys):
     config = load_config(home / "recipe.toml", [])
     small = Machine(memory=1 << 40, disk=1 << 10)
-    assert plan(config, "train", tmp_path / "run", small) == 2
+    named = origins(home / "recipe.toml", [])
+    assert plan(config, "train", tmp_path / "run", named, machine=small) == 2
     assert capsys.readouterr().out.splitlines()[-1].startswith("not ready: disk: ")
-    assert plan(config, "train", tmp_path / "run", Machine(memory=1 << 40, disk=1 << 30)) == 0
+    large = Machine(memory=1 << 40, disk=1 << 30)
+    assert plan(config, "train", tmp_path / "run", named, machine=large) == 0
     with pytest.raises(
         UserError, match=r"would not fit on the disk(.|\n)*1.0 KiB free"
     ):  # the run itself says so at its start

@@ -20,6 +20,7 @@ SOURCE = (
     "{% if messages[0].content == 'time' %}{% for a in range(99999) %}{% for b in range(99999) %}"
     "{% endfor %}{% endfor %}{% endif %}"
     "{{ messages[0].content }}{{ '!' if add_generation_prompt }}"
+    "{% if messages[0].content == 'long' %}{{ 'a' * 4000000 }}{% endif %}"
 )
 
 
@@ -28,7 +29,7 @@ def chat(text):
 
 
 def render(template, *texts):
-    return template.render([chat(text) for text in texts], open_turn=True, special_tokens={})
+    return template.render([chat(text) for text in texts], open_turn=True, variables={})
 
 
 def pid_of(template):
@@ -50,13 +51,19 @@ def test_no_chats_have_no_texts():
 
 @pytest.mark.parametrize(
     ("text", "what"),
-    [("raise", "refuses a chat"), ("memory", "too long a text"), ("time", "come to an end")],
+    [("raise", "roles user, tool"), ("memory", "too long a text"), ("time", "of 2 messages")],
 )
-def test_chats_are_rendered_after_one_that_was_refused(text, what):
+def test_a_refused_chat_is_named_and_others_are_rendered_after_it(text, what):
     template = ChatTemplate(SOURCE, "m")
+    chats = [chat("before"), [*chat(text), {"role": "tool", "content": "7"}], chat("after")]
     with pytest.raises(UserError, match=what):
-        render(template, "before", text, "after")
+        template.render(chats, open_turn=True, variables={})
     assert render(template, "next") == ["next!"]
+
+
+def test_chats_that_take_too_much_only_together_are_rendered_one_by_one():
+    texts = render(ChatTemplate(SOURCE, "m"), *["long"] * 150)  # 600 MB, of at most 512
+    assert len(texts) == 150 and {len(text) for text in texts} == {4_000_005}
 
 
 def test_a_process_that_was_killed_while_idle_is_replaced():

@@ -242,7 +242,8 @@ def test_prompts_that_fit_are_kept_in_order(tmp_path, caplog):
     renderer = load_renderer(make_model(tmp_path))
     given = problems(3, 1, 2)
     limit = len(prompt_of(renderer, given[0].messages))
-    assert renderer.check_lengths(given, Data(max_prompt_tokens=limit)) == given
+    kept, longest = renderer.check_lengths(given, Data(max_prompt_tokens=limit))
+    assert kept == given and longest == limit
     assert not caplog.records
 
 
@@ -258,7 +259,8 @@ def test_too_long_prompts_are_counted_and_the_longest_named(tmp_path):
 def test_longer_prompts_are_dropped_and_reported(tmp_path, caplog):
     renderer = load_renderer(make_model(tmp_path))
     config = Data(max_prompt_tokens=len(prompt_of(renderer, [user("xx")])), long_prompts="drop")
-    assert [p.uid for p in renderer.check_lengths(problems(1, 3, 9, 2), config)] == ["p/1", "p/2"]
+    kept, longest = renderer.check_lengths(problems(1, 3, 9, 2), config)
+    assert [p.uid for p in kept] == ["p/1", "p/2"] and longest == config.max_prompt_tokens
     assert "2 of 4 prompts" in caplog.text
     assert "long_prompts" not in error_of(renderer.check_lengths, problems(8, 9), config), (
         "dropping all is no way out"

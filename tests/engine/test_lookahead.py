@@ -334,3 +334,25 @@ def test_graphs_of_old_weights_are_not_replayed():
     assert [graph is not None for graph in steps._steps.values()] == [True]
     engine.apply(1, lambda: model.load_weights(weights_of(1)))
     assert not steps._steps and not engine.lookahead._rows
+
+
+def test_page_that_is_freed_and_taken_again_at_once_is_a_new_one():
+    """The third sequence fills a page that is cached already, so it gives its own up; the same page
+    comes back as its second."""
+    prompt = PROMPTS[4].tolist()
+    asked = [request(n, prompt, max_new_tokens=8, temperature=0.0) for n in range(3)]
+    engines = [engine_of(ahead=ahead, pages=3, max_batch=1) for ahead in (False, True)]
+    expected, found = ([facts(c) for c in engine.generate(asked)] for engine in engines)
+    assert found == expected and len(prompt) == 127
+
+
+def test_masked_sequences_take_plain_steps_beside_others():
+    asked = [
+        request(
+            n, (7, n), max_new_tokens=20, stop_token_ids=tuple(range(48)), min_tokens=6 * (n % 2)
+        )
+        for n in range(6)
+    ]
+    expected, found = (engine_of(ahead=ahead).generate(asked) for ahead in (False, True))
+    assert [facts(completion) for completion in found] == [facts(c) for c in expected]
+    assert [len(c.tokens) > 6 for c in found[1::2]] == [True] * 3

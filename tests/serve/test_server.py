@@ -7,64 +7,27 @@ import random
 import socket
 import threading
 import time
+from dataclasses import replace
 
 import httpx
 import numpy as np
 import openai
 import pytest
 
-from tandem.cli.serve import Options, RendererTexts, served
+from tandem.cli.serve import RendererTexts
 from tandem.data.renderer import load_renderer
-from tandem.engine.engine import Engine
-from tandem.model.load import load_model
-from tandem.model.tiny import make_tiny
-from tandem.runtime.rng import address
-from tandem.types import Request, SamplingParams
+from tests.support.byte_models import CHATML, make_model
 from tests.support.fake_engine import FAKE, FakeEngine, FakeTexts
 from tests.support.serving import get, metric, post, running
+from tests.support.tiny_server import TinyServer
 from tests.support.waiting import WAIT_S, eventually
 
 HELLO = [{"role": "user", "content": "Solve 2x = 6."}]
 
 
-class Tiny:
-    """A tiny model that is served, and an engine of its own to compare with."""
-
-    def __init__(self, folder):
-        make_tiny(folder, hidden=32, layers=2, heads=4, kv_heads=2, intermediate=64, max_tokens=256)
-        self.renderer, model = load_renderer(str(folder)), load_model(str(folder))
-        self.engine, self.twin = (self.new_engine(model) for _ in range(2))
-        self.texts = RendererTexts(self.renderer)
-        options = Options(
-            model=str(folder),
-            host="127.0.0.1",
-            port=0,
-            api_key="",
-            served_name="tiny",
-            cache_mb=8,
-            max_batch=64,
-            max_queue=256,
-            max_new_tokens=24,
-            device="cpu",
-            dtype="auto",
-        )
-        self.served = served(options, self.engine, self.texts)
-
-    def new_engine(self, model):
-        return Engine(model, self.renderer.decode, cache_bytes=8 << 20, max_batch=64, max_queue=256)
-
-    def complete(self, prompt, *, seed, choice=0, stop=(), **params):
-        """Return the engine's result for the request without a server."""
-        params = SamplingParams(stop_token_ids=self.renderer.stop_token_ids, stop=stop, **params)
-        request = Request(
-            key=address(seed, "serve", choice), prompt=np.array(prompt, np.int64), params=params
-        )
-        return self.twin.generate([request])[0]
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    return Tiny(tmp_path_factory.mktemp("tiny"))
+    return TinyServer(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
@@ -238,6 +201,31 @@ def test_logprobs_are_the_engines_with_the_likeliest_tokens(tiny, client):
     assert client.chat.completions.create(**ask).choices[0].logprobs.content[0].top_logprobs == []
 
 
+def test_prompt_logprobs_are_the_trainers_by_token_id(tiny, client):
+    prompts = [tiny.texts.encode("Solve 2x = 6."), tiny.texts.encode("x")[:1]]
+    ask = {"model": "tiny", "prompt": [p.tolist() for p in prompts], "max_tokens": 2, "n": 2}
+    answer = client.completions.create(**ask, extra_body={"prompt_logprobs": 2})
+    rows = [choice.model_extra["prompt_logprobs"] for choice in answer.choices]
+    assert rows[0] == rows[1] and rows[2] == rows[3] == [None] and rows[0][0] is None
+    expected = tiny.twin.score(prompts[0])
+    for token, logprob, row in zip(prompts[0][1:].tolist(), expected, rows[0][1:], strict=True):
+        own = row[str(token)]
+        assert np.float32(own["logprob"]) == logprob
+        assert own["decoded_token"] == tiny.texts.token_text(token)
+        assert {score["rank"] for score in row.values()} == {1, 2, own["rank"]}
+        assert all((s["rank"] < own["rank"]) == (s["logprob"] > logprob) for s in row.values())
+
+    body = {"prompt_logprobs": 0}
+    chat = client.chat.completions.create(
+        model="tiny", messages=HELLO, max_tokens=1, extra_body=body
+    )
+    prompt = tiny.renderer.prompts([HELLO])[0]
+    first, *others = chat.model_extra["prompt_logprobs"]
+    assert first is None and [[*row] for row in others] == [[str(t)] for t in prompt[1:].tolist()]
+    found = np.float32([score["logprob"] for row in others for score in row.values()])
+    assert np.array_equal(found, tiny.twin.score(prompt))
+
+
 def test_a_stop_string_ends_the_text_before_it(client):
     ask = {"model": "tiny", "prompt": "x", "max_tokens": 40, "seed": 4}
     whole = client.completions.create(**ask).choices[0].text
@@ -247,6 +235,52 @@ def test_a_stop_string_ends_the_text_before_it(client):
     last = cut.model_extra["token_ids"][4]
     ended = client.completions.create(**ask, extra_body=extras(stop_token_ids=[last])).choices[0]
     assert ended.finish_reason == "stop" and ended.model_extra["token_ids"][-1] == last
+
+
+def test_min_tokens_holds_back_every_end(tiny, client):
+    ends = [token for token in range(100) if token not in tiny.renderer.stop_token_ids]
+    ask = {"model": "tiny", "prompt": "x", "max_tokens": 20, "seed": 1, "logprobs": 0}
+    body = extras(min_tokens=9, stop_token_ids=ends)
+    [choice] = client.completions.create(**ask, extra_body=body).choices
+    expected = tiny.complete(
+        tiny.texts.encode("x"),
+        seed=1,
+        max_new_tokens=20,
+        min_tokens=9,
+        stop_token_ids=(*range(100),),
+    )
+    assert choice.model_extra["token_ids"] == expected.tokens.tolist()
+    assert np.array_equal(np.float32(choice.logprobs.token_logprobs), expected.logprobs)
+    assert len(expected.tokens) > 9 and min(expected.tokens[:9]) >= 100
+
+
+def test_ignore_eos_passes_the_models_ends_only(tiny, client):
+    [eos] = tiny.renderer.stop_token_ids
+    ask = {"model": "tiny", "prompt": "x", "max_tokens": 40, "seed": 1, "n": 32}
+
+    def reasons(token, **fields):
+        answer = client.completions.create(**ask, extra_body=extras(**fields))
+        return {c.finish_reason for c in answer.choices if token in c.model_extra["token_ids"]}
+
+    assert reasons(eos) == {"stop"} and reasons(eos, ignore_eos=True) == {"length"}
+    assert reasons(7, ignore_eos=True, stop_token_ids=[7]) == {"stop"}
+
+
+def test_chat_template_kwargs_reach_the_template(tmp_path):
+    template = CHATML + "{% if enable_thinking is false %}<think></think>{% endif %}"
+    template += "{% if more %}{{ more.x }}{% endif %}"
+    renderer = load_renderer(make_model(tmp_path, template))
+    served = replace(FAKE, vocabulary=len(renderer.tokenizer))
+    with running(FakeEngine("a"), RendererTexts(renderer), served) as url:
+        for variables, tail in (
+            ({}, ""),
+            ({"enable_thinking": False}, "<think></think>"),
+            ({"enable_thinking": None, "more": {"x": [1]}}, "[1]"),
+        ):
+            body = {"messages": HELLO, "return_token_ids": True, "chat_template_kwargs": variables}
+            answer = post(f"{url}/v1/chat/completions", json=body).raise_for_status().json()
+            plain = renderer.prompts([HELLO])[0].tolist()
+            assert answer["prompt_token_ids"] == plain + renderer.encode(tail).tolist()
 
 
 def test_models_health_weights_and_metrics(tiny, url, client):
@@ -377,10 +411,18 @@ CHAT, PLAIN = {"messages": [{"role": "user", "content": "hi"}]}, {"prompt": "hi"
         (PLAIN | {"frequency_penalty": -1}, "frequency_penalty"),
         (PLAIN | {"logit_bias": {"5": 1}}, "logit_bias"),
         (CHAT | {"tools": [{"type": "function"}]}, "tools[0]"),
-        (CHAT | {"response_format": {"type": "json_object"}}, "response_format"),
         (CHAT | {"chat_template": "{{ messages }}"}, "chat_template"),
         (CHAT | {"chat_template": ""}, "chat_template"),
-        (CHAT | {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        (PLAIN | {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        (CHAT | {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+        (CHAT | {"chat_template_kwargs": []}, "chat_template_kwargs"),
+        (PLAIN | {"min_tokens": -1}, "min_tokens"),
+        (PLAIN | {"min_tokens": 17}, "min_tokens"),
+        (PLAIN | {"min_tokens": 1, "stop_token_ids": [*range(256)]}, "min_tokens"),
+        (PLAIN | {"ignore_eos": 1}, "ignore_eos"),
+        (PLAIN | {"prompt_logprobs": -1}, "prompt_logprobs"),
+        (PLAIN | {"prompt_logprobs": 21}, "prompt_logprobs"),
+        (PLAIN | {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         (CHAT | {"top_logprobs": 2}, "top_logprobs"),
         (CHAT | {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         (CHAT | {"logprobs": 1}, "logprobs"),

@@ -80,12 +80,13 @@ def test_a_call_in_the_answer_is_a_tool_call():
     assert call.id.startswith("call_")
 
 
-def test_streamed_call_comes_whole_in_the_last_piece():
+def test_streamed_content_comes_at_once_and_its_call_in_the_last_piece():
     with answering(SAID) as url:
         *before, last = ask(url, stream=True)
-    assert [piece.delta.content for piece in before] == [""] and before[0].delta.role == "assistant"
+    assert [piece.delta.content for piece in before] == [*"I", " s", "e", "e", "."]
+    assert before[0].delta.role == "assistant"
     [call] = last.delta.tool_calls
-    assert (last.finish_reason, last.delta.content, call.index) == ("tool_calls", "I see.", 0)
+    assert (last.finish_reason, last.delta.content, call.index) == ("tool_calls", "", 0)
     assert json.loads(call.function.arguments) == {"expression": "6*7"}
 
 

@@ -110,8 +110,9 @@ class FakeTexts:
     def encode(self, text):
         return np.frombuffer(text.encode(), np.uint8).astype(np.int64)
 
-    def render(self, messages, tools):
+    def render(self, messages, tools, variables):
         shown = "".join(f"tool:{tool['function']['name']}\n" for tool in tools)
+        shown += "".join(f"{name}={value}\n" for name, value in variables.items())
         return shown + "".join(f"{m['role']}:{m['content']}\n" for m in messages)
 
     def encode_chat(self, text):

@@ -2,6 +2,8 @@
 on any device, one of its own that copies from the GPU, and two that keep a GPU's random state for
 recomputed layers. Call `prepare` in a process of the tests."""
 
+import sys
+
 import torch
 
 
@@ -21,6 +23,8 @@ class NoStream:
 def prepare():
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.Stream = torch.cuda.current_stream = NoStream
+    # Megatron imports wandb where it is installed, and a forked process leaves wandb's folders
+    sys.modules.setdefault("wandb", None)
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import token_dispatcher
 

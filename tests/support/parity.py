@@ -64,11 +64,15 @@ def random_model(
 def parity_of(
     name: str, schedules: int, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> tuple[int, float]:
+    """Return (tokens sampled, largest gap) over random schedules of a tiny random model."""
+    return parity_of_model(random_model(name, dtype=dtype, device=device), schedules)
+
+
+def parity_of_model(model: ExactModel, schedules: int) -> tuple[int, float]:
     """Return (tokens sampled, largest gap) over random schedules, with an optimizer step after
-    each."""
-    model = random_model(name, dtype=dtype, device=device)
+    each. The model has VOCABULARY tokens."""
     optimizer = Optimizer(
-        dict(model.module.named_parameters()),
+        model.trainable(),
         learning_rate=1e-3,
         schedule="constant",
         warmup_steps=0,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tandem.runtime import numerics
-from tandem.train.muon import orthogonalized
+from tandem.train.muon import is_hidden_matrix, orthogonalized
 from tandem.train.parallel.ranks import ParallelRanks
 from tandem.train.ranks import Ranks
 from tests.support.meshes import on_mesh
@@ -103,6 +103,22 @@ def test_all_other_parameters_take_the_steps_of_adamw():
     assert {name for name in after if after[name] != expected[name]} == set(MUON)
     moments = {f"{moment}.{name}" for moment in ("exp_avg", "exp_avg_sq", "step") for name in ADAMW}
     assert set(ours.state()) == moments | {f"momentum.{name}" for name in MUON}
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        ("model.layers.0.mlp.up_proj.weight", True),
+        ("transformer.h.11.attn.c_attn.weight", True),  # GPT-2
+        ("model.decoder.layers.3.fc1.weight", True),  # OPT
+        ("model.embed_tokens.weight", False),
+        ("transformer.wpe.weight", False),
+        ("model.layers.0.mlp.gate.weight", False),
+    ],
+)
+def test_matrices_of_numbered_layers_are_muons_whatever_a_model_calls_them(name, steps):
+    assert is_hidden_matrix(name, torch.zeros(2, 3)) == steps
+    assert not is_hidden_matrix(name, torch.zeros(2))
 
 
 def test_an_update_is_as_large_as_one_of_adamw_for_every_shape():

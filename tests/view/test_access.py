@@ -147,7 +147,8 @@ def test_every_static_file_ships_in_the_wheel():
         ),
         (["report", "."], ["not a run folder"]),
         (["plot", ".", "-o", "x.svg"], ["not a run folder"]),
-        (["plot", ".", "-o", "x.png"], ["as SVG", "x.png", "x.svg"]),
+        (["plot", ".", "-o", "x.pdf"], ["as SVG or PNG", "x.pdf", "x.svg"]),
+        (["plot", ".", "-o", "x.png"], ["not a run folder"]),
     ],
 )
 def test_a_mistake_is_told_without_a_traceback(tmp_path, arguments, words):

@@ -1,6 +1,8 @@
 """The pages in headless Chromium: hostile texts, a run under way, the keyboard, a narrow screen."""
 
+import json
 import subprocess
+from urllib.parse import quote
 
 import pytest
 
@@ -16,6 +18,7 @@ HOSTILE = [
     "![x](http://198.51.100.1/x.png) [y](javascript:alert(1)) `code` **bold** <style>*{display:none}</style>",
     f"{BIDI} {CONTROL} ]]>--></pre></textarea><iframe srcdoc='<script>parent.hit=1</script>'>",
 ]
+CALL = {"name": HOSTILE[0], "arguments": {HOSTILE[1]: HOSTILE[3], "n": [1, {"b": HOSTILE[1]}]}}
 NAME = "<b onclick=alert(1)>&amp;"
 ROWS = "document.querySelectorAll('[data-row]').length"
 
@@ -31,9 +34,19 @@ def opened(tmp_path_factory):
             group("plain", ["one", "two"], [1.0, 0.0], outcome="no_signal", env_error=HOSTILE[0]),
         ]
         add_step(run, step, groups, reward=step / 2, entropy=1.0, step_s=2.0, learn_s=1.0)
+    tools = make_run(
+        root / "tools/run",
+        env={"name": "tools", "options": {"tools": "calculator"}},
+        reward={"function": "env"},
+    )
+    turns = (
+        {"role": "assistant", "content": f"So.<tool_call>{json.dumps(CALL)}</tool_call>"},
+        {"role": "tool", "name": HOSTILE[0], "content": HOSTILE[1]},
+    )
+    add_step(tools, 1, [group("a", ["x"], [1.0], messages=turns)], reward=1.0)
     with viewing(root) as url, browser() as page:
         page.open(url)
-        page.until(f"return {ROWS} === 1")
+        page.until(f"return {ROWS} === 2")
         yield page, url, run
 
 
@@ -47,8 +60,10 @@ def visit(opened, path, ready):
     return page
 
 
+TOOLS = f"episode/{quote('tools/run', safe='')}/train/1/0"
 PAGES = [
-    ("", f"{ROWS} === 1"),
+    ("", f"{ROWS} === 2"),
+    (TOOLS, "document.querySelectorAll('.call').length === 1"),
     ("curves/RUN", "document.querySelectorAll('.u-wrap canvas').length >= 3"),
     ("episodes/RUN", f"{ROWS} >= 12"),
     ("episode/RUN/train/1/0", "document.querySelectorAll('.token').length > 50"),
@@ -74,13 +89,28 @@ def test_hostile_texts_stay_texts_and_nothing_leaves_the_machine(opened, path, r
     )
 
 
+def test_a_tool_call_and_its_result_are_blocks_of_their_own(opened):
+    page = visit(opened, TOOLS, "document.querySelectorAll('.call').length === 1")
+
+    def read(query):
+        texts = f"[...document.querySelectorAll('{query}')].map(e => e.textContent)"
+        return page.run(f"return {texts}")
+
+    assert read(".call code") == [HOSTILE[0]] and read(".call dt") == [HOSTILE[1], "n"]
+    first, second = read(".call dd pre")
+    assert first.startswith("abcU+202Edef") and json.loads(second) == CALL["arguments"]["n"]
+    assert read(".message.sampled > pre") == ["So."]
+    [result] = read(".message.tool")
+    assert result == f"result of {HOSTILE[0]}{HOSTILE[1]}"
+
+
 def test_directions_and_controls_are_named_where_they_stand(opened):
     page = visit(opened, "episode/RUN/train/1/3", "document.querySelectorAll('.peer').length === 4")
     text = page.run("return document.querySelector('.message.sampled pre').textContent")
     assert "abcU+202Edef" in text and "bell␇" in text and "null␀" in text and "U+200B" in text
     shown = page.run("return document.body.innerText")
     assert not {"\u202e", "\u2066", "\x00", "\x1b", "\x07"} & set(shown)
-    assert HOSTILE[0] in visit(opened, *PAGES[3]).run("return document.body.innerText")
+    assert HOSTILE[0] in visit(opened, *PAGES[4]).run("return document.body.innerText")
 
 
 def test_a_command_to_copy_is_safe_in_a_shell_whatever_the_names_are(opened):
@@ -108,7 +138,7 @@ def test_a_row_of_a_run_under_way_appears_by_itself(opened):
 def test_a_drag_zooms_every_chart_and_a_double_click_shows_the_whole_run(opened):
     for step in range(4, 60):
         add_step(opened[2], step, reward=step / 60, entropy=1.0 / step)
-    page = visit(opened, PAGES[1][0], PAGES[1][1])
+    page = visit(opened, *PAGES[2])
     page.until("return document.querySelector('button[hidden]') !== null")
     box = page.run(
         "const b = document.querySelector('.u-over').getBoundingClientRect(); return [b.x, b.y, b.width, b.height]"

@@ -4,7 +4,9 @@ import re
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from tandem.run_folder.metrics import read_metrics
 from tandem.runtime.errors import UserError
@@ -79,6 +81,33 @@ def test_a_plot_is_svg_whose_line_goes_through_the_values(tmp_path):
     assert share == pytest.approx([v / 2 for v in values], abs=0.01)
     texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
     assert "a < b" in texts and "x & y" in texts and {"0.5", "1"} <= set(texts)
+
+
+def test_a_plot_as_png_has_the_line_and_the_texts(tmp_path):
+    """Its pixels: the line's colour where the values are, the text's where the title is."""
+    pytest.importorskip("resvg_py")
+    add_step(make_run(tmp_path / "run"), 1, reward=0.25)
+    add_step(tmp_path / "run", 2, reward=0.5)
+    arguments = ["plot", "run", "--key", "reward", "-o"]
+    for name in ("x.png", "x.svg"):
+        assert tandem(*arguments, name, cwd=tmp_path)[0] == 0
+    root = ElementTree.fromstring((tmp_path / "x.svg").read_text())
+    picture = np.asarray(Image.open(tmp_path / "x.png").convert("RGB"))
+    assert picture.shape == (2 * int(root.get("height")), 2 * int(root.get("width")), 3)
+    [line] = root.iter("{http://www.w3.org/2000/svg}polyline")
+    (x0, y0), (x1, y1) = (map(float, pair.split(",")) for pair in line.get("points").split())
+    middle = picture[round(y0 + y1), round(x0 + x1)]  # twice the middle of both
+    assert tuple(middle) == tuple(bytes.fromhex(line.get("stroke")[1:]))
+    title = picture[: 2 * 20]
+    assert (title.sum(-1) < 3 * 80).sum() > 50  # dark pixels of "reward"
+
+
+def test_png_without_its_package_names_the_extra(tmp_path):
+    add_step(make_run(tmp_path / "run"), 1, reward=0.5)
+    # the folder that a command is typed in comes first on the path
+    (tmp_path / "resvg_py.py").write_text("raise ModuleNotFoundError(name='resvg_py')")
+    result = tandem("plot", "run", "-o", "x.png", cwd=tmp_path)
+    assert_is_a_users_error(result, "tandem-rl[png]", ".svg", torch=False)
 
 
 def test_a_file_that_cannot_be_written_is_told_by_its_name(tmp_path):

@@ -33,6 +33,7 @@ class WholeHead:
 
     pack: PackedWeight
     gathered: Tensor | None = None
+    bias: None = None
 
     @property
     def weight(self) -> Tensor:

@@ -49,11 +49,23 @@ function facts(one, low, high) {
   return h("section", { class: "card" }, h("dl", { class: "facts" }, pairs.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))), errors.map((e) => h("pre", { class: "warn" }, visible(e))));
 }
 
+const ROLES = ["system", "user", "assistant", "tool"];
+const asText = (value) => (typeof value === "string" ? value : JSON.stringify(value ?? "", null, 1));
+
 function conversation(one) {
-  return h("section", { class: "card chat" }, h("h2", {}, "Conversation"), one.conversation.map((message) => h("div", { class: `message ${["system", "user", "assistant", "tool"].includes(message.role) ? message.role : ""} ${message.sampled ? "sampled" : ""}` },
-    h("span", { class: "role" }, plain(String(message.role))),
-    h("pre", { dir: "auto" }, visible(typeof message.content === "string" ? message.content : JSON.stringify(message.content ?? "", null, 1))),
-    (message.tool_calls || []).map((call) => h("pre", { class: "call" }, visible(`${call.function?.name ?? ""} ${typeof call.function?.arguments === "string" ? call.function.arguments : JSON.stringify(call.function?.arguments ?? call)}`))))));
+  return h("section", { class: "card chat" }, h("h2", {}, "Conversation"), one.conversation.map((message) => {
+    const text = asText(message.text ?? message.content), calls = message.calls || [];
+    return h("div", { class: `message ${ROLES.includes(message.role) ? message.role : ""} ${message.sampled ? "sampled" : ""}` },
+      h("span", { class: "role" }, plain(message.result_of ? `result of ${message.result_of}` : String(message.role))),
+      (text.trim() || !calls.length) && h("pre", { dir: "auto" }, visible(text)),
+      calls.map(call));
+  }));
+}
+
+function call(one) {
+  return h("div", { class: "call" }, h("span", { class: "role" }, one.bad ? "call that cannot be read" : "call"),
+    one.bad ? h("span", { class: "warn" }, visible(one.bad)) : h("code", {}, visible(one.name)),
+    h("dl", {}, Object.entries(one.arguments).map(([name, value]) => [name && h("dt", {}, visible(name)), h("dd", {}, h("pre", { dir: "auto" }, visible(asText(value))))])));
 }
 
 function tokens(one, run) {

@@ -1,0 +1,190 @@
+"""The general exact path: transformers' own forward pass of any causal language model, made exact.
+
+Three replacements make it so: linears (linear.py), attention (through transformers'
+AttentionInterface, over the plans of attention.py and paged_attention.py), activations
+(activations.py). Positions, rotary embeddings, windows and scales stay transformers' own. A pass is
+a batch of one: its rows are those of all sequences, with their position ids. Whether a model is
+exact so, and computes what transformers computes, its trial decides (trial.require_faithful).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tandem.model.activations import KINDS, ExactActivation, soft_cap
+from tandem.model.attention import Bends, PackedPlan, Plan
+from tandem.model.expert_choices import ExpertChoices
+from tandem.model.general_experts import ExactFunctions, make_experts_exact
+from tandem.model.linear import ExactLinear, PackedWeight, Part, padded_rows
+from tandem.model.load import ExactModel
+from tandem.model.lora import Lora, exact_adapted
+from tandem.model.paged_attention import PagedPlan
+
+ATTENTION = "tandem_exact"  # its name in transformers' AttentionInterface
+_plan: ContextVar[Plan] = ContextVar("plan of the pass")
+
+
+class GeneralModel(ExactModel):
+    """transformers' causal language model with exact parts in place of its own.
+
+    A factor of the logits is applied to the last hidden states, before the output projection.
+    """
+
+    def __init__(self, module: Any, lora: Lora | None, functions: ExactFunctions | None):
+        super().__init__(module, lora)
+        self._functions = functions  # of a mixture of experts
+        self.factor = logit_factor(self.config)
+        self.softcap = logit_softcap(self.config)
+        for layer in checkpointed_layers(module):
+            layer.forward = partial(self._run_layer, layer.forward)
+
+    def hidden(
+        self, tokens: Tensor, positions: Tensor, plan: Plan, choices: ExpertChoices | None = None
+    ) -> Tensor:
+        """Compute the last hidden states [T, D] of tokens and positions, int64 [T]."""
+        rows = len(tokens)
+        padding = (0, padded_rows(rows) - rows)
+        with _attending(plan), self._functions or nullcontext():
+            out = self.module.base_model(
+                input_ids=F.pad(tokens, padding)[None],
+                position_ids=F.pad(positions, padding)[None],
+                use_cache=False,
+            )
+        states: Tensor = out.last_hidden_state[0, :rows]
+        return states if self.factor == 1.0 else states * self.factor
+
+    def packs(self) -> list[PackedWeight]:
+        return [*super().packs(), *(self._functions.packs.values() if self._functions else ())]
+
+    def split(self, count: int) -> None:
+        """Take a single process only: train/parallel/checks.py refuses others before."""
+        assert count == 1
+
+    def _run_layer(self, forward: Callable[..., Any], x: Tensor, *args: Any, **others: Any) -> Any:
+        if not (self.checkpointing and torch.is_grad_enabled()):
+            return forward(x, *args, **others)
+        # a backward pass runs outside of its forward pass's plan and `adapter_off`
+        plan, base_only = _plan.get(), self._base_only
+        return checkpoint(
+            forward,
+            x,
+            *args,
+            **others,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=lambda: (nullcontext(), self._repeating(plan, base_only)),
+        )
+
+    @contextmanager
+    def _repeating(self, plan: Plan, base_only: bool) -> Iterator[None]:
+        with _attending(plan), self._running(base_only), self._functions or nullcontext():
+            yield
+
+
+class ExactConv1D(ExactLinear):
+    """transformers' Conv1D (GPT-2), a linear whose weight is [I, O]."""
+
+    def active_part(self) -> Part:
+        return self.adapted_part()
+
+    def adapted_part(self) -> Part:
+        return Part(self.weight.t(), self.bias)
+
+
+class CappedHead(ExactLinear):
+    """An output projection whose logits have a soft cap, in place of one without."""
+
+    def __init__(self, head: ExactLinear, softcap: float):
+        super().__init__(head.weight, head.bias)
+        self.softcap = softcap
+
+    def forward(self, x: Tensor) -> Tensor:
+        return soft_cap(super().forward(x).float(), self.softcap)
+
+
+def make_general(module: Any, lora: Lora | None = None) -> GeneralModel:
+    """Put the exact parts into a transformers module in place."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, _attend)
+    module.set_attn_implementation(ATTENTION)
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            setattr(parent, name, _exact_part(child))
+    functions = make_experts_exact(module)
+    head, softcap = module.get_output_embeddings(), logit_softcap(module.config)
+    if head is not None and softcap:
+        module.set_output_embeddings(CappedHead(head, softcap))
+    return GeneralModel(module.eval(), lora, functions)
+
+
+def _exact_part(child: Any) -> nn.Module:
+    name = type(child).__name__
+    if name == "Linear":  # PEFT's lora Linear has the same name
+        is_plain = isinstance(child, nn.Linear)
+        return ExactLinear(child.weight, child.bias) if is_plain else exact_adapted(child)
+    if name == "Conv1D":
+        return ExactConv1D(child.weight, child.bias)
+    return ExactActivation(KINDS[name]) if name in KINDS else child
+
+
+def checkpointed_layers(module: Any) -> list[Any]:
+    """List a module's decoder layers."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
+
+
+def logit_factor(config: Any) -> float:
+    """Return what a model multiplies its logits with."""
+    factor: float = getattr(config, "logit_scale", None) or 1.0  # Cohere
+    return factor / (getattr(config, "logits_scaling", None) or 1.0)  # Granite
+
+
+def logit_softcap(config: Any) -> float:
+    """Return the soft cap of a model's logits, 0 without one."""
+    return getattr(config, "final_logit_softcapping", None) or 0.0  # Gemma
+
+
+@contextmanager
+def _attending(plan: Plan) -> Iterator[None]:
+    token = _plan.set(plan)
+    try:
+        yield
+    finally:
+        _plan.reset(token)
+
+
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attend by the plan of the pass: query [1, H, T, E], key and value [1, K, T, E] to
+    [1, T, H, E]. transformers calls it, with its own names."""
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    scale, plan, width = (
+        q.shape[-1] ** -0.5 if scaling is None else scaling,
+        _plan.get(),
+        v.shape[-1],
+    )
+    if width < q.shape[-1]:
+        v = F.pad(v, (0, q.shape[-1] - width))  # pages have one width
+    assert isinstance(plan, PackedPlan | PagedPlan)
+    bends = Bends(softcap or 0.0, s_aux)
+    out = plan.attend(module.layer_idx, q, k, v, scale, sliding_window, bends)
+    return out[None, ..., :width], None

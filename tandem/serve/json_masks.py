@@ -1,0 +1,117 @@
+"""JSON that a request's `response_format` asks for: the tokens that may come next, by llguidance.
+
+    JsonGrammars.mask(schema) --> JsonMask.copy, one a choice --> allowed(tokens), once a token
+
+A schema is compiled in the lane of its request, within llguidance's limits of work. White space is
+bounded, or a model could write it up to its last token. Knows no engine and no requests.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from tandem.serve.openai_api import ApiError, Json
+from tandem.types import Array
+
+WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
+FIELD = "response_format"
+
+
+class JsonMask:
+    """The tokens of one completion that keep it a beginning of JSON by a schema, and at its end one
+    of `ends`. Implements engine.masks.TokenMask.
+
+    error: why a token could not be found, in llguidance's words; the completion is ended then.
+    """
+
+    def __init__(self, matcher: Any, vocabulary: int, ends: Sequence[int]):
+        self.error = ""
+        self._matcher, self._vocabulary, self._ends, self._read = matcher, vocabulary, ends, 0
+
+    def copy(self) -> "JsonMask":
+        return JsonMask(self._matcher.deep_copy(), self._vocabulary, self._ends)
+
+    def allowed(self, tokens: Sequence[int]) -> Array:
+        """Return what may follow the sampled tokens, as bool [V]."""
+        if len(tokens) < self._read:  # the sequence began again, with other weights
+            self._matcher.reset()
+            self._read = 0
+        self._matcher.consume_tokens(list(tokens[self._read :]))
+        self._read = len(tokens)
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        allowed = np.unpackbits(bits, bitorder="little")[: self._vocabulary].astype(bool)
+        if self._matcher.is_error() or not allowed.any():
+            found = self._matcher.get_error().partition("\n")[0]
+            self.error = found or "no token of the vocabulary can follow"
+            allowed = np.zeros(self._vocabulary, bool)
+            allowed[list(self._ends)] = True
+        return allowed
+
+
+class JsonGrammars:
+    """Compiler of JSON schemas for one tokenizer (transformers). ends: its ends of turn;
+    vocabulary: token ids of the model are below it; token_text: decodes one token."""
+
+    def __init__(
+        self, tokenizer: Any, ends: Sequence[int], vocabulary: int, token_text: Callable[[int], str]
+    ):
+        self._tokenizer, self._ends = tokenizer, list(ends)
+        self._vocabulary, self._token_text = vocabulary, token_text
+
+    def mask(self, schema: Json) -> JsonMask:
+        """Compile a schema. Raises ApiError for one that llguidance cannot hold a model to."""
+        tokens = self._tokens
+        from llguidance import LLMatcher, LLParserLimits
+
+        options: Any = {"whitespace_pattern": WHITE_SPACE}
+        try:
+            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+        except (ValueError, RecursionError) as error:
+            raise _bad_schema(str(error)) from None
+        limits = LLParserLimits(verbose_errors=False)
+        matcher = LLMatcher(tokens, grammar, log_level=0, limits=limits)
+        mask = JsonMask(matcher, self._vocabulary, self._ends)
+        (trial := mask.copy()).allowed(())
+        if trial.error:
+            raise _bad_schema(trial.error)
+        return mask
+
+    @cached_property
+    def _tokens(self) -> Any:
+        """The vocabulary as llguidance has it; takes up to seconds."""
+        try:
+            from llguidance import LLTokenizer
+            from llguidance.hf import from_tokenizer
+        except ImportError:
+            message = f"{FIELD} needs llguidance, here: pip install 'tandem-rl[json]'"
+            raise ApiError(400, message, param=FIELD, code="unsupported_parameter") from None
+        size = {"n_vocab": self._vocabulary, "eos_token": self._ends}
+        try:
+            return from_tokenizer(self._tokenizer, **size)
+        except ValueError:  # a decoder that it does not know: tokens are plain texts
+            return LLTokenizer(_PlainTokens(self._tokenizer, self._token_text), **size)
+
+
+def _bad_schema(found: str) -> ApiError:
+    return ApiError(400, f"{FIELD}: the schema cannot be used: {found}", param=FIELD)
+
+
+class _PlainTokens:
+    """A tokenizer whose tokens are texts, as llguidance.TokenizerWrapper has it."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, tokenizer: Any, token_text: Callable[[int], str]):
+        added: dict[int, Any] = tokenizer.added_tokens_decoder
+        self.special_token_ids = [token for token, about in added.items() if about.special]
+        self.bos_token_id, self.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+        self.tokens = [token_text(token).encode() for token in range(len(tokenizer))]
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        text = text.decode() if isinstance(text, bytes) else text
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids

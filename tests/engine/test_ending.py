@@ -1,0 +1,58 @@
+"""Stop strings found in the last tokens' text against those found in the whole, and how much is
+decoded for it."""
+
+from itertools import chain
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.engine.ending import find_ending
+from tandem.types import SamplingParams
+from tests.support.decoders import BYTES, DECODERS, FALLBACK_TOKENS
+
+STOPS = st.lists(st.text("aé€🦀\ufffd de", min_size=1, max_size=3), min_size=1, max_size=2)
+
+
+def first_ending(kind, tokens, stop):
+    """The number of tokens at which a completion ends, and its text and reason."""
+    decode, _ = DECODERS[kind]
+    params = SamplingParams(max_new_tokens=len(tokens), stop=tuple(stop))
+    endings = ((n, find_ending(params, tokens[:n], 0, decode)) for n in range(1, len(tokens) + 1))
+    return next((n, *ending) for n, ending in endings if ending)
+
+
+def first_ending_by_the_whole_text(kind, tokens, stop):
+    decode, _ = DECODERS[kind]
+    for n in range(1, len(tokens) + 1):
+        text = decode(np.array(tokens[:n]))
+        cuts = [text.index(s) for s in stop if s in text]
+        if cuts or n == len(tokens):
+            return (n, text[: min(cuts)], "stop") if cuts else (n, text, "length")
+
+
+@settings(max_examples=300)
+@pytest.mark.parametrize("kind", DECODERS)
+@given(data=st.data())
+def test_stop_strings_end_a_completion_where_they_first_come(kind, data):
+    parts = data.draw(BYTES if kind == "byte level" else FALLBACK_TOKENS)
+    # after a text that is longer than the window of last tokens
+    tokens = [97 if kind == "byte level" else 2] * 12 + list(chain(*parts))
+    stop = data.draw(STOPS)
+    assert first_ending(kind, tokens, stop) == first_ending_by_the_whole_text(kind, tokens, stop)
+
+
+def test_a_long_completion_is_not_decoded_again_at_each_token():
+    decoded = 0
+
+    def decode(tokens):
+        nonlocal decoded
+        decoded += len(tokens)
+        return bytes(tokens.tolist()).decode(errors="replace")
+
+    params = SamplingParams(max_new_tokens=4000, stop=("STOP",))
+    tokens = [*b"ab " * 1000, *b"STOP"]
+    endings = [find_ending(params, tokens[: n + 1], 0, decode) for n in range(len(tokens))]
+    assert endings == [None] * 3003 + [("ab " * 1000, "stop")]
+    assert decoded < 20 * len(tokens)

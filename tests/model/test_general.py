@@ -1,0 +1,205 @@
+"""transformers' own forward pass, made exact: any architecture has one set of bits in engine and
+trainer, transformers' gradients, and leaves as a directory that transformers loads."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BertConfig, Lfm2Config
+from transformers.activations import ACT2FN
+
+from tandem.config.schema import Config
+from tandem.jobs.models import check_models
+from tandem.model.config_file import check_model, is_lean
+from tandem.model.forward import batch_logprobs
+from tandem.model.load import load_model
+from tandem.model.lora import Lora
+from tandem.model.probe import probe
+from tandem.model.tiny import make_tokenizer
+from tandem.run_folder.export import export
+from tandem.runtime.errors import UserError
+from tandem.train.pack import pack
+from tandem.types import SamplingDistribution
+from tests.support.architectures import ARCHITECTURES, architecture, exact, stock
+from tests.support.parity import engine_for, largest_gap, random_requests
+from tests.support.tiny import exact_logits, random_samples, random_tokens, stock_logits
+
+# What they have that others lack: a soft cap, windows and two rotary embeddings, biases in the
+# head and layers beside each other, norms behind, a factor of the logits, one query head a key
+# head, learned positions, Conv1D, sinks with experts that have biases, experts, latent attention
+# with narrow values beside a router of sigmoids.
+KINDS = (
+    *("gemma2", "gemma3_text", "phi", "olmo2", "cohere2", "gpt_neox", "opt", "gpt2"),
+    *("gpt_oss", "mixtral", "deepseek_v3"),
+)
+FILTERED = SamplingDistribution(temperature=0.7, top_p=0.9, repetition_penalty=1.2)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_packed_documents_have_the_logits_of_transformers(name):
+    random, model, twin = np.random.default_rng(3), exact(name), stock(name)
+    documents = [random_tokens(random, length) for length in (1, 30, 7, 61)]
+    with torch.no_grad():
+        for document, found in zip(documents, exact_logits(model, documents), strict=True):
+            scaled = stock_logits(twin, document)
+            assert (found - scaled).abs().max() <= 2e-5 * scaled.abs().max()
+            assert torch.equal(exact_logits(model, [document])[0], found)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_engine_and_policy_agree_in_gradient_mode(name):
+    model = exact(name)
+    requests = random_requests(np.random.default_rng(1), prompts=5, longest=200, group=3)
+    completions = engine_for(model, max_batch=8).generate(requests)
+    assert largest_gap(model, requests, completions, 400, gradients=True) == 0.0
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_probe_finds_nothing(name):
+    assert probe(exact(name), 1).parity == []
+
+
+def odd(x):
+    """Another last bit among 33 rows or more, as another kernel would give."""
+    return torch.nextafter(x, x + 1) if x.shape[1] >= 33 else x
+
+
+def test_part_that_differs_with_the_row_count_is_named(odd_model):
+    assert probe(odd_model).parity == ["layers.0.mlp.act_fn (OddActivation): 1 rows"]
+
+
+@pytest.fixture
+def odd_model():
+    """An architecture of one's own, with an activation that is not exact."""
+
+    class OddActivation(torch.nn.Module):
+        def forward(self, x):
+            return odd(torch.relu(x))
+
+    ACT2FN["odd"] = OddActivation
+    yield exact("olmo2", hidden_act="odd")
+    del ACT2FN["odd"]
+
+
+def gradients(model, logprobs):
+    logprobs.sum().backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("name", "sampling"),
+    [*((name, SamplingDistribution()) for name in KINDS), ("gemma2", FILTERED)],
+    ids=[*KINDS, "gemma2 with filters"],
+)
+def test_gradients_are_those_of_transformers(name, sampling):
+    """Sums in another order are all that may differ."""
+    [batch] = pack([random_samples(np.random.default_rng(4), 1)[1]], 100)
+    model, twin = exact(name), stock(name)
+    logprobs, _ = batch_logprobs(model, batch, sampling)
+    found = gradients(model.module, logprobs)
+    logits = stock_logits(twin, batch.tokens)[torch.from_numpy(batch.rows)]
+    targets = torch.from_numpy(batch.targets)[:, None]
+    if sampling is FILTERED:
+        logits = logits.clone()
+        for row, place in enumerate(batch.rows):
+            seen = torch.from_numpy(np.unique(batch.tokens[: place + 1]))
+            values = logits[row, seen]
+            logits[row, seen] = torch.where(values > 0, values / 1.2, values * 1.2)
+        table = (logits / 0.7).log_softmax(-1)
+        ranked, order = table.exp().sort(-1, descending=True)
+        kept = torch.zeros_like(table, dtype=torch.bool)
+        kept.scatter_(1, order, ranked.cumsum(-1) - ranked < 0.9).scatter_(1, targets, True)
+        logits = table.masked_fill(~kept, float("-inf"))
+    expected = gradients(twin, logits.log_softmax(-1).gather(1, targets))
+    assert set(found) == set(expected)
+    for weight, gradient in expected.items():
+        bound = 1e-4 * gradient.abs().max() + 1e-5
+        assert (found[weight] - gradient).abs().max() <= bound, weight
+
+
+@pytest.mark.parametrize("name", ["gemma2", "phi"])
+def test_checkpointing_changes_no_bit(name):
+    [batch] = pack(random_samples(np.random.default_rng(5), 3), 400)
+    results = []
+    for checkpointing in (False, True):
+        model = exact(name)
+        model.checkpointing = checkpointing
+        logprobs, _ = batch_logprobs(model, batch, SamplingDistribution())
+        results.append([logprobs.detach(), *gradients(model.module, logprobs).values()])
+    assert all(map(torch.equal, *results))
+
+
+def saved(name, folder):
+    stock(name).save_pretrained(folder)
+    make_tokenizer(characters="abc").save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [("gemma3_text", 0), ("gemma3_text", 4), ("phi", 0), ("phi", 4), ("gpt2", 0), ("granite", 0)],
+)
+def test_export_has_the_weights_that_ran(name, rank, tmp_path):
+    path = saved(name, tmp_path / "model")
+    lora = Lora(rank=4, alpha=8.0, targets=("all-linear",), seed=7) if rank else None
+    model, random = load_model(path, lora), torch.Generator().manual_seed(1)
+    moved = {n: 0.1 * torch.randn(w.shape, generator=random) for n, w in model.trainable().items()}
+    model.load_weights(moved)
+    requests = random_requests(np.random.default_rng(2), prompts=2, longest=60, group=2)
+    completions = engine_for(model).generate(requests)
+    assert largest_gap(model, requests, completions, 400, gradients=True) == 0.0
+    export(model, path, tmp_path / "out", "# A model\n")
+    stock_again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    tokens = random_tokens(np.random.default_rng(0), 50)
+    expected = stock_logits(stock_again, tokens)
+    assert torch.equal(
+        exact_logits(load_model(str(tmp_path / "out")), [tokens])[0],
+        exact_logits(model, [tokens])[0],
+    )
+    found = exact_logits(model, [tokens])[0]
+    assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+def test_model_without_linear_modules_takes_no_adapter():
+    with pytest.raises(UserError, match="not in this model") as error:
+        exact("gpt2", Lora(rank=4, alpha=8.0, targets=("all-linear",), seed=7))
+    assert "it has none" in error.value.expected
+
+
+def test_architectures_of_the_lean_layer_keep_it():
+    assert not any(is_lean(architecture(name)) for name in ARCHITECTURES)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (BertConfig(hidden_size=96, num_attention_heads=6, intermediate_size=172), "logits that"),
+        (
+            Lfm2Config(
+                hidden_size=96,
+                num_attention_heads=6,
+                num_key_value_heads=2,
+                intermediate_size=172,
+                num_hidden_layers=2,
+                layer_types=["conv", "full_attention"],
+            ),
+            "between packed and paged",
+        ),
+    ],
+    ids=["it sees later tokens", "it keeps a state"],
+)
+def test_a_model_that_would_be_wrong_is_refused(config, reason, tmp_path):
+    config.save_pretrained(tmp_path)
+    check_model(str(tmp_path))  # its config alone does not tell
+    with pytest.raises(UserError, match="cannot run exactly") as error:
+        load_model(str(tmp_path))
+    assert reason in error.value.found
+
+
+@pytest.mark.parametrize(
+    "change", [{"parallel": {"data": 2}}, {"model": {"dtype": "bfloat16"}}], ids=str
+)
+def test_what_the_general_path_lacks_is_refused_by_name(change, tmp_path):
+    model = {"path": saved("olmo2", tmp_path)}
+    config = Config(**{**change, "model": {**model, **change.get("model", {})}})
+    with pytest.raises(UserError, match="in one process, on a CPU, in float32"):
+        check_models(config)

@@ -1,0 +1,180 @@
+"""JSON on demand: a model that knows nothing of it writes what the schema wants, and its other
+answers stay what they were."""
+
+import json
+import subprocess
+import sys
+
+import httpx
+import numpy as np
+import pytest
+from jsonschema import validate
+
+from tandem.cli.serve import RendererTexts
+from tandem.data.renderer import load_renderer
+from tandem.serve.json_masks import JsonGrammars
+from tests.support.byte_models import make_model
+from tests.support.serving import post, running
+from tests.support.tiny_server import TinyServer
+from tests.support.waiting import WAIT_S
+
+HELLO = [{"role": "user", "content": "Solve 2x = 6."}]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "x": {"type": "integer", "minimum": 0, "maximum": 99},
+        "unit": {"enum": ["m", "kg", "s"]},
+        "note": {"type": "string", "maxLength": 5},
+    },
+    "required": ["x", "unit", "note"],
+    "additionalProperties": False,
+}
+# its tokens run out of llguidance's work after the first
+HEAVY = {"type": "string", "pattern": "^(a?){5000}a{5000}$"}
+
+
+def wanted(schema):
+    named = {"name": "answer", "schema": schema, "strict": True}
+    return {"type": "json_schema", "json_schema": named}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return TinyServer(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def url(tiny):
+    with running(tiny.engine, tiny.texts, tiny.served) as url:
+        yield url
+
+
+def chat(url, **fields):
+    body = {"messages": HELLO, "max_tokens": 200, "seed": 1, "return_token_ids": True, **fields}
+    headers = {"Content-Type": "application/json"}
+    return post(f"{url}/v1/chat/completions", content=json.dumps(body), headers=headers)
+
+
+def streamed(url, **fields):
+    body = {"messages": HELLO, "max_tokens": 200, "seed": 1, "stream": True, **fields}
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=WAIT_S) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+@pytest.mark.parametrize(
+    "way", [{}, {"temperature": 0.0}, {"top_k": 3}, {"repetition_penalty": 1.5}]
+)
+def test_every_answer_is_of_the_schema(tiny, url, way):
+    choices = chat(url, n=16, response_format=wanted(SCHEMA), **way).json()["choices"]
+    for choice in choices:
+        assert choice["finish_reason"] == "stop"
+        assert choice["token_ids"][-1] in tiny.renderer.stop_token_ids
+        validate(json.loads(choice["message"]["content"]), SCHEMA)
+    assert len({choice["message"]["content"] for choice in choices}) > 8 or way == {
+        "temperature": 0.0
+    }
+
+
+def test_json_object_is_any_object_and_a_cut_one_says_so(url):
+    answer = chat(url, n=8, response_format={"type": "json_object"}, max_tokens=60).json()
+    for choice in answer["choices"]:
+        text = choice["message"]["content"]
+        assert text.startswith("{")
+        if choice["finish_reason"] == "stop":
+            assert isinstance(json.loads(text), dict)
+    assert {choice["finish_reason"] for choice in answer["choices"]} <= {"stop", "length"}
+
+
+def test_streamed_answer_is_the_whole_one(url):
+    [choice] = chat(url, response_format=wanted(SCHEMA)).json()["choices"]
+    pieces = streamed(url, response_format=wanted(SCHEMA))
+    text = "".join(piece["choices"][0]["delta"]["content"] for piece in pieces)
+    assert text == choice["message"]["content"]
+
+
+def test_plain_answers_are_the_same_with_and_without_the_field(tiny, url):
+    [choice] = chat(url, response_format={"type": "text"}, max_tokens=20).json()["choices"]
+    expected = tiny.complete(tiny.renderer.prompts([HELLO])[0], seed=1, max_new_tokens=20)
+    assert choice["token_ids"] == expected.tokens.tolist()
+    body = {"prompt": "x", "max_tokens": 200, "response_format": wanted(SCHEMA)}
+    completion = post(f"{url}/v1/completions", json=body).json()["choices"][0]
+    validate(json.loads(completion["text"]), SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"response_format": {"type": "structural_tag"}}, "json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "schema"),
+        ({"response_format": wanted({"type": "nope"})}, "Invalid type: nope"),
+        ({"response_format": wanted({"$ref": "http://127.0.0.1/x"})}, "does not fetch"),
+        ({"response_format": wanted({"enum": []})}, "Unsatisfiable"),
+        ({"response_format": wanted({"$ref": "#"})}, "cannot be used"),
+        ({"response_format": wanted({"uniqueItems": True, "type": "array"})}, "uniqueItems"),
+        ({"response_format": wanted({"const": "\ud83e"})}, "cannot be used"),
+        ({"response_format": wanted(SCHEMA), "ignore_eos": True}, "ignore_eos"),
+        ({"response_format": wanted(SCHEMA), "min_tokens": 3}, "min_tokens"),
+        (
+            {
+                "response_format": wanted(SCHEMA),
+                "tools": [{"type": "function", "function": {"name": "f"}}],
+            },
+            "tool_choice: none",
+        ),
+    ],
+)
+def test_format_that_cannot_be_kept_is_refused(url, fields, said):
+    answer = chat(url, **fields)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == "response_format"
+    assert said in error["message"]
+
+
+def test_schema_that_is_too_heavy_fails_its_own_request_only(url):
+    answer = chat(url, response_format=wanted(HEAVY))
+    assert answer.status_code == 400 and "too many" in answer.json()["error"]["message"]
+    assert "too many" in streamed(url, response_format=wanted(HEAVY))[-1]["error"]["message"]
+    assert chat(url, max_tokens=3).status_code == 200
+
+
+def test_tokens_of_bytes_are_held_to_a_schema_too(tmp_path):
+    renderer = load_renderer(make_model(tmp_path))
+    texts, rng = RendererTexts(renderer), np.random.default_rng(0)
+    for _ in range(20):
+        mask, tokens = texts.json_mask({"type": "string", "maxLength": 4}, 300), []
+        while not tokens or tokens[-1] not in renderer.stop_token_ids:
+            allowed = np.flatnonzero(mask.allowed(tokens))
+            tokens.append(int(rng.choice(allowed)))
+        assert len(json.loads(renderer.decode(np.array(tokens)))) <= 4 and not mask.error
+
+
+def test_mask_begins_again_with_its_sequence(tiny):
+    grammars = JsonGrammars(
+        tiny.renderer.tokenizer,
+        tiny.renderer.stop_token_ids,
+        tiny.served.vocabulary,
+        tiny.texts.token_text,
+    )
+    mask = grammars.mask(SCHEMA)
+    first, tokens = mask.allowed([]), tiny.renderer.encode('{"x": 1').tolist()
+    later = mask.allowed(tokens)
+    assert np.array_equal(mask.allowed([]), first) and not np.array_equal(first, later)
+    assert np.array_equal(mask.allowed(tokens), later)
+
+
+WITHOUT = """
+import sys
+sys.modules["llguidance"] = None  # as if it were not installed
+from tandem.serve.json_masks import JsonGrammars
+try:
+    JsonGrammars(None, [0], 8, str).mask({})
+except Exception as error:
+    print(error.status, error.param, error)
+"""
+
+
+def test_missing_package_is_named():
+    command = [sys.executable, "-c", WITHOUT]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert said.startswith("400 response_format ") and "pip install 'tandem-rl[json]'" in said

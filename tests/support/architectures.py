@@ -1,0 +1,118 @@
+"""Tiny random models of architectures that run through transformers' own forward pass, and their
+stock twins."""
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tandem.model.load import make_exact
+
+VOCAB = 97
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "intermediate_size": 172,
+    "max_position_embeddings": 4096,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+GROUPED = {"num_key_value_heads": 2}
+EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
+WINDOWED = {**GROUPED, "head_dim": 16, "sliding_window": 40}
+ARCHITECTURES = {
+    "apertus": GROUPED,
+    "arcee": GROUPED,
+    "cohere": GROUPED,
+    "cohere2": {**GROUPED, "sliding_window": 40},
+    "ernie4_5": GROUPED,
+    "exaone4": {**GROUPED, "sliding_window": 40},
+    "gemma": {**GROUPED, "head_dim": 16},
+    "gemma2": WINDOWED,
+    "gemma3_text": WINDOWED,
+    "glm": {**GROUPED, "head_dim": 16},
+    "glm4": {**GROUPED, "head_dim": 16},
+    "gpt2": {"n_inner": 172},
+    "gpt_neox": {},
+    "gpt_oss": {**WINDOWED, **EXPERTS},
+    "granitemoe": {**GROUPED, **EXPERTS},
+    "mixtral": {**GROUPED, **EXPERTS},
+    "olmoe": {**GROUPED, "num_experts": 6, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        **GROUPED,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 60,
+        "shared_expert_intermediate_size": 60,
+    },
+    "deepseek_v3": {
+        "num_key_value_heads": 6,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "moe_intermediate_size": 60,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 48,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "first_k_dense_replace": 1,
+    },
+    "granite": {**GROUPED, "logits_scaling": 8.0},
+    "helium": {**GROUPED, "head_dim": 16},
+    "hunyuan_v1_dense": {**GROUPED, "head_dim": 16},
+    "ministral3": {**GROUPED, "head_dim": 16},
+    "nemotron": GROUPED,
+    "olmo": GROUPED,
+    "olmo2": GROUPED,
+    "olmo3": {**GROUPED, "sliding_window": 40},
+    "opt": {"ffn_dim": 172, "word_embed_proj_dim": 96},
+    "phi": GROUPED,
+    "phi3": {**GROUPED, "sliding_window": 40},
+    "seed_oss": GROUPED,
+    "smollm3": GROUPED,
+    "stablelm": GROUPED,
+    "starcoder2": {**GROUPED, "sliding_window": 40},
+}
+
+
+LEAN = {
+    "llama": GROUPED,
+    "mistral": WINDOWED,
+    "qwen2": GROUPED,
+    "qwen3": {**GROUPED, "head_dim": 16},
+    "qwen3_moe": {
+        **GROUPED,
+        "head_dim": 16,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 60,
+        "decoder_sparse_step": 1,
+    },
+}
+
+
+def architecture(name, **changes):
+    """The transformers config of a tiny model."""
+    values = {**SHAPE, **{**ARCHITECTURES, **LEAN}[name], **changes}
+    if "ffn_dim" in values or "n_inner" in values:
+        del values["intermediate_size"]
+    return type(AutoConfig.for_model(name))(**values)
+
+
+def stock(name, seed=0, **changes):
+    """Plain transformers, eager attention; every weight random, those that start at zero too."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = architecture(name, **changes)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        for weight in model.parameters():
+            spread = torch.randn(weight.shape)
+            weight.data = spread * 0.1 + (weight.data if weight.dim() < 2 else 0.0)
+    return model
+
+
+def exact(name, lora=None, seed=0, **changes):
+    return make_exact(stock(name, seed, **changes), lora)

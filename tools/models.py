@@ -1,0 +1,203 @@
+"""`make models`: every architecture that tests/support/architectures.py has, as a tiny random model;
+results in docs/models.json, and docs/models.md from it.
+
+    make models                               gap, export and adapters of all
+    make models only="gemma2 phi"             of these; the results of the others stay as they are
+    make models only="gemma2" speeds=1        and decode against `generate`, on a machine that does nothing else
+
+gap       largest difference of engine and policy log-probs over SCHEDULES random schedules, with an
+          optimizer step after each
+export    what `tandem export` writes, loaded by transformers: its logits are those of transformers with the
+          trained weights
+adapters  the gap with an adapter on every linear of the layers, over LORA_SCHEDULES
+speeds    tokens a second of 48 tokens after 8 prompts of 64, sides by turns, medians of ROUNDS
+
+Exit code 1 if an architecture is not exact.
+"""
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+import machine  # noqa: E402
+
+from tandem.model.config_file import is_lean  # noqa: E402
+from tandem.model.load import ExactModel, make_exact  # noqa: E402
+from tandem.model.lora import Lora  # noqa: E402
+from tandem.model.tiny import make_tokenizer  # noqa: E402
+from tandem.run_folder.export import export  # noqa: E402
+from tandem.runtime import numerics  # noqa: E402
+from tandem.runtime.errors import UserError  # noqa: E402
+from tandem.types import Request, SamplingParams  # noqa: E402
+from tests.support.architectures import ARCHITECTURES, LEAN, exact, stock  # noqa: E402
+from tests.support.parity import engine_for, parity_of_model  # noqa: E402
+
+JSON, PAGE = ROOT / "docs" / "models.json", ROOT / "docs" / "models.md"
+SCHEDULES, LORA_SCHEDULES = 50, 5
+BATCH, PROMPT, NEW, ROUNDS = 8, 64, 48, 3
+LORA = Lora(rank=4, alpha=8.0, targets=("all-linear",), seed=7)
+# For speeds: 8 layers of width 512. What is not among a config's names is ignored by it.
+LARGER = {
+    "hidden_size": 512,
+    "intermediate_size": 1376,
+    "ffn_dim": 1376,
+    "n_inner": 1376,
+    "word_embed_proj_dim": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 4096,
+    "sliding_window": 512,
+}
+
+Found = dict[str, Any]
+
+
+def main(arguments: list[str]) -> int:
+    names, speeds = [a for a in arguments if a != "--speeds"], "--speeds" in arguments
+    every = sorted({**ARCHITECTURES, **LEAN})
+    if unknown := sorted(set(names) - set(every)):
+        print(f"unknown architecture: {', '.join(unknown)}; there are {', '.join(every)}")
+        return 2
+    numerics.prepare()
+    inexact = []
+    for name in names or every:
+        start = time.monotonic()
+        found = {**try_out(name), **(decode(name) if speeds else {})}
+        inexact += [name] * (found["gap"] != 0.0)
+        keep(name, found, time.monotonic() - start)
+        PAGE.write_text(page())
+        print(row(name, everything()[name]), flush=True)
+    print(f"not exact: {', '.join(inexact)}" if inexact else "every gap is 0.0")
+    return int(bool(inexact))
+
+
+def try_out(name: str) -> Found:
+    model = exact(name)
+    tokens, gap = parity_of_model(model, SCHEDULES)
+    found = {"lean": is_lean(model.config), "tokens": tokens, "gap": gap, "schedules": SCHEDULES}
+    return {**found, "export": exported(name, model), "adapters": adapted(name)}
+
+
+def exported(name: str, model: ExactModel) -> bool:
+    """Tell whether an export has the logits of transformers with the trained weights, to the last
+    bit."""
+    twin, tokens = stock(name), torch.arange(60)[None]
+    twin.load_state_dict(model.merged_weights(), strict=False)
+    twin.tie_weights()
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        make_tokenizer(characters="abc").save_pretrained(f"{folder}/tokenizer")
+        export(model, f"{folder}/tokenizer", Path(folder) / "out", "# A model\n")
+        again = AutoModelForCausalLM.from_pretrained(
+            f"{folder}/out", attn_implementation="eager"
+        ).eval()
+        return torch.equal(again(input_ids=tokens).logits, twin(input_ids=tokens).logits)
+
+
+def adapted(name: str) -> float | str:
+    """Return the gap with adapters, or why there can be none."""
+    try:
+        return parity_of_model(exact(name, LORA), LORA_SCHEDULES)[1]
+    except UserError as error:
+        return error.what
+
+
+def decode(name: str) -> Found:
+    """Measure tokens a second of the engine and of `generate`."""
+    torch.set_num_threads(numerics.cores())
+    twin = stock(name, **LARGER)
+    twin.set_attn_implementation("sdpa")
+    model = make_exact(stock(name, **LARGER))
+    prompts = np.random.default_rng(0).integers(0, LARGER["vocab_size"], (BATCH, PROMPT))
+    params = SamplingParams(max_new_tokens=NEW)
+    config = GenerationConfig(
+        max_new_tokens=NEW, min_new_tokens=NEW, do_sample=True, pad_token_id=0, eos_token_id=None
+    )
+    requests = [Request(key=n, prompt=p, params=params) for n, p in enumerate(prompts)]
+    inputs = torch.from_numpy(prompts)
+    sides: dict[str, Callable[[], Any]] = {
+        # an engine of its own each time: it would find the prompts in its cache
+        "tokens_per_s": lambda: engine_for(model).generate(requests),
+        "generate_per_s": lambda: twin.generate(
+            inputs, attention_mask=torch.ones_like(inputs), generation_config=config
+        ),
+    }
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    for number in range(ROUNDS + 1):
+        for side, run in sides.items():
+            start = time.perf_counter()
+            with torch.no_grad():
+                run()
+            if number:  # the first one packs weights and meets new shapes
+                seconds[side].append(time.perf_counter() - start)
+    return {side: BATCH * NEW / statistics.median(times) for side, times in seconds.items()}
+
+
+def keep(name: str, found: Found, seconds: float) -> None:
+    before = everything()
+    entry = {"machine": machine.describe(), "date": str(date.today()), "seconds": round(seconds)}
+    speeds = {k: v for k, v in before.get(name, {}).items() if k.endswith("_per_s")}
+    every = {**before, name: {**speeds, **entry, **found}}
+    JSON.write_text(json.dumps(dict(sorted(every.items())), indent=1, ensure_ascii=False) + "\n")
+
+
+def everything() -> dict[str, Found]:
+    return json.loads(JSON.read_text()) if JSON.exists() else {}
+
+
+def page() -> str:
+    told = everything()
+    lines = [
+        "# Models",
+        "",
+        "Written by `make models` (tools/models.py), an architecture at a time. Each is a tiny random "
+        "model with transformers' `model_type`:",
+        "the largest gap between the log-probs of engine and policy over random schedules, each "
+        "followed by an optimizer step;",
+        "whether transformers computes the same logits, to the last bit, from an export as from the "
+        "trained weights;",
+        "the gap with adapters on every linear of the layers; and decode against `generate` (48 "
+        "tokens after 8 prompts of 64, 8 layers of width 512),",
+        "where it was measured. Other architectures run too if their trial passes: a random model of "
+        "their shapes, before weights are loaded.",
+        "",
+        "| `model_type` | layer | schedules | tokens | gap | export equal | gap with adapters | "
+        "tok/s | `generate` |",
+        "|---|---|---|---|---|---|---|---|---|",
+        *(row(name, found) for name, found in told.items()),
+        "",
+    ]
+    places = sorted({f"{found['machine']}; {found['date']}" for found in told.values()})
+    return "\n".join(lines + [f"{place}." for place in places]) + "\n"
+
+
+def row(name: str, found: Found) -> str:
+    speeds = [f"{found[k]:,.0f}" if k in found else "" for k in ("tokens_per_s", "generate_per_s")]
+    cells = [
+        f"`{name}`",
+        "Tandem's" if found["lean"] else "transformers'",
+        found["schedules"],
+        f"{found['tokens']:,}",
+        found["gap"],
+        "yes" if found["export"] else "no",
+        found["adapters"],
+        *speeds,
+    ]
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
