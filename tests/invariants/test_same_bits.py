@@ -21,6 +21,7 @@ KINDS = [
     "ppo, lora",
     "multi-turn",
     "bfloat16",
+    "gemma2",
 ]  # each by itself, and more: python -m tests.support.runs
 
 ONE_CORE = ("taskset", "-c", str(min(os.sched_getaffinity(0)))) if shutil.which("taskset") else ()
