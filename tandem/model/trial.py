@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.initialization import no_init_weights
 
 from tandem.model.attention import Plan
 from tandem.model.config_file import LEAN_ARCHITECTURES, first_line, is_lean, is_sparse, window_of
@@ -54,8 +55,9 @@ def _random_module(
     """Make transformers' module of a config with random weights."""
     config.vocab_size, config.pad_token_id = VOCABULARY, None
     noise = torch.Generator().manual_seed(seed)
-    with torch.random.fork_rng(devices=[]):
+    with no_init_weights():
         module = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).to(device)
+    module.tie_weights()
     for weight in module.parameters():
         spread = torch.randn(weight.shape, generator=noise)
         weight.data.copy_(
