@@ -119,7 +119,7 @@ def decode(name: str) -> Found:
     """Measure tokens a second of the engine and of `generate`."""
     torch.set_num_threads(numerics.cores())
     twin = stock(name, **LARGER)
-    twin.set_attn_implementation("sdpa")
+    twin.set_attn_implementation("sdpa" if twin._supports_sdpa else "eager")
     model = make_exact(stock(name, **LARGER))
     prompts = np.random.default_rng(0).integers(0, LARGER["vocab_size"], (BATCH, PROMPT))
     params = SamplingParams(max_new_tokens=NEW)

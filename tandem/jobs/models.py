@@ -12,7 +12,7 @@ from tandem.data.renderer import ChatRenderer, load_renderer
 from tandem.model.config_file import LEAN_ARCHITECTURES, check_model, has_experts, is_lean
 from tandem.model.load import ExactModel, load_model
 from tandem.model.lora import Lora, require_peft
-from tandem.model.placement import CPU_FLOAT32, Placement, place_models
+from tandem.model.placement import Placement, place_models
 from tandem.model.trial import require_faithful
 from tandem.model.weight_files import check_weights
 from tandem.runtime.errors import UserError
@@ -173,7 +173,7 @@ def check_models(config: Config, *others: str, head: Head = "tokens") -> Any:
     shape = check_model(config.model.path, head=head)
     check_weights(config.model.path)
     check_shape(config, shape, "model.path", head)
-    require_faithful(shape, f"model.path = {config.model.path}")
+    require_faithful(shape, f"model.path = {config.model.path}", placement(config))
     for key in others:
         section, field = key.split(".")
         if path := getattr(getattr(config, section), field):
@@ -184,7 +184,7 @@ def check_models(config: Config, *others: str, head: Head = "tokens") -> Any:
                 raise _other_vocabulary(key, path, size, shape.vocab_size)
             check_weights(path)
             check_shape(config, other, key, kind)
-            require_faithful(other, f"{key} = {path}")
+            require_faithful(other, f"{key} = {path}", placement(config))
     if config.lora.rank:
         require_peft()
     if not has_experts(shape):
@@ -212,7 +212,7 @@ def check_reward_model(path: str) -> None:
 
 def check_shape(config: Config, shape: Any, key: str, head: Head = "tokens") -> None:
     """Raise UserError if the mesh cannot divide a model of this transformers config, or its backend
-    or device cannot train it. key: that names the model."""
+    cannot train it. key: that names the model."""
     if not is_lean(shape):
         _check_general(config, shape, key)
     if config.parallel.processes > 1:
@@ -226,18 +226,15 @@ def check_shape(config: Config, shape: Any, key: str, head: Head = "tokens") -> 
 
 
 def _check_general(config: Config, shape: Any, key: str) -> None:
-    """Raise UserError for what the general exact path does not have: it runs on one CPU process, in
-    float32."""
-    place, processes = placement(config), config.parallel.processes
-    if place != CPU_FLOAT32 or processes > 1 or config.train.backend == "megatron":
-        where = f"{processes} processes, " * (processes > 1)
+    """Raise UserError for a mesh or backend, which the general exact path does not have."""
+    processes, backend = config.parallel.processes, config.train.backend
+    if processes > 1 or backend == "megatron":
         raise UserError(
-            "this architecture runs in one process, on a CPU, in float32",
+            "this architecture trains in one process",
             where=f"{key}, architecture {shape.model_type}",
-            found=f"{where}{place.device}, {place.dtype_name}, train.backend = "
-            f"{config.train.backend}",
+            found=f"{processes} processes" if processes > 1 else f"train.backend = {backend}",
             expected=f"one of {', '.join(LEAN_ARCHITECTURES)} for others",
-            next="set model.device=cpu and model.dtype=float32, and leave [parallel] out",
+            next="leave [parallel] and train.backend out",
         )
 
 

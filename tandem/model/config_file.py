@@ -117,8 +117,8 @@ def _read_config(path: str, where: str) -> Any:
     names |= config_class.attribute_map.keys() | set(config_class.attribute_map.values())
     try:
         config = config_class.from_dict({k: v for k, v in values.items() if k in names})
-        if not hasattr(config, "num_attention_heads"):
-            raise _not_exact(where, [f"architecture {model_type}, which has no attention heads"])
+        if what := _unlike_others(config):
+            raise _not_exact(where, [f"architecture {model_type}, {what}"])
         mistakes = _implausible_values(config)
     except UserError:
         raise
@@ -200,6 +200,15 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:500]
 
 
+def _unlike_others(config: Any) -> str:
+    """Say what no exact path has room for in a kind of model; "" if there is nothing."""
+    if config.get_text_config() is not config:
+        return "which also reads images or sound"
+    if not hasattr(config, "num_attention_heads"):
+        return "which has no attention heads"
+    return "whose layers have different shapes" if config.is_heterogeneous else ""
+
+
 def _implausible_values(config: Any) -> list[str]:
     """List values that no model can have, e.g. ["0 num_attention_heads"]."""
     import torch
@@ -213,8 +222,6 @@ def _implausible_values(config: Any) -> list[str]:
     ]
     if mistakes:
         return mistakes
-    if config.get_text_config() is not config:
-        return [f"a {config.model_type} model, which also reads images or sound"]
     heads, kv_heads = config.num_attention_heads, kv_heads_of(config)
     if heads % kv_heads:
         mistakes.append(f"{heads} query heads for {kv_heads} key/value heads")

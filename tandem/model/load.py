@@ -284,7 +284,7 @@ def load_model(
     if not is_lean(config):
         from tandem.model.trial import require_faithful
 
-        require_faithful(config, f"model.path = {path}")
+        require_faithful(config, f"model.path = {path}", place)
     check_sums(path)
     check_weights(path, sum(p.numel() for p in empty_model(path, config, head=head).parameters()))
     return make_exact(_stock_model(path, config, head, place), lora)

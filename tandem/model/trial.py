@@ -16,12 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.initialization import no_init_weights
 
 from tandem.model.attention import Plan
-from tandem.model.config_file import first_line, is_lean, is_sparse, window_of
+from tandem.model.config_file import LEAN_ARCHITECTURES, first_line, is_lean, is_sparse, window_of
 from tandem.model.load import ExactModel, make_exact
 from tandem.model.logprobs import log_distribution, token_logprobs
 from tandem.model.paged_attention import PAGE, Runs
+from tandem.model.placement import CPU_FLOAT32, Placement
 from tandem.runtime.errors import UserError
 from tandem.types import SamplingDistribution
 
@@ -53,8 +55,9 @@ def _random_module(
     """Make transformers' module of a config with random weights."""
     config.vocab_size, config.pad_token_id = VOCABULARY, None
     noise = torch.Generator().manual_seed(seed)
-    with torch.random.fork_rng(devices=[]):
+    with no_init_weights():
         module = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).to(device)
+    module.tie_weights()
     for weight in module.parameters():
         spread = torch.randn(weight.shape, generator=noise)
         weight.data.copy_(
@@ -63,13 +66,23 @@ def _random_module(
     return module.eval()
 
 
-def require_faithful(config: Any, where: str) -> None:
+def require_faithful(config: Any, where: str, place: Placement = CPU_FLOAT32) -> None:
     """Try the general path on a random model of a config's shapes. Raises UserError if
     transformers' own pass gives other logits, or passes of the engine do, or one cannot run.
 
-    Rounding is not looked at here: whether all bits agree the probe says.
+    Rounding is not looked at here: whether all bits agree the probe says. place: of the weights.
     """
-    if not is_lean(config) and (found := _fault(config.model_type, config.to_json_string())):
+    if is_lean(config):
+        return
+    if place != CPU_FLOAT32:
+        raise UserError(
+            "this architecture runs on a CPU, in float32",
+            where=f"{where}, architecture {config.model_type}",
+            found=f"{place.device}, {place.dtype_name}",
+            expected=f"one of {', '.join(LEAN_ARCHITECTURES)} for others",
+            next="set model.device=cpu and model.dtype=float32",
+        )
+    if found := _fault(config.model_type, config.to_json_string()):
         raise _not_faithful(where, config, found)
 
 
@@ -81,11 +94,12 @@ def _fault(model_type: str, text: str) -> str:
     config = _one_layer_of_each_kind(CONFIG_MAPPING[model_type].from_dict(json.loads(text)), 1)
     tokens = torch.randint(VOCABULARY, (TRIED,), generator=torch.Generator().manual_seed(0))
     try:
-        stock, model = (_random_module(config, 0) for _ in range(2))
+        stock = _random_module(config, 0)
         stock.set_attn_implementation("eager")
-        exact = make_exact(model)
         with torch.no_grad():
             expected = stock(input_ids=tokens[None], use_cache=False).logits[0]
+            del stock  # one at a time: it may have layers of a gigabyte
+            exact = make_exact(_random_module(config, 0))
             plan = exact.packed_plan(np.array([[0, TRIED, 0, 0]]))
             found = exact.head(exact.hidden(tokens, torch.arange(TRIED), plan))
         schedule = Schedule(exact, 0)

@@ -22,6 +22,7 @@ KINDS = [
     "multi-turn",
     "bfloat16",
     "8-bit moments",
+    "gemma2",
 ]  # each by itself, and more: python -m tests.support.runs
 
 ONE_CORE = ("taskset", "-c", str(min(os.sched_getaffinity(0)))) if shutil.which("taskset") else ()

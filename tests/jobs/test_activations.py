@@ -10,6 +10,7 @@ from tandem.model.forward import batch_logprobs
 from tandem.model.load import make_exact
 from tandem.train.pack import pack
 from tandem.types import SamplingDistribution
+from tests.support.architectures import exact
 from tests.support.tiny import make_sample, random_tokens, stock_model, tiny_config
 
 TOKENS = 512
@@ -63,3 +64,11 @@ def test_a_frozen_output_projection_keeps_no_gradient():
         for head in (True, False)
     ]
     assert sizes[0] - sizes[1] == 4 * config.vocab_size * config.hidden_size
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "phi", "gpt2", "apertus"])
+def test_activations_of_transformers_layers_have_a_bound(name):
+    model = exact(name)
+    found = kept_bytes(model)
+    expected = activation_bytes(model.config, TOKENS, torch.float32, checkpointing=False)
+    assert found <= expected <= 3 * found

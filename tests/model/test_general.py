@@ -4,7 +4,13 @@ trainer, transformers' gradients, and leaves as a directory that transformers lo
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BertConfig, Lfm2Config
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    Gemma3Config,
+    Gemma4TextConfig,
+    Lfm2Config,
+)
 from transformers.activations import ACT2FN
 
 from tandem.config.schema import Config
@@ -196,10 +202,31 @@ def test_a_model_that_would_be_wrong_is_refused(config, reason, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change", [{"parallel": {"data": 2}}, {"model": {"dtype": "bfloat16"}}], ids=str
+    ("change", "reason"),
+    [
+        ({"parallel": {"data": 2}}, "in one process"),
+        ({"model": {"dtype": "bfloat16"}}, "on a CPU, in float32"),
+    ],
+    ids=str,
 )
-def test_what_the_general_path_lacks_is_refused_by_name(change, tmp_path):
+def test_what_the_general_path_lacks_is_refused_by_name(change, reason, tmp_path):
     model = {"path": saved("olmo2", tmp_path)}
     config = Config(**{**change, "model": {**model, **change.get("model", {})}})
-    with pytest.raises(UserError, match="in one process, on a CPU, in float32"):
+    with pytest.raises(UserError, match=reason) as error:
         check_models(config)
+    assert "architecture olmo2" in error.value.where
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (Gemma3Config(), "which also reads images"),
+        (Gemma4TextConfig(), "layers of different shapes"),
+    ],
+    ids=["images", "shapes"],
+)
+def test_kind_of_model_without_a_path_is_refused_by_its_config(config, reason, tmp_path):
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="cannot run exactly") as error:
+        check_model(str(tmp_path))
+    assert reason in error.value.found

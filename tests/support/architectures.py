@@ -5,6 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tandem.model.load import make_exact
+from tandem.model.tiny import make_tokenizer
 
 VOCAB = 97
 SHAPE = {
@@ -116,3 +117,11 @@ def stock(name, seed=0, **changes):
 
 def exact(name, lora=None, seed=0, **changes):
     return make_exact(stock(name, seed, **changes), lora)
+
+
+def save_architecture(name, folder):
+    """Write a model directory with a tokenizer of characters."""
+    tokenizer = make_tokenizer()
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    stock(name, vocab_size=len(tokenizer), **ends).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
