@@ -234,6 +234,9 @@ def _implausible_values(config: Any) -> list[str]:
         if not all(_is_positive(rope[name]) for name in ("rope_theta", "factor") if name in rope):
             mistakes.append(f"rope_parameters {rope!r:.60}")
     types, layers = values.get("layer_types"), config.num_hidden_layers
+    kinds = _kinds_with_rope(config)
+    if kinds and config.model_type in LEAN_ARCHITECTURES:  # transformers would ignore them
+        mistakes.append(f"rope_parameters for kinds of layers, {', '.join(sorted(kinds))[:60]}")
     if types is not None and (
         len(types) != layers
         or (is_lean(config) and not set(types) <= {"full_attention", "sliding_attention"})
@@ -262,17 +265,20 @@ def why_not_exact(config: Any) -> list[str]:
 
 def is_lean(config: Any) -> bool:
     """Tell whether Tandem's own layer runs this model, and not transformers' forward pass."""
-    if config.model_type not in LEAN_ARCHITECTURES or config.hidden_act != "silu":
-        return False
-    return not any(isinstance(value, dict) for value in (config.rope_parameters or {}).values())
+    return config.model_type in LEAN_ARCHITECTURES and config.hidden_act == "silu"
 
 
 def ropes_of(config: Any) -> list[dict[str, Any]]:
     """List the parameters of the rotary embeddings: one for all layers, one for each kind of
     layer, or none."""
     rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [value for value in rope.values() if isinstance(value, dict)]
-    return kinds or [rope]
+    return [rope[kind] for kind in _kinds_with_rope(config)] or [rope]
+
+
+def _kinds_with_rope(config: Any) -> set[str]:
+    """Return the kinds of layers that have rotary embeddings of their own."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return {kind for kind, value in rope.items() if isinstance(value, dict)}
 
 
 def inner_size(config: Any) -> int:
