@@ -81,18 +81,21 @@ def _trial(config: Config, command: str, count: int, layers: int) -> tuple[float
                 trial = _with(trial, section, **{name: str(target)})
         recipe = folder / "recipe.toml"
         recipe.write_text(to_toml(trial))
-        done = subprocess.run(
-            [sys.executable, "-m", "tandem", command, str(recipe)],
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-        )
+        done = _run([sys.executable, "-m", "tandem", command, str(recipe)])
         rows = read_metrics(folder / "run", "timings.jsonl") if done.returncode == 0 else []
         steps = [row["step_s"] for row in rows if "step_s" in row][SKIPPED:]
         if not steps:
             raise _failed(done)
         metrics = read_metrics(folder / "run")[-1]
         return median(steps), float(metrics.get("completion_tokens", 0.0))
+
+
+def _run(command: list[str]) -> "subprocess.CompletedProcess[str]":
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        late = f"no end after {LIMIT_S:.0f} s"
+        return subprocess.CompletedProcess(command, returncode=-1, stdout="", stderr=late)
 
 
 def _shorter(config: Config, folder: Path) -> Config:
@@ -102,7 +105,7 @@ def _shorter(config: Config, folder: Path) -> Config:
     trial = _with(config, "run", **run, show_samples=0)
     trial = _with(trial, "eval", data="", every=0, metric="", keep_best=False, patience=0)
     trial = _with(trial, "critic", warmup_steps=0)
-    trial = _with(trial, "rl", max_flat_steps=0)
+    trial = _with(trial, "rl", max_flat_steps=0, max_truncated=1.0)
     return _with(_with(trial, "sft", **steps), "preference", **steps)
 
 

@@ -222,6 +222,17 @@ def test_time_of_a_step_is_measured_on_random_models_and_leaves_nothing(home, tm
     assert f"seconds of a step\n  {json.loads(out.read_text())['step_s']:.3g}, of a random" in text
 
 
+def test_a_trial_that_fails_says_nothing_against_the_run(home, tmp_path):
+    """The reward works on the first problem's answer, and on nothing that a random model says."""
+    (tmp_path / "mine.py").write_text(
+        "def score(problem, completion):\n    return 1 / completion.startswith('Answer: ')\n"
+    )
+    reward = f"reward={tmp_path}/mine.py:score"
+    code, last, text = planned(home, tmp_path / "run", reward, "--time")
+    assert code == 0 and last.startswith("ready: ")
+    assert "  not measured: the time of a step" in text and "ZeroDivisionError" in text
+
+
 def test_a_random_model_has_the_shapes_of_another_with_fewer_layers(home, tmp_path):
     random_directory(f"{home}/model", tmp_path / "small", 1)
     shape, small = check_model(f"{home}/model"), check_model(f"{tmp_path}/small")
