@@ -211,6 +211,7 @@ def asynchronous_rows() -> list[Row]:
 SURVIVED = {  # section of docs/chaos.json: what README says of it
     "kills": "`kill -9` of a run at random moments: ends byte-equal",
     "workers": "rollout workers killed, stopped or crashed: byte-equal",
+    "ray": "rollout, reward and env workers and nodes of a Ray cluster killed: healed, byte-equal",
     "checkpoints": "damaged checkpoints found, kills and full disks in a save got over",
     "deadlocks": "deadlocks: culprit named",
     "historical": "bugs of the field put in: stopped; clean steps without a false alarm",
