@@ -20,7 +20,7 @@ class WatchedModel(CountingModel):
     def __init__(self, model):
         super().__init__(model)
         self.packed_plan, self.row_parts, self.widths = model.packed_plan, model.row_parts, []
-        self.paged_plan = self.watched_plan
+        self.paged_plan, self.softcap = self.watched_plan, model.softcap
 
     def __call__(self, compute):
         return self.model(compute)

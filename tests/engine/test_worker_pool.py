@@ -317,10 +317,10 @@ def test_a_worker_that_crashes_or_babbles_changes_no_bit(fault, tmp_path):
 def test_a_worker_in_an_endless_loop_is_killed_and_located(tmp_path):
     file = tmp_path / "fault"
     file.touch()
-    with odd_workers(fault="spin", file=file, heartbeat_s=1.0, restarts=20) as workers:
+    with odd_workers(fault="spin", file=file, heartbeat_s=2.0, restarts=20) as workers:
         until(workers, lambda: all_idle(workers))
         require_same_bits(workers, groups(4))
-        assert any("no sign of life for 1 s" in r and "in spin" in r for r in workers.reports)
+        assert any("no sign of life for 2 s" in r and "in spin" in r for r in workers.reports)
 
 
 def test_a_driver_that_was_busy_takes_no_worker_for_silent():
