@@ -86,6 +86,34 @@ def odd_model():
     del ACT2FN["odd"]
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("deepseek_v3", {"first_k_dense_replace": 2}),
+        ("ernie4_5_moe", {"moe_layer_start_index": 1}),
+        ("glm4_moe", {"first_k_dense_replace": 1}),
+        ("qwen2_moe", {"decoder_sparse_step": 2}),
+    ],
+)
+def test_experts_of_a_later_layer_are_tried(name, change, odd_in_experts):
+    assert probe(exact(name, hidden_act=odd_in_experts, **change)).parity
+    assert probe(exact(name, **change)).parity == []
+
+
+@pytest.fixture
+def odd_in_experts():
+    """The name of an activation that is not exact in experts, where it maps rows [T, I]."""
+
+    class OddInExperts(torch.nn.Module):
+        def forward(self, x):
+            y = torch.relu(x)
+            return torch.nextafter(y, y + 1) if x.dim() == 2 and len(x) >= 17 else y
+
+    ACT2FN["odd"] = OddInExperts
+    yield "odd"
+    del ACT2FN["odd"]
+
+
 def gradients(model, logprobs):
     logprobs.sum().backward()
     return {name: p.grad for name, p in model.named_parameters()}
