@@ -10,6 +10,7 @@ from transformers import (
     Gemma3Config,
     Gemma4TextConfig,
     Lfm2Config,
+    MvpConfig,
 )
 from transformers.activations import ACT2FN
 
@@ -21,6 +22,7 @@ from tandem.model.load import load_model
 from tandem.model.lora import Lora
 from tandem.model.probe import probe
 from tandem.model.tiny import make_tokenizer
+from tandem.model.trial import require_faithful
 from tandem.run_folder.export import export
 from tandem.runtime.errors import UserError
 from tandem.train.pack import pack
@@ -218,8 +220,19 @@ def test_architectures_of_the_lean_layer_keep_it():
             ),
             "between packed and paged",
         ),
+        (
+            MvpConfig(
+                d_model=96,
+                encoder_layers=2,
+                decoder_layers=2,
+                encoder_attention_heads=6,
+                decoder_attention_heads=6,
+                max_position_embeddings=512,
+            ),
+            "attention of its own",
+        ),
     ],
-    ids=["it sees later tokens", "it keeps a state"],
+    ids=["it sees later tokens", "it keeps a state", "it has attention of its own"],
 )
 def test_a_model_that_would_be_wrong_is_refused(config, reason, tmp_path):
     config.save_pretrained(tmp_path)
@@ -227,6 +240,25 @@ def test_a_model_that_would_be_wrong_is_refused(config, reason, tmp_path):
     with pytest.raises(UserError, match="cannot run exactly") as error:
         load_model(str(tmp_path))
     assert reason in error.value.found
+
+
+def test_a_model_that_sees_a_little_of_its_neighbours_is_refused(leaky):
+    with pytest.raises(UserError, match="cannot run exactly") as error:
+        require_faithful(architecture("olmo2", hidden_act=leaky), "here")
+    assert "between packed and paged" in error.value.found
+
+
+@pytest.fixture
+def leaky():
+    """The name of an activation that adds a little of all rows to each."""
+
+    class LeakyActivation(torch.nn.Module):
+        def forward(self, x):
+            return torch.relu(x) + 1e-2 * x.mean(1, keepdim=True)
+
+    ACT2FN["leaky"] = LeakyActivation
+    yield "leaky"
+    del ACT2FN["leaky"]
 
 
 @pytest.mark.parametrize(
