@@ -27,7 +27,7 @@ from tandem.model.placement import CPU_FLOAT32, Placement
 from tandem.runtime.errors import UserError
 from tandem.types import SamplingDistribution
 
-VOCABULARY, EXPERTS = 512, 8
+VOCABULARY, POSITIONS, EXPERTS = 512, 512, 8
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 TRIED, WINDOW = 150, 60  # tokens of a trial of the general path, and its longest window
 MOST_DIFFERENCE = 1e-3  # of the largest logit: rounding in another order, and nothing else
@@ -175,6 +175,8 @@ def _first_layers(config: Any) -> Any:
     for name, value in list(vars(config).items()):
         if isinstance(value, list) and len(value) == layers:
             setattr(config, name, value[:count])
+    if getattr(config, "max_position_embeddings", None):  # a learned table may be short
+        config.max_position_embeddings = max(config.max_position_embeddings, POSITIONS)
     for name in EXPERT_COUNTS:
         if isinstance(number := getattr(config, name, None), int):
             # a router may choose among groups by their two best

@@ -66,6 +66,11 @@ def test_probe_finds_nothing(name):
     assert probe(exact(name), 1).parity == []
 
 
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_probe_tries_more_positions_than_a_short_model_has(name):
+    assert probe(exact(name, max_position_embeddings=256), 39).parity == []
+
+
 def odd(x):
     """Another last bit among 33 rows or more, as another kernel would give."""
     return torch.nextafter(x, x + 1) if x.shape[1] >= 33 else x
