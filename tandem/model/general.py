@@ -22,6 +22,8 @@ from tandem.model.activations import KINDS, ExactActivation, soft_cap
 from tandem.model.attention import Bends, PackedPlan, Plan
 from tandem.model.expert_choices import ExpertChoices
 from tandem.model.general_experts import ExactFunctions, make_experts_exact
+from tandem.model.layer_norm import CLASSES as NORMS
+from tandem.model.layer_norm import ExactLayerNorm
 from tandem.model.linear import ExactLinear, PackedWeight, Part, padded_rows
 from tandem.model.load import ExactModel
 from tandem.model.lora import Lora, exact_adapted
@@ -132,6 +134,8 @@ def _exact_part(child: Any) -> nn.Module:
         return ExactLinear(child.weight, child.bias) if is_plain else exact_adapted(child)
     if name == "Conv1D":
         return ExactConv1D(child.weight, child.bias)
+    if name in NORMS and child.weight is not None:
+        return ExactLayerNorm(child)
     return ExactActivation(KINDS[name]) if name in KINDS else child
 
 
