@@ -187,7 +187,7 @@ def check_models(config: Config, *others: str, head: Head = "tokens") -> Any:
             require_faithful(other, f"{key} = {path}", placement(config))
     if config.lora.rank:
         require_peft()
-    if not has_experts(shape):
+    if not (is_lean(shape) and has_experts(shape)):
         if config.train.router_aux_loss_coef:
             raise _no_experts(config, "train.router_aux_loss_coef", "to balance", "0")
         if config.rl.router_replay:
@@ -267,8 +267,9 @@ def _no_experts(config: Config, key: str, purpose: str, off: str) -> UserError:
     return UserError(
         f"there are no experts {purpose}",
         where=key,
-        found=f"a model without experts: model.path = {config.model.path}",
-        expected="a mixture of experts",
+        found=f"a model without experts, or whose experts are transformers' own: "
+        f"model.path = {config.model.path}",
+        expected="a mixture of experts that runs through Tandem's layer, as qwen3_moe",
         next=f"set {key}={off}",
     )
 

@@ -51,6 +51,7 @@ class GeneralModel(ExactModel):
         self, tokens: Tensor, positions: Tensor, plan: Plan, choices: ExpertChoices | None = None
     ) -> Tensor:
         """Compute the last hidden states [T, D] of tokens and positions, int64 [T]."""
+        assert choices is None, "refused by jobs/models.py"
         rows = len(tokens)
         padding = (0, padded_rows(rows) - rows)
         with _attending(plan), self._functions or nullcontext():

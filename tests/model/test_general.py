@@ -169,8 +169,8 @@ def test_checkpointing_changes_no_bit(name):
     assert all(map(torch.equal, *results))
 
 
-def saved(name, folder):
-    stock(name).save_pretrained(folder)
+def saved(name, folder, **changes):
+    stock(name, **changes).save_pretrained(folder)
     make_tokenizer(characters="abc").save_pretrained(folder)
     return str(folder)
 
@@ -280,6 +280,13 @@ def test_what_the_general_path_lacks_is_refused_by_name(change, reason, tmp_path
     with pytest.raises(UserError, match=reason) as error:
         check_models(config)
     assert "architecture olmo2" in error.value.where
+
+
+def test_no_router_is_replayed_but_that_of_the_lean_layer(tmp_path):
+    model = {"path": saved("qwen3_moe", tmp_path, hidden_act="gelu")}
+    with pytest.raises(UserError, match="no experts whose choice to replay") as error:
+        check_models(Config(model=model, rl={"router_replay": True}))
+    assert "transformers' own" in error.value.found
 
 
 @pytest.mark.parametrize(
