@@ -185,6 +185,8 @@ def check_models(config: Config, *others: str, head: Head = "tokens") -> Any:
             check_weights(path)
             check_shape(config, other, key, kind)
             require_faithful(other, f"{key} = {path}", placement(config))
+    if "critic.path" in others and not config.critic.path:
+        _check_scored(shape, "model.path")
     if config.lora.rank:
         require_peft()
     if not (is_lean(shape) and has_experts(shape)):
@@ -215,6 +217,8 @@ def check_shape(config: Config, shape: Any, key: str, head: Head = "tokens") -> 
     cannot train it. key: that names the model."""
     if not is_lean(shape):
         _check_general(config, shape, key)
+    if head == "value":
+        _check_scored(shape, key)
     if config.parallel.processes > 1:
         from tandem.train.parallel.checks import check_mesh
 
@@ -235,6 +239,22 @@ def _check_general(config: Config, shape: Any, key: str) -> None:
             found=f"{processes} processes" if processes > 1 else f"train.backend = {backend}",
             expected=f"one of {', '.join(LEAN_ARCHITECTURES)} for others",
             next="leave [parallel] and train.backend out",
+        )
+
+
+def _check_scored(shape: Any, key: str) -> None:
+    """Raise UserError for an architecture that transformers has no sequence classifier of."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    )
+
+    if shape.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
+        raise UserError(
+            "transformers has no value head for this architecture",
+            where=f"{key}, architecture {shape.model_type}",
+            found="no sequence classifier",
+            expected=f"one with a sequence classifier, as {', '.join(LEAN_ARCHITECTURES)}",
+            next="take a model of another architecture, or an rl.advantage without a critic",
         )
 
 

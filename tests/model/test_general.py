@@ -282,6 +282,16 @@ def test_what_the_general_path_lacks_is_refused_by_name(change, reason, tmp_path
     assert "architecture olmo2" in error.value.where
 
 
+@pytest.mark.parametrize(
+    ("others", "head"), [(["critic.path"], "tokens"), ([], "value")], ids=["critic", "rm"]
+)
+def test_architecture_without_a_value_head_is_refused(others, head, tmp_path):
+    config = Config(model={"path": saved("granite", tmp_path)})
+    with pytest.raises(UserError, match="no value head") as error:
+        check_models(config, *others, head=head)
+    assert "architecture granite" in error.value.where
+
+
 def test_no_router_is_replayed_but_that_of_the_lean_layer(tmp_path):
     model = {"path": saved("qwen3_moe", tmp_path, hidden_act="gelu")}
     with pytest.raises(UserError, match="no experts whose choice to replay") as error:
