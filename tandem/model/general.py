@@ -109,6 +109,7 @@ class CappedHead(ExactLinear):
         self.softcap = softcap
 
     def forward(self, x: Tensor) -> Tensor:
+        assert not torch.is_grad_enabled(), "logprobs.token_logprobs has the gradient"
         return soft_cap(super().forward(x).float(), self.softcap)
 
 
