@@ -292,6 +292,15 @@ def test_architecture_without_a_value_head_is_refused(others, head, tmp_path):
     assert "architecture granite" in error.value.where
 
 
+@pytest.mark.parametrize(("name", "reason"), [("gemma2", "a soft cap of 30"), ("phi", "a bias")])
+def test_divergence_over_whole_logits_is_refused_before_models_are_loaded(name, reason, tmp_path):
+    path = saved(name, tmp_path)
+    config = Config(model={"path": path}, distill={"teacher": path, "estimator": "exact"})
+    with pytest.raises(UserError, match="no divergence") as error:
+        check_models(config, "distill.teacher")
+    assert reason in error.value.found
+
+
 def test_no_router_is_replayed_but_that_of_the_lean_layer(tmp_path):
     model = {"path": saved("qwen3_moe", tmp_path, hidden_act="gelu")}
     with pytest.raises(UserError, match="no experts whose choice to replay") as error:
