@@ -1,9 +1,9 @@
 """Bytes that autograd keeps of a microbatch for its backward pass, by arithmetic over the shapes.
 
 The operators are those of model/layers.py and model/logprobs.py on a CPU, where a norm keeps its
-input and the normalized rows in float32; fused kernels keep less. Of transformers' layers
-(model/general.py) it is a bound. D, H, K and E are hidden size,
-query heads, key/value heads and head size.
+input and the normalized rows in float32; fused kernels keep less. Of transformers' dense layers
+(model/general.py) it is a bound; of their experts it is not, which keep up to twice as much. D, H,
+K and E are hidden size, query heads, key/value heads and head size.
 """
 
 from typing import Any
@@ -57,7 +57,7 @@ def _layer_bytes(shape: Any, number: int, width: int) -> int:
     """Return bytes of a token in a layer."""
     hidden, size = shape.hidden_size, head_size(shape)
     query, keys = shape.num_attention_heads * size, kv_heads_of(shape) * size
-    if not is_lean(shape):  # a bound: transformers' own operators differ from model to model
+    if not is_lean(shape):  # a bound of dense layers: operators differ from model to model
         return int(width * (13 * hidden + 2 * (query + keys) + 4 * inner_size(shape)))
     inputs_and_outputs = hidden + query + 2 * keys  # of query, key and value as one linear
     rotated, attended = query + keys, query

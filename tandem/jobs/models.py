@@ -1,7 +1,6 @@
 """Models, critics and references of a command, from its config."""
 
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -10,7 +9,8 @@ import torch
 from tandem.config.schema import SFT, Config, Preference, Train
 from tandem.data.renderer import ChatRenderer, load_renderer
 from tandem.model.config_file import LEAN_ARCHITECTURES, check_model, has_experts, is_lean
-from tandem.model.load import ExactModel, load_model
+from tandem.model.general import logit_softcap
+from tandem.model.load import ExactModel, empty_model, load_model
 from tandem.model.lora import Lora, require_peft
 from tandem.model.placement import Placement, place_models
 from tandem.model.trial import require_faithful
@@ -157,8 +157,6 @@ def build_distill_models(config: Config, ranks: Ranks = ALONE) -> Models:
     steps = config.run.steps * config.rl.minibatches * config.rl.epochs
     student = build_learner(config, config.model.path, config.train, steps, ranks)
     teacher = _load_frozen(config, config.distill.teacher, ranks)
-    if config.distill.estimator == "exact":
-        _check_logits(config, {"model.path": student.model, "distill.teacher": teacher})
     return Models(policy=student, teacher=teacher)
 
 
@@ -185,9 +183,14 @@ def check_models(config: Config, *others: str, head: Head = "tokens") -> Any:
             check_weights(path)
             check_shape(config, other, key, kind)
             require_faithful(other, f"{key} = {path}", placement(config))
+            if key == "distill.teacher" and config.distill.estimator == "exact":
+                _check_logits(path, other, key)
+                _check_logits(config.model.path, shape, "model.path")
+    if "critic.path" in others and not config.critic.path:
+        _check_scored(shape, "model.path")
     if config.lora.rank:
         require_peft()
-    if not has_experts(shape):
+    if not (is_lean(shape) and has_experts(shape)):
         if config.train.router_aux_loss_coef:
             raise _no_experts(config, "train.router_aux_loss_coef", "to balance", "0")
         if config.rl.router_replay:
@@ -215,6 +218,8 @@ def check_shape(config: Config, shape: Any, key: str, head: Head = "tokens") -> 
     cannot train it. key: that names the model."""
     if not is_lean(shape):
         _check_general(config, shape, key)
+    if head == "value":
+        _check_scored(shape, key)
     if config.parallel.processes > 1:
         from tandem.train.parallel.checks import check_mesh
 
@@ -238,18 +243,36 @@ def _check_general(config: Config, shape: Any, key: str) -> None:
         )
 
 
-def _check_logits(config: Config, models: Mapping[str, ExactModel]) -> None:
-    """Raise UserError for a divergence of models whose logits are not their last states times the
+def _check_scored(shape: Any, key: str) -> None:
+    """Raise UserError for an architecture that transformers has no sequence classifier of."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    )
+
+    if shape.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
+        raise UserError(
+            "transformers has no value head for this architecture",
+            where=f"{key}, architecture {shape.model_type}",
+            found="no sequence classifier",
+            expected=f"one with a sequence classifier, as {', '.join(LEAN_ARCHITECTURES)}",
+            next="take a model of another architecture, or an rl.advantage without a critic",
+        )
+
+
+def _check_logits(path: str, shape: Any, key: str) -> None:
+    """Raise UserError for a divergence of a model whose logits are not its last states times the
     output projection alone."""
-    for key, model in models.items():
-        if model.head.bias is not None or model.softcap:
-            raise UserError(
-                "no divergence can be computed for this model",
-                where=f"{key}, architecture {model.config.model_type}",
-                found=f"a soft cap of {model.softcap}" if model.softcap else "a bias",
-                expected="an output projection without a bias and without a soft cap",
-                next="set distill.estimator=sampled",
-            )
+    if is_lean(shape):
+        return
+    softcap = logit_softcap(shape)
+    if softcap or empty_model(path, shape).get_output_embeddings().bias is not None:
+        raise UserError(
+            "no divergence can be computed for this model",
+            where=f"{key} = {path}, architecture {shape.model_type}",
+            found=f"a soft cap of {softcap}" if softcap else "a bias",
+            expected="an output projection without a bias and without a soft cap",
+            next="set distill.estimator=sampled",
+        )
 
 
 def check_tokenizer(config: Config, shape: Any, renderer: ChatRenderer) -> None:
@@ -267,8 +290,9 @@ def _no_experts(config: Config, key: str, purpose: str, off: str) -> UserError:
     return UserError(
         f"there are no experts {purpose}",
         where=key,
-        found=f"a model without experts: model.path = {config.model.path}",
-        expected="a mixture of experts",
+        found=f"a model without experts, or whose experts are transformers' own: "
+        f"model.path = {config.model.path}",
+        expected="a mixture of experts that runs through Tandem's layer, as qwen3_moe",
         next=f"set {key}={off}",
     )
 

@@ -1,7 +1,7 @@
 """transformers' activation functions from `exp`, `erf` and plain arithmetic, for general.py.
 
 torch's own silu, gelu and sigmoid compute the last few elements of a chunk by other instructions,
-so that their bits depend on how many elements there are and on the threads. Gradients are torch's.
+so that their bits depend on how many elements there are and on the threads; so do their gradients.
 """
 
 import math
@@ -51,6 +51,25 @@ def activate(x: Tensor, kind: str) -> Tensor:
     return exact_tanh(inner).add_(1.0).mul_(x).mul_(0.5)
 
 
+def slope(x: Tensor, kind: str) -> Tensor:
+    """Compute the derivative of the activation at x."""
+    match kind:
+        case "silu" | "quick_gelu":
+            inner = QUICK * x if kind == "quick_gelu" else x
+            sigmoid = activate(inner, "sigmoid")
+            return (1.0 - sigmoid).mul_(inner).add_(1.0).mul_(sigmoid)
+        case "sigmoid":
+            sigmoid = activate(x, "sigmoid")
+            return (1.0 - sigmoid).mul_(sigmoid)
+        case "gelu":
+            density = (x * x).mul_(-0.5).exp_().mul_(math.sqrt(0.5 / math.pi))
+            return x.mul(math.sqrt(0.5)).erf_().add_(1.0).mul_(0.5).add_(density.mul_(x))
+    square, factor = x * x, math.sqrt(2.0 / math.pi)
+    tanh = exact_tanh((square * x).mul_(0.044715).add_(x).mul_(factor))
+    bend = square.mul_(3 * 0.044715).add_(1.0).mul_(factor).mul_(x)
+    return (1.0 - tanh * tanh).mul_(bend).add_(tanh).add_(1.0).mul_(0.5)
+
+
 def exact_tanh(x: Tensor) -> Tensor:
     """Compute tanh from `exp`."""
     e = x.abs().mul_(-2.0).exp_()
@@ -71,14 +90,4 @@ class _Activation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (x,), above, aten = ctx.saved_tensors, grads[0], torch.ops.aten
-        match ctx.kind:
-            case "silu":
-                return aten.silu_backward(above, x), None
-            case "sigmoid":
-                return aten.sigmoid_backward(above, activate(x, "sigmoid")), None
-            case "quick_gelu":
-                return aten.silu_backward(above, QUICK * x), None
-            case "gelu":
-                return aten.gelu_backward(above, x), None
-        return aten.gelu_backward(above, x, approximate="tanh"), None
+        return slope(ctx.saved_tensors[0], ctx.kind).mul_(grads[0]), None

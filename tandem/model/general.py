@@ -22,6 +22,8 @@ from tandem.model.activations import KINDS, ExactActivation, soft_cap
 from tandem.model.attention import Bends, PackedPlan, Plan
 from tandem.model.expert_choices import ExpertChoices
 from tandem.model.general_experts import ExactFunctions, make_experts_exact
+from tandem.model.layer_norm import CLASSES as NORMS
+from tandem.model.layer_norm import ExactLayerNorm
 from tandem.model.linear import ExactLinear, PackedWeight, Part, padded_rows
 from tandem.model.load import ExactModel
 from tandem.model.lora import Lora, exact_adapted
@@ -49,6 +51,7 @@ class GeneralModel(ExactModel):
         self, tokens: Tensor, positions: Tensor, plan: Plan, choices: ExpertChoices | None = None
     ) -> Tensor:
         """Compute the last hidden states [T, D] of tokens and positions, int64 [T]."""
+        assert choices is None, "refused by jobs/models.py"
         rows = len(tokens)
         padding = (0, padded_rows(rows) - rows)
         with _attending(plan), self._functions or nullcontext():
@@ -106,6 +109,7 @@ class CappedHead(ExactLinear):
         self.softcap = softcap
 
     def forward(self, x: Tensor) -> Tensor:
+        assert not torch.is_grad_enabled(), "logprobs.token_logprobs has the gradient"
         return soft_cap(super().forward(x).float(), self.softcap)
 
 
@@ -132,6 +136,8 @@ def _exact_part(child: Any) -> nn.Module:
         return ExactLinear(child.weight, child.bias) if is_plain else exact_adapted(child)
     if name == "Conv1D":
         return ExactConv1D(child.weight, child.bias)
+    if name in NORMS and child.weight is not None:
+        return ExactLayerNorm(child)
     return ExactActivation(KINDS[name]) if name in KINDS else child
 
 

@@ -58,9 +58,17 @@ def exact_adapted(layer: Any) -> ExactLinear:
 
 
 def _check_targets(targets: Sequence[str], linears: Sequence[str]) -> None:
+    if not linears:
+        raise UserError(
+            "adapters need linear modules, and this model has none",
+            where="lora.rank",
+            found="layers whose products are of another class, as GPT-2's Conv1D",
+            expected="a model with linear modules",
+            next="set lora.rank=0",
+        )
     unknown = [t for t in targets if t != ALL_LINEAR and not _matching(linears, t)]
-    if unknown or not targets or not linears:
-        known = ", ".join(_last_names(linears)) or "it has none"
+    if unknown or not targets:
+        known = ", ".join(_last_names(linears))
         raise UserError(
             "LoRA targets are not in this model",
             where="lora.targets",

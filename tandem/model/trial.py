@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from tandem.model.attention import Plan
+from tandem.model.attention import PackedPlan, Plan
 from tandem.model.config_file import LEAN_ARCHITECTURES, first_line, is_lean, is_sparse, window_of
 from tandem.model.load import ExactModel, make_exact
 from tandem.model.logprobs import log_distribution, token_logprobs
@@ -27,10 +27,11 @@ from tandem.model.placement import CPU_FLOAT32, Placement
 from tandem.runtime.errors import UserError
 from tandem.types import SamplingDistribution
 
-VOCABULARY, EXPERTS = 512, 8
+VOCABULARY, POSITIONS, EXPERTS = 512, 512, 8
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 TRIED, WINDOW = 150, 60  # tokens of a trial of the general path, and its longest window
 MOST_DIFFERENCE = 1e-3  # of the largest logit: rounding in another order, and nothing else
+MOST_APART = 1e-5  # likewise between packed and paged sequences, of which 0 is usual
 # Tokens of a sequence behind its prefix.
 SHORT, LONG = (*range(1, 9), 20, 28, 32, 64), range(255, 261)
 CHUNKS = (1, 1, 2, 7, 33, 130, 400)  # new tokens of a sequence in a pass of the engine
@@ -86,30 +87,46 @@ def require_faithful(config: Any, where: str, place: Placement = CPU_FLOAT32) ->
         raise _not_faithful(where, config, found)
 
 
+class _WatchedPlan(PackedPlan):
+    """Knows whether any layer attended by it."""
+
+    attended = False
+
+    def attend(self, *args: Any, **options: Any) -> Tensor:
+        self.attended = True
+        return super().attend(*args, **options)
+
+
 @cache
 def _fault(model_type: str, text: str) -> str:
     """Say in which way the general path of a config in JSON is wrong; "" if it is not."""
     from transformers import CONFIG_MAPPING
 
-    config = _one_layer_of_each_kind(CONFIG_MAPPING[model_type].from_dict(json.loads(text)), 1)
     tokens = torch.randint(VOCABULARY, (TRIED,), generator=torch.Generator().manual_seed(0))
     try:
+        whole = CONFIG_MAPPING[model_type].from_dict(json.loads(text))
+        config = _one_layer_of_each_kind(whole, 1)
         stock = _random_module(config, 0)
         stock.set_attn_implementation("eager")
         with torch.no_grad():
             expected = stock(input_ids=tokens[None], use_cache=False).logits[0]
             del stock  # one at a time: it may have layers of a gigabyte
             exact = make_exact(_random_module(config, 0))
-            plan = exact.packed_plan(np.array([[0, TRIED, 0, 0]]))
+            heads, kv_heads, _ = exact.heads
+            plan = _WatchedPlan(
+                np.array([[0, TRIED, 0, 0]]), group=heads // kv_heads, kv_heads=kv_heads
+            )
             found = exact.head(exact.hidden(tokens, torch.arange(TRIED), plan))
         schedule = Schedule(exact, 0)
         apart = float((schedule.paged((1,)) - schedule.packed()[0]).abs().max())
     except Exception as error:  # any class of any model runs here
         return first_line(error)
+    if not plan.attended:
+        return "attention of its own, which transformers' AttentionInterface cannot replace"
     worst, scale = float((found - expected).abs().max()), float(expected.abs().max())
     if not worst <= MOST_DIFFERENCE * scale:
         return f"logits that differ by {worst:.2g} from transformers' own, of up to {scale:.2g}"
-    if not apart <= MOST_DIFFERENCE * scale:
+    if not apart <= MOST_APART * scale:
         return f"log-probs that differ by {apart:.2g} between packed and paged sequences"
     return ""
 
@@ -130,9 +147,10 @@ def random_like(model: ExactModel, noise: torch.Generator, *shape: int) -> Tenso
 
 
 def _one_layer_of_each_kind(config: Any, splits: int) -> Any:
-    """Make the transformers config of a model of the first layer of each kind."""
+    """Make the transformers config of a model of the first layer of each kind; of a model that is
+    not lean, with those between them."""
     if not is_lean(config):
-        return _listed_kinds(config)
+        return _first_layers(config)
     config = copy.deepcopy(config)
     firsts: dict[tuple[int | None, bool], int] = {}
     for number in range(config.num_hidden_layers):
@@ -148,27 +166,55 @@ def _one_layer_of_each_kind(config: Any, splits: int) -> Any:
     return config
 
 
-def _listed_kinds(config: Any) -> Any:
-    """Do so for a config whose lists of one entry a layer say what a layer is; windows are short
-    enough to be tried."""
-    config, layers = copy.deepcopy(config), config.num_hidden_layers
-    lists = {
-        name: value
-        for name, value in vars(config).items()
-        if isinstance(value, list) and len(value) == layers
-    }
-    firsts: dict[str, int] = {}
-    for number in range(layers):
-        firsts.setdefault(str([value[number] for value in lists.values()]), number)
-    config.num_hidden_layers = len(firsts)
-    for name, value in lists.items():
-        setattr(config, name, [value[number] for number in firsts.values()])
+def _first_layers(config: Any) -> Any:
+    """Make the config of the first layers, as many as hold every kind; windows are short enough to
+    be tried, experts few."""
+    config, kinds = copy.deepcopy(config), _kinds_of_layers(config)
+    layers, count = config.num_hidden_layers, 1 + max(kinds.index(kind) for kind in kinds)
+    config.num_hidden_layers = count
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == layers:
+            setattr(config, name, value[:count])
+    if getattr(config, "max_position_embeddings", None):  # a learned table may be short
+        config.max_position_embeddings = max(config.max_position_embeddings, POSITIONS)
     for name in EXPERT_COUNTS:
-        if isinstance(count := getattr(config, name, None), int):
-            setattr(config, name, min(count, max(EXPERTS, config.num_experts_per_tok)))
+        if isinstance(number := getattr(config, name, None), int):
+            # a router may choose among groups by their two best
+            groups = getattr(config, "n_group", None) or 1
+            fewest = max(EXPERTS, config.num_experts_per_tok, 2 * groups)
+            setattr(config, name, min(number, fewest))
     if getattr(config, "sliding_window", None):
         config.sliding_window = min(config.sliding_window, WINDOW)
     return config
+
+
+def _kinds_of_layers(config: Any) -> list[str]:
+    """Describe each layer of a config by the types, shapes and switches of its parts, and by the
+    lists of one entry a layer."""
+    layers = config.num_hidden_layers
+    lists = [v for v in vars(config).values() if isinstance(v, list) and len(v) == layers]
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    for part in module.modules():
+        if isinstance(part, nn.ModuleList) and len(part) == layers:
+            return [
+                f"{_description(layer)} {[value[number] for value in lists]}"
+                for number, layer in enumerate(part)
+            ]
+    return [str(number) for number in range(layers)]  # any may be another one
+
+
+def _description(layer: nn.Module) -> str:
+    return str(
+        [
+            (
+                type(part).__name__,
+                [tuple(weight.shape) for weight in part.parameters(recurse=False)],
+                [value for value in vars(part).values() if isinstance(value, bool)],
+            )
+            for part in layer.modules()
+        ]
+    )
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from transformers import (
     Gemma3Config,
     Gemma4TextConfig,
     Lfm2Config,
+    MvpConfig,
 )
 from transformers.activations import ACT2FN
 
@@ -19,8 +20,9 @@ from tandem.model.config_file import check_model, is_lean
 from tandem.model.forward import batch_logprobs
 from tandem.model.load import load_model
 from tandem.model.lora import Lora
-from tandem.model.probe import probe
+from tandem.model.probe import Exactness, probe
 from tandem.model.tiny import make_tokenizer
+from tandem.model.trial import require_faithful
 from tandem.run_folder.export import export
 from tandem.runtime.errors import UserError
 from tandem.train.pack import pack
@@ -59,9 +61,14 @@ def test_engine_and_policy_agree_in_gradient_mode(name):
     assert largest_gap(model, requests, completions, 400, gradients=True) == 0.0
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [*KINDS, "nemotron"])
 def test_probe_finds_nothing(name):
-    assert probe(exact(name), 1).parity == []
+    assert probe(exact(name), 1) == Exactness(parity=[], thread_dependent=[])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_probe_tries_more_positions_than_a_short_model_has(name):
+    assert probe(exact(name, max_position_embeddings=256), 39).parity == []
 
 
 def odd(x):
@@ -83,6 +90,34 @@ def odd_model():
 
     ACT2FN["odd"] = OddActivation
     yield exact("olmo2", hidden_act="odd")
+    del ACT2FN["odd"]
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("deepseek_v3", {"first_k_dense_replace": 2}),
+        ("ernie4_5_moe", {"moe_layer_start_index": 1}),
+        ("glm4_moe", {"first_k_dense_replace": 1}),
+        ("qwen2_moe", {"decoder_sparse_step": 2}),
+    ],
+)
+def test_experts_of_a_later_layer_are_tried(name, change, odd_in_experts):
+    assert probe(exact(name, hidden_act=odd_in_experts, **change)).parity
+    assert probe(exact(name, **change)).parity == []
+
+
+@pytest.fixture
+def odd_in_experts():
+    """The name of an activation that is not exact in experts, where it maps rows [T, I]."""
+
+    class OddInExperts(torch.nn.Module):
+        def forward(self, x):
+            y = torch.relu(x)
+            return torch.nextafter(y, y + 1) if x.dim() == 2 and len(x) >= 17 else y
+
+    ACT2FN["odd"] = OddInExperts
+    yield "odd"
     del ACT2FN["odd"]
 
 
@@ -134,8 +169,8 @@ def test_checkpointing_changes_no_bit(name):
     assert all(map(torch.equal, *results))
 
 
-def saved(name, folder):
-    stock(name).save_pretrained(folder)
+def saved(name, folder, **changes):
+    stock(name, **changes).save_pretrained(folder)
     make_tokenizer(characters="abc").save_pretrained(folder)
     return str(folder)
 
@@ -166,9 +201,9 @@ def test_export_has_the_weights_that_ran(name, rank, tmp_path):
 
 
 def test_model_without_linear_modules_takes_no_adapter():
-    with pytest.raises(UserError, match="not in this model") as error:
+    with pytest.raises(UserError, match="need linear modules") as error:
         exact("gpt2", Lora(rank=4, alpha=8.0, targets=("all-linear",), seed=7))
-    assert "it has none" in error.value.expected
+    assert error.value.next == "set lora.rank=0"
 
 
 def test_architectures_of_the_lean_layer_keep_it():
@@ -190,8 +225,19 @@ def test_architectures_of_the_lean_layer_keep_it():
             ),
             "between packed and paged",
         ),
+        (
+            MvpConfig(
+                d_model=96,
+                encoder_layers=2,
+                decoder_layers=2,
+                encoder_attention_heads=6,
+                decoder_attention_heads=6,
+                max_position_embeddings=512,
+            ),
+            "attention of its own",
+        ),
     ],
-    ids=["it sees later tokens", "it keeps a state"],
+    ids=["it sees later tokens", "it keeps a state", "it has attention of its own"],
 )
 def test_a_model_that_would_be_wrong_is_refused(config, reason, tmp_path):
     config.save_pretrained(tmp_path)
@@ -199,6 +245,25 @@ def test_a_model_that_would_be_wrong_is_refused(config, reason, tmp_path):
     with pytest.raises(UserError, match="cannot run exactly") as error:
         load_model(str(tmp_path))
     assert reason in error.value.found
+
+
+def test_a_model_that_sees_a_little_of_its_neighbours_is_refused(leaky):
+    with pytest.raises(UserError, match="cannot run exactly") as error:
+        require_faithful(architecture("olmo2", hidden_act=leaky), "here")
+    assert "between packed and paged" in error.value.found
+
+
+@pytest.fixture
+def leaky():
+    """The name of an activation that adds a little of all rows to each."""
+
+    class LeakyActivation(torch.nn.Module):
+        def forward(self, x):
+            return torch.relu(x) + 1e-2 * x.mean(1, keepdim=True)
+
+    ACT2FN["leaky"] = LeakyActivation
+    yield "leaky"
+    del ACT2FN["leaky"]
 
 
 @pytest.mark.parametrize(
@@ -215,6 +280,32 @@ def test_what_the_general_path_lacks_is_refused_by_name(change, reason, tmp_path
     with pytest.raises(UserError, match=reason) as error:
         check_models(config)
     assert "architecture olmo2" in error.value.where
+
+
+@pytest.mark.parametrize(
+    ("others", "head"), [(["critic.path"], "tokens"), ([], "value")], ids=["critic", "rm"]
+)
+def test_architecture_without_a_value_head_is_refused(others, head, tmp_path):
+    config = Config(model={"path": saved("granite", tmp_path)})
+    with pytest.raises(UserError, match="no value head") as error:
+        check_models(config, *others, head=head)
+    assert "architecture granite" in error.value.where
+
+
+@pytest.mark.parametrize(("name", "reason"), [("gemma2", "a soft cap of 30"), ("phi", "a bias")])
+def test_divergence_over_whole_logits_is_refused_before_models_are_loaded(name, reason, tmp_path):
+    path = saved(name, tmp_path)
+    config = Config(model={"path": path}, distill={"teacher": path, "estimator": "exact"})
+    with pytest.raises(UserError, match="no divergence") as error:
+        check_models(config, "distill.teacher")
+    assert reason in error.value.found
+
+
+def test_no_router_is_replayed_but_that_of_the_lean_layer(tmp_path):
+    model = {"path": saved("qwen3_moe", tmp_path, hidden_act="gelu")}
+    with pytest.raises(UserError, match="no experts whose choice to replay") as error:
+        check_models(Config(model=model, rl={"router_replay": True}))
+    assert "transformers' own" in error.value.found
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ SHAPE = {
     "pad_token_id": None,
 }
 GROUPED = {"num_key_value_heads": 2}
-EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
+# eight: of six outputs MKL splits the sum of a gradient by threads
+EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 WINDOWED = {**GROUPED, "head_dim": 16, "sliding_window": 40}
 ARCHITECTURES = {
     "apertus": GROUPED,
@@ -28,28 +29,42 @@ ARCHITECTURES = {
     "cohere": GROUPED,
     "cohere2": {**GROUPED, "sliding_window": 40},
     "ernie4_5": GROUPED,
+    "ernie4_5_moe": {
+        **GROUPED,
+        "moe_num_experts": 8,
+        "moe_k": 2,
+        "moe_intermediate_size": 60,
+        "moe_layer_start_index": 1,
+    },
     "exaone4": {**GROUPED, "sliding_window": 40},
     "gemma": {**GROUPED, "head_dim": 16},
     "gemma2": WINDOWED,
     "gemma3_text": WINDOWED,
     "glm": {**GROUPED, "head_dim": 16},
     "glm4": {**GROUPED, "head_dim": 16},
+    "glm4_moe": {
+        **GROUPED,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 60,
+        "first_k_dense_replace": 1,
+    },
     "gpt2": {"n_inner": 172},
     "gpt_neox": {},
     "gpt_oss": {**WINDOWED, **EXPERTS},
     "granitemoe": {**GROUPED, **EXPERTS},
     "mixtral": {**GROUPED, **EXPERTS},
-    "olmoe": {**GROUPED, "num_experts": 6, "num_experts_per_tok": 2},
+    "olmoe": {**GROUPED, "num_experts": 8, "num_experts_per_tok": 2},
     "qwen2_moe": {
         **GROUPED,
-        "num_experts": 6,
+        "num_experts": 8,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 60,
         "shared_expert_intermediate_size": 60,
     },
     "deepseek_v3": {
         "num_key_value_heads": 6,
-        "n_routed_experts": 6,
+        "n_routed_experts": 8,
         "num_experts_per_tok": 2,
         "n_group": 2,
         "topk_group": 1,
