@@ -161,6 +161,8 @@ def test_one_episode_has_its_tokens_group_and_reward(server):
     assert found["conversation"][-1] == {
         "role": "assistant",
         "content": one["text"],
+        "text": one["text"],  # besides its calls of tools
+        "calls": [],
         "sampled": True,
     }
     assert found["key"] == str(one["key"]) and found["reward"] == one["reward"]
