@@ -246,7 +246,7 @@ def _pair_inputs(
         chats = [
             (*pair.prompt, *answer) for pair in pairs for answer in (pair.chosen, pair.rejected)
         ]
-        rendered = renderer.training_samples(chats, loss="last")
+        rendered = renderer.training_samples(chats, loss="last", key=key)
         made.append(
             [make(number, *rendered[2 * number : 2 * number + 2]) for number in range(len(pairs))]
         )
