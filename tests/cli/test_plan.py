@@ -55,6 +55,17 @@ def test_plan_of_a_run_that_could_start_is_ready(home, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(("prompts", "times"), [(48, ""), (49, "1.0"), (1000, "20.8")])
+def test_plan_warns_of_problems_that_come_several_times_a_step(
+    home, tmp_path, caplog, prompts, times
+):
+    code, *_ = planned(home, tmp_path / "run", f"rl.prompts_per_step={prompts}")
+    said = [record.getMessage() for record in caplog.records if "per_step" in record.getMessage()]
+    about = f"rl.prompts_per_step is {prompts:,} and data.train has 48 problems: each comes {times}"
+    assert code == 0
+    assert [line.partition(" times")[0] for line in said] == [about] * bool(times)
+
+
 def test_plan_names_the_origin_of_every_value_and_what_open_ones_become(home, tmp_path):
     with chdir(home):
         overrides = [f"run.folder={tmp_path}", "rl.algorithm=dapo", "rl.kl_coef=0.1"]
