@@ -85,6 +85,8 @@ def rollout(
             require_scores(run.path, config)
             console.print(f"done: {summary_line(run.path)}")
             run.log(f"done: {batches} batches in {output.path}")
+    if out is None:
+        console.print(f"episodes in {DEFAULT_OUT}; --out names another folder, or FILE.jsonl")
     if bounds is not None:
         rewards = mean_rewards(output.files())
         kept = [problem for problem in problems if problem.uid in rewards]
