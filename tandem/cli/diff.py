@@ -5,6 +5,7 @@ from pathlib import Path
 from tandem.audit.diff import Comparison, compare_runs
 from tandem.cli.progress import print_lines
 from tandem.run_folder.past_run import open_past
+from tandem.runtime.wording import counted
 
 
 def diff(a: Path, b: Path) -> int:
@@ -31,7 +32,7 @@ def lines(comparison: Comparison, a: str, b: str) -> list[str]:
         text.append(f"they part {place}: {comparison.divergence.what}")
         return [*text, f"    A  {comparison.divergence.a}", f"    B  {comparison.divergence.b}"]
     if comparison.altered:
-        doubt = f"NOT known to be equal over {comparison.steps} steps: "
+        doubt = f"NOT known to be equal over {counted(comparison.steps, 'steps')}: "
         return [*text, doubt + "restore what is not as it was written"]
     longer = "" if comparison.last[0] == comparison.last[1] else ", all that both have"
-    return [*text, f"equal to the last bit over {comparison.steps} steps{longer}"]
+    return [*text, f"equal to the last bit over {counted(comparison.steps, 'steps')}{longer}"]

@@ -11,6 +11,7 @@ from tandem.jobs.inputs import read_data
 from tandem.model.config_file import check_model
 from tandem.rollout.evaluate import Evaluator
 from tandem.runtime.errors import UserError
+from tandem.runtime.wording import counted
 
 
 def evaluate(config: Config, out: Path | None) -> dict[str, float]:
@@ -41,7 +42,7 @@ def evaluate(config: Config, out: Path | None) -> dict[str, float]:
         )
         metrics = evaluator(0)
     rows = [(name.removeprefix("eval/"), f"{value:.3f}") for name, value in metrics.items()]
-    title = f"{config.model.path} on {len(problems)} problems"
+    title = f"{config.model.path} on {counted(len(problems), 'problems')}"
     print_table(("metric", "value"), rows, title)
     if out is not None:
         out.write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")

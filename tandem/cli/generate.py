@@ -8,6 +8,7 @@ from pathlib import Path
 from tandem.cli.progress import console
 from tandem.runtime.disk import disk_errors
 from tandem.runtime.errors import UserError
+from tandem.runtime.wording import counted
 from tandem.tasks.generate import Row
 from tandem.tasks.registry import TASKS, task_rows, write_rows
 
@@ -53,7 +54,8 @@ def generate(
     with disk_errors(out):
         write_rows(out, rows)
     console.print(
-        f"{len(rows):,} problems of {task}, split {split}, seed {seed} -> {out}", markup=False
+        f"{counted(len(rows), 'problems')} of {task}, split {split}, seed {seed} -> {out}",
+        markup=False,
     )
     if len(rows) < count:
         console.print(f"{len(rows):,} of {count:,}: {_why_fewer(task)}", markup=False)

@@ -33,6 +33,7 @@ from tandem.run_folder.resume import resumable
 from tandem.run_folder.trackers.links import require_trackers
 from tandem.runtime.disk import human_bytes, write_atomic
 from tandem.runtime.errors import UserError
+from tandem.runtime.wording import counted
 from tandem.types import Attempt, Problem
 
 
@@ -136,6 +137,8 @@ class _Plan:
         if self.reasons:
             _say(f"not ready: {'; '.join(self.reasons)}")
         else:
+            if self.command in ("train", "distill"):
+                _say(f"a step\n  {_step(self.config)}")
             _say(f"ready: {work(self.config, self.command)}, {news} in {self.folder}")
         self.figures |= {"ready": not self.reasons, "reasons": self.reasons}
 
@@ -158,9 +161,8 @@ class _Plan:
         for key, count in inputs.counts.items():
             self.longest = max(self.longest, count.longest * key.endswith(".train"))
             text = "prompt" if count.unit == "problems" else "text"
-            _say(
-                f"  {key:<18}{count.number:,} {count.unit}, longest {text} {count.longest:,} tokens"
-            )
+            longest = f"longest {text} {counted(count.longest, 'tokens')}"
+            _say(f"  {key:<18}{counted(count.number, count.unit)}, {longest}")
         prompts = [count.longest for count in inputs.counts.values() if count.unit == "problems"]
         places = f"of {inputs.shape.max_position_embeddings:,} that the model can place"
         if prompts:
@@ -201,7 +203,8 @@ class _Plan:
             return
         speed = f"{found.worker_tokens_per_s:,.0f} tokens/s of a worker"
         formula = f"{found.tokens:,.0f} tokens a step / ({found.trainer_s:.3g} s x {speed})"
-        _say(f"  {found.workers}  {formula}, medians of {found.steps} steps in {self.folder}")
+        medians = f"medians of {counted(found.steps, 'steps')} in {self.folder}"
+        _say(f"  {found.workers}  {formula}, {medians}")
 
     def _folder(self) -> str:
         """Describe where the run would go on, or that it would begin."""
@@ -233,17 +236,21 @@ def _say(text: str) -> None:
     console.print(text, markup=False)
 
 
+def _step(config: Config) -> str:
+    """Describe what a step of reinforcement learning does."""
+    tokens = counted(_episodes(config) * config.rollout.max_new_tokens, "sampled tokens")
+    return f"{tokens} at most, {counted(config.rl.minibatches * config.rl.epochs, 'updates')}"
+
+
+def _episodes(config: Config) -> int:
+    """Count the episodes of a step, at most."""
+    return config.rl.prompts_per_step * config.rl.group_size * max(1, config.rl.max_gen_batches)
+
+
 def work(config: Config, command: str) -> str:
-    """Describe the work of a run in a line."""
+    """Describe the work of a run in a few words."""
     if command in ("train", "distill"):
-        rl = config.rl
-        episodes = rl.prompts_per_step * rl.group_size * max(1, rl.max_gen_batches)
-        bound = "at most " if rl.max_gen_batches else ""
-        updates = rl.minibatches * rl.epochs
-        tokens = episodes * config.rollout.max_new_tokens
-        return (
-            f"{config.run.steps} steps of {bound}{episodes} episodes, {tokens:,} "
-            f"sampled tokens at most and {updates} update{'s' * (updates > 1)} each"
-        )
+        episodes, bound = _episodes(config), "at most " if config.rl.max_gen_batches else ""
+        return f"{counted(config.run.steps, 'steps')} of {bound}{counted(episodes, 'episodes')}"
     settings, unit = (config.sft, "chats") if command == "sft" else (config.preference, "pairs")
-    return f"{settings.steps} steps of {settings.batch_size} {unit}"
+    return f"{counted(settings.steps, 'steps')} of {counted(settings.batch_size, unit)}"

@@ -42,6 +42,7 @@ from tandem.run_folder.metrics import MetricsWriter, peak_rss_mb, read_metrics
 from tandem.runtime.disk import DISK, disk_errors, open_regular_file, write_atomic
 from tandem.runtime.errors import UserError
 from tandem.runtime.timer import Timer
+from tandem.runtime.wording import counted
 from tandem.types import Group, Problem, Row
 
 MakeBatch = Callable[[int, Timer], list[Group]]  # the scored episodes of a batch, counted from 0
@@ -85,6 +86,8 @@ def rollout(
             require_scores(run.path, config)
             console.print(f"done: {summary_line(run.path)}")
             run.log(f"done: {batches} batches in {output.path}")
+    if out is None:
+        console.print(f"episodes in {DEFAULT_OUT}; --out names another folder, or FILE.jsonl")
     if bounds is not None:
         rewards = mean_rewards(output.files())
         kept = [problem for problem in problems if problem.uid in rewards]
@@ -170,7 +173,7 @@ def summary(rows: Sequence[dict[str, Any]], timings: Sequence[dict[str, Any]]) -
     )
     failed = int(sum(row["reward_errors"] for row in rows))
     return (
-        f"{episodes:,} episodes, mean reward {reward:.3f}, {truncated:.1%} truncated, "
+        f"{counted(episodes, 'episodes')}, mean reward {reward:.3f}, {truncated:.1%} truncated, "
         f"{tokens / max(seconds, 1e-9):,.0f} tokens/s"
         + f", {failed:,} not scored (see reward_error)"
         * bool(failed)

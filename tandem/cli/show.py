@@ -6,6 +6,7 @@ from tandem.cli.progress import console, print_lines
 from tandem.run_folder.past_run import PastRun, open_past
 from tandem.run_folder.samples import page, read_samples, sample_file
 from tandem.runtime.errors import UserError
+from tandem.runtime.wording import counted
 
 
 def show(
@@ -25,7 +26,7 @@ def show(
     mean = sum(sample.reward for sample in samples) / len(samples)
     order = ", best first" if best else ", worst first" if worst else ""
     number = f"{min(count, len(samples))} of them{order}"
-    print_lines([f"{path}: {len(samples)} episodes, mean reward {mean:.3f}; {number}"])
+    print_lines([f"{path}: {counted(len(samples), 'episodes')}, mean reward {mean:.3f}; {number}"])
     for sample in samples[:count]:
         console.rule(style="dim")
         console.print(page(sample), markup=False)

@@ -21,6 +21,7 @@ from tandem.run_folder.folder import RunFolder, open_run
 from tandem.run_folder.metrics import read_metrics
 from tandem.run_folder.past_run import KEPT_MODEL
 from tandem.run_folder.trackers.links import require_trackers
+from tandem.runtime.wording import counted
 from tandem.train_loop import TrainingEnd, TrainJob, run_training, trained_model
 
 JobMaker = Callable[[Config, RunFolder, Report], AbstractContextManager[TrainJob]]
@@ -72,7 +73,7 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
             )
             weights = weights_saver(next(iter(job.learners.values())))
             export(model, str(folder / KEPT_MODEL), target, card, weights)
-        report(f"done: {end.step} steps, weights {end.weights[:16]}, model in {target}")
+        report(f"done: {counted(end.step, 'steps')}, weights {end.weights[:16]}, model in {target}")
         evals = [text for row in rows if (text := evaluation(row))]
         if evals:
             report(f"before: {evals[0]}")

@@ -10,6 +10,7 @@ from urllib.parse import quote
 from tandem.cli.progress import print_lines
 from tandem.runtime.disk import write_atomic
 from tandem.runtime.errors import UserError
+from tandem.runtime.wording import counted
 from tandem.serve.auth import is_loopback
 from tandem.view.png import to_png
 from tandem.view.report import panels
@@ -53,7 +54,7 @@ def view(root: Path, host: str, port: int, token: str) -> None:
         name, port = sock.getsockname()[:2]
         name = f"[{name}]" if ":" in name else name
         end = f"/?token={quote(token, safe='')}" if token else "/"
-        line = f"{len(Runs(root).list())} runs of {root} on http://{name}:{port}{end}"
+        line = f"{counted(len(Runs(root).list()), 'runs')} of {root} on http://{name}:{port}{end}"
         server = make_server(root, token, lambda: print(line, flush=True))
         with suppress(KeyboardInterrupt):  # uvicorn raises the signal again when it has stopped
             server.run(sockets=[sock])

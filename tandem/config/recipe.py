@@ -249,7 +249,7 @@ def _expected(key: str, mistake: ErrorDetails) -> str:
             return f"expected a list; write {key}='{_quoted(str(found))}'"
         case "literal_error":
             choices = re.findall(r"'([^']*)'", mistake["msg"])
-            near = difflib.get_close_matches(str(found), choices, 1, 0.5)
+            near = difflib.get_close_matches(str(found).lower(), choices, 1, 0.5)
             advice = f"; did you mean {near[0]}?" if near else ""
             section, field = key.split(".")[:2]
             own = OR_FUNCTION in _section(section).model_fields[field].metadata

@@ -17,6 +17,13 @@ def prompt_messages(value: Any, *, field: str) -> tuple[Message, ...]:
     """Read a prompt: the user's text, or messages that end with the user's. Raises RowError."""
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise RowError(
+            show(value),
+            "text, or a list of messages {role, content}",
+            field=field,
+            next='write the prompt as text: "..."',
+        )
     messages = chat_messages(value, field=field)
     last = messages[-1]
     if last["role"] != "user":

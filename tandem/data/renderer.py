@@ -7,20 +7,19 @@ imported when a renderer is loaded, not with this module.
 """
 
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from tandem.config.schema import Data
 from tandem.data.chat_template import ChatTemplate, read_template, with_calls, with_tools
+from tandem.data.unknown_tokens import UnknownTokens
 from tandem.model.config_file import read_json
-from tandem.model.tokenizer import decode_text, load_tokenizer
+from tandem.model.tokenizer import decode_text, load_tokenizer, require_tokenizer
 from tandem.runtime.errors import UserError
 from tandem.runtime.numerics import cores
 from tandem.types import Array, Message, Problem, Tool
@@ -31,16 +30,7 @@ logger = logging.getLogger(__name__)
 _ANSWER = "tandem"
 _EXCHANGE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER})
 
-HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 GENERATION = "generation_config.json"
-VOCABULARY_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "tekken.json",
-)
 # the part of a training chat that carries loss; see ChatRenderer.training_samples
 Loss = Literal["assistant", "last", "all"]
 CHUNK = 1024  # chats tokenized in one call: enough to be fast, and the memory stays small
@@ -49,7 +39,7 @@ CHUNK = 1024  # chats tokenized in one call: enough to be fast, and the memory s
 def load_renderer(model_path: str, template_file: str = "") -> "ChatRenderer":
     """Load the renderer of a model directory or hub name. template_file: a chat template in the
     place of the tokenizer's. Raises UserError without directory, tokenizer or chat template."""
-    _require_model(model_path)
+    require_tokenizer(model_path)
     tokenizer = load_tokenizer(model_path)
     try:
         template = read_template(template_file) or tokenizer.get_chat_template()
@@ -63,32 +53,6 @@ def load_renderer(model_path: str, template_file: str = "") -> "ChatRenderer":
         ) from None
     ends = _eos_ids(model_path, tokenizer)
     return ChatRenderer(tokenizer, template, ends, template_file or model_path)
-
-
-def _require_model(model_path: str) -> None:
-    """Raise UserError for a directory without a tokenizer, and for an impossible hub name: the
-    hub's client would try for minutes."""
-    directory = Path(model_path)
-    if model_path and directory.is_dir():
-        # AutoTokenizer would make an empty tokenizer of the model's family, and say nothing.
-        if not any((directory / name).is_file() for name in VOCABULARY_FILES):
-            raise UserError(
-                "the model directory has no tokenizer",
-                where=model_path,
-                expected=f"one of {', '.join(VOCABULARY_FILES)}",
-                next=f"copy the tokenizer files of the base model into {model_path}",
-            )
-        return
-    owner, slash, _ = model_path.partition("/")
-    if not HUB_NAME.fullmatch(model_path) or (slash and Path(owner).exists()):
-        parent = next(p for p in directory.parents if p.exists()) if model_path else None
-        raise UserError(
-            "the model directory does not exist",
-            where="model.path",
-            found=repr(model_path),
-            expected="a Hugging Face model directory, or a hub name such as Qwen/Qwen3-0.6B",
-            next=f"ls {parent}" if parent else "set model.path=DIRECTORY",
-        )
 
 
 def _eos_ids(model_path: str, tokenizer: Any) -> set[int]:
@@ -188,7 +152,7 @@ class ChatRenderer:
         return f"token {at}: the episode has {ours}, the chat template writes {theirs}"
 
     def training_samples(
-        self, chats: Sequence[Sequence[Message]], loss: Loss = "assistant"
+        self, chats: Sequence[Sequence[Message]], loss: Loss = "assistant", key: str = "sft.train"
     ) -> list[tuple[Array, Array]]:
         """Return (tokens int64 [T], loss_mask bool [T]) of every whole chat; the mask marks the
         tokens that carry loss.
@@ -200,7 +164,10 @@ class ChatRenderer:
         "last", if it does not keep the last turn's prompt and text.
         """
         chunks = [chats[at : at + CHUNK] for at in range(0, len(chats), CHUNK)]
-        return [sample for chunk in chunks for sample in self._sample_chunk(chunk, loss)]
+        unknown = UnknownTokens(self.tokenizer)
+        samples = [one for chunk in chunks for one in self._sample_chunk(chunk, loss, unknown)]
+        unknown.warn("chats", key)
+        return samples
 
     def decode(self, tokens: Array) -> str:
         """Return the text of the tokens, without special tokens."""
@@ -220,7 +187,7 @@ class ChatRenderer:
         room: tokens that the model can place before a completion, if known; a larger limit than
         that is not advised.
         """
-        lengths = self._prompt_lengths(problems)
+        lengths = self._prompt_lengths(problems, key)
         limit = config.max_prompt_tokens
         kept = [p for p, length in zip(problems, lengths, strict=True) if length <= limit]
         if len(kept) == len(problems):
@@ -248,16 +215,22 @@ class ChatRenderer:
 
     # ---- text and tokens
 
-    def _prompt_lengths(self, problems: Sequence[Problem]) -> list[int]:
+    def _prompt_lengths(self, problems: Sequence[Problem], key: str) -> list[int]:
         """Return the tokens of every prompt; a million take seconds, so every core renders some."""
+        unknown = UnknownTokens(self.tokenizer)
 
         def measure(at: int) -> list[int]:
             chunk = problems[at : at + CHUNK]
-            return list(map(len, self.prompts([problem.messages for problem in chunk])))
+            texts = self.prompt_texts([problem.messages for problem in chunk])
+            rows = self._encode(texts)
+            unknown.look(texts, rows)
+            return list(map(len, rows))
 
         with ThreadPoolExecutor(cores()) as pool:
             parts = pool.map(measure, range(0, len(problems), CHUNK))
-            return [length for part in parts for length in part]
+            lengths = [length for part in parts for length in part]
+        unknown.warn("prompts", key)
+        return lengths
 
     def _texts(
         self,
@@ -286,17 +259,20 @@ class ChatRenderer:
     # ---- the loss mask
 
     def _sample_chunk(
-        self, chats: Sequence[Sequence[Message]], loss: Loss
+        self, chats: Sequence[Sequence[Message]], loss: Loss, unknown: UnknownTokens
     ) -> list[tuple[Array, Array]]:
         turns = [_assistant_turns(messages)[-1 if loss == "last" else 0 :] for messages in chats]
         prefixes = [_prefixes(messages, at) for messages, at in zip(chats, turns, strict=True)]
         renderings = iter(self._renderings([prefix for chat in prefixes for prefix in chat]))
-        samples = []
+        samples, texts = [], []
         for at, chat in zip(turns, prefixes, strict=True):
-            tokens, loss_mask = self._sample(at, [next(renderings) for _ in chat])
+            rendered = [next(renderings) for _ in chat]
+            tokens, loss_mask = self._sample(at, rendered)
+            texts.append(rendered[-1].text)
             if loss == "all":
                 loss_mask = np.arange(len(tokens)) > 0
             samples.append((tokens, loss_mask))
+        unknown.look(texts, [tokens for tokens, _ in samples])
         return samples
 
     def _renderings(self, prefixes: list[tuple[Sequence[Message], bool]]) -> list[_Rendering]:

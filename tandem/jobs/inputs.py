@@ -7,6 +7,7 @@ The jobs begin with them, and `tandem plan` uses them to tell whether a run coul
 no weights, engines or run folders.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,8 +24,11 @@ from tandem.jobs.models import check_models, check_tokenizer
 from tandem.model.tokenizer import load_tokenizer
 from tandem.rl.user_functions import is_user_function, try_user_functions, try_user_metric
 from tandem.runtime.errors import UserError
+from tandem.runtime.wording import counted
 from tandem.train.supervised import answer_pair, scored_pair
 from tandem.types import Problem, Sample
+
+logger = logging.getLogger(__name__)
 
 Pairs = list[list[Sample]]
 
@@ -150,14 +154,7 @@ def _problem_inputs(config: Config, *others: str) -> ProblemInputs:
     check_tokenizer(config, shape, renderer)
     fitting, lengths = renderer.check_lengths(data, config.data, room=_room(config, shape))
     problems = only(data, fitting)
-    if config.rl.curriculum and len(problems) < config.rl.prompts_per_step:
-        raise UserError(
-            "a curriculum picks every problem at most once a step",
-            where="rl.prompts_per_step",
-            found=f"{config.rl.prompts_per_step}, of {len(problems)} problems",
-            expected=f"at most {len(problems)}",
-            next=f"rl.prompts_per_step={len(problems)}",
-        )
+    _check_repeats(config, len(problems))
     counts = {"data.train": _count_problems(lengths)}
     require_room(config, shape, max(lengths))
     held_out, held_out_count = _held_out(config, held_out, shape, renderer)
@@ -246,7 +243,7 @@ def _pair_inputs(
         chats = [
             (*pair.prompt, *answer) for pair in pairs for answer in (pair.chosen, pair.rejected)
         ]
-        rendered = renderer.training_samples(chats, loss="last")
+        rendered = renderer.training_samples(chats, loss="last", key=key)
         made.append(
             [make(number, *rendered[2 * number : 2 * number + 2]) for number in range(len(pairs))]
         )
@@ -279,6 +276,29 @@ def _held_out(
     )
     require_room(config, shape, max(lengths))
     return fitting, {"eval.data": _count_problems(lengths)}
+
+
+def _check_repeats(config: Config, problems: int) -> None:
+    """Warn of steps with more prompts than there are problems; a curriculum cannot make them."""
+    wanted = config.rl.prompts_per_step
+    if wanted <= problems:
+        return
+    if config.rl.curriculum:
+        raise UserError(
+            "a curriculum picks every problem at most once a step",
+            where="rl.prompts_per_step",
+            found=f"{wanted}, of {problems} problems",
+            expected=f"at most {problems}",
+            next=f"rl.prompts_per_step={problems}",
+        )
+    logger.warning(
+        "rl.prompts_per_step is %s and data.train has %s: each comes %.1f times a step in the "
+        "mean. Set rl.prompts_per_step to %s at most, or take more problems",
+        f"{wanted:,}",
+        counted(problems, "problems"),
+        wanted / problems,
+        problems,
+    )
 
 
 def _room(config: Config, shape: Any) -> int:

@@ -82,7 +82,7 @@ def check_model(path: str, key: str = "model.path", *, head: HeadKind = "tokens"
     if looks_local and not (folder / "config.json").is_file():
         raise _no_model(path, key)
     if not folder.is_dir():
-        logger.warning("looking for %s on the Hugging Face hub", path)
+        logger.warning("no directory %s here: looking for it on the Hugging Face hub", path)
     config = _read_config(path, f"{key} = {path}")
     if head == "tokens" and (config.architectures or [""])[0].endswith("ForSequenceClassification"):
         raise UserError(
@@ -101,7 +101,7 @@ def _read_config(path: str, where: str) -> Any:
     """Make the transformers config of a causal language model from the declared fields."""
     values = read_json(path, CONFIG, where)
     if values is None:
-        missing = "nothing: no such model on the hub, or no way to it from here"
+        missing = "no such directory here, and no such model on the hub or no way to it from here"
         raise _unreadable(where, "no config.json in it" if Path(path).is_dir() else missing)
     model_type = values.get("model_type")
     if not _is_language_model(model_type) or (model_type == "mistral" and "layer_types" in values):
@@ -155,7 +155,8 @@ def read_json(
     except RecursionError:
         raise _unreadable(where, f"{name} is nested too deep", what) from None
     except (OSError, ValueError) as error:  # ValueError: not JSON, or not UTF-8
-        raise _unreadable(where, first_line(error), what) from None
+        begin = "" if Path(path).is_dir() else "no such directory here, and of the hub: "
+        raise _unreadable(where, begin + first_line(error), what) from None
     if not isinstance(values, dict):
         raise _unreadable(where, f"{name} holds no JSON object", what)
     return values

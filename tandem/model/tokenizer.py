@@ -5,12 +5,23 @@ depend on its process. Knows no chat template and no weights; transformers is im
 tokenizer is loaded.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
 from tandem.model.config_file import first_line
 from tandem.runtime.errors import UserError
 from tandem.types import Array
+
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+VOCABULARY_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tekken.json",
+)
 
 
 def load_tokenizer(model_path: str) -> Any:
@@ -22,6 +33,32 @@ def load_tokenizer(model_path: str) -> Any:
     # a damaged file may raise anything: KeyError, TypeError, Exception
     except Exception as error:
         raise _cannot_load(model_path, first_line(error)) from None
+
+
+def require_tokenizer(model_path: str) -> None:
+    """Raise UserError for a directory without a tokenizer, and for an impossible hub name: the
+    hub's client would try for minutes."""
+    directory = Path(model_path)
+    if model_path and directory.is_dir():
+        # AutoTokenizer would make an empty tokenizer of the model's family, and say nothing.
+        if not any((directory / name).is_file() for name in VOCABULARY_FILES):
+            raise UserError(
+                "the model directory has no tokenizer",
+                where=model_path,
+                expected=f"one of {', '.join(VOCABULARY_FILES)}",
+                next=f"copy the tokenizer files of the base model into {model_path}",
+            )
+        return
+    owner, slash, _ = model_path.partition("/")
+    if not HUB_NAME.fullmatch(model_path) or (slash and Path(owner).exists()):
+        parent = next(p for p in directory.parents if p.exists()) if model_path else None
+        raise UserError(
+            "the model directory does not exist",
+            where="model.path",
+            found=repr(model_path),
+            expected="a Hugging Face model directory, or a hub name such as Qwen/Qwen3-0.6B",
+            next=f"ls {parent}" if parent else "set model.path=DIRECTORY",
+        )
 
 
 def decode_text(tokenizer: Any, tokens: Array) -> str:

@@ -46,7 +46,7 @@ def find(name: str) -> Function:
         return FUNCTIONS[name]
     if name.endswith(".py"):
         raise BadFunction(f"{name!r} names a file and no function in it, as {name}:score does")
-    near = difflib.get_close_matches(name, NAMES, 1, 0.5)
+    near = difflib.get_close_matches(name.lower(), NAMES, 1, 0.5)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     raise BadFunction(f"no built-in {name!r}{hint} The built-in ones are {', '.join(NAMES)}")
 

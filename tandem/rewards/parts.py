@@ -138,7 +138,8 @@ def weigh(results: Mapping[str, Result | None], weights: Sequence[float]) -> Res
 def number(value: Any, what: str) -> float:
     """Return a finite float; raises BadValue. what: the value's name in the error."""
     if not isinstance(value, (Real, np.bool_)):
-        raise BadValue(f"{what} is of type {type(value).__name__}, expected a float")
+        shown = f" ({value[:40]!r})" if isinstance(value, str) else ""
+        raise BadValue(f"{what} is of type {type(value).__name__}{shown}, expected a float")
     try:
         as_float = float(value)
     except OverflowError:

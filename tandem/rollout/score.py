@@ -78,7 +78,7 @@ def generate_and_score(
     runner.after_generation()
     env_name = f"env.name = {runner.envs.limits.name}"
     errors = [e.env_error for episodes in generated for e in episodes]
-    _require_some_success(errors, "failed in its environment", where=env_name)
+    _require_some_success(errors, "every episode failed in its environment", where=env_name)
     with timer("reward_s"):
         if runner.reward_model is not None:
             ended = [
@@ -95,7 +95,8 @@ def generate_and_score(
                     scoring.submit(row, episode)
         scored = scoring.results(generated)
     errors = [e.reward_error for group in scored for e in group.episodes]
-    _require_some_success(errors, "could not be scored", where="reward.function")
+    functions = f"reward.function = {', '.join(shaping.functions)}"
+    _require_some_success(errors, "no episode could be scored", where=functions)
     return scored
 
 
@@ -153,15 +154,15 @@ def _with_recalled(group: Group, parts: Parts | None) -> Group:
     return replace(group, episodes=tuple(episodes))
 
 
-def _require_some_success(errors: Sequence[str], failure: str, where: str) -> None:
+def _require_some_success(errors: Sequence[str], what: str, where: str) -> None:
     """Raise UserError if there are several episodes and all have an error: a single failure costs
     one episode, but these would cost the run."""
     if len(errors) > 1 and all(errors):
         raise UserError(
-            f"every episode {failure}",
+            what,
             where=where,
             found=errors[0],
-            expected="some that work",
+            expected="no error, in some of them at least",
             next="mend it (`tandem try` runs it alone); the same command resumes",
         )
 

@@ -43,6 +43,7 @@ from tandem.view.runs import Run, Runs
 
 STATIC = Path(__file__).parent / "static"
 OPEN_TABLES = 4  # runs whose episodes are kept in memory
+FORMATS = ("jsonl", "parquet")  # of an export
 LIMIT, MOST_POINTS, MOST_RUNS = 500, 20_000, 50
 POLL_S, LIFE_S, FIND_S = 0.25, 15.0, 2.0  # of the events: look, say that one lives, find new runs
 
@@ -112,11 +113,11 @@ class Api:
         kind = query.get("kind", "train")
         if kind not in KINDS:
             raise ValueError(f"kind is {kind!r}; expected one of {', '.join(KINDS)}")
-        return read_episode(run, kind, int(query["step"]), int(query["row"]))
+        return read_episode(run, kind, _whole(request, "step"), _whole(request, "row"))
 
     def step(self, request: Request) -> Any:
         [run] = self._asked(request, 1)
-        return read_step(run, self.table(run), int(request.query_params["step"]))
+        return read_step(run, self.table(run), _whole(request, "step"))
 
     def diff(self, request: Request) -> Any:
         a, b = self._asked(request, 2)
@@ -135,9 +136,11 @@ class Api:
         try:
             [run] = self._asked(request, 1)
             query = parse_query(request.query_params)
+            if (kind := request.query_params.get("format", "jsonl")) not in FORMATS:
+                raise ValueError(f"format is {kind!r:.40}; expected one of {', '.join(FORMATS)}")
         except (KeyError, ValueError) as error:
             return _problem(error)
-        table, kind = self.table(run), request.query_params.get("format", "jsonl")
+        table = self.table(run)
         name = f"{run.name.replace('/', '-')}-episodes.{kind}"
         headers = {"Content-Disposition": f'attachment; filename="{_plain(name)}"'}
         if kind == "jsonl":
@@ -172,6 +175,16 @@ class Api:
             if news or clock() - sent_at > LIFE_S:
                 sent_at = clock()
                 yield _event({"runs": news})
+
+
+def _whole(request: Request, name: str) -> int:
+    """Return a whole number of an address. Raises ValueError."""
+    found = request.query_params.get(name, "")
+    try:
+        return int(found)
+    except ValueError:
+        text = f"{name} is {found!r:.40}" if found else f"the address has no {name}"
+        raise ValueError(f"{text}; expected a whole number, as {name}=3") from None
 
 
 def _stamps(runs: list[Run]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ The file needs nothing beside it and runs no script. All texts of a model are es
 that are not printed too. It does not know the pages of `tandem view`.
 """
 
+import difflib
 import json
 from collections.abc import Sequence
 from html import escape
@@ -50,12 +51,15 @@ def panels(runs: Sequence[Run], keys: Sequence[str] = ()) -> list[Panel]:
     charts = own or standard
     names = {name for run in runs for name in run.names()}
     if unknown := [key for key in keys if key not in names]:
+        key = unknown[0]
+        near = sorted(name for name in names if name.endswith(f"_{key}"))
+        near = near or difflib.get_close_matches(key.lower(), sorted(names), 1, 0.5)
         raise UserError(
             "no run has such numbers",
             where="--key",
-            found=unknown[0],
+            found=key,
             expected=", ".join(sorted(names)) or "a run with a row in metrics.jsonl",
-            next="name one of them",
+            next=f"did you mean {' or '.join(near)}?" if near else "name one of them",
         )
     drawn = [
         Panel(title=one["title"], lines=_lines(runs, one["keys"], one.get("band", "")))

@@ -40,9 +40,9 @@ def planned(home, folder, *overrides, command="train"):
 
 def test_plan_of_a_run_that_could_start_is_ready(home, tmp_path):
     code, last, text = planned(home, tmp_path / "run", "rl.algorithm=dr_grpo", "rollout.workers=2")
-    work = "2 steps of 32 episodes, 384 sampled tokens at most and 1 update each"
     assert code == 0
-    assert last == f"ready: {work}, a new run in {tmp_path}/run"
+    assert last == f"ready: 2 steps of 32 episodes, a new run in {tmp_path}/run"
+    assert "\na step\n  384 sampled tokens at most, 1 update\nready: " in text
     lines = [" ".join(line.split()) for line in text.splitlines()]
     order = [lines.index(title) for title in ("data", "memory", "disk")]
     assert lines[0].startswith("values that are not the default") and order == sorted(order)
@@ -53,6 +53,17 @@ def test_plan_of_a_run_that_could_start_is_ready(home, tmp_path):
     assert any(line.endswith("2 x Python, weights, packs and pages") for line in lines)
     assert not any(line.startswith("key/value cache") for line in lines)  # the workers have it
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("prompts", "times"), [(48, ""), (49, "1.0"), (1000, "20.8")])
+def test_plan_warns_of_problems_that_come_several_times_a_step(
+    home, tmp_path, caplog, prompts, times
+):
+    code, *_ = planned(home, tmp_path / "run", f"rl.prompts_per_step={prompts}")
+    said = [record.getMessage() for record in caplog.records if "per_step" in record.getMessage()]
+    about = f"rl.prompts_per_step is {prompts:,} and data.train has 48 problems: each comes {times}"
+    assert code == 0
+    assert [line.partition(" times")[0] for line in said] == [about] * bool(times)
 
 
 def test_plan_names_the_origin_of_every_value_and_what_open_ones_become(home, tmp_path):

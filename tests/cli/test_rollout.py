@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import chdir
 from functools import partial
 from pathlib import Path
 
@@ -415,6 +416,13 @@ def test_summary_counts_the_batches_of_all_starts(home, outputs, tmp_path, capsy
     assert lines[0].startswith("batch 4 of 4: 2 episodes, mean reward ") and len(lines) == 2
     assert lines[1].startswith("done: 14 episodes, mean reward ")
     assert all("% truncated, " in line and line.endswith(" tokens/s") for line in lines)
+
+
+def test_a_rollout_without_out_says_where_it_wrote(home, tmp_path, capsys):
+    with chdir(tmp_path):
+        rollout(config(home), None)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("episodes in runs/rollout;") and (tmp_path / "runs/rollout").is_dir()
 
 
 HELD = """

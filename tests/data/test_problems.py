@@ -282,7 +282,7 @@ BAD_LINES = [
     (b'{"promt": "?", "answer": "2"}', ":2, prompt", "set data.prompt_column=promt"),
     (b'{"prompt": "?", "solution": "2"}', ":2, answer", "set data.answer_column=solution"),
     (b"{}", ":2, prompt", "an empty row"),
-    (b'{"prompt": 7, "answer": "2"}', ":2, prompt", "a list of messages"),
+    (b'{"prompt": 7, "answer": "2"}', ":2, prompt", "text, or a list of messages"),
     (b'{"prompt": null, "answer": "2"}', ":2, prompt", "found:    null"),
     (b'{"prompt": "  ", "answer": "2"}', ":2, prompt", "an empty message"),
     (b'{"prompt": [], "answer": "2"}', ":2, prompt", "an empty list"),

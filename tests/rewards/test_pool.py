@@ -65,7 +65,7 @@ HARMS = {
     "inf part": ("part 'extra' is inf", "bad_value"),
     "huge int": ("the reward is inf", "bad_value"),
     "overflow": ("the sum of the parts is inf", "bad_value"),
-    "string": ("the reward is of type str, expected a float", "bad_value"),
+    "string": ("the reward is of type str ('1.0'), expected a float", "bad_value"),
     "none": ("the reward is of type NoneType", "bad_value"),
     "empty dict": ("expected a dict of 1 to 64 parts", "bad_value"),
     "many parts": ("expected a dict of 1 to 64 parts", "bad_value"),

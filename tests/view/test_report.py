@@ -124,6 +124,7 @@ def test_plots_of_runs_without_steps_and_of_one_value(tmp_path):
     empty = make_run(tmp_path / "empty")
     assert [panel.title for panel in panels([opened(flat), opened(empty, "e")])] == ["Reward"]
     ElementTree.fromstring(figure(panels([opened(flat)])))
-    with pytest.raises(UserError, match="no run has such numbers"):
-        panels([opened(flat)], ["rewrad"])
+    for key, near in (("rewrad", "reward"), ("LOSS", "policy_loss"), ("loss", "policy_loss")):
+        with pytest.raises(UserError, match=f"(?s)no run has such numbers.*did you mean {near}.$"):
+            panels([opened(past_run("train"))], [key])
     assert "no step yet" in report(opened(empty))
