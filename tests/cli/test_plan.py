@@ -236,7 +236,8 @@ def test_time_of_a_step_is_measured_on_random_models_and_leaves_nothing(home, tm
 def test_a_trial_that_fails_says_nothing_against_the_run(home, tmp_path):
     """The reward works on the first problem's answer, and on nothing that a random model says."""
     (tmp_path / "mine.py").write_text(
-        "def score(problem, completion):\n    return 1 / completion.startswith('Answer: ')\n"
+        "def score(problem, completion):\n"
+        "    return 1 / (completion == 'Answer: ' + problem.answer)\n"
     )
     reward = f"reward={tmp_path}/mine.py:score"
     code, last, text = planned(home, tmp_path / "run", reward, "--time")
