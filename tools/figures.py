@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import machine  # noqa: E402
+from performance_page import by_processor  # noqa: E402
 
 from tandem.run_folder.metrics import read_metrics  # noqa: E402
 
@@ -266,80 +267,10 @@ def environment_rows() -> list[Row]:
 
 
 def performance_rows() -> list[Row]:
-    results, rows = recorded("performance"), list[Row]()
-
-    def add(section: str, what: str, figure: str) -> None:
-        rows.append((what, figure, results[section]["machine"], "performance"))
-
-    for section, part, label in (
-        ("decode", "steady", ""),
-        ("long", "long", ", context of 404, pages shuffled"),
-    ):
-        for batch, row in results.get(section, {}).get(part, {}).items():
-            ratio = row["tandem_decode_tok_s"] / row["generate_decode_tok_s"]
-            what = f"decode, SmolLM2-135M, batch {batch}{label}, against transformers `generate`"
-            add(section, what, f"{ratio:.2f}x")
-    if "ragged" in results:
-        ragged, shared = results["ragged"]["ragged"], results["ragged"]["shared"]
-        for name in ("generate", "generate_batch"):
-            ratio = ragged[f"{name}_s"] / ragged["tandem_s"]
-            add(
-                "ragged",
-                f"ragged rollout, 16 prompts x 8 samples, against transformers `{name}`",
-                f"{ratio:.1f}x",
-            )
-        ratio = shared["unshared_s"] / shared["shared_s"]
-        add(
-            "ragged",
-            "a prompt of 512 tokens shared by 8 samples, to their first tokens",
-            f"{ratio:.1f}x",
-        )
-    if "prefixes" in results:
-        ratios = {prompts: row["ratio"] for prompts, row in results["prefixes"]["rows"].items()}
-        for prompts in (
-            "16 prompts of 256 tokens x 8 samples",
-            "64 different prompts of 256 tokens",
-        ):
-            what = f"decode, {prompts}: shared pages read once, against once a sample"
-            add("prefixes", what, f"{ratios[prompts]:.2f}x")
-    if "bfloat16" in results:
-        seconds = results["bfloat16"]["train_s"]
-        ratio = seconds["float32"] / seconds["bfloat16"]
-        what = "forward + backward of SmolLM2 in bfloat16, against float32"
-        add("bfloat16", what, f"{ratio:.1f}x")
-    if "trainer" in results:
-        ragged, logprobs, adamw = (
-            results["trainer"][name] for name in ("ragged", "logprobs", "adamw")
-        )
-        packed, part = (
-            ragged["padded_s"] / ragged["packed_s"],
-            logprobs["chunks_mib"] / logprobs["full_mib"],
-        )
-        add(
-            "trainer",
-            "forward + backward, ragged batch, against padded transformers",
-            f"{packed:.1f}x",
-        )
-        add(
-            "trainer",
-            "log-probs over 49,152 tokens, against full logits",
-            f"{part:.0%} of the memory",
-        )
-        add(
-            "trainer",
-            "AdamW step, against torch's default",
-            f"{adamw['default_alone_s'] / adamw['tandem_alone_s']:.1f}x",
-        )
-    steps = {"1M parameters": ("tiny", results["tiny"])} if "tiny" in results else {}
-    for kind, label in (
-        ("whole", "all sequences at once"),
-        ("checkpointed", "activation checkpointing"),
-    ):
-        if "smollm2" in results:
-            steps[f"SmolLM2-135M, {label} on both sides"] = "smollm2", results["smollm2"][kind]
-    for label, (section, r) in steps.items():
-        figure = f"{r['step_ratio']:.2f}x the speed, {r['memory_ratio']:.2f}x the memory"
-        add(section, f"a GRPO step, {label}, against TRL 1.16", figure)
+    """Have the figures of all processors in one row."""
+    rows = []
+    for what, figures in by_processor(recorded("performance")).items():
+        rows.append((what, " / ".join(figures.values()), " / ".join(figures), "performance"))
     return rows
 
 

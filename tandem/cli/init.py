@@ -95,8 +95,10 @@ def init(folder: Path, model: str, tiny: bool) -> None:
             found=f"--model {model} and --tiny",
             expected="one of them",
         )
-    if Path(model).is_dir() and model:
+    if model and Path(model).is_dir():
         model = str(Path(model).resolve())
+    elif model:
+        print_lines([f"{model} is no folder here: it is taken as a name of the hub"])
     if folder.exists():
         raise UserError(
             "there is something at the project's place",

@@ -232,7 +232,8 @@ def view(
 
 @app.command()
 def report(
-    run: Run, out: Annotated[Path | None, unset(help="default: RUN/report.html")] = None
+    run: Run,
+    out: Annotated[Path | None, unset("-o", "--out", help="default: RUN/report.html")] = None,
 ) -> None:
     """Write a run as one HTML file: curves, chosen episodes, configuration."""
     from tandem.cli import view

@@ -29,6 +29,7 @@ from tandem.run_folder.metrics import read_metrics
 from tandem.runtime.errors import UserError
 
 STEPS, SKIPPED = 4, 1  # of a trial; kernels are compiled in the first
+TRIALS = 2  # of each number of layers
 MODELS = ("model.path", "model.reference", "critic.path", "distill.teacher", "reward.model")
 LIMIT_S = 1200.0  # of a trial
 
@@ -55,17 +56,19 @@ class StepTime:
 
 def step_time(config: Config, command: str, layers: int) -> StepTime:
     """Measure a step. Raises UserError if a trial fails."""
-    counts = [1, 2] if layers > 2 else [layers]
-    found = [_trial(config, command, count, layers) for count in counts]
-    (first, tokens), (last, _) = found[0], found[-1]
+    counts, times, tokens = [1, 2] if layers > 2 else [layers], dict[int, list[float]](), 0.0
+    for count in counts * TRIALS:  # by turns: a machine is slower for a while
+        steps, tokens = _trial(config, command, count, layers)
+        times.setdefault(count, []).extend(steps)
+    first, last = median(times[counts[0]]), median(times[counts[-1]])
     each = max(0.0, last - first)
     seconds = first + (layers - 1) * each if layers > 2 else first
     return StepTime(seconds=seconds, first_layer=first, layer=each, layers=layers, tokens=tokens)
 
 
-def _trial(config: Config, command: str, count: int, layers: int) -> tuple[float, float]:
+def _trial(config: Config, command: str, count: int, layers: int) -> tuple[list[float], float]:
     """Run a few steps with models of `count` layers in the place of `layers`; return the seconds
-    of a step, and the tokens of a completion."""
+    of each, and the tokens of a completion."""
     with tempfile.TemporaryDirectory(prefix="tandem-plan-") as temporary:
         folder = Path(temporary)
         trial = _shorter(config, folder)
@@ -87,7 +90,7 @@ def _trial(config: Config, command: str, count: int, layers: int) -> tuple[float
         if not steps:
             raise _failed(done)
         metrics = read_metrics(folder / "run")[-1]
-        return median(steps), float(metrics.get("completion_tokens", 0.0))
+        return steps, float(metrics.get("completion_tokens", 0.0))
 
 
 def _run(command: list[str]) -> "subprocess.CompletedProcess[str]":

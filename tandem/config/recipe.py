@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 from tandem.config.schema import ALGORITHMS, SHORTHANDS, Config, Section
 from tandem.config.section import OR_FUNCTION
 from tandem.runtime.errors import UserError
+from tandem.runtime.wording import look_for
 
 MAX_DEPTH = 20  # of tables and lists in a recipe
 _KINDS = {bool: "true, false", str: "text", list[str]: "a list of texts"}
@@ -67,7 +68,7 @@ def _read(path: Path) -> dict[str, Any]:
                 "the recipe does not exist",
                 where=str(path),
                 expected="a TOML file",
-                next="write one: tandem plan --keys lists its keys",
+                next=f"{look_for(path)}; or write one, tandem plan --keys lists its keys",
             )
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -82,6 +83,7 @@ def _read(path: Path) -> dict[str, Any]:
             where=str(path),
             found=str(error),
             expected="TOML: [section] and key = value",
+            next='look there: a text has quotes, path = "model"',
         ) from None
 
 
@@ -126,6 +128,7 @@ def _apply(tree: dict[str, Any], text: str, origin: dict[str, str]) -> None:
             where="command line",
             found=text,
             expected="section.field=value, e.g. rl.group_size=8",
+            next=_nearest(key)[2:] if sign and key not in Config.model_fields else "",
         )
     try:
         value = tomllib.loads(f"value = {raw}")["value"]
@@ -265,7 +268,7 @@ def _nearest(key: str) -> str:
     if field:
         near = of_that_name or difflib.get_close_matches(key, keys, 1, 0.5)
     else:
-        near = difflib.get_close_matches(section, Config.model_fields, 1, 0.5) or of_that_name
+        near = of_that_name or difflib.get_close_matches(section, Config.model_fields, 1, 0.5)
     if near:
         return f"; did you mean {near[0]}?"
     return f"; sections are {', '.join(Config.model_fields)}"

@@ -12,6 +12,7 @@ from tandem.types import Row
 HISTORY = 50  # rows to look back
 RECENT = 5  # rows that count as now, and at the begin of the history as before
 FLAT_GROUPS = 0.9  # share of the groups
+FLAT_STEPS = 2  # so many are enough at the begin
 FALLEN_REWARD = 0.2
 SAME_REWARD = 0.05  # a rise of less is none
 COLLAPSED_ENTROPY = 0.2  # of the entropy before
@@ -59,7 +60,10 @@ def inexact_engine(rows: Rows) -> str:
 
 
 def no_signal(rows: Rows) -> str:
+    """Look at the newest rows; before there are RECENT, at a begin without any signal."""
     flat = _now(rows, "groups_without_signal")
+    if flat is None and len(rows) >= FLAT_STEPS:
+        flat = min(row.get("groups_without_signal", 0.0) for row in rows)
     if flat is None or flat <= FLAT_GROUPS:
         return ""
     return (

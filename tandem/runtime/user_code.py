@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from tandem.runtime.errors import UserError
+from tandem.runtime.wording import look_for
 
 ERROR_CHARS = 500
 
@@ -61,7 +62,7 @@ def find_user_object(spec: str, *, key: str) -> Any:
             where=f"{key} = {spec}",
             found=f"the working directory {os.getcwd()}",
             expected="a Python file, named from there",
-            next=f"ls {Path(source).parent}",
+            next=look_for(Path(source)),
         )
     try:
         return getattr(module, name)  # not vars(): a package may import its members on demand

@@ -204,8 +204,9 @@ class Run:
         return read_json(self.folder / "status.json")
 
     def state(self, done: int | None, steps: Any) -> str:
-        """Tell from the lock's text and the last step: running, finished, killed or stopped;
-        unknown if a lock of another machine stands beside files that have not changed for long."""
+        """Tell from the lock's text and the last step: running, finished, killed, stopped, or not
+        begun, as where its start was refused; unknown if a lock of another machine stands beside
+        files that have not changed for long."""
         holder = ""
         with suppress(OSError, UnicodeDecodeError):
             holder = (self.folder / "lock").read_text().strip()
@@ -216,7 +217,9 @@ class Run:
             return "finished"
         if lives is None:
             return "unknown"
-        return "killed" if holder else "stopped"
+        if holder:
+            return "killed"
+        return "stopped" if done else "not begun"
 
     def _is_fresh(self) -> bool:
         return any(time.time_ns() - stat[1] < FRESH_S * 10**9 for stat in self._stats(*_LIVELY))

@@ -45,7 +45,8 @@ SOUND = {
     "none": rows((60, {})),
     "offline": [{"loss": 0.7, "step_s": 1.0}] * 60,
     "one flat step": rows((4, {"groups_without_signal": 1.0}), (1, {})),
-    "few rows": rows((4, {"groups_without_signal": 1.0, "wait_s": 5.0})),
+    "few rows": rows((4, {"wait_s": 5.0})),
+    "a flat first step": rows((1, {"groups_without_signal": 1.0})),
     "entropy falls as the reward rises": rows((5, {}), (5, {"entropy": 0.1, "reward": 0.6})),
     "entropy falls little": rows((5, {}), (5, {"entropy": 0.3})),
     "longer and better": rows((5, {}), (5, {"completion_tokens": 300.0, "reward": 0.6})),
@@ -64,6 +65,10 @@ def test_symptom_is_named_with_a_key_to_turn(name):
     assert told <= KEYS
     by_key = {"skipped_update", "unscored", "failed_environments", "inexact_engine"}
     assert bool(told) == (name not in by_key)
+
+
+def test_a_begin_without_any_signal_is_told_at_the_second_step():
+    assert symptoms(rows((2, {"groups_without_signal": 1.0}))).keys() == {"no_signal"}
 
 
 def test_gap_of_another_engine_has_a_bound_of_its_own():

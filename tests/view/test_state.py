@@ -54,6 +54,7 @@ def test_a_process_is_the_run_only_if_it_is_as_old_as_the_lock(run):
         assert state(run, f"{holder} {since()}") == "killed"
     assert state(run, f"{holder} {since()}") == "killed"
     assert state(run, "") == "stopped"
+    assert state(run, "", done=None) == "not begun"
 
 
 def test_the_best_evaluation_is_in_the_list(run):

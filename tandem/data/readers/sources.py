@@ -14,6 +14,7 @@ from tandem.data.readers.arrow_rows import folder_files, folder_rows, parquet_ro
 from tandem.data.readers.hub import hub_files, hub_rows, is_hub_name
 from tandem.data.readers.text_rows import Payload, csv_rows, jsonl_rows
 from tandem.runtime.errors import UserError
+from tandem.runtime.wording import look_for
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 EXPECTED = (
@@ -66,7 +67,7 @@ def _locate(name: str, key: str) -> Source:
             where=key,
             found=f"{name!r}, which does not exist" if name else "no path",
             expected=EXPECTED,
-            next=f"ls {source.path.parent}" if name else f"set {key}=FILE",
+            next=look_for(source.path) if name else f"set {key}=FILE",
         )
     if source.on_hub or source.path.is_dir():
         return source

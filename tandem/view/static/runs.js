@@ -29,7 +29,7 @@ function empty(root) {
 
 function list(all, draw, redraw) {
   const names = all.map((run) => run.name).filter((name) => chosen.has(name));
-  const order = { running: 0 };
+  const order = { running: 0, "not begun": 2 };
   const sorted = [...all].sort((a, b) => (order[a.state] ?? 1) - (order[b.state] ?? 1) || b.created.localeCompare(a.created));
   return [
     h("div", { class: "bar" },
