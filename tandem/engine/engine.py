@@ -29,6 +29,7 @@ from tandem.engine.page_cache import PageCache
 from tandem.engine.prompt_scores import score_tokens
 from tandem.engine.sampler import sample, sampling_key
 from tandem.engine.scheduler import RunningSequence, Scheduler, Work
+from tandem.model.config_file import positions_of
 from tandem.model.expert_choices import RecordedExperts
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import SeenTokens
@@ -63,17 +64,20 @@ class Engine:
     ):
         self.model, self.decode = model, decode
         self.weight_version = 0
-        self.cache = PageCache(model, cache_bytes, record_experts)
-        self.scheduler = Scheduler(
-            self.cache, max_batch=max_batch, max_queue=max_queue, chunk_tokens=chunk_tokens
-        )
-        self.lookahead = lookahead_for(model, self.cache, max_batch)
+        sizes = {"max_batch": max_batch, "max_queue": max_queue, "chunk_tokens": chunk_tokens}
+        self._open_cache(cache_bytes, record_experts, **sizes)
         # sequences that ended in `apply`; the next step returns them
         self._ended: list[RunningSequence] = []
         self._arrivals = self._generated = 0
         # of the completions by these weights the one with the least key
         self._to_check: RunningSequence | None = None
         self._stamp = self._weights_stamp()
+
+    def _open_cache(self, cache_bytes: int, record_experts: bool, **sizes: int) -> None:
+        """Make the cache, and what plans passes within it."""
+        self.cache = PageCache(self.model, cache_bytes, record_experts)
+        self.scheduler = Scheduler(self.cache, **sizes)
+        self.lookahead = lookahead_for(self.model, self.cache, sizes["max_batch"])
 
     # ---- requests
 
@@ -111,7 +115,7 @@ class Engine:
     @property
     def longest(self) -> int:
         """Most tokens of one sequence, by the model's positions and by the cache."""
-        return min(self.model.config.max_position_embeddings, self.cache.count * PAGE)
+        return min(positions_of(self.model.config), self.cache.count * PAGE)
 
     def _require_room(self, request: Request) -> None:
         longest = len(request.prompt) + request.params.max_new_tokens
@@ -368,7 +372,7 @@ def _seen(sequences: list[RunningSequence], device: torch.device) -> SeenTokens:
 def check_room(config: Any, pages: int, page_bytes: int, longest: int) -> None:
     """Raise UserError if a sequence of that many tokens does not fit the positions of the model
     (config: transformers) or a cache of that many pages."""
-    limit, needed = config.max_position_embeddings, -(-longest // PAGE)
+    limit, needed = positions_of(config), -(-longest // PAGE)
     if longest > limit:
         raise _too_long(longest, limit)
     if needed > pages:

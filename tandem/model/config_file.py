@@ -1,4 +1,4 @@
-"""A model directory's config.json, read as data; a model that cannot run exactly is refused.
+"""A model directory's config.json, read as data; a model of a kind that cannot run is refused.
 
 transformers takes many keys of that file as instructions: Python files to import (auto_map),
 attention kernels to fetch, quantizers, other weight files. So the file is read here, its model type
@@ -25,6 +25,7 @@ CONFIG, ADAPTER = "config.json", "adapter_config.json"
 MAX_BYTES = 16 << 20
 # Limits of the counts in config.json; the largest vocabulary has a million tokens.
 MAX_LAYERS, MAX_SIZE = 4096, 1 << 24
+ANY_LENGTH = 1 << 20  # tokens of a sequence, where the model has no limit
 # Keys that transformers still reads although no config class declares them.
 OLDER_NAMES = {
     "head_dim",
@@ -68,7 +69,8 @@ def check_model(path: str, key: str = "model.path", *, head: HeadKind = "tokens"
     """Read a model's transformers config, without its weights.
 
     key: the config key that names the model. head: as in load_model; a value model may start from a
-    language model, but not the reverse. Raises UserError for a model that is missing or not exact.
+    language model, but not the reverse. Raises UserError for a model that is missing, or of a kind
+    that no path runs.
     """
     if not path:
         raise UserError(
@@ -92,8 +94,6 @@ def check_model(path: str, key: str = "model.path", *, head: HeadKind = "tokens"
             expected="a causal language model",
             next="a reward model can be the critic: critic.path",
         )
-    if reasons := why_not_exact(config):
-        raise _not_exact(f"{key} = {path}", reasons)
     return config
 
 
@@ -151,7 +151,7 @@ def read_json(
             return None
         if file.stat().st_size > MAX_BYTES:
             raise ValueError(f"{name} is larger than {MAX_BYTES >> 20} MiB")
-        values = json.loads(file.read_bytes())
+        values = json.loads(file.read_bytes(), object_hook=decode_float)
     except RecursionError:
         raise _unreadable(where, f"{name} is nested too deep", what) from None
     except (OSError, ValueError) as error:  # ValueError: not JSON, or not UTF-8
@@ -160,6 +160,11 @@ def read_json(
     if not isinstance(values, dict):
         raise _unreadable(where, f"{name} holds no JSON object", what)
     return values
+
+
+def decode_float(values: dict[str, Any]) -> Any:
+    """Decode an infinity or NaN as transformers writes it to JSON."""
+    return float(values["__float__"]) if values.keys() == {"__float__"} else values
 
 
 def refuse_adapter(path: str, where: str) -> None:
@@ -202,12 +207,9 @@ def first_line(error: Exception) -> str:
 
 
 def _unlike_others(config: Any) -> str:
-    """Say what no exact path has room for in a kind of model; "" if there is nothing."""
-    if config.get_text_config() is not config:
-        return "which also reads images or sound"
-    if not hasattr(config, "num_attention_heads"):
-        return "which has no attention heads"
-    return "whose layers have different shapes" if config.is_heterogeneous else ""
+    """Say what no path has room for in a kind of model; "" if there is nothing."""
+    unlike = "whose layers have different shapes" if config.is_heterogeneous else ""
+    return unlike if config.get_text_config() is config else "which also reads images or sound"
 
 
 def _implausible_values(config: Any) -> list[str]:
@@ -223,8 +225,8 @@ def _implausible_values(config: Any) -> list[str]:
     ]
     if mistakes:
         return mistakes
-    heads, kv_heads = config.num_attention_heads, kv_heads_of(config)
-    if heads % kv_heads:
+    heads, kv_heads = heads_of(config), kv_heads_of(config)
+    if heads and heads % kv_heads:
         mistakes.append(f"{heads} query heads for {kv_heads} key/value heads")
     if config.dtype is not None and not isinstance(config.dtype, torch.dtype):
         mistakes.append(f"dtype {config.dtype!r:.60}")
@@ -252,21 +254,22 @@ def _implausible_values(config: Any) -> list[str]:
 def why_not_exact(config: Any) -> list[str]:
     """List why no exact path can run this transformers config; empty if one may.
 
-    Of a model that is not lean, its trial decides (trial.require_faithful)."""
+    Of a model that is not lean, its trial decides (inexact_trial.why_inexact)."""
+    if not heads_of(config):
+        return ["no attention heads"]
     reasons = []
     for rope in ropes_of(config):
         if (kind := rope.get("rope_type", "default")) not in STATIC_ROPE:
             reasons.append(f"rotary embedding {kind}, which depends on the length of the batch")
-    if head_size(config) < 8:
-        reasons.append(
-            f"head size {head_size(config)} (at least 8: smaller matmuls take another kernel)"
-        )
+    if (size := head_size(config)) < 8:
+        reasons.append(f"head size {size} (at least 8: smaller matmuls take another kernel)")
     return reasons
 
 
 def is_lean(config: Any) -> bool:
     """Tell whether Tandem's own layer runs this model, and not transformers' forward pass."""
-    return config.model_type in LEAN_ARCHITECTURES and config.hidden_act == "silu"
+    known = config.model_type in LEAN_ARCHITECTURES and config.hidden_act == "silu"
+    return known and not why_not_exact(config)
 
 
 def ropes_of(config: Any) -> list[dict[str, Any]]:
@@ -289,9 +292,19 @@ def inner_size(config: Any) -> int:
     return next((size for size in found if size), 4 * int(config.hidden_size))
 
 
+def positions_of(config: Any) -> int:
+    """Return the most tokens of a sequence; ANY_LENGTH for a model that places none."""
+    return getattr(config, "max_position_embeddings", None) or ANY_LENGTH
+
+
+def heads_of(config: Any) -> int:
+    """Return how many attention heads there are; 0 in Mamba."""
+    return getattr(config, "num_attention_heads", None) or 0
+
+
 def kv_heads_of(config: Any) -> int:
     """Return how many key/value heads there are; a config without them has no groups."""
-    return getattr(config, "num_key_value_heads", None) or int(config.num_attention_heads)
+    return getattr(config, "num_key_value_heads", None) or heads_of(config)
 
 
 def head_size(config: Any) -> int:
@@ -299,7 +312,7 @@ def head_size(config: Any) -> int:
     latent attention (DeepSeek) has two parts."""
     if getattr(config, "qk_nope_head_dim", None):
         return int(config.qk_nope_head_dim + config.qk_rope_head_dim)
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return getattr(config, "head_dim", None) or config.hidden_size // max(1, heads_of(config))
 
 
 def window_of(config: Any, layer: int) -> int | None:
@@ -367,11 +380,10 @@ def _no_model(path: str, key: str) -> UserError:
 
 def _not_exact(where: str, reasons: list[str]) -> UserError:
     return UserError(
-        "this model cannot run exactly",
+        "this model cannot run",
         where=where,
         found="; ".join(reasons),
-        expected="a causal language model of transformers with float weights and a static rotary "
-        "embedding",
+        expected="a causal language model of transformers with float weights",
     )
 
 

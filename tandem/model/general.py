@@ -4,7 +4,7 @@ Three replacements make it so: linears (linear.py), attention (through transform
 AttentionInterface, over the plans of attention.py and paged_attention.py), activations
 (activations.py). Positions, rotary embeddings, windows and scales stay transformers' own. A pass is
 a batch of one: its rows are those of all sequences, with their position ids. Whether a model is
-exact so, and computes what transformers computes, its trial decides (trial.require_faithful).
+exact so, and computes what transformers computes, its trial decides (trial.general_fault).
 """
 
 from collections.abc import Callable, Iterator
@@ -114,11 +114,18 @@ class CappedHead(ExactLinear):
 
 
 def make_general(module: Any, lora: Lora | None = None) -> GeneralModel:
-    """Put the exact parts into a transformers module in place."""
+    """Put the exact parts into a transformers module in place, attention among them."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, _attend)
     module.set_attn_implementation(ATTENTION)
+    functions = put_exact_parts(module)
+    return GeneralModel(module.eval(), lora, functions)
+
+
+def put_exact_parts(module: Any) -> ExactFunctions | None:
+    """Put all exact parts but attention into a transformers module in place; return the functions
+    of its experts, if it has any."""
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             setattr(parent, name, _exact_part(child))
@@ -126,7 +133,7 @@ def make_general(module: Any, lora: Lora | None = None) -> GeneralModel:
     head, softcap = module.get_output_embeddings(), logit_softcap(module.config)
     if head is not None and softcap:
         module.set_output_embeddings(CappedHead(head, softcap))
-    return GeneralModel(module.eval(), lora, functions)
+    return functions
 
 
 def _exact_part(child: Any) -> nn.Module:
@@ -156,7 +163,8 @@ def logit_factor(config: Any) -> float:
 
 def logit_softcap(config: Any) -> float:
     """Return the soft cap of a model's logits, 0 without one."""
-    return getattr(config, "final_logit_softcapping", None) or 0.0  # Gemma
+    names = ("final_logit_softcapping", "output_logit_soft_cap")  # Gemma, xLSTM
+    return next((cap for name in names if (cap := getattr(config, name, None))), 0.0)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from tandem.model.linear import ExactLinear
 from tandem.runtime.errors import UserError
 
 ALL_LINEAR = "all-linear"
+OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 _ADAPTER = "default"  # PEFT's name for the only one there is
 
 
@@ -103,14 +104,15 @@ def _last_names(names: Sequence[str]) -> list[str]:
 def _linear_names(module: Any) -> list[str]:
     """List every linear of the layers, without heads.
 
-    In a mixture of experts only attention's are listed: PEFT would match the names of a dense
-    layer's MLP with the experts, which are not linear modules.
+    In a mixture of experts those of shared experts and dense MLPs are not listed: PEFT would match
+    their names with the experts, which are not linear modules.
     """
-    sparse = module.config.model_type == "qwen3_moe"
+    # as general_experts.py finds them
+    sparse = any(hasattr(part, "is_transposed") for part in module.modules())
     return [
         f"{module.base_model_prefix}.{name}"
         for name, child in module.base_model.named_modules()
-        if isinstance(child, nn.Linear) and not (sparse and ".mlp." in name)
+        if isinstance(child, nn.Linear) and not (sparse and name.endswith(OF_EXPERTS))
     ]
 
 

@@ -61,6 +61,7 @@ class Exactness:
     # operators on which engine and trainer differ; empty: they agree to the last bit
     parity: list[str]
     thread_dependent: list[str]  # results whose bits change with the number of threads
+    inexact: str = ""  # why the model cannot be exact on any machine (model/inexact.py)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

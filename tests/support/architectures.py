@@ -1,9 +1,12 @@
 """Tiny random models of architectures that run through transformers' own forward pass, and their
 stock twins."""
 
+import dataclasses
+
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tandem.model.inexact_trial import choose_path
 from tandem.model.load import make_exact
 from tandem.model.tiny import make_tokenizer
 
@@ -110,12 +113,41 @@ LEAN = {
 }
 
 
+LINEAR = {  # linear attention
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 6,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+INEXACT = {  # with a state, or attention of their own
+    "bloom": {},
+    "lfm2": {**GROUPED, "layer_types": ["conv", "full_attention", "conv"]},
+    "mamba": {"state_size": 8},
+    "mamba2": {"num_heads": 12, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 32},
+    "qwen3_5_text": {**GROUPED, **LINEAR, "head_dim": 16},
+    "qwen3_next": {
+        **GROUPED,
+        **LINEAR,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 60,
+        "shared_expert_intermediate_size": 60,
+    },
+}
+
+
 def architecture(name, **changes):
     """The transformers config of a tiny model."""
-    values = {**SHAPE, **{**ARCHITECTURES, **LEAN}[name], **changes}
+    values = {**SHAPE, **{**ARCHITECTURES, **LEAN, **INEXACT}[name], **changes}
     if "ffn_dim" in values or "n_inner" in values:
         del values["intermediate_size"]
-    return type(AutoConfig.for_model(name))(**values)
+    kind = type(AutoConfig.for_model(name))
+    if name in INEXACT:  # whose configs keep what they do not know
+        known = {field.name for field in dataclasses.fields(kind)} | set(kind.attribute_map)
+        values = {name: value for name, value in values.items() if name in known}
+    return kind(**values)
 
 
 def stock(name, seed=0, **changes):
@@ -140,3 +172,8 @@ def save_architecture(name, folder):
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     stock(name, vocab_size=len(tokenizer), **ends).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def inexact(name, lora=None, seed=0, **changes):
+    """The model of the inexact path, and why it is there."""
+    return choose_path(architecture(name), "here")(stock(name, seed, **changes), lora)
