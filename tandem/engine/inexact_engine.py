@@ -1,18 +1,20 @@
 """The engine of models that cannot be exact: transformers' own cache, in batches of one length.
 
-    schedule: new sequences of one length   one pass over their different prompts; then what
-                                            transformers keeps is taken once for every sample
-              running sequences             one token for each batch, in a pass of its own; who has
-                                            ended leaves the batch
+    schedule: a new prompt         runs alone, in one pass; what transformers keeps of it is
+                                   repeated for the samples, ROWS in a batch
+              running sequences    one token for each batch, in a pass of its own
 
-No padding is needed so, and any state that transformers keeps of a sequence will do. Sampling,
-ends, weights and checks are those of engine.py, whose `step` this runs. Log-probs differ from the
-trainer's by rounding. Nothing is reused from turn to turn, and a paused or preempted sequence is
-computed again.
+No padding is needed so, and any state that transformers keeps of a sequence will do. Every pass has
+the same number of rows, those of sequences that have ended among them, because transformers'
+operators may have other bits for another number. So a completion depends on its request and the
+weights only, as engine.py's do, whose `step`, sampling, ends and checks these are; unless an
+operator has rows of another size than a multiple of 4, whose last numbers torch computes in another
+way. Log-probs differ from the trainer's by rounding. Nothing is reused from turn to turn, and a
+paused or preempted sequence is computed again.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,8 @@ from tandem.model.inexact import InexactModel, SequenceStates
 from tandem.model.load import ExactModel
 from tandem.model.paged_attention import PAGE
 from tandem.types import Array
+
+ROWS = 8  # of every pass of running sequences
 
 
 def make_engine(model: ExactModel, decode: Callable[[Array], str], **sizes: Any) -> Engine:
@@ -48,64 +52,54 @@ class InexactEngine(Engine):
 
     def _forward(self, work: Work, taken: Taken) -> tuple[list[RunningSequence], Tensor | None]:
         ready = [sequence for sequence, _ in work]
-        at = {sequence: row for row, sequence in enumerate(ready)}
-        self._batches = [batch for batch in self._batches if batch.keep(at)]
-        rows, states = [], []
-        for batch in self._batches:
-            rows += [at[sequence] for sequence in batch.members]
-            states.append(batch.extend())
-        by_length = defaultdict(list)
-        for sequence, count in work:
+        running = set(ready)
+        self._batches = [batch for batch in self._batches if batch.keep(running)]
+        passes = [(batch, batch.extend()) for batch in self._batches]
+        by_tokens = defaultdict(list)
+        for sequence in ready:
             if not sequence.num_cached:
-                by_length[count].append(sequence)
-        for members in by_length.values():
-            batch, hidden = self._begin(members)
-            rows += [at[sequence] for sequence in members]
-            states.append(hidden)
-            self._batches.append(batch)
+                by_tokens[sequence.all_tokens().tobytes()].append(sequence)
+        for members in by_tokens.values():
+            passes += self._begin(members)
+        self._batches = [batch for batch, _ in passes]
+        states: dict[RunningSequence, Tensor] = {}
+        for batch, hidden in passes:
+            own = zip(batch.members, hidden, strict=True)
+            states |= {sequence: state for sequence, state in own if sequence is not None}
         for sequence in ready:
             sequence.num_cached = sequence.length
-        order = torch.tensor(rows).argsort().to(self.model.device)
-        return ready, self.model.head(torch.cat(states).index_select(0, order))
+        return ready, self.model.head(torch.stack([states[sequence] for sequence in ready]))
 
-    def _begin(self, members: list[RunningSequence]) -> "tuple[Batch, Tensor]":
-        """Run all tokens of sequences of one length; return their batch and their last hidden
-        states [B, D]."""
-        tokens = [sequence.all_tokens() for sequence in members]
-        places: dict[bytes, int] = {}  # of different ones
-        own = [places.setdefault(one.tobytes(), len(places)) for one in tokens]
-        different = [tokens[own.index(place)] for place in range(len(places))]
-        states = SequenceStates(self.model)
-        hidden = states.extend(torch.from_numpy(np.stack(different)))
-        for sequence, place in zip(members, own, strict=True):
-            self._score_prompts([(sequence, len(tokens[0]))], hidden[place])
-        states.take(own)
-        return Batch(members, states), hidden[own, -1]
+    def _begin(self, members: list[RunningSequence]) -> "list[tuple[Batch, Tensor]]":
+        """Run all tokens of sequences that have the same; return their batches, and the last hidden
+        states [ROWS, D] of each."""
+        states, tokens = SequenceStates(self.model), torch.from_numpy(members[0].all_tokens())
+        [hidden] = states.extend(tokens[None])
+        for sequence in members:
+            self._score_prompts([(sequence, len(tokens))], hidden)
+        parts = [members[first : first + ROWS] for first in range(0, len(members), ROWS)]
+        return [(Batch(part, states.repeated(ROWS)), hidden[-1].expand(ROWS, -1)) for part in parts]
 
 
 class Batch:
-    """Sequences of one length, and what transformers keeps of them."""
+    """At most ROWS sequences of one length, and what transformers keeps of ROWS of them."""
 
-    def __init__(self, members: list[RunningSequence], states: SequenceStates):
-        self.members, self._states = members, states
+    def __init__(self, members: Sequence[RunningSequence], states: SequenceStates):
+        self.members: list[RunningSequence | None] = [*members, *[None] * (ROWS - len(members))]
+        self._newest, self._states = [0] * ROWS, states
 
-    def keep(self, running: dict[RunningSequence, int]) -> bool:
-        """Drop the sequences that no longer run; tell whether one is left. One that was preempted
+    def keep(self, running: set[RunningSequence]) -> bool:
+        """Forget the sequences that no longer run; tell whether one is left. One that was preempted
         begins again, in another batch."""
-        rows = [
-            row
-            for row, sequence in enumerate(self.members)
-            if sequence in running and sequence.num_cached
-        ]
-        if rows and len(rows) < len(self.members):
-            self._states.take(rows)
-        self.members = [self.members[row] for row in rows]
-        return bool(rows)
+        self.members = [s if s in running and s.num_cached else None for s in self.members]
+        return any(sequence is not None for sequence in self.members)
 
     def extend(self) -> Tensor:
-        """Run the newest token of each; return the last hidden states [B, D]."""
-        newest = [sequence.tokens[-1:] for sequence in self.members]
-        return self._states.extend(torch.tensor(newest))[:, -1]
+        """Run the newest token of each; return the last hidden states [ROWS, D]."""
+        for row, sequence in enumerate(self.members):
+            if sequence is not None:
+                self._newest[row] = sequence.tokens[-1]
+        return self._states.extend(torch.tensor(self._newest)[:, None])[:, -1]
 
 
 class ReservedPages:
@@ -115,7 +109,7 @@ class ReservedPages:
     keys = "kept by transformers"
 
     def __init__(self, model: InexactModel, budget: int):
-        self.page_bytes = max(1, page_bytes(model.config, model.dtype.itemsize))
+        self.page_bytes = page_bytes(model.config, model.dtype.itemsize)
         self.count, self.reserved, self.cached = budget // self.page_bytes, 0, 0
 
     @property

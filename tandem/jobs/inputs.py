@@ -109,7 +109,8 @@ def training_inputs(config: Config) -> ProblemInputs:
         config, "model.reference", *(["critic.path"] if config.rl.advantage == "gae" else [])
     )
     where = f"model.path = {config.model.path}"
-    require_correction(config, why_inexact(inputs.shape, where, placement(config)))
+    reason = why_inexact(inputs.shape, where, placement(config))
+    require_correction(config, reason and f"{where}, {reason}")
     return inputs
 
 

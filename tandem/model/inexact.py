@@ -9,6 +9,7 @@ activations and experts are those of general.py, to be as near to exact as can b
 no sampling; the engine is engine/inexact_engine.py.
 """
 
+import copy
 import inspect
 from typing import Any
 
@@ -120,7 +121,7 @@ class InexactModel(GeneralModel):
 
 
 class SequenceStates:
-    """What is kept of B sequences of one length between passes: transformers' own cache, or of a
+    """What is kept between passes of B sequences of one length: transformers' own cache, or of a
     model without one their tokens, which run again in each pass."""
 
     def __init__(self, model: InexactModel):
@@ -134,16 +135,18 @@ class SequenceStates:
         """Run further tokens int64 [B, n]; return their last hidden states [B, n, D]."""
         if self._cache is not None:
             return self._model.run(tokens, self._cache)
-        self._tokens = torch.cat([self._tokens.expand(len(tokens), -1), tokens], 1)
+        self._tokens = torch.cat([self._tokens, tokens], 1)
         return self._model.run(self._tokens)[:, -tokens.shape[1] :]
 
-    def take(self, rows: list[int]) -> None:
-        """Go on with these of the sequences, each as often as it is named."""
-        index = torch.tensor(rows)
-        if self._cache is None:
-            self._tokens = self._tokens[index]
-        else:
-            self._cache.reorder_cache(index.to(self._model.device))
+    def repeated(self, count: int) -> "SequenceStates":
+        """Return the states of `count` sequences that begin as this one."""
+        copied = copy.copy(self)
+        copied._tokens = self._tokens.repeat(count, 1)
+        if self._cache is not None:
+            copied._cache = copy.deepcopy(self._cache)
+            first = torch.zeros(count, dtype=torch.int64, device=self._model.device)
+            copied._cache.reorder_cache(first)
+        return copied
 
 
 def make_inexact(

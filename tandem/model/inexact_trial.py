@@ -45,13 +45,27 @@ def why_inexact(config: Any, where: str, place: Placement = CPU_FLOAT32) -> str:
     weights. Raises UserError for one that cannot run inexactly either."""
     if is_lean(config):
         return ""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # reference kernels are slower, it says of each
     reason = "; ".join(why_not_exact(config))
     if not reason and place != CPU_FLOAT32:
         reason = f"{place.dtype_name} on {place.device.type}, and not float32 on a CPU"
     reason = reason or general_fault(config)
+    if reason and keeps_state(config):
+        reason = "its layers keep a state from token to token"
     if reason and (fault := stock_trial(config).fault):
         raise _cannot_run(where, config, fault)
     return reason and f"architecture {config.model_type}: {reason}"
+
+
+def keeps_state(config: Any) -> bool:
+    """Tell whether transformers' cache of a model holds more than keys and values."""
+    from transformers import DynamicCache
+    from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+    layers = DynamicCache(config=config).layers
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
 
 
 class StockTrial(NamedTuple):
@@ -96,7 +110,7 @@ def _continues(model: InexactModel, tokens: Tensor, whole: Tensor) -> bool:
     states = SequenceStates(model)
     try:
         found = [model.head(states.extend(tokens[:, :BEGINNING]))]
-        states.take([0, 0])
+        states = states.repeated(2)
         for token in tokens[:, BEGINNING:].split(1, 1):
             found.append(model.head(states.extend(token.expand(2, 1)))[1:])
     except Exception:  # a cache of another kind

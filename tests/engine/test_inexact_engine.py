@@ -14,7 +14,7 @@ from tests.support.architectures import INEXACT, inexact, stock
 from tests.support.parity import random_requests, words
 from tests.support.tiny import stock_logits
 
-GAP = 2e-5  # nats
+GAP = 1e-4  # nats; they are some 1e-5
 
 
 def engine_of(model, **sizes):
@@ -47,13 +47,20 @@ def test_log_probs_are_those_of_a_whole_pass(name):
 
 
 @pytest.mark.parametrize("name", INEXACT)
-def test_completion_is_the_same_alone_and_among_others(name):
-    model, requests = inexact(name), requests_of(2)
-    together = engine_of(model).generate(requests)
-    for request, among in list(zip(requests, together, strict=True))[:5]:
-        [alone] = engine_of(model).generate([request])
-        assert alone.tokens.tolist() == among.tokens.tolist()
-        np.testing.assert_allclose(alone.logprobs, among.logprobs, atol=GAP)
+def test_completion_has_the_same_bits_in_any_company(name):
+    """Some requests come a step later, in another order."""
+    model, requests = inexact(name), requests_of(2, group=9)
+    together, random = engine_of(model).generate(requests), np.random.default_rng(0)
+    engine, order = engine_of(model, max_batch=30), random.permutation(len(requests))
+    sequences = {n: engine.submit(requests[n]) for n in order[:7]}
+    engine.step()
+    sequences |= {n: engine.submit(requests[n]) for n in order[7:]}
+    while engine.has_work:
+        engine.step()
+    for number, expected in enumerate(together):
+        found = sequences[number].completion
+        assert found.tokens.tolist() == expected.tokens.tolist()
+        assert np.array_equal(found.logprobs, expected.logprobs)
 
 
 def test_paused_request_goes_on_as_if_it_had_not_paused():

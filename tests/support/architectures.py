@@ -116,8 +116,8 @@ LEAN = {
 LINEAR = {  # linear attention
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
-    "linear_num_key_heads": 3,
-    "linear_num_value_heads": 6,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
 INEXACT = {  # with a state, or attention of their own
