@@ -23,7 +23,8 @@ from torch import Tensor
 from tandem.audit.divergence import Divergence, compare, compare_items
 from tandem.audit.replay_run import ReplayRun, open_replay_run
 from tandem.audit.rescore import rescore
-from tandem.jobs.engines import Report, why_gap
+from tandem.jobs.engines import Report
+from tandem.jobs.exactness import why_gap
 from tandem.model.forward import batch_logprobs
 from tandem.run_folder.checkpoint import checkpoint_step, find_damage, load_checkpoint, step_name
 from tandem.run_folder.episode_files import read_note

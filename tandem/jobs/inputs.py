@@ -19,7 +19,8 @@ from tandem.data.preferences import parse_preference
 from tandem.data.problems import read_problems
 from tandem.data.readers.rows import read_rows
 from tandem.data.renderer import ChatRenderer, load_renderer
-from tandem.jobs.engines import require_correction, require_room, rollout_command
+from tandem.jobs.engines import require_room, rollout_command
+from tandem.jobs.exactness import require_correction
 from tandem.jobs.models import check_models, check_tokenizer, placement
 from tandem.model.config_file import positions_of
 from tandem.model.inexact_trial import why_inexact

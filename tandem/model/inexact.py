@@ -121,7 +121,7 @@ class InexactModel(GeneralModel):
 
 
 class SequenceStates:
-    """What is kept between passes of B sequences of one length: transformers' own cache, or of a
+    """Memory of B sequences of one length between passes: transformers' own cache, or of a
     model without one their tokens, which run again in each pass."""
 
     def __init__(self, model: InexactModel):

@@ -93,12 +93,12 @@ def _stock_trial(model_type: str, text: str) -> StockTrial:
         with torch.no_grad():
             expected = random_module(config, 0)(input_ids=tokens, use_cache=False).logits
             model = make_inexact(random_module(config, 0))
-            whole, begun = (model.head(model.run(t)) for t in (tokens, tokens[:, :BEGINNING]))
+            whole, first = (model.head(model.run(t)) for t in (tokens, tokens[:, :BEGINNING]))
     except Exception as error:  # any class of any model runs here
         return StockTrial(first_line(error))
     if not _is_close(whole, expected):
         return StockTrial("logits that are not the last states times the output projection")
-    if not _is_close(begun, whole[:, :BEGINNING], MOST_APART):
+    if not _is_close(first, whole[:, :BEGINNING], MOST_APART):
         return StockTrial("logits that depend on later tokens")
     return StockTrial("", bool(model.cache_name) and _continues(model, tokens, whole))
 
