@@ -33,6 +33,7 @@ from tandem.model.expert_choices import RecordedExperts
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import SeenTokens
 from tandem.model.paged_attention import PAGE, Runs
+from tandem.model.rope import positions_of
 from tandem.runtime import watchdog
 from tandem.runtime.errors import UserError
 from tandem.runtime.rng import uniforms
@@ -111,7 +112,7 @@ class Engine:
     @property
     def longest(self) -> int:
         """Most tokens of one sequence, by the model's positions and by the cache."""
-        return min(self.model.config.max_position_embeddings, self.cache.count * PAGE)
+        return min(positions_of(self.model.config), self.cache.count * PAGE)
 
     def _require_room(self, request: Request) -> None:
         longest = len(request.prompt) + request.params.max_new_tokens
@@ -368,19 +369,20 @@ def _seen(sequences: list[RunningSequence], device: torch.device) -> SeenTokens:
 def check_room(config: Any, pages: int, page_bytes: int, longest: int) -> None:
     """Raise UserError if a sequence of that many tokens does not fit the positions of the model
     (config: transformers) or a cache of that many pages."""
-    limit, needed = config.max_position_embeddings, -(-longest // PAGE)
+    limit, needed = positions_of(config), -(-longest // PAGE)
     if longest > limit:
-        raise _too_long(longest, limit)
+        raise _too_long(longest, limit, config)
     if needed > pages:
         raise _cache_too_small(pages * page_bytes, needed * page_bytes, longest)
 
 
-def _too_long(longest: int, limit: int) -> UserError:
+def _too_long(longest: int, limit: int, config: Any) -> UserError:
+    beyond = "original_" * (limit < getattr(config, "max_position_embeddings", limit))
     return UserError(
         "a sequence would be longer than the model can place",
         where="rollout.max_new_tokens",
         found=f"{longest} tokens, prompt and completion",
-        expected=f"at most {limit} (the model's max_position_embeddings)",
+        expected=f"at most {limit} (the model's {beyond}max_position_embeddings)",
         next="lower rollout.max_new_tokens; or data.max_prompt_tokens, with data.long_prompts=drop",
     )
 

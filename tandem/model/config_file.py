@@ -13,6 +13,7 @@ import math
 from pathlib import Path
 from typing import Any, Literal
 
+from tandem.model.rope import STATIC, kinds_with_rope, ropes_of
 from tandem.runtime.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -20,7 +21,6 @@ logger = logging.getLogger(__name__)
 HeadKind = Literal["tokens", "value"]
 # Those that run through Tandem's own layer (layers.py); all others through general.py.
 LEAN_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 MAX_BYTES = 16 << 20
 # Limits of the counts in config.json; the largest vocabulary has a million tokens.
@@ -151,7 +151,7 @@ def read_json(
             return None
         if file.stat().st_size > MAX_BYTES:
             raise ValueError(f"{name} is larger than {MAX_BYTES >> 20} MiB")
-        values = json.loads(file.read_bytes())
+        values = json.loads(file.read_bytes(), object_hook=special_float)
     except RecursionError:
         raise _unreadable(where, f"{name} is nested too deep", what) from None
     except (OSError, ValueError) as error:  # ValueError: not JSON, or not UTF-8
@@ -160,6 +160,11 @@ def read_json(
     if not isinstance(values, dict):
         raise _unreadable(where, f"{name} holds no JSON object", what)
     return values
+
+
+def special_float(values: dict[str, Any]) -> Any:
+    """Read an object that transformers writes for infinity, which JSON has no number for."""
+    return float(str(values["__float__"])) if values.keys() == {"__float__"} else values
 
 
 def refuse_adapter(path: str, where: str) -> None:
@@ -235,7 +240,7 @@ def _implausible_values(config: Any) -> list[str]:
         if not all(_is_positive(rope[name]) for name in ("rope_theta", "factor") if name in rope):
             mistakes.append(f"rope_parameters {rope!r:.60}")
     types, layers = values.get("layer_types"), config.num_hidden_layers
-    kinds = _kinds_with_rope(config)
+    kinds = kinds_with_rope(config)
     if kinds and config.model_type in LEAN_ARCHITECTURES:  # transformers would ignore them
         mistakes.append(f"rope_parameters for kinds of layers, {', '.join(sorted(kinds))[:60]}")
     if types is not None and (
@@ -244,7 +249,8 @@ def _implausible_values(config: Any) -> list[str]:
     ):
         mistakes.append(f"layer_types {str(types)[:60]} for {layers} layers")
     window = values.get("sliding_window")
-    if window is not None and not _is_count(window, MAX_SIZE):
+    unused = window == 0 and not is_lean(config)  # Qwen2-MoE's without windows
+    if window is not None and not unused and not _is_count(window, MAX_SIZE):
         mistakes.append(f"sliding_window {window!r:.60}")
     return mistakes
 
@@ -254,8 +260,8 @@ def why_not_exact(config: Any) -> list[str]:
 
     Of a model that is not lean, its trial decides (trial.require_faithful)."""
     reasons = []
-    for rope in ropes_of(config):
-        if (kind := rope.get("rope_type", "default")) not in STATIC_ROPE:
+    for rope in ropes_of(config) if is_lean(config) else []:
+        if (kind := rope.get("rope_type", "default")) not in STATIC:
             reasons.append(f"rotary embedding {kind}, which depends on the length of the batch")
     if head_size(config) < 8:
         reasons.append(
@@ -267,19 +273,6 @@ def why_not_exact(config: Any) -> list[str]:
 def is_lean(config: Any) -> bool:
     """Tell whether Tandem's own layer runs this model, and not transformers' forward pass."""
     return config.model_type in LEAN_ARCHITECTURES and config.hidden_act == "silu"
-
-
-def ropes_of(config: Any) -> list[dict[str, Any]]:
-    """List the parameters of the rotary embeddings: one for all layers, one for each kind of
-    layer, or none."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    return [rope[kind] for kind in _kinds_with_rope(config)] or [rope]
-
-
-def _kinds_with_rope(config: Any) -> set[str]:
-    """Return the kinds of layers that have rotary embeddings of their own."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    return {kind for kind, value in rope.items() if isinstance(value, dict)}
 
 
 def inner_size(config: Any) -> int:
