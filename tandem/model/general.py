@@ -65,6 +65,12 @@ class GeneralModel(ExactModel):
         states: Tensor = out.last_hidden_state[0, :rows]
         return states if self.factor == 1.0 else states * self.factor
 
+    def named_weights(self) -> dict[str, Tensor]:
+        """Return the parameters, and a checkpoint's buffers, as biases of DeepSeek's routers."""
+        buffers = dict(self.module.named_buffers())
+        kept = {name: buffers[name] for name in self.module.state_dict() if name in buffers}
+        return super().named_weights() | kept
+
     def merged_weights(self) -> dict[str, Tensor]:
         weights, parts = super().merged_weights(), self.adapted.items()
         turned = [f"{name}.weight" for name, part in parts if isinstance(part, ExactConv1D)]

@@ -100,17 +100,34 @@ def _last_names(names: Sequence[str]) -> list[str]:
 
 
 def _linear_names(module: Any) -> list[str]:
-    """List every linear of the layers, without heads.
-
-    In a mixture of experts only attention's are listed: PEFT would match the names of a dense
-    layer's MLP with the experts, which are not linear modules.
-    """
-    sparse = module.config.model_type == "qwen3_moe"
-    return [
+    """List every linear of the layers, without heads and without those whose names PEFT gives to
+    experts."""
+    linears = [
         f"{module.base_model_prefix}.{name}"
         for name, child in module.base_model.named_modules()
-        if (isinstance(child, nn.Linear) or is_conv1d(child)) and not (sparse and ".mlp." in name)
+        if _is_linear(child)
     ]
+    kept = {name for name in _last_names(linears) if not _is_of_experts(module, name)}
+    return [name for name in linears if name.rpartition(".")[2] in kept]
+
+
+def _is_linear(child: Any) -> bool:
+    """Tell whether a module is a linear, and not a router of transformers' that is one too."""
+    own = type(child).__module__.startswith("transformers.models.")
+    return (isinstance(child, nn.Linear) and not own) or is_conv1d(child)
+
+
+def _is_of_experts(module: Any, name: str) -> bool:
+    """Tell whether PEFT takes the name of a linear for that of experts, which once were linear
+    modules and are parameters now. A dense layer's MLP and shared experts may have it too."""
+    config = require_peft().LoraConfig(target_modules=[name])
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    try:
+        convert_peft_config_for_transformers(config, model=module, conversions=None)
+    except ValueError:  # half of two that experts have as one
+        return True
+    return bool(config.target_modules != {name})
 
 
 def write_adapter_config(

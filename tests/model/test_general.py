@@ -187,6 +187,7 @@ def saved(name, folder, **changes):
         ("phi", 4),
         ("gpt2", 0),
         ("gpt2", 4),
+        ("deepseek_v3", 4),
         ("granite", 0),
     ],
 )
@@ -211,9 +212,14 @@ def test_export_has_the_weights_that_ran(name, rank, tmp_path):
     assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
-def test_adapter_of_conv1d_is_read_by_peft_without_a_warning(tmp_path, recwarn):
-    path = saved("gpt2", tmp_path / "model")
-    model = load_model(path, Lora(rank=4, alpha=8.0, targets=("c_attn", "c_proj"), seed=7))
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [("gpt2", ("c_attn", "c_proj")), ("deepseek_v3", ("all-linear",)), ("phimoe", ("all-linear",))],
+    ids=["Conv1D", "PEFT gives names of a dense layer to experts", "a router that is a linear"],
+)
+def test_adapter_is_read_by_peft_without_a_warning(name, targets, tmp_path, recwarn):
+    path = saved(name, tmp_path / "model")
+    model = load_model(path, Lora(rank=4, alpha=8.0, targets=targets, seed=7))
     noise = torch.Generator().manual_seed(1)
     model.load_weights(
         {n: 0.1 * torch.randn(w.shape, generator=noise) for n, w in model.trainable().items()}
@@ -228,7 +234,13 @@ def test_adapter_of_conv1d_is_read_by_peft_without_a_warning(tmp_path, recwarn):
         assert torch.equal(
             exact_logits(model, [tokens])[0], exact_logits(load_model(path), [tokens])[0]
         )
-    assert not [w for w in recwarn if "fan_in_fan_out" in str(w.message)]
+    assert not [w for w in recwarn if "peft" in w.filename]
+
+
+def test_experts_take_no_adapter():
+    with pytest.raises(UserError, match="targets are not in this model") as error:
+        exact("deepseek_v3", Lora(rank=4, alpha=8.0, targets=("gate_proj",), seed=7))
+    assert "q_a_proj" in error.value.expected
 
 
 def test_model_without_linear_modules_takes_no_adapter():

@@ -116,7 +116,6 @@ MORE = {
     "afmoe": {**WINDOWED, **MANY, "moe_intermediate_size": 60, "num_dense_layers": 1},
     "aria_text": {**GROUPED, "moe_num_experts": 8, "moe_topk": 2},
     "biogpt": {},
-    "bitnet": GROUPED,
     "cohere2_moe": {**WINDOWED, **MANY},
     "cwm": {**WINDOWED, "bos_token_id": 1, "eos_token_id": 2},
     "deepseek_v2": {**LATENT, **ROUTED},
@@ -181,7 +180,8 @@ def architecture(name, **changes):
 
 
 def stock(name, seed=0, **changes):
-    """Plain transformers, eager attention; every weight random, those that start at zero too."""
+    """Plain transformers, eager attention; every weight random, those that start at zero
+    too, as are the buffers that a checkpoint has."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = architecture(name, **changes)
@@ -189,6 +189,10 @@ def stock(name, seed=0, **changes):
         for weight in model.parameters():
             spread = torch.randn(weight.shape)
             weight.data = spread * 0.1 + (weight.data if weight.dim() < 2 else 0.0)
+        kept = model.state_dict()
+        for name, buffer in model.named_buffers():
+            if name in kept and buffer.is_floating_point():
+                buffer.copy_(torch.randn(buffer.shape) * 0.1)
     return model
 
 
