@@ -1,4 +1,4 @@
-"""What a trial of the general path finds, though few tokens of a random model do not show it."""
+"""Faults that a trial of the general path finds, though few tokens do not show them."""
 
 from dataclasses import replace
 from functools import partial
