@@ -42,7 +42,7 @@ from tandem.run_folder.export import export  # noqa: E402
 from tandem.runtime import numerics  # noqa: E402
 from tandem.runtime.errors import UserError  # noqa: E402
 from tandem.types import Request, SamplingParams  # noqa: E402
-from tests.support.architectures import ARCHITECTURES, LEAN, exact, stock  # noqa: E402
+from tests.support.architectures import ARCHITECTURES, LEAN, MORE, exact, stock  # noqa: E402
 from tests.support.parity import engine_for, parity_of_model  # noqa: E402
 
 JSON, PAGE = ROOT / "docs" / "models.json", ROOT / "docs" / "models.md"
@@ -68,7 +68,7 @@ Found = dict[str, Any]
 
 def main(arguments: list[str]) -> int:
     names, speeds = [a for a in arguments if a != "--speeds"], "--speeds" in arguments
-    every = sorted({**ARCHITECTURES, **LEAN})
+    every = sorted({**ARCHITECTURES, **MORE, **LEAN})
     if unknown := sorted(set(names) - set(every)):
         print(f"unknown architecture: {', '.join(unknown)}; there are {', '.join(every)}")
         return 2

@@ -27,7 +27,8 @@ from tandem.jobs.meshes import memory_of_run
 from tandem.jobs.ranks import require_cores
 from tandem.jobs.resources import Machine, Need, disk, gpu_memory, host_memory, model_sizes
 from tandem.jobs.throughput import measured
-from tandem.model.config_file import check_model, positions_of
+from tandem.model.config_file import check_model
+from tandem.model.rope import positions_of
 from tandem.run_folder.folder import check_run
 from tandem.run_folder.resume import resumable
 from tandem.run_folder.trackers.links import require_trackers

@@ -180,8 +180,8 @@ def _load(options: Options) -> "tuple[Engine, ChatRenderer]":
 
 
 def served(options: Options, engine: "Engine", texts: "RendererTexts") -> Served:
-    from tandem.model.config_file import positions_of
     from tandem.model.paged_attention import PAGE
+    from tandem.model.rope import positions_of
 
     config, room = engine.model.config, engine.cache.count * PAGE
     positions = positions_of(config)

@@ -29,11 +29,11 @@ from tandem.engine.page_cache import PageCache
 from tandem.engine.prompt_scores import score_tokens
 from tandem.engine.sampler import sample, sampling_key
 from tandem.engine.scheduler import RunningSequence, Scheduler, Work
-from tandem.model.config_file import positions_of
 from tandem.model.expert_choices import RecordedExperts
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import SeenTokens
 from tandem.model.paged_attention import PAGE, Runs
+from tandem.model.rope import positions_of
 from tandem.runtime import watchdog
 from tandem.runtime.errors import UserError
 from tandem.runtime.rng import uniforms
@@ -374,17 +374,18 @@ def check_room(config: Any, pages: int, page_bytes: int, longest: int) -> None:
     (config: transformers) or a cache of that many pages."""
     limit, needed = positions_of(config), -(-longest // PAGE)
     if longest > limit:
-        raise _too_long(longest, limit)
+        raise _too_long(longest, limit, config)
     if needed > pages:
         raise _cache_too_small(pages * page_bytes, needed * page_bytes, longest)
 
 
-def _too_long(longest: int, limit: int) -> UserError:
+def _too_long(longest: int, limit: int, config: Any) -> UserError:
+    beyond = "original_" * (limit < getattr(config, "max_position_embeddings", limit))
     return UserError(
         "a sequence would be longer than the model can place",
         where="rollout.max_new_tokens",
         found=f"{longest} tokens, prompt and completion",
-        expected=f"at most {limit} (the model's max_position_embeddings)",
+        expected=f"at most {limit} (the model's {beyond}max_position_embeddings)",
         next="lower rollout.max_new_tokens; or data.max_prompt_tokens, with data.long_prompts=drop",
     )
 

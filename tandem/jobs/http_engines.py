@@ -20,7 +20,8 @@ from tandem.engine.engine import Engine
 from tandem.engine.http import HttpEngines
 from tandem.engine.packed import packed_gap
 from tandem.jobs.models import check_tokenizer
-from tandem.model.config_file import check_model, positions_of
+from tandem.model.config_file import check_model
+from tandem.model.rope import positions_of
 from tandem.rollout.score import RolloutRunner
 from tandem.runtime.disk import disk_errors
 from tandem.runtime.errors import UserError

@@ -22,8 +22,8 @@ from tandem.data.renderer import ChatRenderer, load_renderer
 from tandem.jobs.engines import require_room, rollout_command
 from tandem.jobs.exactness import require_correction
 from tandem.jobs.models import check_models, check_tokenizer, placement
-from tandem.model.config_file import positions_of
 from tandem.model.inexact_trial import why_inexact
+from tandem.model.rope import positions_of
 from tandem.model.tokenizer import load_tokenizer
 from tandem.rl.user_functions import is_user_function, try_user_functions, try_user_metric
 from tandem.runtime.errors import UserError

@@ -13,6 +13,7 @@ import math
 from pathlib import Path
 from typing import Any, Literal
 
+from tandem.model.rope import STATIC, kinds_with_rope, ropes_of
 from tandem.runtime.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -20,12 +21,10 @@ logger = logging.getLogger(__name__)
 HeadKind = Literal["tokens", "value"]
 # Those that run through Tandem's own layer (layers.py); all others through general.py.
 LEAN_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 MAX_BYTES = 16 << 20
 # Limits of the counts in config.json; the largest vocabulary has a million tokens.
 MAX_LAYERS, MAX_SIZE = 4096, 1 << 24
-ANY_LENGTH = 1 << 20  # tokens of a sequence, where the model has no limit
 # Keys that transformers still reads although no config class declares them.
 OLDER_NAMES = {
     "head_dim",
@@ -151,7 +150,7 @@ def read_json(
             return None
         if file.stat().st_size > MAX_BYTES:
             raise ValueError(f"{name} is larger than {MAX_BYTES >> 20} MiB")
-        values = json.loads(file.read_bytes(), object_hook=decode_float)
+        values = json.loads(file.read_bytes(), object_hook=special_float)
     except RecursionError:
         raise _unreadable(where, f"{name} is nested too deep", what) from None
     except (OSError, ValueError) as error:  # ValueError: not JSON, or not UTF-8
@@ -162,9 +161,9 @@ def read_json(
     return values
 
 
-def decode_float(values: dict[str, Any]) -> Any:
-    """Decode an infinity or NaN as transformers writes it to JSON."""
-    return float(values["__float__"]) if values.keys() == {"__float__"} else values
+def special_float(values: dict[str, Any]) -> Any:
+    """Read an object that transformers writes for infinity, which JSON has no number for."""
+    return float(str(values["__float__"])) if values.keys() == {"__float__"} else values
 
 
 def refuse_adapter(path: str, where: str) -> None:
@@ -237,7 +236,7 @@ def _implausible_values(config: Any) -> list[str]:
         if not all(_is_positive(rope[name]) for name in ("rope_theta", "factor") if name in rope):
             mistakes.append(f"rope_parameters {rope!r:.60}")
     types, layers = values.get("layer_types"), config.num_hidden_layers
-    kinds = _kinds_with_rope(config)
+    kinds = kinds_with_rope(config)
     if kinds and config.model_type in LEAN_ARCHITECTURES:  # transformers would ignore them
         mistakes.append(f"rope_parameters for kinds of layers, {', '.join(sorted(kinds))[:60]}")
     if types is not None and (
@@ -246,43 +245,28 @@ def _implausible_values(config: Any) -> list[str]:
     ):
         mistakes.append(f"layer_types {str(types)[:60]} for {layers} layers")
     window = values.get("sliding_window")
-    if window is not None and not _is_count(window, MAX_SIZE):
+    unused = window == 0 and not is_lean(config)  # Qwen2-MoE's without windows
+    if window is not None and not unused and not _is_count(window, MAX_SIZE):
         mistakes.append(f"sliding_window {window!r:.60}")
     return mistakes
 
 
-def why_not_exact(config: Any) -> list[str]:
-    """List why no exact path can run this transformers config; empty if one may.
+def why_not_exact(config: Any) -> str:
+    """Say why no exact path can run this transformers config; "" if one may.
 
     Of a model that is not lean, its trial decides (inexact_trial.why_inexact)."""
     if not heads_of(config):
-        return ["no attention heads"]
-    reasons = []
-    for rope in ropes_of(config):
-        if (kind := rope.get("rope_type", "default")) not in STATIC_ROPE:
-            reasons.append(f"rotary embedding {kind}, which depends on the length of the batch")
+        return "no attention heads"
     if (size := head_size(config)) < 8:
-        reasons.append(f"head size {size} (at least 8: smaller matmuls take another kernel)")
-    return reasons
+        return f"head size {size} (at least 8: smaller matmuls take another kernel)"
+    return ""
 
 
 def is_lean(config: Any) -> bool:
     """Tell whether Tandem's own layer runs this model, and not transformers' forward pass."""
     known = config.model_type in LEAN_ARCHITECTURES and config.hidden_act == "silu"
-    return known and not why_not_exact(config)
-
-
-def ropes_of(config: Any) -> list[dict[str, Any]]:
-    """List the parameters of the rotary embeddings: one for all layers, one for each kind of
-    layer, or none."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    return [rope[kind] for kind in _kinds_with_rope(config)] or [rope]
-
-
-def _kinds_with_rope(config: Any) -> set[str]:
-    """Return the kinds of layers that have rotary embeddings of their own."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    return {kind for kind, value in rope.items() if isinstance(value, dict)}
+    kinds = {rope.get("rope_type", "default") for rope in ropes_of(config)}
+    return known and kinds <= {*STATIC} and not why_not_exact(config)
 
 
 def inner_size(config: Any) -> int:
@@ -290,11 +274,6 @@ def inner_size(config: Any) -> int:
     names = ("intermediate_size", "ffn_dim", "n_inner")
     found = (getattr(config, name, None) for name in names)
     return next((size for size in found if size), 4 * int(config.hidden_size))
-
-
-def positions_of(config: Any) -> int:
-    """Return the most tokens of a sequence; ANY_LENGTH for a model that places none."""
-    return getattr(config, "max_position_embeddings", None) or ANY_LENGTH
 
 
 def heads_of(config: Any) -> int:

@@ -20,16 +20,18 @@ from torch.utils.checkpoint import checkpoint
 
 from tandem.model.activations import KINDS, ExactActivation, soft_cap
 from tandem.model.attention import Bends, PackedPlan, Plan
+from tandem.model.conv1d import ExactConv1D, is_conv1d
 from tandem.model.expert_choices import ExpertChoices
 from tandem.model.general_experts import ExactFunctions, make_experts_exact
 from tandem.model.layer_norm import CLASSES as NORMS
 from tandem.model.layer_norm import ExactLayerNorm
-from tandem.model.linear import ExactLinear, PackedWeight, Part, padded_rows
+from tandem.model.linear import ExactLinear, PackedWeight, padded_rows
 from tandem.model.load import ExactModel
 from tandem.model.lora import Lora, exact_adapted
 from tandem.model.paged_attention import PagedPlan
 
 ATTENTION = "tandem_exact"  # its name in transformers' AttentionInterface
+HARMLESS = ("position_ids",)  # which are the plan's too
 _plan: ContextVar[Plan] = ContextVar("plan of the pass")
 
 
@@ -63,6 +65,17 @@ class GeneralModel(ExactModel):
         states: Tensor = out.last_hidden_state[0, :rows]
         return states if self.factor == 1.0 else states * self.factor
 
+    def named_weights(self) -> dict[str, Tensor]:
+        """Return the parameters, and a checkpoint's buffers, as biases of DeepSeek's routers."""
+        buffers = dict(self.module.named_buffers())
+        kept = {name: buffers[name] for name in self.module.state_dict() if name in buffers}
+        return super().named_weights() | kept
+
+    def merged_weights(self) -> dict[str, Tensor]:
+        weights, parts = super().merged_weights(), self.adapted.items()
+        turned = [f"{name}.weight" for name, part in parts if isinstance(part, ExactConv1D)]
+        return weights | {name: weights[name].t().contiguous() for name in turned}
+
     def packs(self) -> list[PackedWeight]:
         return [*super().packs(), *(self._functions.packs.values() if self._functions else ())]
 
@@ -89,16 +102,6 @@ class GeneralModel(ExactModel):
     def _repeating(self, plan: Plan, base_only: bool) -> Iterator[None]:
         with _attending(plan), self._running(base_only), self._functions or nullcontext():
             yield
-
-
-class ExactConv1D(ExactLinear):
-    """transformers' Conv1D (GPT-2), a linear whose weight is [I, O]."""
-
-    def active_part(self) -> Part:
-        return self.adapted_part()
-
-    def adapted_part(self) -> Part:
-        return Part(self.weight.t(), self.bias)
 
 
 class CappedHead(ExactLinear):
@@ -141,7 +144,7 @@ def _exact_part(child: Any) -> nn.Module:
     if name == "Linear":  # PEFT's lora Linear has the same name
         is_plain = isinstance(child, nn.Linear)
         return ExactLinear(child.weight, child.bias) if is_plain else exact_adapted(child)
-    if name == "Conv1D":
+    if is_conv1d(child):
         return ExactConv1D(child.weight, child.bias)
     if name in NORMS and child.weight is not None:
         return ExactLayerNorm(child)
@@ -186,19 +189,25 @@ def _attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Attend by the plan of the pass: query [1, H, T, E], key and value [1, K, T, E] to
     [1, T, H, E]. transformers calls it, with its own names."""
+    _refuse_choices(attention_mask, others)
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-    scale, plan, width = (
-        q.shape[-1] ** -0.5 if scaling is None else scaling,
-        _plan.get(),
-        v.shape[-1],
-    )
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    plan, width = _plan.get(), v.shape[-1]
     if width < q.shape[-1]:
         v = F.pad(v, (0, q.shape[-1] - width))  # pages have one width
     assert isinstance(plan, PackedPlan | PagedPlan)
     bends = Bends(softcap or 0.0, s_aux)
     out = plan.attend(module.layer_idx, q, k, v, scale, sliding_window, bends)
     return out[None, ..., :width], None
+
+
+def _refuse_choices(mask: Tensor | None, others: dict[str, Any]) -> None:
+    """Refuse keys that a model chooses itself, as it may do in long sequences only."""
+    found = ["attention_mask"] if mask is not None else []
+    found += [n for n, v in others.items() if isinstance(v, Tensor) and n not in HARMLESS]
+    if found:
+        raise NotImplementedError(f"attention by {', '.join(found)}")

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from tandem.model.attention import Plan
-from tandem.model.config_file import STATIC_ROPE, ropes_of
 from tandem.model.expert_choices import ExpertChoices
 from tandem.model.general import GeneralModel, put_exact_parts
 from tandem.model.general_experts import ExactFunctions
 from tandem.model.lora import Lora, add_adapter
+from tandem.model.rope import STATIC, ropes_of
 
 BATCH_TOKENS = 4096  # of a padded batch, unless one sequence is longer
 CACHES = ("past_key_values", "cache_params")  # names that forward passes have for their cache
@@ -94,7 +94,7 @@ class InexactModel(GeneralModel):
         self.inexact = reason
         # a rotary embedding may depend on the longest sequence of a batch
         kinds = {rope.get("rope_type", "default") for rope in ropes_of(self.config)}
-        self._pads = kinds <= {*STATIC_ROPE}
+        self._pads = kinds <= {*STATIC}
         names = inspect.signature(module.base_model.forward).parameters
         self.cache_name = next((n for n in CACHES if n in names), "") if caches else ""
 

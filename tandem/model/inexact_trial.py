@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.model.config_file import decode_float, first_line, is_lean, why_not_exact
+from tandem.model.config_file import first_line, is_lean, special_float, why_not_exact
 from tandem.model.inexact import InexactModel, SequenceStates, make_inexact
 from tandem.model.load import ExactModel, make_exact
 from tandem.model.placement import CPU_FLOAT32, Placement
@@ -48,7 +48,7 @@ def why_inexact(config: Any, where: str, place: Placement = CPU_FLOAT32) -> str:
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # reference kernels are slower, it says of each
-    reason = "; ".join(why_not_exact(config))
+    reason = why_not_exact(config)
     if not reason and place != CPU_FLOAT32:
         reason = f"{place.dtype_name} on {place.device.type}, and not float32 on a CPU"
     reason = reason or general_fault(config)
@@ -88,7 +88,7 @@ def _stock_trial(model_type: str, text: str) -> StockTrial:
     tokens = torch.randint(VOCABULARY, (1, TRIED), generator=torch.Generator().manual_seed(0))
     try:
         config = first_layers(
-            CONFIG_MAPPING[model_type].from_dict(json.loads(text, object_hook=decode_float))
+            CONFIG_MAPPING[model_type].from_dict(json.loads(text, object_hook=special_float))
         )
         with torch.no_grad():
             expected = random_module(config, 0)(input_ids=tokens, use_cache=False).logits

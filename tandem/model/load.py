@@ -250,7 +250,7 @@ class ExactModel(nn.Module):
         Raises UserError, before anything is written, for a name that the model lacks or has in
         another shape.
         """
-        parameters = dict(self.module.named_parameters())
+        parameters = self.named_weights()
         wrong = [
             name
             for name, weight in weights.items()

@@ -19,15 +19,18 @@ from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from tandem.model.attention import PackedPlan, Plan
-from tandem.model.config_file import decode_float, first_line, is_lean, is_sparse, window_of
+from tandem.model.config_file import first_line, is_lean, is_sparse, special_float, window_of
 from tandem.model.load import ExactModel, make_exact
 from tandem.model.logprobs import log_distribution, token_logprobs
 from tandem.model.paged_attention import PAGE, Runs
+from tandem.model.rope import positions_of
+from tandem.model.thresholds import lower_thresholds
 from tandem.types import SamplingDistribution
 
 VOCABULARY, POSITIONS, EXPERTS = 512, 512, 8
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-TRIED, WINDOW = 150, 60  # tokens of a trial of the general path, and its longest window
+TRIED, WINDOW = 150, 60  # tokens of a trial of the general path, and its highest threshold
+FAR = 8  # tokens at the last positions of a model, beside the others of a trial
 MOST_DIFFERENCE = 1e-3  # of the largest logit: rounding in another order, and nothing else
 MOST_APART = 1e-5  # likewise between packed and paged sequences, of which 0 is usual
 # Tokens of a sequence behind its prefix.
@@ -52,7 +55,9 @@ def random_module(
     config: Any, seed: int, dtype: torch.dtype = torch.float32, device: Any = "cpu"
 ) -> Any:
     """Make transformers' module of a config with random weights."""
-    config.vocab_size, config.pad_token_id = VOCABULARY, None
+    config.vocab_size = VOCABULARY
+    if config.pad_token_id is not None:
+        config.pad_token_id = 0  # among the few tokens
     noise = torch.Generator().manual_seed(seed)
     with no_init_weights():
         module = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).to(device)
@@ -91,7 +96,7 @@ def _fault(model_type: str, text: str) -> str:
 
     tokens = torch.randint(VOCABULARY, (TRIED,), generator=torch.Generator().manual_seed(0))
     try:
-        whole = CONFIG_MAPPING[model_type].from_dict(json.loads(text, object_hook=decode_float))
+        whole = CONFIG_MAPPING[model_type].from_dict(json.loads(text, object_hook=special_float))
         config = _one_layer_of_each_kind(whole, 1)
         stock = random_module(config, 0)
         stock.set_attn_implementation("eager")
@@ -104,6 +109,7 @@ def _fault(model_type: str, text: str) -> str:
                 np.array([[0, TRIED, 0, 0]]), group=heads // kv_heads, kv_heads=kv_heads
             )
             found = exact.head(exact.hidden(tokens, torch.arange(TRIED), plan))
+            beside_far = _beside_far_positions(exact, tokens)
         schedule = Schedule(exact, 0)
         apart = float((schedule.paged((1,)) - schedule.packed()[0]).abs().max())
     except Exception as error:  # any class of any model runs here
@@ -115,7 +121,18 @@ def _fault(model_type: str, text: str) -> str:
         return f"logits that differ by {worst:.2g} from transformers' own, of up to {scale:.2g}"
     if not apart <= MOST_APART * scale:
         return f"log-probs that differ by {apart:.2g} between packed and paged sequences"
+    if not float((beside_far - found).abs().max()) <= MOST_APART * scale:
+        return "a result that depends on the longest position of the pass"
     return ""
+
+
+def _beside_far_positions(model: ExactModel, tokens: Tensor) -> Tensor:
+    """Compute the logits of tokens int64 [T] in a pass with others at the last positions."""
+    rows, last = len(tokens), positions_of(model.config)
+    plan = model.packed_plan(np.array([[0, rows, 0, 0], [rows, FAR, 0, 0]]))
+    positions = torch.cat([torch.arange(rows), torch.arange(last - FAR, last)])
+    hidden = model.hidden(F.pad(tokens, (0, FAR)), positions, plan)
+    return model.head(hidden[:rows])
 
 
 def random_like(model: ExactModel, noise: torch.Generator, *shape: int) -> Tensor:
@@ -144,8 +161,8 @@ def _one_layer_of_each_kind(config: Any, splits: int) -> Any:
 
 
 def first_layers(config: Any) -> Any:
-    """Make the config of the first layers, as many as hold every kind; windows are short enough to
-    be tried, experts few."""
+    """Make the config of the first layers, as many as hold every kind; thresholds are low
+    enough to be passed, experts few."""
     config, kinds = copy.deepcopy(config), _kinds_of_layers(config)
     layers, count = config.num_hidden_layers, 1 + max(kinds.index(kind) for kind in kinds)
     config.num_hidden_layers = count
@@ -161,8 +178,7 @@ def first_layers(config: Any) -> Any:
             groups = getattr(config, "n_group", None) or 1
             fewest = max(EXPERTS, config.num_experts_per_tok, 2 * groups)
             setattr(config, name, min(number, fewest))
-    if getattr(config, "sliding_window", None):
-        config.sliding_window = min(config.sliding_window, WINDOW)
+    lower_thresholds(config, WINDOW)
     return config
 
 

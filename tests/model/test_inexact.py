@@ -26,14 +26,10 @@ def test_trial_finds_it_causal_and_its_cache_good(name):
     assert stock_trial(config) == StockTrial("", caches=True)
 
 
-DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
-
-
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
         (MambaConfig(hidden_size=96, num_hidden_layers=1), "mamba: its layers keep a state"),
-        (tiny_config("qwen2", rope_parameters=DYNAMIC), "qwen2: rotary embedding dynamic"),
         (tiny_config("llama", num_attention_heads=24, num_key_value_heads=24), "head size 4"),
         (architecture("lfm2"), "keep a state from token to token"),
         (architecture("bloom"), "attention of its own"),

@@ -97,6 +97,67 @@ ARCHITECTURES = {
 }
 
 
+LATENT = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+ROUTED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 60,
+    "first_k_dense_replace": 1,
+}
+MANY = {"num_experts": 8, "num_experts_per_tok": 2}
+# In `make models` alone: of the kinds above, or rarer.
+MORE = {
+    "afmoe": {**WINDOWED, **MANY, "moe_intermediate_size": 60, "num_dense_layers": 1},
+    "aria_text": {**GROUPED, "moe_num_experts": 8, "moe_topk": 2},
+    "biogpt": {},
+    "cohere2_moe": {**WINDOWED, **MANY},
+    "cwm": {**WINDOWED, "bos_token_id": 1, "eos_token_id": 2},
+    "deepseek_v2": {**LATENT, **ROUTED},
+    "dots1": {
+        **GROUPED,
+        **ROUTED,
+        "n_group": 1,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 1.0,
+    },
+    "exaone_moe": {**GROUPED, **MANY, "sliding_window": 40, "moe_intermediate_size": 60},
+    "flex_olmo": {**GROUPED, **MANY},
+    "glm4_moe_lite": {**LATENT, **ROUTED},
+    "gpt_bigcode": {"n_inner": 172},
+    "granitemoehybrid": {
+        **GROUPED,
+        "layer_types": ["attention"] * 3,
+        "mamba_n_heads": 6,
+        "mamba_d_head": 32,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 172,
+    },
+    "granitemoeshared": {**GROUPED, **EXPERTS, "shared_intermediate_size": 60},
+    "hunyuan_v1_moe": {**GROUPED, "head_dim": 16, "num_experts": 8, "moe_topk": 2},
+    "hyperclovax": GROUPED,
+    "internlm3": {**GROUPED, "head_dim": 16},
+    "jais2": GROUPED,
+    "minicpm3": LATENT,
+    "minimax_m2": {**GROUPED, **EXPERTS, "head_dim": 16},
+    "ministral": WINDOWED,
+    "nanochat": GROUPED,
+    "persimmon": {},
+    "phimoe": {**GROUPED, **EXPERTS},
+    "solar_open": {**GROUPED, **ROUTED, "n_group": 1},
+    "vaultgemma": WINDOWED,
+    "youtu": LATENT,
+}
+
+
 LEAN = {
     "llama": GROUPED,
     "mistral": WINDOWED,
@@ -140,7 +201,7 @@ INEXACT = {  # with a state, or attention of their own
 
 def architecture(name, **changes):
     """The transformers config of a tiny model."""
-    values = {**SHAPE, **{**ARCHITECTURES, **LEAN, **INEXACT}[name], **changes}
+    values = {**SHAPE, **{**ARCHITECTURES, **MORE, **LEAN, **INEXACT}[name], **changes}
     if "ffn_dim" in values or "n_inner" in values:
         del values["intermediate_size"]
     kind = type(AutoConfig.for_model(name))
@@ -151,7 +212,8 @@ def architecture(name, **changes):
 
 
 def stock(name, seed=0, **changes):
-    """Plain transformers, eager attention; every weight random, those that start at zero too."""
+    """Plain transformers, eager attention; every weight random, those that start at zero
+    too, as are the buffers that a checkpoint has."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = architecture(name, **changes)
@@ -159,6 +221,10 @@ def stock(name, seed=0, **changes):
         for weight in model.parameters():
             spread = torch.randn(weight.shape)
             weight.data = spread * 0.1 + (weight.data if weight.dim() < 2 else 0.0)
+        kept = model.state_dict()
+        for name, buffer in model.named_buffers():
+            if name in kept and buffer.is_floating_point():
+                buffer.copy_(torch.randn(buffer.shape) * 0.1)
     return model
 
 
