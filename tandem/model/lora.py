@@ -48,9 +48,22 @@ def add_adapter(module: Any, lora: Lora) -> None:
     config.fan_in_fan_out = any(map(is_conv1d, module.modules()))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(lora.seed)
-        peft.inject_adapter_in_model(config, module)
+        try:
+            peft.inject_adapter_in_model(config, module)
+        except ValueError as error:  # some linears of Mamba
+            raise _no_adapter(error) from None
     if module.get_output_embeddings() is None:
         module.score.requires_grad_(True)  # a new head is always trained
+
+
+def _no_adapter(error: ValueError) -> UserError:
+    return UserError(
+        "PEFT makes no adapter of these linears",
+        where="lora.targets",
+        found=str(error).split("\n")[0],
+        expected="linears that PEFT can adapt",
+        next="name others in lora.targets",
+    )
 
 
 def exact_adapted(layer: Any) -> ExactLinear:
