@@ -13,6 +13,7 @@ from tandem.model.load import load_model
 from tandem.model.lora import Lora
 from tandem.model.placement import place_models
 from tandem.run_folder.export import export
+from tandem.runtime.errors import UserError
 from tandem.train.pack import pack
 from tandem.types import SamplingDistribution
 from tests.support.architectures import INEXACT, architecture, inexact, save_architecture, stock
@@ -108,3 +109,9 @@ def test_export_loads_in_transformers(name, rank, tmp_path):
         expected = stock_logits(again, tokens)
     assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
     assert check_model(str(tmp_path / "out")).model_type == name
+
+
+def test_adapters_that_peft_refuses_are_named():
+    with pytest.raises(UserError, match="PEFT makes no adapter") as error:
+        inexact("mamba2", Lora(rank=4, alpha=8.0, targets=("all-linear",), seed=7))
+    assert "out_proj" in error.value.found

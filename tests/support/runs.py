@@ -110,6 +110,7 @@ KINDS = {  # name: command and overrides
 # transformers' own forward pass
 KINDS["gemma2"] = [*KINDS["train"], "model.path=FOLDER/gemma2", "rl.kl_coef=0.05"]
 # not exact: state and cache are transformers' own
+KINDS["qwen3_next"] = [*KINDS["train"], "model.path=FOLDER/qwen3_next", "rl.correction=tis"]
 KINDS["mamba2"] = [*KINDS["train"], "model.path=FOLDER/mamba2", "rl.correction=tis"]
 KINDS["bfloat16"] = [*KINDS["ppo"], "rl.kl_coef=0.05", "model.dtype=bfloat16"]
 KINDS["8-bit moments"] = [*KINDS["bfloat16"], "train.optimizer=adamw_8bit"]
