@@ -125,7 +125,7 @@ def learn_step(stage: LearnStage, rollouts: RolloutBatch, observe: Observe | Non
     batch.advantages, batch.returns = token_advantages(batch, config, rollouts.baseline)
     if bad := not_finite(batch):
         return {**SKIPPED, **bad}
-    metrics = engine_gap(batch, config, models.policy.dtype, step)
+    metrics = engine_gap(batch, config, models.policy, step)
     metrics |= off_policy_weights(batch, config.rl)
     rows: list[Row] = []
     trains_policy = models.critic is None or step >= config.critic.warmup_steps

@@ -12,7 +12,7 @@ export    what `tandem export` writes, loaded by transformers: its logits are th
 adapters  the gap with an adapter on every linear of the layers, over LORA_SCHEDULES
 speeds    tokens a second of 48 tokens after 8 prompts of 64, sides by turns, medians of ROUNDS
 
-Exit code 1 if an architecture is not exact.
+Exit code 1 if an architecture is not exact, but for those of the inexact path, whose gap is rounding.
 """
 
 import json
@@ -42,11 +42,11 @@ from tandem.run_folder.export import export  # noqa: E402
 from tandem.runtime import numerics  # noqa: E402
 from tandem.runtime.errors import UserError  # noqa: E402
 from tandem.types import Request, SamplingParams  # noqa: E402
-from tests.support.architectures import ARCHITECTURES, LEAN, exact, stock  # noqa: E402
-from tests.support.parity import engine_for, parity_of_model  # noqa: E402
+from tests.support.architectures import ARCHITECTURES, INEXACT, LEAN, MORE, exact, inexact, stock  # noqa: E402
+from tests.support.parity import engine_for, gaps_of_model, parity_of_model  # noqa: E402
 
 JSON, PAGE = ROOT / "docs" / "models.json", ROOT / "docs" / "models.md"
-SCHEDULES, LORA_SCHEDULES = 50, 5
+SCHEDULES, LORA_SCHEDULES, INEXACT_SCHEDULES = 50, 5, 9  # the tenth has long prompts
 BATCH, PROMPT, NEW, ROUNDS = 8, 64, 48, 3
 LORA = Lora(rank=4, alpha=8.0, targets=("all-linear",), seed=7)
 # For speeds: 8 layers of width 512. What is not among a config's names is ignored by it.
@@ -68,28 +68,38 @@ Found = dict[str, Any]
 
 def main(arguments: list[str]) -> int:
     names, speeds = [a for a in arguments if a != "--speeds"], "--speeds" in arguments
-    every = sorted({**ARCHITECTURES, **LEAN})
+    every = sorted({**ARCHITECTURES, **MORE, **LEAN, **INEXACT})
     if unknown := sorted(set(names) - set(every)):
         print(f"unknown architecture: {', '.join(unknown)}; there are {', '.join(every)}")
         return 2
     numerics.prepare()
-    inexact = []
+    wrong = []
     for name in names or every:
         start = time.monotonic()
         found = {**try_out(name), **(decode(name) if speeds else {})}
-        inexact += [name] * (found["gap"] != 0.0)
+        wrong += [name] * (found["gap"] != 0.0 and name not in INEXACT)
         keep(name, found, time.monotonic() - start)
         PAGE.write_text(page())
         print(row(name, everything()[name]), flush=True)
-    print(f"not exact: {', '.join(inexact)}" if inexact else "every gap is 0.0")
-    return int(bool(inexact))
+    print(f"not exact: {', '.join(wrong)}" if wrong else "every gap of the exact paths is 0.0")
+    return int(bool(wrong))
 
 
 def try_out(name: str) -> Found:
+    if name in INEXACT:
+        return try_inexact(name)
     model = exact(name)
     tokens, gap = parity_of_model(model, SCHEDULES)
     found = {"lean": is_lean(model.config), "tokens": tokens, "gap": gap, "schedules": SCHEDULES}
     return {**found, "export": exported(name, model), "adapters": adapted(name)}
+
+
+def try_inexact(name: str) -> Found:
+    """Return the largest and the mean gap, in place of none; an export's logits as of others."""
+    model = inexact(name)
+    tokens, largest, mean = gaps_of_model(model, INEXACT_SCHEDULES)
+    found = {"tokens": tokens, "gap": largest, "mean": mean, "schedules": INEXACT_SCHEDULES}
+    return {**found, "lean": False, "export": exported(name, model), "adapters": adapted(name)}
 
 
 def exported(name: str, model: ExactModel) -> bool:
@@ -110,7 +120,8 @@ def exported(name: str, model: ExactModel) -> bool:
 def adapted(name: str) -> float | str:
     """Return the gap with adapters, or why there can be none."""
     try:
-        return parity_of_model(exact(name, LORA), LORA_SCHEDULES)[1]
+        model = inexact(name, LORA) if name in INEXACT else exact(name, LORA)
+        return parity_of_model(model, LORA_SCHEDULES)[1]
     except UserError as error:
         return error.what
 
@@ -120,7 +131,7 @@ def decode(name: str) -> Found:
     torch.set_num_threads(numerics.cores())
     twin = stock(name, **LARGER)
     twin.set_attn_implementation("sdpa" if twin._supports_sdpa else "eager")
-    model = make_exact(stock(name, **LARGER))
+    model = inexact(name, **LARGER) if name in INEXACT else make_exact(stock(name, **LARGER))
     prompts = np.random.default_rng(0).integers(0, LARGER["vocab_size"], (BATCH, PROMPT))
     params = SamplingParams(max_new_tokens=NEW)
     config = GenerationConfig(
@@ -174,6 +185,11 @@ def page() -> str:
         "where it was measured. Other architectures run too if their trial passes: a random model of "
         "their shapes, before weights are loaded.",
         "",
+        "Where the layer is \"transformers', inexact\", attention, states and cache are transformers' "
+        "own: the gap is rounding, in nats, the largest and the mean.",
+        "Training such a model needs an off-policy correction "
+        "([architecture.md](architecture.md#models-that-cannot-be-exact)).",
+        "",
         "| `model_type` | layer | schedules | tokens | gap | export equal | gap with adapters | "
         "tok/s | `generate` |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -186,14 +202,17 @@ def page() -> str:
 
 def row(name: str, found: Found) -> str:
     speeds = [f"{found[k]:,.0f}" if k in found else "" for k in ("tokens_per_s", "generate_per_s")]
+    adapters = found["adapters"]
+    if "mean" in found and isinstance(adapters, float):
+        adapters = f"{adapters:.1e}"
     cells = [
         f"`{name}`",
-        "Tandem's" if found["lean"] else "transformers'",
+        "Tandem's" if found["lean"] else "transformers'" + ", inexact" * ("mean" in found),
         found["schedules"],
         f"{found['tokens']:,}",
-        found["gap"],
+        f"{found['gap']:.1e}, mean {found['mean']:.1e}" if "mean" in found else found["gap"],
         "yes" if found["export"] else "no",
-        found["adapters"],
+        adapters,
         *speeds,
     ]
     return f"| {' | '.join(map(str, cells))} |"

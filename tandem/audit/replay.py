@@ -23,7 +23,8 @@ from torch import Tensor
 from tandem.audit.divergence import Divergence, compare, compare_items
 from tandem.audit.replay_run import ReplayRun, open_replay_run
 from tandem.audit.rescore import rescore
-from tandem.jobs.engines import Report, other_kernels
+from tandem.jobs.engines import Report
+from tandem.jobs.exactness import why_gap
 from tandem.model.forward import batch_logprobs
 from tandem.run_folder.checkpoint import checkpoint_step, find_damage, load_checkpoint, step_name
 from tandem.run_folder.episode_files import read_note
@@ -157,7 +158,10 @@ class _Replay:
         have sampled, with the weights now. They must be equal if the run required it (P1); of an
         engine of other kernels the gap is noted."""
         learning = self.replayed.learning
-        if learning is None or not (learning.exact or other_kernels(learning.config)):
+        if learning is None:
+            return
+        where = why_gap(learning.config, learning.models.policy.model.inexact)
+        if not (learning.exact or where):
             return
         batch = pack_batch(groups, learning.config)
         episodes, model = batch.episodes, learning.models.policy.model
@@ -185,7 +189,7 @@ class _Replay:
                     b=repr(float(computed[n])),
                 )
         if gaps:
-            gap, where = np.concatenate(gaps), other_kernels(learning.config)
+            gap = np.concatenate(gaps)
             self.result.notes.append(
                 f"log-probs of step {step} under weights {version} are not compared bit by bit "
                 f"({where}): {len(gap)} tokens differ by {gap.mean():.2g} nats in the mean, "

@@ -15,7 +15,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tandem.config.parallel import Parallel
-from tandem.jobs.engines import Report, prepare_process, probe_exactness, require_parity
+from tandem.jobs.engines import Report, prepare_process, probe_exactness
+from tandem.jobs.exactness import require_parity
 from tandem.jobs.input_hashes import input_hashes
 from tandem.jobs.models import build_distill_models, build_rl_models, check_models
 from tandem.jobs.offline import open_offline_job

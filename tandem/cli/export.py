@@ -66,12 +66,12 @@ def _load_model(past: PastRun, tensors: Mapping[str, Mapping[str, Tensor]]) -> E
     config = past.config
     head: Literal["tokens", "value"] = "value" if past.command == "rm" else "tokens"
     prepare_process(config)  # an adapter is merged by a product
-    if config.lora.rank or past.kept_model == config.model.path:
-        # an adapter's checkpoint lacks the base's weights
+    weights = tensors["scorer" if past.command == "rm" else "policy"]
+    model = unfilled_model(past.kept_model, head=head, dtype=placement(config).dtype)
+    if model.named_weights().keys() != weights.keys():
+        # a checkpoint has what was trained: an adapter alone, and no buffers
         model = build_model(config, config.model.path, head=head)
-    else:
-        model = unfilled_model(past.kept_model, head=head, dtype=placement(config).dtype)
-    model.load_weights(tensors["scorer" if past.command == "rm" else "policy"])
+    model.load_weights(weights)
     return model
 
 

@@ -28,6 +28,7 @@ from tandem.jobs.ranks import require_cores
 from tandem.jobs.resources import Machine, Need, disk, gpu_memory, host_memory, model_sizes
 from tandem.jobs.throughput import measured
 from tandem.model.config_file import check_model
+from tandem.model.rope import positions_of
 from tandem.run_folder.folder import check_run
 from tandem.run_folder.resume import resumable
 from tandem.run_folder.trackers.links import require_trackers
@@ -164,7 +165,7 @@ class _Plan:
             longest = f"longest {text} {counted(count.longest, 'tokens')}"
             _say(f"  {key:<18}{counted(count.number, count.unit)}, {longest}")
         prompts = [count.longest for count in inputs.counts.values() if count.unit == "problems"]
-        places = f"of {inputs.shape.max_position_embeddings:,} that the model can place"
+        places = f"of {positions_of(inputs.shape):,} that the model can place"
         if prompts:
             length = f"{max(prompts)} + {self.config.rollout.max_new_tokens} tokens"
             _say(f"  {'longest sequence':<18}{length}, {places}")

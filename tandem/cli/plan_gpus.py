@@ -16,7 +16,7 @@ import torch
 from tandem.cli.progress import print_lines, print_table
 from tandem.config.parallel import DIMENSIONS, Parallel
 from tandem.config.schema import Config
-from tandem.jobs.engines import require_correction
+from tandem.jobs.exactness import require_correction
 from tandem.jobs.gpus import GPUS, Assumptions, Gpu
 from tandem.jobs.inputs import INPUTS
 from tandem.jobs.meshes import LARGEST, Plan, plans, rollout_of, smallest, times_of_rollout, work_of

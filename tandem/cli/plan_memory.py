@@ -13,7 +13,7 @@ from tandem.engine.page_cache import page_bytes
 from tandem.jobs.activations import FLOAT32
 from tandem.jobs.inputs import Count
 from tandem.jobs.resources import Need, Sizes, activations
-from tandem.model.config_file import has_experts, head_size
+from tandem.model.config_file import has_experts, head_size, inner_size, kv_heads_of
 from tandem.model.logprobs import CHUNK_BYTES
 from tandem.model.paged_attention import PAGE
 from tandem.run_folder.metrics import peak_rss_mb
@@ -91,12 +91,12 @@ def passing_bytes(sizes: Sizes, tokens: int, batch: Batch) -> int:
     """Return the bytes that are held for a moment: gradients of a layer's activations, a chunk of
     logits with its probabilities and slope, and a block of keys and values in decode."""
     shape, width = sizes.shape, sizes.place.dtype.itemsize
-    inner = shape.intermediate_size
+    inner = inner_size(shape)
     if has_experts(shape):
         inner = shape.moe_intermediate_size * shape.num_experts_per_tok
     layer = FLOAT32 * tokens * (3 * inner + 2 * shape.hidden_size)
     logits = 3 * min(CHUNK_BYTES, FLOAT32 * tokens * shape.vocab_size)
-    block = 2 * width * PAGE * shape.num_key_value_heads * head_size(shape)
+    block = 2 * width * PAGE * kv_heads_of(shape) * head_size(shape)
     return max(layer, logits) + 2 * block * batch.sequences
 
 

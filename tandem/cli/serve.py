@@ -181,15 +181,17 @@ def _load(options: Options) -> "tuple[Engine, ChatRenderer]":
 
 def served(options: Options, engine: "Engine", texts: "RendererTexts") -> Served:
     from tandem.model.paged_attention import PAGE
+    from tandem.model.rope import positions_of
 
     config, room = engine.model.config, engine.cache.count * PAGE
-    if room < config.max_position_embeddings:
+    positions = positions_of(config)
+    if room < positions:
         print(
             f"the cache of {options.cache_mb} MiB holds {room:,} tokens, the model's context is "
-            f"{config.max_position_embeddings:,}; more with --cache-mb",
+            f"{positions:,}; more with --cache-mb",
             file=sys.stderr,
         )
-    context = min(config.max_position_embeddings, room)
+    context = min(positions, room)
     return Served(
         name=options.served_name or options.model,
         context=context,

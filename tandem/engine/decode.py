@@ -20,6 +20,7 @@ from tandem.model.decode_rows import DecodeRows
 from tandem.model.expert_choices import RecordedExperts
 from tandem.model.load import ExactModel
 from tandem.model.paged_attention import PAGE, Runs
+from tandem.model.rope import positions_of
 from tandem.types import SamplingParams
 
 SHORTEST = 512  # least max_length of a step: one split of the Triton kernel
@@ -36,7 +37,7 @@ class DecodeStep:
     ):
         self.model, self.cache = model, cache
         self.graphs = StepGraphs(new_capture)
-        longest = min(model.config.max_position_embeddings, cache.count * PAGE)
+        longest = min(positions_of(model.config), cache.count * PAGE)
         rows, pages = padded_batch(max_rows), -(-longest // PAGE)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:

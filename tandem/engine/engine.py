@@ -33,6 +33,7 @@ from tandem.model.expert_choices import RecordedExperts
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import SeenTokens
 from tandem.model.paged_attention import PAGE, Runs
+from tandem.model.rope import positions_of
 from tandem.runtime import watchdog
 from tandem.runtime.errors import UserError
 from tandem.runtime.rng import uniforms
@@ -63,17 +64,20 @@ class Engine:
     ):
         self.model, self.decode = model, decode
         self.weight_version = 0
-        self.cache = PageCache(model, cache_bytes, record_experts)
-        self.scheduler = Scheduler(
-            self.cache, max_batch=max_batch, max_queue=max_queue, chunk_tokens=chunk_tokens
-        )
-        self.lookahead = lookahead_for(model, self.cache, max_batch)
+        sizes = {"max_batch": max_batch, "max_queue": max_queue, "chunk_tokens": chunk_tokens}
+        self._open_cache(cache_bytes, record_experts, **sizes)
         # sequences that ended in `apply`; the next step returns them
         self._ended: list[RunningSequence] = []
         self._arrivals = self._generated = 0
         # of the completions by these weights the one with the least key
         self._to_check: RunningSequence | None = None
         self._stamp = self._weights_stamp()
+
+    def _open_cache(self, cache_bytes: int, record_experts: bool, **sizes: int) -> None:
+        """Make the cache, and what plans passes within it."""
+        self.cache = PageCache(self.model, cache_bytes, record_experts)
+        self.scheduler = Scheduler(self.cache, **sizes)
+        self.lookahead = lookahead_for(self.model, self.cache, sizes["max_batch"])
 
     # ---- requests
 
@@ -111,7 +115,7 @@ class Engine:
     @property
     def longest(self) -> int:
         """Most tokens of one sequence, by the model's positions and by the cache."""
-        return min(self.model.config.max_position_embeddings, self.cache.count * PAGE)
+        return min(positions_of(self.model.config), self.cache.count * PAGE)
 
     def _require_room(self, request: Request) -> None:
         longest = len(request.prompt) + request.params.max_new_tokens
@@ -368,19 +372,20 @@ def _seen(sequences: list[RunningSequence], device: torch.device) -> SeenTokens:
 def check_room(config: Any, pages: int, page_bytes: int, longest: int) -> None:
     """Raise UserError if a sequence of that many tokens does not fit the positions of the model
     (config: transformers) or a cache of that many pages."""
-    limit, needed = config.max_position_embeddings, -(-longest // PAGE)
+    limit, needed = positions_of(config), -(-longest // PAGE)
     if longest > limit:
-        raise _too_long(longest, limit)
+        raise _too_long(longest, limit, config)
     if needed > pages:
         raise _cache_too_small(pages * page_bytes, needed * page_bytes, longest)
 
 
-def _too_long(longest: int, limit: int) -> UserError:
+def _too_long(longest: int, limit: int, config: Any) -> UserError:
+    beyond = "original_" * (limit < getattr(config, "max_position_embeddings", limit))
     return UserError(
         "a sequence would be longer than the model can place",
         where="rollout.max_new_tokens",
         found=f"{longest} tokens, prompt and completion",
-        expected=f"at most {limit} (the model's max_position_embeddings)",
+        expected=f"at most {limit} (the model's {beyond}max_position_embeddings)",
         next="lower rollout.max_new_tokens; or data.max_prompt_tokens, with data.long_prompts=drop",
     )
 

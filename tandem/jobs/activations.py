@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 
-from tandem.model.config_file import head_size, inner_size, is_lean, is_sparse, kv_heads_of
+from tandem.model.config_file import (
+    head_size,
+    heads_of,
+    inner_size,
+    is_lean,
+    is_sparse,
+    kv_heads_of,
+)
 from tandem.model.linear import padded_rows
 
 FLOAT32, INT64 = 4, 8  # bytes
@@ -56,7 +63,7 @@ def _outer_bytes(shape: Any, width: int) -> int:
 def _layer_bytes(shape: Any, number: int, width: int) -> int:
     """Return bytes of a token in a layer."""
     hidden, size = shape.hidden_size, head_size(shape)
-    query, keys = shape.num_attention_heads * size, kv_heads_of(shape) * size
+    query, keys = heads_of(shape) * size, kv_heads_of(shape) * size
     if not is_lean(shape):  # a bound of dense layers: operators differ from model to model
         return int(width * (13 * hidden + 2 * (query + keys) + 4 * inner_size(shape)))
     inputs_and_outputs = hidden + query + 2 * keys  # of query, key and value as one linear

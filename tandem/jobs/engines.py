@@ -14,6 +14,7 @@ import torch
 from tandem.config.schema import Config
 from tandem.data.renderer import ChatRenderer, load_renderer
 from tandem.engine.engine import Engine, check_room
+from tandem.engine.inexact_engine import make_engine
 from tandem.engine.page_cache import page_bytes
 from tandem.engine.sync_check import Probe, make_probe
 from tandem.engine.worker_pool import vllm_worker
@@ -94,6 +95,8 @@ def probe_exactness(
     their vocabulary. folder: of the run, if there is one. alone: no other process multiplies by
     these weights.
     """
+    if model.inexact:
+        return _not_exact(model, report)
     seed, microbatch = config.run.seed, config.train.tokens_per_microbatch
     if model.device.type == "cuda":
         before = "" if folder is None else read_matmul(folder, placement(config).processor())
@@ -102,7 +105,9 @@ def probe_exactness(
     free = max(1, min(torch.get_num_threads(), numerics.cores() - workers))
     found, seen = probe(model, seed, [free], microbatch), [_shape(model)]
     for other in others:
-        if _shape(other) not in seen:
+        if other.inexact:
+            found.thread_dependent.append(f"a model that is not exact, {other.inexact}")
+        elif _shape(other) not in seen:
             seen.append(_shape(other))
             alike = random_model(other, seed, placement(config).dtype)
             found.thread_dependent.extend(probe(alike, seed, [free]).thread_dependent)
@@ -115,6 +120,15 @@ def probe_exactness(
         report(f"exactness probe: {parity}{', with any number of threads' * (not found.parity)}")
         torch.set_num_threads(free)
     return found
+
+
+def _not_exact(model: ExactModel, report: Report) -> Exactness:
+    """Report a model of the inexact path, whose operators nobody probes."""
+    report(
+        f"NOT exact: engine and trainer compute differently ({model.inexact}), gap measured each "
+        f"step; bits depend on the thread count, {torch.get_num_threads()} are kept"
+    )
+    return Exactness(parity=[], thread_dependent=[model.inexact], inexact=model.inexact)
 
 
 def choose_matmul(
@@ -151,49 +165,6 @@ def _shape(model: ExactModel) -> tuple[Any, ...]:
     )
 
 
-def other_kernels(config: Config) -> str:
-    """Name the setting by which trainer and rollouts compute with different kernels, or weights, or
-    ""."""
-    if config.train.backend == "megatron":
-        return "train.backend = megatron"
-    if config.weights.delta == "int8":
-        return "weights.delta = int8"
-    return "rollout.engine = vllm" if config.rollout.engine == "vllm" else ""
-
-
-def require_correction(config: Config) -> None:
-    """Raise UserError if the trainer computes with other kernels or weights than the engine, and
-    the config has no off-policy correction."""
-    if (where := other_kernels(config)) and config.rl.correction == "none":
-        raise UserError(
-            "the engine's log-probs are not the trainer's to the last bit",
-            where=where,
-            found="rl.correction = none",
-            expected="an off-policy correction",
-            next="add rl.correction=tis (truncated importance sampling)",
-        )
-
-
-def require_parity(config: Config, found: Exactness) -> bool:
-    """Return whether engine and trainer agree; raise UserError if they do not and the config has no
-    off-policy correction."""
-    if other_kernels(config):
-        return False
-    if is_http(config) and config.rl.correction != "none":
-        return False  # the servers may be other machines
-    if found.parity and config.rl.correction == "none":
-        raise UserError(
-            "engine and trainer do not agree bit for bit on this machine",
-            where="exactness probe",
-            found="; ".join(found.parity),
-            expected="every operator exact, or an off-policy correction",
-            next="add rl.correction=tis (truncated importance sampling); if it is MKL's mode: "
-            "unset MKL_CBWR, and in a notebook call tandem.runtime.numerics.prepare() before "
-            "anything is computed",
-        )
-    return not found.parity
-
-
 def rollout_command(config: Config) -> Sequence[str]:
     """Return the command of a rollout worker with the engine of the config. Raises UserError if it
     is vLLM and there is none."""
@@ -204,7 +175,7 @@ def build_engine(config: Config, model: ExactModel, renderer: ChatRenderer, **si
     """Build the engine over a model. sizes: max_queue and chunk_tokens, if not the defaults."""
     check_tokenizer(config, model.config, renderer)
     rollout = config.rollout
-    return Engine(
+    return make_engine(
         model,
         renderer.decode,
         cache_bytes=rollout.cache_mb << 20,

@@ -21,6 +21,7 @@ from tandem.engine.http import HttpEngines
 from tandem.engine.packed import packed_gap
 from tandem.jobs.models import check_tokenizer
 from tandem.model.config_file import check_model
+from tandem.model.rope import positions_of
 from tandem.rollout.score import RolloutRunner
 from tandem.runtime.disk import disk_errors
 from tandem.runtime.errors import UserError
@@ -42,7 +43,7 @@ def load_http_engines(config: Config, renderer: ChatRenderer, report: Report) ->
     engines = HttpEngines(
         [url.strip() for url in config.rollout.engine.split(",")],
         renderer.decode,
-        longest=shape.max_position_embeddings,
+        longest=positions_of(shape),
         max_batch=config.rollout.max_batch,
         deadline_s=config.run.stall_s / 2,  # before the watchdog ends the run
         restarts=config.rollout.restarts,

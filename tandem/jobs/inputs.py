@@ -19,8 +19,11 @@ from tandem.data.preferences import parse_preference
 from tandem.data.problems import read_problems
 from tandem.data.readers.rows import read_rows
 from tandem.data.renderer import ChatRenderer, load_renderer
-from tandem.jobs.engines import require_correction, require_room, rollout_command
-from tandem.jobs.models import check_models, check_tokenizer
+from tandem.jobs.engines import require_room, rollout_command
+from tandem.jobs.exactness import require_correction
+from tandem.jobs.models import check_models, check_tokenizer, placement
+from tandem.model.inexact_trial import why_inexact
+from tandem.model.rope import positions_of
 from tandem.model.tokenizer import load_tokenizer
 from tandem.rl.user_functions import is_user_function, try_user_functions, try_user_metric
 from tandem.runtime.errors import UserError
@@ -103,9 +106,13 @@ def training_inputs(config: Config) -> ProblemInputs:
             expected="a KL term",
             next="set rl.kl_coef, or drop it",
         )
-    return _problem_inputs(
+    inputs = _problem_inputs(
         config, "model.reference", *(["critic.path"] if config.rl.advantage == "gae" else [])
     )
+    where = f"model.path = {config.model.path}"
+    reason = why_inexact(inputs.shape, where, placement(config))
+    require_correction(config, reason and f"{where}, {reason}")
+    return inputs
 
 
 def distill_inputs(config: Config) -> ProblemInputs:
@@ -303,7 +310,7 @@ def _check_repeats(config: Config, problems: int) -> None:
 
 def _room(config: Config, shape: Any) -> int:
     """Return how many tokens the model can place before a completion."""
-    return int(shape.max_position_embeddings) - config.rollout.max_new_tokens
+    return positions_of(shape) - config.rollout.max_new_tokens
 
 
 def _count_problems(lengths: Sequence[int]) -> Count:
@@ -319,7 +326,7 @@ def _mean_length(samples: Sequence[Sample]) -> float:
 def _check_fit(samples: Sequence[Sample], shape: Any, what: str, where: str) -> int:
     """Raise UserError for a sample that the model has no positions for; the last token needs none.
     Returns the tokens of the longest."""
-    limit = shape.max_position_embeddings + 1
+    limit = positions_of(shape) + 1
     longest = max(range(len(samples)), key=lambda i: len(samples[i].tokens), default=0)
     size = len(samples[longest].tokens) if samples else 0
     if size > limit:

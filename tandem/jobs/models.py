@@ -10,10 +10,10 @@ from tandem.config.schema import SFT, Config, Preference, Train
 from tandem.data.renderer import ChatRenderer, load_renderer
 from tandem.model.config_file import LEAN_ARCHITECTURES, check_model, has_experts, is_lean
 from tandem.model.general import logit_softcap
+from tandem.model.inexact_trial import why_inexact
 from tandem.model.load import ExactModel, empty_model, load_model
 from tandem.model.lora import Lora, require_peft
 from tandem.model.placement import Placement, place_models
-from tandem.model.trial import require_faithful
 from tandem.model.weight_files import check_weights
 from tandem.runtime.errors import UserError
 from tandem.runtime.place import here
@@ -162,7 +162,7 @@ def build_distill_models(config: Config, ranks: Ranks = ALONE) -> Models:
 
 def check_models(config: Config, *others: str, head: Head = "tokens") -> Any:
     """Check, before any weights are loaded, that model.path and the models that the other keys name
-    are there, exact, and of one vocabulary. Returns the transformers config of model.path."""
+    are there, can run, and are of one vocabulary. Returns the transformers config of model.path."""
     placement(config)
     if config.train.backend == "megatron":
         from tandem.train.megatron.core import require_megatron
@@ -171,7 +171,7 @@ def check_models(config: Config, *others: str, head: Head = "tokens") -> Any:
     shape = check_model(config.model.path, head=head)
     check_weights(config.model.path)
     check_shape(config, shape, "model.path", head)
-    require_faithful(shape, f"model.path = {config.model.path}", placement(config))
+    why_inexact(shape, f"model.path = {config.model.path}", placement(config))
     for key in others:
         section, field = key.split(".")
         if path := getattr(getattr(config, section), field):
@@ -182,7 +182,7 @@ def check_models(config: Config, *others: str, head: Head = "tokens") -> Any:
                 raise _other_vocabulary(key, path, size, shape.vocab_size)
             check_weights(path)
             check_shape(config, other, key, kind)
-            require_faithful(other, f"{key} = {path}", placement(config))
+            why_inexact(other, f"{key} = {path}", placement(config))
             if key == "distill.teacher" and config.distill.estimator == "exact":
                 _check_logits(path, other, key)
                 _check_logits(config.model.path, shape, "model.path")
@@ -231,7 +231,7 @@ def check_shape(config: Config, shape: Any, key: str, head: Head = "tokens") -> 
 
 
 def _check_general(config: Config, shape: Any, key: str) -> None:
-    """Raise UserError for a mesh or backend, which the general exact path does not have."""
+    """Raise UserError for a mesh or backend, which only Tandem's own layer has."""
     processes, backend = config.parallel.processes, config.train.backend
     if processes > 1 or backend == "megatron":
         raise UserError(

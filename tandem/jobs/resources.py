@@ -20,7 +20,7 @@ from tandem.jobs.models import placement, releases_cache
 from tandem.model.config_file import check_model
 from tandem.model.linear import pack_bytes
 from tandem.model.load import empty_model
-from tandem.model.lora import chosen_linears
+from tandem.model.lora import chosen_shapes
 from tandem.model.placement import Placement
 from tandem.runtime.disk import existing_parent, human_bytes
 from tandem.runtime.errors import UserError
@@ -272,10 +272,8 @@ def model_sizes(config: Config, command: str) -> Sizes:
     """Count parameters on the meta device: shapes without storage. Raises UserError for adapters'
     targets that are not there."""
     policy = _module(config.model.path)
-    adapted = chosen_linears(policy, config.lora.targets) if config.lora.rank else []
-    adapters = config.lora.rank * sum(
-        linear.in_features + linear.out_features for linear in adapted
-    )
+    adapted = chosen_shapes(policy, config.lora.targets) if config.lora.rank else []
+    adapters = config.lora.rank * sum(map(sum, adapted))
     paths = {
         "model.reference": (config.model.reference or config.model.path)
         * (command == "dpo" or (command == "train" and config.rl.kl_coef > 0)),
@@ -313,9 +311,9 @@ def _saved_in_8bit(module: Any, lora: Lora) -> int:
     """Count the bytes that moments of 8 bits save of a module, or of its adapters."""
     shapes = [parameter.shape for parameter in module.parameters()]
     if lora.rank:
-        linears = chosen_linears(module, lora.targets)
-        shapes = [torch.Size((lora.rank, linear.in_features)) for linear in linears]
-        shapes += [torch.Size((linear.out_features, lora.rank)) for linear in linears]
+        chosen = chosen_shapes(module, lora.targets)
+        shapes = [torch.Size((lora.rank, inputs)) for _, inputs in chosen]
+        shapes += [torch.Size((outputs, lora.rank)) for outputs, _ in chosen]
     return sum(8 * shape.numel() - state_bytes(shape) for shape in shapes)
 
 

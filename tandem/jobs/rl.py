@@ -19,8 +19,8 @@ from tandem.jobs.engines import (
     open_rollouts,
     prepare_process,
     probe_exactness,
-    require_parity,
 )
+from tandem.jobs.exactness import require_parity
 from tandem.jobs.input_hashes import KEYS, input_hashes
 from tandem.jobs.inputs import distill_inputs, training_inputs
 from tandem.jobs.models import build_distill_models, build_rl_models, placement

@@ -253,10 +253,8 @@ class _PackedAttention(torch.autograd.Function):
         q, k, v, above = (t.float() for t in (*saved, grads[0]))
         buckets, scale, window, softcap = ctx.call
         totals = torch.zeros(q.shape), torch.zeros(k.shape), torch.zeros(v.shape)
-        bends, grad_sinks = (
-            Bends(softcap, sinks),
-            None if sinks is None else torch.zeros_like(sinks),
-        )
+        bends = Bends(softcap, sinks)
+        grad_sinks = None if sinks is None else torch.zeros_like(sinks)
         for bucket in buckets:
             _bucket_backward(bucket, (q, k, v), above, totals, scale, window, bends, grad_sinks)
         own = (total.to(grads[0].dtype) for total in totals)

@@ -1,4 +1,4 @@
-"""A model directory's config.json, read as data; a model that cannot run exactly is refused.
+"""A model directory's config.json, read as data; a model of a kind that cannot run is refused.
 
 transformers takes many keys of that file as instructions: Python files to import (auto_map),
 attention kernels to fetch, quantizers, other weight files. So the file is read here, its model type
@@ -13,6 +13,7 @@ import math
 from pathlib import Path
 from typing import Any, Literal
 
+from tandem.model.rope import STATIC, kinds_with_rope, ropes_of
 from tandem.runtime.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -20,7 +21,6 @@ logger = logging.getLogger(__name__)
 HeadKind = Literal["tokens", "value"]
 # Those that run through Tandem's own layer (layers.py); all others through general.py.
 LEAN_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 MAX_BYTES = 16 << 20
 # Limits of the counts in config.json; the largest vocabulary has a million tokens.
@@ -68,7 +68,8 @@ def check_model(path: str, key: str = "model.path", *, head: HeadKind = "tokens"
     """Read a model's transformers config, without its weights.
 
     key: the config key that names the model. head: as in load_model; a value model may start from a
-    language model, but not the reverse. Raises UserError for a model that is missing or not exact.
+    language model, but not the reverse. Raises UserError for a model that is missing, or of a kind
+    that no path runs.
     """
     if not path:
         raise UserError(
@@ -92,8 +93,6 @@ def check_model(path: str, key: str = "model.path", *, head: HeadKind = "tokens"
             expected="a causal language model",
             next="a reward model can be the critic: critic.path",
         )
-    if reasons := why_not_exact(config):
-        raise _not_exact(f"{key} = {path}", reasons)
     return config
 
 
@@ -151,7 +150,7 @@ def read_json(
             return None
         if file.stat().st_size > MAX_BYTES:
             raise ValueError(f"{name} is larger than {MAX_BYTES >> 20} MiB")
-        values = json.loads(file.read_bytes())
+        values = json.loads(file.read_bytes(), object_hook=special_float)
     except RecursionError:
         raise _unreadable(where, f"{name} is nested too deep", what) from None
     except (OSError, ValueError) as error:  # ValueError: not JSON, or not UTF-8
@@ -160,6 +159,11 @@ def read_json(
     if not isinstance(values, dict):
         raise _unreadable(where, f"{name} holds no JSON object", what)
     return values
+
+
+def special_float(values: dict[str, Any]) -> Any:
+    """Read an object that transformers writes for infinity, which JSON has no number for."""
+    return float(str(values["__float__"])) if values.keys() == {"__float__"} else values
 
 
 def refuse_adapter(path: str, where: str) -> None:
@@ -202,12 +206,9 @@ def first_line(error: Exception) -> str:
 
 
 def _unlike_others(config: Any) -> str:
-    """Say what no exact path has room for in a kind of model; "" if there is nothing."""
-    if config.get_text_config() is not config:
-        return "which also reads images or sound"
-    if not hasattr(config, "num_attention_heads"):
-        return "which has no attention heads"
-    return "whose layers have different shapes" if config.is_heterogeneous else ""
+    """Say what no path has room for in a kind of model; "" if there is nothing."""
+    unlike = "whose layers have different shapes" if config.is_heterogeneous else ""
+    return unlike if config.get_text_config() is config else "which also reads images or sound"
 
 
 def _implausible_values(config: Any) -> list[str]:
@@ -223,8 +224,8 @@ def _implausible_values(config: Any) -> list[str]:
     ]
     if mistakes:
         return mistakes
-    heads, kv_heads = config.num_attention_heads, kv_heads_of(config)
-    if heads % kv_heads:
+    heads, kv_heads = heads_of(config), kv_heads_of(config)
+    if heads and heads % kv_heads:
         mistakes.append(f"{heads} query heads for {kv_heads} key/value heads")
     if config.dtype is not None and not isinstance(config.dtype, torch.dtype):
         mistakes.append(f"dtype {config.dtype!r:.60}")
@@ -235,7 +236,7 @@ def _implausible_values(config: Any) -> list[str]:
         if not all(_is_positive(rope[name]) for name in ("rope_theta", "factor") if name in rope):
             mistakes.append(f"rope_parameters {rope!r:.60}")
     types, layers = values.get("layer_types"), config.num_hidden_layers
-    kinds = _kinds_with_rope(config)
+    kinds = kinds_with_rope(config)
     if kinds and config.model_type in LEAN_ARCHITECTURES:  # transformers would ignore them
         mistakes.append(f"rope_parameters for kinds of layers, {', '.join(sorted(kinds))[:60]}")
     if types is not None and (
@@ -244,42 +245,28 @@ def _implausible_values(config: Any) -> list[str]:
     ):
         mistakes.append(f"layer_types {str(types)[:60]} for {layers} layers")
     window = values.get("sliding_window")
-    if window is not None and not _is_count(window, MAX_SIZE):
+    unused = window == 0 and not is_lean(config)  # Qwen2-MoE's without windows
+    if window is not None and not unused and not _is_count(window, MAX_SIZE):
         mistakes.append(f"sliding_window {window!r:.60}")
     return mistakes
 
 
-def why_not_exact(config: Any) -> list[str]:
-    """List why no exact path can run this transformers config; empty if one may.
+def why_not_exact(config: Any) -> str:
+    """Say why no exact path can run this transformers config; "" if one may.
 
-    Of a model that is not lean, its trial decides (trial.require_faithful)."""
-    reasons = []
-    for rope in ropes_of(config):
-        if (kind := rope.get("rope_type", "default")) not in STATIC_ROPE:
-            reasons.append(f"rotary embedding {kind}, which depends on the length of the batch")
-    if head_size(config) < 8:
-        reasons.append(
-            f"head size {head_size(config)} (at least 8: smaller matmuls take another kernel)"
-        )
-    return reasons
+    Of a model that is not lean, its trial decides (inexact_trial.why_inexact)."""
+    if not heads_of(config):
+        return "no attention heads"
+    if (size := head_size(config)) < 8:
+        return f"head size {size} (at least 8: smaller matmuls take another kernel)"
+    return ""
 
 
 def is_lean(config: Any) -> bool:
     """Tell whether Tandem's own layer runs this model, and not transformers' forward pass."""
-    return config.model_type in LEAN_ARCHITECTURES and config.hidden_act == "silu"
-
-
-def ropes_of(config: Any) -> list[dict[str, Any]]:
-    """List the parameters of the rotary embeddings: one for all layers, one for each kind of
-    layer, or none."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    return [rope[kind] for kind in _kinds_with_rope(config)] or [rope]
-
-
-def _kinds_with_rope(config: Any) -> set[str]:
-    """Return the kinds of layers that have rotary embeddings of their own."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    return {kind for kind, value in rope.items() if isinstance(value, dict)}
+    known = config.model_type in LEAN_ARCHITECTURES and config.hidden_act == "silu"
+    kinds = {rope.get("rope_type", "default") for rope in ropes_of(config)}
+    return known and kinds <= {*STATIC} and not why_not_exact(config)
 
 
 def inner_size(config: Any) -> int:
@@ -289,9 +276,14 @@ def inner_size(config: Any) -> int:
     return next((size for size in found if size), 4 * int(config.hidden_size))
 
 
+def heads_of(config: Any) -> int:
+    """Return how many attention heads there are; 0 in Mamba."""
+    return getattr(config, "num_attention_heads", None) or 0
+
+
 def kv_heads_of(config: Any) -> int:
     """Return how many key/value heads there are; a config without them has no groups."""
-    return getattr(config, "num_key_value_heads", None) or int(config.num_attention_heads)
+    return getattr(config, "num_key_value_heads", None) or heads_of(config)
 
 
 def head_size(config: Any) -> int:
@@ -299,7 +291,7 @@ def head_size(config: Any) -> int:
     latent attention (DeepSeek) has two parts."""
     if getattr(config, "qk_nope_head_dim", None):
         return int(config.qk_nope_head_dim + config.qk_rope_head_dim)
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return getattr(config, "head_dim", None) or config.hidden_size // max(1, heads_of(config))
 
 
 def window_of(config: Any, layer: int) -> int | None:
@@ -367,11 +359,10 @@ def _no_model(path: str, key: str) -> UserError:
 
 def _not_exact(where: str, reasons: list[str]) -> UserError:
     return UserError(
-        "this model cannot run exactly",
+        "this model cannot run",
         where=where,
         found="; ".join(reasons),
-        expected="a causal language model of transformers with float weights and a static rotary "
-        "embedding",
+        expected="a causal language model of transformers with float weights",
     )
 
 

@@ -4,7 +4,7 @@ Three replacements make it so: linears (linear.py), attention (through transform
 AttentionInterface, over the plans of attention.py and paged_attention.py), activations
 (activations.py). Positions, rotary embeddings, windows and scales stay transformers' own. A pass is
 a batch of one: its rows are those of all sequences, with their position ids. Whether a model is
-exact so, and computes what transformers computes, its trial decides (trial.require_faithful).
+exact so, and computes what transformers computes, its trial decides (trial.general_fault).
 """
 
 from collections.abc import Callable, Iterator
@@ -20,16 +20,18 @@ from torch.utils.checkpoint import checkpoint
 
 from tandem.model.activations import KINDS, ExactActivation, soft_cap
 from tandem.model.attention import Bends, PackedPlan, Plan
+from tandem.model.conv1d import ExactConv1D, is_conv1d
 from tandem.model.expert_choices import ExpertChoices
 from tandem.model.general_experts import ExactFunctions, make_experts_exact
 from tandem.model.layer_norm import CLASSES as NORMS
 from tandem.model.layer_norm import ExactLayerNorm
-from tandem.model.linear import ExactLinear, PackedWeight, Part, padded_rows
+from tandem.model.linear import ExactLinear, PackedWeight, padded_rows
 from tandem.model.load import ExactModel
 from tandem.model.lora import Lora, exact_adapted
 from tandem.model.paged_attention import PagedPlan
 
 ATTENTION = "tandem_exact"  # its name in transformers' AttentionInterface
+HARMLESS = ("position_ids",)  # which are the plan's too
 _plan: ContextVar[Plan] = ContextVar("plan of the pass")
 
 
@@ -63,6 +65,17 @@ class GeneralModel(ExactModel):
         states: Tensor = out.last_hidden_state[0, :rows]
         return states if self.factor == 1.0 else states * self.factor
 
+    def named_weights(self) -> dict[str, Tensor]:
+        """Return the parameters, and a checkpoint's buffers, as biases of DeepSeek's routers."""
+        buffers = dict(self.module.named_buffers())
+        kept = {name: buffers[name] for name in self.module.state_dict() if name in buffers}
+        return super().named_weights() | kept
+
+    def merged_weights(self) -> dict[str, Tensor]:
+        weights, parts = super().merged_weights(), self.adapted.items()
+        turned = [f"{name}.weight" for name, part in parts if isinstance(part, ExactConv1D)]
+        return weights | {name: weights[name].t().contiguous() for name in turned}
+
     def packs(self) -> list[PackedWeight]:
         return [*super().packs(), *(self._functions.packs.values() if self._functions else ())]
 
@@ -91,16 +104,6 @@ class GeneralModel(ExactModel):
             yield
 
 
-class ExactConv1D(ExactLinear):
-    """transformers' Conv1D (GPT-2), a linear whose weight is [I, O]."""
-
-    def active_part(self) -> Part:
-        return self.adapted_part()
-
-    def adapted_part(self) -> Part:
-        return Part(self.weight.t(), self.bias)
-
-
 class CappedHead(ExactLinear):
     """An output projection whose logits have a soft cap, in place of one without."""
 
@@ -114,11 +117,18 @@ class CappedHead(ExactLinear):
 
 
 def make_general(module: Any, lora: Lora | None = None) -> GeneralModel:
-    """Put the exact parts into a transformers module in place."""
+    """Put the exact parts into a transformers module in place, attention among them."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, _attend)
     module.set_attn_implementation(ATTENTION)
+    functions = put_exact_parts(module)
+    return GeneralModel(module.eval(), lora, functions)
+
+
+def put_exact_parts(module: Any) -> ExactFunctions | None:
+    """Put all exact parts but attention into a transformers module in place; return the functions
+    of its experts, if it has any."""
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             setattr(parent, name, _exact_part(child))
@@ -126,7 +136,7 @@ def make_general(module: Any, lora: Lora | None = None) -> GeneralModel:
     head, softcap = module.get_output_embeddings(), logit_softcap(module.config)
     if head is not None and softcap:
         module.set_output_embeddings(CappedHead(head, softcap))
-    return GeneralModel(module.eval(), lora, functions)
+    return functions
 
 
 def _exact_part(child: Any) -> nn.Module:
@@ -134,7 +144,7 @@ def _exact_part(child: Any) -> nn.Module:
     if name == "Linear":  # PEFT's lora Linear has the same name
         is_plain = isinstance(child, nn.Linear)
         return ExactLinear(child.weight, child.bias) if is_plain else exact_adapted(child)
-    if name == "Conv1D":
+    if is_conv1d(child):
         return ExactConv1D(child.weight, child.bias)
     if name in NORMS and child.weight is not None:
         return ExactLayerNorm(child)
@@ -156,7 +166,8 @@ def logit_factor(config: Any) -> float:
 
 def logit_softcap(config: Any) -> float:
     """Return the soft cap of a model's logits, 0 without one."""
-    return getattr(config, "final_logit_softcapping", None) or 0.0  # Gemma
+    names = ("final_logit_softcapping", "output_logit_soft_cap")  # Gemma, xLSTM
+    return next((cap for name in names if (cap := getattr(config, name, None))), 0.0)
 
 
 @contextmanager
@@ -178,19 +189,25 @@ def _attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Attend by the plan of the pass: query [1, H, T, E], key and value [1, K, T, E] to
     [1, T, H, E]. transformers calls it, with its own names."""
+    _refuse_choices(attention_mask, others)
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-    scale, plan, width = (
-        q.shape[-1] ** -0.5 if scaling is None else scaling,
-        _plan.get(),
-        v.shape[-1],
-    )
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    plan, width = _plan.get(), v.shape[-1]
     if width < q.shape[-1]:
         v = F.pad(v, (0, q.shape[-1] - width))  # pages have one width
     assert isinstance(plan, PackedPlan | PagedPlan)
     bends = Bends(softcap or 0.0, s_aux)
     out = plan.attend(module.layer_idx, q, k, v, scale, sliding_window, bends)
     return out[None, ..., :width], None
+
+
+def _refuse_choices(mask: Tensor | None, others: dict[str, Any]) -> None:
+    """Refuse keys that a model chooses itself, as it may do in long sequences only."""
+    found = ["attention_mask"] if mask is not None else []
+    found += [n for n, v in others.items() if isinstance(v, Tensor) and n not in HARMLESS]
+    if found:
+        raise NotImplementedError(f"attention by {', '.join(found)}")

@@ -1,10 +1,9 @@
 """A Hugging Face causal language model with Tandem's exact layer, linear and attention. Models of
-other architectures than that layer's are general.py's.
+other architectures than that layer's are general.py's, and inexact.py's if they cannot be exact.
 
 With `head="value"` it is a value model, whose head gives one number a token and which no engine
 runs. The module stays transformers' own, parameter names included, so a checkpoint is a plain
-Hugging Face directory. A model that cannot be exact is refused by name, before any work
-(config_file.py). This file knows no sampling or training.
+Hugging Face directory. This file knows no sampling or training.
 """
 
 import copy
@@ -55,6 +54,7 @@ class ExactModel(nn.Module):
     """
 
     softcap = 0.0  # of the logits, as in logprobs.token_logprobs
+    inexact = ""  # why the engine's passes have other bits than the trainer's (inexact.py)
 
     def __init__(self, module: Any, lora: Lora | None = None):
         super().__init__()
@@ -250,7 +250,7 @@ class ExactModel(nn.Module):
         Raises UserError, before anything is written, for a name that the model lacks or has in
         another shape.
         """
-        parameters = dict(self.module.named_parameters())
+        parameters = self.named_weights()
         wrong = [
             name
             for name, weight in weights.items()
@@ -274,35 +274,39 @@ def load_model(
     head: HeadKind = "tokens",
     place: Placement = CPU_FLOAT32,
 ) -> ExactModel:
-    """Load a directory or hub name as an exact model, with a new adapter if lora is given.
+    """Load a directory or hub name, with a new adapter if lora is given.
 
     place: the device and the type of the weights, which are read in that type. A value model made
     of a language model, which has no `score.weight`, starts with a score of exactly zero. Raises
-    UserError if the model is missing or not exact.
+    UserError if the model is missing or cannot run.
     """
     config = check_model(path, head=head)
-    if not is_lean(config):
-        from tandem.model.trial import require_faithful
-
-        require_faithful(config, f"model.path = {path}", place)
+    make = _maker(path, config, place)
     check_sums(path)
     check_weights(path, sum(p.numel() for p in empty_model(path, config, head=head).parameters()))
-    return make_exact(_stock_model(path, config, head, place), lora)
+    return make(_stock_model(path, config, head, place), lora)
 
 
 def unfilled_model(
     path: str, *, head: HeadKind = "tokens", dtype: torch.dtype = torch.float32
 ) -> ExactModel:
-    """Make the exact model of a directory with a config and no weights, for `load_weights` to fill.
-
-    Until then its numbers are random.
-    """
+    """Make the model of a directory with a config, with weights for `load_weights` to fill."""
     from transformers import GenerationConfig
 
-    module = _stock_class(head).from_config(check_model(path, head=head), dtype=dtype)
+    config = check_model(path, head=head)
+    module = _stock_class(head).from_config(config, dtype=dtype)
     if head == "tokens":
         module.generation_config = GenerationConfig.from_pretrained(path)
-    return make_exact(module)
+    return _maker(path, config, CPU_FLOAT32)(module)
+
+
+def _maker(path: str, config: Any, place: Placement) -> Callable[..., ExactModel]:
+    """Return what makes a model of a stock module. Raises UserError if nothing can."""
+    if is_lean(config):  # the others' files are not imported for it
+        return make_exact
+    from tandem.model.inexact_trial import choose_path
+
+    return choose_path(config, f"model.path = {path}", place)
 
 
 def weight_conversions(module: Any) -> list[Any]:

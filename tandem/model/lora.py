@@ -4,7 +4,7 @@ A PEFT layer exists only between `add_adapter` and `make_exact`, in which `exact
 it. No other file knows PEFT. It is imported for the first adapter.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tandem.model.conv1d import ExactConv1D, is_conv1d
 from tandem.model.linear import ExactLinear
 from tandem.runtime.errors import UserError
 
@@ -44,31 +45,38 @@ def add_adapter(module: Any, lora: Lora) -> None:
     linears = _linear_names(module)
     _check_targets(lora.targets, linears)
     config = _peft_config(peft, lora, linears)
+    config.fan_in_fan_out = any(map(is_conv1d, module.modules()))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(lora.seed)
-        peft.inject_adapter_in_model(config, module)
+        try:
+            peft.inject_adapter_in_model(config, module)
+        except ValueError as error:  # some linears of Mamba
+            raise _no_adapter(error) from None
     if module.get_output_embeddings() is None:
         module.score.requires_grad_(True)  # a new head is always trained
+
+
+def _no_adapter(error: ValueError) -> UserError:
+    return UserError(
+        "PEFT makes no adapter of these linears",
+        where="lora.targets",
+        found=str(error).split("\n")[0],
+        expected="linears that PEFT can adapt",
+        next="name others in lora.targets",
+    )
 
 
 def exact_adapted(layer: Any) -> ExactLinear:
     """Make an ExactLinear on the parameters of PEFT's lora Linear, as `add_adapter` made it."""
     base, lora_a, lora_b = layer.base_layer, layer.lora_A[_ADAPTER], layer.lora_B[_ADAPTER]
-    return ExactLinear(base.weight, base.bias, lora_a, lora_b, layer.scaling[_ADAPTER])
+    kind = ExactConv1D if is_conv1d(base) else ExactLinear
+    return kind(base.weight, base.bias, lora_a, lora_b, layer.scaling[_ADAPTER])
 
 
 def _check_targets(targets: Sequence[str], linears: Sequence[str]) -> None:
-    if not linears:
-        raise UserError(
-            "adapters need linear modules, and this model has none",
-            where="lora.rank",
-            found="layers whose products are of another class, as GPT-2's Conv1D",
-            expected="a model with linear modules",
-            next="set lora.rank=0",
-        )
-    unknown = [t for t in targets if t != ALL_LINEAR and not _matching(linears, t)]
+    unknown = [t for t in targets if not (linears if t == ALL_LINEAR else _matching(linears, t))]
     if unknown or not targets:
-        known = ", ".join(_last_names(linears))
+        known = ", ".join(_last_names(linears)) or "it has none"
         raise UserError(
             "LoRA targets are not in this model",
             where="lora.targets",
@@ -77,8 +85,8 @@ def _check_targets(targets: Sequence[str], linears: Sequence[str]) -> None:
         )
 
 
-def chosen_linears(module: Any, targets: Sequence[str]) -> list[nn.Linear]:
-    """Find the linears of a stock transformers module that the targets name.
+def chosen_shapes(module: Any, targets: Sequence[str]) -> list[tuple[int, int]]:
+    """List (outputs, inputs) of the linears of a stock transformers module that the targets name.
 
     Raises UserError for a target that the module lacks.
     """
@@ -87,8 +95,12 @@ def chosen_linears(module: Any, targets: Sequence[str]) -> list[nn.Linear]:
     names = linears
     if ALL_LINEAR not in targets:
         names = [name for target in targets for name in _matching(linears, target)]
-    modules = dict(module.named_modules())
-    return [modules[name] for name in dict.fromkeys(names)]
+    shapes = []
+    for name in dict.fromkeys(names):
+        linear = module.get_submodule(name)
+        outputs, inputs = linear.weight.shape
+        shapes.append((inputs, outputs) if is_conv1d(linear) else (outputs, inputs))
+    return shapes
 
 
 def _matching(names: Sequence[str], target: str) -> list[str]:
@@ -101,28 +113,46 @@ def _last_names(names: Sequence[str]) -> list[str]:
 
 
 def _linear_names(module: Any) -> list[str]:
-    """List every linear of the layers, without heads.
-
-    In a mixture of experts only attention's are listed: PEFT would match the names of a dense
-    layer's MLP with the experts, which are not linear modules.
-    """
-    sparse = module.config.model_type == "qwen3_moe"
-    return [
+    """List every linear of the layers, without heads and without those whose names PEFT gives to
+    experts."""
+    linears = [
         f"{module.base_model_prefix}.{name}"
         for name, child in module.base_model.named_modules()
-        if isinstance(child, nn.Linear) and not (sparse and ".mlp." in name)
+        if _is_linear(child)
     ]
+    kept = {name for name in _last_names(linears) if not _is_of_experts(module, name)}
+    return [name for name in linears if name.rpartition(".")[2] in kept]
+
+
+def _is_linear(child: Any) -> bool:
+    """Tell whether a module is a linear, and not a router of transformers' that is one too."""
+    own = type(child).__module__.startswith("transformers.models.")
+    return (isinstance(child, nn.Linear) and not own) or is_conv1d(child)
+
+
+def _is_of_experts(module: Any, name: str) -> bool:
+    """Tell whether PEFT takes the name of a linear for that of experts, which once were linear
+    modules and are parameters now. A dense layer's MLP and shared experts may have it too."""
+    config = require_peft().LoraConfig(target_modules=[name])
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    try:
+        convert_peft_config_for_transformers(config, model=module, conversions=None)
+    except ValueError:  # half of two that experts have as one
+        return True
+    return bool(config.target_modules != {name})
 
 
 def write_adapter_config(
-    lora: Lora, adapted: Sequence[str], source: str, folder: Path, *, scored: bool
+    lora: Lora, adapted: Mapping[str, ExactLinear], source: str, folder: Path, *, scored: bool
 ) -> None:
     """Write adapter_config.json in PEFT's format.
 
-    adapted: names of the linears with an adapter; source: the base model; scored: whether a `score`
+    adapted: the linears with an adapter by name; source: the base model; scored: whether a `score`
     was trained beside the adapter.
     """
-    config = _peft_config(require_peft(), lora, adapted)
+    config = _peft_config(require_peft(), lora, list(adapted))
+    config.fan_in_fan_out = any(isinstance(part, ExactConv1D) for part in adapted.values())
     config.base_model_name_or_path, config.inference_mode = source, True
     if scored:
         config.task_type, config.modules_to_save = "SEQ_CLS", ["score"]

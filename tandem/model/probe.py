@@ -61,6 +61,7 @@ class Exactness:
     # operators on which engine and trainer differ; empty: they agree to the last bit
     parity: list[str]
     thread_dependent: list[str]  # results whose bits change with the number of threads
+    inexact: str = ""  # why the model cannot be exact on any machine (model/inexact.py)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +188,10 @@ def probe(
 
 def _part_differs(model: ExactModel) -> list[str]:
     """Name the first part of transformers' forward pass whose rows differ with the row count."""
-    names = {part: name for name, part in model.module.base_model.named_modules()}
+    parts = dict(model.module.base_model.named_modules())
+    # an expert has the rows of its own tokens
+    inside = tuple(f"{n}." for n, part in parts.items() if hasattr(part, "is_transposed"))
+    names = {part: name for name, part in parts.items() if not name.startswith(inside)}
     outputs: dict[nn.Module, Tensor] = {}  # in the order in which they are computed
 
     def keep(part: nn.Module, _: Any, out: Any) -> None:

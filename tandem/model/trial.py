@@ -19,17 +19,18 @@ from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from tandem.model.attention import PackedPlan, Plan
-from tandem.model.config_file import LEAN_ARCHITECTURES, first_line, is_lean, is_sparse, window_of
+from tandem.model.config_file import first_line, is_lean, is_sparse, special_float, window_of
 from tandem.model.load import ExactModel, make_exact
 from tandem.model.logprobs import log_distribution, token_logprobs
 from tandem.model.paged_attention import PAGE, Runs
-from tandem.model.placement import CPU_FLOAT32, Placement
-from tandem.runtime.errors import UserError
+from tandem.model.rope import positions_of
+from tandem.model.thresholds import lower_thresholds
 from tandem.types import SamplingDistribution
 
 VOCABULARY, POSITIONS, EXPERTS = 512, 512, 8
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-TRIED, WINDOW = 150, 60  # tokens of a trial of the general path, and its longest window
+TRIED, WINDOW = 150, 60  # tokens of a trial of the general path, and its highest threshold
+FAR = 8  # tokens at the last positions of a model, beside the others of a trial
 MOST_DIFFERENCE = 1e-3  # of the largest logit: rounding in another order, and nothing else
 MOST_APART = 1e-5  # likewise between packed and paged sequences, of which 0 is usual
 # Tokens of a sequence behind its prefix.
@@ -45,16 +46,18 @@ def random_model(model: ExactModel, seed: int, dtype: torch.dtype | None = None)
     of the weights that run, if they are not those that it holds.
     """
     config = _one_layer_of_each_kind(model.config, model.splits)
-    small = make_exact(_random_module(config, seed, dtype or model.dtype, model.device))
+    small = make_exact(random_module(config, seed, dtype or model.dtype, model.device))
     small.split(model.splits)
     return small
 
 
-def _random_module(
+def random_module(
     config: Any, seed: int, dtype: torch.dtype = torch.float32, device: Any = "cpu"
 ) -> Any:
     """Make transformers' module of a config with random weights."""
-    config.vocab_size, config.pad_token_id = VOCABULARY, None
+    config.vocab_size = VOCABULARY
+    if config.pad_token_id is not None:
+        config.pad_token_id = 0  # among the few tokens
     noise = torch.Generator().manual_seed(seed)
     with no_init_weights():
         module = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).to(device)
@@ -67,24 +70,14 @@ def _random_module(
     return module.eval()
 
 
-def require_faithful(config: Any, where: str, place: Placement = CPU_FLOAT32) -> None:
-    """Try the general path on a random model of a config's shapes. Raises UserError if
-    transformers' own pass gives other logits, or passes of the engine do, or one cannot run.
+def general_fault(config: Any) -> str:
+    """Try the general path on a random model of a config's shapes; say in which way it is wrong, ""
+    if it is not: transformers' own pass gives other logits, or passes of the engine do, or one
+    cannot run.
 
-    Rounding is not looked at here: whether all bits agree the probe says. place: of the weights.
+    Rounding is not looked at here: whether all bits agree the probe says.
     """
-    if is_lean(config):
-        return
-    if place != CPU_FLOAT32:
-        raise UserError(
-            "this architecture runs on a CPU, in float32",
-            where=f"{where}, architecture {config.model_type}",
-            found=f"{place.device}, {place.dtype_name}",
-            expected=f"one of {', '.join(LEAN_ARCHITECTURES)} for others",
-            next="set model.device=cpu and model.dtype=float32",
-        )
-    if found := _fault(config.model_type, config.to_json_string()):
-        raise _not_faithful(where, config, found)
+    return _fault(config.model_type, config.to_json_string())
 
 
 class _WatchedPlan(PackedPlan):
@@ -99,24 +92,24 @@ class _WatchedPlan(PackedPlan):
 
 @cache
 def _fault(model_type: str, text: str) -> str:
-    """Say in which way the general path of a config in JSON is wrong; "" if it is not."""
     from transformers import CONFIG_MAPPING
 
     tokens = torch.randint(VOCABULARY, (TRIED,), generator=torch.Generator().manual_seed(0))
     try:
-        whole = CONFIG_MAPPING[model_type].from_dict(json.loads(text))
+        whole = CONFIG_MAPPING[model_type].from_dict(json.loads(text, object_hook=special_float))
         config = _one_layer_of_each_kind(whole, 1)
-        stock = _random_module(config, 0)
+        stock = random_module(config, 0)
         stock.set_attn_implementation("eager")
         with torch.no_grad():
             expected = stock(input_ids=tokens[None], use_cache=False).logits[0]
             del stock  # one at a time: it may have layers of a gigabyte
-            exact = make_exact(_random_module(config, 0))
+            exact = make_exact(random_module(config, 0))
             heads, kv_heads, _ = exact.heads
             plan = _WatchedPlan(
                 np.array([[0, TRIED, 0, 0]]), group=heads // kv_heads, kv_heads=kv_heads
             )
             found = exact.head(exact.hidden(tokens, torch.arange(TRIED), plan))
+            beside_far = _beside_far_positions(exact, tokens)
         schedule = Schedule(exact, 0)
         apart = float((schedule.paged((1,)) - schedule.packed()[0]).abs().max())
     except Exception as error:  # any class of any model runs here
@@ -128,17 +121,18 @@ def _fault(model_type: str, text: str) -> str:
         return f"logits that differ by {worst:.2g} from transformers' own, of up to {scale:.2g}"
     if not apart <= MOST_APART * scale:
         return f"log-probs that differ by {apart:.2g} between packed and paged sequences"
+    if not float((beside_far - found).abs().max()) <= MOST_APART * scale:
+        return "a result that depends on the longest position of the pass"
     return ""
 
 
-def _not_faithful(where: str, config: Any, found: str) -> UserError:
-    return UserError(
-        "this model cannot run exactly",
-        where=f"{where}, architecture {config.model_type}",
-        found=found,
-        expected="transformers' logits from exact linears, attention and activations",
-        next="take a model that docs/models.md lists",
-    )
+def _beside_far_positions(model: ExactModel, tokens: Tensor) -> Tensor:
+    """Compute the logits of tokens int64 [T] in a pass with others at the last positions."""
+    rows, last = len(tokens), positions_of(model.config)
+    plan = model.packed_plan(np.array([[0, rows, 0, 0], [rows, FAR, 0, 0]]))
+    positions = torch.cat([torch.arange(rows), torch.arange(last - FAR, last)])
+    hidden = model.hidden(F.pad(tokens, (0, FAR)), positions, plan)
+    return model.head(hidden[:rows])
 
 
 def random_like(model: ExactModel, noise: torch.Generator, *shape: int) -> Tensor:
@@ -150,7 +144,7 @@ def _one_layer_of_each_kind(config: Any, splits: int) -> Any:
     """Make the transformers config of a model of the first layer of each kind; of a model that is
     not lean, with those between them."""
     if not is_lean(config):
-        return _first_layers(config)
+        return first_layers(config)
     config = copy.deepcopy(config)
     firsts: dict[tuple[int | None, bool], int] = {}
     for number in range(config.num_hidden_layers):
@@ -166,14 +160,15 @@ def _one_layer_of_each_kind(config: Any, splits: int) -> Any:
     return config
 
 
-def _first_layers(config: Any) -> Any:
-    """Make the config of the first layers, as many as hold every kind; windows are short enough to
-    be tried, experts few."""
+def first_layers(config: Any) -> Any:
+    """Make the config of the first layers, as many as hold every kind; thresholds are low
+    enough to be passed, experts few."""
     config, kinds = copy.deepcopy(config), _kinds_of_layers(config)
     layers, count = config.num_hidden_layers, 1 + max(kinds.index(kind) for kind in kinds)
     config.num_hidden_layers = count
     for name, value in list(vars(config).items()):
-        if isinstance(value, list) and len(value) == layers:
+        limits = isinstance(value, list) and any(isinstance(one, float) for one in value)
+        if isinstance(value, list) and len(value) == layers and not limits:
             setattr(config, name, value[:count])
     if getattr(config, "max_position_embeddings", None):  # a learned table may be short
         config.max_position_embeddings = max(config.max_position_embeddings, POSITIONS)
@@ -183,8 +178,7 @@ def _first_layers(config: Any) -> Any:
             groups = getattr(config, "n_group", None) or 1
             fewest = max(EXPERTS, config.num_experts_per_tok, 2 * groups)
             setattr(config, name, min(number, fewest))
-    if getattr(config, "sliding_window", None):
-        config.sliding_window = min(config.sliding_window, WINDOW)
+    lower_thresholds(config, WINDOW)
     return config
 
 

@@ -122,7 +122,7 @@ def export_adapter(model: ExactModel, source: str, folder: Path, card: str) -> P
 
     def write(folder: Path) -> None:
         save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        write_adapter_config(lora, list(model.adapted), source, folder, scored=scored)
+        write_adapter_config(lora, model.adapted, source, folder, scored=scored)
 
     return _write_folder(folder, write, card)
 

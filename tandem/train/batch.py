@@ -165,10 +165,10 @@ def plan_share(
 def compute_logprobs(
     batch: TrainBatch, models: Models, rl: RL, sampling: SamplingDistribution
 ) -> None:
-    """Run the models before the first update: the policy, if a correction asks for recomputed
-    log-probs, the reference, and the critic for its values."""
-    if rl.correction != "none" or rl.max_logprob_error:
-        policy = models.policy.model
+    """Run the models before the first update: the policy, if a correction or a model that is not
+    exact asks for recomputed log-probs, the reference, and the critic for its values."""
+    policy = models.policy.model
+    if rl.correction != "none" or rl.max_logprob_error or policy.inexact:
 
         def recompute(b: Microbatch) -> Tensor:
             choices = replayed_experts(b, policy.device)

@@ -53,7 +53,7 @@ def distill(
     batch.advantages = [
         sampled_advantages(own, other) for own, other in zip(batch.proximal, graded, strict=True)
     ]
-    metrics = engine_gap(batch, config, policy.dtype, version)
+    metrics = engine_gap(batch, config, policy, version)
     metrics |= off_policy_weights(batch, config.rl)
     rows = [
         update_policy(stage, batch, minibatch, version, first=number == 0, observe=observe)

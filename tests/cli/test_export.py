@@ -6,9 +6,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tandem.run_folder.best import Best, write_best
-from tests.support.home import invoke, mistake
+from tests.support.architectures import save_architecture
+from tests.support.home import invoke, make_home, mistake
 from tests.support.hub import hub_server
 from tests.support.past_runs import past_run
 
@@ -102,3 +105,18 @@ def test_run_without_a_best_checkpoint_is_a_users_error(best, said, run):
 def test_damaged_best_json_is_a_users_error(run):
     (run / "best.json").write_text("{}")
     assert "cannot be read" in mistake("export", run, "--best")
+
+
+def test_checkpoint_is_exported_with_buffers_that_no_training_changes(tmp_path):
+    home = make_home(tmp_path, steps=1)
+    shutil.rmtree(home / "model")
+    save_architecture("deepseek_v3", home / "model")
+    chats = f"sft.train={home}/data/warm.jsonl"
+    assert not invoke("sft", home / "recipe.toml", chats, "sft.steps=1").exit_code
+    shutil.rmtree(home / "run" / "hf")
+    assert not invoke("export", home / "run").exit_code
+    [folder] = (home / "run" / "hf").iterdir()
+    before, after = (load_file(path / "model.safetensors") for path in (home / "model", folder))
+    biases = [name for name in before if "correction_bias" in name]
+    assert before.keys() == after.keys() and len(biases) == 2
+    assert all(torch.equal(before[name], after[name]) for name in biases)

@@ -23,6 +23,7 @@ KINDS = [
     "bfloat16",
     "8-bit moments",
     "gemma2",
+    "mamba2",
 ]  # each by itself, and more: python -m tests.support.runs
 
 ONE_CORE = ("taskset", "-c", str(min(os.sched_getaffinity(0)))) if shutil.which("taskset") else ()

@@ -1,9 +1,12 @@
 """Tiny random models of architectures that run through transformers' own forward pass, and their
 stock twins."""
 
+import dataclasses
+
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tandem.model.inexact_trial import choose_path
 from tandem.model.load import make_exact
 from tandem.model.tiny import make_tokenizer
 
@@ -94,6 +97,67 @@ ARCHITECTURES = {
 }
 
 
+LATENT = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+ROUTED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 60,
+    "first_k_dense_replace": 1,
+}
+MANY = {"num_experts": 8, "num_experts_per_tok": 2}
+# In `make models` alone: of the kinds above, or rarer.
+MORE = {
+    "afmoe": {**WINDOWED, **MANY, "moe_intermediate_size": 60, "num_dense_layers": 1},
+    "aria_text": {**GROUPED, "moe_num_experts": 8, "moe_topk": 2},
+    "biogpt": {},
+    "cohere2_moe": {**WINDOWED, **MANY},
+    "cwm": {**WINDOWED, "bos_token_id": 1, "eos_token_id": 2},
+    "deepseek_v2": {**LATENT, **ROUTED},
+    "dots1": {
+        **GROUPED,
+        **ROUTED,
+        "n_group": 1,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 1.0,
+    },
+    "exaone_moe": {**GROUPED, **MANY, "sliding_window": 40, "moe_intermediate_size": 60},
+    "flex_olmo": {**GROUPED, **MANY},
+    "glm4_moe_lite": {**LATENT, **ROUTED},
+    "gpt_bigcode": {"n_inner": 172},
+    "granitemoehybrid": {
+        **GROUPED,
+        "layer_types": ["attention"] * 3,
+        "mamba_n_heads": 6,
+        "mamba_d_head": 32,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 172,
+    },
+    "granitemoeshared": {**GROUPED, **EXPERTS, "shared_intermediate_size": 60},
+    "hunyuan_v1_moe": {**GROUPED, "head_dim": 16, "num_experts": 8, "moe_topk": 2},
+    "hyperclovax": GROUPED,
+    "internlm3": {**GROUPED, "head_dim": 16},
+    "jais2": GROUPED,
+    "minicpm3": LATENT,
+    "minimax_m2": {**GROUPED, **EXPERTS, "head_dim": 16},
+    "ministral": WINDOWED,
+    "nanochat": GROUPED,
+    "persimmon": {},
+    "phimoe": {**GROUPED, **EXPERTS},
+    "solar_open": {**GROUPED, **ROUTED, "n_group": 1},
+    "vaultgemma": WINDOWED,
+    "youtu": LATENT,
+}
+
+
 LEAN = {
     "llama": GROUPED,
     "mistral": WINDOWED,
@@ -110,16 +174,46 @@ LEAN = {
 }
 
 
+LINEAR = {  # linear attention
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+INEXACT = {  # with a state, or attention of their own
+    "bloom": {},
+    "lfm2": {**GROUPED, "layer_types": ["conv", "full_attention", "conv"]},
+    "mamba": {"state_size": 8},
+    "mamba2": {"num_heads": 12, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 32},
+    "qwen3_5_text": {**GROUPED, **LINEAR, "head_dim": 16},
+    "qwen3_next": {
+        **GROUPED,
+        **LINEAR,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 60,
+        "shared_expert_intermediate_size": 60,
+    },
+}
+
+
 def architecture(name, **changes):
     """The transformers config of a tiny model."""
-    values = {**SHAPE, **{**ARCHITECTURES, **LEAN}[name], **changes}
+    values = {**SHAPE, **{**ARCHITECTURES, **MORE, **LEAN, **INEXACT}[name], **changes}
     if "ffn_dim" in values or "n_inner" in values:
         del values["intermediate_size"]
-    return type(AutoConfig.for_model(name))(**values)
+    kind = type(AutoConfig.for_model(name))
+    if name in INEXACT:  # whose configs keep what they do not know
+        known = {field.name for field in dataclasses.fields(kind)} | set(kind.attribute_map)
+        values = {name: value for name, value in values.items() if name in known}
+    return kind(**values)
 
 
 def stock(name, seed=0, **changes):
-    """Plain transformers, eager attention; every weight random, those that start at zero too."""
+    """Plain transformers, eager attention; every weight random, those that start at zero
+    too, as are the buffers that a checkpoint has."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = architecture(name, **changes)
@@ -127,6 +221,10 @@ def stock(name, seed=0, **changes):
         for weight in model.parameters():
             spread = torch.randn(weight.shape)
             weight.data = spread * 0.1 + (weight.data if weight.dim() < 2 else 0.0)
+        kept = model.state_dict()
+        for name, buffer in model.named_buffers():
+            if name in kept and buffer.is_floating_point():
+                buffer.copy_(torch.randn(buffer.shape) * 0.1)
     return model
 
 
@@ -140,3 +238,8 @@ def save_architecture(name, folder):
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     stock(name, vocab_size=len(tokenizer), **ends).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def inexact(name, lora=None, seed=0, **changes):
+    """The model of the inexact path, and why it is there."""
+    return choose_path(architecture(name), "here")(stock(name, seed, **changes), lora)

@@ -13,6 +13,7 @@ from transformers import (
 )
 
 from tandem.engine.engine import Engine
+from tandem.engine.inexact_engine import make_engine
 from tandem.model.forward import batch_logprobs
 from tandem.model.load import ExactModel, make_exact
 from tandem.runtime.rng import address
@@ -71,6 +72,11 @@ def parity_of(
 def parity_of_model(model: ExactModel, schedules: int) -> tuple[int, float]:
     """Return (tokens sampled, largest gap) over random schedules, with an optimizer step after
     each. The model has VOCABULARY tokens."""
+    return gaps_of_model(model, schedules)[:2]
+
+
+def gaps_of_model(model: ExactModel, schedules: int) -> tuple[int, float, float]:
+    """Return (tokens sampled, largest gap, mean gap), as `parity_of_model`."""
     optimizer = Optimizer(
         model.trainable(),
         learning_rate=1e-3,
@@ -81,7 +87,7 @@ def parity_of_model(model: ExactModel, schedules: int) -> tuple[int, float]:
         betas=(0.9, 0.95),
         max_grad_norm=1.0,
     )
-    tokens, worst = 0, 0.0
+    tokens, gaps = 0, []
     for number in range(schedules):
         rng = np.random.default_rng(number)
         longest = 1800 if number % 10 == 9 else 200
@@ -90,12 +96,10 @@ def parity_of_model(model: ExactModel, schedules: int) -> tuple[int, float]:
         )
         completions = engine_for(model, max_batch=int(rng.integers(1, 40))).generate(requests)
         tokens += sum(len(c.tokens) for c in completions)
-        gap = largest_gap(
-            model, requests, completions, int(rng.integers(100, 4000)), gradients=True
-        )
-        worst = float(np.max([worst, gap]))  # np: a NaN must show
+        gaps += gaps_of(model, requests, completions, int(rng.integers(100, 4000)), gradients=True)
         optimizer.update()
-    return tokens, worst
+    found = np.concatenate(gaps)
+    return tokens, float(found.max()), float(found.mean())  # np: a NaN must show
 
 
 def words(tokens: np.ndarray) -> str:
@@ -127,6 +131,19 @@ def largest_gap(
 ) -> float:
     """max |engine log-prob - policy log-prob| with samples packed, prompts shared, under a token
     budget."""
+    found = gaps_of(model, requests, completions, budget, gradients=gradients)
+    return float(np.concatenate(found).max())  # np: a NaN must show
+
+
+def gaps_of(
+    model: ExactModel,
+    requests: list[Request],
+    completions: list[Completion],
+    budget: int,
+    *,
+    gradients: bool,
+) -> list[np.ndarray]:
+    """|engine log-prob - policy log-prob| of the tokens, as `largest_gap`."""
     by_prompt: dict[bytes, int] = {}
     for request in requests:
         by_prompt.setdefault(request.prompt.tobytes(), len(by_prompt))
@@ -134,7 +151,7 @@ def largest_gap(
         zip(requests, completions, strict=True),
         key=lambda pair: by_prompt[pair[0].prompt.tobytes()],
     )
-    gap = 0.0
+    gaps = []
     for params in FILTERS:
         sampling = SamplingDistribution(
             temperature=params.temperature, top_k=params.top_k, top_p=params.top_p
@@ -148,9 +165,8 @@ def largest_gap(
                 logprobs, _ = batch_logprobs(model, batch, sampling)
             if gradients:
                 logprobs.sum().backward()
-            # np: a NaN must show
-            gap = float(np.max([gap, np.abs(logprobs.detach().cpu().numpy() - engine).max()]))
-    return gap
+            gaps.append(np.abs(logprobs.detach().cpu().numpy() - engine))
+    return gaps
 
 
 def sample_of(request: Request, completion: Completion, group: int) -> Sample:
@@ -162,4 +178,4 @@ def sample_of(request: Request, completion: Completion, group: int) -> Sample:
 
 
 def engine_for(model: ExactModel, *, max_batch: int = 256) -> Engine:
-    return Engine(model, words, cache_bytes=1 << 30, max_batch=max_batch)
+    return make_engine(model, words, cache_bytes=1 << 30, max_batch=max_batch)

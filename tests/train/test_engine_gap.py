@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tandem.config.schema import RL, Config, Rollout
-from tandem.jobs.engines import other_kernels, require_correction, require_parity
+from tandem.jobs.exactness import other_kernels, require_correction, require_parity
 from tandem.model.load import make_exact
 from tandem.model.probe import Exactness
 from tandem.runtime.errors import UserError

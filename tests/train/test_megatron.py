@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from tandem.config.parallel import Parallel
 from tandem.config.schema import Config
-from tandem.jobs.engines import require_correction
+from tandem.jobs.exactness import require_correction
 from tandem.jobs.export import save_weights
 from tandem.jobs.models import check_shape
 from tandem.model.forward import batch_logprobs

@@ -202,7 +202,7 @@ def signs_of_life(channel: Channel, beat_s: float) -> Iterator[None]:
 def load_engine(start: dict[str, Any]) -> "Engine":
     """Load the engine of a model directory, without an adapter: published weights are merged."""
     numerics.prepare(threads=1)
-    from tandem.engine.engine import Engine
+    from tandem.engine.inexact_engine import make_engine
     from tandem.model.load import load_model
     from tandem.model.placement import place_models
     from tandem.model.tokenizer import decode_text, load_tokenizer
@@ -213,7 +213,7 @@ def load_engine(start: dict[str, Any]) -> "Engine":
     model.split(start["splits"])
     use_matmul(start["matmul"])
     tokenizer, size = load_tokenizer(start["model_path"]), start["max_batch"]
-    return Engine(
+    return make_engine(
         model,
         lambda tokens: decode_text(tokenizer, tokens),
         cache_bytes=start["cache_bytes"],

@@ -1,0 +1,104 @@
+"""A model that cannot be exact, by the command: it learns, says what it is, and its run can be
+replayed; without a correction it is refused."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tandem.run_folder.metrics import read_metrics
+from tests.support.architectures import save_architecture
+from tests.support.home import invoke, mistake
+
+STEPS = 8
+RECIPE = """
+[run]
+steps = {steps}
+[rollout]
+max_new_tokens = 8
+[rl]
+prompts_per_step = 4
+group_size = 8
+correction = "tis"
+[train]
+learning_rate = 5e-3
+[data]
+train = "{folder}/problems.jsonl"
+[reward]
+function = "{folder}/reward.py:share"
+[model]
+path = "{folder}/model"
+"""
+REWARD = """
+def share(problem, completion):
+    return sum(c in "aeiou" for c in completion) / 8
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inexact")
+    save_architecture("lfm2", folder / "model")
+    (folder / "reward.py").write_text(REWARD)
+    rows = [{"prompt": f"{'x' * (n % 3)}{n}?", "answer": "a"} for n in range(12)]
+    (folder / "problems.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (folder / "recipe.toml").write_text(RECIPE.format(steps=STEPS, folder=folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(home):
+    run = home / "run"
+    result = invoke("train", home / "recipe.toml", f"run.folder={run}")
+    assert result.exit_code == 0, result.exception or result.output
+    return run, result.output
+
+
+def test_first_line_says_that_it_is_not_exact(trained):
+    _, output = trained
+    first = " ".join(output.split())
+    assert first.startswith("NOT exact: engine and trainer compute differently (architecture lfm2")
+    assert "gap measured each step" in first
+
+
+def test_it_learns_and_its_gap_is_measured(trained):
+    folder, _ = trained
+    rows = read_metrics(folder)[1:]
+    gaps = [(row["logprob_gap_mean"], row["logprob_gap"]) for row in rows[:5]]
+    assert all(0 < mean <= largest < 1e-4 for mean, largest in gaps), gaps
+    assert rows[0]["reward"] < 0.2 and rows[-1]["reward"] > 0.8
+
+
+def test_export_loads_in_transformers(trained):
+    folder, _ = trained
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder / f"hf/step_{STEPS:06d}", output_loading_info=True
+    )
+    assert not any(report.values()), report
+    assert model(torch.arange(9)[None]).logits.isfinite().all()
+
+
+def test_replay_learns_a_step_again(trained):
+    folder, _ = trained
+    result = invoke("replay", folder, "--step", STEPS)
+    assert result.exit_code == 0, result.output
+    told = " ".join(result.output.split())
+    assert f"equal: step {STEPS}" in told and "not compared bit by bit" in told
+
+
+def test_evaluation_needs_no_correction(home, tmp_path):
+    changes = [f"eval.data={home}/problems.jsonl", "rl.correction=none"]
+    result = invoke("eval", home / "recipe.toml", *changes, "--out", tmp_path / "means.json")
+    assert result.exit_code == 0, result.output
+    assert "NOT exact" in result.output
+    assert json.loads((tmp_path / "means.json").read_text())["eval/sampled"] >= 0
+
+
+def test_training_without_a_correction_is_refused(home, tmp_path):
+    error = mistake(
+        "train", home / "recipe.toml", "rl.correction=none", f"run.folder={tmp_path}/run"
+    )
+    assert "not the trainer's to the last bit" in error
+    assert "lfm2: its layers keep a state" in error
+    assert "rl.correction=tis" in error
