@@ -87,13 +87,13 @@ def require_faithful(config: Any, where: str, place: Placement = CPU_FLOAT32) ->
     """
     if is_lean(config):
         return
-    if place != CPU_FLOAT32:
+    if place.device.type != "cpu":
         raise UserError(
-            "this architecture runs on a CPU, in float32",
+            "this architecture runs on a CPU",
             where=f"{where}, architecture {config.model_type}",
-            found=f"{place.device}, {place.dtype_name}",
+            found=str(place.device),
             expected=f"one of {', '.join(LEAN_ARCHITECTURES)} for others",
-            next="set model.device=cpu and model.dtype=float32",
+            next="set model.device=cpu",
         )
     if found := _fault(config.model_type, config.to_json_string()):
         raise _not_faithful(where, config, found)

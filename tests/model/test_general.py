@@ -23,6 +23,7 @@ from tandem.model.forward import batch_logprobs
 from tandem.model.general import make_general
 from tandem.model.load import load_model
 from tandem.model.lora import Lora, add_adapter
+from tandem.model.placement import Placement
 from tandem.model.probe import Exactness, probe
 from tandem.model.tiny import make_tokenizer
 from tandem.model.trial import require_faithful
@@ -336,19 +337,17 @@ def leaky():
     del ACT2FN["leaky"]
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"parallel": {"data": 2}}, "in one process"),
-        ({"model": {"dtype": "bfloat16"}}, "on a CPU, in float32"),
-    ],
-    ids=str,
-)
-def test_what_the_general_path_lacks_is_refused_by_name(change, reason, tmp_path):
-    model = {"path": saved("olmo2", tmp_path)}
-    config = Config(**{**change, "model": {**model, **change.get("model", {})}})
-    with pytest.raises(UserError, match=reason) as error:
+def test_mesh_is_refused_for_the_general_path(tmp_path):
+    config = Config(model={"path": saved("olmo2", tmp_path)}, parallel={"data": 2})
+    with pytest.raises(UserError, match="in one process") as error:
         check_models(config)
+    assert "architecture olmo2" in error.value.where
+
+
+def test_gpu_is_refused_for_the_general_path():
+    gpu = Placement(torch.device("cuda", 0), torch.bfloat16)
+    with pytest.raises(UserError, match="runs on a CPU") as error:
+        require_faithful(architecture("olmo2"), "here", gpu)
     assert "architecture olmo2" in error.value.where
 
 
