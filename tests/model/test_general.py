@@ -22,7 +22,7 @@ from tandem.model.config_file import check_model, is_lean
 from tandem.model.forward import batch_logprobs
 from tandem.model.general import make_general
 from tandem.model.load import load_model
-from tandem.model.lora import Lora, add_adapter
+from tandem.model.lora import Lora, add_adapter, chosen_shapes
 from tandem.model.placement import Placement
 from tandem.model.probe import Exactness, probe
 from tandem.model.tiny import make_tokenizer
@@ -229,6 +229,8 @@ def test_adapter_is_read_by_peft_without_a_warning(name, targets, tmp_path, recw
     base = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
     tokens = random_tokens(np.random.default_rng(0), 50)
     expected = stock_logits(PeftModel.from_pretrained(base, tmp_path / "adapter"), tokens)
+    shapes = [(len(p.lora_B.weight), p.lora_A.weight.shape[1]) for p in model.adapted.values()]
+    assert sorted(chosen_shapes(stock(name), targets)) == sorted(shapes)
     found = exact_logits(model, [tokens])[0]
     assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
     with model.adapter_off():
