@@ -173,6 +173,8 @@ def page() -> str:
         "tokens after 8 prompts of 64, 8 layers of width 512),",
         "where it was measured. Other architectures run too if their trial passes: a random model of "
         "their shapes, before weights are loaded.",
+        "Sequences of a model with longrope (Phi 3 and 4) end at its original length, up to which it "
+        "is exact. Experts have no adapters.",
         "",
         "| `model_type` | layer | schedules | tokens | gap | export equal | gap with adapters | "
         "tok/s | `generate` |",
