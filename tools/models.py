@@ -184,6 +184,8 @@ def page() -> str:
         "tokens after 8 prompts of 64, 8 layers of width 512),",
         "where it was measured. Other architectures run too if their trial passes: a random model of "
         "their shapes, before weights are loaded.",
+        "Sequences of a model with longrope (Phi 3 and 4) end at its original length, up to which it "
+        "is exact. Experts have no adapters.",
         "",
         "Where the layer is \"transformers', inexact\", attention, states and cache are transformers' "
         "own: the gap is rounding, in nats, the largest and the mean.",

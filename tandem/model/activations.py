@@ -2,6 +2,7 @@
 
 torch's own silu, gelu and sigmoid compute the last few elements of a chunk by other instructions,
 so that their bits depend on how many elements there are and on the threads; so do their gradients.
+Arithmetic is float32; a result is rounded once.
 """
 
 import math
@@ -33,7 +34,7 @@ class ExactActivation(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             return _Activation.apply(x, self.kind)  # type: ignore[no-any-return]
-        return activate(x, self.kind)
+        return activate(x.float(), self.kind).to(x.dtype)
 
 
 def activate(x: Tensor, kind: str) -> Tensor:
@@ -86,8 +87,8 @@ class _Activation(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, kind: str) -> Tensor:
         ctx.save_for_backward(x)
         ctx.kind = kind
-        return activate(x, kind)
+        return activate(x.float(), kind).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return slope(ctx.saved_tensors[0], ctx.kind).mul_(grads[0]), None
+        return slope(ctx.saved_tensors[0].float(), ctx.kind).mul_(grads[0]).to(grads[0].dtype), None

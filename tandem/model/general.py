@@ -55,7 +55,7 @@ class GeneralModel(ExactModel):
         """Compute the last hidden states [T, D] of tokens and positions, int64 [T]."""
         assert choices is None, "refused by jobs/models.py"
         rows = len(tokens)
-        padding = (0, padded_rows(rows) - rows)
+        padding = (0, padded_rows(rows, self.dtype) - rows)
         with _attending(plan), self._functions or nullcontext():
             out = self.module.base_model(
                 input_ids=F.pad(tokens, padding)[None],

@@ -68,7 +68,7 @@ def _run_experts(module: Any, x: Tensor, chosen: Tensor, scores: Tensor) -> Tens
     if module.has_bias:
         up_bias = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
         down_bias = module.down_proj_bias
-    out = torch.zeros_like(x)
+    out = torch.zeros(x.shape)
     for number, packs in enumerate(module.packs):
         token, place = torch.where(chosen == number)
         if not len(token):
@@ -79,8 +79,8 @@ def _run_experts(module: Any, x: Tensor, chosen: Tensor, scores: Tensor) -> Tens
         inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
         value = _product(module, inner, module.down_proj, down_bias, number, packs[1])
         weighed = value[: len(token)] * scores[token, place, None]
-        out = out.index_add(0, token, weighed.to(out.dtype))
-    return out
+        out = out.index_add(0, token, weighed.float())
+    return out.to(x.dtype)
 
 
 def _product(

@@ -49,8 +49,8 @@ def why_inexact(config: Any, where: str, place: Placement = CPU_FLOAT32) -> str:
 
     logging.set_verbosity_error()  # reference kernels are slower, it says of each
     reason = why_not_exact(config)
-    if not reason and place != CPU_FLOAT32:
-        reason = f"{place.dtype_name} on {place.device.type}, and not float32 on a CPU"
+    if not reason and place.device.type != "cpu":
+        reason = f"it runs on {place.device.type}, and not on a CPU"
     reason = reason or general_fault(config)
     if reason and keeps_state(config):
         reason = "its layers keep a state from token to token"

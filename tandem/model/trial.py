@@ -187,6 +187,7 @@ def _kinds_of_layers(config: Any) -> list[str]:
     lists of one entry a layer."""
     layers = config.num_hidden_layers
     lists = [v for v in vars(config).values() if isinstance(v, list) and len(v) == layers]
+    lists = [v for v in lists if v != list(range(layers))]  # which only numbers them
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(copy.deepcopy(config))
     for part in module.modules():

@@ -1,12 +1,20 @@
 """bfloat16 on a CPU: rows keep their bits in any company, and numbers are close to float32's."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+from tandem.model.inexact_trial import why_inexact
 from tandem.model.layers import embed
 from tandem.model.linear import Part, fused_linear, gradient_product, multiply, pack, swiglu
+from tandem.model.load import make_exact
+from tandem.model.placement import Placement
+from tandem.model.probe import probe
 from tandem.model.tiles import TILE_ROWS
+from tests.support.architectures import architecture, stock
+from tests.support.parity import engine_for, largest_gap, random_requests
+from tests.support.tiny import exact_logits, random_tokens, stock_logits
 
 BF16 = torch.bfloat16
 
@@ -76,3 +84,19 @@ def test_gradient_products_have_the_type_of_the_second_factor_or_float32():
     found = gradient_product(a, b)
     assert found.dtype in (BF16, torch.float32)
     torch.testing.assert_close(found.float(), a @ b.float(), rtol=2e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt2", "gpt_oss", "opt", "deepseek_v3"])
+def test_general_path_is_exact_and_as_close_to_float32_as_transformers(name):
+    assert not why_inexact(architecture(name), "here", Placement(torch.device("cpu"), BF16))
+    model, whole, theirs = make_exact(stock(name).to(BF16)), stock(name), stock(name).to(BF16)
+    theirs.set_experts_implementation("eager")
+    assert probe(model, 1).parity == []
+    requests = random_requests(np.random.default_rng(1), prompts=3, longest=150, group=2)
+    completions = engine_for(model, max_batch=8).generate(requests)
+    assert largest_gap(model, requests, completions, 400, gradients=True) == 0.0
+    tokens = random_tokens(np.random.default_rng(0), 100)
+    with torch.no_grad():
+        expected, other = stock_logits(whole, tokens), stock_logits(theirs, tokens)
+        [found] = exact_logits(model, [tokens])
+    assert (found - expected).abs().median() <= 1.1 * (other - expected).abs().median()

@@ -21,7 +21,8 @@ from tandem.model.forward import batch_logprobs
 from tandem.model.general import make_general
 from tandem.model.inexact_trial import why_inexact
 from tandem.model.load import load_model
-from tandem.model.lora import Lora, add_adapter
+from tandem.model.lora import Lora, add_adapter, chosen_shapes
+from tandem.model.placement import Placement
 from tandem.model.probe import Exactness, probe
 from tandem.model.tiny import make_tokenizer
 from tandem.run_folder.export import export, export_adapter
@@ -226,6 +227,8 @@ def test_adapter_is_read_by_peft_without_a_warning(name, targets, tmp_path, recw
     base = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
     tokens = random_tokens(np.random.default_rng(0), 50)
     expected = stock_logits(PeftModel.from_pretrained(base, tmp_path / "adapter"), tokens)
+    shapes = [(len(p.lora_B.weight), p.lora_A.weight.shape[1]) for p in model.adapted.values()]
+    assert sorted(chosen_shapes(stock(name), targets)) == sorted(shapes)
     found = exact_logits(model, [tokens])[0]
     assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
     with model.adapter_off():
@@ -307,11 +310,16 @@ def leaky():
     del ACT2FN["leaky"]
 
 
-def test_a_mesh_is_refused_by_name(tmp_path):
-    config = Config(parallel={"data": 2}, model={"path": saved("olmo2", tmp_path)})
+def test_mesh_is_refused_for_the_general_path(tmp_path):
+    config = Config(model={"path": saved("olmo2", tmp_path)}, parallel={"data": 2})
     with pytest.raises(UserError, match="in one process") as error:
         check_models(config)
     assert "architecture olmo2" in error.value.where
+
+
+def test_a_gpu_has_no_general_exact_path():
+    gpu = Placement(torch.device("cuda", 0), torch.bfloat16)
+    assert "it runs on cuda" in why_inexact(architecture("olmo2"), "here", gpu)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from tandem.model.forward import batch_logprobs
 from tandem.model.inexact_trial import StockTrial, stock_trial, why_inexact
 from tandem.model.load import load_model
 from tandem.model.lora import Lora
-from tandem.model.placement import place_models
 from tandem.run_folder.export import export
 from tandem.runtime.errors import UserError
 from tandem.train.pack import pack
@@ -40,12 +39,6 @@ def test_trial_finds_it_causal_and_its_cache_good(name):
 def test_reason_is_named(config, reason, tmp_path):
     config.save_pretrained(tmp_path)
     assert reason in why_inexact(check_model(str(tmp_path)), "here")
-
-
-def test_general_path_is_left_where_it_is_not_exact():
-    place = place_models("cpu", "bfloat16")
-    assert "bfloat16 on cpu" in why_inexact(architecture("olmo2"), "here", place)
-    assert not why_inexact(architecture("olmo2"), "here")
 
 
 def groups_packed(budget):

@@ -9,6 +9,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    Lfm2Config,
     Llama4TextConfig,
     MiniMaxM3VLTextConfig,
     Olmo2Config,
@@ -17,9 +18,10 @@ from transformers import (
 from transformers.masking_utils import create_chunked_causal_mask
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from tandem.model.load import make_exact
 from tandem.model.rope import positions_of
 from tandem.model.thresholds import lower_thresholds
-from tandem.model.trial import general_fault
+from tandem.model.trial import general_fault, random_model
 from tandem.runtime.errors import UserError
 from tests.support.architectures import GROUPED, SHAPE, architecture, exact, stock
 from tests.support.parity import engine_for, largest_gap, random_requests
@@ -106,12 +108,26 @@ def test_attention_that_is_another_beyond_thousands_of_tokens_is_not_exact():
     assert "logits that differ" in fault_of(ChunkedConfig(**SHAPE, **GROUPED))
 
 
-def test_thresholds_are_lowered_and_shapes_are_not():
-    config = Llama4TextConfig(**SHAPE, **GROUPED, head_dim=16, interleave_moe_layer_step=2)
+@pytest.mark.parametrize(
+    ("config", "thresholds"),
+    [
+        (
+            Llama4TextConfig(**SHAPE, **GROUPED, head_dim=16, interleave_moe_layer_step=2),
+            {"attention_chunk_size", "floor_scale"},
+        ),
+        (architecture("deepseek_v3", num_attention_heads=128, num_key_value_heads=128), set()),
+        (
+            architecture("gemma2", query_pre_attn_scalar=256, sliding_window=4096),
+            {"sliding_window"},
+        ),
+    ],
+    ids=["llama4", "deepseek", "gemma2"],
+)
+def test_thresholds_are_lowered_and_no_other_number_is(config, thresholds):
     before = dict(vars(config))
     lower_thresholds(config, 60)
     changed = {name for name, value in vars(config).items() if value != before[name]}
-    assert changed == {"attention_chunk_size", "floor_scale"}
+    assert changed == thresholds
 
 
 def test_model_that_depends_on_the_longest_position_of_a_pass_is_not_exact():
@@ -158,3 +174,10 @@ def test_engine_takes_no_sequence_that_longrope_would_turn_otherwise():
     with pytest.raises(UserError, match="longer than the model can place") as error:
         engine.generate([replace(requests[0], prompt=np.zeros(600, np.int64))])
     assert "600 (the model's original_max_position_embeddings)" in error.value.expected
+
+
+def test_list_that_numbers_the_layers_does_not_make_each_a_kind():
+    """All of a large model's would not fit the memory."""
+    config = Lfm2Config(**{**SHAPE, **GROUPED, "num_hidden_layers": 5}, full_attn_idxs=[*range(5)])
+    model = make_exact(AutoModelForCausalLM.from_config(config))
+    assert random_model(model, 0).config.num_hidden_layers == 1
