@@ -274,6 +274,9 @@ def serve(
     chat_template: Annotated[
         str, unset(help="Jinja file with the chat template, for a model without one")
     ] = "",
+    trust_remote_code: Annotated[
+        bool, Option("--trust-remote-code", help="run the Python files of the model directory")
+    ] = False,
     allow_weight_updates: Annotated[
         bool, Option(help="let clients have it load new weights, as `tandem train` does")
     ] = False,
@@ -295,6 +298,7 @@ def serve(
             device=device,
             dtype=dtype,
             chat_template=chat_template,
+            trust_remote_code=trust_remote_code,
             allow_weight_updates=allow_weight_updates,
         )
     )

@@ -26,7 +26,7 @@ from tandem.model.layer_norm import CLASSES as NORMS
 from tandem.model.layer_norm import ExactLayerNorm
 from tandem.model.linear import ExactLinear, PackedWeight, Part, padded_rows
 from tandem.model.load import ExactModel
-from tandem.model.lora import Lora, exact_adapted
+from tandem.model.lora import Lora, exact_adapted, quantize_base
 from tandem.model.paged_attention import PagedPlan
 
 ATTENTION = "tandem_exact"  # its name in transformers' AttentionInterface
@@ -126,6 +126,7 @@ def make_general(module: Any, lora: Lora | None = None) -> GeneralModel:
     head, softcap = module.get_output_embeddings(), logit_softcap(module.config)
     if head is not None and softcap:
         module.set_output_embeddings(CappedHead(head, softcap))
+    quantize_base(module, lora)
     return GeneralModel(module.eval(), lora, functions)
 
 

@@ -7,7 +7,6 @@ Hugging Face directory. A model that cannot be exact is refused by name, before 
 (config_file.py). This file knows no sampling or training.
 """
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -28,12 +27,13 @@ from tandem.model.config_file import (
     kv_heads_of,
     window_of,
 )
+from tandem.model.custom_code import from_config, is_custom
 from tandem.model.decode_rows import DecodeRows
 from tandem.model.expert_choices import ExpertChoices
 from tandem.model.experts import ExactExperts, ExactRouter
 from tandem.model.layers import ExactLayer, Rotation, embed, norm, rotation_of
-from tandem.model.linear import ExactLinear, PackedWeight, padded_rows
-from tandem.model.lora import Lora, add_adapter, exact_adapted
+from tandem.model.linear import ExactLinear, PackedWeight, Part, padded_rows
+from tandem.model.lora import Lora, add_adapter, exact_adapted, quantize_base
 from tandem.model.paged_attention import PAGE, PagedPlan, Runs
 from tandem.model.placement import CPU_FLOAT32, Placement
 from tandem.model.row_parts import WHOLE
@@ -188,10 +188,9 @@ class ExactModel(nn.Module):
 
     def merged_weights(self) -> dict[str, Tensor]:
         """Return the weights that run, the adapter merged, by their plain Hugging Face names."""
-        adapter = self.adapter_weights()
-        base = {name: w for name, w in self.named_weights().items() if name not in adapter}
-        merged = {f"{n}.weight": part.adapted_part().merged() for n, part in self.adapted.items()}
-        return base | merged
+        parts = {f"{name}.weight": part.adapted_part() for name, part in self.adapted.items()}
+        weights, factors = self.named_weights(), self.adapter_weights()
+        return {n: parts.get(n, Part(w)).merged() for n, w in weights.items() if n not in factors}
 
     def adapter_weights(self) -> dict[str, Tensor]:
         """Return the adapter's factors by their names in `named_weights`; empty without one."""
@@ -299,7 +298,7 @@ def unfilled_model(
     """
     from transformers import GenerationConfig
 
-    module = _stock_class(head).from_config(check_model(path, head=head), dtype=dtype)
+    module = from_config(_stock_class(head), check_model(path, head=head), dtype=dtype)
     if head == "tokens":
         module.generation_config = GenerationConfig.from_pretrained(path)
     return make_exact(module)
@@ -321,7 +320,7 @@ def empty_model(path: str, config: Any, *, head: HeadKind = "tokens") -> Any:
     """
     try:
         with torch.device("meta"):
-            return _stock_class(head).from_config(copy.deepcopy(config))
+            return from_config(_stock_class(head), config)
     except Exception as error:  # a wrong value in config.json may raise anything
         raise UserError(
             "the model's config cannot be used",
@@ -349,7 +348,7 @@ def _stock_model(path: str, config: Any, head: HeadKind, place: Placement) -> An
             path,
             config=config,
             dtype=place.dtype,
-            trust_remote_code=False,
+            trust_remote_code=is_custom(config),
             use_safetensors=True,
             output_loading_info=True,
         )
@@ -379,6 +378,7 @@ def make_exact(module: Any, lora: Lora | None = None) -> ExactModel:
     config, layers = module.config, module.model.layers
     for number, layer in enumerate(layers):
         layers[number] = ExactLayer(layer, number, window_of(config, number))
+    quantize_base(module, lora)
     return ExactModel(module.eval(), lora)
 
 

@@ -7,12 +7,13 @@ it. No other file knows PEFT. It is imported for the first adapter.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from tandem.model.linear import ExactLinear
+from tandem.model.quantized import Base, quantize_linears
 from tandem.runtime.errors import UserError
 
 ALL_LINEAR = "all-linear"
@@ -25,6 +26,7 @@ class Lora:
 
     A is drawn from seed, B starts at zero, W is frozen. Targets are names of linear modules or ends
     of such names, or "all-linear": every linear of the layers.
+    base: what W is kept in, "float" for the type of the model.
     Example: Lora(rank=16, alpha=32.0, targets=("q_proj", "v_proj"), seed=0)
     """
 
@@ -32,6 +34,7 @@ class Lora:
     alpha: float
     targets: tuple[str, ...]
     seed: int
+    base: Literal["float"] | Base = "float"
 
 
 def add_adapter(module: Any, lora: Lora) -> None:
@@ -55,6 +58,15 @@ def exact_adapted(layer: Any) -> ExactLinear:
     """Make an ExactLinear on the parameters of PEFT's lora Linear, as `add_adapter` made it."""
     base, lora_a, lora_b = layer.base_layer, layer.lora_A[_ADAPTER], layer.lora_B[_ADAPTER]
     return ExactLinear(base.weight, base.bias, lora_a, lora_b, layer.scaling[_ADAPTER])
+
+
+def quantize_base(module: Any, lora: Lora | None) -> None:
+    """Keep the weights of all linears of an exact module's layers in the adapter's base, adapted
+    or not; experts, routers, embeddings and heads stay float."""
+    if lora is not None and lora.base != "float":
+        quantize_linears(
+            [p for p in module.base_model.modules() if type(p) is ExactLinear], lora.base
+        )
 
 
 def _check_targets(targets: Sequence[str], linears: Sequence[str]) -> None:

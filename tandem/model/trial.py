@@ -20,6 +20,7 @@ from transformers.initialization import no_init_weights
 
 from tandem.model.attention import PackedPlan, Plan
 from tandem.model.config_file import LEAN_ARCHITECTURES, first_line, is_lean, is_sparse, window_of
+from tandem.model.custom_code import from_config
 from tandem.model.load import ExactModel, make_exact
 from tandem.model.logprobs import log_distribution, token_logprobs
 from tandem.model.paged_attention import PAGE, Runs
@@ -57,7 +58,7 @@ def _random_module(
     config.vocab_size, config.pad_token_id = VOCABULARY, None
     noise = torch.Generator().manual_seed(seed)
     with no_init_weights():
-        module = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).to(device)
+        module = from_config(AutoModelForCausalLM, config, dtype=dtype).to(device)
     module.tie_weights()
     for weight in module.parameters():
         spread = torch.randn(weight.shape, generator=noise)
@@ -83,7 +84,7 @@ def require_faithful(config: Any, where: str, place: Placement = CPU_FLOAT32) ->
             expected=f"one of {', '.join(LEAN_ARCHITECTURES)} for others",
             next="set model.device=cpu and model.dtype=float32",
         )
-    if found := _fault(config.model_type, config.to_json_string()):
+    if found := _fault(config.__class__, config.to_json_string(), config.name_or_path):
         raise _not_faithful(where, config, found)
 
 
@@ -98,13 +99,13 @@ class _WatchedPlan(PackedPlan):
 
 
 @cache
-def _fault(model_type: str, text: str) -> str:
-    """Say in which way the general path of a config in JSON is wrong; "" if it is not."""
-    from transformers import CONFIG_MAPPING
-
+def _fault(config_class: Any, text: str, name: str) -> str:
+    """Say in which way the general path of a config in JSON is wrong; "" if it is not. name: of
+    its directory."""
     tokens = torch.randint(VOCABULARY, (TRIED,), generator=torch.Generator().manual_seed(0))
     try:
-        whole = CONFIG_MAPPING[model_type].from_dict(json.loads(text))
+        whole = config_class.from_dict(json.loads(text))
+        whole.name_or_path = name
         config = _one_layer_of_each_kind(whole, 1)
         stock = _random_module(config, 0)
         stock.set_attn_implementation("eager")
@@ -194,7 +195,7 @@ def _kinds_of_layers(config: Any) -> list[str]:
     layers = config.num_hidden_layers
     lists = [v for v in vars(config).values() if isinstance(v, list) and len(v) == layers]
     with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        module = from_config(AutoModelForCausalLM, config)
     for part in module.modules():
         if isinstance(part, nn.ModuleList) and len(part) == layers:
             return [
