@@ -33,7 +33,7 @@ from tandem.model.expert_choices import ExpertChoices
 from tandem.model.experts import ExactExperts, ExactRouter
 from tandem.model.layers import ExactLayer, Rotation, embed, norm, rotation_of
 from tandem.model.linear import ExactLinear, PackedWeight, Part, padded_rows
-from tandem.model.lora import Lora, add_adapter, exact_adapted, quantize_base
+from tandem.model.lora import Lora, Merged, add_adapter, exact_adapted, quantize_base
 from tandem.model.paged_attention import PAGE, PagedPlan, Runs
 from tandem.model.placement import CPU_FLOAT32, Placement
 from tandem.model.row_parts import WHOLE
@@ -188,9 +188,13 @@ class ExactModel(nn.Module):
 
     def merged_weights(self) -> dict[str, Tensor]:
         """Return the weights that run, the adapter merged, by their plain Hugging Face names."""
+        return dict(self.merged())
+
+    def merged(self) -> Merged:
+        """Return `merged_weights` one at a time."""
         parts = {f"{name}.weight": part.adapted_part() for name, part in self.adapted.items()}
         weights, factors = self.named_weights(), self.adapter_weights()
-        return {n: parts.get(n, Part(w)).merged() for n, w in weights.items() if n not in factors}
+        return Merged({n: parts.get(n, Part(w)) for n, w in weights.items() if n not in factors})
 
     def adapter_weights(self) -> dict[str, Tensor]:
         """Return the adapter's factors by their names in `named_weights`; empty without one."""

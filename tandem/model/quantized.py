@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 Base = Literal["nf4", "int8"]
@@ -99,9 +99,3 @@ def quantized_bytes(weight: Tensor, base: Base) -> int:
 def dequantized(weight: Tensor) -> Tensor:
     """Return a weight as a plain tensor."""
     return weight.numbers() if isinstance(weight, QuantizedWeight) else weight
-
-
-def quantize_linears(linears: list[Any], base: Base) -> None:
-    """Replace the weights of linears, which nobody trains, by quantized ones, one after another."""
-    for linear in linears:
-        linear.weight = nn.Parameter(quantize(linear.weight, base), requires_grad=False)

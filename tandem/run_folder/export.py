@@ -179,7 +179,7 @@ def model_card(
         f"---\nlibrary_name: transformers\npipeline_tag: {task}\ntags: [tandem, {method}]\n---\n"
         f"# {Path(base).name}, after `tandem {command}`\n\n"
         f"Trained from `{base}` by Tandem {__version__}, {step} steps, seed {config.run.seed}. "
-        f"Weight hash `{weight_hash(model.merged_weights())}`.\n\n"
+        f"Weight hash `{weight_hash(model.merged())}`.\n\n"
         f"{quantized * (config.lora.base != 'float')}"
         f"Last metrics of the run:\n{_block('json', json.dumps(numbers, indent=2))}\n"
         f"## Recipe\n\nEvery key that differs from its default:\n{_block('toml', lines)}\n"
