@@ -139,6 +139,9 @@ def export(
     best: Annotated[
         bool, Option("--best", help="the best held-out reward's, of a run with eval.keep_best")
     ] = False,
+    max_shard_size: Annotated[
+        str, Option(help="a larger model becomes several files of that size, and an index")
+    ] = "50GB",
     push: Annotated[
         str, unset(metavar="NAME", help="then upload it to the hub, as NAME or OWNER/NAME")
     ] = "",
@@ -146,7 +149,9 @@ def export(
     """Write a checkpoint as a Hugging Face directory for stock transformers and vLLM."""
     from tandem.cli.export import export_run
 
-    export_run(run, step, out, adapter=adapter, best=best, push_to=push)
+    export_run(
+        run, step, out, adapter=adapter, best=best, push_to=push, max_shard_size=max_shard_size
+    )
 
 
 @app.command()

@@ -43,15 +43,19 @@ def export(
     folder: Path,
     card: str,
     save_weights: Callable[[Path], None] | None = None,
+    *,
+    max_shard_size: str = "50GB",
 ) -> Path:
     """Write model, and the tokenizer at `source`, into folder, which appears whole or not at all.
 
     An adapter is merged into the weights. save_weights: writes the weights of a divided model.
+    max_shard_size: of a file of weights, e.g. "5GB".
     """
 
     def write(folder: Path) -> None:
         if save_weights is None:
-            model.module.save_pretrained(folder, state_dict=model.merged_weights())
+            weights, size = model.merged_weights(), max_shard_size
+            model.module.save_pretrained(folder, state_dict=weights, max_shard_size=size)
         else:
             model.module.save_pretrained(folder, state_dict={})  # its configs
             (folder / WEIGHTS).unlink(missing_ok=True)
