@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tandem.cli.plan_time import random_directory
 from tandem.model import custom_code
 from tandem.model.load import load_model
 from tandem.model.tokenizer import load_tokenizer
@@ -185,6 +186,7 @@ def test_changed_file_is_another_run(trained, home, tmp_path):
 
 def test_plan_and_its_timing_run_the_files(home, tmp_path):
     command = ["plan", home / "recipe.toml", f"run.folder={tmp_path / 'run'}", TRUSTED]
-    result = invoke(*command, "--time")
+    result = invoke(*command)
     assert result.exit_code == 0 and "ready: " in result.output, result.output
-    assert "of a random model" in result.output
+    random_directory(str(home / "model"), tmp_path / "random", 1)
+    assert type(load_model(str(tmp_path / "random")).module).__name__ == "HalvedForCausalLM"

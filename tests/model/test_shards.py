@@ -43,7 +43,7 @@ def home(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(home, tmp_path_factory):
     run = tmp_path_factory.mktemp("run") / "run"
-    changes = ["rl.kl_coef=0.05", "rollout.workers=1", "train.learning_rate=1e-2"]
+    changes = ["rl.kl_coef=0.05", "train.learning_rate=1e-2"]
     result = invoke("train", home / "recipe.toml", f"run.folder={run}", *changes)
     assert result.exit_code == 0, result.output
     return run
