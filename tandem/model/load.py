@@ -27,7 +27,7 @@ from tandem.model.config_file import (
     kv_heads_of,
     window_of,
 )
-from tandem.model.custom_code import from_config, is_custom
+from tandem.model.custom_code import from_config
 from tandem.model.decode_rows import DecodeRows
 from tandem.model.expert_choices import ExpertChoices
 from tandem.model.experts import ExactExperts, ExactRouter
@@ -37,8 +37,9 @@ from tandem.model.lora import Lora, Merged, add_adapter, exact_adapted, quantize
 from tandem.model.paged_attention import PAGE, PagedPlan, Runs
 from tandem.model.placement import CPU_FLOAT32, Placement
 from tandem.model.row_parts import WHOLE
+from tandem.model.stock import load_stock, stock_class
 from tandem.model.triton.dispatch import triton_for
-from tandem.model.weight_files import cannot_load, check_sums, check_weights
+from tandem.model.weight_files import check_sums, check_weights
 from tandem.runtime.errors import UserError
 
 T = TypeVar("T")
@@ -290,7 +291,7 @@ def load_model(
         require_faithful(config, f"model.path = {path}", place)
     check_sums(path)
     check_weights(path, sum(p.numel() for p in empty_model(path, config, head=head).parameters()))
-    return make_exact(_stock_model(path, config, head, place), lora)
+    return make_exact(load_stock(path, config, head, place), lora)
 
 
 def unfilled_model(
@@ -302,7 +303,7 @@ def unfilled_model(
     """
     from transformers import GenerationConfig
 
-    module = from_config(_stock_class(head), check_model(path, head=head), dtype=dtype)
+    module = from_config(stock_class(head), check_model(path, head=head), dtype=dtype)
     if head == "tokens":
         module.generation_config = GenerationConfig.from_pretrained(path)
     return make_exact(module)
@@ -324,7 +325,7 @@ def empty_model(path: str, config: Any, *, head: HeadKind = "tokens") -> Any:
     """
     try:
         with torch.device("meta"):
-            return from_config(_stock_class(head), config)
+            return from_config(stock_class(head), config)
     except Exception as error:  # a wrong value in config.json may raise anything
         raise UserError(
             "the model's config cannot be used",
@@ -332,40 +333,6 @@ def empty_model(path: str, config: Any, *, head: HeadKind = "tokens") -> Any:
             found=first_line(error),
             expected="values that make a model",
         ) from None
-
-
-def _stock_class(head: HeadKind) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    return AutoModelForSequenceClassification if head == "value" else AutoModelForCausalLM
-
-
-def _stock_model(path: str, config: Any, head: HeadKind, place: Placement) -> Any:
-    """Load transformers' module, using only plain fields of config.json and safetensors."""
-    if head == "value":
-        config.num_labels = 1
-    try:
-        module, report = _stock_class(head).from_pretrained(
-            path,
-            config=config,
-            dtype=place.dtype,
-            trust_remote_code=is_custom(config),
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    except Exception as error:  # a damaged file may raise anything
-        raise cannot_load(path, first_line(error)) from None
-    missing = set(report["missing_keys"])  # transformers would fill them with random numbers
-    if head == "value" and "score.weight" in missing:
-        missing.remove("score.weight")
-        nn.init.zeros_(module.score.weight)
-    if missing:
-        names = ", ".join(sorted(missing)[:3])
-        raise cannot_load(path, f"no weights for {len(missing)} parameters: {names}")
-    return module.to(place.device)
 
 
 def make_exact(module: Any, lora: Lora | None = None) -> ExactModel:

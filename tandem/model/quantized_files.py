@@ -1,7 +1,8 @@
-"""Checkpoints whose weights are quantized already: told at once, with what can be named instead.
+"""Checkpoints whose weights are quantized already.
 
-Adapters are merged into float weights, which are trained, hashed and exported; quantizers of others
-need a library each, most of them a GPU, and none gives a trainer and an engine the same bits.
+Two kinds transformers dequantizes by itself while it loads them, which is all that a run sees. Any
+other is refused: their quantizers need a library each, most of them a GPU, and what they multiply
+is not the same in a trainer and an engine.
 """
 
 from collections.abc import Mapping
@@ -10,26 +11,25 @@ from typing import Any
 from tandem.runtime.errors import UserError
 
 KEYS = ("quantization_config", "compression_config")
-# what undoes a quantizer, where that is one call
-UNDONE = {"bitsandbytes": "M.from_pretrained(DIR).dequantize().save_pretrained(NEW)"}
+DEQUANTIZED = ("fp8", "mxfp4")  # DeepSeek-V3's and Qwen3's, and gpt-oss'
 
 
 def require_float(values: Mapping[str, Any], where: str) -> None:
-    """Raise UserError for a config.json of quantized weights."""
+    """Raise UserError for a config.json of weights that stay quantized."""
     for key in KEYS:
         if (quantizer := values.get(key)) is not None:
-            raise _quantized(where, key, quantizer)
+            about = quantizer if isinstance(quantizer, dict) else {}
+            method = str(about.get("quant_method", "unknown"))[:40]
+            if method not in DEQUANTIZED or key != KEYS[0]:
+                raise _quantized(where, f"{key} of {method}")
 
 
-def _quantized(where: str, key: str, quantizer: Any) -> UserError:
-    about = quantizer if isinstance(quantizer, dict) else {}
-    method = str(about.get("quant_method", "unknown"))[:40]
-    undo = f"; or make it float: {UNDONE[method]}" if method in UNDONE else ""
+def _quantized(where: str, found: str) -> UserError:
     return UserError(
         "the model's weights are quantized",
         where=where,
-        found=f"{key} of {method}",
-        expected="float weights in safetensors",
+        found=found,
+        expected=f"float weights in safetensors; or {' or '.join(DEQUANTIZED)}, which become float",
         next="name the model that it was quantized from, and quantize it here with lora.rank=16 "
-        f"lora.base=nf4{undo}",
+        "lora.base=nf4",
     )
