@@ -119,7 +119,7 @@ def run_training(
                     result = job.step(loop.done)
                     loop.record_step(result)
                     loop.finish_step(result.metrics, result.timings)
-    digest = weight_hash(trained_model(job).merged_weights())
+    digest = weight_hash(trained_model(job).merged())
     return TrainingEnd(step=loop.done, weights=digest, best=loop.best.best)
 
 
@@ -238,7 +238,7 @@ class _TrainLoop:
 
     def _log(self, metrics: Row, timings: Row) -> None:
         start = time.perf_counter()
-        ledger = {"weights": weight_hash(trained_model(self.job).merged_weights()), "episodes": ""}
+        ledger = {"weights": weight_hash(trained_model(self.job).merged()), "episodes": ""}
         for name, kind in EPISODE_FILES.items():
             if (path := episode_file(self.run.episodes, self.done, kind)).exists():
                 ledger[name] = file_hash(path)

@@ -57,7 +57,7 @@ class ReplayRun:
         return {}
 
     def weight_hash(self) -> str:
-        return weight_hash(next(iter(self.learners.values())).model.merged_weights())
+        return weight_hash(next(iter(self.learners.values())).model.merged())
 
 
 class JournalReplayRun(ReplayRun):

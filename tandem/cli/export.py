@@ -1,5 +1,6 @@
 """`tandem export`: a checkpoint as a Hugging Face directory, or its adapter in PEFT's format."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -26,10 +27,25 @@ from tandem.runtime.errors import UserError
 
 
 def export_run(
-    folder: Path, step: int | None, out: Path | None, *, adapter: bool, best: bool, push_to: str
+    folder: Path,
+    step: int | None,
+    out: Path | None,
+    *,
+    adapter: bool,
+    best: bool,
+    push_to: str,
+    max_shard_size: str,
 ) -> None:
     """Export a checkpoint of a run, by default the newest whole one; adapter: its adapter alone;
-    best: that of the best held-out reward; push_to: a name on the hub."""
+    best: that of the best held-out reward; push_to: a name on the hub; max_shard_size: of a
+    file of weights."""
+    if not re.fullmatch(r"[1-9][0-9]*[KMGT]B", max_shard_size):
+        raise UserError(
+            "not a size of a file",
+            where="--max-shard-size",
+            found=max_shard_size,
+            expected="a number and KB, MB, GB or TB, e.g. 5GB",
+        )
     if out is not None and out.exists():
         raise UserError(
             "the target of the export exists",
@@ -56,7 +72,7 @@ def export_run(
         if adapter:
             export_adapter(model, past.config.model.path, target, card)
         else:
-            export(model, past.kept_model, target, card)
+            export(model, past.kept_model, target, card, max_shard_size=max_shard_size)
     console.print(f"model in {target}")
     if push_to:
         console.print(f"pushed to {push(target, push_to)}")

@@ -139,6 +139,9 @@ def export(
     best: Annotated[
         bool, Option("--best", help="the best held-out reward's, of a run with eval.keep_best")
     ] = False,
+    max_shard_size: Annotated[
+        str, Option(help="a larger model becomes several files of that size, and an index")
+    ] = "50GB",
     push: Annotated[
         str, unset(metavar="NAME", help="then upload it to the hub, as NAME or OWNER/NAME")
     ] = "",
@@ -146,7 +149,9 @@ def export(
     """Write a checkpoint as a Hugging Face directory for stock transformers and vLLM."""
     from tandem.cli.export import export_run
 
-    export_run(run, step, out, adapter=adapter, best=best, push_to=push)
+    export_run(
+        run, step, out, adapter=adapter, best=best, push_to=push, max_shard_size=max_shard_size
+    )
 
 
 @app.command()
@@ -275,6 +280,9 @@ def serve(
     chat_template: Annotated[
         str, unset(help="Jinja file with the chat template, for a model without one")
     ] = "",
+    trust_remote_code: Annotated[
+        bool, Option("--trust-remote-code", help="run the Python files of the model directory")
+    ] = False,
     allow_weight_updates: Annotated[
         bool, Option(help="let clients have it load new weights, as `tandem train` does")
     ] = False,
@@ -296,6 +304,7 @@ def serve(
             device=device,
             dtype=dtype,
             chat_template=chat_template,
+            trust_remote_code=trust_remote_code,
             allow_weight_updates=allow_weight_updates,
         )
     )

@@ -27,6 +27,7 @@ from tandem.jobs.meshes import memory_of_run
 from tandem.jobs.ranks import require_cores
 from tandem.jobs.resources import Machine, Need, disk, gpu_memory, host_memory, model_sizes
 from tandem.jobs.throughput import measured
+from tandem.model import custom_code
 from tandem.model.config_file import check_model
 from tandem.model.rope import positions_of
 from tandem.run_folder.folder import check_run
@@ -59,6 +60,7 @@ def plan(
         raise UserError(
             "this command has no plan", where="--for", found=command, expected=", ".join(INPUTS)
         )
+    custom_code.allow(config.model.trust_remote_code)
     made = _Plan(config, command, folder, machine or Machine.here(folder))
     made.show_values(origins, every)
     made.show_needs()

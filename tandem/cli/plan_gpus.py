@@ -22,6 +22,7 @@ from tandem.jobs.inputs import INPUTS
 from tandem.jobs.meshes import LARGEST, Plan, plans, rollout_of, smallest, times_of_rollout, work_of
 from tandem.jobs.resources import Sizes, model_sizes
 from tandem.jobs.shards import Work
+from tandem.model import custom_code
 from tandem.model.config_file import LEAN_ARCHITECTURES, is_lean
 from tandem.model.placement import FLOAT8_CAPABILITY, Placement, no_float8
 from tandem.runtime.disk import human_bytes
@@ -48,6 +49,7 @@ def plan_gpus(config: Config, command: str, count: int, kind: str) -> None:
         raise no_float8(gpu.name, FLOAT8_CAPABILITY)
     if command in ("train", "distill"):
         require_correction(config)
+    custom_code.allow(config.model.trust_remote_code)
     sizes, longest = _sizes(config, command), _longest(config, command)
     if not is_lean(sizes.shape):
         raise UserError(

@@ -24,6 +24,7 @@ from tandem.config.recipe import to_toml
 from tandem.config.schema import Config
 from tandem.data.renderer import GENERATION
 from tandem.model.config_file import check_model, read_json
+from tandem.model.custom_code import from_config
 from tandem.model.tokenizer import load_tokenizer
 from tandem.run_folder.metrics import read_metrics
 from tandem.runtime.errors import UserError
@@ -131,7 +132,7 @@ def random_directory(
     if head == "value":
         shape.num_labels = 1
     make = AutoModelForSequenceClassification if head == "value" else AutoModelForCausalLM
-    make.from_config(shape, dtype=torch.float32).save_pretrained(target)
+    from_config(make, shape, dtype=torch.float32).save_pretrained(target)
     load_tokenizer(path).save_pretrained(target)
     generation = read_json(path, GENERATION, path)
     if generation is not None:

@@ -48,6 +48,7 @@ class Options:
     device: str
     dtype: str
     chat_template: str = ""  # a file; empty: the model's own
+    trust_remote_code: bool = False  # files of the model directory may run
     allow_weight_updates: bool = False  # POST /v1/weights
 
 
@@ -166,7 +167,12 @@ def _load(options: Options) -> "tuple[Engine, ChatRenderer]":
 
     place = place_models(options.device, options.dtype)
     config = Config(
-        model=Model(path=options.model, device=str(place.device), dtype=place.dtype_name),
+        model=Model(
+            path=options.model,
+            trust_remote_code=options.trust_remote_code,
+            device=str(place.device),
+            dtype=place.dtype_name,
+        ),
         rollout=Rollout(cache_mb=options.cache_mb, max_batch=options.max_batch),
     )
     prepare_process(config)

@@ -80,6 +80,11 @@ class Model(Section):
         description="Hugging Face directory or hub name of a causal language model with its "
         "tokenizer",
     )
+    trust_remote_code: bool = Field(
+        False,
+        description="run the Python files that the model directories of the recipe bring along "
+        "(auto_map in config.json), for architectures that transformers lacks",
+    )
     reference: str = Field(
         "", description="frozen reference of the KL term and of DPO; empty: the starting weights"
     )

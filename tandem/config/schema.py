@@ -118,6 +118,11 @@ class Config(Section):
                 "train.optimizer: muon steps the matrices of the layers, which lora.rank > 0 "
                 "freezes; use adamw, which steps the adapters' factors"
             )
+        if self.lora.base != "float" and self.parallel.processes > 1:
+            yield (
+                "lora.base: quantized weights are not divided, so [parallel] may have one "
+                "process; use float"
+            )
         if self.train.optimizer == "adamw_8bit" and self.parallel.tensor > 1:
             yield (
                 "parallel.tensor: divides rows of weights, whose blocks share a scale in "

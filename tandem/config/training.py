@@ -29,6 +29,19 @@ class Lora(Section):
     targets: list[str] = Field(
         ["all-linear"], description="modules that get one, e.g. q_proj, v_proj"
     )
+    base: Literal["float", "nf4", "int8"] = Field(
+        "float",
+        description="what the frozen weights of the layers' linears are kept in. float: "
+        "model.dtype; nf4: 4 bits, and a scale for 64 numbers (QLoRA); int8: 8 bits, and a scale "
+        "for each row",
+    )
+
+    def contradictions(self) -> Iterator[str]:
+        if self.base != "float" and not self.rank:
+            yield (
+                f"lora.base: {self.base} keeps frozen weights in fewer bits, and lora.rank=0 "
+                "trains all weights; set lora.rank, e.g. 16"
+            )
 
 
 class Train(Schedules):

@@ -38,6 +38,7 @@ from tandem.jobs.models import (
     rests_in_updates,
 )
 from tandem.jobs.reward_workers import build_reward_pool, open_reward_workers
+from tandem.model import custom_code
 from tandem.model.config_file import check_model, inner_size
 from tandem.model.load import ExactModel, load_model
 from tandem.model.placement import place_models
@@ -69,6 +70,7 @@ def prepare_process(config: Config) -> None:
     """Make arithmetic reproducible, and let memory stay with the process: page faults of fresh
     tensors cost a tenth of a small step. Call it before the first product."""
     numerics.prepare(config.run.threads)
+    custom_code.allow(config.model.trust_remote_code)
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # glibc
         libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)

@@ -1,11 +1,13 @@
-"""Hashes of the files that a run is a function of: data, weights of starting models, a user's
-functions and environments. A run resumes with the same, and every rank has the same functions."""
+"""Hashes of the files that a run is a function of: data, weights and code of starting models, a
+user's functions and environments. A run resumes with the same, and every rank has the same
+functions."""
 
 from pathlib import Path
 
 from tandem.config.schema import Config
 from tandem.data.readers.sources import source_files
 from tandem.envs.load import source_files as env_files
+from tandem.model.custom_code import python_files
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import UserError
 from tandem.runtime.user_code import source_file
@@ -22,7 +24,7 @@ KEYS = {  # the data keys that a run of the command is a function of
 def input_hashes(config: Config, *keys: str) -> dict[str, str]:
     """Hash the inputs of a run: the data files that these keys name, the chat template, the files
     of environment and functions (but for `eval.metric`, which changes no step), and the weights in
-    local model directories. SHA-256 by key."""
+    local model directories, with their Python files if those run. SHA-256 by key."""
     models = {
         "model.path": config.model.path,
         "model.reference": config.model.reference,
@@ -41,7 +43,9 @@ def input_hashes(config: Config, *keys: str) -> dict[str, str]:
         paths |= {key if len(files) == 1 else f"{key}/{file}": file for file in files}
     for key, folder in models.items():
         files = sorted(Path(folder).glob("*.safetensors")) if folder else []
-        paths |= {f"{key}/{file.name}": file for file in files}
+        if config.model.trust_remote_code:
+            files += python_files(folder)
+        paths |= {f"{key}/{file.relative_to(folder)}": file for file in files}
     if config.data.chat_template:
         paths["data.chat_template"] = Path(config.data.chat_template)
     for name in config.reward.functions:

@@ -74,6 +74,7 @@ def _load(config: Config, path: str, place: Placement, head: Head) -> ExactModel
         alpha=lora.alpha,
         targets=tuple(lora.targets),
         seed=address(config.run.seed, "lora") >> 1,
+        base=lora.base,
     )
     model = load_model(path, adapters if lora.rank else None, head=head, place=place)
     model.split(config.parallel.tensor)

@@ -22,6 +22,7 @@ from tandem.model.linear import pack_bytes
 from tandem.model.load import empty_model
 from tandem.model.lora import chosen_shapes
 from tandem.model.placement import Placement
+from tandem.model.quantized import quantized_bytes
 from tandem.runtime.disk import existing_parent, human_bytes
 from tandem.runtime.errors import UserError
 from tandem.train.adamw_8bit import state_bytes
@@ -65,6 +66,8 @@ class Sizes:
     muon_critic: int = 0
     saved_in_8bit: int = 0  # bytes that moments of 8 bits save, without a critic's
     saved_in_8bit_critic: int = 0
+    saved_in_base: int = 0  # bytes that lora.base saves of the policy
+    saved_in_base_critic: int = 0
 
     @property
     def on_gpu(self) -> bool:
@@ -98,7 +101,10 @@ def memory(sizes: Sizes, config: Config, command: str) -> list[Need]:
     """List the memory of a run of the command, on the device of its models."""
     policy, adapters = sizes.policy, sizes.adapters
     width, packed = sizes.place.dtype.itemsize, sizes.packed
-    rows = [("weights", width * policy, f"{width} bytes x parameters, of engine and trainer")]
+    text = "bytes x parameters, of engine and trainer"
+    if sizes.saved_in_base:
+        text = f"bytes x parameters, but {config.lora.base} in the layers' linears"
+    rows = [("weights", width * policy - sizes.saved_in_base, f"{width} {text}")]
     if packed:
         order = f"{packed} bytes x parameters, in oneDNN's order"
         rows.append(("packed weights", packed * policy, order))
@@ -208,7 +214,7 @@ def _other_models(sizes: Sizes, config: Config) -> list[Need]:
     frozen, trained = width + packed, sizes.trained_critic
     for key, size in sizes.others.items():
         if key == "critic.path":
-            held = frozen * size + 4 * trained
+            held = frozen * size + 4 * trained - sizes.saved_in_base_critic
             if not _is_offloaded(sizes, config):
                 saved = sizes.saved_in_8bit_critic
                 state = _optimizer_rows(sizes, trained, sizes.muon_critic, saved)
@@ -296,6 +302,8 @@ def model_sizes(config: Config, command: str) -> Sizes:
         muon_critic=_count_hidden(critic) if muon else 0,
         saved_in_8bit=_saved_in_8bit(policy, config.lora) if in_8bit else 0,
         saved_in_8bit_critic=_saved_in_8bit(critic, config.lora) if in_8bit and critic else 0,
+        saved_in_base=_saved_in_base(policy, config),
+        saved_in_base_critic=_saved_in_base(critic, config) if critic else 0,
     )
 
 
@@ -315,6 +323,15 @@ def _saved_in_8bit(module: Any, lora: Lora) -> int:
         shapes = [torch.Size((lora.rank, inputs)) for _, inputs in chosen]
         shapes += [torch.Size((outputs, lora.rank)) for outputs, _ in chosen]
     return sum(8 * shape.numel() - state_bytes(shape) for shape in shapes)
+
+
+def _saved_in_base(module: Any, config: Config) -> int:
+    """Count the bytes that the linears of a module's layers save in fewer bits (lora.base)."""
+    if (base := config.lora.base) == "float":
+        return 0
+    width, parts = placement(config).dtype.itemsize, module.base_model.modules()
+    weights = [part.weight for part in parts if isinstance(part, torch.nn.Linear)]
+    return sum(width * weight.numel() - quantized_bytes(weight, base) for weight in weights)
 
 
 def _count_hidden(module: Any) -> int:

@@ -13,6 +13,8 @@ import math
 from pathlib import Path
 from typing import Any, Literal
 
+from tandem.model import custom_code
+from tandem.model.quantized_files import require_float
 from tandem.model.rope import STATIC, kinds_with_rope, ropes_of
 from tandem.runtime.errors import UserError
 
@@ -44,11 +46,7 @@ OLDER_NAMES = {
     "first_k_dense_replace",
     "moe_layer_freq",
 }
-REFUSED = {
-    "quantization_config": "quantized weights",
-    "compression_config": "quantized weights",
-    "per_layer_config": "layers of different shapes",
-}
+REFUSED = {"per_layer_config": "layers of different shapes"}
 _COUNTS = (
     "hidden_size",
     "num_hidden_layers",
@@ -103,19 +101,22 @@ def _read_config(path: str, where: str) -> Any:
         missing = "no such directory here, and no such model on the hub or no way to it from here"
         raise _unreadable(where, "no config.json in it" if Path(path).is_dir() else missing)
     model_type = values.get("model_type")
-    if not _is_language_model(model_type) or (model_type == "mistral" and "layer_types" in values):
+    own = custom_code.brings_model(values) and (
+        custom_code.is_allowed() or not _is_language_model(model_type)
+    )
+    if own:
+        custom_code.require_allowed(path, values, f"{where}, {CONFIG}")
+    elif not _is_language_model(model_type) or (
+        model_type == "mistral" and "layer_types" in values
+    ):
         name = "ministral" if model_type == "mistral" else str(model_type)[:60]
         raise _not_exact(where, [f"architecture {name}"])
+    require_float(values, f"{where}, {CONFIG}")
     reasons = [f"{name}: {why}" for name, why in REFUSED.items() if values.get(name) is not None]
     if reasons:
         raise _not_exact(where, reasons)
-    from transformers import CONFIG_MAPPING
-
-    config_class = CONFIG_MAPPING[model_type]
-    names = {field.name for field in dataclasses.fields(config_class)} | OLDER_NAMES
-    names |= config_class.attribute_map.keys() | set(config_class.attribute_map.values())
     try:
-        config = config_class.from_dict({k: v for k, v in values.items() if k in names})
+        config = custom_code.custom_config(path) if own else _plain_config(model_type, values)
         if what := _unlike_others(config):
             raise _not_exact(where, [f"architecture {model_type}, {what}"])
         mistakes = _implausible_values(config)
@@ -126,6 +127,15 @@ def _read_config(path: str, where: str) -> Any:
     if mistakes:
         raise _unreadable(where, "; ".join(mistakes))
     return config
+
+
+def _plain_config(model_type: Any, values: dict[str, Any]) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    config_class = CONFIG_MAPPING[model_type]
+    names = {field.name for field in dataclasses.fields(config_class)} | OLDER_NAMES
+    names |= config_class.attribute_map.keys() | set(config_class.attribute_map.values())
+    return config_class.from_dict({k: v for k, v in values.items() if k in names})
 
 
 def _is_language_model(model_type: Any) -> bool:
@@ -266,7 +276,8 @@ def is_lean(config: Any) -> bool:
     """Tell whether Tandem's own layer runs this model, and not transformers' forward pass."""
     known = config.model_type in LEAN_ARCHITECTURES and config.hidden_act == "silu"
     kinds = {rope.get("rope_type", "default") for rope in ropes_of(config)}
-    return known and kinds <= {*STATIC} and not why_not_exact(config)
+    own = known and kinds <= {*STATIC} and not custom_code.is_custom(config)
+    return own and not why_not_exact(config)
 
 
 def inner_size(config: Any) -> int:

@@ -27,7 +27,7 @@ from tandem.model.layer_norm import CLASSES as NORMS
 from tandem.model.layer_norm import ExactLayerNorm
 from tandem.model.linear import ExactLinear, PackedWeight, padded_rows
 from tandem.model.load import ExactModel
-from tandem.model.lora import Lora, exact_adapted
+from tandem.model.lora import Lora, exact_adapted, quantize_base
 from tandem.model.paged_attention import PagedPlan
 
 ATTENTION = "tandem_exact"  # its name in transformers' AttentionInterface
@@ -122,11 +122,11 @@ def make_general(module: Any, lora: Lora | None = None) -> GeneralModel:
 
     AttentionInterface.register(ATTENTION, _attend)
     module.set_attn_implementation(ATTENTION)
-    functions = put_exact_parts(module)
+    functions = put_exact_parts(module, lora)
     return GeneralModel(module.eval(), lora, functions)
 
 
-def put_exact_parts(module: Any) -> ExactFunctions | None:
+def put_exact_parts(module: Any, lora: Lora | None) -> ExactFunctions | None:
     """Put all exact parts but attention into a transformers module in place; return the functions
     of its experts, if it has any."""
     for parent in list(module.modules()):
@@ -136,6 +136,7 @@ def put_exact_parts(module: Any) -> ExactFunctions | None:
     head, softcap = module.get_output_embeddings(), logit_softcap(module.config)
     if head is not None and softcap:
         module.set_output_embeddings(CappedHead(head, softcap))
+    quantize_base(module, lora)
     return functions
 
 

@@ -156,5 +156,5 @@ def make_inexact(
     adapter. reason, caches: as in InexactModel."""
     if lora is not None:
         add_adapter(module, lora)
-    functions = put_exact_parts(module)
+    functions = put_exact_parts(module, lora)
     return InexactModel(module.eval(), lora, functions, reason, caches)

@@ -78,18 +78,16 @@ class StockTrial(NamedTuple):
 
 def stock_trial(config: Any) -> StockTrial:
     """Try the inexact path on a random model of a config's shapes."""
-    return _stock_trial(config.model_type, config.to_json_string())
+    return _stock_trial(config.__class__, config.to_json_string(), config.name_or_path)
 
 
 @cache
-def _stock_trial(model_type: str, text: str) -> StockTrial:
-    from transformers import CONFIG_MAPPING
-
+def _stock_trial(config_class: Any, text: str, name: str) -> StockTrial:
     tokens = torch.randint(VOCABULARY, (1, TRIED), generator=torch.Generator().manual_seed(0))
     try:
-        config = first_layers(
-            CONFIG_MAPPING[model_type].from_dict(json.loads(text, object_hook=special_float))
-        )
+        config = config_class.from_dict(json.loads(text, object_hook=special_float))
+        config.name_or_path = name
+        config = first_layers(config)
         with torch.no_grad():
             expected = random_module(config, 0)(input_ids=tokens, use_cache=False).logits
             model = make_inexact(random_module(config, 0))

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tandem.model.quantized import dequantized
 from tandem.model.tiles import PACK_ROWS_HINT, TILE_ROWS, tile_sizes
 from tandem.model.triton.dispatch import triton_for
 
@@ -126,9 +127,9 @@ class Part(NamedTuple):
     adapter: Adapter | None = None
 
     def merged(self) -> Tensor:
-        """Compute the weight [O, I] with its adapter, detached; without one it is not copied."""
+        """Compute the weight [O, I] with its adapter, detached; a plain one is not copied."""
         if self.adapter is None:
-            return self.weight.detach()
+            return dequantized(self.weight.detach())
         a, b, scaling = self.adapter
         weight, a, b = (t.detach().float().contiguous() for t in (self.weight, a, b))
         return torch.addmm(weight, b, a, alpha=scaling).to(self.weight.dtype)

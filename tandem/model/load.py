@@ -6,7 +6,6 @@ runs. The module stays transformers' own, parameter names included, so a checkpo
 Hugging Face directory. This file knows no sampling or training.
 """
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -27,17 +26,19 @@ from tandem.model.config_file import (
     kv_heads_of,
     window_of,
 )
+from tandem.model.custom_code import from_config
 from tandem.model.decode_rows import DecodeRows
 from tandem.model.expert_choices import ExpertChoices
 from tandem.model.experts import ExactExperts, ExactRouter
 from tandem.model.layers import ExactLayer, Rotation, embed, norm, rotation_of
-from tandem.model.linear import ExactLinear, PackedWeight, padded_rows
-from tandem.model.lora import Lora, add_adapter, exact_adapted
+from tandem.model.linear import ExactLinear, PackedWeight, Part, padded_rows
+from tandem.model.lora import Lora, Merged, add_adapter, exact_adapted, quantize_base
 from tandem.model.paged_attention import PAGE, PagedPlan, Runs
 from tandem.model.placement import CPU_FLOAT32, Placement
 from tandem.model.row_parts import WHOLE
+from tandem.model.stock import load_stock, stock_class
 from tandem.model.triton.dispatch import triton_for
-from tandem.model.weight_files import cannot_load, check_sums, check_weights
+from tandem.model.weight_files import check_sums, check_weights
 from tandem.runtime.errors import UserError
 
 T = TypeVar("T")
@@ -188,10 +189,13 @@ class ExactModel(nn.Module):
 
     def merged_weights(self) -> dict[str, Tensor]:
         """Return the weights that run, the adapter merged, by their plain Hugging Face names."""
-        adapter = self.adapter_weights()
-        base = {name: w for name, w in self.named_weights().items() if name not in adapter}
-        merged = {f"{n}.weight": part.adapted_part().merged() for n, part in self.adapted.items()}
-        return base | merged
+        return dict(self.merged())
+
+    def merged(self) -> Merged:
+        """Return `merged_weights` one at a time."""
+        parts = {f"{name}.weight": part.adapted_part() for name, part in self.adapted.items()}
+        weights, factors = self.named_weights(), self.adapter_weights()
+        return Merged({n: parts.get(n, Part(w)) for n, w in weights.items() if n not in factors})
 
     def adapter_weights(self) -> dict[str, Tensor]:
         """Return the adapter's factors by their names in `named_weights`; empty without one."""
@@ -284,7 +288,7 @@ def load_model(
     make = _maker(path, config, place)
     check_sums(path)
     check_weights(path, sum(p.numel() for p in empty_model(path, config, head=head).parameters()))
-    return make(_stock_model(path, config, head, place), lora)
+    return make(load_stock(path, config, head, place), lora)
 
 
 def unfilled_model(
@@ -294,7 +298,7 @@ def unfilled_model(
     from transformers import GenerationConfig
 
     config = check_model(path, head=head)
-    module = _stock_class(head).from_config(config, dtype=dtype)
+    module = from_config(stock_class(head), config, dtype=dtype)
     if head == "tokens":
         module.generation_config = GenerationConfig.from_pretrained(path)
     return _maker(path, config, CPU_FLOAT32)(module)
@@ -325,7 +329,7 @@ def empty_model(path: str, config: Any, *, head: HeadKind = "tokens") -> Any:
     """
     try:
         with torch.device("meta"):
-            return _stock_class(head).from_config(copy.deepcopy(config))
+            return from_config(stock_class(head), config)
     except Exception as error:  # a wrong value in config.json may raise anything
         raise UserError(
             "the model's config cannot be used",
@@ -333,40 +337,6 @@ def empty_model(path: str, config: Any, *, head: HeadKind = "tokens") -> Any:
             found=first_line(error),
             expected="values that make a model",
         ) from None
-
-
-def _stock_class(head: HeadKind) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    return AutoModelForSequenceClassification if head == "value" else AutoModelForCausalLM
-
-
-def _stock_model(path: str, config: Any, head: HeadKind, place: Placement) -> Any:
-    """Load transformers' module, using only plain fields of config.json and safetensors."""
-    if head == "value":
-        config.num_labels = 1
-    try:
-        module, report = _stock_class(head).from_pretrained(
-            path,
-            config=config,
-            dtype=place.dtype,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    except Exception as error:  # a damaged file may raise anything
-        raise cannot_load(path, first_line(error)) from None
-    missing = set(report["missing_keys"])  # transformers would fill them with random numbers
-    if head == "value" and "score.weight" in missing:
-        missing.remove("score.weight")
-        nn.init.zeros_(module.score.weight)
-    if missing:
-        names = ", ".join(sorted(missing)[:3])
-        raise cannot_load(path, f"no weights for {len(missing)} parameters: {names}")
-    return module.to(place.device)
 
 
 def make_exact(module: Any, lora: Lora | None = None) -> ExactModel:
@@ -383,6 +353,7 @@ def make_exact(module: Any, lora: Lora | None = None) -> ExactModel:
     config, layers = module.config, module.model.layers
     for number, layer in enumerate(layers):
         layers[number] = ExactLayer(layer, number, window_of(config, number))
+    quantize_base(module, lora)
     return ExactModel(module.eval(), lora)
 
 

@@ -4,16 +4,17 @@ A PEFT layer exists only between `add_adapter` and `make_exact`, in which `exact
 it. No other file knows PEFT. It is imported for the first adapter.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tandem.model.conv1d import ExactConv1D, is_conv1d
-from tandem.model.linear import ExactLinear
+from tandem.model.linear import ExactLinear, Part
+from tandem.model.quantized import Base, QuantizedWeight, quantize
 from tandem.runtime.errors import UserError
 
 ALL_LINEAR = "all-linear"
@@ -26,6 +27,7 @@ class Lora:
 
     A is drawn from seed, B starts at zero, W is frozen. Targets are names of linear modules or ends
     of such names, or "all-linear": every linear of the layers.
+    base: what W is kept in, "float" for the type of the model.
     Example: Lora(rank=16, alpha=32.0, targets=("q_proj", "v_proj"), seed=0)
     """
 
@@ -33,6 +35,23 @@ class Lora:
     alpha: float
     targets: tuple[str, ...]
     seed: int
+    base: Literal["float"] | Base = "float"
+
+
+class Merged(Mapping[str, Tensor]):
+    """Weights with their adapters, each merged as it is asked for: not all are there at once."""
+
+    def __init__(self, parts: dict[str, Part]):
+        self._parts = parts
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._parts[name].merged()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
 
 
 def add_adapter(module: Any, lora: Lora) -> None:
@@ -71,6 +90,20 @@ def exact_adapted(layer: Any) -> ExactLinear:
     base, lora_a, lora_b = layer.base_layer, layer.lora_A[_ADAPTER], layer.lora_B[_ADAPTER]
     kind = ExactConv1D if is_conv1d(base) else ExactLinear
     return kind(base.weight, base.bias, lora_a, lora_b, layer.scaling[_ADAPTER])
+
+
+def quantize_base(module: Any, lora: Lora | None) -> None:
+    """Keep the weights of all linears of an exact module's layers in the adapter's base, adapted
+    or not; experts, routers, embeddings and heads stay float."""
+    if lora is None or lora.base == "float":
+        return
+    for part in module.base_model.modules():
+        if type(part) is ExactLinear:
+            part.weight = nn.Parameter(quantize(part.weight, lora.base), requires_grad=False)
+    for weight in module.parameters():
+        if not isinstance(weight, QuantizedWeight):
+            # the file of all weights stays in memory as long as one of them is mapped from it
+            weight.data = weight.data.clone()
 
 
 def _check_targets(targets: Sequence[str], linears: Sequence[str]) -> None:

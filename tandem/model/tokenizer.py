@@ -9,7 +9,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tandem.model.config_file import first_line
+from tandem.model.config_file import first_line, read_json
+from tandem.model.custom_code import is_allowed, require_allowed
 from tandem.runtime.errors import UserError
 from tandem.types import Array
 
@@ -28,11 +29,22 @@ def load_tokenizer(model_path: str) -> Any:
     """Load the tokenizer of a model directory or hub name. Raises UserError."""
     from transformers import AutoTokenizer
 
+    if is_allowed():
+        _require_code(model_path)
     try:
-        return AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(model_path, trust_remote_code=is_allowed())
     # a damaged file may raise anything: KeyError, TypeError, Exception
     except Exception as error:
+        _require_code(model_path)
         raise _cannot_load(model_path, first_line(error)) from None
+
+
+def _require_code(model_path: str) -> None:
+    """Raise UserError if the tokenizer is of Python files that may not run."""
+    name = "tokenizer_config.json"
+    values = read_json(model_path, name, model_path, "tokenizer's config") or {}
+    if "auto_map" in values:
+        require_allowed(model_path, values, f"{model_path}, {name}")
 
 
 def require_tokenizer(model_path: str) -> None:

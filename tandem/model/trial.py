@@ -20,6 +20,7 @@ from transformers.initialization import no_init_weights
 
 from tandem.model.attention import PackedPlan, Plan
 from tandem.model.config_file import first_line, is_lean, is_sparse, special_float, window_of
+from tandem.model.custom_code import from_config
 from tandem.model.load import ExactModel, make_exact
 from tandem.model.logprobs import log_distribution, token_logprobs
 from tandem.model.paged_attention import PAGE, Runs
@@ -60,7 +61,7 @@ def random_module(
         config.pad_token_id = 0  # among the few tokens
     noise = torch.Generator().manual_seed(seed)
     with no_init_weights():
-        module = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).to(device)
+        module = from_config(AutoModelForCausalLM, config, dtype=dtype).to(device)
     module.tie_weights()
     for weight in module.parameters():
         spread = torch.randn(weight.shape, generator=noise)
@@ -77,7 +78,7 @@ def general_fault(config: Any) -> str:
 
     Rounding is not looked at here: whether all bits agree the probe says.
     """
-    return _fault(config.model_type, config.to_json_string())
+    return _fault(config.__class__, config.to_json_string(), config.name_or_path)
 
 
 class _WatchedPlan(PackedPlan):
@@ -91,12 +92,12 @@ class _WatchedPlan(PackedPlan):
 
 
 @cache
-def _fault(model_type: str, text: str) -> str:
-    from transformers import CONFIG_MAPPING
-
+def _fault(config_class: Any, text: str, name: str) -> str:
+    """name: of the config's directory."""
     tokens = torch.randint(VOCABULARY, (TRIED,), generator=torch.Generator().manual_seed(0))
     try:
-        whole = CONFIG_MAPPING[model_type].from_dict(json.loads(text, object_hook=special_float))
+        whole = config_class.from_dict(json.loads(text, object_hook=special_float))
+        whole.name_or_path = name
         config = _one_layer_of_each_kind(whole, 1)
         stock = random_module(config, 0)
         stock.set_attn_implementation("eager")
@@ -189,7 +190,7 @@ def _kinds_of_layers(config: Any) -> list[str]:
     lists = [v for v in vars(config).values() if isinstance(v, list) and len(v) == layers]
     lists = [v for v in lists if v != list(range(layers))]  # which only numbers them
     with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        module = from_config(AutoModelForCausalLM, config)
     for part in module.modules():
         if isinstance(part, nn.ModuleList) and len(part) == layers:
             return [

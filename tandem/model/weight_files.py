@@ -100,10 +100,11 @@ def _numbers(file: Path) -> int:
 def _end_and_count(file: Path, tensor: Any) -> tuple[int, int]:
     """Read a tensor's end, in bytes behind the header, and how many numbers it has."""
     match tensor:
-        case {"data_offsets": [int(), int(end)], "shape": [*sizes]} if all(
+        case {"data_offsets": [int(), int(end)], "shape": [*sizes], **others} if all(
             type(size) is int and size >= 0 for size in sizes
         ):
-            return end, math.prod(sizes)
+            in_a_byte = 2 if others.get("dtype") == "U8" else 1  # mxfp4
+            return end, in_a_byte * math.prod(sizes)
     raise ValueError(f"{file.name} has a broken header")
 
 

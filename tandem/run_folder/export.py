@@ -18,6 +18,7 @@ from torch import Tensor
 from tandem import __version__
 from tandem.config.recipe import changed
 from tandem.config.schema import Config
+from tandem.model.custom_code import is_custom, save_files
 from tandem.model.load import ExactModel
 from tandem.model.lora import write_adapter_config
 from tandem.model.tokenizer import load_tokenizer
@@ -42,15 +43,19 @@ def export(
     folder: Path,
     card: str,
     save_weights: Callable[[Path], None] | None = None,
+    *,
+    max_shard_size: str = "50GB",
 ) -> Path:
     """Write model, and the tokenizer at `source`, into folder, which appears whole or not at all.
 
     An adapter is merged into the weights. save_weights: writes the weights of a divided model.
+    max_shard_size: of a file of weights, e.g. "5GB".
     """
 
     def write(folder: Path) -> None:
         if save_weights is None:
-            model.module.save_pretrained(folder, state_dict=model.merged_weights())
+            weights, size = model.merged_weights(), max_shard_size
+            model.module.save_pretrained(folder, state_dict=weights, max_shard_size=size)
         else:
             model.module.save_pretrained(folder, state_dict={})  # its configs
             (folder / WEIGHTS).unlink(missing_ok=True)
@@ -87,6 +92,8 @@ def keep_model(model: ExactModel, source: str, folder: Path, chat_template: str 
 
     def write(folder: Path) -> None:
         model.module.config.save_pretrained(folder)
+        if is_custom(model.config):
+            save_files(model.module, folder)
         if model.module.can_generate():
             model.module.generation_config.save_pretrained(folder)
         tokenizer = load_tokenizer(source)
@@ -167,12 +174,17 @@ def model_card(
         ("text-classification", "reward-model") if command == "rm" else ("text-generation", command)
     )
     numbers = {k: v for k, v in metrics.items() if k.startswith("eval/") or k == "step"}
+    quantized = (
+        f"The adapter was trained on it with the linears of its layers in {config.lora.base}; "
+        "merged weights are those that ran, dequantized.\n\n"
+    )
     lines = [f"{key} = {value}" for key, value, _ in changed(config)]
     return (
         f"---\nlibrary_name: transformers\npipeline_tag: {task}\ntags: [tandem, {method}]\n---\n"
         f"# {Path(base).name}, after `tandem {command}`\n\n"
         f"Trained from `{base}` by Tandem {__version__}, {step} steps, seed {config.run.seed}. "
-        f"Weight hash `{weight_hash(model.merged_weights())}`.\n\n"
+        f"Weight hash `{weight_hash(model.merged())}`.\n\n"
+        f"{quantized * (config.lora.base != 'float')}"
         f"Last metrics of the run:\n{_block('json', json.dumps(numbers, indent=2))}\n"
         f"## Recipe\n\nEvery key that differs from its default:\n{_block('toml', lines)}\n"
         f"## Inputs\n\nSHA-256 of the data, functions and weights that the run began with:\n"

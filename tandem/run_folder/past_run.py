@@ -22,6 +22,7 @@ from typing import Any
 
 from tandem.config.recipe import load_config
 from tandem.config.schema import Config
+from tandem.model import custom_code
 from tandem.run_folder.episode_files import episode_file, read_columns, read_groups
 from tandem.run_folder.errors import unreadable_file
 from tandem.run_folder.metrics import Metrics, read_lines, read_metrics
@@ -112,6 +113,7 @@ def entered(folder: Path) -> Iterator[PastRun]:
     """Open the run of a folder, with its directory as the working directory, for the config's
     relative paths."""
     past = open_past(folder.absolute())
+    custom_code.allow(past.config.model.trust_remote_code)
     with chdir(past.directory or "."):
         yield past
 

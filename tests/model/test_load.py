@@ -14,7 +14,10 @@ from tandem.model.attention import PackedPlan
 from tandem.model.config_file import check_model, is_lean, why_not_exact
 from tandem.model.load import load_model, make_exact
 from tandem.model.lora import Lora
+from tandem.model.tiny import make_tokenizer
+from tandem.run_folder.export import export
 from tandem.runtime.errors import UserError
+from tests.support.architectures import save_architecture
 from tests.support.tiny import (
     CONFIGS,
     SHAPE,
@@ -314,3 +317,75 @@ def test_pickled_weights_refused_with_a_way_to_convert(tmp_path):
         error.value.where == str(tmp_path / "pytorch_model.bin")
         and "save_pretrained" in error.value.next
     )
+
+
+def quantized_again(folder, values, change):
+    """Replace the tensors of a directory by change(name, tensor), names and tensors, and name the
+    quantizer."""
+    weights = load_file(folder / "model.safetensors")
+    save_file(
+        {new: t for name, weight in weights.items() for new, t in change(name, weight).items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": values}))
+
+
+def to_fp8(name, weight):
+    """In blocks of 128 x 128, each with a scale; 0.25, so that a scale that is not used shows."""
+    if not name.endswith("_proj.weight"):
+        return {name: weight}
+    scales = torch.full([-(-size // 128) for size in weight.shape], 0.25)
+    return {name: (weight * 4).to(torch.float8_e4m3fn), f"{name}_scale_inv": scales}
+
+
+def to_mxfp4(name, weight):
+    """Experts of 1s, 0.5 x 2: two numbers a byte, and an exponent for 32 of them."""
+    if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        return {name: weight}
+    experts, inputs, outputs = weight.shape
+    shape = experts, outputs, inputs // 32
+    return {
+        f"{name}_blocks": torch.full((*shape, 16), 0x11, dtype=torch.uint8),
+        f"{name}_scales": torch.full(shape, 128, dtype=torch.uint8),
+    }
+
+
+def test_fp8_checkpoint_runs_and_is_exported_dequantized(tmp_path):
+    source = stock_model(tiny_config("llama", hidden_size=96, head_dim=16))
+    source.save_pretrained(tmp_path / "fp8")
+    make_tokenizer().save_pretrained(tmp_path / "fp8")
+    fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    quantized_again(tmp_path / "fp8", fp8, to_fp8)
+    model = load_model(str(tmp_path / "fp8"))
+    for name, weight in model.named_weights().items():
+        expected = source.state_dict()[name]
+        if name.endswith("_proj.weight"):
+            expected = (expected * 4).to(torch.float8_e4m3fn).float() / 4
+        assert torch.equal(weight, expected), name
+    again = load_model(str(export(model, str(tmp_path / "fp8"), tmp_path / "out", "")))
+    assert all(torch.equal(w, again.named_weights()[n]) for n, w in model.named_weights().items())
+
+
+def test_mxfp4_checkpoint_runs_and_is_exported_dequantized(tmp_path):
+    save_architecture("gpt_oss", tmp_path / "mxfp4", hidden_size=64, intermediate_size=64)
+    quantized_again(tmp_path / "mxfp4", {"quant_method": "mxfp4"}, to_mxfp4)
+    model = load_model(str(tmp_path / "mxfp4"))
+    experts = [
+        w for n, w in model.named_weights().items() if n.endswith(("gate_up_proj", "down_proj"))
+    ]
+    assert experts and all((weight == 1.0).all() for weight in experts)
+    again = load_model(str(export(model, str(tmp_path / "mxfp4"), tmp_path / "out", "")))
+    assert all(torch.equal(w, again.named_weights()[n]) for n, w in model.named_weights().items())
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "gptq", "awq", "compressed-tensors", "torchao"])
+def test_other_quantized_checkpoints_are_refused_by_name(method, tmp_path):
+    tiny_config().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    quantizer = {"quantization_config": {"quant_method": method}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | quantizer))
+    with pytest.raises(UserError, match="weights are quantized") as error:
+        check_model(str(tmp_path))
+    assert method in error.value.found and "lora.base=nf4" in error.value.next

@@ -232,11 +232,11 @@ def exact(name, lora=None, seed=0, **changes):
     return make_exact(stock(name, seed, **changes), lora)
 
 
-def save_architecture(name, folder):
+def save_architecture(name, folder, **changes):
     """Write a model directory with a tokenizer of characters."""
     tokenizer = make_tokenizer()
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    stock(name, vocab_size=len(tokenizer), **ends).save_pretrained(folder)
+    stock(name, vocab_size=len(tokenizer), **ends, **changes).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = Path("/dev/shm")
-# pytest's own folders, torch's cache of compiled code, and what past_runs.py and multiprocessing
-# remove when their process ends
-KNOWN = ("pytest-of-", "torchinductor_", "past-runs-", "pymp-")
+# pytest's own folders, caches of compiled code and of modules, and what past_runs.py and
+# multiprocessing remove when their process ends
+KNOWN = ("pytest-of-", "torchinductor_", "past-runs-", "pymp-", "modules")
 
 
 def _checkout() -> set[str]:
@@ -49,6 +49,8 @@ class Session:
 
     def __post_init__(self):
         os.environ["TMPDIR"] = str(self.folder)
+        # where transformers copies the code that model directories bring along
+        os.environ["HF_MODULES_CACHE"] = str(self.folder / "modules")
         tempfile.tempdir = None  # it has been asked for, and is kept
 
     def left(self) -> list[str]:

@@ -45,6 +45,7 @@ from tandem.engine.worker_pool.protocol import (
     read_error,
     request_message,
 )
+from tandem.model import custom_code
 from tandem.runtime import watchdog
 from tandem.runtime.worker_channel import Message, ProtocolError, RestartLimit, Waker
 from tandem.types import Request
@@ -105,6 +106,7 @@ class Workers:
             "layout": weights.layout.parts,
             "record_experts": record_experts,
             "release_cache": release_cache,
+            "trust_remote_code": custom_code.is_allowed(),
             "beat_s": self._beat_s,
         }
         self._ended: list[Ticket] = []

@@ -2,7 +2,7 @@
 
     to a worker    {"start": {"model_path", "dtype", "splits", "tensor_parallel", "matmul",
                     "cache_bytes", "max_batch", "longest", "layout", "record_experts",
-                    "release_cache", "beat_s"}}
+                    "release_cache", "trust_remote_code", "beat_s"}}
                    {"apply": 4, "from": {"transport", "names", "digests", "probe", ...}}   an
                     offer of weights/shared.py, with the descriptor of the weights beside it or not
                    {"request": 7, "key", "prompt", "params", "num_sampled", "resume_from",

@@ -42,6 +42,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from tandem.engine.ending import Decode, find_ending
+from tandem.model import custom_code
 from tandem.model.tokenizer import decode_text, load_tokenizer
 from tandem.runtime.errors import UserError
 from tandem.runtime.rng import address
@@ -327,6 +328,7 @@ def load_vllm(start: dict[str, Any], backend: str = BACKEND) -> VLLMEngine:
     }
     arguments = EngineArgs(
         model=start["model_path"],
+        trust_remote_code=start["trust_remote_code"],
         dtype=start["dtype"],
         load_format="dummy",
         **(several if ranks > 1 else {}),
@@ -352,6 +354,7 @@ def load_vllm(start: dict[str, Any], backend: str = BACKEND) -> VLLMEngine:
         _run(llm)
     except (ValueError, RuntimeError) as error:  # pydantic's errors are ValueErrors
         raise _refused(start["model_path"], error) from error
+    custom_code.allow(start["trust_remote_code"])
     tokenizer = load_tokenizer(start["model_path"])
     engine = VLLMEngine(llm, lambda tokens: decode_text(tokenizer, tokens))
     if start["release_cache"]:  # a step that the journal has trains before any weights come

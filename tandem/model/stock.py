@@ -1,0 +1,54 @@
+"""transformers' own module of a model directory, with its weights."""
+
+import copy
+from typing import Any
+
+from torch import nn
+
+from tandem.model.config_file import CONFIG, HeadKind, first_line, read_json
+from tandem.model.custom_code import is_custom
+from tandem.model.placement import Placement
+from tandem.model.weight_files import cannot_load
+
+
+def stock_class(head: HeadKind) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    return AutoModelForSequenceClassification if head == "value" else AutoModelForCausalLM
+
+
+def load_stock(path: str, config: Any, head: HeadKind, place: Placement) -> Any:
+    """Load transformers' module, using only plain fields of config.json and safetensors.
+
+    Raises UserError for weights that are damaged or missing.
+    """
+    if head == "value":
+        config.num_labels = 1
+    quantizer = (read_json(path, CONFIG, path) or {}).get("quantization_config")
+    if quantizer is not None:  # of quantized_files.DEQUANTIZED
+        config = copy.deepcopy(config)
+        config.quantization_config = {**quantizer, "dequantize": True}
+    try:
+        module, report = stock_class(head).from_pretrained(
+            path,
+            config=config,
+            dtype=place.dtype,
+            trust_remote_code=is_custom(config),
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # a damaged file may raise anything
+        raise cannot_load(path, first_line(error)) from None
+    missing = set(report["missing_keys"])  # transformers would fill them with random numbers
+    if head == "value" and "score.weight" in missing:
+        missing.remove("score.weight")
+        nn.init.zeros_(module.score.weight)
+    if missing:
+        names = ", ".join(sorted(missing)[:3])
+        raise cannot_load(path, f"no weights for {len(missing)} parameters: {names}")
+    if quantizer is not None:
+        del module._weight_conversions  # by which an export would be quantized again
+    return module.to(place.device)

@@ -1,0 +1,192 @@
+"""A model directory with an architecture of its own: its Python files run where the recipe says so,
+in every process, are part of the run, and leave with its exports."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tandem.cli.plan_time import random_directory
+from tandem.model import custom_code
+from tandem.model.load import load_model
+from tandem.model.tokenizer import load_tokenizer
+from tandem.run_folder.past_run import open_past
+from tandem.runtime.errors import UserError
+from tests.support.home import invoke, make_home, mistake
+from tests.support.tiny import stock_logits
+
+FILES = {
+    "configuration_halved": """
+from transformers import Qwen3Config
+
+class HalvedConfig(Qwen3Config):
+    model_type = "halved"
+""",
+    "scale_halved": "FACTOR = 0.5\n",
+    "modeling_halved": """
+from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM, Qwen3MLP
+
+from .configuration_halved import HalvedConfig
+from .scale_halved import FACTOR
+
+class HalvedMLP(Qwen3MLP):
+    def forward(self, x):
+        return FACTOR * super().forward(x)
+
+class HalvedForCausalLM(Qwen3ForCausalLM):
+    config_class = HalvedConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp = HalvedMLP(config)
+        self.post_init()
+""",
+}
+AUTO_MAP = {
+    "AutoConfig": "configuration_halved.HalvedConfig",
+    "AutoModelForCausalLM": "modeling_halved.HalvedForCausalLM",
+}
+TRUSTED = "model.trust_remote_code=true"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_code_allowed():
+    yield
+    custom_code.allow(False)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A home whose model is of an architecture of its own."""
+    folder = make_home(tmp_path_factory.mktemp("home"), steps=2)
+    customize(folder / "model")
+    return folder
+
+
+def customize(folder):
+    for name, text in FILES.items():
+        (folder / f"{name}.py").write_text(text)
+    path = folder / "config.json"
+    values = json.loads(path.read_text()) | {
+        "model_type": "halved",
+        "architectures": ["HalvedForCausalLM"],
+        "auto_map": AUTO_MAP,
+    }
+    path.write_text(json.dumps(values))
+
+
+def train(home, run, *changes):
+    return invoke("train", home / "recipe.toml", f"run.folder={run}", TRUSTED, *changes)
+
+
+@pytest.fixture(scope="module")
+def trained(home, tmp_path_factory):
+    run = tmp_path_factory.mktemp("run") / "run"
+    result = train(home, run, "rollout.workers=1", "rl.kl_coef=0.05")
+    assert result.exit_code == 0, result.output
+    return run
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "rollout"])
+def test_without_the_key_the_files_are_named_and_not_run(command, home, tmp_path):
+    custom_code.allow(True)  # of a command before
+    out = ["--out", tmp_path / "out.json"] if command != "train" else []
+    text = mistake(command, home / "recipe.toml", f"run.folder={tmp_path / 'run'}", *out)
+    assert "configuration_halved.py, modeling_halved.py" in text
+    assert "model.trust_remote_code=true" in text
+    assert "trust_remote_code" in invoke("plan", home / "recipe.toml").output
+    with pytest.raises(UserError, match="Python files of its own"):
+        load_model(str(home / "model"))
+
+
+def test_files_of_another_repository_do_not_run(home, tmp_path):
+    folder = shutil.copytree(home / "model", tmp_path / "model")
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace('"modeling_halved', '"someone/else--modeling_halved'))
+    text = mistake("train", home / "recipe.toml", f"model.path={folder}", TRUSTED)
+    assert "another repository" in text and "someone/else--modeling_halved.py" in text
+
+
+def test_tokenizer_of_files_of_its_own_needs_the_key_too(home, tmp_path):
+    folder = shutil.copytree(home / "model", tmp_path / "model")
+    (folder / "tokenization_own.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\n\n"
+        "class OwnTokenizer(PreTrainedTokenizerFast):\n    own = True\n"
+    )
+    path = folder / "tokenizer_config.json"
+    own = {"auto_map": {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]}}
+    values = json.loads(path.read_text()) | own | {"tokenizer_class": "OwnTokenizer"}
+    path.write_text(json.dumps(values))
+    custom_code.allow(False)
+    with pytest.raises(UserError, match="Python files of its own") as error:
+        load_tokenizer(str(folder))
+    assert "tokenization_own.py" in str(error.value)
+    custom_code.allow(True)
+    assert load_tokenizer(str(folder)).own
+
+
+def test_the_files_compute_in_every_process_and_leave_with_the_export(trained, home, tmp_path):
+    rows = open_past(trained)
+    assert rows.metrics[2]["logprob_gap"] == 0.0 and rows.metrics[1]["reference_kl"] == 0.0
+    [folder] = (trained / "hf").iterdir()
+    assert {f"{name}.py" for name in FILES} <= {path.name for path in folder.iterdir()}
+    assert json.loads((folder / "config.json").read_text())["auto_map"] == AUTO_MAP
+    moved = shutil.copytree(folder, tmp_path / "moved")
+    stock = AutoModelForCausalLM.from_pretrained(
+        moved, trust_remote_code=True, attn_implementation="eager"
+    )
+    assert type(stock.model.layers[0].mlp).__name__ == "HalvedMLP"
+    assert len(AutoTokenizer.from_pretrained(moved)) == stock.config.vocab_size
+    weights = load_file(moved / "model.safetensors")
+    assert not torch.equal(
+        weights["model.layers.0.mlp.up_proj.weight"],
+        load_file(home / "model" / "model.safetensors")["model.layers.0.mlp.up_proj.weight"],
+    )
+    tokens = torch.arange(20)
+    with torch.no_grad():
+        expected = stock_logits(stock, tokens)
+        for layer in stock.model.layers:
+            layer.mlp.forward = super(type(layer.mlp), layer.mlp).forward
+        assert (stock_logits(stock, tokens) - expected).abs().max() > 1e-3
+    again = invoke("eval", home / "recipe.toml", TRUSTED, f"model.path={moved}")
+    assert again.exit_code == 0, again.output
+
+
+def test_past_run_needs_its_own_copy_of_the_files_only(trained, home, tmp_path):
+    kept = trained / "model"
+    assert {f"{name}.py" for name in FILES} <= {path.name for path in kept.iterdir()}
+    away = shutil.move(home / "model", tmp_path / "away")
+    try:
+        result = invoke("export", trained, "--out", tmp_path / "out")
+        assert result.exit_code == 0, result.output
+    finally:
+        shutil.move(away, home / "model")
+    [first] = (trained / "hf").iterdir()
+    for name in ("model.safetensors", "modeling_halved.py", "scale_halved.py"):
+        assert (tmp_path / "out" / name).read_bytes() == (first / name).read_bytes(), name
+    replayed = invoke("replay", trained, "--step", 2)
+    assert replayed.exit_code == 0, replayed.output
+
+
+def test_changed_file_is_another_run(trained, home, tmp_path):
+    run = shutil.copytree(trained, tmp_path / "run")
+    path = home / "model" / "scale_halved.py"
+    path.write_text("FACTOR = 0.25\n")
+    try:
+        result = train(home, run, "rollout.workers=1", "rl.kl_coef=0.05", "run.steps=3")
+    finally:
+        path.write_text(FILES["scale_halved"])
+    assert isinstance(result.exception, UserError), result.output
+    assert "model.path/scale_halved.py" in str(result.exception)
+
+
+def test_plan_and_its_timing_run_the_files(home, tmp_path):
+    command = ["plan", home / "recipe.toml", f"run.folder={tmp_path / 'run'}", TRUSTED]
+    result = invoke(*command)
+    assert result.exit_code == 0 and "ready: " in result.output, result.output
+    random_directory(str(home / "model"), tmp_path / "random", 1)
+    assert type(load_model(str(tmp_path / "random")).module).__name__ == "HalvedForCausalLM"

@@ -1,0 +1,194 @@
+"""A base in 4 or 8 bits under adapters: its numbers, its memory, and that engine, trainer, exports
+and a resumed run have the bits of a float model with those numbers."""
+
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from tandem.cli.train import train
+from tandem.config.recipe import load_config
+from tandem.jobs.models import build_model
+from tandem.jobs.resources import memory, model_sizes
+from tandem.model.load import load_model, make_exact
+from tandem.model.lora import Lora
+from tandem.model.quantized import NF4, QuantizedWeight, quantize, quantized_bytes
+from tandem.run_folder.past_run import open_past
+from tests.support.architectures import stock
+from tests.support.parity import engine_for, largest_gap, random_requests
+from tests.support.past_runs import SMALLER, past_run
+from tests.support.runs import KINDS, fingerprint, prepare
+from tests.support.tiny import exact_logits, random_tokens
+
+LORA = Lora(rank=4, alpha=8.0, targets=("all-linear",), seed=7)
+BASES = ("nf4", "int8")
+KINDS["lora, nf4"] = [*KINDS["lora"], "lora.base=nf4"]
+
+
+def weight_of(rows=5, inputs=77, seed=0):
+    """A weight whose last block is not whole, and with a row and a block of zeros."""
+    weight = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(seed))
+    weight[2] = 0.0
+    return weight
+
+
+def test_nf4_is_the_nearest_level_of_each_number_in_blocks_of_64():
+    weight = weight_of()
+    found = quantize(weight, "nf4").numbers().reshape(-1)
+    for first in range(0, weight.numel(), 64):
+        block = weight.reshape(-1)[first : first + 64]
+        levels = NF4 * block.abs().max()
+        nearest = (block[:, None].double() - levels.double()).abs().argmin(1)
+        assert torch.equal(found[first : first + 64], levels[nearest])
+
+
+def test_int8_is_the_nearest_of_255_levels_of_each_row():
+    weight = weight_of()
+    apart = (quantize(weight, "int8").numbers() - weight).abs()
+    assert (apart <= weight.abs().amax(1, keepdim=True) / 127 * 0.5001).all()
+    assert apart.any() and not apart[2].any()
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_quantized_weight_is_its_numbers_in_its_bytes(base):
+    weight = weight_of(64, 96)
+    once = quantize(weight, base)
+    numbers = once.numbers()
+    again = quantize(numbers, base)
+    assert torch.equal(again.codes, once.codes) and torch.equal(again.numbers(), numbers)
+    held = once.codes.nbytes + once.scales.nbytes
+    assert held == quantized_bytes(weight, base) < weight.nbytes * (0.15 if base == "nf4" else 0.27)
+    x = torch.randn(3, 96)
+    assert torch.equal(x @ once.t(), x @ numbers.t())
+    assert torch.equal(once.bfloat16(), numbers.bfloat16())
+    with pytest.raises(TypeError, match="would change a quantized weight"):
+        once.mul_(2.0)
+
+
+def with_numbers_of(model, base):
+    """Replace the weights of the layers' linears in place by the numbers of quantized ones."""
+    for part in model.base_model.modules():
+        if isinstance(part, nn.Linear):
+            part.weight.data = quantize(part.weight, base).numbers()
+    return model
+
+
+def pair(name, base):
+    """(on a quantized base, on the float base of its numbers), with the same moved adapters."""
+    models = [
+        make_exact(stock(name), replace(LORA, base=base)),
+        make_exact(with_numbers_of(stock(name), base), LORA),
+    ]
+    noise = torch.Generator().manual_seed(1)
+    factors = {
+        key: 0.1 * torch.randn(value.shape, generator=noise)
+        for key, value in models[0].adapter_weights().items()
+    }
+    for model in models:
+        model.load_weights(factors)
+    return models
+
+
+def out(model):
+    random = np.random.default_rng(3)
+    return torch.cat(exact_logits(model, [random_tokens(random, n) for n in (1, 30, 7)]))
+
+
+# of the lean layer, with experts, and of the general path
+@pytest.mark.parametrize(
+    ("name", "base"), [("qwen3", "nf4"), ("llama", "int8"), ("qwen3_moe", "nf4"), ("olmo2", "nf4")]
+)
+def test_logits_and_gradients_are_those_of_a_float_base_with_the_same_numbers(name, base):
+    quantized, plain = pair(name, base)
+    for model in (quantized, plain):
+        model.checkpointing = True
+        out(model).pow(2).sum().backward()
+    with torch.no_grad():
+        assert torch.equal(out(quantized), out(plain))
+        with quantized.adapter_off(), plain.adapter_off():
+            assert torch.equal(out(quantized), out(plain))
+    for name, weight in quantized.trainable().items():
+        assert torch.equal(weight.grad, plain.trainable()[name].grad), name
+    assert {n for n, p in quantized.module.named_parameters() if p.grad is not None} == set(
+        quantized.trainable()
+    )
+    merged, expected = quantized.merged_weights(), plain.merged_weights()
+    assert list(merged) == list(expected)
+    for key, weight in merged.items():
+        assert type(weight) is torch.Tensor and torch.equal(weight, expected[key]), key
+
+
+@pytest.mark.parametrize(("name", "base"), [("llama", "nf4"), ("olmo2", "int8")])
+def test_engine_equals_trainer_on_a_quantized_base(name, base):
+    model = pair(name, base)[0]
+    requests = random_requests(np.random.default_rng(1), prompts=5, longest=200, group=3)
+    completions = engine_for(model, max_batch=8).generate(requests)
+    assert largest_gap(model, requests, completions, 400, gradients=True) == 0.0
+
+
+def test_bfloat16_base_is_quantized_and_exact():
+    model = make_exact(stock("llama").bfloat16(), replace(LORA, base="nf4"))
+    requests = random_requests(np.random.default_rng(2), prompts=3, longest=90, group=2)
+    completions = engine_for(model, max_batch=8).generate(requests)
+    assert largest_gap(model, requests, completions, 400, gradients=True) == 0.0
+    assert model.merged_weights()["model.layers.0.mlp.up_proj.weight"].dtype == torch.bfloat16
+
+
+# ---- runs
+
+
+@pytest.fixture(scope="module")
+def finished():
+    return past_run("lora, nf4")
+
+
+def trained_again(folder, *changes):
+    _, _, _, command, recipe, *overrides = prepare(folder, 4, "lora, nf4")
+    run = folder / "run"
+    config = load_config(recipe, [*overrides, *SMALLER, *changes, f"run.folder={run}"])
+    return train(command, config, run), run
+
+
+def test_resumed_run_has_the_bits_of_one_never_stopped(finished, tmp_path):
+    folder = shutil.copytree(finished.parent, tmp_path / "again")
+    run = folder / "run"
+    shutil.rmtree(run / "checkpoints" / "step_000004")
+    shutil.rmtree(run / "hf")
+    past = open_past(run)
+    train("train", past.config.model_copy(update={}), run)
+    assert fingerprint(run) == fingerprint(finished)
+
+
+def test_rollout_workers_sample_with_the_same_weights(finished, tmp_path):
+    _, run = trained_again(tmp_path, "rollout.workers=1")
+    assert open_past(run).ledger[4]["weights"] == open_past(finished).ledger[4]["weights"]
+
+
+def test_plan_counts_the_bytes_that_the_base_holds(finished):
+    config = open_past(finished).config
+    rows = {name: size for name, size, _ in memory(model_sizes(config, "train"), config, "train")}
+    held = 0
+    model = build_model(config, config.model.path)
+    for name, weight in model.module.named_parameters():
+        if isinstance(weight, QuantizedWeight):
+            held += weight.codes.nbytes + weight.scales.nbytes
+        elif "lora" not in name:
+            held += weight.nbytes
+    assert rows["weights"] == held
+
+
+def test_export_is_the_merged_model_and_its_card_names_the_base(finished):
+    [folder] = (finished / "hf").iterdir()
+    config = open_past(finished).config
+    model = build_model(config, config.model.path)
+    saved = finished / "checkpoints" / "step_000004" / "policy.safetensors"
+    model.load_weights(load_file(saved))
+    exported = load_model(str(folder))
+    expected = model.merged_weights()
+    for name, weight in exported.named_weights().items():
+        assert torch.equal(weight, expected[name]), name
+    assert "linears of its layers in nf4" in (folder / "README.md").read_text()
