@@ -182,7 +182,7 @@ class Episode:
     @property
     def last_turn_tokens(self) -> int:
         """Sampled tokens at the end of the sequence: of the last turn, or of one that is paused."""
-        return int(np.argmin(np.append(self.loss_mask[::-1], False)))
+        return len(self.loss_mask) - 1 - self.loss_mask.tobytes().rfind(b"\0")
 
     def chat(self, problem: Problem) -> tuple[Message, ...]:
         """Return the whole conversation."""

@@ -69,34 +69,37 @@ class ChatTemplate:
         open_turn: bool,
         variables: Mapping[str, object],
         tools: Sequence[Tool] = (),
+        short: int = 0,
     ) -> list[str]:
         """Render every chat; open_turn: with the header of the assistant's turn; variables: what
-        else the template may read. Raises UserError for the first chat that cannot be rendered."""
+        else the template may read; short: a text that has no more bytes than that comes as "".
+        Raises UserError for the first chat that cannot be rendered."""
         own = {"tools": list(tools) or None, "add_generation_prompt": open_turn}
         texts: list[str] = []
         answers: Iterable[dict[str, Any]]
         try:
-            encoded = [json.dumps(list(chat)) for chat in chats]
+            batches = list(_batches([list(chat) for chat in chats]))
             shared = json.dumps({**variables, **own}, default=str)
         except (TypeError, ValueError, RecursionError) as error:
             raise self._refused(f"{type(error).__name__}: {error}", next(iter(chats), ())) from None
-        for batch in _batches(encoded):
-            answers = [self._ask(batch, shared)]
+        shared = f'"short": {short}, "variables": {shared}'
+        for batch, encoded in batches:
+            answers = [self._ask(encoded, shared)]
             if len(batch) > 1 and answers[0].keys() & {"status", "too_long"}:
                 # one of them took too much, or all together
-                answers = (self._ask([chat], shared) for chat in batch)
+                answers = (self._ask(json.dumps([chat]), shared) for chat in batch)
             for answer in answers:
                 texts += answer.get("texts", [])
                 if answer.keys() != {"texts"}:
                     raise self._explain(answer, chats[len(texts)])
         return texts
 
-    def _ask(self, batch: Sequence[str], variables: str) -> dict[str, Any]:
+    def _ask(self, chats: str, shared: str) -> dict[str, Any]:
         """Return the answer to a request for some chats: their texts, up to the first that is
-        refused, and how."""
+        refused, and how. shared: the rest of the request."""
         process: _TemplateProcess | None = (running := self._take())
         try:
-            running.write(f'{{"chats": [{", ".join(batch)}], "variables": {variables}}}\n')
+            running.write(f'{{"chats": {chats}, {shared}}}\n')
             answer = running.read()
             with self._lock:
                 # after any other answer the process may have ended
@@ -198,18 +201,16 @@ def with_calls(message: Message) -> Message:
     return rest | {"content": content}
 
 
-def _batches(chats: Iterable[str]) -> Iterator[list[str]]:
-    """Yield the chats in order, in batches of at most BATCH characters."""
-    batch: list[str] = []
-    size = 0
-    for chat in chats:
-        if batch and size + len(chat) > BATCH:
-            yield batch
-            batch, size = [], 0
-        batch.append(chat)
-        size += len(chat)
-    if batch:
-        yield batch
+def _batches(chats: list[list[Message]]) -> Iterator[tuple[list[list[Message]], str]]:
+    """Yield the chats in order with their JSON, in batches of at most BATCH characters or one
+    chat."""
+    encoded = json.dumps(chats)
+    if len(encoded) > BATCH and len(chats) > 1:
+        half = len(chats) // 2
+        yield from _batches(chats[:half])
+        yield from _batches(chats[half:])
+    elif chats:
+        yield chats, encoded
 
 
 class _TemplateProcess:

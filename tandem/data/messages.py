@@ -60,7 +60,7 @@ def _message(value: Any, field: str) -> Message:
         raise RowError(show(value), "a message {role, content}", field=field)
     # Parquet fills absent keys with null
     message = {name: text for name, text in value.items() if text is not None}
-    if message.keys() >= {"from", "value"} and "role" not in message:
+    if "role" not in message and message.keys() >= {"from", "value"}:
         role, content = message.pop("from"), message.pop("value")
         message = {"role": _SHAREGPT_ROLES.get(role, role), "content": content, **message}
     if isinstance(message.get("content"), list):

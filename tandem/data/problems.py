@@ -6,7 +6,7 @@ templates or models.
 
 import json
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from tandem.config.schema import Data
@@ -165,9 +165,7 @@ def _metadata(row: Row, config: Data, answer_path: tuple[str, ...]) -> dict[str,
     An answer or category of a column that the config names is here as well, for functions that ask
     for columns by name; so is the answer's value if Problem.answer is its text.
     """
-    elsewhere = {config.prompt_column, "uid"}
-    elsewhere |= {DEFAULT_ANSWER} if answer_path == (DEFAULT_ANSWER,) else set()
-    elsewhere |= {DEFAULT_CATEGORY} if config.category_column == DEFAULT_CATEGORY else set()
+    elsewhere = _elsewhere(config.prompt_column, config.category_column, answer_path)
     rest = {name: value for name, value in row.values.items() if name not in elsewhere}
     if answer_path == VERL_ANSWER:
         reward_model = dict(rest.pop("reward_model"))
@@ -175,3 +173,11 @@ def _metadata(row: Row, config: Data, answer_path: tuple[str, ...]) -> dict[str,
         rest |= {"reward_model": reward_model} if reward_model else {}
     raw = _value(row, answer_path) if answer_path else ""
     return rest if isinstance(raw, str) else {RAW_ANSWER: raw, **rest}
+
+
+@cache
+def _elsewhere(prompt_column: str, category_column: str, answer_path: tuple[str, ...]) -> set[str]:
+    """Return the columns that fields of the Problem have."""
+    found = {prompt_column, "uid"}
+    found |= {DEFAULT_ANSWER} if answer_path == (DEFAULT_ANSWER,) else set()
+    return found | ({DEFAULT_CATEGORY} if category_column == DEFAULT_CATEGORY else set())

@@ -19,7 +19,12 @@ from tandem.config.schema import Data
 from tandem.data.chat_template import ChatTemplate, read_template, with_calls, with_tools
 from tandem.data.unknown_tokens import UnknownTokens
 from tandem.model.config_file import read_json
-from tandem.model.tokenizer import decode_text, load_tokenizer, require_tokenizer
+from tandem.model.tokenizer import (
+    decode_text,
+    has_at_most_a_token_a_byte,
+    load_tokenizer,
+    require_tokenizer,
+)
 from tandem.runtime.errors import UserError
 from tandem.runtime.numerics import cores
 from tandem.types import Array, Message, Problem, Tool
@@ -89,6 +94,9 @@ class ChatRenderer:
 
     def __init__(self, tokenizer: Any, template: str, eos_ids: set[int], name: str):
         self.tokenizer, self.name = tokenizer, name
+        if tokenizer.is_fast:  # its file may pad and truncate
+            tokenizer.backend_tokenizer.no_padding()
+            tokenizer.backend_tokenizer.no_truncation()
         self._template = ChatTemplate(template, name)
         self.stop_token_ids = tuple(sorted(eos_ids | self._end_of_turn()))
         if not self.stop_token_ids:
@@ -110,15 +118,17 @@ class ChatRenderer:
         chats: Sequence[Sequence[Message]],
         tools: Sequence[Tool] = (),
         variables: Mapping[str, object] | None = None,
+        short: int = 0,
     ) -> list[str]:
         """Render every chat and the header of the assistant's turn. A template without tools gets
         them in a system message; one without `tool_calls` gets them in the content of their
-        message. variables: more for the template, or in the place of special tokens."""
+        message. variables: more for the template, or in the place of special tokens; short: a text
+        that has no more bytes than that comes as ""."""
         if tools and "tools" not in self._template.source:
             chats, tools = [with_tools(messages, tools) for messages in chats], ()
         if "tool_calls" not in self._template.source:
             chats = [[with_calls(message) for message in messages] for messages in chats]
-        return self._texts(chats, open_turn=True, tools=tools, variables=variables)
+        return self._texts(chats, open_turn=True, tools=tools, variables=variables, short=short)
 
     def encode(self, text: str) -> Array:
         """Return int64 [T]: the tokens of a text that the template wrote."""
@@ -180,15 +190,17 @@ class ChatRenderer:
         *,
         key: str = "data.train",
         room: int | None = None,
+        exact: bool = True,
     ) -> tuple[list[Problem], list[int]]:
         """Return the problems whose prompt fits data.max_prompt_tokens, and the tokens of each; a
         longer one is an error, or dropped and reported.
 
         room: tokens that the model can place before a completion, if known; a larger limit than
-        that is not advised.
+        that is not advised. exact: otherwise a prompt that fits by its bytes is not tokenized, and
+        counts as the limit.
         """
-        lengths = self._prompt_lengths(problems, key)
         limit = config.max_prompt_tokens
+        lengths = self._prompt_lengths(problems, key, 0 if exact else limit)
         kept = [p for p, length in zip(problems, lengths, strict=True) if length <= limit]
         if len(kept) == len(problems):
             return kept, lengths
@@ -215,16 +227,21 @@ class ChatRenderer:
 
     # ---- text and tokens
 
-    def _prompt_lengths(self, problems: Sequence[Problem], key: str) -> list[int]:
-        """Return the tokens of every prompt; a million take seconds, so every core renders some."""
+    def _prompt_lengths(self, problems: Sequence[Problem], key: str, short: int) -> list[int]:
+        """Return the tokens of every prompt; a million take seconds, so every core renders some.
+        short: the length of each that has no more bytes, unless its tokens could be unknown."""
         unknown = UnknownTokens(self.tokenizer)
+        if unknown.possible or not has_at_most_a_token_a_byte(self.tokenizer):
+            short = 0
 
         def measure(at: int) -> list[int]:
             chunk = problems[at : at + CHUNK]
-            texts = self.prompt_texts([problem.messages for problem in chunk])
-            rows = self._encode(texts)
-            unknown.look(texts, rows)
-            return list(map(len, rows))
+            texts = self.prompt_texts([problem.messages for problem in chunk], short=short)
+            read = texts if not short else list(filter(None, texts))
+            rows = self._encode(read)
+            unknown.look(read, rows)
+            lengths = map(len, rows)
+            return [short if short and not text else next(lengths) for text in texts]
 
         with ThreadPoolExecutor(cores()) as pool:
             parts = pool.map(measure, range(0, len(problems), CHUNK))
@@ -238,15 +255,20 @@ class ChatRenderer:
         open_turn: bool,
         tools: Sequence[Tool] = (),
         variables: Mapping[str, object] | None = None,
+        short: int = 0,
     ) -> list[str]:
         variables = {"documents": None, **self.tokenizer.special_tokens_map, **(variables or {})}
-        return self._template.render(chats, open_turn=open_turn, variables=variables, tools=tools)
+        return self._template.render(
+            chats, open_turn=open_turn, variables=variables, tools=tools, short=short
+        )
 
     def _encode(self, texts: list[str]) -> list[Array]:
         # The template writes every special token itself, so the tokenizer adds none.
-        ids = self.tokenizer(
-            texts, add_special_tokens=False, return_attention_mask=False, verbose=False
-        )["input_ids"]
+        if self.tokenizer.is_fast:  # itself: what transformers wraps it in takes as long
+            core = self.tokenizer.backend_tokenizer
+            rows = core.encode_batch_fast(texts, add_special_tokens=False)
+            return [np.array(row.ids, np.int64) for row in rows]
+        ids = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         return [np.array(row, np.int64) for row in ids]
 
     def _end_of_turn(self) -> set[int]:

@@ -5,8 +5,11 @@
 JSON lines. The answer has the texts of the chats up to the first that is refused, and why it is:
 
     in   "{% for m in messages %}..."
-    in   {"chats": [[{"role": "user", "content": "hi"}]], "variables": {"tools": null, ...}}
+    in   {"chats": [[{"role": "user", "content": "hi"}]], "short": 0, "variables": {"tools": null,
+         ...}}
     out  {"texts": ["<|im_start|>user..."]}, with "error": "UndefinedError: ..." or "too_long": true
+
+A text of at most "short" bytes is "" in the answer: nobody will read it.
 
 The sandbox and what a template finds in it are those of transformers 5.23, so that the text is what
 its apply_chat_template writes. Only the clock stands still and nothing is random: a prompt is the
@@ -66,7 +69,7 @@ def main(memory_bytes: int, cpu_s: float, longest_text: int) -> None:
                 text = _render(template, messages, request["variables"])
                 if len(text) > longest_text:
                     raise MemoryError
-                texts.append(text)
+                texts.append("" if most_bytes(text) <= request["short"] else text)
         except MemoryError:
             refused = {"too_long": True}
         # A template is a program from someone else: it raises whatever its mistakes are.
@@ -79,6 +82,12 @@ def _render(template: Template, messages: list[dict[str, Any]], variables: dict[
     if not messages:
         raise ValueError("a chat without messages")
     return template.render(messages=[_with_reasoning(m) for m in messages], **variables)
+
+
+def most_bytes(text: str) -> int:
+    """Return how many bytes a text has at most, as it is and in NFC, which is up to thrice as
+    long."""
+    return len(text) if text.isascii() else 3 * len(text.encode(errors="surrogatepass"))
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

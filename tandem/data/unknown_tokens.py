@@ -32,6 +32,11 @@ class UnknownTokens:
         self._lock, self._seen, self._found = Lock(), 0, 0
         self._texts: list[str] = []  # the first with unknown tokens
 
+    @property
+    def possible(self) -> bool:
+        """Tell whether a text may have unknown tokens."""
+        return self._unknown is not None
+
     def look(self, texts: Sequence[str], rows: Sequence[Array]) -> None:
         """Count the texts; rows are their tokens, int64 [T] each."""
         found = []

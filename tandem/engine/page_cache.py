@@ -15,6 +15,7 @@ The cache holds one weight version: `flush` empties it when the weights change. 
 
 import hashlib
 import math
+import mmap
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -275,12 +276,14 @@ def hash_page(prefix_hash: bytes, tokens: np.ndarray) -> bytes:
 
 
 def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Make zeros of like's type and device; on a CPU the memory is taken when it is first
-    written."""
+    """Make zeros of like's type and device; on a CPU the memory is taken when it is first written,
+    and given back with the tensor. malloc would keep it, and write zeros into all of it for the
+    next cache."""
     if like.is_cuda:
         return like.new_zeros(shape, requires_grad=False)
-    raw = torch.from_numpy(np.zeros(math.prod(shape) * like.element_size(), np.uint8))
-    return raw.view(like.dtype).view(shape)
+    size, private = math.prod(shape) * like.element_size(), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, size, flags=private)
+    return torch.frombuffer(memory, dtype=like.dtype).view(shape)
 
 
 def _empty_allocator(like: Tensor) -> None:

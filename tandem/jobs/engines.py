@@ -68,13 +68,15 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 def prepare_process(config: Config) -> None:
     """Make arithmetic reproducible, and let memory stay with the process: page faults of fresh
-    tensors cost a tenth of a small step. Call it before the first product."""
+    tensors cost a tenth of a small step. What an earlier job of the process left free goes back.
+    Call it before the first product."""
     numerics.prepare(config.run.threads)
     custom_code.allow(config.model.trust_remote_code)
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # glibc
         libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
         libc.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
+        libc.malloc_trim(0)
 
 
 def probe_exactness(

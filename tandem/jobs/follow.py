@@ -107,7 +107,7 @@ def _rl_orders(
     config: Config, command: str, folder: Path, run_id: str, ranks: Ranks, opened: ExitStack
 ) -> Orders:
     distills = command == "distill"
-    inputs = distill_inputs(config) if distills else training_inputs(config)
+    inputs = (distill_inputs if distills else training_inputs)(config, exact=False)
     journal = Journal(folder / "episodes", run_id, inputs.problems)
     models = (build_distill_models if distills else build_rl_models)(config, ranks)
     sampling = sampling_params(config.rollout, inputs.renderer.stop_token_ids)

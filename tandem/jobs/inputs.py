@@ -96,8 +96,9 @@ def read_data(config: Config, key: Literal["data.train", "eval.data"]) -> Sequen
     return read_problems(source, config.data, key=key, weights=weights) if source else []
 
 
-def training_inputs(config: Config) -> ProblemInputs:
-    """Read and check the inputs of `tandem train`. Raises UserError, as all of them do."""
+def training_inputs(config: Config, *, exact: bool = True) -> ProblemInputs:
+    """Read and check the inputs of `tandem train`. exact: `counts` are, otherwise they may be of
+    longer prompts, and a million of them are not tokenized. Raises UserError, as all do."""
     if config.model.reference and not config.rl.kl_coef:
         raise UserError(
             "a setting that would never be used",
@@ -106,16 +107,15 @@ def training_inputs(config: Config) -> ProblemInputs:
             expected="a KL term",
             next="set rl.kl_coef, or drop it",
         )
-    inputs = _problem_inputs(
-        config, "model.reference", *(["critic.path"] if config.rl.advantage == "gae" else [])
-    )
+    others = ["model.reference", *(["critic.path"] if config.rl.advantage == "gae" else [])]
+    inputs = _problem_inputs(config, *others, exact=exact)
     where = f"model.path = {config.model.path}"
     reason = why_inexact(inputs.shape, where, placement(config))
     require_correction(config, reason and f"{where}, {reason}")
     return inputs
 
 
-def distill_inputs(config: Config) -> ProblemInputs:
+def distill_inputs(config: Config, *, exact: bool = True) -> ProblemInputs:
     """Read and check the inputs of `tandem distill`."""
     if not config.distill.teacher:
         raise _missing(
@@ -145,10 +145,10 @@ def distill_inputs(config: Config) -> ProblemInputs:
             expected=f"that of {config.model.path}",
             next="take a teacher of the same family",
         )
-    return _problem_inputs(config, "distill.teacher")
+    return _problem_inputs(config, "distill.teacher", exact=exact)
 
 
-def _problem_inputs(config: Config, *others: str) -> ProblemInputs:
+def _problem_inputs(config: Config, *others: str, exact: bool) -> ProblemInputs:
     """Read and check problems. others: further keys that name models."""
     require_correction(config)
     rollout_command(config)
@@ -159,18 +159,16 @@ def _problem_inputs(config: Config, *others: str) -> ProblemInputs:
     shape = check_models(config, *others)
     renderer = load_renderer(config.model.path, config.data.chat_template)
     check_tokenizer(config, shape, renderer)
-    fitting, lengths = renderer.check_lengths(data, config.data, room=_room(config, shape))
+    fitting, counts = _fitting(config, data, "data.train", shape, renderer, exact)
     problems = only(data, fitting)
     _check_repeats(config, len(problems))
-    counts = {"data.train": _count_problems(lengths)}
-    require_room(config, shape, max(lengths))
-    held_out, held_out_count = _held_out(config, held_out, shape, renderer)
+    held_out, held_out_counts = _held_out(config, held_out, shape, renderer, exact)
     return ProblemInputs(
         shape=shape,
         renderer=renderer,
         problems=problems,
         held_out=held_out,
-        counts=counts | held_out_count,
+        counts=counts | held_out_counts,
     )
 
 
@@ -271,18 +269,39 @@ def _pair_inputs(
 
 
 def _held_out(
-    config: Config, problems: Sequence[Problem], shape: Any, renderer: ChatRenderer
+    config: Config,
+    problems: Sequence[Problem],
+    shape: Any,
+    renderer: ChatRenderer,
+    exact: bool = True,
 ) -> tuple[Sequence[Problem], dict[str, Count]]:
     """Return the held-out problems whose prompts are short enough, and their count."""
     if not problems:
         return [], {}
     if config.eval.metric:
         try_user_metric(config.eval.metric)
+    return _fitting(config, problems, "eval.data", shape, renderer, exact)
+
+
+def _fitting(
+    config: Config,
+    problems: Sequence[Problem],
+    key: str,
+    shape: Any,
+    renderer: ChatRenderer,
+    exact: bool,
+) -> tuple[Sequence[Problem], dict[str, Count]]:
+    """Return the problems whose prompts are short enough, and their count, which is exact anyway
+    where the longest prompt that data.max_prompt_tokens allows does not fit the cache."""
+    try:
+        require_room(config, shape, config.data.max_prompt_tokens)
+    except UserError:
+        exact = True
     fitting, lengths = renderer.check_lengths(
-        problems, config.data, key="eval.data", room=_room(config, shape)
+        problems, config.data, key=key, room=_room(config, shape), exact=exact
     )
     require_room(config, shape, max(lengths))
-    return fitting, {"eval.data": _count_problems(lengths)}
+    return fitting, {key: _count_problems(lengths)}
 
 
 def _check_repeats(config: Config, problems: int) -> None:

@@ -124,7 +124,7 @@ def open_rl_job(config: Config, run: RunFolder, report: Report) -> Iterator[RLJo
     distills = run.command == "distill"
     check_cluster(config)
     prepare_process(config)
-    inputs = distill_inputs(config) if distills else training_inputs(config)
+    inputs = (distill_inputs if distills else training_inputs)(config, exact=False)
     data, stop_token_ids = input_hashes(config, *KEYS[run.command]), inputs.renderer.stop_token_ids
     run_id = identity(config, data)
     mesh = config.parallel.mesh

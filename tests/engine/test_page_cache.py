@@ -1,11 +1,17 @@
 """The page cache: what is found again, what is shared, copied, evicted, and that nothing is lost
 count of."""
 
+import os
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
+from tandem.config.schema import Config
 from tandem.engine.page_cache import EMPTY_PREFIX, PageCache, hash_page
+from tandem.jobs.engines import prepare_process
 from tandem.model.paged_attention import PAGE
 from tests.support.tiny import exact_model
 
@@ -44,6 +50,24 @@ def test_the_bytes_are_those_of_the_arithmetic():
     assert cache.page_bytes == layers * 2 * kv_heads * size * 4 * 128
     assert sum(t.numel() * 4 for t in (*cache.keys, *cache.values)) == 7 * cache.page_bytes
     assert PageCache(MODEL, 8 * SIZE - 1).count == 7
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+def test_a_cache_takes_the_memory_of_written_pages_alone_after_another_one_too():
+    """By the settings of a job malloc keeps what is freed, and would write zeros into all of it."""
+    prepare_process(Config())
+    before, size = resident(), 256 << 20
+    for _ in range(2):
+        cache = PageCache(MODEL, size)
+        assert not any(layer.any() for layer in cache.keys[0][:2])
+        write(cache, tokens(2 * PAGE))
+        del cache
+        assert resident() < before + size // 4
+
+
+def resident():
+    """Bytes in memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_a_sequence_is_found_again_but_for_its_last_token():

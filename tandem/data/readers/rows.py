@@ -26,6 +26,8 @@ ALIASES = {
 }
 
 
+MANY = 100_000  # rows; of fewer a search takes milliseconds
+
 _DECODE_EXACTLY = json.JSONDecoder(parse_int=str, parse_float=str).decode
 
 
@@ -58,6 +60,8 @@ def read_rows(source: str, build: Callable[[Row], T], *, key: str) -> list[T]:
                     mistakes.add(place, error)
                     if mistakes.full:
                         break
+            if len(built) >= MANY:
+                gc.freeze()  # they stay, and each search for garbage would walk through them
     except OSError as error:
         raise UserError(
             f"{key} cannot be read", where=source, found=str(error), next=f"ls -l {source}"
