@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from tandem.model.layers import embed
-from tandem.model.linear import Part, fused_linear, gradient_product, multiply, pack, swiglu
+from tandem.model.linear import Part, fused_linear, multiply, pack, swiglu
+from tandem.model.onednn import gradient_product
 from tandem.model.tiles import TILE_ROWS
 
 BF16 = torch.bfloat16
