@@ -18,8 +18,8 @@ from shared_prefix import decode_steps, engine_of, requests_of
 from tandem.config.schema import Config
 from tandem.jobs.engines import prepare_process
 from tandem.model.forward import batch_logprobs
-from tandem.model.linear import has_bfloat16_tiles
 from tandem.model.load import ExactModel, load_model
+from tandem.model.onednn import has_bfloat16_tiles
 from tandem.model.placement import Placement
 from tandem.train.pack import pack
 from tandem.types import Microbatch, Sample, SamplingDistribution

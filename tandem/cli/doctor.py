@@ -162,8 +162,8 @@ def _exactness(device: str, dtype: str) -> Finding:
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    from tandem.model.linear import has_bfloat16_tiles
     from tandem.model.load import make_exact
+    from tandem.model.onednn import has_bfloat16_tiles
     from tandem.model.placement import place_models
     from tandem.model.probe import fastest_exact, probe, try_matmuls
     from tandem.model.triton.dispatch import matmul_kernel, use_matmul

@@ -18,9 +18,9 @@ from tandem.config.training import Lora
 from tandem.jobs.activations import activation_bytes
 from tandem.jobs.models import placement, releases_cache
 from tandem.model.config_file import check_model
-from tandem.model.linear import pack_bytes
 from tandem.model.load import empty_model
 from tandem.model.lora import chosen_shapes
+from tandem.model.onednn import pack_bytes
 from tandem.model.placement import Placement
 from tandem.model.quantized import quantized_bytes
 from tandem.runtime.disk import existing_parent, human_bytes

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.model.linear import gradient_product, multiply
+from tandem.model.linear import multiply
 from tandem.model.logprobs import chunks, log_distribution
+from tandem.model.onednn import gradient_product, weight_gradient
 from tandem.types import SamplingDistribution
 
 Head = tuple[Tensor, Tensor, Tensor]  # hidden states [N, D], output projection [V, D], its pack
@@ -53,7 +54,7 @@ class _Divergences(torch.autograd.Function):
             slope.mul_(grads[0][rows, None] / ctx.sampling.temperature)
             grad_hidden[rows] = gradient_product(slope, weight)
             if grad_weight is not None:
-                gradient_product(slope.t(), hidden[rows], grad_weight)
+                weight_gradient(slope, hidden[rows], grad_weight)
         return grad_hidden, grad_weight, *(None for _ in range(6))
 
 

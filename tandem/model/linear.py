@@ -6,7 +6,7 @@ kernel. oneDNN compiles and keeps a kernel for every row count it meets (about 0
 each), so counts are rounded up to few values (`padded_rows`), at least 4: four rows are no slower
 than one.
 
-Backward is plain matmul: gradients are deterministic, not batch-invariant, and made only where
+Backward is onednn.py's: gradients are deterministic, not batch-invariant, and made only where
 wanted. A pack is renewed by the version counters of the weight and of its adapter, so a stale one
 cannot be used. If oneDNN's operators are missing, rows are padded to a multiple of 4 for plain
 `F.linear`; `probe` tells whether that is exact on the machine at hand. This file knows no layers.
@@ -17,41 +17,17 @@ which is tried once for a shape, they are taken together. Any other CPU multipli
 in float32 and rounds the result once.
 """
 
-import os
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tandem.model.onednn import HAS_PREPACKED, gradient_product, in_float32, weight_gradient
 from tandem.model.quantized import dequantized
 from tandem.model.tiles import PACK_ROWS_HINT, TILE_ROWS, tile_sizes
 from tandem.model.triton.dispatch import triton_for
-
-# The one place that looks for private PyTorch operators.
-HAS_PREPACKED = torch.backends.mkldnn.is_available() and hasattr(
-    torch.ops.mkldnn, "_linear_pointwise"
-)
-
-
-@cache
-def has_bfloat16_tiles() -> bool:
-    """Tell whether oneDNN multiplies bfloat16 in AMX tiles here."""
-    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
-    allowed = limit in ("ALL", "DEFAULT") or "AMX" in limit
-    return HAS_PREPACKED and torch.cpu._is_amx_tile_supported() and allowed
-
-
-def in_float32(t: Tensor) -> bool:
-    """Tell whether products with t, bfloat16, run in float32: not with AMX, and not on a GPU."""
-    return not (t.is_cuda or has_bfloat16_tiles())
-
-
-def pack_bytes(dtype: torch.dtype) -> int:
-    """Return the bytes of a parameter in a pack of weights of that type, on a CPU."""
-    return dtype.itemsize if has_bfloat16_tiles() else 4
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -94,18 +70,6 @@ def multiply(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
         return run(x, packed, bias, "none", [], "")[:rows]
     sizes = tile_sizes(padded, packed.shape[1], packed.shape[0], torch.get_num_threads())
     return torch.cat([run(part, packed, bias, "none", [], "") for part in x.split(sizes)])[:rows]
-
-
-def gradient_product(a: Tensor, b: Tensor, total: Tensor | None = None) -> Tensor:
-    """Multiply a [N, K] with b [K, M] for a gradient: deterministic, not batch-invariant.
-
-    Both are rounded to b's type, and the product has it too; on a CPU without AMX it is float32.
-    total, float32 [N, M]: the product is added to it in place.
-    """
-    if b.dtype == torch.float32:
-        return a @ b if total is None else total.addmm_(a, b)
-    product = a.float() @ b.float() if in_float32(b) else a.to(b.dtype) @ b
-    return product if total is None else total.add_(product)
 
 
 class Adapter(NamedTuple):
@@ -342,9 +306,9 @@ def _input_gradient(above: Sequence[Tensor], parts: Sequence[Part]) -> Tensor:
 
     It is the sum of g W + scaling * (g B) A; B A is never formed.
     """
-    total = above[0] @ parts[0].weight
+    total = gradient_product(above[0], parts[0].weight)
     for grad, part in zip(above[1:], parts[1:], strict=True):
-        total.addmm_(grad, part.weight)
+        total += gradient_product(grad, part.weight)
     for grad, part in zip(above, parts, strict=True):
         if part.adapter is not None:
             total.addmm_(grad @ part.adapter.b, part.adapter.a, alpha=part.adapter.scaling)
@@ -355,7 +319,7 @@ def _part_gradients(
     x: Tensor, grad: Tensor, part: Part, wanted: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """Compute the wanted gradients of weight, bias, a and b from x [N, I] and grad [N, O]."""
-    own = grad.t() @ x if wanted[0] else None, grad.sum(0) if wanted[1] else None
+    own = weight_gradient(grad, x) if wanted[0] else None, grad.sum(0) if wanted[1] else None
     if part.adapter is None:
         return *own, None, None
     a, b, scaling = part.adapter

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from tandem.model.activations import soft_cap
-from tandem.model.linear import gradient_product, multiply
+from tandem.model.linear import multiply
+from tandem.model.onednn import gradient_product, weight_gradient
 from tandem.model.triton.dispatch import triton_for
 from tandem.types import SamplingDistribution
 
@@ -211,7 +212,7 @@ class _Gradients:
         if self.hidden is not None:
             self.hidden[rows] = gradient_product(slope, weight)
         if self.weight is not None:
-            gradient_product(slope.t(), hidden[rows], self.weight)
+            weight_gradient(slope, hidden[rows], self.weight)
 
 
 def _fused(table: Tensor, sampling: SamplingDistribution) -> Any:

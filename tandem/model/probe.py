@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from tandem.model.attention import Plan
 from tandem.model.config_file import first_line, is_lean
 from tandem.model.layers import ExactLayer
-from tandem.model.linear import HAS_PREPACKED, ExactLinear, gradient_product, padded_rows, swiglu
+from tandem.model.linear import ExactLinear, padded_rows, swiglu
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import chunks, log_distribution
+from tandem.model.onednn import HAS_PREPACKED, gradient_product, weight_gradient
 from tandem.model.trial import (
     LONG,
     SHORT,
@@ -308,17 +309,17 @@ def _gradients_differ(
     differing, linears = [], _linears(model)
     smallest = min(outputs * inputs for outputs, inputs in linears)
     for (outputs, inputs), linear in linears.items():
+        product: Callable[[Tensor, Tensor], Tensor] = weight_gradient
         if linear is model.head:
+            product, right = gradient_product, model.head.weight.detach()
             left = random_like(model, noise, HEAD_GRADIENT_ROWS, outputs)
-            right = model.head.weight.detach()
         else:
             rows = MANY_ROWS if outputs * inputs == smallest else GRADIENT_ROWS
             left, right = (random_like(model, noise, rows, width) for width in (outputs, inputs))
-            left = left.t()
         products = []
         for count in threads:
             with threads_of(count):
-                products.append(gradient_product(left, right))
+                products.append(product(left, right))
         if not all(torch.equal(products[0], other) for other in products[1:]):
             differing.append(f"gradient of a linear {inputs} -> {outputs}")
     return differing

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 
 from tandem.model.inexact_trial import why_inexact
 from tandem.model.layers import embed
-from tandem.model.linear import Part, fused_linear, gradient_product, multiply, pack, swiglu
+from tandem.model.linear import Part, fused_linear, multiply, pack, swiglu
 from tandem.model.load import make_exact
+from tandem.model.onednn import gradient_product
 from tandem.model.placement import Placement
 from tandem.model.probe import probe
 from tandem.model.tiles import TILE_ROWS

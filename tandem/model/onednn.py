@@ -1,0 +1,90 @@
+"""oneDNN's operators on a CPU: what there is of them, and the products of gradients by them.
+
+Gradients need determinism, not batch invariance: the same bits twice, with any number of threads.
+torch's own matmul is MKL's, which multiplies at half the speed on AMD processors with AVX-512
+(docs/architecture.md, "Gradients by oneDNN"). oneDNN takes transposed and sliced tensors as they
+are. Two things have bounds here. A sum of many more terms than LONGEST may be divided among
+threads, so it is made of several. And a kernel is compiled and kept for each row count, about
+0.6 MB, so counts that sum over rows are rounded to few values.
+"""
+
+import os
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# The one place that looks for private PyTorch operators.
+HAS_PREPACKED = torch.backends.mkldnn.is_available() and hasattr(
+    torch.ops.mkldnn, "_linear_pointwise"
+)
+LONGEST = 4096  # terms of a sum; with 49,152 and few outputs bits depend on the threads
+WHOLE_ROWS, FEW_ROWS = 256, 64  # row counts are multiples of the first, the rest of the second
+OUTPUTS = 4096  # rows of a product that is added to a total: it is small beside the total
+
+
+@cache
+def has_bfloat16_tiles() -> bool:
+    """Tell whether oneDNN multiplies bfloat16 in AMX tiles here."""
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
+    allowed = limit in ("ALL", "DEFAULT") or "AMX" in limit
+    return HAS_PREPACKED and torch.cpu._is_amx_tile_supported() and allowed
+
+
+def in_float32(t: Tensor) -> bool:
+    """Tell whether products with t, bfloat16, run in float32: not with AMX, and not on a GPU."""
+    return not (t.is_cuda or has_bfloat16_tiles())
+
+
+def pack_bytes(dtype: torch.dtype) -> int:
+    """Return the bytes of a parameter in a pack of weights of that type, on a CPU."""
+    return dtype.itemsize if has_bfloat16_tiles() else 4
+
+
+def gradient_product(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply a [N, K] with b [K, M] for a gradient.
+
+    Both are rounded to b's type, and the product has it too; on a CPU without AMX it is float32.
+    """
+    if b.dtype != torch.float32:
+        if not in_float32(b):
+            return a.to(b.dtype) @ b
+        a, b = a.float(), b.float()
+    if not HAS_PREPACKED or b.is_cuda:
+        return a @ b
+    total, *others = (
+        _multiply(part, own)
+        for part, own in zip(a.split(LONGEST, 1), b.split(LONGEST), strict=True)
+    )
+    for other in others:
+        total += other
+    return total
+
+
+def weight_gradient(above: Tensor, x: Tensor, total: Tensor | None = None) -> Tensor:
+    """Multiply above [N, O], transposed, with x [N, I] to [O, I]: a sum over rows, as
+    gradient_product.
+
+    total, float32 [O, I]: the product is added to it in place.
+    """
+    if total is not None:
+        for part, own in zip(above.split(OUTPUTS, 1), total.split(OUTPUTS), strict=True):
+            own += weight_gradient(part, x)
+        return total
+    if x.is_cuda or not HAS_PREPACKED:
+        return gradient_product(above.t(), x)
+    whole = len(x) - len(x) % WHOLE_ROWS
+    parts = [(above[:whole], x[:whole])] if whole else []
+    if rest := len(x) - whole:
+        padding = (0, 0, 0, -rest % FEW_ROWS)
+        parts.append((F.pad(above[whole:], padding), F.pad(x[whole:], padding)))
+    product, *others = (gradient_product(own.t(), rows) for own, rows in parts)
+    for other in others:
+        product += other
+    return product
+
+
+def _multiply(a: Tensor, b: Tensor) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
+    return product

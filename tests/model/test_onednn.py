@@ -1,0 +1,59 @@
+"""Products of gradients: near to float64, and the same bits for any threads and any strides."""
+
+import pytest
+import torch
+
+from tandem.model.onednn import LONGEST, OUTPUTS, gradient_product, weight_gradient
+from tandem.model.trial import threads_of
+
+THREADS = (1, 2, 3, 6)
+
+
+def random(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def same_on_any_threads(product):
+    found = []
+    for count in THREADS:
+        with threads_of(count):
+            found.append(product())
+    assert all(torch.equal(found[0], other) for other in found)
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    "rows, inner, columns", [(1, 4, 3), (7, 30, 6), (300, 96, 64), (64, 3 * LONGEST + 5, 64)]
+)
+def test_gradient_product_is_near_and_thread_independent(rows, inner, columns):
+    a, b = random(rows, inner), random(inner, columns, seed=1)
+    found = same_on_any_threads(lambda: gradient_product(a, b))
+    torch.testing.assert_close(found.double(), a.double() @ b.double(), rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 63, 256, 300, 1100, LONGEST + 300])
+@pytest.mark.parametrize("outputs, inputs", [(6, 8), (96, 32)])
+def test_weight_gradient_is_near_and_thread_independent(rows, outputs, inputs):
+    above, x = random(rows, outputs), random(rows, inputs, seed=1)
+    found = same_on_any_threads(lambda: weight_gradient(above, x))
+    torch.testing.assert_close(
+        found.double(), above.double().t() @ x.double(), rtol=1e-4, atol=5e-4
+    )
+
+
+def test_slices_and_transposes_have_the_bits_of_copies():
+    wide, weight = random(50, 90), random(70, 30, seed=1)
+    part = wide[:, 20:50]
+    assert torch.equal(
+        gradient_product(part, weight.t()), gradient_product(part.clone(), weight.t().contiguous())
+    )
+    x = random(50, 12, seed=2)
+    assert torch.equal(weight_gradient(part, x), weight_gradient(part.clone(), x))
+
+
+def test_a_weight_gradient_is_added_to_a_total_in_place():
+    above, x = random(64, OUTPUTS + 10), random(64, 5, seed=1)
+    total = before = random(OUTPUTS + 10, 5, seed=2)
+    expected = before + weight_gradient(above, x)
+    assert weight_gradient(above, x, total) is total
+    assert torch.equal(total, expected)
