@@ -51,7 +51,7 @@ def gradient_product(a: Tensor, b: Tensor) -> Tensor:
         if not in_float32(b):
             return a.to(b.dtype) @ b
         a, b = a.float(), b.float()
-    if not HAS_PREPACKED or b.is_cuda:
+    if not HAS_PREPACKED or b.is_cuda or 0 in (*a.shape, *b.shape):
         return a @ b
     total, *others = (
         _multiply(part, own)
@@ -72,7 +72,7 @@ def weight_gradient(above: Tensor, x: Tensor, total: Tensor | None = None) -> Te
         for part, own in zip(above.split(OUTPUTS, 1), total.split(OUTPUTS), strict=True):
             own += weight_gradient(part, x)
         return total
-    if x.is_cuda or not HAS_PREPACKED:
+    if x.is_cuda or not HAS_PREPACKED or not len(x):
         return gradient_product(above.t(), x)
     whole = len(x) - len(x) % WHOLE_ROWS
     parts = [(above[:whole], x[:whole])] if whole else []

@@ -93,7 +93,7 @@ class _WatchedPlan(PackedPlan):
 
 @cache
 def _fault(config_class: Any, text: str, name: str) -> str:
-    """name: of the config's directory."""
+    """Try the config in JSON, as general_fault. name: of its directory."""
     tokens = torch.randint(VOCABULARY, (TRIED,), generator=torch.Generator().manual_seed(0))
     try:
         whole = config_class.from_dict(json.loads(text, object_hook=special_float))

@@ -23,7 +23,8 @@ def same_on_any_threads(product):
 
 
 @pytest.mark.parametrize(
-    "rows, inner, columns", [(1, 4, 3), (7, 30, 6), (300, 96, 64), (64, 3 * LONGEST + 5, 64)]
+    "rows, inner, columns",
+    [(0, 4, 3), (1, 4, 3), (7, 30, 6), (300, 96, 64), (64, 3 * LONGEST + 5, 64)],
 )
 def test_gradient_product_is_near_and_thread_independent(rows, inner, columns):
     a, b = random(rows, inner), random(inner, columns, seed=1)
@@ -31,7 +32,7 @@ def test_gradient_product_is_near_and_thread_independent(rows, inner, columns):
     torch.testing.assert_close(found.double(), a.double() @ b.double(), rtol=1e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("rows", [1, 63, 256, 300, 1100, LONGEST + 300])
+@pytest.mark.parametrize("rows", [0, 1, 63, 256, 300, 1100, LONGEST + 300])
 @pytest.mark.parametrize("outputs, inputs", [(6, 8), (96, 32)])
 def test_weight_gradient_is_near_and_thread_independent(rows, outputs, inputs):
     above, x = random(rows, outputs), random(rows, inputs, seed=1)
