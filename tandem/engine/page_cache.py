@@ -282,7 +282,10 @@ def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
     if like.is_cuda:
         return like.new_zeros(shape, requires_grad=False)
     size, private = math.prod(shape) * like.element_size(), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = mmap.mmap(-1, size, flags=private)
+    try:
+        memory = mmap.mmap(-1, size, flags=private)
+    except OSError as error:
+        raise MemoryError(f"{size:,} bytes for the key/value cache: {error.strerror}") from None
     return torch.frombuffer(memory, dtype=like.dtype).view(shape)
 
 

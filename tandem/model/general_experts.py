@@ -68,7 +68,7 @@ def _run_experts(module: Any, x: Tensor, chosen: Tensor, scores: Tensor) -> Tens
     if module.has_bias:
         up_bias = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
         down_bias = module.down_proj_bias
-    out = torch.zeros(x.shape)
+    out = torch.zeros(x.shape, device=x.device)
     for number, packs in enumerate(module.packs):
         token, place = torch.where(chosen == number)
         if not len(token):

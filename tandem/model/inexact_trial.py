@@ -50,7 +50,7 @@ def why_inexact(config: Any, where: str, place: Placement = CPU_FLOAT32) -> str:
     logging.set_verbosity_error()  # reference kernels are slower, it says of each
     reason = why_not_exact(config)
     if not reason and place.device.type != "cpu":
-        reason = f"it runs on {place.device.type}, and not on a CPU"
+        reason = f"it runs on {place.device.type}; model.device=cpu may be exact"
     reason = reason or general_fault(config)
     if reason and keeps_state(config):
         reason = "its layers keep a state from token to token"

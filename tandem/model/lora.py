@@ -97,9 +97,17 @@ def quantize_base(module: Any, lora: Lora | None) -> None:
     or not; experts, routers, embeddings and heads stay float."""
     if lora is None or lora.base == "float":
         return
-    for part in module.base_model.modules():
-        if type(part) is ExactLinear:
-            part.weight = nn.Parameter(quantize(part.weight, lora.base), requires_grad=False)
+    linears = [part for part in module.base_model.modules() if type(part) is ExactLinear]
+    if not linears:
+        raise UserError(
+            "this model has no linear whose base can be quantized",
+            where=f"lora.base = {lora.base}",
+            found="layers whose products are of another class, as GPT-2's Conv1D",
+            expected="a model with linear modules",
+            next="set lora.base=float",
+        )
+    for part in linears:
+        part.weight = nn.Parameter(quantize(part.weight, lora.base), requires_grad=False)
     for weight in module.parameters():
         if not isinstance(weight, QuantizedWeight):
             # the file of all weights stays in memory as long as one of them is mapped from it

@@ -20,7 +20,7 @@ HAS_PREPACKED = torch.backends.mkldnn.is_available() and hasattr(
     torch.ops.mkldnn, "_linear_pointwise"
 )
 LONGEST = 4096  # terms of a sum; with 49,152 and few outputs bits depend on the threads
-WHOLE_ROWS, FEW_ROWS = 256, 64  # row counts are multiples of the first, the rest of the second
+WHOLE_ROWS, FEW_ROWS = 256, 32  # row counts are multiples of the first, the rest of the second
 OUTPUTS = 4096  # rows of a product that is added to a total: it is small beside the total
 
 
@@ -72,7 +72,8 @@ def weight_gradient(above: Tensor, x: Tensor, total: Tensor | None = None) -> Te
         for part, own in zip(above.split(OUTPUTS, 1), total.split(OUTPUTS), strict=True):
             own += weight_gradient(part, x)
         return total
-    if x.is_cuda or not HAS_PREPACKED or not len(x):
+    in_tiles = x.dtype != torch.float32 and not in_float32(x)
+    if x.is_cuda or not HAS_PREPACKED or in_tiles or not len(x):
         return gradient_product(above.t(), x)
     whole = len(x) - len(x) % WHOLE_ROWS
     parts = [(above[:whole], x[:whole])] if whole else []

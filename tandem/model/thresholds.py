@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from tandem.model.custom_code import from_config
+
 # Positions change rotary embeddings, alike in every pass; rope.positions_of has the exceptions.
 OTHERS = re.compile("head|dim|intermediate|layer|expert|scalar|position|_id")
 
@@ -39,7 +41,7 @@ def _shapes(config: Any) -> list[torch.Size] | None:
     """List the shapes of a model's tensors; None if there is no such model."""
     try:
         with torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+            module = from_config(AutoModelForCausalLM, config)
     except Exception:  # any class of any model is made here
         return None
     return [tensor.shape for tensor in (*module.parameters(), *module.buffers())]

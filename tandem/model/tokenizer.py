@@ -41,11 +41,15 @@ def load_tokenizer(model_path: str) -> Any:
 
 
 def _require_code(model_path: str) -> None:
-    """Raise UserError if the tokenizer is of Python files that may not run."""
-    name = "tokenizer_config.json"
-    values = read_json(model_path, name, model_path, "tokenizer's config") or {}
-    if "auto_map" in values:
-        require_allowed(model_path, values, f"{model_path}, {name}")
+    """Raise UserError if the tokenizer is of Python files that may not run. transformers reads the
+    model's config for it, too."""
+    files = {"tokenizer_config.json": "tokenizer's config"}
+    if is_allowed():
+        files["config.json"] = "model's config"
+    for name, what in files.items():
+        values = read_json(model_path, name, model_path, what) or {}
+        if "auto_map" in values:
+            require_allowed(model_path, values, f"{model_path}, {name}")
 
 
 def require_tokenizer(model_path: str) -> None:

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tandem.cli.plan_time import random_directory
 from tandem.model import custom_code
 from tandem.model.load import load_model
+from tandem.model.tiny import make_tiny
 from tandem.model.tokenizer import load_tokenizer
 from tandem.run_folder.past_run import open_past
 from tandem.runtime.errors import UserError
@@ -109,6 +110,16 @@ def test_files_of_another_repository_do_not_run(home, tmp_path):
     path.write_text(path.read_text().replace('"modeling_halved', '"someone/else--modeling_halved'))
     text = mistake("train", home / "recipe.toml", f"model.path={folder}", TRUSTED)
     assert "another repository" in text and "someone/else--modeling_halved.py" in text
+
+
+def test_config_of_another_repository_does_not_run_for_the_tokenizer(home, tmp_path):
+    """transformers asks config.json, of a known architecture too, where it loads a tokenizer."""
+    make_tiny(folder := tmp_path / "model")
+    values = json.loads((folder / "config.json").read_text())
+    values["auto_map"] = {"AutoConfig": "someone/else--configuration_x.XConfig"}
+    (folder / "config.json").write_text(json.dumps(values))
+    text = mistake("train", home / "recipe.toml", f"model.path={folder}", TRUSTED)
+    assert "another repository" in text and "someone/else--configuration_x.py" in text
 
 
 def test_tokenizer_of_files_of_its_own_needs_the_key_too(home, tmp_path):

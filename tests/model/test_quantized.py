@@ -18,6 +18,7 @@ from tandem.model.load import load_model, make_exact
 from tandem.model.lora import Lora
 from tandem.model.quantized import NF4, QuantizedWeight, quantize, quantized_bytes
 from tandem.run_folder.past_run import open_past
+from tandem.runtime.errors import UserError
 from tests.support.architectures import stock
 from tests.support.parity import engine_for, largest_gap, random_requests
 from tests.support.past_runs import SMALLER, past_run
@@ -128,6 +129,12 @@ def test_engine_equals_trainer_on_a_quantized_base(name, base):
     requests = random_requests(np.random.default_rng(1), prompts=5, longest=200, group=3)
     completions = engine_for(model, max_batch=8).generate(requests)
     assert largest_gap(model, requests, completions, 400, gradients=True) == 0.0
+
+
+def test_model_without_linears_that_can_be_quantized_is_refused():
+    lora = Lora(rank=2, alpha=2.0, targets=("all-linear",), seed=0, base="nf4")
+    with pytest.raises(UserError, match="no linear whose base"):
+        make_exact(stock("gpt2"), lora)
 
 
 def test_bfloat16_base_is_quantized_and_exact():
