@@ -275,8 +275,8 @@ def why_not_exact(config: Any) -> str:
 def is_lean(config: Any) -> bool:
     """Tell whether Tandem's own layer runs this model, and not transformers' forward pass."""
     known = config.model_type in LEAN_ARCHITECTURES and config.hidden_act == "silu"
-    kinds = {rope.get("rope_type", "default") for rope in ropes_of(config)}
-    own = known and kinds <= {*STATIC} and not custom_code.is_custom(config)
+    static = all(rope.get("rope_type", "default") in STATIC for rope in ropes_of(config))
+    own = known and static and not custom_code.is_custom(config)
     return own and not why_not_exact(config)
 
 
