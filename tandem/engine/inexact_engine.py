@@ -7,9 +7,9 @@
 No padding is needed so, and any state that transformers keeps of a sequence will do. Every pass has
 the same number of rows, those of sequences that have ended among them, because transformers'
 operators may have other bits for another number. So a completion depends on its request and the
-weights only, as engine.py's do, whose `step`, sampling, ends and checks these are; unless an
-operator has rows of another size than a multiple of 4, whose last numbers torch computes in another
-way. Log-probs differ from the trainer's by rounding. Nothing is reused from turn to turn, and a
+weights only, as engine.py's do, whose `step`, sampling, ends and checks these are. An exception are
+operators on rows whose width is no multiple of 4: torch computes their last numbers in another way.
+Log-probs differ from the trainer's by rounding. Nothing is reused from turn to turn, and a
 paused or preempted sequence is computed again.
 """
 

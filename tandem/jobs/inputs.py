@@ -108,11 +108,7 @@ def training_inputs(config: Config, *, exact: bool = True) -> ProblemInputs:
             next="set rl.kl_coef, or drop it",
         )
     others = ["model.reference", *(["critic.path"] if config.rl.advantage == "gae" else [])]
-    inputs = _problem_inputs(config, *others, exact=exact)
-    where = f"model.path = {config.model.path}"
-    reason = why_inexact(inputs.shape, where, placement(config))
-    require_correction(config, reason and f"{where}, {reason}")
-    return inputs
+    return _problem_inputs(config, *others, exact=exact)
 
 
 def distill_inputs(config: Config, *, exact: bool = True) -> ProblemInputs:
@@ -157,6 +153,9 @@ def _problem_inputs(config: Config, *others: str, exact: bool) -> ProblemInputs:
     if "answer" in config.reward.functions and not any(problem.answer for problem in data):
         raise _no_answers(config)
     shape = check_models(config, *others)
+    where = f"model.path = {config.model.path}"
+    reason = why_inexact(shape, where, placement(config))
+    require_correction(config, reason and f"{where}, {reason}")
     renderer = load_renderer(config.model.path, config.data.chat_template)
     check_tokenizer(config, shape, renderer)
     fitting, counts = _fitting(config, data, "data.train", shape, renderer, exact)

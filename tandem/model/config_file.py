@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from tandem.model import custom_code
 from tandem.model.quantized_files import require_float
-from tandem.model.rope import STATIC, kinds_with_rope, ropes_of
+from tandem.model.rope import has_static_ropes, kinds_with_rope, ropes_of
 from tandem.runtime.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -275,8 +275,7 @@ def why_not_exact(config: Any) -> str:
 def is_lean(config: Any) -> bool:
     """Tell whether Tandem's own layer runs this model, and not transformers' forward pass."""
     known = config.model_type in LEAN_ARCHITECTURES and config.hidden_act == "silu"
-    static = all(rope.get("rope_type", "default") in STATIC for rope in ropes_of(config))
-    own = known and static and not custom_code.is_custom(config)
+    own = known and has_static_ropes(config) and not custom_code.is_custom(config)
     return own and not why_not_exact(config)
 
 

@@ -2,7 +2,7 @@
 attention, states and cache: linear attention, Mamba, short convolutions, alibi, rotary embeddings
 that depend on the length.
 
-Packed rows are UNPACKED for it: a prompt shared by several samples becomes the beginning of each,
+Packed rows are unpacked for it: a prompt shared by several samples becomes the beginning of each,
 and sequences run as batches padded on the right, where no causal model looks. The hidden states go
 back to the packed rows, so packing, losses and log-probs know nothing of it. Linears, norms,
 activations and experts are those of general.py, to be as near to exact as can be. This file knows
@@ -22,7 +22,7 @@ from tandem.model.expert_choices import ExpertChoices
 from tandem.model.general import GeneralModel, put_exact_parts
 from tandem.model.general_experts import ExactFunctions
 from tandem.model.lora import Lora, add_adapter
-from tandem.model.rope import STATIC, ropes_of
+from tandem.model.rope import has_static_ropes
 
 BATCH_TOKENS = 4096  # of a padded batch, unless one sequence is longer
 CACHES = ("past_key_values", "cache_params")  # names that forward passes have for their cache
@@ -93,8 +93,7 @@ class InexactModel(GeneralModel):
         super().__init__(module, lora, functions)
         self.inexact = reason
         # a rotary embedding may depend on the longest sequence of a batch
-        kinds = {rope.get("rope_type", "default") for rope in ropes_of(self.config)}
-        self._pads = kinds <= {*STATIC}
+        self._pads = has_static_ropes(self.config)
         names = inspect.signature(module.base_model.forward).parameters
         self.cache_name = next((n for n in CACHES if n in names), "") if caches else ""
 

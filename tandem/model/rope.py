@@ -6,7 +6,7 @@ is as static as others. So do the kinds of `dynamic`, beyond all positions that 
 
 from typing import Any
 
-STATIC = ("default", "linear", "llama3", "yarn")  # those that Tandem's own layer may have
+STATIC = ("default", "linear", "llama3", "yarn")  # kinds that do not look at the length
 MAX_POSITIONS = 1 << 20  # of a model that has no limit of its own
 
 
@@ -21,6 +21,11 @@ def kinds_with_rope(config: Any) -> set[str]:
     """Return the kinds of layers that have rotary embeddings of their own."""
     rope = getattr(config, "rope_parameters", None) or {}
     return {kind for kind, value in rope.items() if isinstance(value, dict)}
+
+
+def has_static_ropes(config: Any) -> bool:
+    """Tell whether a token is turned alike in passes of any length."""
+    return all(rope.get("rope_type", "default") in STATIC for rope in ropes_of(config))
 
 
 def positions_of(config: Any) -> int:

@@ -95,9 +95,14 @@ def test_evaluation_needs_no_correction(home, tmp_path):
     assert json.loads((tmp_path / "means.json").read_text())["eval/sampled"] >= 0
 
 
-def test_training_without_a_correction_is_refused(home, tmp_path):
+@pytest.mark.parametrize("command", ["train", "distill"])
+def test_training_without_a_correction_is_refused(command, home, tmp_path):
     error = mistake(
-        "train", home / "recipe.toml", "rl.correction=none", f"run.folder={tmp_path}/run"
+        command,
+        home / "recipe.toml",
+        "rl.correction=none",
+        f"distill.teacher={home}/model",
+        f"run.folder={tmp_path}/run",
     )
     assert "not the trainer's to the last bit" in error
     assert "lfm2: its layers keep a state" in error
