@@ -1,13 +1,15 @@
-"""Products of gradients by oneDNN (tandem/model/onednn.py) beside torch's own, one thread, CPU time.
+"""Products of gradients by oneDNN (tandem/model/onednn.py) beside torch's own, one thread and two.
 
-python benchmarks/gradient_products.py            milliseconds, the least of nine
+python benchmarks/gradient_products.py            milliseconds, the median of 21
 python benchmarks/gradient_products.py threads    how many products have other bits with other threads
 """
 
+import statistics
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -18,7 +20,7 @@ import machine
 
 from tandem.model.onednn import gradient_product, weight_gradient
 
-ROWS, REPEATS = 1100, 9
+ROWS, REPEATS = (1100, 4160), 21
 SHAPES = ((576, 576), (3072, 576), (576, 1536), (512, 128), (96, 96))  # outputs, inputs
 MANY_ROWS, THREADS = (32, 256, 512, 1100, 4096), (1, 2, 3, 4, 6, 8, 16)
 VOCABULARY = (49152, 64)
@@ -32,17 +34,27 @@ def main(what: str = "") -> None:
         differing = [case for case in cases if differs(*case)]
         print(f"{len(differing)} of {len(cases)} differ: {differing}")
         return
-    torch.set_num_threads(1)
-    for outputs, inputs in SHAPES:
-        weight, x, above = drawn(outputs, inputs, ROWS)
-        pairs = (
-            (partial(torch.matmul, above, weight), partial(gradient_product, above, weight)),
-            (partial(torch.matmul, above.t(), x), partial(weight_gradient, above, x)),
-        )
-        for name, pair in zip(("inputs", "weight"), pairs, strict=True):
-            theirs, ours = (milliseconds(product) for product in pair)
-            print(f"{inputs} -> {outputs}, gradient of the {name}: ", end="")
-            print(f"torch {theirs:.2f} ms, oneDNN {ours:.2f} ms, {theirs / ours:.2f}x")
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for (outputs, inputs), rows in product(SHAPES, ROWS):
+            ratios = compare(outputs, inputs, rows)
+            print(f"{threads} threads, {rows} rows, {inputs} -> {outputs}, gradient of", ratios)
+
+
+def compare(outputs: int, inputs: int, rows: int) -> str:
+    """Measure both gradients; that of the weights also where above is a slice, as in fused linears."""
+    weight, x, above = drawn(outputs, inputs, rows)
+    part = torch.cat([above, above], 1)[:, :outputs]
+    pairs = {
+        "inputs": (partial(torch.matmul, above, weight), partial(gradient_product, above, weight)),
+        "weights": (partial(torch.matmul, above.t(), x), partial(weight_gradient, above, x)),
+        "sliced": (partial(torch.matmul, part.t(), x), partial(weight_gradient, part, x)),
+    }
+    texts = []
+    for name, pair in pairs.items():
+        theirs, ours = (milliseconds(run) for run in pair)
+        texts.append(f"{name}: {theirs:.2f} / {ours:.2f} ms, {theirs / ours:.2f}x")
+    return "; ".join(texts)
 
 
 def drawn(outputs: int, inputs: int, rows: int) -> tuple[torch.Tensor, ...]:
@@ -60,13 +72,13 @@ def differs(outputs: int, inputs: int, rows: int) -> bool:
     return not all(map(torch.equal, found[0] * len(found), [t for pair in found for t in pair]))
 
 
-def milliseconds(product: Callable[[], torch.Tensor]) -> float:
+def milliseconds(run: Callable[[], torch.Tensor]) -> float:
     times = []
     for _ in range(1 + REPEATS):
-        start = time.process_time()
-        product()
-        times.append(time.process_time() - start)
-    return min(times[1:]) * 1e3
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:]) * 1e3
 
 
 if __name__ == "__main__":

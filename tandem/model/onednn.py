@@ -9,6 +9,7 @@ threads, so it is made of several. And a kernel is compiled and kept for each ro
 """
 
 import os
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -20,7 +21,7 @@ HAS_PREPACKED = torch.backends.mkldnn.is_available() and hasattr(
     torch.ops.mkldnn, "_linear_pointwise"
 )
 LONGEST = 4096  # terms of a sum; with 49,152 and few outputs bits depend on the threads
-WHOLE_ROWS, FEW_ROWS = 256, 32  # row counts are multiples of the first, the rest of the second
+ROWS, FEW_ROWS = 1024, 64  # rows of a product summed over rows; the last has a multiple of FEW_ROWS
 OUTPUTS = 4096  # rows of a product that is added to a total: it is small beside the total
 
 
@@ -75,15 +76,22 @@ def weight_gradient(above: Tensor, x: Tensor, total: Tensor | None = None) -> Te
     in_tiles = x.dtype != torch.float32 and not in_float32(x)
     if x.is_cuda or not HAS_PREPACKED or in_tiles or not len(x):
         return gradient_product(above.t(), x)
-    whole = len(x) - len(x) % WHOLE_ROWS
-    parts = [(above[:whole], x[:whole])] if whole else []
-    if rest := len(x) - whole:
-        padding = (0, 0, 0, -rest % FEW_ROWS)
-        parts.append((F.pad(above[whole:], padding), F.pad(x[whole:], padding)))
-    product, *others = (gradient_product(own.t(), rows) for own, rows in parts)
+    turned = above.shape[1] > x.shape[1]  # oneDNN copies the first factor: the narrower of the two
+    above = above.to(x.dtype)
+    first, second = (x, above) if turned else (above, x)
+    product, *others = (
+        gradient_product(part.t(), own)
+        for part, own in zip(_row_blocks(first), _row_blocks(second), strict=True)
+    )
     for other in others:
         product += other
-    return product
+    return product.t() if turned else product
+
+
+def _row_blocks(t: Tensor) -> Sequence[Tensor]:
+    *blocks, last = (block.contiguous() for block in t.split(ROWS))
+    missing = -len(last) % FEW_ROWS
+    return (*blocks, F.pad(last, (0, 0, 0, missing)) if missing else last)
 
 
 def _multiply(a: Tensor, b: Tensor) -> Tensor:
