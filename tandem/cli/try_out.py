@@ -40,6 +40,7 @@ from tandem.types import (
     Request,
     SamplingParams,
     Tool,
+    message_text,
 )
 
 END = 0  # the token that ends a typed turn; the others are code points
@@ -112,7 +113,7 @@ def print_episode(group: Group, seconds: float, renderer: Renderer) -> None:
     """Print an episode: the conversation, the reward and its parts, how it ended, and the time."""
     [episode] = group.episodes
     console.rule(group.problem.uid)
-    print_lines(f"{m['role']}: {m['content']}" for m in episode.chat(group.problem))
+    print_lines(f"{m['role']}: {message_text(m)}" for m in episode.chat(group.problem))
     # an env reward of 0 says nothing
     given = {name: value for name, value in episode.env_rewards.items() if value or name != "env"}
     parts = {**given, **episode.reward_parts}
@@ -238,7 +239,7 @@ def _plain(chat: Sequence[Message], tools: Sequence[Tool]) -> str:
         f"tool {tool['function']['name']}: {tool['function'].get('description', '')}"
         for tool in tools
     ]
-    shown += [f"{message['role']}: {message['content']}" for message in chat]
+    shown += [f"{message['role']}: {message_text(message)}" for message in chat]
     return "\n".join(["", *shown, ""])
 
 
