@@ -29,7 +29,7 @@ class ImageModel(InexactModel):
 
     def __init__(self, module: Any, lora: Lora | None, reason: str, reader: ImageReader):
         super().__init__(module, lora, put_exact_parts(module, lora), reason, caches=True)
-        self._reader, self._decoder = reader, module.get_decoder()
+        self._reader = reader
         self._counts_rows = hasattr(module.base_model, "get_rope_index")
 
     def run(self, tokens: Tensor, cache: Any = None, shift: int = 0) -> Tensor:
@@ -39,16 +39,15 @@ class ImageModel(InexactModel):
             embeddings, others = self._embed(tokens)
             if self._counts_rows:
                 others["position_ids"] = self._positions(tokens, past, shift)
-            out = self._decoder(
-                inputs_embeds=embeddings, use_cache=cache is not None, **known, **others
-            )
+            decoder, others["use_cache"] = self.module.get_decoder(), cache is not None
+            out = decoder(inputs_embeds=embeddings, **known, **others)
         states: Tensor = out.last_hidden_state
         return states
 
     def shift(self, tokens: Tensor) -> int:
         if not self._counts_rows:
             return 0
-        return int(self._rotary_positions(tokens)[0].max()) + 1 - tokens.shape[1]
+        return int(self._rotary_positions(tokens).max()) + 1 - tokens.shape[1]
 
     def _positions(self, tokens: Tensor, past: int, shift: int) -> Tensor:
         """Compute rotary positions, int64 [3, B, L]. past, shift: of tokens in the cache."""

@@ -37,6 +37,11 @@ path = "{folder}/model"
 """
 
 
+@pytest.fixture(scope="module", autouse=True)
+def store(tmp_path_factory):
+    image_store.keep_in(tmp_path_factory.mktemp("kept"))
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("images")
