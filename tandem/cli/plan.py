@@ -124,7 +124,9 @@ class _Plan:
         from tandem.cli.plan_time import step_time
 
         _say("seconds of a step")
-        layers = check_model(self.config.model.path, head="value").get_text_config().num_hidden_layers
+        layers = (
+            check_model(self.config.model.path, head="value").get_text_config().num_hidden_layers
+        )
         try:
             found = step_time(self.config, self.command, layers)
         except UserError as error:

@@ -18,9 +18,7 @@ from tandem.runtime.disk import DISK, disk_errors
 from tandem.runtime.errors import UserError
 
 
-def tiny(
-    folder: Path, *, sources: Sequence[str], vocab: str, images: bool, **sizes: int
-) -> None:
+def tiny(folder: Path, *, sources: Sequence[str], vocab: str, images: bool, **sizes: int) -> None:
     """Write a model with the characters of data sets and of vocab, or printable ASCII if neither is
     given; images: one that reads images; sizes as make_tiny's."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

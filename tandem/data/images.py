@@ -145,5 +145,7 @@ def _bytes(value: Any, row: Row, field: str) -> bytes:
                 return file.read_bytes()
             except OSError as error:
                 found = f"{show(value)}: {error.strerror or error}"
-                raise RowError(found, f"a file beside the data, in {row.folder}", field=field) from None
+                raise RowError(
+                    found, f"a file beside the data, in {row.folder}", field=field
+                ) from None
     raise RowError(show(value), EXPECTED, field=field)

@@ -37,9 +37,7 @@ def prompt_messages(value: Any, *, field: str) -> tuple[Message, ...]:
     return messages
 
 
-def chat_messages(
-    value: Any, *, field: str, images: bool = False
-) -> tuple[Message, ...]:
+def chat_messages(value: Any, *, field: str, images: bool = False) -> tuple[Message, ...]:
     """Read messages with a known role and text; keep other keys with text for the chat template.
 
     ShareGPT's {from, value} and OpenAI's content in parts are read, too. images: content with

@@ -13,13 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.model.config_file import (
-    first_line,
-    image_reason,
-    is_lean,
-    special_float,
-    why_not_exact,
-)
+from tandem.model.config_file import first_line, image_reason, is_lean, special_float, why_not_exact
 from tandem.model.inexact import InexactModel, SequenceStates, make_inexact
 from tandem.model.load import ExactModel, make_exact
 from tandem.model.placement import CPU_FLOAT32, Placement

@@ -198,9 +198,11 @@ def token_texts(folder: Path, model: str, ids: Sequence[int]) -> list[str] | Non
     kept = folder / "model" / "tokenizer.json"
     path = kept if kept.is_file() else Path(model) / "tokenizer.json"
     decoder = _decoder(path, path.stat().st_mtime_ns) if path.is_file() else None
-    return None if decoder is None else [
-        "[image]" if token >= IMAGE else decoder(token) for token in ids
-    ]
+    return (
+        None
+        if decoder is None
+        else ["[image]" if token >= IMAGE else decoder(token) for token in ids]
+    )
 
 
 @lru_cache(maxsize=8)

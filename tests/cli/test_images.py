@@ -3,15 +3,14 @@ evaluation, export."""
 
 import json
 
-import numpy as np
 import pytest
 import torch
 
 from tandem.model import image_store
 from tandem.model.load import load_model
 from tandem.run_folder.metrics import read_metrics
-from tests.model.test_image_model import prompts_of, stock_logits
 from tests.support.home import invoke, mistake
+from tests.support.image_models import prompts_of, stock_logits
 
 STEPS = 3
 RECIPE = """

@@ -65,8 +65,10 @@ FORMS = {  # rows of one chat: both images, then the text
         "prompt": message({"type": "image"}, {"type": "image"}, text()),
         "images": FILES,
     },
-    "marks of verl": {"prompt": [{"role": "user", "content": f"<image><image>{TEXT}"}],
-                      "images": FILES},  # fmt: skip
+    "marks of verl": {
+        "prompt": [{"role": "user", "content": f"<image><image>{TEXT}"}],
+        "images": FILES,
+    },
     "parts": {"prompt": message(*({"type": "image", "image": f} for f in FILES), text())},
     "OpenAI's parts": {
         "prompt": message(

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.data.renderer import load_renderer
 from tandem.engine.inexact_engine import make_engine
 from tandem.model import image_store
 from tandem.model.image_tokens import IMAGE, image_run, name_of, number_of
@@ -15,7 +14,7 @@ from tandem.model.lora import Lora
 from tandem.model.tokenizer import load_tokenizer
 from tandem.train.pack import pack
 from tandem.types import Request, Sample, SamplingParams
-from tests.support.image_models import KINDS, picture, save_image_model, stock_image_model
+from tests.support.image_models import KINDS, picture, prompts_of, save_image_model, stock_logits
 from tests.support.parity import words
 
 GAP = 1e-4  # nats
@@ -35,32 +34,6 @@ def folder(request, tmp_path_factory):
 def chat(*names, text="How many?"):
     parts = [{"type": "image", "image": name} for name in names]
     return ({"role": "user", "content": [*parts, {"type": "text", "text": text}]},)
-
-
-def prompts_of(folder, *chats):
-    return load_renderer(folder).prompts(chats)
-
-
-def stock_inputs(folder, names, tokens):
-    """What stock transformers gets of a sequence: its processor's arrays of all images, and their
-    placeholder in the tokens."""
-    tokenizer = load_tokenizer(folder)
-    reader = load_image_reader(folder, tokenizer)
-    of_images = torch.from_numpy(tokens >= IMAGE)[None]
-    ids = torch.from_numpy(np.where(tokens >= IMAGE, reader.token_id, tokens))[None]
-    arrays = [reader.arrays(name) for name in names]
-    joined = {  # tiles are beside each other, patches below
-        key: torch.from_numpy(np.concatenate([own[key] for own in arrays], int(first.ndim > 2)))
-        for key, first in arrays[0].items()
-    }
-    types = {"mm_token_type_ids": of_images.int()} if "image_grid_thw" in joined else {}
-    return {"input_ids": ids, **joined, **types}
-
-
-def stock_logits(folder, names, tokens):
-    inputs = stock_inputs(folder, names, tokens)
-    with torch.no_grad():
-        return stock_image_model(folder)(**inputs).logits[0]
 
 
 def requests_of(prompts, count=3, new=9):
@@ -84,14 +57,18 @@ def test_log_probs_are_those_of_a_stock_pass(folder):
     names = [image_store.put(picture(1)), image_store.put(picture(2, width=56))]
     prompts = prompts_of(folder, chat(*names), chat(names[1]))
     engine = make_engine(load_model(folder), words, cache_bytes=64 << 20, max_batch=8)
-    requests = requests_of(prompts)
+    requests, compared = requests_of(prompts), 0
+    placeholder = load_image_reader(folder, load_tokenizer(folder)).token_id
     for request, completion in zip(requests, engine.generate(requests), strict=True):
+        if placeholder in completion.tokens:  # stock would look for its image
+            continue
+        compared += 1
         shown = names if request.prompt is prompts[0] else names[1:]
         tokens = np.concatenate([request.prompt, completion.tokens])
         table = stock_logits(folder, shown, tokens[:-1]).log_softmax(-1).numpy()
         expected = table[range(len(request.prompt) - 1, len(tokens) - 1), completion.tokens]
         np.testing.assert_allclose(completion.logprobs, expected, atol=GAP)
-    assert 0 <= engine.logprob_gap() <= GAP
+    assert compared >= 4 and 0 <= engine.logprob_gap() <= GAP
 
 
 def test_packed_pass_agrees_with_whole_sequences(folder):
@@ -100,6 +77,7 @@ def test_packed_pass_agrees_with_whole_sequences(folder):
     text = ({"role": "user", "content": "No image."},)
     first, second, third = prompts_of(folder, chat(names[0]), chat(names[1]), text)
     answers = [np.arange(20, 20 + n) for n in (6, 3, 5, 4)]
+    groups = ((0, first), (0, first), (1, second), (2, third))
     samples = [
         Sample(
             tokens=np.concatenate([prompt, answer]),
@@ -107,13 +85,15 @@ def test_packed_pass_agrees_with_whole_sequences(folder):
             prefix=len(prompt),
             group=group,
         )
-        for group, prompt, answer in zip((0, 0, 1, 2), (first, first, second, third), answers)
+        for (group, prompt), answer in zip(groups, answers, strict=True)
     ]
     model = load_model(folder)
     [batch] = pack(samples, 4096)
     plan = model.packed_plan(batch.segments)
     with torch.no_grad():
-        hidden = model.hidden(torch.from_numpy(batch.tokens), torch.from_numpy(batch.positions), plan)
+        hidden = model.hidden(
+            torch.from_numpy(batch.tokens), torch.from_numpy(batch.positions), plan
+        )
         found = model.head(hidden[torch.from_numpy(batch.rows)])
         whole = [
             model.head(model.run(torch.from_numpy(s.tokens[None, :-1])))[0, s.prefix - 1 :]
@@ -156,7 +136,6 @@ def test_every_part_is_trained_and_an_adapter_only_in_the_language_model(folder)
     assert any("vision" in name or "visual" in name for name in moved)
     assert adapted.adapted and not [n for n in adapted.adapted if "vis" in n]
     assert all("lora" in name for name in adapted.trainable())
-
 
 
 def test_checkpointing_gives_the_same_gradients(folder):

@@ -16,8 +16,12 @@ from transformers import (
     SmolVLMForConditionalGeneration,
 )
 
+from tandem.data.renderer import load_renderer
+from tandem.model.image_tokens import IMAGE
+from tandem.model.images import load_image_reader
 from tandem.model.tiny import CHARACTERS, TEMPLATE, make_tokenizer
 from tandem.model.tiny_images import IMAGE_TEMPLATE, PROCESSOR, VISION, make_tiny_images
+from tandem.model.tokenizer import load_tokenizer
 
 KINDS = ("qwen2_5_vl", "qwen3_vl", "smolvlm")
 TEXT = {
@@ -51,8 +55,17 @@ def save_image_model(kind, folder, seed=0):
     """Write a model directory; return it as text."""
     match kind:
         case "qwen2_5_vl":
-            make_tiny_images(folder, hidden=96, layers=2, heads=6, kv_heads=2, intermediate=172,
-                             max_tokens=512, init_std=0.1, seed=seed)  # fmt: skip
+            make_tiny_images(
+                folder,
+                hidden=96,
+                layers=2,
+                heads=6,
+                kv_heads=2,
+                intermediate=172,
+                max_tokens=512,
+                init_std=0.1,
+                seed=seed,
+            )
         case "qwen3_vl":
             tokenizer = make_tokenizer(512, CHARACTERS, VISION, IMAGE_TEMPLATE)
             config = _qwen3_config(tokenizer)
@@ -140,3 +153,23 @@ def picture(seed, width=28, height=28):
 
 def data_uri(data):
     return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+def prompts_of(folder, *chats):
+    return load_renderer(folder).prompts(chats)
+
+
+def stock_logits(folder, names, tokens):
+    """Logits of stock transformers for a sequence: it gets its processor's arrays of all images,
+    and their placeholder in the tokens."""
+    reader = load_image_reader(folder, load_tokenizer(folder))
+    of_images = torch.from_numpy(tokens >= IMAGE)[None]
+    ids = torch.from_numpy(np.where(tokens >= IMAGE, reader.token_id, tokens))[None]
+    arrays = [reader.arrays(name) for name in names]
+    joined = {  # tiles are beside each other, patches below
+        key: torch.from_numpy(np.concatenate([own[key] for own in arrays], int(first.ndim > 2)))
+        for key, first in arrays[0].items()
+    }
+    types = {"mm_token_type_ids": of_images.int()} if "image_grid_thw" in joined else {}
+    with torch.no_grad():
+        return stock_image_model(folder)(input_ids=ids, **joined, **types).logits[0]
