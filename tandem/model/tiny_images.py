@@ -2,8 +2,8 @@
 
     tandem tiny DIR --images
 
-An image of 28 x 28 pixels, as `tandem generate squares` draws them, is 4 tokens. The directory is an
-ordinary Hugging Face one, which `AutoModelForImageTextToText` loads. Knows no data sets.
+An image of 28 x 28 pixels, as `tandem generate squares` draws them, is 4 tokens. The directory
+is an ordinary Hugging Face one, which `AutoModelForImageTextToText` loads. Knows no data sets.
 """
 
 import json

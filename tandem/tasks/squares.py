@@ -2,8 +2,8 @@
 
     tandem generate squares --difficulty 1 --count 400 --out train.jsonl
 
-Images are in the rows, as data: URIs of PNG files of 28 x 28 pixels. A row is a chat of `tandem sft`
-too, by its `response`. Knows pictures. Does not know models or rewards (`answer` fits).
+Images are in the rows, as data: URIs of PNG files of 28 x 28 pixels. A row is a chat of `tandem
+sft` too, by its `response`. Knows pictures. Does not know models or rewards (`answer` fits).
 """
 
 import base64

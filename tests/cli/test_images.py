@@ -106,7 +106,7 @@ def test_other_commands_read_the_same_rows(home, tmp_path):
     [
         (["model.path=FOLDER/text"], "this model reads text alone"),
         (["rl.correction=none"], "it reads images"),
-        (["rollout.engine=http://127.0.0.1:9"], "with Tandem's engine"),
+        (["rollout.engine=http://127.0.0.1:9/v1"], "with Tandem's engine"),
         (["rl.algorithm=ppo"], "no value head for this architecture"),
     ],
 )

@@ -31,6 +31,7 @@ from tandem.runtime.disk import read_regular_file, write_atomic
 from tandem.runtime.errors import UserError
 from tandem.runtime.watchdog import heartbeat
 from tandem.runtime.worker_channel import Channel, Message, exit_reason, kill_group, spawn
+from tandem.types import message_text
 
 START_S, ANSWER_S = 90.0, 30.0  # for an answer of a tracker: the first one, and all others
 CLOSE_S, LEAVE_S = 30.0, 3.0  # for what is queued at the end of a run, and when it is interrupted
@@ -214,7 +215,7 @@ def _run_id(folder: Path) -> str:
 
 
 def _row(step: int, sample: Sample) -> SampleRow:
-    prompt = "\n".join(f"{m['role']}: {printable(m['content'])}" for m in sample.prompt)
+    prompt = "\n".join(f"{m['role']}: {printable(message_text(m))}" for m in sample.prompt)
     return {
         "step": step,
         "sample": sample.name,
