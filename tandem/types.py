@@ -12,8 +12,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 Array = np.ndarray
-# texts by name; content with images is a list of parts, and served chats also hold `tool_calls`
-Message = dict[str, Any]
+Message = dict[str, Any]  # texts by name, or lists: `tool_calls`, content with images
 Tool = dict[str, Any]  # a function's JSON schema, as OpenAI and chat templates have it
 Row = dict[str, float]  # metrics or timings of a step, by name
 
@@ -42,25 +41,6 @@ Outcome = Literal[
 
 def _no_experts() -> Array:
     return np.zeros((0, 0, 0), np.int16)
-
-
-def shows_images(message: Message) -> bool:
-    """Tell whether a message has content in parts, some of them images:
-    [{"type": "image", "image": "3fa9c1d20b7"}, {"type": "text", "text": "How many?"}]."""
-    return isinstance(message.get("content"), list)
-
-
-def message_text(message: Message) -> str:
-    """Return the text of a message, with "[image]" for each image."""
-    if not shows_images(message):
-        return message["content"]  # type: ignore[no-any-return]
-    return "".join(part.get("text", "[image]") for part in message["content"])
-
-
-def images_of(messages: Sequence[Message]) -> list[str]:
-    """List the names of the images in a chat, in order."""
-    parts = [part for m in messages if shows_images(m) for part in m["content"]]
-    return [part["image"] for part in parts if part["type"] == "image"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

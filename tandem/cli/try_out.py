@@ -27,6 +27,7 @@ from tandem.rollout.episodes import run_episodes
 from tandem.rollout.evaluate import sampling_params
 from tandem.rollout.score import RolloutRunner, generate_and_score
 from tandem.runtime.errors import UserError
+from tandem.runtime.image_parts import message_text
 from tandem.runtime.timer import Timer
 from tandem.types import (
     Array,
@@ -40,7 +41,6 @@ from tandem.types import (
     Request,
     SamplingParams,
     Tool,
-    message_text,
 )
 
 END = 0  # the token that ends a typed turn; the others are code points

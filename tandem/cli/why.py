@@ -20,7 +20,7 @@ from tandem.audit.why import (
 from tandem.cli.progress import console, print_lines
 from tandem.run_folder.past_run import PastRun, entered
 from tandem.runtime.disk import disk_errors, write_atomic
-from tandem.types import message_text
+from tandem.runtime.image_parts import message_text
 
 _OUTCOMES = {
     "train": "trained",

@@ -14,7 +14,8 @@ import numpy as np
 from tandem.model.image_tokens import image_run
 from tandem.model.images import ImageReader
 from tandem.runtime.errors import UserError
-from tandem.types import Array, Message, images_of, shows_images
+from tandem.runtime.image_parts import images_of, shows_images
+from tandem.types import Array, Message
 
 Chats = Sequence[Sequence[Message]]
 

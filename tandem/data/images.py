@@ -16,7 +16,8 @@ from typing import Any
 from tandem.data.readers.row_errors import RowError, show
 from tandem.data.readers.rows import Row
 from tandem.model.image_store import put
-from tandem.types import Message, shows_images
+from tandem.runtime.image_parts import shows_images
+from tandem.types import Message
 
 COLUMNS = ("images", "image")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from tandem.data.readers.row_errors import RowError, show
-from tandem.types import Message, shows_images
+from tandem.runtime.image_parts import shows_images
+from tandem.types import Message
 
 Part = dict[str, Any]  # of content: text, or an image
 
@@ -97,8 +98,8 @@ def _part(part: Any, field: str, images: bool) -> Part:
         case {"type": "image_url", "image_url": {"url": str(found)} | str(found)} if images:
             return {"type": "image", "image": found}
         case {"type": "image"} if images:
-            found = next((part[name] for name in _IMAGE_KEYS if part.get(name) is not None), None)
-            return {"type": "image"} if found is None else {"type": "image", "image": found}
+            files = [part[name] for name in _IMAGE_KEYS if part.get(name) is not None]
+            return {"type": "image", "image": files[0]} if files else {"type": "image"}
         case {"text": str(text)} if part.get("type", "text") == "text":
             return {"type": "text", "text": text}
     expected = 'a part {"type": "text", "text": ...}'

@@ -17,7 +17,8 @@ from tandem.data.readers.row_errors import RowError, show
 from tandem.data.readers.rows import Row, column, exact_number, read_rows
 from tandem.data.readers.sources import uid_prefixes
 from tandem.runtime.errors import UserError
-from tandem.types import Message, Problem, shows_images
+from tandem.runtime.image_parts import shows_images
+from tandem.types import Message, Problem
 
 DEFAULT_ANSWER = Data.model_fields["answer_column"].default
 DEFAULT_CATEGORY = Data.model_fields["category_column"].default

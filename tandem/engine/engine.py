@@ -365,9 +365,8 @@ def _seen(sequences: list[RunningSequence], device: torch.device) -> SeenTokens:
     """Collect the distinct tokens of each sequence so far."""
     tokens = [text_tokens(np.unique(sequence.all_tokens())) for sequence in sequences]
     rows = np.arange(len(tokens)).repeat([len(t) for t in tokens])
-    return SeenTokens(
-        torch.from_numpy(rows).to(device), torch.from_numpy(np.concatenate(tokens)).to(device)
-    )
+    pairs = rows, np.concatenate(tokens)
+    return SeenTokens(*(torch.from_numpy(each).to(device) for each in pairs))
 
 
 def check_room(config: Any, pages: int, page_bytes: int, longest: int) -> None:

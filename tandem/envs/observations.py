@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from tandem.envs.calls import EnvironmentFailed
-from tandem.types import Observation, shows_images
+from tandem.runtime.image_parts import shows_images
+from tandem.types import Observation
 
 
 def check_opening(chat: Any) -> None:

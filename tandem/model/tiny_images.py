@@ -24,6 +24,16 @@ IMAGE_TEMPLATE = TEMPLATE.replace(
     "{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% else %}{{ part['text'] }}{% endif %}"
     "{% endfor %}{% endif %}{{ '<|end|>' }}",
 )
+TOWER = {
+    "depth": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_heads": 4,
+    "patch_size": PATCH,
+    "spatial_merge_size": MERGE,
+    "window_size": 4 * PATCH,
+    "fullatt_block_indexes": [1],
+}
 PROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "patch_size": PATCH,
@@ -70,21 +80,9 @@ def make_tiny_images(
             "mrope_section": [half - 2 * (half // 3), half // 3, half // 3],
         },
     }
-    vision = {
-        "depth": 2,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_heads": 4,
-        "patch_size": PATCH,
-        "spatial_merge_size": MERGE,
-        "window_size": 4 * PATCH,
-        "fullatt_block_indexes": [1],
-        "out_hidden_size": hidden,
-        "initializer_range": init_std,
-    }
     config = Qwen2_5_VLConfig(
         text_config=text,
-        vision_config=vision,
+        vision_config={**TOWER, "out_hidden_size": hidden, "initializer_range": init_std},
         image_token_id=image,
         video_token_id=video,
         vision_start_token_id=start,

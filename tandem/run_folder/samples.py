@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tandem.run_folder.episode_files import episode_file, read_columns
-from tandem.types import Message, message_text
+from tandem.runtime.image_parts import message_text
+from tandem.types import Message
 
 _COLUMNS = [
     "step",

@@ -22,7 +22,7 @@ from tandem.model.tool_calls import Call, Format, read_calls
 from tandem.rl.advantages import GroupAdvantage, group_advantages
 from tandem.run_folder.episode_files import episode_file, read_table
 from tandem.runtime.errors import UserError
-from tandem.types import message_text, shows_images
+from tandem.runtime.image_parts import message_text, shows_images
 from tandem.view.episodes import EpisodeTable
 from tandem.view.runs import Run, read_json
 

@@ -17,7 +17,7 @@ from tandem.data.renderer import load_renderer
 from tandem.model import image_store
 from tandem.model.image_tokens import IMAGE, name_from, name_of
 from tandem.runtime.errors import UserError
-from tandem.types import images_of, message_text
+from tandem.runtime.image_parts import images_of, message_text
 from tests.support.image_models import KINDS, data_uri, picture, save_image_model
 
 A, B = picture(1), picture(2, width=56)

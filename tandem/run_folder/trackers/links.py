@@ -29,9 +29,9 @@ from tandem.run_folder.trackers.process import MAX_LINE_BYTES
 from tandem.run_folder.trackers.tracker import SampleRow
 from tandem.runtime.disk import read_regular_file, write_atomic
 from tandem.runtime.errors import UserError
+from tandem.runtime.image_parts import message_text
 from tandem.runtime.watchdog import heartbeat
 from tandem.runtime.worker_channel import Channel, Message, exit_reason, kill_group, spawn
-from tandem.types import message_text
 
 START_S, ANSWER_S = 90.0, 30.0  # for an answer of a tracker: the first one, and all others
 CLOSE_S, LEAVE_S = 30.0, 3.0  # for what is queued at the end of a run, and when it is interrupted
