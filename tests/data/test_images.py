@@ -16,6 +16,7 @@ from tandem.data.readers.rows import read_rows
 from tandem.data.renderer import load_renderer
 from tandem.model import image_store
 from tandem.model.image_tokens import IMAGE, name_from, name_of
+from tandem.model.images import TILED
 from tandem.runtime.errors import UserError
 from tandem.runtime.image_parts import images_of, message_text
 from tests.support.image_models import KINDS, data_uri, picture, save_image_model
@@ -154,19 +155,19 @@ def names_in(tokens):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_those_of_transformers_processor(kind, models):
-    """Qwen's: one placeholder for 2 x 2 patches of 7 pixels. SmolVLM's: by its own function."""
+    """Qwen's: one placeholder for 2 x 2 patches of 7 pixels. The others': by their own function."""
     renderer = load_renderer(models[kind])
     for data in (A, B):
         image_store.put(data)
     [tokens] = renderer.prompts([chat(*NAMES)])
-    if kind == "smolvlm":
+    if kind in TILED:
         pieces = ("<fake_token_around_image>", "<image>", "<global-img>")
         written = [get_image_prompt_string(*size, 4, *pieces) for size in ((2, 2), (1, 2))]
     else:
         written = [f"<|vision_start|>{'<|image_pad|>' * n}<|vision_end|>" for n in (4, 8)]
     whole = f"<|user|>{''.join(written)}{TEXT}<|end|><|assistant|>"
     placeholder = renderer.tokenizer.convert_tokens_to_ids(
-        "<image>" if kind == "smolvlm" else "<|image_pad|>"
+        "<image>" if kind in TILED else "<|image_pad|>"
     )
     expected = renderer.tokenizer(whole, add_special_tokens=False)["input_ids"]
     assert np.where(tokens >= IMAGE, placeholder, tokens).tolist() == expected

@@ -10,6 +10,10 @@ import torch
 from PIL import Image
 from transformers import (
     AutoModelForImageTextToText,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     SmolVLMConfig,
@@ -23,7 +27,7 @@ from tandem.model.tiny import CHARACTERS, TEMPLATE, make_tokenizer
 from tandem.model.tiny_images import IMAGE_TEMPLATE, PROCESSOR, VISION, make_tiny_images
 from tandem.model.tokenizer import load_tokenizer
 
-KINDS = ("qwen2_5_vl", "qwen3_vl", "smolvlm")
+KINDS = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm", "idefics3")
 TEXT = {
     "hidden_size": 96,
     "intermediate_size": 172,
@@ -70,10 +74,19 @@ def save_image_model(kind, folder, seed=0):
             tokenizer = make_tokenizer(512, CHARACTERS, VISION, IMAGE_TEMPLATE)
             config = _qwen3_config(tokenizer)
             _save(Qwen3VLForConditionalGeneration, config, tokenizer, PROCESSOR, folder, seed)
+        case "qwen2_vl":
+            tokenizer = make_tokenizer(512, CHARACTERS, VISION, IMAGE_TEMPLATE)
+            config = _qwen2_config(tokenizer)
+            _save(Qwen2VLForConditionalGeneration, config, tokenizer, PROCESSOR, folder, seed)
         case "smolvlm":
             tokenizer = make_tokenizer(512, CHARACTERS, TILES, TILED_TEMPLATE)
-            config = _smolvlm_config(tokenizer)
+            config = _tiled_config(SmolVLMConfig, tokenizer)
             _save(SmolVLMForConditionalGeneration, config, tokenizer, TILED_PROCESSOR, folder, seed)
+        case "idefics3":
+            tokenizer = make_tokenizer(512, CHARACTERS, TILES, TILED_TEMPLATE)
+            config = _tiled_config(Idefics3Config, tokenizer)
+            processor = {**TILED_PROCESSOR, "image_processor_type": "Idefics3ImageProcessor"}
+            _save(Idefics3ForConditionalGeneration, config, tokenizer, processor, folder, seed)
     return str(folder)
 
 
@@ -103,7 +116,29 @@ def _qwen3_config(tokenizer):
     )
 
 
-def _smolvlm_config(tokenizer):
+def _qwen2_config(tokenizer):
+    start, end, image, video = tokenizer.convert_tokens_to_ids(list(VISION))
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+    vision = {
+        "depth": 2,
+        "embed_dim": 32,
+        "hidden_size": 96,
+        "mlp_ratio": 2,
+        "num_heads": 2,
+        "patch_size": PROCESSOR["patch_size"],
+        "spatial_merge_size": PROCESSOR["merge_size"],
+    }
+    return Qwen2VLConfig(
+        text_config={**TEXT, **_vocabulary(tokenizer), "rope_parameters": rope},
+        vision_config=vision,
+        image_token_id=image,
+        video_token_id=video,
+        vision_start_token_id=start,
+        vision_end_token_id=end,
+    )
+
+
+def _tiled_config(make, tokenizer):
     text = {**TEXT, **_vocabulary(tokenizer), "model_type": "llama"}
     vision = {
         "hidden_size": 32,
@@ -114,9 +149,7 @@ def _smolvlm_config(tokenizer):
         "patch_size": 7,
     }
     image = tokenizer.convert_tokens_to_ids("<image>")
-    return SmolVLMConfig(
-        text_config=text, vision_config=vision, image_token_id=image, scale_factor=2
-    )
+    return make(text_config=text, vision_config=vision, image_token_id=image, scale_factor=2)
 
 
 def _vocabulary(tokenizer):
