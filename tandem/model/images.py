@@ -34,7 +34,10 @@ FILES = (  # of a model directory, that say how it reads images
     "chat_template.json",
 )
 TILED = ("smolvlm", "idefics3")  # whose images are tiles, with text between them
-KEPT = 256  # processed images
+EDGE = "<fake_token_around_image>"
+KEPT_BYTES = 256 << 20  # of processed images
+# of an image: rows and columns of tiles beside the one of the whole, and tokens of each
+Layout = tuple[int, int, int]
 
 
 class ImageReader:
@@ -48,38 +51,55 @@ class ImageReader:
         self._tiled = config.model_type in TILED
         self.token_id: int = config.image_token_id
         self.token: str = tokenizer.convert_ids_to_tokens(self.token_id)
-        self._texts: dict[str, str] = {}
-        self._read: OrderedDict[str, dict[str, Array]] = OrderedDict()
+        self._layouts: dict[str, Layout] = {}
+        self._kept: OrderedDict[str, dict[str, Array]] = OrderedDict()
+        self._kept_bytes = 0
         self._lock = threading.Lock()  # prompts are rendered in threads
 
     def text(self, name: str) -> str:
         """Return what stands for the image in a prompt, where its template writes `token`."""
-        if name not in self._texts:
-            self.arrays(name)
-        return self._texts[name]
+        rows, columns, each = self._layout(name)
+        run = self.token * each
+        if not self._tiled:
+            return run
+        lines = [
+            "".join(f"{EDGE}<row_{row}_col_{column}>{run}" for column in range(1, columns + 1))
+            for row in range(1, rows + 1)
+        ]
+        tiles = "".join(f"{line}\n" for line in lines) + "\n" * bool(lines)
+        return f"{tiles}{EDGE}<global-img>{run}{EDGE}"
 
     def count(self, name: str) -> int:
         """Return how many tokens the image has."""
-        return self.text(name).count(self.token)
+        rows, columns, each = self._layout(name)
+        return (rows * columns + 1) * each
 
     def arrays(self, name: str) -> dict[str, Array]:
         """Return the arrays of the image by the names that the model's get_image_features has."""
         with self._lock:
-            found = self._read.pop(name, None)
+            found = self._kept.pop(name, None)
+            self._kept_bytes -= _bytes(found)
         if found is None:
             found = self._process(name)
         with self._lock:
-            self._read[name] = found
-            if len(self._read) > KEPT:
-                self._read.popitem(last=False)
+            self._kept[name] = found
+            self._kept_bytes += _bytes(found)
+            while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
+                self._kept_bytes -= _bytes(self._kept.popitem(last=False)[1])
         return found
 
+    def _layout(self, name: str) -> Layout:
+        if name not in self._layouts:
+            self.arrays(name)
+        return self._layouts[name]
+
     def _process(self, name: str) -> dict[str, Array]:
-        from PIL import Image
+        from PIL import Image, ImageOps
 
         options = {"return_row_col_info": True} if self._tiled else {}
         try:
-            image = Image.open(io.BytesIO(image_store.get(name))).convert("RGB")
+            image = Image.open(io.BytesIO(image_store.get(name)))
+            image = ImageOps.exif_transpose(image).convert("RGB")  # as transformers loads one
             found = dict(self._processor(images=[image], return_tensors="np", **options))
         except (OSError, ValueError) as error:
             raise UserError(
@@ -89,7 +109,7 @@ class ImageReader:
                 expected="an image that the model's image processor takes",
                 next="leave its row out",
             ) from None
-        self._texts[name] = self._text(found)
+        self._layouts[name] = self._layout_of(found)
         if self.count(name) > MOST_PLACES:
             raise UserError(
                 "an image has too many tokens",
@@ -101,20 +121,17 @@ class ImageReader:
         names = self._processor.model_input_names
         return {key: np.asarray(found[key]) for key in names if key in found}
 
-    def _text(self, found: dict[str, Any]) -> str:
+    def _layout_of(self, found: dict[str, Any]) -> Layout:
         if not self._tiled:
             patches = int(found["image_grid_thw"][0].prod())
-            return self.token * (patches // self._processor.merge_size**2)
+            return 0, 0, patches // self._processor.merge_size**2
         [[rows]], [[columns]] = found["rows"], found["cols"]
-        vision = self._config.vision_config
-        each = (vision.image_size // vision.patch_size) ** 2 // self._config.scale_factor**2
-        edge, run = "<fake_token_around_image>", self.token * each
-        lines = [
-            "".join(f"{edge}<row_{row}_col_{column}>{run}" for column in range(1, columns + 1))
-            for row in range(1, rows + 1)
-        ]
-        tiles = "".join(f"{line}\n" for line in lines) + "\n" * bool(lines)
-        return f"{tiles}{edge}<global-img>{run}{edge}"
+        vision, factor = self._config.vision_config, self._config.scale_factor
+        return rows, columns, (vision.image_size // vision.patch_size) ** 2 // factor**2
+
+
+def _bytes(arrays: dict[str, Array] | None) -> int:
+    return sum(array.nbytes for array in (arrays or {}).values())
 
 
 def load_image_reader(path: str, tokenizer: Any) -> ImageReader | None:
