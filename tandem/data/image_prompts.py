@@ -71,8 +71,8 @@ def require_no_images(chats: Chats, where: str) -> None:
                     where=where,
                     found=f"a message from {message['role']!r} with images",
                     expected="chats of text, or a model that reads images",
-                    next="leave the images out, or set model.path to one that docs/models.md "
-                    "lists under images",
+                    next="leave the images out, or set model.path to one that docs/data.md "
+                    "names under images",
                 )
 
 

@@ -98,8 +98,8 @@ class ImageReader:
 
         options = {"return_row_col_info": True} if self._tiled else {}
         try:
-            image = Image.open(io.BytesIO(image_store.get(name)))
-            image = ImageOps.exif_transpose(image).convert("RGB")  # as transformers loads one
+            file = Image.open(io.BytesIO(image_store.get(name)))
+            image = ImageOps.exif_transpose(file).convert("RGB")  # as transformers loads one
             found = dict(self._processor(images=[image], return_tensors="np", **options))
         except (OSError, ValueError) as error:
             raise UserError(

@@ -10,7 +10,7 @@ from tandem.model import image_store
 from tandem.model.load import load_model
 from tandem.run_folder.metrics import read_metrics
 from tests.support.home import invoke, mistake
-from tests.support.image_models import prompts_of, stock_logits
+from tests.support.image_models import picture, prompts_of, stock_logits
 
 STEPS = 3
 RECIPE = """
@@ -99,6 +99,18 @@ def test_other_commands_read_the_same_rows(home, tmp_path):
         result = invoke(*command)
         assert result.exit_code == 0, (command, result.exception, result.output)
     assert 0 <= json.loads((tmp_path / "means.json").read_text())["eval/sampled"] <= 1
+
+
+def test_resume_with_another_image_is_refused(home, tmp_path):
+    rows = [{"prompt": f"{n}?", "answer": "1", "images": ["a.png"]} for n in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "a.png").write_bytes(picture(1))
+    command = ["train", home / "recipe.toml", f"run.folder={tmp_path}/run", "run.steps=1"]
+    command += [f"data.train={tmp_path}/rows.jsonl", "eval.data="]
+    result = invoke(*command)
+    assert result.exit_code == 0, result.exception or result.output
+    (tmp_path / "a.png").write_bytes(picture(2))
+    assert "images" in mistake(*command)
 
 
 @pytest.mark.parametrize(
