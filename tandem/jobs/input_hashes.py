@@ -65,8 +65,8 @@ def input_hashes(config: Config, *keys: str) -> dict[str, str]:
 
 
 def image_hashes(shape: Any, chats: Iterable[Sequence[Message]]) -> dict[str, str]:
-    """Hash the names of the images in chats, which name their content; {} without images. shape: the
-    transformers config of the model."""
+    """Hash the names of the images in chats, which name their content; {} without images. shape:
+    the transformers config of the model."""
     images = (images_of(chat) for chat in chats) if reads_images(shape) else ()
     names = sorted({name for own in images for name in own})
     return {IMAGES: hashlib.sha256(" ".join(names).encode()).hexdigest()} if names else {}

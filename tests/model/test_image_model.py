@@ -1,20 +1,32 @@
 """Models that read images: features, positions and log-probs are stock transformers' own; an image
 is part of the prompt."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 
 from tandem.engine.inexact_engine import make_engine
 from tandem.model import image_store
+from tandem.model.config_file import check_model
 from tandem.model.image_tokens import IMAGE, image_run, name_of, number_of
 from tandem.model.images import load_image_reader
 from tandem.model.load import load_model
 from tandem.model.lora import Lora
 from tandem.model.tokenizer import load_tokenizer
+from tandem.run_folder.export import export_adapter
 from tandem.train.pack import pack
 from tandem.types import Request, Sample, SamplingParams
-from tests.support.image_models import KINDS, picture, prompts_of, save_image_model, stock_logits
+from tests.support.image_models import (
+    KINDS,
+    picture,
+    prompts_of,
+    save_image_model,
+    stock_image_model,
+    stock_logits,
+)
 from tests.support.parity import words
 
 GAP = 1e-4  # nats
@@ -149,3 +161,43 @@ def test_checkpointing_gives_the_same_gradients(folder):
         found.append({n: p.grad for n, p in model.module.named_parameters() if p.grad is not None})
     assert found[0].keys() == found[1].keys()
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_exported_adapter_is_read_by_peft(folder, tmp_path):
+    model = load_model(folder, LORA)
+    with torch.no_grad():
+        for name, factor in model.adapter_weights().items():
+            if "lora_B" in name:
+                factor.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
+    name = image_store.put(picture(8))
+    [prompt] = prompts_of(folder, chat(name))
+    export_adapter(model, folder, tmp_path / "adapter", "# An adapter\n")
+    adapted = PeftModel.from_pretrained(stock_image_model(folder), tmp_path / "adapter")
+    with torch.no_grad():
+        found = model.head(model.run(torch.from_numpy(prompt[None])))[0]
+    expected = stock_logits(folder, [name], prompt, adapted)
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)
+    assert (expected - stock_logits(folder, [name], prompt)).abs().max() > 0.01
+
+
+def test_older_config_has_the_texts_fields_beside_the_others(tmp_path):
+    folder = save_image_model("qwen2_5_vl", tmp_path / "model")
+    expected = check_model(folder)
+    file = tmp_path / "model/config.json"
+    values = json.loads(file.read_text())
+    text = {k: v for k, v in values.pop("text_config").items() if k != "model_type"}
+    rope = text.pop("rope_parameters")
+    text["rope_theta"] = rope["rope_theta"]
+    text["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    values["vision_config"]["model_type"] = "qwen2_5_vl"
+    file.write_text(json.dumps({**values, **text, "auto_map": {"AutoConfig": "evil.Config"}}))
+    found = check_model(folder)
+    assert not hasattr(found, "auto_map")
+    for old, new in ((found, expected), (found.vision_config, expected.vision_config)):
+        assert old.model_type == new.model_type
+    changed = {"rope_parameters"}
+    old, new = (one.get_text_config().to_dict() for one in (found, expected))
+    assert {k: v for k, v in old.items() if k not in changed} == {
+        k: v for k, v in new.items() if k not in changed
+    }
+    assert old["rope_parameters"]["mrope_section"] == new["rope_parameters"]["mrope_section"]

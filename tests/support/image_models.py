@@ -192,9 +192,9 @@ def prompts_of(folder, *chats):
     return load_renderer(folder).prompts(chats)
 
 
-def stock_logits(folder, names, tokens):
-    """Logits of stock transformers for a sequence: it gets its processor's arrays of all images,
-    and their placeholder in the tokens."""
+def stock_logits(folder, names, tokens, model=None):
+    """Logits of stock transformers, or of model, for a sequence: it gets its processor's arrays of
+    all images, and their placeholder in the tokens."""
     reader = load_image_reader(folder, load_tokenizer(folder))
     of_images = torch.from_numpy(tokens >= IMAGE)[None]
     ids = torch.from_numpy(np.where(tokens >= IMAGE, reader.token_id, tokens))[None]
@@ -205,4 +205,5 @@ def stock_logits(folder, names, tokens):
     }
     types = {"mm_token_type_ids": of_images.int()} if "image_grid_thw" in joined else {}
     with torch.no_grad():
-        return stock_image_model(folder)(input_ids=ids, **joined, **types).logits[0]
+        model = model or stock_image_model(folder)
+        return model(input_ids=ids, **joined, **types).logits[0]
