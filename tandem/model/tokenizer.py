@@ -12,7 +12,7 @@ from typing import Any
 
 from tandem.model.config_file import first_line, read_json
 from tandem.model.custom_code import is_allowed, require_allowed
-from tandem.model.image_tokens import text_tokens
+from tandem.model.image_tokens import IMAGE
 from tandem.runtime.errors import UserError
 from tandem.types import Array
 
@@ -105,7 +105,7 @@ def _settings(part: Any) -> dict[str, Any]:
 
 def decode_text(tokenizer: Any, tokens: Array) -> str:
     """Decode tokens int64 [T] to text, without special tokens and images."""
-    ids = text_tokens(tokens).tolist()
+    ids = tokens[tokens < IMAGE].tolist()
     return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
