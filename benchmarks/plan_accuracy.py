@@ -3,7 +3,7 @@
     python benchmarks/plan_accuracy.py            measures (a quiet machine, minutes), then writes the page
     python benchmarks/plan_accuracy.py lora dpo   these recipes alone, and nothing is written
     python benchmarks/plan_accuracy.py --page     writes the page from docs/plan_accuracy.json
-    python benchmarks/plan_accuracy.py --memory   in spite of other processes, without times
+    python benchmarks/plan_accuracy.py --memory   in spite of other processes; keeps the seconds measured before
 
 A recipe is planned and then run for a few steps, each by its command in a process of its own. The
 memory is the sum of the peaks (VmHWM) of all processes of the run; the seconds are the median of a
@@ -111,9 +111,11 @@ def main(*arguments: str) -> int:
     names = [name for name in names if name != "smollm2" or SMOLLM2.is_dir()]
     with tempfile.TemporaryDirectory() as temporary:
         make_inputs(folder := Path(temporary))
-        rows = {}
+        rows, before = {}, json.loads(JSON.read_text())["rows"]
         for name in names:
             rows[name] = measure(folder, timed, *RECIPES[name])
+            if not timed and name in before:
+                rows[name] |= {key: before[name][key] for key in ("planned_s", "measured_s")}
             print(f"{name:<14}", summary(rows[name]), f"load {os.getloadavg()[0]:.1f}", flush=True)
     result = {
         "machine": machine.describe(),
@@ -247,7 +249,8 @@ ABOUT = [
     "Weights, packs, moments, gradients, kept activations, pages of the cache and a save under way are arithmetic over the shapes, for as many",
     "tokens as a step has if every completion is as long as `rollout.max_new_tokens` allows (jobs/resources.py, cli/plan_memory.py). What this",
     "process of `tandem plan` holds once it has read the data is what a run begins with. Measured once, on these recipes, and written down:",
-    "80 MiB of libraries and kernels in every run, 45 MiB of an engine, 3/8 MiB a row that it decodes, and the small processes beside it. So",
+    "80 MiB of libraries and kernels in every run, 100 MiB of kernels of gradients, 45 MiB of an engine, 3/8 MiB a row that it decodes, and the",
+    "small processes beside it. So",
     "they are a fit to the recipes above, but for `smollm2`, which came after. Memory of a reward function or an environment of yours is not",
     "counted. On a GPU the plan has the whole cache and microbatch.",
     "",

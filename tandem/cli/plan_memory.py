@@ -20,8 +20,9 @@ from tandem.run_folder.metrics import peak_rss_mb
 
 MIB = 1 << 20
 # Measured on runs (benchmarks/plan_accuracy.py), not computed: libraries and kernels that a run
-# loads and compiles besides what a plan has, for all commands, for an engine, and a row of decode.
-KERNELS, ENGINE, DECODE_ROW = 80 * MIB, 45 * MIB, 3 * MIB // 8
+# loads and compiles besides what a plan has, for all commands, for gradients, an engine, and a row
+# of decode.
+KERNELS, GRADIENTS, ENGINE, DECODE_ROW = 80 * MIB, 100 * MIB, 45 * MIB, 3 * MIB // 8
 WATCHDOG, FORK_SERVER, REWARD_WORKER = 34 * MIB, 39 * MIB, 27 * MIB  # chat templates with the first
 
 
@@ -82,9 +83,10 @@ def python_bytes() -> int:
 
 
 def kernels(batch: Batch, workers: int) -> int:
-    """Return the bytes of libraries and kernels; those of an engine where it decodes."""
+    """Return the bytes of libraries and kernels; those of gradients and of an engine where there
+    are some."""
     engine = ENGINE + DECODE_ROW * batch.sequences if batch.sequences and not workers else 0
-    return KERNELS + engine
+    return KERNELS + GRADIENTS * bool(batch.update) + engine
 
 
 def passing_bytes(sizes: Sizes, tokens: int, batch: Batch) -> int:

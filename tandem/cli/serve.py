@@ -237,12 +237,14 @@ class RendererTexts:
     def encode_chat(self, text: str) -> Array:
         return self._renderer.encode(text)
 
-    def json_mask(self, schema: dict[str, Any], vocabulary: int) -> JsonMask:
-        """Compile a JSON schema to the mask of a request. Raises ApiError."""
+    def json_mask(
+        self, schema: dict[str, Any], vocabulary: int, field: str = "response_format"
+    ) -> JsonMask:
+        """Compile the JSON schema that a field of a request wants to its mask. Raises ApiError."""
         if self._grammars is None:
             tokenizer, ends = self._tokenizer, self.stop_token_ids
             self._grammars = JsonGrammars(tokenizer, ends, vocabulary, self.token_text)
-        return self._grammars.mask(schema)
+        return self._grammars.mask(schema, field)
 
     def prepare_json(self, vocabulary: int) -> None:
         """Make a first mask, if llguidance is installed: it reads the vocabulary, which holds up

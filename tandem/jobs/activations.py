@@ -41,7 +41,7 @@ def layers_bytes(
     """Return the bytes of so many tokens in the layers; microbatches: those whose backward pass is
     to come."""
     width, layers = dtype.itemsize, shape.num_hidden_layers
-    each = [_layer_bytes(shape, number, width) for number in range(layers)]
+    each = [_layer_bytes(shape, number, width, whole=checkpointing) for number in range(layers)]
     inputs = layers * width * shape.hidden_size
     kept = microbatches * inputs + max(each) if checkpointing else microbatches * sum(each)
     return int(padded_rows(tokens, dtype) * kept)
@@ -60,13 +60,14 @@ def _outer_bytes(shape: Any, width: int) -> int:
     return rotation + _norm_bytes(shape.hidden_size) + states + 2 * FLOAT32 + 3 * INT64
 
 
-def _layer_bytes(shape: Any, number: int, width: int) -> int:
-    """Return bytes of a token in a layer."""
+def _layer_bytes(shape: Any, number: int, width: int, *, whole: bool) -> int:
+    """Return bytes of a token in a layer. whole: with what its backward pass would make again
+    (`made_again`)."""
     hidden, size = shape.hidden_size, head_size(shape)
     query, keys = heads_of(shape) * size, kv_heads_of(shape) * size
     if not is_lean(shape):  # a bound of dense layers: operators differ from model to model
         return int(width * (13 * hidden + 2 * (query + keys) + 4 * inner_size(shape)))
-    inputs_and_outputs = hidden + query + 2 * keys  # of query, key and value as one linear
+    inputs_and_outputs = whole * hidden + query + 2 * keys  # query, key and value as one linear
     rotated, attended = query + keys, query
     kept = 2 * _norm_bytes(hidden) + width * (inputs_and_outputs + rotated + attended)
     if shape.model_type.startswith("qwen3"):  # norms of queries and keys
@@ -75,7 +76,7 @@ def _layer_bytes(shape: Any, number: int, width: int) -> int:
         kept += heads * _norm_bytes(size) - FLOAT32 * rotated * (width == FLOAT32)
     if is_sparse(shape, number):
         return int(kept + _experts_bytes(shape, width))
-    return int(kept + width * (hidden + 3 * shape.intermediate_size))
+    return int(kept + width * (whole * hidden + (2 + whole) * shape.intermediate_size))
 
 
 def _norm_bytes(features: int) -> int:

@@ -6,6 +6,8 @@ rows the time of a linear is mostly its start. Sub-modules keep their names, for
 adapters and hooks.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -55,16 +57,32 @@ class ExactLayer(nn.Module):
             self.mlp.down_proj.split(count)
 
     def forward(
-        self, x: Tensor, rotation: Rotation, plan: Plan, choices: ExpertChoices | None = None
+        self,
+        x: Tensor,
+        rotation: Rotation,
+        plan: Plan,
+        choices: ExpertChoices | None = None,
+        again: bool = True,
     ) -> Tensor:
-        """Map x [T, D] to [T, D]. choices: record or replace those of its router, if it has one."""
-        change = self._attention(norm(self.input_layernorm, x), rotation, plan)
-        x, normed = add_norm(self.post_attention_layernorm, x, change)
-        return x + self._mlp(normed, choices)
+        """Map x [T, D] to [T, D]. choices: record or replace those of its router, if it has one;
+        again: whether the backward pass computes norms and SwiGLU again, or keeps them."""
+        again = again and torch.is_grad_enabled()
+        normed = norm(self.input_layernorm, x)
+        with made_again(normed, partial(norm, self.input_layernorm, x), again):
+            heads = self.qkv(normed)
+        x, normed = add_norm(self.post_attention_layernorm, x, self._attend(heads, rotation, plan))
+        if self.gate_up is None:
+            return x + self._experts(normed, choices)
+        with made_again(normed, partial(norm, self.post_attention_layernorm, x), again):
+            both = self.gate_up(normed)
+        inner = swiglu(both)
+        with made_again(inner, partial(swiglu, both), again):
+            return x + self.mlp.down_proj(inner)
 
-    def _attention(self, x: Tensor, rotation: Rotation, plan: Plan) -> Tensor:
+    def _attend(self, x: Tensor, rotation: Rotation, plan: Plan) -> Tensor:
+        """Map queries, keys and values side by side, [T, (H + 2K) * E], to [T, D]."""
         attention, kv_heads = self.self_attn, self.kv_heads
-        heads = self.qkv(x).view(len(x), -1, attention.head_dim)  # [T, H + 2K, E]
+        heads = x.view(len(x), -1, attention.head_dim)
         q, k, v = heads.tensor_split((-2 * kv_heads, -kv_heads), 1)
         if self.normed:
             q = rotate(norm(attention.q_norm, q), rotation)
@@ -74,12 +92,28 @@ class ExactLayer(nn.Module):
         out = plan.attend(self.number, q, k, v, attention.scaling, self.window)
         return attention.o_proj(out.reshape(len(x), -1))
 
-    def _mlp(self, x: Tensor, choices: ExpertChoices | None) -> Tensor:
-        if self.gate_up is None:
-            choose = None if choices is None else partial(choices.choose, self.number)
-            _, scores, chosen = self.mlp.gate(x, choose)
-            return self.mlp.experts(x, chosen, scores)  # type: ignore[no-any-return]
-        return self.mlp.down_proj(swiglu(self.gate_up(x)))
+    def _experts(self, x: Tensor, choices: ExpertChoices | None) -> Tensor:
+        choose = None if choices is None else partial(choices.choose, self.number)
+        _, scores, chosen = self.mlp.gate(x, choose)
+        return self.mlp.experts(x, chosen, scores)  # type: ignore[no-any-return]
+
+
+def made_again(
+    made: Tensor, make: Callable[[], Tensor], again: bool
+) -> AbstractContextManager[object]:
+    """Have the backward pass of what is computed here call `make` for a tensor's bits, instead of
+    keeping it; unless `again`, do nothing."""
+
+    address, shape = made.data_ptr(), made.shape
+
+    def pack(kept: Tensor) -> Tensor | Callable[[], Tensor]:
+        return make if (kept.data_ptr(), kept.shape) == (address, shape) else kept
+
+    if not again:
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(
+        pack, lambda kept: kept if isinstance(kept, Tensor) else kept()
+    )
 
 
 def embed(weight: Tensor, tokens: Tensor) -> Tensor:

@@ -129,6 +129,7 @@ class ExactModel(nn.Module):
             rotation,
             plan,
             choices,
+            False,  # all of it is computed again
             use_reentrant=False,
             preserve_rng_state=False,
             context_fn=lambda: (nullcontext(), self._running(base_only)),

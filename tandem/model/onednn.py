@@ -9,8 +9,7 @@ threads, so it is made of several. And a kernel is compiled and kept for each ro
 """
 
 import os
-from collections.abc import Sequence
-from functools import cache
+from functools import cache, reduce
 
 import torch
 import torch.nn.functional as F
@@ -54,13 +53,10 @@ def gradient_product(a: Tensor, b: Tensor) -> Tensor:
         a, b = a.float(), b.float()
     if not HAS_PREPACKED or b.is_cuda or 0 in (*a.shape, *b.shape):
         return a @ b
-    total, *others = (
-        _multiply(part, own)
-        for part, own in zip(a.split(LONGEST, 1), b.split(LONGEST), strict=True)
-    )
-    for other in others:
-        total += other
-    return total
+    multiply = torch.ops.mkldnn._linear_pointwise
+    pairs = zip(a.split(LONGEST, 1), b.split(LONGEST), strict=True)
+    products = (multiply(part, own.t(), None, "none", [], "") for part, own in pairs)
+    return reduce(Tensor.add_, products)
 
 
 def weight_gradient(above: Tensor, x: Tensor, total: Tensor | None = None) -> Tensor:
@@ -79,21 +75,12 @@ def weight_gradient(above: Tensor, x: Tensor, total: Tensor | None = None) -> Te
     turned = above.shape[1] > x.shape[1]  # oneDNN copies the first factor: the narrower of the two
     above = above.to(x.dtype)
     first, second = (x, above) if turned else (above, x)
-    product, *others = (
-        gradient_product(part.t(), own)
-        for part, own in zip(_row_blocks(first), _row_blocks(second), strict=True)
-    )
-    for other in others:
-        product += other
+    pairs = zip(first.split(ROWS), second.split(ROWS), strict=True)
+    products = (gradient_product(_dense(part).t(), _dense(own)) for part, own in pairs)
+    product = reduce(Tensor.add_, products)
     return product.t() if turned else product
 
 
-def _row_blocks(t: Tensor) -> Sequence[Tensor]:
-    *blocks, last = (block.contiguous() for block in t.split(ROWS))
-    missing = -len(last) % FEW_ROWS
-    return (*blocks, F.pad(last, (0, 0, 0, missing)) if missing else last)
-
-
-def _multiply(a: Tensor, b: Tensor) -> Tensor:
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
-    return product
+def _dense(rows: Tensor) -> Tensor:
+    missing = -len(rows) % FEW_ROWS
+    return F.pad(rows, (0, 0, 0, missing)) if missing else rows.contiguous()

@@ -1,4 +1,5 @@
-"""JSON that a request's `response_format` asks for: the tokens that may come next, by llguidance.
+"""JSON that a request's `response_format` or `tool_choice` asks for: the tokens that may come next,
+by llguidance.
 
     JsonGrammars.mask(schema) --> JsonMask.copy, one a choice --> allowed(tokens), once a token
 
@@ -14,25 +15,46 @@ from typing import Any
 import numpy as np
 
 from tandem.serve.openai_api import ApiError, Json
-from tandem.types import Array
+from tandem.types import Array, Tool
 
 WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
-FIELD = "response_format"
+
+
+def calls_schema(tools: Sequence[Tool], *, single: bool) -> Json:
+    """Return the schema of a list of calls, {"name": ..., "arguments": {...}} each.
+
+    Definitions of the tools' schemas go to its root, where their references lead. Raises ApiError
+    for two of one name that differ.
+    """
+    definitions: Json = {}
+    calls = []
+    for tool in tools:
+        arguments = dict(tool["function"].get("parameters") or {"type": "object"})
+        for name, own in arguments.pop("$defs", {}).items():
+            if definitions.setdefault(name, own) != own:
+                message = f"tools: two schemas define {name} in different ways"
+                raise ApiError(400, message, param="tools")
+        call = {"name": {"const": tool["function"]["name"]}, "arguments": arguments}
+        closed = {"required": list(call), "additionalProperties": False}
+        calls.append({"type": "object", "properties": call} | closed)
+    count = {"minItems": 1} | ({"maxItems": 1} if single else {})
+    return {"type": "array", "items": {"anyOf": calls}, "$defs": definitions} | count
 
 
 class JsonMask:
     """The tokens of one completion that keep it a beginning of JSON by a schema, and at its end one
     of `ends`. Implements engine.masks.TokenMask.
 
-    error: why a token could not be found, in llguidance's words; the completion is ended then.
+    field: that asked for it; error: why a token could not be found, in llguidance's words; the
+    completion is ended then.
     """
 
-    def __init__(self, matcher: Any, vocabulary: int, ends: Sequence[int]):
-        self.error = ""
+    def __init__(self, matcher: Any, vocabulary: int, ends: Sequence[int], field: str):
+        self.error, self.field = "", field
         self._matcher, self._vocabulary, self._ends, self._read = matcher, vocabulary, ends, 0
 
     def copy(self) -> "JsonMask":
-        return JsonMask(self._matcher.deep_copy(), self._vocabulary, self._ends)
+        return JsonMask(self._matcher.deep_copy(), self._vocabulary, self._ends, self.field)
 
     def allowed(self, tokens: Sequence[int]) -> Array:
         """Return what may follow the sampled tokens, as bool [V]."""
@@ -61,33 +83,38 @@ class JsonGrammars:
         self._tokenizer, self._ends = tokenizer, list(ends)
         self._vocabulary, self._token_text = vocabulary, token_text
 
-    def mask(self, schema: Json) -> JsonMask:
-        """Compile a schema. Raises ApiError for one that llguidance cannot hold a model to."""
-        tokens = self._tokens
+    def mask(self, schema: Json, field: str) -> JsonMask:
+        """Compile the schema that a field asks for. Raises ApiError for one that llguidance cannot
+        hold a model to."""
+        tokens = self._tokens_for(field)
         from llguidance import LLMatcher, LLParserLimits
 
         options: Any = {"whitespace_pattern": WHITE_SPACE}
         try:
             grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
         except (ValueError, RecursionError) as error:
-            raise _bad_schema(str(error)) from None
+            raise _bad_schema(str(error), field) from None
         limits = LLParserLimits(verbose_errors=False)
         matcher = LLMatcher(tokens, grammar, log_level=0, limits=limits)
-        mask = JsonMask(matcher, self._vocabulary, self._ends)
+        mask = JsonMask(matcher, self._vocabulary, self._ends, field)
         (trial := mask.copy()).allowed(())
         if trial.error:
-            raise _bad_schema(trial.error)
+            raise _bad_schema(trial.error, field)
         return mask
+
+    def _tokens_for(self, field: str) -> Any:
+        try:
+            return self._tokens
+        except ImportError:
+            message = f"{field} needs llguidance, here: pip install 'tandem-rl[json]'"
+            raise ApiError(400, message, param=field, code="unsupported_parameter") from None
 
     @cached_property
     def _tokens(self) -> Any:
         """The vocabulary as llguidance has it; takes a second or more, all with the interpreter."""
-        try:
-            from llguidance import LLTokenizer
-            from llguidance.hf import from_tokenizer
-        except ImportError:
-            message = f"{FIELD} needs llguidance, here: pip install 'tandem-rl[json]'"
-            raise ApiError(400, message, param=FIELD, code="unsupported_parameter") from None
+        from llguidance import LLTokenizer
+        from llguidance.hf import from_tokenizer
+
         size = {"n_vocab": self._vocabulary, "eos_token": self._ends}
         try:
             return from_tokenizer(self._tokenizer, **size)
@@ -95,8 +122,8 @@ class JsonGrammars:
             return LLTokenizer(_PlainTokens(self._tokenizer, self._token_text), **size)
 
 
-def _bad_schema(found: str) -> ApiError:
-    return ApiError(400, f"{FIELD}: the schema cannot be used: {found}", param=FIELD)
+def _bad_schema(found: str, field: str) -> ApiError:
+    return ApiError(400, f"{field}: the schema cannot be used: {found}", param=field)
 
 
 class _PlainTokens:

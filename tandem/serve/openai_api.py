@@ -29,7 +29,7 @@ MAX_ERROR_TEXT = 1000  # characters
 _EXPECTED = {
     "prompt": "text, a list of texts, a list of token ids, or a list of such lists",
     "stop": "a text that is not empty, or a list of at most 16 of them",
-    "tool_choice": "none or auto: the server cannot make a model call a tool",
+    "tool_choice": 'none, auto, required, or {"type": "function", "function": {"name": ...}}',
 }
 
 

@@ -56,9 +56,10 @@ def to_requests(
         else:
             _require_tokens(prompt, field, served)
     mask = None
-    if body.response_format is not None:
+    if json := body.json_wanted():
         yield
-        mask = tokenizer.json_mask(body.response_format, served.vocabulary)
+        asking, schema = json
+        mask = tokenizer.json_mask(schema, served.vocabulary, asking)
     requests: list[Request] = []
     for prompt in prompts:
         if isinstance(prompt, str):

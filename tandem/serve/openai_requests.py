@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Protocol, Self, TypeVar
 import numpy as np
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from tandem.serve.json_masks import JsonMask
+from tandem.serve.json_masks import JsonMask, calls_schema
 from tandem.serve.openai_api import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -43,7 +43,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "chat_template": (),
     "chat_template_kwargs": ({},),
-    "parallel_tool_calls": (True,),
 }
 
 # what a template is given besides chat_template_kwargs, and what it is
@@ -68,7 +67,7 @@ class ChatTokenizer(Protocol):
 
     def encode_chat(self, text: str) -> Array: ...
 
-    def json_mask(self, schema: Json, vocabulary: int) -> JsonMask: ...
+    def json_mask(self, schema: Json, vocabulary: int, field: str) -> JsonMask: ...
 
     def decode(self, tokens: Array) -> str: ...
 
@@ -165,9 +164,9 @@ class Body(Strict):
 
     @model_validator(mode="after")
     def _check_response_format(self) -> Self:
-        if self.response_format is not None and (self.ignore_eos or self.min_tokens):
+        if (json := self.json_wanted()) and (self.ignore_eos or self.min_tokens):
             raise ValueError(
-                "response_format ends an answer with its JSON, without ignore_eos and min_tokens"
+                f"{json[0]} ends an answer with its JSON, without ignore_eos and min_tokens"
             )
         return self
 
@@ -184,6 +183,10 @@ class Body(Strict):
                 "temperature is 0 (greedy) or at least 0.01: logits divided by less overflow"
             )
         return self
+
+    def json_wanted(self) -> tuple[str, Json] | None:
+        """Return the field that wants JSON as the answer, and its schema; None: any text."""
+        return None if self.response_format is None else ("response_format", self.response_format)
 
     @abstractmethod
     def top_logprobs_wanted(self) -> int | None:
@@ -244,6 +247,15 @@ def _check_variables(variables: Json) -> Json:
     return variables
 
 
+class _ToolName(Strict):
+    name: str
+
+
+class _NamedTool(Strict):
+    type: Literal["function"]
+    function: _ToolName
+
+
 class ChatBody(Body):
     """POST /v1/chat/completions; prompt_token_ids takes the place of the rendered messages."""
 
@@ -254,7 +266,8 @@ class ChatBody(Body):
     tools: Annotated[
         list[FunctionTool], Field(fail_fast=True, max_length=MAX_TOOLS, default_factory=list)
     ]
-    tool_choice: Literal["none", "auto"] = "auto"
+    tool_choice: Literal["none", "auto", "required"] | _NamedTool = "auto"
+    parallel_tool_calls: bool = True
     chat_template_kwargs: Annotated[
         dict[str, Any], Field(default_factory=dict), AfterValidator(_check_variables)
     ]
@@ -272,12 +285,36 @@ class ChatBody(Body):
             raise ValueError("messages is empty, and there are no prompt_token_ids")
         if self.response_format is not None and self.callable_tools:
             raise ValueError("response_format leaves no room for calls; with tool_choice: none")
+        if not self.parallel_tool_calls and self.callable_tools and not self.forces_calls:
+            raise ValueError("parallel_tool_calls false needs a tool_choice that forces a call")
+        if self.forces_calls and not self.forced_tools:
+            raise ValueError("tool_choice wants a call of a tool that is not among the tools")
         return self
 
     @property
     def callable_tools(self) -> Sequence[Tool]:
         """Tools that the model is shown; calls of them are read in its answer."""
-        return self.tools if self.tool_choice == "auto" else ()
+        return () if self.tool_choice == "none" else self.tools
+
+    @property
+    def forces_calls(self) -> bool:
+        """Tell whether the answer is to be calls and nothing else: JSON, as `calls_schema` has
+        it."""
+        return self.tool_choice not in ("none", "auto")
+
+    @property
+    def forced_tools(self) -> Sequence[Tool]:
+        """Tools that such calls may be of."""
+        match self.tool_choice:
+            case _NamedTool(function=named):
+                return [tool for tool in self.tools if tool["function"]["name"] == named.name]
+        return self.tools
+
+    def json_wanted(self) -> tuple[str, Json] | None:
+        if not self.forces_calls:
+            return super().json_wanted()
+        single = isinstance(self.tool_choice, _NamedTool) or not self.parallel_tool_calls
+        return "tool_choice", calls_schema(self.forced_tools, single=single)
 
     def top_logprobs_wanted(self) -> int | None:
         return self.top_logprobs if self.logprobs else None

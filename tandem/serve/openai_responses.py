@@ -11,13 +11,13 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import accumulate, count, islice
 
 from tandem.engine.ending import REPLACEMENT
 from tandem.engine.prompt_scores import PromptScores
-from tandem.model.tool_calls import split_calls
+from tandem.model.tool_calls import Call, split_calls
 from tandem.serve.detokenizer import Detokenizer
-from tandem.serve.json_masks import FIELD
 from tandem.serve.openai_api import ApiError, Json, ToolCall, assistant_message, call_deltas
 from tandem.serve.openai_requests import Body, ChatBody, ChatTokenizer, CompletionBody, Served
 from tandem.serve.service import Update
@@ -141,8 +141,8 @@ class Answer(ABC):
         if update.prompt_scores:
             self._scores[choice.prompt] = update.prompt_scores
         if update.completion is not None:
-            if choice.mask is not None and choice.mask.error:
-                raise ApiError(400, f"{FIELD}: {choice.mask.error}", param=FIELD)
+            if (mask := choice.mask) is not None and mask.error:
+                raise ApiError(400, f"{mask.field}: {mask.error}", param=mask.field)
             self._end(choice, update.completion.text, update.completion.stop_reason)
 
     def full(self) -> Iterator[str]:
@@ -262,6 +262,15 @@ class _CompletionAnswer(Answer):
         return likeliest
 
 
+def read_forced(text: str) -> tuple[str, list[Call]]:
+    """Split an answer held to `calls_schema` into content and calls; one that a stop string has cut
+    is content."""
+    try:
+        return "", [Call(**call) for call in json.loads(text)]
+    except ValueError:
+        return text, []
+
+
 class _ChatAnswer(Answer):
     prefix, full_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -269,12 +278,13 @@ class _ChatAnswer(Answer):
         self, body: ChatBody, requests: Sequence[Request], tokenizer: ChatTokenizer, served: Served
     ):
         super().__init__(body, requests, tokenizer, served)
-        self._tools = body.callable_tools
+        self._tools, self._forced = body.callable_tools, body.forces_calls
 
     def _end(self, choice: _Choice, text: str, reason: str) -> None:
         """Read the calls of a text, unless it is truncated and may hold half a call."""
         choice.text, choice.finish_reason = text, reason
-        content, calls = split_calls(text, self._tools) if reason == "stop" else (text, [])
+        read = read_forced if self._forced else partial(split_calls, tools=self._tools)
+        content, calls = read(text) if reason == "stop" else (text, [])
         if calls:
             choice.text, choice.finish_reason = content, "tool_calls"
             choice.calls = [

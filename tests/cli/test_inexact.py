@@ -70,6 +70,13 @@ def test_it_learns_and_its_gap_is_measured(trained):
     assert rows[0]["reward"] < 0.2 and rows[-1]["reward"] > 0.8
 
 
+def test_each_step_compares_a_completion_with_the_packed_pass(trained):
+    folder, _ = trained
+    rows = read_metrics(folder, "timings.jsonl")
+    gaps = [row["sync_logprob_gap"] for row in rows if "rollout_s" in row]
+    assert len(gaps) == STEPS and all(0 < gap < 1e-4 for gap in gaps), gaps
+
+
 def test_export_loads_in_transformers(trained):
     folder, _ = trained
     model, report = AutoModelForCausalLM.from_pretrained(

@@ -102,6 +102,65 @@ def test_plain_answers_are_the_same_with_and_without_the_field(tiny, url):
     validate(json.loads(completion["text"]), SCHEMA)
 
 
+def tool(name, parameters):
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+MEASURE = {
+    "type": "object",
+    "properties": {"unit": {"$ref": "#/$defs/Unit"}},
+    "required": ["unit"],
+    "additionalProperties": False,
+    "$defs": {"Unit": {"enum": ["m", "kg"]}},
+}
+SHORT = {"prompt_token_ids": [5, 6, 7]}  # tools in a prompt are longer than this model's context
+NAMED = {"type": "function", "function": {"name": "answer"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "names", "single"),
+    [
+        ({"tool_choice": "required"}, {"answer", "measure"}, False),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, {"answer", "measure"}, True),
+        ({"tool_choice": NAMED}, {"answer"}, True),
+    ],
+)
+def test_forced_calls_are_calls_by_their_schemas(url, fields, names, single):
+    schemas = {"answer": SCHEMA, "measure": MEASURE}
+    tools = [tool(*one) for one in schemas.items()]
+    choices = chat(url, n=16, tools=tools, **SHORT, **fields).json()["choices"]
+    ended = [choice["message"] for choice in choices if choice["finish_reason"] == "tool_calls"]
+    assert len(ended) > 8 and all(not message["content"] for message in ended)
+    called = [[call["function"] for call in message["tool_calls"]] for message in ended]
+    for calls in called:
+        for call in calls:
+            validate(json.loads(call["arguments"]), schemas[call["name"]])
+    assert {call["name"] for calls in called for call in calls} == names
+    assert (max(map(len, called)) == 1) == single
+
+
+def test_forced_calls_of_a_stream_come_in_its_last_piece(url):
+    fields = {"tools": [tool("answer", SCHEMA)], "tool_choice": NAMED, **SHORT}
+    [choice] = chat(url, **fields).json()["choices"]
+    *before, last = (piece["choices"][0]["delta"] for piece in streamed(url, **fields))
+    assert not any(delta["content"] for delta in before)
+    [whole], [piece] = choice["message"]["tool_calls"], last["tool_calls"]
+    assert whole["function"] == piece["function"]
+
+
+@pytest.mark.parametrize(
+    ("schemas", "param", "said"),
+    [
+        ({"f": {"type": "nope"}}, "tool_choice", "Invalid type: nope"),
+        ({"f": MEASURE, "g": {**MEASURE, "$defs": {"Unit": {}}}}, "tools", "define Unit"),
+    ],
+)
+def test_forced_calls_that_no_mask_can_hold_are_refused(url, schemas, param, said):
+    tools = [tool(*one) for one in schemas.items()]
+    error = chat(url, tools=tools, tool_choice="required").json()["error"]
+    assert error["param"] == param and said in error["message"]
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
@@ -156,7 +215,7 @@ def test_mask_begins_again_with_its_sequence(tiny):
         tiny.served.vocabulary,
         tiny.texts.token_text,
     )
-    mask = grammars.mask(SCHEMA)
+    mask = grammars.mask(SCHEMA, "response_format")
     first, tokens = mask.allowed([]), tiny.renderer.encode('{"x": 1').tolist()
     later = mask.allowed(tokens)
     assert np.array_equal(mask.allowed([]), first) and not np.array_equal(first, later)
