@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 Array = np.ndarray
-Message = dict[str, Any]  # texts by name; served chats also hold a list, `tool_calls`
+Message = dict[str, Any]  # texts by name, or lists: `tool_calls`, content with images
 Tool = dict[str, Any]  # a function's JSON schema, as OpenAI and chat templates have it
 Row = dict[str, float]  # metrics or timings of a step, by name
 

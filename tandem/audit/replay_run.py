@@ -17,7 +17,7 @@ from typing import Any
 from tandem.config.parallel import Parallel
 from tandem.jobs.engines import Report, prepare_process, probe_exactness
 from tandem.jobs.exactness import require_parity
-from tandem.jobs.input_hashes import input_hashes
+from tandem.jobs.input_hashes import IMAGES, input_hashes
 from tandem.jobs.models import build_distill_models, build_rl_models, check_models
 from tandem.jobs.offline import open_offline_job
 from tandem.rollout.collect import Progress, make_rollout_batch, step_metrics
@@ -144,7 +144,8 @@ def changed_inputs(past: PastRun, now: dict[str, str]) -> list[str]:
     recorded = past.inputs()
     if recorded is None:
         return ["no checkpoint: whether data and starting weights are the run's is not checked"]
-    changed = {key: key in now for key in {**recorded, **now} if recorded.get(key) != now.get(key)}
+    keys = {**recorded, **now}.keys() - {IMAGES}  # those in the run folder are taken
+    changed = {key: key in now for key in sorted(keys) if recorded.get(key) != now.get(key)}
     needed = [
         f"{key} ({'changed' if present else 'not there'})"
         for key, present in changed.items()

@@ -24,6 +24,7 @@ from tandem.audit.divergence import Divergence
 from tandem.audit.replay import replay
 from tandem.config.schema import RL
 from tandem.jobs.engines import Report
+from tandem.model.image_tokens import IMAGE
 from tandem.model.tokenizer import load_tokenizer
 from tandem.rl.user_functions import is_user_function
 from tandem.run_folder.past_run import PastRun, holds, read_step
@@ -208,7 +209,8 @@ def tokens(past: PastRun, ref: EpisodeRef, update: EpisodeUpdate | None) -> list
     learned = _learned(past, ref, update)
     rows = []
     for place, token in enumerate(episode.tokens.tolist()):
-        text = str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
+        is_image, read = token >= IMAGE, tokenizer.decode
+        text = "[image]" if is_image else str(read([token], clean_up_tokenization_spaces=False))
         row = Token(position=place, token=token, text=text, sampled=bool(episode.loss_mask[place]))
         if row.sampled:
             row = replace(

@@ -90,6 +90,7 @@ def tiny(
     kv_heads: Annotated[int, Option(min=1, help="key/value heads")] = 2,
     intermediate: Annotated[int, Option(min=1, help="width of the MLP")] = 640,
     context: Annotated[int, Option(min=8, help="tokens of the longest sequence")] = 256,
+    images: Annotated[bool, Option("--images", help="it reads images: a Qwen2.5-VL")] = False,
     seed: Annotated[int, Option(min=0, help="the same seed gives the same weights")] = 0,
 ) -> None:
     """Make a tiny random model of characters, ready to train, in seconds, without a network."""
@@ -99,6 +100,7 @@ def tiny(
         folder,
         sources=sources or [],
         vocab=vocab,
+        images=images,
         hidden=hidden,
         layers=layers,
         heads=heads,

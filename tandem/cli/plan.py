@@ -124,7 +124,9 @@ class _Plan:
         from tandem.cli.plan_time import step_time
 
         _say("seconds of a step")
-        layers = check_model(self.config.model.path, head="value").num_hidden_layers
+        layers = (
+            check_model(self.config.model.path, head="value").get_text_config().num_hidden_layers
+        )
         try:
             found = step_time(self.config, self.command, layers)
         except UserError as error:
@@ -160,6 +162,7 @@ class _Plan:
         inputs = INPUTS[self.command](self.config)
         problems = inputs.problems if isinstance(inputs, ProblemInputs) else inputs.held_out
         self.first_problem = next(iter(problems), None)
+        self.images = inputs.images
         self.batch = batch_of(self.config, self.command, inputs.counts)
         for key, count in inputs.counts.items():
             self.longest = max(self.longest, count.longest * key.endswith(".train"))
@@ -213,7 +216,7 @@ class _Plan:
         """Describe where the run would go on, or that it would begin."""
         if not check_run(self.folder, self.config, self.command) or self.reasons:
             return "a new run"
-        hashes = input_hashes(self.config, *KEYS[self.command])
+        hashes = input_hashes(self.config, *KEYS[self.command]) | self.images
         checkpoint = resumable(self.folder, self.config, hashes, lambda line: _say(f"  {line}"))
         if checkpoint is None:
             return "a run to begin again"

@@ -23,7 +23,7 @@ import torch
 from tandem.config.recipe import to_toml
 from tandem.config.schema import Config
 from tandem.data.renderer import GENERATION
-from tandem.model.config_file import check_model, read_json
+from tandem.model.config_file import check_model, read_json, reads_images
 from tandem.model.custom_code import from_config
 from tandem.model.tokenizer import load_tokenizer
 from tandem.run_folder.metrics import read_metrics
@@ -57,6 +57,14 @@ class StepTime:
 
 def step_time(config: Config, command: str, layers: int) -> StepTime:
     """Measure a step. Raises UserError if a trial fails."""
+    if reads_images(check_model(config.model.path)):
+        raise UserError(
+            "the time of a step with images is not measured",
+            where=f"tandem plan --time, model.path = {config.model.path}",
+            found="a model that reads images",
+            expected="a model of text",
+            next="tandem plan without --time; or run.steps=3, and timings.jsonl",
+        )
     counts, times, tokens = [1, 2] if layers > 2 else [layers], dict[int, list[float]](), 0.0
     for count in counts * TRIALS:  # by turns: a machine is slower for a while
         steps, tokens = _trial(config, command, count, layers)

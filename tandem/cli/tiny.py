@@ -13,13 +13,14 @@ from typing import Any
 from tandem.cli.progress import print_lines
 from tandem.data.readers.rows import read_rows
 from tandem.model.tiny import CHARACTERS, make_tiny
+from tandem.model.tiny_images import make_tiny_images
 from tandem.runtime.disk import DISK, disk_errors
 from tandem.runtime.errors import UserError
 
 
-def tiny(folder: Path, *, sources: Sequence[str], vocab: str, **sizes: int) -> None:
+def tiny(folder: Path, *, sources: Sequence[str], vocab: str, images: bool, **sizes: int) -> None:
     """Write a model with the characters of data sets and of vocab, or printable ASCII if neither is
-    given; sizes as make_tiny's."""
+    given; images: one that reads images; sizes as make_tiny's."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(
             "there is something at the model's place",
@@ -34,11 +35,13 @@ def tiny(folder: Path, *, sources: Sequence[str], vocab: str, **sizes: int) -> N
         folder.parent.mkdir(parents=True, exist_ok=True)
         if unfinished.exists():  # of a killed start
             DISK.remove(unfinished)
-        parameters = make_tiny(unfinished, characters=characters, **sizes)
+        make = make_tiny_images if images else make_tiny
+        parameters = make(unfinished, characters=characters, **sizes)
         DISK.rename(unfinished, folder)
     size = f"{parameters:,} random parameters over {len(characters)} characters"
     next_command = f"tandem sft RECIPE model.path={folder} sft.train=CHATS"
-    print_lines([f"a Qwen3 of {size} -> {folder}", f"next: {next_command}"])
+    kind = "Qwen2.5-VL" if images else "Qwen3"
+    print_lines([f"a {kind} of {size} -> {folder}", f"next: {next_command}"])
 
 
 def characters_of(sources: Sequence[str], vocab: str) -> list[str]:

@@ -14,6 +14,7 @@ from tandem.jobs.out_of_memory import explain_out_of_memory
 from tandem.jobs.ranks import is_follower
 from tandem.jobs.resources import Machine, require_disk
 from tandem.jobs.rl import open_rl_job
+from tandem.model.image_store import keep_in
 from tandem.run_folder.best import Best
 from tandem.run_folder.checkpoint import step_name, versions
 from tandem.run_folder.export import Provenance, export, keep_model, model_card
@@ -51,6 +52,7 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
 
         print_lines(run.news)
         config = run.config
+        keep_in(folder / "images")
         if processes := processes_of(config):
             report(processes)
         if command in ("sft", "rm") and (config.eval.keep_best or config.eval.patience):

@@ -27,6 +27,7 @@ from tandem.rollout.episodes import run_episodes
 from tandem.rollout.evaluate import sampling_params
 from tandem.rollout.score import RolloutRunner, generate_and_score
 from tandem.runtime.errors import UserError
+from tandem.runtime.image_parts import message_text
 from tandem.runtime.timer import Timer
 from tandem.types import (
     Array,
@@ -112,7 +113,7 @@ def print_episode(group: Group, seconds: float, renderer: Renderer) -> None:
     """Print an episode: the conversation, the reward and its parts, how it ended, and the time."""
     [episode] = group.episodes
     console.rule(group.problem.uid)
-    print_lines(f"{m['role']}: {m['content']}" for m in episode.chat(group.problem))
+    print_lines(f"{m['role']}: {message_text(m)}" for m in episode.chat(group.problem))
     # an env reward of 0 says nothing
     given = {name: value for name, value in episode.env_rewards.items() if value or name != "env"}
     parts = {**given, **episode.reward_parts}
@@ -238,7 +239,7 @@ def _plain(chat: Sequence[Message], tools: Sequence[Tool]) -> str:
         f"tool {tool['function']['name']}: {tool['function'].get('description', '')}"
         for tool in tools
     ]
-    shown += [f"{message['role']}: {message['content']}" for message in chat]
+    shown += [f"{message['role']}: {message_text(message)}" for message in chat]
     return "\n".join(["", *shown, ""])
 
 

@@ -20,6 +20,7 @@ from tandem.audit.why import (
 from tandem.cli.progress import console, print_lines
 from tandem.run_folder.past_run import PastRun, entered
 from tandem.runtime.disk import disk_errors, write_atomic
+from tandem.runtime.image_parts import message_text
 
 _OUTCOMES = {
     "train": "trained",
@@ -83,7 +84,7 @@ def _account(past: PastRun, ref: EpisodeRef, update: EpisodeUpdate | None) -> li
     penalties = [f"{value:g}" for value, _ in groupby(episode.penalties.tolist()) if value]
     not_learned = update is not None and update.columns is None
     rows = {
-        "problem": f"{problem.uid}{category}: {problem.messages[-1]['content']!r}",
+        "problem": f"{problem.uid}{category}: {message_text(problem.messages[-1])!r}",
         "answer": repr(problem.answer) if problem.answer else "",
         "sampled": f"{_size(ref)}, by weights {', '.join(map(str, versions)) or 'none'}",
         "text": repr(episode.text),

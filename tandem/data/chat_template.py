@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tandem.model.config_file import read_json
 from tandem.model.tool_calls import Call, write_calls
 from tandem.runtime.errors import UserError
 from tandem.types import Message, Tool
@@ -179,6 +180,19 @@ def read_template(file: str) -> str:
             next="name another file, or drop data.chat_template if the tokenizer has a template",
         )
     return source
+
+
+def model_template(model_path: str, tokenizer: Any) -> str:
+    """Return the chat template of a model; "" without one. Older models of images have it in a file
+    of their processor."""
+    try:
+        return str(tokenizer.get_chat_template())
+    except ValueError:
+        file = "chat_template.json"
+        found = (read_json(model_path, file, f"{model_path}/{file}", file) or {}).get(
+            "chat_template"
+        )
+        return found if isinstance(found, str) else ""
 
 
 def with_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:

@@ -5,6 +5,7 @@ sets of TRL, ShareGPT or Alpaca (docs/data.md). Does not know tokens or chat tem
 decides what carries loss.
 """
 
+from tandem.data.images import with_images
 from tandem.data.messages import chat_messages, prompt_messages, require_user_first
 from tandem.data.readers.row_errors import RowError, show
 from tandem.data.readers.rows import Row, column
@@ -13,10 +14,14 @@ from tandem.types import Message
 
 def parse_chat(row: Row) -> tuple[Message, ...]:
     """Return the row's chat, which ends with the assistant's message. Raises RowError."""
+    return with_images(_chat(row), row)
+
+
+def _chat(row: Row) -> tuple[Message, ...]:
     # `messages` wins over `prompt`: data sets with both keep the whole chat in `messages`.
     for name in ("messages", "conversations"):
         if row.values.get(name) is not None:
-            return _whole_chat(chat_messages(row.values[name], field=name), field=name)
+            return _whole_chat(chat_messages(row.values[name], field=name, images=True), field=name)
     if row.values.keys() >= {"instruction", "output"}:
         prompt, answer = _instruction(row), "output"
     else:

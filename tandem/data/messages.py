@@ -7,10 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from tandem.data.readers.row_errors import RowError, show
+from tandem.runtime.image_parts import shows_images
 from tandem.types import Message
+
+Part = dict[str, Any]  # of content: text, or an image
 
 ROLES = ("system", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function": "tool"}
+_IMAGE_KEYS = ("image", "url", "path")  # of a part, as processors and data sets name it
 
 
 def prompt_messages(value: Any, *, field: str) -> tuple[Message, ...]:
@@ -24,26 +28,27 @@ def prompt_messages(value: Any, *, field: str) -> tuple[Message, ...]:
             field=field,
             next='write the prompt as text: "..."',
         )
-    messages = chat_messages(value, field=field)
+    messages = chat_messages(value, field=field, images=True)
     last = messages[-1]
     if last["role"] != "user":
         found = f"a last message from {last['role']!r}"
         raise RowError(found, "a prompt that ends with the user's message", field=field)
-    if not last["content"].strip():
+    if not (shows_images(last) or last["content"].strip()):
         raise RowError("an empty message", "a message with text", field=field)
     return messages
 
 
-def chat_messages(value: Any, *, field: str) -> tuple[Message, ...]:
+def chat_messages(value: Any, *, field: str, images: bool = False) -> tuple[Message, ...]:
     """Read messages with a known role and text; keep other keys with text for the chat template.
 
-    ShareGPT's {from, value} and OpenAI's content in parts of text are read, too. Raises RowError.
+    ShareGPT's {from, value} and OpenAI's content in parts are read, too. images: content with
+    images, which stays a list of parts (images.py), is too. Raises RowError.
     """
     if not isinstance(value, list):
         raise RowError(show(value), "a list of messages {role, content}", field=field)
     if not value:
         raise RowError("an empty list", "at least one message", field=field)
-    return tuple([_message(message, f"{field}[{i}]") for i, message in enumerate(value)])
+    return tuple([_message(message, f"{field}[{i}]", images) for i, message in enumerate(value)])
 
 
 def require_user_first(messages: Sequence[Message], *, field: str) -> None:
@@ -55,7 +60,7 @@ def require_user_first(messages: Sequence[Message], *, field: str) -> None:
         )
 
 
-def _message(value: Any, field: str) -> Message:
+def _message(value: Any, field: str, images: bool) -> Message:
     if not isinstance(value, dict):
         raise RowError(show(value), "a message {role, content}", field=field)
     # Parquet fills absent keys with null
@@ -64,28 +69,38 @@ def _message(value: Any, field: str) -> Message:
         role, content = message.pop("from"), message.pop("value")
         message = {"role": _SHAREGPT_ROLES.get(role, role), "content": content, **message}
     if isinstance(message.get("content"), list):
-        message["content"] = _text_of_parts(message["content"], f"{field}.content")
+        message["content"] = _content(message["content"], f"{field}.content", images)
     for name in ("role", "content"):
         if name not in message:
             raise RowError(
                 f"keys {', '.join(message) or 'none'}", f"a message with a {name!r}", field=field
             )
     for name, text in message.items():
-        if not isinstance(text, str):
+        if not (isinstance(text, str) or (name == "content" and shows_images(message))):
             raise RowError(show(text), "text", field=f"{field}.{name}")
     if message["role"] not in ROLES:
         raise RowError(show(message["role"]), f"one of {', '.join(ROLES)}", field=f"{field}.role")
     return message
 
 
-def _text_of_parts(parts: list[Any], field: str) -> str:
-    """Join the text of OpenAI's content in parts: [{"type": "text", "text": "..."}]."""
-    texts = list[str]()
-    for number, part in enumerate(parts):
-        is_text = isinstance(part, dict) and part.get("type", "text") == "text"
-        text = part.get("text") if is_text else None
-        if not isinstance(text, str):
-            expected = 'a part {"type": "text", "text": ...}'
-            raise RowError(show(part), expected, field=f"{field}[{number}]")
-        texts.append(text)
-    return "".join(texts)
+def _content(parts: list[Any], field: str, images: bool) -> str | list[Part]:
+    """Join the text of OpenAI's content in parts; with images they stay parts."""
+    read = [_part(part, f"{field}[{number}]", images) for number, part in enumerate(parts)]
+    if any(part["type"] == "image" for part in read):
+        return read
+    return "".join(part["text"] for part in read)
+
+
+def _part(part: Any, field: str, images: bool) -> Part:
+    """Read {"type": "text", "text": ...}, {"type": "image", "image": FILE} or OpenAI's
+    {"type": "image_url", "image_url": {"url": ...}}; an image may be in a column instead."""
+    match part:
+        case {"type": "image_url", "image_url": {"url": str(found)} | str(found)} if images:
+            return {"type": "image", "image": found}
+        case {"type": "image"} if images:
+            files = [part[name] for name in _IMAGE_KEYS if part.get(name) is not None]
+            return {"type": "image", "image": files[0]} if files else {"type": "image"}
+        case {"text": str(text)} if part.get("type", "text") == "text":
+            return {"type": "text", "text": text}
+    expected = 'a part {"type": "text", "text": ...}'
+    raise RowError(show(part), expected + ", or of an image" * images, field=field)

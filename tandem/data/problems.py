@@ -10,12 +10,14 @@ from functools import cache, partial
 from typing import Any
 
 from tandem.config.schema import Data
+from tandem.data.images import image_column, with_images
 from tandem.data.messages import prompt_messages
 from tandem.data.mixture import Mixture
 from tandem.data.readers.row_errors import RowError, show
 from tandem.data.readers.rows import Row, column, exact_number, read_rows
 from tandem.data.readers.sources import uid_prefixes
 from tandem.runtime.errors import UserError
+from tandem.runtime.image_parts import shows_images
 from tandem.types import Message, Problem
 
 DEFAULT_ANSWER = Data.model_fields["answer_column"].default
@@ -67,7 +69,7 @@ def _problem(
     row: Row, *, config: Data, prefix: str, uids: Uids, earlier: dict[str, Uids]
 ) -> Problem:
     prompt = column(row, config.prompt_column, rename="set data.prompt_column={}")
-    messages = prompt_messages(prompt, field=config.prompt_column)
+    messages = with_images(prompt_messages(prompt, field=config.prompt_column), row)
     answer_path = _answer_path(row, config.answer_column)
     problem = Problem(
         uid=_uid(row, prefix),
@@ -75,7 +77,7 @@ def _problem(
         answer=_answer(row, answer_path),
         category=_category(row, config.category_column),
         metadata=_metadata(row, config, answer_path),
-        conversational=not isinstance(prompt, str),
+        conversational=not isinstance(prompt, str) or any(map(shows_images, messages)),
     )
     _require_new_uid(problem.uid, row.number, uids, earlier)
     return problem
@@ -167,6 +169,7 @@ def _metadata(row: Row, config: Data, answer_path: tuple[str, ...]) -> dict[str,
     """
     elsewhere = _elsewhere(config.prompt_column, config.category_column, answer_path)
     rest = {name: value for name, value in row.values.items() if name not in elsewhere}
+    rest.pop(image_column(row), None)
     if answer_path == VERL_ANSWER:
         reward_model = dict(rest.pop("reward_model"))
         del reward_model["ground_truth"]

@@ -16,9 +16,19 @@ from typing import Any, Literal
 import numpy as np
 
 from tandem.config.schema import Data
-from tandem.data.chat_template import ChatTemplate, read_template, with_calls, with_tools
+from tandem.data.chat_template import (
+    ChatTemplate,
+    model_template,
+    read_template,
+    with_calls,
+    with_tools,
+)
+from tandem.data.image_prompts import ImagePrompts, require_no_images
+from tandem.data.turns import assistant_turns, first_difference, prefixes
 from tandem.data.unknown_tokens import UnknownTokens
 from tandem.model.config_file import read_json
+from tandem.model.image_tokens import text_tokens
+from tandem.model.images import ImageReader, load_image_reader
 from tandem.model.tokenizer import (
     decode_text,
     has_at_most_a_token_a_byte,
@@ -46,18 +56,18 @@ def load_renderer(model_path: str, template_file: str = "") -> "ChatRenderer":
     place of the tokenizer's. Raises UserError without directory, tokenizer or chat template."""
     require_tokenizer(model_path)
     tokenizer = load_tokenizer(model_path)
-    try:
-        template = read_template(template_file) or tokenizer.get_chat_template()
-    except ValueError:
+    template = read_template(template_file) or model_template(model_path, tokenizer)
+    if not template:
         raise UserError(
             "the tokenizer has no chat template",
             where=model_path,
             expected="chat_template.jinja beside the tokenizer",
             next=f"copy chat_template.jinja of the model's chat variant into {model_path}, or set "
             "data.chat_template=FILE",
-        ) from None
+        )
     ends = _eos_ids(model_path, tokenizer)
-    return ChatRenderer(tokenizer, template, ends, template_file or model_path)
+    images = load_image_reader(model_path, tokenizer)
+    return ChatRenderer(tokenizer, template, ends, template_file or model_path, images)
 
 
 def _eos_ids(model_path: str, tokenizer: Any) -> set[int]:
@@ -92,12 +102,20 @@ class ChatRenderer:
     template writes another token.
     """
 
-    def __init__(self, tokenizer: Any, template: str, eos_ids: set[int], name: str):
+    def __init__(
+        self,
+        tokenizer: Any,
+        template: str,
+        eos_ids: set[int],
+        name: str,
+        images: ImageReader | None = None,
+    ):
         self.tokenizer, self.name = tokenizer, name
         if tokenizer.is_fast:  # its file may pad and truncate
             tokenizer.backend_tokenizer.no_padding()
             tokenizer.backend_tokenizer.no_truncation()
         self._template = ChatTemplate(template, name)
+        self._images = images and ImagePrompts(images, template, self._template.where)
         self.stop_token_ids = tuple(sorted(eos_ids | self._end_of_turn()))
         if not self.stop_token_ids:
             raise UserError(
@@ -111,7 +129,7 @@ class ChatRenderer:
         self, chats: Sequence[Sequence[Message]], tools: Sequence[Tool] = ()
     ) -> list[Array]:
         """Return int64 [T] of every chat and the header of the assistant's turn."""
-        return self._encode(self.prompt_texts(chats, tools))
+        return self._encode(self.prompt_texts(chats, tools), chats)
 
     def prompt_texts(
         self,
@@ -140,12 +158,12 @@ class ChatRenderer:
         turn. They do not depend on the chat before."""
         chat = [*_EXCHANGE, *messages]
         [text] = self._texts([chat], open_turn=True)
-        [tokens] = self._encode([text.partition(_ANSWER)[2]])
+        [tokens] = self._encode([text.partition(_ANSWER)[2]], [messages])
         return tokens[self._end_of_sampling(tokens, 0, len(tokens), 1) - 1 :]
 
     def chats(self, chats: Sequence[Sequence[Message]], tools: Sequence[Tool] = ()) -> list[Array]:
         """Return int64 [T] of every whole chat, as the template writes it."""
-        return self._encode(self._texts(chats, open_turn=False, tools=tools))
+        return self._encode(self._texts(chats, open_turn=False, tools=tools), chats)
 
     def difference(
         self, messages: Sequence[Message], tokens: Array, tools: Sequence[Tool] = ()
@@ -155,7 +173,7 @@ class ChatRenderer:
         if tools and "tools" not in self._template.source:
             messages, tools = with_tools(messages, tools), ()
         [rendered] = self.chats([messages], tools)
-        at = _first_difference(rendered, tokens)
+        at = first_difference(rendered, tokens)
         if at == len(tokens):
             return ""
         ours, theirs = self._around(tokens, at), self._around(rendered, at)
@@ -231,14 +249,15 @@ class ChatRenderer:
         """Return the tokens of every prompt; a million take seconds, so every core renders some.
         short: the length of each that has no more bytes, unless its tokens could be unknown."""
         unknown = UnknownTokens(self.tokenizer)
-        if unknown.possible or not has_at_most_a_token_a_byte(self.tokenizer):
+        if self._images or unknown.possible or not has_at_most_a_token_a_byte(self.tokenizer):
             short = 0
 
         def measure(at: int) -> list[int]:
             chunk = problems[at : at + CHUNK]
-            texts = self.prompt_texts([problem.messages for problem in chunk], short=short)
+            chats = [problem.messages for problem in chunk]
+            texts = self.prompt_texts(chats, short=short)
             read = texts if not short else list(filter(None, texts))
-            rows = self._encode(read)
+            rows = self._encode(read, chats)
             unknown.look(read, rows)
             lengths = map(len, rows)
             return [short if short and not text else next(lengths) for text in texts]
@@ -257,12 +276,19 @@ class ChatRenderer:
         variables: Mapping[str, object] | None = None,
         short: int = 0,
     ) -> list[str]:
+        if self._images:
+            chats = self._images.prepare(chats)
+        else:
+            require_no_images(chats, self.name)
         variables = {"documents": None, **self.tokenizer.special_tokens_map, **(variables or {})}
         return self._template.render(
             chats, open_turn=open_turn, variables=variables, tools=tools, short=short
         )
 
-    def _encode(self, texts: list[str]) -> list[Array]:
+    def _encode(self, texts: list[str], chats: Sequence[Sequence[Message]] = ()) -> list[Array]:
+        """Return int64 [T] of texts; chats: those that they show, for their images."""
+        if self._images and chats:
+            return self._images.encode(texts, chats, self._encode)
         # The template writes every special token itself, so the tokenizer adds none.
         if self.tokenizer.is_fast:  # itself: what transformers wraps it in takes as long
             core = self.tokenizer.backend_tokenizer
@@ -283,11 +309,11 @@ class ChatRenderer:
     def _sample_chunk(
         self, chats: Sequence[Sequence[Message]], loss: Loss, unknown: UnknownTokens
     ) -> list[tuple[Array, Array]]:
-        turns = [_assistant_turns(messages)[-1 if loss == "last" else 0 :] for messages in chats]
-        prefixes = [_prefixes(messages, at) for messages, at in zip(chats, turns, strict=True)]
-        renderings = iter(self._renderings([prefix for chat in prefixes for prefix in chat]))
+        turns = [assistant_turns(messages)[-1 if loss == "last" else 0 :] for messages in chats]
+        parts = [prefixes(messages, at) for messages, at in zip(chats, turns, strict=True)]
+        renderings = iter(self._renderings([prefix for chat in parts for prefix in chat]))
         samples, texts = [], []
-        for at, chat in zip(turns, prefixes, strict=True):
+        for at, chat in zip(turns, parts, strict=True):
             rendered = [next(renderings) for _ in chat]
             tokens, loss_mask = self._sample(at, rendered)
             texts.append(rendered[-1].text)
@@ -306,7 +332,8 @@ class ChatRenderer:
             for open_turn in (True, False)
         }
         ordered = [next(texts[open_turn]) for _, open_turn in prefixes]
-        return [_Rendering(*pair) for pair in zip(ordered, self._encode(ordered), strict=True)]
+        rows = self._encode(ordered, [chat for chat, _ in prefixes])
+        return [_Rendering(*pair) for pair in zip(ordered, rows, strict=True)]
 
     def _sample(self, turns: list[int], renderings: list[_Rendering]) -> tuple[Array, Array]:
         """Return (tokens int64 [T], loss_mask bool [T]) of the last rendering, with loss on the
@@ -329,7 +356,7 @@ class ChatRenderer:
                 "the chat template does not end the assistant's turn, so the model would never "
                 "learn to stop",
                 where=f"{self._template.where}, message {turn + 1}",
-                found=repr(self.tokenizer.decode(tokens[start:end].tolist())[-40:]),
+                found=repr(self.tokenizer.decode(text_tokens(tokens[start:end]).tolist())[-40:]),
                 expected=f"a stop token: {', '.join(map(str, stop_tokens))}",
                 next="write eos_token after the assistant's content in the template",
             )
@@ -358,7 +385,7 @@ class ChatRenderer:
         else:
             what = "the chat template rewrites an earlier turn when a later one follows"
             advice = "keep one assistant message a chat, or make the template keep earlier turns"
-        at = _first_difference(before.tokens, after.tokens)
+        at = first_difference(before.tokens, after.tokens)
         raise UserError(
             what,
             where=f"{self._template.where}, message {turn + 1 + n % 2}, token {at}",
@@ -368,27 +395,5 @@ class ChatRenderer:
         )
 
     def _around(self, tokens: Array, at: int) -> str:
-        return repr(
-            self.tokenizer.decode(
-                tokens[max(0, at - 6) : at + 6].tolist(), clean_up_tokenization_spaces=False
-            )
-        )
-
-
-def _prefixes(
-    messages: Sequence[Message], turns: list[int]
-) -> list[tuple[Sequence[Message], bool]]:
-    """Return the chat up to the header of each of the assistant's turns and up to its end; then the
-    whole chat."""
-    prefixes = [(messages[: i + ended], not ended) for i in turns for ended in (False, True)]
-    return prefixes if messages[-1]["role"] == "assistant" else [*prefixes, (messages, False)]
-
-
-def _assistant_turns(messages: Sequence[Message]) -> list[int]:
-    return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-
-
-def _first_difference(a: Array, b: Array) -> int:
-    size = min(len(a), len(b))
-    different = np.flatnonzero(a[:size] != b[:size])
-    return int(different[0]) if len(different) else size
+        near = text_tokens(tokens[max(0, at - 6) : at + 6]).tolist()
+        return repr(self.tokenizer.decode(near, clean_up_tokenization_spaces=False))

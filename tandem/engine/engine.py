@@ -30,6 +30,7 @@ from tandem.engine.prompt_scores import score_tokens
 from tandem.engine.sampler import sample, sampling_key
 from tandem.engine.scheduler import RunningSequence, Scheduler, Work
 from tandem.model.expert_choices import RecordedExperts
+from tandem.model.image_tokens import text_tokens
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import SeenTokens
 from tandem.model.paged_attention import PAGE, Runs
@@ -362,11 +363,10 @@ def _recorded(cache: PageCache, runs: Runs) -> RecordedExperts | None:
 
 def _seen(sequences: list[RunningSequence], device: torch.device) -> SeenTokens:
     """Collect the distinct tokens of each sequence so far."""
-    tokens = [np.unique(sequence.all_tokens()) for sequence in sequences]
+    tokens = [text_tokens(np.unique(sequence.all_tokens())) for sequence in sequences]
     rows = np.arange(len(tokens)).repeat([len(t) for t in tokens])
-    return SeenTokens(
-        torch.from_numpy(rows).to(device), torch.from_numpy(np.concatenate(tokens)).to(device)
-    )
+    pairs = rows, np.concatenate(tokens)
+    return SeenTokens(*(torch.from_numpy(each).to(device) for each in pairs))
 
 
 def check_room(config: Any, pages: int, page_bytes: int, longest: int) -> None:

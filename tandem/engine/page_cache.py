@@ -54,6 +54,7 @@ NO_MATCH = Match(pages=[], tail=0, tail_length=0, will_be_cached=0)
 
 def page_bytes(config: Any, element_size: int = 4) -> int:
     """Return the bytes of a page of a model (transformers config), 1 for one without keys."""
+    config = config.get_text_config()
     heads_and_layers = config.num_hidden_layers * kv_heads_of(config)
     return max(1, int(2 * heads_and_layers * head_size(config) * element_size * PAGE))
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from tandem.envs.calls import EnvironmentFailed
+from tandem.runtime.image_parts import shows_images
 from tandem.types import Observation
 
 
@@ -71,8 +72,17 @@ def _is_message(message: Any) -> bool:
     return (
         isinstance(message, dict)
         and {"role", "content"} <= message.keys()
-        and all(map(_is_text, message.values()))
+        and all(map(_is_text, _texts(message)))
     )
+
+
+def _texts(message: dict[str, Any]) -> list[Any]:
+    """List what must be text in a message; of content with images in each of its parts."""
+    if not shows_images(message):
+        return list(message.values())
+    others = [value for name, value in message.items() if name != "content"]
+    parts = [part if isinstance(part, dict) else {} for part in message["content"]]
+    return others + [part.get("text", part.get("image")) for part in parts]
 
 
 def _is_text(value: Any) -> bool:

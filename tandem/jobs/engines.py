@@ -31,6 +31,7 @@ from tandem.jobs.http_engines import (
     require_starting_weights,
 )
 from tandem.jobs.models import (
+    check_image_engine,
     check_reward_model,
     check_tokenizer,
     placement,
@@ -39,7 +40,7 @@ from tandem.jobs.models import (
 )
 from tandem.jobs.reward_workers import build_reward_pool, open_reward_workers
 from tandem.model import custom_code
-from tandem.model.config_file import check_model, inner_size
+from tandem.model.config_file import check_model, inner_size, reads_images
 from tandem.model.load import ExactModel, load_model
 from tandem.model.placement import place_models
 from tandem.model.probe import Exactness, fastest_exact, probe, try_matmuls
@@ -199,11 +200,14 @@ def load_engine(
     config: Config, renderer: ChatRenderer, longest_prompt: int, report: Report
 ) -> Generate:
     """Load the engine of a command that only generates; every prompt has room."""
+    shape = check_model(config.model.path)
+    if reads_images(shape):
+        check_image_engine(config, shape)
     if is_http(config):
         engines = load_http_engines(config, renderer, report)
         require_starting_weights(engines)
         return engines
-    require_room(config, check_model(config.model.path), longest_prompt)
+    require_room(config, shape, longest_prompt)
     model = load_model(config.model.path, place=placement(config))
     probe_exactness(config, model, report)
     return build_engine(config, model, renderer)

@@ -2,15 +2,21 @@
 user's functions and environments. A run resumes with the same, and every rank has the same
 functions."""
 
+import hashlib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from tandem.config.schema import Config
 from tandem.data.readers.sources import source_files
 from tandem.envs.load import source_files as env_files
+from tandem.model.config_file import reads_images
 from tandem.model.custom_code import python_files
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import UserError
+from tandem.runtime.image_parts import images_of
 from tandem.runtime.user_code import source_file
+from tandem.types import Message
 
 KEYS = {  # the data keys that a run of the command is a function of
     "train": ("data.train", "eval.data"),
@@ -19,6 +25,8 @@ KEYS = {  # the data keys that a run of the command is a function of
     "dpo": ("preference.train", "preference.test", "eval.data"),
     "rm": ("preference.train", "preference.test"),
 }
+
+IMAGES = "images"  # the key of those in the data
 
 
 def input_hashes(config: Config, *keys: str) -> dict[str, str]:
@@ -54,6 +62,14 @@ def input_hashes(config: Config, *keys: str) -> dict[str, str]:
     paths |= {f"env/{file}": file for file in env_files(config.env)}
     found = {key: _input_hash(key, path) for key, path in paths.items() if path.is_file()}
     return found | (function_hashes(config) if "data.train" in keys else {})
+
+
+def image_hashes(shape: Any, chats: Iterable[Sequence[Message]]) -> dict[str, str]:
+    """Hash the names of the images in chats, which name their content; {} without images. shape:
+    the transformers config of the model."""
+    images = (images_of(chat) for chat in chats) if reads_images(shape) else ()
+    names = sorted({name for own in images for name in own})
+    return {IMAGES: hashlib.sha256(" ".join(names).encode()).hexdigest()} if names else {}
 
 
 def function_hashes(config: Config) -> dict[str, str]:

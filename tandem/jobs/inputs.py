@@ -9,7 +9,7 @@ no weights, engines or run folders.
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tandem.config.schema import Config
@@ -21,6 +21,7 @@ from tandem.data.readers.rows import read_rows
 from tandem.data.renderer import ChatRenderer, load_renderer
 from tandem.jobs.engines import require_room, rollout_command
 from tandem.jobs.exactness import require_correction
+from tandem.jobs.input_hashes import image_hashes
 from tandem.jobs.models import check_models, check_tokenizer, placement
 from tandem.model.inexact_trial import why_inexact
 from tandem.model.rope import positions_of
@@ -57,6 +58,7 @@ class Inputs:
     renderer: ChatRenderer
     held_out: Sequence[Problem]  # of eval.data; empty without
     counts: dict[str, Count]  # by data key
+    images: dict[str, str] = field(default_factory=dict)  # SHA-256 of those in the data, or {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +170,7 @@ def _problem_inputs(config: Config, *others: str, exact: bool) -> ProblemInputs:
         problems=problems,
         held_out=held_out,
         counts=counts | held_out_counts,
+        images=image_hashes(shape, [p.messages for p in (*problems, *held_out)]),
     )
 
 
@@ -196,6 +199,7 @@ def sft_inputs(config: Config) -> ChatInputs:
         samples=samples,
         held_out=held_out,
         counts=counts | held_out_count,
+        images=image_hashes(shape, [*chats, *(problem.messages for problem in held_out)]),
     )
 
 

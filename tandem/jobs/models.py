@@ -8,7 +8,13 @@ import torch
 
 from tandem.config.schema import SFT, Config, Preference, Train
 from tandem.data.renderer import ChatRenderer, load_renderer
-from tandem.model.config_file import LEAN_ARCHITECTURES, check_model, has_experts, is_lean
+from tandem.model.config_file import (
+    LEAN_ARCHITECTURES,
+    check_model,
+    has_experts,
+    is_lean,
+    reads_images,
+)
 from tandem.model.general import logit_softcap
 from tandem.model.inexact_trial import why_inexact
 from tandem.model.load import ExactModel, empty_model, load_model
@@ -178,9 +184,9 @@ def check_models(config: Config, *others: str, head: Head = "tokens") -> Any:
         if path := getattr(getattr(config, section), field):
             kind: Head = "value" if key == "critic.path" else "tokens"
             other = check_model(path, key, head=kind)
-            size = other.vocab_size
-            if size != shape.vocab_size:
-                raise _other_vocabulary(key, path, size, shape.vocab_size)
+            size, expected = (_vocabulary(one) for one in (other, shape))
+            if size != expected:
+                raise _other_vocabulary(key, path, size, expected)
             check_weights(path)
             check_shape(config, other, key, kind)
             why_inexact(other, f"{key} = {path}", placement(config))
@@ -219,6 +225,8 @@ def check_shape(config: Config, shape: Any, key: str, head: Head = "tokens") -> 
     cannot train it. key: that names the model."""
     if not is_lean(shape):
         _check_general(config, shape, key)
+    if reads_images(shape):
+        check_image_engine(config, shape, key)
     if head == "value":
         _check_scored(shape, key)
     if config.parallel.processes > 1:
@@ -241,6 +249,23 @@ def _check_general(config: Config, shape: Any, key: str) -> None:
             found=f"{processes} processes" if processes > 1 else f"train.backend = {backend}",
             expected=f"one of {', '.join(LEAN_ARCHITECTURES)} for others",
             next="leave [parallel] and train.backend out",
+        )
+
+
+def check_image_engine(config: Config, shape: Any, key: str = "model.path") -> None:
+    """Raise UserError for rollouts that do not find the images of a run."""
+    places = {
+        f"rollout.engine = {config.rollout.engine}": config.rollout.engine != "tandem",
+        f"cluster.nodes = {config.cluster.nodes}": config.cluster.nodes,
+        f"stream.kind = {config.stream.kind}": config.stream.kind != "memory",
+    }
+    if found := [place for place, elsewhere in places.items() if elsewhere]:
+        raise UserError(
+            "a model that reads images samples on this machine, with Tandem's engine",
+            where=f"{key}, architecture {shape.model_type}",
+            found=found[0],
+            expected="rollout.engine = tandem, without a cluster",
+            next=f"leave {found[0].split()[0]} out",
         )
 
 
@@ -278,13 +303,17 @@ def _check_logits(path: str, shape: Any, key: str) -> None:
 
 def check_tokenizer(config: Config, shape: Any, renderer: ChatRenderer) -> None:
     """Raise UserError if the tokenizer has tokens that the model lacks."""
-    if len(renderer.tokenizer) > shape.vocab_size:
+    if len(renderer.tokenizer) > _vocabulary(shape):
         raise UserError(
             "the tokenizer is not this model's",
             where=f"model.path = {config.model.path}",
             found=f"{len(renderer.tokenizer):,} tokens",
-            expected=f"at most {shape.vocab_size:,}",
+            expected=f"at most {_vocabulary(shape):,}",
         )
+
+
+def _vocabulary(shape: Any) -> int:
+    return int(shape.get_text_config().vocab_size)
 
 
 def _no_experts(config: Config, key: str, purpose: str, off: str) -> UserError:

@@ -224,7 +224,7 @@ class LossWatch:
 
 def sft_job(config: Config, inputs: Any, ranks: Ranks, report: Report) -> OfflineJob:
     policy = build_learner(config, config.model.path, config.sft, config.sft.steps, ranks)
-    data = input_hashes(config, *KEYS["sft"])
+    data = input_hashes(config, *KEYS["sft"]) | inputs.images
     return SFTJob(config, config.sft, policy, inputs.samples, data)
 
 

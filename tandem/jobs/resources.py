@@ -293,11 +293,11 @@ def model_sizes(config: Config, command: str) -> Sizes:
     critic = modules.get("critic.path")
     return Sizes(
         place=placement(config),
-        shape=policy.config,
+        shape=policy.config.get_text_config(),
         policy=_count(policy),
         adapters=adapters,
         others={key: _count(module) for key, module in modules.items()},
-        shapes={key: module.config for key, module in modules.items()},
+        shapes={key: module.config.get_text_config() for key, module in modules.items()},
         muon=_count_hidden(policy) if muon else 0,
         muon_critic=_count_hidden(critic) if muon else 0,
         saved_in_8bit=_saved_in_8bit(policy, config.lora) if in_8bit else 0,

@@ -125,7 +125,8 @@ def open_rl_job(config: Config, run: RunFolder, report: Report) -> Iterator[RLJo
     check_cluster(config)
     prepare_process(config)
     inputs = (distill_inputs if distills else training_inputs)(config, exact=False)
-    data, stop_token_ids = input_hashes(config, *KEYS[run.command]), inputs.renderer.stop_token_ids
+    data = input_hashes(config, *KEYS[run.command]) | inputs.images
+    stop_token_ids = inputs.renderer.stop_token_ids
     run_id = identity(config, data)
     mesh = config.parallel.mesh
     journal = Journal(run.episodes, run_id, inputs.problems, mesh)

@@ -6,7 +6,6 @@ must be a causal language model of the installed transformers, its numbers must 
 only the fields that the type's config class declares are passed on. This file knows no weights.
 """
 
-import dataclasses
 import json
 import logging
 import math
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tandem.model import custom_code
+from tandem.model.declared_fields import plain_config
 from tandem.model.quantized_files import require_float
 from tandem.model.rope import has_static_ropes, kinds_with_rope, ropes_of
 from tandem.runtime.errors import UserError
@@ -23,29 +23,12 @@ logger = logging.getLogger(__name__)
 HeadKind = Literal["tokens", "value"]
 # Those that run through Tandem's own layer (layers.py); all others through general.py.
 LEAN_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+# Those of images and text that run, inexactly, through image_model.py.
+IMAGE_ARCHITECTURES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3")
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 MAX_BYTES = 16 << 20
 # Limits of the counts in config.json; the largest vocabulary has a million tokens.
 MAX_LAYERS, MAX_SIZE = 4096, 1 << 24
-# Keys that transformers still reads although no config class declares them.
-OLDER_NAMES = {
-    "head_dim",
-    "rope_theta",
-    "rope_scaling",
-    "partial_rotary_factor",
-    "original_max_position_embeddings",
-    "num_labels",
-    "torch_dtype",
-    "tie_word_embeddings",
-    "sliding_window_pattern",
-    "rope_local_base_freq",
-    "rotary_pct",
-    "rotary_emb_base",
-    "rotary_dim",
-    "no_rope_layer_interval",
-    "first_k_dense_replace",
-    "moe_layer_freq",
-}
 REFUSED = {"per_layer_config": "layers of different shapes"}
 _COUNTS = (
     "hidden_size",
@@ -116,10 +99,10 @@ def _read_config(path: str, where: str) -> Any:
     if reasons:
         raise _not_exact(where, reasons)
     try:
-        config = custom_code.custom_config(path) if own else _plain_config(model_type, values)
+        config = custom_code.custom_config(path) if own else plain_config(model_type, values)
         if what := _unlike_others(config):
             raise _not_exact(where, [f"architecture {model_type}, {what}"])
-        mistakes = _implausible_values(config)
+        mistakes = _implausible_values(config.get_text_config())
     except UserError:
         raise
     except Exception as error:  # transformers raises wherever it first uses a wrong value
@@ -129,18 +112,9 @@ def _read_config(path: str, where: str) -> Any:
     return config
 
 
-def _plain_config(model_type: Any, values: dict[str, Any]) -> Any:
-    from transformers import CONFIG_MAPPING
-
-    config_class = CONFIG_MAPPING[model_type]
-    names = {field.name for field in dataclasses.fields(config_class)} | OLDER_NAMES
-    names |= config_class.attribute_map.keys() | set(config_class.attribute_map.values())
-    return config_class.from_dict({k: v for k, v in values.items() if k in names})
-
-
 def _is_language_model(model_type: Any) -> bool:
     """Tell whether transformers has a causal language model of this type."""
-    if model_type in LEAN_ARCHITECTURES:
+    if model_type in (*LEAN_ARCHITECTURES, *IMAGE_ARCHITECTURES):
         return True
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -155,7 +129,7 @@ def read_json(
     Raises UserError for a file that cannot be read; what: its name in the message.
     """
     try:
-        file = _find(path, name)
+        file = find_file(path, name)
         if file is None:
             return None
         if file.stat().st_size > MAX_BYTES:
@@ -181,7 +155,7 @@ def refuse_adapter(path: str, where: str) -> None:
 
     transformers would load and merge it, and import the modules that it names.
     """
-    if _find(path, ADAPTER) is not None:
+    if find_file(path, ADAPTER) is not None:
         raise UserError(
             "the model has an adapter beside its weights",
             where=f"{where}, {ADAPTER}",
@@ -191,7 +165,7 @@ def refuse_adapter(path: str, where: str) -> None:
         )
 
 
-def _find(path: str, name: str) -> Path | None:
+def find_file(path: str, name: str) -> Path | None:
     """Find a file of a local directory, or of a hub name, fetched to the local cache.
 
     Raises OSError.
@@ -218,7 +192,8 @@ def first_line(error: Exception) -> str:
 def _unlike_others(config: Any) -> str:
     """Say what no path has room for in a kind of model; "" if there is nothing."""
     unlike = "whose layers have different shapes" if config.is_heterogeneous else ""
-    return unlike if config.get_text_config() is config else "which also reads images or sound"
+    known = reads_images(config) or config.get_text_config() is config
+    return unlike if known else "which also reads images or sound"
 
 
 def _implausible_values(config: Any) -> list[str]:
@@ -277,6 +252,16 @@ def is_lean(config: Any) -> bool:
     known = config.model_type in LEAN_ARCHITECTURES and config.hidden_act == "silu"
     own = known and has_static_ropes(config) and not custom_code.is_custom(config)
     return own and not why_not_exact(config)
+
+
+def reads_images(config: Any) -> bool:
+    """Tell whether a model reads images beside text. Its config has one for each."""
+    return config.model_type in IMAGE_ARCHITECTURES
+
+
+def image_reason(config: Any) -> str:
+    """Say why a model that reads images is not exact; "" for others."""
+    return f"architecture {config.model_type}: it reads images" * reads_images(config)
 
 
 def inner_size(config: Any) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor
 from tandem.model.attention import Plan
 from tandem.model.divergence import Divergence, Head, divergences
 from tandem.model.expert_choices import ExpertChoices
+from tandem.model.image_tokens import text_tokens
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import SeenTokens, token_logprobs
 from tandem.model.triton.dispatch import triton_for
@@ -133,9 +134,11 @@ def _seen(
     # segments are in the order of their rows
     owner = np.searchsorted(first, rows, side="right") - 1
     tokens = [
-        np.union1d(
-            batch.tokens[prefix_first[s] : prefix_first[s] + prefix[s]],
-            batch.tokens[first[s] : row + 1],
+        text_tokens(
+            np.union1d(
+                batch.tokens[prefix_first[s] : prefix_first[s] + prefix[s]],
+                batch.tokens[first[s] : row + 1],
+            )
         )
         for s, row in zip(owner, rows, strict=True)
     ]

@@ -73,7 +73,7 @@ def _batches(sequences: list[np.ndarray], pads: bool) -> list[list[np.ndarray]]:
     return batches
 
 
-_NO_PLAN = UnpackedPlan(np.zeros((0, 4), np.int64))
+NO_PLAN = UnpackedPlan(np.zeros((0, 4), np.int64))
 
 
 class InexactModel(GeneralModel):
@@ -107,16 +107,21 @@ class InexactModel(GeneralModel):
         states = [self.run(tokens[rows]).flatten(0, 1) for rows in plan.batches]
         return torch.cat(states).index_select(0, plan.places.to(self.device))
 
-    def run(self, tokens: Tensor, cache: Any = None) -> Tensor:
+    def run(self, tokens: Tensor, cache: Any = None, shift: int = 0) -> Tensor:
         """Compute the last hidden states [B, L, D] of sequences int64 [B, L], which follow those in
-        transformers' cache, if there is one."""
+        transformers' cache, if there is one. shift: as `shift` returned for what is cached."""
         known = {} if cache is None else {self.cache_name: cache}
-        with self._repeating(_NO_PLAN, self._base_only):
+        with self._repeating(NO_PLAN, self._base_only):
             out = self.module.base_model(
                 input_ids=tokens.to(self.device), use_cache=cache is not None, **known
             )
         states: Tensor = out.last_hidden_state
         return states if self.factor == 1.0 else states * self.factor
+
+    def shift(self, tokens: Tensor) -> int:
+        """Return by how much the positions of what follows a sequence int64 [1, L] differ from the
+        count of tokens before it: an image may have fewer than tokens."""
+        return 0
 
 
 class SequenceStates:
@@ -129,11 +134,14 @@ class SequenceStates:
         self._model = model
         self._cache = DynamicCache(config=model.config) if model.cache_name else None
         self._tokens = torch.zeros((1, 0), dtype=torch.int64)  # without a cache
+        self._shift: int | None = None  # once there are tokens
 
     def extend(self, tokens: Tensor) -> Tensor:
         """Run further tokens int64 [B, n]; return their last hidden states [B, n, D]."""
         if self._cache is not None:
-            return self._model.run(tokens, self._cache)
+            if self._shift is None:
+                self._shift = self._model.shift(tokens)
+            return self._model.run(tokens, self._cache, self._shift)
         self._tokens = torch.cat([self._tokens, tokens], 1)
         return self._model.run(self._tokens)[:, -tokens.shape[1] :]
 

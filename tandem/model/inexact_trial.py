@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.model.config_file import first_line, is_lean, special_float, why_not_exact
+from tandem.model.config_file import first_line, image_reason, is_lean, special_float, why_not_exact
 from tandem.model.inexact import InexactModel, SequenceStates, make_inexact
 from tandem.model.load import ExactModel, make_exact
 from tandem.model.placement import CPU_FLOAT32, Placement
@@ -45,6 +45,8 @@ def why_inexact(config: Any, where: str, place: Placement = CPU_FLOAT32) -> str:
     weights. Raises UserError for one that cannot run inexactly either."""
     if is_lean(config):
         return ""
+    if reason := image_reason(config):
+        return reason
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # reference kernels are slower, it says of each

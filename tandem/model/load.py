@@ -24,6 +24,7 @@ from tandem.model.config_file import (
     head_size,
     is_lean,
     kv_heads_of,
+    reads_images,
     window_of,
 )
 from tandem.model.custom_code import from_config
@@ -60,7 +61,7 @@ class ExactModel(nn.Module):
     def __init__(self, module: Any, lora: Lora | None = None):
         super().__init__()
         self.module, self.lora = module, lora
-        self.config = module.config
+        self.config = module.config.get_text_config()
         self.head: ExactLinear = module.get_output_embeddings() or module.score
         self.checkpointing, self.splits = False, 1
         self.row_parts = WHOLE
@@ -299,7 +300,7 @@ def unfilled_model(
     from transformers import GenerationConfig
 
     config = check_model(path, head=head)
-    module = from_config(stock_class(head), config, dtype=dtype)
+    module = from_config(stock_class(head, config), config, dtype=dtype)
     if head == "tokens":
         module.generation_config = GenerationConfig.from_pretrained(path)
     return _maker(path, config, CPU_FLOAT32)(module)
@@ -309,6 +310,10 @@ def _maker(path: str, config: Any, place: Placement) -> Callable[..., ExactModel
     """Return what makes a model of a stock module. Raises UserError if nothing can."""
     if is_lean(config):  # the others' files are not imported for it
         return make_exact
+    if reads_images(config):
+        from tandem.model.image_model import image_maker
+
+        return image_maker(path, config)
     from tandem.model.inexact_trial import choose_path
 
     return choose_path(config, f"model.path = {path}", place)
@@ -330,7 +335,7 @@ def empty_model(path: str, config: Any, *, head: HeadKind = "tokens") -> Any:
     """
     try:
         with torch.device("meta"):
-            return from_config(stock_class(head), config)
+            return from_config(stock_class(head, config), config)
     except Exception as error:  # a wrong value in config.json may raise anything
         raise UserError(
             "the model's config cannot be used",

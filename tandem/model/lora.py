@@ -18,6 +18,8 @@ from tandem.model.quantized import Base, QuantizedWeight, quantize
 from tandem.runtime.errors import UserError
 
 ALL_LINEAR = "all-linear"
+# begins the names of a language model that a vision tower stands beside, with names alike
+BESIDE_VISION = ("language_model.", "text_model.")
 _ADAPTER = "default"  # PEFT's name for the only one there is
 
 
@@ -146,7 +148,11 @@ def chosen_shapes(module: Any, targets: Sequence[str]) -> list[tuple[int, int]]:
 
 def _matching(names: Sequence[str], target: str) -> list[str]:
     """Find the names that PEFT matches with target."""
-    return [name for name in names if name == target or name.endswith(f".{target}")]
+    return [name for name in names if _named(name, [target])]
+
+
+def _named(name: str, targets: Sequence[str]) -> bool:
+    return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
 def _last_names(names: Sequence[str]) -> list[str]:
@@ -161,6 +167,10 @@ def _linear_names(module: Any) -> list[str]:
         for name, child in module.base_model.named_modules()
         if _is_linear(child)
     ]
+    if module.config.get_text_config() is not module.config:  # vision parts keep their own
+        decoder = module.get_decoder()
+        [own] = [name for name, part in module.named_modules() if part is decoder]
+        linears = [name for name in linears if name.startswith(f"{own}.")]
     kept = {name for name in _last_names(linears) if not _is_of_experts(module, name)}
     return [name for name in linears if name.rpartition(".")[2] in kept]
 
@@ -205,6 +215,8 @@ def write_adapter_config(
 def _peft_config(peft: Any, lora: Lora, linears: Sequence[str]) -> Any:
     """Make PEFT's config. "all-linear" is spelt out: PEFT's own includes experts and routers."""
     targets = _last_names(linears) if ALL_LINEAR in lora.targets else list(lora.targets)
+    if any(name.partition(".")[2].startswith(BESIDE_VISION) for name in linears):
+        targets = [n for n in linears if ALL_LINEAR in lora.targets or _named(n, lora.targets)]
     return peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,

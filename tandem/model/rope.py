@@ -31,6 +31,7 @@ def has_static_ropes(config: Any) -> bool:
 def positions_of(config: Any) -> int:
     """Return how many tokens a sequence may have: of longrope (arXiv 2402.13753) as many as are
     turned by its short factors, as one more turns all tokens of its pass by the long ones."""
+    config = config.get_text_config()
     limits = [getattr(config, "max_position_embeddings", None) or MAX_POSITIONS]
     for rope in ropes_of(config):
         if rope.get("rope_type") == "longrope":

@@ -5,19 +5,26 @@ from typing import Any
 
 from torch import nn
 
-from tandem.model.config_file import CONFIG, HeadKind, first_line, read_json
+from tandem.model.config_file import CONFIG, HeadKind, first_line, read_json, reads_images
 from tandem.model.custom_code import is_custom
 from tandem.model.placement import Placement
 from tandem.model.weight_files import cannot_load
 
 
-def stock_class(head: HeadKind) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+def stock_class(head: HeadKind, config: Any) -> Any:
+    """Return the Auto class of a model's module."""
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSequenceClassification,
+    )
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    return AutoModelForSequenceClassification if head == "value" else AutoModelForCausalLM
+    if head == "value":
+        return AutoModelForSequenceClassification
+    return AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
 
 
 def load_stock(path: str, config: Any, head: HeadKind, place: Placement) -> Any:
@@ -32,7 +39,7 @@ def load_stock(path: str, config: Any, head: HeadKind, place: Placement) -> Any:
         config = copy.deepcopy(config)
         config.quantization_config = {**quantizer, "dequantize": True}
     try:
-        module, report = stock_class(head).from_pretrained(
+        module, report = stock_class(head, config).from_pretrained(
             path,
             config=config,
             dtype=place.dtype,

@@ -57,7 +57,7 @@ def make_tiny(
     wide layers are better than four narrow ones at equal cost, and the usual init_std of 0.02
     learns half as much at this width.
     """
-    _check_shape(hidden, heads, kv_heads)
+    check_shape(hidden, heads, kv_heads)
     tokenizer = make_tokenizer(max_tokens, characters)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -84,7 +84,8 @@ def make_tiny(
     return int(model.num_parameters())
 
 
-def _check_shape(hidden: int, heads: int, kv_heads: int) -> None:
+def check_shape(hidden: int, heads: int, kv_heads: int) -> None:
+    """Raise UserError for heads that do not fit a model of that width."""
     if hidden % (2 * heads) or heads % kv_heads or hidden // heads < SMALLEST_HEAD:
         raise UserError(
             "the heads do not fit the model",
@@ -97,13 +98,16 @@ def _check_shape(hidden: int, heads: int, kv_heads: int) -> None:
 
 
 def make_tokenizer(
-    max_tokens: int = 256, characters: Sequence[str] = CHARACTERS
+    max_tokens: int = 256,
+    characters: Sequence[str] = CHARACTERS,
+    others: Sequence[str] = (),
+    template: str = TEMPLATE,
 ) -> PreTrainedTokenizerFast:
     """Make a tokenizer of one token a character, a role, the end of a turn, and the answer marker.
 
-    Any other character is `<unk>`.
+    Any other character is `<unk>`. others: further special tokens, of a template that writes them.
     """
-    special = [PAD, *(f"<|{role}|>" for role in ROLES), END, UNKNOWN]
+    special = [PAD, *(f"<|{role}|>" for role in ROLES), END, UNKNOWN, *others]
     vocabulary = {token: i for i, token in enumerate([*special, ANSWER, *characters])}
     # BPE without merges splits a text into its characters, and unlike WordLevel needs no
     # pre-tokenizer to do so.
@@ -118,7 +122,7 @@ def make_tokenizer(
         pad_token=PAD,
         eos_token=END,
         unk_token=UNKNOWN,
-        chat_template=TEMPLATE,
+        chat_template=template,
         model_max_length=max_tokens,
         clean_up_tokenization_spaces=False,
     )

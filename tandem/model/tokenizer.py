@@ -12,6 +12,7 @@ from typing import Any
 
 from tandem.model.config_file import first_line, read_json
 from tandem.model.custom_code import is_allowed, require_allowed
+from tandem.model.image_tokens import IMAGE
 from tandem.runtime.errors import UserError
 from tandem.types import Array
 
@@ -103,8 +104,8 @@ def _settings(part: Any) -> dict[str, Any]:
 
 
 def decode_text(tokenizer: Any, tokens: Array) -> str:
-    """Decode tokens int64 [T] to text, without special tokens."""
-    ids = tokens.tolist()
+    """Decode tokens int64 [T] to text, without special tokens and images."""
+    ids = tokens[tokens < IMAGE].tolist()
     return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 

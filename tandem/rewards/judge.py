@@ -24,6 +24,7 @@ from http.client import HTTPException
 from typing import Any
 
 from tandem.rewards.parts import BadFunction, BadValue
+from tandem.runtime.image_parts import message_text
 from tandem.types import Problem
 
 TEMPLATE = """You judge an answer to a question. \
@@ -77,7 +78,7 @@ def judge(
     pause_s, twice that, and so on.
     """
     places = {
-        "question": problem.messages[-1]["content"] if problem.messages else "",
+        "question": message_text(problem.messages[-1]) if problem.messages else "",
         "answer": problem.answer,
     }
     places |= {"completion": completion, "scale": f"{scale:g}"}

@@ -19,6 +19,7 @@ from tandem import __version__
 from tandem.config.recipe import changed
 from tandem.config.schema import Config
 from tandem.model.custom_code import is_custom, save_files
+from tandem.model.images import copy_processor
 from tandem.model.load import ExactModel
 from tandem.model.lora import write_adapter_config
 from tandem.model.tokenizer import load_tokenizer
@@ -61,6 +62,7 @@ def export(
             (folder / WEIGHTS).unlink(missing_ok=True)
             save_weights(folder)
         load_tokenizer(source).save_pretrained(folder)
+        copy_processor(source, folder)
 
     return _write_folder(folder, write, card)
 
@@ -99,6 +101,7 @@ def keep_model(model: ExactModel, source: str, folder: Path, chat_template: str 
         tokenizer = load_tokenizer(source)
         tokenizer.chat_template = chat_template or tokenizer.chat_template
         tokenizer.save_pretrained(folder)
+        copy_processor(source, folder)
 
     if not folder.exists():
         card = f"# Config and tokenizer of {source}; the weights are in ../checkpoints\n"

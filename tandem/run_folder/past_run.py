@@ -23,6 +23,7 @@ from typing import Any
 from tandem.config.recipe import load_config
 from tandem.config.schema import Config
 from tandem.model import custom_code
+from tandem.model.image_store import keep_in
 from tandem.run_folder.episode_files import episode_file, read_columns, read_groups
 from tandem.run_folder.errors import unreadable_file
 from tandem.run_folder.metrics import Metrics, read_lines, read_metrics
@@ -114,6 +115,7 @@ def entered(folder: Path) -> Iterator[PastRun]:
     relative paths."""
     past = open_past(folder.absolute())
     custom_code.allow(past.config.model.trust_remote_code)
+    keep_in(past.folder / "images")
     with chdir(past.directory or "."):
         yield past
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.run_folder.episode_files import episode_file, read_columns
+from tandem.runtime.image_parts import message_text
 from tandem.types import Message
 
 _COLUMNS = [
@@ -100,7 +101,7 @@ def _sample(row: dict[str, Any], held_out: bool) -> Sample:
 
 def brief(sample: Sample) -> str:
     """Write three lines: the summary, the end of the prompt, begin and end of the completion."""
-    prompt, completion = repr(sample.prompt[-1]["content"]), repr(sample.completion)
+    prompt, completion = repr(message_text(sample.prompt[-1])), repr(sample.completion)
     if len(prompt) > WIDTH:
         prompt = f"... {prompt[4 - WIDTH :]}"
     if len(completion) > WIDTH:
@@ -113,7 +114,7 @@ def brief(sample: Sample) -> str:
 def page(sample: Sample) -> str:
     """Write the whole conversation."""
     chat = [
-        f"{message['role']}: {printable(message['content'])}"
+        f"{message['role']}: {printable(message_text(message))}"
         for message in (*sample.prompt, *sample.transcript)
     ]
     expected = [f"expected answer: {printable(sample.answer)}"] if sample.answer else []

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.runtime.disk import write_atomic
-from tandem.tasks import algebra, arithmetic, calculator, countdown, guess
+from tandem.tasks import algebra, arithmetic, calculator, countdown, guess, squares
 from tandem.tasks.generate import Row
 from tandem.types import Env
 
@@ -42,6 +42,7 @@ TASKS = {
         rows=countdown.rows, difficulties=tuple(countdown.LEVELS), checker=countdown.check
     ),
     "guess": Task(rows=guess.rows, difficulties=tuple(guess.WIDTHS), env=guess.GuessTheNumber),
+    "squares": Task(rows=squares.rows, difficulties=tuple(squares.LEVELS)),
 }
 
 

@@ -17,10 +17,12 @@ from typing import Any, get_args
 
 import numpy as np
 
+from tandem.model.image_tokens import IMAGE
 from tandem.model.tool_calls import Call, Format, read_calls
 from tandem.rl.advantages import GroupAdvantage, group_advantages
 from tandem.run_folder.episode_files import episode_file, read_table
 from tandem.runtime.errors import UserError
+from tandem.runtime.image_parts import message_text, shows_images
 from tandem.view.episodes import EpisodeTable
 from tandem.view.runs import Run, read_json
 
@@ -113,6 +115,8 @@ def _with_calls(
     content, structured = message.get("content"), message.get("tool_calls")
     if isinstance(structured, list) and structured:
         return {"text": content or "", "calls": [_structured_call(call) for call in structured]}
+    if shows_images(message):
+        return {"text": message_text(message), "calls": []}
     if not (acts and isinstance(content, str)):
         return {"text": content, "calls": []}
     reading = read_calls(content, written, names)
@@ -194,7 +198,11 @@ def token_texts(folder: Path, model: str, ids: Sequence[int]) -> list[str] | Non
     kept = folder / "model" / "tokenizer.json"
     path = kept if kept.is_file() else Path(model) / "tokenizer.json"
     decoder = _decoder(path, path.stat().st_mtime_ns) if path.is_file() else None
-    return None if decoder is None else [decoder(token) for token in ids]
+    return (
+        None
+        if decoder is None
+        else ["[image]" if token >= IMAGE else decoder(token) for token in ids]
+    )
 
 
 @lru_cache(maxsize=8)

@@ -24,6 +24,7 @@ KINDS = [
     "8-bit moments",
     "gemma2",
     "mamba2",
+    "images",
 ]  # each by itself, and more: python -m tests.support.runs
 
 ONE_CORE = ("taskset", "-c", str(min(os.sched_getaffinity(0)))) if shutil.which("taskset") else ()

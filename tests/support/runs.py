@@ -27,7 +27,9 @@ from typing import Any
 import numpy as np
 
 from tandem.model.tiny import make_tiny
+from tandem.model.tiny_images import make_tiny_images
 from tandem.runtime.processes import ZOMBIE, descendants, state_of
+from tandem.tasks.registry import task_rows, write_rows
 from tests.support.architectures import ARCHITECTURES, INEXACT, save_architecture
 from tests.support.datasets import write_algebra
 
@@ -112,6 +114,13 @@ KINDS["gemma2"] = [*KINDS["train"], "model.path=FOLDER/gemma2", "rl.kl_coef=0.05
 # not exact: state and cache are transformers' own
 KINDS["qwen3_next"] = [*KINDS["train"], "model.path=FOLDER/qwen3_next", "rl.correction=tis"]
 KINDS["mamba2"] = [*KINDS["train"], "model.path=FOLDER/mamba2", "rl.correction=tis"]
+KINDS["images"] = [
+    *KINDS["train"],
+    "model.path=FOLDER/images",
+    "data.train=FOLDER/squares.jsonl",
+    "eval.data=FOLDER/squares.jsonl",
+    "rl.correction=tis",
+]
 KINDS["bfloat16"] = [*KINDS["ppo"], "rl.kl_coef=0.05", "model.dtype=bfloat16"]
 KINDS["8-bit moments"] = [*KINDS["bfloat16"], "train.optimizer=adamw_8bit"]
 AHEAD = ["rl.correction=tis", "rollout.staleness=1", "rollout.workers=1"]
@@ -142,6 +151,9 @@ def prepare(folder: Path, steps: int = 12, command: str = "train") -> list[str]:
     write_algebra(folder / "data", num_train=48, num_test=8, num_warm=64)
     make_tiny(folder / "model", hidden=32, layers=2, intermediate=64)
     make_tiny(folder / "teacher", hidden=32, layers=2, intermediate=64, seed=1)
+    if command == "images":
+        make_tiny_images(folder / "images", hidden=32, heads=4, layers=2, intermediate=64)
+        write_rows(folder / "squares.jsonl", task_rows("squares", "train", 24, 0, 1))
     if command in (*ARCHITECTURES, *INEXACT):
         save_architecture(command, folder / command)
     (folder / "pairs.jsonl").write_text("".join(f"{pair(number)}\n" for number in range(24)))

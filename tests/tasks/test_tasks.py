@@ -18,7 +18,7 @@ from tandem.envs.load import BUILT_IN as ENVIRONMENTS
 from tandem.envs.tools import BUILT_IN as TOOLS
 from tandem.rewards.builtin import NAMES
 from tandem.runtime.errors import UserError
-from tandem.tasks import algebra, arithmetic, calculator, countdown, guess
+from tandem.tasks import algebra, arithmetic, calculator, countdown, guess, squares
 from tandem.tasks.generate import is_test
 from tandem.tasks.registry import TASKS, task_rows
 
@@ -28,7 +28,9 @@ LEVELS = {
     "calculator": [1, 2, 3],
     "countdown": range(2, 7),
     "guess": range(1, 7),
+    "squares": range(1, 5),
 }
+PLENTY = ("calculator", "squares")  # tasks that do not run out
 CASES = [(task, level) for task in TASKS for level in LEVELS[task]]
 # whose rows are plain; algebra has its own test
 OWN = [(task, level) for task, level in CASES if task != "algebra"]
@@ -71,7 +73,7 @@ def test_a_longer_set_begins_with_the_shorter_seeds_differ(task, level):
 def test_train_and_test_never_meet_whatever_the_seed(task, level):
     sides = [
         {
-            json.dumps([row["prompt"], row.get("answer")])
+            json.dumps([row["prompt"], row.get("answer"), row.get("images")])
             for seed in range(3)
             for row in task_rows(task, split, 20, seed, level)
         }
@@ -106,7 +108,7 @@ def test_no_difficulty_is_the_lowest():
     ]
 
 
-@pytest.mark.parametrize("module", [algebra, arithmetic, calculator, countdown, guess])
+@pytest.mark.parametrize("module", [algebra, arithmetic, calculator, countdown, guess, squares])
 def test_other_difficulties_and_splits_are_refused(module):
     for level in (0, 7, -1):
         with pytest.raises(UserError, match="no such difficulty"):
@@ -119,8 +121,8 @@ def test_other_difficulties_and_splits_are_refused(module):
 def test_a_task_with_too_few_problems_gives_all_of_them(task):
     rows = task_rows(task, "test", 1000, 0, None)
     assert rows[:20] == task_rows(task, "test", 20, 0, None)
-    prompts = [json.dumps([row["prompt"], row.get("answer")]) for row in rows]
-    assert len(set(prompts)) == len(rows) and (len(rows) == 1000) == (task == "calculator")
+    prompts = [json.dumps([row["prompt"], row.get("answer"), row.get("images")]) for row in rows]
+    assert len(set(prompts)) == len(rows) and (len(rows) == 1000) == (task in PLENTY)
 
 
 def test_one_digit_arithmetic_gives_every_problem_there_is():
@@ -244,7 +246,7 @@ def test_the_command_of_the_docs_writes_and_counts_rows(task, tmp_path):
     assert (
         (f"{count} of 1,000: there are no more" in result.output)
         == (count < 1000)
-        == (task != "calculator")
+        == (task not in PLENTY)
     )
 
 

@@ -5,6 +5,7 @@ Maps tables or reads them batch by batch: of the file, only one batch is in memo
 the folder's layout. Does not need `datasets`, and does not know what a row means.
 """
 
+import base64
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -181,6 +182,8 @@ def _json_value(value: Any, field: str) -> Any:
     match value:
         case None | str() | int() | float():
             return value
+        case {"bytes": bytes() as data}:  # an image of datasets
+            return f"data:;base64,{base64.b64encode(data).decode()}"
         case dict():
             return {name: _json_value(child, field) for name, child in value.items()}
         case list() | tuple():  # Arrow's maps are lists of pairs

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from tandem.data.readers.row_errors import Mistakes, RowError
@@ -39,6 +40,7 @@ class Row:
     number: int  # counts the rows of the source from 1; blank lines are no rows
     values: dict[str, Any]
     line: str  # the row's JSON; empty if the source is not JSONL
+    folder: Path = Path()  # that relative paths in the row begin in
 
 
 def read_rows(source: str, build: Callable[[Row], T], *, key: str) -> list[T]:
@@ -47,7 +49,7 @@ def read_rows(source: str, build: Callable[[Row], T], *, key: str) -> list[T]:
     key: the config key that names the source. Raises UserError with up to MAX_MISTAKES different
     mistakes.
     """
-    mistakes = Mistakes(source, key)
+    mistakes, folder = Mistakes(source, key), _folder(source)
     built = []
     try:
         with _no_garbage_collection():
@@ -55,7 +57,9 @@ def read_rows(source: str, build: Callable[[Row], T], *, key: str) -> list[T]:
                 try:
                     if isinstance(payload, RowError):
                         raise payload
-                    built.append(build(Row(number=number, values=payload[0], line=payload[1])))
+                    values, line = payload
+                    row = Row(number=number, values=values, line=line, folder=folder)
+                    built.append(build(row))
                 except RowError as error:
                     mistakes.add(place, error)
                     if mistakes.full:
@@ -75,6 +79,12 @@ def read_rows(source: str, build: Callable[[Row], T], *, key: str) -> list[T]:
             expected="at least one row",
         )
     return built
+
+
+def _folder(source: str) -> Path:
+    """Return the folder of a source's files; of a name of the hub this one."""
+    path = Path(source if Path(source).exists() else source.rpartition("#")[0])
+    return path if path.is_dir() else path.parent if path.is_file() else Path()
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from tandem.run_folder.trackers.process import MAX_LINE_BYTES
 from tandem.run_folder.trackers.tracker import SampleRow
 from tandem.runtime.disk import read_regular_file, write_atomic
 from tandem.runtime.errors import UserError
+from tandem.runtime.image_parts import message_text
 from tandem.runtime.watchdog import heartbeat
 from tandem.runtime.worker_channel import Channel, Message, exit_reason, kill_group, spawn
 
@@ -214,7 +215,7 @@ def _run_id(folder: Path) -> str:
 
 
 def _row(step: int, sample: Sample) -> SampleRow:
-    prompt = "\n".join(f"{m['role']}: {printable(m['content'])}" for m in sample.prompt)
+    prompt = "\n".join(f"{m['role']}: {printable(message_text(m))}" for m in sample.prompt)
     return {
         "step": step,
         "sample": sample.name,
