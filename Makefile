@@ -19,9 +19,10 @@ $(READY): constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not ((3, 11) <= sys.version_info[:2] < (3, 15)))' || \
 		{ echo "error: Tandem needs Python 3.11 to 3.14, found $$($(PYTHON) --version); next: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	# torch first and exactly: whatever comes after finds its requirement met
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	# torch first and exactly: whatever comes after finds its requirement met. Bytecode of all modules
+	# would take 250 MB; Python writes that of the few it imports
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e .
 	@touch $@
 
 $(DEV): $(READY)
