@@ -2,10 +2,11 @@
 
 Gradients need determinism, not batch invariance: the same bits twice, with any number of threads.
 torch's own matmul is MKL's, which multiplies at half the speed on AMD processors with AVX-512
-(docs/architecture.md, "Gradients by oneDNN"). oneDNN takes transposed and sliced tensors as they
-are. Two things have bounds here. A sum of many more terms than LONGEST may be divided among
-threads, so it is made of several. And a kernel is compiled and kept for each row count, about
-0.6 MB, so counts that sum over rows are rounded to few values.
+(docs/architecture.md, "Gradients by oneDNN"). Three habits of oneDNN decide how it is called. It
+may divide a sum of many more terms than LONGEST among threads, so such a sum is made of several. It
+copies a slice of columns a number at a time, so blocks of rows are made dense first. And it
+compiles and keeps a kernel for each row count, about 0.6 MB, so rows that are summed over are
+rounded to few counts.
 """
 
 import os

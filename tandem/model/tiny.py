@@ -10,6 +10,7 @@ training.
 import string
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models
@@ -75,9 +76,16 @@ def make_tiny(
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
     )
+    return save_random(Qwen3ForCausalLM, config, tokenizer, folder, seed)
+
+
+def save_random(
+    model_class: Any, config: Any, tokenizer: Any, folder: str | Path, seed: int
+) -> int:
+    """Write a model of random weights and its tokenizer; return the number of parameters."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
+        model = model_class(config)
     logging.disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

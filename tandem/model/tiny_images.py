@@ -10,10 +10,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, logging
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from tandem.model.tiny import CHARACTERS, TEMPLATE, check_shape, make_tokenizer
+from tandem.model.tiny import CHARACTERS, TEMPLATE, check_shape, make_tokenizer, save_random
 
 VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 PATCH, MERGE, LARGEST = 7, 2, 112  # pixels of a patch, patches on each side of a token, pixels
@@ -90,11 +89,6 @@ def make_tiny_images(
         tie_word_embeddings=True,
         dtype="float32",
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Qwen2_5_VLForConditionalGeneration(config)
-    logging.disable_progress_bar()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    count = save_random(Qwen2_5_VLForConditionalGeneration, config, tokenizer, folder, seed)
     (Path(folder) / "preprocessor_config.json").write_text(json.dumps(PROCESSOR, indent=2))
-    return int(model.num_parameters())
+    return count

@@ -16,11 +16,16 @@ from tests.support.tiny import make_sample, random_tokens, stock_model, tiny_con
 TOKENS = 512
 
 
+def logprobs_of(model):
+    tokens = random_tokens(np.random.default_rng(0), TOKENS + 1)
+    [batch] = pack([make_sample(tokens, np.arange(TOKENS + 1) > 0)], 1 << 20)
+    known = -torch.ones(TOKENS)
+    return batch_logprobs(model, batch, SamplingDistribution(), known, entropy=False)[0]
+
+
 def kept_bytes(model):
     """Bytes of the storages that a forward pass saves, each counted once, but for weights and their
     packs."""
-    tokens = random_tokens(np.random.default_rng(0), TOKENS + 1)
-    [batch] = pack([make_sample(tokens, np.arange(TOKENS + 1) > 0)], 1 << 20)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept = {}
 
@@ -29,9 +34,8 @@ def kept_bytes(model):
             kept[at.data_ptr()] = (at.nbytes(), tensor)  # a tensor that lives keeps its address
         return tensor
 
-    known = -torch.ones(TOKENS)
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-        batch_logprobs(model, batch, SamplingDistribution(), known, entropy=False)
+        logprobs_of(model)
     return sum(size for size, _ in kept.values())
 
 
@@ -55,6 +59,16 @@ def test_checkpointing_keeps_the_inputs_of_layers_and_runs_one_again(dtype):
     again = TOKENS * _layer_bytes(config, 0, dtype.itemsize, whole=True)
     expected = activation_bytes(config, TOKENS, dtype, checkpointing=True) - again
     assert expected == pytest.approx(kept_bytes(model), rel=0.05)
+
+
+def test_what_a_backward_pass_makes_again_has_the_bits_of_what_is_kept():
+    gradients = []
+    for whole in (False, True):  # with checkpointing a layer keeps all of what it computes again
+        model = make_exact(stock_model(tiny_config("qwen3", num_hidden_layers=3)))
+        model.checkpointing = whole
+        logprobs_of(model).sum().backward()
+        gradients.append({name: p.grad for name, p in model.trainable().items()})
+    assert all(torch.equal(grad, gradients[1][name]) for name, grad in gradients[0].items())
 
 
 def test_a_frozen_output_projection_keeps_no_gradient():
