@@ -2,11 +2,13 @@
 
 import base64
 import json
+import os
 import shutil
 import socket
 import subprocess
 import tempfile
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 
@@ -35,9 +37,10 @@ def browser(width=1440, height=900, dark=False):
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
-    profile = tempfile.mkdtemp(prefix="chromium-")
+    folder = Path(tempfile.mkdtemp(prefix="chromium-"))
     driver = subprocess.Popen(
         ["chromedriver", f"--port={port}", "--silent"],
+        env=os.environ | {"TMPDIR": str(folder)},  # a Chromium that is killed leaves folders there
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -45,7 +48,7 @@ def browser(width=1440, height=900, dark=False):
     one = None
     try:
         assert eventually(lambda: _is_ready(client)), "chromedriver does not start"
-        one = Browser(client, [*ARGUMENTS, f"--user-data-dir={profile}"])
+        one = Browser(client, [*ARGUMENTS, f"--user-data-dir={folder / 'profile'}"])
         one.resize(width, height, dark)
         yield one
     finally:
@@ -54,7 +57,13 @@ def browser(width=1440, height=900, dark=False):
         client.close()
         driver.terminate()
         driver.wait(WAIT_S)
-        shutil.rmtree(profile, ignore_errors=True)
+        assert eventually(lambda: _is_removed(folder)), f"Chromium still writes to {folder}"
+
+
+def _is_removed(folder):
+    """Remove a folder; false as long as processes on their way out still write there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    return not folder.exists()
 
 
 def _is_ready(client):
