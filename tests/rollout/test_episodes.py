@@ -98,6 +98,65 @@ def test_threads_and_coroutines_play_the_same_episode():
     assert repr(one) == repr(other)
 
 
+def aside():
+    """The single turn, which the environments' thread runs, as run_episodes does not know it."""
+    return Env()
+
+
+@pytest.mark.parametrize("concurrency", [1, 3, 512])
+def test_single_turn_in_the_callers_thread_is_the_one_in_the_environments_thread(concurrency):
+    """With pauses, in an engine that answers some at a time."""
+
+    class Some(TurnEngine):
+        def step(self):
+            held, self._tickets = self._tickets[2:], self._tickets[:2]
+            ended = super().step()
+            self._tickets = held
+            most.append(len(held) + len(ended))
+            return ended
+
+        def generate(self, requests):
+            assert all(request.max_tokens_now == 3 for request in requests)
+            return [
+                replace(answer, stop_reason="paused") if request.prompt[1] == 2 else answer
+                for request, answer in zip(requests, super().generate(requests), strict=True)
+            ]
+
+    ended, most, threads = {}, [], {}
+    for make in (Env, aside):
+        seen, threads[make] = [], set()
+
+        def on_end(row, episode, seen=seen, own=threads[make]):
+            seen.append((row, episode.sample_index))
+            own.add(threading.current_thread().name)
+
+        groups = play(
+            make,
+            Some(),
+            problems=PROBLEMS,
+            group_size=2,
+            on_end=on_end,
+            token_budget=3,
+            concurrency=concurrency,
+        )
+        ended[make] = repr(groups), sorted(seen)
+    assert ended[Env] == ended[aside] and "paused" in ended[Env][0]
+    assert ended[Env][1] == [(row, sample) for row in (0, 1, 3) for sample in (0, 1)]
+    assert max(most) == min(concurrency, 8)
+    assert threads == {Env: {threading.current_thread().name}, aside: {"environments"}}
+
+
+def test_single_turns_are_cancelled_when_the_engine_fails():
+    class Broken(TurnEngine):
+        def generate(self, requests):
+            raise UserError("out of memory")
+
+    engine = Broken()
+    with pytest.raises(UserError, match="out of memory"):
+        play(Env, engine, problems=PROBLEMS, group_size=2)
+    assert len(engine.cancelled) == 8
+
+
 def test_stop_token_not_sampled_is_read_before_the_next_turn():
     class StringStop(TurnEngine):
         def generate(self, requests):

@@ -30,6 +30,7 @@ def play(
     sampling=PARAMS,
     place=("test",),
     on_end=None,
+    token_budget=0,
     caller=Caller,
     **limits,
 ):
@@ -40,6 +41,7 @@ def play(
         envs=EnvPool(make=make, limits=EnvConfig(**limits), caller=caller),
         sampling=sampling,
         on_end=on_end,
+        token_budget=token_budget,
     )
 
 
