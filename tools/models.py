@@ -3,7 +3,8 @@ results in docs/models.json, and docs/models.md from it.
 
     make models                               gap, export and adapters of all
     make models only="gemma2 phi"             of these; the results of the others stay as they are
-    make models only="gemma2" speeds=1        and decode against `generate`, on a machine that does nothing else
+    make models only="gemma2" speeds=1        decode against `generate` in place of all that, on a machine that
+                                              does nothing else
 
 gap       largest difference of engine and policy log-probs over SCHEDULES random schedules, with an
           optimizer step after each
@@ -68,7 +69,7 @@ Found = dict[str, Any]
 
 def main(arguments: list[str]) -> int:
     names, speeds = [a for a in arguments if a != "--speeds"], "--speeds" in arguments
-    every = sorted({**ARCHITECTURES, **MORE, **LEAN, **INEXACT})
+    every = sorted(everything() if speeds else {**ARCHITECTURES, **MORE, **LEAN, **INEXACT})
     if unknown := sorted(set(names) - set(every)):
         print(f"unknown architecture: {', '.join(unknown)}; there are {', '.join(every)}")
         return 2
@@ -76,9 +77,13 @@ def main(arguments: list[str]) -> int:
     wrong = []
     for name in names or every:
         start = time.monotonic()
-        found = {**try_out(name), **(decode(name) if speeds else {})}
-        wrong += [name] * (found["gap"] != 0.0 and name not in INEXACT)
-        keep(name, found, time.monotonic() - start)
+        where = f"{machine.describe()}; {date.today()}"
+        if speeds:
+            keep(name, {**decode(name), "speeds_on": where})
+        else:
+            found = {**try_out(name), "tried_on": where}
+            wrong += [name] * (found["gap"] != 0.0 and name not in INEXACT)
+            keep(name, {**found, "seconds": round(time.monotonic() - start)})
         PAGE.write_text(page())
         print(row(name, everything()[name]), flush=True)
     print(f"not exact: {', '.join(wrong)}" if wrong else "every gap of the exact paths is 0.0")
@@ -157,11 +162,9 @@ def decode(name: str) -> Found:
     return {side: BATCH * NEW / statistics.median(times) for side, times in seconds.items()}
 
 
-def keep(name: str, found: Found, seconds: float) -> None:
+def keep(name: str, found: Found) -> None:
     before = everything()
-    entry = {"machine": machine.describe(), "date": str(date.today()), "seconds": round(seconds)}
-    speeds = {k: v for k, v in before.get(name, {}).items() if k.endswith("_per_s")}
-    every = {**before, name: {**speeds, **entry, **found}}
+    every = {**before, name: {**before.get(name, {}), **found}}
     JSON.write_text(json.dumps(dict(sorted(every.items())), indent=1, ensure_ascii=False) + "\n")
 
 
@@ -200,8 +203,10 @@ def page() -> str:
         *(row(name, found) for name, found in told.items()),
         "",
     ]
-    places = sorted({f"{found['machine']}; {found['date']}" for found in told.values()})
-    return "\n".join(lines + [f"{place}." for place in places]) + "\n"
+    for what, key in (("Gaps", "tried_on"), ("Speeds", "speeds_on")):
+        places = sorted({found[key] for found in told.values() if key in found})
+        lines += [f"{what}: {place}." for place in places]
+    return "\n".join(lines) + "\n"
 
 
 def row(name: str, found: Found) -> str:
