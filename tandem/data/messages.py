@@ -20,15 +20,16 @@ _IMAGE_KEYS = ("image", "url", "path")  # of a part, as processors and data sets
 def prompt_messages(value: Any, *, field: str) -> tuple[Message, ...]:
     """Read a prompt: the user's text, or messages that end with the user's. Raises RowError."""
     if isinstance(value, str):
-        value = [{"role": "user", "content": value}]
-    if not isinstance(value, list):
+        messages: tuple[Message, ...] = ({"role": "user", "content": value},)
+    elif isinstance(value, list):
+        messages = chat_messages(value, field=field, images=True)
+    else:
         raise RowError(
             show(value),
             "text, or a list of messages {role, content}",
             field=field,
             next='write the prompt as text: "..."',
         )
-    messages = chat_messages(value, field=field, images=True)
     last = messages[-1]
     if last["role"] != "user":
         found = f"a last message from {last['role']!r}"
