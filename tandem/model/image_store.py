@@ -57,6 +57,21 @@ def get(name: str) -> bytes:
     return data
 
 
+def media_type(data: bytes) -> str:
+    """Tell the type of an image's file by its first bytes, e.g. "image/png"; "" for a file that no
+    browser shows."""
+    found = (kind for start, kind in _TYPES.items() if data.startswith(start))
+    return "image/webp" if data[8:12] == b"WEBP" else next(found, "")
+
+
+_TYPES = {
+    b"\x89PNG": "image/png",
+    b"\xff\xd8\xff": "image/jpeg",
+    b"GIF8": "image/gif",
+    b"BM": "image/bmp",
+}
+
+
 def _lost(file: Path, found: str) -> UserError:
     return UserError(
         "an image of the data is not in the run's folder",

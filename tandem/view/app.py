@@ -4,7 +4,8 @@
     GET /api/runs            list           /api/series   columns of numbers, thinned
         /api/config          of runs        /api/episodes a page of them; /api/export all of them
         /api/episode         one            /api/step     what it trained on
-        /api/diff            of two runs    /api/events   server-sent: which run has news
+        /api/diff            of two runs    /api/image    a file of those that it read
+        /api/events          server-sent: which run has news
 
 Functions that read files run in threads. Knows no format of a file: that is the room's others.
 """
@@ -37,7 +38,7 @@ from tandem.audit.diff import compare_runs
 from tandem.run_folder.past_run import open_past
 from tandem.runtime.errors import UserError
 from tandem.view.access import COOKIE, HEADERS, refusal
-from tandem.view.episode import read_episode, read_step
+from tandem.view.episode import read_episode, read_image, read_step
 from tandem.view.episodes import KINDS, EpisodeTable, parse_query
 from tandem.view.runs import Run, Runs
 
@@ -71,6 +72,7 @@ class Api:
         return [
             *(Route(f"/api/{name}", _json_endpoint(answer)) for name, answer in answers.items()),
             Route("/api/export", self.export),
+            Route("/api/image", self.image),
             Route("/api/events", self.events),
         ]
 
@@ -150,6 +152,15 @@ class Api:
         return StreamingResponse(
             parts, media_type="application/vnd.apache.parquet", headers=headers
         )
+
+    def image(self, request: Request) -> Response:
+        """Send an image by the name that its tokens have."""
+        try:
+            [run] = self._asked(request, 1)
+            data, media_type = read_image(run, request.query_params.get("name", ""))
+        except (KeyError, ValueError) as error:
+            return _problem(error)
+        return Response(data, media_type=media_type)
 
     async def events(self, request: Request) -> Response:
         """Announce, until the client leaves, which runs have written something."""

@@ -13,16 +13,18 @@ import json
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from string import hexdigits
 from typing import Any, get_args
 
 import numpy as np
 
-from tandem.model.image_tokens import IMAGE
+from tandem.model.image_store import media_type
+from tandem.model.image_tokens import IMAGE, NAME_DIGITS
 from tandem.model.tool_calls import Call, Format, read_calls
 from tandem.rl.advantages import GroupAdvantage, group_advantages
 from tandem.run_folder.episode_files import episode_file, read_table
 from tandem.runtime.errors import UserError
-from tandem.runtime.image_parts import message_text, shows_images
+from tandem.runtime.image_parts import images_of, message_text, shows_images
 from tandem.view.episodes import EpisodeTable
 from tandem.view.runs import Run, read_json
 
@@ -81,10 +83,20 @@ _PLAIN = [
 ]
 
 
+def read_image(run: Run, name: str) -> tuple[bytes, str]:
+    """Return the file and the media type of an image of a run. Raises KeyError if it has none."""
+    known = len(name) == NAME_DIGITS and not set(name) - set(hexdigits)
+    path = run.folder / "images" / name
+    data = path.read_bytes() if known and path.is_file() else b""
+    if not (kind := media_type(data)):
+        raise KeyError(f"{run.name} has no image {name!r:.40}")
+    return data, kind
+
+
 def _conversation(record: dict[str, Any], values: dict[str, Any]) -> list[dict[str, Any]]:
     """List the messages; those of the model's own attempt are marked as `sampled`. A turn with
     tool calls has them as `calls`, and its other text as `text`; an answer to one has its name as
-    `result_of`."""
+    `result_of`; one with images has their names as `images`."""
     opening = _json(record["opening"], []) or _json(record["messages"], [])
     own, tools = _json(record["transcript"], []), _json(record["tools"], [])
     options = values.get("env.options")
@@ -96,6 +108,8 @@ def _conversation(record: dict[str, Any], values: dict[str, Any]) -> list[dict[s
         if not isinstance(message, dict):
             continue
         message = {**message, "sampled": False}
+        if shows_images(message):
+            message |= {"text": message_text(message), "images": images_of([message])}
         if message.get("role") == "assistant":
             message["sampled"] = place >= len(opening)
             message |= _with_calls(message, written, _tool_names(tools), acts)
@@ -112,11 +126,10 @@ def _with_calls(
 ) -> dict[str, Any]:
     """Return the `text` and the `calls` of a turn: the structured ones, else those in its text, if
     the run's environment reads them (acts)."""
-    content, structured = message.get("content"), message.get("tool_calls")
+    content = message_text(message) if shows_images(message) else message.get("content")
+    structured = message.get("tool_calls")
     if isinstance(structured, list) and structured:
         return {"text": content or "", "calls": [_structured_call(call) for call in structured]}
-    if shows_images(message):
-        return {"text": message_text(message), "calls": []}
     if not (acts and isinstance(content, str)):
         return {"text": content, "calls": []}
     reading = read_calls(content, written, names)

@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 
 from tandem.run_folder.episode_files import SCHEMA, episode_file, json_lines, read_table
 from tandem.runtime.errors import UserError
+from tandem.runtime.image_parts import message_text
 
 KINDS = ("train", "eval_sampled", "eval_greedy")
 SNIPPET = 240  # characters of a text in a list
@@ -319,7 +320,7 @@ def _repeated(column: pa.ChunkedArray) -> pa.DictionaryArray:
 def _prompts(column: pa.ChunkedArray) -> pa.DictionaryArray:
     """Return the last message of each prompt; attempts at a problem share it."""
     encoded = _repeated(column)
-    texts = [str(json.loads(text)[-1]["content"]) for text in encoded.dictionary.to_pylist()]
+    texts = [message_text(json.loads(text)[-1]) for text in encoded.dictionary.to_pylist()]
     return pa.DictionaryArray.from_arrays(encoded.indices, pa.array(texts, pa.string()))
 
 

@@ -9,6 +9,7 @@ that are not printed too. It does not know the pages of `tandem view`.
 
 import difflib
 import json
+from base64 import b64encode
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any
 from tandem.run_folder.episode_files import episode_file
 from tandem.run_folder.samples import Sample, printable, read_samples
 from tandem.runtime.errors import UserError
+from tandem.runtime.image_parts import images_of, message_text
+from tandem.view.episode import read_image
 from tandem.view.runs import Run
 from tandem.view.svg import Line, Panel, figure
 
@@ -31,7 +34,7 @@ STYLE = """
 body{background:var(--bg);color:var(--fg);font:15px/1.5 system-ui,sans-serif;max-width:960px;
 margin:2rem auto;padding:0 1rem}
 h1{font-size:1.5rem;margin:0}h2{font-size:1.05rem;margin:2.2rem 0 .6rem}
-svg{max-width:100%;height:auto}
+svg,img{max-width:100%;height:auto}
 .dim{color:var(--dim)}dl{display:grid;grid-template-columns:repeat(auto-fill,minmax(150px,1fr));
 gap:.8rem;margin:1.2rem 0}dt{color:var(--dim);font-size:.8rem}dd{margin:0;font-size:1.15rem}
 article{border:1px solid var(--line);border-radius:8px;margin:.8rem 0;overflow:hidden}
@@ -134,14 +137,14 @@ def _episode_sections(run: Run) -> list[str]:
         last = steps["train"][-1]
         samples = sorted(read_samples(episode_file(folder, last)), key=lambda one: one.reward)
         for name, chosen in (("Best", samples[::-1]), ("Worst", samples)):
-            found.append(_section(f"{name} of step {last}", chosen[:CHOSEN]))
+            found.append(_section(run, f"{name} of step {last}", chosen[:CHOSEN]))
     kind = "eval_greedy" if steps["eval_greedy"] else "eval_sampled"
     if len(steps[kind]) > 1:
-        found.append(_before_and_after(folder, kind, steps[kind][0], steps[kind][-1]))
+        found.append(_before_and_after(run, folder, kind, steps[kind][0], steps[kind][-1]))
     return found
 
 
-def _before_and_after(folder: Path, kind: str, first: int, last: int) -> str:
+def _before_and_after(run: Run, folder: Path, kind: str, first: int, last: int) -> str:
     """Show held-out problems whose reward has changed most, at both evaluations."""
     before, after = (
         {(s.name.partition(":")[2]): s for s in read_samples(episode_file(folder, step, kind))}
@@ -150,16 +153,17 @@ def _before_and_after(folder: Path, kind: str, first: int, last: int) -> str:
     both = [name for name in after if name in before]
     both.sort(key=lambda name: -abs(after[name].reward - before[name].reward))
     pairs = [sample for name in both[:CHOSEN] for sample in (before[name], after[name])]
-    return _section(f"Held-out problems, before (step {first}) and after (step {last})", pairs)
+    return _section(run, f"Held-out problems, before (step {first}) and after (step {last})", pairs)
 
 
-def _section(title: str, samples: Sequence[Sample]) -> str:
-    return f"<h2>{_text(title)}</h2>{''.join(map(_article, samples))}"
+def _section(run: Run, title: str, samples: Sequence[Sample]) -> str:
+    return f"<h2>{_text(title)}</h2>{''.join(_article(run, sample) for sample in samples)}"
 
 
-def _article(sample: Sample) -> str:
+def _article(run: Run, sample: Sample) -> str:
     messages = "".join(
-        f"<pre><b>{_text(message['role'])}</b> {_text(str(message['content'])[:LONGEST])}</pre>"
+        f"<pre><b>{_text(message['role'])}</b> {_text(message_text(message)[:LONGEST])}</pre>"
+        + "".join(_image(run, name) for name in images_of([message]))
         for message in (*sample.prompt, *sample.transcript)
     )
     notes = [f"expected answer: {sample.answer}"] * bool(sample.answer)
@@ -167,6 +171,14 @@ def _article(sample: Sample) -> str:
     lines = "".join(f"<br>{_text(note)}" for note in notes)
     heading = f"<b>{_text(sample.name)}</b> <span class=dim>{_text(sample.summary)}</span>{lines}"
     return f"<article><p>{heading}</p>{messages}</article>"
+
+
+def _image(run: Run, name: str) -> str:
+    try:
+        data, kind = read_image(run, name)
+    except KeyError:
+        return ""
+    return f'<img alt="{_text(name)}" src="data:{kind};base64,{b64encode(data).decode()}">'
 
 
 def _config(values: dict[str, Any]) -> str:

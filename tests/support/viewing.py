@@ -1,5 +1,6 @@
 """Run folders made by hand and the server of `tandem view` over them, for tests and benchmarks."""
 
+import io
 import json
 import os
 import socket
@@ -8,13 +9,25 @@ from contextlib import contextmanager
 from zlib import crc32
 
 import numpy as np
+from PIL import Image
 
 from tandem.config.recipe import to_toml
 from tandem.config.schema import Config
+from tandem.model.image_tokens import name_of
 from tandem.run_folder.episode_files import write_episodes
 from tandem.types import Episode, Group, Problem
 from tandem.view.app import make_server
 from tests.support.waiting import WAIT_S
+
+
+def keep_image(folder, size=(64, 32)):
+    """Put a picture into a run's folder; return its name."""
+    file = io.BytesIO()
+    Image.new("RGB", size, (200, 30, 30)).save(file, "PNG")
+    name = name_of(file.getvalue())
+    (folder / "images").mkdir(exist_ok=True)
+    (folder / "images" / name).write_bytes(file.getvalue())
+    return name
 
 
 @contextmanager

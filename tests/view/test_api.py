@@ -17,7 +17,7 @@ from tandem.run_folder.metrics import read_metrics
 from tandem.view.episodes import Query
 from tandem.view.runs import Columns, thin
 from tests.support.past_runs import STEPS, copy_of, past_run, rewrite
-from tests.support.viewing import add_step, group, make_run, viewing
+from tests.support.viewing import add_step, group, keep_image, make_run, viewing
 from tests.support.waiting import eventually
 
 
@@ -52,6 +52,26 @@ def test_runs_are_listed_with_their_last_figures(server):
     assert (one["state"], one["step"], one["steps"]) == ("finished", STEPS, STEPS)
     assert one["reward"] == rows[-1]["reward"] and one["held_out"] == rows[-1]["eval/sampled"]
     assert one["errors"] == 0 and one["step_s"] > 0 and one["command"] == "train"
+
+
+def test_images_are_those_of_the_run_and_no_other_file(tmp_path):
+    run, other = make_run(tmp_path / "run"), make_run(tmp_path / "other")
+    name = keep_image(run)
+    seen = [{"type": "image", "image": name}, {"type": "text", "text": " what?"}]
+    add_step(run, 1, [group("seen", ["a square"], [1.0], prompt=seen)], reward=1.0)
+    (run / "images" / ("b" * 11)).write_text("<svg onload='hit()'/>")
+    with viewing(tmp_path) as url, httpx.Client(base_url=url, timeout=60) as server:
+        [message, said] = get(server, "episode", run="run", step=1, row=0)["conversation"]
+        assert message["images"] == [name] and message["text"] == "[image] what?"
+        assert "images" not in said
+        [row] = get(server, "episodes", run="run")["rows"]
+        assert row["prompt"] == "[image] what?"
+        answer = server.get("/api/image", params={"run": "run", "name": name})
+        assert answer.content == (run / "images" / name).read_bytes()
+        assert answer.headers["content-type"] == "image/png"
+        for wrong in ("a" * 11, "b" * 11, "../config.toml", f"../images/{name}", ""):
+            get(server, "image", ("name", wrong), run="run", status=404)
+        get(server, "image", ("name", name), run=other.name, status=404)
 
 
 def test_series_are_the_rows_of_the_files(server):

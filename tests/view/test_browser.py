@@ -7,7 +7,7 @@ from urllib.parse import quote
 import pytest
 
 from tests.support.browser import browser, missing
-from tests.support.viewing import add_step, group, make_run, viewing
+from tests.support.viewing import add_step, group, keep_image, make_run, viewing
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"{missing()} on this machine")
 
@@ -44,6 +44,8 @@ def opened(tmp_path_factory):
         {"role": "tool", "name": HOSTILE[0], "content": HOSTILE[1]},
     )
     add_step(tools, 1, [group("a", ["x"], [1.0], messages=turns)], reward=1.0)
+    part = {"type": "image", "image": keep_image(tools)}
+    add_step(tools, 2, [group("b", ["x"], [1.0], prompt=[part])], reward=1.0)
     with viewing(root) as url, browser() as page:
         page.open(url)
         page.until(f"return {ROWS} === 2")
@@ -186,3 +188,10 @@ def test_a_narrow_screen_needs_no_scrolling_sideways(opened, path, ready):
         page.run("localStorage.clear(); delete document.documentElement.dataset.theme")
     finally:
         page.resize(1440, 900)
+
+
+def test_image_of_a_prompt_is_shown(opened):
+    page, url, _ = opened
+    page.open(f"{url}#/episode/{quote('tools/run', safe='')}/train/2/0")
+    size = "const i = document.querySelector('.message.user img'); return i && [i.naturalWidth, i.naturalHeight]"
+    assert page.until(f"{size.replace('return i &&', 'return i?.complete &&')}") == [64, 32]

@@ -1,5 +1,6 @@
 """`tandem report` and `tandem plot`: whole, true to the run, and no text of a model is markup."""
 
+import base64
 import re
 from html.parser import HTMLParser
 from xml.etree import ElementTree
@@ -15,7 +16,7 @@ from tandem.view.runs import Run
 from tandem.view.svg import Line, Panel, figure
 from tests.support.command import assert_is_a_users_error, tandem
 from tests.support.past_runs import past_run
-from tests.support.viewing import add_step, group, make_run
+from tests.support.viewing import add_step, group, keep_image, make_run
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202egnp\x00 &amp;"
 
@@ -68,6 +69,19 @@ def test_a_report_of_a_real_run_shows_its_figures_and_episodes(tmp_path):
     assert page.count("<polygon") == 1  # the interval of the held-out reward
     assert page.count("<polyline") >= 8 and page.count("<article>") >= 6
     assert "rl.prompts_per_step" in page
+
+
+def test_a_report_holds_the_images_that_its_episodes_read(tmp_path):
+    run = make_run(tmp_path / "run")
+    part = {"type": "image", "image": keep_image(run)}
+    lost = {"type": "image", "image": "0123456789a"}
+    add_step(run, 1, [group("p", ["a"], [1.0], prompt=[part, lost])], reward=1.0)
+    tags = Tags(report(opened(run)))
+    pictures = {attributes["src"] for tag, attributes in tags.found if tag == "img"}
+    [(head, data)] = [picture.split(",") for picture in pictures]
+    file = run / "images" / part["image"]
+    assert head == "data:image/png;base64" and base64.b64decode(data) == file.read_bytes()
+    assert "[image][image]" in tags.text
 
 
 def test_a_plot_is_svg_whose_line_goes_through_the_values(tmp_path):

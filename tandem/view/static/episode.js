@@ -30,7 +30,7 @@ export async function episode(main, [run, kind, step, row]) {
       h("button", { onclick: keys.left, disabled: one.row === 0, title: "the episode before ( ← )" }, "←"), h("span", { class: "dim" }, `${one.row + 1} / ${one.rows} of `, h("a", { href: link("step", [run, step]) }, `step ${step}`)),
       h("button", { onclick: keys.right, disabled: one.row + 1 >= one.rows, title: "the next episode ( → )" }, "→")),
     h("div", { class: "two" },
-      h("div", {}, facts(one, low, high), conversation(one), tokens(one, run), extras(one)),
+      h("div", {}, facts(one, low, high), conversation(one, run), tokens(one, run), extras(one)),
       h("aside", {}, h("section", { class: "card" }, h("h2", {}, `${many(one.peers.length, "attempt")} at it`), one.peers.map((peer) => attempt(peer, peer.row === one.row, low, high, link("episode", [run, kind, step, String(peer.row)]))),
         h("a", { class: "dim pad", href: link("episodes", [run], { uid: one.uid }) }, "in all steps")))));
   return { keys, keepScroll: false };
@@ -52,11 +52,12 @@ function facts(one, low, high) {
 const ROLES = ["system", "user", "assistant", "tool"];
 const asText = (value) => (typeof value === "string" ? value : JSON.stringify(value ?? "", null, 1));
 
-function conversation(one) {
+function conversation(one, run) {
   return h("section", { class: "card chat" }, h("h2", {}, "Conversation"), one.conversation.map((message) => {
     const text = asText(message.text ?? message.content), calls = message.calls || [];
     return h("div", { class: `message ${ROLES.includes(message.role) ? message.role : ""} ${message.sampled ? "sampled" : ""}` },
       h("span", { class: "role" }, plain(message.result_of ? `result of ${message.result_of}` : String(message.role))),
+      (message.images || []).map((name) => h("img", { src: `/api/image?${new URLSearchParams({ run, name })}`, alt: `image ${plain(String(name))}`, title: String(name) })),
       (text.trim() || !calls.length) && h("pre", { dir: "auto" }, visible(text)),
       calls.map(call));
   }));
