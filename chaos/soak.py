@@ -38,8 +38,8 @@ from tests.support.runs import prepare
 LENGTH_S = 30 * 60.0
 EVERY_S = 20.0
 DRIVER_SPARED_FROM = 0.6  # of the length: from there on the driver is left alive
-SAMPLE_S, WARM_S, LONG_S = 5.0, 30.0, 120.0
-FLAT, FLAT_MB, FLAT_FILES = 0.05, 8.0, 2  # of the first third's median, at least
+SAMPLE_S, WARM_S, LONG_S = 5.0, 60.0, 120.0
+FLAT, FLAT_MB, FLAT_FILES = 0.02, 8.0, 2  # of the first third's median, at least
 EFFECTIVE = 0.9
 PATIENCE_S = 120.0  # for a driver to notice a fault, on a busy machine
 STALL_S = 30.0  # a stopped worker is replaced after at most half of that
@@ -147,6 +147,7 @@ class Soak:
             "env.timeout_s=20",
             "rollout.restarts=100000",
             "rl.max_gen_batches=50",
+            "train.learning_rate=1e-6",  # a model that has learned it all gives no groups to train on
         ]
         self.counts = {name: Count() for name in (*DRIVER_FAULTS, *OTHER_FAULTS)}
         self.lives: dict[int, Life] = {}
