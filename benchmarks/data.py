@@ -1,8 +1,7 @@
 """Reading problems: seconds and memory for 200,000 rows by format, how soon a mistake is told, what
-a mixed step costs.
+a mixed step costs, and a training from its start to its first step with a million rows.
 
-Each reading is a process of its own, so that its memory is its own. Knows nothing of models;
-nothing of it needs torch.
+Each reading is a process of its own, so that its memory is its own. Only the training needs torch.
 
     python benchmarks/data.py
 """
@@ -24,6 +23,21 @@ from tandem.data.problems import read_problems
 from tandem.runtime.errors import UserError
 
 ROWS = 200_000
+MANY = 1_000_000
+RECIPE = """
+[run]
+folder = "run"
+steps = 2
+[model]
+path = "model"
+[data]
+train = "rows.jsonl"
+[rl]
+prompts_per_step = 8
+group_size = 4
+[rollout]
+max_new_tokens = 16
+"""
 READ = """
 import sys, time
 import pyarrow.parquet
@@ -55,6 +69,7 @@ def main() -> None:
         for name, path in write_mistakes(Path(folder)).items():
             print(f"{name:<32} told after {time_of_error(path):.2f} s", flush=True)
     mixed_step()
+    million_rows()
 
 
 def write_rows(folder: Path) -> list[str]:
@@ -130,6 +145,32 @@ def mixed_step() -> None:
     print(
         f"a step of 512 out of 4 sources of {ROWS:,} rows: {(time.perf_counter() - start) * 1e3:.0f} ms"
     )
+
+
+def million_rows() -> None:
+    """A training of a tiny model, on short questions as text."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        rows = (
+            f'{{"prompt": "{i} + {i % 97} = ?", "answer": "{i + i % 97}"}}\n' for i in range(MANY)
+        )
+        (folder / "rows.jsonl").write_text("".join(rows))
+        (folder / "recipe.toml").write_text(RECIPE)
+        tandem = [sys.executable, "-m", "tandem"]
+        subprocess.run([*tandem, "tiny", "model"], cwd=folder, check=True, capture_output=True)
+        start = time.perf_counter()
+        process = subprocess.Popen(
+            [*tandem, "train", "recipe.toml"], cwd=folder, stdout=subprocess.DEVNULL
+        )
+        first = folder / "run" / "metrics.jsonl"
+        while not (first.exists() and first.read_text()):
+            if process.poll():
+                raise SystemExit("the training failed")
+            time.sleep(0.01)
+        seconds = time.perf_counter() - start
+        process.kill()
+        process.wait()
+    print(f"{MANY:,} rows, from the start of tandem train to its first step: {seconds:.1f} s")
 
 
 if __name__ == "__main__":
