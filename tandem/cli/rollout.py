@@ -13,7 +13,6 @@ It does not know the trainer. Config, lock, log and the rows of the batches are 
 folder (run_folder/folder.py).
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -28,9 +27,10 @@ from tandem.cli.rollout_filter import KEPT, keep, mean_rewards
 from tandem.config.schema import Config
 from tandem.data.renderer import ChatRenderer, load_renderer
 from tandem.jobs.engines import build_runner, load_engine, open_envs_and_rewards, prepare_process
-from tandem.jobs.input_hashes import input_hashes
+from tandem.jobs.input_hashes import image_hashes, input_hashes
 from tandem.jobs.inputs import read_data
 from tandem.model.config_file import check_model
+from tandem.model.image_store import copy_to
 from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episode_metrics import episode_metrics
 from tandem.rollout.evaluate import sampling_params
@@ -41,6 +41,7 @@ from tandem.run_folder.folder import RunFolder, open_run
 from tandem.run_folder.metrics import MetricsWriter, peak_rss_mb, read_metrics
 from tandem.runtime.disk import DISK, disk_errors, open_regular_file, write_atomic
 from tandem.runtime.errors import UserError
+from tandem.runtime.image_parts import images_of
 from tandem.runtime.timer import Timer
 from tandem.runtime.wording import counted
 from tandem.types import Group, Problem, Row
@@ -51,7 +52,6 @@ DEFAULT_OUT = Path("runs/rollout")
 BESIDE_JSONL = ".jsonl.rollout"
 ABOUT = "rollout.json"  # the number of batches, and the hashes of their inputs
 # of a model directory: tokenizer, chat template, configs
-TEXT_FILES = (".json", ".jinja", ".model", ".txt")
 FRESH = "start over with --fresh (the old output is kept beside it)"
 
 
@@ -71,7 +71,8 @@ def rollout(
     prepare_process(config)
     problems = read_data(config, "data.train")
     with open_output(output, config, fresh) as run:
-        inputs = hashes(config)
+        copy_to(run.path / "images", images_of(m for p in problems for m in p.messages))
+        inputs = hashes(config) | image_hashes(problem.messages for problem in problems)
         if is_complete(output, inputs):
             output.cut(len(read_metrics(run.path)))
             output.export()
@@ -299,11 +300,7 @@ def hashes(config: Config) -> dict[str, str]:
     reward function."""
     prefixes = ("data.train", "data.chat_template", "model.path/", "reward.", "env/")
     inputs = input_hashes(config, "data.train").items()
-    kept = {key: value for key, value in inputs if key.startswith(prefixes)}
-    for file in sorted(Path(config.model.path or "none").glob("*")):
-        if file.suffix in TEXT_FILES and file.is_file():
-            kept[f"model.path/{file.name}"] = hashlib.sha256(file.read_bytes()).hexdigest()
-    return kept
+    return {key: value for key, value in inputs if key.startswith(prefixes)}
 
 
 def begin(output: Output, batches: int, inputs: dict[str, str]) -> None:

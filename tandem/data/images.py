@@ -15,14 +15,14 @@ from typing import Any
 
 from tandem.data.readers.row_errors import RowError, show
 from tandem.data.readers.rows import Row
-from tandem.model.image_store import put
+from tandem.model.image_store import FORMATS, put
 from tandem.runtime.image_parts import shows_images
 from tandem.types import Message
 
 COLUMNS = ("images", "image")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
 MARK = "<image>"  # verl's place of an image in a text
-EXPECTED = "a path, a data: URI, or an object {bytes, path}, of a PNG or JPEG file"
+EXPECTED = "a path, a data: URI, or an object {bytes, path}, of a PNG, JPEG, GIF, BMP or WebP file"
 
 Messages = tuple[Message, ...]
 
@@ -54,6 +54,8 @@ def with_images(messages: Messages, row: Row) -> Messages:
         return messages
     messages = tuple([{**message} for message in messages])
     if given and not _places(messages):
+        if any(map(shows_images, messages)):
+            raise RowError("images in the chat, and others beside it", "one of both", field=name)
         messages = _at_marks(messages) or _in_front(messages, len(given))
     places = _places(messages)
     if len(places) != len(given):
@@ -121,8 +123,8 @@ def _kept(value: Any, row: Row, field: str) -> str:
             next="pip install 'tandem-rl[images]'",
         ) from None
     try:
-        with Image.open(io.BytesIO(data)) as image:
-            image.verify()
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            image.load()  # all of it: the beginning of a JPEG tells nothing of its end
     except Exception as error:  # a damaged file may raise anything
         what = f"{len(data):,} bytes that are no image ({type(error).__name__})"
         raise RowError(what, EXPECTED, field=field) from None
@@ -140,14 +142,18 @@ def _bytes(value: Any, row: Row, field: str) -> bytes:
                 raise RowError(f"a data: URI, {error}", "one in base64", field=field) from None
         case str() if value.startswith(("http://", "https://")):
             raise RowError(
-                show(value), EXPECTED, field=field, next="fetch the image: a run reads files only"
+                show(value),
+                EXPECTED,
+                field=field,
+                next="fetch the image, as a run reads files only, or rename the column",
             )
         case str():
             file = row.folder / Path(value.removeprefix("file://"))
             try:
                 return file.read_bytes()
-            except OSError as error:
-                found = f"{show(value)}: {error.strerror or error}"
+            except (OSError, ValueError) as error:  # a name with a zero byte is the second
+                reason = error.strerror if isinstance(error, OSError) else error
+                found = f"{show(value)}: {reason}"
                 raise RowError(
                     found, f"a file beside the data, in {row.folder}", field=field
                 ) from None

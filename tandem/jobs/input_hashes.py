@@ -5,12 +5,10 @@ functions."""
 import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from tandem.config.schema import Config
 from tandem.data.readers.sources import source_files
 from tandem.envs.load import source_files as env_files
-from tandem.model.config_file import reads_images
 from tandem.model.custom_code import python_files
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import UserError
@@ -26,13 +24,15 @@ KEYS = {  # the data keys that a run of the command is a function of
     "rm": ("preference.train", "preference.test"),
 }
 
+MODEL_FILES = (".safetensors", ".json", ".jinja", ".model", ".txt")
 IMAGES = "images"  # the key of those in the data
 
 
 def input_hashes(config: Config, *keys: str) -> dict[str, str]:
     """Hash the inputs of a run: the data files that these keys name, the chat template, the files
-    of environment and functions (but for `eval.metric`, which changes no step), and the weights in
-    local model directories, with their Python files if those run. SHA-256 by key."""
+    of environment and functions (but for `eval.metric`, which changes no step), and in local model
+    directories the weights, what is text (config, tokenizer, image processor), and Python files
+    if those run. SHA-256 by key."""
     models = {
         "model.path": config.model.path,
         "model.reference": config.model.reference,
@@ -50,7 +50,8 @@ def input_hashes(config: Config, *keys: str) -> dict[str, str]:
         ]
         paths |= {key if len(files) == 1 else f"{key}/{file}": file for file in files}
     for key, folder in models.items():
-        files = sorted(Path(folder).glob("*.safetensors")) if folder else []
+        beside = sorted(Path(folder).iterdir()) if folder and Path(folder).is_dir() else []
+        files = [file for file in beside if file.suffix in MODEL_FILES]
         if config.model.trust_remote_code:
             files += python_files(folder)
         paths |= {f"{key}/{file.relative_to(folder)}": file for file in files}
@@ -64,12 +65,10 @@ def input_hashes(config: Config, *keys: str) -> dict[str, str]:
     return found | (function_hashes(config) if "data.train" in keys else {})
 
 
-def image_hashes(shape: Any, chats: Iterable[Sequence[Message]]) -> dict[str, str]:
-    """Hash the names of the images in chats, which name their content; {} without images. shape:
-    the transformers config of the model."""
-    images = (images_of(chat) for chat in chats) if reads_images(shape) else ()
-    names = sorted({name for own in images for name in own})
-    return {IMAGES: hashlib.sha256(" ".join(names).encode()).hexdigest()} if names else {}
+def image_hashes(chats: Iterable[Sequence[Message]]) -> dict[str, str]:
+    """Hash the names of the images, which name their content, chat by chat; {} without images."""
+    names = [" ".join(images_of(chat)) for chat in chats]
+    return {IMAGES: hashlib.sha256("\n".join(names).encode()).hexdigest()} if any(names) else {}
 
 
 def function_hashes(config: Config) -> dict[str, str]:

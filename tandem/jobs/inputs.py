@@ -170,7 +170,7 @@ def _problem_inputs(config: Config, *others: str, exact: bool) -> ProblemInputs:
         problems=problems,
         held_out=held_out,
         counts=counts | held_out_counts,
-        images=image_hashes(shape, [p.messages for p in (*problems, *held_out)]),
+        images=image_hashes(p.messages for p in (*problems, *held_out)),
     )
 
 
@@ -199,7 +199,7 @@ def sft_inputs(config: Config) -> ChatInputs:
         samples=samples,
         held_out=held_out,
         counts=counts | held_out_count,
-        images=image_hashes(shape, [*chats, *(problem.messages for problem in held_out)]),
+        images=image_hashes([*chats, *(problem.messages for problem in held_out)]),
     )
 
 

@@ -8,13 +8,16 @@ Knows no pixels.
 """
 
 import os
+import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 from tandem.model.image_tokens import name_of
-from tandem.runtime.disk import write_atomic
+from tandem.runtime.disk import DISK, disk_errors, make_folder, write_atomic
 from tandem.runtime.errors import UserError
 
 VARIABLE = "TANDEM_IMAGES"
+FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP")  # that are read; PIL runs programs for others
 
 
 def keep_in(folder: Path) -> None:
@@ -28,13 +31,24 @@ def image_folder() -> Path:
     return Path(os.environ.get(VARIABLE) or Path(cache) / "tandem" / "images")
 
 
-def put(data: bytes) -> str:
+def copy_to(folder: Path, names: Iterable[str]) -> None:
+    """Copy images to another folder, and keep and look for them there from now on."""
+    for name in names:
+        put(get(name), folder)
+    keep_in(folder)
+
+
+def put(data: bytes, folder: Path | None = None) -> str:
     """Keep an image's file; return its name. Raises UserError for two images of one name."""
     name = name_of(data)
-    file = image_folder() / name
+    file = (folder or image_folder()) / name
     if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(file, data)
+        # by a name of its own: other threads and processes may put the same image
+        own = file.with_name(f".{name}-{os.getpid()}-{threading.get_ident()}")
+        with disk_errors(file):
+            make_folder(file.parent)
+            write_atomic(own, data)
+            DISK.rename(own, file)
     elif file.read_bytes() != data:
         raise UserError(
             "two images have one name, or the file of one has changed",

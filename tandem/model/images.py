@@ -82,8 +82,8 @@ class ImageReader:
         if found is None:
             found = self._process(name)
         with self._lock:
+            self._kept_bytes += _bytes(found) - _bytes(self._kept.get(name))  # another thread's
             self._kept[name] = found
-            self._kept_bytes += _bytes(found)
             while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
                 self._kept_bytes -= _bytes(self._kept.popitem(last=False)[1])
         return found
@@ -98,7 +98,7 @@ class ImageReader:
 
         options = {"return_row_col_info": True} if self._tiled else {}
         try:
-            file = Image.open(io.BytesIO(image_store.get(name)))
+            file = Image.open(io.BytesIO(image_store.get(name)), formats=image_store.FORMATS)
             image = ImageOps.exif_transpose(file).convert("RGB")  # as transformers loads one
             found = dict(self._processor(images=[image], return_tensors="np", **options))
         except (OSError, ValueError) as error:

@@ -104,10 +104,13 @@ def made_again(
     """Have the backward pass of what is computed here call `make` for a tensor's bits, instead of
     keeping it; unless `again`, do nothing."""
 
-    address, shape = made.data_ptr(), made.shape
+    def identity(t: Tensor) -> tuple[object, ...]:
+        return t.data_ptr(), t.shape, t.stride(), t.dtype
+
+    same = identity(made)
 
     def pack(kept: Tensor) -> Tensor | Callable[[], Tensor]:
-        return make if (kept.data_ptr(), kept.shape) == (address, shape) else kept
+        return make if identity(kept) == same else kept
 
     if not again:
         return nullcontext()

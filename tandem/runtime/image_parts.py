@@ -1,6 +1,6 @@
 """Images in the messages of chats: content in parts, of which every room may ask."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from tandem.types import Message
 
@@ -18,7 +18,7 @@ def message_text(message: Message) -> str:
     return "".join(part.get("text", "[image]") for part in message["content"])
 
 
-def images_of(messages: Sequence[Message]) -> list[str]:
-    """List the names of the images in a chat, in order."""
+def images_of(messages: Iterable[Message]) -> list[str]:
+    """List the names of the images in messages, in order."""
     parts = [part for m in messages if shows_images(m) for part in m["content"]]
     return [part["image"] for part in parts if part["type"] == "image"]

@@ -17,6 +17,7 @@ import numpy as np
 from tandem.serve.openai_api import ApiError, Json
 from tandem.types import Array, Tool
 
+_MOVED = "#/$defs/"  # where references of the tools' schemas may lead
 WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 
 
@@ -29,16 +30,39 @@ def calls_schema(tools: Sequence[Tool], *, single: bool) -> Json:
     definitions: Json = {}
     calls = []
     for tool in tools:
-        arguments = dict(tool["function"].get("parameters") or {"type": "object"})
-        for name, own in arguments.pop("$defs", {}).items():
+        function = tool["function"]
+        arguments = {"type": "object"} | (function.get("parameters") or {})
+        own_definitions = arguments.pop("$defs", {})
+        if wrong := _cannot_move([arguments, own_definitions]):
+            message = f"tools: parameters of {function['name']!r}: {wrong}"
+            raise ApiError(400, message, param="tools")
+        for name, own in own_definitions.items():
             if definitions.setdefault(name, own) != own:
                 message = f"tools: two schemas define {name} in different ways"
                 raise ApiError(400, message, param="tools")
-        call = {"name": {"const": tool["function"]["name"]}, "arguments": arguments}
+        call = {"name": {"const": function["name"]}, "arguments": arguments}
         closed = {"required": list(call), "additionalProperties": False}
         calls.append({"type": "object", "properties": call} | closed)
     count = {"minItems": 1} | ({"maxItems": 1} if single else {})
     return {"type": "array", "items": {"anyOf": calls}, "$defs": definitions} | count
+
+
+def _cannot_move(schema: list[Any]) -> str:
+    """Say what in [arguments, definitions] means something else in a list of calls, or ""."""
+    arguments, definitions = schema
+    if arguments["type"] != "object":
+        return 'arguments are an object, {"type": "object", ...}'
+    if not isinstance(definitions, dict):
+        return '"$defs" is no object'
+    level: list[Any] = [schema]
+    while level:
+        inner = [one for one in level if isinstance(one, dict)]
+        for one in inner:
+            if not str(one.get("$ref", _MOVED)).startswith(_MOVED):
+                return f'"$ref" {one["$ref"]!r:.60} leads elsewhere than {_MOVED}NAME'
+        lists = (one for one in level if isinstance(one, list))
+        level = [child for one in (*(own.values() for own in inner), *lists) for child in one]
+    return ""
 
 
 class JsonMask:

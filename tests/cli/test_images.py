@@ -2,6 +2,7 @@
 evaluation, export."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -33,6 +34,12 @@ steps = {steps}
 data = "{folder}/test.jsonl"
 [model]
 path = "{folder}/model"
+[reward]
+function = "{folder}/parity.py:score"
+"""
+PARITY = """
+def score(problem, completion):
+    return float(sum(map(ord, completion)) % 2)
 """
 
 
@@ -49,6 +56,7 @@ def home(tmp_path_factory):
     for split, count in (("train", 24), ("test", 6)):
         out = folder / f"{split}.jsonl"
         invoke("generate", "squares", "--count", count, "--split", split, "--out", out)
+    (folder / "parity.py").write_text(PARITY)  # a random model counts nothing
     (folder / "recipe.toml").write_text(RECIPE.format(steps=STEPS, folder=folder))
     return folder
 
@@ -62,6 +70,8 @@ def trained(home):
 
 def test_run_says_why_it_is_not_exact_and_measures_the_gap(trained):
     folder, output = trained
+    rows = read_metrics(folder)
+    assert all(row["grad_norm"] > 0 for row in rows[1:]) and rows[-1]["reward"] > 0
     assert "(architecture qwen2_5_vl: it reads images)" in output
     assert all(0 <= row["logprob_gap"] < 1e-3 for row in read_metrics(folder)[1:])
 
@@ -87,7 +97,7 @@ def test_replay_learns_a_step_again(trained):
     assert result.exit_code == 0, result.exception or result.output
 
 
-def test_other_commands_read_the_same_rows(home, tmp_path):
+def test_other_commands_read_the_same_rows(home, trained, tmp_path):
     commands = [
         ["sft", home / "recipe.toml", f"run.folder={tmp_path}/sft"],
         ["train", home / "recipe.toml", f"run.folder={tmp_path}/lora", "lora.rank=2"],
@@ -98,19 +108,42 @@ def test_other_commands_read_the_same_rows(home, tmp_path):
     for command in commands:
         result = invoke(*command)
         assert result.exit_code == 0, (command, result.exception, result.output)
-    assert 0 <= json.loads((tmp_path / "means.json").read_text())["eval/sampled"] <= 1
+    before, *_ = read_metrics(trained[0])  # of the same weights
+    found = json.loads((tmp_path / "means.json").read_text())
+    assert 0 < found["eval/sampled"] == before["eval/sampled"] < 1
 
 
 def test_resume_with_another_image_is_refused(home, tmp_path):
-    rows = [{"prompt": f"{n}?", "answer": "1", "images": ["a.png"]} for n in range(4)]
+    """An image that is new, the two of two rows exchanged, and a processor that reads them in
+    another way; of a training and of a rollout, which keeps its images."""
+    files = ["a.png", "b.png", "b.png", "b.png"]
+    rows = [{"prompt": f"{n}?", "answer": "1", "images": [file]} for n, file in enumerate(files)]
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    (tmp_path / "a.png").write_bytes(picture(1))
-    command = ["train", home / "recipe.toml", f"run.folder={tmp_path}/run", "run.steps=1"]
-    command += [f"data.train={tmp_path}/rows.jsonl", "eval.data="]
-    result = invoke(*command)
-    assert result.exit_code == 0, result.exception or result.output
-    (tmp_path / "a.png").write_bytes(picture(2))
-    assert "images" in mistake(*command)
+    shutil.copytree(home / "model", tmp_path / "model")
+    processor = tmp_path / "model" / "preprocessor_config.json"
+    values = json.loads(processor.read_text())
+    shared = [home / "recipe.toml", f"model.path={tmp_path}/model"]
+    shared += [f"data.train={tmp_path}/rows.jsonl"]
+    commands = [
+        ["train", *shared, f"run.folder={tmp_path}/run", "run.steps=1", "eval.data="],
+        ["rollout", *shared, "--out", tmp_path / "out"],
+    ]
+
+    def write(one, other, mean=0.5):
+        (tmp_path / "a.png").write_bytes(picture(one))
+        (tmp_path / "b.png").write_bytes(picture(other))
+        processor.write_text(json.dumps({**values, "image_mean": [mean] * 3}))
+
+    write(1, 2)
+    for command in commands:
+        result = invoke(*command)
+        assert result.exit_code == 0, result.exception or result.output
+    assert len(list((tmp_path / "out" / "images").iterdir())) == 2
+    for changed, name in (((2, 1), "images"), ((1, 3), "images"), ((1, 2, 0.4), processor.name)):
+        write(*changed)
+        assert all(name in mistake(*command) for command in commands), changed
+    write(1, 2)
+    assert all(invoke(*command).exit_code == 0 for command in commands)
 
 
 @pytest.mark.parametrize(

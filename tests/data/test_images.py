@@ -1,12 +1,15 @@
 """Rows with images: every form that data sets have becomes parts that name files of the store; in
 tokens they stand as transformers' processors write them."""
 
+import io
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
 from tandem.config.schema import Data
@@ -36,6 +39,10 @@ def folder(tmp_path):
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures/a.png").write_bytes(A)
     (tmp_path / "pictures/b.png").write_bytes(B)
+    file = io.BytesIO()
+    Image.new("RGB", (64, 64)).save(file, "JPEG")
+    (tmp_path / "pictures/cut.jpg").write_bytes(file.getvalue()[:-40])
+    Image.new("RGB", (8, 8)).save(tmp_path / "pictures/a.eps", "EPS")
     return tmp_path
 
 
@@ -130,6 +137,19 @@ def test_chat_to_train_has_its_images(folder):
         ({"images": ["data:image/png;base64,?"]}, "a data: URI"),
         ({"images": ["https://example.org/a.png"]}, "fetch the image"),
         ({"images": [7]}, "a path, a data: URI"),
+        ({"images": ["a\0.png"]}, "null byte"),
+        ({"images": ["pictures/cut.jpg"]}, "bytes that are no image"),
+        ({"images": ["pictures/a.eps"]}, "bytes that are no image"),
+        (
+            {
+                "prompt": [
+                    {"role": "user", "content": "?"},
+                    {"role": "user", "content": [{"type": "image", "image": FILES[0]}]},
+                ],
+                "images": FILES[:1],
+            },
+            "others beside it",
+        ),
         ({"images": FILES, "prompt": f"<image>{TEXT}"}, "2 images for 1 places"),
         ({"prompt": message({"type": "image"}, text())}, "0 images for 1 places"),
         ({"prompt": message({"type": "video", "video": "a.mp4"}, text())}, 'a part {"type"'),
@@ -139,6 +159,19 @@ def test_row_that_cannot_be_used_is_one_error(row, found, folder):
     with pytest.raises(UserError) as caught:
         problem_of(folder, {"prompt": TEXT, **row})
     assert found in str(caught.value) and "rows.jsonl:1" in str(caught.value)
+
+
+def test_threads_put_the_same_images(tmp_path):
+    images, before = [bytes([n]) * 100 for n in range(40)], image_store.image_folder()
+    image_store.keep_in(tmp_path / "images")
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            several = list(pool.map(lambda _: [image_store.put(own) for own in images], range(4)))
+    finally:
+        image_store.keep_in(before)
+    assert several == [[name_of(own) for own in images]] * 4
+    kept = {file.name: file.read_bytes() for file in (tmp_path / "images").iterdir()}
+    assert kept == dict(zip(several[0], images, strict=True))
 
 
 # ---- tokens

@@ -144,8 +144,8 @@ def test_every_part_is_trained_and_an_adapter_only_in_the_language_model(folder)
     whole, adapted = load_model(folder), load_model(folder, LORA)
     for model in (whole, adapted):
         model.run(torch.from_numpy(prompt[None])).square().sum().backward()
-    moved = {n for n, p in whole.module.named_parameters() if p.grad is not None and p.grad.any()}
-    assert any("vision" in name or "visual" in name for name in moved)
+    still = {n for n, p in whole.module.named_parameters() if p.grad is None or not p.grad.any()}
+    assert still <= {"lm_head.weight"}  # `run` ends before it
     assert adapted.adapted and not [n for n in adapted.adapted if "vis" in n]
     assert all("lora" in name for name in adapted.trainable())
 

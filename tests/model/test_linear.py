@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tandem.model.layers import made_again
 from tandem.model.linear import (
     ExactLinear,
     FusedLinear,
@@ -289,3 +290,16 @@ def test_frozen_linear_keeps_no_activations():
         with Operators() as ran:
             loss.backward()
         assert ran.products == products
+
+
+def test_transposed_view_is_no_tensor_that_is_made_again():
+    """Its address and its shape, [4, 4], are those of the tensor itself."""
+    x, weight = torch.randn(4, 4), torch.randn(4, 4)
+    grads = []
+    for again in (False, True):
+        w = weight.clone().requires_grad_()
+        made = x * 2
+        with made_again(made, lambda: x * 2, again):
+            (made.t() @ w).square().sum().backward()
+        grads.append(w.grad)
+    assert torch.equal(*grads)

@@ -151,8 +151,12 @@ def test_forced_calls_of_a_stream_come_in_its_last_piece(url):
 @pytest.mark.parametrize(
     ("schemas", "param", "said"),
     [
-        ({"f": {"type": "nope"}}, "tool_choice", "Invalid type: nope"),
+        ({"f": {"properties": {"a": {"type": "nope"}}}}, "tool_choice", "Invalid type: nope"),
         ({"f": MEASURE, "g": {**MEASURE, "$defs": {"Unit": {}}}}, "tools", "define Unit"),
+        ({"f": {"properties": {"a": {"$ref": "#"}}}}, "tools", "'f': \"$ref\" '#'"),
+        ({"f": {"$defs": {"a": {"$ref": "#/properties/b"}}}}, "tools", "leads elsewhere"),
+        ({"f": {"$defs": None}}, "tools", "no object"),
+        ({"f": {"type": "integer"}}, "tools", "arguments are an object"),
     ],
 )
 def test_forced_calls_that_no_mask_can_hold_are_refused(url, schemas, param, said):
