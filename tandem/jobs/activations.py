@@ -18,7 +18,7 @@ from tandem.model.config_file import (
     is_sparse,
     kv_heads_of,
 )
-from tandem.model.linear import padded_rows
+from tandem.model.onednn import padded_rows
 
 FLOAT32, INT64 = 4, 8  # bytes
 

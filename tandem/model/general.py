@@ -25,9 +25,10 @@ from tandem.model.expert_choices import ExpertChoices
 from tandem.model.general_experts import ExactFunctions, make_experts_exact
 from tandem.model.layer_norm import CLASSES as NORMS
 from tandem.model.layer_norm import ExactLayerNorm
-from tandem.model.linear import ExactLinear, PackedWeight, padded_rows
+from tandem.model.linear import ExactLinear, PackedWeight
 from tandem.model.load import ExactModel
 from tandem.model.lora import Lora, exact_adapted, quantize_base
+from tandem.model.onednn import padded_rows
 from tandem.model.paged_attention import PagedPlan
 
 ATTENTION = "tandem_exact"  # its name in transformers' AttentionInterface

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tandem.model.activations import ExactActivation
-from tandem.model.linear import PackedWeight, linear, padded_rows
+from tandem.model.linear import PackedWeight, linear
+from tandem.model.onednn import padded_rows
 
 EXPERTS = "tandem_exact"  # its name in transformers' ExpertsInterface
 SIGMOID, SILU = ExactActivation("sigmoid"), ExactActivation("silu")

@@ -2,9 +2,8 @@
 
 Forward runs oneDNN on a prepacked weight, which keeps an output row independent of the number of
 rows for every count but one: with AVX-512 and more than 1,024 inputs a *single* row takes another
-kernel. oneDNN compiles and keeps a kernel for every row count it meets (about 0.5 ms and 1 MB
-each), so counts are rounded up to few values (`padded_rows`), at least 4: four rows are no slower
-than one.
+kernel. oneDNN compiles a kernel for every row count it meets, so counts are rounded up to few
+values (`onednn.padded_rows`), at least 4: four rows are no slower than one.
 
 Backward is onednn.py's: gradients are deterministic, not batch-invariant, and made only where
 wanted. A pack is renewed by the version counters of the weight and of its adapter, so a stale one
@@ -24,7 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tandem.model.onednn import HAS_PREPACKED, gradient_product, in_float32, weight_gradient
+from tandem.model.onednn import (
+    HAS_PREPACKED,
+    gradient_product,
+    in_float32,
+    padded_rows,
+    weight_gradient,
+)
 from tandem.model.quantized import dequantized
 from tandem.model.tiles import PACK_ROWS_HINT, TILE_ROWS, tile_sizes
 from tandem.model.triton.dispatch import triton_for
@@ -40,18 +45,6 @@ def pack(weight: Tensor) -> Tensor:
     if not HAS_PREPACKED:
         return weight
     return torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS_HINT)
-
-
-def padded_rows(rows: int, dtype: torch.dtype = torch.float32) -> int:
-    """Round up to a row count that `multiply` takes without padding.
-
-    It is a multiple of 4, coarser for many rows: at most 1/16 too many beyond 64. bfloat16 has
-    whole tiles.
-    """
-    if dtype != torch.float32:
-        return rows + -rows % TILE_ROWS
-    step = max(4, (1 << rows.bit_length()) // 32)
-    return rows + -rows % step
 
 
 def multiply(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:

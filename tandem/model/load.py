@@ -32,8 +32,9 @@ from tandem.model.decode_rows import DecodeRows
 from tandem.model.expert_choices import ExpertChoices
 from tandem.model.experts import ExactExperts, ExactRouter
 from tandem.model.layers import ExactLayer, Rotation, embed, norm, rotation_of
-from tandem.model.linear import ExactLinear, PackedWeight, Part, padded_rows
+from tandem.model.linear import ExactLinear, PackedWeight, Part
 from tandem.model.lora import Lora, Merged, add_adapter, exact_adapted, quantize_base
+from tandem.model.onednn import padded_rows
 from tandem.model.paged_attention import PAGE, PagedPlan, Runs
 from tandem.model.placement import CPU_FLOAT32, Placement
 from tandem.model.row_parts import WHOLE

@@ -5,8 +5,8 @@ torch's own matmul is MKL's, which multiplies at half the speed on AMD processor
 (docs/architecture.md, "Gradients by oneDNN"). Three habits of oneDNN decide how it is called. It
 may divide a sum of many more terms than LONGEST among threads, so such a sum is made of several. It
 copies a slice of columns a number at a time, so blocks of rows are made dense first. And it
-compiles and keeps a kernel for each row count, about 0.6 MB, so rows that are summed over are
-rounded to few counts.
+compiles a kernel for each row count, about 0.6 MB, so rows are rounded to few counts; how many
+kernels are kept, runtime/numerics.py sets.
 """
 
 import os
@@ -15,6 +15,8 @@ from functools import cache, reduce
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from tandem.model.tiles import TILE_ROWS
 
 # The one place that looks for private PyTorch operators.
 HAS_PREPACKED = torch.backends.mkldnn.is_available() and hasattr(
@@ -43,11 +45,31 @@ def pack_bytes(dtype: torch.dtype) -> int:
     return dtype.itemsize if has_bfloat16_tiles() else 4
 
 
+def padded_rows(rows: int, dtype: torch.dtype = torch.float32) -> int:
+    """Round up to one of few row counts, each of which needs kernels of its own.
+
+    It is a multiple of 4, coarser for many rows: at most 1/16 too many beyond 64. bfloat16 has
+    whole tiles.
+    """
+    if dtype != torch.float32:
+        return rows + -rows % TILE_ROWS
+    step = max(4, (1 << rows.bit_length()) // 32)
+    return rows + -rows % step
+
+
 def gradient_product(a: Tensor, b: Tensor) -> Tensor:
     """Multiply a [N, K] with b [K, M] for a gradient.
 
     Both are rounded to b's type, and the product has it too; on a CPU without AMX it is float32.
+    N may be any number: it is rounded up to one of few (`padded_rows`).
     """
+    rows = len(a)
+    if HAS_PREPACKED and not b.is_cuda and (missing := padded_rows(rows) - rows):
+        a = F.pad(a, (0, 0, 0, missing))
+    return _product(a, b)[:rows]
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
     if b.dtype != torch.float32:
         if not in_float32(b):
             return a.to(b.dtype) @ b
@@ -72,12 +94,12 @@ def weight_gradient(above: Tensor, x: Tensor, total: Tensor | None = None) -> Te
         return total
     in_tiles = x.dtype != torch.float32 and not in_float32(x)
     if x.is_cuda or not HAS_PREPACKED or in_tiles or not len(x):
-        return gradient_product(above.t(), x)
+        return _product(above.t(), x)
     turned = above.shape[1] > x.shape[1]  # oneDNN copies the first factor: the narrower of the two
     above = above.to(x.dtype)
     first, second = (x, above) if turned else (above, x)
     pairs = zip(first.split(ROWS), second.split(ROWS), strict=True)
-    products = (gradient_product(_dense(part).t(), _dense(own)) for part, own in pairs)
+    products = (_product(_dense(part).t(), _dense(own)) for part, own in pairs)
     product = reduce(Tensor.add_, products)
     return product.t() if turned else product
 

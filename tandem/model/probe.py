@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from tandem.model.attention import Plan
 from tandem.model.config_file import first_line, is_lean
 from tandem.model.layers import ExactLayer
-from tandem.model.linear import ExactLinear, padded_rows, swiglu
+from tandem.model.linear import ExactLinear, swiglu
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import chunks, log_distribution
-from tandem.model.onednn import HAS_PREPACKED, gradient_product, weight_gradient
+from tandem.model.onednn import HAS_PREPACKED, gradient_product, padded_rows, weight_gradient
 from tandem.model.trial import (
     LONG,
     SHORT,

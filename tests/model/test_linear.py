@@ -14,9 +14,9 @@ from tandem.model.linear import (
     linear,
     multiply,
     pack,
-    padded_rows,
     swiglu,
 )
+from tandem.model.onednn import padded_rows
 from tests.support.operators import Operators
 
 

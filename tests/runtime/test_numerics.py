@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tandem.model.onednn import HAS_PREPACKED
 from tandem.runtime import numerics
 
 ROOT = Path(__file__).parents[2]
@@ -105,3 +106,30 @@ def test_environment_gives_one_thread_and_the_same_mode():
     assert lines[0] == "[] 1"
     assert lines[1].startswith(numerics.processor().partition(",")[0])
     assert "ONEDNN_MAX_CPU_ISA=AVX2" in lines[1]
+
+
+KERNELS = """
+import resource
+import torch
+from tandem.model.onednn import gradient_product
+from tandem.runtime import numerics
+numerics.prepare()
+multiply, weight = torch.ops.mkldnn._linear_pointwise, torch.ones(16, 16)
+def peak(counts):
+    for rows in counts:
+        PRODUCT
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+print(peak(range(500, 700)), peak(range(700, 1200)))
+"""
+ROUNDED = "gradient_product(torch.ones(rows, 16), weight)"
+EVERY_COUNT = "multiply(torch.ones(rows, 16), weight, None, 'none', [], '')"
+
+
+@pytest.mark.skipif(not HAS_PREPACKED, reason="without oneDNN nothing is compiled")
+@pytest.mark.parametrize(
+    ("product", "kept"), [(EVERY_COUNT, {}), (ROUNDED, dict.fromkeys(numerics.KERNELS, "1024"))]
+)
+def test_kernels_of_many_row_counts_take_little_memory(product, kept):
+    """Unbounded 500 counts took 260 MiB; rows of gradients are rounded to few counts besides."""
+    early, late = map(int, output_of(KERNELS.replace("PRODUCT", product), **kept).split())
+    assert late - early < 60

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from tandem.model.attention import PackedPlan, Plan
 from tandem.model.expert_choices import ExpertChoices
-from tandem.model.linear import PackedWeight, padded_rows
+from tandem.model.linear import PackedWeight
 from tandem.model.load import ExactModel
+from tandem.model.onednn import padded_rows
 from tandem.model.row_parts import WHOLE
 from tandem.model.triton.dispatch import triton_for
 from tandem.train.megatron.weights import Slot

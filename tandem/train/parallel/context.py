@@ -33,8 +33,8 @@ import torch
 from torch import Tensor
 
 from tandem.model.attention import Plan
-from tandem.model.linear import padded_rows
 from tandem.model.load import ExactModel
+from tandem.model.onednn import padded_rows
 from tandem.model.row_parts import RowParts
 from tandem.train.parallel.mesh import Group, Mesh
 from tandem.types import Array, Microbatch

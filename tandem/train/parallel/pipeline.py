@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from tandem.model.forward import batch_states
-from tandem.model.linear import padded_rows
 from tandem.model.load import ExactModel
+from tandem.model.onednn import padded_rows
 from tandem.rl.losses import Metrics
 from tandem.runtime import watchdog
 from tandem.train.parallel.data import reduce_gradients
