@@ -22,6 +22,11 @@ def parent(pid):
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+def command(pid):
+    """Its arguments, which a fork has of its parent."""
+    return tuple(Path(f"/proc/{pid}/cmdline").read_text().split("\0")[:-1])
+
+
 def fork_server(workers):
     """The one process that has forked every worker, which this process has started."""
     [pid] = {parent(worker.pid) for worker in processes(workers)}
@@ -42,6 +47,7 @@ def test_a_worker_is_forked_by_the_one_process_that_forked_all_others():
         until(workers, lambda: all_idle(workers))
         server, expected = fork_server(workers), sample(workers)
         assert len(os.listdir(f"/proc/{server}/task")) == 1
+        assert {command(worker.pid) for worker in processes(workers)} == {command(server)}
         lost = processes(workers)[0]
         os.kill(lost.pid, signal.SIGKILL)
         until(workers, lambda: workers.restarts.used == 1 and all_idle(workers))
@@ -92,8 +98,7 @@ def test_a_fork_server_with_a_second_thread_starts_every_worker_anew():
         until(workers, lambda: all_idle(workers))
         assert len(os.listdir(f"/proc/{fork_server(workers)}/task")) == 2
         for worker in processes(workers):
-            command = Path(f"/proc/{worker.pid}/cmdline").read_text().split("\0")
-            assert "fork" not in command and f"{parent(worker.pid)}" in command
+            assert command(worker.pid)[-2:] == ("", f"{parent(worker.pid)}")
         sampled = sample(workers)
     with odd_workers() as workers:
         assert sampled == sample(workers)
@@ -113,7 +118,7 @@ print(json.dumps([threads, sorted(set(sys.modules) - before)]))
 
 def test_imports_ahead_are_all_that_a_model_needs_and_start_no_thread(tmp_path):
     make_tiny(tmp_path, hidden=32, layers=1, intermediate=64)
-    command = [sys.executable, "-c", LOADS, str(tmp_path)]
-    threads, modules = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    program = [sys.executable, "-c", LOADS, str(tmp_path)]
+    threads, modules = json.loads(subprocess.run(program, capture_output=True, check=True).stdout)
     assert threads == 1
     assert [name for name in modules if name.startswith(("tandem", "torch", "transformers"))] == []

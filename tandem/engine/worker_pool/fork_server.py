@@ -20,12 +20,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from tandem.engine.worker_pool.protocol import MAX_LINE_BYTES
-from tandem.runtime.fork_server import ForkServer, close_input
+from tandem.runtime.fork_server import ForkServer, close_input, count_threads
 from tandem.runtime.worker_channel import Channel, die_with_parent, encode, take_channel
 
 FORK = "fork"
 LONG_CALL_S = 600.0  # after which a long call gives no more signs of life
 BEAT_S = 0.2  # between those of workers that the fork server will fork
+THREAD_END_S = 0.5  # between the end of a thread's function and its own
 
 
 def start(
@@ -54,6 +55,9 @@ def start(
     # an error is the worker's to report, which imports the rest for itself
     with repeated(lambda: _show_life(server), BEAT_S), suppress(Exception):
         preload(sys.argv[-2])
+    ends = time.monotonic() + THREAD_END_S
+    while count_threads() > 1 and time.monotonic() < ends:
+        time.sleep(0.001)
     server.serve()
 
 
