@@ -15,7 +15,9 @@ import time
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from tandem.engine.worker_pool.worker import load_engine, prepare, run
+from tandem.engine.worker_pool.fork_server import start
+from tandem.engine.worker_pool.worker import load_engine, preload, run
+from tandem.runtime.worker_channel import Channel
 
 if TYPE_CHECKING:
     from tandem.engine.engine import Engine
@@ -55,7 +57,11 @@ def load(start: dict[str, Any]) -> "Engine":
     return engine
 
 
-if __name__ == "__main__":
+def serve(channel: Channel) -> None:
     signal.signal(signal.SIGHUP, _crash)
     signal.signal(signal.SIGALRM, _babble)
-    run(prepare(int(sys.argv[1])), load)
+    run(channel, load)
+
+
+if __name__ == "__main__":
+    start(serve, preload)

@@ -49,9 +49,11 @@ OTHER_FAULTS = (
     "kill -9 of a rollout worker",
     "SIGSTOP of a rollout worker",
     "crash of a rollout worker",
+    "kill -9 of the rollout workers' fork server",
     "kill -9 of the reward workers' template",
     "slow tools for a moment",
 )
+ROLLOUT, REWARD = "tandem.engine.worker_pool.worker", "tandem.rewards.pool.fork_server"
 # As tests/support/runs.py has it, with calls that take longer, and far longer while the harness
 # says so.
 ENVIRONMENT = """
@@ -231,11 +233,18 @@ class Soak:
             if time.monotonic() - born > WARM_S and (sample := usage(pid)):
                 self.lives.setdefault(pid, Life(f"{name} {pid}")).samples.append(sample)
 
-    def workers(self, module: str = "tandem.engine.worker_pool.worker") -> list[Process]:
+    def fork_servers(self, module: str) -> list[Process]:
+        """List the driver's own children of a module; they fork the workers."""
+        return self.living(module, {self.process.pid})
+
+    def workers(self) -> list[Process]:
+        return self.living(ROLLOUT, {server.pid for server in self.fork_servers(ROLLOUT)})
+
+    def living(self, module: str, parents: set[int]) -> list[Process]:
         return [
             process
             for process in descendants(self.process.pid)
-            if process.parent == self.process.pid
+            if process.parent in parents
             and module in process.command
             and process.state not in "ZTt"
         ]
@@ -294,7 +303,8 @@ class Soak:
             "kill -9 of a rollout worker": lambda: self.strike_worker(signal.SIGKILL),
             "SIGSTOP of a rollout worker": lambda: self.strike_worker(signal.SIGSTOP),
             "crash of a rollout worker": lambda: self.strike_worker(signal.SIGSEGV),
-            "kill -9 of the reward workers' template": self.strike_template,
+            "kill -9 of the rollout workers' fork server": lambda: self.strike_server(ROLLOUT),
+            "kill -9 of the reward workers' template": lambda: self.strike_server(REWARD),
             "slow tools for a moment": self.slow,
         }[name]()
         count.witnessed += fired
@@ -339,14 +349,12 @@ class Soak:
         )
         return not lost, lost or self.until(lambda: self.rows > rows_before + 1, "a new step")
 
-    def strike_template(self) -> tuple[bool, str]:
-        if problem := self.until(
-            lambda: self.workers("tandem.rewards.pool.fork_server"), "a template"
-        ):
+    def strike_server(self, module: str) -> tuple[bool, str]:
+        if problem := self.until(lambda: self.fork_servers(module), "a fork server"):
             return False, problem
-        victim, rows_before = self.workers("tandem.rewards.pool.fork_server")[0].pid, self.rows
+        victim, rows_before = self.fork_servers(module)[0].pid, self.rows
         os.kill(victim, signal.SIGKILL)
-        gone = self.until(lambda: state_of(victim) in ("", "Z"), "end of the template")
+        gone = self.until(lambda: state_of(victim) in ("", "Z"), "end of the fork server")
         return not gone, gone or self.until(lambda: self.rows > rows_before + 1, "a new step")
 
     def slow(self) -> tuple[bool, str]:

@@ -23,6 +23,7 @@ MIB = 1 << 20
 # loads and compiles besides what a plan has, for all commands, for gradients, an engine, and a row
 # of decode.
 KERNELS, GRADIENTS, ENGINE, DECODE_ROW = 80 * MIB, 100 * MIB, 45 * MIB, 3 * MIB // 8
+UNMAPPED = 100 * MIB  # of libraries, in a forked worker
 WATCHDOG, FORK_SERVER, REWARD_WORKER = 34 * MIB, 39 * MIB, 27 * MIB  # chat templates with the first
 
 
@@ -69,7 +70,7 @@ def rows_here(
     if workers and command in ("train", "distill"):
         named["rollout workers"] = (
             worker_bytes(sizes, config, batch, used),
-            (f"{workers} x Python, weights, packs and pages"),
+            f"{workers + 1} x Python, {workers} x weights, packs and pages",
         )
     named["passing tensors"] = passing_bytes(sizes, tokens, batch), "of a layer, and of logits"
     named["Python"] = python_bytes() + kernels(batch, workers), "libraries, data, kernels"
@@ -103,10 +104,11 @@ def passing_bytes(sizes: Sizes, tokens: int, batch: Batch) -> int:
 
 
 def worker_bytes(sizes: Sizes, config: Config, batch: Batch, pages: int) -> int:
-    """Return the bytes of the rollout workers, which divide the episodes and their pages."""
+    """Return the bytes of the rollout workers, which divide the episodes and their pages, and of
+    the process that forks them."""
     workers, width = config.rollout.workers, sizes.place.dtype.itemsize
-    each = python_bytes() + KERNELS + ENGINE + (width + sizes.packed) * sizes.policy
-    return workers * each + DECODE_ROW * batch.sequences + pages
+    each = python_bytes() - UNMAPPED + KERNELS + ENGINE + (width + sizes.packed) * sizes.policy
+    return python_bytes() + workers * each + DECODE_ROW * batch.sequences + pages
 
 
 def helper_bytes(config: Config, command: str) -> int:

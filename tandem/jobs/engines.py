@@ -293,9 +293,10 @@ def _start_workers(
 ) -> Workers:
     """Start rollout workers of the trainer's model; they close as a context."""
     rollout, model = config.rollout, engine.model
+    devices = rollout.devices or [worker_device(config, str(model.device))]
     return Workers(
         model_path=config.model.path,
-        devices=rollout.devices or [worker_device(config, str(model.device))],
+        devices=devices,
         dtype=placement(config).dtype_name,
         splits=model.splits,
         tensor_parallel=rollout.tensor_parallel,
@@ -311,6 +312,8 @@ def _start_workers(
         release_cache=rests_in_updates(config),
         report=report,
         command=rollout_command(config),
+        # CUDA does not survive a fork, should an import have started it
+        forks=rollout.engine == "tandem" and set(devices) == {"cpu"},
         spawn=spawn,
     )
 

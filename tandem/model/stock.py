@@ -1,11 +1,19 @@
 """transformers' own module of a model directory, with its weights."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from tandem.model.config_file import CONFIG, HeadKind, first_line, read_json, reads_images
+from tandem.model.config_file import (
+    CONFIG,
+    HeadKind,
+    check_model,
+    first_line,
+    read_json,
+    reads_images,
+)
 from tandem.model.custom_code import is_custom
 from tandem.model.placement import Placement
 from tandem.model.weight_files import cannot_load
@@ -25,6 +33,18 @@ def stock_class(head: HeadKind, config: Any) -> Any:
     if head == "value":
         return AutoModelForSequenceClassification
     return AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
+
+
+def import_stock(path: str) -> None:
+    """Import transformers' module of a model, of the local cache if it has a hub name, and its
+    tokenizers, without an object of either. Raises what they do."""
+    from transformers import AutoTokenizer  # noqa: F401
+    from transformers.utils import cached_file
+
+    if not Path(path).is_dir():
+        path = str(Path(cached_file(path, CONFIG, local_files_only=True)).parent)
+    config = check_model(path)
+    stock_class("tokens", config)._model_mapping[type(config)]
 
 
 def load_stock(path: str, config: Any, head: HeadKind, place: Placement) -> Any:

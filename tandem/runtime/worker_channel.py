@@ -197,7 +197,7 @@ def spawn(
     max_line_bytes: int,
     environment: Mapping[str, str] = {},
     stdout: int | None = None,
-    stderr: IO[bytes] | None = None,
+    stderr: int | IO[bytes] | None = None,
 ) -> tuple[subprocess.Popen[bytes], Channel]:
     """Start a worker with one torch thread; returns it and the non-blocking channel to it.
 

@@ -50,7 +50,7 @@ def test_plan_of_a_run_that_could_start_is_ready(home, tmp_path):
     assert not any(line.startswith("rl.clip_low") for line in lines)
     assert any(line.startswith("data.train 48 problems, longest prompt ") for line in lines)
     assert any(line.startswith("eval.data 8 problems, longest prompt ") for line in lines)
-    assert any(line.endswith("2 x Python, weights, packs and pages") for line in lines)
+    assert any(line.endswith("3 x Python, 2 x weights, packs and pages") for line in lines)
     assert not any(line.startswith("key/value cache") for line in lines)  # the workers have it
     assert not (tmp_path / "run").exists()
 

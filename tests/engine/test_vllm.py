@@ -77,6 +77,7 @@ def vllm_workers(path, command, tensor_parallel=1):
             weights=shared,
             report=reports.append,
             command=command,
+            forks=False,
             tensor_parallel=tensor_parallel,
         ) as workers,
     ):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tandem.cluster.env_worker import EnvWorker
 from tandem.cluster.reward_worker import RewardWorker
+from tandem.engine.worker_pool.fork_server import prepare
 from tandem.engine.worker_pool.process import LocalProcess
-from tandem.engine.worker_pool.worker import prepare
 
 WORKERS = {"reward": RewardWorker, "env": EnvWorker}
 

@@ -12,6 +12,7 @@ import hashlib
 import os
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,8 +20,9 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from tandem.engine.worker_pool.fork_server import start
 from tandem.engine.worker_pool.protocol import completion_message, identity_of
-from tandem.engine.worker_pool.worker import Server, prepare, run
+from tandem.engine.worker_pool.worker import Server, run
 from tandem.runtime.errors import UserError
 from tandem.types import Completion
 
@@ -165,8 +167,7 @@ def refuse(start):
     )
 
 
-def main(fault, file, parent):
-    channel = prepare(int(parent))
+def main(channel, fault, file):
     if file:
         try:
             os.unlink(file)
@@ -184,5 +185,12 @@ def main(fault, file, parent):
         return
 
 
+def preload(model_path):
+    if sys.argv[1] == "slow import":
+        time.sleep(3.0)
+    if sys.argv[1] == "thread":
+        threading.Thread(target=time.sleep, args=(600.0,), daemon=True).start()
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    start(lambda channel: main(channel, *sys.argv[1:3]), preload)

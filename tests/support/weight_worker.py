@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from tandem.engine.worker_pool.worker import prepare, run
+from tandem.engine.worker_pool.fork_server import start
+from tandem.engine.worker_pool.worker import run
 from tandem.types import Completion
 from tandem.weights.hashing import combine, tensor_digests
 from tandem.weights.shared import Layout
@@ -37,6 +38,7 @@ class WeightEngine:
     """Engine, as far as a worker uses it."""
 
     def __init__(self, start):
+        torch.set_num_threads(1)
         self.tensors = dict(Layout.from_json(start["layout"]).staging()[1])
         self.running, self.version = [], -1
         self.model = SimpleNamespace(load_weights=self.load, named_weights=lambda: self.tensors)
@@ -78,5 +80,4 @@ class WeightEngine:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    run(prepare(int(sys.argv[1])), WeightEngine)
+    start(lambda channel: run(channel, WeightEngine))

@@ -12,8 +12,8 @@
 
 step waits for the workers' sockets, at most WAIT_S, as its caller may have more to submit; apply
 waits until the first worker runs the weights, or none that is up is left; nothing else waits. Both
-go on after an answer, the end of a socket, or heartbeat_s without a sign of life, after which the
-worker is killed. Silence counts only while the pool listens, and not while the driver is busy.
+go on after an answer, the end of a socket, or heartbeat_s without a sign of life, and then kill the
+worker. Silence counts only while the pool listens, and not while the driver is busy.
 
 A worker is starting, then syncing (it loads a version), and gets requests of that version only
 after its hash was right. dispatch.py decides who runs which version and gets which request. A
@@ -22,8 +22,7 @@ has the same bits; chance decides only which worker makes it.
 
 One thread at a time calls this: a caller with one version after the other (`apply`, `submit`), or
 client.py's thread for several, with a queue of `dispatcher` each. Any thread may call `close`,
-`wake` and `status`. On Linux a worker ends with the thread that started it: the one that
-made Workers or, for a replacement, the one that called `step`.
+`wake` and `status`. On Linux workers of this machine end with the thread that started the first.
 """
 
 import selectors
@@ -32,13 +31,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 from tandem.engine.worker_pool import errors
 from tandem.engine.worker_pool.checks import Check, Checks
 from tandem.engine.worker_pool.dispatch import Dispatcher, RequestQueue, Ticket, devices_of
-from tandem.engine.worker_pool.process import LocalProcess, Published, Spawn, WorkerProcess
+from tandem.engine.worker_pool.forked import LocalProcesses
+from tandem.engine.worker_pool.process import Published, Spawn, WorkerProcess
 from tandem.engine.worker_pool.protocol import (
     cancelled_completion,
     read_completion,
@@ -85,6 +85,7 @@ class Workers:
         release_cache: bool = False,
         report: Callable[[str], None],
         command: Sequence[str] = COMMAND,
+        forks: bool = True,
         spawn: Spawn | None = None,
     ):
         self.longest, self.restarts = longest, RestartLimit(restarts)
@@ -92,7 +93,8 @@ class Workers:
         self.dispatcher: Dispatcher[WorkerProcess] = Dispatcher(max_batch, longest)
         self._queue: RequestQueue | None = None  # of `apply` and `submit`
         self._weights, self._report, self._heartbeat_s = weights, report, heartbeat_s
-        self._host = spawn or (lambda number: LocalProcess(command))
+        self._local = LocalProcesses(command, model_path, forks)
+        self._host = spawn or self._local.spawn
         self._beat_s, self._devices = min(1.0, heartbeat_s / BEATS), devices
         self._start: dict[str, Any] = {
             "model_path": model_path,
@@ -130,7 +132,7 @@ class Workers:
 
     def close(self) -> None:
         """End every worker now, its requests unanswered. A thread in `step` gets an error."""
-        with self._closing:
+        with self._closing, closing(self._local):
             self._closed = True
             while self._workers:
                 self._workers.popitem()[1].host.end()

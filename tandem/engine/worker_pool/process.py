@@ -1,5 +1,5 @@
-"""A rollout worker, as the pool holds it: its state, and its process, here (LocalProcess) or on
-another node (cluster/ray_cluster.py).
+"""A rollout worker, as the pool holds it: its state, and its process, here (LocalProcess,
+forked.py) or on another node (cluster/ray_cluster.py).
 
 Does not know the meaning of messages or the fate of requests.
 """
@@ -42,7 +42,10 @@ class Host(Protocol):
     """The process of a worker, from its start on."""
 
     node: str  # the machine that it runs on
-    pid: int  # there; 0: not known yet
+
+    @property
+    def pid(self) -> int:
+        """Its process there; 0: not known yet."""
 
     def connect(self) -> Channel | None:
         """Return the non-blocking channel to it; None as long as it has not connected. Raises
@@ -141,43 +144,29 @@ class WorkerProcess:
 
 
 class LocalProcess:
-    """A worker's process on this machine. Implements Host."""
+    """A worker's process on this machine, started by its command. Implements Host."""
 
     def __init__(self, command: Sequence[str]):
-        self.node = HERE
-        with tempfile.TemporaryFile() as log:
-            self._log = os.dup(log.fileno())  # the file has no name
-            self._process, self._channel = spawn(
-                command, MAX_LINE_BYTES, ENVIRONMENT, stdout=2, stderr=log
-            )
+        self.node, self._log = HERE, open_log()
+        self._process, self._channel = spawn(
+            command, MAX_LINE_BYTES, ENVIRONMENT, stdout=2, stderr=self._log
+        )
         self.pid = self._process.pid
 
     def connect(self) -> Channel:
         return self._channel
 
     def stack(self) -> str:
-        before = os.fstat(self._log).st_size
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGUSR2)
-        time.sleep(STACK_S)
-        lines = (line.strip() for line in self._read_log(before))
-        return "\n".join(line for line in lines if line.startswith("File"))
+        return read_stack(self.pid, self._log)
 
     def last_words(self) -> str:
-        start = max(0, os.fstat(self._log).st_size - LOG_BYTES)
-        return "\n".join(self._read_log(start)[-LAST_LINES:])
-
-    def _read_log(self, start: int) -> list[str]:
-        return os.pread(self._log, LOG_BYTES, start).decode(errors="replace").strip().splitlines()
+        return read_end(self._log)
 
     def how_it_ended(self) -> str:
         try:
-            code = self._process.wait(EXIT_S)
+            return describe_exit(self._process.wait(EXIT_S))
         except subprocess.TimeoutExpired:
             return "it closed its socket"
-        if code < 0:
-            return f"it was ended by {signal.Signals(-code).name}"
-        return f"it ended with exit code {code}"
 
     def end(self) -> None:
         self._process.kill()
@@ -185,3 +174,35 @@ class LocalProcess:
             self._process.wait(EXIT_S)
         self._channel.close()
         os.close(self._log)
+
+
+def open_log() -> int:
+    """Open a file without a name, which goes with its last descriptor."""
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def read_stack(pid: int, log: int) -> str:
+    """Have a process of this machine write its stack to its log; return that."""
+    before = os.fstat(log).st_size
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGUSR2)
+    time.sleep(STACK_S)
+    lines = (line.strip() for line in _read_log(log, before))
+    return "\n".join(line for line in lines if line.startswith("File"))
+
+
+def read_end(log: int) -> str:
+    """Read the last lines of a log."""
+    return "\n".join(_read_log(log, max(0, os.fstat(log).st_size - LOG_BYTES))[-LAST_LINES:])
+
+
+def _read_log(log: int, start: int) -> list[str]:
+    return os.pread(log, LOG_BYTES, start).decode(errors="replace").strip().splitlines()
+
+
+def describe_exit(status: int) -> str:
+    """Say how a worker ended. Example: describe_exit(-9) == "it was ended by SIGKILL" """
+    if status < 0:
+        return f"it was ended by {signal.Signals(-status).name}"
+    return f"it ended with exit code {status}"

@@ -18,7 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem.engine.worker_pool.worker import prepare, run
+from tandem.engine.worker_pool.fork_server import prepare
+from tandem.engine.worker_pool.worker import run
 from tandem.runtime.errors import UserError
 
 if TYPE_CHECKING:

@@ -11,24 +11,19 @@ Standard input is the channel (protocol.py has the messages), standard output th
 the pool's process, and standard error a file that is quoted after a crash. One thread does all of
 it, so a sign of life says that the engine itself goes on. Only while the process starts or loads
 weights, one long call, a second thread gives it, for a bounded time. The worker ends when the
-channel does, and on Linux with the thread that started it. It knows no problem, no reward, and no
-other worker.
-
-    python -m tandem.engine.worker_pool.worker PARENT_PID < SOCKET      (process.py starts it)
+channel does, and on Linux with its parent (fork_server.py has how it begins). It knows no problem,
+no reward, and no other worker.
 """
 
-import faulthandler
-import signal
-import sys
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
+from tandem.engine.worker_pool.fork_server import LONG_CALL_S, repeated, start
 from tandem.engine.worker_pool.protocol import (
-    MAX_LINE_BYTES,
     completion_message,
     error_message,
     identity_of,
@@ -36,7 +31,7 @@ from tandem.engine.worker_pool.protocol import (
 )
 from tandem.runtime import numerics
 from tandem.runtime.errors import UserError
-from tandem.runtime.worker_channel import Channel, Message, die_with_parent, take_channel
+from tandem.runtime.worker_channel import Channel, Message
 from tandem.types import Array, Completion, Request
 
 if TYPE_CHECKING:  # torch is imported when there are signs of life already
@@ -48,7 +43,14 @@ if TYPE_CHECKING:  # torch is imported when there are signs of life already
 # Gets the weights of an offer (Published.offer); descriptors: those that came beside messages.
 Receive = Callable[[Message, deque[int]], "dict[str, Tensor]"]
 
-LONG_CALL_S = 600.0  # after which starting, or loading weights, gives no more signs of life
+PRELOADED = (
+    "tandem.engine.inexact_engine",
+    "tandem.engine.sync_check",
+    "tandem.model.load",
+    "tandem.model.tokenizer",
+    "tandem.weights.delta",
+    "tandem.weights.transports",
+)
 
 
 class Running(Protocol):
@@ -180,23 +182,9 @@ class Server:
         self._channel.send({"applied": version, "hash": combine(found), "differ": differ[:3]})
 
 
-@contextmanager
-def signs_of_life(channel: Channel, beat_s: float) -> Iterator[None]:
+def signs_of_life(channel: Channel, beat_s: float) -> AbstractContextManager[None]:
     """Give signs of life from another thread while this one is in a long call."""
-    over = threading.Event()
-
-    def beat() -> None:
-        ends = time.monotonic() + LONG_CALL_S
-        while not over.wait(beat_s) and time.monotonic() < ends:
-            channel.send({"alive": True})
-
-    thread = threading.Thread(target=beat, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+    return repeated(lambda: channel.send({"alive": True}), beat_s)
 
 
 def load_engine(start: dict[str, Any]) -> "Engine":
@@ -262,15 +250,14 @@ def serve_from_start(channel: Channel, load: Callable[[Message], Callable[[], No
         return
 
 
-def prepare(parent: int) -> Channel:
-    """Make this process a worker of `parent`; return its channel. Ctrl-C in the terminal does not
-    end it."""
-    die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    faulthandler.register(signal.SIGUSR1, file=1, all_threads=True)  # for the watchdog's report
-    faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)  # for LocalProcess.stack
-    return take_channel(MAX_LINE_BYTES)
+def preload(model_path: str) -> None:
+    """Import what `load_engine` and a first sync need for a model; compute nothing."""
+    for module in PRELOADED:
+        import_module(module)
+    from tandem.model.stock import import_stock
+
+    import_stock(model_path)
 
 
 if __name__ == "__main__":
-    run(prepare(int(sys.argv[1])))
+    start(run, preload)
