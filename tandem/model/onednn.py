@@ -63,23 +63,19 @@ def gradient_product(a: Tensor, b: Tensor) -> Tensor:
     Both are rounded to b's type, and the product has it too; on a CPU without AMX it is float32.
     N may be any number: it is rounded up to one of few (`padded_rows`).
     """
-    rows = len(a)
-    if HAS_PREPACKED and not b.is_cuda and (missing := padded_rows(rows) - rows):
-        a = F.pad(a, (0, 0, 0, missing))
-    return _product(a, b)[:rows]
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
     if b.dtype != torch.float32:
         if not in_float32(b):
             return a.to(b.dtype) @ b
         a, b = a.float(), b.float()
     if not HAS_PREPACKED or b.is_cuda or 0 in (*a.shape, *b.shape):
         return a @ b
+    rows = len(a)
+    if missing := padded_rows(rows) - rows:
+        a = F.pad(a, (0, 0, 0, missing))
     multiply = torch.ops.mkldnn._linear_pointwise
     pairs = zip(a.split(LONGEST, 1), b.split(LONGEST), strict=True)
     products = (multiply(part, own.t(), None, "none", [], "") for part, own in pairs)
-    return reduce(Tensor.add_, products)
+    return reduce(Tensor.add_, products)[:rows]
 
 
 def weight_gradient(above: Tensor, x: Tensor, total: Tensor | None = None) -> Tensor:
@@ -94,12 +90,12 @@ def weight_gradient(above: Tensor, x: Tensor, total: Tensor | None = None) -> Te
         return total
     in_tiles = x.dtype != torch.float32 and not in_float32(x)
     if x.is_cuda or not HAS_PREPACKED or in_tiles or not len(x):
-        return _product(above.t(), x)
+        return gradient_product(above.t(), x)
     turned = above.shape[1] > x.shape[1]  # oneDNN copies the first factor: the narrower of the two
     above = above.to(x.dtype)
     first, second = (x, above) if turned else (above, x)
     pairs = zip(first.split(ROWS), second.split(ROWS), strict=True)
-    products = (_product(_dense(part).t(), _dense(own)) for part, own in pairs)
+    products = (gradient_product(_dense(part).t(), _dense(own)) for part, own in pairs)
     product = reduce(Tensor.add_, products)
     return product.t() if turned else product
 
