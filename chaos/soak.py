@@ -149,7 +149,7 @@ class Soak:
             "env.timeout_s=20",
             "rollout.restarts=100000",
             "rl.max_gen_batches=50",
-            "train.learning_rate=1e-6",  # a model that has learned it all gives no groups to train on
+            "train.learning_rate=1e-6",  # one that has learned it all has no groups
         ]
         self.counts = {name: Count() for name in (*DRIVER_FAULTS, *OTHER_FAULTS)}
         self.lives: dict[int, Life] = {}
