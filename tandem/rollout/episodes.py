@@ -14,7 +14,7 @@
     environment (at most env.timeout_s in all), and at first for its place among env.concurrency.
 
 Episodes of the single turn, which wait for the engine only, are the same coroutines, but the
-caller's thread runs them itself: handing 256 of them over took a twelfth of a small step.
+caller's thread runs them itself: handing 256 of them over took 5 ms.
 
 With a token budget an episode pauses after so many tokens; a later call goes on with it, in its
 environment if that is still there, otherwise in a new one brought to the same place.
