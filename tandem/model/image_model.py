@@ -77,8 +77,17 @@ class ImageModel(InexactModel):
         numbers = (tokens[of_images] - IMAGE) >> PLACE_BITS
         distinct, which = numbers.unique(return_inverse=True)
         levels = [self._features(name_from(number)) for number in distinct.tolist()]
-        starts = torch.tensor([0, *(len(own[0]) for own in levels)], device=self.device).cumsum(0)
-        at = starts[which] + tokens[of_images] % MOST_PLACES
+        sizes = torch.tensor([0, *(len(own[0]) for own in levels)], device=self.device)
+        places = tokens[of_images] % MOST_PLACES
+        if (places >= sizes[which + 1]).any():
+            raise UserError(
+                "an image has fewer tokens than the sequence has of it",
+                where="preprocessor_config.json",
+                found=f"{int(places.max()) + 1:,} tokens of an image in the sequence",
+                expected=f"at most {int(sizes.max()):,}",
+                next="restore the image processor that the sequence was made with",
+            )
+        at = sizes.cumsum(0)[which] + places
         first, *deeper = (torch.cat(level)[at] for level in zip(*levels, strict=True))
         embeddings = embeddings.masked_scatter(of_images[..., None], first.to(embeddings.dtype))
         others = {"visual_pos_masks": of_images, "deepstack_visual_embeds": deeper}
