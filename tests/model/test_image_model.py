@@ -140,7 +140,7 @@ def test_sampled_placeholder_is_a_token_as_any_other(folder):
 
 
 def test_sequence_of_another_processor_is_one_error(folder):
-    """As of a run whose processor has since been changed."""
+    """Tokens of a run whose processor has since been changed."""
     name = image_store.put(picture(6))
     model = load_model(folder)
     count = load_image_reader(folder, load_tokenizer(folder)).count(name)
