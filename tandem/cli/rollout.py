@@ -39,6 +39,7 @@ from tandem.run_folder.episode_files import cut_episodes, episode_file, json_lin
 from tandem.run_folder.errors import unreadable_file
 from tandem.run_folder.folder import RunFolder, open_run
 from tandem.run_folder.metrics import MetricsWriter, peak_rss_mb, read_metrics
+from tandem.run_folder.status import ROLLOUT, write_status
 from tandem.runtime.disk import DISK, disk_errors, open_regular_file, write_atomic
 from tandem.runtime.errors import UserError
 from tandem.runtime.image_parts import images_of
@@ -50,8 +51,6 @@ MakeBatch = Callable[[int, Timer], list[Group]]  # the scored episodes of a batc
 
 DEFAULT_OUT = Path("runs/rollout")
 BESIDE_JSONL = ".jsonl.rollout"
-ABOUT = "rollout.json"  # the number of batches, and the hashes of their inputs
-# of a model directory: tokenizer, chat template, configs
 FRESH = "start over with --fresh (the old output is kept beside it)"
 
 
@@ -74,8 +73,10 @@ def rollout(
         copy_to(run.path / "images", images_of(m for p in problems for m in p.messages))
         inputs = hashes(config) | image_hashes(problem.messages for problem in problems)
         if is_complete(output, inputs):
-            output.cut(len(read_metrics(run.path)))
+            run.note_start()
+            output.cut(batches := len(read_metrics(run.path)))
             output.export()
+            write_status(run.path, batches, batches, [])
             console.print(f"complete, nothing to do: {summary_line(run.path)}")
         else:
             check_model(config.model.path)
@@ -83,6 +84,7 @@ def rollout(
             problems, lengths = renderer.check_lengths(problems, config.data)
             batches = -(-len(problems) // config.rl.prompts_per_step)
             with batch_maker(config, problems, renderer, max(lengths)) as make:
+                run.note_start()
                 write_batches(output, batches, inputs, make)
             require_scores(run.path, config)
             console.print(f"done: {summary_line(run.path)}")
@@ -135,6 +137,7 @@ def write_batches(output: "Output", batches: int, inputs: dict[str, str], make: 
             timings = timer.timings(tokens=int(metrics["generated_tokens"]))
             writer.write(number, metrics, timings | {"rss_mb": peak_rss_mb()})
             console.print(f"batch {number + 1} of {batches}: {summary([metrics], [timings])}")
+            write_status(output.folder, number + 1, batches, [])
     output.export()
 
 
@@ -305,7 +308,7 @@ def hashes(config: Config) -> dict[str, str]:
 
 def begin(output: Output, batches: int, inputs: dict[str, str]) -> None:
     """Record the inputs of the batches. From then on the file at the output is this rollout's."""
-    about = output.folder / ABOUT
+    about = output.folder / ROLLOUT
     if not about.exists():
         output.move_aside()
     write_atomic(
@@ -318,7 +321,7 @@ def is_complete(output: Output, inputs: dict[str, str]) -> bool:
     rows = read_metrics(output.folder)
     if not rows:
         return False
-    batches, recorded = _read_about(output.folder / ABOUT)
+    batches, recorded = _read_about(output.folder / ROLLOUT)
     changed = [key for key in {**recorded, **inputs} if recorded.get(key) != inputs.get(key)]
     if changed:
         raise _other_inputs(changed, recorded, inputs)

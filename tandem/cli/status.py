@@ -6,6 +6,7 @@ from typing import Any
 from tandem.cli.progress import print_lines, print_table
 from tandem.run_folder.lock import holder
 from tandem.run_folder.status import (
+    ROLLOUT,
     parse_worker_count,
     read_status,
     request_workers,
@@ -20,7 +21,7 @@ def status(folder: Path) -> None:
     """Print whether a run lives, how far it is, and who runs where and does what."""
     alive = _holder(folder)
     written = read_status(folder)
-    is_over = written is not None and (folder / "hf" / f"step_{written['steps']:06d}").exists()
+    is_over = written and _is_over(folder, written["step"], written["steps"])
     stands = "has finished" if is_over else "does not run; the same command goes on"
     print_lines([f"{folder}: {f'runs: {alive}' if alive else stands}"])
     if written is None:
@@ -32,6 +33,12 @@ def status(folder: Path) -> None:
         print_lines([f"{wanted} rollout workers from the next rollout on (tandem scale)"])
     if alive:
         print_table(COLUMNS, [_cells(process) for process in written["processes"]])
+
+
+def _is_over(folder: Path, step: int, steps: int) -> bool:
+    """Tell whether the last step is made and its model exported; a rollout has none."""
+    is_rollout = (folder / ROLLOUT).exists()
+    return step == steps and (is_rollout or (folder / "hf" / f"step_{steps:06d}").exists())
 
 
 def scale(folder: Path, wanted: str) -> None:

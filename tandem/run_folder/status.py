@@ -21,6 +21,7 @@ from tandem.runtime.disk import disk_errors
 from tandem.runtime.errors import UserError
 
 STATUS, REQUEST = "status.json", "scale.json"
+ROLLOUT = "rollout.json"  # of `tandem rollout`: the number of batches, and their inputs' hashes
 MOST_WORKERS = 4096
 
 

@@ -108,7 +108,7 @@ class ForkServer:
             self._work(descriptors)
             sys.stdout.flush()
             status = 0
-        except Exception:
+        except (Exception, SystemExit):
             traceback.print_exc()
         finally:  # nothing may run the fork server's code in this process
             os._exit(status)

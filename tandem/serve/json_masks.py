@@ -57,9 +57,10 @@ def _cannot_move(schema: list[Any]) -> str:
     level: list[Any] = [schema]
     while level:
         inner = [one for one in level if isinstance(one, dict)]
-        for one in inner:
-            if not str(one.get("$ref", _MOVED)).startswith(_MOVED):
-                return f'"$ref" {one["$ref"]!r:.60} leads elsewhere than {_MOVED}NAME'
+        for one in inner:  # a property of that name has a schema, not a text
+            reference = one.get("$ref")
+            if isinstance(reference, str) and not reference.startswith(_MOVED):
+                return f'"$ref" {reference!r:.60} leads elsewhere than {_MOVED}NAME'
         lists = (one for one in level if isinstance(one, list))
         level = [child for one in (*(own.values() for own in inner), *lists) for child in one]
     return ""

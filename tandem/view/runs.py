@@ -176,7 +176,7 @@ class Run:
         self.refresh()
         about, status = read_json(self.folder / "run.json"), self.status()
         metrics, last = self.metrics, self.metrics.last
-        done = metrics.steps[-1] if metrics.steps else None
+        done = status.get("step") or (metrics.steps[-1] if metrics.steps else None)
         steps = status.get("steps") or self.config_values().get("run.steps")
         failures = sum(sum(_known(metrics.values.get(name, ()))) for name in FAILURES)
         reward = next((n for n in ("reward", "loss", "nll") if n in metrics.values), "reward")

@@ -16,15 +16,18 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from tandem.cli.rollout import ABOUT, Output, hashes, open_output, rollout, write_batches
+from tandem.cli.rollout import Output, hashes, open_output, rollout, write_batches
+from tandem.cli.status import status
 from tandem.config.schema import Config, Data
 from tandem.data.chats import parse_chat
 from tandem.data.problems import read_problems
 from tandem.data.readers.rows import read_rows
 from tandem.model.tiny import make_tiny
 from tandem.run_folder.episode_files import SCHEMA
+from tandem.run_folder.status import ROLLOUT
 from tandem.runtime.errors import UserError
 from tandem.types import Episode, Group, Problem
+from tandem.view.runs import Run
 from tests.support.command import ROOT, assert_is_a_users_error, tandem
 from tests.support.datasets import write_algebra
 from tests.support.faults import in_a_fork
@@ -81,6 +84,7 @@ def write(out, *, make=batch, fresh=False, seed=0):
     config = Config.model_validate({"run": {"seed": seed}})
     with open_output(output, config, fresh) as run:
         assert run.path == output.folder
+        run.note_start()
         write_batches(output, BATCHES, {"data.train": "0" * 64}, make)
     return output
 
@@ -124,6 +128,27 @@ def test_killed_rollout_goes_on_and_leaves_the_same_bytes(name, last, undisturbe
     assert (output.folder / "metrics.jsonl").read_bytes() == (
         undisturbed[name].folder / "metrics.jsonl"
     ).read_bytes()
+
+
+def stop_before(last, number, clock):
+    """Makes batches, and raises when asked for number last."""
+    if number == last:
+        raise KeyboardInterrupt
+    return batch(number, clock)
+
+
+def test_the_view_and_status_tell_a_finished_rollout_from_a_stopped_one(tmp_path, capsys):
+    said = {"stopped": "does not run; the same command goes on", "finished": "has finished"}
+    for state, done in (("stopped", 2), ("finished", BATCHES)):
+        try:
+            folder = write(tmp_path / "out", make=partial(stop_before, done)).folder
+        except KeyboardInterrupt:
+            folder = tmp_path / "out"
+        row = Run(folder, "out").summary()
+        assert (row["state"], row["step"], row["steps"]) == (state, done, BATCHES)
+        status(folder)
+        printed = capsys.readouterr().out
+        assert said[state] in printed and f"step {done} of {BATCHES}" in printed
 
 
 def copied(output, folder):
@@ -340,8 +365,8 @@ def test_a_complete_rollout_says_so_and_loads_no_model(name, home, tmp_path, cap
     rollout(config(home), output.path)
     before = contents(output.path)
     (home / "model/model.safetensors").write_bytes(b"no weights")
-    about = json.loads((output.folder / ABOUT).read_text())
-    (output.folder / ABOUT).write_text(json.dumps(about | {"inputs": hashes(config(home))}))
+    about = json.loads((output.folder / ROLLOUT).read_text())
+    (output.folder / ROLLOUT).write_text(json.dumps(about | {"inputs": hashes(config(home))}))
     capsys.readouterr()
     rollout(config(home), output.path)
     printed = capsys.readouterr().out

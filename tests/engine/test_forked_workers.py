@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tandem.model.tiny import make_tiny
+from tandem.runtime import numerics
 from tandem.runtime.processes import state_of
 from tests.support.working import all_idle, bits, groups, odd_workers, processes, run, until
 
@@ -119,6 +120,9 @@ print(json.dumps([threads, sorted(set(sys.modules) - before)]))
 def test_imports_ahead_are_all_that_a_model_needs_and_start_no_thread(tmp_path):
     make_tiny(tmp_path, hidden=32, layers=1, intermediate=64)
     program = [sys.executable, "-c", LOADS, str(tmp_path)]
-    threads, modules = json.loads(subprocess.run(program, capture_output=True, check=True).stdout)
+    ended = subprocess.run(
+        program, env={**os.environ, **numerics.environment()}, capture_output=True, check=True
+    )
+    threads, modules = json.loads(ended.stdout)
     assert threads == 1
     assert [name for name in modules if name.startswith(("tandem", "torch", "transformers"))] == []

@@ -108,7 +108,7 @@ def tool(name, parameters):
 
 MEASURE = {
     "type": "object",
-    "properties": {"unit": {"$ref": "#/$defs/Unit"}},
+    "properties": {"unit": {"$ref": "#/$defs/Unit"}, "$ref": {"enum": ["a name as any other"]}},
     "required": ["unit"],
     "additionalProperties": False,
     "$defs": {"Unit": {"enum": ["m", "kg"]}},
