@@ -64,7 +64,7 @@ class PageCache:
     none.
 
     keys and values: [layers, pages, K, PAGE, E]. experts: int16 [pages, PAGE, layers, k], those of
-    each token, if `record_experts`; they are not counted in the budget.
+    each token, if `record_experts`; not counted in the budget. window: last tokens read; None: all.
     """
 
     def __init__(self, model: ExactModel, budget: int, record_experts: bool = False):
@@ -79,7 +79,7 @@ class PageCache:
         self.values: tuple[Tensor, ...] = ()
         self.allocations = 0  # a captured graph that reads the pages is stale once it has grown
         self.restore()
-        self.count = count
+        self.count, self.window = count, None if record_experts else model.window
         self.experts: Tensor | None = None
         if record_experts:
             each = (layers, model.config.num_experts_per_tok)

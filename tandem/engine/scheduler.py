@@ -47,6 +47,7 @@ class RunningSequence:
     completion: Completion | None = None
     page_table: list[int] = field(default_factory=list)
     num_cached: int = 0  # tokens whose keys and values are in its pages
+    num_unseen: int = 0  # first pages of the table that it holds no more: no layer sees them
 
     @classmethod
     def of(cls, request: Request, arrival: int) -> "RunningSequence":
@@ -131,12 +132,13 @@ class Scheduler:
         return work
 
     def advance(self, work: Work) -> None:
-        """Count the tokens of a pass as cached, and keep one of equal pages that it filled."""
+        """Count a pass's tokens as cached, keep one of equal full pages, leave those behind."""
         for sequence, count in work:
             full = sequence.num_cached // PAGE
             sequence.num_cached += count
             for at in range(full, sequence.num_cached // PAGE):
                 sequence.page_table[at] = self.cache.merge(sequence.page_table[at])
+            self._leave_behind(sequence)
 
     def preempt_all(self) -> None:
         """Put every running sequence back into the queue with its tokens; its keys and values are
@@ -213,6 +215,14 @@ class Scheduler:
         self.running.remove(sequence)
         insort(self.waiting, sequence, key=_ARRIVAL)
 
+    def _leave_behind(self, sequence: RunningSequence) -> None:
+        """Give up pages that no further token sees. They stay in the table; attention masks them,
+        whatever others write there."""
+        before, window = sequence.num_unseen, self.cache.window
+        if window and (unseen := (sequence.num_cached + 1 - window) // PAGE) > before:
+            self.cache.release(sequence.page_table[before:unseen])
+            sequence.num_unseen = unseen
+
     def _give_up_pages(self, sequence: RunningSequence) -> None:
-        self.cache.release(sequence.page_table)
-        sequence.page_table, sequence.num_cached = [], 0
+        self.cache.release(sequence.page_table[sequence.num_unseen :])
+        sequence.page_table, sequence.num_cached, sequence.num_unseen = [], 0, 0

@@ -42,6 +42,8 @@ class GeneralModel(ExactModel):
     A factor of the logits is applied to the last hidden states, before the output projection.
     """
 
+    window = None  # transformers' layers know their own
+
     def __init__(self, module: Any, lora: Lora | None, functions: ExactFunctions | None):
         super().__init__(module, lora)
         self._functions = functions  # of a mixture of experts

@@ -169,6 +169,12 @@ class ExactModel(nn.Module):
             return triton.TritonDecodePlan(keys, values, rows)  # type: ignore[no-any-return]
         return PagedPlan(keys, values, rows.runs(), self.heads[0])
 
+    @property
+    def window(self) -> int | None:
+        """Return the most tokens that a layer sees, the query's own among them; None: all."""
+        windows = [layer.window for layer in self.module.model.layers]
+        return None if None in windows else max(windows)
+
     def shared_tiles(self, runs: Runs) -> np.ndarray | None:
         """Plan which pages the sequences of a decode step read together, int32 [4, splits, S] as
         `split_tiles`; None if they share none, or on a CPU, whose plan sees to it."""

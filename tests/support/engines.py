@@ -22,6 +22,7 @@ class CountingModel:
             model.head,
         )
         self.changes, self.paged_plan, self.device = model.changes, model.paged_plan, model.device
+        self.window = model.window
         self.passes = []
 
     def hidden(self, tokens, positions, plan, choices=None):
