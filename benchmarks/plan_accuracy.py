@@ -175,12 +175,15 @@ def measure(folder: Path, timed: bool, command: str, overrides: list[str]) -> di
 
 
 def watch(process: subprocess.Popen[bytes]) -> dict[int, int]:
-    """Wait for a run; return the most bytes that each of its processes has held."""
+    """Wait for a run; return the most bytes that each of its processes has held.
+
+    The last peak read counts, not the highest: before its `exec`, a process has its parent's.
+    """
     peaks: dict[int, int] = {}
     end = time.monotonic() + LIMIT_S
     while process.poll() is None and time.monotonic() < end:
         for pid in [process.pid, *(child.pid for child in descendants(process.pid))]:
-            peaks[pid] = max(peaks.get(pid, 0), peak_bytes(pid))
+            peaks[pid] = peak_bytes(pid) or peaks.get(pid, 0)
         time.sleep(0.05)
     process.kill()
     assert process.wait() == 0, "the run has failed"
