@@ -1,9 +1,8 @@
 """Bytes that autograd keeps of a microbatch for its backward pass, by arithmetic over the shapes.
 
-The operators are those of model/layers.py and model/logprobs.py on a CPU, where a norm keeps its
-input and the normalized rows in float32; fused kernels keep less. Of transformers' dense layers
-(model/general.py) it is a bound; of their experts it is not, which keep up to twice as much. D, H,
-K and E are hidden size, query heads, key/value heads and head size.
+The operators are those of model/layers.py and model/logprobs.py on a CPU; fused kernels keep less.
+Of transformers' dense layers (model/general.py) it is a bound; of their experts it is not, which
+keep up to twice as much. D, H, K and E are hidden size, query heads, key/value heads and head size.
 """
 
 from typing import Any
@@ -57,7 +56,8 @@ def _outer_bytes(shape: Any, width: int) -> int:
     """Return bytes of a token outside of the layers: the rotation, the last norm, the states before
     the output projection with their gradient, log-probs and indices."""
     rotation, states = 2 * width * head_size(shape), 2 * width * shape.hidden_size
-    return rotation + _norm_bytes(shape.hidden_size) + states + 2 * FLOAT32 + 3 * INT64
+    norm = _norm_bytes(shape.hidden_size, width if is_lean(shape) else 2 * FLOAT32)
+    return rotation + norm + states + 2 * FLOAT32 + 3 * INT64
 
 
 def _layer_bytes(shape: Any, number: int, width: int, *, whole: bool) -> int:
@@ -67,20 +67,18 @@ def _layer_bytes(shape: Any, number: int, width: int, *, whole: bool) -> int:
     query, keys = heads_of(shape) * size, kv_heads_of(shape) * size
     if not is_lean(shape):  # a bound of dense layers: operators differ from model to model
         return int(width * (13 * hidden + 2 * (query + keys) + 4 * inner_size(shape)))
-    inputs_and_outputs = whole * hidden + query + 2 * keys  # query, key and value as one linear
-    rotated, attended = query + keys, query
-    kept = 2 * _norm_bytes(hidden) + width * (inputs_and_outputs + rotated + attended)
-    if shape.model_type.startswith("qwen3"):  # norms of queries and keys
+    rotated, values, attended = query + keys, keys, query
+    kept = 2 * _norm_bytes(hidden, width) + width * (whole * hidden + rotated + values + attended)
+    if shape.model_type.startswith("qwen3"):  # norms of queries and keys, which keep their input
         heads = shape.num_attention_heads + shape.num_key_value_heads
-        # in float32 their input is the linear's output, which is kept already
-        kept += heads * _norm_bytes(size) - FLOAT32 * rotated * (width == FLOAT32)
+        kept += heads * _norm_bytes(size, width)
     if is_sparse(shape, number):
         return int(kept + _experts_bytes(shape, width))
     return int(kept + width * (whole * hidden + (2 + whole) * shape.intermediate_size))
 
 
-def _norm_bytes(features: int) -> int:
-    return 2 * FLOAT32 * features + FLOAT32
+def _norm_bytes(features: int, width: int) -> int:
+    return width * features + FLOAT32
 
 
 def _experts_bytes(shape: Any, width: int) -> int:

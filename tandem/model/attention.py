@@ -186,8 +186,8 @@ def heads_first(rows: Tensor, run: int, heads: int) -> Tensor:
 
 
 def _gather(t: Tensor, index: Tensor, heads: int) -> Tensor:
-    """Pick rows of t [T, heads * g, E] by index [n, R] into [n, heads, R * g, E]."""
-    return heads_first(t.index_select(0, index.reshape(-1)), index.shape[1], heads)
+    """Pick rows of t [T, heads * g, E] by index [n, R] into [n, heads, R * g, E], contiguous."""
+    return heads_first(t.index_select(0, index.reshape(-1)), index.shape[1], heads).contiguous()
 
 
 def rows_first(t: Tensor, run: int, heads: int) -> Tensor:

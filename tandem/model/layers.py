@@ -83,12 +83,16 @@ class ExactLayer(nn.Module):
         """Map queries, keys and values side by side, [T, (H + 2K) * E], to [T, D]."""
         attention, kv_heads = self.self_attn, self.kv_heads
         heads = x.view(len(x), -1, attention.head_dim)
-        q, k, v = heads.tensor_split((-2 * kv_heads, -kv_heads), 1)
+        each = heads.shape[1] - 2 * kv_heads, kv_heads
         if self.normed:
+            q, k, v = heads.split((*each, kv_heads), 1)
             q = rotate(norm(attention.q_norm, q), rotation)
             k = rotate(norm(attention.k_norm, k), rotation)
         else:
-            q, k = rotate(heads[:, :-kv_heads], rotation).tensor_split((-kv_heads,), 1)
+            both, v = heads.split((sum(each), kv_heads), 1)
+            q, k = rotate(both, rotation).split(each, 1)
+            if torch.is_grad_enabled():  # a view would keep the queries before their rotation too
+                v = v.contiguous()
         out = plan.attend(self.number, q, k, v, attention.scaling, self.window)
         return attention.o_proj(out.reshape(len(x), -1))
 
@@ -141,11 +145,39 @@ class _Embed(torch.autograd.Function):
 
 
 def norm(module: Any, x: Tensor) -> Tensor:
-    """Run transformers' RMSNorm in one call, in float32."""
+    """Compute transformers' RMSNorm of x [..., D], in float32."""
+    weight, epsilon = module.weight, module.variance_epsilon
     if triton := triton_for(x):
-        return triton.rms_norm(x, module.weight, module.variance_epsilon)  # type: ignore[no-any-return]
-    shape, weight = (x.shape[-1],), module.weight.float()
-    return F.rms_norm(x.float(), shape, weight, module.variance_epsilon).to(x.dtype)
+        return triton.rms_norm(x, weight, epsilon)  # type: ignore[no-any-return]
+    if torch.is_grad_enabled():
+        return _RMSNorm.apply(x, weight, epsilon)  # type: ignore[no-any-return]
+    return _rms_norm(x, weight, epsilon)[0]
+
+
+def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Return the norm of x and its factors, float32 [..., 1]."""
+    wide = x.float()
+    factors = wide.square().mean(-1, keepdim=True).add_(epsilon).rsqrt_()
+    return (wide * factors).mul_(weight.float()).to(x.dtype), factors
+
+
+class _RMSNorm(torch.autograd.Function):
+    """The autograd function of `norm`: it keeps x and factors, not x times its factors too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        out, factors = _rms_norm(x, weight, epsilon)
+        ctx.save_for_backward(x, weight, factors)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, factors = ctx.saved_tensors
+        above, scaled = grads[0].float(), x.float() * factors
+        grad_weight = (above * scaled).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        slope = above * weight.float()
+        mean = (slope * scaled).mean(-1, keepdim=True)
+        return slope.addcmul_(scaled, mean, value=-1).mul_(factors).to(x.dtype), grad_weight, None
 
 
 def add_norm(module: Any, x: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:

@@ -151,15 +151,16 @@ class _TokenLogprobs(torch.autograd.Function):
         wanted = ctx.needs_input_grad if expected is not None else [False] * 9
         grads = _Gradients(hidden, weight, bias, wanted)
         for rows in chunks(len(targets), weight.shape[0]):
-            logits = multiply(hidden[rows], packed, bias).float()
-            table, backwards = _chunk_table(logits, targets, sampling, seen, rows, softcap)
+            table, backwards = _chunk_table(
+                multiply(hidden[rows], packed, bias).float(), targets, sampling, seen, rows, softcap
+            )
             logprobs[rows], entropies = _values(table, targets[rows], sampling, with_entropy)
             if entropies is not None:
                 entropy[rows] = entropies
             if expected is not None and any(wanted):
                 parts = entropy[rows], expected[rows, None], None
-                slope = _slope(table, targets[rows], sampling, *parts)
-                grads.add(rows, slope, sampling, backwards)
+                grads.add(rows, _slope(table, targets[rows], sampling, *parts), sampling, backwards)
+            del table  # before the next logits are computed
         ctx.save_for_backward(
             *(hidden, weight, packed, targets, entropy, expected, bias),
             *(grads.hidden, grads.weight, grads.bias),
@@ -179,12 +180,14 @@ class _TokenLogprobs(torch.autograd.Function):
             return *totals[:2], *[None] * 6, totals[2], None
         grads = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
         for rows in chunks(len(targets), weight.shape[0]):
-            logits = multiply(hidden[rows], packed, bias).float()
             options = ctx.sampling, ctx.seen, rows, ctx.softcap
-            table, backwards = _chunk_table(logits, targets, *options)
+            table, backwards = _chunk_table(
+                multiply(hidden[rows], packed, bias).float(), targets, *options
+            )
             parts = (None if grad is None else grad[rows, None] for grad in above)
             slope = _slope(table, targets[rows], ctx.sampling, entropy[rows], *parts)
             grads.add(rows, slope, ctx.sampling, backwards)
+            del table, slope
         return grads.hidden, grads.weight, *[None] * 6, grads.bias, None
 
 
@@ -228,7 +231,7 @@ def _values(
         temperature = sampling.temperature or 1.0
         return triton.target_logprobs(table, targets, temperature, entropy=with_entropy)  # type: ignore[no-any-return]
     logprobs = table.gather(1, targets[:, None])[:, 0]
-    return logprobs, -row_sums(table.exp() * table.clamp_min(-1e4)) if with_entropy else None
+    return logprobs, -row_sums(table.clamp_min(-1e4).mul_(table.exp())) if with_entropy else None
 
 
 def _slope(

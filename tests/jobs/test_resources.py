@@ -137,13 +137,13 @@ def test_savings_are_the_differences_of_two_plans_the_most_first(home):
 
 
 def test_where_the_cache_takes_turns_less_activation_saves_down_to_the_cache_only(home):
-    config = config_of(home, "rollout.cache_mb=24")
+    config = config_of(home, "rollout.cache_mb=8")
     sizes = on_gpu(config)
     update = sum(rows_of(memory(sizes, config, "train"))[n] for n in ("gradients", "activations"))
     found = dict(savings(sizes, config, needs))
-    assert update > 24 << 20
-    assert found["train.tokens_per_microbatch=4096"] == update - (24 << 20)
-    assert "rollout.cache_mb=12" not in found
+    assert update > 8 << 20
+    assert found["train.tokens_per_microbatch=4096"] == update - (8 << 20)
+    assert "rollout.cache_mb=4" not in found
 
 
 def test_offload_is_named_where_it_saves(home):
