@@ -417,7 +417,7 @@ def test_plan_of_gpus_shows_the_mesh_of_the_recipe(home):
         ),
         (["--gpus", "4", "model.dtype=float8"], "linears in float8 are not built"),
         (["--gpus", "4", "train.backend=megatron"], "an off-policy correction"),
-        (["--gpus", "1", "train.tokens_per_microbatch=50000000"], "GPUs that fits: "),
+        (["--gpus", "1", "train.tokens_per_microbatch=100000000"], "GPUs that fits: "),
     ],
 )
 def test_wrong_counts_and_runs_that_fit_nowhere_are_refused(arguments, said, home):

@@ -48,6 +48,20 @@ def updated(learner, batches, steps=2):
     return [learner.update(batches, loss) for _ in range(steps)]
 
 
+def copied(model):
+    return {name: weight.clone() for name, weight in model.named_weights().items()}
+
+
+def require_same_change(found, expected, before):
+    """A gradient is a sum of some hundred float32 products in another order, so it differs by about
+    1e-6 of its size; where it nearly cancels, Adam makes a larger part of a step of that. Of what
+    the steps change in a weight, all together differ by less than 1e-3, and so little of the weight
+    that a lost or doubled summand would be a thousand times more."""
+    for name, weight in expected.items():
+        difference, change = (found[name] - weight).norm(), (weight - before[name]).norm()
+        assert difference <= 1e-3 * change, (name, difference / change)
+
+
 def step_on(mesh, kind, shares, **settings):
     model, ranks = exact_model(kind), ParallelRanks(mesh)
     ranks.divide(model, torch.float32)

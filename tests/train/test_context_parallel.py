@@ -268,11 +268,11 @@ def activation_bytes_on(mesh):
 
 
 def test_each_process_keeps_its_share_of_the_activations():
-    """And a second copy of the values, by row and by head, which is 3% here."""
+    """And a second copy of the values, by row and by head, which is 5% here."""
     alone = activation_bytes(exact_model("qwen3", **FOUR_HEADS))
     for size in (2, 4):
         for found in on_mesh(activation_bytes_on, context=size):
-            assert alone <= found * size <= 1.05 * alone
+            assert alone <= found * size <= 1.06 * alone
 
 
 # ---- what is refused

@@ -17,7 +17,7 @@ from tandem.train.ranks import ALONE
 from tests.support.meshes import on_mesh
 from tests.support.parity import engine_for, largest_gap, random_requests
 from tests.support.tiny import stock_model, tiny_config
-from tests.support.updates import learner_of, microbatches, updated
+from tests.support.updates import copied, learner_of, microbatches, require_same_change, updated
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 12}
 KINDS = {
@@ -73,23 +73,17 @@ def step_alone(kind, shares, lora=None, change=None):
     model = whole_model(kind, lora=lora)
     if change is not None:
         change(model)
-    before = {name: weight.clone() for name, weight in model.named_weights().items()}
+    before = copied(model)
     rows = updated(learner_of(model, ALONE), microbatches(shares))
     return rows, model.named_weights(), before
 
 
 def require_close(found, expected):
-    """A gradient is a sum of some hundred float32 products in another order, so it differs by about
-    1e-6 of its size; where it nearly cancels, Adam makes a larger part of a step of that. Of what
-    two steps change in a weight, all together differ by less than 1e-3, and so little of the weight
-    that a lost or doubled summand would be a thousand times more."""
     (rows, weights), (others, expected, before) = found, expected
     for row, other in zip(rows, others, strict=True):
         assert row.keys() == other.keys()
         assert all(row[name] == pytest.approx(other[name], rel=2e-5) for name in row)
-    for name, weight in expected.items():
-        difference, change = (weights[name] - weight).norm(), (weight - before[name]).norm()
-        assert difference <= 1e-3 * change, (name, difference / change)
+    require_same_change(weights, expected, before)
 
 
 def steps_on(mesh, cases):
