@@ -227,8 +227,9 @@ def assert_gradients_with_entropy(hidden, weight, targets, sampling, *, of_logpr
     (-(terms.sum(-1) * above_entropy).sum() + (chosen * above).sum()).backward()
     for one, other in zip(ours, theirs, strict=True):
         scale = float(other.grad.abs().max())
-        # float32 sums over the vocabulary; measured: under 3e-6 of the largest entry
-        torch.testing.assert_close(one.grad, other.grad.float(), rtol=0, atol=1e-5 * scale)
+        # float32 sums over the vocabulary; measured: under 3e-6 of the largest entry, 1.1e-5 with
+        # AVX2, with which torch adds up in 8 lanes
+        torch.testing.assert_close(one.grad, other.grad.float(), rtol=0, atol=2e-5 * scale)
 
 
 @pytest.mark.parametrize("of_logprobs", [0.0, 1.0], ids=["entropy alone", "with log-probs"])
