@@ -8,7 +8,7 @@ DEV := $(VENV)/.ready-dev
 # With OMP_WAIT_POLICY=passive a waiting thread leaves its core to them; it changes no bit.
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=passive
 
-.PHONY: setup setup-dev adapters distributed megatron demo test check format lint types size same-bits gpu docs mutants invariants chaos bench plan-accuracy scaling cluster smollm2 smollm2-model learning environments figures newest models clean
+.PHONY: setup setup-dev adapters distributed megatron demo test test-all long-tests check format lint types size same-bits gpu docs mutants invariants chaos bench plan-accuracy scaling cluster smollm2 smollm2-model learning environments figures newest models clean
 
 # What the demo and the commands need; what tests, benchmarks and the SmolLM2 example need besides comes with setup-dev.
 setup: $(READY)
@@ -48,10 +48,20 @@ demo: $(READY)
 	@HF_HUB_OFFLINE=1 $(BIN)/tandem demo
 
 # The tests of a file stay in one process, which prepares for them once.
-test: $(DEV)
-	@$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests
+TESTS := $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests
 
-check: $(DEV) lint types size test
+# All but the long ones, which start processes, kill them, or run kernels in an interpreter.
+test: $(DEV)
+	@$(TESTS) -m "not long"
+
+test-all: $(DEV)
+	@$(TESTS)
+
+# Which tests are long (tests/long.txt), from the seconds of a whole run.
+long-tests: $(DEV)
+	@$(TESTS) --record-long
+
+check: $(DEV) lint types size test-all
 
 format: $(DEV)
 	@$(BIN)/ruff format . && $(BIN)/ruff check --fix .

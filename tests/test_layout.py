@@ -338,3 +338,9 @@ def names_of(path):
         if isinstance(n, ast.Import | ast.ImportFrom)
         for a in n.names
     }
+
+
+def test_each_long_test_is_there():
+    for name in (ROOT / "tests" / "long.txt").read_text(encoding="utf-8").splitlines():
+        file, _, function = name.partition("::")
+        assert f"def {function}(" in (ROOT / file).read_text(encoding="utf-8"), name
