@@ -57,13 +57,4 @@ def others_cpu_share(seconds: float = 2.0) -> float:
 
 
 def describe() -> str:
-    flags = next(
-        (
-            line
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("flags")
-        ),
-        "",
-    )
-    amx = ", AMX" if "amx_tile" in flags else ""
-    return f"{numerics.processor()}{amx}; {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}"
+    return f"{numerics.processor()}; {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}"

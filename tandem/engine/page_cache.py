@@ -14,6 +14,7 @@ The cache holds one weight version: `flush` empties it when the weights change. 
 """
 
 import hashlib
+import heapq
 import math
 import mmap
 from collections import defaultdict
@@ -92,11 +93,16 @@ class PageCache:
         # clock time when it was last held; later pages of a sequence first
         self._last_used = np.zeros(count, np.int64)
         self._clock = 0
-        self._free = list(range(count - 1, -1, -1))
+        # a heap: the lowest is taken first, so that pages in use stay beside each other
+        self._free = list(range(count))
         # pages by the hash of the tokens before them; full pages, reserved or filled, by the hash
         # that includes them. Keys of a dict are in order, so that equal pages give way to one page.
         self._following: dict[bytes, dict[int, None]] = defaultdict(dict)
         self._full: dict[bytes, dict[int, None]] = defaultdict(dict)
+        # the last page of a sequence as it was admitted, by the hash of the tokens that `match`
+        # looks for: the other samples of a prompt find it without a look at every page
+        self._last: dict[bytes, int] = {}
+        self._last_hash = [b""] * count
 
     # ---- memory
 
@@ -141,9 +147,12 @@ class PageCache:
     def _match_tail(self, rest: np.ndarray, prefix_hash: bytes) -> tuple[int, int, int]:
         """Return (page behind the prefix that holds most of the tokens, number it holds, most that
         a page will hold)."""
-        candidates = np.fromiter(self._following.get(prefix_hash, ()), np.int64)
-        if not len(rest) or not len(candidates):
+        if not len(rest) or prefix_hash not in self._following:
             return 0, 0, 0
+        page = self._last.get(hash_page(prefix_hash, rest), -1)
+        if page >= 0 and self._filled[page] >= len(rest):
+            return page, len(rest), len(rest)
+        candidates = np.fromiter(self._following[prefix_hash], np.int64)
         same = self._tokens[candidates, : len(rest)] == rest
         equal = np.where(same.all(1), len(rest), same.argmin(1))
         held = np.minimum(equal, self._filled[candidates])
@@ -185,7 +194,7 @@ class PageCache:
         if not self._free:
             cached = np.flatnonzero(self.ref_count == 0)
             self._evict(int(cached[self._last_used[cached].argmin()]))
-        page = self._free.pop()
+        page = heapq.heappop(self._free)
         self.ref_count[page] = 1
         self._prefix_hash[page] = prefix_hash
         self._following[prefix_hash][page] = None
@@ -194,7 +203,7 @@ class PageCache:
     def next_free(self, count: int) -> list[int]:
         """List the pages that the next allocations take, at most `count`; nothing is cached in
         them. Fewer if cached pages would have to be evicted."""
-        return self._free[: -count - 1 : -1]
+        return heapq.nsmallest(count, self._free) if count else []
 
     def next_prefix_hash(self, page: int) -> bytes:
         """Return the prefix hash of the page that follows a full page."""
@@ -209,6 +218,12 @@ class PageCache:
             self._reserved[page] = len(part)
             if len(part) == PAGE:
                 self._full[self.next_prefix_hash(page)][page] = None
+        page, part = (
+            pages[(len(tokens) - 1) // PAGE],
+            tokens[:-1][(len(tokens) - 1) // PAGE * PAGE :],
+        )
+        self._last_hash[page] = hash_page(self._prefix_hash[page], part)
+        self._last.setdefault(self._last_hash[page], page)
 
     def fill(self, pages: np.ndarray, offsets: np.ndarray, tokens: np.ndarray) -> None:
         """Record that tokens int64 [T] are in their pages, at these offsets (ascending within a
@@ -255,16 +270,19 @@ class PageCache:
     def flush(self) -> None:
         """Forget every page when the weights change. None may be held."""
         assert not self.ref_count.any(), "a page is held across a change of weights"
-        self._free = list(range(self.count - 1, -1, -1))
+        self._free = list(range(self.count))
         self._following.clear()
         self._full.clear()
+        self._last.clear()
         self._filled[:] = self._reserved[:] = 0
 
     def _evict(self, page: int) -> None:
         self._forget_full(page)
         _discard(self._following, self._prefix_hash[page], page)
+        if self._last.get(self._last_hash[page]) == page:
+            del self._last[self._last_hash[page]]
         self._filled[page] = self._reserved[page] = 0
-        self._free.append(page)
+        heapq.heappush(self._free, page)
 
     def _forget_full(self, page: int) -> None:
         if self._reserved[page] == PAGE:
@@ -272,7 +290,7 @@ class PageCache:
 
 
 def hash_page(prefix_hash: bytes, tokens: np.ndarray) -> bytes:
-    """Hash a prefix and one more full page of tokens int64 [PAGE]."""
+    """Hash a prefix and one more page of tokens int64 [n]."""
     return hashlib.blake2b(prefix_hash + tokens.tobytes(), digest_size=16).digest()
 
 

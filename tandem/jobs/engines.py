@@ -100,11 +100,12 @@ def probe_exactness(
     their vocabulary. folder: of the run, if there is one. alone: no other process multiplies by
     these weights.
     """
+    processor = placement(config).processor()
     if model.inexact:
-        return _not_exact(model, report)
+        return _not_exact(model, report, processor)
     seed, microbatch = config.run.seed, config.train.tokens_per_microbatch
     if model.device.type == "cuda":
-        before = "" if folder is None else read_matmul(folder, placement(config).processor())
+        before = "" if folder is None else read_matmul(folder, processor)
         alone = alone and config.parallel.processes == 1 and not is_http(config)
         choose_matmul(model, seed, report, before, alone=alone, microbatch=microbatch)
     free = max(1, min(torch.get_num_threads(), numerics.cores() - workers))
@@ -120,18 +121,19 @@ def probe_exactness(
     parity = f"NOT exact on this machine: {'; '.join(found.parity)}" if found.parity else agree
     if found.thread_dependent:
         kept = f"bits depend on the thread count, {torch.get_num_threads()} are kept"
-        report(f"exactness probe: {parity}; {kept}")
+        report(f"exactness probe: {parity}; {kept} ({processor})")
     else:
-        report(f"exactness probe: {parity}{', with any number of threads' * (not found.parity)}")
+        threads = ", with any number of threads" * (not found.parity)
+        report(f"exactness probe: {parity}{threads} ({processor})")
         torch.set_num_threads(free)
     return found
 
 
-def _not_exact(model: ExactModel, report: Report) -> Exactness:
+def _not_exact(model: ExactModel, report: Report, processor: str) -> Exactness:
     """Report a model of the inexact path, whose operators nobody probes."""
     report(
         f"NOT exact: engine and trainer compute differently ({model.inexact}), gap measured each "
-        f"step; bits depend on the thread count, {torch.get_num_threads()} are kept"
+        f"step; bits depend on the thread count, {torch.get_num_threads()} are kept ({processor})"
     )
     return Exactness(parity=[], thread_dependent=[model.inexact], inexact=model.inexact)
 

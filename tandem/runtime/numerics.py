@@ -79,7 +79,7 @@ def why_not_reproducible() -> list[str]:
 def processor() -> str:
     """Name the processor and the switches that change how libraries see it.
 
-    Example: "Intel(R) Xeon(R) Processor 6/167, AVX512"
+    Example: "Intel(R) Xeon(R) Processor 6/167, AVX512, AMX, MKL_CBWR=AUTO,STRICT"
     """
     import torch
 
@@ -87,11 +87,11 @@ def processor() -> str:
     name = info.get("model name", platform.processor() or platform.machine())
     keys = ("cpu family", "model", "CPU implementer", "CPU part")
     model = "/".join(info[key] for key in keys if key in info)
-    names = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
+    found = [torch.backends.cpu.get_cpu_capability()]
+    found += ["AMX"] if torch.cpu._is_amx_tile_supported() else []
+    names = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY", "MKL_CBWR")
     switches = [f"{key}={os.environ[key]}" for key in names if key in os.environ]
-    return ", ".join(
-        [f"{name} {model}".strip(), torch.backends.cpu.get_cpu_capability(), *switches]
-    )
+    return ", ".join([f"{name} {model}".strip(), *found, *switches])
 
 
 def vendor() -> str:

@@ -7,7 +7,9 @@ against accidents, though not against forgers.
 """
 
 import hashlib
+from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 import xxhash
@@ -16,8 +18,18 @@ from torch import Tensor
 
 def weight_hash(tensors: Mapping[str, Tensor]) -> str:
     """Hash names, dtypes, shapes and bytes, in name order, to hex: equal if and only if every bit
-    is."""
-    return combine({name: tensor_hash(tensor) for name, tensor in tensors.items()})
+    is. As many tensors at once as torch has threads; those that a mapping makes when it is asked,
+    as merged weights, are not all held."""
+    hashes, waiting = dict[str, str](), deque[tuple[str, Future[str]]]()
+    threads = torch.get_num_threads()
+    with ThreadPoolExecutor(threads) as pool:
+        for name, tensor in tensors.items():
+            waiting.append((name, pool.submit(tensor_hash, tensor)))
+            if len(waiting) > threads:
+                name, future = waiting.popleft()
+                hashes[name] = future.result()
+        hashes |= {name: future.result() for name, future in waiting}
+    return combine(hashes)
 
 
 def tensor_hash(tensor: Tensor) -> str:

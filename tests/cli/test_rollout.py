@@ -25,6 +25,7 @@ from tandem.data.readers.rows import read_rows
 from tandem.model.tiny import make_tiny
 from tandem.run_folder.episode_files import SCHEMA
 from tandem.run_folder.status import ROLLOUT
+from tandem.runtime import numerics
 from tandem.runtime.errors import UserError
 from tandem.types import Episode, Group, Problem
 from tandem.view.runs import Run
@@ -437,7 +438,7 @@ def test_summary_counts_the_batches_of_all_starts(home, outputs, tmp_path, capsy
     (output.folder / "rollout_step_000003.parquet").unlink()
     rollout(config(home), output.path)
     probe, *lines = [line for line in capsys.readouterr().out.splitlines() if line[0].isalpha()]
-    assert probe.startswith("exactness probe: ")
+    assert probe.startswith("exactness probe: ") and numerics.processor() in probe
     assert lines[0].startswith("batch 4 of 4: 2 episodes, mean reward ") and len(lines) == 2
     assert lines[1].startswith("done: 14 episodes, mean reward ")
     assert all("% truncated, " in line and line.endswith(" tokens/s") for line in lines)

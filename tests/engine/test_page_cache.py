@@ -153,6 +153,41 @@ def test_reserved_tokens_are_forgotten_if_never_computed():
     assert (cache.available, cache.cached) == (3, 2)
 
 
+def test_the_lowest_free_page_is_taken_first():
+    cache = cache_of(6)
+    pages = [write(cache, tokens(100, seed))[0] for seed in range(4)]
+    assert pages == [0, 1, 2, 3] and cache.next_free(9) == [4, 5]
+    cache._evict(pages[2])
+    cache._evict(pages[0])
+    assert cache.next_free(2) == [0, 2] and cache.next_free(0) == []
+    assert [cache.allocate(EMPTY_PREFIX) for _ in range(4)] == [0, 2, 4, 5]
+
+
+def test_what_is_found_is_what_a_look_at_every_page_finds():
+    """The samples of a prompt find its page by a hash; the page must be as good as any other."""
+    rng = np.random.default_rng(0)
+    cache, held, found = cache_of(24), [], 0
+    prompts = [tokens(int(rng.integers(2, 300)), seed) for seed in range(6)]
+    prompts += [np.concatenate([prompt[:20], tokens(30, 9)]) for prompt in prompts]
+    for _ in range(300):
+        sequence = prompts[rng.integers(len(prompts))]
+        match = cache.match(sequence)
+        last, cache._last = cache._last, {}
+        plain = cache.match(sequence)
+        cache._last = last
+        assert (match.pages, match.tail_length) == (plain.pages, plain.tail_length)
+        assert match.will_be_cached == plain.will_be_cached
+        tail = cache._tokens[match.tail][: match.tail_length]
+        assert np.array_equal(tail, sequence[len(match.pages) * PAGE :][: match.tail_length])
+        found += match.tail_length > 0 and match.tail_length == plain.tail_length
+        if held and (cache.available < 4 or rng.random() < 0.5):
+            cache.release(held.pop(rng.integers(len(held))))
+        if cache.available >= 4:
+            cache.retain(match.pages)
+            held.append(write(cache, sequence, match.pages))
+    assert found > 100 and len(cache._last) <= cache.count
+
+
 def test_flush_is_refused_while_a_page_is_held():
     cache, sequence = cache_of(3), tokens(300)
     pages = write(cache, sequence)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import stat
 import subprocess
+import weakref
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ from tandem.run_folder.checkpoint import (
 )
 from tandem.runtime.disk import DISK, Disk, make_folder
 from tandem.runtime.errors import UserError
-from tandem.weights.hashing import tensor_hash, weight_hash
+from tandem.weights.hashing import combine, tensor_hash, weight_hash
 from tests.support.faults import MODES, memory_folder
 
 
@@ -277,6 +278,27 @@ def test_weight_hash_ignores_order_strides_and_requires_grad():
     same = {"b": torch.zeros(0), "a": weight.T.contiguous().T.requires_grad_()}
     assert weight_hash({"a": weight, "b": torch.zeros(0)}) == weight_hash(same)
     assert tensor_hash(torch.tensor(1.0)) != tensor_hash(torch.tensor([1.0]))
+
+
+class Merged(dict):
+    """Tensors that are made when they are asked for, as merged weights are; counts those alive."""
+
+    def items(self):
+        self.alive = weakref.WeakSet()
+        self.most = 0
+        for name, seed in super().items():
+            tensor = torch.full((50_000,), float(seed))
+            self.alive.add(tensor)
+            self.most = max(self.most, len(self.alive))
+            yield name, tensor
+            del tensor
+
+
+def test_the_weight_hash_holds_few_tensors_that_are_made_for_it():
+    merged = Merged({f"layer {n}": n for n in range(40)})
+    digest = weight_hash(merged)
+    assert merged.most <= torch.get_num_threads() + 3
+    assert digest == combine({name: tensor_hash(tensor) for name, tensor in merged.items()})
 
 
 def test_the_weight_hash_is_the_same_in_every_process():
