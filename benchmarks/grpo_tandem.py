@@ -36,6 +36,7 @@ REWARD = str(Path(__file__).parent.parent / "examples" / "last_number.py") + ":s
 
 
 def main() -> None:
+    imports = peak_rss_mb() / 1024
     path, data, prompts, group, new, steps, fixed, memory = sys.argv[1:]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "empty.toml").write_text("")
@@ -76,7 +77,7 @@ def main() -> None:
                 collector=collector,
                 sync=InlineSync(engine),
             )
-            print(json.dumps(measure(stages, int(steps))))
+            print(json.dumps(measure(stages, int(steps)) | {"imports_gib": imports}))
 
 
 def measure(stages: Stages, steps: int) -> dict[str, float | str]:

@@ -42,7 +42,12 @@ class StepClock(TrainerCallback):
         self.seconds.append(time.perf_counter() - self.start)
 
 
+def peak_gib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
 def main() -> None:
+    imports = peak_gib()
     path, data, prompts, group, new, steps, fixed, memory = sys.argv[1:]
     samples = int(prompts) * int(group)
     at_once = 8 if memory == "checkpointed" else samples
@@ -98,7 +103,8 @@ def main() -> None:
                 "step_s": statistics.median(clock.seconds[skip:]),
                 "tokens": statistics.median(tokens[skip:]),
                 "tokens_per_s": sum(tokens[skip:]) / sum(clock.seconds[skip:]),
-                "rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+                "rss_gib": peak_gib(),
+                "imports_gib": imports,
             }
         )
     )

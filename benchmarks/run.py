@@ -1,9 +1,9 @@
 """`make bench`: every ratio of docs/performance.md, baseline and Tandem alternating on this
 machine, in one run.
 
-    python benchmarks/run.py [decode] [long] [ragged] [prefixes] [bfloat16] [trainer] [tiny] [smollm2]     default: all
+    python benchmarks/run.py [decode] [long] [ragged] [prefixes] [bfloat16] [trainer] [tiny] [smollm2] [vllm]     default: all but vllm
 
-It rewrites docs/performance.md, where each processor keeps its own results.
+vllm needs vLLM's own environment (`make .venv-vllm/.ready`). It rewrites docs/performance.md, where each processor keeps its own results.
 
 Every side runs with the allocator settings that Tandem gives itself (memory stays with the
 process), and with as many threads as there are cores. Refuses to judge while other processes use
@@ -12,6 +12,7 @@ more than 10% of the CPU.
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 from datetime import date
@@ -31,7 +32,7 @@ TINY = ROOT / ".cache" / "bench-tiny"
 
 def main() -> int:
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    for name in sys.argv[1:] or SECTIONS:
+    for name in sys.argv[1:] or [name for name in SECTIONS if name != "vllm"]:
         print(f"== {name}", flush=True)
         if not quiet():
             return 2
@@ -110,12 +111,31 @@ def paired(arguments: list[str], rounds: int) -> dict:
         "tandem": ours,
         "step_ratio": theirs["step_s"] / ours["step_s"],
         "memory_ratio": ours["rss_gib"] / theirs["rss_gib"],
+        "memory_ratio_above_imports": (ours["rss_gib"] - ours["imports_gib"])
+        / (theirs["rss_gib"] - theirs["imports_gib"]),
     }
 
 
-def run(script: str, *arguments: str) -> dict:
+def vllm() -> dict:
+    """Decode against vLLM on a CPU, each in a process of its own, by turns."""
+    path, theirs = str(model_with_examples()), ROOT / ".venv-vllm" / "bin" / "python"
+    pythons = {"vllm": str(theirs), "tandem": sys.executable}
+    rounds = [
+        {side: run("decode_vllm.py", side, path, python=python) for side, python in pythons.items()}
+        for _ in range(2)
+    ]
+    return {
+        side: {
+            batch: statistics.median(own[side][batch] for own in rounds)
+            for batch in rounds[0][side]
+        }
+        for side in pythons
+    }
+
+
+def run(script: str, *arguments: str, python: str = sys.executable) -> dict:
     env = {**os.environ, **ALLOCATOR, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, str(ROOT / "benchmarks" / script), *arguments]
+    command = [python, str(ROOT / "benchmarks" / script), *arguments]
     done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
@@ -147,6 +167,7 @@ SECTIONS = {
     "trainer": trainer,
     "tiny": tiny,
     "smollm2": smollm2,
+    "vllm": vllm,
 }
 
 if __name__ == "__main__":
