@@ -178,7 +178,10 @@ class Engine:
     # ---- a check of itself
 
     def rest(self) -> None:
-        """Give the cache's memory back until the next step. No request may be under way."""
+        """Give the memory of the cache and of captured steps back until the next step. No request
+        may be under way."""
+        if self.lookahead is not None:
+            self.lookahead.clear()
         self.cache.give_back()
 
     def logprob_gap(self) -> float:
