@@ -123,7 +123,7 @@ def _gpu() -> Finding:
         processor = place_models(f"cuda:{number}", "auto").processor()
         found.append(f"cuda:{number} {processor}, {human_bytes(free)} of {human_bytes(total)} free")
     if find_spec("triton") is None:
-        missing = f"{'; '.join(found)}; Triton is missing, whose kernels the models run: pip install triton"
+        missing = f"{'; '.join(found)}; Triton is missing (the kernels): pip install triton"
         return Finding(False, missing, _gpus(len(found)))
     driver, triton = _driver(), version("triton")
     detail = f"{'; '.join(found)}; driver {driver}, Triton {triton}"

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from tandem.engine.engine import Engine
-from tandem.engine.graphs import HostCopy, StepGraphs, cuda_capture, upload
+from tandem.engine.graphs import HostCopy, StepGraphs, upload
 from tandem.engine.lookahead import Lookahead
 from tandem.model.load import make_exact
 from tandem.model.triton import ops

@@ -36,8 +36,7 @@ def gpus():
 
 
 def config_of(home, *settings):
-    settings = list(settings)
-    return load_config(home / "recipe.toml", settings)
+    return load_config(home / "recipe.toml", list(settings))
 
 
 def test_auto_is_the_first_gpu_and_bfloat16(gpus):
@@ -46,16 +45,16 @@ def test_auto_is_the_first_gpu_and_bfloat16(gpus):
     assert place_models("cuda", "float32").dtype == torch.float32
     assert place_models("cpu", "auto").device.type == "cpu"
     assert SECOND.processor() == "Fake H100, sm_90, CUDA 13.0"
-    with pytest.raises(UserError, match="2 that this PyTorch can use(.|\n)*a number below 2"):
+    with pytest.raises(UserError, match=r"2 that this PyTorch can use(.|\n)*a number below 2"):
         place_models("cuda:2", "auto")
-    with pytest.raises(UserError, match="not built(.|\n)*Fake H100"):
+    with pytest.raises(UserError, match=r"not built(.|\n)*Fake H100"):
         place_models("cuda", "float8")
 
 
 def test_a_gpu_without_bfloat16_computes_in_float32():
     with FakeCuda(bfloat16=False):
         assert place_models("auto", "auto").dtype == torch.float32
-        with pytest.raises(UserError, match="no bfloat16(.|\n)*Fake H100"):
+        with pytest.raises(UserError, match=r"no bfloat16(.|\n)*Fake H100"):
             place_models("auto", "bfloat16")
 
 

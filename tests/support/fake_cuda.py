@@ -1,8 +1,8 @@
 """GPUs that are not there: `with FakeCuda() as gpus` gives torch two of them, in one thread.
 
-Their tensors lie in host memory and are computed by the CPU, but say which GPU they are on; Triton's
-interpreter runs the kernels. What a GPU would refuse is refused: tensors of two devices in one
-operator, numpy of a GPU's tensor, and a kernel launched while another GPU is the current one.
+Their tensors lie in host memory and are computed by the CPU, but say which GPU they are on;
+Triton's interpreter runs the kernels. What a GPU would refuse is refused: tensors of two devices in
+one operator, numpy of a GPU's tensor, and a kernel launched while another GPU is the current one.
 `log` holds what was asked of streams, events, pinned memory and graphs. A replay does nothing.
 
 It does not know time: every copy has arrived when its call returns.

@@ -25,8 +25,8 @@ from tandem.model.triton.matmul_kernels import MATMUL_TILE, matmul_kernel, persi
 
 # Partial results of one attention call; beyond it one program walks all splits of a tile.
 SCRATCH_BYTES = 1 << 28
-# A row of queries or keys of more bytes is computed with one block of keys in flight instead of two,
-# and gradients in tiles of 32 instead of 64, so that all stays in a multiprocessor's shared memory.
+# A row of queries or keys of more bytes is computed with one block of keys in flight, not two, and
+# gradients in tiles of 32, not 64, so that all stays in a multiprocessor's shared memory.
 WIDE_BYTES = 256
 
 
