@@ -19,6 +19,7 @@ from triton.runtime import driver
 
 from tandem.model.triton import ops, rowwise, vocabulary
 from tandem.model.triton.packed_attention import PackedSegments, packed_attention
+from tandem.model.triton.plans import OWN_MATMULS as MATMULS
 from tandem.model.triton.shared_splits import shared_attention
 
 SHARED_BYTES = {80: 166_912, 90: 232_448, 100: 232_448}  # of a block, by compute capability
@@ -80,11 +81,11 @@ def new_of(default, *shape, dtype=None):
     return torch.zeros(shape, dtype=dtype, requires_grad=dtype.is_floating_point)
 
 
-def run_everything(dtype, width):
-    """Call each operator forward and backward."""
+def run_everything(dtype, width, kernels):
+    """Call each operator forward and backward; kernels: of matmul."""
     new = partial(new_of, dtype)
     x, weight = new(ROWS, 256).detach(), new(256, 256).detach()
-    for kernel in ("plain", "persistent", "tma"):
+    for kernel in kernels:
         ops.matmul(x, weight, new(256).detach(), kernel)
     q, k, v = attend(new, width)
     plan = PackedSegments(np.array(SEGMENTS), torch.device("cpu"))
@@ -123,7 +124,9 @@ def main():
         for dtype in (torch.float32, torch.bfloat16):
             gpu = Driver(capability)
             driver.set_active(gpu)
-            run_everything(dtype, WIDTHS[dtype])
+            # a float32 matmul takes long to compile, and descriptors change how it is read only
+            kernels = ("plain", "persistent", *["tma"] * (dtype == torch.bfloat16))
+            run_everything(dtype, WIDTHS[dtype], kernels if capability != 90 else MATMULS)
             for width in (WIDTHS[dtype], *PAGED_WIDTHS.get((capability, dtype), ())):
                 if width != WIDTHS[dtype]:
                     attend(partial(new_of, dtype), width)
