@@ -65,8 +65,10 @@ def cuda_capture(device: torch.device) -> Callable[[Step], Graph]:
 
     def capture(step: Step) -> Graph:
         graph = torch.cuda.CUDAGraph()
-        options = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
-        with torch.cuda.device(device), torch.cuda.graph(graph, **options):
+        with (
+            torch.cuda.device(device),
+            torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"),
+        ):
             step()
         return graph
 

@@ -104,7 +104,7 @@ def test_memory_of_descriptors_is_on_the_gpu_of_the_product():
 
 
 def updated_on(device, dtype, offload_bucket=0):
-    """What two updates of a model report, its weights after them, and the learner."""
+    """Metrics of two updates of a model, its weights after them, and the learner."""
     batches = pack(random_samples(np.random.default_rng(5), 1), 60)
     learner = learner_of(model_on(device, dtype), ALONE, offload_bucket=offload_bucket)
     metrics = updated(learner, batches)

@@ -1,4 +1,4 @@
-"""What commands make of GPUs, with a stand-in for them (tests/support/fake_cuda.py)."""
+"""Commands on a machine with GPUs, with a stand-in for them (tests/support/fake_cuda.py)."""
 
 import json
 import sys

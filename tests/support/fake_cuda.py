@@ -63,7 +63,7 @@ class FakeCuda(TorchFunctionMode):
                 gpus.log.append(("replay", gpus.current))
 
         @contextlib.contextmanager
-        def graph(graph, *, pool, stream, capture_error_mode):
+        def graph(graph, pool, stream, *, capture_error_mode):
             gpus.log.append(("capture", stream.device.index, capture_error_mode))
             with device(stream.device):
                 yield
