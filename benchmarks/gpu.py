@@ -3,18 +3,25 @@ docs/gpu.md from it.
 
     make gpu                             every section
     make gpu only="kernels decode"       these; the results of the others stay as they are
+    make gpu only="decode --again"       anew what this code has measured on this GPU already
     python benchmarks/gpu.py --tiny      every section at a tiny shape, on a CPU too; prints the page and keeps nothing
 
-A section's results name the GPU that they were found on. Exit code 2 without a GPU. What has not been measured says so.
+Each row is kept once it is measured, and a section ends after its limit, so that a call that is cut off goes on with the next.
+A row that fails says so in its cells. A section's results name the GPU that they were found on; another GPU or other code
+begins it anew. Exit code 2 without a GPU. What has not been measured says so.
 """
 
 import argparse
+import hashlib
 import json
+import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import date
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -35,6 +42,7 @@ from tests.support.parity import CONFIGS  # noqa: E402
 
 JSON, PAGE = ROOT / "docs" / "gpu.json", ROOT / "docs" / "gpu.md"
 NOT_MEASURED = "not measured"
+CODE = ("tandem/**/*.py", "benchmarks/gpu*.py")  # a section's results are of
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 KINDS = ("train", "ppo, lora", "dapo")  # of runs that are killed
 NO_GPU = (
@@ -52,6 +60,11 @@ class Section:
     measure: Callable[..., Figures]
     columns: dict[str, str]
     rows: dict[str, tuple[Any, ...]] = field(default_factory=lambda: {"all": ()})
+    limit_s: float = 500.0  # of a call; rows that are left come in the next
+
+
+class OutOfTime(Exception):
+    """A section's limit has passed."""
 
 
 BY_MODEL: dict[str, tuple[Any, ...]] = {name: (name,) for name in SHAPES}
@@ -177,6 +190,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--tiny", action="store_true", help="a trial of the benchmark itself, on a CPU too"
     )
+    parser.add_argument("--again", action="store_true", help="measure anew what is measured")
     args = parser.parse_args(arguments)
     if unknown := sorted(set(args.only) - SECTIONS.keys()):
         print(f"unknown section: {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
@@ -186,31 +200,97 @@ def main(arguments: list[str]) -> int:
         return 2
     numerics.prepare()
     bench, kept = Bench(place_models("auto", "auto"), args.tiny), {} if args.tiny else everything()
-    for name in args.only or SECTIONS:
-        kept[name] = measured(bench, SECTIONS[name])
+
+    def keep(name: str, found: dict[str, Any]) -> None:
+        kept[name] = found
         if not args.tiny:
             JSON.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
             PAGE.write_text(page(kept))
-        print("\n".join(section_lines(SECTIONS[name], kept[name])), flush=True)
+
+    for name in args.only or SECTIONS:
+        before = None if args.again or name not in kept else kept[name]
+        found = measured(bench, SECTIONS[name], before, partial(keep, name))
+        print("\n".join(section_lines(SECTIONS[name], found)), flush=True)
     return 0
 
 
-def measured(bench: Bench, section: Section) -> dict[str, Any]:
-    """Measure every row, for a trial the first; one that does not fit the device says so."""
-    start, rows = time.monotonic(), {}
-    for name, arguments in list(section.rows.items())[: 1 if bench.tiny else None]:
+def measured(
+    bench: Bench,
+    section: Section,
+    before: dict[str, Any] | None = None,
+    keep: Callable[[dict[str, Any]], None] = lambda found: None,
+) -> dict[str, Any]:
+    """Measure the rows, for a trial the first, that `before` lacks, and keep the section after each; return it.
+
+    A row that fails or does not fit the device says so, and one that the limit cuts off is left for the next call, unless it had
+    all of the time. Raises SystemExit once the GPU takes no more work of this process.
+    """
+    start, found, begun = time.monotonic(), new_section(bench), 0
+    if before is not None and all(before.get(k) == found[k] for k in ("machine", "code")):
+        found |= {"rows": dict(before["rows"]), "seconds": before["seconds"]}
+    earlier = found["seconds"]
+    for name in list(section.rows)[: 1 if bench.tiny else None]:
+        left = section.limit_s - (time.monotonic() - start)
+        if name in found["rows"] or left <= 0:
+            continue
         try:
-            rows[name] = section.measure(bench, *arguments)
+            with limit(left):
+                found["rows"][name] = section.measure(bench, *section.rows[name])
+        except OutOfTime:
+            if begun:
+                break
+            found["rows"][name] = failed(section, f"more than {section.limit_s:g} s")
         except torch.OutOfMemoryError:
-            rows[name] = dict.fromkeys(section.columns, "out of memory")
+            found["rows"][name] = dict.fromkeys(section.columns, "out of memory")
+        except Exception as error:  # of one row: the others are measured all the same
+            first = (f"{error}".strip() or type(error).__name__).splitlines()[0]
+            found["rows"][name] = failed(section, first.replace("|", "/"))
+        begun += 1
+        found["seconds"] = earlier + round(time.monotonic() - start)
+        keep(found)
+        if any(isinstance(value, str) for value in found["rows"][name].values()):
             forget_models()
+        if any("CUDA error" in f"{value}" for value in found["rows"][name].values()):
+            raise SystemExit("the GPU takes no more work of this process; start it again")
+    return found
+
+
+def new_section(bench: Bench) -> dict[str, Any]:
     return {
         "machine": bench.place.processor(),
+        "code": code_hash(),
         "date": str(date.today()),
         "versions": {name: version_of(name) for name in ("torch", "triton", "transformers")},
-        "seconds": round(time.monotonic() - start),
-        "rows": rows,
+        "seconds": 0,
+        "rows": {},
     }
+
+
+def failed(section: Section, why: str) -> Figures:
+    return dict.fromkeys(section.columns, f"failed: {why[:120]}")
+
+
+@contextmanager
+def limit(seconds: float) -> Iterator[None]:
+    """Raise OutOfTime in the block once the seconds have passed; processes it waits for are killed."""
+
+    def end(*_: Any) -> None:
+        raise OutOfTime
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@cache
+def code_hash() -> str:
+    """Hash the code whose speed is measured: a commit would change with the results."""
+    paths = sorted(path for pattern in CODE for path in ROOT.glob(pattern))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]
 
 
 def version_of(package: str) -> str:

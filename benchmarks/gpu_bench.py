@@ -80,10 +80,13 @@ class Bench:
         """A model of random weights; the last one is kept."""
         return _model(self, name)
 
-    def save_model(self, name: str, folder: Path) -> None:
-        """Write a model of random weights, and a tokenizer, as a Hugging Face directory."""
-        stock_model(self, name, "eager").save_pretrained(folder)
+    def save_model(self, name: str, folder: Path) -> int:
+        """Write a model of random weights, and a tokenizer, as a Hugging Face directory; return the
+        number of its parameters."""
+        module = stock_model(self, name, "eager")
+        module.save_pretrained(folder)
         make_tokenizer(self.config(name).max_position_embeddings).save_pretrained(folder)
+        return sum(parameter.numel() for parameter in module.parameters())
 
     def seconds(self, function: Callable[[], object]) -> float:
         """Median seconds of a call after one to warm up."""
@@ -107,6 +110,13 @@ class Bench:
         if self.place.device.type != "cuda":
             return 1 << 27
         return torch.cuda.mem_get_info(self.place.device)[0]
+
+    def cache_mb(self, parameters: int) -> int:
+        """Choose a cache for the rollouts of a trained model of so many parameters: most of what
+        its weights, masters and moments leave. The cache gives way to the updates."""
+        masters = 0 if self.place.dtype == torch.float32 else 4
+        state = parameters * (self.place.dtype.itemsize + masters + 8)
+        return max(64, int(0.8 * (self.free_bytes() - state)) >> 20)
 
     def peak_bytes(self, function: Callable[[], object]) -> int | None:
         """Most bytes of the device that tensors held at once; None on a CPU, which does not count

@@ -3,6 +3,7 @@ section runs."""
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ import gpu_proofs
 import gpu_speed
 from gpu_bench import Bench
 
-from tandem.model.placement import CPU_FLOAT32
+from tandem.model.placement import CPU_FLOAT32, place_models
+from tests.support.fake_cuda import MEMORY, FakeCuda
+from tests.support.runs import prepare
 
 TINY = Bench(CPU_FLOAT32, tiny=True)
 WITH_PROCESSES = ("kernels", "resume", "learning", "step")
@@ -132,3 +135,82 @@ def test_a_row_that_does_not_fit_the_device_leaves_the_others():
     )
     rows = gpu.measured(Bench(CPU_FLOAT32), section)["rows"]
     assert rows == {"a": {"tokens/s": "out of memory"}, "b": {"tokens/s": 1.0}}
+
+
+def section_of(measure, **changes):
+    rows = {name: (name,) for name in "abc"}
+    return gpu.Section(
+        title="", about="", measure=measure, columns={"ms": ".1f"}, rows=rows, **changes
+    )
+
+
+def test_a_row_that_fails_says_so_and_every_row_is_kept_at_once():
+    def measure(bench, name):
+        if name == "b":
+            raise RuntimeError("no | such kernel\nTraceback of many lines")
+        return {"ms": 1.0}
+
+    kept = []
+    found = gpu.measured(
+        Bench(CPU_FLOAT32), section_of(measure), keep=lambda now: kept.append(len(now["rows"]))
+    )
+    failed = {"ms": "failed: no / such kernel"}
+    assert found["rows"] == {"a": {"ms": 1.0}, "b": failed, "c": {"ms": 1.0}}
+    assert kept == [1, 2, 3]
+    assert "| b | failed: no / such kernel |" in gpu.section_lines(section_of(measure), found)
+
+
+def test_rows_of_this_code_and_gpu_are_not_measured_again():
+    asked = []
+
+    def measure(bench, name):
+        asked.append(name)
+        return {"ms": 2.0}
+
+    bench, section = Bench(CPU_FLOAT32), section_of(measure)
+    before = gpu.new_section(bench) | {"rows": {"b": {"ms": 1.0}}, "seconds": 7}
+    found = gpu.measured(bench, section, json.loads(json.dumps(before)))
+    assert asked == ["a", "c"] and found["rows"]["b"] == {"ms": 1.0} and found["seconds"] >= 7
+    for other in ("machine", "code"):
+        asked.clear()
+        assert gpu.measured(bench, section, before | {other: "x"})["rows"]["b"] == {"ms": 2.0}
+        assert asked == ["a", "b", "c"]
+
+
+def test_a_section_ends_after_its_limit_and_the_next_call_goes_on():
+    def measure(bench, name):
+        if name != "a":
+            time.sleep(30)
+        return {"ms": 1.0}
+
+    bench, section = Bench(CPU_FLOAT32), section_of(measure, limit_s=0.2)
+    first = gpu.measured(bench, section)
+    assert first["rows"] == {"a": {"ms": 1.0}}
+    second = gpu.measured(bench, section, first)
+    assert second["rows"]["b"] == {"ms": "failed: more than 0.2 s"} and "c" not in second["rows"]
+
+
+def test_a_gpu_that_takes_no_more_work_ends_the_process_after_the_row_is_kept():
+    def measure(bench, name):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    kept = []
+    with pytest.raises(SystemExit, match="start it again"):
+        gpu.measured(Bench(CPU_FLOAT32), section_of(measure), keep=kept.append)
+    assert list(kept[0]["rows"]) == ["a"]
+
+
+def test_the_cache_of_a_step_leaves_room_for_what_the_updates_keep():
+    with FakeCuda():
+        bench = Bench(place_models("cuda", "auto"))
+        assert bench.cache_mb(2_000_000_000) == int(0.8 * (MEMORY // 2 - 14 * 2_000_000_000)) >> 20
+        assert bench.cache_mb(4_000_000_000) == 64
+
+
+def test_a_run_that_is_measured_saves_nothing_and_one_that_ends_early_says_why(tmp_path):
+    command = prepare(tmp_path, 3)
+    gpu_speed.run_without_a_save([*command, "run.save_every=1000"], tmp_path / "run", 2)
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
+    assert not (tmp_path / "run/hf").exists()
+    with pytest.raises(RuntimeError, match="lists every key"):
+        gpu_speed.run_without_a_save([*command, "rl.nothing=1"], tmp_path / "other", 2)

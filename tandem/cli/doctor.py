@@ -123,7 +123,7 @@ def _gpu() -> Finding:
         processor = place_models(f"cuda:{number}", "auto").processor()
         found.append(f"cuda:{number} {processor}, {human_bytes(free)} of {human_bytes(total)} free")
     if find_spec("triton") is None:
-        missing = f"{'; '.join(found)}; Triton is missing: pip install triton"
+        missing = f"{'; '.join(found)}; Triton is missing (the kernels): pip install triton"
         return Finding(False, missing, _gpus(len(found)))
     driver, triton = _driver(), version("triton")
     detail = f"{'; '.join(found)}; driver {driver}, Triton {triton}"
@@ -145,8 +145,8 @@ def _driver() -> str:
 def _gpu_checks() -> list[Check]:
     import torch
 
-    if not torch.cuda.is_available():
-        return []
+    if not torch.cuda.is_available() or find_spec("triton") is None:
+        return []  # the check of the GPUs says which
     types = ("float32", "bfloat16")
     return [(f"gpu {dtype}", partial(_exactness, "cuda", dtype)) for dtype in types]
 

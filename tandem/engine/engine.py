@@ -178,7 +178,9 @@ class Engine:
     # ---- a check of itself
 
     def rest(self) -> None:
-        """Give the cache's memory back until the next step. No request may be under way."""
+        """Give cache and captured steps' memory back until the next step. No request may run."""
+        if self.lookahead is not None:
+            self.lookahead.clear()
         self.cache.give_back()
 
     def logprob_gap(self) -> float:
@@ -227,14 +229,12 @@ class Engine:
             sampled += taken.read()
         for members, results in sampled:
             columns = (column.tolist() for column in results)
-            for sequence, token, logprob, top, their_logprobs in zip(
-                members, *columns, strict=True
-            ):
+            for sequence, token, logprob, top, top_logprobs in zip(members, *columns, strict=True):
                 sequence.tokens.append(token)
                 sequence.logprobs.append(logprob)
                 sequence.weight_versions.append(self.weight_version)
                 if top:
-                    sequence.top.append((top, their_logprobs))
+                    sequence.top.append((top, top_logprobs))
         self._generated += len(ready)
         for sequence in ready:
             if (ending := self._ending(sequence)) is not None:

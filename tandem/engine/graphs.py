@@ -54,17 +54,21 @@ class StepGraphs:
         return None
 
 
-def cuda_capture() -> Callable[[Step], Graph]:
-    """Make a function that captures steps as CUDA graphs in one memory pool.
+def cuda_capture(device: torch.device) -> Callable[[Step], Graph]:
+    """Make a function that captures steps of a GPU as CUDA graphs in one memory pool.
 
     They never run at once, and what they leave lies outside of the pool, so the order of replays is
     free. Other threads may go on using the device.
     """
-    pool = torch.cuda.graph_pool_handle()
+    # torch's own for captures is of the GPU that was the current one at the first
+    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
     def capture(step: Step) -> Graph:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with (
+            torch.cuda.device(device),
+            torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"),
+        ):
             step()
         return graph
 
@@ -78,8 +82,8 @@ class HostCopy:
     def __init__(self, *tensors: Tensor):
         # pinned memory, if from a GPU
         self._copies = [t.to("cpu", non_blocking=True, copy=True) for t in tensors]
-        on_gpu = tensors[0].is_cuda
-        self._done = torch.cuda.current_stream().record_event() if on_gpu else None
+        stream = torch.cuda.current_stream(tensors[0].device) if tensors[0].is_cuda else None
+        self._done = None if stream is None else stream.record_event()
 
     def wait(self) -> list[Tensor]:
         """Return the copies once they have arrived."""

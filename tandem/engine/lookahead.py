@@ -15,6 +15,7 @@ key behind the filled part of its own page, or into a free page; whoever gets th
 writes it first.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -176,7 +177,8 @@ def lookahead_for(model: ExactModel, cache: PageCache, max_batch: int) -> Lookah
         return None
     experts = any(layer.sparse for layer in model.module.model.layers)
     captured = model.device.type == "cuda" and not experts
-    return Lookahead(model, cache, max_batch, cuda_capture if captured else None)
+    capture = partial(cuda_capture, model.device) if captured else None
+    return Lookahead(model, cache, max_batch, capture)
 
 
 def _alike(sequences: list[RunningSequence]) -> bool:

@@ -195,7 +195,7 @@ def build_engine(config: Config, model: ExactModel, renderer: ChatRenderer, **si
 def make_room(config: Config, engine: Engine) -> Callable[[], None]:
     """Return the function that makes room for an update: with rollout.release_cache it takes the
     memory of the engine's idle cache, which has it again at the engine's next step."""
-    return engine.cache.give_back if releases_cache(config, placement(config)) else lambda: None
+    return engine.rest if releases_cache(config, placement(config)) else lambda: None
 
 
 def load_engine(

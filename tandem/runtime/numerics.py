@@ -20,6 +20,9 @@ denormal numbers Flushing them is each thread's own setting. A caller may have s
                    they are kept.
 float32 products   torch can be told to round them to bf16 (AVX512-BF16, AMX). A caller may have;
                    they are not rounded.
+cuBLAS             By default it may take another workspace, and so other kernels, in other streams,
+                   and round the parts of a bfloat16 product's sum to bfloat16. Gradients are its
+                   products. No GPU has shown either here: NVIDIA and PyTorch document them.
 """
 
 import ctypes
@@ -32,6 +35,7 @@ from pathlib import Path
 STRICT = "AUTO,STRICT"
 # of oneDNN and of PyTorch's layer above it; oneDNN has two entries for a kernel
 KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "128"}
+CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # buffers of fixed sizes, MB:number
 _STRICT_BIT = 0x10000  # MKL_CBWR_STRICT of mkl_types.h
 
 
@@ -43,13 +47,14 @@ def prepare(threads: int = 0) -> int:
     """
     if vendor() == "GenuineIntel":
         os.environ.setdefault("MKL_CBWR", STRICT)
-    for name, entries in KERNELS.items():
+    for name, entries in (*KERNELS.items(), *CUBLAS.items()):
         os.environ.setdefault(name, entries)
     import torch
 
     torch.set_num_threads(threads or torch.get_num_threads())
     torch.set_flush_denormal(False)
     torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.zeros(64).exp()  # too small for a second thread
     return torch.get_num_threads()
 

@@ -336,6 +336,16 @@ def test_graphs_of_old_weights_are_not_replayed():
     assert not steps._steps and not engine.lookahead._rows
 
 
+def test_graphs_give_their_memory_back_with_the_cache():
+    engine = engine_of(capture=lambda: Replayed)
+    [expected] = engine.generate([request(max_new_tokens=6)])
+    assert engine.lookahead._step.graphs._steps
+    engine.rest()
+    assert not engine.lookahead._step.graphs._steps and engine.cache.keys == ()
+    [found] = engine.generate([request(max_new_tokens=6)])
+    assert facts(found) == facts(expected)
+
+
 def test_page_that_is_freed_and_taken_again_at_once_is_a_new_one():
     """The third sequence fills a page that is cached already, so it gives its own up; the same page
     comes back as its second."""

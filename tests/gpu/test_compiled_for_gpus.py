@@ -24,7 +24,8 @@ KERNELS = {
     for node in ast.walk(ast.parse(path.read_text()))
     if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")
 }
-CAPABILITIES = (80, 90, 100)
+SHARED_BYTES = {80: 166_912, 90: 232_448, 100: 232_448}  # of a block: 163 KiB, 227 KiB
+CAPABILITIES = tuple(SHARED_BYTES)
 
 
 @cache
@@ -52,3 +53,19 @@ def test_every_kernel_compiles(capability, dtype, tmp_path_factory):
     mine = [row for row in rows if (row["capability"], row["dtype"]) == (capability, dtype)]
     assert len(KERNELS) >= 14 and {row["kernel"] for row in mine} == KERNELS
     assert all(row["bytes"] > 0 for row in mine)
+    assert max(row["shared"] for row in mine) <= SHARED_BYTES[capability]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width"), [("float32", 128), ("float32", 256), ("bfloat16", 256)]
+)
+def test_attention_over_wide_heads_fits_the_shared_memory_of_the_smallest_gpu(
+    dtype, width, tmp_path_factory
+):
+    if not Path(knobs.nvidia.ptxas.path).exists():
+        pytest.skip("this build of triton has no assembler")
+    rows = compiled(tmp_path_factory.getbasetemp() / "kernels")
+    mine = [row for row in rows if (row["dtype"], row["width"]) == (dtype, width)]
+    attend = [row for row in mine if row["kernel"].startswith("attend_")]
+    assert {row["kernel"] for row in attend} == {"attend_kernel", "attend_split_kernel"}
+    assert max(row["shared"] for row in attend) <= min(SHARED_BYTES.values())

@@ -2,6 +2,7 @@
 interpreter elsewhere."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -72,7 +73,7 @@ class Watched(DecodeStep):
     """A step that notes how many rows it had, and of how many each tile."""
 
     def __init__(self, engine):
-        new_capture = cuda_capture if DEVICE == "cuda" else None
+        new_capture = partial(cuda_capture, engine.model.device) if DEVICE == "cuda" else None
         super().__init__(engine.model, engine.cache, engine.scheduler.max_batch, new_capture)
         self.seen = []
 

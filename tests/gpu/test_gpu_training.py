@@ -85,12 +85,12 @@ def test_a_packed_pass_with_gradients_has_the_engine_s_log_probs_and_float64_s_g
         (engine,) = join([batch], [c.logprobs for c in completions])
         parts = [weights_of(c) for c in completions]
         first, second = (
-            torch.from_numpy(joined).float().to(DEVICE)
+            torch.from_numpy(joined).float()
             for joined in (join([batch], [p[i].numpy() for p in parts])[0] for i in (0, 1))
         )
         sampling = SamplingDistribution(temperature=TEMPERATURE)
         logprobs, entropy = batch_logprobs(model, batch, sampling)
-        assert np.abs(logprobs.detach().cpu().numpy() - engine).max() == 0.0
+        assert np.abs(logprobs.detach().numpy() - engine).max() == 0.0
         (first * logprobs + second * entropy).sum().backward()
     found = dict(model.module.named_parameters())
     plain = stock_model(tiny_config(kind, **SHAPE)).double()

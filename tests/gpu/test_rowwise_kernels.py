@@ -55,6 +55,14 @@ def test_rms_norm_is_near_float64(shape, dtype):
     check(lambda x, w: rms_norm(x, w, EPSILON), plain_norm, (x, weight), above, dtype)
 
 
+def test_gradient_of_a_bfloat16_norm_s_weight_is_float32_where_the_parameter_takes_that():
+    x, weight = random(0, 9, 172, dtype=BF16), torch.nn.Parameter(random(1, 172, dtype=BF16))
+    weight.grad_dtype = FP32
+    rms_norm(x, weight, EPSILON).backward(random(2, 9, 172, dtype=BF16))
+    assert weight.grad.dtype == FP32
+    assert not torch.equal(weight.grad, weight.grad.bfloat16().float())
+
+
 def test_a_program_that_walks_several_rows_sums_the_weight_s_gradient_of_all():
     x, weight, above = (
         random(s, *n)

@@ -25,7 +25,7 @@ def output_of(code, **environment):
     env = {
         key: value
         for key, value in os.environ.items()
-        if key not in ("MKL_CBWR", "OMP_NUM_THREADS")
+        if key not in ("MKL_CBWR", "OMP_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG")
     } | environment
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True
@@ -53,10 +53,19 @@ import torch
 from tandem.runtime import numerics
 torch.set_flush_denormal(True)
 torch.set_float32_matmul_precision("medium")
+matmul = torch.backends.cuda.matmul
+matmul.allow_bf16_reduced_precision_reduction = True
 print(numerics.prepare(3), torch.get_num_threads(), numerics.why_not_reproducible())
 print(bool(torch.tensor([1e-40]) * 0.5 > 0), torch.get_float32_matmul_precision())
+print(matmul.allow_bf16_reduced_precision_reduction)
 """
-    assert output_of(code) == "3 3 []\nTrue highest"
+    assert output_of(code) == "3 3 []\nTrue highest\nFalse"
+
+
+def test_cublas_has_a_fixed_workspace_unless_the_caller_has_chosen_one():
+    code = f"import os; {PREPARE}; print(os.environ['CUBLAS_WORKSPACE_CONFIG'])"
+    for given, found in (({}, ":4096:8"), ({"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, ":16:8")):
+        assert output_of(code, **given).endswith(found)
 
 
 @of_mkl

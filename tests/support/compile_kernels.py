@@ -9,6 +9,7 @@ shared memory than the GPU has raises OutOfResources, as it would there.
 
 import json
 import sys
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,9 +19,19 @@ from triton.runtime import driver
 
 from tandem.model.triton import ops, rowwise, vocabulary
 from tandem.model.triton.packed_attention import PackedSegments, packed_attention
+from tandem.model.triton.plans import OWN_MATMULS as MATMULS
 from tandem.model.triton.shared_splits import shared_attention
 
 SHARED_BYTES = {80: 166_912, 90: 232_448, 100: 232_448}  # of a block, by compute capability
+# Head sizes of all kernels; float32 products are unrolled, and those of a larger head take long to
+# compile. Then those of attention over pages alone: the shared memory of a kernel is the same for
+# every GPU, so the one that has least gets the largest.
+WIDTHS = {torch.float32: 16, torch.bfloat16: 128}
+PAGED_WIDTHS = {
+    (80, torch.float32): (256,),
+    (90, torch.float32): (128,),
+    (90, torch.bfloat16): (64, 256),
+}
 ROWS, SEGMENTS = 40, [(0, 20, 0, 0), (20, 20, 0, 20)]
 
 
@@ -65,16 +76,20 @@ class Driver(DriverBase):
         return lambda *arguments: None
 
 
-def run_everything(dtype, width):
-    """Call each operator forward and backward."""
+def new_of(default, *shape, dtype=None):
+    dtype = dtype or default
+    return torch.zeros(shape, dtype=dtype, requires_grad=dtype.is_floating_point)
 
-    def new(*shape, dtype=dtype):
-        return torch.zeros(shape, dtype=dtype, requires_grad=dtype.is_floating_point)
 
+def run_everything(dtype, width, kernels):
+    """Call each operator forward and backward; kernels: of matmul."""
+    new = partial(new_of, dtype)
     x, weight = new(ROWS, 256).detach(), new(256, 256).detach()
-    for kernel in ("plain", "persistent", "tma"):
+    for kernel in kernels:
         ops.matmul(x, weight, new(256).detach(), kernel)
-    attend_everywhere(new, width)
+    q, k, v = attend(new, width)
+    plan = PackedSegments(np.array(SEGMENTS), torch.device("cpu"))
+    packed_attention(q, k, v, plan, 0.1, None).backward(torch.zeros_like(q))
     head, weight = new(ROWS, 6, width), new(width)
     for results in (
         (rowwise.rms_norm(head[:, :4], weight, 1e-6),),
@@ -89,8 +104,8 @@ def run_everything(dtype, width):
     vocabulary.logprob_slope(logits, targets, 0.7, above, entropies)
 
 
-def attend_everywhere(new, width):
-    """Attend over pages, alone and shared, and over packed rows with gradients in turn."""
+def attend(new, width):
+    """Attend over pages, alone and shared; return queries, keys and values of packed rows."""
     q, k, v = new(ROWS, 8, width), new(ROWS, 2, width), new(ROWS, 2, width)
     keys, values = (new(4, 2, 128, width).detach() for _ in range(2))
     first, count, start = torch.zeros(3, 1, dtype=torch.int32)
@@ -101,8 +116,7 @@ def attend_everywhere(new, width):
     tiles = torch.zeros(4, 2, 1, dtype=torch.int32)
     shared_attention(q.detach(), keys, values, rows, tiles, 0.1)
     ops.write_cache(k.detach(), v.detach(), keys, values, torch.zeros(ROWS, dtype=torch.int64))
-    plan = PackedSegments(np.array(SEGMENTS), torch.device("cpu"))
-    packed_attention(q, k, v, plan, 0.1, None).backward(torch.zeros_like(q))
+    return q, k, v
 
 
 def main():
@@ -110,11 +124,15 @@ def main():
         for dtype in (torch.float32, torch.bfloat16):
             gpu = Driver(capability)
             driver.set_active(gpu)
-            # float32 products are unrolled: those of a larger head take long to compile
-            run_everything(dtype, 128 if dtype == torch.bfloat16 else 16)
-            for found in gpu.compiled:
+            # a float32 matmul takes long to compile, and descriptors change how it is read only
+            kernels = ("plain", "persistent", *["tma"] * (dtype == torch.bfloat16))
+            run_everything(dtype, WIDTHS[dtype], kernels if capability != 90 else MATMULS)
+            for width in (WIDTHS[dtype], *PAGED_WIDTHS.get((capability, dtype), ())):
+                if width != WIDTHS[dtype]:
+                    attend(partial(new_of, dtype), width)
                 kind = {"capability": capability, "dtype": str(dtype).removeprefix("torch.")}
-                print(json.dumps(kind | found))
+                while gpu.compiled:
+                    print(json.dumps(kind | {"width": width} | gpu.compiled.pop()))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 The arithmetic forks in `linear`, `layers`, `logprobs` and `forward`, and in `load`, which makes
 the attention plans, and nowhere else; all ask `triton_for`. Triton is imported when a tensor first
-needs it.
+needs it. It launches on the thread's current GPU, so whoever asks makes the tensor's the current
+one: no engine, learner or thread has to think of it. Gradients have a thread of torch's for each
+GPU.
 """
 
 from collections.abc import Iterator
@@ -10,6 +12,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor
 
 _everywhere = False
@@ -17,8 +20,14 @@ _matmul = "plain"
 
 
 def triton_for(t: Tensor) -> Any:
-    """Return the module tandem.model.triton.plans if t is a GPU's tensor, None for the CPU."""
-    return import_module("tandem.model.triton.plans") if _everywhere or t.is_cuda else None
+    """Return the module tandem.model.triton.plans if t is a GPU's tensor, None for the CPU. That
+    GPU is the thread's current one from then on."""
+    if t.is_cuda:
+        if torch.cuda.current_device() != t.device.index:
+            torch.cuda.set_device(t.device)
+    elif not _everywhere:
+        return None
+    return import_module("tandem.model.triton.plans")
 
 
 def matmul_kernel() -> str:

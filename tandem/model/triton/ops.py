@@ -7,6 +7,7 @@ imported. This file knows no layers, plans, sampling or gradients. Checked by `p
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -24,6 +25,9 @@ from tandem.model.triton.matmul_kernels import MATMUL_TILE, matmul_kernel, persi
 
 # Partial results of one attention call; beyond it one program walks all splits of a tile.
 SCRATCH_BYTES = 1 << 28
+# A row of queries or keys of more bytes is computed with one block of keys in flight, not two, and
+# gradients in tiles of 32, not 64, so that all stays in a multiprocessor's shared memory.
+WIDE_BYTES = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +70,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, kernel: str = 
         matmul_kernel[output_tiles, row_tiles](*arguments, **options)
         return out
     if tma := kernel == "tma" and _aligned_rows(x, weight):
-        triton.set_allocator(_descriptor_memory)
+        triton.set_allocator(partial(_descriptor_memory, x.device))
     programs = min(_processors(x.device), row_tiles * output_tiles)
     persistent_matmul_kernel[(programs,)](*arguments, TMA=tma, **options)
     return out
@@ -79,9 +83,11 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _descriptor_memory(size: int, alignment: int, stream: int | None) -> Tensor:
+def _descriptor_memory(
+    device: torch.device, size: int, alignment: int, stream: int | None
+) -> Tensor:
     """Allocate the device memory that a kernel writes its tensor descriptors to."""
-    return torch.empty(size, dtype=torch.int8, device="cuda")
+    return torch.empty(size, dtype=torch.int8, device=device)
 
 
 def attention(
@@ -210,13 +216,19 @@ def _attend(
         APART=apart,
         **shape,
         num_warps=4,
-        num_stages=2,
+        num_stages=stages_of(shape["BLOCK_E"], q),
     )
     if not apart:
         return out
     merged = torch.empty_like(q, memory_format=torch.contiguous_format)
     merge_kernel[(tokens * heads,)](peaks, totals, out, merged, lse, splits, **shape, num_warps=1)
     return merged
+
+
+def stages_of(block_e: int, q: Tensor) -> int:
+    """Return how many blocks of keys a program of the attention loads at once: of wide rows one,
+    as two take more shared memory than a GPU has (float32 of head size 256) or nearly (128)."""
+    return 1 if block_e * q.element_size() > WIDE_BYTES else 2
 
 
 def _need_contiguous_rows(*tensors: Tensor) -> None:

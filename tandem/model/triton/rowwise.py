@@ -97,7 +97,8 @@ class _RMSNorm(torch.autograd.Function):
             **shape,
             num_warps=_warps(shape["BLOCK"]),
         )
-        return grad_x, grad_x if fused else None, parts.sum(0).to(weight.dtype), None
+        # float32, which a parameter with a master keeps (train/optimizer.py)
+        return grad_x, grad_x if fused else None, parts.sum(0), None
 
 
 class _Rotate(torch.autograd.Function):

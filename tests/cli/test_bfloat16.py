@@ -1,0 +1,71 @@
+"""Every command that computes, with weights of bfloat16: what it exports is of that type, what it
+goes on from is float32."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tandem.run_folder.checkpoint import step_name
+from tandem.run_folder.metrics import read_metrics
+from tests.support.home import invoke, make_home
+
+STEPS = 2
+BF16 = "model.dtype=bfloat16"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return make_home(tmp_path_factory.mktemp("home"), STEPS)
+
+
+def done(*arguments):
+    """The output of a command that ended well."""
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.exception or result.output
+    return result.output
+
+
+@pytest.mark.parametrize(
+    ("command", "settings"),
+    [
+        ("train", ["rl.minibatches=2", 'rollout.devices=["cpu", "cpu"]', "rollout.workers=2"]),
+        ("sft", ["sft.train=HOME/data/warm.jsonl"]),
+        ("dpo", ["preference.train=HOME/pairs.jsonl"]),
+        ("rm", ["preference.train=HOME/pairs.jsonl"]),
+        ("distill", ["distill.teacher=HOME/teacher"]),
+    ],
+)
+def test_a_run_exports_bfloat16_and_keeps_float32_masters(command, settings, home, tmp_path):
+    folder = tmp_path / "run"
+    settings = [setting.replace("HOME", str(home)) for setting in settings]
+    done(command, home / "recipe.toml", f"run.folder={folder}", BF16, "eval.every=0", *settings)
+    rows = read_metrics(folder)
+    assert [row["step"] for row in rows] == list(range(STEPS + 1))
+    exported = load_file(folder / "hf" / step_name(STEPS) / "model.safetensors")
+    config = json.loads((folder / "hf" / step_name(STEPS) / "config.json").read_text())
+    assert {weight.dtype for weight in exported.values()} == {torch.bfloat16}
+    assert config["dtype"] == "bfloat16"
+    name = "scorer" if command == "rm" else "policy"
+    masters = load_file(folder / "checkpoints" / step_name(STEPS) / f"{name}.safetensors")
+    assert {weight.dtype for weight in masters.values()} == {torch.float32}
+    assert all(torch.equal(masters[name].bfloat16(), exported[name]) for name in exported)
+    # and they hold more than the rounded weights, so small updates add up
+    assert any(not torch.equal(masters[n].bfloat16().float(), masters[n]) for n in exported)
+    if command in ("train", "distill"):
+        assert all(row.get("logprob_gap/max", 0.0) == 0.0 for row in rows)
+    assert "equal" in done("replay", folder, "--step", STEPS)
+
+
+def test_commands_that_only_generate_run_in_bfloat16(home, tmp_path):
+    done("eval", home / "recipe.toml", BF16, "--out", tmp_path / "means.json")
+    assert json.loads((tmp_path / "means.json").read_text())
+    done("rollout", home / "recipe.toml", BF16, "--out", tmp_path / "e.jsonl")
+    lines = (tmp_path / "e.jsonl").read_text().splitlines()
+    assert lines and all(json.loads(line)["engine_logprobs"] for line in lines)
+    problems = tmp_path / "p.jsonl"
+    problems.write_text(json.dumps({"prompt": "1 + 1?", "answer": "2"}) + "\n")
+    how = ["--data", problems, "--model", home / "model", "--rows", 1, BF16]
+    output = done("try", f"{home}/reward.py:score", *how, "rollout.max_new_tokens=4")
+    assert "reward" in output
