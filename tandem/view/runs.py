@@ -36,6 +36,7 @@ TIMES = "timings/"  # before the names of timings.jsonl, as in TensorBoard
 FAILURES = ("reward_errors", "env_errors", "env_timeouts")
 FRESH_S = 600.0  # that a run of another machine counts as running after it wrote something
 CLOCKS_S = 60.0  # that a clock may have been set since a run began
+_NEWS = ("metrics.jsonl", "status.json", "lock", "log.txt", "episodes", "why", BEST)
 _LIVELY = ("metrics.jsonl", "status.json", "log.txt")
 NAN = math.nan
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError)
@@ -239,7 +240,7 @@ class Run:
 
     def stamp(self) -> tuple[Any, ...]:
         """Return what changes when the run has written something."""
-        return tuple(self._stats("metrics.jsonl", "status.json", "lock", "episodes", BEST))
+        return tuple(self._stats(*_NEWS))
 
     def _stats(self, *names: str) -> list[tuple[str, int, int]]:
         """List (name, time in ns, size) of those files that are there."""

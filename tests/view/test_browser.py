@@ -4,6 +4,7 @@ import json
 import subprocess
 from urllib.parse import quote
 
+import pyarrow.parquet as pq
 import pytest
 
 from tests.support.browser import browser, missing
@@ -140,6 +141,86 @@ def test_a_row_of_a_run_under_way_appears_by_itself(opened):
     page = visit(opened, "episodes/RUN", f"{ROWS} === 12")
     add_step(opened[2], 3, [group("new", ["brand new text"], [1.0])], reward=0.9)
     page.until(f"return {ROWS} === 13 && document.body.innerText.includes('brand new text')")
+
+
+def words_of(page, query):
+    texts = f"[...document.querySelectorAll('{query}')].map(e => e.textContent)"
+    return page.run(f"return {texts}")
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """(a browser, the address, the folder) of two runs that part at step 2, with numbers of KL and
+    entropy."""
+    root = tmp_path_factory.mktemp("two")
+    rl = {"advantage": "rloo", "kl_coef": 0.5, "entropy_coef": 0.25}
+    for name, rewards in (("a", [1.0, 0.0]), ("b", [0.0, 1.0])):
+        run = make_run(root / name, steps=9, rl=rl)
+        for step in (1, 2):
+            told = rewards if step == 2 else [1.0, 0.0]
+            numbers = {"policy_loss": 0.5, "reference_kl": 0.25, "entropy": 1.0}
+            add_step(run, step, [group("p", ["first", "second one"], told)], reward=0.5, **numbers)
+    with viewing(root) as url, browser() as page:
+        yield page, url, root
+
+
+def test_step_page_says_how_the_loss_came_about_and_has_advantages(compared):
+    page, url, _ = compared
+    page.open(f"{url}/#/step/a/2")
+    page.until("return document.querySelectorAll('.square').length === 2")
+    text = page.run("return document.body.innerText")
+    assert "loss: policy loss 0.5 + 0.5 × KL 0.25 - 0.25 × entropy 1 = 0.375" in text
+    assert words_of(page, ".square small") == ["+1", "-1"]
+
+
+def test_step_page_has_the_arrow_to_a_step_made_since(compared):
+    page, url, root = compared
+    page.open(f"{url}/#/step/b/2")
+    page.until("return document.body.innerText.includes('of 2')")
+    later = "[...document.querySelectorAll('.bar button')].pop()"
+    assert page.run(f"return {later}.disabled")
+    page.run("document.querySelector('.square').id = 'kept'")
+    add_step(root / "b", 3, [group("p", ["first"], [1.0])], reward=1.0)
+    page.until("return document.body.innerText.includes('of 3')")
+    assert page.run(f"return !{later}.disabled && document.getElementById('kept') !== null")
+    page.press("ArrowRight")
+    page.until("return location.hash === '#/step/b/3'")
+
+
+def test_episode_page_paints_advantages_and_tells_a_tokens_values(compared):
+    page, url, root = compared
+    page.open(f"{url}/#/episode/a/train/1/1")
+    page.until("return document.querySelectorAll('.token').length === 10")
+    choices = words_of(page, ".choice button")
+    assert choices == ["log-prob", "weights", "advantage"]
+    page.run("document.querySelectorAll('.choice button')[2].click()")
+    painted = "[...document.querySelectorAll('.token')].map(e => e.style.getPropertyValue('--hue') + e.style.getPropertyValue('--share'))"
+    assert set(page.run(f"return {painted}")) == {"885%"}  # red: its advantage is -1
+    assert words_of(page, ".choice .on") == ["advantage"]
+    box = page.run(
+        "const b = document.querySelectorAll('.token')[3].getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]"
+    )
+    page.mouse("mouseMoved", *box)
+    page.until("return document.querySelector('.readout').textContent.includes('advantage -1')")
+    readout = page.run("return document.querySelector('.readout').textContent")
+    assert "position 7 · token 21 · log-prob -0.07" in readout and "weights 0" in readout
+    page.run("document.querySelectorAll('.choice button')[0].click()")  # for the pages after it
+    [path] = root.glob("a/episodes/train_step_000001.parquet")
+    key = pq.read_table(path).column("key").to_pylist()[1]
+    rows = [{"advantage": -1.0, "ratio": 1.5 if n > 4 else 1.0} for n in range(14)]
+    (root / "a/why").mkdir()
+    (root / f"a/why/{key}.json").write_text(json.dumps({"tokens": rows}))
+    page.until("return document.querySelectorAll('.choice button').length === 4")  # as it appears
+
+
+def test_diff_names_the_first_step_episode_and_token_where_runs_part(compared):
+    page, url, root = compared
+    page.open(f"{url}/#/diff/a/b")
+    page.until("return document.body.innerText.includes('They part at step 2')")
+    assert words_of(page, ".sides pre")[0] != words_of(page, ".sides pre")[1]
+    assert "A has 2 steps" in page.run("return document.body.innerText")
+    add_step(root / "a", 3, [group("p", ["first"], [1.0])], reward=1.0)
+    page.until("return document.body.innerText.includes('A has 3 steps')")
 
 
 def test_a_drag_zooms_every_chart_and_a_double_click_shows_the_whole_run(opened):
