@@ -63,6 +63,11 @@ def visit(opened, path, ready):
     return page
 
 
+def words_of(page, query):
+    texts = f"[...document.querySelectorAll('{query}')].map(e => e.textContent)"
+    return page.run(f"return {texts}")
+
+
 TOOLS = f"episode/{quote('tools/run', safe='')}/train/1/0"
 PAGES = [
     ("", f"{ROWS} === 2"),
@@ -131,21 +136,22 @@ def test_a_command_to_copy_is_safe_in_a_shell_whatever_the_names_are(opened):
     assert words[-1].startswith(f"{NAME}/why/")
 
 
-def test_the_best_evaluation_is_shown(opened):
+def test_the_list_has_the_best_evaluation_and_the_reason_of_a_failure(opened):
     (opened[2] / "best.json").write_text('{"step": 20, "reward": 0.61, "misses": 1}')
+    log = (
+        "T started by pid 1: tandem train\nT warning at step 1: w\nT failed: <b>no</b> \u202edisk\n"
+    )
+    (opened[2] / "log.txt").write_text(log)
     page = visit(opened, *PAGES[0])
     page.until("return document.body.innerText.includes('best 0.610 at 20')")
+    page.until("return document.body.innerText.includes('<b>no</b> U+202Edisk')")
+    assert "failed" in words_of(page, ".chip") and "1 warning" in words_of(page, ".runs a")
 
 
 def test_a_row_of_a_run_under_way_appears_by_itself(opened):
     page = visit(opened, "episodes/RUN", f"{ROWS} === 12")
     add_step(opened[2], 3, [group("new", ["brand new text"], [1.0])], reward=0.9)
     page.until(f"return {ROWS} === 13 && document.body.innerText.includes('brand new text')")
-
-
-def words_of(page, query):
-    texts = f"[...document.querySelectorAll('{query}')].map(e => e.textContent)"
-    return page.run(f"return {texts}")
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +182,7 @@ def test_step_page_says_how_the_loss_came_about_and_has_advantages(compared):
 def test_step_page_has_the_arrow_to_a_step_made_since(compared):
     page, url, root = compared
     page.open(f"{url}/#/step/b/2")
-    page.until("return document.body.innerText.includes('of 2')")
+    page.until("return document.title === 'step b 2 - Tandem'")
     later = "[...document.querySelectorAll('.bar button')].pop()"
     assert page.run(f"return {later}.disabled")
     page.run("document.querySelector('.square').id = 'kept'")
@@ -213,14 +219,46 @@ def test_episode_page_paints_advantages_and_tells_a_tokens_values(compared):
     page.until("return document.querySelectorAll('.choice button').length === 4")  # as it appears
 
 
+def test_two_runs_share_a_chart_with_an_interval_each_and_can_be_smoothed(compared):
+    page, url, root = compared
+    for name in ("a", "b"):
+        for step in (10, 20, 30):
+            value = step / 100 + (name == "b") / 10
+            add_step(root / name, step, **{"eval/sampled": value, "eval/sampled_interval": 0.05})
+        (root / name / "log.txt").write_text(f"T warning at step 2: <b>{name}</b> is falling\n")
+    page.open(f"{url}/#/curves/a,b")
+    held = "[...document.querySelectorAll('.chart')].find(c => c.querySelector('h2').textContent === 'Held-out reward')"
+    page.until(f"return {held}?.querySelector('canvas')")
+    labels = f"return [...{held}.querySelectorAll('.u-series:not(.u-silent) .u-label')].map(e => e.textContent)"
+    assert page.run(labels) == ["step", "a", "b"]
+    bounds = f"return {held}.querySelectorAll('.u-legend .u-silent').length"
+    assert page.run(bounds) == 4  # low and high of each
+    ink = f"return {held}.querySelector('canvas').toDataURL()"
+    before = page.run(ink)
+    slide = "const s = document.querySelector('input[type=range]'); s.value = {}; s.dispatchEvent(new Event('input'))"
+    page.run(slide.format(0.9))
+    page.until(f"{bounds} === 6")  # and what is smoothed, faint
+    page.until(f"return (() => {{ {ink} }})() !== {json.dumps(before)}")
+    page.run(slide.format(0))
+    page.until(f"{bounds} === 4")
+    assert words_of(page, "details li") == [
+        f"{name}: warning at step 2: <b>{name}</b> is falling" for name in ("a", "b")
+    ]
+
+
+def test_more_runs_than_are_shown_is_said(compared):
+    page, url, _ = compared
+    page.open(f"{url}/#/curves/{','.join(['a'] * 51)}")
+    page.until("return document.body.innerText.includes('names 51 runs; at most 50 are shown')")
+
+
 def test_diff_names_the_first_step_episode_and_token_where_runs_part(compared):
     page, url, root = compared
     page.open(f"{url}/#/diff/a/b")
     page.until("return document.body.innerText.includes('They part at step 2')")
     assert words_of(page, ".sides pre")[0] != words_of(page, ".sides pre")[1]
-    assert "A has 2 steps" in page.run("return document.body.innerText")
-    add_step(root / "a", 3, [group("p", ["first"], [1.0])], reward=1.0)
-    page.until("return document.body.innerText.includes('A has 3 steps')")
+    add_step(root / "a", 40, [group("p", ["first"], [1.0])], reward=1.0)
+    page.until("return document.body.innerText.includes('A has 40 steps')")
 
 
 def test_a_drag_zooms_every_chart_and_a_double_click_shows_the_whole_run(opened):
