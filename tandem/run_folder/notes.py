@@ -1,4 +1,4 @@
-"""What log.txt says of a run's last start: why it failed, and the warnings of its steps.
+"""Notes of log.txt on a run: why its last start failed, and the warnings of its steps.
 
     2026-01-31T12:00:00Z resumed by pid 4711: tandem train
     2026-01-31T12:03:10Z warning at step 12: the reward is falling, 0.61 -> 0.38: ...
@@ -21,7 +21,7 @@ _WARNING = re.compile(r"warning[ :]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notes:
-    """What a log says. warnings: of all starts, each once, the newest last."""
+    """Notes of a log. warnings: of all starts, each once, the newest last."""
 
     failed: str = ""  # the reason, of the last start
     warnings: tuple[str, ...] = ()

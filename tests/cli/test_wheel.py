@@ -44,7 +44,7 @@ def _no_caches(folder, names):
 
 
 def in_wheel(unpacked, *arguments, cwd):
-    """What a command of the unpacked wheel prints."""
+    """The output of a command of the unpacked wheel."""
     variables = {"PYTHONPATH": str(unpacked), "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
         [sys.executable, *arguments],
