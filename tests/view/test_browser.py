@@ -2,13 +2,16 @@
 
 import json
 import subprocess
+import sys
 from urllib.parse import quote
 
 import pyarrow.parquet as pq
 import pytest
 
 from tests.support.browser import browser, missing
+from tests.support.home import make_home
 from tests.support.viewing import add_step, group, keep_image, make_run, viewing
+from tests.support.waiting import WAIT_S
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"{missing()} on this machine")
 
@@ -319,3 +322,28 @@ def test_image_of_a_prompt_is_shown(opened):
     page.open(f"{url}#/episode/{quote('tools/run', safe='')}/train/2/0")
     size = "const i = document.querySelector('.message.user img'); return i && [i.naturalWidth, i.naturalHeight]"
     assert page.until(f"{size.replace('return i &&', 'return i?.complete &&')}") == [64, 32]
+
+
+def test_rows_of_a_training_beside_the_page_appear_in_it(tmp_path):
+    root, home = tmp_path / "runs", make_home(tmp_path, steps=3)
+    root.mkdir()
+    command = [sys.executable, "-m", "tandem", "train", str(home / "recipe.toml")]
+    command += [f"run.folder={root}/mine", "rl.prompts_per_step=2", "rl.group_size=2"]
+    log = (tmp_path / "out.txt").open("w")
+    with viewing(root) as url, browser() as page, log:
+        page.open(url)
+        page.until("return document.body.innerText.includes('There is no run in')")
+        with subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log) as process:
+            try:
+                page.until("return document.querySelector('.chip.running')")
+                page.run("location.hash = '#/episodes/mine'")
+                page.until(f"return {ROWS} >= 4")  # of a step, and more as they are made
+                page.until(
+                    f"return {ROWS} > 0 && /^3:/.test(document.querySelector('.meta b').textContent)"
+                )
+                page.run("location.hash = '#/'")
+                page.until("return document.querySelector('.chip.finished')")
+                assert words_of(page, ".c3.num") == ["3 / 3"]
+                assert process.wait(WAIT_S) == 0
+            finally:
+                process.kill()
