@@ -11,6 +11,7 @@ it and measures, medians of REPEATS but for the first visit:
     search         one request for a page of episodes by a text, and by a text and filters
     rows read      the first request for curves of a run of ROWS_OF_LONG rows
     zoom           one request for ten columns of that run, thinned
+    long           its curves in a browser: drawn; zoomed by a drag; smoothed by the slider
     live           from the row's write to the new row in the page
 
 Prints a JSON object; the exit status is 1 where a bar of BARS is missed. Needs chromium and
@@ -89,7 +90,7 @@ def main() -> int:
             }
         write_rows(Path(place) / "long")
         with viewing(Path(place)) as url:  # another one, which has read nothing
-            row |= searches(url)
+            row |= searches(url) | curves_of_long(url)
     print(json.dumps(row, indent=1))
     if args.out:
         args.out.write_text(json.dumps(row, indent=1) + "\n")
@@ -184,6 +185,44 @@ def searches(url: str) -> dict[str, float]:
         "zoom": round(statistics.median(times_of_zoom), 4),
         "search": round(max(times.values()), 4),
         **{f"search: {n}": round(t, 4) for n, t in times.items()},
+    }
+
+
+def curves_of_long(url: str) -> dict[str, float]:
+    """Open the curves of the long run and measure the seconds until they are drawn, zoomed by a
+    drag over a quarter of a chart, and smoothed; medians but for the first."""
+    inside = "const b = document.querySelector('.u-over').getBoundingClientRect(); return [b.x, b.y, b.width, b.height]"
+    whole = "return [...document.querySelectorAll('.bar button')].{}((b) => b.hidden)"
+    slide = "const s = document.querySelector('input[type=range]'); s.value = {}; s.dispatchEvent(new Event('input')); document.querySelector('canvas').toDataURL()"
+    zooms, slides = [], []
+    with browser() as page:
+        start = time.perf_counter()
+        page.open(f"{url}/#/curves/long")
+        page.until("return document.querySelectorAll('.u-wrap canvas').length >= 4")
+        drawn = time.perf_counter() - start
+        for place in range(REPEATS):
+            left, top, width, height = page.run(inside)
+            x, y = left + width * (0.1 + 0.05 * place), top + height / 2
+            start = time.perf_counter()
+            for kind, at in (
+                ("mousePressed", x),
+                ("mouseMoved", x + width / 4),
+                ("mouseReleased", x + width / 4),
+            ):
+                page.mouse(kind, at, y)
+            page.until(whole.replace("{}", "every").replace("return", "return !"))
+            zooms.append(time.perf_counter() - start)
+            for kind in ("mousePressed", "mouseReleased"):
+                page.mouse(kind, x, y, clickCount=2)
+            page.until(whole.replace("{}", "every"))
+        for place in range(REPEATS):
+            start = time.perf_counter()
+            page.run(slide.format(0.1 + place / 10))
+            slides.append(time.perf_counter() - start)
+    return {
+        "long: drawn": round(drawn, 3),
+        "long: zoomed": round(statistics.median(zooms), 3),
+        "long: smoothed": round(statistics.median(slides), 3),
     }
 
 
