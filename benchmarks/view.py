@@ -11,7 +11,13 @@ it and measures, medians of REPEATS but for the first visit:
     search         one request for a page of episodes by a text, and by a text and filters
     rows read      the first request for curves of a run of ROWS_OF_LONG rows
     zoom           one request for ten columns of that run, thinned
+    long           its curves in a browser: drawn; zoomed by a drag; smoothed by the slider
     live           from the row's write to the new row in the page
+
+With --pictures it only renews the three pictures of the README, from the runs of a demo (look at
+each before it is committed):
+
+    tandem demo && python -m benchmarks.view --pictures runs
 
 Prints a JSON object; the exit status is 1 where a bar of BARS is missed. Needs chromium and
 chromium-driver.
@@ -29,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from PIL import Image
 
 from tandem.runtime import numerics
 from tests.support.browser import browser
@@ -64,6 +71,25 @@ WORDS = [
     "equals",
 ]
 PAINT = "const p = performance.getEntriesByName('first-contentful-paint')[0]; return p ? p.startTime : 0"
+IMAGES = Path(__file__).parents[1] / "docs/images"
+RUN, SHOWN_STEP = "demo%2Ftrain", 10
+PICTURES = {  # name -> address, when it is drawn, width, height, whether dark
+    "curves": (
+        f"curves/{RUN}",
+        "return document.querySelectorAll('.u-wrap canvas').length >= 8",
+        *(1440, 900, False),
+    ),
+    "episode": (
+        f"episode/{RUN}/train/{SHOWN_STEP}/ROW",
+        "return document.querySelectorAll('.token').length > 0 && document.querySelectorAll('.peer').length === 8",
+        *(1440, 900, True),
+    ),
+    "narrow": (
+        f"episodes/{RUN}",
+        "return document.querySelectorAll('[data-row]').length === 50",
+        *(400, 860, False),
+    ),
+}
 ROWS = "return document.querySelectorAll('[data-row]').length"
 
 
@@ -72,7 +98,11 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--episodes", type=int, default=50)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--pictures", type=Path, metavar="RUNS", help="folder with demo/train")
     args = parser.parse_args()
+    if args.pictures:
+        take_pictures(args.pictures)
+        return 0
     with tempfile.TemporaryDirectory() as place:
         run = make_run(Path(place) / "large", steps=args.steps + 1)
         start = time.perf_counter()
@@ -89,11 +119,33 @@ def main() -> int:
             }
         write_rows(Path(place) / "long")
         with viewing(Path(place)) as url:  # another one, which has read nothing
-            row |= searches(url)
+            row |= searches(url) | curves_of_long(url)
     print(json.dumps(row, indent=1))
     if args.out:
         args.out.write_text(json.dumps(row, indent=1) + "\n")
     return any(row[name] > bar for name, bar in BARS.items())
+
+
+def take_pictures(runs: Path) -> None:
+    """Write the pictures of the README: curves, light; an episode, dark; a list, narrow."""
+    with viewing(runs) as url, browser() as page:
+        for name, (path, ready, width, height, dark) in PICTURES.items():
+            page.resize(width, height, dark=dark)
+            page.open(f"{url}/#/{path.replace('ROW', mixed_row(url))}")
+            page.until(ready)
+            time.sleep(1.0)  # the last chart is drawn a frame later
+            file = IMAGES / f"view-{name}.png"
+            page.picture(file)
+            Image.open(file).convert("RGB").quantize(256).save(file, optimize=True)
+
+
+def mixed_row(url: str) -> str:
+    """Return the row of a failed attempt at a problem that others have solved."""
+    asked = {"run": "demo/train", "step": SHOWN_STEP}
+    groups = httpx.get(f"{url}/api/step", params=asked, timeout=60).json()["groups"]
+    mixed = [g["attempts"] for g in groups if g["kind"] == "train" and g["outcome"] == "train"]
+    attempts = max(mixed, key=lambda a: min(sum(x["reward"] > 0.5 for x in a), 4))
+    return str(min(attempts, key=lambda x: (x["reward"], -x["tokens"]))["row"])
 
 
 def write_steps(run: Path, steps: int, episodes: int) -> None:
@@ -184,6 +236,44 @@ def searches(url: str) -> dict[str, float]:
         "zoom": round(statistics.median(times_of_zoom), 4),
         "search": round(max(times.values()), 4),
         **{f"search: {n}": round(t, 4) for n, t in times.items()},
+    }
+
+
+def curves_of_long(url: str) -> dict[str, float]:
+    """Open the curves of the long run and measure the seconds until they are drawn, zoomed by a
+    drag over a quarter of a chart, and smoothed; medians but for the first."""
+    inside = "const b = document.querySelector('.u-over').getBoundingClientRect(); return [b.x, b.y, b.width, b.height]"
+    whole = "return [...document.querySelectorAll('.bar button')].{}((b) => b.hidden)"
+    slide = "const s = document.querySelector('input[type=range]'); s.value = {}; s.dispatchEvent(new Event('input')); document.querySelector('canvas').toDataURL()"
+    zooms, slides = [], []
+    with browser() as page:
+        start = time.perf_counter()
+        page.open(f"{url}/#/curves/long")
+        page.until("return document.querySelectorAll('.u-wrap canvas').length >= 4")
+        drawn = time.perf_counter() - start
+        for place in range(REPEATS):
+            left, top, width, height = page.run(inside)
+            x, y = left + width * (0.1 + 0.05 * place), top + height / 2
+            start = time.perf_counter()
+            for kind, at in (
+                ("mousePressed", x),
+                ("mouseMoved", x + width / 4),
+                ("mouseReleased", x + width / 4),
+            ):
+                page.mouse(kind, at, y)
+            page.until(whole.replace("{}", "every").replace("return", "return !"))
+            zooms.append(time.perf_counter() - start)
+            for kind in ("mousePressed", "mouseReleased"):
+                page.mouse(kind, x, y, clickCount=2)
+            page.until(whole.replace("{}", "every"))
+        for place in range(REPEATS):
+            start = time.perf_counter()
+            page.run(slide.format(0.1 + place / 10))
+            slides.append(time.perf_counter() - start)
+    return {
+        "long: drawn": round(drawn, 3),
+        "long: zoomed": round(statistics.median(zooms), 3),
+        "long: smoothed": round(statistics.median(slides), 3),
     }
 
 

@@ -16,7 +16,7 @@ from tandem.jobs.engines import make_room
 from tandem.model.forward import batch_logprobs
 from tandem.rl.advantages import group_advantages
 from tandem.rollout.collect import step_metrics
-from tandem.rollout.episode_metrics import episode_metrics
+from tandem.rollout.episode_metrics import episode_metrics, staleness_metrics
 from tandem.rollout.evaluate import Evaluator
 from tandem.rollout.score import with_reward
 from tandem.run_folder.episode_files import read_episodes
@@ -661,6 +661,18 @@ def test_masked_episodes_move_no_reward_metric():
     assert (row["reward"], row["reward_std"], row["env_errors"]) == (0.75, 0.25, 1.0)
     all_failed = replace(group, episodes=(failed,) * 3)
     assert episode_metrics([all_failed])["reward"] == 0.0
+
+
+def test_staleness_is_of_the_tokens_that_carry_loss():
+    [group] = groups_with([1.0, 0.5, -9.0])
+    counts = [int(one.loss_mask.sum()) for one in group.episodes]
+    versions = [np.where(one.loss_mask, n, -1) for n, one in enumerate(group.episodes)]
+    aged = [replace(e, weight_versions=v) for e, v in zip(group.episodes, versions, strict=True)]
+    failed = replace(aged[0], masked=True, env_error="it broke", stop_reason="error")
+    row = staleness_metrics([replace(group, episodes=(failed, *aged[1:]))], 2)
+    assert row["staleness/max"] == 1.0
+    assert row["staleness/mean"] == pytest.approx(counts[1] / (counts[1] + counts[2]))
+    assert staleness_metrics([], 2) == {}
 
 
 def test_timer_adds_up_the_parts_of_a_step():

@@ -35,7 +35,10 @@ from tests.support.stages import (
 
 @pytest.mark.parametrize("staleness", [1, 2, 7])
 def test_step_is_sampled_by_weights_of_its_staleness_only(staleness, tmp_path):
-    stages, _ = ran(tmp_path, staleness, 1)
+    stages, rows = ran(tmp_path, staleness, 1)
+    behind = [float(min(t, staleness)) for t in range(STEPS)]
+    assert [row["staleness/max"] for row in rows] == behind
+    assert [row["staleness/mean"] for row in rows] == behind
     assert [versions(tmp_path, step) for step in range(STEPS)] == [
         {max(0, t - staleness)} for t in range(STEPS)
     ]
@@ -60,6 +63,7 @@ def test_staleness_0_is_the_synchronous_step(tmp_path):
     stages_ahead, rows = ran(tmp_path / "ahead", 0, 0)
     stages = stages_in(tmp_path / "sync", config(), engine=VersionedEngine(), reward=KeyReward())
     assert rows == [train_step(stages, step).metrics for step in range(STEPS)]
+    assert not [name for row in rows for name in row if "staleness" in name]
     assert weights_of(stages_ahead) == weights_of(stages)
 
 

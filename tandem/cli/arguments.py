@@ -9,7 +9,7 @@ from typer import Argument, Option
 # --help does not show their defaults, which mean that nothing is given
 unset, argument = partial(Option, show_default=False), partial(Argument, show_default=False)
 
-Recipe = Annotated[str, argument(help="TOML recipe, e.g. recipes/demo.toml")]
+Recipe = Annotated[str, argument(help="TOML recipe, e.g. my.toml")]
 Overrides = Annotated[list[str] | None, argument(help="section.field=value, any number")]
 Fresh = Annotated[bool, Option("--fresh", help="start over; the old run folder is kept beside it")]
 Run = Annotated[Path, argument(help="run folder")]

@@ -73,6 +73,7 @@ run. Put your own in their places. `tandem plan --keys` lists every key.
 {warm}
     tandem plan recipe.toml{model}     # could it start here?
     tandem train recipe.toml{model}    # the same command resumes
+    tandem view                      # curves, episodes and tokens of it, in a browser, live
     tandem show runs/recipe-train --worst    # episodes to read
 """
 
@@ -116,6 +117,7 @@ def init(folder: Path, model: str, tiny: bool) -> None:
     first = "tandem train recipe.toml" if model else "tandem sft recipe.toml"
     print_lines([f"a project of {len(list(folder.iterdir()))} files -> {folder}", ""])
     print_lines([f"next: cd {folder} && {first}    (README.md has the rest)"])
+    print_lines(["and in another terminal, to look at it: tandem view"])
 
 
 def _write(folder: Path, name: str, model: str) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 from tandem.cli.progress import print_lines, print_table
 from tandem.run_folder.lock import holder
+from tandem.run_folder.notes import read_notes
 from tandem.run_folder.status import (
     ROLLOUT,
     parse_worker_count,
@@ -24,6 +25,8 @@ def status(folder: Path) -> None:
     is_over = written and _is_over(folder, written["step"], written["steps"])
     stands = "has finished" if is_over else "does not run; the same command goes on"
     print_lines([f"{folder}: {f'runs: {alive}' if alive else stands}"])
+    if not alive and not is_over and (failed := read_notes(folder).failed):
+        print_lines([f"its last start failed: {failed}"])
     if written is None:
         print_lines(["it is starting: no step yet" if alive else "no step since its last start"])
         return

@@ -20,7 +20,12 @@ from tandem.rl.advantages import running_mean
 from tandem.rl.filters import learnability, pick
 from tandem.rl.user_functions import sampled_lengths, user_filter
 from tandem.rollout.episode_builder import new_groups
-from tandem.rollout.episode_metrics import carries_signal, episode_metrics, valid_rewards
+from tandem.rollout.episode_metrics import (
+    carries_signal,
+    episode_metrics,
+    staleness_metrics,
+    valid_rewards,
+)
 from tandem.rollout.score import RolloutRunner, generate_and_score
 from tandem.run_folder.journal import Journal
 from tandem.runtime.errors import UserError
@@ -91,6 +96,7 @@ class RolloutBatch:
     baseline: float  # running mean of rewards before the step
     state: dict[str, Any]  # of the Progress after the step
     metrics: Row = field(default_factory=dict)  # of `logged`, as it was rolled out
+    staleness: Row = field(default_factory=dict)  # of `trained`, as it was rolled out
     num_tokens: int = 0  # sampled, of the groups that ended in this step
 
     @property
@@ -124,14 +130,18 @@ def make_rollout_batch(
     return replace(
         batch,
         metrics=episode_metrics(batch.logged),
+        staleness=staleness_metrics(batch.trained, step),
         num_tokens=sum(int(e.loss_mask.sum()) for group in batch.fresh for e in group.episodes),
     )
 
 
 def step_metrics(batch: RolloutBatch, learned: Row, config: Config) -> Row:
-    """Return a step's row of metrics: its episodes, the learning from them, and with dynamic
-    sampling the batches drawn so far and the groups carried in."""
+    """Return a step's row of metrics: its episodes, the learning from them, where tokens may be of
+    older weights their staleness, and with dynamic sampling the batches drawn so far and the groups
+    carried in."""
     row = {**batch.metrics, **learned}
+    if config.rollout.staleness or config.rollout.token_budget or config.rl.max_gen_batches:
+        row |= batch.staleness
     if config.rl.max_gen_batches:
         row["batches"] = float(batch.state["batches"])
         row["groups/carried_in"] = float(batch.num_carried)

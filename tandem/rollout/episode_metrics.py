@@ -53,6 +53,17 @@ def episode_metrics(groups: Sequence[Group]) -> Row:
     }
 
 
+def staleness_metrics(groups: Sequence[Group], version: int) -> Row:
+    """Return how many versions the tokens of the groups that a step trains on are behind `version`,
+    the weights that it updates: their mean and the largest."""
+    valid = (e for g in groups for e, keep in zip(g.episodes, g.valid, strict=True) if keep)
+    versions = [e.weight_versions[e.loss_mask] for e in valid]
+    behind = version - np.concatenate([np.zeros(0, np.int64), *versions])
+    if not len(behind):
+        return {}
+    return {"staleness/mean": float(behind.mean()), "staleness/max": float(behind.max())}
+
+
 def env_metrics(episodes: Sequence[Episode]) -> Row:
     """Return metrics of episodes in their environment; none for single turns that went well."""
     row: Row = {}

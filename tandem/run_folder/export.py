@@ -183,7 +183,8 @@ def model_card(
     )
     lines = [f"{key} = {value}" for key, value, _ in changed(config)]
     return (
-        f"---\nlibrary_name: transformers\npipeline_tag: {task}\ntags: [tandem, {method}]\n---\n"
+        f"---\nlibrary_name: transformers\npipeline_tag: {task}\ntags: [tandem, {method}]\n"
+        f"{_base_model(base)}---\n"
         f"# {Path(base).name}, after `tandem {command}`\n\n"
         f"Trained from `{base}` by Tandem {__version__}, {step} steps, seed {config.run.seed}. "
         f"Weight hash `{weight_hash(model.merged())}`.\n\n"
@@ -194,6 +195,12 @@ def model_card(
         f"{_block('', [f'{digest}  {key}' for key, digest in sorted(about.inputs.items())])}\n"
         f"## Versions\n\n{_block('', [f'{name} {v}' for name, v in about.versions.items()])}"
     )
+
+
+def _base_model(name: str) -> str:
+    """Return the line of a card's head that links the base on the hub; none for a directory."""
+    is_hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", name, re.ASCII) and not Path(name).exists()
+    return f'base_model: "{name}"\n' if is_hub_name else ""
 
 
 def _block(kind: str, text: str | list[str]) -> str:

@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,8 @@ from tandem.run_folder.config_changes import (
 )
 from tandem.run_folder.errors import FRESH, OTHER_FOLDER, unreadable_file
 from tandem.run_folder.lock import check_unlocked, locked, now
-from tandem.run_folder.status import STATUS, forget_status
+from tandem.run_folder.notes import FAILED, reason_of
+from tandem.run_folder.status import STATUS, forget_status, note_failure
 from tandem.runtime import numerics
 from tandem.runtime.disk import (
     DISK,
@@ -156,7 +157,13 @@ def _opened(folder: Path, config: Config, command: str, lock_news: str) -> Itera
         run = RunFolder(path=folder, config=config, command=command, log_descriptor=log, news=news)
         for line in (f"{verb} by pid {os.getpid()}: tandem {command}", *news):
             run.log(line)
-        yield run
+        try:
+            yield run
+        except Exception as error:
+            with suppress(UserError):  # a full disk: the error itself says more
+                run.log(f"{FAILED}{reason_of(error)}")
+                note_failure(folder, reason_of(error))
+            raise
     finally:
         os.close(log)
         _bring_back(folder)

@@ -26,18 +26,29 @@ Rows = Sequence[Row]
 
 def skipped_update(rows: Rows) -> str:
     bad = sorted(name.removeprefix("bad/") for name in rows[-1] if name.startswith("bad/"))
-    return f"an update was skipped, not finite: {', '.join(bad)}" if bad else ""
+    return (
+        f"an update was skipped, not finite: {', '.join(bad)}; a lower train.learning_rate or "
+        "train.max_grad_norm may help"
+        if bad
+        else ""
+    )
 
 
 def unscored(rows: Rows) -> str:
     count = rows[-1].get("reward_errors", 0)
-    wrong = f"{count:.0f} episodes could not be scored; see reward_error in episodes/"
+    wrong = (
+        f"{count:.0f} episodes could not be scored; see reward_error in episodes/, and where they "
+        "took too long take a larger reward.timeout_s"
+    )
     return wrong if count else ""
 
 
 def failed_environments(rows: Rows) -> str:
     count = rows[-1].get("env_errors", 0) + rows[-1].get("env_timeouts", 0)
-    wrong = f"{count:.0f} episodes failed in their environment; see env_error in episodes/"
+    wrong = (
+        f"{count:.0f} episodes failed in their environment; see env_error in episodes/, and where "
+        "they took too long take a larger env.timeout_s"
+    )
     return wrong if count else ""
 
 
@@ -50,7 +61,10 @@ def inexact_engine(rows: Rows) -> str:
     """Look at the gap that is 0 for Tandem's engine; other engines have a mean of their own."""
     row = rows[-1]
     if row.get("logprob_gap", 0) != 0 and "logprob_gap_mean" not in row:
-        return "engine and trainer disagree: logprob_gap is not 0; `tandem doctor` says where"
+        return (
+            "engine and trainer disagree: logprob_gap is not 0; `tandem doctor` says where, "
+            "rl.correction=tis weighs it"
+        )
     if (gap := _now(rows, "logprob_gap_mean")) is not None and gap > ENGINE_GAP:
         return (
             f"the engine's log-probs are {gap:.2g} nats off in the mean (logprob_gap_mean); "

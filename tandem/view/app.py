@@ -96,7 +96,7 @@ class Api:
         for run in self._asked(request):
             keys = [key for key in query.getlist("key") if key in run.names()]
             series = {key: run.series(key, first, last, points) for key in keys}
-            found[run.name] = {"names": run.names(), "series": series}
+            found[run.name] = {"names": run.names(), "series": series, **run.messages()}
         return found
 
     def config(self, request: Request) -> Any:
@@ -128,7 +128,9 @@ class Api:
 
     def _asked(self, request: Request, count: int | None = None) -> list[Run]:
         """Return the runs of an address. Raises KeyError, and ValueError for another number."""
-        names = request.query_params.getlist("run")[:MOST_RUNS]
+        names = request.query_params.getlist("run")
+        if len(names) > MOST_RUNS:
+            raise ValueError(f"the address names {len(names)} runs; at most {MOST_RUNS} are shown")
         if count not in (None, len(names)):
             raise ValueError(f"the address names {len(names)} runs; expected {count}, as run=NAME")
         return [self.runs.get(name) for name in names]

@@ -55,8 +55,10 @@ def read_episode(run: Run, kind: str, step: int, row: int) -> dict[str, Any]:
     peers = table.select(_PEER).filter(group).to_pylist()
     places = np.flatnonzero(group).tolist()
     values, command = run.config_values(), read_json(run.folder / "run.json").get("command")
-    alone = (kind, command) == ("train", "train") and record["outcome"] != "unfinished"
-    alone = alone and not any(record["penalties"])
+    advantages = _advantages(values, peers) if (kind, command) == ("train", "train") else None
+    own = None
+    if advantages and record["outcome"] != "unfinished" and not any(record["penalties"]):
+        own = advantages[places.index(row)]
     return {
         **{name: record[name] for name in _PLAIN},
         "key": str(record["key"]),  # 64 bits, more than a number of a browser
@@ -70,10 +72,10 @@ def read_episode(run: Run, kind: str, step: int, row: int) -> dict[str, Any]:
         "metadata": _json(record["metadata"], {}),
         "reward_parts": dict(record["reward_parts"]),
         "env_rewards": dict(record["env_rewards"]),
-        "advantage": _advantage(values, peers, places.index(row)) if alone else None,
+        "advantage": own,
         "advantage_kind": values.get("rl.advantage"),
         "peers": [_peer(peer, place) for peer, place in zip(peers, places, strict=True)],
-        "tokens": _tokens(run, values, record),
+        "tokens": _tokens(run, values, record, own),
     }
 
 
@@ -172,9 +174,9 @@ def _peer(peer: dict[str, Any], place: int) -> dict[str, Any]:
     }
 
 
-def _advantage(values: dict[str, Any], peers: Sequence[dict[str, Any]], place: int) -> float | None:
-    """Compute the advantage of an attempt from the rewards of its group; None where more than they
-    decides."""
+def _advantages(values: dict[str, Any], peers: Sequence[dict[str, Any]]) -> list[float] | None:
+    """Compute the advantages of the attempts of a group from their rewards; None where more than
+    they decides."""
     kind: Any = values.get("rl.advantage")
     rewards = [peer["reward"] for peer in peers]
     if values.get("rl.kl_in") == "reward" and values.get("rl.kl_coef"):
@@ -184,12 +186,15 @@ def _advantage(values: dict[str, Any], peers: Sequence[dict[str, Any]], place: i
     size = int(values.get("rl.k", 2))
     if kind == "max_at_k" and not 2 <= size <= len(rewards):
         return None
-    return float(group_advantages(kind, np.array([rewards]), k=size, baseline=0.0)[0, place])
+    found = group_advantages(kind, np.array([rewards]), k=size, baseline=0.0)[0]
+    return [float(one) for one in found]
 
 
-def _tokens(run: Run, values: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
-    """Return the tokens by column: id, text, sampled, logprob, version, penalty; and, where `tandem
-    why` was asked, what an update made of them."""
+def _tokens(
+    run: Run, values: dict[str, Any], record: dict[str, Any], advantage: float | None
+) -> dict[str, Any]:
+    """Return the tokens by column: id, text, sampled, logprob, version, penalty; where it is known,
+    the advantage; and, where `tandem why` was asked, what an update made of them."""
     ids, mask = record["tokens"], record["loss_mask"]
     learned = read_json(run.folder / "why" / f"{record['key']}.json").get("tokens", [])
     same = isinstance(learned, list) and len(learned) == len(ids)
@@ -201,6 +206,7 @@ def _tokens(run: Run, values: dict[str, Any], record: dict[str, Any]) -> dict[st
         "logprob": record["engine_logprobs"],
         "version": record["weight_versions"],
         "penalty": record["penalties"],
+        **({} if advantage is None else {"advantage": [advantage if m else None for m in mask]}),
         **{name: [row.get(name) for row in learned] for name in _LEARNED if same},
     }
 
@@ -246,13 +252,15 @@ def read_step(run: Run, table: EpisodeTable, step: int) -> dict[str, Any]:
         episodes, damaged = [], str(error)
     if not episodes and not numbers and not damaged:
         raise KeyError(f"{run.name} has no step {step}")
+    config = run.config_values()
+    advantages = {} if damaged else _step_advantages(run, config, step)
     groups: dict[tuple[str, int], dict[str, Any]] = {}
     for episode in episodes:
         key = episode["kind"], episode["group"]
         fields = {name: episode[name] for name in _GROUP}
         group = groups.setdefault(key, {**fields, "attempts": []})
-        group["attempts"].append({name: episode[name] for name in _ATTEMPT})
-    config = run.config_values()
+        known = advantages.get(episode["row"]) if episode["kind"] == "train" else None
+        group["attempts"].append({name: episode[name] for name in _ATTEMPT} | {"advantage": known})
     return {
         "run": run.name,
         "step": step,
@@ -267,10 +275,28 @@ def read_step(run: Run, table: EpisodeTable, step: int) -> dict[str, Any]:
     }
 
 
+def _step_advantages(run: Run, values: dict[str, Any], step: int) -> dict[int, float]:
+    """Return the advantages that the rewards of a group decide, by the row in the step's file."""
+    path = episode_file(run.folder / "episodes", step)
+    if read_json(run.folder / "run.json").get("command") != "train" or not path.is_file():
+        return {}
+    table = read_table(path, ["group", "outcome", "reward", "env_error", "penalties"])
+    penalized = [bool(one.values.to_numpy().any()) for one in table.column("penalties")]
+    members: dict[int, list[dict[str, Any]]] = {}
+    for row, record in enumerate(table.drop_columns(["penalties"]).to_pylist()):
+        members.setdefault(record["group"], []).append(record | {"row": row})
+    found: dict[int, float] = {}
+    for peers in members.values():
+        if peers[0]["outcome"] != "unfinished" and (own := _advantages(values, peers)):
+            found |= {peer["row"]: one for peer, one in zip(peers, own, strict=True)}
+    return {row: one for row, one in found.items() if not penalized[row]}
+
+
 _GROUP = ("kind", "group", "uid", "category", "answer", "prompt", "outcome")
 _ATTEMPT = ("row", "sample", "reward", "stop", "tokens", "error", "masked", "snippet")
 _SETTINGS = (
     *("rl.algorithm", "rl.advantage", "rl.loss", "rl.aggregation", "rl.correction", "rl.kl_coef"),
+    *("rl.kl_in", "rl.entropy_coef"),
     *("rl.prompts_per_step", "rl.group_size", "rollout.staleness", "train.learning_rate"),
 )
 

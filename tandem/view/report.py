@@ -95,6 +95,7 @@ def report(run: Run) -> str:
         f"<h1>{_text(run.name)}</h1><p class=dim>tandem {_text(summary['command'])}, "
         f"{_text(summary['created'])}, {_text(summary['state'])}</p>",
         _figures(summary),
+        _notes(summary),
         f"<h2>Curves</h2>{curves}",
         *_episode_sections(run),
         _config(run.config_values()),
@@ -120,6 +121,12 @@ def _figures(summary: dict[str, Any]) -> str:
     }
     cells = [f"<div><dt>{_text(n)}</dt><dd>{_text(v)}</dd></div>" for n, v in rows.items() if v]
     return f"<dl>{''.join(cells)}</dl>"
+
+
+def _notes(summary: dict[str, Any]) -> str:
+    """Write why the run failed, and its warnings."""
+    lines = [f"failed: {summary['failed']}"] * bool(summary["failed"]) + summary["warnings"]
+    return "".join(f"<article><p>{_text(line)}</p></article>" for line in lines)
 
 
 def _number(value: float | None) -> str:

@@ -3,6 +3,7 @@
     runs/demo/train/   config.toml, run.json           -> a run named "demo/train"
                        metrics.jsonl, timings.jsonl    -> columns; a poll reads new bytes only
                        lock, status.json               -> running, finished, stopped, killed
+                       log.txt                         -> why it failed, and its warnings
 
 Reads alone and takes no lock, so a run never waits for it. A line that is no row (half-written, or
 damaged) is passed over and counted. It does not know episodes: that is episodes.py.
@@ -27,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from tandem.run_folder.best import BEST, read_best
+from tandem.run_folder.notes import Notes, read_notes
 from tandem.runtime.errors import UserError
 from tandem.runtime.processes import started_at
 
@@ -36,6 +38,7 @@ TIMES = "timings/"  # before the names of timings.jsonl, as in TensorBoard
 FAILURES = ("reward_errors", "env_errors", "env_timeouts")
 FRESH_S = 600.0  # that a run of another machine counts as running after it wrote something
 CLOCKS_S = 60.0  # that a clock may have been set since a run began
+_NEWS = ("metrics.jsonl", "status.json", "lock", "log.txt", "episodes", "why", BEST)
 _LIVELY = ("metrics.jsonl", "status.json", "log.txt")
 NAN = math.nan
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError)
@@ -147,6 +150,7 @@ class Run:
         self.folder, self.name = folder, name
         self.metrics = Columns(folder / "metrics.jsonl")
         self.timings = Columns(folder / "timings.jsonl", TIMES)
+        self._notes = list[tuple[str, int, int]](), Notes()
         self._lock = threading.Lock()
 
     def refresh(self) -> None:
@@ -176,8 +180,7 @@ class Run:
         self.refresh()
         about, status = read_json(self.folder / "run.json"), self.status()
         metrics, last = self.metrics, self.metrics.last
-        done = status.get("step") or (metrics.steps[-1] if metrics.steps else None)
-        steps = status.get("steps") or self.config_values().get("run.steps")
+        done, steps = self.progress(status)
         failures = sum(sum(_known(metrics.values.get(name, ()))) for name in FAILURES)
         reward = next((n for n in ("reward", "loss", "nll") if n in metrics.values), "reward")
         return {
@@ -185,6 +188,7 @@ class Run:
             "command": about.get("command", ""),
             "created": about.get("created", ""),
             "state": self.state(done, steps),
+            **self.messages(),
             "step": done,
             "steps": steps,
             "what": reward,
@@ -200,12 +204,31 @@ class Run:
             "processes": status.get("processes", []),
         }
 
+    def progress(self, status: dict[str, Any]) -> tuple[int | None, Any]:
+        """Return the last step that is done, and of how many."""
+        steps = status.get("steps") or self.config_values().get("run.steps")
+        last = self.metrics.steps[-1] if self.metrics.steps else None
+        return status.get("step") or last, steps
+
+    def messages(self) -> dict[str, Any]:
+        """Return why the run failed, if its state is that, and its warnings."""
+        notes, state = self.notes(), self.state(*self.progress(self.status()))
+        failed = notes.failed if state == "failed" else ""
+        return {"failed": failed, "warnings": list(notes.warnings)}
+
+    def notes(self) -> Notes:
+        """Return what log.txt says; it is read again when it has changed."""
+        stats = self._stats("log.txt")
+        if stats != self._notes[0]:
+            self._notes = stats, read_notes(self.folder)
+        return self._notes[1]
+
     def status(self) -> dict[str, Any]:
         return read_json(self.folder / "status.json")
 
     def state(self, done: int | None, steps: Any) -> str:
-        """Tell from the lock's text and the last step: running, finished, killed, stopped, or not
-        begun, as where its start was refused; unknown if a lock of another machine stands beside
+        """Tell from the lock's text, the last step and the log: running, finished, killed, failed
+        (by an error), stopped, or not begun; unknown if a lock of another machine stands beside
         files that have not changed for long."""
         holder = ""
         with suppress(OSError, UnicodeDecodeError):
@@ -219,6 +242,8 @@ class Run:
             return "unknown"
         if holder:
             return "killed"
+        if self.notes().failed:
+            return "failed"
         return "stopped" if done else "not begun"
 
     def _is_fresh(self) -> bool:
@@ -239,7 +264,7 @@ class Run:
 
     def stamp(self) -> tuple[Any, ...]:
         """Return what changes when the run has written something."""
-        return tuple(self._stats("metrics.jsonl", "status.json", "lock", "episodes", BEST))
+        return tuple(self._stats(*_NEWS))
 
     def _stats(self, *names: str) -> list[tuple[str, int, int]]:
         """List (name, time in ns, size) of those files that are there."""

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from tandem.config.schema import Config, Reward
-from tandem.jobs.input_hashes import input_hashes
+from tandem.jobs.input_hashes import function_hashes, input_hashes, require_same_functions
 from tandem.jobs.offline import LossWatch
 from tandem.model.load import load_model
 from tandem.model.tiny import make_tiny
@@ -427,6 +427,38 @@ def test_resume_with_a_changed_reward_function_is_refused(home, tmp_path):
     assert invoke(*command).exit_code == 0
     reward.write_text("def score(problem, completion):\n    return -3.0\n")
     assert f"reward.function/{reward}" in mistake(*command, f"run.steps={STEPS + 1}")
+
+
+FUNCTIONS = {"rl.loss": "loss", "rl.advantage": "advantage", "rl.filter": "keep"}
+OWN = (Path(__file__).parents[2] / "examples/own_functions.py").read_text()
+
+
+@pytest.mark.parametrize("key", FUNCTIONS)
+def test_resume_with_a_changed_function_of_the_algorithm_is_refused(key, home, tmp_path):
+    mine = tmp_path / "mine.py"
+    mine.write_text(OWN)
+    command = ["train", home / "recipe.toml", f"run.folder={tmp_path}/run"]
+    command += [f"{key}={mine}:{FUNCTIONS[key]}"]
+    command += ["rl.max_gen_batches=9"] * (key == "rl.filter")
+    assert invoke(*command).exit_code == 0
+    mine.write_text(OWN + "\n# another\n")
+    more = f"run.steps={STEPS + 1}"
+    text = mistake(*command, more)
+    assert f"{key}/{mine}" in text and "a function of yours" in text
+    mine.write_text(OWN)
+    assert invoke(*command, more).exit_code == 0
+
+
+def test_a_rank_with_another_file_of_a_function_is_refused(tmp_path):
+    mine = tmp_path / "mine.py"
+    mine.write_text(OWN)
+    config = Config.model_validate({"rl": {"advantage": f"{mine}:advantage"}})
+    begun = function_hashes(config)
+    require_same_functions(config, begun)
+    mine.unlink()
+    with pytest.raises(UserError, match="another file of a function of yours") as caught:
+        require_same_functions(config, begun)
+    assert caught.value.where == f"rl.advantage/{mine}" and caught.value.found == "no file"
 
 
 def test_file_of_a_reward_function_in_a_module_is_an_input():

@@ -26,6 +26,7 @@ def project(tmp_path_factory):
     folder = tmp_path_factory.mktemp("init")
     code, stdout, stderr, _ = tandem("init", "mine", cwd=folder)
     assert code == 0 and not stderr and "cd mine && tandem sft recipe.toml" in stdout
+    assert "tandem view" in stdout
     return folder / "mine"
 
 
@@ -48,7 +49,7 @@ def test_the_reward_of_a_new_project_scores_its_problems(project):
 def test_the_commands_of_its_readme_name_what_is_there(project):
     readme = (project / "README.md").read_text()
     commands = [line.split()[1] for line in readme.splitlines() if line.startswith("    tandem ")]
-    assert commands == ["sft", "plan", "train", "show"]
+    assert commands == ["sft", "plan", "train", "view", "show"]
     steps = tomllib.loads((project / "recipe.toml").read_text())["sft"]["steps"]
     assert f"model.path=runs/recipe-sft/hf/step_{steps:06d}" in readme
 

@@ -102,7 +102,8 @@ def test_step_0_without_an_eval_set_prints_no_line():
 def test_warning_is_printed_once_and_logged():
     _, log, _ = shown([1.0] * 3, row=ROW | {"truncated": 0.9, "bad/[loss]": 1.0})
     assert [line for line in log if "warning" in line] == [
-        "warning at step 1: an update was skipped, not finite: [loss]",
+        "warning at step 1: an update was skipped, not finite: [loss]; a lower "
+        "train.learning_rate or train.max_grad_norm may help",
         "warning at step 1: over half of the completions hit rollout.max_new_tokens; "
         "take a larger one",
     ]

@@ -373,6 +373,10 @@ def test_an_export_is_a_plain_directory_of_the_merged_model(kind, tmp_path):
     card = model_card(model, config, **origin)
     told = ["seed 7", f'model.path = "{source}"', f"{'0f' * 32}  data.train", "torch 2.13.0"]
     assert all(text in card for text in told)
+    hub = Config.model_validate({"model": {"path": "Qwen/Qwen3-0.6B"}})
+    heads = [one.split("---")[1] for one in (card, model_card(model, hub, **origin))]
+    assert ["base_model" in head for head in heads] == [False, True]
+    assert 'base_model: "Qwen/Qwen3-0.6B"\n' in heads[1]
     folder = export(model, source, tmp_path / "out", card)
     files = {p.name for p in folder.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= files

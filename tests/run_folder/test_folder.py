@@ -1,5 +1,6 @@
 """The run folder: who may open it, with which config, and what happens to what was there."""
 
+import json
 import os
 import re
 import signal
@@ -11,9 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tandem.cli.status import status
 from tandem.config.recipe import load_config, to_toml
 from tandem.config.schema import Config
 from tandem.run_folder.folder import check_run, identity, open_run, read_matmul
+from tandem.run_folder.notes import Notes, read_notes
 from tandem.run_folder.status import (
     read_status,
     request_workers,
@@ -484,3 +487,46 @@ def test_runs_of_any_mesh_are_one_run(tmp_path):
     """Its journal is read back under another one."""
     assert identity(config(), {}) == identity(config(parallel__data=2), {})
     assert identity(config(), {}) != identity(config(run__seed=2), {})
+
+
+# ---- an error
+
+BROKEN = UserError("the engine cannot be reached", where="rollout.engine", next="start it")
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (BROKEN, "the engine cannot be reached"),
+        (ValueError("first\nsecond"), "ValueError: first"),
+        (RuntimeError(), "RuntimeError"),
+    ],
+    ids=str,
+)
+def test_an_error_that_ends_a_run_is_in_its_log_and_its_status(error, reason, tmp_path, capsys):
+    folder = tmp_path / "run"
+    with pytest.raises(type(error)), open_run(folder, config(), fresh=False, command="train"):
+        write_status(folder, 3, 9, [])
+        raise error
+    assert log_of(folder).splitlines()[-1].endswith(f" failed: {reason}")
+    assert json.loads((folder / "status.json").read_text())["failed"] == reason
+    assert read_notes(folder).failed == reason and read_status(folder)["step"] == 3
+    status(folder)
+    assert f"its last start failed: {reason}\n" in capsys.readouterr().out
+    start(folder)
+    assert read_notes(folder).failed == ""
+
+
+def test_an_interrupt_is_no_failure(tmp_path):
+    folder = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt), open_run(folder, config(), fresh=False, command="train"):
+        raise KeyboardInterrupt
+    assert read_notes(folder) == Notes() and "failed" not in log_of(folder)
+
+
+def test_notes_of_a_log_are_its_newest_warnings_each_once(tmp_path):
+    assert read_notes(tmp_path) == Notes()
+    lines = [f"T warning at step {n}: w" for n in range(60)] * 2
+    (tmp_path / "log.txt").write_bytes("\n".join(["T step 1", *lines]).encode() + b"\n\xff\n")
+    found = read_notes(tmp_path)
+    assert found.warnings == tuple(f"warning at step {n}: w" for n in range(10, 60))

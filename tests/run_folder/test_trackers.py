@@ -15,7 +15,7 @@ import pytest
 
 from tandem.config.schema import Config
 from tandem.run_folder.samples import Sample
-from tandem.run_folder.trackers.links import Trackers, require_trackers
+from tandem.run_folder.trackers.links import Trackers, require_trackers, run_name
 from tandem.runtime.errors import UserError
 from tests.support import odd_tracker
 from tests.support.environment import environment
@@ -158,13 +158,40 @@ def test_tracker_without_its_package_is_a_users_error(tmp_path):
 
 
 @pytest.mark.parametrize("name", [installed("wandb")])
+def test_a_name_that_the_user_gave_wandb_stays(name, tmp_path):
+    own = {"WANDB_MODE": "offline", "WANDB_DIR": tmp_path, "WANDB_NAME": "mine", "TMPDIR": tmp_path}
+    with environment(**own):
+        assert tracked(tmp_path / "run", [name])[0] == []
+    [path] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    command = [sys.executable, str(READ_WANDB), str(path)]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert json.loads(printed)[1] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("/x/runs/demo/train", "demo/train"),
+        ("/x/runs/mine", "mine"),
+        ("/runs/x/runs/a/b", "a/b"),
+        ("/x/y/z", "z"),
+        ("/x/runs", "runs"),
+    ],
+)
+def test_a_run_has_its_path_below_runs_as_its_name(folder, name):
+    assert run_name(Path(folder)) == name
+
+
+@pytest.mark.parametrize("name", [installed("wandb")])
 def test_wandb_has_the_run_offline(name, tmp_path):
-    twice(tmp_path / "run", name, WANDB_MODE="offline", WANDB_DIR=tmp_path)
+    folder, place = tmp_path / "runs/demo/train", {"WANDB_MODE": "offline", "WANDB_DIR": tmp_path}
+    folder.mkdir(parents=True)
+    twice(folder, name, **place)
     paths = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
     command = [sys.executable, str(READ_WANDB), *map(str, paths)]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    runs, configs, rows = zip(*map(json.loads, printed.splitlines()), strict=True)
-    assert len(runs) == 2 and len(set(runs)) == 1
+    runs, names, configs, rows = zip(*map(json.loads, printed.splitlines()), strict=True)
+    assert len(runs) == 2 and len(set(runs)) == 1 and set(names) == {"demo/train"}
     assert [config["run"]["seed"] for config in configs] == [3, 3]
     found = {
         row["step"]: (row["reward"], row["timings/step_s"], row["eval/pass@4"])

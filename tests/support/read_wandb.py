@@ -29,8 +29,8 @@ def records(path):
 
 
 def read(path):
-    """The run's id, its config and its rows."""
-    run, config, rows = "", {}, []
+    """The run's id, its name, its config and its rows."""
+    run, shown, config, rows = "", "", {}, []
     for record in records(path):
         items = record.history.item
         if items:
@@ -38,9 +38,9 @@ def read(path):
             values = [json.loads(item.value_json) for item in items]
             rows.append(dict(zip(names, values, strict=True)))
         if record.HasField("run"):
-            run = record.run.run_id
+            run, shown = record.run.run_id, record.run.display_name
             config = {item.key: json.loads(item.value_json) for item in record.run.config.update}
-    return run, config, rows
+    return run, shown, config, rows
 
 
 if __name__ == "__main__":

@@ -2,12 +2,16 @@
 
 import json
 import subprocess
+import sys
 from urllib.parse import quote
 
+import pyarrow.parquet as pq
 import pytest
 
 from tests.support.browser import browser, missing
+from tests.support.home import make_home
 from tests.support.viewing import add_step, group, keep_image, make_run, viewing
+from tests.support.waiting import WAIT_S
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"{missing()} on this machine")
 
@@ -60,6 +64,11 @@ def visit(opened, path, ready):
     )
     page.until(f"return {ready}")
     return page
+
+
+def words_of(page, query):
+    texts = f"[...document.querySelectorAll('{query}')].map(e => e.textContent)"
+    return page.run(f"return {texts}")
 
 
 TOOLS = f"episode/{quote('tools/run', safe='')}/train/1/0"
@@ -130,16 +139,129 @@ def test_a_command_to_copy_is_safe_in_a_shell_whatever_the_names_are(opened):
     assert words[-1].startswith(f"{NAME}/why/")
 
 
-def test_the_best_evaluation_is_shown(opened):
+def test_the_list_has_the_best_evaluation_and_the_reason_of_a_failure(opened):
     (opened[2] / "best.json").write_text('{"step": 20, "reward": 0.61, "misses": 1}')
+    log = (
+        "T started by pid 1: tandem train\nT warning at step 1: w\nT failed: <b>no</b> \u202edisk\n"
+    )
+    (opened[2] / "log.txt").write_text(log)
     page = visit(opened, *PAGES[0])
     page.until("return document.body.innerText.includes('best 0.610 at 20')")
+    page.until("return document.body.innerText.includes('<b>no</b> U+202Edisk')")
+    assert "failed" in words_of(page, ".chip") and "1 warning" in words_of(page, ".runs a")
 
 
 def test_a_row_of_a_run_under_way_appears_by_itself(opened):
     page = visit(opened, "episodes/RUN", f"{ROWS} === 12")
     add_step(opened[2], 3, [group("new", ["brand new text"], [1.0])], reward=0.9)
     page.until(f"return {ROWS} === 13 && document.body.innerText.includes('brand new text')")
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """(a browser, the address, the folder) of two runs that part at step 2, with numbers of KL and
+    entropy."""
+    root = tmp_path_factory.mktemp("two")
+    rl = {"advantage": "rloo", "kl_coef": 0.5, "entropy_coef": 0.25}
+    for name, rewards in (("a", [1.0, 0.0]), ("b", [0.0, 1.0])):
+        run = make_run(root / name, steps=9, rl=rl)
+        for step in (1, 2):
+            told = rewards if step == 2 else [1.0, 0.0]
+            numbers = {"policy_loss": 0.5, "reference_kl": 0.25, "entropy": 1.0}
+            add_step(run, step, [group("p", ["first", "second one"], told)], reward=0.5, **numbers)
+    with viewing(root) as url, browser() as page:
+        yield page, url, root
+
+
+def test_step_page_says_how_the_loss_came_about_and_has_advantages(compared):
+    page, url, _ = compared
+    page.open(f"{url}/#/step/a/2")
+    page.until("return document.querySelectorAll('.square').length === 2")
+    text = page.run("return document.body.innerText")
+    assert "loss: policy loss 0.5 + 0.5 × KL 0.25 - 0.25 × entropy 1 = 0.375" in text
+    assert words_of(page, ".square small") == ["+1", "-1"]
+
+
+def test_step_page_has_the_arrow_to_a_step_made_since(compared):
+    page, url, root = compared
+    page.open(f"{url}/#/step/b/2")
+    page.until("return document.title === 'step b 2 - Tandem'")
+    later = "[...document.querySelectorAll('.bar button')].pop()"
+    assert page.run(f"return {later}.disabled")
+    page.run("document.querySelector('.square').id = 'kept'")
+    add_step(root / "b", 3, [group("p", ["first"], [1.0])], reward=1.0)
+    page.until("return document.body.innerText.includes('of 3')")
+    assert page.run(f"return !{later}.disabled && document.getElementById('kept') !== null")
+    page.press("ArrowRight")
+    page.until("return location.hash === '#/step/b/3'")
+
+
+def test_episode_page_paints_advantages_and_tells_a_tokens_values(compared):
+    page, url, root = compared
+    page.open(f"{url}/#/episode/a/train/1/1")
+    page.until("return document.querySelectorAll('.token').length === 10")
+    choices = words_of(page, ".choice button")
+    assert choices == ["log-prob", "weights", "advantage"]
+    page.run("document.querySelectorAll('.choice button')[2].click()")
+    painted = "[...document.querySelectorAll('.token')].map(e => e.style.getPropertyValue('--hue') + e.style.getPropertyValue('--share'))"
+    assert set(page.run(f"return {painted}")) == {"885%"}  # red: its advantage is -1
+    assert words_of(page, ".choice .on") == ["advantage"]
+    box = page.run(
+        "const b = document.querySelectorAll('.token')[3].getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]"
+    )
+    page.mouse("mouseMoved", *box)
+    page.until("return document.querySelector('.readout').textContent.includes('advantage -1')")
+    readout = page.run("return document.querySelector('.readout').textContent")
+    assert "position 7 · token 21 · log-prob -0.07" in readout and "weights 0" in readout
+    page.run("document.querySelectorAll('.choice button')[0].click()")  # for the pages after it
+    [path] = root.glob("a/episodes/train_step_000001.parquet")
+    key = pq.read_table(path).column("key").to_pylist()[1]
+    rows = [{"advantage": -1.0, "ratio": 1.5 if n > 4 else 1.0} for n in range(14)]
+    (root / "a/why").mkdir()
+    (root / f"a/why/{key}.json").write_text(json.dumps({"tokens": rows}))
+    page.until("return document.querySelectorAll('.choice button').length === 4")  # as it appears
+
+
+def test_two_runs_share_a_chart_with_an_interval_each_and_can_be_smoothed(compared):
+    page, url, root = compared
+    for name in ("a", "b"):
+        for step in (10, 20, 30):
+            value = step / 100 + (name == "b") / 10
+            add_step(root / name, step, **{"eval/sampled": value, "eval/sampled_interval": 0.05})
+        (root / name / "log.txt").write_text(f"T warning at step 2: <b>{name}</b> is falling\n")
+    page.open(f"{url}/#/curves/a,b")
+    held = "[...document.querySelectorAll('.chart')].find(c => c.querySelector('h2').textContent === 'Held-out reward')"
+    page.until(f"return {held}?.querySelector('canvas')")
+    labels = f"return [...{held}.querySelectorAll('.u-series:not(.u-silent) .u-label')].map(e => e.textContent)"
+    assert page.run(labels) == ["step", "a", "b"]
+    bounds = f"return {held}.querySelectorAll('.u-legend .u-silent').length"
+    assert page.run(bounds) == 4  # low and high of each
+    ink = f"return {held}.querySelector('canvas').toDataURL()"
+    before = page.run(ink)
+    slide = "const s = document.querySelector('input[type=range]'); s.value = {}; s.dispatchEvent(new Event('input'))"
+    page.run(slide.format(0.9))
+    page.until(f"{bounds} === 6")  # and what is smoothed, faint
+    page.until(f"return (() => {{ {ink} }})() !== {json.dumps(before)}")
+    page.run(slide.format(0))
+    page.until(f"{bounds} === 4")
+    assert words_of(page, "details li") == [
+        f"{name}: warning at step 2: <b>{name}</b> is falling" for name in ("a", "b")
+    ]
+
+
+def test_more_runs_than_are_shown_is_said(compared):
+    page, url, _ = compared
+    page.open(f"{url}/#/curves/{','.join(['a'] * 51)}")
+    page.until("return document.body.innerText.includes('names 51 runs; at most 50 are shown')")
+
+
+def test_diff_names_the_first_step_episode_and_token_where_runs_part(compared):
+    page, url, root = compared
+    page.open(f"{url}/#/diff/a/b")
+    page.until("return document.body.innerText.includes('They part at step 2')")
+    assert words_of(page, ".sides pre")[0] != words_of(page, ".sides pre")[1]
+    add_step(root / "a", 40, [group("p", ["first"], [1.0])], reward=1.0)
+    page.until("return document.body.innerText.includes('A has 40 steps')")
 
 
 def test_a_drag_zooms_every_chart_and_a_double_click_shows_the_whole_run(opened):
@@ -200,3 +322,28 @@ def test_image_of_a_prompt_is_shown(opened):
     page.open(f"{url}#/episode/{quote('tools/run', safe='')}/train/2/0")
     size = "const i = document.querySelector('.message.user img'); return i && [i.naturalWidth, i.naturalHeight]"
     assert page.until(f"{size.replace('return i &&', 'return i?.complete &&')}") == [64, 32]
+
+
+def test_rows_of_a_training_beside_the_page_appear_in_it(tmp_path):
+    root, home = tmp_path / "runs", make_home(tmp_path, steps=3)
+    root.mkdir()
+    command = [sys.executable, "-m", "tandem", "train", str(home / "recipe.toml")]
+    command += [f"run.folder={root}/mine", "rl.prompts_per_step=2", "rl.group_size=2"]
+    log = (tmp_path / "out.txt").open("w")
+    with viewing(root) as url, browser() as page, log:
+        page.open(url)
+        page.until("return document.body.innerText.includes('There is no run in')")
+        with subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log) as process:
+            try:
+                page.until("return document.querySelector('.chip.running')")
+                page.run("location.hash = '#/episodes/mine'")
+                page.until(f"return {ROWS} >= 4")  # of a step, and more as they are made
+                page.until(
+                    f"return {ROWS} > 0 && /^3:/.test(document.querySelector('.meta b').textContent)"
+                )
+                page.run("location.hash = '#/'")
+                page.until("return document.querySelector('.chip.finished')")
+                assert words_of(page, ".c3.num") == ["3 / 3"]
+                assert process.wait(WAIT_S) == 0
+            finally:
+                process.kill()

@@ -6,7 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from tandem.view.episode import read_episode
+from tandem.view.episode import read_episode, read_step
+from tandem.view.episodes import EpisodeTable
 from tandem.view.runs import Run
 from tests.support.viewing import add_step, group, make_run
 
@@ -39,7 +40,26 @@ def test_an_advantage_is_shown_where_rewards_alone_decide_it(tmp_path, rl, comma
     reward = {"function": ["boxed", "format"]} if rl.get("advantage") == "gdpo" else {}
     folder = make_run(tmp_path / "run", command=command, rl=rl, reward=reward)
     add_step(folder, 1, [group("a", ["x", "y"], [1.0, 0.0], **fields)])
-    assert read_episode(Run(folder, "run"), "train", 1, 0)["advantage"] == shown
+    found = read_episode(Run(folder, "run"), "train", 1, 0)
+    sampled = found["tokens"]["sampled"]
+    painted = [shown if one else None for one in sampled]
+    assert found["advantage"] == shown
+    assert found["tokens"].get("advantage") == (None if shown is None else painted)
+    step = read_step(Run(folder, "run"), EpisodeTable(folder / "episodes"), 1)
+    assert [one["advantage"] for one in step["groups"][0]["attempts"]] == (
+        [None, None] if shown is None else [shown, -shown]
+    )
+
+
+def test_the_advantage_of_a_replay_is_taken_before_that_of_the_rewards(tmp_path):
+    folder = make_run(tmp_path / "run", rl={"advantage": "rloo"})
+    add_step(folder, 1, [group("a", ["x", "y"], [1.0, 0.0])])
+    run = Run(folder, "run")
+    found = read_episode(run, "train", 1, 0)
+    rows = [{"advantage": 7.0, "ratio": 1.0} for _ in found["tokens"]["id"]]
+    (folder / "why").mkdir()
+    (folder / "why" / f"{found['key']}.json").write_text(json.dumps({"tokens": rows}))
+    assert set(read_episode(run, "train", 1, 0)["tokens"]["advantage"]) == {7.0}
 
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from tandem.view.report import report
 from tandem.view.runs import Run
 from tests.support.viewing import add_step, make_run
 
@@ -55,6 +56,21 @@ def test_a_process_is_the_run_only_if_it_is_as_old_as_the_lock(run):
     assert state(run, f"{holder} {since()}") == "killed"
     assert state(run, "") == "stopped"
     assert state(run, "", done=None) == "not begun"
+
+
+def test_a_run_that_an_error_ended_has_its_reason_until_the_next_start(run):
+    log = run / "log.txt"
+    log.write_text("T started by pid 1: tandem train\nT failed: the disk is full\n")
+    (run / "lock").write_text("")
+    one = Run(run, "run")
+    assert (one.summary()["state"], one.summary()["failed"]) == ("failed", "the disk is full")
+    assert "the disk is full" in report(one)
+    log.write_text(log.read_text() + "T resumed by pid 2: tandem train\nT warning at step 2: x\n")
+    summary = one.summary()
+    assert (summary["state"], summary["failed"]) == ("stopped", "")
+    assert summary["warnings"] == ["warning at step 2: x"]
+    assert "warning at step 2: x" in report(one)
+    assert one.state(5, 5) == "finished"
 
 
 def test_the_best_evaluation_is_in_the_list(run):

@@ -73,7 +73,7 @@ class Trackers:
     def add(self, name: str, command: Sequence[str]) -> None:
         """Start a tracker. command: of its process."""
         config = self._config.model_dump()
-        run = {"id": _run_id(self._folder), "name": self._folder.absolute().name, "config": config}
+        run = {"id": _run_id(self._folder), "name": run_name(self._folder), "config": config}
         link = Link(command, name, run, self._folder, self._report, self._answer_s)
         self._links.append(link)
 
@@ -201,6 +201,16 @@ def _ended(process: subprocess.Popen[bytes]) -> str:
         return f"its process ended, {exit_reason(process.wait(LEAVE_S))}"
     except subprocess.TimeoutExpired:
         return "its process closed the connection"
+
+
+def run_name(folder: Path) -> str:
+    """Return the path of a run below the folder `runs`, as "demo/train"; elsewhere its own name, as
+    every demo's would be "train"."""
+    parts = folder.absolute().parts
+    if "runs" not in parts[:-1]:
+        return parts[-1]
+    last = max(place for place, part in enumerate(parts[:-1]) if part == "runs")
+    return "/".join(parts[last + 1 :])
 
 
 def _run_id(folder: Path) -> str:

@@ -1,5 +1,5 @@
 """Weights & Biases. Its own variables say where: WANDB_PROJECT (tandem), WANDB_ENTITY, WANDB_DIR,
-WANDB_MODE=offline."""
+WANDB_NAME (the run's path), WANDB_MODE=offline."""
 
 import os
 
@@ -15,7 +15,7 @@ class WandbTracker:
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "tandem"),
             id=run.id,
-            name=run.name,
+            name=os.environ.get("WANDB_NAME") or run.name,
             config=run.config,
             resume="allow",
         )

@@ -2,14 +2,14 @@
 
 import { get, link } from "./api.js";
 import { Chart, COLORS } from "./chart.js";
-import { fill, h } from "./dom.js";
+import { fill, h, many, visible } from "./dom.js";
 
 let smooth = Number(localStorage.getItem("smooth") || 0);
 
 export async function curves(main, [joined = ""]) {
   const runs = joined.split(",").filter(Boolean), standard = await (await fetch("charts.json")).json();
   const charts = new Map(), grid = h("div", { class: "grid" }), more = h("div", { class: "grid" });
-  let range = null, answer = await get("series", { run: runs, points: 2 }), wanted = "", over = false;
+  let range = null, answer = await get("series", { run: runs, points: 2 }), wanted = "", shown = "", over = false;
   const names = () => [...new Set(Object.values(answer).flatMap((one) => one.names))];
   const usual = () => standard.map((c) => ({ ...c, keys: c.keys.filter((k) => names().includes(k)) })).filter((c) => c.keys.length);
   const others = () => {
@@ -38,6 +38,10 @@ export async function curves(main, [joined = ""]) {
       charts.get(spec.title).chart.draw(lines(spec), smooth);
     }
     reset.hidden = !range;
+    const told = runs.flatMap((run) => [answer[run].failed && `failed: ${answer[run].failed}`, ...answer[run].warnings].filter(Boolean).map((line) => (runs.length > 1 ? `${run}: ${line}` : line)));
+    if (told.join("\n") === shown) return;
+    shown = told.join("\n");
+    fill(notes, told.length > 0 && h("details", { class: "card", open: told.length < 4 }, h("summary", { class: "warn" }, `Of the log: ${many(told.length, "line")}`), h("ul", {}, told.map((line) => h("li", {}, visible(line))))));
   }
 
   function lines(spec) {
@@ -48,7 +52,7 @@ export async function curves(main, [joined = ""]) {
       const line = { ...one, label: runs.length > 1 ? `${run}${spec.keys.length > 1 ? ` ${key}` : ""}` : key.replace("timings/", "") };
       line.color = COLORS[(runs.length > 1 ? place : turn) % COLORS.length];
       if (runs.length > 1 && turn) line.dash = [[6, 4], [2, 3], [10, 3]][(turn - 1) % 3];
-      const half = turn === 0 && runs.length === 1 && spec.band && answer[run].series[spec.band];
+      const half = turn === 0 && spec.band && answer[run].series[spec.band];
       if (half && half.x.length === one.x.length) { line.low = one.y.map((v, i) => v - half.y[i]); line.high = one.y.map((v, i) => v + half.y[i]); }
       found.push(line);
     }));
@@ -60,12 +64,13 @@ export async function curves(main, [joined = ""]) {
   const reset = h("button", { onclick: () => zoom(null), hidden: true }, "whole run");
   const slider = h("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: smooth, oninput: () => { smooth = Number(slider.value); localStorage.setItem("smooth", smooth); draw([...usual(), ...others()]); } });
   const filter = h("input", { type: "search", placeholder: "other numbers: a part of the name, * for all", oninput: () => { wanted = filter.value.trim(); load(); } });
-  const configuration = h("div", {});
+  const configuration = h("div", {}), notes = h("div", {});
   fill(main,
     h("div", { class: "bar" },
       runs.map((run, place) => h("span", { class: "run-chip", vars: { "--color": COLORS[place % COLORS.length] } }, runs.length > 1 && h("i", {}), h("a", { href: link("episodes", [run]) }, run),
         runs.length > 1 && h("a", { class: "x", title: "leave out", href: link("curves", [runs.filter((r) => r !== run).join(",")]) }, "×"))),
       h("span", { class: "grow" }), reset, h("label", { class: "dim" }, "smooth ", slider)),
+    notes,
     grid, h("div", { class: "bar" }, filter, h("span", { class: "dim" }, "drag over a chart to zoom, double-click for the whole run")), more, configuration);
   config(runs, configuration);
   const themed = () => draw([...usual(), ...others()]);

@@ -8,11 +8,34 @@ export async function diff(main, [a, b]) {
   const select = (own, put) => h("select", { "aria-label": "run", onchange: (e) => { location.hash = put(e.target.value); } }, h("option", { value: "" }, "choose a run"), runs.map((run) => h("option", { value: run.name, selected: run.name === own }, run.name)));
   fill(main, h("h1", {}, "Diff"), h("div", { class: "bar" }, h("b", {}, "A"), select(a, (x) => link("diff", [x, b].filter(Boolean))), h("b", {}, "B"), select(b, (x) => link("diff", [a, x])),
     b && h("a", { class: "button", href: link("curves", [[a, b].join(",")]) }, "Curves of both")), result);
-  if (a && b) {
-    fill(result, h("p", { class: "dim pad" }, "Comparing ..."));
-    get("diff", { run: [a, b] }).then((found) => fill(result, told(found)), (error) => fill(result, h("div", { class: "card problem" }, h("pre", {}, error.message))));
-  } else fill(result, h("p", { class: "dim pad" }, "Choose two runs: episodes, metrics and weights of their common steps are compared, to the last bit."));
-  return {};
+  if (!(a && b)) {
+    fill(result, h("p", { class: "dim pad" }, "Choose two runs: episodes, metrics and weights of their common steps are compared, to the last bit."));
+    return {};
+  }
+  let shown = "", over = false, timer = 0, after = 0, busy = false, again = false;
+  const soon = () => { timer = setTimeout(compare, Math.max(0, after - performance.now())); };
+  async function compare() {
+    [timer, busy, again] = [0, true, false];
+    const began = performance.now();
+    let text = "", nodes = null;
+    try {
+      const found = await get("diff", { run: [a, b] });
+      [text, nodes] = [JSON.stringify(found), () => told(found)];
+    } catch (error) { [text, nodes] = [error.message, () => h("div", { class: "card problem" }, h("pre", {}, error.message))]; }
+    after = performance.now() + 5 * (performance.now() - began); // comparing long runs takes its time
+    busy = false;
+    if (over) return;
+    if (again) soon();
+    if (text !== shown) fill(result, nodes());
+    shown = text;
+  }
+  fill(result, h("p", { class: "dim pad" }, "Comparing ..."));
+  compare();
+  const news = (names) => {
+    if (!names.has(a) && !names.has(b)) return;
+    if (busy) again = true; else if (!timer) soon();
+  };
+  return { news, close: () => { over = true; clearTimeout(timer); } };
 }
 
 function told(found) {

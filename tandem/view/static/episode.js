@@ -16,7 +16,19 @@ const PAINTS = {
 const quoted = (word) => (/^[\w./:-]+$/.test(word) ? word : `'${word.replaceAll("'", "'\\''")}'`);
 
 export async function episode(main, [run, kind, step, row]) {
-  const one = await get("episode", { run, kind, step, row });
+  let shown = "", over = false, keys = {};
+  async function load() {
+    const one = await get("episode", { run, kind, step, row }), text = JSON.stringify(one);
+    if (over || text === shown) return; // as it was: what is being read stays where it is
+    shown = text;
+    keys = draw(main, one, [run, kind, step]);
+  }
+  await load();
+  const live = Object.fromEntries(["left", "right", "j", "k"].map((name) => [name, () => keys[name]()]));
+  return { keys: live, keepScroll: false, news: (names) => names.has(run) && load(), close: () => { over = true; } };
+}
+
+function draw(main, one, [run, kind, step]) {
   const go = (place) => { location.hash = link("episode", [run, kind, step, String(place)]); };
   const keys = { left: () => one.row > 0 && go(one.row - 1), right: () => one.row + 1 < one.rows && go(one.row + 1) };
   const place = one.peers.findIndex((p) => p.row === one.row);
@@ -33,7 +45,7 @@ export async function episode(main, [run, kind, step, row]) {
       h("div", {}, facts(one, low, high), conversation(one, run), tokens(one, run), extras(one)),
       h("aside", {}, h("section", { class: "card" }, h("h2", {}, `${many(one.peers.length, "attempt")} at it`), one.peers.map((peer) => attempt(peer, peer.row === one.row, low, high, link("episode", [run, kind, step, String(peer.row)]))),
         h("a", { class: "dim pad", href: link("episodes", [run], { uid: one.uid }) }, "in all steps")))));
-  return { keys, keepScroll: false };
+  return keys;
 }
 
 function facts(one, low, high) {
@@ -119,7 +131,7 @@ function tokens(one, run) {
   fill(readout, "point at a token for its values");
   const command = ["tandem", "why", run, "--episode", `${one.step}:${one.uid}:${one.sample_index}`, "--json", `${run}/why/${one.key}.json`].map(quoted).join(" ");
   return h("section", { class: "card" }, h("div", { class: "bar" }, h("h2", {}, "Tokens"), h("span", { class: "choice" }, choices), note), opening, fill(box, spans), readout,
-    one.kind === "train" && !t.ratio && h("details", { class: "dim" }, h("summary", {}, "ratio and advantage of each token"), h("p", {}, "They come from a replay of the step, in the folder of runs; then this page shows them:"), h("pre", {}, plain(command))));
+    one.kind === "train" && !t.ratio && h("details", { class: "dim" }, h("summary", {}, t.advantage ? "ratio of each token" : "ratio and advantage of each token"), h("p", {}, "A replay of the step has more, in the folder of runs; then this page shows it:"), h("pre", {}, plain(command))));
 }
 
 function extras(one) {

@@ -1,7 +1,7 @@
 // The list of runs.
 
 import { get, link } from "./api.js";
-import { chip, fill, h, many, number, sparkline, words } from "./dom.js";
+import { chip, fill, h, many, number, plain, sparkline, visible, words } from "./dom.js";
 import { rowKeys } from "./rows.js";
 
 const chosen = new Set();
@@ -51,8 +51,9 @@ function row(run, redraw) {
   return h("tr", { "data-row": true },
     h("td", { class: "c0" }, h("input", { type: "checkbox", checked: chosen.has(run.name), onchange: toggle, "aria-label": `choose ${run.name}` })),
     h("td", { class: "c1" }, h("a", { href: link("curves", [run.name]) }, run.name), h("small", {}, run.command),
+      run.warnings.length > 0 && h("small", {}, h("a", { class: "warn", href: link("curves", [run.name]), title: plain(run.warnings.join("\n")) }, many(run.warnings.length, "warning"))),
       run.broken > 0 && h("small", { class: "warn" }, `${run.broken} unreadable rows`)),
-    h("td", { class: "c2" }, chip(run.state, run.state)),
+    h("td", { class: "c2" }, chip(run.state, run.state), run.failed && h("small", { class: "bad-text", title: plain(run.failed) }, visible(run.failed))),
     h("td", { class: "c3 num" }, `${number(run.step)}${run.steps ? ` / ${number(run.steps)}` : ""}`, h("i", { class: "progress", vars: { "--share": `${100 * share}%` } })),
     h("td", { class: "c4 num" }, run.reward === null ? "–" : run.reward.toFixed(3), run.what !== "reward" && h("small", {}, words(run.what))),
     h("td", { class: "c5" }, sparkline(run.trend, `${run.what} by step`)),
