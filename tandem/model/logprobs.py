@@ -95,9 +95,23 @@ def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
 def _top_p_edge(logprobs: Tensor, top_p: float) -> Tensor:
     """Find the smallest log-prob [N, 1] in the least set of likeliest tokens that reaches top_p."""
     ranked = logprobs.sort(-1, descending=True).values
+    if triton := triton_for(ranked):
+        return triton.top_p_edge(ranked, top_p)  # type: ignore[no-any-return]
     probs = ranked.softmax(-1)
     before = probs.cumsum(-1) - probs
     return ranked.masked_fill(before >= top_p, float("inf")).amin(-1, keepdim=True)
+
+
+def likeliest(table: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Find the likeliest tokens of log-probs [N, V]: theirs float32 [N, count], tokens int64.
+
+    On a GPU the first of equal ones: its `topk` takes kernels by the number of rows, which differ
+    in that.
+    """
+    if count and triton_for(table):
+        values, tokens = table.sort(stable=True, dim=-1, descending=True)
+        return values[:, :count], tokens[:, :count]
+    return table.topk(count, -1)
 
 
 def token_logprobs(

@@ -1,8 +1,8 @@
 """Choice of kernels: oneDNN and blocked matmul for tensors on a CPU, Triton's for those on a GPU.
 
-The arithmetic forks in `linear`, `layers`, `logprobs` and `forward`, and in `load`, which makes
-the attention plans, and nowhere else; all ask `triton_for`. Triton is imported when a tensor first
-needs it.
+The arithmetic forks in `linear`, `layers`, `logprobs`, `inverse_cdf` and `forward`, and in `load`,
+which makes the attention plans, and nowhere else; all ask `triton_for`. Triton is imported when a
+tensor first needs it.
 """
 
 from collections.abc import Iterator
