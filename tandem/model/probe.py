@@ -45,7 +45,7 @@ ROWS = (*SHORT, *LONG)
 PACKED_ROWS = 640  # rows of a packed pass
 # Of a GPU, whose cuBLAS takes kernels by the count: multiples of 32, powers of two, beside these.
 GPU_ROWS = (
-    *range(96, PACKED_ROWS, 32),
+    *range(96, PACKED_ROWS + 1, 32),
     *(rows + beside for rows in (1024, 2048, 4096, 8192) for beside in (-1, 0, 1)),
 )
 # Rows of the output projection: one costs as much as a layer. A chunk's rows are added.
@@ -243,7 +243,7 @@ def _linears_differ(model: ExactModel, noise: torch.Generator, microbatch: int) 
             counts = [*few, *more, max(few[-1] + 1, chunk)]
         else:
             drawn = torch.randint(1, PACKED_ROWS, (3,), generator=noise).tolist()
-            counts = [*ROWS, *drawn, PACKED_ROWS, *sorted(many - {0})]
+            counts = [*ROWS, *drawn, PACKED_ROWS, *sorted(many - {0, PACKED_ROWS})]
         # on a CPU counts that round up to the same number are the same product
         if HAS_PREPACKED and not triton_for(model.head.weight):
             counts = sorted({padded_rows(rows, model.dtype): rows for rows in counts}.values())

@@ -90,6 +90,7 @@ def test_the_one_token_that_is_left_is_taken_wherever_it_is():
         assert top_p_edge(ranked_of(logprobs), 0.9).tolist() == [[0.0]] * 3
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_a_row_of_nans_takes_a_token_of_the_vocabulary():
     rows = torch.full((2, 5 * BLOCK - 2), torch.nan).to(DEVICE)
     tokens = inverse_cdf(rows, torch.tensor([0.0, LAST]).to(DEVICE))
