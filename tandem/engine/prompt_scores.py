@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tandem.model.linear import ExactLinear
-from tandem.model.logprobs import chunks, log_distribution
+from tandem.model.logprobs import chunks, likeliest, log_distribution
 from tandem.types import Array, SamplingDistribution
 
 
@@ -29,9 +29,9 @@ def score_tokens(
 ) -> Iterator[PromptScores]:
     """Score targets int64 [n] after hidden states [n, D], some rows of logits at a time."""
     targets = targets.to(hidden.device)
-    for rows in chunks(len(targets), head.weight.shape[0]):
+    for rows in chunks(len(targets), head.weight):
         table = log_distribution(head(hidden[rows]).float(), SamplingDistribution())
         own = table.gather(1, targets[rows, None])
-        likeliest = table.topk(top, -1)
-        columns = own[:, 0], (table >= own).sum(-1), likeliest.indices, likeliest.values
+        top_logprobs, top_tokens = likeliest(table, top)
+        columns = own[:, 0], (table >= own).sum(-1), top_tokens, top_logprobs
         yield PromptScores(*(column.cpu().numpy() for column in columns))

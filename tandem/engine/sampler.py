@@ -5,14 +5,12 @@ from dataclasses import fields
 from operator import attrgetter
 from typing import NamedTuple
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.model.logprobs import SeenTokens, log_distribution, penalize
+from tandem.model.inverse_cdf import inverse_cdf
+from tandem.model.logprobs import SeenTokens, likeliest, log_distribution, penalize
 from tandem.types import SamplingDistribution
 
-BLOCK = 128  # tokens of the vocabulary
 # Fields of SamplingParams that are equal in sequences sampled in one call.
 sampling_key = attrgetter(*(f.name for f in fields(SamplingDistribution)), "top_logprobs")
 
@@ -44,10 +42,10 @@ def sample(
         assert seen is not None, "a repetition penalty needs the tokens seen before"
         penalize(logits, sampling.repetition_penalty, seen)
     table = log_distribution(logits, sampling)
-    tokens = table.argmax(-1) if sampling.temperature == 0 else _inverse_cdf(table, uniform)
-    likeliest = table.topk(top, -1)
+    tokens = table.argmax(-1) if sampling.temperature == 0 else inverse_cdf(table, uniform)
     logprobs = table.gather(1, tokens[:, None])[:, 0]
-    return SampledTokens(tokens, logprobs, likeliest.indices, likeliest.values)
+    top_logprobs, top_tokens = likeliest(table, top)
+    return SampledTokens(tokens, logprobs, top_tokens, top_logprobs)
 
 
 def device_uniforms(keys: Tensor, positions: Tensor) -> Tensor:
@@ -70,24 +68,3 @@ def _signed(value: int) -> int:
 def _shift(z: Tensor, bits: int) -> Tensor:
     """Shift int64 right with zeros, as uint64 are shifted."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _inverse_cdf(table: Tensor, uniform: Tensor) -> Tensor:
-    """Find tokens int64 [B] in two levels, block of the vocabulary and token in it: one running sum
-    over the vocabulary takes three times as long."""
-    probs = F.pad(table.exp(), (0, -table.shape[1] % BLOCK)).view(len(table), -1, BLOCK)
-    cdf = probs.sum(-1).cumsum(-1)
-    block, rest = _search(cdf, uniform * cdf[:, -1])
-    token, _ = _search(probs[torch.arange(len(table), device=table.device), block].cumsum(-1), rest)
-    return block * BLOCK + token
-
-
-def _search(cdf: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Find target [B] in cdf [B, n]: the first index with a greater cdf, int64 [B], and the
-    distance into it [B]."""
-    total = cdf[:, -1]
-    # strictly below the total, so that the token found has positive probability
-    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
-    place = torch.searchsorted(cdf, target[:, None], right=True)
-    before = F.pad(cdf, (1, 0)).gather(1, place)
-    return place[:, 0], target - before[:, 0]

@@ -37,7 +37,7 @@ class _Divergences(torch.autograd.Function):
         *tensors, ctx.sampling, ctx.divergence = arguments
         hidden, weight, *_ = tensors
         values = hidden.new_empty(len(hidden), dtype=torch.float32)
-        for rows in chunks(len(hidden), len(weight)):
+        for rows in chunks(len(hidden), weight):
             values[rows], _ = ctx.divergence(*_tables(tensors, rows, ctx.sampling))
         ctx.save_for_backward(*tensors)
         return values
@@ -49,7 +49,7 @@ class _Divergences(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         wanted = ctx.needs_input_grad[1]
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted else None
-        for rows in chunks(len(hidden), len(weight)):
+        for rows in chunks(len(hidden), weight):
             _, slope = ctx.divergence(*_tables(tensors, rows, ctx.sampling))
             slope.mul_(grads[0][rows, None] / ctx.sampling.temperature)
             grad_hidden[rows] = gradient_product(slope, weight)

@@ -23,6 +23,7 @@ from tandem.model.triton.dispatch import triton_for
 from tandem.types import SamplingDistribution
 
 CHUNK_BYTES = 1 << 25  # logits held at once
+GPU_CHUNK_BYTES = 1 << 29  # on a GPU, which few rows leave idle
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +96,23 @@ def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
 def _top_p_edge(logprobs: Tensor, top_p: float) -> Tensor:
     """Find the smallest log-prob [N, 1] in the least set of likeliest tokens that reaches top_p."""
     ranked = logprobs.sort(-1, descending=True).values
+    if triton := triton_for(ranked):
+        return triton.top_p_edge(ranked, top_p)  # type: ignore[no-any-return]
     probs = ranked.softmax(-1)
     before = probs.cumsum(-1) - probs
     return ranked.masked_fill(before >= top_p, float("inf")).amin(-1, keepdim=True)
+
+
+def likeliest(table: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Find the likeliest tokens of log-probs [N, V]: theirs float32 [N, count], tokens int64.
+
+    On a GPU the first of equal ones: its `topk` takes kernels by the number of rows, which differ
+    in that.
+    """
+    if count and triton_for(table):
+        values, tokens = table.sort(stable=True, dim=-1, descending=True)
+        return values[:, :count], tokens[:, :count]
+    return table.topk(count, -1)
 
 
 def token_logprobs(
@@ -150,7 +165,7 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs, entropy = (hidden.new_zeros(len(targets), dtype=torch.float32) for _ in range(2))
         wanted = ctx.needs_input_grad if expected is not None else [False] * 9
         grads = _Gradients(hidden, weight, bias, wanted)
-        for rows in chunks(len(targets), weight.shape[0]):
+        for rows in chunks(len(targets), weight):
             table, backwards = _chunk_table(
                 multiply(hidden[rows], packed, bias).float(), targets, sampling, seen, rows, softcap
             )
@@ -179,7 +194,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ):
             return *totals[:2], *[None] * 6, totals[2], None
         grads = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
-        for rows in chunks(len(targets), weight.shape[0]):
+        for rows in chunks(len(targets), weight):
             options = ctx.sampling, ctx.seen, rows, ctx.softcap
             table, backwards = _chunk_table(
                 multiply(hidden[rows], packed, bias).float(), targets, *options
@@ -298,7 +313,8 @@ def row_sums(table: Tensor) -> Tensor:
     return table.sum(-1) if len(table) > 1 else table.expand(2, -1).sum(-1)[:1]
 
 
-def chunks(rows: int, vocabulary: int) -> list[slice]:
-    """Split rows into runs whose logits [n, V] fit CHUNK_BYTES."""
-    size = max(16, CHUNK_BYTES // (4 * vocabulary))
+def chunks(rows: int, weight: Tensor) -> list[slice]:
+    """Split rows into runs whose logits [n, V] fit CHUNK_BYTES, or a GPU's, where the output
+    projection [V, D] is on one."""
+    size = max(16, (GPU_CHUNK_BYTES if weight.is_cuda else CHUNK_BYTES) // (4 * len(weight)))
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]

@@ -25,6 +25,7 @@ HAS_PREPACKED = torch.backends.mkldnn.is_available() and hasattr(
 LONGEST = 4096  # terms of a sum; with 49,152 and few outputs bits depend on the threads
 ROWS, FEW_ROWS = 1024, 64  # rows of a product summed over rows; the last has a multiple of FEW_ROWS
 OUTPUTS = 4096  # rows of a product that is added to a total: it is small beside the total
+GPU_OUTPUTS = 1 << 15  # on a GPU, which few rows leave idle
 
 
 @cache
@@ -85,8 +86,9 @@ def weight_gradient(above: Tensor, x: Tensor, total: Tensor | None = None) -> Te
     total, float32 [O, I]: the product is added to it in place.
     """
     if total is not None:
-        for part, own in zip(above.split(OUTPUTS, 1), total.split(OUTPUTS), strict=True):
-            own += weight_gradient(part, x)
+        outputs = GPU_OUTPUTS if x.is_cuda else OUTPUTS
+        for part, own in zip(above.split(outputs, 1), total.split(outputs), strict=True):
+            own += _float32_product(part, x) if x.is_cuda else weight_gradient(part, x)
         return total
     in_tiles = x.dtype != torch.float32 and not in_float32(x)
     if x.is_cuda or not HAS_PREPACKED or in_tiles or not len(x):
@@ -98,6 +100,11 @@ def weight_gradient(above: Tensor, x: Tensor, total: Tensor | None = None) -> Te
     products = (gradient_product(_dense(part).t(), _dense(own)) for part, own in pairs)
     product = reduce(Tensor.add_, products)
     return product.t() if turned else product
+
+
+def _float32_product(above: Tensor, x: Tensor) -> Tensor:
+    """Multiply on a GPU as weight_gradient, to float32: products of chunks add up unrounded."""
+    return torch.mm(above.to(x.dtype).t(), x, out_dtype=torch.float32)
 
 
 def _dense(rows: Tensor) -> Tensor:

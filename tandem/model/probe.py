@@ -2,10 +2,11 @@
 
 Two questions. *Parity*: does a token have the same bits in the trainer's packed pass and in the
 engine's prefill and decode? *Threads*: do forward and backward pass have the same bits with one
-thread and with several? The probe runs every linear, SwiGLU, log-softmax and the attention of the
-model, at row counts that take different kernels somewhere, and a random model of the same shapes in
-a random schedule (trial.py). It names each operator that differs, and takes under a second for 135M
-parameters on two cores. On a GPU it also finds the fastest exact kernel (`try_matmuls`).
+thread and with several? The probe runs every linear, SwiGLU, log-softmax, top-p, sampling and the
+attention of the model, at row counts that take different kernels somewhere, and a random model of
+the same shapes in a random schedule (trial.py). It names each operator that differs, and takes
+under a second for 135M parameters on two cores. On a GPU it also finds the fastest exact kernel
+(`try_matmuls`).
 """
 
 import math
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from tandem.model.attention import Plan
 from tandem.model.config_file import first_line, is_lean
+from tandem.model.inverse_cdf import inverse_cdf
 from tandem.model.layers import ExactLayer
 from tandem.model.linear import ExactLinear, swiglu
 from tandem.model.load import ExactModel
@@ -41,9 +43,14 @@ from tandem.types import SamplingDistribution
 # Row counts at which kernels were seen to change, and those around a block of queries.
 ROWS = (*SHORT, *LONG)
 PACKED_ROWS = 640  # rows of a packed pass
-GPU_ROWS = (1024, 4096, 8192)  # of larger ones: cuBLAS takes other kernels for them
+# Of a GPU, whose cuBLAS takes kernels by the count: multiples of 32, powers of two, beside these.
+GPU_ROWS = (
+    *range(96, PACKED_ROWS + 1, 32),
+    *(rows + beside for rows in (1024, 2048, 4096, 8192) for beside in (-1, 0, 1)),
+)
 # Rows of the output projection: one costs as much as a layer. A chunk's rows are added.
 HEAD_ROWS = (4, 32)
+CPU_RANKED = 4096  # tokens for top-p: a CPU sorts a whole vocabulary for a second
 GRADIENT_ROWS, HEAD_GRADIENT_ROWS = 330, 37
 MANY_ROWS = 1100  # rows for the gradient of the smallest linear
 LENGTH = 400  # past three key blocks, with a partial fourth
@@ -227,16 +234,16 @@ def _linears_differ(model: ExactModel, noise: torch.Generator, microbatch: int) 
     microbatch."""
     differing = []
     for (outputs, inputs), linear in _linears(model).items():
+        many = {*GPU_ROWS, microbatch} if model.device.type == "cuda" else set()
         if linear is model.head:
             few = ROWS if triton_for(model.head.weight) else HEAD_ROWS
-            counts = [
-                *few,
-                max(few[-1] + 1, min(chunks(PACKED_ROWS, outputs)[0].stop, PACKED_ROWS)),
-            ]
+            chunk = chunks(max((PACKED_ROWS, *many)), model.head.weight)[0].stop
+            last = {microbatch % chunk} if many else set()
+            more = (rows for rows in many | last if 0 < rows < chunk)
+            counts = [*few, *more, max(few[-1] + 1, chunk)]
         else:
             drawn = torch.randint(1, PACKED_ROWS, (3,), generator=noise).tolist()
-            many = (*GPU_ROWS, microbatch) if model.device.type == "cuda" else ()
-            counts = [*ROWS, *drawn, PACKED_ROWS, *sorted({*many} - {0})]
+            counts = [*ROWS, *drawn, PACKED_ROWS, *sorted(many - {0, PACKED_ROWS})]
         # on a CPU counts that round up to the same number are the same product
         if HAS_PREPACKED and not triton_for(model.head.weight):
             counts = sorted({padded_rows(rows, model.dtype): rows for rows in counts}.values())
@@ -246,13 +253,27 @@ def _linears_differ(model: ExactModel, noise: torch.Generator, microbatch: int) 
     return differing
 
 
-def _rowwise_differ(model: ExactModel, noise: torch.Generator) -> list[str]:
-    """Name which of SwiGLU and log-softmax differ with the row count."""
+def _rowwise_differ(
+    model: ExactModel,
+    noise: torch.Generator,
+    sampler: Callable[[Tensor, Tensor], Tensor] = inverse_cdf,
+    filtered: Callable[[Tensor, SamplingDistribution], Tensor] = log_distribution,
+) -> list[str]:
+    """Name which of SwiGLU, log-softmax, top-p and sampling differ with the row count."""
+    vocabulary, plain = model.config.vocab_size, SamplingDistribution()
+    ranked = vocabulary if triton_for(model.head.weight) else min(vocabulary, CPU_RANKED)
+    # among tokens so improbable that a sum's last bit moves the edge
+    edged = SamplingDistribution(temperature=0.3, top_p=0.999)
+
+    def sampled(x: Tensor) -> Tensor:
+        # equal probabilities, and uniforms at their edges: a sum's last bit decides
+        uniform = ((x[:, 0].float().abs() % 1.0) * vocabulary).floor() / vocabulary
+        return sampler(log_distribution(torch.zeros_like(x, dtype=torch.float32), plain), uniform)
+
     operators: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
-        "log-softmax": (
-            lambda x: log_distribution(x.float(), SamplingDistribution()),
-            model.config.vocab_size,
-        )
+        "log-softmax": (lambda x: log_distribution(x.float(), plain), vocabulary),
+        "top-p": (lambda x: filtered(x.float(), edged), ranked),
+        "sampling": (sampled, vocabulary),
     }
     if is_lean(model.config):
         operators["SwiGLU"] = swiglu, 2 * model.config.intermediate_size

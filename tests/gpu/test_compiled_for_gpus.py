@@ -51,7 +51,7 @@ def test_every_kernel_compiles(capability, dtype, tmp_path_factory):
         pytest.skip(f"this build of triton has no assembler for compute capability {capability}")
     rows = compiled(tmp_path_factory.getbasetemp() / "kernels")
     mine = [row for row in rows if (row["capability"], row["dtype"]) == (capability, dtype)]
-    assert len(KERNELS) >= 14 and {row["kernel"] for row in mine} == KERNELS
+    assert len(KERNELS) >= 16 and {row["kernel"] for row in mine} == KERNELS
     assert all(row["bytes"] > 0 for row in mine)
     assert max(row["shared"] for row in mine) <= SHARED_BYTES[capability]
 

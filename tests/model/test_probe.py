@@ -1,5 +1,7 @@
 """The probe: yes where a prepared process is exact, no where something is not, whatever it is."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,12 +11,15 @@ from transformers import AutoModelForCausalLM
 from tandem.model.forward import batch_logprobs
 from tandem.model.linear import ExactLinear
 from tandem.model.load import make_exact
+from tandem.model.logprobs import log_distribution
 from tandem.model.probe import (
+    GPU_ROWS,
     PACKED_ROWS,
     ROWS,
     SHARERS,
     Trial,
     _attention_differs,
+    _rowwise_differ,
     fastest_exact,
     probe,
     try_kernels,
@@ -68,8 +73,42 @@ def test_linear_with_row_dependent_kernel_is_named(rows):
     assert probe(model).parity == [f"linear 96 -> 97: {rows} rows"]
 
 
+def by_sums_in_blocks_of(block, table, uniform):
+    """Tokens of uniforms by the running sum that adds up blocks from the first one on."""
+    ends, total = [], torch.zeros(len(table), 1)
+    for part in table.exp().split(block, 1):
+        ends.append(total + part.cumsum(-1))
+        total = ends[-1][:, -1:]
+    place = torch.searchsorted(torch.cat(ends, 1), uniform[:, None] * total, right=True)
+    return place[:, 0].clamp(max=table.shape[1] - 1)
+
+
+def test_a_sampler_whose_sums_have_another_order_for_some_rows_is_named():
+    """The last bits of its sums alone differ, which the probe's uniforms make visible."""
+    model, noise = model_of("qwen3"), torch.Generator().manual_seed(0)
+    model.config.vocab_size = 20_000
+
+    def odd(table, uniform):
+        return by_sums_in_blocks_of(128 if len(table) in (3, 20) else 4096, table, uniform)
+
+    assert _rowwise_differ(model, noise, sampler=odd) == ["sampling: 3 20 rows"]
+
+
+def test_top_p_that_keeps_another_set_for_some_rows_is_named():
+    model, noise = model_of("qwen3"), torch.Generator().manual_seed(0)
+
+    def odd(logits, sampling):
+        less = replace(sampling, top_p=sampling.top_p - 1e-4 * (len(logits) == 8))
+        return log_distribution(logits, less)
+
+    assert _rowwise_differ(model, noise, filtered=odd) == ["top-p: 8 rows"]
+
+
 def test_every_row_count_that_is_said_to_be_tried_is():
     assert {*range(1, 9), 20, 28, 32, 64, *range(255, 261)} == set(ROWS) and PACKED_ROWS > 512
+    on_gpu = {*ROWS, *GPU_ROWS}
+    assert {*range(32, 641, 32)} <= on_gpu
+    assert {n + d for n in (1024, 2048, 4096, 8192) for d in (-1, 0, 1)} <= on_gpu
 
 
 def test_random_model_has_every_kind_of_layer_and_its_shapes():

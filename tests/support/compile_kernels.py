@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime import driver
 
-from tandem.model.triton import ops, rowwise, vocabulary
+from tandem.model.triton import cumulative, ops, rowwise, vocabulary
 from tandem.model.triton.packed_attention import PackedSegments, packed_attention
 from tandem.model.triton.plans import OWN_MATMULS as MATMULS
 from tandem.model.triton.shared_splits import shared_attention
@@ -102,6 +102,8 @@ def run_everything(dtype, width, kernels):
     vocabulary.log_softmax(logits, 0.7)
     above, entropies = vocabulary.target_logprobs(logits, targets, 0.7, entropy=True)
     vocabulary.logprob_slope(logits, targets, 0.7, above, entropies)
+    cumulative.inverse_cdf(logits, above)
+    cumulative.top_p_edge(logits, 0.9)
 
 
 def attend(new, width):

@@ -1,10 +1,10 @@
 """Choice of kernels: oneDNN and blocked matmul for tensors on a CPU, Triton's for those on a GPU.
 
-The arithmetic forks in `linear`, `layers`, `logprobs` and `forward`, and in `load`, which makes
-the attention plans, and nowhere else; all ask `triton_for`. Triton is imported when a tensor first
-needs it. It launches on the thread's current GPU, so whoever asks makes the tensor's the current
-one: no engine, learner or thread has to think of it. Gradients have a thread of torch's for each
-GPU.
+The arithmetic forks in `linear`, `layers`, `logprobs`, `inverse_cdf` and `forward`, and in `load`,
+which makes the attention plans, and nowhere else; all ask `triton_for`. Triton is imported when a
+tensor first needs it. It launches on the thread's current GPU, so whoever asks makes the tensor's
+the current one: no engine, learner or thread has to think of it. Gradients have a thread of torch's
+for each GPU.
 """
 
 from collections.abc import Iterator

@@ -16,6 +16,8 @@ from triton.testing import do_bench_cudagraph as do_bench_cudagraph
 from tandem.model.decode_rows import DecodeRows
 from tandem.model.paged_attention import PAGE, Runs
 from tandem.model.triton import ops
+from tandem.model.triton.cumulative import inverse_cdf as inverse_cdf
+from tandem.model.triton.cumulative import top_p_edge as top_p_edge
 from tandem.model.triton.dispatch import matmul_kernel
 from tandem.model.triton.ops import PagedRows, attention, write_cache
 from tandem.model.triton.packed_attention import PackedSegments, packed_attention
