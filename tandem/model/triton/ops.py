@@ -25,9 +25,6 @@ from tandem.model.triton.matmul_kernels import MATMUL_TILE, matmul_kernel, persi
 
 # Partial results of one attention call; beyond it one program walks all splits of a tile.
 SCRATCH_BYTES = 1 << 28
-# A row of queries or keys of more bytes is computed with one block of keys in flight, not two, and
-# gradients in tiles of 32, not 64, so that all stays in a multiprocessor's shared memory.
-WIDE_BYTES = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,19 +213,13 @@ def _attend(
         APART=apart,
         **shape,
         num_warps=4,
-        num_stages=stages_of(shape["BLOCK_E"], q),
+        num_stages=2,
     )
     if not apart:
         return out
     merged = torch.empty_like(q, memory_format=torch.contiguous_format)
     merge_kernel[(tokens * heads,)](peaks, totals, out, merged, lse, splits, **shape, num_warps=1)
     return merged
-
-
-def stages_of(block_e: int, q: Tensor) -> int:
-    """Return how many blocks of keys a program of the attention loads at once: of wide rows one,
-    as two take more shared memory than a GPU has (float32 of head size 256) or nearly (128)."""
-    return 1 if block_e * q.element_size() > WIDE_BYTES else 2
 
 
 def _need_contiguous_rows(*tensors: Tensor) -> None:

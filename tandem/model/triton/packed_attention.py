@@ -17,7 +17,11 @@ from tandem.model.triton.attention_backward_kernels import (
     key_gradient_kernel,
     query_gradient_kernel,
 )
-from tandem.model.triton.ops import WIDE_BYTES, segment_attention
+from tandem.model.triton.ops import segment_attention
+
+# A row of queries or keys of more bytes is computed in tiles of 32 instead of 64, so that a tile's
+# keys, values and queries stay in a multiprocessor's shared memory.
+WIDE_BYTES = 256
 
 
 class PackedSegments:

@@ -20,7 +20,7 @@ from tandem.model.triton.attention_kernels import (
     attend_split_kernel,
     merge_kernel,
 )
-from tandem.model.triton.ops import SCRATCH_BYTES, PagedRows, stages_of
+from tandem.model.triton.ops import SCRATCH_BYTES, PagedRows
 
 
 def split_tiles(tables: np.ndarray, starts: np.ndarray, page: int, group: int) -> np.ndarray | None:
@@ -94,7 +94,7 @@ def shared_attention(
             PAGE=keys.shape[2],
             **shape,
             num_warps=4,
-            num_stages=stages_of(shape["BLOCK_E"], q),
+            num_stages=2,
         )
     merged = torch.empty_like(q, memory_format=torch.contiguous_format)
     merge_kernel[(tokens * heads,)](
