@@ -76,6 +76,17 @@ def test_a_fork_server_that_is_killed_or_hangs_is_replaced(how):
         assert state_of(server) == ""
 
 
+def test_replaced_fork_servers_leave_no_descriptor():
+    with odd_workers(count=2, heartbeat_s=1.5, restarts=20) as workers:
+        counts = []
+        for _ in range(5):
+            until(workers, lambda: all_idle(workers) and forked(workers))
+            counts.append(len(os.listdir("/proc/self/fd")))
+            os.kill(fork_server(workers), signal.SIGKILL)
+            sample(workers)
+        assert counts[-1] <= counts[1], counts  # the log of one that has ended may be held
+
+
 def test_a_worker_that_waits_for_imports_lives_with_the_fork_server():
     """The import takes longer than a worker may be silent."""
     slow = {"fault": "slow import", "heartbeat_s": 1.0, "restarts": 2, "version": None}

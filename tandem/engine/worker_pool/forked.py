@@ -59,6 +59,9 @@ class LocalProcesses:
         if not self._forks:
             return LocalProcess(self._command)
         if not self._servers or self._servers[-1].has_ended():
+            for server in [one for one in self._servers if not one.num_workers]:
+                self._servers.remove(server)
+                server.close()
             self._servers.append(ForkServerProcess((*self._command, FORK, self._model_path)))
         return self._servers[-1].fork()
 
@@ -81,10 +84,12 @@ class ForkServerProcess:
         self._statuses: dict[int, int] = {}
         self._lock = threading.Lock()
         self._ended, self._forks = False, 0
+        self.num_workers = 0  # that are not over: each may still ask for its log
 
     def fork(self) -> "ForkedProcess":
         """Ask for a worker."""
         self._forks += 1
+        self.num_workers += 1
         (ours, theirs), log = socket.socketpair(), open_log()
         ours.setblocking(False)
         # one descriptor goes beside each message; the fork takes both
@@ -190,3 +195,4 @@ class ForkedProcess:
             self._server.wait_for(self._number)
         self._channel.close()
         os.close(self._log)
+        self._server.num_workers -= 1
