@@ -7,8 +7,8 @@ docs/gpu.md from it.
     python benchmarks/gpu.py --tiny      every section at a tiny shape, on a CPU too; prints the page and keeps nothing
 
 Each row is kept once it is measured, and a section ends after its limit, so that a call that is cut off goes on with the next.
-A row that fails says so in its cells. A section's results name the GPU that they were found on; another GPU or other code
-begins it anew. Exit code 2 without a GPU. What has not been measured says so.
+A row that fails says so in its cells, and counts as measured. A section's results name the GPU that they were found on; another
+GPU, other code or other versions begin it anew. Exit code 2 without a GPU. What has not been measured says so.
 """
 
 import argparse
@@ -226,7 +226,9 @@ def measured(
     all of the time. Raises SystemExit once the GPU takes no more work of this process.
     """
     start, found, begun = time.monotonic(), new_section(bench), 0
-    if before is not None and all(before.get(k) == found[k] for k in ("machine", "code")):
+    if before is not None and all(
+        before.get(k) == found[k] for k in ("machine", "code", "versions")
+    ):
         found |= {"rows": dict(before["rows"]), "seconds": before["seconds"]}
     earlier = found["seconds"]
     for name in list(section.rows)[: 1 if bench.tiny else None]:
@@ -272,7 +274,7 @@ def failed(section: Section, why: str) -> Figures:
 
 @contextmanager
 def limit(seconds: float) -> Iterator[None]:
-    """Raise OutOfTime in the block once the seconds have passed; processes it waits for are killed."""
+    """Raise OutOfTime in the block once the seconds have passed; the block ends the processes that it waits for."""
 
     def end(*_: Any) -> None:
         raise OutOfTime

@@ -119,6 +119,8 @@ def paired(arguments: list[str], rounds: int) -> dict:
 def vllm() -> dict:
     """Decode against vLLM on a CPU, each in a process of its own, by turns."""
     path, theirs = str(model_with_examples()), ROOT / ".venv-vllm" / "bin" / "python"
+    if not theirs.exists():
+        raise SystemExit("error: there is no vLLM\n  next:     make .venv-vllm/.ready")
     pythons = {"vllm": str(theirs), "tandem": sys.executable}
     rounds = [
         {side: run("decode_vllm.py", side, path, python=python) for side, python in pythons.items()}

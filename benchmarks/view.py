@@ -243,7 +243,7 @@ def curves_of_long(url: str) -> dict[str, float]:
     """Open the curves of the long run and measure the seconds until they are drawn, zoomed by a
     drag over a quarter of a chart, and smoothed; medians but for the first."""
     inside = "const b = document.querySelector('.u-over').getBoundingClientRect(); return [b.x, b.y, b.width, b.height]"
-    whole = "return [...document.querySelectorAll('.bar button')].{}((b) => b.hidden)"
+    whole = "[...document.querySelectorAll('.bar button')].every((b) => b.hidden)"
     slide = "const s = document.querySelector('input[type=range]'); s.value = {}; s.dispatchEvent(new Event('input')); document.querySelector('canvas').toDataURL()"
     zooms, slides = [], []
     with browser() as page:
@@ -261,11 +261,11 @@ def curves_of_long(url: str) -> dict[str, float]:
                 ("mouseReleased", x + width / 4),
             ):
                 page.mouse(kind, at, y)
-            page.until(whole.replace("{}", "every").replace("return", "return !"))
+            page.until(f"return !{whole}")
             zooms.append(time.perf_counter() - start)
             for kind in ("mousePressed", "mouseReleased"):
                 page.mouse(kind, x, y, clickCount=2)
-            page.until(whole.replace("{}", "every"))
+            page.until(f"return {whole}")
         for place in range(REPEATS):
             start = time.perf_counter()
             page.run(slide.format(0.1 + place / 10))

@@ -171,7 +171,7 @@ def test_rows_of_this_code_and_gpu_are_not_measured_again():
     before = gpu.new_section(bench) | {"rows": {"b": {"ms": 1.0}}, "seconds": 7}
     found = gpu.measured(bench, section, json.loads(json.dumps(before)))
     assert asked == ["a", "c"] and found["rows"]["b"] == {"ms": 1.0} and found["seconds"] >= 7
-    for other in ("machine", "code"):
+    for other in ("machine", "code", "versions"):
         asked.clear()
         assert gpu.measured(bench, section, before | {other: "x"})["rows"]["b"] == {"ms": 2.0}
         assert asked == ["a", "b", "c"]

@@ -25,7 +25,7 @@ def status(folder: Path) -> None:
     is_over = written and _is_over(folder, written["step"], written["steps"])
     stands = "has finished" if is_over else "does not run; the same command goes on"
     print_lines([f"{folder}: {f'runs: {alive}' if alive else stands}"])
-    if not alive and not is_over and (failed := read_notes(folder).failed):
+    if not alive and (failed := read_notes(folder).failed):
         print_lines([f"its last start failed: {failed}"])
     if written is None:
         print_lines(["it is starting: no step yet" if alive else "no step since its last start"])

@@ -203,7 +203,7 @@ class PageCache:
     def next_free(self, count: int) -> list[int]:
         """List the pages that the next allocations take, at most `count`; nothing is cached in
         them. Fewer if cached pages would have to be evicted."""
-        return heapq.nsmallest(count, self._free) if count else []
+        return sorted(self._free)[:count] if count else []
 
     def next_prefix_hash(self, page: int) -> bytes:
         """Return the prefix hash of the page that follows a full page."""

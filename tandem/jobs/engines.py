@@ -133,7 +133,7 @@ def _not_exact(model: ExactModel, report: Report, processor: str) -> Exactness:
     """Report a model of the inexact path, whose operators nobody probes."""
     report(
         f"NOT exact: engine and trainer compute differently ({model.inexact}), gap measured each "
-        f"step; bits depend on the thread count, {torch.get_num_threads()} are kept ({processor})"
+        f"step; bits depend on the thread count, {torch.get_num_threads()} are kept; {processor}"
     )
     return Exactness(parity=[], thread_dependent=[model.inexact], inexact=model.inexact)
 

@@ -239,11 +239,11 @@ def _linears_differ(model: ExactModel, noise: torch.Generator, microbatch: int) 
             few = ROWS if triton_for(model.head.weight) else HEAD_ROWS
             chunk = chunks(max((PACKED_ROWS, *many)), model.head.weight)[0].stop
             last = {microbatch % chunk} if many else set()
-            more = (rows for rows in many | last if 0 < rows < chunk)
+            more = (rows for rows in (many | last) - {*few} if 0 < rows < chunk)
             counts = [*few, *more, max(few[-1] + 1, chunk)]
         else:
             drawn = torch.randint(1, PACKED_ROWS, (3,), generator=noise).tolist()
-            counts = [*ROWS, *drawn, PACKED_ROWS, *sorted(many - {0, PACKED_ROWS})]
+            counts = [*ROWS, *drawn, PACKED_ROWS, *sorted(many - {0, PACKED_ROWS, *ROWS})]
         # on a CPU counts that round up to the same number are the same product
         if HAS_PREPACKED and not triton_for(model.head.weight):
             counts = sorted({padded_rows(rows, model.dtype): rows for rows in counts}.values())

@@ -199,8 +199,10 @@ def model_card(
 
 def _base_model(name: str) -> str:
     """Return the line of a card's head that links the base on the hub; none for a directory."""
-    is_hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", name, re.ASCII) and not Path(name).exists()
-    return f'base_model: "{name}"\n' if is_hub_name else ""
+    pattern = r"(?!runs/)\w[\w.-]*/\w[\w.-]*"
+    if Path(name).exists() or not re.fullmatch(pattern, name, re.ASCII):
+        return ""
+    return f'base_model: "{name}"\n'
 
 
 def _block(kind: str, text: str | list[str]) -> str:

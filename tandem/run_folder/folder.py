@@ -34,7 +34,7 @@ from tandem.run_folder.config_changes import (
 from tandem.run_folder.errors import FRESH, OTHER_FOLDER, unreadable_file
 from tandem.run_folder.lock import check_unlocked, locked, now
 from tandem.run_folder.notes import FAILED, reason_of
-from tandem.run_folder.status import STATUS, forget_status, note_failure
+from tandem.run_folder.status import STATUS, forget_status
 from tandem.runtime import numerics
 from tandem.runtime.disk import (
     DISK,
@@ -162,7 +162,6 @@ def _opened(folder: Path, config: Config, command: str, lock_news: str) -> Itera
         except Exception as error:
             with suppress(UserError):  # a full disk: the error itself says more
                 run.log(f"{FAILED}{reason_of(error)}")
-                note_failure(folder, reason_of(error))
             raise
     finally:
         os.close(log)

@@ -11,6 +11,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from tandem.runtime.errors import InvariantError, UserError
+
 FAILED = "failed: "
 LONGEST = 300  # characters of a reason
 MOST_WARNINGS = 50
@@ -29,9 +31,9 @@ class Notes:
 
 def reason_of(error: Exception) -> str:
     """Say in a line why a run failed: the first one of the error."""
-    first = next(iter(str(error).splitlines()), "")
-    kind = type(error).__name__
-    text = first if kind == "UserError" else f"{kind}: {first}" if first else kind
+    first, kind = next(iter(str(error).splitlines()), ""), type(error).__name__
+    is_users = isinstance(error, UserError) and not isinstance(error, InvariantError)
+    text = first if is_users else f"{kind}: {first}" if first else kind
     return text[:LONGEST]
 
 
@@ -40,7 +42,7 @@ def read_notes(folder: Path) -> Notes:
     try:
         with (folder / "log.txt").open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - TAIL))
-            lines = file.read().decode(errors="replace").splitlines()
+            lines = file.read().decode(errors="replace").split("\n")
     except OSError:
         return Notes()
     failed, warnings = "", dict[str, None]()
@@ -51,5 +53,6 @@ def read_notes(folder: Path) -> Notes:
         elif _START.match(text):
             failed = ""
         elif _WARNING.match(text):
+            warnings.pop(text, None)
             warnings[text] = None
     return Notes(failed=failed, warnings=tuple(warnings)[-MOST_WARNINGS:])

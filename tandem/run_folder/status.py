@@ -12,7 +12,6 @@ again: it has the workers of its config, and a request is for the process that r
 import json
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +41,6 @@ def read_status(folder: Path) -> dict[str, Any] | None:
         return {name: status[name] for name in ("time", "step", "steps", "processes")}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise unreadable_file(path, error, next="the run writes it anew at its next step") from None
-
-
-def note_failure(folder: Path, reason: str) -> None:
-    """Add to the status why the run failed, as `failed`; before the first one there is none."""
-    with suppress(UserError):
-        if status := read_status(folder):
-            _replace(folder / STATUS, {**status, "failed": reason})
 
 
 def forget_status(folder: Path) -> None:

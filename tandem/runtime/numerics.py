@@ -35,7 +35,7 @@ from pathlib import Path
 STRICT = "AUTO,STRICT"
 # of oneDNN and of PyTorch's layer above it; oneDNN has two entries for a kernel
 KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "128"}
-CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # buffers of fixed sizes, MB:number
+CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # buffers of a fixed size, KiB:number
 _STRICT_BIT = 0x10000  # MKL_CBWR_STRICT of mkl_types.h
 
 

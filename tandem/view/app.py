@@ -96,7 +96,8 @@ class Api:
         for run in self._asked(request):
             keys = [key for key in query.getlist("key") if key in run.names()]
             series = {key: run.series(key, first, last, points) for key in keys}
-            found[run.name] = {"names": run.names(), "series": series, **run.messages()}
+            state = run.state(*run.progress(run.status()))
+            found[run.name] = {"names": run.names(), "series": series, **run.messages(state)}
         return found
 
     def config(self, request: Request) -> Any:

@@ -181,14 +181,15 @@ class Run:
         about, status = read_json(self.folder / "run.json"), self.status()
         metrics, last = self.metrics, self.metrics.last
         done, steps = self.progress(status)
+        state = self.state(done, steps)
         failures = sum(sum(_known(metrics.values.get(name, ()))) for name in FAILURES)
         reward = next((n for n in ("reward", "loss", "nll") if n in metrics.values), "reward")
         return {
             "name": self.name,
             "command": about.get("command", ""),
             "created": about.get("created", ""),
-            "state": self.state(done, steps),
-            **self.messages(),
+            "state": state,
+            **self.messages(state),
             "step": done,
             "steps": steps,
             "what": reward,
@@ -210,9 +211,9 @@ class Run:
         last = self.metrics.steps[-1] if self.metrics.steps else None
         return status.get("step") or last, steps
 
-    def messages(self) -> dict[str, Any]:
+    def messages(self, state: str) -> dict[str, Any]:
         """Return why the run failed, if its state is that, and its warnings."""
-        notes, state = self.notes(), self.state(*self.progress(self.status()))
+        notes = self.notes()
         failed = notes.failed if state == "failed" else ""
         return {"failed": failed, "warnings": list(notes.warnings)}
 
@@ -236,14 +237,14 @@ class Run:
         lives = _lives(holder) if holder else False
         if lives or (lives is None and self._is_fresh()):
             return "running"
+        if not holder and self.notes().failed:
+            return "failed"
         if done is not None and done == steps:
             return "finished"
         if lives is None:
             return "unknown"
         if holder:
             return "killed"
-        if self.notes().failed:
-            return "failed"
         return "stopped" if done else "not begun"
 
     def _is_fresh(self) -> bool:

@@ -26,8 +26,8 @@ def weight_hash(tensors: Mapping[str, Tensor]) -> str:
         for name, tensor in tensors.items():
             waiting.append((name, pool.submit(tensor_hash, tensor)))
             if len(waiting) > threads:
-                name, future = waiting.popleft()
-                hashes[name] = future.result()
+                oldest, future = waiting.popleft()
+                hashes[oldest] = future.result()
         hashes |= {name: future.result() for name, future in waiting}
     return combine(hashes)
 

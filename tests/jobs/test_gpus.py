@@ -62,8 +62,8 @@ def test_each_rank_has_a_gpu_of_its_own_and_makes_it_the_current_one(gpus, home,
     config = config_of(home, "parallel.data=2")
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    for name in ("LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, {"LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"}.get(name, "here"))
+    for name, value in (("LOCAL_WORLD_SIZE", "2"), ("MASTER_ADDR", "here"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
     assert placement(config).device == SECOND.device
     on_ray = config_of(home, "parallel.data=2", "cluster.nodes=2", "cluster.trainers=ray")
     assert placement(on_ray).device.index == 0

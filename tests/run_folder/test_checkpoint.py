@@ -287,7 +287,7 @@ class Merged(dict):
         self.alive = weakref.WeakSet()
         self.most = 0
         for name, seed in super().items():
-            tensor = torch.full((50_000,), float(seed))
+            tensor = torch.full((1_000_000,), float(seed))
             self.alive.add(tensor)
             self.most = max(self.most, len(self.alive))
             yield name, tensor

@@ -71,8 +71,10 @@ class FakeCuda(TorchFunctionMode):
         @contextlib.contextmanager
         def device(which):
             before, gpus.current = gpus.current, gpus.device_of(which).index
-            yield
-            gpus.current = before
+            try:
+                yield
+            finally:
+                gpus.current = before
 
         def set_device(which):
             gpus.current = gpus.device_of(which).index
@@ -173,6 +175,8 @@ class FakeCuda(TorchFunctionMode):
         asked = [self._asked(value) for value in (*args, *kwargs.values())]
         [target] = {one for one in asked if one is not None} or {None}
         args, kwargs = tree_map(self._on_host, (args, kwargs))
+        if name == "mm" and (dtype := kwargs.pop("out_dtype", None)):  # which no CPU has
+            args = [t.to(dtype) for t in args]
         result = func(*args, **kwargs)
         if name == "cpu":
             target = "cpu"
@@ -210,8 +214,10 @@ class FakeCuda(TorchFunctionMode):
     def _in_backward(self):
         """Gradients that torch made by itself are seen by nobody: there they are a GPU's."""
         self._unknown = max((gpu for _, gpu in self._storages.values()), default=None)
-        yield
-        self._unknown = None
+        try:
+            yield
+        finally:
+            self._unknown = None
 
     def _marked(self, result, gpu):
         """The result, its tensors on that GPU."""

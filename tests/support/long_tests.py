@@ -24,13 +24,16 @@ def mark(items):
 
 
 def record(reports):
-    """Write the list from pytest's reports of a whole run."""
+    """Write the list from pytest's reports. What was listed and has not run, as what it needs is
+    not installed, stays."""
+    listed = set(LIST.read_text(encoding="utf-8").splitlines())
     seconds = Counter()
     for report in reports:
-        if report.when != "teardown":
+        if report.when != "teardown" and not report.skipped:
             seconds[function_of(report.nodeid)] += report.duration
-    long = sorted(name for name, s in seconds.items() if s > LIMIT_S and not name.startswith(NEVER))
-    LIST.write_text("".join(f"{name}\n" for name in long), encoding="utf-8")
+    long = {name for name, s in seconds.items() if s > LIMIT_S and not name.startswith(NEVER)}
+    long |= listed - seconds.keys()
+    LIST.write_text("".join(f"{name}\n" for name in sorted(long)), encoding="utf-8")
 
 
 def function_of(nodeid):

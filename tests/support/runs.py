@@ -265,12 +265,16 @@ class Forks:
         many rows and a checkpoint is there, which is saved beside the steps."""
         process = self.start(command, folder)
         metrics, saved = folder / "metrics.jsonl", folder / "checkpoints"
-        while kill_at_row is not None and process.is_alive():
-            rows = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-            if rows >= kill_at_row and any(saved.glob("step_*")):
-                process.kill()
-                break
-            time.sleep(0.002)
+        try:
+            while kill_at_row is not None and process.is_alive():
+                rows = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+                if rows >= kill_at_row and any(saved.glob("step_*")):
+                    break
+                time.sleep(0.002)
+            if kill_at_row is None:
+                process.join(END_S)
+        finally:  # also of a run that takes too long
+            process.kill()
         process.join(END_S)
         code = process.exitcode
         assert code in (0, -signal.SIGKILL), output(folder)

@@ -15,7 +15,9 @@ export async function diff(main, [a, b]) {
   let shown = "", over = false, timer = 0, after = 0, busy = false, again = false;
   const soon = () => { timer = setTimeout(compare, Math.max(0, after - performance.now())); };
   async function compare() {
-    [timer, busy, again] = [0, true, false];
+    timer = 0;
+    busy = true;
+    again = false;
     const began = performance.now();
     let text = "", nodes = null;
     try {

@@ -38,7 +38,7 @@ export async function step(main, [run, wanted]) {
   return { keys, news: (names) => names.has(run) && load(), close: () => { over = true; } };
 }
 
-// How the loss came about: the terms of which it is the sum, each as a mean over the loss tokens.
+// The terms of the loss, each as a mean over loss tokens; rl.aggregation and corrections weigh them otherwise.
 function loss({ policy_loss, reference_kl, entropy, correction }, settings) {
   if (policy_loss === undefined) return null;
   const terms = [`policy loss ${number(policy_loss)}`], weight = settings["rl.kl_coef"], bonus = settings["rl.entropy_coef"];
@@ -47,7 +47,8 @@ function loss({ policy_loss, reference_kl, entropy, correction }, settings) {
   else if (weight && reference_kl !== undefined) note = `; KL ${number(reference_kl)} × ${number(weight)} was taken off the rewards`;
   if (bonus && entropy !== undefined) { terms.push(` - ${number(bonus)} × entropy ${number(entropy)}`); sum -= bonus * entropy; }
   if (correction !== undefined && correction !== 1) note += `; tokens were weighed by corrections, ${number(correction)} in the mean`;
-  return `loss: ${terms.join("")}${terms.length > 1 ? ` = ${number(sum)}` : ""}, means over loss tokens${note}`;
+  if (settings["rl.aggregation"] !== "token_mean") note += `; the update weighs tokens by rl.aggregation = ${settings["rl.aggregation"]}`;
+  return `in the mean of loss tokens: ${terms.join("")}${terms.length > 1 ? ` = ${number(sum)}` : ""}${note}`;
 }
 
 function account(one, train) {
