@@ -77,6 +77,10 @@ def tables(results: dict) -> list[str]:
                 f"SmolLM2-135M, 4 prompts x 8 samples x 64 tokens, {how}", results["smollm2"][kind]
             )
             lines += measured(results["smollm2"], table)
+    if "commands" in results:
+        rows = [f"| {what} | {s:.2f} |" for what, s in results["commands"]["seconds"].items()]
+        title = "### Commands that need no model: seconds of a process, start and end included"
+        lines += measured(results["commands"], [title, "", "| what | s |", "|---|---|", *rows, ""])
     return lines
 
 

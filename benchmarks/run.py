@@ -1,7 +1,7 @@
 """`make bench`: every ratio of docs/performance.md, baseline and Tandem alternating on this
 machine, in one run.
 
-    python benchmarks/run.py [decode] [long] [ragged] [prefixes] [bfloat16] [trainer] [tiny] [smollm2] [vllm]     default: all but vllm
+    python benchmarks/run.py [decode] [long] [ragged] [prefixes] [bfloat16] [trainer] [tiny] [smollm2] [commands] [vllm]     default: all but vllm
 
 vllm needs vLLM's own environment (`make .venv-vllm/.ready`). It rewrites docs/performance.md, where each processor keeps its own results.
 
@@ -15,6 +15,8 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
+import time
 from datetime import date
 from pathlib import Path
 
@@ -116,6 +118,26 @@ def paired(arguments: list[str], rounds: int) -> dict:
     }
 
 
+def commands() -> dict:
+    """Seconds of `tandem --help` and of an error in a recipe, medians of 9 processes each."""
+    tandem = Path(sys.executable).with_name("tandem")
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = Path(folder) / "my.toml"
+        recipe.write_text("[rl]\ngroup_sizes = 8\n")
+        asked = {"tandem --help": (["--help"], 0), "an unknown key": (["train", str(recipe)], 2)}
+        seconds = dict[str, float]()
+        for what, (arguments, code) in asked.items():
+            times = []
+            for _ in range(9):
+                start = time.perf_counter()
+                done = subprocess.run([tandem, *arguments], capture_output=True, check=False)
+                times.append(time.perf_counter() - start)
+                assert done.returncode == code, done.stderr.decode()
+            seconds[what] = statistics.median(times)
+    print(seconds, flush=True)
+    return {"seconds": seconds}
+
+
 def vllm() -> dict:
     """Decode against vLLM on a CPU, each in a process of its own, by turns."""
     path, theirs = str(model_with_examples()), ROOT / ".venv-vllm" / "bin" / "python"
@@ -169,6 +191,7 @@ SECTIONS = {
     "trainer": trainer,
     "tiny": tiny,
     "smollm2": smollm2,
+    "commands": commands,
     "vllm": vllm,
 }
 

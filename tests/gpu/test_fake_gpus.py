@@ -2,7 +2,6 @@
 which GPU is the current one, and what is asked of streams. What only a GPU can show is the capture
 of a graph, and time."""
 
-
 import numpy as np
 import pytest
 import torch
