@@ -163,7 +163,8 @@ def run(script: str, *arguments: str, python: str = sys.executable) -> dict:
     done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
-    result = json.loads(done.stdout.strip().splitlines()[-1])
+    # vLLM's processes print after it as they end
+    result = json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
     print(result, flush=True)
     return result
 
