@@ -178,7 +178,10 @@ def test_step_page_says_how_the_loss_came_about_and_has_advantages(compared):
     page.open(f"{url}/#/step/a/2")
     page.until("return document.querySelectorAll('.square').length === 2")
     text = page.run("return document.body.innerText")
-    assert "loss: policy loss 0.5 + 0.5 × KL 0.25 - 0.25 × entropy 1 = 0.375" in text
+    assert (
+        "in the mean of loss tokens: policy loss 0.5 + 0.5 × KL 0.25 - 0.25 × entropy 1 = 0.375"
+        in text
+    )
     assert words_of(page, ".square small") == ["+1", "-1"]
 
 
