@@ -58,7 +58,8 @@ def opened(tmp_path_factory):
 
 def visit(opened, path, ready):
     page, url, run = opened
-    page.run("document.getElementById('main').replaceChildren()")
+    # the address may be the one that is open, and the same one again opens nothing
+    page.run("location.hash = '#/'; document.getElementById('main').replaceChildren()")
     page.open(
         f"{url}/#/{path.replace('RUN', page.run(f'return encodeURIComponent({run.name!r})'))}"
     )
