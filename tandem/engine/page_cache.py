@@ -218,10 +218,8 @@ class PageCache:
             self._reserved[page] = len(part)
             if len(part) == PAGE:
                 self._full[self.next_prefix_hash(page)][page] = None
-        page, part = (
-            pages[(len(tokens) - 1) // PAGE],
-            tokens[:-1][(len(tokens) - 1) // PAGE * PAGE :],
-        )
+        at = (len(tokens) - 1) // PAGE  # of the page in which `match` ends
+        page, part = pages[at], tokens[at * PAGE : -1]
         self._last_hash[page] = hash_page(self._prefix_hash[page], part)
         self._last.setdefault(self._last_hash[page], page)
 
