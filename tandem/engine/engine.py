@@ -67,6 +67,8 @@ class Engine:
         self.weight_version = 0
         sizes = {"max_batch": max_batch, "max_queue": max_queue, "chunk_tokens": chunk_tokens}
         self._open_cache(cache_bytes, record_experts, **sizes)
+        # most tokens of one sequence, by the model's positions and by the cache
+        self.longest = min(positions_of(model.config), self.cache.count * PAGE)
         # sequences that ended in `apply`; the next step returns them
         self._ended: list[RunningSequence] = []
         self._arrivals = self._generated = 0
@@ -113,14 +115,10 @@ class Engine:
             self.step()
         return [sequence.completion for sequence in sequences if sequence.completion is not None]
 
-    @property
-    def longest(self) -> int:
-        """Most tokens of one sequence, by the model's positions and by the cache."""
-        return min(positions_of(self.model.config), self.cache.count * PAGE)
-
     def _require_room(self, request: Request) -> None:
         longest = len(request.prompt) + request.params.max_new_tokens
-        check_room(self.model.config, self.cache.count, self.cache.page_bytes, longest)
+        if longest > self.longest:
+            check_room(self.model.config, self.cache.count, self.cache.page_bytes, longest)
 
     # ---- weights
 
