@@ -190,7 +190,7 @@ def page() -> str:
         "Sequences of a model with longrope (Phi 3 and 4) end at its original length, up to which it "
         "is exact. Experts have no adapters.",
         "Models that read images have no row: tests/model/test_image_model.py compares five of them with "
-        "transformers.",
+        "transformers, tests/model/test_text_part.py the language models of five others.",
         "",
         "Where the layer is \"transformers', inexact\", attention, states and cache are transformers' "
         "own: the gap is rounding, in nats, the largest and the mean.",

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tandem.model import custom_code
-from tandem.model.declared_fields import plain_config
+from tandem.model.declared_fields import TEXT, plain_config
 from tandem.model.quantized_files import require_float
 from tandem.model.rope import has_static_ropes, kinds_with_rope, ropes_of
+from tandem.model.text_part import is_language_model, text_part
 from tandem.runtime.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -84,22 +85,23 @@ def _read_config(path: str, where: str) -> Any:
         missing = "no such directory here, and no such model on the hub or no way to it from here"
         raise _unreadable(where, "no config.json in it" if Path(path).is_dir() else missing)
     model_type = values.get("model_type")
+    parts = [part for part in (values, values.get(TEXT)) if isinstance(part, dict)]
     own = custom_code.brings_model(values) and (
         custom_code.is_allowed() or not _is_language_model(model_type)
     )
     if own:
         custom_code.require_allowed(path, values, f"{where}, {CONFIG}")
-    elif not _is_language_model(model_type) or (
-        model_type == "mistral" and "layer_types" in values
-    ):
-        name = "ministral" if model_type == "mistral" else str(model_type)[:60]
-        raise _not_exact(where, [f"architecture {name}"])
+    elif not (_is_language_model(model_type) or parts[1:]):
+        raise _not_exact(where, [f"architecture {model_type!s:.60}"])
     require_float(values, f"{where}, {CONFIG}")
-    reasons = [f"{name}: {why}" for name, why in REFUSED.items() if values.get(name) is not None]
-    if reasons:
+    if reasons := [reason for part in parts for reason in _refusals(part)]:
         raise _not_exact(where, reasons)
     try:
         config = custom_code.custom_config(path) if own else plain_config(model_type, values)
+        if not (own or reads_images(config)):
+            whole, config = config, text_part(config, where)
+            if config is not whole and "quantization_config" in values:
+                raise _not_exact(where, ["quantized weights of a model that also reads images"])
         if what := _unlike_others(config):
             raise _not_exact(where, [f"architecture {model_type}, {what}"])
         mistakes = _implausible_values(config.get_text_config())
@@ -113,12 +115,22 @@ def _read_config(path: str, where: str) -> Any:
 
 
 def _is_language_model(model_type: Any) -> bool:
-    """Tell whether transformers has a causal language model of this type."""
-    if model_type in (*LEAN_ARCHITECTURES, *IMAGE_ARCHITECTURES):
-        return True
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    """Tell whether a model of this type may run, by its name, without a look at most models."""
+    known = model_type in (*LEAN_ARCHITECTURES, *IMAGE_ARCHITECTURES)
+    return known or is_language_model(model_type)
 
-    return isinstance(model_type, str) and model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+def is_text_part(path: str, config: Any) -> bool:
+    """Tell whether check_model's config is of a part of the model at path, its language model."""
+    values = read_json(path, CONFIG, path) or {}
+    return bool(values.get("model_type", config.model_type) != config.model_type)
+
+
+def _refusals(values: dict[str, Any]) -> list[str]:
+    """List what no path runs among the values of a config.json, or of a part of it."""
+    found = [f"{name}: {why}" for name, why in REFUSED.items() if values.get(name) is not None]
+    mixed = values.get("model_type") == "mistral" and "layer_types" in values
+    return found + ["architecture ministral"] * mixed
 
 
 def read_json(
@@ -193,7 +205,7 @@ def _unlike_others(config: Any) -> str:
     """Say what no path has room for in a kind of model; "" if there is nothing."""
     unlike = "whose layers have different shapes" if config.is_heterogeneous else ""
     known = reads_images(config) or config.get_text_config() is config
-    return unlike if known else "which also reads images or sound"
+    return unlike if known else "whose language model transformers cannot run by itself"
 
 
 def _implausible_values(config: Any) -> list[str]:

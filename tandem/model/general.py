@@ -132,6 +132,8 @@ def make_general(module: Any, lora: Lora | None = None) -> GeneralModel:
 def put_exact_parts(module: Any, lora: Lora | None) -> ExactFunctions | None:
     """Put all exact parts but attention into a transformers module in place; return the functions
     of its experts, if it has any."""
+    if module.base_model is module:  # Llama 4's prefix is that of its place among other parts
+        module.base_model_prefix = "model"
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             setattr(parent, name, _exact_part(child))

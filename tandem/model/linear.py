@@ -60,9 +60,11 @@ def multiply(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
     if padded != rows:
         x = F.pad(x, (0, 0, 0, padded - rows))
     if x.dtype == torch.float32 or padded <= TILE_ROWS:
-        return run(x, packed, bias, "none", [], "")[:rows]
-    sizes = tile_sizes(padded, packed.shape[1], packed.shape[0], torch.get_num_threads())
-    return torch.cat([run(part, packed, bias, "none", [], "") for part in x.split(sizes)])[:rows]
+        out = run(x, packed, bias, "none", [], "")
+    else:
+        sizes = tile_sizes(padded, packed.shape[1], packed.shape[0], torch.get_num_threads())
+        out = torch.cat([run(part, packed, bias, "none", [], "") for part in x.split(sizes)])
+    return out if padded == rows else out[:rows]  # a module may write into what is no view
 
 
 class Adapter(NamedTuple):

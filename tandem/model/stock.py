@@ -11,11 +11,13 @@ from tandem.model.config_file import (
     HeadKind,
     check_model,
     first_line,
+    is_text_part,
     read_json,
     reads_images,
 )
 from tandem.model.custom_code import is_custom
 from tandem.model.placement import Placement
+from tandem.model.text_part import NAMES, forget_names
 from tandem.model.weight_files import cannot_load
 
 
@@ -55,6 +57,7 @@ def load_stock(path: str, config: Any, head: HeadKind, place: Placement) -> Any:
     if head == "value":
         config.num_labels = 1
     quantizer = (read_json(path, CONFIG, path) or {}).get("quantization_config")
+    is_part = is_text_part(path, config)
     if quantizer is not None:  # of quantized_files.DEQUANTIZED
         config = copy.deepcopy(config)
         config.quantization_config = {**quantizer, "dequantize": True}
@@ -66,6 +69,7 @@ def load_stock(path: str, config: Any, head: HeadKind, place: Placement) -> Any:
             trust_remote_code=is_custom(config),
             use_safetensors=True,
             output_loading_info=True,
+            key_mapping=NAMES if is_part else None,
         )
     except Exception as error:  # a damaged file may raise anything
         raise cannot_load(path, first_line(error)) from None
@@ -76,6 +80,8 @@ def load_stock(path: str, config: Any, head: HeadKind, place: Placement) -> Any:
     if missing:
         names = ", ".join(sorted(missing)[:3])
         raise cannot_load(path, f"no weights for {len(missing)} parameters: {names}")
+    if is_part:
+        forget_names(module)
     if quantizer is not None:
         del module._weight_conversions  # by which an export would be quantized again
     return module.to(place.device)

@@ -23,6 +23,7 @@ KINDS = [
     "bfloat16",
     "8-bit moments",
     "gemma2",
+    "gemma3",
     "mamba2",
     "images",
 ]  # each by itself, and more: python -m tests.support.runs

@@ -5,13 +5,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    BertConfig,
-    Gemma3Config,
-    Gemma4TextConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, Gemma4TextConfig
 from transformers.activations import ACT2FN
 
 from tandem.config.schema import Config
@@ -355,16 +349,8 @@ def test_no_router_is_replayed_but_that_of_the_lean_layer(tmp_path):
     assert "transformers' own" in error.value.found
 
 
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        (Gemma3Config(), "which also reads images"),
-        (Gemma4TextConfig(), "layers of different shapes"),
-    ],
-    ids=["images", "shapes"],
-)
-def test_kind_of_model_without_a_path_is_refused_by_its_config(config, reason, tmp_path):
-    config.save_pretrained(tmp_path)
+def test_kind_of_model_without_a_path_is_refused_by_its_config(tmp_path):
+    Gemma4TextConfig().save_pretrained(tmp_path)
     with pytest.raises(UserError, match="this model cannot run") as error:
         check_model(str(tmp_path))
-    assert reason in error.value.found
+    assert "layers of different shapes" in error.value.found

@@ -32,6 +32,7 @@ from tandem.runtime.processes import ZOMBIE, descendants, state_of
 from tandem.tasks.registry import task_rows, write_rows
 from tests.support.architectures import ARCHITECTURES, INEXACT, save_architecture
 from tests.support.datasets import write_algebra
+from tests.support.part_models import PARTS, save_whole
 
 RECIPE = """
 [run]
@@ -111,6 +112,8 @@ KINDS = {  # name: command and overrides
 }
 # transformers' own forward pass
 KINDS["gemma2"] = [*KINDS["train"], "model.path=FOLDER/gemma2", "rl.kl_coef=0.05"]
+# the language model of one that also reads images
+KINDS["gemma3"] = [*KINDS["train"], "model.path=FOLDER/gemma3"]
 # not exact: state and cache are transformers' own
 KINDS["qwen3_next"] = [*KINDS["train"], "model.path=FOLDER/qwen3_next", "rl.correction=tis"]
 KINDS["mamba2"] = [*KINDS["train"], "model.path=FOLDER/mamba2", "rl.correction=tis"]
@@ -156,6 +159,8 @@ def prepare(folder: Path, steps: int = 12, command: str = "train") -> list[str]:
         write_rows(folder / "squares.jsonl", task_rows("squares", "train", 24, 0, 1))
     if command in (*ARCHITECTURES, *INEXACT):
         save_architecture(command, folder / command)
+    if command in PARTS:
+        save_whole(command, folder / command)
     (folder / "pairs.jsonl").write_text("".join(f"{pair(number)}\n" for number in range(24)))
     (folder / "reward.py").write_text(REWARD)
     (folder / "env.py").write_text(ENVIRONMENT)

@@ -1,0 +1,154 @@
+"""The language model of a checkpoint that also reads images runs alone: with transformers' logits
+of the whole, and exported as a model of its own."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from tandem.config.schema import Config
+from tandem.data.renderer import load_renderer
+from tandem.jobs.models import check_models
+from tandem.model.config_file import check_model
+from tandem.model.load import load_model
+from tandem.model.weight_files import WEIGHTS
+from tandem.run_folder.export import export
+from tandem.runtime.errors import UserError
+from tests.support.architectures import INEXACT
+from tests.support.parity import engine_for, largest_gap, random_requests
+from tests.support.part_models import PARTS, save_whole
+from tests.support.tiny import random_tokens, stock_logits
+
+
+@pytest.fixture(scope="module", params=PARTS)
+def saved(request, tmp_path_factory):
+    """(kind of the whole, its directory)"""
+    return request.param, save_whole(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def test_text_has_the_logits_of_the_whole_model(saved):
+    kind, path = saved
+    whole = AutoModelForImageTextToText.from_pretrained(path, attn_implementation="eager").eval()
+    model, tokens = load_model(path), random_tokens(np.random.default_rng(0), 90)
+    assert model.config.model_type == PARTS[kind]
+    assert bool(model.inexact) == (PARTS[kind] in (*INEXACT, "llama4_text"))
+    expected, found = stock_logits(whole, tokens), logits_of(model, tokens)
+    assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+def test_export_is_the_language_model_alone(saved, tmp_path):
+    kind, path = saved
+    model, random = load_model(path), torch.Generator().manual_seed(1)
+    weights = {
+        n: 0.1 * torch.randn(w.shape, generator=random) for n, w in model.trainable().items()
+    }
+    model.load_weights(weights)
+    export(model, path, tmp_path / "out", "# A model\n")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["model_type"] == PARTS[kind]
+    names = load_file(tmp_path / "out" / WEIGHTS)
+    assert not [name for name in names if "language_model" in name or "vision" in name]
+    tokens = random_tokens(np.random.default_rng(0), 50)
+    again = logits_of(load_model(str(tmp_path / "out")), tokens)
+    assert torch.equal(again, logits_of(model, tokens))
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    expected = stock_logits(stock.eval(), tokens)
+    assert (again - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+def test_engine_and_policy_agree(tmp_path):
+    model = load_model(save_whole("gemma3", tmp_path))
+    requests = random_requests(np.random.default_rng(1), prompts=3, longest=120, group=3)
+    completions = engine_for(model).generate(requests)
+    assert largest_gap(model, requests, completions, 400, gradients=True) == 0.0
+
+
+def test_names_of_transformers_before_version_5(tmp_path):
+    path = save_whole("llava", tmp_path)
+    expected, file = load_model(path).named_weights(), tmp_path / WEIGHTS
+    older = {
+        name.replace("language_model.model.", "model.language_model.").replace(
+            "language_model.lm_head.", "lm_head."
+        ): weight
+        for name, weight in load_file(file).items()
+    }
+    assert older.keys() != load_file(file).keys()
+    save_file(older, file, metadata={"format": "pt"})
+    found = load_model(path).named_weights()
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_output_projection_is_tied_unless_the_files_have_one(tied, tmp_path):
+    path = save_whole("llava", tmp_path)
+    for part in (
+        (config := json.loads((tmp_path / "config.json").read_text()))["text_config"],
+        config,
+    ):
+        part["tie_word_embeddings"] = True
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if tied:
+        weights = load_file(tmp_path / WEIGHTS)
+        del weights["language_model.lm_head.weight"]
+        save_file(weights, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    model = load_model(path)
+    assert (model.head.weight is model.module.get_input_embeddings().weight) == tied
+    assert model.module.config.tie_word_embeddings == tied
+
+
+def test_user_is_told_once_that_images_are_left_out(tmp_path, caplog):
+    path = save_whole("mistral3", tmp_path)
+    for _ in range(2):
+        check_model(path)
+    [record] = caplog.records
+    assert "runs without those parts" in record.getMessage()
+
+
+def test_a_prompt_with_an_image_is_refused(tmp_path):
+    renderer = load_renderer(save_whole("gemma3", tmp_path))
+    content = [{"type": "image", "image": "7.png"}, {"type": "text", "text": "How many?"}]
+    with pytest.raises(UserError, match="image"):
+        renderer.prompts([({"role": "user", "content": content},)])
+
+
+def test_vllm_is_refused(tmp_path):
+    path = save_whole("gemma3", tmp_path)
+    with pytest.raises(UserError, match="vLLM would load") as error:
+        check_models(Config(model={"path": path}, rollout={"engine": "vllm", "workers": 1}))
+    assert "gemma3_text" in error.value.found
+
+
+def test_quantized_weights_are_refused(tmp_path):
+    path = save_whole("gemma3", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError) as error:
+        check_model(path)
+    assert "quantized" in error.value.found
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"model_type": "clip", "text_config": {}}, "transformers cannot run by itself"),
+        ({"model_type": "gemma3", "text_config": {"per_layer_config": [1]}}, "different shapes"),
+        ({"model_type": "llava", "text_config": "llama"}, ""),
+        ({"model_type": ["llava"], "text_config": {}}, "unhashable"),
+    ],
+)
+def test_a_config_of_parts_that_cannot_run_is_refused(values, reason, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(UserError) as error:
+        check_model(str(tmp_path))
+    assert reason in error.value.found
+
+
+@torch.no_grad()
+def logits_of(model, tokens):
+    """Compute the logits [T, V] of tokens int64 [T] by the trainer's pass."""
+    plan, positions = model.packed_plan(np.array([[0, len(tokens), 0, 0]])), np.arange(len(tokens))
+    return model.head(model.hidden(*map(torch.from_numpy, (tokens, positions)), plan))

@@ -1,0 +1,93 @@
+"""Tiny random models that read images beside text, of kinds whose language model runs alone."""
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    CLIPVisionConfig,
+    Gemma3Config,
+    Llama4Config,
+    Llama4TextConfig,
+    LlavaConfig,
+    Mistral3Config,
+    PixtralVisionConfig,
+    Qwen3_5Config,
+)
+
+from tandem.model.tiny import make_tokenizer
+from tests.support.architectures import SHAPE, architecture
+
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+QWEN_VISION = {"hidden_size": 32, "intermediate_size": 64, "depth": 1, "num_heads": 2}
+LLAMA_VISION = {
+    **VISION,
+    "vision_output_dim": 32,
+    "projector_input_dim": 32,
+    "projector_output_dim": 32,
+}
+LLAMA4 = {
+    "intermediate_size_mlp": 172,
+    "num_key_value_heads": 2,
+    "num_local_experts": 2,
+    "attention_chunk_size": 64,
+}
+PARTS = {  # model type of the whole: that of its language model
+    "gemma3": "gemma3_text",
+    "mistral3": "mistral",
+    "llava": "llama",
+    "llama4": "llama4_text",
+    "qwen3_5": "qwen3_5_text",
+}
+
+
+def stock_whole(kind, seed=0, **changes):
+    """transformers' model of both parts, with random weights; changes: of the text's config."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForImageTextToText.from_config(
+            whole_config(kind, changes), attn_implementation="eager"
+        ).eval()
+        for weight in model.parameters():
+            spread = torch.randn(weight.shape)
+            weight.data = spread * 0.1 + (weight.data if weight.dim() < 2 else 0.0)
+    return model
+
+
+def whole_config(kind, changes):
+    size, separate = architecture("llama").hidden_size, {"tie_word_embeddings": False}
+    match kind:
+        case "gemma3":
+            text = architecture("gemma3_text", **changes)
+            vision = AutoConfig.for_model("siglip_vision_model", **VISION)
+            return Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+        case "mistral3":
+            text = architecture("mistral", **separate, **changes)
+            vision = PixtralVisionConfig(**VISION, head_dim=16)
+            return Mistral3Config(text_config=text, vision_config=vision, **separate)
+        case "llava":
+            text = architecture("llama", **separate, **changes)
+            vision = CLIPVisionConfig(**VISION)
+            return LlavaConfig(text_config=text, vision_config=vision, **separate)
+        case "llama4":
+            text = Llama4TextConfig(**{**SHAPE, **LLAMA4, **changes})
+            return Llama4Config(text_config=text, vision_config=LLAMA_VISION)
+        case "qwen3_5":
+            text = architecture("qwen3_5_text", **changes).to_dict()
+            vision = {**QWEN_VISION, "out_hidden_size": size}
+            return Qwen3_5Config(text_config=text, vision_config=vision)
+
+
+def save_whole(kind, folder, **changes):
+    """Write a model directory with a tokenizer of characters; return it as text."""
+    tokenizer = make_tokenizer()
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    stock_whole(kind, vocab_size=len(tokenizer), **ends, **changes).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
