@@ -164,7 +164,10 @@ def decode(name: str) -> Found:
 
 def keep(name: str, found: Found) -> None:
     before = everything()
-    every = {**before, name: {**before.get(name, {}), **found}}
+    own = before.get(name, {})
+    if "gap" in found:  # of the inexact path, which it may have left
+        own.pop("mean", None)
+    every = {**before, name: {**own, **found}}
     JSON.write_text(json.dumps(dict(sorted(every.items())), indent=1, ensure_ascii=False) + "\n")
 
 

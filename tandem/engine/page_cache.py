@@ -20,15 +20,15 @@ import mmap
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.model.config_file import head_size, kv_heads_of
 from tandem.model.load import ExactModel
-from tandem.model.paged_attention import PAGE
+from tandem.model.paged_attention import PAGE, page_numbers, page_tensors
 from tandem.runtime.errors import UserError
 
 EMPTY_PREFIX = b""  # the prefix hash of a first page
@@ -55,32 +55,32 @@ NO_MATCH = Match(pages=[], tail=0, tail_length=0, will_be_cached=0)
 
 def page_bytes(config: Any, element_size: int = 4) -> int:
     """Return the bytes of a page of a model (transformers config), 1 for one without keys."""
-    config = config.get_text_config()
-    heads_and_layers = config.num_hidden_layers * kv_heads_of(config)
-    return max(1, int(2 * heads_and_layers * head_size(config) * element_size * PAGE))
+    return max(1, element_size * page_numbers(config.get_text_config()))
 
 
 class PageCache:
     """Pages of the weights' type, as many as the byte budget holds; raises UserError if it holds
     none.
 
-    keys and values: [layers, pages, K, PAGE, E]. experts: int16 [pages, PAGE, layers, k], those of
-    each token, if `record_experts`; not counted in the budget. window: last tokens read; None: all.
+    keys and values: of each layer [pages, K, PAGE, E], as `page_tensors`. experts: int16 [pages,
+    PAGE, layers, k], those of each token, if `record_experts`; not counted in the budget. window:
+    last tokens read; None: all.
     """
 
     def __init__(self, model: ExactModel, budget: int, record_experts: bool = False):
         layers, weight = int(model.config.num_hidden_layers), model.head.weight
-        _, kv_heads, size = model.heads
         self.page_bytes = page_bytes(model.config, weight.element_size())
         count = budget // self.page_bytes
         if not count:
             raise _budget_too_small(budget, self.page_bytes)
-        self._shape, self._like = (2, layers, count, kv_heads, PAGE, size), weight
+        self._config, self._like = model.config, weight
+        self._held: list[Tensor] = []  # the pages' memory, of which keys and values are views
         self.keys: tuple[Tensor, ...] = ()
         self.values: tuple[Tensor, ...] = ()
         self.allocations = 0  # a captured graph that reads the pages is stale once it has grown
+        self.count = count
         self.restore()
-        self.count, self.window = count, None if record_experts else model.window
+        self.window = None if record_experts else model.window
         self.experts: Tensor | None = None
         if record_experts:
             each = (layers, model.config.num_experts_per_tok)
@@ -109,8 +109,7 @@ class PageCache:
     def give_back(self) -> None:
         """Forget every page and give their memory back until `restore`. None may be held."""
         self.flush()
-        self.keys, self.values = (), ()
-        self._keys = self._values = self._like.new_empty(0, requires_grad=False)
+        self.keys, self.values, self._held = (), (), []
         _empty_allocator(self._like)
 
     def restore(self) -> None:
@@ -119,8 +118,8 @@ class PageCache:
             return
         _empty_allocator(self._like)
         # zeros, not empty: masked keys are multiplied by probability 0, which must not meet a NaN
-        self._keys, self._values = _zeros(self._shape, self._like)
-        self.keys, self.values = self._keys.unbind(), self._values.unbind()
+        zeros = partial(_zeros, like=self._like)
+        self._held, self.keys, self.values = page_tensors(self._config, self.count, zeros)
         self.allocations += 1
 
     # ---- finding
@@ -258,8 +257,8 @@ class PageCache:
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first tokens of a page into another page."""
-        for tensor in (self._keys, self._values):
-            tensor[:, target, :, :length] = tensor[:, source, :, :length]
+        for held in self._held:
+            held[:, :, target, :, :length] = held[:, :, source, :, :length]
         if self.experts is not None:
             self.experts[target, :length] = self.experts[source, :length]
         self._tokens[target, :length] = self._tokens[source, :length]

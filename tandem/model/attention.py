@@ -125,6 +125,11 @@ class PackedPlan:
 
     def __init__(self, segments: np.ndarray, *, group: int, kv_heads: int):
         self.buckets = _buckets(segments, group * kv_heads)
+        self._segments = segments
+
+    def earlier(self, layer: int, x: Tensor, count: int) -> list[Tensor]:
+        """Look up rows as short_conv.History."""
+        return [picked(x, _rows_before(self._segments, len(x), lag)) for lag in range(1, count + 1)]
 
     def attend(
         self,
@@ -139,6 +144,25 @@ class PackedPlan:
         if torch.is_grad_enabled():
             return _PackedAttention.apply(q, k, v, self.buckets, scale, window, *bends)  # type: ignore[no-any-return]
         return _forward(q, k, v, self.buckets, scale, window, bends)
+
+
+def _rows_before(segments: np.ndarray, rows: int, lag: int) -> np.ndarray:
+    """Find the row `lag` tokens before each of the rows, int64 [rows]; -1 for none."""
+    counts = segments[:, 1]
+    first, _, prefix_first, prefix = segments.repeat(counts, 0).T
+    place = np.arange(len(first)) - (np.cumsum(counts) - counts).repeat(counts)
+    own, shared = place - lag, prefix + place - lag
+    found = np.full(rows, -1)
+    found[first + place] = np.where(
+        own >= 0, first + own, np.where(shared >= 0, prefix_first + shared, -1)
+    )
+    return found
+
+
+def picked(x: Tensor, rows: np.ndarray) -> Tensor:
+    """Pick rows of x [T, D] by number, int64 [N], to [N, D]; zeros for -1."""
+    index = torch.from_numpy(rows)
+    return x.index_select(0, index.clamp(min=0)).masked_fill(index[:, None] < 0, 0.0)
 
 
 def _buckets(segments: np.ndarray, heads: int) -> list[Bucket]:

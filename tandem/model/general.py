@@ -1,10 +1,11 @@
 """The general exact path: transformers' own forward pass of any causal language model, made exact.
 
-Three replacements make it so: linears (linear.py), attention (through transformers'
-AttentionInterface, over the plans of attention.py and paged_attention.py), activations
-(activations.py). Positions, rotary embeddings, windows and scales stay transformers' own. A pass is
-a batch of one: its rows are those of all sequences, with their position ids. Whether a model is
-exact so, and computes what transformers computes, its trial decides (trial.general_fault).
+Replacements make it so: linears (linear.py), attention (through transformers' AttentionInterface,
+over the plans of attention.py and paged_attention.py), activations (activations.py), short
+convolutions (short_conv.py). Positions, rotary embeddings, windows and scales stay transformers'
+own. A pass is a batch of one: its rows are those of all sequences, with their position ids. Whether
+a model is exact so, and computes what transformers computes, its trial decides
+(trial.general_fault).
 """
 
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from tandem.model.load import ExactModel
 from tandem.model.lora import Lora, exact_adapted, quantize_base
 from tandem.model.onednn import padded_rows
 from tandem.model.paged_attention import PagedPlan
+from tandem.model.short_conv import put_short_convs
 
 ATTENTION = "tandem_exact"  # its name in transformers' AttentionInterface
 HARMLESS = ("position_ids",)  # which are the plan's too
@@ -126,6 +128,7 @@ def make_general(module: Any, lora: Lora | None = None) -> GeneralModel:
     AttentionInterface.register(ATTENTION, _attend)
     module.set_attn_implementation(ATTENTION)
     functions = put_exact_parts(module, lora)
+    put_short_convs(module, _plan.get)
     return GeneralModel(module.eval(), lora, functions)
 
 

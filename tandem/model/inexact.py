@@ -1,5 +1,5 @@
 """The inexact path: a causal language model that transformers alone can run, with its own
-attention, states and cache: linear attention, Mamba, short convolutions, alibi, rotary embeddings
+attention, states and cache: linear attention, Mamba, alibi, rotary embeddings
 that depend on the length.
 
 Packed rows are unpacked for it: a prompt shared by several samples becomes the beginning of each,

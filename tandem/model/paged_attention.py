@@ -6,9 +6,10 @@ different lengths are attended page column by page column: each reads only the p
 no request and no schedule.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,11 +25,14 @@ from tandem.model.attention import (
     heads_first,
     hidden_keys,
     ladder,
+    picked,
     query_key,
     rows_first,
     weigh,
 )
+from tandem.model.config_file import head_size, kv_heads_of
 from tandem.model.page_columns import Column, column_of
+from tandem.model.short_conv import conv_layers
 
 PAGE = KEY_BLOCK
 
@@ -72,16 +76,31 @@ class Runs:
 class PagedPlan:
     """Plan that writes the new tokens' keys and values into their pages, then attends.
 
-    keys and values: per layer [pages, K, PAGE, E]; heads: query heads. Arithmetic is float32.
+    keys and values: per layer [pages, K, PAGE, E], as `page_tensors`; heads: query heads.
+    Arithmetic is float32.
     """
 
     def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor], runs: Runs, heads: int):
-        self.keys, self.values = keys, values
-        kv_heads = keys[0].shape[1]
+        self.keys, self.values, self._runs = keys, values, runs
+        kv_heads = next(k.shape[1] for k, v in zip(keys, values, strict=True) if len(v))
         head = runs.pages[:, None] * kv_heads + np.arange(kv_heads)  # [T, K]
         self._rows = torch.from_numpy((head * PAGE + runs.offsets[:, None]).reshape(-1))
         self._new = len(runs.pages)
         self.buckets = _buckets(runs, heads, kv_heads)
+
+    def earlier(self, layer: int, x: Tensor, count: int) -> list[Tensor]:
+        """Write the rows' own x, then look up rows as short_conv.History."""
+        runs, new = self._runs, self._new
+        held = self.keys[layer].view(-1, x.shape[1])
+        held.index_copy_(0, torch.from_numpy(runs.pages * PAGE + runs.offsets), x[:new])
+        sequence = np.arange(len(runs.counts)).repeat(runs.counts)
+        found = []
+        for lag in range(1, count + 1):
+            at = runs.positions - lag
+            slots = runs.table[sequence, np.maximum(at, 0) // PAGE] * PAGE + at % PAGE
+            part = picked(held, np.where(at >= 0, slots, -1))
+            found.append(F.pad(part, (0, 0, 0, len(x) - new)))
+        return found
 
     def attend(
         self,
@@ -111,6 +130,35 @@ class PagedPlan:
                 part, rows = part.index_select(0, bucket.kept), rows.index_select(0, bucket.kept)
             out.index_copy_(0, rows, part.to(q.dtype))
         return out
+
+
+def page_tensors(
+    config: Any, count: int, zeros: Callable[[tuple[int, ...]], Tensor]
+) -> tuple[list[Tensor], tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Make what `count` pages of a model hold, by its text config of transformers.
+
+    Returns (tensors [sides, layers, pages, heads, PAGE, size], keys and values of each layer, which
+    are views of them). A short convolution has its inputs, [pages, 1, PAGE, D], for keys, and no
+    values.
+    """
+    convs, size = conv_layers(config), head_size(config)
+    layers = config.num_hidden_layers - len(convs)
+    slab = zeros((2, layers, count, kv_heads_of(config), PAGE, size))
+    keys, values = (list(side.unbind()) for side in slab)
+    if not convs:
+        return [slab], tuple(keys), tuple(values)
+    inputs = zeros((1, len(convs), count, 1, PAGE, config.hidden_size))
+    for number, own in zip(convs, inputs[0], strict=True):
+        keys.insert(number, own)
+        values.insert(number, own[:0])
+    return [slab, inputs], tuple(keys), tuple(values)
+
+
+def page_numbers(config: Any) -> int:
+    """Count the numbers that a page of a model holds (text config of transformers)."""
+    convs = len(conv_layers(config))
+    attended = 2 * (config.num_hidden_layers - convs) * kv_heads_of(config) * head_size(config)
+    return PAGE * int(attended + convs * config.hidden_size)
 
 
 def _rectangle(tables: Sequence[Sequence[int]]) -> np.ndarray:

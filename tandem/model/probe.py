@@ -355,8 +355,10 @@ def _attention_differs(model: ExactModel, noise: torch.Generator) -> list[str]:
     )
 
     def attended(plan: Plan, rows: slice | list[int]) -> Tensor:
-        return plan.attend(0, q[rows], k[rows], v[rows], size**-0.5, None)
+        return plan.attend(cache.layer, q[rows], k[rows], v[rows], size**-0.5, None)
 
+    cache = Cache(model, [LENGTH] * 8, np.random.default_rng(0))
+    cache.fill(k, v)
     whole = attended(model.packed_plan(np.array([[0, LENGTH, 0, 0]])), slice(None))
     differing: dict[str, list[int]] = {
         "behind a prefix": [],
@@ -364,8 +366,6 @@ def _attention_differs(model: ExactModel, noise: torch.Generator) -> list[str]:
         "decode beside others": [],
         "decode from shared pages": [],
     }
-    cache = Cache(model, [LENGTH] * 8, np.random.default_rng(0))
-    cache.fill(k, v)
     for rows in ROWS:
         start = int(torch.randint(LENGTH - rows, (), generator=noise))
         packed = attended(

@@ -8,7 +8,7 @@ import copy
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from tandem.model.config_file import first_line, is_lean, is_sparse, special_flo
 from tandem.model.custom_code import from_config
 from tandem.model.load import ExactModel, make_exact
 from tandem.model.logprobs import log_distribution, token_logprobs
-from tandem.model.paged_attention import PAGE, Runs
+from tandem.model.paged_attention import PAGE, Runs, page_tensors
 from tandem.model.rope import positions_of
 from tandem.model.thresholds import lower_thresholds
 from tandem.types import SamplingDistribution
@@ -231,17 +231,19 @@ class Cache:
         self.model, self._ends = model, np.cumsum([-(-length // PAGE) for length in lengths])
         order = random.permutation(self._ends[-1])
         self.tables = [part.tolist() for part in np.split(order, self._ends[:-1])]
-        _, kv_heads, size = model.heads
-        layers = int(model.config.num_hidden_layers)
-        shape = 2, layers, len(order), kv_heads, PAGE, size
-        self.keys, self.values = model.head.weight.new_zeros(shape).unbind()
+        zeros = partial(model.head.weight.new_zeros, requires_grad=False)
+        _, self.keys, self.values = page_tensors(model.config, len(order), zeros)
+        self.layer = min(n for n, values in enumerate(self.values) if len(values))
 
     def fill(self, k: Tensor, v: Tensor) -> None:
-        """Write keys and values [T, K, E] into the pages of every sequence, in the first layer."""
+        """Write keys and values [T, K, E] into the pages of every sequence, in the first layer that
+        attends, `layer`."""
         for table in self.tables:
             for side, t in ((self.keys, k), (self.values, v)):
                 padded = F.pad(t, (0, 0, 0, 0, 0, len(table) * PAGE - len(t)))
-                side[0, table] = padded.view(len(table), PAGE, *t.shape[1:]).transpose(1, 2)
+                side[self.layer][table] = padded.view(len(table), PAGE, *t.shape[1:]).transpose(
+                    1, 2
+                )
 
     def plan(
         self, members: Sequence[int], starts: np.ndarray, counts: np.ndarray
@@ -251,7 +253,7 @@ class Cache:
         Sequences with more pages must come first.
         """
         runs = Runs([self.tables[member] for member in members], starts, counts)
-        return self.model.paged_plan(self.keys.unbind(), self.values.unbind(), runs), runs.positions
+        return self.model.paged_plan(self.keys, self.values, runs), runs.positions
 
 
 class Schedule:

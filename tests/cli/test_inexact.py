@@ -22,7 +22,7 @@ prompts_per_step = 4
 group_size = 8
 correction = "tis"
 [train]
-learning_rate = 5e-3
+learning_rate = 1e-2
 [data]
 train = "{folder}/problems.jsonl"
 [reward]
@@ -39,7 +39,7 @@ def share(problem, completion):
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inexact")
-    save_architecture("lfm2", folder / "model")
+    save_architecture("qwen3_5_text", folder / "model")
     (folder / "reward.py").write_text(REWARD)
     rows = [{"prompt": f"{'x' * (n % 3)}{n}?", "answer": "a"} for n in range(12)]
     (folder / "problems.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -58,7 +58,9 @@ def trained(home):
 def test_first_line_says_that_it_is_not_exact(trained):
     _, output = trained
     first = " ".join(output.split())
-    assert first.startswith("NOT exact: engine and trainer compute differently (architecture lfm2")
+    assert first.startswith(
+        "NOT exact: engine and trainer compute differently (architecture qwen3_5_text"
+    )
     assert "gap measured each step" in first
 
 
@@ -74,7 +76,7 @@ def test_each_step_compares_a_completion_with_the_packed_pass(trained):
     folder, _ = trained
     rows = read_metrics(folder, "timings.jsonl")
     gaps = [row["sync_logprob_gap"] for row in rows if "rollout_s" in row]
-    assert len(gaps) == STEPS and all(0 < gap < 1e-4 for gap in gaps), gaps
+    assert len(gaps) == STEPS and 0 < max(gaps) < 1e-4, gaps
 
 
 def test_export_loads_in_transformers(trained):
@@ -112,5 +114,5 @@ def test_training_without_a_correction_is_refused(command, home, tmp_path):
         f"run.folder={tmp_path}/run",
     )
     assert "not the trainer's to the last bit" in error
-    assert "lfm2: its layers keep a state" in error
+    assert "qwen3_5_text: its layers keep a state" in error
     assert "rl.correction=tis" in error

@@ -264,22 +264,22 @@ def test_logprob_gap_of_a_resumed_completion_skips_old_tokens():
 def test_a_cache_without_memory_takes_it_again_and_gives_the_same_completions():
     engine = engine_of()
     first = [facts(c) for c in engine.generate(mixed_requests())]
-    pages = engine.cache._keys.shape
+    pages = engine.cache._held[0][0].shape
     engine.cache.give_back()
-    assert engine.cache._keys.numel() == 0 and engine.cache.keys == ()
+    assert engine.cache._held == [] and engine.cache.keys == ()
     assert engine.stats()["pages_cached"] == 0
     engine.apply(0)
     assert engine.cache.keys == ()  # until a step needs it
     assert [facts(c) for c in engine.generate(mixed_requests())] == first
-    assert engine.cache._keys.shape == pages and engine.cache.allocations == 2
+    assert engine.cache._held[0][0].shape == pages and engine.cache.allocations == 2
 
 
 def test_memory_that_a_cache_takes_again_is_zero():
     cache = engine_of().cache
-    cache._keys.fill_(float("nan"))
+    cache._held[0][0].fill_(float("nan"))
     cache.give_back()
     cache.restore()
-    assert not cache._keys.any() and not cache._values.any()
+    assert not cache._held[0][0].any() and not cache._held[0][1].any()
 
 
 def test_a_cache_in_use_does_not_give_its_memory_away():

@@ -75,7 +75,7 @@ def test_paused_request_goes_on_as_if_it_had_not_paused():
 
 
 def test_prompt_is_scored():
-    model, twin, prompt = inexact("lfm2"), stock("lfm2"), np.arange(5, 30)
+    model, twin, prompt = inexact("qwen3_5_text"), stock("qwen3_5_text"), np.arange(5, 30)
     params = SamplingParams(max_new_tokens=2, prompt_logprobs=1)
     engine = engine_of(model)
     sequence = engine.submit(Request(key=1, prompt=prompt, params=params))
@@ -122,7 +122,7 @@ def test_cancelled_request_leaves_its_batch():
 
 
 def test_model_without_a_cache_computes_whole_sequences():
-    model = make_inexact(stock("lfm2"), reason="tried", caches=False)
+    model = make_inexact(stock("qwen3_5_text"), reason="tried", caches=False)
     [found] = engine_of(model).generate(requests_of(4, prompts=1, group=1))
-    [expected] = engine_of(inexact("lfm2")).generate(requests_of(4, prompts=1, group=1))
+    [expected] = engine_of(inexact("qwen3_5_text")).generate(requests_of(4, prompts=1, group=1))
     assert found.tokens.tolist() == expected.tokens.tolist()

@@ -109,7 +109,7 @@ def state(engine):
     for book in books:
         digest.update(book.tobytes())
     for page, filled in enumerate(cache._filled):
-        for side in (cache._keys, cache._values):
+        for side in cache._held[0]:
             digest.update(side[:, page, :, :filled].numpy().tobytes())
     return digest.hexdigest()
 

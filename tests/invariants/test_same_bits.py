@@ -24,6 +24,7 @@ KINDS = [
     "8-bit moments",
     "gemma2",
     "gemma3",
+    "lfm2",
     "mamba2",
     "images",
 ]  # each by itself, and more: python -m tests.support.runs

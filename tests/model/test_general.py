@@ -30,10 +30,10 @@ from tests.support.tiny import exact_logits, random_samples, random_tokens, stoc
 # What they have that others lack: a soft cap, windows and two rotary embeddings, biases in the
 # head and layers beside each other, norms behind, a factor of the logits, one query head a key
 # head, learned positions, Conv1D, sinks with experts that have biases, experts, latent attention
-# with narrow values beside a router of sigmoids.
+# with narrow values beside a router of sigmoids, short convolutions.
 KINDS = (
     *("gemma2", "gemma3_text", "phi", "olmo2", "cohere2", "gpt_neox", "opt", "gpt2"),
-    *("gpt_oss", "mixtral", "deepseek_v3"),
+    *("gpt_oss", "mixtral", "deepseek_v3", "lfm2"),
 )
 FILTERED = SamplingDistribution(temperature=0.7, top_p=0.9, repetition_penalty=1.2)
 
@@ -182,6 +182,7 @@ def saved(name, folder, **changes):
         ("gpt2", 4),
         ("deepseek_v3", 4),
         ("granite", 0),
+        ("lfm2", 4),
     ],
 )
 def test_export_has_the_weights_that_ran(name, rank, tmp_path):

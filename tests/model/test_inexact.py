@@ -31,7 +31,7 @@ def test_trial_finds_it_causal_and_its_cache_good(name):
     [
         (MambaConfig(hidden_size=96, num_hidden_layers=1), "mamba: its layers keep a state"),
         (tiny_config("llama", num_attention_heads=24, num_key_value_heads=24), "head size 4"),
-        (architecture("lfm2"), "keep a state from token to token"),
+        (architecture("qwen3_5_text"), "keep a state from token to token"),
         (architecture("bloom"), "attention of its own"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -84,7 +84,7 @@ def test_checkpointing_changes_no_bit(name):
     assert all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize(("name", "rank"), [("lfm2", 4), ("mamba2", 0), ("qwen3_next", 4)])
+@pytest.mark.parametrize(("name", "rank"), [("qwen3_5_text", 4), ("mamba2", 0), ("qwen3_next", 4)])
 def test_export_loads_in_transformers(name, rank, tmp_path):
     save_architecture(name, tmp_path / "model")
     lora = Lora(rank=rank, alpha=8.0, targets=("all-linear",), seed=7) if rank else None

@@ -26,6 +26,7 @@ GROUPED = {"num_key_value_heads": 2}
 # eight: of six outputs MKL splits the sum of a gradient by threads
 EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 WINDOWED = {**GROUPED, "head_dim": 16, "sliding_window": 40}
+CONVOLVED = {"layer_types": ["conv", "full_attention", "conv"]}  # short convolutions
 ARCHITECTURES = {
     "apertus": GROUPED,
     "arcee": GROUPED,
@@ -56,6 +57,7 @@ ARCHITECTURES = {
     "gpt_neox": {},
     "gpt_oss": {**WINDOWED, **EXPERTS},
     "granitemoe": {**GROUPED, **EXPERTS},
+    "lfm2": {**GROUPED, **CONVOLVED},
     "mixtral": {**GROUPED, **EXPERTS},
     "olmoe": {**GROUPED, "num_experts": 8, "num_experts_per_tok": 2},
     "qwen2_moe": {
@@ -146,6 +148,14 @@ MORE = {
     "hyperclovax": GROUPED,
     "internlm3": {**GROUPED, "head_dim": 16},
     "jais2": GROUPED,
+    "lfm2_moe": {
+        **GROUPED,
+        **CONVOLVED,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 60,
+        "num_dense_layers": 1,
+    },
     "minicpm3": LATENT,
     "minimax_m2": {**GROUPED, **EXPERTS, "head_dim": 16},
     "ministral": WINDOWED,
@@ -183,7 +193,6 @@ LINEAR = {  # linear attention
 }
 INEXACT = {  # with a state, or attention of their own
     "bloom": {},
-    "lfm2": {**GROUPED, "layer_types": ["conv", "full_attention", "conv"]},
     "mamba": {"state_size": 8},
     "mamba2": {"num_heads": 12, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 32},
     "qwen3_5_text": {**GROUPED, **LINEAR, "head_dim": 16},

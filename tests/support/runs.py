@@ -112,6 +112,7 @@ KINDS = {  # name: command and overrides
 }
 # transformers' own forward pass
 KINDS["gemma2"] = [*KINDS["train"], "model.path=FOLDER/gemma2", "rl.kl_coef=0.05"]
+KINDS["lfm2"] = [*KINDS["train"], "model.path=FOLDER/lfm2"]
 # the language model of one that also reads images
 KINDS["gemma3"] = [*KINDS["train"], "model.path=FOLDER/gemma3"]
 # not exact: state and cache are transformers' own
