@@ -30,7 +30,6 @@ CONFIG, ADAPTER = "config.json", "adapter_config.json"
 MAX_BYTES = 16 << 20
 # Limits of the counts in config.json; the largest vocabulary has a million tokens.
 MAX_LAYERS, MAX_SIZE = 4096, 1 << 24
-REFUSED = {"per_layer_config": "layers of different shapes"}
 _COUNTS = (
     "hidden_size",
     "num_hidden_layers",
@@ -94,15 +93,16 @@ def _read_config(path: str, where: str) -> Any:
     elif not (_is_language_model(model_type) or parts[1:]):
         raise _not_exact(where, [f"architecture {model_type!s:.60}"])
     require_float(values, f"{where}, {CONFIG}")
-    if reasons := [reason for part in parts for reason in _refusals(part)]:
-        raise _not_exact(where, reasons)
+    if any(p.get("model_type") == "mistral" and "layer_types" in p for p in parts):
+        raise _not_exact(where, ["architecture ministral"])
     try:
         config = custom_code.custom_config(path) if own else plain_config(model_type, values)
         if not (own or reads_images(config)):
             whole, config = config, text_part(config, where)
             if config is not whole and "quantization_config" in values:
                 raise _not_exact(where, ["quantized weights of a model that also reads images"])
-        if what := _unlike_others(config):
+        if not reads_images(config) and config.get_text_config() is not config:
+            what = "whose language model transformers cannot run by itself"
             raise _not_exact(where, [f"architecture {model_type}, {what}"])
         mistakes = _implausible_values(config.get_text_config())
     except UserError:
@@ -124,13 +124,6 @@ def is_text_part(path: str, config: Any) -> bool:
     """Tell whether check_model's config is of a part of the model at path, its language model."""
     values = read_json(path, CONFIG, path) or {}
     return bool(values.get("model_type", config.model_type) != config.model_type)
-
-
-def _refusals(values: dict[str, Any]) -> list[str]:
-    """List what no path runs among the values of a config.json, or of a part of it."""
-    found = [f"{name}: {why}" for name, why in REFUSED.items() if values.get(name) is not None]
-    mixed = values.get("model_type") == "mistral" and "layer_types" in values
-    return found + ["architecture ministral"] * mixed
 
 
 def read_json(
@@ -201,23 +194,20 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:500]
 
 
-def _unlike_others(config: Any) -> str:
-    """Say what no path has room for in a kind of model; "" if there is nothing."""
-    unlike = "whose layers have different shapes" if config.is_heterogeneous else ""
-    known = reads_images(config) or config.get_text_config() is config
-    return unlike if known else "whose language model transformers cannot run by itself"
-
-
 def _implausible_values(config: Any) -> list[str]:
     """List values that no model can have, e.g. ["0 num_attention_heads"]."""
     import torch
 
     values = config.to_dict()
+
+    def own(name: str) -> list[Any]:  # of all layers, or of each (Gemma 3n)
+        return values[name] if isinstance(values[name], list) else [values[name]]
+
     mistakes = [
         f"{values[name]!r:.60} {name}"
         for name in _COUNTS
         if values.get(name) is not None
-        and not _is_count(values[name], MAX_LAYERS if "layers" in name else MAX_SIZE)
+        and not all(_is_count(n, MAX_LAYERS if "layers" in name else MAX_SIZE) for n in own(name))
     ]
     if mistakes:
         return mistakes
@@ -262,7 +252,8 @@ def why_not_exact(config: Any) -> str:
 def is_lean(config: Any) -> bool:
     """Tell whether Tandem's own layer runs this model, and not transformers' forward pass."""
     known = config.model_type in LEAN_ARCHITECTURES and config.hidden_act == "silu"
-    own = known and has_static_ropes(config) and not custom_code.is_custom(config)
+    plain = not (config.is_heterogeneous or custom_code.is_custom(config))
+    own = known and has_static_ropes(config) and plain
     return own and not why_not_exact(config)
 
 
@@ -280,25 +271,36 @@ def inner_size(config: Any) -> int:
     """Return the width of a dense MLP, by its name in one transformers config or another."""
     names = ("intermediate_size", "ffn_dim", "n_inner")
     found = (getattr(config, name, None) for name in names)
-    return next((size for size in found if size), 4 * int(config.hidden_size))
+    size = next((size for size in found if size), 4 * int(config.hidden_size))
+    return max(size) if isinstance(size, list) else size  # of each layer
 
 
 def heads_of(config: Any) -> int:
     """Return how many attention heads there are; 0 in Mamba."""
-    return getattr(config, "num_attention_heads", None) or 0
+    return max(values_of(config, "num_attention_heads"), default=0)
 
 
 def kv_heads_of(config: Any) -> int:
-    """Return how many key/value heads there are; a config without them has no groups."""
-    return getattr(config, "num_key_value_heads", None) or heads_of(config)
+    """Return how many key/value heads there are, at most, where layers have different numbers; a
+    config without them has no groups."""
+    return max(values_of(config, "num_key_value_heads"), default=0) or heads_of(config)
+
+
+def values_of(config: Any, name: str) -> list[int]:
+    """List the values that a field has in the layers, without zeros and None."""
+    layers = [config]
+    if config.is_heterogeneous:  # as in Gemma 4
+        layers = [config.per_layer_config[number] for number in range(config.num_hidden_layers)]
+    return sorted({value for layer in layers if (value := getattr(layer, name, None))})
 
 
 def head_size(config: Any) -> int:
-    """Return the width of an attention head; some transformers configs leave it out, and that of
-    latent attention (DeepSeek) has two parts."""
+    """Return the width of an attention head, of the widest where layers differ; some transformers
+    configs leave it out, and that of latent attention (DeepSeek) has two parts."""
     if getattr(config, "qk_nope_head_dim", None):
         return int(config.qk_nope_head_dim + config.qk_rope_head_dim)
-    return getattr(config, "head_dim", None) or config.hidden_size // max(1, heads_of(config))
+    sizes = values_of(config, "head_dim")
+    return max(sizes, default=0) or config.hidden_size // max(1, heads_of(config))
 
 
 def window_of(config: Any, layer: int) -> int | None:

@@ -23,6 +23,9 @@ OLDER_NAMES = {
     "no_rope_layer_interval",
     "first_k_dense_replace",
     "moe_layer_freq",
+    "global_head_dim",
+    "num_global_key_value_heads",
+    "per_layer_config",
 }
 TEXT = "text_config"
 

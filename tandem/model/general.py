@@ -36,6 +36,7 @@ from tandem.model.short_conv import put_short_convs
 ATTENTION = "tandem_exact"  # its name in transformers' AttentionInterface
 HARMLESS = ("position_ids",)  # which are the plan's too
 _plan: ContextVar[Plan] = ContextVar("plan of the pass")
+_heads: ContextVar[tuple[int, int, int]] = ContextVar("heads of the model, as ExactModel.heads")
 
 
 class GeneralModel(ExactModel):
@@ -49,6 +50,7 @@ class GeneralModel(ExactModel):
     def __init__(self, module: Any, lora: Lora | None, functions: ExactFunctions | None):
         super().__init__(module, lora)
         self._functions = functions  # of a mixture of experts
+        self._heads = self.heads
         self.factor = logit_factor(self.config)
         self.softcap = logit_softcap(self.config)
         for layer in checkpointed_layers(module):
@@ -61,7 +63,7 @@ class GeneralModel(ExactModel):
         assert choices is None, "refused by jobs/models.py"
         rows = len(tokens)
         padding = (0, padded_rows(rows, self.dtype) - rows)
-        with _attending(plan), self._functions or nullcontext():
+        with _attending(plan, self._heads), self._functions or nullcontext():
             out = self.module.base_model(
                 input_ids=F.pad(tokens, padding)[None],
                 position_ids=F.pad(positions, padding)[None],
@@ -105,7 +107,11 @@ class GeneralModel(ExactModel):
 
     @contextmanager
     def _repeating(self, plan: Plan, base_only: bool) -> Iterator[None]:
-        with _attending(plan), self._running(base_only), self._functions or nullcontext():
+        with (
+            _attending(plan, self._heads),
+            self._running(base_only),
+            self._functions or nullcontext(),
+        ):
             yield
 
 
@@ -180,12 +186,13 @@ def logit_softcap(config: Any) -> float:
 
 
 @contextmanager
-def _attending(plan: Plan) -> Iterator[None]:
-    token = _plan.set(plan)
+def _attending(plan: Plan, heads: tuple[int, int, int]) -> Iterator[None]:
+    token, token_of_heads = _plan.set(plan), _heads.set(heads)
     try:
         yield
     finally:
         _plan.reset(token)
+        _heads.reset(token_of_heads)
 
 
 def _attend(
@@ -206,8 +213,11 @@ def _attend(
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     plan, width = _plan.get(), v.shape[-1]
-    if width < q.shape[-1]:
-        v = F.pad(v, (0, q.shape[-1] - width))  # pages have one width
+    _, kv_heads, size = _heads.get()
+    # pages have one width and number of heads: zeros add nothing, and a head may be there twice
+    q, k, v = (F.pad(t, (0, size - t.shape[-1])) if t.shape[-1] < size else t for t in (q, k, v))
+    if k.shape[1] < kv_heads:
+        k, v = (t.repeat_interleave(kv_heads // t.shape[1], 1) for t in (k, v))
     assert isinstance(plan, PackedPlan | PagedPlan)
     bends = Bends(softcap or 0.0, s_aux)
     out = plan.attend(module.layer_idx, q, k, v, scale, sliding_window, bends)

@@ -57,6 +57,8 @@ def random_module(
 ) -> Any:
     """Make transformers' module of a config with random weights."""
     config.vocab_size = VOCABULARY
+    if getattr(config, "vocab_size_per_layer_input", None):  # of embeddings of each layer
+        config.vocab_size_per_layer_input = VOCABULARY
     if config.pad_token_id is not None:
         config.pad_token_id = 0  # among the few tokens
     noise = torch.Generator().manual_seed(seed)
@@ -68,6 +70,10 @@ def random_module(
         weight.data.copy_(
             1.0 + 0.1 * spread if weight.dim() <= 1 else spread / weight.shape[-1] ** 0.5
         )
+    for part in module.modules():
+        if getattr(part, "scaling", 0.0) == 1.0 and hasattr(part, "q_norm"):
+            # trained norms hold the scale; without one rounding grows from layer to layer
+            part.q_norm.weight.data.mul_(part.head_dim**-0.5)
     return module.eval()
 
 
@@ -166,6 +172,8 @@ def first_layers(config: Any) -> Any:
     enough to be passed, experts few."""
     config, kinds = copy.deepcopy(config), _kinds_of_layers(config)
     layers, count = config.num_hidden_layers, 1 + max(kinds.index(kind) for kind in kinds)
+    if shared := getattr(config, "num_kv_shared_layers", None):  # the last ones
+        config.num_kv_shared_layers = max(0, count - (layers - shared))
     config.num_hidden_layers = count
     for name, value in list(vars(config).items()):
         limits = isinstance(value, list) and any(isinstance(one, float) for one in value)
@@ -177,7 +185,8 @@ def first_layers(config: Any) -> Any:
         if isinstance(number := getattr(config, name, None), int):
             # a router may choose among groups by their two best
             groups = getattr(config, "n_group", None) or 1
-            fewest = max(EXPERTS, config.num_experts_per_tok, 2 * groups)
+            chosen = getattr(config, "num_experts_per_tok", None) or config.top_k_experts
+            fewest = max(EXPERTS, chosen, 2 * groups)
             setattr(config, name, min(number, fewest))
     lower_thresholds(config, WINDOW)
     return config

@@ -26,6 +26,16 @@ GROUPED = {"num_key_value_heads": 2}
 # eight: of six outputs MKL splits the sum of a gradient by threads
 EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 WINDOWED = {**GROUPED, "head_dim": 16, "sliding_window": 40}
+SHARED_KEYS = {  # of earlier layers, and embeddings for each layer
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "sliding_window": 40,
+    "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB,
+}
 CONVOLVED = {"layer_types": ["conv", "full_attention", "conv"]}  # short convolutions
 ARCHITECTURES = {
     "apertus": GROUPED,
@@ -44,6 +54,12 @@ ARCHITECTURES = {
     "gemma": {**GROUPED, "head_dim": 16},
     "gemma2": WINDOWED,
     "gemma3_text": WINDOWED,
+    "gemma4_text": {  # with layers of two widths, and keys that are values too
+        **SHARED_KEYS,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+    },
     "glm": {**GROUPED, "head_dim": 16},
     "glm4": {**GROUPED, "head_dim": 16},
     "glm4_moe": {
@@ -135,6 +151,13 @@ MORE = {
     "flex_olmo": {**GROUPED, **MANY},
     "glm4_moe_lite": {**LATENT, **ROUTED},
     "gpt_bigcode": {"n_inner": 172},
+    "gemma3n_text": {
+        **SHARED_KEYS,
+        "activation_sparsity_pattern": [0.0] * 5,
+        "altup_num_inputs": 2,
+        "intermediate_size": [172] * 5,
+        "laurel_rank": 8,
+    },
     "granitemoehybrid": {
         **GROUPED,
         "layer_types": ["attention"] * 3,
@@ -230,6 +253,9 @@ def stock(name, seed=0, **changes):
         for weight in model.parameters():
             spread = torch.randn(weight.shape)
             weight.data = spread * 0.1 + (weight.data if weight.dim() < 2 else 0.0)
+        if name == "gemma4_text":  # whose trained norms hold the scale of attention
+            for layer in model.model.layers:
+                layer.self_attn.q_norm.weight.data *= layer.self_attn.head_dim**-0.5
         kept = model.state_dict()
         for name, buffer in model.named_buffers():
             if name in kept and buffer.is_floating_point():

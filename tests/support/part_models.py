@@ -6,6 +6,8 @@ from transformers import (
     AutoModelForImageTextToText,
     CLIPVisionConfig,
     Gemma3Config,
+    Gemma4Config,
+    Gemma4VisionConfig,
     Llama4Config,
     Llama4TextConfig,
     LlavaConfig,
@@ -15,7 +17,7 @@ from transformers import (
 )
 
 from tandem.model.tiny import make_tokenizer
-from tests.support.architectures import SHAPE, architecture
+from tests.support.architectures import SHAPE, VOCAB, architecture
 
 VISION = {
     "hidden_size": 32,
@@ -40,6 +42,7 @@ LLAMA4 = {
 }
 PARTS = {  # model type of the whole: that of its language model
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
     "mistral3": "mistral",
     "llava": "llama",
     "llama4": "llama4_text",
@@ -67,6 +70,13 @@ def whole_config(kind, changes):
             text = architecture("gemma3_text", **changes)
             vision = AutoConfig.for_model("siglip_vision_model", **VISION)
             return Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+        case "gemma4":
+            rows = changes.get("vocab_size", VOCAB)
+            text = architecture("gemma4_text", **changes, vocab_size_per_layer_input=rows)
+            vision = Gemma4VisionConfig(
+                **{**VISION, "patch_size": 4}, num_key_value_heads=2, head_dim=16
+            )
+            return Gemma4Config(text_config=text, vision_config=vision, audio_config=None)
         case "mistral3":
             text = architecture("mistral", **separate, **changes)
             vision = PixtralVisionConfig(**VISION, head_dim=16)
