@@ -8,6 +8,7 @@ lives    P1: random lives of an engine (tests/support/schedules.py); the largest
 soak     many requests through a small cache
 parity   P1: random batches on five architectures before and after optimizer steps
 cells    P1 and P3 under the libraries' own switches, in processes of their own: the probe's word against what is so
+variants the same for bfloat16 weights and models of the general path
 meshes   optimizer steps by the processes of meshes against those of one process
 kills    P2 and P3: runs killed with SIGKILL at a random moment, and finished with other threads, cores and workers
 
@@ -32,13 +33,13 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import machine  # noqa: E402
+from invariants_cells import cells_table, try_cells, try_variants, variants_table  # noqa: E402
 
 from tandem.config.parallel import Parallel  # noqa: E402
 from tandem.engine.engine import Engine  # noqa: E402
 from tandem.engine.page_cache import PageCache  # noqa: E402
 from tandem.runtime import numerics  # noqa: E402
 from tandem.types import Request, SamplingParams  # noqa: E402
-from tests.support import cells  # noqa: E402
 from tests.support.mesh_steps import MESHES, compare  # noqa: E402
 from tests.support.mesh_steps import MODELS as MESH_MODELS  # noqa: E402
 from tests.support.parity import CONFIGS, VOCABULARY, parity_of, random_model, words  # noqa: E402
@@ -50,7 +51,6 @@ JSON, PAGE = ROOT / "docs" / "invariants.json", ROOT / "docs" / "invariants.md"
 LIVES = 1000
 SOAK = 10_000  # requests
 SCHEDULES = 40  # for each architecture
-CELLS = 12  # of each set of switches; of two sets all shapes
 MOST_CHANGE = 1e-3  # as in tests/train/test_tensor_parallel.py, which says why
 KILLS, STEPS = 5, 6  # of each kind, in the order of MOVES; of a run
 KINDS = ("train", "sft", "dapo, curriculum", "ppo, lora", "multi-turn", "one-step-off")
@@ -262,75 +262,6 @@ def meshes_table(found: Found) -> list[str]:
     ]
 
 
-# P1 and P3 under switches
-# -------------------------------------------------------------------------------------------
-
-
-def try_cells() -> Found:
-    rows, plan = [], cells.plan(CELLS)
-    for number, chosen in plan.items():
-        start = time.monotonic()
-        rows += cells.run(number, chosen)
-        wrong = sum(map(cells.is_false_yes, rows))
-        took, wrong = time.monotonic() - start, sum(map(cells.is_false_yes, rows))
-        print(
-            f"{cells.switches()[number]}: {len(chosen)} cells, {took:.0f} s; {wrong} false yes in all",
-            flush=True,
-        )
-    wrong = sum(map(cells.is_false_yes, rows)) + sum(
-        cells.is_false_yes(row, measured=True) for row in rows
-    )
-    # a probe that says no to everything is of no use either
-    refused = [
-        row for row in rows if row["strict"] and row["gap"] == 0.0 and not row["says_parity"]
-    ]
-    return {
-        "rows": rows,
-        "false_yes": sum(map(cells.is_false_yes, rows)),
-        "met": len(rows) >= 500 and not wrong and not refused,
-    }
-
-
-def cells_table(found: Found) -> list[str]:
-    rows, wrong = found["rows"], found["false_yes"]
-    measured = sum(cells.is_false_yes(row, measured=True) for row in rows)
-    loose = [row for row in rows if not row["strict"]]
-    inexact, dependent = (
-        sum(row["gap"] != 0.0 for row in loose),
-        sum(not row["threads_agree"] for row in loose),
-    )
-    lines = [
-        "## Other processors, as far as this one can be another",
-        "",
-        f"{len(rows)} cells: {len({row['shape'] for row in rows})} shapes of models (head sizes 16 to 256, groups of 1, 2, 3, 7",
-        "and 8, widths that are no multiple of 16, vocabularies of 997, 50,257 and 151,936, 24 layers, contexts to 6,000, rope",
-        "linear / llama3 / yarn, windows, biases, tied and untied, experts) under the libraries' own switches, each set of them",
-        "in a process of its own. In a cell the probe gives its word; then an engine serves random requests, a trainer passes",
-        "over what was sampled, and gradients are made with one thread and with two.",
-        "",
-        f"**The probe said yes where a bit differed: {wrong} times.** By what it measures alone, without what it knows of",
-        f"MKL's mode: {measured} times. Without that mode {inexact} of {len(loose)} cells were not exact, and in {dependent}",
-        "bits depended on the thread count.",
-        "",
-        "| switches | MKL strict | threads | cells | gap 0.0 | probe: exact | 1 = 2 threads | probe: any threads | false yes |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for key in dict.fromkeys((row["switches"], row["strict"], row["threads"]) for row in rows):
-        mine = [row for row in rows if (row["switches"], row["strict"], row["threads"]) == key]
-        counts = [
-            sum(row["gap"] == 0.0 for row in mine),
-            *(
-                sum(row[name] for row in mine)
-                for name in ("says_parity", "threads_agree", "says_threads")
-            ),
-            sum(map(cells.is_false_yes, mine)),
-        ]
-        lines.append(
-            f"| {key[0]} | {'yes' if key[1] else 'no'} | {key[2]} | {len(mine)} | {' | '.join(map(str, counts))} |"
-        )
-    return lines
-
-
 # P2 and P3: killed = never stopped, wherever it goes on
 # -------------------------------------------------------------
 
@@ -393,6 +324,7 @@ SECTIONS = {
     "parity": (parity, parity_table),
     "meshes": (meshes, meshes_table),
     "cells": (try_cells, cells_table),
+    "variants": (try_variants, variants_table),
     "kills": (kills, kills_table),
 }
 

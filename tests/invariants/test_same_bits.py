@@ -27,6 +27,8 @@ KINDS = [
     "lfm2",
     "mamba2",
     "images",
+    "qwen3_vl",
+    "smolvlm",
 ]  # each by itself, and more: python -m tests.support.runs
 
 ONE_CORE = ("taskset", "-c", str(min(os.sched_getaffinity(0)))) if shutil.which("taskset") else ()
@@ -144,14 +146,17 @@ def test_early_stop_after_a_kill_leaves_the_bytes_of_a_run_never_killed(forks, t
     assert [p.name for p in checkpoints[0]] == [p.name for p in checkpoints[1]]
 
 
-@pytest.mark.parametrize("kind", ["partial", "multi-turn, two steps off", "three at once"])
+@pytest.mark.parametrize(
+    "kind", ["partial", "multi-turn, two steps off", "three at once", "images, one step off"]
+)
 def test_kill_while_rollouts_are_ahead_leaves_no_trace(kind, forks, tmp_path):
     """The killed run has a rollout worker, which gets weights by another transport, or two for
     three steps at once, and the one that is never stopped has none. The journal may then hold more
     than a checkpoint."""
     command = [*prepare(tmp_path, steps=STEPS, command=kind), "run.save_every=2", "eval.every=0"]
     assert forks.run([*command, "rollout.workers=0"], tmp_path / "whole") == 0
-    killed = [*command, "rollout.workers=2" if kind == "three at once" else "rollout.workers=0"]
+    workers = {"three at once": 2, "images, one step off": 1}.get(kind, 0)
+    killed = [*command, f"rollout.workers={workers}"]
     if kind == "partial":
         killed = [*command, "rollout.workers=1", "weights.transport=collective"]
         killed += ["weights.delta=elements"]

@@ -15,7 +15,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ ROOT = Path(__file__).parent.parent.parent
 HEAD_SIZES = (16, 32, 48, 64, 80, 96, 100, 112, 128, 160, 192, 256)
 GROUPS = (2, 3, 7, 8)
 VOCABULARIES = (997, 50_257, 151_936)
+FEW = 512  # tokens of a model of `random_module`
 ROPES: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "llama3": {
@@ -35,6 +36,12 @@ ROPES: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 512,
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
+}
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 60,
+    "decoder_sparse_step": 1,
 }
 AVX2 = {
     "ONEDNN_MAX_CPU_ISA": "AVX2",
@@ -59,6 +66,9 @@ class Shape:
     architecture: str
     config: dict[str, Any]
     longest: int = 300  # tokens of a prompt
+    # "lean layer, bfloat16": all weights are random, as norms of one and biases of zero, where
+    # transformers begins, round nothing
+    variant: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,18 +110,12 @@ def shapes() -> list[Shape]:
                 f"rope {name}", "llama", *small, 997, rope_parameters={"rope_theta": 1e4, **rope}
             )
         )
-    experts = {
-        "num_experts": 6,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 60,
-        "decoder_sparse_step": 1,
-    }
     made += [
         _shape("24 layers", "qwen3", *small, 997, num_hidden_layers=24),
         _shape("window of 40", "mistral", 100, 3, 2, 24, 997, sliding_window=40),
         _shape("biases", "llama", 100, 7, 1, 16, 997, attention_bias=True, mlp_bias=False),
         _shape("biases, tied", "qwen2", 112, 7, 1, 16, 997, tie_word_embeddings=True),
-        _shape("experts", "qwen3_moe", *small, 997, **experts),
+        _shape("experts", "qwen3_moe", *small, 997, **EXPERTS),
         _shape(
             "inputs of 1,100 and 2,060",
             "llama",
@@ -129,6 +133,36 @@ def shapes() -> list[Shape]:
         *made,
         Shape(name=context.name, architecture="llama", config=context.config, longest=6000),
     ]
+
+
+def variants() -> list[Shape]:
+    """Shapes of the other types and layers: bfloat16 weights, and the general path."""
+    lean = (
+        _shape("2 x 1 heads of 80", "llama", 172, 2, 1, 80, FEW),
+        _shape("7 x 1 heads of 48", "qwen3", 100, 7, 1, 48, FEW),
+        _shape("experts", "qwen3_moe", 64, 2, 2, 32, FEW, **EXPERTS),
+    )
+    sizes = {
+        "vocab_size": FEW,
+        "hidden_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "max_position_embeddings": 8192,
+        "pad_token_id": None,
+    }
+    grouped = {"intermediate_size": 172, "num_key_value_heads": 2, "head_dim": 16}
+    general = {
+        "gemma3_text": {**sizes, **grouped, "sliding_window": 40},
+        "gpt2": {**sizes, "n_inner": 172},
+    }
+    found = [replace(shape, variant="lean layer, bfloat16") for shape in lean]
+    for dtype in ("float32", "bfloat16"):
+        variant = f"general path, {dtype}"
+        found += [
+            Shape(name=f"{name}, {dtype}", architecture=name, config=config, variant=variant)
+            for name, config in general.items()
+        ]
+    return found
 
 
 def _shape(
@@ -189,6 +223,18 @@ def plan(each: int) -> dict[int, list[int]]:
     return found
 
 
+def plan_of_variants() -> dict[int, list[int]]:
+    """Every variant by switches, in numbers: in strict mode, all libraries at the same
+    instructions."""
+    first = len(shapes())
+    every = [first + n for n in range(len(variants()))]
+    return {
+        number: every
+        for number, one in enumerate(switches())
+        if one.strict and one.name in ("default", "all at AVX2", "all at AVX-512")
+    }
+
+
 def run(number: int, chosen: list[int], timeout_s: float = 3600) -> list[dict[str, Any]]:
     """The cells of these switches, in a process of their own."""
     one = switches()[number]
@@ -224,13 +270,15 @@ def main(number: int, chosen: list[int]) -> None:
 
     one = switches()[number]
     numerics.prepare(one.threads)
+    every = [*shapes(), *variants()]
     for cell in chosen:
-        shape = shapes()[cell]
+        shape = every[cell]
         told = {
             "switches": one.name,
             "strict": one.strict,
             "threads": one.threads,
             "shape": shape.name,
+            "variant": shape.variant,
         }
         print(
             json.dumps(
@@ -249,23 +297,31 @@ def tried(shape: Shape, seed: int) -> dict[str, Any]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, logging
 
+    from tandem.model.inexact_trial import why_inexact
     from tandem.model.load import make_exact
     from tandem.model.probe import probe
+    from tandem.model.trial import random_module
 
     logging.set_verbosity_error()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = AutoConfig.for_model(shape.architecture, **shape.config)
-        model = make_exact(AutoModelForCausalLM.from_config(config).float())
+        unfit = [reason] if (reason := why_inexact(config, shape.name)) else []
+        if shape.variant:
+            dtype = torch.bfloat16 if shape.variant.endswith("bfloat16") else torch.float32
+            module = random_module(config, seed, dtype)
+        else:
+            module = AutoModelForCausalLM.from_config(config).float()
+        model = make_exact(module)
     found = probe(model, seed)
     gap, tokens, threads_agree = lived(model, shape.longest, np.random.default_rng(seed))
     measured = [
         [line for line in lines if not line.startswith("MKL is not")]
-        for lines in (found.parity, found.thread_dependent)
+        for lines in (unfit + found.parity, unfit + found.thread_dependent)
     ]
     return {
-        "says_parity": not found.parity,
-        "says_threads": not found.thread_dependent,
+        "says_parity": not (unfit or found.parity),
+        "says_threads": not (unfit or found.thread_dependent),
         "gap": gap,
         "tokens": tokens,
         "threads_agree": threads_agree,

@@ -33,6 +33,7 @@ from tandem.tasks.registry import task_rows, write_rows
 from tests.support.architectures import ARCHITECTURES, INEXACT, save_architecture
 from tests.support.datasets import write_algebra
 from tests.support.part_models import PARTS, save_whole
+from tests.support.image_models import save_image_model
 
 RECIPE = """
 [run]
@@ -82,6 +83,8 @@ class Chat(Env):
         return Observation(messages=messages, done=done, reward=reward, penalty=penalty)
 """
 _PR_SET_PDEATHSIG = 1
+IMAGES = 24  # problems, each with an image of its own
+IMAGE_MODELS = ("qwen3_vl", "smolvlm")
 END_S = 300.0  # for a run to end, on a busy machine
 KINDS = {  # name: command and overrides
     "train": ["train", "rl.advantage=grpo_no_std", "rl.minibatches=2"],
@@ -125,11 +128,15 @@ KINDS["images"] = [
     "eval.data=FOLDER/squares.jsonl",
     "rl.correction=tis",
 ]
+# of other makes: a tower that also feeds layers (Qwen3-VL), an image in several tiles (SmolVLM)
+for make in IMAGE_MODELS:
+    KINDS[make] = [*KINDS["images"], f"model.path=FOLDER/{make}"]
 KINDS["bfloat16"] = [*KINDS["ppo"], "rl.kl_coef=0.05", "model.dtype=bfloat16"]
 KINDS["8-bit moments"] = [*KINDS["bfloat16"], "train.optimizer=adamw_8bit"]
 AHEAD = ["rl.correction=tis", "rollout.staleness=1", "rollout.workers=1"]
 KINDS |= {
     "one-step-off": [*KINDS["train"], *AHEAD],
+    "images, one step off": [*KINDS["images"], *AHEAD],
     "partial": [*KINDS["train"], *AHEAD, "rollout.token_budget=5"],
     "three at once": [
         "train",
@@ -155,9 +162,11 @@ def prepare(folder: Path, steps: int = 12, command: str = "train") -> list[str]:
     write_algebra(folder / "data", num_train=48, num_test=8, num_warm=64)
     make_tiny(folder / "model", hidden=32, layers=2, intermediate=64)
     make_tiny(folder / "teacher", hidden=32, layers=2, intermediate=64, seed=1)
-    if command == "images":
+    if "images" in str(KINDS[command]):
         make_tiny_images(folder / "images", hidden=32, heads=4, layers=2, intermediate=64)
-        write_rows(folder / "squares.jsonl", task_rows("squares", "train", 24, 0, 1))
+        write_rows(folder / "squares.jsonl", task_rows("squares", "train", IMAGES, 0, 1))
+    if command in IMAGE_MODELS:
+        save_image_model(command, folder / command)
     if command in (*ARCHITECTURES, *INEXACT):
         save_architecture(command, folder / command)
     if command in PARTS:
