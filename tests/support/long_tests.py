@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 LIST = Path(__file__).parent.parent / "long.txt"
-LIMIT_S = 2.0  # of a test function, with all its parameters and what it sets up
+LIMIT_S = 1.5  # of a test function, with all its parameters and what it sets up
 NEVER = ("tests/gpu/test_compiled_for_gpus.py", "tests/invariants/test_parity.py")
 
 

@@ -32,8 +32,8 @@ from tandem.runtime.processes import ZOMBIE, descendants, state_of
 from tandem.tasks.registry import task_rows, write_rows
 from tests.support.architectures import ARCHITECTURES, INEXACT, save_architecture
 from tests.support.datasets import write_algebra
-from tests.support.part_models import PARTS, save_whole
 from tests.support.image_models import save_image_model
+from tests.support.part_models import PARTS, save_whole
 
 RECIPE = """
 [run]
