@@ -126,10 +126,13 @@ class PackedPlan:
     def __init__(self, segments: np.ndarray, *, group: int, kv_heads: int):
         self.buckets = _buckets(segments, group * kv_heads)
         self._segments = segments
+        self._before: list[Tensor] = []  # `_rows_before` for a lag of 1, 2 and so on
 
     def earlier(self, layer: int, x: Tensor, count: int) -> list[Tensor]:
         """Look up rows as short_conv.History."""
-        return [picked(x, _rows_before(self._segments, len(x), lag)) for lag in range(1, count + 1)]
+        for lag in range(len(self._before) + 1, count + 1):
+            self._before.append(torch.from_numpy(_rows_before(self._segments, len(x), lag)))
+        return [picked(x, rows) for rows in self._before[:count]]
 
     def attend(
         self,
@@ -159,10 +162,9 @@ def _rows_before(segments: np.ndarray, rows: int, lag: int) -> np.ndarray:
     return found
 
 
-def picked(x: Tensor, rows: np.ndarray) -> Tensor:
+def picked(x: Tensor, rows: Tensor) -> Tensor:
     """Pick rows of x [T, D] by number, int64 [N], to [N, D]; zeros for -1."""
-    index = torch.from_numpy(rows)
-    return x.index_select(0, index.clamp(min=0)).masked_fill(index[:, None] < 0, 0.0)
+    return x.index_select(0, rows.clamp(min=0)).masked_fill(rows[:, None] < 0, 0.0)
 
 
 def _buckets(segments: np.ndarray, heads: int) -> list[Bucket]:

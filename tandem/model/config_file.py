@@ -199,15 +199,13 @@ def _implausible_values(config: Any) -> list[str]:
     import torch
 
     values = config.to_dict()
-
-    def own(name: str) -> list[Any]:  # of all layers, or of each (Gemma 3n)
-        return values[name] if isinstance(values[name], list) else [values[name]]
-
+    if isinstance(inner := values.get("intermediate_size"), list):  # of each layer (Gemma 3n)
+        values["intermediate_size"] = max(inner)
     mistakes = [
         f"{values[name]!r:.60} {name}"
         for name in _COUNTS
         if values.get(name) is not None
-        and not all(_is_count(n, MAX_LAYERS if "layers" in name else MAX_SIZE) for n in own(name))
+        and not _is_count(values[name], MAX_LAYERS if "layers" in name else MAX_SIZE)
     ]
     if mistakes:
         return mistakes

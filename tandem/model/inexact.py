@@ -1,6 +1,6 @@
 """The inexact path: a causal language model that transformers alone can run, with its own
-attention, states and cache: linear attention, Mamba, alibi, rotary embeddings
-that depend on the length.
+attention, states and cache: linear attention, Mamba, alibi, rotary embeddings that depend on the
+length.
 
 Packed rows are unpacked for it: a prompt shared by several samples becomes the beginning of each,
 and sequences run as batches padded on the right, where no causal model looks. The hidden states go

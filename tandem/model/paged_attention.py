@@ -72,6 +72,13 @@ class Runs:
         self.pages = self.table[np.arange(len(counts)).repeat(counts), self.positions // PAGE]
         self.offsets = self.positions % PAGE
 
+    def slots(self, lag: int) -> np.ndarray:
+        """Find where the token `lag` before each one is, int64 [T]: a page's number times PAGE and
+        its place there; -1 for none."""
+        at, sequences = self.positions - lag, np.arange(len(self.counts)).repeat(self.counts)
+        pages = self.table[sequences, np.maximum(at, 0) // PAGE]
+        return np.where(at >= 0, pages * PAGE + at % PAGE, -1)
+
 
 class PagedPlan:
     """Plan that writes the new tokens' keys and values into their pages, then attends.
@@ -86,21 +93,16 @@ class PagedPlan:
         head = runs.pages[:, None] * kv_heads + np.arange(kv_heads)  # [T, K]
         self._rows = torch.from_numpy((head * PAGE + runs.offsets[:, None]).reshape(-1))
         self._new = len(runs.pages)
+        self._slots: list[Tensor] = []  # `Runs.slots` for a lag of 0, 1 and so on
         self.buckets = _buckets(runs, heads, kv_heads)
 
     def earlier(self, layer: int, x: Tensor, count: int) -> list[Tensor]:
         """Write the rows' own x, then look up rows as short_conv.History."""
-        runs, new = self._runs, self._new
-        held = self.keys[layer].view(-1, x.shape[1])
-        held.index_copy_(0, torch.from_numpy(runs.pages * PAGE + runs.offsets), x[:new])
-        sequence = np.arange(len(runs.counts)).repeat(runs.counts)
-        found = []
-        for lag in range(1, count + 1):
-            at = runs.positions - lag
-            slots = runs.table[sequence, np.maximum(at, 0) // PAGE] * PAGE + at % PAGE
-            part = picked(held, np.where(at >= 0, slots, -1))
-            found.append(F.pad(part, (0, 0, 0, len(x) - new)))
-        return found
+        for lag in range(len(self._slots), count + 1):
+            self._slots.append(torch.from_numpy(self._runs.slots(lag)))
+        held, padding = self.keys[layer].view(-1, x.shape[1]), (0, 0, 0, len(x) - self._new)
+        held.index_copy_(0, self._slots[0], x[: self._new])
+        return [F.pad(picked(held, slots), padding) for slots in self._slots[1 : count + 1]]
 
     def attend(
         self,

@@ -29,7 +29,7 @@ def text_part(config: Any, where: str) -> Any:
     if text is config or not is_language_model(text.model_type):
         return config
     # the projection to the vocabulary is outside of the part that its config describes
-    text.tie_word_embeddings |= config.tie_word_embeddings
+    text.tie_word_embeddings = bool(text.tie_word_embeddings or config.tie_word_embeddings)
     _tell(where, config.model_type, text.model_type)
     return text
 
