@@ -28,8 +28,6 @@ KEY_BLOCK = 128
 QUERY_BLOCK = 256
 # Scores held at once: the bound of attention memory at any packed length.
 BUCKET_BYTES = 1 << 26
-# Probabilities of a layer that its backward pass finds again; it computes any others once more.
-KEPT_BYTES = 1 << 22
 # Padded sizes of a bucket: few enough that short segments share a batched matmul, close enough to
 # waste little.
 _SIZES = np.array([4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256])
@@ -242,28 +240,22 @@ def _forward(
     scale: float,
     window: int | None,
     bends: Bends,
-    kept: list[Tensor | None] | None = None,
 ) -> Tensor:
-    """Attend by buckets, to [T, H, E]. kept: gets the probabilities of each, None for those that
-    KEPT_BYTES has no room for."""
     heads, kv_heads, dtype = q.shape[1], k.shape[1], q.dtype
     q, k, v = q.float(), k.float(), v.float()
-    out, room = torch.zeros(q.shape), KEPT_BYTES  # rows in no segment are padding
+    out = torch.zeros(q.shape)  # rows in no segment are padding
     for bucket in buckets:
         keys, values = (_gather(t, bucket.keys, kv_heads) for t in (k, v))
         query = _gather(q, bucket.queries, kv_heads)
         probs = _probabilities(query, keys, bucket, scale, window, bends)
-        if kept is not None:
-            kept.append(probs if probs.nbytes <= room else None)
-            room -= probs.nbytes if probs.nbytes <= room else 0
         rows = rows_first(combine(probs, values), bucket.queries.shape[1], heads)
         out.index_copy_(0, bucket.queries.reshape(-1)[bucket.valid], rows[bucket.valid])
     return out.to(dtype)
 
 
 class _PackedAttention(torch.autograd.Function):
-    """Autograd function over q, k, v; its backward goes bucket by bucket and computes
-    probabilities again, but for few small ones."""
+    """Autograd function over q, k, v; its backward computes probabilities again, bucket by
+    bucket."""
 
     @staticmethod
     def forward(
@@ -277,24 +269,20 @@ class _PackedAttention(torch.autograd.Function):
         softcap: float,
         sinks: Tensor | None,
     ) -> Tensor:
-        kept: list[Tensor | None] = []
-        out = _forward(q, k, v, buckets, scale, window, Bends(softcap, sinks), kept)
-        ctx.save_for_backward(q, k, v, sinks, *kept)
+        ctx.save_for_backward(q, k, v, sinks)
         ctx.call = (buckets, scale, window, softcap)
-        return out
+        return _forward(q, k, v, buckets, scale, window, Bends(softcap, sinks))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, *kept = ctx.saved_tensors
-        q, k, v, above = (t.float() for t in (q, k, v, grads[0]))
+        *saved, sinks = ctx.saved_tensors
+        q, k, v, above = (t.float() for t in (*saved, grads[0]))
         buckets, scale, window, softcap = ctx.call
         totals = torch.zeros(q.shape), torch.zeros(k.shape), torch.zeros(v.shape)
         bends = Bends(softcap, sinks)
         grad_sinks = None if sinks is None else torch.zeros_like(sinks)
-        for bucket, probs in zip(buckets, kept, strict=True):
-            _bucket_backward(
-                bucket, (q, k, v), probs, above, totals, scale, window, bends, grad_sinks
-            )
+        for bucket in buckets:
+            _bucket_backward(bucket, (q, k, v), above, totals, scale, window, bends, grad_sinks)
         own = (total.to(grads[0].dtype) for total in totals)
         return *own, None, None, None, None, grad_sinks
 
@@ -302,7 +290,6 @@ class _PackedAttention(torch.autograd.Function):
 def _bucket_backward(
     bucket: Bucket,
     saved: tuple[Tensor, Tensor, Tensor],
-    probs: Tensor | None,
     grad: Tensor,
     out: tuple[Tensor, Tensor, Tensor],
     scale: float,
@@ -317,8 +304,7 @@ def _bucket_backward(
     above = _gather(grad, bucket.queries, kv_heads)
     padding = ~bucket.valid.view(bucket.queries.shape)
     above.view(*above.shape[:2], padding.shape[1], -1).masked_fill_(padding[:, None, :, None], 0.0)
-    if probs is None:
-        probs = _probabilities(query, key, bucket, scale, window, bends)
+    probs = _probabilities(query, key, bucket, scale, window, bends)
     grad_scores = torch.matmul(above, value.transpose(-1, -2))
     mean = (grad_scores * probs).sum(-1, keepdim=True)
     grad_scores -= mean
