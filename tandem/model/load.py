@@ -22,6 +22,7 @@ from tandem.model.config_file import (
     check_model,
     first_line,
     head_size,
+    heads_of,
     is_lean,
     kv_heads_of,
     reads_images,
@@ -184,9 +185,9 @@ class ExactModel(nn.Module):
 
     @property
     def heads(self) -> tuple[int, int, int]:
-        """(query heads, key/value heads, head size)"""
+        """(query heads, key/value heads, head size); no heads in Mamba."""
         config = self.config
-        return config.num_attention_heads, kv_heads_of(config), head_size(config)
+        return heads_of(config), kv_heads_of(config), head_size(config)
 
     def named_weights(self) -> dict[str, Tensor]:
         """Return every parameter once, by its Hugging Face name (a tied head is its embedding).
