@@ -92,14 +92,15 @@ def _read_config(path: str, where: str) -> Any:
         custom_code.require_allowed(path, values, f"{where}, {CONFIG}")
     elif not (_is_language_model(model_type) or parts[1:]):
         raise _not_exact(where, [f"architecture {model_type!s:.60}"])
-    require_float(values, f"{where}, {CONFIG}")
-    if any(p.get("model_type") == "mistral" and "layer_types" in p for p in parts):
+    for part in parts:
+        require_float(part, f"{where}, {CONFIG}")
+    if not own and any(p.get("model_type") == "mistral" and "layer_types" in p for p in parts):
         raise _not_exact(where, ["architecture ministral"])
     try:
         config = custom_code.custom_config(path) if own else plain_config(model_type, values)
         if not (own or reads_images(config)):
             whole, config = config, text_part(config, where)
-            if config is not whole and "quantization_config" in values:
+            if config is not whole and any(part.get("quantization_config") for part in parts):
                 raise _not_exact(where, ["quantized weights of a model that also reads images"])
         if not reads_images(config) and config.get_text_config() is not config:
             what = "whose language model transformers cannot run by itself"
@@ -123,6 +124,8 @@ def _is_language_model(model_type: Any) -> bool:
 def is_text_part(path: str, config: Any) -> bool:
     """Tell whether check_model's config is of a part of the model at path, its language model."""
     values = read_json(path, CONFIG, path) or {}
+    if custom_code.is_custom(config):
+        return False
     return bool(values.get("model_type", config.model_type) != config.model_type)
 
 
@@ -266,11 +269,11 @@ def image_reason(config: Any) -> str:
 
 
 def inner_size(config: Any) -> int:
-    """Return the width of a dense MLP, by its name in one transformers config or another."""
+    """Return the width of a dense MLP, of the widest where layers differ, by its name in one
+    transformers config or another."""
     names = ("intermediate_size", "ffn_dim", "n_inner")
-    found = (getattr(config, name, None) for name in names)
-    size = next((size for size in found if size), 4 * int(config.hidden_size))
-    return max(size) if isinstance(size, list) else size  # of each layer
+    sizes = next(filter(None, (values_of(config, name) for name in names)), [])
+    return max(sizes, default=4 * int(config.hidden_size))
 
 
 def heads_of(config: Any) -> int:
@@ -289,7 +292,9 @@ def values_of(config: Any, name: str) -> list[int]:
     layers = [config]
     if config.is_heterogeneous:  # as in Gemma 4
         layers = [config.per_layer_config[number] for number in range(config.num_hidden_layers)]
-    return sorted({value for layer in layers if (value := getattr(layer, name, None))})
+    values = [getattr(layer, name, None) for layer in layers]
+    each = [value if isinstance(value, list) else [value] for value in values]  # Gemma 3n's MLP
+    return sorted({value for own in each for value in own if value})
 
 
 def head_size(config: Any) -> int:

@@ -23,6 +23,8 @@ OLDER_NAMES = {
     "no_rope_layer_interval",
     "first_k_dense_replace",
     "moe_layer_freq",
+    "block_ff_dim",
+    "tie_embedding",
     "global_head_dim",
     "num_global_key_value_heads",
     "per_layer_config",

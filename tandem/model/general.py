@@ -50,7 +50,6 @@ class GeneralModel(ExactModel):
     def __init__(self, module: Any, lora: Lora | None, functions: ExactFunctions | None):
         super().__init__(module, lora)
         self._functions = functions  # of a mixture of experts
-        self._heads = self.heads
         self.factor = logit_factor(self.config)
         self.softcap = logit_softcap(self.config)
         for layer in checkpointed_layers(module):
@@ -63,7 +62,7 @@ class GeneralModel(ExactModel):
         assert choices is None, "refused by jobs/models.py"
         rows = len(tokens)
         padding = (0, padded_rows(rows, self.dtype) - rows)
-        with _attending(plan, self._heads), self._functions or nullcontext():
+        with _attending(plan, self.heads), self._functions or nullcontext():
             out = self.module.base_model(
                 input_ids=F.pad(tokens, padding)[None],
                 position_ids=F.pad(positions, padding)[None],
@@ -108,7 +107,7 @@ class GeneralModel(ExactModel):
     @contextmanager
     def _repeating(self, plan: Plan, base_only: bool) -> Iterator[None]:
         with (
-            _attending(plan, self._heads),
+            _attending(plan, self.heads),
             self._running(base_only),
             self._functions or nullcontext(),
         ):

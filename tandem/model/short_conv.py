@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+TYPES = ("lfm2", "lfm2_moe", "lfm3")
 CLASSES = ("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv")
 
 
@@ -24,7 +25,7 @@ class History(Protocol):
 
 def conv_layers(config: Any) -> list[int]:
     """List the numbers of the layers that are short convolutions, by a transformers config."""
-    types = getattr(config, "layer_types", None) or []
+    types = getattr(config, "layer_types", None) or [] if config.model_type in TYPES else []
     return [number for number, kind in enumerate(types) if kind == "conv"]
 
 

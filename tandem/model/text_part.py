@@ -18,6 +18,8 @@ NAMES = {
     r"^language_model\.lm_head\.": "lm_head.",
 }
 
+SCORES = "ForSequenceClassification"
+
 
 def text_part(config: Any, where: str) -> Any:
     """Return the config of the language model in a transformers config of several parts, or the
@@ -29,6 +31,8 @@ def text_part(config: Any, where: str) -> Any:
     if text is config or not is_language_model(text.model_type):
         return config
     # the projection to the vocabulary is outside of the part that its config describes
+    heads = [name for name in config.architectures or [] if name.endswith(SCORES)]
+    text.architectures = heads or None  # of a reward model, which has no tokens to say
     text.tie_word_embeddings = bool(text.tie_word_embeddings or config.tie_word_embeddings)
     _tell(where, config.model_type, text.model_type)
     return text

@@ -71,9 +71,10 @@ def random_module(
             1.0 + 0.1 * spread if weight.dim() <= 1 else spread / weight.shape[-1] ** 0.5
         )
     for part in module.modules():
-        if getattr(part, "scaling", 0.0) == 1.0 and hasattr(part, "q_norm"):
+        norm = getattr(getattr(part, "q_norm", None), "weight", None)
+        if norm is not None and getattr(part, "scaling", 0.0) == 1.0:
             # trained norms hold the scale; without one rounding grows from layer to layer
-            part.q_norm.weight.data.mul_(part.head_dim**-0.5)
+            norm.data.mul_(norm.shape[-1] ** -0.5)
     return module.eval()
 
 
@@ -185,7 +186,8 @@ def first_layers(config: Any) -> Any:
         if isinstance(number := getattr(config, name, None), int):
             # a router may choose among groups by their two best
             groups = getattr(config, "n_group", None) or 1
-            chosen = getattr(config, "num_experts_per_tok", None) or config.top_k_experts
+            chosen = getattr(config, "num_experts_per_tok", None)
+            chosen = chosen or getattr(config, "top_k_experts", None) or 1
             fewest = max(EXPERTS, chosen, 2 * groups)
             setattr(config, name, min(number, fewest))
     lower_thresholds(config, WINDOW)

@@ -110,7 +110,8 @@ def keep_model(model: ExactModel, source: str, folder: Path, chat_template: str 
 
 def export_adapter(model: ExactModel, source: str, folder: Path, card: str) -> Path:
     """Write the adapter alone, as `peft.PeftModel.from_pretrained(stock model of source, folder)`
-    reads it; whole or not at all.
+    reads it; whole or not at all. Of the language model of a larger checkpoint (text_part.py) the
+    stock model is that of an export.
 
     The score of a value model goes with it. Raises UserError for a model without an adapter.
     """

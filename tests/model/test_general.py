@@ -1,6 +1,8 @@
 """transformers' own forward pass, made exact: any architecture has one set of bits in engine and
 trainer, transformers' gradients, and leaves as a directory that transformers loads."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -349,3 +351,10 @@ def test_no_router_is_replayed_but_that_of_the_lean_layer(tmp_path):
     with pytest.raises(UserError, match="no experts whose choice to replay") as error:
         check_models(Config(model=model, rl={"router_replay": True}))
     assert "transformers' own" in error.value.found
+
+
+def test_names_that_lfm2_files_have_are_read(tmp_path):
+    values = {"model_type": "lfm2", "block_ff_dim": 1000, "tie_embedding": False}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    config = check_model(str(tmp_path))
+    assert config.intermediate_size == 1000 and not config.tie_word_embeddings

@@ -121,22 +121,34 @@ def test_vllm_is_refused(tmp_path):
     assert "gemma3_text" in error.value.found
 
 
-def test_quantized_weights_are_refused(tmp_path):
+@pytest.mark.parametrize("part", ["whole", "text"])
+def test_quantized_weights_are_refused(part, tmp_path):
     path = save_whole("gemma3", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8"}
+    place = config if part == "whole" else config["text_config"]
+    place["quantization_config"] = {"quant_method": "fp8"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError) as error:
         check_model(path)
     assert "quantized" in error.value.found
 
 
+def test_a_reward_model_is_no_policy(tmp_path):
+    path = save_whole("gemma3", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["architectures"] = ["Gemma3ForSequenceClassification"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="this is a reward model"):
+        check_model(path)
+    assert check_model(path, head="value").model_type == "gemma3_text"
+
+
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
         ({"model_type": "clip", "text_config": {}}, "transformers cannot run by itself"),
-        ({"model_type": "gemma3", "text_config": {"per_layer_config": [1]}}, ""),
-        ({"model_type": "llava", "text_config": "llama"}, ""),
+        ({"model_type": "gemma3", "text_config": {"per_layer_config": [1]}}, "Error"),
+        ({"model_type": "llava", "text_config": "llama"}, "architecture llava"),
         ({"model_type": ["llava"], "text_config": {}}, "unhashable"),
     ],
 )

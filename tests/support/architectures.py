@@ -56,8 +56,9 @@ ARCHITECTURES = {
     "gemma3_text": WINDOWED,
     "gemma4_text": {  # with layers of two widths, and keys that are values too
         **SHARED_KEYS,
+        "num_key_value_heads": 6,
         "global_head_dim": 32,
-        "num_global_key_value_heads": 1,
+        "num_global_key_value_heads": 2,
         "attention_k_eq_v": True,
     },
     "glm": {**GROUPED, "head_dim": 16},
@@ -73,7 +74,7 @@ ARCHITECTURES = {
     "gpt_neox": {},
     "gpt_oss": {**WINDOWED, **EXPERTS},
     "granitemoe": {**GROUPED, **EXPERTS},
-    "lfm2": {**GROUPED, **CONVOLVED},
+    "lfm2": {**GROUPED, **CONVOLVED, "conv_bias": True},
     "mixtral": {**GROUPED, **EXPERTS},
     "olmoe": {**GROUPED, "num_experts": 8, "num_experts_per_tok": 2},
     "qwen2_moe": {
