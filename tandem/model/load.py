@@ -8,6 +8,7 @@ Hugging Face directory. This file knows no sampling or training.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -64,8 +65,6 @@ class ExactModel(nn.Module):
         super().__init__()
         self.module, self.lora = module, lora
         self.config = module.config.get_text_config()
-        # query heads, key/value heads, head size; no heads in Mamba
-        self.heads = heads_of(self.config), kv_heads_of(self.config), head_size(self.config)
         self.head: ExactLinear = module.get_output_embeddings() or module.score
         self.checkpointing, self.splits = False, 1
         self.row_parts = WHOLE
@@ -184,6 +183,12 @@ class ExactModel(nn.Module):
         heads, kv_heads, _ = self.heads
         triton, group = triton_for(self.head.weight), heads // kv_heads
         return triton.split_tiles(runs.table, runs.starts, PAGE, group) if triton else None
+
+    @cached_property
+    def heads(self) -> tuple[int, int, int]:
+        """Query heads, key/value heads and head size; no heads in Mamba."""
+        config = self.config
+        return heads_of(config), kv_heads_of(config), head_size(config)
 
     def named_weights(self) -> dict[str, Tensor]:
         """Return every parameter once, by its Hugging Face name (a tied head is its embedding).

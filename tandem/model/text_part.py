@@ -16,6 +16,7 @@ NAMES = {
     r"^model\.language_model\.": "model.",
     r"^language_model\.model\.": "model.",
     r"^language_model\.lm_head\.": "lm_head.",
+    r"^model\.text_model\.": "model.",  # Idefics2
 }
 
 SCORES = "ForSequenceClassification"
@@ -33,7 +34,8 @@ def text_part(config: Any, where: str) -> Any:
     # the projection to the vocabulary is outside of the part that its config describes
     heads = [name for name in config.architectures or [] if name.endswith(SCORES)]
     text.architectures = heads or None  # of a reward model, which has no tokens to say
-    text.tie_word_embeddings = bool(text.tie_word_embeddings or config.tie_word_embeddings)
+    tied = getattr(config, "tie_word_embeddings", False)  # those that read sound may lack it
+    text.tie_word_embeddings = bool(text.tie_word_embeddings or tied)
     _tell(where, config.model_type, text.model_type)
     return text
 

@@ -1,5 +1,5 @@
-"""The language model of a checkpoint that also reads images runs alone: with transformers' logits
-of the whole, and exported as a model of its own."""
+"""The language model of a checkpoint that also reads images or sound runs alone: with transformers'
+logits of the whole, and exported as a model of its own."""
 
 import json
 
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
 from tandem.config.schema import Config
 from tandem.data.renderer import load_renderer
@@ -31,7 +31,7 @@ def saved(request, tmp_path_factory):
 
 def test_text_has_the_logits_of_the_whole_model(saved):
     kind, path = saved
-    whole = AutoModelForImageTextToText.from_pretrained(path, attn_implementation="eager").eval()
+    whole = AutoModelForMultimodalLM.from_pretrained(path, attn_implementation="eager").eval()
     model, tokens = load_model(path), random_tokens(np.random.default_rng(0), 90)
     assert model.config.model_type == PARTS[kind]
     assert bool(model.inexact) == (PARTS[kind] in (*INEXACT, "llama4_text"))

@@ -1,19 +1,21 @@
-"""Tiny random models that read images beside text, of kinds whose language model runs alone."""
+"""Tiny random models that read images or sound too, of kinds whose language model runs alone."""
 
 import torch
 from transformers import (
     AutoConfig,
-    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     CLIPVisionConfig,
     Gemma3Config,
     Gemma4Config,
     Gemma4VisionConfig,
+    Idefics2Config,
     Llama4Config,
     Llama4TextConfig,
     LlavaConfig,
     Mistral3Config,
     PixtralVisionConfig,
     Qwen3_5Config,
+    VoxtralConfig,
 )
 
 from tandem.model.tiny import make_tokenizer
@@ -40,6 +42,22 @@ LLAMA4 = {
     "num_local_experts": 2,
     "attention_chunk_size": 64,
 }
+PERCEIVER = {
+    "hidden_size": 96,
+    "resampler_depth": 1,
+    "resampler_n_heads": 2,
+    "resampler_head_dim": 16,
+    "num_key_value_heads": 2,
+    "resampler_n_latents": 4,
+}
+AUDIO = {
+    "hidden_size": 32,
+    "intermediate_size": 128,  # four frames
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_mel_bins": 8,
+    "max_source_positions": 8,
+}
 PARTS = {  # model type of the whole: that of its language model
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
@@ -47,6 +65,8 @@ PARTS = {  # model type of the whole: that of its language model
     "llava": "llama",
     "llama4": "llama4_text",
     "qwen3_5": "qwen3_5_text",
+    "idefics2": "mistral",
+    "voxtral": "llama",
 }
 
 
@@ -54,7 +74,7 @@ def stock_whole(kind, seed=0, **changes):
     """transformers' model of both parts, with random weights; changes: of the text's config."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForImageTextToText.from_config(
+        model = AutoModelForMultimodalLM.from_config(
             whole_config(kind, changes), attn_implementation="eager"
         ).eval()
         for weight in model.parameters():
@@ -92,6 +112,14 @@ def whole_config(kind, changes):
             text = architecture("qwen3_5_text", **changes).to_dict()
             vision = {**QWEN_VISION, "out_hidden_size": size}
             return Qwen3_5Config(text_config=text, vision_config=vision)
+        case "idefics2":
+            text = architecture("mistral", **separate, **changes)
+            return Idefics2Config(
+                text_config=text, vision_config=VISION, perceiver_config=PERCEIVER, **separate
+            )
+        case "voxtral":  # its own config says nothing of tied weights
+            text = architecture("llama", **separate, **changes)
+            return VoxtralConfig(text_config=text, audio_config=AUDIO, audio_token_id=7)
 
 
 def save_whole(kind, folder, **changes):
