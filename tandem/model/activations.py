@@ -19,6 +19,7 @@ KINDS = {  # by the name of transformers' class, or torch's
     "GELUTanh": "gelu_tanh",
     "NewGELUActivation": "gelu_tanh",
     "FastGELUActivation": "gelu_tanh",
+    "BloomGelu": "gelu_tanh",
     "QuickGELUActivation": "quick_gelu",
 }
 QUICK = 1.702  # of quick_gelu, x sigmoid(1.702 x)

@@ -27,6 +27,7 @@ LEAN_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 # Those of images and text that run, inexactly, through image_model.py.
 IMAGE_ARCHITECTURES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3")
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
+BIAS_SIZE = {"bloom": 8}  # numbers beside those of a head, for linear biases (alibi.py)
 MAX_BYTES = 16 << 20
 # Limits of the counts in config.json; the largest vocabulary has a million tokens.
 MAX_LAYERS, MAX_SIZE = 4096, 1 << 24
@@ -299,11 +300,13 @@ def values_of(config: Any, name: str) -> list[int]:
 
 def head_size(config: Any) -> int:
     """Return the width of an attention head, of the widest where layers differ; some transformers
-    configs leave it out, and that of latent attention (DeepSeek) has two parts."""
+    configs leave it out, that of latent attention (DeepSeek) has two parts, and linear biases
+    (Bloom) are beside it."""
     if getattr(config, "qk_nope_head_dim", None):
         return int(config.qk_nope_head_dim + config.qk_rope_head_dim)
     sizes = values_of(config, "head_dim")
-    return max(sizes, default=0) or config.hidden_size // max(1, heads_of(config))
+    own = max(sizes, default=0) or config.hidden_size // max(1, heads_of(config))
+    return int(own) + BIAS_SIZE.get(config.model_type, 0)
 
 
 def window_of(config: Any, layer: int) -> int | None:

@@ -1,18 +1,18 @@
 """The general exact path: transformers' own forward pass of any causal language model, made exact.
 
 Replacements make it so: linears (linear.py), attention (through transformers' AttentionInterface,
-over the plans of attention.py and paged_attention.py), activations (activations.py), short
-convolutions (short_conv.py). Positions, rotary embeddings, windows and scales stay transformers'
-own. A pass is a batch of one: its rows are those of all sequences, with their position ids. Whether
-a model is exact so, and computes what transformers computes, its trial decides
-(trial.general_fault).
+over the plans of attention.py and paged_attention.py), linear biases (alibi.py), activations
+(activations.py), short convolutions (short_conv.py). Positions, rotary embeddings, windows and
+scales stay transformers' own. A pass is a batch of one: its rows are those of all sequences, with
+their position ids. Whether a model is exact so, and computes what transformers computes, its trial
+decides (trial.general_fault).
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tandem.model.activations import KINDS, ExactActivation, soft_cap
+from tandem.model.alibi import put_linear_biases
 from tandem.model.attention import Bends, PackedPlan, Plan
+from tandem.model.config_file import BIAS_SIZE
 from tandem.model.conv1d import ExactConv1D, is_conv1d
 from tandem.model.expert_choices import ExpertChoices
 from tandem.model.general_experts import ExactFunctions, make_experts_exact
@@ -35,8 +37,17 @@ from tandem.model.short_conv import put_short_convs
 
 ATTENTION = "tandem_exact"  # its name in transformers' AttentionInterface
 HARMLESS = ("position_ids",)  # which are the plan's too
-_plan: ContextVar[Plan] = ContextVar("plan of the pass")
-_heads: ContextVar[tuple[int, int, int]] = ContextVar("heads of the model, as ExactModel.heads")
+
+
+class Pass(NamedTuple):
+    """What attention needs to know of a pass. heads: as ExactModel.heads; positions: int64 [T]."""
+
+    plan: Plan
+    heads: tuple[int, int, int]
+    positions: Tensor
+
+
+_pass: ContextVar[Pass] = ContextVar("the pass that runs")
 
 
 class GeneralModel(ExactModel):
@@ -62,11 +73,10 @@ class GeneralModel(ExactModel):
         assert choices is None, "refused by jobs/models.py"
         rows = len(tokens)
         padding = (0, padded_rows(rows, self.dtype) - rows)
-        with _attending(plan, self.heads), self._functions or nullcontext():
+        tokens, positions = (F.pad(each, padding) for each in (tokens, positions))
+        with _attending(Pass(plan, self.heads, positions)), self._functions or nullcontext():
             out = self.module.base_model(
-                input_ids=F.pad(tokens, padding)[None],
-                position_ids=F.pad(positions, padding)[None],
-                use_cache=False,
+                input_ids=tokens[None], position_ids=positions[None], use_cache=False
             )
         states: Tensor = out.last_hidden_state[0, :rows]
         return states if self.factor == 1.0 else states * self.factor
@@ -92,8 +102,8 @@ class GeneralModel(ExactModel):
     def _run_layer(self, forward: Callable[..., Any], x: Tensor, *args: Any, **others: Any) -> Any:
         if not (self.checkpointing and torch.is_grad_enabled()):
             return forward(x, *args, **others)
-        # a backward pass runs outside of its forward pass's plan and `adapter_off`
-        plan, base_only = _plan.get(), self._base_only
+        # a backward pass runs outside of its forward pass's context and `adapter_off`
+        own, base_only = _pass.get(), self._base_only
         return checkpoint(
             forward,
             x,
@@ -101,16 +111,12 @@ class GeneralModel(ExactModel):
             **others,
             use_reentrant=False,
             preserve_rng_state=False,
-            context_fn=lambda: (nullcontext(), self._repeating(plan, base_only)),
+            context_fn=lambda: (nullcontext(), self._repeating(own, base_only)),
         )
 
     @contextmanager
-    def _repeating(self, plan: Plan, base_only: bool) -> Iterator[None]:
-        with (
-            _attending(plan, self.heads),
-            self._running(base_only),
-            self._functions or nullcontext(),
-        ):
+    def _repeating(self, own: Pass, base_only: bool) -> Iterator[None]:
+        with _attending(own), self._running(base_only), self._functions or nullcontext():
             yield
 
 
@@ -131,9 +137,13 @@ def make_general(module: Any, lora: Lora | None = None) -> GeneralModel:
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, _attend)
-    module.set_attn_implementation(ATTENTION)
     functions = put_exact_parts(module, lora)
-    put_short_convs(module, _plan.get)
+    put_short_convs(module, lambda: _pass.get().plan)
+    if module.config.model_type in BIAS_SIZE:
+        put_linear_biases(module, _attend, lambda: _pass.get().positions)
+        module.config._attn_implementation = ATTENTION  # so that no mask is made
+    else:
+        module.set_attn_implementation(ATTENTION)
     return GeneralModel(module.eval(), lora, functions)
 
 
@@ -185,13 +195,12 @@ def logit_softcap(config: Any) -> float:
 
 
 @contextmanager
-def _attending(plan: Plan, heads: tuple[int, int, int]) -> Iterator[None]:
-    token, token_of_heads = _plan.set(plan), _heads.set(heads)
+def _attending(own: Pass) -> Iterator[None]:
+    token = _pass.set(own)
     try:
         yield
     finally:
-        _plan.reset(token)
-        _heads.reset(token_of_heads)
+        _pass.reset(token)
 
 
 def _attend(
@@ -211,8 +220,8 @@ def _attend(
     _refuse_choices(attention_mask, others)
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    plan, width = _plan.get(), v.shape[-1]
-    _, kv_heads, size = _heads.get()
+    plan, (_, kv_heads, size), _ = _pass.get()
+    width = v.shape[-1]
     # pages have one width and number of heads: zeros add nothing, and a head may be there twice
     q, k, v = (F.pad(t, (0, size - t.shape[-1])) if t.shape[-1] < size else t for t in (q, k, v))
     if k.shape[1] < kv_heads:

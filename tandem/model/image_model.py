@@ -18,7 +18,7 @@ from tandem.model.config_file import image_reason
 from tandem.model.general import put_exact_parts
 from tandem.model.image_tokens import IMAGE, MOST_PLACES, PLACE_BITS, name_from
 from tandem.model.images import ImageReader, load_image_reader
-from tandem.model.inexact import NO_PLAN, InexactModel
+from tandem.model.inexact import NO_PASS, InexactModel
 from tandem.model.lora import Lora, add_adapter
 from tandem.model.tokenizer import load_tokenizer
 from tandem.runtime.errors import UserError
@@ -35,7 +35,7 @@ class ImageModel(InexactModel):
     def run(self, tokens: Tensor, cache: Any = None, shift: int = 0) -> Tensor:
         tokens, known = tokens.to(self.device), {} if cache is None else {self.cache_name: cache}
         past = 0 if cache is None else cache.get_seq_length()
-        with self._repeating(NO_PLAN, self._base_only):
+        with self._repeating(NO_PASS, self._base_only):
             embeddings, others = self._embed(tokens)
             if self._counts_rows:
                 others["position_ids"] = self._positions(tokens, past, shift)

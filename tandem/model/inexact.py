@@ -1,6 +1,6 @@
 """The inexact path: a causal language model that transformers alone can run, with its own
-attention, states and cache: linear attention, Mamba, alibi, rotary embeddings that depend on the
-length.
+attention, states and cache: linear attention, Mamba, attention that it does not let others replace,
+rotary embeddings that depend on the length.
 
 Packed rows are unpacked for it: a prompt shared by several samples becomes the beginning of each,
 and sequences run as batches padded on the right, where no causal model looks. The hidden states go
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tandem.model.attention import Plan
 from tandem.model.expert_choices import ExpertChoices
-from tandem.model.general import GeneralModel, put_exact_parts
+from tandem.model.general import GeneralModel, Pass, put_exact_parts
 from tandem.model.general_experts import ExactFunctions
 from tandem.model.lora import Lora, add_adapter
 from tandem.model.rope import has_static_ropes
@@ -73,7 +73,7 @@ def _batches(sequences: list[np.ndarray], pads: bool) -> list[list[np.ndarray]]:
     return batches
 
 
-NO_PLAN = UnpackedPlan(np.zeros((0, 4), np.int64))
+NO_PASS = Pass(UnpackedPlan(np.zeros((0, 4), np.int64)), (0, 0, 0), torch.zeros(0))
 
 
 class InexactModel(GeneralModel):
@@ -111,7 +111,7 @@ class InexactModel(GeneralModel):
         """Compute the last hidden states [B, L, D] of sequences int64 [B, L], which follow those in
         transformers' cache, if there is one. shift: as `shift` returned for what is cached."""
         known = {} if cache is None else {self.cache_name: cache}
-        with self._repeating(NO_PLAN, self._base_only):
+        with self._repeating(NO_PASS, self._base_only):
             out = self.module.base_model(
                 input_ids=tokens.to(self.device), use_cache=cache is not None, **known
             )

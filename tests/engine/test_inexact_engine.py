@@ -103,7 +103,7 @@ def test_new_weights_finish_or_go_on():
 
 
 def test_cancelled_request_leaves_its_batch():
-    model, engine = inexact("bloom"), None
+    model, engine = inexact("mamba2"), None
     params = SamplingParams(max_new_tokens=10)
     requests = [Request(key=n, prompt=np.arange(7), params=params) for n in range(3)]
     expected = engine_of(model).generate(requests)

@@ -25,6 +25,7 @@ KINDS = [
     "gemma2",
     "gemma3",
     "lfm2",
+    "gemma4_text",
     "mamba2",
     "images",
     "qwen3_vl",

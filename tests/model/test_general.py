@@ -32,10 +32,11 @@ from tests.support.tiny import exact_logits, random_samples, random_tokens, stoc
 # What they have that others lack: a soft cap, windows and two rotary embeddings, biases in the
 # head and layers beside each other, norms behind, a factor of the logits, one query head a key
 # head, learned positions, Conv1D, sinks with experts that have biases, experts, latent attention
-# with narrow values beside a router of sigmoids, short convolutions, layers of two widths.
+# with narrow values beside a router of sigmoids, short convolutions, layers of two widths, linear
+# biases.
 KINDS = (
     *("gemma2", "gemma3_text", "phi", "olmo2", "cohere2", "gpt_neox", "opt", "gpt2"),
-    *("gpt_oss", "mixtral", "deepseek_v3", "lfm2", "gemma4_text"),
+    *("gpt_oss", "mixtral", "deepseek_v3", "lfm2", "gemma4_text", "bloom"),
 )
 FILTERED = SamplingDistribution(temperature=0.7, top_p=0.9, repetition_penalty=1.2)
 

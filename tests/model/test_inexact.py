@@ -4,7 +4,7 @@ its gradients."""
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MambaConfig
+from transformers import AutoModelForCausalLM, FalconConfig, MambaConfig
 
 from tandem.model.config_file import check_model
 from tandem.model.forward import batch_logprobs
@@ -32,7 +32,10 @@ def test_trial_finds_it_causal_and_its_cache_good(name):
         (MambaConfig(hidden_size=96, num_hidden_layers=1), "mamba: its layers keep a state"),
         (tiny_config("llama", num_attention_heads=24, num_key_value_heads=24), "head size 4"),
         (architecture("qwen3_5_text"), "keep a state from token to token"),
-        (architecture("bloom"), "attention of its own"),
+        (
+            FalconConfig(hidden_size=96, num_hidden_layers=2, num_attention_heads=6),
+            "attention of its own",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -40,6 +40,7 @@ CONVOLVED = {"layer_types": ["conv", "full_attention", "conv"]}  # short convolu
 ARCHITECTURES = {
     "apertus": GROUPED,
     "arcee": GROUPED,
+    "bloom": {},
     "cohere": GROUPED,
     "cohere2": {**GROUPED, "sliding_window": 40},
     "ernie4_5": GROUPED,
@@ -216,7 +217,6 @@ LINEAR = {  # linear attention
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
 INEXACT = {  # with a state, or attention of their own
-    "bloom": {},
     "mamba": {"state_size": 8},
     "mamba2": {"num_heads": 12, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 32},
     "qwen3_5_text": {**GROUPED, **LINEAR, "head_dim": 16},
@@ -272,7 +272,10 @@ def save_architecture(name, folder, **changes):
     """Write a model directory with a tokenizer of characters."""
     tokenizer = make_tokenizer()
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    stock(name, vocab_size=len(tokenizer), **ends, **changes).save_pretrained(folder)
+    sizes = dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), len(tokenizer))
+    if name not in ("gemma3n_text", "gemma4_text"):  # with embeddings for each layer
+        del sizes["vocab_size_per_layer_input"]
+    stock(name, **sizes, **ends, **changes).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

@@ -115,7 +115,8 @@ KINDS = {  # name: command and overrides
 }
 # transformers' own forward pass
 KINDS["gemma2"] = [*KINDS["train"], "model.path=FOLDER/gemma2", "rl.kl_coef=0.05"]
-KINDS["lfm2"] = [*KINDS["train"], "model.path=FOLDER/lfm2"]
+for name in ("lfm2", "gemma4_text", "bloom"):
+    KINDS[name] = [*KINDS["train"], f"model.path=FOLDER/{name}"]
 # the language model of one that also reads images
 KINDS["gemma3"] = [*KINDS["train"], "model.path=FOLDER/gemma3"]
 # not exact: state and cache are transformers' own
