@@ -40,7 +40,7 @@ HARMLESS = ("position_ids",)  # which are the plan's too
 
 
 class Pass(NamedTuple):
-    """What attention needs to know of a pass. heads: as ExactModel.heads; positions: int64 [T]."""
+    """Plan, heads (as ExactModel.heads) and positions, int64 [T], of a pass."""
 
     plan: Plan
     heads: tuple[int, int, int]

@@ -39,7 +39,7 @@ def planned(home, folder, *overrides, command="train"):
 
 
 def test_plan_of_a_run_that_could_start_is_ready(home, tmp_path):
-    """In a process of its own: workers are as large as the one that plans them."""
+    """It runs in a process of its own: workers are as large as the one that plans them."""
     changes = (f"run.folder={tmp_path}/run", "rl.algorithm=dr_grpo", "rollout.workers=2")
     code, text, errors, _ = tandem("plan", home / "recipe.toml", *changes, cwd=tmp_path)
     assert code == 0, text + errors
