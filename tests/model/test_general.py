@@ -52,6 +52,16 @@ def test_packed_documents_have_the_logits_of_transformers(name):
             assert torch.equal(exact_logits(model, [document])[0], found)
 
 
+@pytest.mark.parametrize("heads", [6, 8])
+def test_linear_biases_are_those_of_transformers_at_far_positions(heads):
+    """A position has two digits, of which the higher begins at 256."""
+    sizes, tokens = {"num_attention_heads": heads}, random_tokens(np.random.default_rng(3), 700)
+    with torch.no_grad():
+        found = exact_logits(exact("bloom", **sizes), [tokens])[0]
+        expected = stock_logits(stock("bloom", **sizes), tokens)
+    assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_engine_and_policy_agree_in_gradient_mode(name):
     model = exact(name)

@@ -272,9 +272,9 @@ def save_architecture(name, folder, **changes):
     """Write a model directory with a tokenizer of characters."""
     tokenizer = make_tokenizer()
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    sizes = dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), len(tokenizer))
-    if name not in ("gemma3n_text", "gemma4_text"):  # with embeddings for each layer
-        del sizes["vocab_size_per_layer_input"]
+    sizes = {"vocab_size": len(tokenizer)}
+    if name in ("gemma3n_text", "gemma4_text"):  # with embeddings for each layer
+        sizes["vocab_size_per_layer_input"] = len(tokenizer)
     stock(name, **sizes, **ends, **changes).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
