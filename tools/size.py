@@ -1,6 +1,6 @@
 """`make size`: lines of the package by room, and the limits of the house.
 
-Exit code 1 if a file has over 400 lines (step.py: 140), a function over 60, the config over 163
+Exit code 1 if a file has over 600 lines (step.py: 140), a function over 60, the config over 163
 leaves, or the package or its core over their sums. A Triton kernel may have 100 lines, as it takes
 its many pointers and strides one by one. The core is the package without built-in tasks, adapters
 to other libraries, servers and commands.
@@ -13,8 +13,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tandem"
-FILE_LIMIT, STEP_LIMIT, FUNCTION_LIMIT, KERNEL_LIMIT, LEAF_LIMIT = 400, 140, 60, 100, 163
-PACKAGE_LIMIT, CORE_LIMIT = 58_200, 42_200
+FILE_LIMIT, STEP_LIMIT, FUNCTION_LIMIT, KERNEL_LIMIT, LEAF_LIMIT = 600, 140, 60, 100, 163
+PACKAGE_LIMIT, CORE_LIMIT = 58_045, 42_200
 NOT_CORE = (
     "tasks",
     "serve",
