@@ -28,6 +28,7 @@ from tandem.model.onednn import (
     gradient_product,
     in_float32,
     padded_rows,
+    product,
     weight_gradient,
 )
 from tandem.model.quantized import dequantized
@@ -306,7 +307,8 @@ def _input_gradient(above: Sequence[Tensor], parts: Sequence[Part]) -> Tensor:
         total += gradient_product(grad, part.weight)
     for grad, part in zip(above, parts, strict=True):
         if part.adapter is not None:
-            total.addmm_(grad @ part.adapter.b, part.adapter.a, alpha=part.adapter.scaling)
+            inner = product(grad, part.adapter.b)
+            total.addmm_(inner, part.adapter.a, alpha=part.adapter.scaling)
     return total
 
 
@@ -318,8 +320,9 @@ def _part_gradients(
     if part.adapter is None:
         return *own, None, None
     a, b, scaling = part.adapter
-    grad_a = ((grad @ b).t() @ x).mul_(scaling) if wanted[2] else None
-    return *own, grad_a, (grad.t() @ (x @ a.t())).mul_(scaling) if wanted[3] else None
+    grad_a = product(product(grad, b).t(), x).mul_(scaling) if wanted[2] else None
+    grad_b = product(grad.t(), product(x, a.t())).mul_(scaling) if wanted[3] else None
+    return *own, grad_a, grad_b
 
 
 def swiglu(x: Tensor) -> Tensor:

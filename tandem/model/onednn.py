@@ -3,10 +3,10 @@
 Gradients need determinism, not batch invariance: the same bits twice, with any number of threads.
 torch's own matmul is MKL's, which multiplies at half the speed on AMD processors with AVX-512
 (docs/architecture.md, "Gradients by oneDNN"). Three habits of oneDNN decide how it is called. It
-may divide a sum of many more terms than LONGEST among threads, so such a sum is made of several. It
-copies a slice of columns a number at a time, so blocks of rows are made dense first. And it
-compiles a kernel for each row count, about 0.6 MB, so rows are rounded to few counts; how many
-kernels are kept, runtime/numerics.py sets.
+may divide a sum of many more terms than LONGEST among threads, in AMX tiles one of more than
+TILE_TERMS, so such a sum is made of several. It copies a slice of columns a number at a time, so
+blocks of rows are made dense first. And it compiles a kernel for each row count, about 0.6 MB, so
+rows are rounded to few counts; how many kernels are kept, runtime/numerics.py sets.
 """
 
 import os
@@ -23,6 +23,7 @@ HAS_PREPACKED = torch.backends.mkldnn.is_available() and hasattr(
     torch.ops.mkldnn, "_linear_pointwise"
 )
 LONGEST = 4096  # terms of a sum; with 49,152 and few outputs bits depend on the threads
+TILE_TERMS = 256  # of a sum in AMX tiles: of more, for few outputs, threads take a part each
 ROWS, FEW_ROWS = 1024, 64  # rows of a product summed over rows; the last has a multiple of FEW_ROWS
 OUTPUTS = 4096  # rows of a product that is added to a total: it is small beside the total
 GPU_OUTPUTS = 1 << 15  # on a GPU, which few rows leave idle
@@ -58,6 +59,18 @@ def padded_rows(rows: int, dtype: torch.dtype = torch.float32) -> int:
     return rows + -rows % step
 
 
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply a [N, K] with b [K, M] of the same type, with one set of bits for any number of
+    threads: bfloat16 products of TILE_TERMS terms are summed in float32, in their order."""
+    if b.dtype == torch.float32 or b.is_cuda or len(b) <= TILE_TERMS:
+        return a @ b
+    pairs = zip(a.split(TILE_TERMS, 1), b.split(TILE_TERMS), strict=True)
+    total = a.new_zeros((len(a), b.shape[1]), dtype=torch.float32)
+    for part, own in pairs:
+        total += part @ own
+    return total.to(b.dtype)
+
+
 def gradient_product(a: Tensor, b: Tensor) -> Tensor:
     """Multiply a [N, K] with b [K, M] for a gradient.
 
@@ -66,7 +79,7 @@ def gradient_product(a: Tensor, b: Tensor) -> Tensor:
     """
     if b.dtype != torch.float32:
         if not in_float32(b):
-            return a.to(b.dtype) @ b
+            return product(a.to(b.dtype), b)
         a, b = a.float(), b.float()
     if not HAS_PREPACKED or b.is_cuda or 0 in (*a.shape, *b.shape):
         return a @ b

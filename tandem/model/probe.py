@@ -12,6 +12,7 @@ under a second for 135M parameters on two cores. On a GPU it also finds the fast
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -51,8 +52,8 @@ GPU_ROWS = (
 # Rows of the output projection: one costs as much as a layer. A chunk's rows are added.
 HEAD_ROWS = (4, 32)
 CPU_RANKED = 4096  # tokens for top-p: a CPU sorts a whole vocabulary for a second
-GRADIENT_ROWS, HEAD_GRADIENT_ROWS = 330, 37
-MANY_ROWS = 1100  # rows for the gradient of the smallest linear
+FEW_ROWS, MANY_ROWS = 37, 1100  # for gradients, beside others up to two microbatches
+GRADIENT_PRODUCTS = 1 << 31  # at most, of a gradient that is tried
 LENGTH = 400  # past three key blocks, with a partial fourth
 SHARERS = (2, 3, 5, 8, 33)  # sequences that read the same pages in decode
 DECODE_ROWS = 64  # of a decode step that is timed
@@ -165,7 +166,7 @@ def probe(
     """Compare engine and trainer on the model's operators and on a random model of its shapes.
 
     seed: of the random model and its schedule. threads: thread counts to try besides 1 and the
-    current one (2 at least). microbatch: as of `try_matmuls`.
+    current one (2 at least). microbatch: tokens of an update's pass; row counts up to two are tried.
     """
     noise = torch.Generator().manual_seed(seed)
     counts = sorted({1, max(2, torch.get_num_threads()), *threads})
@@ -182,7 +183,7 @@ def probe(
     (logprobs, gradients), *others = passes
     if not torch.equal(schedule.paged(counts), logprobs):
         parity.append("a random model in a random schedule")
-    dependent = _gradients_differ(model, noise, counts)
+    dependent = _gradients_differ(model, noise, counts, microbatch)
     for other_logprobs, other_gradients in others:
         if not torch.equal(logprobs, other_logprobs):
             dependent.append("log-probs of a random model")
@@ -324,25 +325,31 @@ def _linears(model: ExactModel) -> dict[tuple[int, int], Callable[[Tensor], Tens
 
 
 def _gradients_differ(
-    model: ExactModel, noise: torch.Generator, threads: Sequence[int]
+    model: ExactModel,
+    noise: torch.Generator,
+    threads: Sequence[int],
+    microbatch: int,
+    of_weight: Callable[[Tensor, Tensor], Tensor] = weight_gradient,
 ) -> list[str]:
-    """Name the linears whose gradient, a long sum over vocabulary or rows, differs with threads."""
-    differing, linears = [], _linears(model)
-    smallest = min(outputs * inputs for outputs, inputs in linears)
-    for (outputs, inputs), linear in linears.items():
-        product: Callable[[Tensor, Tensor], Tensor] = weight_gradient
+    """Name the linears whose gradients, long sums over outputs or rows, differ with threads."""
+    differing = []
+    for (outputs, inputs), linear in _linears(model).items():
+        most = min(max(2 * microbatch, MANY_ROWS), GRADIENT_PRODUCTS // (outputs * inputs))
         if linear is model.head:
-            product, right = gradient_product, model.head.weight.detach()
-            left = random_like(model, noise, HEAD_GRADIENT_ROWS, outputs)
-        else:
-            rows = MANY_ROWS if outputs * inputs == smallest else GRADIENT_ROWS
-            left, right = (random_like(model, noise, rows, width) for width in (outputs, inputs))
-        products = []
-        for count in threads:
-            with threads_of(count):
-                products.append(product(left, right))
-        if not all(torch.equal(products[0], other) for other in products[1:]):
-            differing.append(f"gradient of a linear {inputs} -> {outputs}")
+            most = min(most, chunks(most, model.head.weight)[0].stop)
+        most = max(most, FEW_ROWS)
+        drawn = torch.randint(FEW_ROWS, most + 1, (2,), generator=noise).tolist()
+        counts = sorted({FEW_ROWS, *(min(most, rows) for rows in (MANY_ROWS, *drawn, most))})
+        weight = random_like(model, noise, outputs, inputs)
+        for rows in counts:
+            above, x = (random_like(model, noise, rows, width) for width in (outputs, inputs))
+            found = []
+            for count in threads:
+                with threads_of(count):
+                    found.append((gradient_product(above, weight), of_weight(above, x)))
+            if not all(map(torch.equal, found[0] * len(found), chain(*found))):
+                differing.append(f"gradient of a linear {inputs} -> {outputs}: {rows} rows")
+                break
     return differing
 
 

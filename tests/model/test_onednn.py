@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from tandem.model.onednn import LONGEST, OUTPUTS, gradient_product, weight_gradient
+from tandem.model.onednn import (
+    LONGEST,
+    OUTPUTS,
+    TILE_TERMS,
+    gradient_product,
+    product,
+    weight_gradient,
+)
 from tandem.model.trial import threads_of
 
 THREADS = (1, 2, 3, 6)
@@ -58,3 +65,17 @@ def test_a_weight_gradient_is_added_to_a_total_in_place():
     expected = before + weight_gradient(above, x)
     assert weight_gradient(above, x, total) is total
     assert torch.equal(total, expected)
+
+
+@pytest.mark.parametrize("terms", [TILE_TERMS, 512, 1024, 2048, 4096 + 5])
+@pytest.mark.parametrize("rows, columns", [(32, 128), (37, 192), (100, 576), (128, 16)])
+def test_products_of_bfloat16_are_near_and_thread_independent(terms, rows, columns):
+    a, b = random(rows, terms).bfloat16(), random(terms, columns, seed=1).bfloat16()
+    for find in (
+        lambda: gradient_product(a, b),
+        lambda: weight_gradient(a.t().contiguous(), b),
+        lambda: product(a.t().contiguous().t(), b),
+    ):
+        found = same_on_any_threads(find)
+        expected = a.double() @ b.double()
+        assert (found.double() - expected).abs().max() < 2**-7 * expected.abs().max()

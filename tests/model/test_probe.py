@@ -12,6 +12,7 @@ from tandem.model.forward import batch_logprobs
 from tandem.model.linear import ExactLinear
 from tandem.model.load import make_exact
 from tandem.model.logprobs import log_distribution
+from tandem.model.onednn import weight_gradient
 from tandem.model.probe import (
     GPU_ROWS,
     PACKED_ROWS,
@@ -19,6 +20,7 @@ from tandem.model.probe import (
     SHARERS,
     Trial,
     _attention_differs,
+    _gradients_differ,
     _rowwise_differ,
     fastest_exact,
     probe,
@@ -81,6 +83,18 @@ def by_sums_in_blocks_of(block, table, uniform):
         total = ends[-1][:, -1:]
     place = torch.searchsorted(torch.cat(ends, 1), uniform[:, None] * total, right=True)
     return place[:, 0].clamp(max=table.shape[1] - 1)
+
+
+def test_a_gradient_that_threads_change_in_long_sums_only_is_named():
+    def by_threads(above, x):
+        total = weight_gradient(above, x)
+        many = len(x) > 3000 and torch.get_num_threads() > 1
+        return torch.nextafter(total, total + 1) if many else total
+
+    model, noise = model_of("qwen3"), torch.Generator().manual_seed(0)
+    assert not _gradients_differ(model, noise, [1, 2], 1000, by_threads)
+    found = _gradients_differ(model, noise, [1, 2], 4096, by_threads)
+    assert all(name in " ".join(found) for name in ("linear 96 -> 97", "linear 96 -> 96")), found
 
 
 def test_a_sampler_whose_sums_have_another_order_for_some_rows_is_named():
