@@ -166,7 +166,7 @@ def probe(
     """Compare engine and trainer on the model's operators and on a random model of its shapes.
 
     seed: of the random model and its schedule. threads: thread counts to try besides 1 and the
-    current one (2 at least). microbatch: tokens of an update's pass; gradients have up to twice that.
+    current one (2 at least). microbatch: tokens of an update's pass, twice as many for gradients.
     """
     noise = torch.Generator().manual_seed(seed)
     counts = sorted({1, max(2, torch.get_num_threads()), *threads})
