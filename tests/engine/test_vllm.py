@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tandem.audit.replay import replay
 from tandem.cli.train import train
@@ -59,9 +60,12 @@ needs_vllm = pytest.mark.skipif(bool(why_none()), reason=f"no vLLM: {why_none()}
 
 
 @contextmanager
-def vllm_workers(path, command, tensor_parallel=1):
-    """A worker with vLLM, the trainer's model, whose head is tied, and its published weights."""
+def vllm_workers(path, command, tensor_parallel=1, experts=0):
+    """A worker with vLLM, the trainer's model, whose head is tied, and its published weights.
+    experts: features of each of its experts, if it is a mixture."""
     make_tiny(path, **{**SHAPE, "kv_heads": tensor_parallel})
+    if experts:
+        mix(path, experts)
     model, reports = load_model(path), []
     assert model.config.tie_word_embeddings
     with (
@@ -87,6 +91,16 @@ def vllm_workers(path, command, tensor_parallel=1):
         assert eventually(lambda: workers.step() or all_idle(workers), within_s=300.0)
         assert reports == []
         yield workers, model, shared, path
+
+
+def mix(path, experts):
+    """Put a mixture of 12 experts in the place of a model."""
+    config = Qwen3MoeConfig.from_pretrained(path)
+    config.moe_intermediate_size, config.num_experts, config.num_experts_per_tok = experts, 12, 3
+    config.architectures = ["Qwen3MoeForCausalLM"]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        Qwen3MoeForCausalLM(config).save_pretrained(path)
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +162,25 @@ def test_vllm_samples_from_the_trainers_distribution_before_and_after_updates(vl
         assert 0 < workers.logprob_gap() < GAP  # of the fixed sequence, after the sync
         assert largest_gap(model, requests, completions) < GAP
         assert all((c.weight_versions == version).all() for c in completions)
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("experts", "tensor_parallel"), [(96, 1), (72, 1), (96, 2)], ids=["plain", "padded", "divided"]
+)
+def test_a_mixture_of_experts_has_new_weights_after_each_update(experts, tensor_parallel, tmp_path):
+    """vLLM packs experts, and pads them to a multiple of 32 features, once."""
+    command = vllm_worker.command()
+    with vllm_workers(str(tmp_path), command, tensor_parallel, experts) as opened:
+        workers, model, shared, _ = opened
+        requests = every_kind()
+        for version in (0, 1, 2):
+            if version:
+                change(model, seed=version)
+                publish(shared, model, version)
+                workers.apply(version)
+            assert largest_gap(model, requests, run(workers, requests)) < GAP
+            assert 0 < workers.logprob_gap() < GAP
 
 
 @needs_vllm

@@ -33,6 +33,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -85,6 +86,15 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, Mapped]):  # type: ignor
         """Do nothing."""
 
     def start_weight_update(self) -> None:
+        """Take the layers back to the form that weights come in.
+
+        On a CPU vLLM pads and packs experts only where it makes their kernel, so that is made
+        again: it would go on with plain weights as if they were packed, or not take them.
+        """
+        if self.device.type == "cpu":
+            for module in self.model.modules():
+                if isinstance(module, RoutedExperts):
+                    module.quant_method.moe_kernel = None
         self._missing = {name for name, _ in self.model.named_parameters()}
         with torch.device(self.device):
             initialize_layerwise_reload(self.model)
