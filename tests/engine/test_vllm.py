@@ -193,7 +193,7 @@ def test_a_tied_head_that_is_not_renewed_stops_the_run_at_the_sync(tmp_path):
 
 @pytest.fixture(scope="module")
 def recorded():
-    """What sleeping_vllm.py prints, by a fake of LLMEngine: vLLM sleeps on GPUs alone."""
+    """Output of sleeping_vllm.py, which has a fake of LLMEngine: vLLM sleeps on GPUs alone."""
     script = Path(__file__).parents[1] / "support" / "sleeping_vllm.py"
     said = subprocess.run(
         [vllm_worker.find_python(), str(script)], stdout=subprocess.PIPE, text=True, check=True

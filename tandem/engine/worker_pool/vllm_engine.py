@@ -378,17 +378,17 @@ def load_vllm(start: dict[str, Any], backend: str = BACKEND) -> VLLMEngine:
     custom_code.allow(start["trust_remote_code"])
     tokenizer = load_tokenizer(start["model_path"])
     engine = VLLMEngine(llm, lambda tokens: decode_text(tokenizer, tokens))
-    if start["release_cache"]:  # a step that the journal has trains before any weights come
+    if start["release_cache"]:  # one that is started in an update gets its weights after it
         engine.rest()
     return engine
 
 
 def _refused(what: str, where: str, error: Exception) -> UserError:
-    said = str(error).strip().partition("\n")[0]
+    first = str(error).strip().partition("\n")[0]
     return UserError(
         what,
         where=where,
-        found=f"{type(error).__name__}: {said}",
+        found=f"{type(error).__name__}: {first}",
         expected="an architecture and a shape of vLLM's, and room for its weights, one pass, and "
         "one sequence in rollout.cache_mb",
         next="rollout.engine=tandem runs it if Tandem's engine knows its architecture",
