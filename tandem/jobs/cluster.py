@@ -19,6 +19,7 @@ from tandem.engine.worker_pool.process import Spawn
 from tandem.jobs.models import placement, rests_in_updates
 from tandem.jobs.resources import model_sizes
 from tandem.run_folder.status import take_requested_workers
+from tandem.runtime.errors import UserError
 from tandem.stream.errors import no_transfer_queue
 from tandem.types import Sync
 from tandem.weights.rdma import no_nixl
@@ -40,7 +41,13 @@ def check_cluster(config: Config) -> None:
         raise no_nixl("no nixl")
     if config.rollout.engine == "vllm":
         if rests_in_updates(config) and placement(config).device.type == "cpu":
-            raise vllm_worker.no_sleep()
+            raise UserError(
+                "vLLM does not sleep on a CPU",
+                where="rollout.release_cache",
+                found="true, with rollout.engine = vllm on a CPU",
+                expected="a GPU, whose memory vLLM can give to the update",
+                next="rollout.release_cache=auto",
+            )
         vllm_worker.find_python()
     if config.cluster.nodes:
         if find_spec("ray") is None:

@@ -274,6 +274,11 @@ def open_rollouts(
         open_hosts(config, model.merged_weights(), cluster) as (shared, spawn),
         _start_workers(config, engine, shared, spawn, report) as workers,
     ):
+        if rollout.engine == "vllm":
+            shared.publish(0, model.merged_weights(), _probe(config, engine))
+            gap = workers.try_out(0)
+            shared.release(below=1)
+            report(f"vLLM runs the model: log-probs of a fixed sequence differ by {gap:.1e} nats")
 
         def lane(client: Workers | Client, **options: Any) -> Lane:
             weights = model.merged_weights
@@ -366,17 +371,15 @@ def _load_reward_model(config: Config) -> RewardModel | None:
         with lock:
             values = scores(scorer, list(rendered.values()), config.train.tokens_per_microbatch)
         by_key = dict(zip(rendered, values, strict=True))
+
+        def with_score(row: int, episode: Episode) -> Episode:
+            if (score := by_key.get((row, episode.sample_index))) is None:
+                return episode
+            return replace(episode, env_rewards={**episode.env_rewards, "reward_model": score})
+
         return [
-            tuple(
-                _with_score(episode, by_key.get((row, episode.sample_index))) for episode in group
-            )
+            tuple(with_score(row, episode) for episode in group)
             for row, group in enumerate(episodes)
         ]
 
     return score
-
-
-def _with_score(episode: Episode, score: float | None) -> Episode:
-    if score is None:
-        return episode
-    return replace(episode, env_rewards={**episode.env_rewards, "reward_model": score})

@@ -178,7 +178,13 @@ def check_models(config: Config, *others: str, head: Head = "tokens") -> Any:
         require_megatron()
     shape = check_model(config.model.path, head=head)
     if config.rollout.engine == "vllm" and is_text_part(config.model.path, shape):
-        raise _not_for_vllm(config.model.path, shape)
+        raise UserError(
+            "vLLM would load all parts of this model, and get the weights of its language model",
+            where=f"model.path = {config.model.path}",
+            found=f"{shape.model_type}, beside parts that read images or sound",
+            expected="a model of text",
+            next="set rollout.engine=tandem; what `tandem export` writes is a model of text",
+        )
     check_weights(config.model.path)
     check_shape(config, shape, "model.path", head)
     why_inexact(shape, f"model.path = {config.model.path}", placement(config))
@@ -253,16 +259,6 @@ def _check_general(config: Config, shape: Any, key: str) -> None:
             expected=f"one of {', '.join(LEAN_ARCHITECTURES)} for others",
             next="leave [parallel] and train.backend out",
         )
-
-
-def _not_for_vllm(path: str, shape: Any) -> UserError:
-    return UserError(
-        "vLLM would load all parts of this model, and get the weights of its language model",
-        where=f"model.path = {path}",
-        found=f"{shape.model_type}, beside parts that read images or sound",
-        expected="a model of text",
-        next="set rollout.engine=tandem; what `tandem export` writes is a model of text",
-    )
 
 
 def check_image_engine(config: Config, shape: Any, key: str = "model.path") -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tandem.audit.replay import replay
 from tandem.cli.train import train
@@ -59,9 +60,12 @@ needs_vllm = pytest.mark.skipif(bool(why_none()), reason=f"no vLLM: {why_none()}
 
 
 @contextmanager
-def vllm_workers(path, command, tensor_parallel=1):
-    """A worker with vLLM, the trainer's model, whose head is tied, and its published weights."""
+def vllm_workers(path, command, tensor_parallel=1, experts=0):
+    """A worker with vLLM, the trainer's model, whose head is tied, and its published weights.
+    experts: features of each of its experts, if it is a mixture."""
     make_tiny(path, **{**SHAPE, "kv_heads": tensor_parallel})
+    if experts:
+        mix(path, experts)
     model, reports = load_model(path), []
     assert model.config.tie_word_embeddings
     with (
@@ -87,6 +91,16 @@ def vllm_workers(path, command, tensor_parallel=1):
         assert eventually(lambda: workers.step() or all_idle(workers), within_s=300.0)
         assert reports == []
         yield workers, model, shared, path
+
+
+def mix(path, experts):
+    """Put a mixture of 12 experts in the place of a model."""
+    config = Qwen3MoeConfig.from_pretrained(path)
+    config.moe_intermediate_size, config.num_experts, config.num_experts_per_tok = experts, 12, 3
+    config.architectures = ["Qwen3MoeForCausalLM"]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        Qwen3MoeForCausalLM(config).save_pretrained(path)
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +165,22 @@ def test_vllm_samples_from_the_trainers_distribution_before_and_after_updates(vl
 
 
 @needs_vllm
+@pytest.mark.parametrize("experts", [96, 72])
+def test_a_mixture_of_experts_has_new_weights_after_each_update(experts, tmp_path):
+    """vLLM packs experts, and pads them to a multiple of 32 features, once."""
+    with vllm_workers(str(tmp_path), vllm_worker.command(), experts=experts) as opened:
+        workers, model, shared, _ = opened
+        requests = every_kind()
+        for version in (0, 1, 2):
+            if version:
+                change(model, seed=version)
+                publish(shared, model, version)
+                workers.apply(version)
+            assert largest_gap(model, requests, run(workers, requests)) < GAP
+            assert 0 < workers.logprob_gap() < GAP
+
+
+@needs_vllm
 def test_a_tied_head_that_is_not_renewed_stops_the_run_at_the_sync(tmp_path):
     """No token is sampled first, so it also holds with rollout.staleness."""
     script = Path(__file__).parents[1] / "support" / "forgetful_worker.py"
@@ -161,14 +191,19 @@ def test_a_tied_head_that_is_not_renewed_stops_the_run_at_the_sync(tmp_path):
     assert "tied head" in caught.value.next and "weights 0" in caught.value.where
 
 
-@needs_vllm
-def test_a_worker_that_rests_sleeps_after_the_check_and_wakes_weights_before_they_come():
-    """By a fake of LLMEngine: vLLM sleeps on GPUs alone."""
+@pytest.fixture(scope="module")
+def recorded():
+    """Output of sleeping_vllm.py, which has a fake of LLMEngine: vLLM sleeps on GPUs alone."""
     script = Path(__file__).parents[1] / "support" / "sleeping_vllm.py"
     said = subprocess.run(
         [vllm_worker.find_python(), str(script)], stdout=subprocess.PIPE, text=True, check=True
     )
-    kept, rested = json.loads(said.stdout.splitlines()[-1])
+    return json.loads(said.stdout.splitlines()[-1])
+
+
+@needs_vllm
+def test_a_worker_that_rests_sleeps_after_the_check_and_wakes_weights_before_they_come(recorded):
+    kept, rested, _ = recorded
     begin, load = (
         ["init_weight_transfer_engine"],
         ["start_weight_update", "update_weights", "finish_weight_update"],
@@ -179,8 +214,18 @@ def test_a_worker_that_rests_sleeps_after_the_check_and_wakes_weights_before_the
 
 
 @needs_vllm
+def test_an_update_that_vllm_refuses_in_any_part_is_the_users_error_and_no_death(recorded):
+    assert recorded[2] == [
+        "RuntimeError: The size of tensor a (192) must match",
+        "KeyError: 'layers.0.mlp'",
+        "AssertionError: ",
+    ]
+
+
+@needs_vllm
 def test_new_weights_reach_every_tensor_parallel_rank_and_none_outlives_its_worker(tmp_path):
-    with vllm_workers(str(tmp_path), vllm_worker.command(), tensor_parallel=2) as opened:
+    """Its experts are divided into such of 48 features, which vLLM pads."""
+    with vllm_workers(str(tmp_path), vllm_worker.command(), 2, experts=96) as opened:
         workers, model, shared, _ = opened
         change(model, seed=1)
         publish(shared, model, 1)
@@ -334,8 +379,45 @@ def test_an_interpreter_without_vllm_is_named(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="there is no vLLM to roll out with") as caught:
         vllm_worker.command()
     assert "make cluster" in caught.value.next and str(tmp_path) in caught.value.found
+    monkeypatch.chdir(tmp_path)
+    Path("vllm").mkdir()  # no package of that interpreter's
     monkeypatch.setenv(vllm_worker.VARIABLE, sys.executable)
-    assert vllm_worker.find_python() == sys.executable
+    with pytest.raises(UserError, match="there is no vLLM to roll out with") as caught:
+        vllm_worker.command()
+    assert f"no vllm in {sys.executable}" in caught.value.found
+
+
+def test_a_model_that_vllm_refuses_ends_the_run_before_its_first_evaluation(tmp_path, monkeypatch):
+    """By an interpreter that says that it has vLLM, and starts a worker that refuses."""
+    python = tmp_path / "python"
+    worker = Path(__file__).parents[1] / "support" / "odd_worker.py"
+    has_vllm = 'case "$2" in *find_spec*) exit 0;; esac'
+    python.write_text(f'#!/bin/sh\n{has_vllm}\nexec {sys.executable} {worker} refuse "" "$4"\n')
+    python.chmod(0o755)
+    monkeypatch.setenv(vllm_worker.VARIABLE, str(python))
+    _, _, _, command, recipe, *overrides = prepare(tmp_path, 1, "train")
+    folder = tmp_path / "run"
+    changes = ["rollout.engine=vllm", "rollout.workers=1", "rl.correction=tis"]
+    changes += [f"run.folder={folder}", "eval.samples=1", "eval.greedy=false"]
+    with pytest.raises(UserError, match="the model cannot be loaded"):
+        train(command, load_config(recipe, [*overrides, *changes]), folder)
+    assert not list(folder.glob("episodes/*"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_vllm_asks_for_the_memory_that_it_uses_and_not_for_the_whole_gpu(ranks):
+    """For 8B parameters in bfloat16, a cache of 4 GiB, and passes of 4096 tokens."""
+    shapes = [(151936, 4096), *96 * [(14336, 4096)], *128 * [(4096, 4096)], (4096,)]
+    layout = [[str(n), "torch.bfloat16", list(shape)] for n, shape in enumerate(shapes)]
+    start = {"layout": layout, "dtype": "bfloat16", "tensor_parallel": ranks, "max_batch": 256}
+    start["cache_bytes"], gib = 4 << 30, 2**30
+    weights = sum(2 * np.prod(shape) for shape in shapes) / ranks / gib
+    needed = 80 * vllm_worker.memory_share(start, 4096, 80 << 30)
+    assert 0.5 < needed - weights - 4 < 3.0
+    # longer passes, and more that are sampled at once, need more
+    assert 80 * vllm_worker.memory_share(start, 32768, 80 << 30) - needed > 3.0
+    assert 80 * vllm_worker.memory_share({**start, "max_batch": 2048}, 4096, 80 << 30) > needed + 2
+    assert vllm_worker.memory_share(start, 4096, 6 << 30) == 1.0  # vLLM says what is missing
 
 
 @pytest.mark.parametrize(

@@ -312,6 +312,8 @@ def test_a_worker_that_crashes_or_babbles_changes_no_bit(fault, tmp_path):
             and requests_served_again(workers.reports) > 0
         )
         assert {"crash": "exit code 1", "garbage": "not a message"}[fault] in workers.reports[0]
+        words = "last words:\n" in workers.reports[0], "fell over" in workers.reports[0]
+        assert words == (fault == "crash", fault == "crash")
 
 
 def test_a_worker_in_an_endless_loop_is_killed_and_located(tmp_path):
@@ -321,6 +323,7 @@ def test_a_worker_in_an_endless_loop_is_killed_and_located(tmp_path):
         until(workers, lambda: all_idle(workers))
         require_same_bits(workers, groups(4))
         assert any("no sign of life for 2 s" in r and "in spin" in r for r in workers.reports)
+        assert all(r.count("in spin") <= 1 for r in workers.reports)
 
 
 def test_a_driver_that_was_busy_takes_no_worker_for_silent():
@@ -403,6 +406,21 @@ def test_what_a_worker_refuses_is_the_users_error_and_no_restart():
             "ls",
             0,
         )
+
+
+def test_workers_are_tried_out_before_they_are_asked_for_anything():
+    with (
+        odd_workers(fault="refuse", restarts=5, version=None) as workers,
+        pytest.raises(UserError, match="the model cannot be loaded"),
+    ):
+        workers.try_out(0)
+    with odd_workers(fault="gap", count=3, version=None) as workers:
+        assert workers.try_out(0) == 1e-6 and workers.weight_version == -1
+        workers.apply(0)
+        require_same_bits(workers, groups(8))
+        workers.apply(1)
+        require_same_bits(workers, groups(8))
+        assert workers.restarts.used == 0
 
 
 DRIVER = """

@@ -1,5 +1,6 @@
 """Calls that vLLM gets from a worker, as JSON, without and with rests in updates: of a start, and
-of two versions of the weights with a check after each.
+of two versions of the weights with a check after each. And what is found where a part of an
+update raises.
 
     VLLM_PYTHON tests/support/sleeping_vllm.py
 """
@@ -15,11 +16,13 @@ class RecordedLLM:
 
     vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
 
-    def __init__(self):
-        self.calls, self.asleep = [], set()
+    def __init__(self, errors=()):
+        self.calls, self.asleep, self.errors = [], set(), dict(errors)
 
     def collective_rpc(self, method, args=()):
         self.calls.append(method)
+        if method in self.errors:
+            raise self.errors[method]
 
     def is_sleeping(self):
         return bool(self.asleep)
@@ -62,6 +65,26 @@ def calls(rests):
     return llm.calls
 
 
+def refusals():
+    import torch
+
+    from tandem.engine.worker_pool.vllm_engine import VLLMModel
+    from tandem.runtime.errors import UserError
+
+    errors = {
+        "start_weight_update": RuntimeError("The size of tensor a (192) must match\nat 0"),
+        "update_weights": KeyError("layers.0.mlp"),
+        "finish_weight_update": AssertionError(),
+    }
+    found = []
+    for part in errors.items():
+        try:
+            VLLMModel(RecordedLLM([part])).load_weights({"a": torch.ones(3)})
+        except UserError as error:
+            found.append(error.found)
+    return found
+
+
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[2])
-    print(json.dumps([calls(rests=False), calls(rests=True)]))
+    print(json.dumps([calls(rests=False), calls(rests=True), refusals()]))

@@ -47,29 +47,19 @@ def other_weights(where: str, names: Sequence[str], found: str, expected: str) -
 def check_completion(where: str, ticket: "Ticket", identity: str, completion: Completion) -> None:
     """Raise an error for a completion of another request, or by weights of another version."""
     if identity != ticket.identity:
-        raise other_request(where, identity, ticket.identity)
+        raise InvariantError(
+            "a completion was made for another request",
+            where=where,
+            found=identity,
+            expected=ticket.identity,
+            next="a bug: it is not trained; please report it",
+        )
     paused, expected = ticket.request.resume_from, ticket.queue.version
     versions = completion.weight_versions[0 if paused is None else len(paused.tokens) :]
     if (versions != expected).any():
-        raise other_version(where, sorted(set(versions.tolist())), expected)
-
-
-def other_request(where: str, found: str, expected: str) -> InvariantError:
-    """Report a completion with the identity of another request."""
-    return InvariantError(
-        "a completion was made for another request",
-        where=where,
-        found=found,
-        expected=expected,
-        next="a bug: it is not trained; please report it",
-    )
-
-
-def other_version(where: str, found: Sequence[int], expected: int) -> UserError:
-    """Report a completion with tokens of these versions."""
-    return UserError(
-        "a completion was sampled by other weights than those applied",
-        where=where,
-        found=f"tokens of version {found}",
-        expected=f"version {expected}",
-    )
+        raise UserError(
+            "a completion was sampled by other weights than those applied",
+            where=where,
+            found=f"tokens of version {sorted(set(versions.tolist()))}",
+            expected=f"version {expected}",
+        )

@@ -200,6 +200,20 @@ class Workers:
                 self._poll()
         return check.gap
 
+    def try_out(self, version: int) -> float:
+        """Have all workers run the published weights of that version, and then none, so that what
+        cannot run shows at the start. Returns logprob_gap; raises UserError as `step` does."""
+        self._queue = self.dispatcher.open(version)
+        with watchdog.waiting_for("rollout workers", "their first weights"):
+            while not all(worker.is_ready for worker in self.workers):
+                self._poll()
+        gap = self.logprob_gap()
+        self.dispatcher.close(self._queue)
+        self._queue = None
+        for worker in self.workers:
+            worker.target = worker.version = -1
+        return gap
+
     # ---------------------------------------------------------------- their number
 
     def resize(self, count: int) -> None:
@@ -297,9 +311,11 @@ class Workers:
         self._lost[worker.number] += 1
         if not self.restarts.spend():
             raise errors.no_restart_left(self.restarts.limit, lost, last_words)
+        words = [line for line in last_words.splitlines() if line.strip() not in lost]
         self._report(
             f"{lost}; restart {self.restarts.used} of {self.restarts.limit}, "
             f"{back} of its requests are served again"
+            + "\n".join(["; last words:", *words] if words else [])
         )
         self._spawn(worker.number)
 

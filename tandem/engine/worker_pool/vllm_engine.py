@@ -33,15 +33,18 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from tandem.engine.ending import Decode, find_ending
+from tandem.engine.worker_pool.vllm_worker import memory_share
 from tandem.model import custom_code
 from tandem.model.tokenizer import decode_text, load_tokenizer
 from tandem.runtime.errors import UserError
@@ -53,6 +56,8 @@ from tandem.weights.shared import Layout, SharedWeights, read_tensors
 BACKEND = "tandem"  # of vLLM's weight transfer
 CPU_BLOCK = 32  # tokens of a page: prompts share whole ones, and vLLM's 128 is longer than many
 PASS_TOKENS = 4096  # of one pass of the model, or more if one prompt can be longer
+# how vLLM says no to a model or to weights; pydantic's errors are ValueErrors
+REFUSALS = (ValueError, RuntimeError, AssertionError, LookupError, TypeError)
 
 
 @dataclass
@@ -85,6 +90,12 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, Mapped]):  # type: ignor
         """Do nothing."""
 
     def start_weight_update(self) -> None:
+        """Take layers back to the form that weights come in. On a CPU vLLM pads and packs experts
+        only where it makes their kernel, which is therefore made again."""
+        if self.device.type == "cpu":
+            for module in self.model.modules():
+                if isinstance(module, RoutedExperts):
+                    module.quant_method.moe_kernel = None
         self._missing = {name for name, _ in self.model.named_parameters()}
         with torch.device(self.device):
             initialize_layerwise_reload(self.model)
@@ -107,8 +118,14 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, Mapped]):  # type: ignor
         for module in self.model.modules():
             if isinstance(module, VocabParallelEmbedding):
                 module.quant_method.process_weights_after_loading(module)
-        if self._missing:
-            raise _not_sent(sorted(self._missing))
+        if names := sorted(self._missing):
+            raise UserError(
+                "weights came without some parameters of vLLM's model",
+                where="vLLM's weight transfer",
+                found=f"nothing for {len(names)} of them: {', '.join(names[:4])}",
+                expected="every parameter, as its old value would stay",
+                next="report this with config.json of the model; rollout.engine=tandem goes on",
+            )
 
     def shutdown(self) -> None:
         """Do nothing."""
@@ -131,16 +148,16 @@ class VLLMModel:
     def load_weights(self, tensors: dict[str, Tensor]) -> None:
         """Load tensors by name; `received` has then their digests. Raises UserError if vLLM does
         not take them; its ranks in other processes raise all errors as a RuntimeError."""
-        self._llm.collective_rpc("start_weight_update")
-        if self._llm.vllm_config.parallel_config.world_size == 1:
-            self._llm.collective_rpc("update_weights", args=({"tensors": tensors},))
-        else:
-            self._send_to_ranks(tensors)
         try:
+            self._llm.collective_rpc("start_weight_update")
+            if self._llm.vllm_config.parallel_config.world_size == 1:
+                self._llm.collective_rpc("update_weights", args=({"tensors": tensors},))
+            else:
+                self._send_to_ranks(tensors)
             self._llm.collective_rpc("finish_weight_update")
-        except RuntimeError as error:
-            raise UserError(
-                "vLLM did not take new weights", where="rollout.engine = vllm", found=str(error)
+        except REFUSALS as error:
+            raise _refused(
+                "vLLM does not take this model's weights", "rollout.engine = vllm", error
             ) from error
         self.received = tensor_digests(tensors)
 
@@ -235,8 +252,6 @@ class VLLMEngine:
 
     def apply(self, version: int, load: Callable[[], None]) -> None:
         """Switch to weights of that version. No request may be under way."""
-        if self._running:
-            raise RuntimeError(f"weights of version {version} come while requests run")
         if asleep := self._llm.is_sleeping():
             self._llm.wake_up(tags=["weights"])
         load()
@@ -321,6 +336,8 @@ def load_vllm(start: dict[str, Any], backend: str = BACKEND) -> VLLMEngine:
     """Build the engine of a model directory, without its weights: the first version brings them.
     Raises UserError if vLLM refuses it."""
     on_cpu, ranks = start["device"] == "cpu", start["tensor_parallel"]
+    total = current_platform.get_device_total_memory
+    tokens = max(PASS_TOKENS, start["longest"], start["max_batch"])
     several = {
         "tensor_parallel_size": ranks,
         "distributed_executor_backend": "mp",
@@ -336,8 +353,12 @@ def load_vllm(start: dict[str, Any], backend: str = BACKEND) -> VLLMEngine:
         max_num_seqs=start["max_batch"],
         kv_cache_memory_bytes=start["cache_bytes"],
         # on a CPU vLLM 0.32 cannot rewind the seed of a prompt that it has begun: none is split
-        **({"block_size": CPU_BLOCK, "enable_chunked_prefill": False} if on_cpu else {}),
-        max_num_batched_tokens=max(PASS_TOKENS, start["longest"], start["max_batch"]),
+        **(
+            {"block_size": CPU_BLOCK, "enable_chunked_prefill": False}
+            if on_cpu
+            else {"gpu_memory_utilization": memory_share(start, tokens, total())}
+        ),
+        max_num_batched_tokens=tokens,
         enable_prefix_caching=True,
         enforce_eager=True,
         logprobs_mode="processed_logprobs",
@@ -352,31 +373,23 @@ def load_vllm(start: dict[str, Any], backend: str = BACKEND) -> VLLMEngine:
         # a kernel that lacks the model's shape says so at the first token only
         llm.add_request("first", {"prompt_token_ids": [0]}, SamplingParams(max_tokens=1))
         _run(llm)
-    except (ValueError, RuntimeError) as error:  # pydantic's errors are ValueErrors
-        raise _refused(start["model_path"], error) from error
+    except REFUSALS as error:
+        raise _refused("vLLM cannot run this model", start["model_path"], error) from error
     custom_code.allow(start["trust_remote_code"])
     tokenizer = load_tokenizer(start["model_path"])
     engine = VLLMEngine(llm, lambda tokens: decode_text(tokenizer, tokens))
-    if start["release_cache"]:  # a step that the journal has trains before any weights come
+    if start["release_cache"]:  # one that is started in an update gets its weights after it
         engine.rest()
     return engine
 
 
-def _not_sent(names: list[str]) -> UserError:
+def _refused(what: str, where: str, error: Exception) -> UserError:
+    first = str(error).strip().partition("\n")[0]
     return UserError(
-        "weights came without some parameters of vLLM's model",
-        where="vLLM's weight transfer",
-        found=f"nothing for {len(names)} of them: {', '.join(names[:4])}",
-        expected="every parameter, as its old value would stay",
-        next="report this with config.json of the model; rollout.engine=tandem goes on",
-    )
-
-
-def _refused(model_path: str, error: Exception) -> UserError:
-    return UserError(
-        "vLLM cannot run this model",
-        where=model_path,
-        found=str(error).strip().split("\n")[0],
-        expected="an architecture of vLLM's, and room for one sequence in rollout.cache_mb",
+        what,
+        where=where,
+        found=f"{type(error).__name__}: {first}",
+        expected="an architecture and a shape of vLLM's, and room for its weights, one pass, and "
+        "one sequence in rollout.cache_mb",
         next="rollout.engine=tandem runs it if Tandem's engine knows its architecture",
     )

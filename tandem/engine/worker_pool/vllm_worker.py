@@ -13,9 +13,10 @@ package (`make cluster` builds it); the driver's own interpreter, if vllm is in 
 """
 
 import os
+import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 from typing import TYPE_CHECKING, Any
 
 from tandem.engine.worker_pool.fork_server import prepare
@@ -35,6 +36,8 @@ sys.modules["tandem"] = package = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(package)
 runpy.run_module("tandem.engine.worker_pool.vllm_worker", run_name="__main__")
 """
+# not beside the current directory, which may have a folder of that name
+_LOOK = "import sys, importlib.util as u; del sys.path[0]; sys.exit(u.find_spec('vllm') is None)"
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process, which the pool can kill and hear
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # cores belong to no worker
@@ -53,16 +56,13 @@ def command() -> tuple[str, ...]:
 
 def find_python() -> str:
     """Return the path of vLLM's interpreter. Raises UserError if there is none."""
-    if named := os.environ.get(VARIABLE):
-        if os.access(named, os.X_OK):
-            return named
-        raise _no_vllm(f"{VARIABLE}={named}, which is no program")
-    for folder in (Path.cwd(), _PACKAGE.parent):
-        if os.access(python := folder / FOLDER / "bin" / "python", os.X_OK):
-            return str(python)
-    if find_spec("vllm") is not None:
-        return sys.executable
-    raise _no_vllm(f"no {FOLDER} here or in {_PACKAGE.parent}, and no vllm in {sys.executable}")
+    folders = [folder / FOLDER / "bin" / "python" for folder in (Path.cwd(), _PACKAGE.parent)]
+    named = os.environ.get(VARIABLE)
+    places = [named] if named else [*map(str, folders), sys.executable]
+    for python in places:
+        if which(python) and not subprocess.run((python, "-c", _LOOK)).returncode:
+            return python
+    raise _no_vllm(f"no vllm in {', '.join(places)}")
 
 
 def _no_vllm(found: str) -> UserError:
@@ -73,16 +73,6 @@ def _no_vllm(found: str) -> UserError:
         expected="an interpreter with vLLM, as its packages do not fit into Tandem's",
         next=f"make cluster (on a CPU), or set {VARIABLE} to the Python of an environment with "
         "vllm 0.32",
-    )
-
-
-def no_sleep() -> UserError:
-    return UserError(
-        "vLLM does not sleep on a CPU",
-        where="rollout.release_cache",
-        found="true, with rollout.engine = vllm on a CPU",
-        expected="a GPU, whose memory vLLM can give to the update",
-        next="rollout.release_cache=auto",
     )
 
 
@@ -100,6 +90,20 @@ def visible_devices(devices: str, visible: str) -> str:
     """Return the devices as CUDA_VISIBLE_DEVICES has them. visible: its value so far."""
     places = [int(device.partition(":")[2] or 0) for device in devices.split(",")]
     return ",".join(visible.split(",")[place] if visible else str(place) for place in places)
+
+
+def memory_share(start: dict[str, Any], tokens: int, total: int) -> float:
+    """Return vLLM's gpu_memory_utilization, which must be free when it starts: what a rank needs of
+    a GPU of `total` bytes. tokens: of a pass."""
+    from tandem.weights.shared import DTYPES, Layout
+
+    layout = Layout.from_json(start["layout"])
+    *_, width, vocabulary = sorted({n for _, _, shape in layout.parts for n in (0, *shape)})
+    weights = layout.tensor_bytes // start["tensor_parallel"]
+    # at once: about eight tensors of the widest layer, and four copies of the logits in float32
+    hidden = 8 * tokens * width * DTYPES[f"torch.{start['dtype']}"].itemsize
+    logits = 4 * start["max_batch"] * vocabulary * 4
+    return min(1.0, (weights + start["cache_bytes"] + hidden + logits) / total)
 
 
 def load(start: dict[str, Any]) -> "ServedEngine":
