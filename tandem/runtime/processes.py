@@ -1,8 +1,7 @@
 """This machine's processes, seen from outside: descendants, their activity, and killing them.
 
-The watchdog, its second process and the second Ctrl-C need it. It does not know the purpose of any
-process, and imports little, because the watchdog's process starts with every run. Without /proc
-(macOS) it asks `ps`, and knows less.
+The watchdog and the second Ctrl-C need it. It does not know the purpose of any process. Without
+/proc (macOS) it asks `ps`, and knows less.
 """
 
 import os
@@ -66,10 +65,10 @@ def descendants(pid: int, excluded: Collection[int] = ()) -> list[Process]:
     return [processes[pid] for pid in pids[1:]]
 
 
-def kill_descendants(pid: int, excluded: Collection[int] = ()) -> None:
+def kill_descendants(pid: int) -> None:
     """Send SIGKILL to all descendants, up to three times for those that were born meanwhile."""
     for _ in range(3):
-        alive = [process for process in descendants(pid, excluded) if process.state != ZOMBIE]
+        alive = [process for process in descendants(pid) if process.state != ZOMBIE]
         for process in alive:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(process.pid, signal.SIGKILL)
@@ -77,9 +76,9 @@ def kill_descendants(pid: int, excluded: Collection[int] = ()) -> None:
             return
 
 
-def state_of(pid: int, thread: int = 0) -> str:
-    """Read the state of a process or one of its threads: a letter of STATES, or "" if unknown."""
-    return _stat(f"/proc/{pid}/task/{thread or pid}/stat")[0]
+def state_of(pid: int) -> str:
+    """Read the state of a process: a letter of STATES, or "" if unknown."""
+    return _stat(f"/proc/{pid}/stat")[0]
 
 
 def started_at(pid: int) -> float | None:

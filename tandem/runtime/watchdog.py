@@ -1,11 +1,11 @@
 """The watchdog: stops a run that gets nothing done, and says who waits for whom.
 
-    any thread                 the thread "watchdog"              the process of watchdog_process.py
-    ----------                 ---------------------              ----------------------------------
+    any thread                 the thread "watchdog"              faulthandler's timer
+    ----------                 ---------------------              --------------------
     heartbeat()     a time ->  _find_stall about once a second:
-    waiting_for()   a wait ->  a stalled actor? follow its waits  "still here"  <- each look
-                               to the culprit; report, kill what  missing for deadline_s: a call in
-                               was started, exit 3                C that keeps the interpreter
+    waiting_for()   a wait ->  a stalled actor? follow its waits  set by each look; it ends a
+                               to the culprit; report, kill what  process in which no Python
+                               was started, exit 3                runs: stacks, exit 1
 
 An *actor* is a thread that has sent a heartbeat or waited: "trainer", the main thread, or another
 by its thread's name. A thread that Python has not started counts as the trainer: autograd's, which
@@ -15,19 +15,16 @@ culprit: an actor that waits for nobody, a thread that has ended, something outs
 or, in a circle, a deadlock. A chain that leads to a live actor blames nobody yet. A livelock (an
 actor that sends heartbeats and never delivers) is not detected.
 
-Time in which the watchdog could not look (the process was stopped, the lid was closed) counts for
-nobody.
+Time in which the watchdog could not look (the lid was closed) counts for nobody; but the timer ends
+a process that was stopped (SIGSTOP, a debugger) for longer than its deadline.
 
 It knows neither the reason of a wait nor the lock behind it; it believes its callers. It does not
 see the waits of coroutines: their thread is the actor. One watchdog a process, as with logging.
 """
 
-import ctypes
 import faulthandler
-import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -48,9 +45,11 @@ from tandem.runtime.processes import (
     line_of_thread,
     write_report,
 )
-from tandem.runtime.watchdog_process import NEXT
 
+# in each report
+NEXT = "next: the same command resumes from the last checkpoint; run.stall_s is the deadline\n"
 EXIT_CODE = 3
+SLACK_S = 3.0  # of the timer beyond the deadline, which this thread keeps itself where it can
 LOOK_S = 1.0  # at most, between two looks
 REPORT_S = 10.0  # for the report, which reads files and may hang like the rest
 STACKS_S = 1.0  # for other processes to write their stacks
@@ -109,18 +108,20 @@ def watching(
     global _watchdog
     watchdog = _Watchdog(deadline_s, log, on_stall or _exit_process)
     assert _watchdog is None, "one watchdog a process"
-    with _second_process(deadline_s, log) as watchdog.second:
-        thread = threading.Thread(target=watchdog.run, name=NAME, daemon=True)
-        _watchdog = watchdog
-        watchdog.actor()
-        watchdog.say_still_here()
-        thread.start()
-        try:
-            yield
-        finally:
-            _watchdog = None
-            watchdog.over.set()
-            thread.join()
+    thread = threading.Thread(target=watchdog.run, name=NAME, daemon=True)
+    _watchdog = watchdog
+    watchdog.actor()
+    watchdog.say_still_here()
+    dump_stacks_on_signal()
+    thread.start()
+    try:
+        yield
+    finally:
+        _watchdog = None
+        watchdog.over.set()
+        thread.join()
+        faulthandler.cancel_dump_traceback_later()
+        faulthandler.unregister(signal.SIGUSR1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -143,14 +144,10 @@ class _Actor:
 
 
 class _Watchdog:
-    """The actors of this process and the thread that looks at them.
-
-    second: the process watching this one; over: set when there is nothing more to watch.
-    """
+    """The actors of this process and the thread that looks at them, until `over`."""
 
     def __init__(self, deadline_s: float, log: Path | None, on_stall: OnStall):
         self.over = threading.Event()
-        self.second: _SecondProcess | None = None
         self._deadline_s, self._log, self._on_stall = deadline_s, log, on_stall
         self._look_s = min(LOOK_S, deadline_s / 4)
         # list(values()) is one operation, so there is no lock
@@ -178,8 +175,7 @@ class _Watchdog:
                 self._report_and_stop(finding)
 
     def say_still_here(self) -> None:
-        if self.second is not None:
-            self.second.say_still_here(list(self._actors.values()))
+        faulthandler.dump_traceback_later(self._deadline_s + SLACK_S, exit=True, file=2)
 
     def _forgive(self, missed_s: float, now: float) -> None:
         """Take back the seconds in which nobody looked; a later sign of life stays."""
@@ -248,7 +244,7 @@ class _Watchdog:
     # ---- the report
 
     def _report_and_stop(self, finding: str) -> None:
-        """Report and stop, even if the report hangs; the second process hears from us meanwhile."""
+        """Report and stop, even if the report hangs; the timer is set again meanwhile."""
         reports: list[str] = []
         thread = threading.Thread(
             target=lambda: reports.append(self._report(finding)), name=NAME, daemon=True
@@ -298,7 +294,7 @@ class _Watchdog:
         return "\n".join(rows) + "\n"
 
     def _started_processes(self) -> list[Process]:
-        return descendants(os.getpid(), [] if self.second is None else [self.second.process.pid])
+        return descendants(os.getpid())
 
 
 def _thread_named(name: str) -> threading.Thread | None:
@@ -313,66 +309,6 @@ def _exit_process(report: str) -> None:
     """End all processes, even if the main thread hangs; the report is written already."""
     kill_descendants(os.getpid())
     os._exit(EXIT_CODE)
-
-
-# ---------------------------------------------------------------- the second process
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _SecondProcess:
-    process: subprocess.Popen[bytes]
-    pipe: int  # our end; never waits
-
-    def say_still_here(self, actors: list[_Actor]) -> None:
-        """Send the actors by their thread's number as faulthandler writes it."""
-        names = {f"0x{a.thread.ident:016x}": [a.name, a.thread.native_id] for a in actors}
-        with suppress(OSError):  # it has been killed; then we watch alone
-            os.write(self.pipe, json.dumps(names).encode() + b"\n")
-
-
-@contextmanager
-def _second_process(deadline_s: float, log: Path | None) -> Iterator[_SecondProcess]:
-    """Start watchdog_process.py.
-
-    SIGUSR1 lets this process write its stacks to it, even while no Python can run; SIGQUIT ends
-    this process.
-    """
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    root = str(Path(__file__).parents[2])
-    code = (
-        f"import sys; sys.path.append({root!r}); "
-        "from tandem.runtime.watchdog_process import main; main()"
-    )
-    command = [sys.executable, "-S", "-P", "-c", code, str(deadline_s), str(log or "")]
-    process = subprocess.Popen(
-        command, stdin=reading, stdout=subprocess.DEVNULL, start_new_session=True
-    )
-    os.close(reading)
-    faulthandler.register(signal.SIGUSR1, file=writing, all_threads=True)
-    with _exit_code_of_sigquit():
-        try:
-            yield _SecondProcess(process, writing)
-        finally:
-            faulthandler.unregister(signal.SIGUSR1)
-            os.close(writing)
-            process.kill()
-            process.wait()
-
-
-@contextmanager
-def _exit_code_of_sigquit() -> Iterator[None]:
-    """Let SIGQUIT end this process with EXIT_CODE, without the interpreter.
-
-    SIGQUIT has the number 3, which the C library's `_exit` gets as its handler.
-    """
-    libc = ctypes.CDLL(None)
-    libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, [ctypes.c_int, ctypes.c_void_p]
-    before = libc.signal(signal.SIGQUIT, ctypes.cast(libc._exit, ctypes.c_void_p))
-    try:
-        yield
-    finally:
-        libc.signal(signal.SIGQUIT, before)
 
 
 _watchdog: _Watchdog | None = None

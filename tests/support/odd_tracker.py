@@ -1,17 +1,8 @@
 """A tracker that fails or hangs as it is told; else it writes what it gets to a file, a JSON value
-a line.
-
-    python tests/support/odd_tracker.py FILE KIND PARENT
-"""
+a line."""
 
 import json
-import os
-import sys
 import time
-from pathlib import Path
-
-from tandem.run_folder.trackers.process import serve
-from tandem.runtime.worker_channel import die_with_parent
 
 
 class OddTracker:
@@ -29,9 +20,7 @@ class OddTracker:
             case ["raise", when] if when == moment:
                 raise ConnectionError(f"no route at {moment}")
             case ["hang", when] if when == moment:
-                time.sleep(3600)
-            case ["exit", when] if when == moment:
-                os._exit(7)
+                time.sleep(60)
 
     def log(self, step, metrics):
         self.write(["log", step, metrics])
@@ -43,8 +32,3 @@ class OddTracker:
     def close(self):
         self.write(["close"])
         self.obey("close")
-
-
-if __name__ == "__main__":
-    die_with_parent(int(sys.argv[3]))
-    serve(lambda run: OddTracker(run, Path(sys.argv[1]), sys.argv[2]))

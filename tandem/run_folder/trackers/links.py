@@ -1,23 +1,23 @@
-"""The trainer's links to its trackers, of which none can stop or slow a run.
+"""The trackers of a run, of which none can stop or slow it.
 
-    trainer                       thread "tracker NAME"            process (process.py)
-    -------                       ---------------------            --------------------
-    log, log_samples -> queue ->  send, wait for the answer, -->   the tracker's own package
-    close: at most CLOSE_S        START_S or ANSWER_S at most
+    trainer                              thread "tracker NAME"
+    -------                              ---------------------
+    log, log_samples -> bounded queue -> the tracker's own package
+    close: at most CLOSE_S
 
-An error, a process that ends and an answer that is late become one warning; the process is then
-killed, and the training goes on without that tracker. It does not know what a metric means.
+An error, and a tracker that does not keep up, become one warning; the training goes on without that
+tracker. It does not know what a metric means.
 """
 
 import json
 import queue
-import subprocess
-import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -25,19 +25,23 @@ from types import TracebackType
 from tandem.config.schema import Config
 from tandem.run_folder.metrics import Metrics, flatten
 from tandem.run_folder.samples import Sample, printable
-from tandem.run_folder.trackers.process import MAX_LINE_BYTES
-from tandem.run_folder.trackers.tracker import SampleRow
+from tandem.run_folder.trackers.tracker import SampleRow, TrackedRun, Tracker
 from tandem.runtime.disk import read_regular_file, write_atomic
 from tandem.runtime.errors import UserError
 from tandem.runtime.image_parts import message_text
 from tandem.runtime.watchdog import heartbeat
-from tandem.runtime.worker_channel import Channel, Message, exit_reason, kill_group, spawn
 
-START_S, ANSWER_S = 90.0, 30.0  # for an answer of a tracker: the first one, and all others
 CLOSE_S, LEAVE_S = 30.0, 3.0  # for what is queued at the end of a run, and when it is interrupted
-COMMAND = (sys.executable, "-m", "tandem.run_folder.trackers.process")
+QUEUED = 1000  # rows and tables that may wait
 IDS = "trackers.json"
 TEXT = 20_000  # characters of a prompt or a completion in a table
+TRACKERS = {
+    "wandb": "tandem.run_folder.trackers.wandb:WandbTracker",
+    "trackio": "tandem.run_folder.trackers.trackio:TrackioTracker",
+    "mlflow": "tandem.run_folder.trackers.mlflow:MlflowTracker",
+}
+
+Call = Callable[[Tracker], None]
 
 
 def require_trackers(names: Sequence[str]) -> None:
@@ -54,41 +58,44 @@ def require_trackers(names: Sequence[str]) -> None:
             )
 
 
+def open_tracker(name: str, run: TrackedRun) -> Tracker:
+    """Open the run at the tracker of that name."""
+    module, _, kind = TRACKERS[name].partition(":")
+    return getattr(import_module(module), kind)(run)  # type: ignore[no-any-return]
+
+
 class Trackers:
     """The trackers of a run, each open until the context ends; none has an effect on the run."""
 
     def __init__(
-        self,
-        config: Config,
-        folder: Path,
-        report: Callable[[str], None],
-        answer_s: tuple[float, float] = (START_S, ANSWER_S),
+        self, config: Config, folder: Path, report: Callable[[str], None], close_s: float = CLOSE_S
     ):
         self._config, self._folder, self._report = config, folder, report
-        self._answer_s = answer_s
+        self._close_s = close_s
         self._links: list[Link] = []
         for name in dict.fromkeys(config.run.trackers):
-            self.add(name, [*COMMAND, name])
+            self.add(name, partial(open_tracker, name))
 
-    def add(self, name: str, command: Sequence[str]) -> None:
-        """Start a tracker. command: of its process."""
-        config = self._config.model_dump()
-        run = {"id": _run_id(self._folder), "name": run_name(self._folder), "config": config}
-        link = Link(command, name, run, self._folder, self._report, self._answer_s)
-        self._links.append(link)
+    def add(self, name: str, opens: Callable[[TrackedRun], Tracker]) -> None:
+        """Open a tracker in a thread of its own."""
+        run = TrackedRun(
+            id=_run_id(self._folder), name=run_name(self._folder), config=self._config.model_dump()
+        )
+        self._links.append(Link(name, partial(opens, run), self._report))
 
     def log(self, step: int, metrics: Metrics, timings: Metrics) -> None:
         """Send the row of a step."""
         row = flatten(metrics) | flatten(timings, "timings/")
-        self._send({"step": step, "metrics": row})
+        self._send(lambda tracker: tracker.log(step, row))
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Send episodes as a table."""
-        self._send({"step": step, "samples": [_row(step, sample) for sample in samples]})
+        rows = [_row(step, sample) for sample in samples]
+        self._send(lambda tracker: tracker.log_samples(step, rows))
 
-    def _send(self, message: Message) -> None:
+    def _send(self, call: Call) -> None:
         for link in self._links:
-            link.send(message)
+            link.send(call)
 
     def __enter__(self) -> "Trackers":
         return self
@@ -96,111 +103,55 @@ class Trackers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        until = time.monotonic() + (CLOSE_S if error is None else LEAVE_S)
+        until = time.monotonic() + (self._close_s if error is None else LEAVE_S)
         for link in self._links:
-            link.send({"close": True})
+            link.send(None)
         for link in self._links:
             link.end(until)
 
 
 class Link:
-    """A tracker in a process of its own, and the thread that talks with it. command: of that
-    process; answer_s: for the first answer, and for each other one."""
+    """A tracker, and the thread in which it runs."""
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        name: str,
-        run: Message,
-        folder: Path,
-        report: Callable[[str], None],
-        answer_s: tuple[float, float],
-    ):
-        self._command, self._name, self._report, self._answer_s = command, name, report, answer_s
-        self._output = folder / "trackers" / f"{name}.txt"
-        self._queue: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._lost = self._closed = False  # closed: the time of `end` is up
-        self.send(run)
-        self._thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
+    def __init__(self, name: str, opens: Callable[[], Tracker], report: Callable[[str], None]):
+        self._name, self._report, self._lost = name, report, False
+        self._calls: queue.Queue[Call | None] = queue.Queue(QUEUED)
+        self._thread = threading.Thread(
+            target=self._run, args=(opens,), name=f"tracker {name}", daemon=True
+        )
         self._thread.start()
 
-    def send(self, message: Message) -> None:
-        """Queue a message; after a warning nobody reads it."""
+    def send(self, call: Call | None) -> None:
+        """Queue a call, None for the last one; after a warning nobody makes it."""
         if not self._lost:
-            self._queue.put(message)
+            try:
+                self._calls.put_nowait(call)
+            except queue.Full:
+                self._lose(f"{QUEUED:,} rows and tables wait for it")
 
     def end(self, until: float) -> None:
-        """Close the tracker: wait for its last answer, or until the clock's time is reached."""
-        while self._thread.is_alive() and time.monotonic() < until:
+        """Wait until all is taken, or the clock's time is reached."""
+        while self._thread.is_alive() and not self._lost:
+            if time.monotonic() > until:
+                self._lose("it had not taken everything when the run ended")
             heartbeat()
             self._thread.join(0.2)
-        self._closed = True
-        if self._process is not None:
-            kill_group(self._process.pid)
-        self._thread.join(LEAVE_S)
 
-    def _run(self) -> None:
+    def _run(self, opens: Callable[[], Tracker]) -> None:
         try:
-            self._output.parent.mkdir(exist_ok=True)
-            with self._output.open("ab") as output:
-                self._process, channel = spawn(
-                    self._command, MAX_LINE_BYTES, stdout=output.fileno(), stderr=output
-                )
-            self._talk(self._process, channel)
+            tracker = opens()
+            while call := self._calls.get():
+                call(tracker)
+            tracker.close()
         except Exception as error:  # whatever it is, the run goes on
-            self._report(
-                f"warning: tracker {self._name} is lost, the run goes on without it: {error} "
-                f"(see {self._output})"
-            )
-        finally:
+            self._lose(f"{type(error).__name__}: {error}"[:500])
+
+    def _lose(self, why: str) -> None:
+        if not self._lost:
             self._lost = True
-            if self._process is not None:
-                kill_group(self._process.pid)
-                self._process.wait()
-
-    def _talk(self, process: subprocess.Popen[bytes], channel: Channel) -> None:
-        """Send each message and wait for its answer. Raises _Lost."""
-        message, (limit, later) = Message(), self._answer_s
-        while "close" not in message:
-            message = self._queue.get()
-            try:
-                answer = _ask(channel, message, limit)
-            except EOFError:
-                late = f"it had not taken everything after {CLOSE_S:.0f} s"
-                raise _Lost(late if self._closed else _ended(process)) from None
-            limit = later
-            if "error" in answer or "close" in message:
-                with suppress(subprocess.TimeoutExpired):  # it ends by itself, and tidies up
-                    process.wait(LEAVE_S)
-            if "error" in answer:
-                raise _Lost(str(answer["error"])[:500])
-
-
-class _Lost(Exception):
-    """The end of a link before its time."""
-
-
-def _ask(channel: Channel, message: Message, limit: float) -> Message:
-    """Send a message and wait for the answer. Raises _Lost if it is late, and EOFError if none will
-    come."""
-    until = time.monotonic() + limit
-    channel.socket.settimeout(limit)
-    channel.send(message)
-    channel.socket.setblocking(False)
-    while (left := until - time.monotonic()) > 0:
-        channel.wait(left)
-        for answer in channel.receive():
-            return answer
-    raise _Lost(f"no answer within {limit:g} s")
-
-
-def _ended(process: subprocess.Popen[bytes]) -> str:
-    """Say how a process that has closed its channel ended."""
-    try:
-        return f"its process ended, {exit_reason(process.wait(LEAVE_S))}"
-    except subprocess.TimeoutExpired:
-        return "its process closed the connection"
+            self._report(
+                f"warning: tracker {self._name} is lost, the run goes on without it: {why}"
+            )
 
 
 def run_name(folder: Path) -> str:

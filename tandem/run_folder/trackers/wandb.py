@@ -18,6 +18,7 @@ class WandbTracker:
             name=os.environ.get("WANDB_NAME") or run.name,
             config=run.config,
             resume="allow",
+            settings=wandb.Settings(console="off", silent=True),  # the terminal is the run's
         )
         self._run.define_metric("*", step_metric="step")
 
