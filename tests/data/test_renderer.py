@@ -207,6 +207,21 @@ def test_a_message_that_merges_with_the_header_is_refused(tmp_path):
     assert "strip the spaces" in message
 
 
+def test_a_header_that_ends_in_a_space_is_the_templates_to_change(tmp_path):
+    template = (
+        "{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST] "
+        "{% else %}{{ m['content'] }}<|im_end|>{% endif %}{% endfor %}"
+    )
+    path = make_model(tmp_path, template)
+    core = json.loads((tmp_path / "tokenizer.json").read_text())
+    core["model"]["vocab"]["Ġy"] = 300  # words begin with their space, as GPT-2's
+    core["model"]["merges"].append(["Ġ", "y"])
+    (tmp_path / "tokenizer.json").write_text(json.dumps(core))
+    message = error_of(training_of, load_renderer(path), [user("hi"), assistant("yo")])
+    assert message.startswith("a message merges with the chat template's text before it")
+    assert "strip the spaces" not in message and "data.chat_template" in message
+
+
 def test_a_template_that_never_ends_the_turn_is_refused(tmp_path):
     renderer = load_renderer(make_model(tmp_path, CHATML.replace("<|im_end|>", "")))
     assert "does not end the assistant's turn" in error_of(
@@ -222,6 +237,10 @@ def test_stop_tokens_come_from_tokenizer_config_and_template(tmp_path):
     assert one.stop_token_ids == ids(one, "<|im_end|>")
     two = load_renderer(make_model(tmp_path / "two", generation={"eos_token_id": [7, 9]}))
     assert two.stop_token_ids == tuple(sorted((7, 9, *ids(two, "<|im_end|>"))))
+    (tmp_path / "one/config.json").write_text('{"eos_token_id": [7, 9]}')  # as transformers reads
+    assert load_renderer(str(tmp_path / "one")).stop_token_ids == two.stop_token_ids
+    (tmp_path / "two/config.json").write_text('{"eos_token_id": 5}')
+    assert load_renderer(str(tmp_path / "two")).stop_token_ids == two.stop_token_ids
     # Qwen2.5's base models are like this
     base = load_renderer(make_model(tmp_path / "base", eos="<|end|>"))
     assert base.stop_token_ids == ids(base, "<|im_end|>", "<|end|>")
