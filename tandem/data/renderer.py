@@ -380,8 +380,7 @@ class ChatRenderer:
             )
             advice = "strip the spaces and line ends at the start of that message"
             if not after.text[len(before.text) :][:1].isspace():
-                advice = "end the text before it without a space, in a copy of the template that "
-                advice += "data.chat_template names"
+                advice = "name a template in data.chat_template that writes no space before it"
         elif n % 2 == 0:
             what = (
                 "the chat template writes the assistant's header differently for a prompt and for "
