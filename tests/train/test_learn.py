@@ -473,8 +473,9 @@ def by_hand(kind, ratios):
 def test_correction_is_as_computed_by_hand_and_ratio_starts_at_1(kind, loss):
     exact, stock = twins("qwen3")
     groups = perturbed(sampled_groups(exact, turns=2), 0.1)
-    floor = {"correction_floor": FLOOR} if kind in ("icepop", "mis_geometric") else {}
-    config = settings(correction=kind, correction_cap=CAP, loss=loss, **floor)
+    bounds = {} if kind == "decoupled" else {"correction_cap": CAP}
+    bounds |= {"correction_floor": FLOOR} if kind in ("icepop", "mis_geometric") else {}
+    config = settings(correction=kind, loss=loss, **bounds)
     row, gradients = learn_once(exact, groups, config)
     terms, factors = [], []
     for episode, advantage in zip(episodes_of(groups), grpo_of(groups), strict=True):
