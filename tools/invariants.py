@@ -53,7 +53,18 @@ SOAK = 10_000  # requests
 SCHEDULES = 40  # for each architecture
 MOST_CHANGE = 1e-3  # as in tests/train/test_tensor_parallel.py, which says why
 KILLS, STEPS = 5, 6  # of each kind, in the order of MOVES; of a run
-KINDS = ("train", "sft", "dapo, curriculum", "ppo, lora", "multi-turn", "one-step-off")
+KINDS = (
+    "train",
+    "sft",
+    "rm",
+    "distill",
+    "dapo, curriculum",
+    "ppo, lora",
+    "multi-turn",
+    "one-step-off",
+    "dapo, bfloat16, lora, two sources, one step off",
+    "multi-turn, lora, partial",
+)
 # Where a run begins, and where it goes on after its kill: (before the command line, overrides).
 ONE_CORE = ("taskset", "-c", "0")
 MOVES: list[tuple[tuple[tuple[str, ...], list[str]], tuple[tuple[str, ...], list[str]]]] = [

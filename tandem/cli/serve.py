@@ -226,8 +226,10 @@ class RendererTexts:
 
     def encode(self, text: str) -> Array:
         """Encode plain text as int64 [T], with the begin-of-text token if the tokenizer writes
-        one."""
-        return np.array(self._tokenizer(text, verbose=False)["input_ids"], np.int64)
+        one, and once if the text begins with it too."""
+        ids = self._tokenizer(text, verbose=False)["input_ids"]
+        twice = ids[:2] == [self._tokenizer.bos_token_id] * 2
+        return np.array(ids[twice:], np.int64)
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Tool], variables: dict[str, Any]

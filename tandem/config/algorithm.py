@@ -151,8 +151,8 @@ class RL(Section):
     correction_cap: float = Field(
         2.0,
         gt=0,
-        description="largest ratio: tis and tis_sequence truncate to it, the others mask what is "
-        "above",
+        description="largest ratio: tis and tis_sequence truncate to it, icepop, mis and "
+        "mis_geometric mask what is above",
     )
     correction_floor: float = Field(
         0.5, ge=0, lt=1, description="smallest ratio that icepop and mis_geometric accept"
@@ -222,11 +222,6 @@ class RL(Section):
                 f"rl.group_size: {self.advantage} compares the episodes of a group, so it needs at "
                 "least 2"
             )
-        if self.filter and not self.max_gen_batches:
-            yield (
-                "rl.filter: chooses the groups that fill a step, for which rl.max_gen_batches must "
-                "be above 0"
-            )
         own = self.filter or ":" in self.advantage
         if self.max_gen_batches > 0 and self.advantage not in GROUP_RELATIVE and not own:
             yield (
@@ -249,11 +244,8 @@ class RL(Section):
                 "episodes (rl.minibatches, rl.epochs) would be off policy without a correction; "
                 "use ppo_clip"
             )
-        if self.dual_clip > 0 and (self.dual_clip <= 1 or self.loss != "ppo_clip"):
-            yield (
-                "rl.dual_clip: belongs to rl.loss=ppo_clip and is above 1 (3 in the paper), or 0 "
-                "for off"
-            )
+        if 0 < self.dual_clip <= 1:
+            yield "rl.dual_clip: is above 1 (3 in the paper), or 0 for off"
         yield from self._kl_contradictions()
         if (
             self.correction in ("icepop", "mis_geometric")

@@ -70,17 +70,7 @@ class Cluster(Section):
     )
 
     def contradictions(self) -> Iterator[str]:
-        if self.trainers == "ray" and not self.nodes:
-            yield "cluster.trainers: ray needs nodes to start ranks on (cluster.nodes)"
-        if self.placement != "spread" and not self.nodes:
-            yield "cluster.placement: has no effect without cluster.nodes, which it chooses among"
         if self.placement == []:
             yield "cluster.placement: a list names at least one node"
-        if self.address and not self.nodes:
-            yield "cluster.address: has no effect without cluster.nodes, how many nodes it has"
-        if self.reward_workers and not self.nodes:
-            yield "cluster.reward_workers: has no effect without cluster.nodes, where they run"
-        if self.env_workers and not self.nodes:
-            yield "cluster.env_workers: has no effect without cluster.nodes, where they run"
         if self.address and not re.fullmatch(r"[^\s:/]+:[0-9]{1,5}", self.address):
             yield "cluster.address: expected HOST:PORT, as `ray start --head` prints it"

@@ -216,8 +216,6 @@ class Rollout(Section):
             yield "rollout.stop: an empty string would end every completion at once"
         if self.engine.startswith("http") and self.workers:
             yield "rollout.workers: processes of this machine, and rollout.engine names servers"
-        if self.tensor_parallel > 1 and self.engine != "vllm":
-            yield "rollout.tensor_parallel: only rollout.engine=vllm divides a worker's model"
         gpus = {device for device in self.devices if device != "cpu"}
         if len(gpus) % self.tensor_parallel:
             yield (
@@ -339,8 +337,6 @@ class Reward(Section):
             yield "reward.function: names no function, or one of them twice"
         if self.weights and len(self.weights) != len(functions):
             yield f"reward.weights: {len(self.weights)} weights for {len(functions)} functions"
-        if self.overlong_buffer > 0 and not self.overlong_penalty:
-            yield "reward.overlong_buffer: has no effect without reward.overlong_penalty"
         if ("reward_model" in functions) != bool(self.model):
             yield (
                 "reward.model: belongs to the function `reward_model`, and that function needs it"
@@ -389,5 +385,3 @@ class Eval(Section):
                 "eval.patience: counts evaluations while training, which needs eval.data and "
                 "eval.every"
             )
-        if self.metric and not self.data:
-            yield "eval.metric: has nothing to measure without eval.data"

@@ -8,6 +8,7 @@ one.
 import difflib
 import re
 import tomllib
+from itertools import chain
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -15,7 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from tandem.config.schema import ALGORITHMS, SHORTHANDS, Config, Section
+from tandem.config.schema import ALGORITHMS, COUNTS_WITH, SHORTHANDS, Config, Section
 from tandem.config.section import OR_FUNCTION
 from tandem.runtime.errors import UserError
 from tandem.runtime.wording import look_for
@@ -55,7 +56,9 @@ def merged(
     for text in overrides:
         _apply(tree, text, origin)
     if "rl.algorithm" in origin:
-        for name in in_file & {name for values in ALGORITHMS.values() for name in values}:
+        choices = ("rl.advantage", "rl.loss")
+        of_choices = {key[3:] for key, of, _ in COUNTS_WITH if of in choices}
+        for name in in_file & {*of_choices, *chain(*ALGORITHMS.values())}:
             if f"rl.{name}" not in origin:
                 del tree["rl"][name]
     return tree, origin

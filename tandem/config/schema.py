@@ -46,6 +46,46 @@ __all__ = [
 # in a recipe, `env = "guess"` stands for this key of the section
 SHORTHANDS = {"env": "name", "reward": "function"}
 
+OWN = "my.py:NAME"  # a user's function
+_RATIOS, _WITHIN = ("ppo_clip", "gspo", "cispo", OWN), ("icepop", "mis_geometric")
+# Keys that count only beside another: which, and its values then; (): any but 0, false and "".
+COUNTS_WITH: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("rl.k", "rl.advantage", ("max_at_k", OWN)),
+    ("rl.ema_decay", "rl.advantage", ("ema",)),
+    ("rl.gamma", "rl.advantage", ("gae", "reinforce_pp")),
+    ("rl.gae_lambda", "rl.advantage", ("gae",)),
+    ("rl.clip_low", "rl.loss", _RATIOS),
+    ("rl.clip_high", "rl.loss", _RATIOS),
+    ("rl.dual_clip", "rl.loss", ("ppo_clip", OWN)),
+    ("rl.correction_cap", "rl.correction", ("tis", "tis_sequence", "mis", *_WITHIN)),
+    ("rl.correction_floor", "rl.correction", _WITHIN),
+    ("rl.filter", "rl.max_gen_batches", ()),
+    ("rl.router_replay", "rollout.engine", ("tandem",)),  # which reports the chosen experts
+    ("rl.router_replay", "train.backend", ("tandem",)),
+    ("rl.curriculum", "data.shuffle", ()),  # draws problems by success rate
+    ("lora.alpha", "lora.rank", ()),
+    ("lora.rank", "train.backend", ("tandem",)),
+    ("lora.base", "lora.rank", ()),
+    ("train.muon_momentum", "train.optimizer", ("muon",)),
+    ("train.router_aux_loss_coef", "train.backend", ("tandem",)),
+    ("parallel.shard", "train.backend", ("tandem",)),
+    ("preference.label_smoothing", "preference.loss", ("dpo",)),
+    ("distill.divergence", "distill.estimator", ("exact",)),
+    ("distill.top_k", "distill.estimator", ("exact",)),
+    ("distill.jsd_beta", "distill.divergence", ("jsd",)),
+    ("reward.overlong_buffer", "reward.overlong_penalty", ()),
+    ("eval.metric", "eval.data", ()),
+    ("data.weights", "rl.curriculum", ("false",)),
+    ("rollout.tensor_parallel", "rollout.engine", ("vllm",)),
+    ("weights.transport", "rollout.workers", ()),  # else the engine runs the trainer's own tensors
+    ("weights.delta", "rollout.workers", ()),
+    ("cluster.trainers", "cluster.nodes", ()),
+    ("cluster.placement", "cluster.nodes", ()),
+    ("cluster.address", "cluster.nodes", ()),
+    ("cluster.reward_workers", "cluster.nodes", ()),
+    ("cluster.env_workers", "cluster.nodes", ()),
+)
+
 
 class Config(Section):
     """All inputs of a run, besides its data."""
@@ -79,6 +119,7 @@ class Config(Section):
         return self
 
     def contradictions(self) -> Iterator[str]:
+        yield from self._without_effect()
         yield from self._schedule_contradictions()
         yield from self._cluster_contradictions()
         if self.train.backend == "megatron":
@@ -106,13 +147,6 @@ class Config(Section):
                 "reward.function: `env` is what an environment gave, and env.name=single_turn "
                 "gives none"
             )
-        if self.rl.curriculum and self.data.weights:
-            yield (
-                "data.weights: a curriculum draws problems by success rate, so shares would have "
-                "no effect"
-            )
-        if self.rl.curriculum and not self.data.shuffle:
-            yield "rl.curriculum: draws problems by success rate, which data.shuffle=false forbids"
         if self.lora.rank and self.train.optimizer == "muon":
             yield (
                 "train.optimizer: muon steps the matrices of the layers, which lora.rank > 0 "
@@ -137,6 +171,20 @@ class Config(Section):
                 "process, so parallel.context and parallel.pipeline must be 1"
             )
 
+    def _without_effect(self) -> Iterator[str]:
+        """Yield the keys of COUNTS_WITH that are set where they do not count."""
+        tree = self.model_dump()
+        for key, other, kinds in COUNTS_WITH:
+            (section, name), (place, choice) = key.split("."), other.split(".")
+            default = type(getattr(self, section)).model_fields[name].default
+            usual = ALGORITHMS[self.rl.algorithm].get(name, default)
+            chosen = str(tree[place][choice])
+            kind = OWN if ":" in chosen else chosen.lower()
+            counts = kind in kinds if kinds else kind not in ("0", "0.0", "false", "")
+            if tree[section][name] != usual and not counts:
+                beside = f"with {other}={kind}, only with {' or '.join(kinds)}"
+                yield f"{key}: has no effect {beside if kinds else f'without {other}'}"
+
     def _cluster_contradictions(self) -> Iterator[str]:
         nodes, transport = self.cluster.nodes, self.weights.transport
         on_ray = self.cluster.trainers == "ray"
@@ -160,13 +208,6 @@ class Config(Section):
             yield "weights.transport: ray needs a Ray cluster (cluster.nodes)"
         if nodes and transport not in ("auto", "ray"):
             yield f"weights.transport: {transport} is of one machine, and cluster.nodes need ray"
-        if not self.rollout.workers and transport != "auto":
-            yield (
-                "weights.transport: without rollout.workers the engine runs the trainer's own "
-                "tensors, and none are sent"
-            )
-        elif not self.rollout.workers and self.weights.delta:
-            yield "weights.delta: without rollout.workers no weights are sent"
         if self.weights.delta and self.rollout.engine == "vllm":
             yield "weights.delta: rollout.engine=vllm loads all tensors at once"
 
@@ -176,30 +217,19 @@ class Config(Section):
                 "rl.router_replay: a microbatch's tokens and layers must be in one process, so "
                 "parallel.context and parallel.pipeline must be 1"
             )
-        if self.train.backend == "megatron":
-            yield "rl.router_replay: train.backend=megatron does not take experts chosen by others"
         if self.stream.kind == "transfer_queue":
             yield (
                 "rl.router_replay: experts do not travel by stream.kind=transfer_queue, and a step "
                 "is not packed by lengths alone; use memory"
             )
-        if self.rollout.engine != "tandem":
-            yield (
-                "rl.router_replay: the engine must report the experts that it chose, which only "
-                "rollout.engine=tandem does"
-            )
 
     def _megatron_contradictions(self) -> Iterator[str]:
         """Yield what train/megatron does not do."""
         parallel = self.parallel
-        if self.lora.rank:
-            yield "lora.rank: train.backend=megatron trains all weights"
         if self.train.optimizer == "adamw_8bit":
             yield "train.optimizer: adamw_8bit does not step the parts of train.backend=megatron"
         if self.rl.advantage == "gae":
             yield "rl.advantage: gae has a critic, which train.backend=megatron does not train"
-        if self.train.router_aux_loss_coef:
-            yield "train.router_aux_loss_coef: train.backend=megatron has no balance loss"
         if parallel.context > 1 and parallel.expert > 1:
             yield (
                 "parallel.context: with train.backend=megatron it needs parallel.expert=1; "
@@ -209,11 +239,6 @@ class Config(Section):
             yield (
                 "parallel.expert: with train.backend=megatron it needs parallel.tensor=1; "
                 "Megatron wants sequence parallelism beside both"
-            )
-        if parallel.shard:
-            yield (
-                "parallel.shard: train.backend=megatron keeps the optimizer's state whole in each "
-                "process of parallel.data"
             )
 
     def _schedule_contradictions(self) -> Iterator[str]:

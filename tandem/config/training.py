@@ -36,13 +36,6 @@ class Lora(Section):
         "for each row",
     )
 
-    def contradictions(self) -> Iterator[str]:
-        if self.base != "float" and not self.rank:
-            yield (
-                f"lora.base: {self.base} keeps frozen weights in fewer bits, and lora.rank=0 "
-                "trains all weights; set lora.rank, e.g. 16"
-            )
-
 
 class Train(Schedules):
     """The optimizer. [sft] and [preference] have a learning rate of their own; the other keys hold
@@ -162,10 +155,6 @@ class Preference(Schedules):
         is_ipo = isinstance(given, dict) and given.get("loss") == "ipo"
         return {"length_normalized": True, **given} if is_ipo else given
 
-    def contradictions(self) -> Iterator[str]:
-        if self.loss == "ipo" and self.label_smoothing > 0:
-            yield "preference.label_smoothing: is defined for the dpo loss only"
-
 
 class Distill(Section):
     """`tandem distill`: on-policy distillation from a teacher, over the problems and steps of
@@ -191,10 +180,3 @@ class Distill(Section):
         description="exact: the teacher's k likeliest tokens, and all others as one; 0: every "
         "token",
     )
-
-    def contradictions(self) -> Iterator[str]:
-        if self.estimator == "sampled" and (self.divergence != "reverse_kl" or self.top_k > 0):
-            yield (
-                "distill.estimator: sampled knows the teacher's log-prob of one token, which gives "
-                "the reverse KL only; use exact"
-            )

@@ -26,7 +26,7 @@ from tandem.data.chat_template import (
 from tandem.data.image_prompts import ImagePrompts, require_no_images
 from tandem.data.turns import assistant_turns, first_difference, prefixes
 from tandem.data.unknown_tokens import UnknownTokens
-from tandem.model.config_file import read_json
+from tandem.model.config_file import CONFIG, read_json
 from tandem.model.image_tokens import text_tokens
 from tandem.model.images import ImageReader, load_image_reader
 from tandem.model.tokenizer import (
@@ -71,14 +71,17 @@ def load_renderer(model_path: str, template_file: str = "") -> "ChatRenderer":
 
 
 def _eos_ids(model_path: str, tokenizer: Any) -> set[int]:
-    """Collect the ends of turn that the tokenizer and generation_config.json, which is optional,
-    name."""
-    where = f"{model_path}/{GENERATION}"
-    eos = (read_json(model_path, GENERATION, where, "generation config") or {}).get("eos_token_id")
+    """Collect the ends of turn that the tokenizer and generation_config.json name; without that
+    file, as in transformers, those of config.json."""
+    what, where = "generation config", f"{model_path}/{GENERATION}"
+    if (values := read_json(model_path, GENERATION, where, what)) is None:
+        what, where = "model's config", f"{model_path}/{CONFIG}"
+        values = read_json(model_path, CONFIG, where, what) or {}
+    eos = values.get("eos_token_id")
     ids = eos if isinstance(eos, list) else [eos]
     if not all(token is None or type(token) is int for token in ids):
         raise UserError(
-            "the generation config cannot be read",
+            f"the {what} cannot be read",
             where=where,
             found=f"eos_token_id {str(eos)[:60]}",
             expected="the number of a token, or a list of them",
@@ -376,6 +379,8 @@ class ChatRenderer:
                 "never sampled"
             )
             advice = "strip the spaces and line ends at the start of that message"
+            if not after.text[len(before.text) :][:1].isspace():
+                advice = "name a template in data.chat_template that writes no space before it"
         elif n % 2 == 0:
             what = (
                 "the chat template writes the assistant's header differently for a prompt and for "

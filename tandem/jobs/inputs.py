@@ -120,8 +120,17 @@ def distill_inputs(config: Config, *, exact: bool = True) -> ProblemInputs:
             "no teacher is named", "distill.teacher", "a Hugging Face directory or hub name"
         )
     rl = config.rl
-    if rl.kl_coef or rl.max_gen_batches:
-        raise _no_reference_in_distillation(config)
+    bonus = rl.entropy_coef and config.distill.estimator == "exact"
+    if rl.kl_coef or rl.max_gen_batches or bonus:
+        raise UserError(
+            "distillation has no reference and no groups to choose from, and its exact divergence "
+            "no entropy bonus",
+            where="tandem distill",
+            found=f"rl.kl_coef = {rl.kl_coef}, rl.max_gen_batches = {rl.max_gen_batches}, "
+            f"rl.entropy_coef = {rl.entropy_coef}",
+            expected="0 for all",
+            next="add rl.kl_coef=0 rl.max_gen_batches=0 rl.entropy_coef=0",
+        )
     for key, name in (("rl.loss", rl.loss), ("rl.advantage", rl.advantage)):
         if is_user_function(name):
             raise UserError(
@@ -360,17 +369,6 @@ def _check_fit(samples: Sequence[Sample], shape: Any, what: str, where: str) -> 
             next="shorten or drop it",
         )
     return size
-
-
-def _no_reference_in_distillation(config: Config) -> UserError:
-    rl = config.rl
-    return UserError(
-        "distillation has no reference and no groups to choose from",
-        where="tandem distill",
-        found=f"rl.kl_coef = {rl.kl_coef}, rl.max_gen_batches = {rl.max_gen_batches}",
-        expected="0 for both",
-        next="add rl.kl_coef=0 rl.max_gen_batches=0",
-    )
 
 
 def _no_answers(config: Config) -> UserError:

@@ -45,12 +45,17 @@ def rloo_std(rewards: np.ndarray, epsilon: float = 1e-6) -> np.ndarray:
 
 def gdpo(parts: np.ndarray, weights: np.ndarray, epsilon: float = 1e-6) -> np.ndarray:
     """Sum `grpo` of each reward by itself, weighted, then shift and scale by mean and std over the
-    step (GDPO, arXiv 2601.05242, section 3.1). parts float64 [K, P, G], weights [K].
+    step (GDPO, arXiv 2601.05242, section 3.1). parts float64 [K, P, G], NaN where a reward does
+    not apply to an episode, which is then not compared by it; weights [K].
 
     Normalized together, episodes that earn different rewards of the same sum would have one
     advantage.
     """
-    gains = np.tensordot(weights, np.stack([grpo(part, epsilon) for part in parts]), axes=1)
+    first = np.take_along_axis(parts, np.isnan(parts).argmin(2, keepdims=True), 2)
+    shifted = np.ma.masked_invalid(parts - first)
+    centred = shifted - shifted.mean(2, keepdims=True)
+    of_each = (centred / (centred.std(2, keepdims=True) + epsilon)).filled(0.0)
+    gains = np.tensordot(weights, of_each, axes=1)
     return (gains - gains.mean()) / (gains.std() + epsilon)
 
 

@@ -6,6 +6,7 @@ the first update the ratio of every fresh token is exactly 1, which is checked. 
 and no engine.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -47,7 +48,7 @@ from tandem.train.batch import (
 from tandem.train.checks import require_gradient, require_own_experts
 from tandem.train.learner import Learner
 from tandem.train.pack import join
-from tandem.types import Array, Group, Microbatch, Row, SamplingParams
+from tandem.types import Array, Episode, Group, Microbatch, Row, SamplingParams
 
 # Called with each microbatch of an update and the policy's log-probs [N] in it.
 Observe = Callable[[Microbatch, TokenTensors, Tensor], None]
@@ -130,14 +131,16 @@ def _kl_rewards(batch: TrainBatch, rl: RL) -> TokenArrays:
 
 def _reward_parts(batch: TrainBatch, reward: Reward) -> tuple[Array, Array]:
     """Return (float64 [K, P, G], weights [K]) of each reward function by itself, and of the
-    overlong penalty; 0 if a function gave none."""
+    overlong penalty; NaN if a function does not apply, 0 if no reward could be found."""
     weights = dict(zip(reward.names, reward.weights or [1.0] * len(reward.names), strict=True))
     if reward.overlong_penalty:
         weights["overlong"] = 1.0
-    table = [
-        [[e.reward_parts.get(name, 0.0) for e in group.episodes] for group in batch.groups]
-        for name in weights
-    ]
+
+    def part(name: str, e: Episode) -> float:
+        absent = 0.0 if name == "overlong" or e.env_error or e.reward_error else math.nan
+        return e.reward_parts.get(name, absent)
+
+    table = [[[part(n, e) for e in group.episodes] for group in batch.groups] for n in weights]
     return np.array(table), np.array(list(weights.values()))
 
 

@@ -305,6 +305,8 @@ def test_mistake_is_printed_once_with_exit_code_2(home, tmp_path):
 def test_missing_teacher_or_other_vocabulary_is_refused(home, tmp_path):
     command = ["distill", home / "recipe.toml", f"run.folder={tmp_path}/run"]
     assert "add distill.teacher=" in mistake(*command)
+    bonus = mistake(*command, f"distill.teacher={home}/teacher", "rl.entropy_coef=0.1")
+    assert "rl.entropy_coef = 0.1" in bonus and "add rl.kl_coef=0" in bonus
     make_tiny(tmp_path / "other", hidden=32, layers=1, intermediate=64)
     config = json.loads((tmp_path / "other/config.json").read_text())
     tensors = weights(tmp_path / "other")

@@ -137,3 +137,14 @@ def test_raw_text_gets_bos_and_tokens_keep_their_spaces(tmp_path):
     tokens = texts.encode("é a").tolist()
     assert [texts.token_text(t) for t in tokens] == ["<|bos|>", "\ufffd", "\ufffd", " ", "a"]
     assert texts.byte_tokens == frozenset()
+
+
+def test_text_that_begins_with_its_own_begin_token_gets_no_second_one(tmp_path):
+    """A client that renders the chat template itself: its prompt has the token that the tokenizer
+    would write."""
+    renderer = load_renderer(make_model(tmp_path))
+    renderer.tokenizer.bos_token = "<|bos|>"
+    texts = serve.RendererTexts(renderer)
+    bos = renderer.tokenizer.bos_token_id
+    assert texts.encode("hi").tolist() == texts.encode("<|bos|>hi").tolist()
+    assert texts.encode("hi")[0] == bos and (texts.encode("<|bos|>") == bos).sum() == 1

@@ -106,6 +106,19 @@ def test_loss_is_on_the_assistants_text_and_its_end_of_turn(tmp_path):
     assert tokens.tolist() == whole
 
 
+def test_a_template_without_generation_marks_has_the_loss_of_one_with_them(tmp_path):
+    """The loss is found from the turns: a mask made of the marks is empty where there are none."""
+    written = "{{ m['content'] }}<|im_end|>"
+    marked = "{% generation %}" + written + "{% endgeneration %}{{ '' }}"
+    chat = [user("hi"), assistant("yo"), user("and?"), assistant("bye")]
+    pairs = [
+        training_of(load_renderer(make_model(tmp_path / name, template)), chat)
+        for name, template in (("plain", CHATML), ("marked", CHATML.replace(written, marked)))
+    ]
+    assert all(np.array_equal(plain, other) for plain, other in zip(*pairs, strict=True))
+    assert pairs[0][1].any()
+
+
 def test_the_tokens_before_a_turn_are_the_engines_prompt(tmp_path):
     renderer = load_renderer(make_model(tmp_path))
     messages = [user("hi"), assistant("yo"), user("and?"), assistant("bye")]
@@ -207,6 +220,21 @@ def test_a_message_that_merges_with_the_header_is_refused(tmp_path):
     assert "strip the spaces" in message
 
 
+def test_a_header_that_ends_in_a_space_is_the_templates_to_change(tmp_path):
+    template = (
+        "{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST] "
+        "{% else %}{{ m['content'] }}<|im_end|>{% endif %}{% endfor %}"
+    )
+    path = make_model(tmp_path, template)
+    core = json.loads((tmp_path / "tokenizer.json").read_text())
+    core["model"]["vocab"]["Ġy"] = 300  # words begin with their space, as GPT-2's
+    core["model"]["merges"].append(["Ġ", "y"])
+    (tmp_path / "tokenizer.json").write_text(json.dumps(core))
+    message = error_of(training_of, load_renderer(path), [user("hi"), assistant("yo")])
+    assert message.startswith("a message merges with the chat template's text before it")
+    assert "strip the spaces" not in message and "data.chat_template" in message
+
+
 def test_a_template_that_never_ends_the_turn_is_refused(tmp_path):
     renderer = load_renderer(make_model(tmp_path, CHATML.replace("<|im_end|>", "")))
     assert "does not end the assistant's turn" in error_of(
@@ -222,6 +250,10 @@ def test_stop_tokens_come_from_tokenizer_config_and_template(tmp_path):
     assert one.stop_token_ids == ids(one, "<|im_end|>")
     two = load_renderer(make_model(tmp_path / "two", generation={"eos_token_id": [7, 9]}))
     assert two.stop_token_ids == tuple(sorted((7, 9, *ids(two, "<|im_end|>"))))
+    (tmp_path / "one/config.json").write_text('{"eos_token_id": [7, 9]}')  # as transformers reads
+    assert load_renderer(str(tmp_path / "one")).stop_token_ids == two.stop_token_ids
+    (tmp_path / "two/config.json").write_text('{"eos_token_id": 5}')
+    assert load_renderer(str(tmp_path / "two")).stop_token_ids == two.stop_token_ids
     # Qwen2.5's base models are like this
     base = load_renderer(make_model(tmp_path / "base", eos="<|end|>"))
     assert base.stop_token_ids == ids(base, "<|im_end|>", "<|end|>")

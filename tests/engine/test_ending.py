@@ -43,6 +43,20 @@ def test_stop_strings_end_a_completion_where_they_first_come(kind, data):
     assert first_ending(kind, tokens, stop) == first_ending_by_the_whole_text(kind, tokens, stop)
 
 
+@pytest.mark.parametrize("stop", ["..", ".b", "a.", "..."])
+def test_a_stop_string_within_a_token_or_across_two_ends_the_text_before_it(stop):
+    """The token stays whole among the tokens, as it was sampled; the text ends where the string
+    begins."""
+    words = {0: "xy", 1: "a...b", 2: "c"}
+
+    def decode(tokens):
+        return "".join(words[token] for token in tokens.tolist())
+
+    params = SamplingParams(max_new_tokens=40, stop=(stop, "yz"))
+    ends = [find_ending(params, [0] * 9 + [2, 1][: n + 1], 0, decode) for n in range(2)]
+    assert ends == [None, (("xy" * 9 + "ca...b").partition(stop)[0], "stop")]
+
+
 def test_a_long_completion_is_not_decoded_again_at_each_token():
     decoded = 0
 

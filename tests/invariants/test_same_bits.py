@@ -17,6 +17,8 @@ STEPS = 5  # a checkpoint after 3; the kill at the row of step 4 costs a step th
 KINDS = [
     "sft",
     "dpo",
+    "rm",
+    "distill",
     "dapo, curriculum",
     "ppo, lora",
     "multi-turn",
@@ -148,7 +150,15 @@ def test_early_stop_after_a_kill_leaves_the_bytes_of_a_run_never_killed(forks, t
 
 
 @pytest.mark.parametrize(
-    "kind", ["partial", "multi-turn, two steps off", "three at once", "images, one step off"]
+    "kind",
+    [
+        "partial",
+        "multi-turn, two steps off",
+        "three at once",
+        "images, one step off",
+        "dapo, bfloat16, lora, two sources, one step off",
+        "multi-turn, lora, partial",
+    ],
 )
 def test_kill_while_rollouts_are_ahead_leaves_no_trace(kind, forks, tmp_path):
     """The killed run has a rollout worker, which gets weights by another transport, or two for
@@ -156,7 +166,7 @@ def test_kill_while_rollouts_are_ahead_leaves_no_trace(kind, forks, tmp_path):
     than a checkpoint."""
     command = [*prepare(tmp_path, steps=STEPS, command=kind), "run.save_every=2", "eval.every=0"]
     assert forks.run([*command, "rollout.workers=0"], tmp_path / "whole") == 0
-    workers = {"three at once": 2, "images, one step off": 1}.get(kind, 0)
+    workers = {"three at once": 2, "images, one step off": 1}.get(kind, int("lora" in kind))
     killed = [*command, f"rollout.workers={workers}"]
     if kind == "partial":
         killed = [*command, "rollout.workers=1", "weights.transport=collective"]

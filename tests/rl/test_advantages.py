@@ -225,6 +225,17 @@ def test_gdpo_tells_episodes_of_equal_reward_sums_apart():
     assert not gdpo(np.ones((2, 3, 4)), np.ones(2)).any()
 
 
+def test_gdpo_compares_only_the_episodes_that_a_reward_applies_to():
+    """TRL counts a None as none, too: as 0 it would be punished among ones and paid among
+    penalties."""
+    nan, right = math.nan, np.array([[0.0, 1.0, 0.0, 1.0]])
+    for among in ([1.0, 1.0, nan, 1.0], [nan, -1.0, -1.0, -1.0]):
+        found = gdpo(np.stack([right, np.array([among])]), np.ones(2))
+        np.testing.assert_array_equal(found, gdpo(right[None], np.ones(1)))
+    some = gdpo(np.array([[[nan, 2.0, nan, 3.0], [nan] * 4]]), np.ones(1))
+    assert some[0, 1] < some[0, 0] == some[0, 2] < some[0, 3] and not some[1].any()
+
+
 def test_only_division_by_a_spread_forgets_the_scale_of_rewards():
     for kind in ("grpo", "rloo_std"):
         np.testing.assert_allclose(

@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import islice
 from multiprocessing.context import ForkServerProcess as Fork
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ import numpy as np
 from tandem.model.tiny import make_tiny
 from tandem.model.tiny_images import make_tiny_images
 from tandem.runtime.processes import ZOMBIE, descendants, state_of
+from tandem.tasks import algebra
 from tandem.tasks.registry import task_rows, write_rows
 from tests.support.architectures import ARCHITECTURES, INEXACT, save_architecture
 from tests.support.datasets import write_algebra
@@ -154,6 +156,20 @@ KINDS |= {
         "rollout.staleness=2",
         "rollout.workers=0",
     ],
+    "dapo, bfloat16, lora, two sources, one step off": [
+        *KINDS["lora"],
+        "rl.algorithm=dapo",
+        "model.dtype=bfloat16",
+        'data.train=["FOLDER/data/train.jsonl", "FOLDER/data/more.jsonl"]',
+        "data.weights=[3, 1]",
+        *AHEAD,
+    ],
+    "multi-turn, lora, partial": [
+        *KINDS["multi-turn"],
+        "lora.rank=4",
+        *AHEAD,
+        "rollout.token_budget=5",
+    ],
 }
 
 
@@ -161,6 +177,8 @@ def prepare(folder: Path, steps: int = 12, command: str = "train") -> list[str]:
     """Data, tiny models and a recipe; command is one of KINDS. Returns the command line, which
     lacks only run.folder."""
     write_algebra(folder / "data", num_train=48, num_test=8, num_warm=64)
+    rows = algebra.rows("train", 68, seed=0, difficulty=1)
+    write_rows(folder / "data/more.jsonl", islice(rows, 48, None))  # behind those of train.jsonl
     make_tiny(folder / "model", hidden=32, layers=2, intermediate=64)
     make_tiny(folder / "teacher", hidden=32, layers=2, intermediate=64, seed=1)
     if "images" in str(KINDS[command]):
