@@ -265,6 +265,7 @@ def open_rollouts(
             yield [(runner, sync)], None, stop
         return
     rollout, model = config.rollout, engine.model
+    by_vllm = rollout.engine == "vllm"
     for device in rollout.devices:
         place_models(device, config.model.dtype)
     if not rollout.workers:
@@ -274,7 +275,7 @@ def open_rollouts(
         open_hosts(config, model.merged_weights(), cluster) as (shared, spawn),
         _start_workers(config, engine, shared, spawn, report) as workers,
     ):
-        if rollout.engine == "vllm":
+        if by_vllm:
             shared.publish(0, model.merged_weights(), _probe(config, engine))
             gap = workers.try_out(0)
             shared.release(below=1)
@@ -289,7 +290,7 @@ def open_rollouts(
         if (count := steps_at_once(config)) == 1:
             yield [lane(workers)], workers, workers.close
             return
-        with PoolThread(workers, checks=exact or rollout.engine == "vllm") as pool:
+        with PoolThread(workers, checks=exact or by_vllm) as pool:
             clients = [pool.client(number) for number in range(count)]
             lanes = [lane(client, after_generation=client.rest) for client in clients]
             yield lanes, pool, workers.close

@@ -22,7 +22,7 @@ def load(start):
             finalize_layerwise_reload(self.model, self.model_config)
 
     WeightTransferEngineFactory.register_engine("forgetful", Forgetful)
-    return load_vllm(start, "forgetful")
+    return load_vllm(start, vllm_worker.memory_share, "forgetful")
 
 
 if __name__ == "__main__":

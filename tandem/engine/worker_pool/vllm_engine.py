@@ -44,7 +44,6 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from tandem.engine.ending import Decode, find_ending
-from tandem.engine.worker_pool.vllm_worker import memory_share
 from tandem.model import custom_code
 from tandem.model.tokenizer import decode_text, load_tokenizer
 from tandem.runtime.errors import UserError
@@ -332,9 +331,13 @@ def _run(llm: LLMEngine) -> list[Any]:
     return outputs
 
 
-def load_vllm(start: dict[str, Any], backend: str = BACKEND) -> VLLMEngine:
+def load_vllm(
+    start: dict[str, Any],
+    share: Callable[[dict[str, Any], int, int], float],
+    backend: str = BACKEND,
+) -> VLLMEngine:
     """Build the engine of a model directory, without its weights: the first version brings them.
-    Raises UserError if vLLM refuses it."""
+    share: of a GPU's memory, vllm_worker.memory_share. Raises UserError if vLLM refuses it."""
     on_cpu, ranks = start["device"] == "cpu", start["tensor_parallel"]
     total = current_platform.get_device_total_memory
     tokens = max(PASS_TOKENS, start["longest"], start["max_batch"])
@@ -356,7 +359,7 @@ def load_vllm(start: dict[str, Any], backend: str = BACKEND) -> VLLMEngine:
         **(
             {"block_size": CPU_BLOCK, "enable_chunked_prefill": False}
             if on_cpu
-            else {"gpu_memory_utilization": memory_share(start, tokens, total())}
+            else {"gpu_memory_utilization": share(start, tokens, total())}
         ),
         max_num_batched_tokens=tokens,
         enable_prefix_caching=True,

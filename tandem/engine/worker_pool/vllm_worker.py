@@ -113,7 +113,7 @@ def load(start: dict[str, Any]) -> "ServedEngine":
         from tandem.engine.worker_pool.vllm_engine import load_vllm
     except ImportError as error:
         raise _no_vllm(f"{sys.executable}: {error}") from None
-    return load_vllm(start)
+    return load_vllm(start, memory_share)
 
 
 if __name__ == "__main__":
