@@ -19,7 +19,6 @@ driver dies, the kernel ends them.
 
 import logging
 import os
-import shutil
 import signal
 import socket
 import time
@@ -305,29 +304,27 @@ class LocalNodes:
 def local_nodes(nodes: int, object_bytes: int, gpus: int = 0) -> Iterator[LocalNodes]:
     """Start nodes on this machine, on loopback addresses, with token authentication and without a
     dashboard; end them afterwards. Raises UserError."""
-    folder = short_folder()
-    (folder / "token").write_text(own_token())
-    (folder / "ray").mkdir()  # where Ray notes the cluster's address
-    variables = {
-        "RAY_TMPDIR": str(folder),
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(folder / "token"),
-        "RAY_USAGE_STATS_ENABLED": "0",
-        # a loaded machine is slow to import torch and ray, and to start a node's agents
-        "RAY_worker_register_timeout_seconds": "120",
-        "RAY_raylet_start_wait_time_s": "60",
-    }
-    try:
-        with environment(variables):
-            RAY_CONFIG.initialize("")  # it was read with the import
-            with keeping_sigterm():
-                local = start_nodes(nodes, lambda: LocalNodes(folder, object_bytes, gpus))
-            try:
-                yield local
-            finally:
-                local.end()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with ExitStack() as ending:
+        folder = ending.enter_context(short_folder())
+        token, session = folder / "token", folder / "ray"  # Ray opens the latter to every user
+        token.touch(0o600)
+        token.write_text(own_token())
+        session.mkdir()
+        variables = {
+            "RAY_TMPDIR": str(folder),  # it notes the cluster's address in `ray` there
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(token),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            # a loaded machine is slow to import torch and ray, and to start a node's agents
+            "RAY_worker_register_timeout_seconds": "120",
+            "RAY_raylet_start_wait_time_s": "60",
+        }
+        ending.enter_context(environment(variables))
+        RAY_CONFIG.initialize("")  # it was read with the import
+        with keeping_sigterm():
+            local = start_nodes(nodes, lambda: LocalNodes(session, object_bytes, gpus))
+        ending.callback(local.end)
+        yield local
 
 
 @contextmanager

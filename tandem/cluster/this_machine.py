@@ -5,8 +5,10 @@ import functools
 import ipaddress
 import os
 import secrets
+import shutil
 import signal
 import socket
+import subprocess
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -18,7 +20,9 @@ from tandem.runtime.processes import descendants
 
 LISTENER_S = 10.0
 START_TRIES = 3  # of a cluster here: Ray gives up when a loaded machine is slow
-MAX_FOLDER = 27  # characters, and 13 more: the path of a Unix socket below has at most 107
+MAX_FOLDER = 23  # characters, and 17 more: the path of a Unix socket below has at most 107
+# run by an orphan: the pipe closes when this process has ended, however it does
+REMOVE = 'exec 3<&0; (read _ <&3; for n in 1 2 3 4 5; do sleep 1; rm -rf "$0" && break; done) &'
 
 
 @functools.cache
@@ -36,10 +40,19 @@ def require_listener(address: str) -> None:
         raise not_joined(address, str(error)) from None
 
 
-def short_folder() -> Path:
-    """Make a private folder, in /tmp if the temporary folder's path is long."""
+@contextmanager
+def short_folder() -> Iterator[Path]:
+    """Make a folder for this user alone, in /tmp if the temporary folder's path is long. It goes
+    when this process ends, by `os._exit` or a signal too."""
     parent = tempfile.gettempdir()
-    return Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp" if len(parent) > MAX_FOLDER else None))
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp" if len(parent) > MAX_FOLDER else None)
+    silent: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    command = ["/bin/sh", "-c", REMOVE, folder]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, **silent):
+        try:
+            yield Path(folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def loopback(number: int) -> str:
