@@ -21,6 +21,9 @@ from tandem.serve.openai_requests import Body, ChatTokenizer, Served
 from tandem.types import Array, Request, SamplingParams
 
 SLICE = 1 << 16  # characters that are tokenized in one piece; 0.1 s at most
+MAX_SCORES = (
+    1 << 18
+)  # log-probs of prompts in an answer; others wait for the passes of these prompts
 
 
 class DrawKeys:
@@ -61,15 +64,20 @@ def to_requests(
         asking, schema = json
         mask = tokenizer.json_mask(schema, served.vocabulary, asking)
     requests: list[Request] = []
+    likeliest, scores = body.prompt_logprobs, 0
     for prompt in prompts:
         if isinstance(prompt, str):
             prompt = yield from _tokenize(
                 prompt, partial(body.encode, tokenizer=tokenizer), field, served
             )
             _require_tokens(prompt, field, served)
+        scores += 0 if likeliest is None else len(prompt) * body.n * (1 + likeliest)
+        if scores > MAX_SCORES and count * body.n > 1:
+            message = f"prompt_logprobs: at most {MAX_SCORES:,} in one answer; send fewer prompts"
+            raise ApiError(400, message, param="prompt_logprobs")
         params = _params(body, prompt, tokenizer, served)
         own = keys.next_keys(body.seed, body.n) if body.draw_key is None else [body.draw_key]
-        scoring = replace(params, prompt_logprobs=body.prompt_logprobs)  # once a prompt
+        scoring = replace(params, prompt_logprobs=likeliest)  # once a prompt
         requests += [
             Request(
                 key=key,
