@@ -68,7 +68,8 @@ def serve(options: Options) -> None:
             api_key=options.api_key,
             update=load_weights if options.allow_weight_updates else None,
         )
-        _listen(sock, options)
+        with _address_errors(options.host, options.port):  # another server may have been faster
+            sock.listen()
         sys.set_int_max_str_digits(LONGEST_INTEGER)
         gc.collect()
         gc.freeze()  # a full collection of all loaded objects stops everything for 0.3 s
@@ -134,12 +135,6 @@ def _bound(host: str, port: int) -> socket.socket:
         sock.bind(address)
         undo.pop_all()
     return sock
-
-
-def _listen(sock: socket.socket, options: Options) -> None:
-    # another server that was loading too may have been faster
-    with _address_errors(options.host, options.port):
-        sock.listen()
 
 
 @contextmanager

@@ -17,13 +17,14 @@ A cluster of this machine (`start_cluster`) has nodes of its own on loopback add
 driver dies, the kernel ends them.
 """
 
+import ipaddress
 import logging
 import os
 import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,6 @@ from tandem.cluster.this_machine import (
     environment,
     free_ports,
     keeping_sigterm,
-    loopback,
     own_token,
     require_listener,
     short_folder,
@@ -275,7 +275,8 @@ class LocalNodes:
     def add(self) -> Any:
         """Add a node, the first one as head."""
         number = next(self._numbers)
-        at = loopback(number)
+        # not 127.0.0.1, which Ray takes for the machine's own public one
+        at = str(ipaddress.IPv4Address("127.0.0.2") + number)
         options = {**self._options, "node_ip_address": at, **free_ports(at, PORTS)}
         with environment(worker_variables()):
             return self._cluster.add_node(**options, **(HEAD if number == 0 else {}))
@@ -331,8 +332,12 @@ def local_nodes(nodes: int, object_bytes: int, gpus: int = 0) -> Iterator[LocalN
 def start_cluster(nodes: int, object_bytes: int, gpus: int = 0) -> Iterator[RayCluster]:
     """Start a cluster of `local_nodes`, with this process on the first one. gpus: of a worker."""
     here = torch.cuda.device_count() if gpus else 0
-    with local_nodes(nodes, object_bytes, here) as local, _connected(local.address):
-        yield from _opened(gpus)
+    with (
+        local_nodes(nodes, object_bytes, here) as local,
+        _connected(local.address),
+        closing(RayCluster(gpus, None)) as cluster,
+    ):
+        yield cluster
 
 
 @contextmanager
@@ -354,14 +359,6 @@ def _connected(address: str) -> Iterator[None]:
         ray.shutdown()
 
 
-def _opened(gpus: int, runtime_env: dict[str, Any] | None = None) -> Iterator[RayCluster]:
-    cluster = RayCluster(gpus, runtime_env)
-    try:
-        yield cluster
-    finally:
-        cluster.close()
-
-
 @contextmanager
 def join_cluster(address: str, nodes: int, gpus: int = 0) -> Iterator[RayCluster]:
     """Join the cluster at HOST:PORT, which must have so many living nodes, one of them on this
@@ -375,8 +372,12 @@ def join_cluster(address: str, nodes: int, gpus: int = 0) -> Iterator[RayCluster
         # a wrong token, no node here, another version: Ray has an exception for each
         except (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError) as error:
             raise not_joined(address, f"{type(error).__name__}: {error}") from error
-        _wait_for_nodes(address, nodes)
-        yield from _opened(gpus, {"env_vars": worker_variables()})
+        until = time.monotonic() + NODES_S
+        while (found := sum(node["Alive"] for node in ray.nodes())) < nodes:
+            if time.monotonic() > until:
+                raise too_small(address, found, nodes)
+            time.sleep(0.5)
+        yield leaving.enter_context(closing(RayCluster(gpus, {"env_vars": worker_variables()})))
 
 
 @contextmanager
@@ -387,11 +388,3 @@ def open_ray() -> Iterator[None]:
     else:
         with start_cluster(1, SPARE_BYTES):
             yield
-
-
-def _wait_for_nodes(address: str, nodes: int) -> None:
-    until = time.monotonic() + NODES_S
-    while (found := sum(node["Alive"] for node in ray.nodes())) < nodes:
-        if time.monotonic() > until:
-            raise too_small(address, found, nodes)
-        time.sleep(0.5)

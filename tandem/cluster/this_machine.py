@@ -2,7 +2,6 @@
 import ray."""
 
 import functools
-import ipaddress
 import os
 import secrets
 import shutil
@@ -11,12 +10,12 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tandem.cluster.errors import not_joined, not_started
-from tandem.runtime.processes import descendants
+from tandem.runtime.processes import descendants, kill_descendants
 
 LISTENER_S = 10.0
 START_TRIES = 3  # of a cluster here: Ray gives up when a loaded machine is slow
@@ -55,12 +54,6 @@ def short_folder() -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def loopback(number: int) -> str:
-    """Return a node's address. 127.0.0.1 is not among them: Ray takes it for the machine's own
-    public one."""
-    return str(ipaddress.IPv4Address("127.0.0.2") + number)
-
-
 def free_ports(address: str, names: Collection[str]) -> dict[str, int]:
     """Find a port for each name that nobody listens on at the moment."""
     sockets = [socket.create_server((address, 0)) for _ in names]
@@ -94,17 +87,9 @@ def keeping_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def kill_since(standing: Collection[int]) -> None:
-    """Kill the descendants of this process that were not there before."""
-    for process in descendants(os.getpid()):
-        if process.pid not in standing:
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
-
-
 def start_nodes(nodes: int, make: Callable[[], Any]) -> Any:
     """Make LocalNodes (ray_cluster.py) and start nodes; again if Ray gives up. Raises UserError."""
-    standing = {process.pid for process in descendants(os.getpid())}
+    standing = [process.pid for process in descendants(os.getpid())]
     for tries_left in reversed(range(START_TRIES)):
         try:
             local = make()
@@ -112,7 +97,7 @@ def start_nodes(nodes: int, make: Callable[[], Any]) -> Any:
                 local.add()
             return local
         except Exception as error:  # Ray raises bare Exceptions
-            kill_since(standing)
+            kill_descendants(os.getpid(), standing)
             if not tries_left:
                 raise not_started(error) from error
     raise AssertionError("unreachable")

@@ -110,28 +110,23 @@ class JsonGrammars:
     def mask(self, schema: Json, field: str) -> JsonMask:
         """Compile the schema that a field asks for. Raises ApiError for one that llguidance cannot
         hold a model to."""
-        tokens = self._tokens_for(field)
-        from llguidance import LLMatcher, LLParserLimits
-
+        try:
+            from llguidance import LLMatcher, LLParserLimits
+        except ImportError:
+            message = f"{field} needs llguidance, here: pip install 'tandem-rl[json]'"
+            raise ApiError(400, message, param=field, code="unsupported_parameter") from None
         options: Any = {"whitespace_pattern": WHITE_SPACE}
         try:
             grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
         except (ValueError, RecursionError) as error:
             raise _bad_schema(str(error), field) from None
         limits = LLParserLimits(verbose_errors=False)
-        matcher = LLMatcher(tokens, grammar, log_level=0, limits=limits)
+        matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=limits)
         mask = JsonMask(matcher, self._vocabulary, self._ends, field)
         (trial := mask.copy()).allowed(())
         if trial.error:
             raise _bad_schema(trial.error, field)
         return mask
-
-    def _tokens_for(self, field: str) -> Any:
-        try:
-            return self._tokens
-        except ImportError:
-            message = f"{field} needs llguidance, here: pip install 'tandem-rl[json]'"
-            raise ApiError(400, message, param=field, code="unsupported_parameter") from None
 
     @cached_property
     def _tokens(self) -> Any:

@@ -147,7 +147,12 @@ def _params(body: Body, prompt: Array, tokenizer: ChatTokenizer, served: Served)
             code="context_length_exceeded",
         )
     max_new_tokens = body.max_tokens or min(served.default_max_tokens, room)
-    _require_min_tokens(body.min_tokens, max_new_tokens, len(ends), served)
+    if body.min_tokens > max_new_tokens:
+        found = f"{body.min_tokens} are more than the {max_new_tokens} that a completion may have"
+        raise ApiError(400, f"min_tokens: {found}", param="min_tokens")
+    if body.min_tokens and len(ends) >= served.vocabulary:
+        message = "min_tokens: every token of the vocabulary ends the completion"
+        raise ApiError(400, message, param="min_tokens")
     return SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=body.temperature,
@@ -160,12 +165,3 @@ def _params(body: Body, prompt: Array, tokenizer: ChatTokenizer, served: Served)
         min_tokens=body.min_tokens,
         top_logprobs=body.top_logprobs_wanted() or 0,
     )
-
-
-def _require_min_tokens(count: int, most: int, ends: int, served: Served) -> None:
-    if count > most:
-        message = f"min_tokens: {count} are more than the {most} that a completion may have"
-        raise ApiError(400, message, param="min_tokens")
-    if count and ends >= served.vocabulary:
-        message = "min_tokens: every token of the vocabulary ends the completion"
-        raise ApiError(400, message, param="min_tokens")
