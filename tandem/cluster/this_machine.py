@@ -21,7 +21,9 @@ LISTENER_S = 10.0
 START_TRIES = 3  # of a cluster here: Ray gives up when a loaded machine is slow
 MAX_FOLDER = 23  # characters, and 17 more: the path of a Unix socket below has at most 107
 # run by an orphan: the pipe closes when this process has ended, however it does
-REMOVE = 'exec 3<&0; (read _ <&3; for n in 1 2 3 4 5; do sleep 1; rm -rf "$0" && break; done) &'
+REMOVE = (
+    'exec 3<&0 >&- 2>&-; (read _ <&3; for n in 1 2 3; do sleep 1; rm -rf "$0" && break; done) &'
+)
 
 
 @functools.cache
@@ -45,9 +47,9 @@ def short_folder() -> Iterator[Path]:
     when this process ends, by `os._exit` or a signal too."""
     parent = tempfile.gettempdir()
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp" if len(parent) > MAX_FOLDER else None)
-    silent: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     command = ["/bin/sh", "-c", REMOVE, folder]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, **silent):
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as shell:
+        shell.wait()  # from now on it is no descendant, which an end of this process kills first
         try:
             yield Path(folder)
         finally:

@@ -80,9 +80,8 @@ class Processes:
         self._waits: list[dict[str, Any]] = []  # the innermost last
         self._count = 0  # of waits
         self._over, self._silent_looks = threading.Event(), 0
-        self._begun = time.monotonic()
         self.joined: float | None = None  # since when all are there, so that a sign can be missed
-        self._lost = False  # a connection to another
+        self._begun, self._lost = time.monotonic(), False  # lost: a connection to another
         self._last_words = store.clone()  # made while there is memory
         self._thread = threading.Thread(target=self._watch, name="ranks", daemon=True)
 
