@@ -54,8 +54,9 @@ What workers and ranks on nodes write to stdout and stderr is in `runs/X/workers
 process's stderr itself, so the last words of one that was killed are there too.
 
 - Ranks need the run folder and the working directory at the same path on every node, and ranks
-  of two nodes meet over the interface that gloo chooses (`GLOO_SOCKET_IFNAME`). The channel of a worker is TCP without encryption; Ray's own
-  servers are guarded by its token.
+  of two nodes meet over the interface that gloo chooses (`GLOO_SOCKET_IFNAME`). The channel of a worker is TCP without encryption. Ray's own
+  servers listen on all addresses of a machine and are guarded by its token. The token of a cluster that Tandem starts is in a file for you
+  alone, in a folder (`/tmp/ray-*`) that goes when the run's process ends, however it does.
 - Weights reach a node once, as an object of Ray's store (`weights.transport = "ray"`). With `weights.delta` it has the changed tensors alone.
 - No GPU has run any of this. A worker asks Ray for one GPU and sees no other, so `rollout.devices` is refused. Ray does not know which GPU
   the trainer has: on the driver's node start Ray with the others (`CUDA_VISIBLE_DEVICES=1,2,3 ray start ...`). Nodes that are started on
@@ -71,7 +72,9 @@ after a run are those of `memory`, bit by bit (`tests/stream/`). An episode's ar
 as TransferQueue works longer for each value than for its bytes.
 
 - Held-out episodes are not put: rank 0 plays and scores them. The config and checkpoints still need a shared file system.
-- TransferQueue's sockets have no authentication.
+- TransferQueue's sockets have no authentication and read pickles: whoever reaches a port of its processes runs code as you. They listen on
+  the addresses of Ray's nodes: on a cluster that Tandem starts on loopback, where other users of the machine reach them; on one that is
+  joined on its network. The run says so at its start. Where you do not trust all of these, take `stream.kind = "memory"`.
 """,
     "weights": """\
 ## Transports of weights

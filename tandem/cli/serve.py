@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -67,7 +68,8 @@ def serve(options: Options) -> None:
             api_key=options.api_key,
             update=load_weights if options.allow_weight_updates else None,
         )
-        _listen(sock, options)
+        with _address_errors(options.host, options.port):  # another server may have been faster
+            sock.listen()
         sys.set_int_max_str_digits(LONGEST_INTEGER)
         gc.collect()
         gc.freeze()  # a full collection of all loaded objects stops everything for 0.3 s
@@ -75,13 +77,15 @@ def serve(options: Options) -> None:
             server.run(sock, lambda: print(f"serving {options.model} on {_url(sock)}", flush=True))
 
 
-def load_weights(engine: Any, path: str, version: int) -> None:
-    """Have the engine run the weights of a safetensors file. Raises UserError if they are not its
-    model's."""
+def load_weights(path: str) -> Callable[[Any, int], None]:
+    """Read a safetensors file; return what has an engine run its weights as a version. Both raise
+    UserError."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
+        if not Path(path).is_file():  # to open a pipe would wait for who writes it
+            raise OSError("no regular file")
         weights = load_file(path)
     except (OSError, SafetensorError) as error:
         raise UserError(
@@ -90,7 +94,7 @@ def load_weights(engine: Any, path: str, version: int) -> None:
             found=str(error),
             expected="a safetensors file on a disk that trainer and server share",
         ) from None
-    engine.apply(version, lambda: engine.model.load_weights(weights))
+    return lambda engine, version: engine.apply(version, lambda: engine.model.load_weights(weights))
 
 
 def check_key(options: Options) -> None:
@@ -131,12 +135,6 @@ def _bound(host: str, port: int) -> socket.socket:
         sock.bind(address)
         undo.pop_all()
     return sock
-
-
-def _listen(sock: socket.socket, options: Options) -> None:
-    # another server that was loading too may have been faster
-    with _address_errors(options.host, options.port):
-        sock.listen()
 
 
 @contextmanager

@@ -17,14 +17,14 @@ A cluster of this machine (`start_cluster`) has nodes of its own on loopback add
 driver dies, the kernel ends them.
 """
 
+import ipaddress
 import logging
 import os
-import shutil
 import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,6 @@ from tandem.cluster.this_machine import (
     environment,
     free_ports,
     keeping_sigterm,
-    loopback,
     own_token,
     require_listener,
     short_folder,
@@ -276,7 +275,8 @@ class LocalNodes:
     def add(self) -> Any:
         """Add a node, the first one as head."""
         number = next(self._numbers)
-        at = loopback(number)
+        # not 127.0.0.1, which Ray takes for the machine's own public one
+        at = str(ipaddress.IPv4Address("127.0.0.2") + number)
         options = {**self._options, "node_ip_address": at, **free_ports(at, PORTS)}
         with environment(worker_variables()):
             return self._cluster.add_node(**options, **(HEAD if number == 0 else {}))
@@ -305,37 +305,39 @@ class LocalNodes:
 def local_nodes(nodes: int, object_bytes: int, gpus: int = 0) -> Iterator[LocalNodes]:
     """Start nodes on this machine, on loopback addresses, with token authentication and without a
     dashboard; end them afterwards. Raises UserError."""
-    folder = short_folder()
-    (folder / "token").write_text(own_token())
-    (folder / "ray").mkdir()  # where Ray notes the cluster's address
-    variables = {
-        "RAY_TMPDIR": str(folder),
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(folder / "token"),
-        "RAY_USAGE_STATS_ENABLED": "0",
-        # a loaded machine is slow to import torch and ray, and to start a node's agents
-        "RAY_worker_register_timeout_seconds": "120",
-        "RAY_raylet_start_wait_time_s": "60",
-    }
-    try:
-        with environment(variables):
-            RAY_CONFIG.initialize("")  # it was read with the import
-            with keeping_sigterm():
-                local = start_nodes(nodes, lambda: LocalNodes(folder, object_bytes, gpus))
-            try:
-                yield local
-            finally:
-                local.end()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with ExitStack() as ending:
+        folder = ending.enter_context(short_folder())
+        token, session = folder / "token", folder / "ray"  # Ray opens the latter to every user
+        token.touch(0o600)
+        token.write_text(own_token())
+        session.mkdir()
+        variables = {
+            "RAY_TMPDIR": str(folder),  # it notes the cluster's address in `ray` there
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(token),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            # a loaded machine is slow to import torch and ray, and to start a node's agents
+            "RAY_worker_register_timeout_seconds": "120",
+            "RAY_raylet_start_wait_time_s": "60",
+        }
+        ending.enter_context(environment(variables))
+        RAY_CONFIG.initialize("")  # it was read with the import
+        with keeping_sigterm():
+            local = start_nodes(nodes, lambda: LocalNodes(session, object_bytes, gpus))
+        ending.callback(local.end)
+        yield local
 
 
 @contextmanager
 def start_cluster(nodes: int, object_bytes: int, gpus: int = 0) -> Iterator[RayCluster]:
     """Start a cluster of `local_nodes`, with this process on the first one. gpus: of a worker."""
     here = torch.cuda.device_count() if gpus else 0
-    with local_nodes(nodes, object_bytes, here) as local, _connected(local.address):
-        yield from _opened(gpus)
+    with (
+        local_nodes(nodes, object_bytes, here) as local,
+        _connected(local.address),
+        closing(RayCluster(gpus, None)) as cluster,
+    ):
+        yield cluster
 
 
 @contextmanager
@@ -357,14 +359,6 @@ def _connected(address: str) -> Iterator[None]:
         ray.shutdown()
 
 
-def _opened(gpus: int, runtime_env: dict[str, Any] | None = None) -> Iterator[RayCluster]:
-    cluster = RayCluster(gpus, runtime_env)
-    try:
-        yield cluster
-    finally:
-        cluster.close()
-
-
 @contextmanager
 def join_cluster(address: str, nodes: int, gpus: int = 0) -> Iterator[RayCluster]:
     """Join the cluster at HOST:PORT, which must have so many living nodes, one of them on this
@@ -378,8 +372,12 @@ def join_cluster(address: str, nodes: int, gpus: int = 0) -> Iterator[RayCluster
         # a wrong token, no node here, another version: Ray has an exception for each
         except (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError) as error:
             raise not_joined(address, f"{type(error).__name__}: {error}") from error
-        _wait_for_nodes(address, nodes)
-        yield from _opened(gpus, {"env_vars": worker_variables()})
+        until = time.monotonic() + NODES_S
+        while (found := sum(node["Alive"] for node in ray.nodes())) < nodes:
+            if time.monotonic() > until:
+                raise too_small(address, found, nodes)
+            time.sleep(0.5)
+        yield leaving.enter_context(closing(RayCluster(gpus, {"env_vars": worker_variables()})))
 
 
 @contextmanager
@@ -390,11 +388,3 @@ def open_ray() -> Iterator[None]:
     else:
         with start_cluster(1, SPARE_BYTES):
             yield
-
-
-def _wait_for_nodes(address: str, nodes: int) -> None:
-    until = time.monotonic() + NODES_S
-    while (found := sum(node["Alive"] for node in ray.nodes())) < nodes:
-        if time.monotonic() > until:
-            raise too_small(address, found, nodes)
-        time.sleep(0.5)

@@ -2,23 +2,28 @@
 import ray."""
 
 import functools
-import ipaddress
 import os
 import secrets
+import shutil
 import signal
 import socket
+import subprocess
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tandem.cluster.errors import not_joined, not_started
-from tandem.runtime.processes import descendants
+from tandem.runtime.processes import descendants, kill_descendants
 
 LISTENER_S = 10.0
 START_TRIES = 3  # of a cluster here: Ray gives up when a loaded machine is slow
-MAX_FOLDER = 27  # characters, and 13 more: the path of a Unix socket below has at most 107
+MAX_FOLDER = 23  # characters, and 17 more: the path of a Unix socket below has at most 107
+# run by an orphan: the pipe closes when this process has ended, however it does
+REMOVE = (
+    'exec 3<&0 >&- 2>&-; (read _ <&3; for n in 1 2 3; do sleep 1; rm -rf "$0" && break; done) &'
+)
 
 
 @functools.cache
@@ -36,16 +41,19 @@ def require_listener(address: str) -> None:
         raise not_joined(address, str(error)) from None
 
 
-def short_folder() -> Path:
-    """Make a private folder, in /tmp if the temporary folder's path is long."""
+@contextmanager
+def short_folder() -> Iterator[Path]:
+    """Make a folder for this user alone, in /tmp if the temporary folder's path is long. It goes
+    when this process ends, by `os._exit` or a signal too."""
     parent = tempfile.gettempdir()
-    return Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp" if len(parent) > MAX_FOLDER else None))
-
-
-def loopback(number: int) -> str:
-    """Return a node's address. 127.0.0.1 is not among them: Ray takes it for the machine's own
-    public one."""
-    return str(ipaddress.IPv4Address("127.0.0.2") + number)
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp" if len(parent) > MAX_FOLDER else None)
+    command = ["/bin/sh", "-c", REMOVE, folder]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as shell:
+        shell.wait()  # from now on it is no descendant, which an end of this process kills first
+        try:
+            yield Path(folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def free_ports(address: str, names: Collection[str]) -> dict[str, int]:
@@ -81,17 +89,9 @@ def keeping_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def kill_since(standing: Collection[int]) -> None:
-    """Kill the descendants of this process that were not there before."""
-    for process in descendants(os.getpid()):
-        if process.pid not in standing:
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
-
-
 def start_nodes(nodes: int, make: Callable[[], Any]) -> Any:
     """Make LocalNodes (ray_cluster.py) and start nodes; again if Ray gives up. Raises UserError."""
-    standing = {process.pid for process in descendants(os.getpid())}
+    standing = [process.pid for process in descendants(os.getpid())]
     for tries_left in reversed(range(START_TRIES)):
         try:
             local = make()
@@ -99,7 +99,7 @@ def start_nodes(nodes: int, make: Callable[[], Any]) -> Any:
                 local.add()
             return local
         except Exception as error:  # Ray raises bare Exceptions
-            kill_since(standing)
+            kill_descendants(os.getpid(), standing)
             if not tries_left:
                 raise not_started(error) from error
     raise AssertionError("unreachable")

@@ -148,7 +148,7 @@ def open_rl_job(config: Config, run: RunFolder, report: Report) -> Iterator[RLJo
         held_out = Journal(run.episodes, run_id, inputs.held_out, mesh)
         evaluate = _evaluator(config, local, stop_token_ids, held_out, inputs.held_out)
         rollouts = open_rollouts(config, engine, local, report, run.path, exact, cluster)
-        with rollouts as (lanes, pool, stop_workers), open_stream(config, ranks) as stream:
+        with rollouts as (lanes, pool, stop_workers), open_stream(config, ranks, report) as stream:
             sampling = sampling_params(config.rollout, stop_token_ids)
             if pool is not None:
                 lanes = [(r, ScaleOnRequest(sync, pool, run.path, report)) for r, sync in lanes]

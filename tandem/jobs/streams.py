@@ -1,6 +1,6 @@
 """The stream of a run, from its config: rank 0's, and that of a rank after it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +20,7 @@ START_S = 240.0  # for Ray to place and start three processes that import torch,
 
 
 @contextmanager
-def open_stream(config: Config, ranks: Ranks) -> Iterator[Stream]:
+def open_stream(config: Config, ranks: Ranks, report: Callable[[str], None]) -> Iterator[Stream]:
     """Open rank 0's end of the stream; have the other ranks join it."""
     if config.stream.kind == "memory":
         yield MemoryStream()
@@ -30,6 +30,11 @@ def open_stream(config: Config, ranks: Ranks) -> Iterator[Stream]:
 
     with open_ray():
         servers, handles = start_servers(config.cluster.nodes, START_S)
+        ips = ", ".join(sorted({str(one["ip"]) for one in (servers.controller, *servers.units)}))
+        report(
+            f"TransferQueue listens on {ips} without authentication: whoever reaches its ports, "
+            "other users of these machines too, runs code as you"
+        )
         ranks.order("join_stream", servers=asdict(servers))
         with closing(_join(config, servers, ranks)) as stream:
             yield stream

@@ -74,7 +74,8 @@ def log_distribution(
     if 0 < sampling.top_k < logprobs.shape[-1]:
         keep &= logprobs >= logprobs.topk(sampling.top_k, -1).values[:, -1:]
     if sampling.top_p < 1.0:
-        keep &= logprobs >= _top_p_edge(logprobs.masked_fill(~keep, float("-inf")), sampling.top_p)
+        least = max(sampling.top_p, torch.finfo(logprobs.dtype).tiny)  # 0 would keep nothing
+        keep &= logprobs >= _top_p_edge(logprobs.masked_fill(~keep, float("-inf")), least)
     if sampling.min_p:
         keep &= logprobs >= logprobs.amax(-1, keepdim=True) + math.log(sampling.min_p)
     if forced is not None:

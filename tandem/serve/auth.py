@@ -46,7 +46,8 @@ def check_access(method: str, path: str, headers: Mapping[str, str], api_key: st
             _check_key(headers, api_key)
     else:
         _check_local(headers)
-    if method == "POST" and _content_type(headers) != "application/json":
+    content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if method == "POST" and content_type != "application/json":
         raise ApiError(415, "the Content-Type of a POST must be application/json")
 
 
@@ -76,7 +77,3 @@ def _name(host: str) -> str:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return ""
-
-
-def _content_type(headers: Mapping[str, str]) -> str:
-    return headers.get("content-type", "").partition(";")[0].strip().lower()

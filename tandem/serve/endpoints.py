@@ -56,8 +56,8 @@ TRIMMED, TRIM_S = 1 << 20, 2.0  # bytes of a body, and seconds after which no pa
 CLIENT_LEFT = 499  # never read; for the metrics
 
 T = TypeVar("T")
-# Has an engine run the weights of a file, as that version. Raises UserError.
-UpdateWeights = Callable[[ServedEngine, str, int], None]
+# Reads the weights of a file; returns what has an engine run them as a version. Raise UserError.
+ReadWeights = Callable[[str], Callable[[ServedEngine, int], None]]
 
 
 def make_app(api: "Endpoints", api_key: str) -> Starlette:
@@ -145,13 +145,14 @@ class Endpoints:
         service: EngineService,
         tokenizer: ChatTokenizer,
         served: Served,
-        update: UpdateWeights | None = None,
+        update: ReadWeights | None = None,
     ):
         self.counts, self._update = ServerMetrics(), update
         self._service, self._tokenizer, self._served = service, tokenizer, served
         self._keys, self._created = DrawKeys(), int(time.time())
-        self._small, self._large, self._hashing = (
-            ThreadPoolExecutor(1, name) for name in ("small bodies", "large bodies", "hashing")
+        self._small, self._large, self._hashing, self._reading = (
+            ThreadPoolExecutor(1, name)
+            for name in ("small bodies", "large bodies", "hashing", "reading")
         )
 
     async def completions(self, request: HttpRequest) -> Response:
@@ -187,15 +188,16 @@ class Endpoints:
             hashed, sha256 = version, await loop.run_in_executor(self._hashing, weight_hash)
 
     async def update_weights(self, request: HttpRequest) -> Response:
-        """Load the weights of a file between two passes, after the running sequences have ended;
-        return the hash."""
-        if (update := self._update) is None:
+        """Load the weights of a file, read beside the passes, between two of them, after the
+        running sequences have ended; return the hash."""
+        if self._update is None:
             message = "this server keeps its weights; start it with --allow-weight-updates"
             raise ApiError(403, message)
-        raw = await _read_body(request, self._served.longest_body)
+        raw, loop = await _read_body(request, self._served.longest_body), asyncio.get_running_loop()
         body = validate(WeightsBody, read_object(raw))
         try:
-            await self._service.ask(lambda engine: update(engine, body.path, body.version))
+            apply = await loop.run_in_executor(self._reading, self._update, body.path)
+            await self._service.ask(lambda engine: apply(engine, body.version))
         except UserError as error:
             raise _bad_request(error, "path") from None
         return await self.weights(request)

@@ -8,6 +8,7 @@ bounded, or a model could write it up to its last token. Knows no engine and no 
 """
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
@@ -70,8 +71,7 @@ class JsonMask:
     """The tokens of one completion that keep it a beginning of JSON by a schema, and at its end one
     of `ends`. Implements engine.masks.TokenMask.
 
-    field: that asked for it; error: why a token could not be found, in llguidance's words; the
-    completion is ended then.
+    field: that asked for it; error: why a token could not be found; the completion is ended then.
     """
 
     def __init__(self, matcher: Any, vocabulary: int, ends: Sequence[int], field: str):
@@ -91,8 +91,7 @@ class JsonMask:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         allowed = np.unpackbits(bits, bitorder="little")[: self._vocabulary].astype(bool)
         if self._matcher.is_error() or not allowed.any():
-            found = self._matcher.get_error().partition("\n")[0]
-            self.error = found or "no token of the vocabulary can follow"
+            self.error = _in_words(self._matcher.get_error().partition("\n")[0])
             allowed = np.zeros(self._vocabulary, bool)
             allowed[list(self._ends)] = True
         return allowed
@@ -111,28 +110,23 @@ class JsonGrammars:
     def mask(self, schema: Json, field: str) -> JsonMask:
         """Compile the schema that a field asks for. Raises ApiError for one that llguidance cannot
         hold a model to."""
-        tokens = self._tokens_for(field)
-        from llguidance import LLMatcher, LLParserLimits
-
+        try:
+            from llguidance import LLMatcher, LLParserLimits
+        except ImportError:
+            message = f"{field} needs llguidance, here: pip install 'tandem-rl[json]'"
+            raise ApiError(400, message, param=field, code="unsupported_parameter") from None
         options: Any = {"whitespace_pattern": WHITE_SPACE}
         try:
             grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
         except (ValueError, RecursionError) as error:
             raise _bad_schema(str(error), field) from None
         limits = LLParserLimits(verbose_errors=False)
-        matcher = LLMatcher(tokens, grammar, log_level=0, limits=limits)
+        matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=limits)
         mask = JsonMask(matcher, self._vocabulary, self._ends, field)
         (trial := mask.copy()).allowed(())
         if trial.error:
             raise _bad_schema(trial.error, field)
         return mask
-
-    def _tokens_for(self, field: str) -> Any:
-        try:
-            return self._tokens
-        except ImportError:
-            message = f"{field} needs llguidance, here: pip install 'tandem-rl[json]'"
-            raise ApiError(400, message, param=field, code="unsupported_parameter") from None
 
     @cached_property
     def _tokens(self) -> Any:
@@ -145,6 +139,14 @@ class JsonGrammars:
             return from_tokenizer(self._tokenizer, **size)
         except ValueError:  # a decoder that it does not know: tokens are plain texts
             return LLTokenizer(_PlainTokens(self._tokenizer, self._token_text), **size)
+
+
+def _in_words(found: str) -> str:
+    """Say in plain words what llguidance has found, if a token is missing."""
+    if missing := re.search("forced bytes: got (.+?);", found):
+        return f"this tokenizer has no token for {missing[1]}"
+    dead_end = found in ("", "NoExtensionBias")
+    return "no token of this tokenizer can follow" if dead_end else found
 
 
 def _bad_schema(found: str, field: str) -> ApiError:

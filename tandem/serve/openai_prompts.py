@@ -21,6 +21,9 @@ from tandem.serve.openai_requests import Body, ChatTokenizer, Served
 from tandem.types import Array, Request, SamplingParams
 
 SLICE = 1 << 16  # characters that are tokenized in one piece; 0.1 s at most
+MAX_SCORES = (
+    1 << 18
+)  # log-probs of prompts in an answer; others wait for the passes of these prompts
 
 
 class DrawKeys:
@@ -61,15 +64,20 @@ def to_requests(
         asking, schema = json
         mask = tokenizer.json_mask(schema, served.vocabulary, asking)
     requests: list[Request] = []
+    likeliest, scores = body.prompt_logprobs, 0
     for prompt in prompts:
         if isinstance(prompt, str):
             prompt = yield from _tokenize(
                 prompt, partial(body.encode, tokenizer=tokenizer), field, served
             )
             _require_tokens(prompt, field, served)
+        scores += 0 if likeliest is None else len(prompt) * body.n * (1 + likeliest)
+        if scores > MAX_SCORES and count * body.n > 1:
+            message = f"prompt_logprobs: at most {MAX_SCORES:,} in one answer; send fewer prompts"
+            raise ApiError(400, message, param="prompt_logprobs")
         params = _params(body, prompt, tokenizer, served)
         own = keys.next_keys(body.seed, body.n) if body.draw_key is None else [body.draw_key]
-        scoring = replace(params, prompt_logprobs=body.prompt_logprobs)  # once a prompt
+        scoring = replace(params, prompt_logprobs=likeliest)  # once a prompt
         requests += [
             Request(
                 key=key,
@@ -139,7 +147,12 @@ def _params(body: Body, prompt: Array, tokenizer: ChatTokenizer, served: Served)
             code="context_length_exceeded",
         )
     max_new_tokens = body.max_tokens or min(served.default_max_tokens, room)
-    _require_min_tokens(body.min_tokens, max_new_tokens, len(ends), served)
+    if body.min_tokens > max_new_tokens:
+        found = f"{body.min_tokens} are more than the {max_new_tokens} that a completion may have"
+        raise ApiError(400, f"min_tokens: {found}", param="min_tokens")
+    if body.min_tokens and len(ends) >= served.vocabulary:
+        message = "min_tokens: every token of the vocabulary ends the completion"
+        raise ApiError(400, message, param="min_tokens")
     return SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=body.temperature,
@@ -152,12 +165,3 @@ def _params(body: Body, prompt: Array, tokenizer: ChatTokenizer, served: Served)
         min_tokens=body.min_tokens,
         top_logprobs=body.top_logprobs_wanted() or 0,
     )
-
-
-def _require_min_tokens(count: int, most: int, ends: int, served: Served) -> None:
-    if count > most:
-        message = f"min_tokens: {count} are more than the {most} that a completion may have"
-        raise ApiError(400, message, param="min_tokens")
-    if count and ends >= served.vocabulary:
-        message = "min_tokens: every token of the vocabulary ends the completion"
-        raise ApiError(400, message, param="min_tokens")

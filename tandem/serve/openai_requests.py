@@ -154,7 +154,7 @@ class Body(Strict):
     return_token_ids: bool = False
     # the address of the draws instead of a seed, and the number of the first of them
     draw_key: Annotated[int, Field(ge=0, lt=2**64)] | None = None
-    draw_start: Annotated[int, Field(ge=0)] = 0
+    draw_start: Annotated[int, Field(ge=0, lt=2**31)] = 0
 
     @model_validator(mode="after")
     def _check_draws(self) -> Self:
@@ -336,7 +336,7 @@ class WeightsBody(Strict):
     """POST /v1/weights, an extension."""
 
     path: str  # of a safetensors file that the server can read
-    version: Annotated[int, Field(ge=0)]
+    version: Annotated[int, Field(ge=0, lt=2**31)]  # int32 in every completion
 
 
 B = TypeVar("B", bound=Body)

@@ -17,7 +17,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tandem.serve.auth import MAX_HEADER_BYTES
-from tandem.serve.endpoints import Endpoints, UpdateWeights, make_app
+from tandem.serve.endpoints import Endpoints, ReadWeights, make_app
 from tandem.serve.openai_api import ApiError
 from tandem.serve.openai_requests import ChatTokenizer, Served
 from tandem.serve.service import JOIN_S, EngineService, ServedEngine
@@ -40,7 +40,7 @@ class Server:
         api_key: str = "",
         request_s: float = REQUEST_S,
         join_s: float = JOIN_S,
-        update: UpdateWeights | None = None,
+        update: ReadWeights | None = None,
     ):
         self._request_s = request_s
         self._service = EngineService(engine, join_s=join_s)

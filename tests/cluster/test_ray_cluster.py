@@ -8,7 +8,9 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -200,6 +202,32 @@ def test_a_worker_that_needs_a_gpu_is_placed_on_a_node_of_this_machine_that_has_
 
 
 # ---- bad input
+
+
+def test_its_token_is_for_the_user_alone(nodes):
+    token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+    assert [path.stat().st_mode & 0o077 for path in (token, token.parent)] == [0, 0]
+
+
+ENDS = """
+import os
+from tandem.cluster.this_machine import short_folder
+from tandem.runtime.processes import kill_descendants
+
+with short_folder() as folder:
+    print(folder, flush=True)
+    {end}
+"""
+
+
+@pytest.mark.parametrize(
+    "end", ["kill_descendants(os.getpid()); os._exit(3)", "os.kill(os.getpid(), 9)", "pass"]
+)
+def test_the_folder_of_a_cluster_goes_however_its_process_ends(end):
+    ended = subprocess.run([sys.executable, "-c", ENDS.format(end=end)], stdout=subprocess.PIPE)
+    folder = Path(ended.stdout.decode().strip())
+    assert folder.name.startswith("ray-")
+    until(lambda: not folder.exists())
 
 
 def test_nobody_at_the_address_is_a_users_error_soon(inputs):

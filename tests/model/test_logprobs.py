@@ -108,7 +108,8 @@ def test_ties_at_the_edge_are_all_kept():
 
 def test_smallest_filters_keep_one_token_largest_keep_all():
     table = logits()
-    for sampling in (SamplingDistribution(top_k=1), SamplingDistribution(top_p=1e-6)):
+    for filtered in ({"top_k": 1}, {"top_p": 1e-6}, {"top_p": 5e-324}):
+        sampling = SamplingDistribution(**filtered)
         assert torch.equal(log_distribution(table, sampling).argmax(-1), table.argmax(-1))
         assert ((log_distribution(table, sampling) == 0.0).sum(-1) == 1).all()
     for size in (40, 41):

@@ -12,7 +12,9 @@ from jsonschema import validate
 
 from tandem.cli.serve import RendererTexts
 from tandem.data.renderer import load_renderer
+from tandem.model.tiny import CHARACTERS, make_tiny
 from tandem.serve.json_masks import JsonGrammars
+from tandem.serve.openai_api import ApiError
 from tests.support.byte_models import make_model
 from tests.support.serving import post, running
 from tests.support.tiny_server import TinyServer
@@ -210,6 +212,27 @@ def test_tokens_of_bytes_are_held_to_a_schema_too(tmp_path):
             allowed = np.flatnonzero(mask.allowed(tokens))
             tokens.append(int(rng.choice(allowed)))
         assert len(json.loads(renderer.decode(np.array(tokens)))) <= 4 and not mask.error
+
+
+@pytest.mark.parametrize(
+    ("missing", "schema", "said"),
+    [
+        ("{", SCHEMA, "no token for '{'"),
+        ("}", {"type": "object", "maxProperties": 0}, "no token for '}'"),
+        ("u", {"const": "unit"}, "no token for 'u'"),
+        ("01", {"enum": [0, 1]}, "can follow"),
+    ],
+)
+def test_token_that_a_tokenizer_lacks_is_named(tmp_path, missing, schema, said):
+    small = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "intermediate": 64}
+    make_tiny(tmp_path, characters=[c for c in CHARACTERS if c not in missing], **small)
+    renderer = load_renderer(str(tmp_path))
+    texts, rng, tokens = RendererTexts(renderer), np.random.default_rng(0), []
+    with pytest.raises(ApiError, match=said):
+        mask = texts.json_mask(schema, len(renderer.tokenizer))
+        while not mask.error:
+            tokens.append(int(rng.choice(np.flatnonzero(mask.allowed(tokens)))))
+        raise ApiError(400, mask.error)
 
 
 def test_mask_begins_again_with_its_sequence(tiny):

@@ -3,6 +3,7 @@ with a hand-written engine."""
 
 import asyncio
 import json
+import os
 import random
 import socket
 import threading
@@ -13,8 +14,10 @@ import httpx
 import numpy as np
 import openai
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from tandem.cli.serve import RendererTexts
+from tandem.cli.serve import RendererTexts, load_weights
 from tandem.data.renderer import load_renderer
 from tests.support.byte_models import CHATML, make_model
 from tests.support.fake_engine import FAKE, FakeEngine, FakeTexts
@@ -283,6 +286,18 @@ def test_chat_template_kwargs_reach_the_template(tmp_path):
             assert answer["prompt_token_ids"] == plain + renderer.encode(tail).tolist()
 
 
+def test_a_pipe_or_a_version_out_of_range_does_not_stop_the_server(tiny, tmp_path):
+    pipe, regular = tmp_path / "pipe", tmp_path / "file"
+    os.mkfifo(pipe)
+    save_file({"a": torch.zeros(1)}, regular)
+    engine = tiny.new_engine(tiny.engine.model)
+    with running(engine, tiny.texts, tiny.served, update=load_weights) as url:
+        for path, version, param in ((pipe, 1, "path"), (regular, 2**31, "version")):
+            body = {"path": str(path), "version": version}
+            assert refusal(post(f"{url}/v1/weights", json=body), 400)["param"] == param
+        assert get(f"{url}/health").status_code == 200
+
+
 def test_models_health_weights_and_metrics(tiny, url, client):
     [model] = client.models.list().data
     assert (model.id, model.model_extra["max_model_len"]) == ("tiny", 256)
@@ -454,6 +469,7 @@ CHAT, PLAIN = {"messages": [{"role": "user", "content": "hi"}]}, {"prompt": "hi"
         (PLAIN | {"n": 0}, "n"),
         (PLAIN | {"n": 9}, "n"),
         (PLAIN | {"seed": 2**63}, "seed"),
+        (PLAIN | {"draw_key": 1, "draw_start": 2**31}, "draw_start"),
         (PLAIN | {"stop": ""}, "stop"),
         (PLAIN | {"stop": ["a"] * 17}, "stop"),
         (PLAIN | {"stop_token_ids": [300]}, "stop_token_ids"),

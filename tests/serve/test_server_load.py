@@ -168,6 +168,16 @@ def test_mistakes_are_refused_before_the_tokenizer_runs(body, param):
     assert refused(body, FAKE, texts).param == param and texts.sizes == []
 
 
+def test_log_probs_of_several_prompts_are_bounded():
+    several = {"prompt": ["a" * 4000] * 4, "prompt_logprobs": 20, "max_tokens": 1}
+    assert refused(several, FAKE, CountingTexts()).param == "prompt_logprobs"
+    work = to_requests(
+        CompletionBody(prompt="a" * 4000, prompt_logprobs=20), CountingTexts(), FAKE, DrawKeys()
+    )
+    with pytest.raises(StopIteration):
+        next(work), next(work)
+
+
 def test_a_hopeless_text_is_given_up_after_a_slice():
     texts = CountingTexts()
     error = refused({"prompt": "x" * (8 * SLICE)}, replace(FAKE, longest_text=8 * SLICE), texts)

@@ -92,6 +92,12 @@ def test_processes_that_do_not_start_are_reported_with_the_reason():
 
 
 @needs_queue
+def test_on_a_cluster_of_this_machine_it_listens_on_loopback(queue):
+    servers, _ = queue
+    assert all(one["ip"].startswith("127.") for one in (servers.controller, *servers.units))
+
+
+@needs_queue
 def test_groups_come_back_bit_by_bit_in_their_order(stream):
     groups = groups_to_learn()
     assert stream.put(0, groups) == []
@@ -170,6 +176,7 @@ def test_a_run_of_two_ranks_has_the_bits_of_one_whose_stream_is_in_memory(tmp_pa
     run([*command, "stream.kind=transfer_queue"], tmp_path / "queue")
     run(command, tmp_path / "memory")
     assert fingerprint(tmp_path / "queue") == fingerprint(tmp_path / "memory")
+    assert "without authentication" in (tmp_path / "queue" / "log.txt").read_text()
 
 
 @needs_queue

@@ -2,23 +2,25 @@
 
 import json
 import socket
+import time
 
 import pytest
 import torch.distributed as dist
 
-from chaos.ranks import named, trial
+from chaos.ranks import named, reserved_port, trial
 from tandem.config.parallel import Parallel
 from tandem.runtime.errors import UserError
 from tandem.runtime.place import Place
 from tandem.train.parallel.checks import check_mesh, own_gpu
 from tandem.train.parallel.mesh import make_mesh
-from tandem.train.parallel.processes import STALLED, Processes, join
+from tandem.train.parallel.processes import LOOK_S, STALLED, Processes, join
 from tandem.train.parallel.waits import find_absent, find_circle, waits_of
 from tests.support.meshes import CONTEXT, on_mesh
 from tests.support.tiny import tiny_config
 from tests.support.waiting import WAIT_S
 
 TIMEOUT_S = 10.0  # a healthy process of a busy machine is not silent for so long
+SHORT_S = 5.0  # nor an idle one for so long
 
 
 @pytest.mark.parametrize(
@@ -35,6 +37,23 @@ def test_so_is_one_of_other_meshes(dimension):
 
 def test_one_that_hangs_is_named_once_others_have_waited_for_it():
     assert trial("hung", 1, at=7, stall_s=15.0) == (True, "")
+
+
+def joins_late(rank, port):
+    time.sleep(1.5 * SHORT_S * rank)
+    with join(Place(rank, 2, rank, 2, "127.0.0.1", port), timeout_s=SHORT_S, stall_s=WAIT_S):
+        time.sleep(3 * LOOK_S)
+
+
+def test_one_that_comes_later_than_it_may_be_silent_is_alive_when_it_comes():
+    with reserved_port() as port:
+        processes = [CONTEXT.Process(target=joins_late, args=(rank, port)) for rank in range(2)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(WAIT_S)
+            process.kill()
+    assert [process.exitcode for process in processes] == [0, 0]
 
 
 def test_an_address_that_is_taken_is_one_error():

@@ -80,7 +80,7 @@ class Processes:
         self._waits: list[dict[str, Any]] = []  # the innermost last
         self._count = 0  # of waits
         self._over, self._silent_looks = threading.Event(), 0
-        self.joined = False  # whether all are there, so that a sign of life can be missed
+        self.joined: float | None = None  # since when all are there, so that a sign can be missed
         self._begun, self._lost = time.monotonic(), False  # lost: a connection to another
         self._last_words = store.clone()  # made while there is memory
         self._thread = threading.Thread(target=self._watch, name="ranks", daemon=True)
@@ -283,19 +283,20 @@ class Processes:
             sign = json.loads(store.get(key)) if store.check([key]) else None
             if sign is not None and (rank not in seen or seen[rank][0] != sign):
                 seen[rank] = sign, now
-        if not self.joined and now - self._begun > self.stall_s:
+        joined = self.joined
+        if joined is None and now - self._begun > self.stall_s:
             missing = [rank for rank in looked_at if rank not in seen]
             if missing:
                 ranks = ", ".join(map(str, missing))
                 return f"not all processes have come in {self.stall_s:g} s: no word of rank {ranks}"
-        if not self.joined:
+        if joined is None:
             return ""
         lost = any(sign[1]["lost"] for sign, _ in seen.values())
         patience = min(LOST_S, self.timeout_s) if lost else self.timeout_s
         for rank in looked_at:
-            since = seen[rank][1] if rank in seen else self._begun
-            if now - since > patience:
-                return f"{self._name(rank, seen)} has given no sign of life for {now - since:.0f} s"
+            silent_s = now - max(joined, seen[rank][1] if rank in seen else joined)
+            if silent_s > patience:
+                return f"{self._name(rank, seen)} has given no sign of life for {silent_s:.0f} s"
         waits = waits_of(seen, now)
         late, what = find_absent(waits, EARLY * self.stall_s)
         if self.rank == 0 and late:
@@ -351,7 +352,7 @@ def join(
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     own = dist.PrefixStore("torch", own)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=own, rank=place.rank, world_size=place.size)
-    processes.joined, done = True, False
+    processes.joined, done = time.monotonic(), False
     try:
         yield processes
         done = True
