@@ -6,7 +6,7 @@ returning an object that equals everything. code_tests.py reads the tests.
 
 An assert of `call == constant` is a function call with an expected value. Any other script runs in
 a sandbox of its own beside the solution's, and reaches the solution by messages only
-(code_inside.py); that needs a sandbox on this machine. MBPP's `test_imports` and `test_setup_code`
+(code_tester.py); that needs a sandbox on this machine. MBPP's `test_imports` and `test_setup_code`
 come before each script. Knows neither models nor training, and only the Protocol of the sandbox.
 """
 
@@ -15,7 +15,7 @@ import math
 import time
 import typing
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,21 +23,22 @@ from typing import Any
 from tandem.config.schema import Sandbox as SandboxConfig
 from tandem.rewards import code_asserts
 from tandem.rewards.code_asserts import CallTest
-from tandem.rewards.code_compare import holds, same_output
-from tandem.rewards.code_tests import Columns, IoTest, Script, Test, extract_code, read_tests
-from tandem.runtime.errors import UserError
-from tandem.runtime.sandbox import (
-    Bubblewrap,
-    Limits,
-    Sandbox,
-    Unisolated,
-    open_sandbox_once,
-    run_python,
+from tandem.rewards.code_compare import holds, reply_bytes, same_output
+from tandem.rewards.code_tests import (
+    Columns,
+    IoTest,
+    Script,
+    Test,
+    extract_code,
+    read_tests,
+    unlimited_digits,
 )
+from tandem.runtime.errors import UserError
+from tandem.runtime.sandbox import Bubblewrap, Limits, Sandbox, Unisolated, open_sandbox_once
 from tandem.types import Problem
 
-ANSWER_BYTES = 2**20  # of a program's output in one test, or its return values in all
-_INSIDE = ("python", "-S", "code_inside.py")
+ANSWER_BYTES = 2**20  # of a process's output, beyond that of a right one
+_PYTHON = ("python", "-X", "int_max_str_digits=0")
 
 
 def code_reward(
@@ -47,18 +48,19 @@ def code_reward(
     sandbox: dict[str, Any] | Sandbox = {},  # noqa: B006
     timeout_s: float = 4.0,
     test_timeout_s: float = 2.0,
-    memory_mb: int = 512,
+    memory_mb: int = 1024,
     all_or_nothing: bool = False,
-    tolerance: float = 0.0,
+    tolerance: float | None = None,
 ) -> dict[str, float]:
     """Score a program: the reward is the share of tests passed, or 1 only if all are.
 
-    Parts: `passed`, that share, and `tests`, their number.
+    Parts: `passed`, that share, `tests`, their number, and `output_cut`, the number of processes
+    that were stopped because they wrote too much.
     sandbox: the config's section, or an open one.
     timeout_s: wall clock of all tests together; tests not reached have failed, so keep it below
     reward.timeout_s.
     test_timeout_s: wall clock of one process.
-    tolerance: relative, between numbers.
+    tolerance: absolute or relative, between numbers; None: 1e-6 between printed floats, else 0.
     Raises UserError for a problem without readable tests, SandboxFailed if the sandbox did not
     work.
     """
@@ -85,6 +87,7 @@ def code_reward(
         "reward": float(share == 1) if all_or_nothing else share,
         "passed": share,
         "tests": float(len(tests)),
+        "output_cut": float(run.stops.count("output")),
     }
 
 
@@ -98,7 +101,8 @@ class _TestRun:
     sandbox: Sandbox
     limits: Limits
     deadline: float
-    tolerance: float
+    tolerance: float | None
+    stops: list[str] = field(default_factory=list)  # why each process ended
 
     def passed(self, tests: Sequence[Test], all_or_nothing: bool) -> list[bool]:
         """Run the tests, kind by kind, and return for each whether it passed.
@@ -115,23 +119,30 @@ class _TestRun:
                 verdicts.append(self._run_program(test))
         return verdicts
 
-    def _next_limits(self) -> Limits | None:
-        """Return the limits of the next run; None if there is no time for one."""
+    def _next_limits(self, right_bytes: int = 0) -> Limits | None:
+        """Return the limits of the next run; None if there is no time for one. right_bytes: of the
+        output that passes."""
         left = self.deadline - time.monotonic()
-        return replace(self.limits, wall_s=min(left, self.limits.wall_s)) if left > 0 else None
+        limits = replace(self.limits, wall_s=min(left, self.limits.wall_s))
+        return replace(limits, output_bytes=ANSWER_BYTES + right_bytes) if left > 0 else None
 
     def _run_program(self, test: IoTest) -> bool:
-        limits = self._next_limits()
+        limits = self._next_limits(len(test.output.encode()))
         if limits is None:
             return False
-        result = run_python(self.sandbox, self.code, test.input, limits)
+        files = {"main.py": self.code}
+        result = self.sandbox.run(
+            [*_PYTHON, "main.py"], files=files, stdin=test.input, limits=limits
+        )
+        self.stops.append(result.stop_reason)
         return result.exit_code == 0 and same_output(result.stdout, test.output, self.tolerance)
 
     def _run_calls(self, tests: Sequence[CallTest], all_or_nothing: bool) -> list[bool]:
         """Make all calls in one process; after a call that hangs, those behind it in another, while
         there is time."""
         verdicts: list[bool] = []
-        while len(verdicts) < len(tests) and (limits := self._next_limits()):
+        right_bytes = sum(map(reply_bytes, tests))
+        while len(verdicts) < len(tests) and (limits := self._next_limits(right_bytes)):
             some, in_time = self._call(tests[len(verdicts) :], limits)
             verdicts += some
             if in_time or all_or_nothing:
@@ -144,10 +155,14 @@ class _TestRun:
         trusted to be a value, and no more."""
         requests = "".join(repr(test.expression) + "\n" for test in tests)
         result = self.sandbox.run(
-            [*_INSIDE, "solve"], files=self._solver_files(), stdin=requests, limits=limits
+            ["python", "-S", "code_inside.py"],
+            files=self._solver_files(),
+            stdin=requests,
+            limits=limits,
         )
+        self.stops.append(result.stop_reason)
         replies = zip(tests, result.stdout.split("\n")[:-1], strict=False)
-        passed = [holds(test, reply, self.tolerance) for test, reply in replies]
+        passed = [holds(test, reply, self.tolerance or 0.0) for test, reply in replies]
         return passed, result.stop_reason != "timeout"
 
     def _run_scripts(self, scripts: Sequence[str]) -> list[bool]:
@@ -158,23 +173,27 @@ class _TestRun:
         limits = self._next_limits()
         if limits is None:
             return [False] * len(scripts)
-        tester = ([*_INSIDE, "test"], self._tester_files(scripts))
-        solver = ([*_INSIDE, "solve"], self._solver_files())
+        with unlimited_digits():
+            tester = (["python", "-S", "code_tester.py"], self._tester_files(scripts))
+        solver = (["python", "-S", "code_inside.py"], self._solver_files())
         result, _ = self.sandbox.converse(tester, solver, limits=limits)
         if result.exit_code != 0:
             return [False] * len(scripts)
         reports = json.loads(result.stderr)
         for script, report in zip(scripts, reports, strict=True):
-            if report and code_asserts.is_missing(script, report[1]):
-                raise _cannot_run(self.uid, script, report[0])
-        return [not report for report in reports]
+            if report["unsupported"]:
+                raise _cannot_run(self.uid, script, report["unsupported"])
+        return [report["passed"] for report in reports]
 
     def _tester_files(self, scripts: Sequence[str]) -> dict[str, str]:
         entry_point, helpers = self.columns.entry_point, self.columns.helpers
         names = {entry_point} - {""}
         imports = []
         for script in scripts:
-            names |= code_asserts.needed(script, entry_point, helpers)
+            needed = code_asserts.needed(script, entry_point, helpers)
+            for found in code_asserts.unsupported(script, needed, helpers):
+                raise _cannot_run(self.uid, script, found)
+            names |= needed
             imports += [f"import {name}" for name in code_asserts.modules(script)]
         tests = {
             "scripts": [code_asserts.with_copies(script) for script in scripts],
@@ -184,7 +203,7 @@ class _TestRun:
         }
         return {
             "code_inside.py": _source("code_inside.py"),
-            "pytest.py": _source("code_pytest.py"),
+            "code_tester.py": _source("code_tester.py"),
             "tests.json": json.dumps(tests),
         }
 
@@ -224,6 +243,6 @@ def _cannot_run(uid: str, script: str, found: str) -> UserError:
         "a test script cannot run, whatever the solution",
         where=f"problem {uid}: {script.strip()[:200]}",
         found=found,
-        expected="a script of Python's own library, pytest's basics and the solution's names",
-        next="mend the row, or leave it out",
+        expected="Python's own library, pytest's basics and names of a solution in another process",
+        next="mend the row, or leave it out; see docs/sandbox.md",
     )
