@@ -4,14 +4,15 @@ The program runs in a sandbox that no expected value ever enters. Its results ar
 data, compared here. So it gains nothing by printing "passed", exiting with 0, replacing builtins or
 returning an object that equals everything. code_tests.py reads the tests.
 
-An assert of `call == constant` is a function call with an expected value. Any other script runs in
-a sandbox of its own beside the solution's, and reaches the solution by messages only
+An assert of `call == constant`, of literals, is a function call with an expected value. Any other
+script runs in a sandbox of its own beside the solution's, and reaches the solution by messages only
 (code_tester.py); that needs a sandbox on this machine. MBPP's `test_imports` and `test_setup_code`
 come before each script. Knows neither models nor training, and only the Protocol of the sandbox.
 """
 
 import json
 import math
+import re
 import time
 import typing
 from collections.abc import Sequence
@@ -38,7 +39,8 @@ from tandem.runtime.sandbox import Bubblewrap, Limits, Sandbox, Unisolated, open
 from tandem.types import Problem
 
 ANSWER_BYTES = 2**20  # of a process's output, beyond that of a right one
-_PYTHON = ("python", "-X", "int_max_str_digits=0")
+_PROGRAM = ("python", "-X", "int_max_str_digits=0", "main.py")
+_SOLVE, _TEST = ("python", "-S", "code_inside.py"), ("python", "-S", "code_tester.py")
 
 
 def code_reward(
@@ -131,9 +133,7 @@ class _TestRun:
         if limits is None:
             return False
         files = {"main.py": self.code}
-        result = self.sandbox.run(
-            [*_PYTHON, "main.py"], files=files, stdin=test.input, limits=limits
-        )
+        result = self.sandbox.run(_PROGRAM, files=files, stdin=test.input, limits=limits)
         self.stops.append(result.stop_reason)
         return result.exit_code == 0 and same_output(result.stdout, test.output, self.tolerance)
 
@@ -154,12 +154,8 @@ class _TestRun:
         """Return verdicts on the answered calls, and whether time sufficed for all. A reply is
         trusted to be a value, and no more."""
         requests = "".join(repr(test.expression) + "\n" for test in tests)
-        result = self.sandbox.run(
-            ["python", "-S", "code_inside.py"],
-            files=self._solver_files(),
-            stdin=requests,
-            limits=limits,
-        )
+        files = self._solver_files()
+        result = self.sandbox.run(_SOLVE, files=files, stdin=requests, limits=limits)
         self.stops.append(result.stop_reason)
         replies = zip(tests, result.stdout.split("\n")[:-1], strict=False)
         passed = [holds(test, reply, self.tolerance or 0.0) for test, reply in replies]
@@ -169,13 +165,16 @@ class _TestRun:
         """Run scripts and solution in two sandboxes; the verdicts come on a stream that the
         solution does not have."""
         if not isinstance(self.sandbox, Bubblewrap | Unisolated):
-            raise _not_here(scripts[0])
+            found = (
+                "needs a sandbox on this machine, as it is more than asserts of call == constant"
+            )
+            raise _cannot_run(self.uid, scripts[0], found)
         limits = self._next_limits()
         if limits is None:
             return [False] * len(scripts)
         with unlimited_digits():
-            tester = (["python", "-S", "code_tester.py"], self._tester_files(scripts))
-        solver = (["python", "-S", "code_inside.py"], self._solver_files())
+            tester = (_TEST, self._tester_files(scripts))
+        solver = (_SOLVE, self._solver_files())
         result, _ = self.sandbox.converse(tester, solver, limits=limits)
         if result.exit_code != 0:
             return [False] * len(scripts)
@@ -202,40 +201,22 @@ class _TestRun:
             "entry_point": entry_point,
         }
         return {
-            "code_inside.py": _source("code_inside.py"),
-            "code_tester.py": _source("code_tester.py"),
+            **_source("code_inside.py"),
+            **_source("code_tester.py"),
             "tests.json": json.dumps(tests),
         }
 
     def _solver_files(self) -> dict[str, str]:
-        types = sorted(code_asserts.free(self.code) & set(typing.__all__))
+        types = sorted(set(re.findall(r"\w+", self.code)) & set(typing.__all__))
         imports = self.columns.imports.splitlines()
         imports += [f"from typing import {name}" for name in types]
         before = "".join(f"{statement!r}\n" for statement in (*imports, *self.columns.helpers))
-        return {
-            "code_inside.py": _source("code_inside.py"),
-            "before.txt": before,
-            "solution.py": self.code,
-        }
+        return {**_source("code_inside.py"), "before.txt": before, "solution.py": self.code}
 
 
 @cache
-def _source(program: str) -> str:
-    return Path(__file__).with_name(program).read_text(encoding="utf-8")
-
-
-# ---------------------------------------------------------------- errors
-
-
-def _not_here(script: str) -> UserError:
-    return UserError(
-        "a test script that is more than asserts of `call == constant` needs a sandbox on this "
-        "machine",
-        where="sandbox.url",
-        found=script[:200],
-        expected="bubblewrap, or tests of another form",
-        next="leave sandbox.url empty",
-    )
+def _source(program: str) -> dict[str, str]:
+    return {program: Path(__file__).with_name(program).read_text(encoding="utf-8")}
 
 
 def _cannot_run(uid: str, script: str, found: str) -> UserError:

@@ -1,8 +1,7 @@
 """A reader of test scripts: finds scripts of only asserts of `call == constant`, and needed names.
 
 Such an assert is taken apart here, so that the call goes to the solution and the constant does not.
-A script is taken apart as a whole or not at all, and only if its calls certainly hold nothing of
-the expected value: no comparison, no name of the script's own.
+A script is taken apart as a whole or not at all, and only if its calls are of constants.
 
 Runs nothing, and knows neither sandboxes nor scores.
 
@@ -17,16 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tandem.rewards.code_inside import COPY, PYTHON
-
-# Built-ins that an assert calls around the solution's call, or around a constant.
-WRAPPERS = {"set", "frozenset", "sorted", "list", "tuple", "len", "str"}
-# Built-ins that a call's arguments may use.
-MAKERS = {"set", "frozenset", "list", "tuple", "dict", "float", "int", "str", "bytes"}
-MAKERS |= {"complex", "range"}
-PLAIN: tuple[type[ast.AST], ...] = (ast.Call, ast.Name, ast.Attribute, ast.Constant, ast.List)
-PLAIN += (ast.Tuple, ast.Set, ast.Dict, ast.UnaryOp, ast.BinOp, ast.operator, ast.unaryop)
-PLAIN += (ast.keyword, ast.Starred, ast.expr_context)
+from tandem.rewards.code_inside import COPY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +29,7 @@ class CallTest:
     expression: str
     expected: tuple[Any, ...]  # any of them will do
     # json: tuples are lists, keys are strings
-    compare: Literal["equal", "is", "json"] = "equal"
+    compare: Literal["equal", "json"] = "equal"
 
 
 def calls(script: str, entry_point: str = "", before: Sequence[str] = ()) -> list[CallTest]:
@@ -48,20 +38,15 @@ def calls(script: str, entry_point: str = "", before: Sequence[str] = ()) -> lis
     entry_point: the function under HumanEval's `check(candidate)`; with one, no other call is the
     solution's. before: statements that make names for the script.
     """
-    tree = ast.parse(script)
-    of_solution = _imported(tree)
-    made = (bound(tree) | bound(ast.parse("\n".join(before))) | set(modules(script))) - of_solution
-    if entry_point or of_solution:
-        made |= _names(tree) - {_root(entry_point)} - of_solution - MAKERS
-    tests = []
-    for statement in _statements(tree.body, entry_point):
+    names, tests = needed(script, entry_point, before), list[CallTest]()
+    for statement in _statements(ast.parse(script).body, entry_point):
         match statement:
-            case ast.Assert():
-                test = _condition(statement.test, made)
-                if test is None:
+            case ast.Assert(ast.Compare(left, [ast.Eq()], [right])):
+                found = _test(left, right, names) or _test(right, left, names)
+                if not found:
                     return []
-                tests.append(test)
-            case ast.Import(names) if any(alias.name == "solution" for alias in names):
+                tests.append(found)
+            case ast.Import(names_of) if any(alias.name == "solution" for alias in names_of):
                 return []
             case ast.Import() | ast.ImportFrom() | ast.Pass() | ast.Expr(ast.Constant()):
                 pass
@@ -90,89 +75,20 @@ def _statements(body: list[ast.stmt], entry_point: str) -> Iterator[ast.stmt]:
                 yield statement
 
 
-def _condition(node: ast.expr, made: set[str]) -> CallTest | None:
-    """Read the test in an assert's condition; None unless it is of a call and a constant."""
-    match node:
-        case ast.Compare(left, [ast.Eq()], [right]):
-            return _comparison(left, right, made) or _comparison(right, left, made)
-        case ast.Compare(left, [ast.Is()], [ast.Constant(None | True | False as value)]):
-            source, expected = _call(left, made), value
-        case ast.UnaryOp(ast.Not(), inner):
-            source, expected = _truth(inner, made), False
-        case _:
-            source, expected = _truth(node, made), True
-    return CallTest(expression=source, expected=(expected,), compare="is") if source else None
-
-
-def _truth(node: ast.expr, made: set[str]) -> str:
-    """Return the source of a call's own truth. A call around another, `same(f(1), 2)`, could hold
-    the expected value, and is refused."""
-    arguments = [
-        argument
-        for call in _chain(node)
-        if isinstance(call, ast.Call)
-        for argument in (*call.args, *call.keywords)
-    ]
-    if {
-        call.func.id if isinstance(call.func, ast.Name) else "" for call in _calls(*arguments)
-    } - MAKERS:
-        return ""
-    source = _call(node, made)
-    return source and f"{PYTHON}['bool']({source})"
-
-
-def _comparison(call: ast.expr, constant: ast.expr, made: set[str]) -> CallTest | None:
-    wrapper, inner = _unwrapped(call, made)
-    source = _call(inner, made)
+def _test(call: ast.expr, constant: ast.expr, names: set[str]) -> CallTest | None:
+    """Read the test of a call of the solution, such as `Solution().f(1)`, and a constant."""
+    node, given = call, [constant]
+    while isinstance(node, ast.Call | ast.Attribute):
+        if isinstance(node, ast.Call):
+            given += [*node.args, *(keyword.value for keyword in node.keywords)]
+        node = node.func if isinstance(node, ast.Call) else node.value
+    if not isinstance(call, ast.Call) or not isinstance(node, ast.Name) or node.id not in names:
+        return None
     try:
-        expected = _constant(constant, made)
+        expected, *_ = [ast.literal_eval(value) for value in given]
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
-    if wrapper:
-        source = source and f"{PYTHON}['{wrapper}']({source})"
-    return CallTest(expression=source, expected=(expected,)) if source else None
-
-
-def _unwrapped(node: ast.expr, made: set[str]) -> tuple[str, ast.expr]:
-    match node:
-        case ast.Call(ast.Name(name), [inner], []) if name in WRAPPERS and name not in made:
-            return name, inner
-    return "", node
-
-
-def _constant(node: ast.expr, made: set[str]) -> Any:
-    wrapper, inner = _unwrapped(node, made)
-    if wrapper:
-        return getattr(builtins, wrapper)(_constant(inner, made))
-    return ast.literal_eval(node)
-
-
-def _call(node: ast.expr, made: set[str]) -> str:
-    """Return the source of a call of something that only the solution can have made, or ""."""
-    root = _root_name(node)
-    if not isinstance(node, ast.Call) or not root or root in vars(builtins):
-        return ""
-    foreign = _names(node) & (made | (vars(builtins).keys() - MAKERS))
-    plain = all(isinstance(part, PLAIN) for part in ast.walk(node))
-    return ast.unparse(node) if plain and not foreign else ""
-
-
-def _chain(node: ast.expr) -> list[ast.expr]:
-    """List a chain of calls and attributes down to its root, `Solution` of `Solution().f(1)`."""
-    chain = [node]
-    while isinstance(node, ast.Call | ast.Attribute):
-        node = node.func if isinstance(node, ast.Call) else node.value
-        chain.append(node)
-    return chain
-
-
-def _root_name(node: ast.expr) -> str:
-    root = _chain(node)[-1]
-    return root.id if isinstance(root, ast.Name) else ""
-
-
-def _root(entry_point: str) -> str:
-    return _root_name(ast.parse(entry_point, mode="eval").body) if entry_point else ""
+    return CallTest(expression=ast.unparse(call), expected=(expected,))
 
 
 def _imported(tree: ast.AST) -> set[str]:
@@ -242,7 +158,7 @@ def needed(script: str, entry_point: str = "", before: Sequence[str] = ()) -> se
     if imported := _imported(tree):
         return imported
     if entry_point:
-        return {_root(entry_point)}
+        return _names(ast.parse(entry_point))
     read = {
         node.id
         for node in ast.walk(tree)
@@ -260,7 +176,7 @@ def needed(script: str, entry_point: str = "", before: Sequence[str] = ()) -> se
     for node in ast.walk(tree):
         if isinstance(node, ast.Assert) and isinstance(node.test, ast.Call):
             inner = _names(*node.test.args) & free
-            (around if inner else other).add(_root_name(node.test))
+            (around if inner else other).update(_names(node.test.func))
             other |= inner
     return free - (around - other)
 
@@ -300,7 +216,7 @@ def unsupported(script: str, names: set[str], before: Sequence[str] = ()) -> Ite
             yield f"uses {path}"
         match node:
             case ast.Attribute(value, _, ast.Store()) | ast.Subscript(value, _, ast.Store()) if (
-                _path(value, paths)
+                _path(value, paths).partition("solution.")[0]
             ):
                 yield f"sets {ast.unparse(node)}"
             case ast.Attribute(_, name) if name in NAMES:
@@ -348,15 +264,6 @@ def _always_read(node: ast.AST) -> Iterator[str]:
                 yield from _always_read(part)
 
 
-def free(program: str) -> set[str]:
-    """List the names that a program reads and does not make; none if it cannot be parsed."""
-    try:
-        tree = ast.parse(program)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return set()
-    return _names(tree) - bound(tree)
-
-
 def modules(script: str) -> list[str]:
     """List modules of Python's library that a script uses, `math.pi`, and does not import."""
     tree = ast.parse(script)
@@ -372,12 +279,12 @@ def with_copies(script: str) -> str:
     """Return the script, with copied arguments for each call whose argument is read again by a
     comparison of its result, or by the call around it: else `f(a) == sorted(a)` would hold for a
     solution that empties a."""
-    tree, to_copy = ast.parse(script), dict[int, ast.Call]()
-    assigned = [
-        (bound(node), node.lineno, node.value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value
-    ]
+    tree, to_copy, assigned = ast.parse(script), dict[int, ast.Call](), []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value:
+            assigned.append((bound(node), node.value))
+        if isinstance(node, ast.For | ast.comprehension):
+            assigned.append((bound(node.target), node.iter))
     for node in ast.walk(tree):
         parts: list[ast.AST] = []
         if isinstance(node, ast.Compare):
@@ -388,7 +295,7 @@ def with_copies(script: str) -> str:
             others = _names(*(other for other in parts if other is not part))
             for call in _results(part, assigned):
                 # what was made of an argument before the call is no problem
-                later = [v for made, line, v in assigned if line > call.lineno and made & others]
+                later = [v for made, v in assigned if v.lineno > call.lineno and made & others]
                 if _names(*call.args, *call.keywords) & (others | _names(*later)):
                     to_copy[id(call)] = call
     for call in to_copy.values():
@@ -396,9 +303,7 @@ def with_copies(script: str) -> str:
     return ast.unparse(tree) if to_copy else script
 
 
-def _results(
-    part: ast.AST, assigned: Sequence[tuple[set[str], int, ast.expr]]
-) -> Iterator[ast.Call]:
+def _results(part: ast.AST, assigned: Sequence[tuple[set[str], ast.expr]]) -> Iterator[ast.Call]:
     """List the calls whose results a part of a comparison has, itself or by its names. A name that
     is an index, `a[:n]`, is not its value."""
     pending, seen = [part], set[str]()
@@ -408,7 +313,7 @@ def _results(
             yield node
         if isinstance(node, ast.Name) and node.id not in seen:
             seen.add(node.id)
-            pending += [value for made, _, value in assigned if node.id in made]
+            pending += [value for made, value in assigned if node.id in made]
         pending += [node.value] if isinstance(node, ast.Subscript) else ast.iter_child_nodes(node)
 
 
@@ -418,10 +323,6 @@ def _called(tree: ast.AST) -> set[str]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }
-
-
-def _calls(*nodes: ast.AST) -> Iterator[ast.Call]:
-    return (node for each in nodes for node in ast.walk(each) if isinstance(node, ast.Call))
 
 
 def _names(*nodes: ast.AST) -> set[str]:

@@ -16,9 +16,8 @@ from tandem.rewards.code_asserts import CallTest
 from tandem.rewards.code_inside import decode, encode
 
 PRINTED = 1e-6  # the tolerance of judges, absolute or relative, between printed floats
-_FLOAT = re.compile(r"(?<![\w.])-?\d+(?:\.\d+(?:[eE][-+]?\d+)?|[eE][-+]?\d+)(?![\w.])")
-_NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?![\w.])")
 FLOAT_CHARS = 24  # a longer decimal is meant digit by digit
+_NUMBER = re.compile(r"(?<![\w.])-?\d+(\.\d+)?([eE][-+]?\d+)?(?![\w.])")
 
 
 def same_output(found: str, expected: str, tolerance: float | None = None) -> bool:
@@ -37,19 +36,19 @@ def same_output(found: str, expected: str, tolerance: float | None = None) -> bo
 
 
 def _same_line(found: str, expected: str, tolerance: float | None) -> bool:
-    pattern = _FLOAT if tolerance is None else _NUMBER
-    numbers, wanted = pattern.findall(found), pattern.findall(expected)
-    return (
-        len(numbers) == len(wanted)
-        and pattern.sub("0", found) == pattern.sub("0", expected)
-        and all(_same_number(a, b, tolerance) for a, b in zip(numbers, wanted, strict=True))
-    )
-
-
-def _same_number(found: str, expected: str, tolerance: float | None) -> bool:
-    if tolerance is None and max(len(found), len(expected)) > FLOAT_CHARS:
-        return found == expected
-    return _close(float(found), float(expected), PRINTED if tolerance is None else tolerance)
+    if _NUMBER.sub("0", found) != _NUMBER.sub("0", expected):
+        return False
+    for one, other in zip(_NUMBER.finditer(found), _NUMBER.finditer(expected), strict=True):
+        floats = (one[1] or one[2]) and (other[1] or other[2])
+        if tolerance is None and (not floats or max(len(one[0]), len(other[0])) > FLOAT_CHARS):
+            same = one[0] == other[0]
+        else:
+            same = _close(
+                float(one[0]), float(other[0]), PRINTED if tolerance is None else tolerance
+            )
+        if not same:
+            return False
+    return True
 
 
 def _close(found: float, expected: float, tolerance: float) -> bool:
@@ -68,8 +67,6 @@ def holds(test: CallTest, reply: str, tolerance: float = 0.0) -> bool:
     try:
         value = decode(json.loads(reply)["value"], _number)
         match test.compare:
-            case "is":
-                return type(value) is type(test.expected[0]) and value == test.expected[0]
             case "json":
                 found = _as_json(value)
                 return any(_same(found, _as_json(item), tolerance) for item in test.expected)

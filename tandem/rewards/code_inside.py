@@ -177,8 +177,8 @@ def _attempt(act: Callable[[], Any], objects: list[Any]) -> str:
         return f'{{"value": {encode(act(), objects)}}}'
     except BaseException as error:  # a solution may raise anything
         with contextlib.suppress(BaseException):
-            told = [type(error), str(error)[:500], [*error.args], dict(vars(error))]
-            return f'{{"error": {encode(told, objects)}}}'
+            parts = [type(error), str(error)[:500], [*error.args], dict(vars(error))]
+            return f'{{"error": {encode(parts, objects)}}}'
         return '{"error": []}'
 
 

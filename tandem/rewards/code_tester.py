@@ -99,22 +99,22 @@ def _forwarded(function: str) -> Any:
     )
 
 
-def _words(names: str) -> list[str]:
-    return names.split()
-
-
-for _name in _words("repr str len bool iter setattr delattr int float abs round reversed"):
+for _name in re.findall(
+    r"\w+", "repr str len bool iter setattr delattr int float abs round reversed"
+):
     setattr(Remote, f"__{_name}__", _forwarded(f"{PYTHON}['{_name}']"))
-for _name in _words("getitem setitem delitem neg index"):
+for _name in re.findall(r"\w+", "getitem setitem delitem neg index"):
     setattr(Remote, f"__{_name}__", _forwarded(f"__import__('operator').{_name}"))
-for _name in _words("instance subclass"):
+for _name in re.findall(r"\w+", "instance subclass"):
     _is = _forwarded(f"(lambda kind, value: {PYTHON}['is{_name}'](value, kind))")
     setattr(Remote, f"__{_name}check__", _is)
 setattr(Remote, "__enter__", _forwarded("(lambda context: context.__enter__())"))  # noqa: B010
-for _name in _words("add sub mul matmul truediv floordiv mod pow and or xor lshift rshift"):
+for _name in re.findall(
+    r"\w+", "add sub mul matmul truediv floordiv mod pow and or xor lshift rshift"
+):
     setattr(Remote, f"__{_name}__", Remote._operate)
     setattr(Remote, f"__r{_name}__", Remote._operate)
-for _name in _words("lt le gt ge reduce_ex"):  # the last is what copy and pickle call
+for _name in re.findall(r"\w+", "lt le gt ge reduce_ex"):  # the last is what copy and pickle call
     setattr(Remote, f"__{_name}__", Remote._operate)
 
 
@@ -246,20 +246,17 @@ class Approx:
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, expected: Any, rel: float | None = None, abs: float | None = None):
-        self.expected, self.rel, self.abs = expected, rel, abs
+        self.expected, self.abs = expected, 1e-12 if abs is None else abs
+        self.rel = (1e-6 if abs is None else 0) if rel is None else rel
 
     def __eq__(self, found: object) -> bool:
         expected = self.expected
         if isinstance(expected, int | float) and isinstance(found, int | float):
-            rel = (1e-6 if self.abs is None else 0) if self.rel is None else self.rel
-            return math.isclose(found, expected, rel_tol=rel, abs_tol=self.abs or 1e-12)
-        if isinstance(expected, dict) and isinstance(found, dict):
-            if found.keys() != expected.keys():
-                return False
-            found, expected = [found[key] for key in expected], [*expected.values()]
+            return math.isclose(found, expected, rel_tol=self.rel, abs_tol=self.abs)
         if isinstance(expected, list | tuple) and isinstance(found, list | tuple):
-            wanted = [Approx(item, self.rel, self.abs) for item in expected]
-            return [*found] == wanted
+            return [Approx(item, self.rel, self.abs) for item in expected] == [*found]
+        if isinstance(expected, dict) and isinstance(found, dict):
+            return {k: Approx(v, self.rel, self.abs) for k, v in expected.items()} == found
         return bool(found == expected)
 
 
