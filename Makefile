@@ -114,7 +114,7 @@ mutants: $(DEV)
 
 # The API's pages from the docstrings, in build/docs.
 docs: $(DEV)
-	@$(BIN)/pdoc -o build/docs tandem '!tandem.rewards.code_inside' '!tandem.rewards.code_pytest'
+	@$(BIN)/pdoc -o build/docs tandem '!tandem.rewards.code_inside' '!tandem.rewards.code_tester'
 
 learning: $(DEV)
 	@$(BIN)/python benchmarks/bias.py

@@ -4,18 +4,19 @@ The program runs in a sandbox that no expected value ever enters. Its results ar
 data, compared here. So it gains nothing by printing "passed", exiting with 0, replacing builtins or
 returning an object that equals everything. code_tests.py reads the tests.
 
-An assert of `call == constant` is a function call with an expected value. Any other script runs in
-a sandbox of its own beside the solution's, and reaches the solution by messages only
-(code_inside.py); that needs a sandbox on this machine. MBPP's `test_imports` and `test_setup_code`
+An assert of `call == constant`, of literals, is a function call with an expected value. Any other
+script runs in a sandbox of its own beside the solution's, and reaches the solution by messages only
+(code_tester.py); that needs a sandbox on this machine. MBPP's `test_imports` and `test_setup_code`
 come before each script. Knows neither models nor training, and only the Protocol of the sandbox.
 """
 
 import json
 import math
+import re
 import time
 import typing
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,21 +24,23 @@ from typing import Any
 from tandem.config.schema import Sandbox as SandboxConfig
 from tandem.rewards import code_asserts
 from tandem.rewards.code_asserts import CallTest
-from tandem.rewards.code_compare import holds, same_output
-from tandem.rewards.code_tests import Columns, IoTest, Script, Test, extract_code, read_tests
-from tandem.runtime.errors import UserError
-from tandem.runtime.sandbox import (
-    Bubblewrap,
-    Limits,
-    Sandbox,
-    Unisolated,
-    open_sandbox_once,
-    run_python,
+from tandem.rewards.code_compare import holds, reply_bytes, same_output
+from tandem.rewards.code_tests import (
+    Columns,
+    IoTest,
+    Script,
+    Test,
+    extract_code,
+    read_tests,
+    unlimited_digits,
 )
+from tandem.runtime.errors import UserError
+from tandem.runtime.sandbox import Bubblewrap, Limits, Sandbox, Unisolated, open_sandbox_once
 from tandem.types import Problem
 
-ANSWER_BYTES = 2**20  # of a program's output in one test, or its return values in all
-_INSIDE = ("python", "-S", "code_inside.py")
+ANSWER_BYTES = 2**20  # of a process's output, beyond that of a right one
+_PROGRAM = ("python", "-X", "int_max_str_digits=0", "main.py")
+_SOLVE, _TEST = ("python", "-S", "code_inside.py"), ("python", "-S", "code_tester.py")
 
 
 def code_reward(
@@ -47,18 +50,19 @@ def code_reward(
     sandbox: dict[str, Any] | Sandbox = {},  # noqa: B006
     timeout_s: float = 4.0,
     test_timeout_s: float = 2.0,
-    memory_mb: int = 512,
+    memory_mb: int = 1024,
     all_or_nothing: bool = False,
-    tolerance: float = 0.0,
+    tolerance: float | None = None,
 ) -> dict[str, float]:
     """Score a program: the reward is the share of tests passed, or 1 only if all are.
 
-    Parts: `passed`, that share, and `tests`, their number.
+    Parts: `passed`, that share, `tests`, their number, and `output_cut`, the number of processes
+    that were stopped because they wrote too much.
     sandbox: the config's section, or an open one.
     timeout_s: wall clock of all tests together; tests not reached have failed, so keep it below
     reward.timeout_s.
     test_timeout_s: wall clock of one process.
-    tolerance: relative, between numbers.
+    tolerance: absolute or relative, between numbers; None: 1e-6 between printed floats, else 0.
     Raises UserError for a problem without readable tests, SandboxFailed if the sandbox did not
     work.
     """
@@ -85,6 +89,7 @@ def code_reward(
         "reward": float(share == 1) if all_or_nothing else share,
         "passed": share,
         "tests": float(len(tests)),
+        "output_cut": float(run.stops.count("output")),
     }
 
 
@@ -98,7 +103,8 @@ class _TestRun:
     sandbox: Sandbox
     limits: Limits
     deadline: float
-    tolerance: float
+    tolerance: float | None
+    stops: list[str] = field(default_factory=list)  # why each process ended
 
     def passed(self, tests: Sequence[Test], all_or_nothing: bool) -> list[bool]:
         """Run the tests, kind by kind, and return for each whether it passed.
@@ -115,23 +121,28 @@ class _TestRun:
                 verdicts.append(self._run_program(test))
         return verdicts
 
-    def _next_limits(self) -> Limits | None:
-        """Return the limits of the next run; None if there is no time for one."""
+    def _next_limits(self, right_bytes: int = 0) -> Limits | None:
+        """Return the limits of the next run; None if there is no time for one. right_bytes: of the
+        output that passes."""
         left = self.deadline - time.monotonic()
-        return replace(self.limits, wall_s=min(left, self.limits.wall_s)) if left > 0 else None
+        limits = replace(self.limits, wall_s=min(left, self.limits.wall_s))
+        return replace(limits, output_bytes=ANSWER_BYTES + right_bytes) if left > 0 else None
 
     def _run_program(self, test: IoTest) -> bool:
-        limits = self._next_limits()
+        limits = self._next_limits(len(test.output.encode()))
         if limits is None:
             return False
-        result = run_python(self.sandbox, self.code, test.input, limits)
+        files = {"main.py": self.code}
+        result = self.sandbox.run(_PROGRAM, files=files, stdin=test.input, limits=limits)
+        self.stops.append(result.stop_reason)
         return result.exit_code == 0 and same_output(result.stdout, test.output, self.tolerance)
 
     def _run_calls(self, tests: Sequence[CallTest], all_or_nothing: bool) -> list[bool]:
         """Make all calls in one process; after a call that hangs, those behind it in another, while
         there is time."""
         verdicts: list[bool] = []
-        while len(verdicts) < len(tests) and (limits := self._next_limits()):
+        right_bytes = sum(map(reply_bytes, tests))
+        while len(verdicts) < len(tests) and (limits := self._next_limits(right_bytes)):
             some, in_time = self._call(tests[len(verdicts) :], limits)
             verdicts += some
             if in_time or all_or_nothing:
@@ -143,38 +154,45 @@ class _TestRun:
         """Return verdicts on the answered calls, and whether time sufficed for all. A reply is
         trusted to be a value, and no more."""
         requests = "".join(repr(test.expression) + "\n" for test in tests)
-        result = self.sandbox.run(
-            [*_INSIDE, "solve"], files=self._solver_files(), stdin=requests, limits=limits
-        )
+        files = self._solver_files()
+        result = self.sandbox.run(_SOLVE, files=files, stdin=requests, limits=limits)
+        self.stops.append(result.stop_reason)
         replies = zip(tests, result.stdout.split("\n")[:-1], strict=False)
-        passed = [holds(test, reply, self.tolerance) for test, reply in replies]
+        passed = [holds(test, reply, self.tolerance or 0.0) for test, reply in replies]
         return passed, result.stop_reason != "timeout"
 
     def _run_scripts(self, scripts: Sequence[str]) -> list[bool]:
         """Run scripts and solution in two sandboxes; the verdicts come on a stream that the
         solution does not have."""
         if not isinstance(self.sandbox, Bubblewrap | Unisolated):
-            raise _not_here(scripts[0])
+            found = (
+                "needs a sandbox on this machine, as it is more than asserts of call == constant"
+            )
+            raise _cannot_run(self.uid, scripts[0], found)
         limits = self._next_limits()
         if limits is None:
             return [False] * len(scripts)
-        tester = ([*_INSIDE, "test"], self._tester_files(scripts))
-        solver = ([*_INSIDE, "solve"], self._solver_files())
+        with unlimited_digits():
+            tester = (_TEST, self._tester_files(scripts))
+        solver = (_SOLVE, self._solver_files())
         result, _ = self.sandbox.converse(tester, solver, limits=limits)
         if result.exit_code != 0:
             return [False] * len(scripts)
         reports = json.loads(result.stderr)
         for script, report in zip(scripts, reports, strict=True):
-            if report and code_asserts.is_missing(script, report[1]):
-                raise _cannot_run(self.uid, script, report[0])
-        return [not report for report in reports]
+            if report["unsupported"]:
+                raise _cannot_run(self.uid, script, report["unsupported"])
+        return [report["passed"] for report in reports]
 
     def _tester_files(self, scripts: Sequence[str]) -> dict[str, str]:
         entry_point, helpers = self.columns.entry_point, self.columns.helpers
         names = {entry_point} - {""}
         imports = []
         for script in scripts:
-            names |= code_asserts.needed(script, entry_point, helpers)
+            needed = code_asserts.needed(script, entry_point, helpers)
+            for found in code_asserts.unsupported(script, needed, helpers):
+                raise _cannot_run(self.uid, script, found)
+            names |= needed
             imports += [f"import {name}" for name in code_asserts.modules(script)]
         tests = {
             "scripts": [code_asserts.with_copies(script) for script in scripts],
@@ -183,40 +201,22 @@ class _TestRun:
             "entry_point": entry_point,
         }
         return {
-            "code_inside.py": _source("code_inside.py"),
-            "pytest.py": _source("code_pytest.py"),
+            **_source("code_inside.py"),
+            **_source("code_tester.py"),
             "tests.json": json.dumps(tests),
         }
 
     def _solver_files(self) -> dict[str, str]:
-        types = sorted(code_asserts.free(self.code) & set(typing.__all__))
+        types = sorted(set(re.findall(r"\w+", self.code)) & set(typing.__all__))
         imports = self.columns.imports.splitlines()
         imports += [f"from typing import {name}" for name in types]
         before = "".join(f"{statement!r}\n" for statement in (*imports, *self.columns.helpers))
-        return {
-            "code_inside.py": _source("code_inside.py"),
-            "before.txt": before,
-            "solution.py": self.code,
-        }
+        return {**_source("code_inside.py"), "before.txt": before, "solution.py": self.code}
 
 
 @cache
-def _source(program: str) -> str:
-    return Path(__file__).with_name(program).read_text(encoding="utf-8")
-
-
-# ---------------------------------------------------------------- errors
-
-
-def _not_here(script: str) -> UserError:
-    return UserError(
-        "a test script that is more than asserts of `call == constant` needs a sandbox on this "
-        "machine",
-        where="sandbox.url",
-        found=script[:200],
-        expected="bubblewrap, or tests of another form",
-        next="leave sandbox.url empty",
-    )
+def _source(program: str) -> dict[str, str]:
+    return {program: Path(__file__).with_name(program).read_text(encoding="utf-8")}
 
 
 def _cannot_run(uid: str, script: str, found: str) -> UserError:
@@ -224,6 +224,6 @@ def _cannot_run(uid: str, script: str, found: str) -> UserError:
         "a test script cannot run, whatever the solution",
         where=f"problem {uid}: {script.strip()[:200]}",
         found=found,
-        expected="a script of Python's own library, pytest's basics and the solution's names",
-        next="mend the row, or leave it out",
+        expected="Python's own library, pytest's basics and names of a solution in another process",
+        next="mend the row, or leave it out; see docs/sandbox.md",
     )

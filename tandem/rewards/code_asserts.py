@@ -1,8 +1,7 @@
 """A reader of test scripts: finds scripts of only asserts of `call == constant`, and needed names.
 
 Such an assert is taken apart here, so that the call goes to the solution and the constant does not.
-A script is taken apart as a whole or not at all, and only if its calls certainly hold nothing of
-the expected value: no comparison, no name of the script's own.
+A script is taken apart as a whole or not at all, and only if its calls are of constants.
 
 Runs nothing, and knows neither sandboxes nor scores.
 
@@ -11,46 +10,26 @@ Runs nothing, and knows neither sandboxes nor scores.
 
 import ast
 import builtins
+import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from tandem.rewards.code_inside import COPY
-
-WRAPPERS: dict[str, Callable[[Any], Any]] = {
-    "": lambda value: value,
-    "set": set,
-    "frozenset": frozenset,
-    "sorted": sorted,
-    "list": list,
-    "tuple": tuple,
-    "len": len,
-    "str": str,
-}
-# Applied on the solution's side before the wrapper: makes plain data of an iterator or an object.
-INNER = {**dict.fromkeys(("set", "frozenset", "sorted", "list", "tuple"), "list"), "str": "str"}
-# Built-ins that a call's arguments may use.
-MAKERS = {"set", "frozenset", "list", "tuple", "dict", "float", "int", "str", "bytes"}
-MAKERS |= {"complex", "range"}
-PLAIN: tuple[type[ast.AST], ...] = (ast.Call, ast.Name, ast.Attribute, ast.Constant, ast.List)
-PLAIN += (ast.Tuple, ast.Set, ast.Dict, ast.UnaryOp, ast.BinOp, ast.operator, ast.unaryop)
-PLAIN += (ast.keyword, ast.Starred, ast.expr_context)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallTest:
     """A call of the solution, and its expected value.
 
-    Example: `assert set(f([1])) == {2}` is CallTest(expression="f([1])", expected=({2},),
-    wrapper="set")
+    Example: `assert f([1]) == 2` is CallTest(expression="f([1])", expected=(2,))
     """
 
     expression: str
     expected: tuple[Any, ...]  # any of them will do
-    wrapper: str = ""  # applied to the value before the comparison
     # json: tuples are lists, keys are strings
-    compare: Literal["equal", "is", "truth", "json"] = "equal"
+    compare: Literal["equal", "json"] = "equal"
 
 
 def calls(script: str, entry_point: str = "", before: Sequence[str] = ()) -> list[CallTest]:
@@ -59,34 +38,23 @@ def calls(script: str, entry_point: str = "", before: Sequence[str] = ()) -> lis
     entry_point: the function under HumanEval's `check(candidate)`; with one, no other call is the
     solution's. before: statements that make names for the script.
     """
-    tree = ast.parse(script)
-    of_solution = _imported(tree)
-    made = (bound(tree) | bound(ast.parse("\n".join(before))) | set(modules(script))) - of_solution
-    if entry_point or of_solution:
-        made |= _names(tree) - {_root(entry_point)} - of_solution - MAKERS
-    tests = []
-    for statement in _statements(tree.body, entry_point):
+    names, tests = needed(script, entry_point, before), list[CallTest]()
+    for statement in _statements(ast.parse(script).body, entry_point):
         match statement:
-            case ast.Assert():
-                test = _condition(statement.test, made)
-                if test is None:
+            case ast.Assert(ast.Compare(left, [ast.Eq()], [right])):
+                found = _test(left, right, names) or _test(right, left, names)
+                if not found:
                     return []
-                tests.append(test)
-            case ast.Import(names) if any(alias.name == "solution" for alias in names):
+                tests.append(found)
+            case ast.Import(names_of) if any(alias.name == "solution" for alias in names_of):
                 return []
             case ast.Import() | ast.ImportFrom() | ast.Pass() | ast.Expr(ast.Constant()):
                 pass
-            case _ if not _is_metadata(statement):
+            case ast.Assign([ast.Name(name)]) if name.isupper():
+                pass  # HumanEval's METADATA
+            case _:
                 return []
     return tests
-
-
-def _is_metadata(statement: ast.stmt) -> bool:
-    """Recognize HumanEval's `METADATA = {...}`."""
-    match statement:
-        case ast.Assign([ast.Name(name)]):
-            return name.isupper()
-    return False
 
 
 def _statements(body: list[ast.stmt], entry_point: str) -> Iterator[ast.stmt]:
@@ -95,7 +63,10 @@ def _statements(body: list[ast.stmt], entry_point: str) -> Iterator[ast.stmt]:
     for statement in body:
         match statement:
             case ast.FunctionDef("check", ast.arguments([], [ast.arg(name)], None)) if entry_point:
-                yield from (_Renamed(name, entry_point).visit(inner) for inner in statement.body)
+                for node in ast.walk(statement):
+                    if isinstance(node, ast.Name) and node.id == name:
+                        node.id = entry_point
+                yield from statement.body
             case ast.Expr(ast.Call(ast.Name("check"), [ast.Name(name)], [])) if (
                 entry_point and name == entry_point
             ):
@@ -104,106 +75,56 @@ def _statements(body: list[ast.stmt], entry_point: str) -> Iterator[ast.stmt]:
                 yield statement
 
 
-class _Renamed(ast.NodeTransformer):
-    def __init__(self, old: str, new: str):
-        self.old, self.new = old, new
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.parse(self.new, mode="eval").body if node.id == self.old else node
-
-
-def _condition(node: ast.expr, made: set[str]) -> CallTest | None:
-    """Read the test in an assert's condition; None unless it is of a call and a constant."""
-    match node:
-        case ast.Compare(left, [ast.Eq()], [right]):
-            return _comparison(left, right, made) or _comparison(right, left, made)
-        case ast.Compare(left, [ast.Is()], [ast.Constant(None | True | False as value)]):
-            source = _call(left, made)
-            return CallTest(expression=source, expected=(value,), compare="is") if source else None
-        case ast.UnaryOp(ast.Not(), inner):
-            return _truth(inner, made, False)
-    return _truth(node, made, True)
-
-
-def _truth(node: ast.expr, made: set[str], expected: bool) -> CallTest | None:
-    """Read the test of a call's own truth. A call around another, `same(f(1), 2)`, could hold the
-    expected value, and is refused."""
-    if any(_root_name(call) not in MAKERS for call in _calls_in_arguments(node)):
-        return None
-    source = _call(node, made)
-    if not source:
-        return None
-    return CallTest(expression=f"bool({source})", expected=(expected,), compare="truth")
-
-
-def _comparison(call: ast.expr, constant: ast.expr, made: set[str]) -> CallTest | None:
-    wrapper, inner = _unwrapped(call, made)
-    source = _call(inner, made)
-    if not source:
-        return None
-    try:
-        expected = _constant(constant, made)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return None
-    if wrapper in INNER:
-        source = f"{INNER[wrapper]}({source})"
-    return CallTest(expression=source, expected=(expected,), wrapper=wrapper)
-
-
-def _unwrapped(node: ast.expr, made: set[str]) -> tuple[str, ast.expr]:
-    match node:
-        case ast.Call(ast.Name(name), [inner], []) if name in WRAPPERS and name not in made:
-            return name, inner
-    return "", node
-
-
-def _constant(node: ast.expr, made: set[str]) -> Any:
-    wrapper, inner = _unwrapped(node, made)
-    if wrapper:
-        return WRAPPERS[wrapper](_constant(inner, made))
-    return ast.literal_eval(node)
-
-
-def _call(node: ast.expr, made: set[str]) -> str:
-    """Return the source of a call of something that only the solution can have made, or ""."""
-    root = _root_name(node)
-    if not isinstance(node, ast.Call) or not root or root in vars(builtins):
-        return ""
-    foreign = _names(node) & (made | (vars(builtins).keys() - MAKERS))
-    plain = all(isinstance(part, PLAIN) for part in ast.walk(node))
-    return ast.unparse(node) if plain and not foreign else ""
-
-
-def _calls_in_arguments(node: ast.expr) -> Iterator[ast.Call]:
+def _test(call: ast.expr, constant: ast.expr, names: set[str]) -> CallTest | None:
+    """Read the test of a call of the solution, such as `Solution().f(1)`, and a constant."""
+    node, given = call, [constant]
     while isinstance(node, ast.Call | ast.Attribute):
         if isinstance(node, ast.Call):
-            for argument in (*node.args, *node.keywords):
-                yield from (part for part in ast.walk(argument) if isinstance(part, ast.Call))
+            given += [*node.args, *(keyword.value for keyword in node.keywords)]
         node = node.func if isinstance(node, ast.Call) else node.value
-
-
-def _root_name(node: ast.expr) -> str:
-    """Return the root of a chain of calls and attributes, "Solution" of `Solution().f(1)`, or
-    ""."""
-    while isinstance(node, ast.Call | ast.Attribute):
-        node = node.func if isinstance(node, ast.Call) else node.value
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def _root(entry_point: str) -> str:
-    return _root_name(ast.parse(entry_point, mode="eval").body) if entry_point else ""
+    if not isinstance(call, ast.Call) or not isinstance(node, ast.Name) or node.id not in names:
+        return None
+    try:
+        expected, *_ = [ast.literal_eval(value) for value in given]
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return None
+    return CallTest(expression=ast.unparse(call), expected=(expected,))
 
 
 def _imported(tree: ast.AST) -> set[str]:
     """List the names that a script imports from the module `solution`, or reads from it."""
-    names: set[str] = set()
+    paths = _paths(tree)
+    read = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute | ast.Name))
+    found = {_path(node, paths) for node in read} | set(paths.values())
+    names = (path.split(".")[1] for path in found if path.startswith("solution."))
+    return set(names) - {"*"}
+
+
+def _paths(tree: ast.AST) -> dict[str, str]:
+    """Map the names that a script imports to where they come from: {"patch":
+    "unittest.mock.patch"}."""
+    paths: dict[str, str] = {}
     for node in ast.walk(tree):
         match node:
-            case ast.ImportFrom("solution", aliases):
-                names |= {alias.name for alias in aliases} - {"*"}
-            case ast.Attribute(ast.Name("solution"), name):
-                names.add(name)
-    return names
+            case ast.Import(aliases):
+                for alias in aliases:
+                    top = alias.name.partition(".")[0]
+                    paths[alias.asname or top] = alias.name if alias.asname else top
+            case ast.ImportFrom(module, aliases):
+                for alias in aliases:
+                    paths[alias.asname or alias.name] = f"{module}.{alias.name}"
+    return paths
+
+
+def _path(node: ast.AST, paths: dict[str, str]) -> str:
+    """Return the path behind an import that a name or an attribute reads, else ""."""
+    match node:
+        case ast.Name(name):
+            return paths.get(name, "")
+        case ast.Attribute(value, name):
+            start = _path(value, paths)
+            return start and f"{start}.{name}"
+    return ""
 
 
 def bound(tree: ast.AST) -> set[str]:
@@ -237,7 +158,7 @@ def needed(script: str, entry_point: str = "", before: Sequence[str] = ()) -> se
     if imported := _imported(tree):
         return imported
     if entry_point:
-        return {_root(entry_point)}
+        return _names(ast.parse(entry_point))
     read = {
         node.id
         for node in ast.walk(tree)
@@ -255,25 +176,79 @@ def needed(script: str, entry_point: str = "", before: Sequence[str] = ()) -> se
     for node in ast.walk(tree):
         if isinstance(node, ast.Assert) and isinstance(node.test, ast.Call):
             inner = _names(*node.test.args) & free
-            (around if inner else other).add(_root_name(node.test))
+            (around if inner else other).update(_names(node.test.func))
             other |= inner
     return free - (around - other)
 
 
-def is_missing(script: str, name: str) -> bool:
-    """Tell whether a missing name is the script's mistake: it never makes the name, and needs it
-    for every answer of the solution.
+# What works only in the process of the solution, or with all of pytest.
+ELSEWHERE = re.compile(
+    r"(asyncio|concurrent|contextlib\.redirect_std(err|out)|doctest|gc|importlib|inspect|pickle"
+    r"|multiprocessing|os\.(chdir|environ|getenv|makedirs|mkdir|putenv|remove|unlink)|runpy|shutil"
+    r"|subprocess|tempfile|threading|types|unittest\.(mock|IsolatedAsyncioTestCase)|weakref"
+    r"|warnings\.catch_warnings|pytest\.(?!(raises|approx|fail|main|mark)\b)\w+"
+    r"|pytest\.mark\.(skip|skipif|usefixtures|xfail))(\.|$)"
+)
+NAMES = {"assertLogs", "assertNoLogs", "assertWarns", "assertWarnsRegex", "write_text"}
+NAMES |= {"__class__", "__dict__", "__doc__", "__eq__", "__module__"}
 
-    A name made in the script, in a loop over an empty answer for instance, is missing because of
-    the solution, and so is one that only a branch reads, `if f(1) != 2: fail()`.
+
+def unsupported(script: str, names: set[str], before: Sequence[str] = ()) -> Iterator[str]:
+    """List what a script does that can work with no solution.
+
+    names: those that the solution makes. before: statements that make names for the script.
     """
     tree = ast.parse(script)
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
-    sources = {node.module or "" for node in imports if isinstance(node, ast.ImportFrom)}
-    sources |= {alias.name for node in imports for alias in node.names}
-    modules = {part for source in sources for part in (source, source.partition(".")[0])}
-    made = bound(tree).difference(*map(bound, imports))
-    return bool(name) and name not in made and name in modules | set(_always_read(tree))
+    first = ast.parse("\n".join(before))
+    paths, lacked = _paths(tree), set[str]()
+    for name, path in (_paths(first) | paths).items():
+        if path.partition(".")[0] not in sys.stdlib_module_names | {"solution", "pytest"}:
+            lacked.add(name)
+            if name in paths:
+                yield f"imports {path}"
+    made = (bound(tree) | bound(first)) - lacked | names | set(modules(script))
+    for name in _always_read(tree):
+        if name not in made | vars(builtins).keys() | {"__file__"} and "*" not in made:
+            yield f"reads {name}, which nothing makes"
+    for node in ast.walk(tree):
+        path = _path(node, paths)
+        if ELSEWHERE.match(path):
+            yield f"uses {path}"
+        match node:
+            case ast.Attribute(value, _, ast.Store()) | ast.Subscript(value, _, ast.Store()) if (
+                _path(value, paths).partition("solution.")[0]
+            ):
+                yield f"sets {ast.unparse(node)}"
+            case ast.Attribute(_, name) if name in NAMES:
+                yield f"uses {name}"
+            case ast.Call(ast.Name("open")) if "open" not in made:
+                yield "uses open"
+            case ast.Call(function, [_, _, *_]) if _path(function, paths) == "pytest.raises":
+                yield "uses pytest.raises without `with`"
+            case ast.AsyncFunctionDef() | ast.Await():
+                yield "uses async"
+            case ast.ClassDef(_, bases) if _names(*bases) & names:
+                yield "derives a class from the solution's"
+            case ast.Compare(_, [ast.Is()], [right]) | ast.Call(
+                ast.Attribute(_, "assertIs"), [_, right]
+            ) if not (isinstance(right, ast.Constant) or _names(right) & vars(builtins).keys()):
+                yield f"asks whether one object is another: {ast.unparse(node)}"
+            case ast.FunctionDef("setup_class" | "setup_module" | "setup_function" as name):
+                yield f"has a {name}"
+            case ast.FunctionDef(name) if name.startswith("test_"):
+                yield from _fixtures(node)
+
+
+def _fixtures(test: ast.FunctionDef) -> Iterator[str]:
+    """List the parameters of a test that nothing gives: `self` is there, and a decorator may hold
+    names."""
+    given = {"self", "cls"}
+    for decorator in test.decorator_list:
+        for part in ast.walk(decorator):
+            if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                given |= set(re.findall(r"\w+", part.value))
+    arguments = test.args.args[: len(test.args.args) - len(test.args.defaults)]
+    yield from (f"uses the fixture {a.arg}" for a in arguments if a.arg not in given)
 
 
 def _always_read(node: ast.AST) -> Iterator[str]:
@@ -289,15 +264,6 @@ def _always_read(node: ast.AST) -> Iterator[str]:
                 yield from _always_read(part)
 
 
-def free(program: str) -> set[str]:
-    """List the names that a program reads and does not make; none if it cannot be parsed."""
-    try:
-        tree = ast.parse(program)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return set()
-    return _names(tree) - bound(tree)
-
-
 def modules(script: str) -> list[str]:
     """List modules of Python's library that a script uses, `math.pi`, and does not import."""
     tree = ast.parse(script)
@@ -310,10 +276,15 @@ def modules(script: str) -> list[str]:
 
 
 def with_copies(script: str) -> str:
-    """Return the script, with copied arguments for each call whose argument the same comparison, or
-    the call around it, reads again: else `f(a) == sorted(a)` would hold for a solution that empties
-    a."""
-    tree, to_copy = ast.parse(script), dict[int, ast.Call]()
+    """Return the script, with copied arguments for each call whose argument is read again by a
+    comparison of its result, or by the call around it: else `f(a) == sorted(a)` would hold for a
+    solution that empties a."""
+    tree, to_copy, assigned = ast.parse(script), dict[int, ast.Call](), []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value:
+            assigned.append((bound(node), node.value))
+        if isinstance(node, ast.For | ast.comprehension):
+            assigned.append((bound(node.target), node.iter))
     for node in ast.walk(tree):
         parts: list[ast.AST] = []
         if isinstance(node, ast.Compare):
@@ -321,14 +292,29 @@ def with_copies(script: str) -> str:
         elif isinstance(node, ast.Call):
             parts = [*node.args, *node.keywords]
         for part in parts:
-            read = _names(*(other for other in parts if other is not part))
-            calls = (inner for inner in ast.walk(part) if isinstance(inner, ast.Call))
-            to_copy |= {
-                id(call): call for call in calls if _names(*call.args, *call.keywords) & read
-            }
+            others = _names(*(other for other in parts if other is not part))
+            for call in _results(part, assigned):
+                # what was made of an argument before the call is no problem
+                later = [v for made, v in assigned if v.lineno > call.lineno and made & others]
+                if _names(*call.args, *call.keywords) & (others | _names(*later)):
+                    to_copy[id(call)] = call
     for call in to_copy.values():
         call.func = ast.Call(ast.Name(COPY, ast.Load()), [call.func], [])
     return ast.unparse(tree) if to_copy else script
+
+
+def _results(part: ast.AST, assigned: Sequence[tuple[set[str], ast.expr]]) -> Iterator[ast.Call]:
+    """List the calls whose results a part of a comparison has, itself or by its names. A name that
+    is an index, `a[:n]`, is not its value."""
+    pending, seen = [part], set[str]()
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Call):
+            yield node
+        if isinstance(node, ast.Name) and node.id not in seen:
+            seen.add(node.id)
+            pending += [value for made, value in assigned if node.id in made]
+        pending += [node.value] if isinstance(node, ast.Subscript) else ast.iter_child_nodes(node)
 
 
 def _called(tree: ast.AST) -> set[str]:

@@ -8,7 +8,8 @@ Forms of `tests` in a problem's metadata (or, as JSON, in its answer):
     {"inputs": [...], "outputs": [...], "fn_name": "add"}     both in APPS' columns; without fn_name
                                                               a program
     [{"input": "1\\n2", "output": "3", "testtype": "functional"}]     LiveCodeBench's: calls the
-                                                              function `func_name`
+                                                              function `func_name`; or with the
+                                                              key `fn_name` in its row
     ["assert add(1, 2) == 3"]                                 scripts, as MBPP's `test_list` and
                                                               HumanEval's `test`
 
@@ -21,7 +22,12 @@ sandbox.
 
 import ast
 import json
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from tandem.rewards import code_asserts
@@ -30,7 +36,11 @@ from tandem.runtime.errors import UserError
 from tandem.types import Problem
 
 TEXT_CHARS = 200_000  # of a completion; the program is near its end
-PYTHON = ("python", "python3", "py")  # labels of a fenced block that holds a program
+END = "</think>"
+_FENCE = re.compile(rf"^(?:.*{END})?([ \t]*)(`{{3,}}|~{{3,}})([^`\n]*)$", re.MULTILINE)
+_PYTHON = re.compile(r"[{.\s]*(python|py)3?(?![\w+-])", re.IGNORECASE)  # a label of a program
+DRAFTS = 8  # after so many of unclosed fences, the last end of thoughts counts
+CLOSINGS = 16  # fences tried as the end of a program, as some may stand in its docstrings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,23 +76,68 @@ Test = IoTest | CallTest | Script
 def extract_code(completion: str) -> str:
     """Return the last fenced block labelled as Python, else the last one unlabelled, else all text.
 
-    A truncated block counts. Text before a closing </think> is a draft, and does not.
+    A truncated block counts. Text before a closing </think> is a draft, and does not. A fence in a
+    docstring does not end a program, nor does a </think> in a string of it end a draft.
     """
-    text = completion.rpartition("</think>")[2][-TEXT_CHARS:]
-    blocks: list[tuple[str, list[str]]] = []
-    inside = False
-    # not splitlines, which cuts at form feeds in strings too
-    for line in text.replace("\r\n", "\n").split("\n"):
-        if line.lstrip().startswith("```"):
-            inside = not inside
-            if inside:
-                blocks.append((line.strip().strip("`").strip().lower(), []))
-        elif inside:
-            blocks[-1][1].append(line)
-    programs = [lines for label, lines in blocks if label in PYTHON] or [
-        lines for label, lines in blocks if not label
+    text, start, position = completion[-TEXT_CHARS:].replace("\r\n", "\n"), 0, 0
+    drafts = 0
+    blocks: list[tuple[str, str]] = []
+    while opening := _FENCE.search(text, position):
+        program, end = _block(text, opening)
+        if END in program and _syntax_error(program):  # the draft's fence was left open
+            drafts += 1
+            find = text.find if drafts < DRAFTS else text.rfind
+            position = text.rfind("\n", 0, find(END, opening.end(), end))
+            continue
+        if (thought := text.rfind(END, position, opening.start(2))) >= 0:
+            start, blocks = thought + len(END), []
+        blocks.append((opening[3].strip(), program))
+        position = end
+    if (thought := text.rfind(END, position)) >= 0:
+        start, blocks = thought + len(END), []
+    programs = [program for label, program in blocks if _PYTHON.match(label)] or [
+        program for label, program in blocks if not label
     ]
-    return "\n".join(programs[-1]) + "\n" if programs else text
+    return programs[-1].removesuffix("\n") + "\n" if programs else text[start:]
+
+
+def _block(text: str, opening: re.Match[str]) -> tuple[str, int]:
+    """Return the program behind a fence, without the fence's indentation, and the position of its
+    end."""
+    indentation, fence = re.compile(rf"^[ \t]{{0,{len(opening[1])}}}", re.MULTILINE), opening[2]
+    ends = (
+        (closing.start(), closing.end())
+        for closing in _FENCE.finditer(text, opening.end())
+        if text.startswith(fence, closing.start(2)) and not closing[3].strip()
+    )
+    found: list[tuple[str, int]] = []
+    for start, end in [*islice(ends, CLOSINGS)] or [(len(text), len(text))]:
+        found.append((indentation.sub("", text[opening.end() + 1 : start]), end))
+        error = _syntax_error(found[-1][0])
+        if not error:
+            return found[-1]
+        if not error.startswith("unterminated triple-quoted"):
+            break
+    return found[0]
+
+
+def _syntax_error(program: str) -> str:
+    try:
+        ast.parse(program)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return str(error) or type(error).__name__
+    return ""
+
+
+@contextmanager
+def unlimited_digits() -> Iterator[None]:
+    """Read integers of any length: Python refuses those of more than 4,300 digits."""
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        yield
+    finally:
+        sys.set_int_max_str_digits(before)
 
 
 def read_tests(problem: Problem) -> tuple[list[Test], Columns]:
@@ -90,8 +145,9 @@ def read_tests(problem: Problem) -> tuple[list[Test], Columns]:
     columns_with_tests = [problem.metadata.get(k) for k in ("tests", "test_list", "test")]
     column = next(filter(None, columns_with_tests), problem.answer)
     try:
-        columns = _columns(problem)
-        tests = _tests(_unquoted(column), columns)
+        with unlimited_digits():
+            columns = _columns(problem)
+            tests = _tests(_unquoted(column), columns)
     except (KeyError, TypeError, ValueError, SyntaxError) as error:
         found = f"{type(error).__name__}: {error} in {str(column)[:200]}"
         raise _unreadable(problem, found) from error
@@ -164,9 +220,14 @@ def _tests(column: Any, columns: Columns) -> list[Test]:
 
 
 def _test(row: dict[str, Any], columns: Columns) -> Test:
-    if row.get("testtype") == "functional":
-        args = [json.loads(line) for line in str(row["input"]).split("\n") if line.strip()]
-        return _call(columns.function, args, {}, [json.loads(row["output"])])
+    function = row.get("fn_name") or columns.function
+    if row.get("testtype") == "functional" or row.get("fn_name"):
+        one, other = row["input"], row["output"]
+        if isinstance(one, list):
+            return _column(function, one, other)
+        args = [json.loads(line) for line in str(one).split("\n") if line.strip()]
+        expected = json.loads(other) if isinstance(other, str) else other
+        return _call(function, args, {}, [expected])
     if "input" in row:
         return IoTest(input=_text(row["input"]), output=_text(row["output"]))
     name = row.get("function") or row.get("entry_point") or columns.entry_point

@@ -2,6 +2,7 @@
 form."""
 
 import json
+import re
 import shutil
 from dataclasses import dataclass, field
 
@@ -91,12 +92,9 @@ def test_a_right_solution_passes_every_form(form):
 @needs_bubblewrap
 def test_the_reward_is_the_share_of_tests_or_all_or_nothing():
     tests = ["assert add(1, 2) == 3", "assert add(1, -2) == -1", "assert add(1, 1) == 3"]
-    assert reward(tests, ADD) == {"reward": 2 / 3, "passed": 2 / 3, "tests": 3.0}
-    assert reward(tests, ADD, options={"all_or_nothing": True}) == {
-        "reward": 0.0,
-        "passed": 2 / 3,
-        "tests": 3.0,
-    }
+    parts = {"passed": 2 / 3, "tests": 3.0, "output_cut": 0.0}
+    assert reward(tests, ADD) == {"reward": 2 / 3, **parts}
+    assert reward(tests, ADD, options={"all_or_nothing": True}) == {"reward": 0.0, **parts}
     programs = [{"input": "1 2\n", "output": "3"}, {"input": "2 2\n", "output": "5"}]
     assert reward(programs, PROGRAM)["reward"] == 0.5
 
@@ -300,9 +298,11 @@ def test_an_error_of_the_solution_is_not_the_rows_mistake():
 
 @needs_bubblewrap
 def test_one_object_for_everything_does_not_pass_a_list_test():
-    cheat = "```python\ns = object()\ndef Pt(x): return s\ndef mk(x): return [s]\n```"
+    cheat = "```python\ns = object()\ndef Pt(x): return s\npt = Pt\ndef mk(x): return [s]\n```"
+    assert reward("assert pt(2) in mk(2)", cheat)["reward"] == 0.0
     for script in ("assert mk(2) == [Pt(2)]", "assert Pt(2) in mk(2)"):
-        assert reward(script, cheat)["reward"] == 0.0
+        with pytest.raises(UserError, match="comparison of the solution's objects"):
+            reward(script, cheat)
 
 
 @needs_bubblewrap
@@ -310,9 +310,7 @@ def test_capitals_and_names_in_branches_are_no_broken_row():
     lru = "```python\nclass LRU:\n    def __init__(self, cap): self.cap = cap\n```"
     assert reward("assert LRU(2).cap == 2", lru)["reward"] == 1.0
     script = "r = add(1, 1)\nif r != 2: complain(r)\nassert near(r, 2), explain(r)"
-    assert [
-        name for name in ("complain", "near", "explain") if code_asserts.is_missing(script, name)
-    ] == ["near"]
+    assert [*code_asserts.unsupported(script, {"add"})] == ["reads near, which nothing makes"]
 
 
 @needs_bubblewrap
@@ -326,6 +324,167 @@ def test_a_prompt_may_import_what_the_sandbox_lacks():
     row = Problem(uid="p/1", messages=chat, answer="", metadata=columns)
     program = "```python\ndef f(x): return twice(x) / 4\n```"
     assert code_reward(row, program, sandbox=Bubblewrap(), timeout_s=WAIT_S)["reward"] == 1.0
+
+
+# ---------------------------------------------------------------- two processes
+
+RAISES = "import pytest, json\nfrom solution import *\nwith pytest.raises({}) as e: f()\n{}"
+GRADED_FORMS = [  # (the script, the right solution)
+    (
+        RAISES.format("ValueError, match='n'", ""),
+        "class Neg(ValueError): pass\ndef f(): raise Neg('n')",
+    ),
+    (
+        RAISES.format("json.JSONDecodeError", "assert e.value.pos == 0"),
+        "import json\ndef f(): json.loads('')",
+    ),
+    (RAISES.format("UnicodeDecodeError", ""), "def f(): b'\\xff'.decode()"),
+    (RAISES.format("OSError", "assert e.value.errno == 2"), "def f(): open('/nowhere')"),
+    (RAISES.format("KeyError", "assert str(e.value) == repr('k')"), "def f(): {}['k']"),
+    (
+        "import pytest\nfrom solution import f, Neg\nwith pytest.raises(Neg, match='is 3') as e: f()\n"
+        "assert e.value.code == 3 and issubclass(Neg, KeyError)",
+        "class Base(KeyError):\n    def __init__(self, code): self.code = code\n"
+        "class Neg(Base):\n    def __str__(self): return f'is {self.code}'\ndef f(): raise Neg(3)",
+    ),
+    (
+        "from datetime import *\nassert f() == [datetime(2020, 1, 2, tzinfo=timezone.utc), time(3)]",
+        "from datetime import *\ndef f(): return [datetime(2020, 1, 2, tzinfo=timezone.utc), time(3)]",
+    ),
+    (
+        "from itertools import islice\ng = f()\nassert next(g) == 0 and list(islice(g, 2)) == [1, 2]",
+        "from itertools import count\ndef f(): yield from count()",
+    ),
+    (
+        "p = f()\nassert p.x == 1 and p == (1, 2) and p._asdict()['y'] == 2",
+        "from collections import namedtuple\nP = namedtuple('P', 'x y')\ndef f(): return P(1, 2)",
+    ),
+    (
+        "a = A()\na.x = a['k'] = 5\nassert a.get() == 5 and 'k' in a and a['k'] == 5\nwith a as b: pass\n"
+        "assert b.x is None and isinstance(b, A)",
+        "class A:\n    def __enter__(self): return self\n"
+        "    def __init__(self): self.d = {}\n    def get(self): return self.x\n"
+        "    def __setitem__(self, k, v): self.d[k] = v\n    def __getitem__(self, k): return self.d[k]\n"
+        "    def __contains__(self, k): return k in self.d\n    def __exit__(self, *_): self.x = None",
+    ),
+    (
+        "import math\ns = {1}\nfill(s, math.floor, ValueError('a'))\nassert s == {1, 2}",
+        "def fill(s, f, e): s.add(f(2.5))",
+    ),
+    (
+        "import solution as s, sys, pytest\ndef test_f(): assert s.f(2) == 2\n"
+        "if __name__ == '__main__':\n    sys.exit(pytest.main([__file__]))",
+        "def f(x): return x",
+    ),
+]
+REFUSED_FORMS = [  # (the script, what the error names)
+    ("import asyncio\nassert asyncio.run(f(2)) == 4", "asyncio.run"),
+    ("async def test_f(): assert await f(2) == 4", "async"),
+    (
+        "from contextlib import redirect_stdout as to\nwith to(None): f(1)",
+        "contextlib.redirect_stdout",
+    ),
+    ("import sys, io\nsys.stdout = io.StringIO()\nf(1)", "sys.stdout"),
+    ("from unittest import mock\nwith mock.patch('builtins.input'): f(1)", "unittest.mock.patch"),
+    ("import builtins\nbuiltins.input = lambda: 3\nassert f() == 3", "builtins.input"),
+    ("import tempfile\nassert f(tempfile.mktemp()) == 1", "tempfile.mktemp"),
+    ("with open('a', 'w') as file: pass\nassert f('a') == 1", "open"),
+    (
+        "import pytest\n@pytest.fixture\ndef one(): return 1\ndef test_f(one): assert f(one) == 1",
+        "fixture",
+    ),
+    ("def test_f(capsys): assert f(1) == 1", "the fixture capsys"),
+    ("import pytest\n@pytest.mark.xfail\ndef test_f(): assert f(1) == 2", "pytest.mark.xfail"),
+    ("import pytest\npytest.raises(ValueError, f, 1)", "without `with`"),
+    (
+        "class TestF:\n    def setup_class(cls): pass\n    def test_f(self): assert f(1) == 1",
+        "setup_class",
+    ),
+    ("from solution import A\nclass B(A): pass\nassert B(1).x == 1", "derives"),
+    ("a = [1]\nassert f(a) is a", "one object"),
+    ("assert f(lambda x: x) == 3", "a function of its own"),
+    ("from solution import A, f\nassert f(1) == A(1)", "comparison"),
+    ("from solution import A\nassert (A(1) + A(2)).x == 3", "operator"),
+    ("from solution import A\nassert sorted([A(2), A(1)])[0].x == 1", "comparison"),
+]
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(("script", "program"), GRADED_FORMS, ids=range(len(GRADED_FORMS)))
+def test_a_script_of_another_process_is_graded(script, program):
+    assert reward(script, f"```python\n{program}\n```")["reward"] == 1.0
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(("script", "found"), REFUSED_FORMS, ids=range(len(REFUSED_FORMS)))
+def test_a_script_that_needs_the_same_process_is_the_rows_mistake(script, found):
+    program = "class A:\n    def __init__(self, x): self.x = x\ndef f(x): return A(1)"
+    with pytest.raises(UserError, match="a test script cannot run") as caught:
+        reward(script, f"```python\n{program}\n```")
+    assert found in caught.value.found and caught.value.where.startswith("problem p/1")
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(
+    "script",
+    [
+        "a = [3, 1]\nr = f(a)\nassert r == sorted(a)",
+        "a = [3, 1]\nr = list(f(x=a))\nq = r\nwant = sorted(a)\nassert len(q) == len(want)",
+        "for a in [[3, 1], [2]]:\n    if (r := f(a)) is not None: assert sorted(a) == r",
+    ],
+)
+def test_a_result_under_a_name_is_compared_with_its_argument_before_the_call(script):
+    cheat = "```python\ndef f(x):\n    x.clear()\n    return []\n```"
+    assert reward(script, cheat)["reward"] == 0.0
+    assert (
+        reward(script, cheat.replace("x.clear()\n    return []", "return sorted(x)"))["reward"]
+        == 1.0
+    )
+
+
+@needs_bubblewrap
+def test_a_script_may_look_at_what_a_call_did_to_its_argument():
+    program = "```python\ndef f(a):\n    a[:] = sorted(set(a))\n    return len(a)\n```"
+    script = "a, want = [1, 1, 2], [1, 2]\nn = f(a)\nassert n == len(want) and a[:n] == want[:n]"
+    assert reward(script, program)["reward"] == 1.0
+
+
+@needs_bubblewrap
+def test_a_skip_of_the_solution_skips_no_test():
+    script = "import unittest\nclass T(unittest.TestCase):\n    def test_f(self): self.assertEqual(f(), 2)"
+    for raised in ("unittest.SkipTest", "type('S', (unittest.SkipTest,), {})"):
+        code = f"```python\nimport unittest\ndef f(): raise {raised}('')\n```"
+        assert reward(script, code)["reward"] == 0.0
+
+
+@needs_bubblewrap
+def test_python_reads_and_prints_integers_of_any_length():
+    long = "1" * 5000
+    program = f"```python\ndef f(x=0): return int('{long}')\nprint(f())\n```"
+    assert reward([{"input": "", "output": long}], program)["reward"] == 1.0
+    for tests in ([f"assert f({long}) == {long}"], f"for i in [1]: assert f({long}) == {long}"):
+        assert reward(tests, program)["reward"] == 1.0
+
+
+@needs_bubblewrap
+def test_output_may_be_as_long_as_a_right_one_and_more_is_told():
+    program = "```python\nprint('a' * 3_000_000)\n```"
+    assert reward([{"input": "", "output": "a" * 3_000_000}], program)["reward"] == 1.0
+    found = reward([{"input": "", "output": "b"}], program)
+    assert (found["reward"], found["output_cut"]) == (0.0, 1.0)
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"input": [1, 2], "output": [3]},
+        {"input": "1\n2", "output": "3"},
+        {"input": [1, 2], "output": 3},
+    ],
+)
+def test_a_row_with_the_name_of_a_function_calls_it(row):
+    assert reward([{**row, "fn_name": "add"}], ADD)["reward"] == 1.0
 
 
 # ---------------------------------------------------------------- parts
@@ -344,19 +503,50 @@ def test_the_program_is_the_last_python_block_or_the_text():
     assert extract_code("```py\nx = 1\n```\n```python\nx = 3") == "x = 3\n"
 
 
+@pytest.mark.parametrize(
+    "fence",
+    [
+        '```python title="a.py"',
+        "```python {.x}",
+        "```Python 3",
+        "```{python}",
+        "``` {.python .numberLines}",
+        "```python:a.py",
+        "~~~python",
+        "   ````py",
+    ],
+)
+def test_a_fence_may_have_attributes(fence):
+    indent, marks = fence[: -len(fence.lstrip())], re.match(r"\s*([`~]+)", fence)[1]
+    block = "".join(f"{indent}{line}\n" for line in (fence.strip(), "x = 1", marks))
+    assert extract_code(f"So:\n\n{block}Output:\n```\n1\n```\n") == "x = 1\n"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "x = '</think>'\n",
+        "# </think>\nx = 1\n",
+        'def f():\n    """Doc.\n\n```\nf()\n```\n    """\n',
+        "def f():\n    '''Doc.\n    ```python\n    f()\n    ```\n    or\n    ```\n    g()\n    ```\n    '''\n",
+    ],
+)
+def test_a_program_may_hold_fences_and_the_end_of_thoughts_in_its_texts(program):
+    for before in (
+        "",
+        "<think>\n```python\ny = 1\n```\n</think>\n",
+        "<think>\n```python\ny =\n</think>",
+    ):
+        assert extract_code(f"{before}```python\n{program}```\nOutput:\n```\n1\n```\n") == program
+
+
 def test_an_assert_of_a_call_and_a_constant_is_taken_apart():
     assert calls("assert f([1, -2]) == (3, {'a': None})") == [
         CallTest(expression="f([1, -2])", expected=((3, {"a": None}),))
     ]
     assert calls("assert 3 == f(x=1)") == [CallTest(expression="f(x=1)", expected=(3,))]
-    assert calls("assert sorted(f(1)) == [1]") == [
-        CallTest(expression="list(f(1))", expected=([1],), wrapper="sorted")
-    ]
-    assert calls("assert f(1) is None") == [
-        CallTest(expression="f(1)", expected=(None,), compare="is")
-    ]
-    assert calls("assert not S().f(1)") == [
-        CallTest(expression="bool(S().f(1))", expected=(False,), compare="truth")
+    assert calls("assert S(2).f(1) == {1: (2.5,)}") == [
+        CallTest(expression="S(2).f(1)", expected=({1: (2.5,)},))
     ]
 
 
@@ -369,6 +559,8 @@ def test_an_assert_of_a_call_and_a_constant_is_taken_apart():
         "assert f(lambda: 5) == 5",
         "assert f(x) == 5\nx = 5",
         "assert f(1) == g(1)",
+        "assert sorted(f(1)) == [1]",
+        "assert not f(1)",
         "assert abs(f(1) - 5) < 0.1",
         "assert isinstance(f(1), int)",
         "assert f(1) == 5 or f(1) == 6",
@@ -419,6 +611,15 @@ def test_replies_that_are_no_values_hold_nothing():
         "[" * 10**5,
         '{"error": ["E", "3"]}',
         '{"value": {"object": 0}}',
+        '{"value": {"fractions.Fraction": ["1e999999999"]}}',
+        '{"value": {"fractions.Fraction": ["1e999999999", 1]}}',
+        '{"value": {"builtins.bytearray": [100000000000]}}',
+        '{"value": {"builtins.range": [0, 1000000000000]}}',
+        '{"value": {"decimal.Decimal": ["1e999999999999999999"]}}',
+        '{"value": {"collections.deque": [[1], "x"]}}',
+        '{"value": {"float": "3"}}',
+        f'{{"value": {{"set": {[(2**61 - 1) * n for n in range(1, 50_000)]}}}}}',
+        '{"value": 1' + "0" * 10**6 + "}",
     ]
     hostile += [
         f'{{"value": {text}}}'
@@ -441,6 +642,23 @@ def test_output_is_compared_by_lines_or_by_words_in_tolerance():
     assert not same_output("1 2", "1\n2")
     assert same_output("0.3333 x\n", "0.33333 x", 1e-3)
     assert not same_output("0.3333 x", "0.33333 y", 1e-3)
+
+
+def test_printed_floats_are_equal_within_a_millionth_and_nothing_else_is():
+    assert same_output("x=0.30000000000000004, [1e-07]", "x=0.3, [1.0e-7]")
+    assert same_output("1234567.8915\n-0.0", "1234567.8910\n0.00")
+    for found, expected in [
+        ("0.3334", "0.3333"),
+        ("1000001", "1000000"),
+        ("3.0", "3"),
+        ("1.2.3", "1.2.30"),
+        ("3.141592653589793", "3.14159265358979323846264338"),
+        ("1  2", "1 2"),
+        ("0.5 1", "0.5\n1"),
+    ]:
+        assert not same_output(found, expected), found
+    assert not same_output("0.30000000000000004", "0.3", 0.0)
+    assert same_output("1001 3", "1000 3.0", 1e-2)
 
 
 @pytest.mark.parametrize(
