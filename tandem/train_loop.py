@@ -22,7 +22,7 @@ from tandem.run_folder.episode_files import episode_file
 from tandem.run_folder.errors import not_written
 from tandem.run_folder.folder import RunFolder
 from tandem.run_folder.metrics import MetricsWriter, metrics_row, peak_rss_mb, read_metrics
-from tandem.run_folder.resume import resumable
+from tandem.run_folder.resume import check_weights, resumable
 from tandem.run_folder.samples import as_markdown, brief, page, read_samples, sample_file
 from tandem.run_folder.shards import Boxes, Entry, SavedTensors, Shard, Tensors, unfinished_name
 from tandem.run_folder.status import write_status
@@ -110,6 +110,7 @@ def run_training(
                 next(iter(job.learners.values())).publish()
             else:
                 job.start(loop.done)
+            check_weights(run.path, loop.done, trained_model(job), loop.report)
             loop.write_status()
             if loop.pending_metrics is not None:
                 with signals.defer_interrupts(limit_s):

@@ -10,10 +10,8 @@ import torch
 
 from tandem.config.schema import Config
 from tandem.run_folder.best import Best, best_so_far, read_best
-from tandem.run_folder.checkpoint import save_checkpoint
 from tandem.run_folder.folder import open_run
 from tandem.run_folder.metrics import read_metrics
-from tandem.run_folder.resume import resumable
 from tandem.run_folder.status import read_status
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import UserError
@@ -275,12 +273,57 @@ def test_resume_refuses_changed_episodes_and_reports_missing(tmp_path):
     )
 
 
-def test_checkpoint_of_an_earlier_version_is_refused(tmp_path):
-    state = {"step": 1, "data": {}, "progress": {}}
-    tensors = {"policy": {"w": torch.zeros(2)}}
-    save_checkpoint(tmp_path / "checkpoints", 1, tensors, state, 1, config="")
-    with pytest.raises(UserError, match="earlier version"):
-        resumable(tmp_path, Config(), {}, print)
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("episodes/train_step_000004.parquet", "episodes", "Episodes"),
+        ("episodes/train_step_000005.parquet", "episodes", "Episodes"),
+        ("metrics.jsonl", '"step": 4, "reward": 1.0', '"step": 4, "reward": 0.0'),
+        ("ledger.jsonl", '{"step": 4', '{"step": 9'),
+    ],
+)
+def test_resume_refuses_what_was_changed_after_its_checkpoint(name, old, new, tmp_path):
+    with pytest.raises(Killed):
+        ran(tmp_path, ".....K..", save_every=3)
+    kept(tmp_path, 4), kept(tmp_path, 5)
+    text = (tmp_path / name).read_text()
+    assert old in text
+    (tmp_path / name).write_text(text.replace(old, new))
+    what = f"the row of step 4 in {name}" if "json" in name else name
+    with pytest.raises(UserError, match=f"(?s)not as it was written.*{what}"):
+        ran(tmp_path, "........", save_every=3)
+
+
+def test_resume_refuses_a_file_whose_hash_was_emptied(tmp_path):
+    with pytest.raises(Killed):
+        ran(tmp_path, ".....K..", save_every=3)
+    path, ledger = kept(tmp_path, 4), tmp_path / "ledger.jsonl"
+    ledger.write_text(ledger.read_text().replace(file_hash(path), ""))
+    with pytest.raises(UserError, match=r"not as it was written[^;]*train_step_000004.parquet"):
+        ran(tmp_path, "........", save_every=3)
+
+
+def test_resume_takes_what_a_kill_leaves_after_its_checkpoint(tmp_path):
+    with pytest.raises(Killed):
+        ran(tmp_path, ".....K..", save_every=3)
+    kept(tmp_path, 4).unlink()  # as one of another mesh: its step is made again
+    metrics = tmp_path / "metrics.jsonl"  # a row of the ledger is written before that of metrics
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
+    assert ran(tmp_path, "........", save_every=3).restored[0] == 3
+
+
+def test_resume_refuses_another_hash_of_the_weights_that_it_loads(tmp_path):
+    with pytest.raises(Killed):
+        ran(tmp_path, "...K..")
+    ledger = tmp_path / "ledger.jsonl"
+    text = ledger.read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    rows[3]["weights"] = 64 * "0"
+    ledger.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    with pytest.raises(UserError, match=r"the row of step 3 in ledger\.jsonl has weights 0000"):
+        ran(tmp_path, "......")
+    ledger.write_text(text)
+    assert ran(tmp_path, "......").restored[0] == 3
 
 
 def test_run_whose_tracker_is_lost_ends_with_the_same_bytes(tmp_path):

@@ -131,5 +131,5 @@ def _cannot_run(where: str, config: Any, found: str) -> UserError:
         where=f"{where}, architecture {config.model_type}",
         found=found,
         expected="a causal language model, whose logits depend on the tokens up to their own",
-        next="take a model that docs/models.md lists",
+        next="take one that docs/models.md lists; if it lists this one, report its config.json",
     )

@@ -63,7 +63,8 @@ def random_module(
         config.pad_token_id = 0  # among the few tokens
     noise = torch.Generator().manual_seed(seed)
     with no_init_weights():
-        module = from_config(AutoModelForCausalLM, config, dtype=dtype).to(device)
+        options = {"dtype": dtype, "experts_implementation": "eager"}
+        module = from_config(AutoModelForCausalLM, config, **options).to(device)
     module.tie_weights()
     for weight in module.parameters():
         spread = torch.randn(weight.shape, generator=noise)

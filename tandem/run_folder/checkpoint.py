@@ -20,7 +20,6 @@ import platform
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -38,15 +37,7 @@ from tandem.run_folder.shards import (
     open_tensors,
     write_tensors,
 )
-from tandem.runtime.disk import (
-    DISK,
-    Disk,
-    disk_errors,
-    file_hash,
-    human_bytes,
-    make_folder,
-    read_regular_file,
-)
+from tandem.runtime.disk import DISK, Disk, disk_errors, human_bytes, make_folder, read_regular_file
 from tandem.runtime.errors import UserError
 from tandem.runtime.watchdog import heartbeat
 
@@ -213,7 +204,7 @@ def _write_files(
     """Write the files of this process; return their paths."""
     temporary.mkdir(exist_ok=shard is not None)
     files = write_tensors(temporary, tensors, shard, disk)
-    disk.write(temporary / STATE, partial(_save_bytes, state_text))
+    disk.write(temporary / STATE, lambda path: path.write_bytes(state_text))
     files = sorted([*files, temporary / STATE])
     for file in files:
         disk.fsync(file)
@@ -222,13 +213,9 @@ def _write_files(
 
 
 def _write_manifest(temporary: Path, manifest: bytes, disk: Disk) -> None:
-    disk.write(temporary / MANIFEST, partial(_save_bytes, manifest))
+    disk.write(temporary / MANIFEST, lambda path: path.write_bytes(manifest))
     disk.fsync(temporary / MANIFEST)
     disk.fsync(temporary)
-
-
-def _save_bytes(data: bytes, path: Path) -> None:
-    path.write_bytes(data)
 
 
 def _put_in_place(temporary: Path, target: Path, disk: Disk) -> None:
@@ -350,18 +337,13 @@ def _file_damage(file: Path, entry: dict[str, Any], hashed: bool) -> list[str]:
     if (size := os.path.getsize(file)) != entry["size"]:
         return [f"{file.name}: found {size} bytes, expected {entry['size']}"]
     try:
-        digest = _file_hash(file) if hashed else entry["sha256"]
+        digest = file_entry(file)["sha256"] if hashed else entry["sha256"]
     # a bad sector: the checkpoint before this one is the way out, so it counts as damage
     except OSError as error:
         return [f"{file.name}: found {error.strerror}, expected sha256 {entry['sha256']}"]
     if digest != entry["sha256"]:
         return [f"{file.name}: found sha256 {digest}, expected {entry['sha256']}"]
     return []
-
-
-def _file_hash(file: Path) -> str:
-    heartbeat()
-    return file_hash(file)
 
 
 def _all_damaged(folder: Path, damaged: list[str]) -> UserError:

@@ -126,7 +126,7 @@ def json_lines(path: Path) -> Iterator[bytes]:
     A float32 is written as the double of its value, and a value without a JSON number (NaN,
     infinities) as null.
     """
-    for row in _read(path).to_pylist():
+    for row in read_table(path).to_pylist():
         logprobs = [value if math.isfinite(value) else None for value in row["engine_logprobs"]]
         plain = {
             **row,
@@ -140,7 +140,7 @@ def json_lines(path: Path) -> Iterator[bytes]:
 def read_episodes(path: Path) -> list[Episode]:
     """Read the episodes as they were written, to the bit, in their order. Raises UserError for a
     damaged file."""
-    return _episodes(_read(path, with_experts=True))
+    return _episodes(read_table(path, with_experts=True))
 
 
 def read_groups(path: Path, problems: Mapping[str, Problem] | None = None) -> list[Group]:
@@ -149,7 +149,7 @@ def read_groups(path: Path, problems: Mapping[str, Problem] | None = None) -> li
 
     Raises UserError for a damaged file, and for one of other problems.
     """
-    table = _read(path, with_experts=True)
+    table = read_table(path, with_experts=True)
     rows = table.select(["group", "outcome", *_PROBLEM]).to_pylist()
     groups: dict[int, tuple[dict[str, Any], list[Episode]]] = {}
     for row, episode in zip(rows, _episodes(table), strict=True):
@@ -181,13 +181,8 @@ def _problem(row: dict[str, Any]) -> Problem:
 def read_columns(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
     """Read some columns of each episode of a file, in its order. Raises UserError for a damaged
     file."""
-    rows: list[dict[str, Any]] = _read(path, columns).to_pylist()
+    rows: list[dict[str, Any]] = read_table(path, columns).to_pylist()
     return rows
-
-
-def read_table(path: Path, columns: Sequence[str] = SCHEMA.names) -> pa.Table:
-    """Read some columns of a file as a table. Raises UserError for a damaged file."""
-    return _read(path, columns)
 
 
 def read_note(path: Path) -> Any:
@@ -327,9 +322,10 @@ def _split(column: pa.ListArray, kind: type[np.generic]) -> list[Array]:
     return [values[start:stop] for start, stop in pairwise(offsets)]
 
 
-def _read(
+def read_table(
     path: Path, columns: Sequence[str] = SCHEMA.names, *, with_experts: bool = False
 ) -> pa.Table:
+    """Read some columns of a file as a table. Raises UserError for a damaged file."""
     try:
         file = pq.ParquetFile(path, page_checksum_verification=True)
         if with_experts and EXPERTS in file.schema_arrow.names:

@@ -91,13 +91,10 @@ class Journal:
         for path in self.folder.glob("*_step_*.parquet"):
             kind, _, rest = path.stem.partition("_step_")
             last = done if kind.startswith("eval") else done + 1 + staleness
-            if int(rest.partition("_")[0]) > last and self._is_of_another_mesh(path):
-                self._remove(iter([path]))
-
-    def _is_of_another_mesh(self, path: Path) -> bool:
-        with suppress(UserError):  # a damaged file
-            return (read_note(path) or {}).get("mesh", "") != self.note.get("mesh", "")
-        return False
+            if int(rest.partition("_")[0]) > last:
+                with suppress(UserError):  # a damaged file
+                    if (read_note(path) or {}).get("mesh", "") != self.note.get("mesh", ""):
+                        self._remove(iter([path]))
 
     def is_own(self, path: Path) -> bool:
         """Tell whether this run wrote a file."""

@@ -12,6 +12,7 @@ does not know how a step is made: that is audit/replay_run.py.
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator
 from contextlib import chdir, contextmanager, suppress
@@ -134,15 +135,17 @@ class Altered:
         return f"{self.what}: {now}, was {self.recorded[:16]}"
 
 
-def altered(folder: Path, up_to: int) -> list[Altered]:
+def altered(folder: Path, up_to: float = math.inf) -> list[Altered]:
     """Hash the files and rows of all steps up to `up_to` and return those whose hash is not the
     ledger's. Steps before the ledger's first row are not checked."""
     lines, rows = read_lines(folder), {row["step"]: row for row in read_metrics(folder, LEDGER)}
     checked: list[Altered] = []
-    for step in range(min(rows, default=up_to + 1), up_to + 1):
+    for step in sorted({*lines, *rows}):
+        if not min(rows, default=math.inf) <= step <= up_to:
+            continue
         if step in rows:
             checked += _check_row(folder, rows[step], lines.get(step))
-        elif step in lines:
+        else:
             what = f"the row of step {step} in {LEDGER}"
             checked.append(Altered(step=step, what=what, recorded="a row", found=""))
     return [one for one in checked if one.recorded != one.found]
@@ -156,7 +159,7 @@ def _check_row(folder: Path, row: Metrics, line: bytes | None) -> Iterator[Alter
             what = f"the row of step {step} in metrics.jsonl"
             found = "" if line is None else hashlib.sha256(line).hexdigest()
             yield Altered(step=step, what=what, recorded=recorded, found=found)
-        elif kind not in ("step", "weights") and recorded:
+        elif kind not in ("step", "weights"):
             file_kind = "train" if kind == "episodes" else kind
             path = episode_file(folder / "episodes", step, file_kind)
             found = file_hash(path) if path.is_file() else ""

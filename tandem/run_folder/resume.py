@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.schema import Config
+from tandem.model.load import ExactModel
 from tandem.run_folder.checkpoint import checkpoint_step, latest_checkpoint, load_checkpoint
+from tandem.run_folder.errors import FRESH, RESTORE_OR_FRESH
 from tandem.run_folder.metrics import read_metrics
-from tandem.run_folder.past_run import altered
+from tandem.run_folder.past_run import LEDGER, altered
 from tandem.run_folder.shards import SavedTensors
 from tandem.runtime.errors import UserError
+from tandem.weights.hashing import weight_hash
 
 Report = Callable[[str], None]
 
@@ -26,8 +29,6 @@ def resumable(
         _require_no_progress(folder, config)
         return None
     tensors, state = load_checkpoint(path, verify=False)  # latest_checkpoint has just verified it
-    if "pending_metrics" not in state:
-        raise _of_another_version(path)
     if changed := [k for k in {**state["data"], **data} if state["data"].get(k) != data.get(k)]:
         raise _other_data(changed)
     logged = checkpoint_step(path) - (json.loads(state["pending_metrics"]) is not None)
@@ -44,22 +45,41 @@ def _require_no_progress(folder: Path, config: Config) -> None:
 
 
 def _check_past(folder: Path, done: int, report: Report) -> None:
-    """Raise UserError if a file of the steps up to `done` is not as the ledger has it. Missing
-    episodes are only reported: none but the last step's are needed."""
-    changed = altered(folder, done)
-    gone = [one.what for one in changed if not one.found and one.what.startswith("episodes/")]
-    if gone:
-        names = ", ".join(gone[:3]) + " ..." * (len(gone) > 3)
-        report(f"no longer there, of steps before the checkpoint: {names}")
-    if wrong := [one for one in changed if one.what not in gone]:
-        raise UserError(
-            "what the run has kept of its steps is not as it was written",
-            where=str(folder),
-            found="; ".join(map(str, wrong[:3])),
-            expected="the bytes that ledger.jsonl has the hashes of",
-            next="restore it from a copy, or start over with --fresh "
-            "(the old run is kept beside it)",
-        )
+    """Raise UserError if a row or a file is not as the ledger has it, of steps after `done` too:
+    their rows are cut and made again, from their episodes. Missing episodes are no error, and only
+    reported up to `done`; nor are metrics after it, which a kill leaves out."""
+    changed = altered(folder)
+    gone = [one for one in changed if not one.found and one.what.startswith("episodes/")]
+    cut = [one for one in changed if not one.found and one.what.endswith("metrics.jsonl")]
+    if names := [one.what for one in gone if one.step <= done]:
+        more = " ..." * (len(names) > 3)
+        report(f"no longer there, of steps before the checkpoint: {', '.join(names[:3])}{more}")
+    fine = [*gone, *(one for one in cut if one.step > done)]
+    if wrong := [str(one) for one in changed if one not in fine]:
+        raise _not_as_written(folder, "; ".join(wrong[:3]))
+
+
+def check_weights(folder: Path, step: int, model: ExactModel, report: Report) -> None:
+    """Raise UserError if the ledger has another hash for the weights after a step than those of
+    the model; report it if an adapter is merged into them, which each processor rounds its way."""
+    recorded = [row.get("weights") for row in read_metrics(folder, LEDGER) if row["step"] == step]
+    if not recorded or recorded == [found := weight_hash(model.merged())]:
+        return
+    what = f"the row of step {step} in {LEDGER} has weights {recorded[0]!s:.16}"
+    error = _not_as_written(folder, f"{what}, the checkpoint {found:.16}")
+    if not model.adapter_weights():
+        raise error
+    report(f"{error.what}: {error.found}")
+
+
+def _not_as_written(folder: Path, found: str) -> UserError:
+    return UserError(
+        "what the run has kept of its steps is not as it was written",
+        where=str(folder),
+        found=found,
+        expected=f"the bytes that {LEDGER} has the hashes of",
+        next=RESTORE_OR_FRESH,
+    )
 
 
 def _no_checkpoints(folder: Path, last: int, every: int) -> UserError:
@@ -69,17 +89,7 @@ def _no_checkpoints(folder: Path, last: int, every: int) -> UserError:
         found="none",
         expected=f"some: metrics.jsonl ends at step {last}, with run.save_every = {every}",
         next="restore them, or set back a run.save_every that was lowered before the first save, "
-        "or start over with --fresh (the old run is kept beside it)",
-    )
-
-
-def _of_another_version(checkpoint: Path) -> UserError:
-    return UserError(
-        "the run was begun by an earlier version of Tandem",
-        where=str(checkpoint),
-        expected="a checkpoint of this version",
-        next="finish it with that version, or start over with --fresh "
-        "(the old run is kept beside it)",
+        f"or {FRESH}",
     )
 
 
@@ -88,6 +98,5 @@ def _other_data(changed: list[str]) -> UserError:
         "a data file, a function of yours or the starting model has changed since the run began",
         where=", ".join(changed),
         expected="the same bytes: the rest of the run would not be the same run",
-        next="restore it, take another run.folder=PATH, or start over with --fresh "
-        "(the old run is kept beside it)",
+        next=f"restore it, take another run.folder=PATH, or {FRESH}",
     )

@@ -46,7 +46,7 @@ _CAUSES = (
 class Disk:
     """The durable operations; a kill can fall between any two."""
 
-    def write(self, path: Path, save: Callable[[Path], None]) -> None:
+    def write(self, path: Path, save: Callable[[Path], object]) -> None:
         """Let `save` make the file."""
         save(path)
 

@@ -6,6 +6,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tandem import __version__
 from tandem.cli.doctor import TESTED, versioned
@@ -49,6 +51,25 @@ def test_version_outside_of_those_tested_is_told(found, tested):
     assert finding.ok and finding.facts["tested"] == tested
     assert finding.detail.startswith(found) and finding.detail.endswith(", 2 threads")
     assert ("the tests have run with 2.13" in finding.detail) != tested
+
+
+def test_each_pin_is_within_the_bounds_of_its_requirement_and_the_page_has_both():
+    pins = dict(re.findall(r"^(\S+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
+    pins = {canonicalize_name(name): pin for name, pin in pins.items()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [text for extra in project["optional-dependencies"].values() for text in extra]
+    needed = {r.name: r for r in map(Requirement, [*extras, *project["dependencies"]])}
+    bounds = {name: needed[name].specifier for name in needed if canonicalize_name(name) in pins}
+    assert len(bounds) > 25 and bounds.keys() >= {"torch", "transformers", "tokenizers"}
+    outside = {n: str(b) for n, b in bounds.items() if pins[canonicalize_name(n)] not in b}
+    assert outside == {}
+    page = (ROOT / "docs/versions.md").read_text()
+    assert re.search(
+        rf"every commit .* torch {pins['torch']}, transformers {pins['transformers']}", page
+    )
+    assert re.findall(r"`(torch|transformers)>=(\S+)`", page) == [
+        (name, str(bounds[name]).removeprefix(">=")) for name in ("torch", "transformers")
+    ]
 
 
 def test_tested_versions_are_those_that_are_pinned_and_those_of_the_page():

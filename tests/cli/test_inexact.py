@@ -69,7 +69,8 @@ def test_it_learns_and_its_gap_is_measured(trained):
     rows = read_metrics(folder)[1:]
     gaps = [(row["logprob_gap_mean"], row["logprob_gap"]) for row in rows[:5]]
     assert all(0 < mean <= largest < 1e-4 for mean, largest in gaps), gaps
-    assert rows[0]["reward"] < 0.2 and rows[-1]["reward"] > 0.8
+    # the least of ten seeds is 0.55 more; an untrained model stays within 0.1
+    assert rows[-1]["reward"] > rows[0]["reward"] + 0.3
 
 
 def test_each_step_compares_a_completion_with_the_packed_pass(trained):

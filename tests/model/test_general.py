@@ -304,6 +304,19 @@ def test_a_model_that_sees_a_little_of_its_neighbours_is_refused(leaky):
     with pytest.raises(UserError, match="this model cannot run") as error:
         why_inexact(architecture("olmo2", hidden_act=leaky), "here")
     assert "depend on later tokens" in error.value.found
+    assert "report its config.json" in error.value.next  # olmo2 is listed
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("gpt_oss", {"intermediate_size": 150}),
+        ("mixtral", {"intermediate_size": 150}),
+        ("qwen2_moe", {"moe_intermediate_size": 33}),
+    ],
+)
+def test_experts_of_any_width_are_tried_and_exact(name, sizes):
+    assert why_inexact(architecture(name, **sizes), "here") == ""
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from tandem.cli.status import status
 from tandem.config.recipe import load_config, to_toml
 from tandem.config.schema import Config
+from tandem.run_folder.config_changes import MESH, allowed_changes, toml_values
 from tandem.run_folder.folder import check_run, identity, open_run, read_matmul
 from tandem.run_folder.notes import Notes, read_notes
 from tandem.run_folder.status import (
@@ -317,6 +319,25 @@ def test_keys_that_do_not_change_what_a_step_computes_may_change(tmp_path):
     start(tmp_path, **changes)
     assert load_config(tmp_path / "config.toml", []) == config(**changes)
     assert "config changed: run.keep_checkpoints: 2 -> 5" in log_of(tmp_path)
+
+
+def free_keys():
+    """The keys of which any other value is taken, though a smaller number is."""
+    values = toml_values(to_toml(config()))
+    for key, value in values.items():
+        another = value - 1 if isinstance(value, int | float) else f"{value}, or another"
+        with suppress(UserError):
+            allowed_changes(values, {**values, key: another}, any_threads=False, path=Path())
+            yield key
+
+
+def test_the_page_on_determinism_lists_the_keys_that_may_change():
+    free, text = set(free_keys()), (ROOT / "docs/determinism.md").read_text()
+    listed, others = re.search(r"(?s)These may change: (.*?); (.*?)\n\n", text).groups()
+    mesh = {key for key in free if key.startswith("parallel.") and key != "parallel.timeout_s"}
+    named = re.findall(r"`(\w+\.\w+)`", listed)
+    assert named == sorted(free - mesh - {"weights.delta"}) and "`weights.delta`" in others
+    assert mesh == MESH and "the mesh (`parallel.*`)" in others
 
 
 def test_steps_may_grow_and_not_shrink(tmp_path):

@@ -129,7 +129,7 @@ def test_values_move_towards_the_returns():
     groups = sampled_groups(models.policy.model)
     losses = [learn(models, groups, critic_only())["critic/value_loss"] for _ in range(16)]
     # with lambda 1 the returns are the rewards, and stay where they are
-    assert losses[-1] < 0.3 * losses[0]
+    assert losses[-1] < 0.5 * losses[0]
 
 
 def test_critic_warmup_leaves_the_policy_as_it_is():
