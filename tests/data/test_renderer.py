@@ -352,8 +352,8 @@ def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{% for m in %}", "TemplateSyntaxError"),
         ("{{ messages.nothing.more }}", "UndefinedError"),
+        ("a\n{% if true %}\n{{ messages[0].nothing.more }}{% endif %}", "(line 3)"),
         ("{{ raise_exception('System role not supported') }}", "System role not supported"),
         ("{{ 1 // 0 }}", "ZeroDivisionError"),
         ("{{ messages[0]['content'] + 1 }}", "TypeError"),
@@ -365,6 +365,25 @@ def test_a_template_that_fails_is_a_users_error(tmp_path, template, said):
     message = error_of(load_renderer, make_model(tmp_path, template))
     assert message.startswith("the chat template refuses a chat")
     assert said in message
+
+
+@pytest.mark.parametrize(
+    ("template", "line", "said"),
+    [
+        ("{% for m in %}", 1, "Expected an expression"),
+        ("a\n{% for m in messages %}\n{{ m.content }", 3, "unexpected '}'"),
+        ("a\n{% for m in messages %}\n", 2, "'endfor'"),
+        ("a\n{% if true\n", 2, "end of template"),
+        ("{{ messages|nofilter }}", 1, "No filter named 'nofilter'"),
+        ("a\n{% frobnicate %}", 2, "unknown tag 'frobnicate'"),
+    ],
+)
+def test_a_template_that_is_no_jinja_is_told_with_its_line_and_no_word_of_roles(
+    tmp_path, template, line, said
+):
+    message = error_of(load_renderer, make_model(tmp_path, template))
+    assert message.startswith("the chat template is no valid Jinja")
+    assert f", line {line}\n" in message and said in message and "role" not in message
 
 
 # ---- the sandbox and its cap
