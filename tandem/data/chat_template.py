@@ -196,9 +196,7 @@ def model_template(model_path: str, tokenizer: Any) -> str:
         return str(tokenizer.get_chat_template())
     except ValueError:
         file = "chat_template.json"
-        found = (read_json(model_path, file, f"{model_path}/{file}", file) or {}).get(
-            "chat_template"
-        )
+        found = (read_json(model_path, file, what=file) or {}).get("chat_template")
         return found if isinstance(found, str) else ""
 
 

@@ -73,13 +73,12 @@ def load_renderer(model_path: str, template_file: str = "") -> "ChatRenderer":
 def _eos_ids(model_path: str, tokenizer: Any) -> set[int]:
     """Collect the ends of turn that the tokenizer and generation_config.json, which is optional,
     name."""
-    where = f"{model_path}/{GENERATION}"
-    eos = (read_json(model_path, GENERATION, where, "generation config") or {}).get("eos_token_id")
+    eos = (read_json(model_path, GENERATION, what="generation config") or {}).get("eos_token_id")
     ids = eos if isinstance(eos, list) else [eos]
     if not all(token is None or type(token) is int for token in ids):
         raise UserError(
             "the generation config cannot be read",
-            where=where,
+            where=f"{model_path}, {GENERATION}",
             found=f"eos_token_id {str(eos)[:60]}",
             expected="the number of a token, or a list of them",
         )

@@ -82,8 +82,8 @@ def _read_config(path: str, where: str) -> Any:
     """Make the transformers config of a causal language model from the declared fields."""
     values = read_json(path, CONFIG, where)
     if values is None:
-        missing = "no such directory here, and no such model on the hub or no way to it from here"
-        raise _unreadable(where, "no config.json in it" if Path(path).is_dir() else missing)
+        found = "no such directory here, and no such model on the hub or no way to it from here"
+        raise _unreadable(path, CONFIG, where, found)
     model_type = values.get("model_type")
     parts = [part for part in (values, values.get(TEXT)) if isinstance(part, dict)]
     own = custom_code.brings_model(values) and (
@@ -110,9 +110,9 @@ def _read_config(path: str, where: str) -> Any:
     except UserError:
         raise
     except Exception as error:  # transformers raises wherever it first uses a wrong value
-        raise _unreadable(where, first_line(error)) from None
+        raise _unreadable(path, CONFIG, where, first_line(error)) from None
     if mistakes:
-        raise _unreadable(where, "; ".join(mistakes))
+        raise _unreadable(path, CONFIG, where, "; ".join(mistakes))
     return config
 
 
@@ -124,19 +124,21 @@ def _is_language_model(model_type: Any) -> bool:
 
 def is_text_part(path: str, config: Any) -> bool:
     """Tell whether check_model's config is of a part of the model at path, its language model."""
-    values = read_json(path, CONFIG, path) or {}
+    values = read_json(path, CONFIG) or {}
     if custom_code.is_custom(config):
         return False
     return bool(values.get("model_type", config.model_type) != config.model_type)
 
 
 def read_json(
-    path: str, name: str, where: str, what: str = "model's config"
+    path: str, name: str, where: str = "", what: str = "model's config"
 ) -> dict[str, Any] | None:
     """Read the JSON object in a file of a model directory or hub name; None without such a file.
 
-    Raises UserError for a file that cannot be read; what: its name in the message.
+    Raises UserError for a file that cannot be read; where: of the model, in the message, by default
+    its path; what: the file's name there.
     """
+    where, found = where or path, "no JSON object"
     try:
         file = find_file(path, name)
         if file is None:
@@ -144,13 +146,11 @@ def read_json(
         if file.stat().st_size > MAX_BYTES:
             raise ValueError(f"{name} is larger than {MAX_BYTES >> 20} MiB")
         values = json.loads(file.read_bytes(), object_hook=special_float)
-    except RecursionError:
-        raise _unreadable(where, f"{name} is nested too deep", what) from None
-    except (OSError, ValueError) as error:  # ValueError: not JSON, or not UTF-8
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: not JSON, or not UTF-8
         begin = "" if Path(path).is_dir() else "no such directory here, and of the hub: "
-        raise _unreadable(where, begin + first_line(error), what) from None
+        values, found = None, begin + first_line(error)
     if not isinstance(values, dict):
-        raise _unreadable(where, f"{name} holds no JSON object", what)
+        raise _unreadable(path, name, where, found, what)
     return values
 
 
@@ -184,6 +184,8 @@ def find_file(path: str, name: str) -> Path | None:
         return file if file.is_file() else None
     from transformers.utils import cached_file
 
+    if name == CONFIG:  # which is the first file that is asked for
+        _require_hub(path)
     found = cached_file(
         path,
         name,
@@ -191,6 +193,23 @@ def find_file(path: str, name: str) -> Path | None:
         _raise_exceptions_for_connection_errors=name == CONFIG,
     )
     return None if found is None else Path(found)
+
+
+def _require_hub(path: str) -> None:
+    """Raise OSError if the hub has to be reached and cannot be: its client would try for half a
+    minute."""
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if constants.HF_HUB_OFFLINE or try_to_load_from_cache(path, CONFIG):
+        return
+    url = hf_hub_url(path, CONFIG)
+    try:
+        get_hf_file_metadata(url)
+    except HfHubHTTPError:
+        pass  # it was reached, and the download tells what it says
+    except Exception as error:  # of httpx or httpx2, by the version of the client
+        raise OSError(f"it cannot be reached: {error}") from None
 
 
 def first_line(error: Exception) -> str:
@@ -381,12 +400,18 @@ def _not_exact(where: str, reasons: list[str]) -> UserError:
     )
 
 
-def _unreadable(where: str, found: str, what: str = "model's config") -> UserError:
+def _unreadable(
+    path: str, name: str, where: str, found: str, what: str = "model's config"
+) -> UserError:
+    is_local = Path(path).is_dir()
     return UserError(
         f"the {what} cannot be read",
-        where=where,
+        where=f"{where}, {name}",
         found=found,
-        expected="a file as transformers writes it, or a hub name that can be reached from here",
-        next="name a model directory; or, of a hub name, fetch it where there is a network "
-        "and set HF_HUB_OFFLINE=1 here",
+        expected="a file as transformers writes it"
+        + ", or a hub name that can be reached from here" * (not is_local),
+        next=f"mend {Path(path, name)}, or copy it again from where the model is from"
+        if is_local
+        else "name a model directory; or fetch it where there is a network and set "
+        "HF_HUB_OFFLINE=1 here",
     )

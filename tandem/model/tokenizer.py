@@ -48,7 +48,7 @@ def _require_code(model_path: str) -> None:
     if is_allowed():
         files["config.json"] = "model's config"
     for name, what in files.items():
-        values = read_json(model_path, name, model_path, what) or {}
+        values = read_json(model_path, name, what=what) or {}
         if "auto_map" in values:
             require_allowed(model_path, values, f"{model_path}, {name}")
 
