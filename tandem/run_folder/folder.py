@@ -45,7 +45,7 @@ from tandem.runtime.disk import (
     read_regular_file,
     write_atomic,
 )
-from tandem.runtime.errors import UserError
+from tandem.runtime.errors import InvariantError, UserError
 from tandem.runtime.place import share_of_threads
 
 MACHINE = "machine.json"
@@ -53,6 +53,7 @@ MACHINE = "machine.json"
 # run.
 _REPLACED = ("config.toml", MACHINE, STATUS)
 _STARTING = {"lock", "log.txt", "run.json", ".tmp-run.json", ".tmp-config.toml"}
+_OF_A_START = {*_STARTING, "config.toml", MACHINE}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,21 +120,29 @@ def open_run(folder: Path, config: Config, *, fresh: bool, command: str) -> Iter
     when the disk does not take it.
     """
     _refuse_foreign(folder)
+    is_new = not folder.exists()
     with locked(folder) as lock_news:
         if fresh and _is_run(folder):
             _bring_back(folder)
             old = _move_aside(folder)
-            # The lock has moved with the old folder: the new one is locked before it is let go.
-            with locked(folder) as no_news, _opened(folder, config, command, no_news) as run:
-                run.log(f"started fresh; the run before is in {old}")
-                yield run
+            try:
+                # The lock has moved with the old folder: the new one is locked before it is let go.
+                with locked(folder) as no_news, _opened(folder, config, command, no_news) as run:
+                    run.log(f"started fresh; the run before is in {old}")
+                    yield run
+            finally:
+                if not folder.exists():  # it was refused
+                    old.rename(folder)
         else:
-            with _opened(folder, config, command, lock_news) as run:
+            with _opened(folder, config, command, lock_news, is_new) as run:
                 yield run
 
 
 @contextmanager
-def _opened(folder: Path, config: Config, command: str, lock_news: str) -> Iterator[RunFolder]:
+def _opened(
+    folder: Path, config: Config, command: str, lock_news: str, is_new: bool = True
+) -> Iterator[RunFolder]:
+    """Open a locked folder. is_new: this start has made it; if it is refused, it goes."""
     _bring_back(folder)  # of a start that was killed before it began
     verb = "resumed" if _is_run(folder) else "started"
     config, changes = resolved(config, folder), list[str]()
@@ -162,6 +171,9 @@ def _opened(folder: Path, config: Config, command: str, lock_news: str) -> Itera
         except Exception as error:
             with suppress(UserError):  # a full disk: the error itself says more
                 run.log(f"{FAILED}{reason_of(error)}")
+            is_users = isinstance(error, UserError) and not isinstance(error, InvariantError)
+            if is_new and is_users and {path.name for path in folder.iterdir()} <= _OF_A_START:
+                DISK.remove(folder)
             raise
     finally:
         os.close(log)
