@@ -86,7 +86,7 @@ class _Plan:
         with self._checked():
             here = values_here(self.config, self.command, self.folder)
         _say("values" if every else "values that are not the default, or open (all: --values)")
-        for line in value_lines(self.config, origins, here, every=every):
+        for line in value_lines(self.config, self.command, origins, here, every=every):
             _say(line)
 
     def show_needs(self) -> None:
@@ -188,7 +188,10 @@ class _Plan:
             score = rewards.submit(problem, Attempt(text=text, messages=(message,))).result()
             if score.error:
                 raise _cannot_score(config, problem, text, score.error)
-            _say(f"reward\n  {score.reward:g} for the first problem and {text!r:.40}")
+            _say("reward of a made-up completion, to see that the function runs")
+            _say(f"  {score.reward:g} for the first problem and {text!r:.40}")
+            if not score.reward:
+                _say("  0 is no mistake where another form of the answer is wanted")
 
     def _need(self, title: str, rows: list[Need], there: int, where: str) -> None:
         needed = sum(count for _, count, _ in rows)

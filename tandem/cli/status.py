@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.cli.progress import print_lines, print_table
+from tandem.run_folder.errors import require_run
 from tandem.run_folder.lock import holder
 from tandem.run_folder.notes import read_notes
 from tandem.run_folder.status import (
@@ -74,14 +75,7 @@ def scale(folder: Path, wanted: str) -> None:
 
 def _holder(folder: Path) -> str:
     """Return who runs the folder, or "". Raises UserError if it is no run folder."""
-    if not (folder / "config.toml").is_file():
-        raise UserError(
-            "not a run folder",
-            where=str(folder),
-            found="no config.toml" if folder.is_dir() else "no such folder",
-            expected="the folder of a run",
-            next="ls runs",
-        )
+    require_run(folder)
     return holder(folder)
 
 
