@@ -326,7 +326,7 @@ def _nearest(key: str) -> str:
     if not near and field:
         near = difflib.get_close_matches(key, keys, 1, 0.5)
     elif not near:
-        close = difflib.get_close_matches(section, [*Config.model_fields, *meant], 1)
+        close = difflib.get_close_matches(section, [*Config.model_fields, *meant], 1, 0.7)
         near = [k for k in (*Config.model_fields, *keys) if {k, names.get(k)} & {*close}]
     if near:
         return f"; did you mean {' or '.join(near)}?"

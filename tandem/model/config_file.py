@@ -1,19 +1,19 @@
 """A model directory's config.json, read as data; a model of a kind that cannot run is refused.
 
-transformers takes many keys of that file as instructions: Python files to import (auto_map),
-attention kernels to fetch, quantizers, other weight files. So the file is read here, its model type
-must be a causal language model of the installed transformers, its numbers must be plausible, and
-only the fields that the type's config class declares are passed on. This file knows no weights.
+transformers takes some keys of that file as instructions: Python files to import (auto_map),
+attention kernels to fetch, quantizers, other weight files. So the file is read here without them,
+its model type must be a causal language model of the installed transformers, and its numbers must
+be plausible. This file knows no weights.
 """
 
 import json
 import logging
 import math
+import re
 from pathlib import Path
 from typing import Any, Literal
 
 from tandem.model import custom_code
-from tandem.model.declared_fields import TEXT, plain_config
 from tandem.model.quantized_files import require_float
 from tandem.model.rope import has_static_ropes, kinds_with_rope, ropes_of
 from tandem.model.text_part import is_language_model, text_part
@@ -26,6 +26,12 @@ HeadKind = Literal["tokens", "value"]
 LEAN_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 # Those of images and text that run, inexactly, through image_model.py.
 IMAGE_ARCHITECTURES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3")
+TEXT = "text_config"
+# keys that tell transformers what to fetch or how to run, in a model's config or that of a part
+INSTRUCTIONS = re.compile(
+    "auto_map|transformers_weights|.*_implementation(_internal)?"
+    "|(fusion|distributed|quantization|compression)_config"
+)
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 BIAS_SIZE = {"bloom": 8}  # numbers beside those of a head, for linear biases (alibi.py)
 MAX_BYTES = 16 << 20
@@ -98,7 +104,7 @@ def _read_config(path: str, where: str) -> Any:
     if not own and any(p.get("model_type") == "mistral" and "layer_types" in p for p in parts):
         raise _not_exact(where, ["architecture ministral"])
     try:
-        config = custom_code.custom_config(path) if own else plain_config(model_type, values)
+        config = custom_code.custom_config(path) if own else _plain_config(model_type, values)
         if not (own or reads_images(config)):
             whole, config = config, text_part(config, where)
             if config is not whole and any(part.get("quantization_config") for part in parts):
@@ -114,6 +120,19 @@ def _read_config(path: str, where: str) -> Any:
     if mistakes:
         raise _unreadable(path, CONFIG, where, "; ".join(mistakes))
     return config
+
+
+def _plain_config(model_type: Any, values: dict[str, Any]) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    def plain(part: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: plain(value) if isinstance(value, dict) else value
+            for name, value in part.items()
+            if not INSTRUCTIONS.fullmatch(name)
+        }
+
+    return CONFIG_MAPPING[model_type].from_dict(plain(values))
 
 
 def _is_language_model(model_type: Any) -> bool:

@@ -88,7 +88,7 @@ CASES = [
     *(
         [command, argument]
         for command in ("show", "status", "why", "report")
-        for argument in ("empty", "nan.jsonl", "a-rum")
+        for argument in ("empty", "nan.jsonl", "a-rum", "runs")
     ),
     ["train", "learning_rate=3e-4"],
     ["train", "model=model"],
@@ -125,6 +125,8 @@ def prepare(folder):
     for name, lines in rows.items():
         (folder / name).write_text("\n".join(lines) + "\n")
     (folder / "empty").mkdir()
+    (folder / "runs/mine").mkdir(parents=True)
+    (folder / "runs/mine/config.toml").touch()
     (folder / "a-run/checkpoints/step_000010").mkdir(parents=True)
     (folder / "a-run/config.toml").touch()
     (folder / "a-run/checkpoints/step_000010/state.json").write_text("{}")
