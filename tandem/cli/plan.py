@@ -104,7 +104,9 @@ class _Plan:
             sizes = model_sizes(self.config, self.command)
             rows = memory_of_run(sizes, self.config, self.command, self.longest)
             there = self.machine.memory
-            if self.batch and not sizes.on_gpu and not _is_mesh(self.config):
+            # several processes, or another backend, divide the model
+            divided = self.config.parallel.processes > 1 or self.config.train.backend != "tandem"
+            if self.batch and not sizes.on_gpu and not divided:
                 rows = rows_here(rows, sizes, self.config, self.command, self.batch)
             if host := host_memory(sizes, self.config):
                 self._need("memory of the GPU", rows, gpu_memory(sizes.place), "of this GPU")
@@ -143,7 +145,13 @@ class _Plan:
             _say(f"not ready: {'; '.join(self.reasons)}")
         else:
             if self.command in ("train", "distill"):
-                _say(f"a step\n  {_step(self.config)}")
+                tokens = _episodes(self.config) * self.config.rollout.max_new_tokens
+                updates = self.config.rl.minibatches * self.config.rl.epochs
+                of_tokens, of_updates = (
+                    counted(tokens, "sampled tokens"),
+                    counted(updates, "updates"),
+                )
+                _say(f"a step\n  {of_tokens} at most, {of_updates}")
             _say(f"ready: {work(self.config, self.command)}, {news} in {self.folder}")
         self.figures |= {"ready": not self.reasons, "reasons": self.reasons}
 
@@ -226,11 +234,6 @@ class _Plan:
         return f"resumed from {checkpoint[0].name}"
 
 
-def _is_mesh(config: Config) -> bool:
-    """Tell whether several processes, or another backend, divide the model."""
-    return config.parallel.processes > 1 or config.train.backend != "tandem"
-
-
 def _cannot_score(config: Config, problem: Problem, text: str, error: str) -> UserError:
     return UserError(
         "the reward function cannot score a completion of the first problem",
@@ -243,12 +246,6 @@ def _cannot_score(config: Config, problem: Problem, text: str, error: str) -> Us
 
 def _say(text: str) -> None:
     console.print(text, markup=False)
-
-
-def _step(config: Config) -> str:
-    """Describe what a step of reinforcement learning does."""
-    tokens = counted(_episodes(config) * config.rollout.max_new_tokens, "sampled tokens")
-    return f"{tokens} at most, {counted(config.rl.minibatches * config.rl.epochs, 'updates')}"
 
 
 def _episodes(config: Config) -> int:

@@ -188,7 +188,8 @@ class Typist:
             self._answers = iter(self._given)  # the same for every row
         shown = self._shown if request.num_sampled else 0
         if not self._given:  # else there is nobody to ask
-            console.print(_text(request.prompt[shown:]).strip("\n\0"), markup=False)
+            text = "".join(map(chr, request.prompt[shown:].tolist()))
+            console.print(text.strip("\n\0"), markup=False)
         text = next(self._answers, None)
         if text is None:
             raise UserError(
@@ -250,7 +251,3 @@ def _plain(chat: Sequence[Message], tools: Sequence[Tool]) -> str:
     ]
     shown += [f"{message['role']}: {message_text(message)}" for message in chat]
     return "\n".join(["", *shown, ""])
-
-
-def _text(tokens: Array) -> str:
-    return "".join(map(chr, tokens.tolist()))

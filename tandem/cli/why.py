@@ -61,12 +61,6 @@ def _line(ref: EpisodeRef, with_key: bool) -> str:
     return f"  {ref.name}  {text}{key}  {episode.text!r:.{_TEXT}}"
 
 
-def _size(ref: EpisodeRef) -> str:
-    episode = ref.episode
-    turns = f" in {episode.num_turns} turns" if episode.num_turns > 1 else ""
-    return f"{int(episode.loss_mask.sum())} tokens sampled{turns}, {len(episode.tokens)} in all"
-
-
 def _explain(past: PastRun, ref: EpisodeRef, learning: bool, out: Path | None) -> None:
     replays = learning and past.command == "train"
     update = trace_updates(past, ref, console.print) if replays else None
@@ -88,10 +82,12 @@ def _account(past: PastRun, ref: EpisodeRef, update: EpisodeUpdate | None) -> li
     group_mean = f"mean of its group {ref.group.rewards.mean():g}"
     penalties = [f"{value:g}" for value, _ in groupby(episode.penalties.tolist()) if value]
     not_learned = update is not None and update.columns is None
+    turns = f" in {episode.num_turns} turns" if episode.num_turns > 1 else ""
+    size = f"{int(episode.loss_mask.sum())} tokens sampled{turns}, {len(episode.tokens)} in all"
     rows = {
         "problem": f"{problem.uid}{category}: {message_text(problem.messages[-1])!r}",
         "answer": repr(problem.answer) if problem.answer else "",
-        "sampled": f"{_size(ref)}, by weights {', '.join(map(str, versions)) or 'none'}",
+        "sampled": f"{size}, by weights {', '.join(map(str, versions)) or 'none'}",
         "text": repr(episode.text),
         "ended": episode.stop_reason,
         "reward": f"{episode.reward!r}{f' of {parts}' if parts else ''}; {group_mean}",

@@ -135,7 +135,8 @@ def _refuse_bad_texts(tree: dict[str, Any], source: str) -> None:
         if isinstance(value, dict | list):
             pairs = value.items() if isinstance(value, dict) else enumerate(value)
             rest += [(child, f"{key}.{name}".lstrip("."), depth + 1) for name, child in pairs]
-        bad = isinstance(value, str) and ("\0" in value or not _is_utf8(value))
+        # a lone surrogate is Python's form of a shell's other bytes
+        bad = isinstance(value, str) and re.search("[\0\ud800-\udfff]", value)
         if bad or depth > MAX_DEPTH:
             found = f"{value!r:.80}" if bad else f"more than {MAX_DEPTH} levels of nesting"
             expected = "text in UTF-8 without a zero character" if bad else "a flatter value"
@@ -147,14 +148,6 @@ def _refuse_bad_texts(tree: dict[str, Any], source: str) -> None:
             )
 
 
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # a lone surrogate: Python's form of a shell's other bytes
-        return False
-    return True
-
-
 def _apply(tree: dict[str, Any], text: str, origin: dict[str, str]) -> None:
     """Put one `section.field=value` into the tree. The value is TOML, and a bare word is a string.
     A key may reach into a table: env.options.limit=3."""
@@ -163,15 +156,8 @@ def _apply(tree: dict[str, Any], text: str, origin: dict[str, str]) -> None:
     section, _, field = key.partition(".")
     try:
         value = tomllib.loads(f"value = {raw}")["value"]
-    except ValueError:  # not TOML, or a number of 5,000 digits
+    except (ValueError, RecursionError):  # not TOML, or a number of 5,000 digits
         value = raw
-    except RecursionError:
-        raise UserError(
-            "an override cannot be read",
-            where=f"{key} (command line)",
-            found=f"{raw:.40}...",
-            expected="a flatter value",
-        ) from None
     if not (sign and section and field):
         advice = _nearest(key)[2:]
         if key in Config.model_fields:

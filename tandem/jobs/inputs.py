@@ -121,7 +121,13 @@ def distill_inputs(config: Config, *, exact: bool = True) -> ProblemInputs:
         )
     rl = config.rl
     if rl.kl_coef or rl.max_gen_batches:
-        raise _no_reference_in_distillation(config)
+        raise UserError(
+            "distillation has no reference and no groups to choose from",
+            where="tandem distill",
+            found=f"rl.kl_coef = {rl.kl_coef}, rl.max_gen_batches = {rl.max_gen_batches}",
+            expected="0 for both",
+            next="add rl.kl_coef=0 rl.max_gen_batches=0",
+        )
     for key, name in (("rl.loss", rl.loss), ("rl.advantage", rl.advantage)):
         if is_user_function(name):
             raise UserError(
@@ -153,7 +159,13 @@ def _problem_inputs(config: Config, *others: str, exact: bool) -> ProblemInputs:
     try_user_functions(config.rl.loss, config.rl.advantage, config.rl.filter)
     data, held_out = read_data(config, "data.train"), read_data(config, "eval.data")
     if "answer" in config.reward.functions and not any(problem.answer for problem in data):
-        raise _no_answers(config)
+        raise UserError(
+            "the reward compares with the problems' answers, and all of them are empty",
+            where="data.train, reward.function = answer",
+            found=f"data.answer_column = {config.data.answer_column!r}",
+            expected="a column with answers",
+            next="set data.answer_column=NAME, or another reward.function",
+        )
     shape = check_models(config, *others)
     where = f"model.path = {config.model.path}"
     reason = why_inexact(shape, where, placement(config))
@@ -300,11 +312,13 @@ def _fitting(
         require_room(config, shape, config.data.max_prompt_tokens)
     except UserError:
         exact = True
+    room = positions_of(shape) - config.rollout.max_new_tokens  # before a completion
     fitting, lengths = renderer.check_lengths(
-        problems, config.data, key=key, room=_room(config, shape), exact=exact
+        problems, config.data, key=key, room=room, exact=exact
     )
-    require_room(config, shape, max(lengths))
-    return fitting, {key: _count_problems(lengths)}
+    longest, mean = max(lengths), sum(lengths) / len(lengths)
+    require_room(config, shape, longest)
+    return fitting, {key: Count(number=len(lengths), unit="problems", longest=longest, mean=mean)}
 
 
 def _check_repeats(config: Config, problems: int) -> None:
@@ -331,17 +345,6 @@ def _check_repeats(config: Config, problems: int) -> None:
     )
 
 
-def _room(config: Config, shape: Any) -> int:
-    """Return how many tokens the model can place before a completion."""
-    return positions_of(shape) - config.rollout.max_new_tokens
-
-
-def _count_problems(lengths: Sequence[int]) -> Count:
-    return Count(
-        number=len(lengths), unit="problems", longest=max(lengths), mean=sum(lengths) / len(lengths)
-    )
-
-
 def _mean_length(samples: Sequence[Sample]) -> float:
     return sum(len(sample.tokens) for sample in samples) / max(1, len(samples))
 
@@ -361,27 +364,6 @@ def _check_fit(samples: Sequence[Sample], shape: Any, what: str, where: str) -> 
             next="shorten or drop it",
         )
     return size
-
-
-def _no_reference_in_distillation(config: Config) -> UserError:
-    rl = config.rl
-    return UserError(
-        "distillation has no reference and no groups to choose from",
-        where="tandem distill",
-        found=f"rl.kl_coef = {rl.kl_coef}, rl.max_gen_batches = {rl.max_gen_batches}",
-        expected="0 for both",
-        next="add rl.kl_coef=0 rl.max_gen_batches=0",
-    )
-
-
-def _no_answers(config: Config) -> UserError:
-    return UserError(
-        "the reward compares with the problems' answers, and all of them are empty",
-        where="data.train, reward.function = answer",
-        found=f"data.answer_column = {config.data.answer_column!r}",
-        expected="a column with answers",
-        next="set data.answer_column=NAME, or another reward.function",
-    )
 
 
 def _missing(what: str, key: str, expected: str) -> UserError:

@@ -34,7 +34,6 @@ INSTRUCTIONS = re.compile(
 )
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 BIAS_SIZE = {"bloom": 8}  # numbers beside those of a head, for linear biases (alibi.py)
-MAX_BYTES = 16 << 20
 # Limits of the counts in config.json; the largest vocabulary has a million tokens.
 MAX_LAYERS, MAX_SIZE = 4096, 1 << 24
 _COUNTS = (
@@ -67,7 +66,8 @@ def check_model(path: str, key: str = "model.path", *, head: HeadKind = "tokens"
             next="tandem train RECIPE model.path=DIR",
         )
     folder = Path(path)
-    looks_local = folder.exists() or path.startswith((".", "/", "~")) or path.count("/") != 1
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
+    looks_local = looks_local or folder.exists() or folder.parent.is_dir()
     if looks_local and not (folder / "config.json").is_file():
         raise _no_model(path, key)
     if not folder.is_dir():
@@ -162,8 +162,6 @@ def read_json(
         file = find_file(path, name)
         if file is None:
             return None
-        if file.stat().st_size > MAX_BYTES:
-            raise ValueError(f"{name} is larger than {MAX_BYTES >> 20} MiB")
         values = json.loads(file.read_bytes(), object_hook=special_float)
     except (OSError, ValueError, RecursionError) as error:  # ValueError: not JSON, or not UTF-8
         begin = "" if Path(path).is_dir() else "no such directory here, and of the hub: "

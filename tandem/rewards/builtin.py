@@ -260,12 +260,10 @@ NAMES = sorted([*FUNCTIONS, "code", "judge", "reasoning_gym"])
 # what other libraries (TRL, verl, open-r1) call them
 ELSEWHERE = {
     **dict.fromkeys(("accuracy", "reasoning_accuracy", "correctness", "math", "gsm8k"), "answer"),
-    **dict.fromkeys(("math_verify", "boxed", "solution", "qa"), "answer"),
-    **dict.fromkeys(("think_format", "tag_count", "structure"), "format"),
-    **dict.fromkeys(("exact_match", "string_match", "equal"), "exact"),
-    **dict.fromkeys(("soft_overlong_punishment", "overlong", "len"), "length"),
-    **dict.fromkeys(("ioi_code", "unit_tests", "execution"), "code"),
-    **dict.fromkeys(("llm_judge", "pairwise_judge", "grader"), "judge"),
-    **dict.fromkeys(("multiple_choice", "mcq", "option"), "choice"),
-    **dict.fromkeys(("rm", "preference_model", "classifier"), "reward_model"),
+    **dict.fromkeys(("think_format", "tag_count"), "format"),
+    **dict.fromkeys(("exact_match", "string_match"), "exact"),
+    **dict.fromkeys(("soft_overlong_punishment", "overlong"), "length"),
+    "unit_tests": "code",
+    "multiple_choice": "choice",
+    "preference_model": "reward_model",
 }

@@ -28,13 +28,14 @@ def unreadable_file(path: Path, found: Exception | str, next: str = RESTORE) -> 
 def require_run(folder: Path) -> None:
     """Raise UserError for what is no run folder."""
     if not (folder / "config.toml").is_file():
-        found = "no config.toml in it" if folder.is_dir() else "no such folder"
+        found = "a file" if folder.is_file() else "no such folder"
+        found = "no config.toml in it" if folder.is_dir() else found
         inside = min(folder.glob("*/config.toml"), default=None)
         look = f"ls {folder.parent}" if folder.exists() else look_for(folder)
         raise UserError(
             "this is not a run folder",
             where=str(folder),
-            found="a file" if folder.is_file() else found,
+            found=found,
             expected="a folder made by a command that trains",
             next=f"did you mean {inside.parent}?" if inside else look,
         )

@@ -317,13 +317,6 @@ def test_a_tokenizer_that_may_add_text_is_asked_for_every_length(part, value, tm
 # ---- models and templates that cannot be used
 
 
-@pytest.mark.parametrize(
-    "path", ["", "/nowhere/model", "./nowhere", "../nowhere", "runs/warm/hf", "tests/nowhere"]
-)
-def test_a_missing_model_directory_is_not_sought_on_the_hub(path):
-    assert "the model directory does not exist" in error_of(load_renderer, path), "it asked the hub"
-
-
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
     # enough for AutoTokenizer to make up an empty one
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')

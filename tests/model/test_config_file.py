@@ -68,3 +68,13 @@ def test_a_hub_that_cannot_be_reached_is_told_without_a_second_try(tmp_path):
     )
     assert "no such directory here, and of the hub: OSError: it cannot be reached" in result.stderr
     assert "Retry" not in result.stderr and "HF_HUB_OFFLINE=1" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "path", ["/nowhere/model", "./nowhere", "../nowhere", "runs/warm/hf", "here/nowhere", "nowhere"]
+)
+def test_a_missing_model_directory_is_not_sought_on_the_hub(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    with pytest.raises(UserError, match="the model directory does not exist"):
+        check_model(path)
