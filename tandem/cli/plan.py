@@ -147,11 +147,8 @@ class _Plan:
             if self.command in ("train", "distill"):
                 tokens = _episodes(self.config) * self.config.rollout.max_new_tokens
                 updates = self.config.rl.minibatches * self.config.rl.epochs
-                of_tokens, of_updates = (
-                    counted(tokens, "sampled tokens"),
-                    counted(updates, "updates"),
-                )
-                _say(f"a step\n  {of_tokens} at most, {of_updates}")
+                done = f"{counted(tokens, 'sampled tokens')} at most, {counted(updates, 'updates')}"
+                _say(f"a step\n  {done}")
             _say(f"ready: {work(self.config, self.command)}, {news} in {self.folder}")
         self.figures |= {"ready": not self.reasons, "reasons": self.reasons}
 

@@ -188,15 +188,13 @@ class Typist:
             self._answers = iter(self._given)  # the same for every row
         shown = self._shown if request.num_sampled else 0
         if not self._given:  # else there is nobody to ask
-            text = "".join(map(chr, request.prompt[shown:].tolist()))
-            console.print(text.strip("\n\0"), markup=False)
+            asked = "".join(map(chr, request.prompt[shown:].tolist()))
+            console.print(asked.strip("\n\0"), markup=False)
         text = next(self._answers, None)
         if text is None:
             raise UserError(
                 "there are no more answers",
-                found="the end of what was given"
-                if self._given
-                else "the end of what was typed; in a pipe, nobody types",
+                found="the end of what was typed or given; in a pipe, nobody types",
                 expected="one for each turn",
                 next="add --answer TEXT, once for each turn, or --model DIR",
             )
