@@ -192,7 +192,14 @@ class _Plan:
             message = {"role": "assistant", "content": text}
             score = rewards.submit(problem, Attempt(text=text, messages=(message,))).result()
             if score.error:
-                raise _cannot_score(config, problem, text, score.error)
+                [function, *_] = functions = config.reward.functions
+                raise UserError(
+                    "the reward function cannot score a completion of the first problem",
+                    where=f"reward.function = {', '.join(functions)}; problem {problem.uid}",
+                    found=score.error,
+                    expected=f"a number for {text!r:.60}",
+                    next=f"tandem try {function} --data FILE --answer {text!r:.60}",
+                )
             _say("reward of a made-up completion, to see that the function runs")
             _say(f"  {score.reward:g} for the first problem and {text!r:.40}")
             if not score.reward:
@@ -229,16 +236,6 @@ class _Plan:
         if checkpoint is None:
             return "a run to begin again"
         return f"resumed from {checkpoint[0].name}"
-
-
-def _cannot_score(config: Config, problem: Problem, text: str, error: str) -> UserError:
-    return UserError(
-        "the reward function cannot score a completion of the first problem",
-        where=f"reward.function = {', '.join(config.reward.functions)}; problem {problem.uid}",
-        found=error,
-        expected=f"a number for {text!r:.60}",
-        next=f"tandem try {config.reward.functions[0]} --data FILE --answer {text!r:.60}",
-    )
 
 
 def _say(text: str) -> None:

@@ -99,7 +99,13 @@ class RunFolder:
         before, threads = read_machine(self.path), self.config.run.threads
         moved = before is not None and before["processor"] != processor
         if before is not None and not moved and not any_threads and before["threads"] != threads:
-            raise _other_threads(threads, before["threads"])
+            raise UserError(
+                "bits depend on the thread count here, and it has changed",
+                where=THREADS,
+                found=str(threads),
+                expected=str(before["threads"]),
+                next=f"{THREADS}={before['threads']}",
+            )
         machine = {"processor": processor, "threads": threads, "any_threads": any_threads}
         machine |= {"matmul": matmul} if matmul else {}
         write_atomic(self.path / MACHINE, json.dumps(machine, indent=1).encode() + b"\n")
@@ -256,7 +262,14 @@ def _refuse_foreign(folder: Path) -> None:
     with disk_errors(folder):
         names = {path.name for path in folder.iterdir()} if folder.exists() else set()
     if names - _STARTING and "config.toml" not in names:
-        raise _foreign(folder, sorted(names))
+        more = " ..." if len(names) > 4 else ""
+        raise UserError(
+            "the run folder holds something else",
+            where=str(folder),
+            found=f"{', '.join(sorted(names)[:4])}{more}, and no config.toml",
+            expected="a folder of an earlier run, an empty one, or none",
+            next=OTHER_FOLDER,
+        )
 
 
 def _check_writable(folder: Path) -> None:
@@ -300,7 +313,13 @@ def _changes(folder: Path, config: Config, command: str) -> list[str]:
     UserError for others, and for a run of another command."""
     about = _read_about(folder)
     if about["command"] != command:
-        raise _other_command(folder, about["command"], command)
+        raise UserError(
+            "the run folder belongs to another command",
+            where=str(folder),
+            found=f"a run of `tandem {about['command']}`",
+            expected=f"a run of `tandem {command}`",
+            next=f"{OTHER_FOLDER}, or {FRESH}",
+        )
     path, machine = _kept(folder, "config.toml"), read_machine(folder)
     any_threads = machine is not None and machine["any_threads"]
     old, new = _read(path, toml_values), toml_values(to_toml(config))
@@ -326,34 +345,3 @@ def _read(path: Path, parse: Callable[[str], Any]) -> Any:
     # absent, or of another shape
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise unreadable_file(path, error, next=f"restore it, or {FRESH}") from error
-
-
-def _foreign(folder: Path, names: list[str]) -> UserError:
-    more = " ..." if len(names) > 4 else ""
-    return UserError(
-        "the run folder holds something else",
-        where=str(folder),
-        found=f"{', '.join(names[:4])}{more}, and no config.toml",
-        expected="a folder of an earlier run, an empty one, or none",
-        next=OTHER_FOLDER,
-    )
-
-
-def _other_command(folder: Path, found: str, expected: str) -> UserError:
-    return UserError(
-        "the run folder belongs to another command",
-        where=str(folder),
-        found=f"a run of `tandem {found}`",
-        expected=f"a run of `tandem {expected}`",
-        next=f"{OTHER_FOLDER}, or {FRESH}",
-    )
-
-
-def _other_threads(found: int, expected: int) -> UserError:
-    return UserError(
-        "bits depend on the thread count here, and it has changed",
-        where=THREADS,
-        found=str(found),
-        expected=str(expected),
-        next=f"{THREADS}={expected}",
-    )
