@@ -57,7 +57,10 @@ warmup_steps = 20
 """
 
 REWARD = '''\
-"""The reward of this project. Try it alone: tandem try reward.py:score --data train.jsonl"""
+"""The reward of this project. Try it alone:
+
+    tandem try reward.py:score --data train.jsonl --answer "Answer: 7"
+"""
 
 
 def score(problem, completion: str) -> float:

@@ -196,7 +196,8 @@ def show(
 @app.command()
 def why(
     run: Run,
-    episode: Annotated[str, unset(help="STEP:UID:SAMPLE; or UID, or STEP, for a list")],
+    episode: Annotated[str, unset(help="STEP:UID:SAMPLE; or UID, or STEP, for a list")] = "",
+    count: Annotated[int, Option(min=1, help="lines of a list at most")] = 40,
     learning: Annotated[
         bool, Option(help="replay the step that trained it, for advantages and ratios")
     ] = True,
@@ -205,7 +206,7 @@ def why(
     """Explain what happened to an episode, and to each of its tokens."""
     from tandem.cli import why
 
-    why.why(run, episode, learning=learning, out=json)
+    why.why(run, episode, count, learning=learning, out=json)
 
 
 @app.command()

@@ -86,7 +86,7 @@ class _Plan:
         with self._checked():
             here = values_here(self.config, self.command, self.folder)
         _say("values" if every else "values that are not the default, or open (all: --values)")
-        for line in value_lines(self.config, origins, here, every=every):
+        for line in value_lines(self.config, self.command, origins, here, every=every):
             _say(line)
 
     def show_needs(self) -> None:
@@ -104,7 +104,9 @@ class _Plan:
             sizes = model_sizes(self.config, self.command)
             rows = memory_of_run(sizes, self.config, self.command, self.longest)
             there = self.machine.memory
-            if self.batch and not sizes.on_gpu and not _is_mesh(self.config):
+            # several processes, or another backend, divide the model
+            divided = self.config.parallel.processes > 1 or self.config.train.backend != "tandem"
+            if self.batch and not sizes.on_gpu and not divided:
                 rows = rows_here(rows, sizes, self.config, self.command, self.batch)
             if host := host_memory(sizes, self.config):
                 self._need("memory of the GPU", rows, gpu_memory(sizes.place), "of this GPU")
@@ -143,7 +145,10 @@ class _Plan:
             _say(f"not ready: {'; '.join(self.reasons)}")
         else:
             if self.command in ("train", "distill"):
-                _say(f"a step\n  {_step(self.config)}")
+                tokens = _episodes(self.config) * self.config.rollout.max_new_tokens
+                updates = self.config.rl.minibatches * self.config.rl.epochs
+                done = f"{counted(tokens, 'sampled tokens')} at most, {counted(updates, 'updates')}"
+                _say(f"a step\n  {done}")
             _say(f"ready: {work(self.config, self.command)}, {news} in {self.folder}")
         self.figures |= {"ready": not self.reasons, "reasons": self.reasons}
 
@@ -187,8 +192,18 @@ class _Plan:
             message = {"role": "assistant", "content": text}
             score = rewards.submit(problem, Attempt(text=text, messages=(message,))).result()
             if score.error:
-                raise _cannot_score(config, problem, text, score.error)
-            _say(f"reward\n  {score.reward:g} for the first problem and {text!r:.40}")
+                [function, *_] = functions = config.reward.functions
+                raise UserError(
+                    "the reward function cannot score a completion of the first problem",
+                    where=f"reward.function = {', '.join(functions)}; problem {problem.uid}",
+                    found=score.error,
+                    expected=f"a number for {text!r:.60}",
+                    next=f"tandem try {function} --data FILE --answer {text!r:.60}",
+                )
+            _say("reward of a made-up completion, to see that the function runs")
+            _say(f"  {score.reward:g} for the first problem and {text!r:.40}")
+            if not score.reward:
+                _say("  0 is no mistake where another form of the answer is wanted")
 
     def _need(self, title: str, rows: list[Need], there: int, where: str) -> None:
         needed = sum(count for _, count, _ in rows)
@@ -223,29 +238,8 @@ class _Plan:
         return f"resumed from {checkpoint[0].name}"
 
 
-def _is_mesh(config: Config) -> bool:
-    """Tell whether several processes, or another backend, divide the model."""
-    return config.parallel.processes > 1 or config.train.backend != "tandem"
-
-
-def _cannot_score(config: Config, problem: Problem, text: str, error: str) -> UserError:
-    return UserError(
-        "the reward function cannot score a completion of the first problem",
-        where=f"reward.function = {', '.join(config.reward.functions)}; problem {problem.uid}",
-        found=error,
-        expected=f"a number for {text!r:.60}",
-        next=f"tandem try {config.reward.functions[0]} --data FILE --answer {text!r:.60}",
-    )
-
-
 def _say(text: str) -> None:
     console.print(text, markup=False)
-
-
-def _step(config: Config) -> str:
-    """Describe what a step of reinforcement learning does."""
-    tokens = counted(_episodes(config) * config.rollout.max_new_tokens, "sampled tokens")
-    return f"{tokens} at most, {counted(config.rl.minibatches * config.rl.epochs, 'updates')}"
 
 
 def _episodes(config: Config) -> int:

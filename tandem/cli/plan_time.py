@@ -142,7 +142,7 @@ def random_directory(
     make = AutoModelForSequenceClassification if head == "value" else AutoModelForCausalLM
     from_config(make, shape, dtype=torch.float32).save_pretrained(target)
     load_tokenizer(path).save_pretrained(target)
-    generation = read_json(path, GENERATION, path)
+    generation = read_json(path, GENERATION)
     if generation is not None:
         (target / GENERATION).write_text(json.dumps(generation))
 

@@ -15,17 +15,33 @@ from tandem.config.schema import Config
 from tandem.jobs.models import placement, releases_cache
 from tandem.run_folder.folder import has_steps, resolved
 
+# the commands that read a section, of those that not every one reads
+_COMMANDS = {
+    "sft": ("sft",),
+    "preference": ("dpo", "rm"),
+    "distill": ("distill",),
+    "critic": ("train",),
+    "rl": ("train", "distill"),
+}
+
 
 def value_lines(
-    config: Config, origins: Mapping[str, str], here: Mapping[str, str], *, every: bool
+    config: Config,
+    command: str,
+    origins: Mapping[str, str],
+    here: Mapping[str, str],
+    *,
+    every: bool,
 ) -> Iterator[str]:
     """Yield a line for each value, two where one would be too wide. here: what becomes of values
-    on this machine, by key; every: those too that are the default and stay as they are."""
+    on this machine, by key; every: those too that are the default and stay as they are, or are of
+    another command."""
     tree = config.model_dump()
     for key, default, _ in describe():
         section, _, name = key.partition(".")
         value, origin = toml_value(tree[section][name]), origins[key]
-        if not every and value == default and key not in here:
+        of_others = command not in _COMMANDS.get(section, command)
+        if not every and (of_others or (value == default and key not in here)):
             continue
         other = f"; default {default}" if value != default else ""
         given, about = f"  {key} = {value}", origin + other

@@ -64,7 +64,12 @@ def rollout(
     or model.
     """
     if out is not None and not out.parent.is_dir():
-        raise _no_parent(out.parent)
+        raise UserError(
+            "the folder of the output does not exist",
+            where=str(out.parent),
+            expected="a folder",
+            next=f"mkdir -p {out.parent}",
+        )
     output = Output(out or DEFAULT_OUT)
     output.check()
     prepare_process(config)
@@ -335,15 +340,6 @@ def _read_about(path: Path) -> tuple[int, dict[str, str]]:
     # absent, damaged, or of another shape
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise unreadable_file(path, error, next=f"restore it, or {FRESH}") from error
-
-
-def _no_parent(folder: Path) -> UserError:
-    return UserError(
-        "the folder of the output does not exist",
-        where=str(folder),
-        expected="a folder",
-        next=f"mkdir -p {folder}",
-    )
 
 
 def _other_inputs(

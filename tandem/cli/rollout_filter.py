@@ -63,7 +63,14 @@ def keep(
     low, high = bounds
     kept = [problem for problem in problems if low <= rates[problem.uid] <= high]
     if not kept:
-        raise _none_kept(rates, bounds)
+        spread = np.quantile(list(rates.values()), [0.0, 0.25, 0.5, 0.75, 1.0])
+        raise UserError(
+            "no problem has a mean reward in that range",
+            where=f"--keep {low:g}:{high:g}",
+            found="mean rewards with quartiles " + ", ".join(f"{rate:.2f}" for rate in spread),
+            expected="a range that some of them lie in",
+            next="choose other bounds",
+        )
     lines = [
         json.dumps(as_row(p, columns) | {"mean_reward": rates[p.uid]}, ensure_ascii=False)
         for p in kept
@@ -83,14 +90,3 @@ def as_row(problem: Problem, columns: Data) -> dict[str, Any]:
     category = {columns.category_column: problem.category} if problem.category else {}
     named = {columns.prompt_column: prompt, columns.answer_column: problem.answer}
     return {**problem.metadata, "uid": problem.uid, **named, **category}
-
-
-def _none_kept(rates: Mapping[str, float], bounds: tuple[float, float]) -> UserError:
-    spread = np.quantile(list(rates.values()), [0.0, 0.25, 0.5, 0.75, 1.0])
-    return UserError(
-        "no problem has a mean reward in that range",
-        where=f"--keep {bounds[0]:g}:{bounds[1]:g}",
-        found="mean rewards with quartiles " + ", ".join(f"{rate:.2f}" for rate in spread),
-        expected="a range that some of them lie in",
-        next="choose other bounds",
-    )

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.cli.progress import print_lines, print_table
+from tandem.run_folder.errors import require_run
 from tandem.run_folder.lock import holder
 from tandem.run_folder.notes import read_notes
 from tandem.run_folder.status import (
@@ -20,8 +21,8 @@ COLUMNS = ("role", "node", "pid", "state", "version", "requests", "restarts")
 
 def status(folder: Path) -> None:
     """Print whether a run lives, how far it is, and who runs where and does what."""
-    alive = _holder(folder)
-    written = read_status(folder)
+    require_run(folder)
+    alive, written = holder(folder), read_status(folder)
     is_over = written and _is_over(folder, written["step"], written["steps"])
     stands = "has finished" if is_over else "does not run; the same command goes on"
     print_lines([f"{folder}: {f'runs: {alive}' if alive else stands}"])
@@ -47,7 +48,8 @@ def _is_over(folder: Path, step: int, steps: int) -> bool:
 def scale(folder: Path, wanted: str) -> None:
     """Ask a run that lives for another number of rollout workers; it follows before its next
     rollout. Raises UserError."""
-    count, alive = parse_worker_count(wanted), _holder(folder)
+    require_run(folder)
+    count, alive = parse_worker_count(wanted), holder(folder)
     written = read_status(folder)
     if not alive or written is None:
         raise UserError(
@@ -70,19 +72,6 @@ def scale(folder: Path, wanted: str) -> None:
         )
     request_workers(folder, count)
     print_lines([f"{folder}: {len(workers)} rollout workers now, {count} from the next rollout on"])
-
-
-def _holder(folder: Path) -> str:
-    """Return who runs the folder, or "". Raises UserError if it is no run folder."""
-    if not (folder / "config.toml").is_file():
-        raise UserError(
-            "not a run folder",
-            where=str(folder),
-            found="no config.toml" if folder.is_dir() else "no such folder",
-            expected="the folder of a run",
-            next="ls runs",
-        )
-    return holder(folder)
 
 
 def _cells(process: dict[str, Any]) -> tuple[str, ...]:

@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from tandem.cli.progress import print_lines
-from tandem.data.readers.rows import read_rows
-from tandem.model.tiny import CHARACTERS, make_tiny
-from tandem.model.tiny_images import make_tiny_images
 from tandem.runtime.disk import DISK, disk_errors
 from tandem.runtime.errors import UserError
 
@@ -29,6 +26,9 @@ def tiny(folder: Path, *, sources: Sequence[str], vocab: str, images: bool, **si
             expected="a new folder",
             next="name another",
         )
+    from tandem.model.tiny import CHARACTERS, make_tiny
+    from tandem.model.tiny_images import make_tiny_images
+
     characters = characters_of(sources, vocab) or CHARACTERS
     unfinished = folder.with_name(f".tmp-{folder.name}")
     with disk_errors(folder):
@@ -46,6 +46,8 @@ def tiny(folder: Path, *, sources: Sequence[str], vocab: str, images: bool, **si
 
 def characters_of(sources: Sequence[str], vocab: str) -> list[str]:
     """Collect every character of vocab and of the values in the rows of data sets, in order."""
+    from tandem.data.readers.rows import read_rows
+
     characters = set(vocab)
     for source in sources:
         for row_characters in read_rows(

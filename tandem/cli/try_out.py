@@ -68,7 +68,7 @@ def try_out(config: Config, answers: Sequence[str], rows: int) -> int:
         runner = build_runner(config, engine, renderer, envs, rewards)
         if config.env.name not in ("single_turn", "agent", "verifiers"):
             _check_openings(runner, problems)
-        failed = 0
+        failed = dict[str, list[str]]()  # the problems of each error
         for number, problem in enumerate(problems):
             start = time.perf_counter()
             [group] = generate_and_score(
@@ -78,9 +78,15 @@ def try_out(config: Config, answers: Sequence[str], rows: int) -> int:
                 shaping=config.reward,
                 timer=Timer(),
             )
-            print_episode(group, time.perf_counter() - start, renderer)
-            failed += any(episode.env_error or episode.reward_error for episode in group.episodes)
-    return failed
+            [episode] = group.episodes
+            error = episode.env_error or episode.reward_error
+            if error:
+                failed.setdefault(error, []).append(problem.uid)
+            if error not in failed or len(failed[error]) == 1:
+                print_episode(group, time.perf_counter() - start, renderer)
+    for first, *others in failed.values():
+        print_lines([f"the same error as of {first}: {', '.join(others)}"] * bool(others))
+    return sum(map(len, failed.values()))
 
 
 def _check_openings(runner: RolloutRunner, problems: Sequence[Problem]) -> None:
@@ -181,14 +187,16 @@ class Typist:
         if self._given and not request.num_sampled:
             self._answers = iter(self._given)  # the same for every row
         shown = self._shown if request.num_sampled else 0
-        console.print(_text(request.prompt[shown:]).strip("\n\0"), markup=False)
+        if not self._given:  # else there is nobody to ask
+            asked = "".join(map(chr, request.prompt[shown:].tolist()))
+            console.print(asked.strip("\n\0"), markup=False)
         text = next(self._answers, None)
         if text is None:
             raise UserError(
                 "there are no more answers",
-                found="the end of what was typed or given",
+                found="the end of what was typed or given; in a pipe, nobody types",
                 expected="one for each turn",
-                next="add --answer TEXT, or --model DIR",
+                next="add --answer TEXT, once for each turn, or --model DIR",
             )
         self._shown = len(request.prompt) + len(text) + 1
         return _completion(text, "stop")
@@ -241,7 +249,3 @@ def _plain(chat: Sequence[Message], tools: Sequence[Tool]) -> str:
     ]
     shown += [f"{message['role']}: {message_text(message)}" for message in chat]
     return "\n".join(["", *shown, ""])
-
-
-def _text(tokens: Array) -> str:
-    return "".join(map(chr, tokens.tolist()))

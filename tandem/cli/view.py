@@ -8,6 +8,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from tandem.cli.progress import print_lines
+from tandem.run_folder.errors import require_run
 from tandem.runtime.disk import write_atomic
 from tandem.runtime.errors import UserError
 from tandem.runtime.wording import counted
@@ -131,14 +132,7 @@ def _open(folders: Sequence[Path]) -> list[Run]:
     warns of damaged rows."""
     runs = []
     for folder in folders:
-        if not (folder / "config.toml").is_file():
-            raise UserError(
-                "this is not a run folder",
-                where=str(folder),
-                found="no config.toml",
-                expected="a folder made by a command that trains",
-                next="ls runs/",
-            )
+        require_run(folder)
         run = Run(folder, _name(folder))
         run.refresh()
         if broken := run.metrics.broken + run.timings.broken:

@@ -1,6 +1,7 @@
 """`tandem why`: the history of an episode, and of each of its tokens."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby
@@ -28,38 +29,36 @@ _OUTCOMES = {
     "no_signal": "left out: no signal in its group",
     "unfinished": "not finished, goes on",
 }
-_LISTED = 40  # episodes of a list, unless it is that of a step
+_TEXT = 40  # characters of a completion in a list
 _COLUMNS = ("position", "token", "version", "log-prob", "advantage", "ratio", "weight")
 _WIDTHS = (8, 7, 7, 10, 10, 9, 10)
 
 
-def why(folder: Path, name: str, *, learning: bool, out: Path | None) -> None:
-    """Explain the episode that a name means; if it means several, list them."""
+def why(folder: Path, name: str, count: int, *, learning: bool, out: Path | None) -> None:
+    """Explain the episode that a name means; if it means several, list count of them."""
     target = out and out.absolute()
     with entered(folder) as past:
         refs = find_episodes(past, name)
         if len(refs) == 1:
             _explain(past, with_history(past, refs[0]), learning, target)
         else:
-            _list(refs, len(refs) if name == str(refs[0].step) else _LISTED)
+            _list(refs, count)
 
 
 def _list(refs: Sequence[EpisodeRef], count: int) -> None:
-    print_lines([f"{len(refs)} episodes; ask for one of them:", *map(_line, refs[:count])])
+    times = Counter(ref.name for ref in refs)
+    print_lines([f"{len(refs)} episodes; ask for one of them:"])
+    print_lines(_line(ref, times[ref.name] > 1) for ref in refs[:count])
     if len(refs) > count:
-        print_lines([f"  and {len(refs) - count} more"])
+        print_lines([f"  and {len(refs) - count} more: --count {len(refs)}"])
 
 
-def _line(ref: EpisodeRef) -> str:
+def _line(ref: EpisodeRef, with_key: bool) -> str:
+    """Describe an episode in a line; with_key: another has its name."""
     episode = ref.episode
-    text = f"reward {episode.reward:g}, {_size(ref)}, {episode.stop_reason}, {ref.group.outcome}"
-    return f"  {ref.name}  {text}; key {episode.key}"
-
-
-def _size(ref: EpisodeRef) -> str:
-    episode = ref.episode
-    turns = f" in {episode.num_turns} turns" if episode.num_turns > 1 else ""
-    return f"{int(episode.loss_mask.sum())} tokens sampled{turns}, {len(episode.tokens)} in all"
+    text = f"reward {episode.reward:g}, {episode.stop_reason}, {ref.group.outcome}"
+    key = f"  key {episode.key}" * with_key
+    return f"  {ref.name}  {text}{key}  {episode.text!r:.{_TEXT}}"
 
 
 def _explain(past: PastRun, ref: EpisodeRef, learning: bool, out: Path | None) -> None:
@@ -83,10 +82,12 @@ def _account(past: PastRun, ref: EpisodeRef, update: EpisodeUpdate | None) -> li
     group_mean = f"mean of its group {ref.group.rewards.mean():g}"
     penalties = [f"{value:g}" for value, _ in groupby(episode.penalties.tolist()) if value]
     not_learned = update is not None and update.columns is None
+    turns = f" in {episode.num_turns} turns" if episode.num_turns > 1 else ""
+    size = f"{int(episode.loss_mask.sum())} tokens sampled{turns}, {len(episode.tokens)} in all"
     rows = {
         "problem": f"{problem.uid}{category}: {message_text(problem.messages[-1])!r}",
         "answer": repr(problem.answer) if problem.answer else "",
-        "sampled": f"{_size(ref)}, by weights {', '.join(map(str, versions)) or 'none'}",
+        "sampled": f"{size}, by weights {', '.join(map(str, versions)) or 'none'}",
         "text": repr(episode.text),
         "ended": episode.stop_reason,
         "reward": f"{episode.reward!r}{f' of {parts}' if parts else ''}; {group_mean}",

@@ -19,7 +19,7 @@ def origins(recipe: str | Path | None, overrides: list[str]) -> dict[str, str]:
     """Name where each value of load_config(recipe, overrides) is from. Example:
     {"run.steps": "my.toml:3", "rl.group_size": "command line", "rl.loss": "default", ...}"""
     tree, typed = merged(recipe, overrides)
-    lines = {} if recipe is None else line_numbers(Path(recipe).read_text(encoding="utf-8"))
+    lines = {} if recipe is None else line_numbers(Path(recipe).read_text(encoding="utf-8-sig"))
     found = {}
     for key, _, _ in describe():
         section, _, name = key.partition(".")

@@ -8,6 +8,7 @@ one.
 import difflib
 import re
 import tomllib
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from types import UnionType
@@ -22,6 +23,20 @@ from tandem.runtime.errors import UserError
 from tandem.runtime.wording import look_for
 
 MAX_DEPTH = 20  # of tables and lists in a recipe
+# formats that are not TOML: by the name of the file, else by its first line
+_SUFFIXES = {".yaml": "YAML", ".yml": "YAML", ".json": "JSON", ".py": "Python"}
+_LOOKS = {"YAML": r"---|- |[\w.'\"-]+ *:( |$)", "JSON": r"\{"}
+# words of tomllib, and what mends it
+_CURES = {
+    "twice|overwrite|Duplicate|mutate": "a section and a key stand once in a recipe: join the two",
+    "Invalid value": 'a text has quotes, path = "model"; true and false are small',
+    "Unclosed|Unterminated|Illegal|initial character|Expected (\"|'])": "close the quote or the "
+    "bracket; a list may have several lines, {...} has one",
+    r"\\|scalar": "a text with a backslash has single quotes, 'C:\\data'",
+    "codec": "save it as UTF-8",
+    "newline": "a key ends with its line: one value, and no comma behind it",
+    "": "write key = value, below its [section]; a comment begins with #",
+}
 _KINDS = {bool: "true, false", str: "text", list[str]: "a list of texts"}
 
 
@@ -65,15 +80,18 @@ def merged(
 
 
 def _read(path: Path) -> dict[str, Any]:
+    text = ""
     try:
         if not path.is_file():
+            near = f"did you mean {path / 'config.toml'}?" if path.is_dir() else look_for(path)
             raise UserError(
-                "the recipe does not exist",
+                f"the recipe {'is a folder' if path.is_dir() else 'does not exist'}",
                 where=str(path),
                 expected="a TOML file",
-                next=f"{look_for(path)}; or write one, tandem plan --keys lists its keys",
+                next=f"{near}; or write one, tandem plan --keys lists its keys",
             )
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8-sig")
+        return tomllib.loads(text)
     except OSError as error:
         found = error.strerror or str(error)
         raise UserError(
@@ -81,13 +99,34 @@ def _read(path: Path) -> dict[str, Any]:
         ) from None
     # ValueError: not TOML, not UTF-8, or a number of 5,000 digits
     except (ValueError, RecursionError) as error:
-        raise UserError(
-            "the recipe is not valid TOML",
+        raise _not_toml(path, text.splitlines(), str(error)) from None
+
+
+def _not_toml(path: Path, rows: list[str], message: str) -> UserError:
+    """Name another format that the recipe has, or the line of its mistake and the cure."""
+    begin = next((row for row in rows if row.strip() and row.lstrip()[0] != "#"), "")
+    looks = next((name for name, pattern in _LOOKS.items() if re.match(pattern, begin)), "")
+    if other := _SUFFIXES.get(path.suffix, looks):
+        return UserError(
+            f"the recipe is {other}, and a recipe is TOML",
             where=str(path),
-            found=str(error),
-            expected="TOML: [section] and key = value",
-            next='look there: a text has quotes, path = "model"',
-        ) from None
+            found=f"{begin:.60}",
+            expected="[section] and key = value",
+            next='write its sections as [model], and their keys as path = "model"',
+        )
+    number = int(at[1]) if (at := re.search(r"\(at line (\d+)", message)) else 0
+    found = message.partition(" (at line")[0]
+    if number:
+        row = rows[number - 1].strip()
+        first = next(n for n, other in enumerate(rows, 1) if other.strip() == row)
+        found = f"{row:.60}{f', as line {first}' if first < number else ''}: {found}"
+    return UserError(
+        "the recipe is not valid TOML",
+        where=f"{path}:{number}" if number else str(path),
+        found=found,
+        expected="TOML: [section] and key = value",
+        next=next(cure for pattern, cure in _CURES.items() if re.search(pattern, message)),
+    )
 
 
 def _refuse_bad_texts(tree: dict[str, Any], source: str) -> None:
@@ -99,7 +138,8 @@ def _refuse_bad_texts(tree: dict[str, Any], source: str) -> None:
         if isinstance(value, dict | list):
             pairs = value.items() if isinstance(value, dict) else enumerate(value)
             rest += [(child, f"{key}.{name}".lstrip("."), depth + 1) for name, child in pairs]
-        bad = isinstance(value, str) and ("\0" in value or not _is_utf8(value))
+        # a lone surrogate is Python's form of a shell's other bytes
+        bad = isinstance(value, str) and re.search("[\0\ud800-\udfff]", value)
         if bad or depth > MAX_DEPTH:
             found = f"{value!r:.80}" if bad else f"more than {MAX_DEPTH} levels of nesting"
             expected = "text in UTF-8 without a zero character" if bad else "a flatter value"
@@ -111,39 +151,27 @@ def _refuse_bad_texts(tree: dict[str, Any], source: str) -> None:
             )
 
 
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # a lone surrogate: Python's form of a shell's other bytes
-        return False
-    return True
-
-
 def _apply(tree: dict[str, Any], text: str, origin: dict[str, str]) -> None:
     """Put one `section.field=value` into the tree. The value is TOML, and a bare word is a string.
     A key may reach into a table: env.options.limit=3."""
     key, sign, raw = text.partition("=")
     key = f"{key}.{SHORTHANDS[key]}" if key in SHORTHANDS else key
     section, _, field = key.partition(".")
+    try:
+        value = tomllib.loads(f"value = {raw}")["value"]
+    except (ValueError, RecursionError):  # not TOML, or a number of 5,000 digits
+        value = raw
     if not (sign and section and field):
+        advice = _nearest(key)[2:]
+        if key in Config.model_fields:
+            advice = f"{key} is a section; write {key}.{_main_key(key, value)}={raw}"
         raise UserError(
             "an override cannot be read",
             where="command line",
             found=text,
             expected="section.field=value, e.g. rl.group_size=8",
-            next=_nearest(key)[2:] if sign and key not in Config.model_fields else "",
+            next=advice if sign else "",
         )
-    try:
-        value = tomllib.loads(f"value = {raw}")["value"]
-    except ValueError:  # not TOML, or a number of 5,000 digits
-        value = raw
-    except RecursionError:
-        raise UserError(
-            "an override cannot be read",
-            where=f"{key} (command line)",
-            found=f"{raw:.40}...",
-            expected="a flatter value",
-        ) from None
     if value == raw and raw.startswith(("[", "{")) and _takes_list(section, field):
         raise UserError(
             "a list or table on the command line is no TOML",
@@ -153,12 +181,7 @@ def _apply(tree: dict[str, Any], text: str, origin: dict[str, str]) -> None:
             next=f"{key}='{_quoted(raw)}'" if raw.startswith("[") else f"{key}='{{name = 1}}'",
         )
     if not isinstance(tree.setdefault(section, {}), dict):
-        raise UserError(
-            "the recipe has a value where a section belongs",
-            where=section,
-            found=repr(tree[section]),
-            expected=f"[{section}]",
-        )
+        return  # the validation names it
     table, path = tree[section], field.split(".") if field.startswith("options.") else [field]
     for name in path[:-1]:
         table = table.setdefault(name, {})
@@ -190,6 +213,15 @@ def _quoted(raw: str) -> str:
 
 def _section(name: str) -> type[Section]:
     return Config.model_fields[name].annotation  # type: ignore[return-value]
+
+
+def _main_key(section: str, value: Any) -> str:
+    """Return the first key of a section that takes a value; its first one if none does."""
+    for field in _section(section).model_fields:
+        with suppress(ValidationError):
+            _section(section).model_validate({field: value})
+            return field
+    return next(iter(_section(section).model_fields))
 
 
 def _explain(error: ValidationError, path: str, origin: dict[str, str]) -> UserError:
@@ -234,6 +266,13 @@ def _kinds(place: tuple[int | str, ...]) -> str:
 def _expected(key: str, mistake: ErrorDetails) -> str:
     found = mistake["input"]
     match mistake["type"]:
+        case "model_type" if isinstance(found, list) and found and isinstance(found[0], dict):
+            return f"{key} is a section once; write [{key}], in single brackets"
+        case "model_type":
+            line = f"{_main_key(key, found)} = {toml_value(found)}"
+            return f"{key} is a section; write [{key}], and {line} below it"
+        case "string_type" | "list_type" if isinstance(found, dict):
+            return "expected a value, and no table"
         case "bool_type":
             advice = f"; write {key}={found.lower()}" if str(found) in ("True", "False") else ""
             return f"expected true or false{advice}"
@@ -265,15 +304,21 @@ def _expected(key: str, mistake: ErrorDetails) -> str:
 
 
 def _nearest(key: str) -> str:
+    """Offer the keys that may be meant: of a bare name, those of all sections that have it."""
     section, _, field = key.partition(".")
     keys = [f"{s}.{f}" for s in Config.model_fields for f in _section(s).model_fields]
-    of_that_name = [k for k in keys if k.endswith(f".{field or section}")][:1]
-    if field:
-        near = of_that_name or difflib.get_close_matches(key, keys, 1, 0.5)
-    else:
-        near = of_that_name or difflib.get_close_matches(section, Config.model_fields, 1, 0.5)
+    keys.sort(key=lambda known: not known.startswith("train."))  # which is meant most often
+    names = {known: known.partition(".")[2] for known in keys}
+    meant = {name: {name, "".join(word[0] for word in name.split("_"))} for name in names.values()}
+    near = [known for known in keys if (field or section) in meant[names[known]]]
+    near = [known for known in near if known.startswith(f"{section}.")] or near
+    if not near and field:
+        near = difflib.get_close_matches(key, keys, 1, 0.5)
+    elif not near:
+        close = difflib.get_close_matches(section, [*Config.model_fields, *meant], 1, 0.7)
+        near = [k for k in (*Config.model_fields, *keys) if {k, names.get(k)} & {*close}]
     if near:
-        return f"; did you mean {near[0]}?"
+        return f"; did you mean {' or '.join(near)}?"
     return f"; sections are {', '.join(Config.model_fields)}"
 
 

@@ -128,6 +128,13 @@ class ChatTemplate:
         match answer:
             case {"error": str(found)}:
                 return self._refused(found, chat)
+            case {"syntax": str(found), "line": line}:
+                return UserError(
+                    "the chat template is no valid Jinja",
+                    where=f"{self.where}, line {line}",
+                    found=found,
+                    next="mend that line",
+                )
             case {"too_long": _}:
                 return UserError(
                     "the chat template writes too long a text",
@@ -156,7 +163,7 @@ class ChatTemplate:
             where=self.where,
             found=f"{found}; roles {', '.join(message['role'] for message in chat)}",
             expected="a chat that this model's template can write",
-            next="change the chat's roles, or the template",
+            next="change the chat, or the template",
         )
 
 
@@ -189,9 +196,7 @@ def model_template(model_path: str, tokenizer: Any) -> str:
         return str(tokenizer.get_chat_template())
     except ValueError:
         file = "chat_template.json"
-        found = (read_json(model_path, file, f"{model_path}/{file}", file) or {}).get(
-            "chat_template"
-        )
+        found = (read_json(model_path, file, what=file) or {}).get("chat_template")
         return found if isinstance(found, str) else ""
 
 

@@ -73,16 +73,16 @@ def load_renderer(model_path: str, template_file: str = "") -> "ChatRenderer":
 def _eos_ids(model_path: str, tokenizer: Any) -> set[int]:
     """Collect the ends of turn that the tokenizer and generation_config.json name; without that
     file, as in transformers, those of config.json."""
-    what, where = "generation config", f"{model_path}/{GENERATION}"
-    if (values := read_json(model_path, GENERATION, where, what)) is None:
-        what, where = "model's config", f"{model_path}/{CONFIG}"
-        values = read_json(model_path, CONFIG, where, what) or {}
+    file, what = GENERATION, "generation config"
+    if (values := read_json(model_path, file, what=what)) is None:
+        file, what = CONFIG, "model's config"
+        values = read_json(model_path, file, what=what) or {}
     eos = values.get("eos_token_id")
     ids = eos if isinstance(eos, list) else [eos]
     if not all(token is None or type(token) is int for token in ids):
         raise UserError(
             f"the {what} cannot be read",
-            where=where,
+            where=f"{model_path}, {file}",
             found=f"eos_token_id {str(eos)[:60]}",
             expected="the number of a token, or a list of them",
         )

@@ -7,7 +7,8 @@ JSON lines. The answer has the texts of the chats up to the first that is refuse
     in   "{% for m in messages %}..."
     in   {"chats": [[{"role": "user", "content": "hi"}]], "short": 0, "variables": {"tools": null,
          ...}}
-    out  {"texts": ["<|im_start|>user..."]}, with "error": "UndefinedError: ..." or "too_long": true
+    out  {"texts": ["<|im_start|>user..."]}, with "error": "UndefinedError: ... (line 3)" or
+         "too_long": true; or {"texts": [], "syntax": "unexpected '}'", "line": 3}
 
 A text of at most "short" bytes is "" in the answer: nobody will read it.
 
@@ -21,10 +22,11 @@ import json
 import resource
 import signal
 import sys
+import traceback
 from datetime import datetime
 from typing import Any
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -72,9 +74,13 @@ def main(memory_bytes: int, cpu_s: float, longest_text: int) -> None:
                 texts.append("" if most_bytes(text) <= request["short"] else text)
         except MemoryError:
             refused = {"too_long": True}
+        except TemplateSyntaxError as error:
+            refused = {"syntax": error.message, "line": error.lineno}
         # A template is a program from someone else: it raises whatever its mistakes are.
         except Exception as error:
-            refused = {"error": f"{type(error).__name__}: {error}"[:1000]}
+            frames = traceback.extract_tb(error.__traceback__)
+            lines = [f" (line {f.lineno})" for f in frames if f.filename == "<template>"]
+            refused = {"error": f"{type(error).__name__}: {error}"[:1000] + "".join(lines[-1:])}
         print(json.dumps({"texts": texts, **refused}), flush=True)
 
 

@@ -162,7 +162,13 @@ def _problem_inputs(config: Config, *others: str, exact: bool) -> ProblemInputs:
     try_user_functions(config.rl.loss, config.rl.advantage, config.rl.filter)
     data, held_out = read_data(config, "data.train"), read_data(config, "eval.data")
     if "answer" in config.reward.functions and not any(problem.answer for problem in data):
-        raise _no_answers(config)
+        raise UserError(
+            "the reward compares with the problems' answers, and all of them are empty",
+            where="data.train, reward.function = answer",
+            found=f"data.answer_column = {config.data.answer_column!r}",
+            expected="a column with answers",
+            next="set data.answer_column=NAME, or another reward.function",
+        )
     shape = check_models(config, *others)
     where = f"model.path = {config.model.path}"
     reason = why_inexact(shape, where, placement(config))
@@ -309,11 +315,13 @@ def _fitting(
         require_room(config, shape, config.data.max_prompt_tokens)
     except UserError:
         exact = True
+    room = positions_of(shape) - config.rollout.max_new_tokens  # before a completion
     fitting, lengths = renderer.check_lengths(
-        problems, config.data, key=key, room=_room(config, shape), exact=exact
+        problems, config.data, key=key, room=room, exact=exact
     )
-    require_room(config, shape, max(lengths))
-    return fitting, {key: _count_problems(lengths)}
+    longest, mean = max(lengths), sum(lengths) / len(lengths)
+    require_room(config, shape, longest)
+    return fitting, {key: Count(number=len(lengths), unit="problems", longest=longest, mean=mean)}
 
 
 def _check_repeats(config: Config, problems: int) -> None:
@@ -330,23 +338,13 @@ def _check_repeats(config: Config, problems: int) -> None:
             next=f"rl.prompts_per_step={problems}",
         )
     logger.warning(
-        "rl.prompts_per_step is %s and data.train has %s: each comes %.1f times a step in the "
-        "mean. Set rl.prompts_per_step to %s at most, or take more problems",
+        "rl.prompts_per_step is %s and data.train has %s: a step is %s, and each problem comes "
+        "%.1f times in it. Set rl.prompts_per_step to %s at most, or take more problems",
         f"{wanted:,}",
         counted(problems, "problems"),
+        counted(wanted * config.rl.group_size, "episodes"),
         wanted / problems,
         problems,
-    )
-
-
-def _room(config: Config, shape: Any) -> int:
-    """Return how many tokens the model can place before a completion."""
-    return positions_of(shape) - config.rollout.max_new_tokens
-
-
-def _count_problems(lengths: Sequence[int]) -> Count:
-    return Count(
-        number=len(lengths), unit="problems", longest=max(lengths), mean=sum(lengths) / len(lengths)
     )
 
 
@@ -369,16 +367,6 @@ def _check_fit(samples: Sequence[Sample], shape: Any, what: str, where: str) -> 
             next="shorten or drop it",
         )
     return size
-
-
-def _no_answers(config: Config) -> UserError:
-    return UserError(
-        "the reward compares with the problems' answers, and all of them are empty",
-        where="data.train, reward.function = answer",
-        found=f"data.answer_column = {config.data.answer_column!r}",
-        expected="a column with answers",
-        next="set data.answer_column=NAME, or another reward.function",
-    )
 
 
 def _missing(what: str, key: str, expected: str) -> UserError:

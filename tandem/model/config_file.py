@@ -1,19 +1,19 @@
 """A model directory's config.json, read as data; a model of a kind that cannot run is refused.
 
-transformers takes many keys of that file as instructions: Python files to import (auto_map),
-attention kernels to fetch, quantizers, other weight files. So the file is read here, its model type
-must be a causal language model of the installed transformers, its numbers must be plausible, and
-only the fields that the type's config class declares are passed on. This file knows no weights.
+transformers takes some keys of that file as instructions: Python files to import (auto_map),
+attention kernels to fetch, quantizers, other weight files. So the file is read here without them,
+its model type must be a causal language model of the installed transformers, and its numbers must
+be plausible. This file knows no weights.
 """
 
 import json
 import logging
 import math
+import re
 from pathlib import Path
 from typing import Any, Literal
 
 from tandem.model import custom_code
-from tandem.model.declared_fields import TEXT, plain_config
 from tandem.model.quantized_files import require_float
 from tandem.model.rope import has_static_ropes, kinds_with_rope, ropes_of
 from tandem.model.text_part import is_language_model, text_part
@@ -26,9 +26,14 @@ HeadKind = Literal["tokens", "value"]
 LEAN_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 # Those of images and text that run, inexactly, through image_model.py.
 IMAGE_ARCHITECTURES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3")
+TEXT = "text_config"
+# keys that tell transformers what to fetch or how to run, in a model's config or that of a part
+INSTRUCTIONS = re.compile(
+    "auto_map|transformers_weights|.*_implementation(_internal)?"
+    "|(fusion|distributed|quantization|compression)_config"
+)
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 BIAS_SIZE = {"bloom": 8}  # numbers beside those of a head, for linear biases (alibi.py)
-MAX_BYTES = 16 << 20
 # Limits of the counts in config.json; the largest vocabulary has a million tokens.
 MAX_LAYERS, MAX_SIZE = 4096, 1 << 24
 _COUNTS = (
@@ -61,7 +66,8 @@ def check_model(path: str, key: str = "model.path", *, head: HeadKind = "tokens"
             next="tandem train RECIPE model.path=DIR",
         )
     folder = Path(path)
-    looks_local = folder.exists() or path.startswith((".", "/", "~")) or path.count("/") != 1
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
+    looks_local = looks_local or folder.exists() or folder.parent.is_dir()
     if looks_local and not (folder / "config.json").is_file():
         raise _no_model(path, key)
     if not folder.is_dir():
@@ -82,8 +88,8 @@ def _read_config(path: str, where: str) -> Any:
     """Make the transformers config of a causal language model from the declared fields."""
     values = read_json(path, CONFIG, where)
     if values is None:
-        missing = "no such directory here, and no such model on the hub or no way to it from here"
-        raise _unreadable(where, "no config.json in it" if Path(path).is_dir() else missing)
+        found = "no such directory here, and no such model on the hub or no way to it from here"
+        raise _unreadable(path, CONFIG, where, found)
     model_type = values.get("model_type")
     parts = [part for part in (values, values.get(TEXT)) if isinstance(part, dict)]
     own = custom_code.brings_model(values) and (
@@ -98,7 +104,7 @@ def _read_config(path: str, where: str) -> Any:
     if not own and any(p.get("model_type") == "mistral" and "layer_types" in p for p in parts):
         raise _not_exact(where, ["architecture ministral"])
     try:
-        config = custom_code.custom_config(path) if own else plain_config(model_type, values)
+        config = custom_code.custom_config(path) if own else _plain_config(model_type, values)
         if not (own or reads_images(config)):
             whole, config = config, text_part(config, where)
             if config is not whole and any(part.get("quantization_config") for part in parts):
@@ -110,10 +116,23 @@ def _read_config(path: str, where: str) -> Any:
     except UserError:
         raise
     except Exception as error:  # transformers raises wherever it first uses a wrong value
-        raise _unreadable(where, first_line(error)) from None
+        raise _unreadable(path, CONFIG, where, first_line(error)) from None
     if mistakes:
-        raise _unreadable(where, "; ".join(mistakes))
+        raise _unreadable(path, CONFIG, where, "; ".join(mistakes))
     return config
+
+
+def _plain_config(model_type: Any, values: dict[str, Any]) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    def plain(part: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: plain(value) if isinstance(value, dict) else value
+            for name, value in part.items()
+            if not INSTRUCTIONS.fullmatch(name)
+        }
+
+    return CONFIG_MAPPING[model_type].from_dict(plain(values))
 
 
 def _is_language_model(model_type: Any) -> bool:
@@ -124,33 +143,31 @@ def _is_language_model(model_type: Any) -> bool:
 
 def is_text_part(path: str, config: Any) -> bool:
     """Tell whether check_model's config is of a part of the model at path, its language model."""
-    values = read_json(path, CONFIG, path) or {}
+    values = read_json(path, CONFIG) or {}
     if custom_code.is_custom(config):
         return False
     return bool(values.get("model_type", config.model_type) != config.model_type)
 
 
 def read_json(
-    path: str, name: str, where: str, what: str = "model's config"
+    path: str, name: str, where: str = "", what: str = "model's config"
 ) -> dict[str, Any] | None:
     """Read the JSON object in a file of a model directory or hub name; None without such a file.
 
-    Raises UserError for a file that cannot be read; what: its name in the message.
+    Raises UserError for a file that cannot be read; where: of the model, in the message, by default
+    its path; what: the file's name there.
     """
+    where, found = where or path, "no JSON object"
     try:
         file = find_file(path, name)
         if file is None:
             return None
-        if file.stat().st_size > MAX_BYTES:
-            raise ValueError(f"{name} is larger than {MAX_BYTES >> 20} MiB")
         values = json.loads(file.read_bytes(), object_hook=special_float)
-    except RecursionError:
-        raise _unreadable(where, f"{name} is nested too deep", what) from None
-    except (OSError, ValueError) as error:  # ValueError: not JSON, or not UTF-8
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: not JSON, or not UTF-8
         begin = "" if Path(path).is_dir() else "no such directory here, and of the hub: "
-        raise _unreadable(where, begin + first_line(error), what) from None
+        values, found = None, begin + first_line(error)
     if not isinstance(values, dict):
-        raise _unreadable(where, f"{name} holds no JSON object", what)
+        raise _unreadable(path, name, where, found, what)
     return values
 
 
@@ -184,6 +201,8 @@ def find_file(path: str, name: str) -> Path | None:
         return file if file.is_file() else None
     from transformers.utils import cached_file
 
+    if name == CONFIG:  # which is the first file that is asked for
+        _require_hub(path)
     found = cached_file(
         path,
         name,
@@ -191,6 +210,23 @@ def find_file(path: str, name: str) -> Path | None:
         _raise_exceptions_for_connection_errors=name == CONFIG,
     )
     return None if found is None else Path(found)
+
+
+def _require_hub(path: str) -> None:
+    """Raise OSError if the hub has to be reached and cannot be: its client would try for half a
+    minute."""
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if constants.HF_HUB_OFFLINE or try_to_load_from_cache(path, CONFIG):
+        return
+    url = hf_hub_url(path, CONFIG)
+    try:
+        get_hf_file_metadata(url)
+    except HfHubHTTPError:
+        pass  # it was reached, and the download tells what it says
+    except Exception as error:  # of httpx or httpx2, by the version of the client
+        raise OSError(f"it cannot be reached: {error}") from None
 
 
 def first_line(error: Exception) -> str:
@@ -381,12 +417,18 @@ def _not_exact(where: str, reasons: list[str]) -> UserError:
     )
 
 
-def _unreadable(where: str, found: str, what: str = "model's config") -> UserError:
+def _unreadable(
+    path: str, name: str, where: str, found: str, what: str = "model's config"
+) -> UserError:
+    is_local = Path(path).is_dir()
     return UserError(
         f"the {what} cannot be read",
-        where=where,
+        where=f"{where}, {name}",
         found=found,
-        expected="a file as transformers writes it, or a hub name that can be reached from here",
-        next="name a model directory; or, of a hub name, fetch it where there is a network "
-        "and set HF_HUB_OFFLINE=1 here",
+        expected="a file as transformers writes it"
+        + ", or a hub name that can be reached from here" * (not is_local),
+        next=f"mend {Path(path, name)}, or copy it again from where the model is from"
+        if is_local
+        else "name a model directory; or fetch it where there is a network and set "
+        "HF_HUB_OFFLINE=1 here",
     )

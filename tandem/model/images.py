@@ -137,7 +137,7 @@ def _bytes(arrays: dict[str, Array] | None) -> int:
 def load_image_reader(path: str, tokenizer: Any) -> ImageReader | None:
     """Load what reads images for a model directory or hub name; None for a model of text. Raises
     UserError."""
-    values = read_json(path, CONFIG, f"{path}, {CONFIG}") or {}
+    values = read_json(path, CONFIG) or {}
     if values.get("model_type") not in IMAGE_ARCHITECTURES:
         return None
     config = check_model(path)

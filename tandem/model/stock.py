@@ -56,7 +56,7 @@ def load_stock(path: str, config: Any, head: HeadKind, place: Placement) -> Any:
     """
     if head == "value":
         config.num_labels = 1
-    quantizer = (read_json(path, CONFIG, path) or {}).get("quantization_config")
+    quantizer = (read_json(path, CONFIG) or {}).get("quantization_config")
     is_part = is_text_part(path, config)
     if quantizer is not None:  # of quantized_files.DEQUANTIZED
         config = copy.deepcopy(config)

@@ -6,7 +6,6 @@ tokenizer is loaded.
 """
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from tandem.model.image_tokens import IMAGE
 from tandem.runtime.errors import UserError
 from tandem.types import Array
 
-HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 VOCABULARY_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -38,7 +36,13 @@ def load_tokenizer(model_path: str) -> Any:
     # a damaged file may raise anything: KeyError, TypeError, Exception
     except Exception as error:
         _require_code(model_path)
-        raise _cannot_load(model_path, first_line(error)) from None
+        raise UserError(
+            "the tokenizer cannot be loaded",
+            where=model_path,
+            found=first_line(error),
+            expected="the tokenizer files of a model",
+            next=f"copy the tokenizer files again into {model_path}, or name another model",
+        ) from None
 
 
 def _require_code(model_path: str) -> None:
@@ -48,34 +52,21 @@ def _require_code(model_path: str) -> None:
     if is_allowed():
         files["config.json"] = "model's config"
     for name, what in files.items():
-        values = read_json(model_path, name, model_path, what) or {}
+        values = read_json(model_path, name, what=what) or {}
         if "auto_map" in values:
             require_allowed(model_path, values, f"{model_path}, {name}")
 
 
 def require_tokenizer(model_path: str) -> None:
-    """Raise UserError for a directory without a tokenizer, and for an impossible hub name: the
-    hub's client would try for minutes."""
+    """Raise UserError for a directory without a tokenizer: AutoTokenizer would make an empty one of
+    the model's family, and say nothing."""
     directory = Path(model_path)
-    if model_path and directory.is_dir():
-        # AutoTokenizer would make an empty tokenizer of the model's family, and say nothing.
-        if not any((directory / name).is_file() for name in VOCABULARY_FILES):
-            raise UserError(
-                "the model directory has no tokenizer",
-                where=model_path,
-                expected=f"one of {', '.join(VOCABULARY_FILES)}",
-                next=f"copy the tokenizer files of the base model into {model_path}",
-            )
-        return
-    owner, slash, _ = model_path.partition("/")
-    if not HUB_NAME.fullmatch(model_path) or (slash and Path(owner).exists()):
-        parent = next(p for p in directory.parents if p.exists()) if model_path else None
+    if directory.is_dir() and not any((directory / name).is_file() for name in VOCABULARY_FILES):
         raise UserError(
-            "the model directory does not exist",
-            where="model.path",
-            found=repr(model_path),
-            expected="a Hugging Face model directory, or a hub name such as Qwen/Qwen3-0.6B",
-            next=f"ls {parent}" if parent else "set model.path=DIRECTORY",
+            "the model directory has no tokenizer",
+            where=model_path,
+            expected=f"one of {', '.join(VOCABULARY_FILES)}",
+            next=f"copy the tokenizer files of the base model into {model_path}",
         )
 
 
@@ -107,18 +98,3 @@ def decode_text(tokenizer: Any, tokens: Array) -> str:
     """Decode tokens int64 [T] to text, without special tokens and images."""
     ids = tokens[tokens < IMAGE].tolist()
     return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-
-def _cannot_load(model_path: str, found: str) -> UserError:
-    local = Path(model_path).is_dir()
-    return UserError(
-        "the tokenizer cannot be loaded",
-        where=model_path,
-        found=found,
-        expected="the tokenizer files of a model"
-        if local
-        else "a directory here, or a hub name and a network",
-        next=f"copy the tokenizer files again into {model_path}"
-        if local
-        else "set model.path to a model directory",
-    )

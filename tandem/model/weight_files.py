@@ -62,7 +62,7 @@ def _weight_files(folder: Path) -> list[Path]:
     """
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
-    index = read_json(str(folder), INDEX, f"{folder / INDEX}", "index of the weights")
+    index = read_json(str(folder), INDEX, what="index of the weights")
     if index is None:
         raise _no_safetensors(folder)
     names = index.get("weight_map")

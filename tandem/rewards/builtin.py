@@ -46,8 +46,9 @@ def find(name: str) -> Function:
         return FUNCTIONS[name]
     if name.endswith(".py"):
         raise BadFunction(f"{name!r} names a file and no function in it, as {name}:score does")
-    near = difflib.get_close_matches(name.lower(), NAMES, 1, 0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else "."
+    plain = re.sub("^(get|compute|calculate)_|_(reward|score)$", "", name.lower())
+    near = difflib.get_close_matches(plain, [*NAMES, *ELSEWHERE], 1, 0.5)
+    hint = f"; did you mean {ELSEWHERE.get(near[0], near[0])!r}?" if near else "."
     raise BadFunction(f"no built-in {name!r}{hint} The built-in ones are {', '.join(NAMES)}")
 
 
@@ -256,3 +257,13 @@ FUNCTIONS |= {
     if task.checker is not None
 }
 NAMES = sorted([*FUNCTIONS, "code", "judge", "reasoning_gym"])
+# what other libraries (TRL, verl, open-r1) call them
+ELSEWHERE = {
+    **dict.fromkeys(("accuracy", "reasoning_accuracy", "correctness", "math", "gsm8k"), "answer"),
+    **dict.fromkeys(("think_format", "tag_count"), "format"),
+    **dict.fromkeys(("exact_match", "string_match"), "exact"),
+    **dict.fromkeys(("soft_overlong_punishment", "overlong"), "length"),
+    "unit_tests": "code",
+    "multiple_choice": "choice",
+    "preference_model": "reward_model",
+}

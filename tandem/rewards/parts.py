@@ -12,12 +12,14 @@ from collections.abc import Mapping, Sequence
 from functools import reduce
 from numbers import Real
 from operator import add
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tandem.runtime.errors import UserError
 from tandem.runtime.user_code import run_by_hand
+from tandem.runtime.wording import look_for
 
 MAX_PARTS = 64
 MAX_NAME_CHARS = 64
@@ -44,14 +46,19 @@ def cannot_load(function: str, found: str, where: str) -> UserError:
     """Make the error for a reward function that does not exist, fails to load, or has an unknown
     form. found: the described exception; where: its line."""
     reason = found.removeprefix("BadFunction: ")
-    look = run_by_hand(function.rpartition(":")[0])
+    source = function.rpartition(":")[0]
+    look = run_by_hand(source)
+    if reason != found:
+        look = "docs/rewards.md has an example of each form, and of every built-in"
+    if source.endswith(".py") and not Path(source).is_file():
+        look = look_for(Path(source))
     return UserError(
         "the reward function cannot be loaded",
         where=f"reward.function = {function}" + (f" ({where})" if where else ""),
         found=reason,
         expected="a built-in, `module:function` or `file.py:function`, "
         "with a signature of docs/rewards.md",
-        next="see docs/rewards.md, or tandem try REWARD" if reason != found else look,
+        next=look,
     )
 
 

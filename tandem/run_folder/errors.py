@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.runtime.errors import UserError
+from tandem.runtime.wording import look_for
 
 OTHER_FOLDER = "choose another with run.folder=PATH"
 KEPT = "(the old run is kept beside it)"
@@ -22,6 +23,22 @@ def unreadable_file(path: Path, found: Exception | str, next: str = RESTORE) -> 
         expected="the file as Tandem wrote it",
         next=next,
     )
+
+
+def require_run(folder: Path) -> None:
+    """Raise UserError for what is no run folder."""
+    if not (folder / "config.toml").is_file():
+        found = "a file" if folder.is_file() else "no such folder"
+        found = "no config.toml in it" if folder.is_dir() else found
+        inside = min(folder.glob("*/config.toml"), default=None)
+        look = f"ls {folder.parent}" if folder.exists() else look_for(folder)
+        raise UserError(
+            "this is not a run folder",
+            where=str(folder),
+            found=found,
+            expected="a folder made by a command that trains",
+            next=f"did you mean {inside.parent}?" if inside else look,
+        )
 
 
 def not_written(rank: int, error: Mapping[str, Any]) -> UserError:

@@ -45,7 +45,7 @@ from tandem.runtime.disk import (
     read_regular_file,
     write_atomic,
 )
-from tandem.runtime.errors import UserError
+from tandem.runtime.errors import InvariantError, UserError
 from tandem.runtime.place import share_of_threads
 
 MACHINE = "machine.json"
@@ -53,6 +53,7 @@ MACHINE = "machine.json"
 # run.
 _REPLACED = ("config.toml", MACHINE, STATUS)
 _STARTING = {"lock", "log.txt", "run.json", ".tmp-run.json", ".tmp-config.toml"}
+_OF_A_START = {*_STARTING, "config.toml", MACHINE}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +99,13 @@ class RunFolder:
         before, threads = read_machine(self.path), self.config.run.threads
         moved = before is not None and before["processor"] != processor
         if before is not None and not moved and not any_threads and before["threads"] != threads:
-            raise _other_threads(threads, before["threads"])
+            raise UserError(
+                "bits depend on the thread count here, and it has changed",
+                where=THREADS,
+                found=str(threads),
+                expected=str(before["threads"]),
+                next=f"{THREADS}={before['threads']}",
+            )
         machine = {"processor": processor, "threads": threads, "any_threads": any_threads}
         machine |= {"matmul": matmul} if matmul else {}
         write_atomic(self.path / MACHINE, json.dumps(machine, indent=1).encode() + b"\n")
@@ -119,21 +126,29 @@ def open_run(folder: Path, config: Config, *, fresh: bool, command: str) -> Iter
     when the disk does not take it.
     """
     _refuse_foreign(folder)
+    is_new = not folder.exists()
     with locked(folder) as lock_news:
         if fresh and _is_run(folder):
             _bring_back(folder)
             old = _move_aside(folder)
-            # The lock has moved with the old folder: the new one is locked before it is let go.
-            with locked(folder) as no_news, _opened(folder, config, command, no_news) as run:
-                run.log(f"started fresh; the run before is in {old}")
-                yield run
+            try:
+                # The lock has moved with the old folder: the new one is locked before it is let go.
+                with locked(folder) as no_news, _opened(folder, config, command, no_news) as run:
+                    run.log(f"started fresh; the run before is in {old}")
+                    yield run
+            finally:
+                if not folder.exists():  # it was refused
+                    old.rename(folder)
         else:
-            with _opened(folder, config, command, lock_news) as run:
+            with _opened(folder, config, command, lock_news, is_new) as run:
                 yield run
 
 
 @contextmanager
-def _opened(folder: Path, config: Config, command: str, lock_news: str) -> Iterator[RunFolder]:
+def _opened(
+    folder: Path, config: Config, command: str, lock_news: str, is_new: bool = True
+) -> Iterator[RunFolder]:
+    """Open a locked folder. is_new: this start has made it; if it is refused, it goes."""
     _bring_back(folder)  # of a start that was killed before it began
     verb = "resumed" if _is_run(folder) else "started"
     config, changes = resolved(config, folder), list[str]()
@@ -162,6 +177,9 @@ def _opened(folder: Path, config: Config, command: str, lock_news: str) -> Itera
         except Exception as error:
             with suppress(UserError):  # a full disk: the error itself says more
                 run.log(f"{FAILED}{reason_of(error)}")
+            is_users = isinstance(error, UserError) and not isinstance(error, InvariantError)
+            if is_new and is_users and {path.name for path in folder.iterdir()} <= _OF_A_START:
+                DISK.remove(folder)
             raise
     finally:
         os.close(log)
@@ -244,7 +262,14 @@ def _refuse_foreign(folder: Path) -> None:
     with disk_errors(folder):
         names = {path.name for path in folder.iterdir()} if folder.exists() else set()
     if names - _STARTING and "config.toml" not in names:
-        raise _foreign(folder, sorted(names))
+        more = " ..." if len(names) > 4 else ""
+        raise UserError(
+            "the run folder holds something else",
+            where=str(folder),
+            found=f"{', '.join(sorted(names)[:4])}{more}, and no config.toml",
+            expected="a folder of an earlier run, an empty one, or none",
+            next=OTHER_FOLDER,
+        )
 
 
 def _check_writable(folder: Path) -> None:
@@ -288,7 +313,13 @@ def _changes(folder: Path, config: Config, command: str) -> list[str]:
     UserError for others, and for a run of another command."""
     about = _read_about(folder)
     if about["command"] != command:
-        raise _other_command(folder, about["command"], command)
+        raise UserError(
+            "the run folder belongs to another command",
+            where=str(folder),
+            found=f"a run of `tandem {about['command']}`",
+            expected=f"a run of `tandem {command}`",
+            next=f"{OTHER_FOLDER}, or {FRESH}",
+        )
     path, machine = _kept(folder, "config.toml"), read_machine(folder)
     any_threads = machine is not None and machine["any_threads"]
     old, new = _read(path, toml_values), toml_values(to_toml(config))
@@ -314,34 +345,3 @@ def _read(path: Path, parse: Callable[[str], Any]) -> Any:
     # absent, or of another shape
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise unreadable_file(path, error, next=f"restore it, or {FRESH}") from error
-
-
-def _foreign(folder: Path, names: list[str]) -> UserError:
-    more = " ..." if len(names) > 4 else ""
-    return UserError(
-        "the run folder holds something else",
-        where=str(folder),
-        found=f"{', '.join(names[:4])}{more}, and no config.toml",
-        expected="a folder of an earlier run, an empty one, or none",
-        next=OTHER_FOLDER,
-    )
-
-
-def _other_command(folder: Path, found: str, expected: str) -> UserError:
-    return UserError(
-        "the run folder belongs to another command",
-        where=str(folder),
-        found=f"a run of `tandem {found}`",
-        expected=f"a run of `tandem {expected}`",
-        next=f"{OTHER_FOLDER}, or {FRESH}",
-    )
-
-
-def _other_threads(found: int, expected: int) -> UserError:
-    return UserError(
-        "bits depend on the thread count here, and it has changed",
-        where=THREADS,
-        found=str(found),
-        expected=str(expected),
-        next=f"{THREADS}={expected}",
-    )

@@ -26,7 +26,7 @@ from tandem.config.schema import Config
 from tandem.model import custom_code
 from tandem.model.image_store import keep_in
 from tandem.run_folder.episode_files import episode_file, read_columns, read_groups
-from tandem.run_folder.errors import unreadable_file
+from tandem.run_folder.errors import require_run, unreadable_file
 from tandem.run_folder.metrics import Metrics, read_lines, read_metrics
 from tandem.runtime.disk import file_hash, read_regular_file
 from tandem.runtime.errors import UserError
@@ -100,8 +100,7 @@ class PastRun:
 def open_past(folder: Path) -> PastRun:
     """Read the config and the command of a run folder. Raises UserError for another folder, or a
     config that this version does not read."""
-    if not (folder / "config.toml").is_file():
-        raise _not_a_run(folder)
+    require_run(folder)
     about = _read_json(folder / "run.json")
     if not (isinstance(about, dict) and isinstance(about.get("command"), str)):
         raise unreadable_file(folder / "run.json", str(about)[:80])
@@ -212,13 +211,3 @@ def _read_json(path: Path) -> Any:
         return json.loads(read_regular_file(path))
     except (OSError, ValueError, RecursionError) as error:
         raise unreadable_file(path, error) from error
-
-
-def _not_a_run(folder: Path) -> UserError:
-    return UserError(
-        "this is not a run folder",
-        where=str(folder),
-        found="no config.toml",
-        expected="a folder made by a command that trains",
-        next="ls runs/",
-    )

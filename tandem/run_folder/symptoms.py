@@ -12,6 +12,7 @@ from tandem.types import Row
 HISTORY = 50  # rows to look back
 RECENT = 5  # rows that count as now, and at the begin of the history as before
 FLAT_GROUPS = 0.9  # share of the groups
+SOLVED = 0.9  # reward
 FLAT_STEPS = 2  # so many are enough at the begin
 FALLEN_REWARD = 0.2
 SAME_REWARD = 0.05  # a rise of less is none
@@ -80,9 +81,13 @@ def no_signal(rows: Rows) -> str:
         flat = min(row.get("groups_without_signal", 0.0) for row in rows)
     if flat is None or flat <= FLAT_GROUPS:
         return ""
+    reward = fmean(_values(rows[-RECENT:], "reward") or [0.0])
+    equal = f"over {FLAT_GROUPS:.0%} of the groups have equal rewards, with a mean of {reward:.3g}"
+    if reward >= SOLVED:
+        return f"{equal}: solved, where 1 is the best; take harder problems in data.train, or stop"
     return (
-        f"over {FLAT_GROUPS:.0%} of the groups have equal rewards, so nothing to learn from: take "
-        "problems that are sometimes solved, a larger rl.group_size, or rl.max_gen_batches"
+        f"{equal}, so nothing to learn from: take problems that are sometimes solved, a larger "
+        "rl.group_size, or rl.max_gen_batches"
     )
 
 

@@ -20,9 +20,9 @@ from tandem.runtime.errors import UserError
 _RESUME = "the same command again goes on from the last checkpoint"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # EFBIG: ulimit -f, or a small file system
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
+_IN_THE_WAY = {errno.ENOTDIR, errno.EEXIST}
 _BAD_PATH = {
-    *(errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG),
-    *(errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EINVAL),
+    *(errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EINVAL)
 }
 # error numbers, what, expected, next
 _CAUSES = (
@@ -34,10 +34,16 @@ _CAUSES = (
         f"allow writing; {_RESUME}",
     ),
     (
+        _IN_THE_WAY,
+        "the path cannot be written",
+        "a folder, or nothing yet, at this path and above it",
+        "choose another path",
+    ),
+    (
         _BAD_PATH,
         "the path cannot be written",
-        "a path that can be created, or a plain file, which is no link and no pipe",
-        "choose another run.folder",
+        "a place that takes new files; where a file is replaced, no folder, link or pipe",
+        "choose another path",
     ),
     ({errno.EIO}, "the disk fails", "a working disk", f"check the disk; {_RESUME}"),
 )
@@ -143,11 +149,11 @@ def disk_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         for numbers, what, expected, next_step in _CAUSES:
             if error.errno in numbers:
-                free = human_bytes(DISK.free_bytes(existing_parent(path)))
+                free = f"; {human_bytes(DISK.free_bytes(existing_parent(path)))} free"
                 raise UserError(
                     what,
                     where=str(path if error.filename is None else error.filename),
-                    found=f"{error.strerror}; {free} free",
+                    found=f"{error.strerror}{free * (numbers is _FULL)}",
                     expected=expected,
                     next=next_step,
                 ) from error

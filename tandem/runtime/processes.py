@@ -65,10 +65,10 @@ def descendants(pid: int, excluded: Collection[int] = ()) -> list[Process]:
     return [processes[pid] for pid in pids[1:]]
 
 
-def kill_descendants(pid: int) -> None:
+def kill_descendants(pid: int, excluded: Collection[int] = ()) -> None:
     """Send SIGKILL to all descendants, up to three times for those that were born meanwhile."""
     for _ in range(3):
-        alive = [process for process in descendants(pid) if process.state != ZOMBIE]
+        alive = [process for process in descendants(pid, excluded) if process.state != ZOMBIE]
         for process in alive:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(process.pid, signal.SIGKILL)

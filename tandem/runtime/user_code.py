@@ -8,7 +8,6 @@ Knows neither rewards nor environments.
 import importlib
 import importlib.util
 import inspect
-import os
 import sys
 import traceback
 from functools import cache
@@ -60,8 +59,8 @@ def find_user_object(spec: str, *, key: str) -> Any:
         raise UserError(
             f"there is no file {source}",
             where=f"{key} = {spec}",
-            found=f"the working directory {os.getcwd()}",
-            expected="a Python file, named from there",
+            found=f"nothing at {Path(source).absolute()}, from the working directory",
+            expected="a Python file",
             next=look_for(Path(source)),
         )
     try:

@@ -191,8 +191,18 @@ def test_divergence_of_the_replay_is_printed(tmp_path, capsys):
     run = copy_of(past_run("train"), tmp_path)
     uid = read_step(episode_file(run / "episodes", 2))[0].problem.uid
     edit(run / "config.toml", "learning_rate = 0.001", "learning_rate = 0.002")
-    why(run, f"2:{uid}:0", learning=True, out=None)
+    why(run, f"2:{uid}:0", 40, learning=True, out=None)
     assert "WARNING: the replay is not equal to the run" in capsys.readouterr().out
+
+
+def test_a_list_of_a_step_has_texts_no_keys_and_as_many_lines_as_asked_for(capsys):
+    past = open_past(past_run("ema"))
+    why(past.folder, "3", 2, learning=False, out=None)
+    head, *lines, rest = capsys.readouterr().out.splitlines()
+    number = int(head.partition(" ")[0])
+    assert len(lines) == 2 and rest == f"  and {number - 2} more: --count {number}"
+    episode = find_episodes(past, lines[0].split()[0])[0].episode
+    assert f"{episode.text!r:.40}" in lines[0] and str(episode.key) not in lines[0]
 
 
 def test_table_has_a_line_for_each_sampled_token():
@@ -207,7 +217,7 @@ def test_table_has_a_line_for_each_sampled_token():
 
 def test_json_has_all_of_it(tmp_path, capsys):
     past, found = of("train", "train", 2)
-    why(past.folder, found.name, learning=True, out=tmp_path / "why.json")
+    why(past.folder, found.name, 40, learning=True, out=tmp_path / "why.json")
     told = json.loads((tmp_path / "why.json").read_text())
     assert (
         told["episode"] == found.name

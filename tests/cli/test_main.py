@@ -32,6 +32,13 @@ def test_bare_command_shows_help_and_unknown_one_is_an_error(tmp_path):
     assert code == 2 and "trian" in stderr and "Traceback" not in stderr and not torch
 
 
+def test_a_folder_in_the_way_of_a_tiny_model_is_printed_before_torch_is_imported(tmp_path):
+    (tmp_path / "there").mkdir()
+    write(tmp_path / "there/chats.jsonl", "{}\n")
+    result = tandem("tiny", "there", "--from", "there/chats.jsonl", cwd=tmp_path)
+    assert_is_a_users_error(result, "something at the model's place", "there", torch=False)
+
+
 @pytest.mark.parametrize("command", ["train", "plan"])
 def test_missing_recipe_is_printed_before_torch_is_imported(command, tmp_path):
     result = tandem(command, "none.toml", cwd=tmp_path)

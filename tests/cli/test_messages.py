@@ -85,13 +85,23 @@ CASES = [
     ["rm", "preference.train=mine.py"],
     ["dpo", "preference.beta=0.1"],
     ["export", "empty"],
-    ["show", "empty"],
-    ["status", "empty"],
+    *(
+        [command, argument]
+        for command in ("show", "status", "why", "report")
+        for argument in ("empty", "nan.jsonl", "a-rum", "runs")
+    ),
+    ["train", "learning_rate=3e-4"],
+    ["train", "model=model"],
+    ["train", "reward=accuracy_reward"],
+    ["train", "data.chat_template=broken.jinja"],
+    ["train", "model.path=broken"],
+    ["train", "run.folder=nan.jsonl"],
+    ["train", "run.folder=/proc/x"],
     ["init", "empty"],
     ["tiny", "model"],
     ["try", "nope.py:score"],
 ]
-WITHOUT_RECIPE = ("export", "show", "status", "init", "tiny", "try")
+WITHOUT_RECIPE = ("export", "show", "status", "why", "report", "init", "tiny", "try")
 
 
 def prepare(folder):
@@ -115,13 +125,17 @@ def prepare(folder):
     for name, lines in rows.items():
         (folder / name).write_text("\n".join(lines) + "\n")
     (folder / "empty").mkdir()
+    (folder / "runs/mine").mkdir(parents=True)
+    (folder / "runs/mine/config.toml").touch()
     (folder / "a-run/checkpoints/step_000010").mkdir(parents=True)
     (folder / "a-run/config.toml").touch()
     (folder / "a-run/checkpoints/step_000010/state.json").write_text("{}")
-    for name in ("cut", "pickle"):
+    (folder / "broken.jinja").write_text("{% for m in messages %}\n{{ m.content }\n")
+    for name in ("cut", "pickle", "broken"):
         shutil.copytree(folder / "model", folder / name)
     weights = (folder / "cut/model.safetensors").read_bytes()
     (folder / "cut/model.safetensors").write_bytes(weights[: len(weights) // 2])
+    (folder / "broken/config.json").write_text('{\n  "model_type": "llama"\n  "vocab_size": 9\n}\n')
     (folder / "pickle/model.safetensors").rename(folder / "pickle/pytorch_model.bin")
     return folder
 

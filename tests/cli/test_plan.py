@@ -64,9 +64,24 @@ def test_plan_warns_of_problems_that_come_several_times_a_step(
 ):
     code, *_ = planned(home, tmp_path / "run", f"rl.prompts_per_step={prompts}")
     said = [record.getMessage() for record in caplog.records if "per_step" in record.getMessage()]
-    about = f"rl.prompts_per_step is {prompts:,} and data.train has 48 problems: each comes {times}"
+    about = (
+        f"rl.prompts_per_step is {prompts:,} and data.train has 48 problems: a step is "
+        f"{4 * prompts:,} episodes, and each problem comes {times}"
+    )
     assert code == 0
     assert [line.partition(" times")[0] for line in said] == [about] * bool(times)
+
+
+def test_plan_lists_values_of_its_own_command_and_with_values_all(home, tmp_path):
+    sections = {"train": {"rl"}, "sft": {"sft"}, "dpo": {"preference"}, "distill": {"rl"}}
+    keys = ["sft.batch_size=3", "preference.beta=0.3", "rl.kl_coef=0.0", "rl.clip_low=0.1"]
+    for command, own in sections.items():
+        for options, expected in ([], own), (["--values"], {"rl", "sft", "preference", "distill"}):
+            with chdir(home):
+                output = invoke("plan", "recipe.toml", "--for", command, *options, *keys).output
+            lines = output.partition("\ndata\n")[0].splitlines()[1:]
+            shown = {line.split(".")[0].strip() for line in lines if " = " in line}
+            assert shown & {"rl", "sft", "preference", "distill"} == expected, command
 
 
 def test_plan_names_the_origin_of_every_value_and_what_open_ones_become(home, tmp_path):
@@ -141,10 +156,11 @@ def test_plan_shows_what_the_reward_makes_of_the_first_answer(home, tmp_path):
     first = json.loads((home / "data/train.jsonl").read_text().splitlines()[0])
     said = f"Answer: {first['reward_model']['ground_truth']}"
     text = planned(home, tmp_path / "run", "reward=answer")[2]
-    assert f"reward\n  1 for the first problem and {said!r}\n" in text
+    head = "reward of a made-up completion, to see that the function runs\n"
+    assert f"{head}  1 for the first problem and {said!r}\n" in text and "no mistake" not in text
     (tmp_path / "other.jsonl").write_text('{"prompt": "1?", "answer": "x y"}\n')
     other = planned(home, tmp_path / "run", "reward=exact", f"data.train={tmp_path}/other.jsonl")[2]
-    assert "reward\n  0 for the first problem and 'Answer: x y'\n" in other
+    assert f"{head}  0 for the first problem and 'Answer: x y'\n  0 is no mistake where" in other
 
 
 @pytest.mark.parametrize(

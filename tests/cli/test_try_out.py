@@ -75,7 +75,7 @@ def test_a_reward_function_is_tried_on_typed_answers(data, tmp_path):
     assert (
         "reward 1.5 (right 1, short 0.5)" in output and "reward 0.5 (right 0, short 0.5)" in output
     )
-    assert output.count("1 turn(s), ended by stop") == 2 and "user: 1 + 1?" in output
+    assert output.count("1 turn(s), ended by stop") == 2 and output.count("user: 1 + 1?") == 1
 
 
 def test_a_built_in_reward_is_tried_by_its_name(data):
@@ -142,7 +142,45 @@ def test_an_environment_that_fails_is_told_row_by_row(data, tmp_path):
         "try", f"{tmp_path}/my_env.py:Broken", "--data", data, "--rows", 2, "--answer", "a"
     )
     assert result.exit_code == 1
-    assert result.output.count("the environment failed: ValueError: no such luck") == 2
+    assert result.output.count("the environment failed: ValueError: no such luck") == 1
+    assert "the same error as of q0: q1\n" in result.output
+
+
+def test_rows_of_one_exception_are_one_block_and_others_stay_blocks(data, tmp_path):
+    (tmp_path / "bad.py").write_text(
+        "def score(problem, completion):\n    return 1 / (problem.metadata['level'] == 1)\n"
+    )
+    result = invoke("try", f"{tmp_path}/bad.py:score", "--data", data, "--answer", "a", "--rows", 4)
+    assert result.exit_code == 1 and result.output.count("ZeroDivisionError") == 1
+    assert "reward 1" in result.output and "the same error as of q0: q2, q3\n" in result.output
+
+
+def test_a_pipe_that_ends_is_told_with_the_option(data, tmp_path):
+    text = mistake("try", f"{tmp_path}/my_reward.py:score", "--data", data)
+    assert "in a pipe, nobody types" in text and "--answer TEXT" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nofile.py:score", ["there is no file nofile.py, found nothing at ", "next:     ls ."]),
+        ("accuracy", ["did you mean 'answer'?", "docs/rewards.md has an example"]),
+        ("accuracy_reward", ["did you mean 'answer'?"]),
+        ("get_soft_overlong_punishment", ["did you mean 'length'?"]),
+        ("think_format_reward", ["did you mean 'format'?"]),
+        ("numric_reward", ["did you mean 'numeric'?"]),
+    ],
+)
+def test_a_reward_that_cannot_be_loaded_names_the_way_and_not_the_command_just_typed(
+    name, words, data
+):
+    text = mistake("try", name, "--data", data, "--answer", "a")
+    assert all(word in text for word in words) and "tandem try" not in text
+
+
+def test_the_file_of_a_near_name_is_offered(data, tmp_path):
+    text = mistake("try", f"{tmp_path}/my_rewrad.py:score", "--data", data, "--answer", "a")
+    assert f"did you mean {tmp_path}/my_reward.py?" in text
 
 
 def test_keep_writes_a_data_file_that_reads_back(home, tmp_path):

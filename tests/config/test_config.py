@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.config import schema
+from tandem.config.origins import origins
 from tandem.config.recipe import describe, load_config, to_toml
-from tandem.config.schema import ALGORITHMS, GROUP_RELATIVE, Config, Eval, Run
+from tandem.config.schema import ALGORITHMS, GROUP_RELATIVE, SHORTHANDS, Config, Eval, Run
 from tandem.runtime.errors import UserError
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))  # any character but half a surrogate pair
@@ -50,7 +51,7 @@ def test_a_recipe_sets_what_it_names_and_leaves_the_rest(tmp_path):
             "[rl]\ngrop_size = 4\n",
             "rl.grop_size (RECIPE): unknown key; did you mean rl.group_size?",
         ),
-        ("[train]\nlr = 0.1\n", "train.lr (RECIPE): unknown key; did you mean train."),
+        ("[sft]\nlr = 0.1\n", "sft.lr (RECIPE): unknown key; did you mean sft.learning_rate?"),
         (
             "[train]\ngroup_size = 4\n",
             "train.group_size (RECIPE): unknown key; did you mean rl.group_size?",
@@ -58,6 +59,12 @@ def test_a_recipe_sets_what_it_names_and_leaves_the_rest(tmp_path):
         ("[rollot]\ntop_p = 0.5\n", "rollot (RECIPE): unknown key; did you mean rollout?"),
         ("group_size = 4\n", "group_size (RECIPE): unknown key; did you mean rl.group_size?"),
         ("zzzz = 4\n", "zzzz (RECIPE): unknown key; sections are run, model, data,"),
+        (
+            "learning_rate = 1e-4\n",
+            "learning_rate (RECIPE): unknown key; did you mean train.learning_rate or "
+            "critic.learning_rate or sft.learning_rate or preference.learning_rate?",
+        ),
+        ("pth = 'model'\n", "pth (RECIPE): unknown key; did you mean model.path or critic.path?"),
     ],
 )
 def test_an_unknown_key_is_reported_with_the_nearest_one(text, message, tmp_path):
@@ -167,9 +174,123 @@ def test_an_unknown_key_on_the_command_line_is_reported(tmp_path):
         assert "unknown key; did you mean rl" in line
 
 
-def test_a_value_where_a_section_belongs_is_one_error(tmp_path):
-    with pytest.raises(UserError, match="a value where a section belongs"):
-        load(tmp_path, "rl = 3\n", "rl.group_size=8")
+@pytest.mark.parametrize("override", ["learning_rate=3e-4", "learning_rat=3e-4", "lr=3e-4"])
+def test_a_bare_key_on_the_command_line_is_offered_of_every_section_that_has_it(override, tmp_path):
+    with pytest.raises(UserError, match="an override cannot be read") as error:
+        load(tmp_path, "", override)
+    assert error.value.next == (
+        "did you mean train.learning_rate or critic.learning_rate or sft.learning_rate or "
+        "preference.learning_rate?"
+    )
+
+
+@pytest.mark.parametrize("section", Config.model_fields)
+@pytest.mark.parametrize("value", ["'zzz'", "3", "true", "[1]", "2024-01-01"])
+def test_a_value_where_a_section_belongs_is_told_with_the_key_that_takes_it(
+    section, value, tmp_path
+):
+    if section in SHORTHANDS and value in ("'zzz'", "[1]"):
+        return  # the value of its main key
+    [line] = mistakes(tmp_path, f"{section} = {value}\n")
+    assert f", {section} is a section; write [{section}], and " in line
+    assert "dictionary" not in line
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "words"),
+    [
+        ("model = 'm'\n", [], 'model is a section; write [model], and path = "m" below it'),
+        ("train = 3e-4\n", [], "write [train], and learning_rate = 0.0003 below it"),
+        ("eval = 'a.jsonl'\n", [], 'write [eval], and data = "a.jsonl" below it'),
+        ("rl = 3\n", ["rl.group_size=8"], "rl is a section; write [rl], and "),
+        ("[[model]]\npath = 'm'\n", [], "write [model], in single brackets"),
+        ("[model.path]\nname = 'm'\n", [], "expected a value, and no table"),
+        ("[rollout.stop]\nname = 'm'\n", [], "expected a value, and no table"),
+    ],
+)
+def test_a_section_and_a_value_in_each_others_place_are_one_error(text, overrides, words, tmp_path):
+    [line] = mistakes(tmp_path, text, *overrides)
+    assert words in line
+
+
+@pytest.mark.parametrize(
+    ("override", "advice"),
+    [
+        ("model=models/m", "model is a section; write model.path=models/m"),
+        ("rl=ppo", "rl is a section; write rl.algorithm=ppo"),
+        ("train=3e-4", "train is a section; write train.learning_rate=3e-4"),
+    ],
+)
+def test_a_section_given_as_a_value_on_the_command_line_is_told_how(override, advice, tmp_path):
+    with pytest.raises(UserError, match="an override cannot be read") as error:
+        load(tmp_path, "", override)
+    assert error.value.next == advice
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "format"),
+    [
+        ("r.yaml", "model:\n  path: m\n", "YAML"),
+        ("r.yml", "- a\n", "YAML"),
+        ("r.toml", "# mine\n\nmodel:\n  path: m\n", "YAML"),
+        ("r.toml", "---\nrl: {group_size: 4}\n", "YAML"),
+        ("r.toml", "rl.group_size: 4\n", "YAML"),
+        ("r.toml", "- a\n", "YAML"),
+        ("r.json", '{"model": {"path": "m"}}', "JSON"),
+        ("r.toml", '{\n "model": {"path": "m"}}', "JSON"),
+        ("r.py", "import tandem\n", "Python"),
+    ],
+)
+def test_a_recipe_in_another_format_is_told_by_its_name(name, text, format, tmp_path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=f"the recipe is {format}, and a recipe is TOML") as error:
+        load_config(tmp_path / name, [])
+    assert error.value.where == str(tmp_path / name) and "[model]" in error.value.next
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "found", "next"),
+    [
+        ("[model]\npath = 'a'\n\n[model]\n", ":4", "[model], as line 1: ", "stand once"),
+        ("[rl]\nk = 1\nk = 2\n", ":3", "k = 2: ", "stand once"),
+        ("rl.k = 1\n[rl]\n", ":2", "[rl]: ", "stand once"),
+        ("rl = {k = 1, k = 2}\n", ":1", "rl = {k = 1, k = 2}: ", "stand once"),
+        ("rl = {k = 1}\nrl.x = 2\n", ":2", "rl.x = 2: ", "stand once"),
+        ("[model]\npath = m\n", ":2", "path = m: ", "a text has quotes"),
+        ("[data]\nshuffle = True\n", ":2", "shuffle = True: ", "true and false are small"),
+        ("[model]\npath = 'a'\ndtype: x\n", ":3", "dtype: x: ", "key = value"),
+        ("[model]\npath\n", ":2", "path: ", "key = value"),
+        ("// x\n", ":1", "// x: ", "key = value"),
+        ("[model\n", ":1", "[model: ", "close the quote or the bracket"),
+        ('[model]\npath = "a\n', ":2", 'path = "a: ', "close the quote or the bracket"),
+        ("[model]\npath = 'a\n", "", "Expected", "close the quote or the bracket"),
+        ("[data]\ntrain = ['a', 'b'\n", "", "Unclosed array", "close the quote or the bracket"),
+        ('[data]\ntrain = "C:\\d"\n', ":2", 'train = "C:\\d": ', "single quotes"),
+        ("[rl]\nk = 1,\n", ":2", "k = 1,: ", "ends with its line"),
+        ("[rl]\nk = 1 j = 2\n", ":2", "k = 1 j = 2: ", "ends with its line"),
+    ],
+)
+def test_a_mistake_of_toml_is_shown_with_its_line_and_its_own_cure(
+    text, place, found, next, tmp_path
+):
+    with pytest.raises(UserError, match="not valid TOML") as error:
+        load(tmp_path, text)
+    assert error.value.where == f"{tmp_path / 'recipe.toml'}{place}"
+    assert error.value.found.startswith(found) and next in error.value.next
+
+
+def test_a_recipe_with_a_byte_order_mark_is_read(tmp_path):
+    (tmp_path / "r.toml").write_text("[run]\nsteps = 3\n", encoding="utf-8-sig")
+    assert load_config(tmp_path / "r.toml", []).run.steps == 3
+    assert origins(tmp_path / "r.toml", [])["run.steps"].endswith("r.toml:2")
+
+
+def test_a_folder_in_the_place_of_a_recipe_is_told(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.toml").touch()
+    with pytest.raises(UserError, match="the recipe is a folder") as error:
+        load_config(tmp_path / "run", [])
+    assert error.value.next.startswith(f"did you mean {tmp_path / 'run/config.toml'}?")
 
 
 @pytest.mark.parametrize("kind", GROUP_RELATIVE)
@@ -522,10 +643,9 @@ def test_a_wrong_algorithm_is_told_with_all_there_are(found, tmp_path):
 
 
 def test_a_missing_recipe_is_a_users_error_that_names_it(tmp_path):
-    for path in (tmp_path / "none.toml", tmp_path):
-        with pytest.raises(UserError, match="the recipe does not exist") as error:
-            load_config(path, [])
-        assert error.value.where == str(path)
+    with pytest.raises(UserError, match="the recipe does not exist") as error:
+        load_config(tmp_path / "none.toml", [])
+    assert error.value.where == str(tmp_path / "none.toml")
 
 
 @pytest.mark.parametrize(
@@ -535,7 +655,7 @@ def test_a_recipe_that_is_not_toml_is_reported_with_its_path(content, tmp_path):
     (tmp_path / "broken.toml").write_bytes(content)
     with pytest.raises(UserError, match="not valid TOML") as error:
         load_config(tmp_path / "broken.toml", [])
-    assert error.value.where == str(tmp_path / "broken.toml") and error.value.found
+    assert error.value.where.startswith(str(tmp_path / "broken.toml")) and error.value.found
 
 
 @pytest.mark.parametrize(

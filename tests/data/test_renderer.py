@@ -349,13 +349,6 @@ def test_a_tokenizer_that_may_add_text_is_asked_for_every_length(part, value, tm
 # ---- models and templates that cannot be used
 
 
-@pytest.mark.parametrize(
-    "path", ["", "/nowhere/model", "./nowhere", "../nowhere", "runs/warm/hf", "tests/nowhere"]
-)
-def test_a_missing_model_directory_is_not_sought_on_the_hub(path):
-    assert "the model directory does not exist" in error_of(load_renderer, path), "it asked the hub"
-
-
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
     # enough for AutoTokenizer to make up an empty one
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
@@ -384,8 +377,8 @@ def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{% for m in %}", "TemplateSyntaxError"),
         ("{{ messages.nothing.more }}", "UndefinedError"),
+        ("a\n{% if true %}\n{{ messages[0].nothing.more }}{% endif %}", "(line 3)"),
         ("{{ raise_exception('System role not supported') }}", "System role not supported"),
         ("{{ 1 // 0 }}", "ZeroDivisionError"),
         ("{{ messages[0]['content'] + 1 }}", "TypeError"),
@@ -397,6 +390,25 @@ def test_a_template_that_fails_is_a_users_error(tmp_path, template, said):
     message = error_of(load_renderer, make_model(tmp_path, template))
     assert message.startswith("the chat template refuses a chat")
     assert said in message
+
+
+@pytest.mark.parametrize(
+    ("template", "line", "said"),
+    [
+        ("{% for m in %}", 1, "Expected an expression"),
+        ("a\n{% for m in messages %}\n{{ m.content }", 3, "unexpected '}'"),
+        ("a\n{% for m in messages %}\n", 2, "'endfor'"),
+        ("a\n{% if true\n", 2, "end of template"),
+        ("{{ messages|nofilter }}", 1, "No filter named 'nofilter'"),
+        ("a\n{% frobnicate %}", 2, "unknown tag 'frobnicate'"),
+    ],
+)
+def test_a_template_that_is_no_jinja_is_told_with_its_line_and_no_word_of_roles(
+    tmp_path, template, line, said
+):
+    message = error_of(load_renderer, make_model(tmp_path, template))
+    assert message.startswith("the chat template is no valid Jinja")
+    assert f", line {line}\n" in message and said in message and "role" not in message
 
 
 # ---- the sandbox and its cap

@@ -287,7 +287,6 @@ def test_what_a_config_says_of_kernels_and_code_is_dropped(tmp_path):
     code = {
         "_attn_implementation": "elsewhere/kernel",
         "attn_implementation": "elsewhere/kernel",
-        "to_dict": "x",
         "_experts_implementation": "elsewhere/kernel",
         "auto_map": {"AutoModelForCausalLM": "modeling_x.Model"},
         "transformers_weights": "../elsewhere.safetensors",

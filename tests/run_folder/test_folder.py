@@ -25,7 +25,7 @@ from tandem.run_folder.status import (
     write_status,
 )
 from tandem.runtime.disk import DISK, append_line, write_atomic
-from tandem.runtime.errors import UserError
+from tandem.runtime.errors import InvariantError, UserError
 from tests.support.faults import DIED, DyingDisk, in_a_fork, make_read_only, small_disk
 
 ROOT = Path(__file__).parents[2]
@@ -116,6 +116,49 @@ def test_a_start_that_is_refused_leaves_config_status_and_machine_as_they_were(t
     assert "save_every = 7" in (folder / "config.toml").read_text() and not list(
         folder.glob(".before-*")
     )
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_first_start_that_is_refused_leaves_no_folder(fresh, tmp_path):
+    folder = tmp_path / "runs" / "new"
+    with (
+        pytest.raises(UserError, match="refused"),
+        open_run(folder, config(), fresh=fresh, command="sft") as run,
+    ):
+        run.note_machine("one", any_threads=True)
+        raise UserError("refused")
+    assert not folder.exists()
+
+
+def test_a_folder_that_was_there_and_one_with_more_in_it_stay_after_a_refused_start(tmp_path):
+    (tmp_path / "mine").mkdir()
+    for name in ("mine", "engine-log"):
+        with (
+            pytest.raises(UserError),
+            open_run(tmp_path / name, config(), fresh=False, command="train") as run,
+        ):
+            (run.path / "engine.txt").touch()
+            raise UserError("refused")
+        assert "refused" in log_of(tmp_path / name)
+
+
+@pytest.mark.parametrize("error", [InvariantError("a bug"), ValueError("a bug")], ids=str)
+def test_a_first_start_that_a_bug_ends_leaves_its_log(error, tmp_path):
+    folder = tmp_path / "run"
+    with pytest.raises(type(error)), open_run(folder, config(), fresh=False, command="train"):
+        raise error
+    assert "a bug" in log_of(folder)
+
+
+def test_a_fresh_start_that_is_refused_leaves_the_run_in_its_place(tmp_path):
+    start(tmp_path / "run", run__seed=3)
+    with (
+        pytest.raises(UserError, match="refused"),
+        open_run(tmp_path / "run", config(), fresh=True, command="train"),
+    ):
+        raise UserError("refused")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert load_config(tmp_path / "run/config.toml", []).run.seed == 3
 
 
 def killed_start(folder):
@@ -426,8 +469,18 @@ def test_a_damaged_file_of_the_folder_is_named(tmp_path, name, text):
 def test_a_path_through_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(UserError, match="cannot be written"):
-            start(folder)
+        for attempt in (start, lambda folder: check_run(folder, config(), "train")):
+            with pytest.raises(UserError, match="cannot be written") as caught:
+                attempt(folder)
+            assert caught.value.expected == "a folder, or nothing yet, at this path and above it"
+            assert "free" not in caught.value.found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
+def test_a_place_that_takes_no_folders_is_told_as_such():
+    with pytest.raises(UserError, match="cannot be written") as caught:
+        start(Path("/proc/x"))
+    assert "takes new files" in caught.value.expected and "free" not in caught.value.found
 
 
 def test_a_log_that_hits_a_full_disk_is_an_error_for_the_user(tmp_path):

@@ -69,6 +69,12 @@ def test_a_begin_without_any_signal_is_told_at_the_second_step():
     assert symptoms(rows((2, {"groups_without_signal": 1.0}))).keys() == {"no_signal"}
 
 
+@pytest.mark.parametrize(("reward", "word"), [(0.95, "solved,"), (0.0, "nothing to learn from")])
+def test_flat_groups_near_the_top_are_solved_ones(reward, word):
+    flat = symptoms(rows((5, {"groups_without_signal": 0.95, "reward": reward})))["no_signal"]
+    assert word in flat and f"mean of {reward:g}" in flat
+
+
 def test_gap_of_another_engine_has_a_bound_of_its_own():
     found = symptoms(rows((5, {"logprob_gap": 0.3, "logprob_gap_mean": 0.03})))
     assert "0.03 nats" in found["inexact_engine"] and "rl.correction" in found["inexact_engine"]
