@@ -64,8 +64,8 @@ def require_user_first(messages: Sequence[Message], *, field: str) -> None:
 def _message(value: Any, field: str, images: bool) -> Message:
     if not isinstance(value, dict):
         raise RowError(show(value), "a message {role, content}", field=field)
-    # Parquet fills absent keys with null
-    message = {name: text for name, text in value.items() if text is not None}
+    # a key without a value says nothing: null, or a list of no calls
+    message = {name: text for name, text in value.items() if text is not None and text != []}
     if "role" not in message and message.keys() >= {"from", "value"}:
         role, content = message.pop("from"), message.pop("value")
         message = {"role": _SHAREGPT_ROLES.get(role, role), "content": content, **message}

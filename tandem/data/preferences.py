@@ -7,12 +7,16 @@ common start is the prompt (docs/data.md). Does not know tokens, chat templates 
 from dataclasses import dataclass
 from typing import Any
 
+from tandem.data.images import image_column
 from tandem.data.messages import chat_messages, require_user_first
+from tandem.data.prompt_columns import with_opening
 from tandem.data.readers.row_errors import RowError, show
 from tandem.data.readers.rows import Row, column
 from tandem.types import Message
 
 Messages = tuple[Message, ...]
+
+FITS = 'write a row as {"prompt": "1 + 1 =", "chosen": "2", "rejected": "3"}'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +35,10 @@ class Preference:
 
 def parse_preference(row: Row) -> Preference:
     """Return the row's preference. Raises RowError."""
-    chosen = column(row, "chosen", rename="rename {} to chosen")
-    rejected = column(row, "rejected", rename="rename {} to rejected")
+    chosen = column(row, "chosen", rename="rename {} to chosen", otherwise=FITS)
+    rejected = column(row, "rejected", rename="rename {} to rejected", otherwise=FITS)
+    if name := image_column(row):
+        raise RowError("images", "a pair of texts", field=name, next="leave the column out")
     if row.values.get("prompt") is None and not isinstance(chosen, str):
         chats = _messages(chosen, field="chosen"), _messages(rejected, field="rejected")
         prompt = _common_prompt(*chats)
@@ -48,7 +54,7 @@ def parse_preference(row: Row) -> Preference:
             field="rejected",
             next="remove the row",
         )
-    return Preference(prompt=prompt, chosen=chosen, rejected=rejected)
+    return Preference(prompt=with_opening(prompt, row), chosen=chosen, rejected=rejected)
 
 
 def _prompt(value: Any) -> Messages:

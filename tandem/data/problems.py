@@ -13,8 +13,9 @@ from tandem.config.schema import Data
 from tandem.data.images import image_column, with_images
 from tandem.data.messages import prompt_messages
 from tandem.data.mixture import Mixture
+from tandem.data.prompt_columns import OF_PROBLEMS, refuse_columns, with_opening
 from tandem.data.readers.row_errors import RowError, show
-from tandem.data.readers.rows import Row, column, exact_number, read_rows
+from tandem.data.readers.rows import Row, column, exact_number, read_rows, tell_repeats
 from tandem.data.readers.sources import uid_prefixes
 from tandem.runtime.errors import UserError
 from tandem.runtime.image_parts import shows_images
@@ -46,6 +47,9 @@ def read_problems(
         build = partial(_problem, config=config, prefix=prefix, uids=uids, earlier=dict(earlier))
         parts.append(read_rows(name, build, key=key))
         earlier[name] = uids
+    tell_repeats(
+        ((p.answer, *(str(m["content"]) for m in p.messages)) for part in parts for p in part), key
+    )
     if weights:
         return Mixture(parts, weights, names)
     return [problem for part in parts for problem in part]
@@ -69,7 +73,10 @@ def _problem(
     row: Row, *, config: Data, prefix: str, uids: Uids, earlier: dict[str, Uids]
 ) -> Problem:
     prompt = column(row, config.prompt_column, rename="set data.prompt_column={}")
+    named = (config.prompt_column, config.answer_column, config.category_column)
+    refuse_columns(row, OF_PROBLEMS, named)
     messages = with_images(prompt_messages(prompt, field=config.prompt_column), row)
+    messages = with_opening(messages, row, named)
     answer_path = _answer_path(row, config.answer_column)
     problem = Problem(
         uid=_uid(row, prefix),
@@ -122,7 +129,13 @@ def _answer(row: Row, path: tuple[str, ...]) -> str:
             return json.dumps(value, ensure_ascii=False)
         case int() | float() if not isinstance(value, bool):
             return exact_number(row, *path)
-    raise RowError(show(value), "text, a number, a list or an object", field=".".join(path))
+    raise RowError(
+        show(value),
+        "text, a number, a list or an object",
+        field=".".join(path),
+        next="write the answer, or remove the row; or set data.answer_column='' if no reward needs "
+        "an answer",
+    )
 
 
 def _value(row: Row, path: tuple[str, ...]) -> Any:

@@ -6,7 +6,8 @@ Knows rows. Does not know formats, nor what a message, a problem or a training c
 import difflib
 import gc
 import json
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any, TypeVar
 from tandem.data.readers.row_errors import Mistakes, RowError
 from tandem.data.readers.sources import source_rows
 from tandem.runtime.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -79,6 +82,19 @@ def read_rows(source: str, build: Callable[[Row], T], *, key: str) -> list[T]:
             expected="at least one row",
         )
     return built
+
+
+def tell_repeats(contents: Iterable[Hashable], key: str) -> None:
+    """Warn of the rows of a key whose content is that of an earlier row."""
+    hashes = [hash(content) for content in contents]
+    if repeated := len(hashes) - len(set(hashes)):
+        logger.warning(
+            "%s of the %s rows of %s repeat an earlier row (the same messages and answer): each "
+            "counts as one more. Remove them if that is not meant",
+            f"{repeated:,}",
+            f"{len(hashes):,}",
+            key,
+        )
 
 
 def _folder(source: str) -> Path:
