@@ -19,7 +19,7 @@ from tandem.data.readers.rows import Row, column, exact_number, read_rows, tell_
 from tandem.data.readers.sources import uid_prefixes
 from tandem.runtime.errors import UserError
 from tandem.runtime.image_parts import shows_images
-from tandem.types import Message, Problem
+from tandem.types import Problem
 
 DEFAULT_ANSWER = Data.model_fields["answer_column"].default
 DEFAULT_CATEGORY = Data.model_fields["category_column"].default
@@ -39,7 +39,17 @@ def read_problems(
     mistake in a source, up to ten, and for a uid that comes twice.
     """
     names = [source] if isinstance(source, str) else list(source)
-    _check_weights(names, weights, key)
+    if not names:
+        raise UserError(
+            f"{key} names no file", where=key, found="an empty list", expected="at least one source"
+        )
+    if weights and (len(weights) != len(names) or min(weights) <= 0):
+        raise UserError(
+            "the weights do not fit the sources",
+            where="data.weights",
+            found=f"{list(weights)} for {len(names)} sources",
+            expected="a number above 0 for each source, or none",
+        )
     earlier: dict[str, Uids] = {}
     parts = []
     for name, prefix in zip(names, uid_prefixes(names, key), strict=True):
@@ -55,20 +65,6 @@ def read_problems(
     return [problem for part in parts for problem in part]
 
 
-def _check_weights(names: Sequence[str], weights: Sequence[float], key: str) -> None:
-    if not names:
-        raise UserError(
-            f"{key} names no file", where=key, found="an empty list", expected="at least one source"
-        )
-    if weights and (len(weights) != len(names) or min(weights) <= 0):
-        raise UserError(
-            "the weights do not fit the sources",
-            where="data.weights",
-            found=f"{list(weights)} for {len(names)} sources",
-            expected="a number above 0 for each source, or none",
-        )
-
-
 def _problem(
     row: Row, *, config: Data, prefix: str, uids: Uids, earlier: dict[str, Uids]
 ) -> Problem:
@@ -77,10 +73,12 @@ def _problem(
     refuse_columns(row, OF_PROBLEMS, named)
     messages = with_images(prompt_messages(prompt, field=config.prompt_column), row)
     messages = with_opening(messages, row, named)
+    if config.system and not any(message["role"] == "system" for message in messages):
+        messages = ({"role": "system", "content": config.system}, *messages)
     answer_path = _answer_path(row, config.answer_column)
     problem = Problem(
         uid=_uid(row, prefix),
-        messages=_with_system(messages, config.system),
+        messages=messages,
         answer=_answer(row, answer_path),
         category=_category(row, config.category_column),
         metadata=_metadata(row, config, answer_path),
@@ -165,12 +163,6 @@ def _text(value: Any, *, field: str) -> str:
         found = "empty text" if value == "" else show(value)
         raise RowError(found, "text or a whole number", field=field)
     return str(value)
-
-
-def _with_system(messages: tuple[Message, ...], system: str) -> tuple[Message, ...]:
-    if not system or any(message["role"] == "system" for message in messages):
-        return messages
-    return ({"role": "system", "content": system}, *messages)
 
 
 def _metadata(row: Row, config: Data, answer_path: tuple[str, ...]) -> dict[str, Any]:

@@ -10,16 +10,14 @@ tokens, nor what a template makes of its variables.
 """
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from tandem.data.readers.row_errors import RowError, show
 from tandem.data.readers.rows import Row
 from tandem.types import Message, Tool
-
-T = TypeVar("T")  # what a row is parsed to
 
 Messages = tuple[Message, ...]
 
@@ -28,27 +26,24 @@ OPENING = ("history", "system", "system_prompt")
 RESERVED = ("messages", "tools", "add_generation_prompt", "chat_template")  # variables of our own
 
 _RENAME = "rename the column if it is something else"
-_NO_MEDIA = "leave the column out: of media only images are read"
-# refused in rows of chats and preferences: name -> what to do
+_MEDIA = dict.fromkeys(("videos", "audios"), "leave the column out: of media only images are read")
+# refused in rows of chats and preferences, and of problems: name -> what to do
 OF_CHATS = {
     "functions": 'rename it to tools, a list of {"type": "function", "function": {...}}',
     "documents": "write them into a message",
-    "videos": _NO_MEDIA,
-    "audios": _NO_MEDIA,
+    **_MEDIA,
 }
-# refused in rows of problems
 OF_PROBLEMS = {
     "tools": "leave the column out, or rename it if a reward reads it; the tools that a model is "
     "shown are those of env.name",
     "chat_template_kwargs": "leave the column out, and set the variables in data.chat_template",
-    "videos": _NO_MEDIA,
-    "audios": _NO_MEDIA,
+    **_MEDIA,
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateInputs:
-    """What a row gives the chat template beside its messages.
+    """Tools and variables that a row gives the chat template beside its messages.
 
     Example: TemplateInputs(tools=[{"type": "function", "function": {"name": "add"}}],
     variables={"enable_thinking": False})
@@ -96,9 +91,9 @@ def _with_history(messages: Messages, pairs: Any) -> Messages:
             field="history",
             next="write the whole chat as messages, and leave the column history out; " + _RENAME,
         )
-    texts = [text for pair in pairs for text in pair]
+    roles = ("user", "assistant")
     earlier = [
-        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)
+        {"role": r, "content": t} for pair in pairs for r, t in zip(roles, pair, strict=True)
     ]
     return (*messages[:-1], *earlier, messages[-1])
 
@@ -116,24 +111,16 @@ def refuse_columns(row: Row, refused: Mapping[str, str], used: Collection[str] =
             )
 
 
-def with_template_inputs(parse: Callable[[Row], T]) -> Callable[[Row], tuple[T, TemplateInputs]]:
-    """Return a function of a row for read_rows, which gives (what parse gives, the row's
-    TemplateInputs). Raises RowError."""
-
-    def build(row: Row) -> tuple[T, TemplateInputs]:
-        refuse_columns(row, OF_CHATS)
-        tools = _given(row, "tools", [], "a list of JSON schemas of functions")
-        variables = _given(row, "chat_template_kwargs", {}, "an object, the template's variables")
-        if not all(isinstance(tool, dict) for tool in tools):
-            raise RowError(show(tools[0]), "JSON schemas of functions", field="tools")
-        if reserved := [name for name in RESERVED if name in variables]:
-            raise RowError(
-                show(reserved[0]), "other variables than this", field="chat_template_kwargs"
-            )
-        inputs = TemplateInputs(tools=tools, variables=variables) if tools or variables else NOTHING
-        return parse(row), inputs
-
-    return build
+def template_inputs(row: Row) -> TemplateInputs:
+    """Return the tools and variables in a row of a chat or preference. Raises RowError."""
+    refuse_columns(row, OF_CHATS)
+    tools = _given(row, "tools", [], "a list of JSON schemas of functions")
+    variables = _given(row, "chat_template_kwargs", {}, "an object, the template's variables")
+    if not all(isinstance(tool, dict) for tool in tools):
+        raise RowError(show(tools[0]), "JSON schemas of functions", field="tools")
+    if reserved := [name for name in RESERVED if name in variables]:
+        raise RowError(show(reserved[0]), "other variables than this", field="chat_template_kwargs")
+    return TemplateInputs(tools=tools, variables=variables) if tools or variables else NOTHING
 
 
 def _given(row: Row, name: str, default: Any, expected: str) -> Any:

@@ -25,7 +25,6 @@ from tandem.data.chat_template import (
 )
 from tandem.data.image_prompts import ImagePrompts, require_no_images
 from tandem.data.prompt_columns import NOTHING, TemplateInputs
-from tandem.data.turns import assistant_turns, first_difference, prefixes
 from tandem.data.unknown_tokens import UnknownTokens
 from tandem.model.config_file import read_json
 from tandem.model.image_tokens import text_tokens
@@ -49,6 +48,7 @@ _EXCHANGE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": 
 GENERATION = "generation_config.json"
 # the part of a training chat that carries loss; see ChatRenderer.training_samples
 Loss = Literal["assistant", "last", "all"]
+Prefix = tuple[Sequence[Message], bool]  # a chat, with the header of the assistant's turn
 CHUNK = 1024  # chats tokenized in one call: enough to be fast, and the memory stays small
 
 
@@ -170,7 +170,7 @@ class ChatRenderer:
         """Describe the first difference between the template's rendering of a whole chat and an
         episode's tokens; empty if there is none."""
         [rendered] = self.chats([messages], tools)
-        at = first_difference(rendered, tokens)
+        at = _first_difference(rendered, tokens)
         if at == len(tokens):
             return ""
         ours, theirs = self._around(tokens, at), self._around(rendered, at)
@@ -200,17 +200,7 @@ class ChatRenderer:
                 samples += self._sample_chunk(chunk, loss, unknown, given)
             at = end
         unknown.warn("chats", key)
-        self._warn_of_unread({name for given in inputs for name in given.variables}, key)
         return samples
-
-    def _warn_of_unread(self, variables: set[str], key: str) -> None:
-        if unread := sorted(name for name in variables if name not in self._template.source):
-            logger.warning(
-                "chat_template_kwargs of %s has %s, which the %s does not read",
-                key,
-                ", ".join(unread),
-                self._template.where,
-            )
 
     def decode(self, tokens: Array) -> str:
         """Return the text of the tokens, without special tokens."""
@@ -330,8 +320,11 @@ class ChatRenderer:
         unknown: UnknownTokens,
         given: TemplateInputs,
     ) -> list[tuple[Array, Array]]:
-        turns = [assistant_turns(messages)[-1 if loss == "last" else 0 :] for messages in chats]
-        parts = [prefixes(messages, at) for messages, at in zip(chats, turns, strict=True)]
+        turns = [
+            [i for i, m in enumerate(chat) if m["role"] == "assistant"][-1 * (loss == "last") :]
+            for chat in chats
+        ]
+        parts = [_prefixes(messages, at) for messages, at in zip(chats, turns, strict=True)]
         renderings = iter(self._renderings([prefix for chat in parts for prefix in chat], given))
         samples, texts = [], []
         for at, chat in zip(turns, parts, strict=True):
@@ -344,10 +337,8 @@ class ChatRenderer:
         unknown.look(texts, [tokens for tokens, _ in samples])
         return samples
 
-    def _renderings(
-        self, prefixes: list[tuple[Sequence[Message], bool]], given: TemplateInputs
-    ) -> list[_Rendering]:
-        """Return the texts and tokens of (chat, with the header of the assistant's turn)."""
+    def _renderings(self, prefixes: list[Prefix], given: TemplateInputs) -> list[_Rendering]:
+        """Return the texts and tokens of prefixes."""
         texts = {}
         for open_turn in (True, False):
             chats = [chat for chat, is_open in prefixes if is_open == open_turn]
@@ -406,7 +397,7 @@ class ChatRenderer:
         else:
             what = "the chat template rewrites an earlier turn when a later one follows"
             advice = "keep one assistant message a chat, or make the template keep earlier turns"
-        at = first_difference(before.tokens, after.tokens)
+        at = _first_difference(before.tokens, after.tokens)
         raise UserError(
             what,
             where=f"{self._template.where}, message {turn + 1 + n % 2}, token {at}",
@@ -418,3 +409,16 @@ class ChatRenderer:
     def _around(self, tokens: Array, at: int) -> str:
         near = text_tokens(tokens[max(0, at - 6) : at + 6]).tolist()
         return repr(self.tokenizer.decode(near, clean_up_tokenization_spaces=False))
+
+
+def _prefixes(messages: Sequence[Message], turns: list[int]) -> list[Prefix]:
+    """Return the chat up to the header of each of the assistant's turns and up to its end; then the
+    whole chat."""
+    found = [(messages[: i + ended], not ended) for i in turns for ended in (False, True)]
+    return found if messages[-1]["role"] == "assistant" else [*found, (messages, False)]
+
+
+def _first_difference(a: Array, b: Array) -> int:
+    size = min(len(a), len(b))
+    different = np.flatnonzero(a[:size] != b[:size])
+    return int(different[0]) if len(different) else size

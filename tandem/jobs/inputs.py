@@ -19,7 +19,7 @@ from tandem.data.chats import parse_chat
 from tandem.data.mixture import only
 from tandem.data.preferences import parse_preference
 from tandem.data.problems import read_problems
-from tandem.data.prompt_columns import with_template_inputs
+from tandem.data.prompt_columns import template_inputs
 from tandem.data.readers.rows import read_rows, tell_repeats
 from tandem.data.renderer import ChatRenderer, load_renderer
 from tandem.jobs.engines import require_room, rollout_command
@@ -33,7 +33,7 @@ from tandem.rl.user_functions import is_user_function, try_user_functions, try_u
 from tandem.runtime.errors import UserError
 from tandem.runtime.wording import counted
 from tandem.train.supervised import answer_pair, scored_pair
-from tandem.types import Array, Problem, Sample
+from tandem.types import Problem, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,13 @@ def distill_inputs(config: Config, *, exact: bool = True) -> ProblemInputs:
         )
     rl = config.rl
     if rl.kl_coef or rl.max_gen_batches:
-        raise _no_reference_in_distillation(config)
+        raise UserError(
+            "distillation has no reference and no groups to choose from",
+            where="tandem distill",
+            found=f"rl.kl_coef = {rl.kl_coef}, rl.max_gen_batches = {rl.max_gen_batches}",
+            expected="0 for both",
+            next="add rl.kl_coef=0 rl.max_gen_batches=0",
+        )
     for key, name in (("rl.loss", rl.loss), ("rl.advantage", rl.advantage)):
         if is_user_function(name):
             raise UserError(
@@ -156,7 +162,13 @@ def _problem_inputs(config: Config, *others: str, exact: bool) -> ProblemInputs:
     try_user_functions(config.rl.loss, config.rl.advantage, config.rl.filter)
     data, held_out = read_data(config, "data.train"), read_data(config, "eval.data")
     if "answer" in config.reward.functions and not any(problem.answer for problem in data):
-        raise _no_answers(config)
+        raise UserError(
+            "the reward compares with the problems' answers, and all of them are empty",
+            where="data.train, reward.function = answer",
+            found=f"data.answer_column = {config.data.answer_column!r}",
+            expected="a column with answers",
+            next="set data.answer_column=NAME, or another reward.function",
+        )
     shape = check_models(config, *others)
     where = f"model.path = {config.model.path}"
     reason = why_inexact(shape, where, placement(config))
@@ -181,8 +193,10 @@ def sft_inputs(config: Config) -> ChatInputs:
     """Read and check the inputs of `tandem sft`."""
     if not config.sft.train:
         raise _missing("no chats are named", "sft.train", "a JSONL or Parquet file of chats")
-    rows = read_rows(config.sft.train, with_template_inputs(parse_chat), key="sft.train")
-    chats, inputs = [chat for chat, _ in rows], [inputs for _, inputs in rows]
+    rows = read_rows(
+        config.sft.train, lambda row: (parse_chat(row), template_inputs(row)), key="sft.train"
+    )
+    chats, inputs = zip(*rows, strict=True)
     held_out = read_data(config, "eval.data")
     shape, renderer = (
         check_models(config),
@@ -244,7 +258,9 @@ def _pair_inputs(
             "a JSONL or Parquet file of prompt, chosen, rejected",
         )
     read = {
-        key: read_rows(path, with_template_inputs(parse_preference), key=key) if path else []
+        key: read_rows(path, lambda row: (parse_preference(row), template_inputs(row)), key=key)
+        if path
+        else []
         for key, path in paths.items()
     }
     shape = check_models(config, *others, head="value" if make is scored_pair else "tokens")
@@ -257,7 +273,16 @@ def _pair_inputs(
         inputs = [inputs for _, inputs in rows for _ in range(2)]
         rendered = renderer.training_samples(chats, loss="last", key=key, inputs=inputs)
         pairs = [rendered[at : at + 2] for at in range(0, len(rendered), 2)]
-        _refuse_equal_pairs(pairs, key)
+        # their texts differ in what the template leaves out, as spaces at an end
+        equal = [n for n, (a, b) in enumerate(pairs, start=1) if np.array_equal(a[0], b[0])]
+        if equal:
+            raise UserError(
+                f"{key} has {counted(len(equal), 'pairs')} that cannot be used",
+                where=f"{key}, pair {equal[0]}",
+                found="the same tokens in chosen and rejected, behind the chat template",
+                expected="another continuation than chosen",
+                next="remove the pair",
+            )
         tell_repeats((tuple(tokens.tobytes() for tokens, _ in pair) for pair in pairs), key)
         made.append([make(number, *pair) for number, pair in enumerate(pairs)])
         halves = ([pair[half] for pair in made[-1]] for half in (0, 1))
@@ -274,24 +299,6 @@ def _pair_inputs(
         held_out=held_out,
         counts=counts | held_out_count,
     )
-
-
-def _refuse_equal_pairs(pairs: Sequence[Sequence[tuple[Array, Array]]], key: str) -> None:
-    """Raise UserError for pairs whose tokens are the same: the texts differ in what the chat
-    template leaves out, as spaces at an end."""
-    equal = [
-        number
-        for number, (chosen, rejected) in enumerate(pairs, start=1)
-        if np.array_equal(chosen[0], rejected[0])
-    ]
-    if equal:
-        raise UserError(
-            f"{key} has {counted(len(equal), 'pairs')} that cannot be used",
-            where=f"{key}, pair {equal[0]}" + f" (and {len(equal) - 1:,} more)" * (len(equal) > 1),
-            found="the same tokens in chosen and rejected, behind the chat template",
-            expected="another continuation than chosen",
-            next="remove the pair",
-        )
 
 
 def _held_out(
@@ -323,11 +330,14 @@ def _fitting(
         require_room(config, shape, config.data.max_prompt_tokens)
     except UserError:
         exact = True
+    room = positions_of(shape) - config.rollout.max_new_tokens  # before a completion
     fitting, lengths = renderer.check_lengths(
-        problems, config.data, key=key, room=_room(config, shape), exact=exact
+        problems, config.data, key=key, room=room, exact=exact
     )
-    require_room(config, shape, max(lengths))
-    return fitting, {key: _count_problems(lengths)}
+    number, longest = len(lengths), max(lengths)
+    require_room(config, shape, longest)
+    mean = sum(lengths) / number
+    return fitting, {key: Count(number=number, unit="problems", longest=longest, mean=mean)}
 
 
 def _check_repeats(config: Config, problems: int) -> None:
@@ -353,17 +363,6 @@ def _check_repeats(config: Config, problems: int) -> None:
     )
 
 
-def _room(config: Config, shape: Any) -> int:
-    """Return how many tokens the model can place before a completion."""
-    return positions_of(shape) - config.rollout.max_new_tokens
-
-
-def _count_problems(lengths: Sequence[int]) -> Count:
-    return Count(
-        number=len(lengths), unit="problems", longest=max(lengths), mean=sum(lengths) / len(lengths)
-    )
-
-
 def _mean_length(samples: Sequence[Sample]) -> float:
     return sum(len(sample.tokens) for sample in samples) / max(1, len(samples))
 
@@ -383,27 +382,6 @@ def _check_fit(samples: Sequence[Sample], shape: Any, what: str, where: str) -> 
             next="shorten or drop it",
         )
     return size
-
-
-def _no_reference_in_distillation(config: Config) -> UserError:
-    rl = config.rl
-    return UserError(
-        "distillation has no reference and no groups to choose from",
-        where="tandem distill",
-        found=f"rl.kl_coef = {rl.kl_coef}, rl.max_gen_batches = {rl.max_gen_batches}",
-        expected="0 for both",
-        next="add rl.kl_coef=0 rl.max_gen_batches=0",
-    )
-
-
-def _no_answers(config: Config) -> UserError:
-    return UserError(
-        "the reward compares with the problems' answers, and all of them are empty",
-        where="data.train, reward.function = answer",
-        found=f"data.answer_column = {config.data.answer_column!r}",
-        expected="a column with answers",
-        next="set data.answer_column=NAME, or another reward.function",
-    )
 
 
 def _missing(what: str, key: str, expected: str) -> UserError:

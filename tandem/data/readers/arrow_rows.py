@@ -1,8 +1,8 @@
-"""Rows of Arrow tables: Parquet files, and folders that Hugging Face's `datasets` wrote with
-save_to_disk.
+"""Rows of Arrow tables: Parquet files, folders that Hugging Face's `datasets` wrote with
+save_to_disk, and data sets by their name on the hub, "openai/gsm8k:main#train".
 
-Maps tables or reads them batch by batch: of the file, only one batch is in memory. Knows Arrow and
-the folder's layout. Does not need `datasets`, and does not know what a row means.
+Maps tables or reads them batch by batch: of the file, only one batch is in memory. Only the hub
+needs `datasets`, an extra. Does not know what a row means.
 """
 
 import base64
@@ -26,6 +26,8 @@ _ODD = re.compile(
 )
 # in the folder of one split, and of several
 STATE, SPLITS = "state.json", "dataset_dict.json"
+# OWNER/NAME or OWNER/NAME:CONFIGURATION, without the split
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(:[\w.-]+)?")
 
 
 def parquet_rows(file: Path, key: str) -> Iterator[tuple[str, Payload]]:
@@ -58,57 +60,80 @@ def folder_rows(folder: Path, split: str, key: str) -> Iterator[tuple[str, Paylo
 def folder_files(folder: Path, split: str, key: str) -> list[Path]:
     """Return the Arrow files of a save_to_disk folder. Raises UserError if it is another folder, or
     the split is not clear."""
-    if (folder / SPLITS).is_file():
+    if split or (folder / SPLITS).is_file():
         names = _read_json(folder / SPLITS, "splits", key)
-        folder = folder / choose_split(names, split, str(folder), key)
-    elif split:
-        raise UserError(
-            f"{key} names a split of a dataset that has none",
-            where=f"{folder}#{split}",
-            found=f"no {SPLITS}",
-            expected="a folder of several splits",
-            next=f"{key}={folder}",
-        )
-    if not (folder / STATE).is_file():
-        raise UserError(
-            f"{key} is not a file, and not a Hugging Face dataset",
-            where=str(folder),
-            found=f"a folder without {STATE}",
-            expected="a JSONL, Parquet or CSV file, or a folder written by datasets' save_to_disk",
-            next=f"ls {folder}",
-        )
+        folder = folder / _choose_split(names, split, str(folder), key)
     files = _read_json(folder / STATE, "_data_files", key)
     return [folder / str(file["filename"]) for file in files]
 
 
-def choose_split(names: list[str], split: str, source: str, key: str) -> str:
+def _choose_split(names: list[str], split: str, source: str, key: str) -> str:
     """Return the split asked for, or the only one. Raises UserError that lists the splits."""
     if split in names:
         return split
     if not split and len(names) == 1:
         return names[0]
-    found = f"no split {split!r}" if split else f"{len(names)} splits and none chosen"
     raise UserError(
         f"{key} names no split of its dataset",
         where=source,
-        found=found,
+        found=f"no split {split!r}" if split else f"{len(names)} splits and none chosen",
         expected=f"one of {', '.join(names[:12])}",
         next=f"{key}='{source}#{names[0]}'" if names else "",
     )
 
 
 def _read_json(file: Path, field: str, key: str) -> list[Any]:
-    what = f"{key} cannot be read as a Hugging Face dataset"
     try:
-        value = json.loads(file.read_bytes())[field]
-    except (ValueError, KeyError, TypeError) as error:
-        found = f"{type(error).__name__}: {error}"
+        return list(json.loads(file.read_bytes())[field])
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            what, where=str(file), found=found, expected=f"JSON with {field!r}"
+            f"{key} is not a file, and cannot be read as a Hugging Face dataset",
+            where=str(file.parent),
+            found=f"{file.name}: {error.strerror if isinstance(error, OSError) else repr(error)}",
+            expected=f"a folder written by datasets' save_to_disk, with {field} in {file.name}",
+            next=f"name a JSONL, Parquet or CSV file; ls {file.parent}",
         ) from None
-    if not isinstance(value, list):
-        raise UserError(what, where=f"{file}, {field}", expected="a list")
-    return value
+
+
+def hub_rows(name: str, split: str, key: str) -> Iterator[tuple[str, Payload]]:
+    """Yield (place, payload) for every row, downloaded once and mapped from the cache."""
+    tables = _load(name, split, key).with_format("arrow").iter(batch_size=BATCH)
+    batches = (batch for table in tables for batch in table.to_batches())
+    return table_rows(batches, f"{key} cannot be read from the hub", name)
+
+
+def hub_files(name: str, split: str, key: str) -> list[Path]:
+    """Return the files of its rows in the cache."""
+    return [Path(file["filename"]) for file in _load(name, split, key).cache_files]
+
+
+def _load(name: str, split: str, key: str) -> Any:
+    try:
+        import datasets
+    except ModuleNotFoundError:
+        raise UserError(
+            f"{key} names no file, and a hub name needs the package datasets",
+            where=key,
+            found=repr(name),
+            expected="a file, or the extra",
+            next="pip install 'tandem-rl[datasets]'",
+        ) from None
+    from datasets.exceptions import DatasetsError
+
+    path, _, configuration = name.partition(":")
+    datasets.disable_progress_bars()
+    try:
+        splits = datasets.load_dataset(path, configuration or None)
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+        found = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"{key} names no file, and no dataset of the hub that can be had",
+            where=f"{key}, {name!r}",
+            found=found,
+            expected="a file, or a dataset that is on the hub or in its cache (HF_HUB_OFFLINE=1)",
+            next=f"ls {Path(name).parent}",
+        ) from None
+    return splits[_choose_split([str(each) for each in splits], split, name, key)]
 
 
 def table_rows(batches: Iterable[Any], mistake: str, where: str) -> Iterator[tuple[str, Payload]]:

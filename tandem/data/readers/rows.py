@@ -7,8 +7,7 @@ import difflib
 import gc
 import json
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,27 +51,32 @@ def read_rows(source: str, build: Callable[[Row], T], *, key: str) -> list[T]:
     key: the config key that names the source. Raises UserError with up to MAX_MISTAKES different
     mistakes.
     """
-    mistakes, folder = Mistakes(source, key), _folder(source)
-    built = []
+    path = Path(source if Path(source).exists() else source.rpartition("#")[0])
+    folder = path if path.is_dir() else path.parent if path.is_file() else Path()
+    mistakes, built = Mistakes(source, key), []
+    was_enabled = gc.isenabled()
+    gc.disable()  # all rows are kept, and searching them for garbage takes a third of the time
     try:
-        with _no_garbage_collection():
-            for number, (place, payload) in enumerate(source_rows(source, key), start=1):
-                try:
-                    if isinstance(payload, RowError):
-                        raise payload
-                    values, line = payload
-                    row = Row(number=number, values=values, line=line, folder=folder)
-                    built.append(build(row))
-                except RowError as error:
-                    mistakes.add(place, error)
-                    if mistakes.full:
-                        break
-            if len(built) >= MANY:
-                gc.freeze()  # they stay, and each search for garbage would walk through them
+        for number, (place, payload) in enumerate(source_rows(source, key), start=1):
+            try:
+                if isinstance(payload, RowError):
+                    raise payload
+                values, line = payload
+                row = Row(number=number, values=values, line=line, folder=folder)
+                built.append(build(row))
+            except RowError as error:
+                mistakes.add(place, error)
+                if mistakes.full:
+                    break
+        if len(built) >= MANY:
+            gc.freeze()  # they stay, and each search for garbage would walk through them
     except OSError as error:
         raise UserError(
             f"{key} cannot be read", where=source, found=str(error), next=f"ls -l {source}"
         ) from None
+    finally:
+        if was_enabled:
+            gc.enable()
     mistakes.raise_any()
     if not built:
         raise UserError(
@@ -95,25 +99,6 @@ def tell_repeats(contents: Iterable[Hashable], key: str) -> None:
             f"{len(hashes):,}",
             key,
         )
-
-
-def _folder(source: str) -> Path:
-    """Return the folder of a source's files; of a name of the hub this one."""
-    path = Path(source if Path(source).exists() else source.rpartition("#")[0])
-    return path if path.is_dir() else path.parent if path.is_file() else Path()
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Pause the garbage collector: all rows are kept, and searching them for garbage takes a third
-    of the reading time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 # ---- for build functions

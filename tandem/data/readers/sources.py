@@ -2,16 +2,22 @@
 
     problems.jsonl   chats.parquet   pairs.csv   folder   folder#train   openai/gsm8k:main#train
 
-Knows names. Does not know the contents of the rows; the formats are in text_rows.py, arrow_rows.py
-and hub.py.
+Knows names. Does not know the contents of the rows; the formats are in text_rows.py and
+arrow_rows.py.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
-from tandem.data.readers.arrow_rows import folder_files, folder_rows, parquet_rows
-from tandem.data.readers.hub import hub_files, hub_rows, is_hub_name
+from tandem.data.readers.arrow_rows import (
+    HUB_NAME,
+    folder_files,
+    folder_rows,
+    hub_files,
+    hub_rows,
+    parquet_rows,
+)
 from tandem.data.readers.text_rows import COMPRESSED, Payload, csv_rows, jsonl_rows
 from tandem.runtime.errors import UserError
 from tandem.runtime.wording import look_for
@@ -24,21 +30,13 @@ EXPECTED = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """A source's name, taken apart.
-
-    Example: Source(path=Path("data/gsm8k"), split="train", on_hub=False)
-    """
+class Source(NamedTuple):
+    """A source's name, taken apart."""
 
     path: Path
     split: str
-    on_hub: bool = False
-
-    @property
-    def suffix(self) -> str:
-        """The suffix of the file's format, and that of its compression; "" if it has no such."""
-        return next(filter(self.path.name.endswith, READERS), "")
+    on_hub: bool
+    suffix: str  # of the file's format, and that of its compression; "" if it has no such
 
 
 def source_rows(name: str, key: str) -> Iterator[tuple[str, Payload]]:
@@ -72,15 +70,12 @@ def _locate(name: str, key: str) -> Source:
         )
     if source.on_hub or source.path.is_dir():
         return source
-    if not source.path.is_file():
-        raise UserError(
-            f"{key} is not a file", where=name, found="a device, or a pipe", expected=EXPECTED
-        )
-    if not source.suffix:
+    if not source.suffix or not source.path.is_file():
+        suffix = f"suffix {''.join(source.path.suffixes[-2:])!r}"
         raise UserError(
             f"{key} has an unknown format",
             where=name,
-            found=f"suffix {''.join(source.path.suffixes[-2:])!r}",
+            found=suffix if source.path.is_file() else "a device, or a pipe",
             expected=".jsonl, .json (one object a line), .csv or .tsv, also with .gz or .zst; "
             "or .parquet",
             next="convert the file, or rename it if only its name is wrong",
@@ -93,9 +88,9 @@ def _split(name: str) -> Source:
     base, mark, split = name.rpartition("#")
     if Path(name).exists() or not mark:
         base, split = name, ""
-    source = Source(path=Path(base), split=split)
-    on_hub = not source.path.exists() and is_hub_name(base) and not source.suffix
-    return replace(source, on_hub=on_hub)
+    suffix = next(filter(base.endswith, READERS), "")
+    on_hub = not Path(base).exists() and HUB_NAME.fullmatch(base) and not suffix
+    return Source(Path(base), split, bool(on_hub), suffix)
 
 
 def uid_prefixes(names: Sequence[str], key: str) -> list[str]:

@@ -22,7 +22,6 @@ Payload = tuple[Values, str] | RowError
 COMPRESSED = (".gz", ".zst")
 UTF8_MARK = b"\xef\xbb\xbf"  # the byte order mark that some editors write
 LONGEST_CELL = 16 << 20  # characters; a quote that never ends would take the rest of a file
-MARKS = ",;\t"  # between cells
 
 
 def _open(file: Path, key: str) -> io.BufferedReader:
@@ -141,50 +140,38 @@ def csv_rows(file: Path, key: str) -> Iterator[tuple[str, Payload]]:
     csv.field_size_limit(LONGEST_CELL)  # of the whole process: the module has no other setting
     with _open(file, key) as stream:
         texts = (line.decode(errors="surrogateescape") for line in _lines(stream))
-        head = []
-        for text in texts:
-            head.append(text)
-            if text.strip():
-                break
-        marks = "\t" if ".tsv" in file.suffixes else MARKS
-        mark = max(marks, key=lambda mark: len(next(csv.reader(head[-1:], delimiter=mark), ())))
-        reader = csv.reader(chain(head, texts), delimiter=mark, strict=True)
+        marks = "\t" if ".tsv" in file.suffixes else ",;\t"
         names: list[str] = []
-        end = 0  # last line of the record before
+        head: list[str] = []
+        mark, end = marks[0], 0  # the last line of the record before
         try:
+            while not "".join(head).strip() and (text := next(texts, "")):
+                head.append(text)
+            mark = max(marks, key=lambda mark: len(next(csv.reader(head[-1:], delimiter=mark), ())))
+            reader = csv.reader(chain(head, texts), delimiter=mark, strict=True)
             for cells in reader:
                 start, end = end + 1, reader.line_num
                 if cells and names:
                     yield f":{start}", _record(names, cells)
+                elif cells and not ("" in cells or len(set(cells)) < len(cells)):
+                    names = cells
                 elif cells:
-                    names = _header(cells, f"{file}:{start}", key)
+                    raise UserError(
+                        f"{key} has no usable CSV header",
+                        where=f"{file}:{start}",
+                        found=", ".join(map(show, cells[:12])),
+                        expected="a different name for every column",
+                    )
         except csv.Error as error:
             expected = f'cells with {mark!r} between them, one with that, quotes or lines as "..."'
             yield f":{end + 1}", RowError(f"broken CSV: {error}", expected)
 
 
-def _header(names: list[str], where: str, key: str) -> list[str]:
-    if "" in names or len(set(names)) < len(names) or not _is_utf8(names):
-        raise UserError(
-            f"{key} has no usable CSV header",
-            where=where,
-            found=", ".join(map(show, names[:12])) if _is_utf8(names) else "invalid UTF-8",
-            expected="a different name for every column, in UTF-8",
-        )
-    return names
-
-
 def _record(names: list[str], cells: list[str]) -> Payload:
     if len(cells) != len(names):
         return RowError(f"{len(cells)} cells", f"{len(names)}, as in the header")
-    if not _is_utf8(cells):
+    try:
+        "".join((*names, *cells)).encode()
+    except UnicodeEncodeError:
         return RowError("invalid UTF-8", "UTF-8 text")
     return {name: cell or None for name, cell in zip(names, cells, strict=True)}, ""
-
-
-def _is_utf8(cells: list[str]) -> bool:
-    try:
-        "".join(cells).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
