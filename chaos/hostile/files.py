@@ -11,7 +11,6 @@ import os
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -385,22 +384,6 @@ RECIPES = {  # name -> (TOML, what is given on the command line)
 }
 
 
-DELTA = {
-    "use_dictionary": False,
-    "column_encoding": {"prompt": "DELTA_BYTE_ARRAY", "answer": "PLAIN"},
-}
-
-
-def parquet(options=None, **columns):
-    """A Parquet file; a column that is a list of one text a thousand times takes the room of
-    one."""
-
-    def make(path):
-        pq.write_table(pa.table(columns), path, compression="zstd", **(options or {}))
-
-    return make
-
-
 def text_file(content):
     return lambda path: path.write_bytes(
         content if isinstance(content, bytes) else content.encode()
@@ -414,48 +397,8 @@ def twice(path):
     pq.write_table(table, path)
 
 
-def dictionary(values, *, repeated):
-    """Some texts, so many times, as an array that holds each once."""
-    return pa.DictionaryArray.from_arrays(pa.array([0] * repeated, pa.int32()), pa.array(values))
-
-
-def listed(texts):
-    """One list of all texts."""
-    return pa.ListArray.from_arrays(pa.array([0, len(texts)], pa.int32()), texts)
-
-
-MEGABYTE = ["x" * 2**20]
 ROW = '{"prompt": "1 + 1 =", "answer": "2"}'
 DATA = {  # name -> (suffix, what makes it, what is said)
-    "3 GB in a Parquet of some KiB": (
-        ".parquet",
-        parquet(prompt=dictionary(MEGABYTE, repeated=3000), answer=["2"] * 3000),
-        "become more than",
-    ),
-    "3 GB in a row of a Parquet of some KiB": (
-        ".parquet",
-        parquet(prompt=["1"], answer=["2"], more=listed(dictionary(MEGABYTE, repeated=3000))),
-        "become more than",
-    ),
-    "3 GB in differences of texts": (
-        ".parquet",
-        parquet(prompt=MEGABYTE * 3000, answer=["2"] * 3000, options=DELTA),
-        "become more than",
-    ),
-    "1 GB of texts of one length": (
-        ".parquet",
-        parquet(
-            prompt=["1"] * 1000,
-            answer=["2"] * 1000,
-            more=pa.array([b"x" * 2**20] * 1000, pa.binary(2**20)),
-        ),
-        "become more than",
-    ),
-    "half a billion numbers in a Parquet of some KiB": (
-        ".parquet",
-        parquet(prompt=["1"], answer=["2"], more=listed(pa.array(np.zeros(1 << 26, np.int8)))),
-        "become more than",
-    ),
     "a column twice in Parquet": (".parquet", twice, "two columns 'answer'"),
     "Parquet of nothing": (".parquet", text_file(b""), "Parquet"),
     "Parquet of a header": (".parquet", text_file(b"PAR1" + b"\xff" * 64 + b"PAR1"), "Parquet"),
@@ -475,11 +418,6 @@ DATA = {  # name -> (suffix, what makes it, what is said)
             '{"prompt": [{"role": "user", "content": "a", "content": "b"}], "answer": "3"}\n'
         ),
         'content" twice',
-    ),
-    "a key twice beside infinity": (
-        ".jsonl",
-        text_file('{"prompt": "1", "answer": "2", "answer": NaN}\n'),
-        'answer" twice',
     ),
     "brackets in JSON": (".jsonl", text_file(BRACKETS), "JSON"),
     "objects in JSON": (".jsonl", text_file(DEEP), "nesting"),

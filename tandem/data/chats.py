@@ -7,9 +7,12 @@ decides what carries loss.
 
 from tandem.data.images import with_images
 from tandem.data.messages import chat_messages, prompt_messages, require_user_first
+from tandem.data.prompt_columns import with_opening
 from tandem.data.readers.row_errors import RowError, show
 from tandem.data.readers.rows import Row, column
 from tandem.types import Message
+
+FITS = 'write a row as {"prompt": "1 + 1 =", "response": "2"}'
 
 
 def parse_chat(row: Row) -> tuple[Message, ...]:
@@ -21,15 +24,16 @@ def _chat(row: Row) -> tuple[Message, ...]:
     # `messages` wins over `prompt`: data sets with both keep the whole chat in `messages`.
     for name in ("messages", "conversations"):
         if row.values.get(name) is not None:
-            return _whole_chat(chat_messages(row.values[name], field=name, images=True), field=name)
+            chat = with_opening(chat_messages(row.values[name], field=name, images=True), row)
+            return _whole_chat(chat, field=name)
     if row.values.keys() >= {"instruction", "output"}:
         prompt, answer = _instruction(row), "output"
     else:
         if "prompt" not in row.values:
-            column(row, "messages", rename="rename {} to messages")
+            column(row, "messages", rename="rename {} to messages", otherwise=FITS)
         prompt = column(row, "prompt", rename="rename {} to prompt")
         answer = "completion" if row.values.get("completion") is not None else "response"
-    messages = prompt_messages(prompt, field="prompt")
+    messages = with_opening(prompt_messages(prompt, field="prompt"), row)
     response = column(row, answer, rename="rename {} to response")
     if isinstance(response, list):
         return _whole_chat((*messages, *chat_messages(response, field=answer)), field=answer)

@@ -133,7 +133,7 @@ def _kept(value: Any, row: Row, field: str) -> str:
 
 def _bytes(value: Any, row: Row, field: str) -> bytes:
     match value:
-        case {"bytes": str() as found} | {"bytes": None, "path": str() as found}:
+        case {"bytes": str() as found} | {"path": str() as found}:
             return _bytes(found, row, field)
         case str() if _is_data(value):
             try:

@@ -17,12 +17,15 @@ _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "
 _IMAGE_KEYS = ("image", "url", "path")  # of a part, as processors and data sets name it
 
 
-def prompt_messages(value: Any, *, field: str) -> tuple[Message, ...]:
-    """Read a prompt: the user's text, or messages that end with the user's. Raises RowError."""
+def prompt_messages(
+    value: Any, *, field: str, images: bool = True, tools: bool = False
+) -> tuple[Message, ...]:
+    """Read a prompt: the user's text, or messages that end with the user's. images: it may have
+    some; tools: it may end with a message that is not the assistant's. Raises RowError."""
     if isinstance(value, str):
         messages: tuple[Message, ...] = ({"role": "user", "content": value},)
     elif isinstance(value, list):
-        messages = chat_messages(value, field=field, images=True)
+        messages = chat_messages(value, field=field, images=images)
     else:
         raise RowError(
             show(value),
@@ -31,7 +34,7 @@ def prompt_messages(value: Any, *, field: str) -> tuple[Message, ...]:
             next='write the prompt as text: "..."',
         )
     last = messages[-1]
-    if last["role"] != "user":
+    if last["role"] == "assistant" or not (tools or last["role"] == "user"):
         found = f"a last message from {last['role']!r}"
         raise RowError(found, "a prompt that ends with the user's message", field=field)
     if not (shows_images(last) or last["content"].strip()):
@@ -64,8 +67,8 @@ def require_user_first(messages: Sequence[Message], *, field: str) -> None:
 def _message(value: Any, field: str, images: bool) -> Message:
     if not isinstance(value, dict):
         raise RowError(show(value), "a message {role, content}", field=field)
-    # Parquet fills absent keys with null
-    message = {name: text for name, text in value.items() if text is not None}
+    # a key without a value says nothing: null, or a list of no calls
+    message = {name: text for name, text in value.items() if text is not None and text != []}
     if "role" not in message and message.keys() >= {"from", "value"}:
         role, content = message.pop("from"), message.pop("value")
         message = {"role": _SHAREGPT_ROLES.get(role, role), "content": content, **message}

@@ -7,12 +7,16 @@ common start is the prompt (docs/data.md). Does not know tokens, chat templates 
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.data.messages import chat_messages, require_user_first
+from tandem.data.images import image_column
+from tandem.data.messages import chat_messages, prompt_messages, require_user_first
+from tandem.data.prompt_columns import with_opening
 from tandem.data.readers.row_errors import RowError, show
 from tandem.data.readers.rows import Row, column
 from tandem.types import Message
 
 Messages = tuple[Message, ...]
+
+FITS = 'write a row as {"prompt": "1 + 1 =", "chosen": "2", "rejected": "3"}'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,14 +35,18 @@ class Preference:
 
 def parse_preference(row: Row) -> Preference:
     """Return the row's preference. Raises RowError."""
-    chosen = column(row, "chosen", rename="rename {} to chosen")
-    rejected = column(row, "rejected", rename="rename {} to rejected")
+    chosen = column(row, "chosen", rename="rename {} to chosen", otherwise=FITS)
+    rejected = column(row, "rejected", rename="rename {} to rejected", otherwise=FITS)
+    if name := image_column(row):
+        raise RowError("images", "a pair of texts", field=name, next="leave the column out")
     if row.values.get("prompt") is None and not isinstance(chosen, str):
         chats = _messages(chosen, field="chosen"), _messages(rejected, field="rejected")
         prompt = _common_prompt(*chats)
         chosen, rejected = (chat[len(prompt) :] for chat in chats)
     else:
-        prompt = _prompt(column(row, "prompt", rename="rename {} to prompt"))
+        prompt = column(row, "prompt", rename="rename {} to prompt")
+        prompt = prompt_messages(prompt, field="prompt", images=False, tools=True)
+        require_user_first((*prompt, {"role": "assistant"}), field="prompt")
         chosen = _continuation(chosen, prompt, field="chosen")
         rejected = _continuation(rejected, prompt, field="rejected")
     if chosen == rejected:
@@ -48,24 +56,7 @@ def parse_preference(row: Row) -> Preference:
             field="rejected",
             next="remove the row",
         )
-    return Preference(prompt=prompt, chosen=chosen, rejected=rejected)
-
-
-def _prompt(value: Any) -> Messages:
-    """Read the prompt column: the user's text, or messages."""
-    if isinstance(value, str):
-        value = [{"role": "user", "content": value}]
-    if not isinstance(value, list):
-        raise RowError(show(value), "text, or a list of messages {role, content}", field="prompt")
-    prompt = chat_messages(value, field="prompt")
-    if prompt[-1]["role"] == "assistant":
-        raise RowError(
-            "a last message from 'assistant'", "a prompt that the assistant answers", field="prompt"
-        )
-    if not prompt[-1]["content"].strip():
-        raise RowError("an empty message", "a message with text", field="prompt")
-    require_user_first((*prompt, {"role": "assistant"}), field="prompt")
-    return prompt
+    return Preference(prompt=with_opening(prompt, row), chosen=chosen, rejected=rejected)
 
 
 def _continuation(value: Any, prompt: Messages, *, field: str) -> Messages:

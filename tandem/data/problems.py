@@ -13,12 +13,13 @@ from tandem.config.schema import Data
 from tandem.data.images import image_column, with_images
 from tandem.data.messages import prompt_messages
 from tandem.data.mixture import Mixture
+from tandem.data.prompt_columns import OF_PROBLEMS, refuse_columns, with_opening
 from tandem.data.readers.row_errors import RowError, show
-from tandem.data.readers.rows import Row, column, exact_number, read_rows
+from tandem.data.readers.rows import Row, column, exact_number, read_rows, tell_repeats
 from tandem.data.readers.sources import uid_prefixes
 from tandem.runtime.errors import UserError
 from tandem.runtime.image_parts import shows_images
-from tandem.types import Message, Problem
+from tandem.types import Problem
 
 DEFAULT_ANSWER = Data.model_fields["answer_column"].default
 DEFAULT_CATEGORY = Data.model_fields["category_column"].default
@@ -38,20 +39,6 @@ def read_problems(
     mistake in a source, up to ten, and for a uid that comes twice.
     """
     names = [source] if isinstance(source, str) else list(source)
-    _check_weights(names, weights, key)
-    earlier: dict[str, Uids] = {}
-    parts = []
-    for name, prefix in zip(names, uid_prefixes(names, key), strict=True):
-        uids: Uids = {}
-        build = partial(_problem, config=config, prefix=prefix, uids=uids, earlier=dict(earlier))
-        parts.append(read_rows(name, build, key=key))
-        earlier[name] = uids
-    if weights:
-        return Mixture(parts, weights, names)
-    return [problem for part in parts for problem in part]
-
-
-def _check_weights(names: Sequence[str], weights: Sequence[float], key: str) -> None:
     if not names:
         raise UserError(
             f"{key} names no file", where=key, found="an empty list", expected="at least one source"
@@ -63,17 +50,35 @@ def _check_weights(names: Sequence[str], weights: Sequence[float], key: str) -> 
             found=f"{list(weights)} for {len(names)} sources",
             expected="a number above 0 for each source, or none",
         )
+    earlier: dict[str, Uids] = {}
+    parts = []
+    for name, prefix in zip(names, uid_prefixes(names, key), strict=True):
+        uids: Uids = {}
+        build = partial(_problem, config=config, prefix=prefix, uids=uids, earlier=dict(earlier))
+        parts.append(read_rows(name, build, key=key))
+        earlier[name] = uids
+    tell_repeats(
+        ((p.answer, *(str(m["content"]) for m in p.messages)) for part in parts for p in part), key
+    )
+    if weights:
+        return Mixture(parts, weights, names)
+    return [problem for part in parts for problem in part]
 
 
 def _problem(
     row: Row, *, config: Data, prefix: str, uids: Uids, earlier: dict[str, Uids]
 ) -> Problem:
     prompt = column(row, config.prompt_column, rename="set data.prompt_column={}")
+    named = (config.prompt_column, config.answer_column, config.category_column)
+    refuse_columns(row, OF_PROBLEMS, named)
     messages = with_images(prompt_messages(prompt, field=config.prompt_column), row)
+    messages = with_opening(messages, row, named)
+    if config.system and not any(message["role"] == "system" for message in messages):
+        messages = ({"role": "system", "content": config.system}, *messages)
     answer_path = _answer_path(row, config.answer_column)
     problem = Problem(
         uid=_uid(row, prefix),
-        messages=_with_system(messages, config.system),
+        messages=messages,
         answer=_answer(row, answer_path),
         category=_category(row, config.category_column),
         metadata=_metadata(row, config, answer_path),
@@ -122,7 +127,13 @@ def _answer(row: Row, path: tuple[str, ...]) -> str:
             return json.dumps(value, ensure_ascii=False)
         case int() | float() if not isinstance(value, bool):
             return exact_number(row, *path)
-    raise RowError(show(value), "text, a number, a list or an object", field=".".join(path))
+    raise RowError(
+        show(value),
+        "text, a number, a list or an object",
+        field=".".join(path),
+        next="write the answer, or remove the row; or set data.answer_column='' if no reward needs "
+        "an answer",
+    )
 
 
 def _value(row: Row, path: tuple[str, ...]) -> Any:
@@ -152,12 +163,6 @@ def _text(value: Any, *, field: str) -> str:
         found = "empty text" if value == "" else show(value)
         raise RowError(found, "text or a whole number", field=field)
     return str(value)
-
-
-def _with_system(messages: tuple[Message, ...], system: str) -> tuple[Message, ...]:
-    if not system or any(message["role"] == "system" for message in messages):
-        return messages
-    return ({"role": "system", "content": system}, *messages)
 
 
 def _metadata(row: Row, config: Data, answer_path: tuple[str, ...]) -> dict[str, Any]:

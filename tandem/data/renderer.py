@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -24,7 +24,7 @@ from tandem.data.chat_template import (
     with_tools,
 )
 from tandem.data.image_prompts import ImagePrompts, require_no_images
-from tandem.data.turns import assistant_turns, first_difference, prefixes
+from tandem.data.prompt_columns import NOTHING, TemplateInputs
 from tandem.data.unknown_tokens import UnknownTokens
 from tandem.model.config_file import CONFIG, read_json
 from tandem.model.image_tokens import text_tokens
@@ -48,6 +48,7 @@ _EXCHANGE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": 
 GENERATION = "generation_config.json"
 # the part of a training chat that carries loss; see ChatRenderer.training_samples
 Loss = Literal["assistant", "last", "all"]
+Prefix = tuple[Sequence[Message], bool]  # a chat, with the header of the assistant's turn
 CHUNK = 1024  # chats tokenized in one call: enough to be fast, and the memory stays small
 
 
@@ -145,8 +146,6 @@ class ChatRenderer:
         them in a system message; one without `tool_calls` gets them in the content of their
         message. variables: more for the template, or in the place of special tokens; short: a text
         that has no more bytes than that comes as ""."""
-        if tools and "tools" not in self._template.source:
-            chats, tools = [with_tools(messages, tools) for messages in chats], ()
         if "tool_calls" not in self._template.source:
             chats = [[with_calls(message) for message in messages] for messages in chats]
         return self._texts(chats, open_turn=True, tools=tools, variables=variables, short=short)
@@ -173,20 +172,22 @@ class ChatRenderer:
     ) -> str:
         """Describe the first difference between the template's rendering of a whole chat and an
         episode's tokens; empty if there is none."""
-        if tools and "tools" not in self._template.source:
-            messages, tools = with_tools(messages, tools), ()
         [rendered] = self.chats([messages], tools)
-        at = first_difference(rendered, tokens)
+        at = _first_difference(rendered, tokens)
         if at == len(tokens):
             return ""
         ours, theirs = self._around(tokens, at), self._around(rendered, at)
         return f"token {at}: the episode has {ours}, the chat template writes {theirs}"
 
     def training_samples(
-        self, chats: Sequence[Sequence[Message]], loss: Loss = "assistant", key: str = "sft.train"
+        self,
+        chats: Sequence[Sequence[Message]],
+        loss: Loss = "assistant",
+        key: str = "sft.train",
+        inputs: Sequence[TemplateInputs] = (),
     ) -> list[tuple[Array, Array]]:
         """Return (tokens int64 [T], loss_mask bool [T]) of every whole chat; the mask marks the
-        tokens that carry loss.
+        tokens that carry loss. inputs: what the template reads beside each chat.
 
         "assistant": the assistant's text, in every turn. A turn's loss covers the tokens that an
         engine would have sampled: from the end of the turn's header to the first stop token, that
@@ -194,9 +195,13 @@ class ChatRenderer:
         predicts. Raises UserError if the template does not keep earlier tokens as they were; for
         "last", if it does not keep the last turn's prompt and text.
         """
-        chunks = [chats[at : at + CHUNK] for at in range(0, len(chats), CHUNK)]
-        unknown = UnknownTokens(self.tokenizer)
-        samples = [one for chunk in chunks for one in self._sample_chunk(chunk, loss, unknown)]
+        unknown, samples, at = UnknownTokens(self.tokenizer), [], 0
+        for given, alike in groupby(inputs or [NOTHING] * len(chats)):
+            end = at + len(list(alike))
+            for start in range(at, end, CHUNK):
+                chunk = chats[start : min(start + CHUNK, end)]
+                samples += self._sample_chunk(chunk, loss, unknown, given)
+            at = end
         unknown.warn("chats", key)
         return samples
 
@@ -279,6 +284,8 @@ class ChatRenderer:
         variables: Mapping[str, object] | None = None,
         short: int = 0,
     ) -> list[str]:
+        if tools and "tools" not in self._template.source:
+            chats, tools = [with_tools(messages, tools) for messages in chats], ()
         if self._images:
             chats = self._images.prepare(chats)
         else:
@@ -310,11 +317,18 @@ class ChatRenderer:
     # ---- the loss mask
 
     def _sample_chunk(
-        self, chats: Sequence[Sequence[Message]], loss: Loss, unknown: UnknownTokens
+        self,
+        chats: Sequence[Sequence[Message]],
+        loss: Loss,
+        unknown: UnknownTokens,
+        given: TemplateInputs,
     ) -> list[tuple[Array, Array]]:
-        turns = [assistant_turns(messages)[-1 if loss == "last" else 0 :] for messages in chats]
-        parts = [prefixes(messages, at) for messages, at in zip(chats, turns, strict=True)]
-        renderings = iter(self._renderings([prefix for chat in parts for prefix in chat]))
+        turns = [
+            [i for i, m in enumerate(chat) if m["role"] == "assistant"][-1 * (loss == "last") :]
+            for chat in chats
+        ]
+        parts = [_prefixes(messages, at) for messages, at in zip(chats, turns, strict=True)]
+        renderings = iter(self._renderings([prefix for chat in parts for prefix in chat], given))
         samples, texts = [], []
         for at, chat in zip(turns, parts, strict=True):
             rendered = [next(renderings) for _ in chat]
@@ -326,14 +340,12 @@ class ChatRenderer:
         unknown.look(texts, [tokens for tokens, _ in samples])
         return samples
 
-    def _renderings(self, prefixes: list[tuple[Sequence[Message], bool]]) -> list[_Rendering]:
-        """Return the texts and tokens of (chat, with the header of the assistant's turn)."""
-        texts = {
-            open_turn: iter(
-                self._texts([chat for chat, is_open in prefixes if is_open == open_turn], open_turn)
-            )
-            for open_turn in (True, False)
-        }
+    def _renderings(self, prefixes: list[Prefix], given: TemplateInputs) -> list[_Rendering]:
+        """Return the texts and tokens of prefixes."""
+        texts = {}
+        for open_turn in (True, False):
+            chats = [chat for chat, is_open in prefixes if is_open == open_turn]
+            texts[open_turn] = iter(self._texts(chats, open_turn, given.tools, given.variables))
         ordered = [next(texts[open_turn]) for _, open_turn in prefixes]
         rows = self._encode(ordered, [chat for chat, _ in prefixes])
         return [_Rendering(*pair) for pair in zip(ordered, rows, strict=True)]
@@ -390,7 +402,7 @@ class ChatRenderer:
         else:
             what = "the chat template rewrites an earlier turn when a later one follows"
             advice = "keep one assistant message a chat, or make the template keep earlier turns"
-        at = first_difference(before.tokens, after.tokens)
+        at = _first_difference(before.tokens, after.tokens)
         raise UserError(
             what,
             where=f"{self._template.where}, message {turn + 1 + n % 2}, token {at}",
@@ -402,3 +414,16 @@ class ChatRenderer:
     def _around(self, tokens: Array, at: int) -> str:
         near = text_tokens(tokens[max(0, at - 6) : at + 6]).tolist()
         return repr(self.tokenizer.decode(near, clean_up_tokenization_spaces=False))
+
+
+def _prefixes(messages: Sequence[Message], turns: list[int]) -> list[Prefix]:
+    """Return the chat up to the header of each of the assistant's turns and up to its end; then the
+    whole chat."""
+    found = [(messages[: i + ended], not ended) for i in turns for ended in (False, True)]
+    return found if messages[-1]["role"] == "assistant" else [*found, (messages, False)]
+
+
+def _first_difference(a: Array, b: Array) -> int:
+    size = min(len(a), len(b))
+    different = np.flatnonzero(a[:size] != b[:size])
+    return int(different[0]) if len(different) else size

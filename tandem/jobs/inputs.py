@@ -12,12 +12,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from tandem.config.schema import Config
 from tandem.data.chats import parse_chat
 from tandem.data.mixture import only
 from tandem.data.preferences import parse_preference
 from tandem.data.problems import read_problems
-from tandem.data.readers.rows import read_rows
+from tandem.data.prompt_columns import template_inputs
+from tandem.data.readers.rows import read_rows, tell_repeats
 from tandem.data.renderer import ChatRenderer, load_renderer
 from tandem.jobs.engines import require_room, rollout_command
 from tandem.jobs.exactness import require_correction
@@ -193,7 +196,10 @@ def sft_inputs(config: Config) -> ChatInputs:
     """Read and check the inputs of `tandem sft`."""
     if not config.sft.train:
         raise _missing("no chats are named", "sft.train", "a JSONL or Parquet file of chats")
-    chats = read_rows(config.sft.train, parse_chat, key="sft.train")
+    rows = read_rows(
+        config.sft.train, lambda row: (parse_chat(row), template_inputs(row)), key="sft.train"
+    )
+    chats, inputs = zip(*rows, strict=True)
     held_out = read_data(config, "eval.data")
     shape, renderer = (
         check_models(config),
@@ -202,8 +208,9 @@ def sft_inputs(config: Config) -> ChatInputs:
     check_tokenizer(config, shape, renderer)
     samples = [
         Sample(tokens=t, loss_mask=mask)
-        for t, mask in renderer.training_samples(chats, loss=config.sft.loss_on)
+        for t, mask in renderer.training_samples(chats, loss=config.sft.loss_on, inputs=inputs)
     ]
+    tell_repeats((sample.tokens.tobytes() for sample in samples), "sft.train")
     longest = _check_fit(samples, shape, "a chat", "sft.train, chat")
     mean = _mean_length(samples)
     counts = {"sft.train": Count(number=len(samples), unit="chats", longest=longest, mean=mean)}
@@ -254,7 +261,9 @@ def _pair_inputs(
             "a JSONL or Parquet file of prompt, chosen, rejected",
         )
     read = {
-        key: read_rows(path, parse_preference, key=key) if path else []
+        key: read_rows(path, lambda row: (parse_preference(row), template_inputs(row)), key=key)
+        if path
+        else []
         for key, path in paths.items()
     }
     shape = check_models(config, *others, head="value" if make is scored_pair else "tokens")
@@ -262,14 +271,23 @@ def _pair_inputs(
     check_tokenizer(config, shape, renderer)
     made: list[Pairs] = []
     counts: dict[str, Count] = {}
-    for key, pairs in read.items():
-        chats = [
-            (*pair.prompt, *answer) for pair in pairs for answer in (pair.chosen, pair.rejected)
-        ]
-        rendered = renderer.training_samples(chats, loss="last", key=key)
-        made.append(
-            [make(number, *rendered[2 * number : 2 * number + 2]) for number in range(len(pairs))]
-        )
+    for key, rows in read.items():
+        chats = [(*pair.prompt, *end) for pair, _ in rows for end in (pair.chosen, pair.rejected)]
+        inputs = [inputs for _, inputs in rows for _ in range(2)]
+        rendered = renderer.training_samples(chats, loss="last", key=key, inputs=inputs)
+        pairs = [rendered[at : at + 2] for at in range(0, len(rendered), 2)]
+        # their texts differ in what the template leaves out, as spaces at an end
+        equal = [n for n, (a, b) in enumerate(pairs, start=1) if np.array_equal(a[0], b[0])]
+        if equal:
+            raise UserError(
+                f"{key} has {counted(len(equal), 'pairs')} that cannot be used",
+                where=f"{key}, pair {equal[0]}",
+                found="the same tokens in chosen and rejected, behind the chat template",
+                expected="another continuation than chosen",
+                next="remove the pair",
+            )
+        tell_repeats((tuple(tokens.tobytes() for tokens, _ in pair) for pair in pairs), key)
+        made.append([make(number, *pair) for number, pair in enumerate(pairs)])
         halves = ([pair[half] for pair in made[-1]] for half in (0, 1))
         longest = max(_check_fit(half, shape, "an answer", f"{key}, pair") for half in halves)
         mean = _mean_length([sample for pair in made[-1] for sample in pair])

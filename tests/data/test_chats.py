@@ -54,6 +54,7 @@ def jsonl(path, *rows):
             {"instruction": "1", "input": "+ 1 =", "output": "2"},
             ({**USER, "content": "1\n\n+ 1 ="}, ASSISTANT),
         ),
+        ({"messages": [USER, ASSISTANT | {"tool_calls": [], "name": None}]}, (USER, ASSISTANT)),
         (
             {"messages": [{**USER, "content": PARTS[:2]}, {**ASSISTANT, "content": PARTS[2:]}]},
             (USER, ASSISTANT),
@@ -71,6 +72,7 @@ def test_a_chat_is_read_in_the_forms_that_data_sets_have(tmp_path, row, chat):
     [
         ("{", ":2", "broken JSON at column 2"),
         ({}, ":2, messages", "an empty row"),
+        ({"id": 1}, ":2, messages", 'next:     write a row as {"prompt": '),
         ({"conversations": []}, ":2, conversations", "an empty list"),
         ({"conversation": [USER, ASSISTANT]}, ":2, messages", "rename conversation to messages"),
         ({"prompt": "?", "target": "2"}, ":2, response", "rename target to response"),

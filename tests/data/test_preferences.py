@@ -97,6 +97,8 @@ def test_preferences_keep_the_order_of_the_file(tmp_path):
 MISTAKES = [
     ("{", "", "broken JSON at column 2"),
     ({"prompt": "?", "rejected": "3"}, ", chosen", "expected: a column 'chosen'"),
+    ({"prompt": "?", "answer": "3"}, ", chosen", 'next:     write a row as {"prompt": '),
+    (PAIR | {"images": ["a.png"]}, ", images", "leave the column out"),
     ({"prompt": "?", "chosen": "3"}, ", rejected", "expected: a column 'rejected'"),
     ({"prompt": "?", "chosen": "3", "reject": "2"}, ", rejected", "rename reject to rejected"),
     ({"question": "?", "chosen": "2", "rejected": "3"}, ", prompt", "rename question to prompt"),

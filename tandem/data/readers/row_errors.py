@@ -1,18 +1,14 @@
-"""The values that no row may hold, and the mistakes of all rows in the one error that a user sees.
+"""The mistakes of all rows in the one error that a user sees.
 
-Knows values, places, fields and counts. Does not know files, formats or what a row means.
+Knows places, fields and counts. Does not know files, formats or what a row means.
 """
 
 import json
-import math
 from typing import Any
 
 from tandem.runtime.errors import UserError
 
 MAX_MISTAKES = 10
-# no chat is this long; a file without line ends would otherwise be read into memory whole
-MAX_ROW_BYTES = 16 << 20
-MAX_DEPTH = 100  # deeper rows cannot be written back as JSON everywhere
 
 
 class RowError(Exception):
@@ -82,61 +78,3 @@ class Mistakes:
     def _where(self, place: str, field: str, rows: int) -> str:
         more = f" (and {rows - 1:,} more)" if rows > 1 else ""
         return f"{self.source}{place}{', ' * bool(field)}{field}{more}"
-
-
-# ---- values that no row may hold
-
-
-def refuse_bad_leaf(values: dict[str, Any]) -> None:
-    """Raise RowError for the first value that JSON or UTF-8 cannot write, with its path as the
-    field. json.loads lets all of them pass."""
-    bad = _bad_leaf(values, 1)
-    if bad is not None:
-        path, error = bad
-        error.field = path.lstrip(".")
-        raise error
-
-
-def _bad_leaf(value: Any, depth: int) -> tuple[str, RowError] | None:
-    """Return (path, mistake) of the first bad leaf."""
-    if isinstance(value, str):
-        return _bad_text(value)
-    if isinstance(value, float):
-        return None if math.isfinite(value) else ("", RowError(str(value), "a finite number"))
-    if isinstance(value, dict | list) and depth > MAX_DEPTH:
-        return "", too_deep()
-    if isinstance(value, dict):
-        for name, child in value.items():
-            if (bad := _bad_leaf(child, depth + 1)) is not None:
-                return f".{name}{bad[0]}"[:80], bad[1]
-            if not name.isascii() and not is_unicode(name):
-                return "", _lone_surrogate()
-    elif isinstance(value, list):
-        for i, child in enumerate(value):
-            if (bad := _bad_leaf(child, depth + 1)) is not None:
-                return f"[{i}]{bad[0]}"[:80], bad[1]
-    return None
-
-
-def _bad_text(text: str) -> tuple[str, RowError] | None:
-    if len(text) > MAX_ROW_BYTES:
-        return "", RowError(
-            f"text of more than {MAX_ROW_BYTES >> 20} MiB", "a shorter row", next="remove the row"
-        )
-    return None if text.isascii() or is_unicode(text) else ("", _lone_surrogate())
-
-
-def is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _lone_surrogate() -> RowError:
-    return RowError("half of a surrogate pair (a \\ud800 to \\udfff escape alone)", "Unicode text")
-
-
-def too_deep() -> RowError:
-    return RowError(f"more than {MAX_DEPTH} levels of nesting", "a flatter row")

@@ -6,8 +6,8 @@ Knows rows. Does not know formats, nor what a message, a problem or a training c
 import difflib
 import gc
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import logging
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 from tandem.data.readers.row_errors import Mistakes, RowError
 from tandem.data.readers.sources import source_rows
 from tandem.runtime.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -49,27 +51,32 @@ def read_rows(source: str, build: Callable[[Row], T], *, key: str) -> list[T]:
     key: the config key that names the source. Raises UserError with up to MAX_MISTAKES different
     mistakes.
     """
-    mistakes, folder = Mistakes(source, key), _folder(source)
-    built = []
+    path = Path(source if Path(source).exists() else source.rpartition("#")[0])
+    folder = path if path.is_dir() else path.parent if path.is_file() else Path()
+    mistakes, built = Mistakes(source, key), []
+    was_enabled = gc.isenabled()
+    gc.disable()  # all rows are kept, and searching them for garbage takes a third of the time
     try:
-        with _no_garbage_collection():
-            for number, (place, payload) in enumerate(source_rows(source, key), start=1):
-                try:
-                    if isinstance(payload, RowError):
-                        raise payload
-                    values, line = payload
-                    row = Row(number=number, values=values, line=line, folder=folder)
-                    built.append(build(row))
-                except RowError as error:
-                    mistakes.add(place, error)
-                    if mistakes.full:
-                        break
-            if len(built) >= MANY:
-                gc.freeze()  # they stay, and each search for garbage would walk through them
+        for number, (place, payload) in enumerate(source_rows(source, key), start=1):
+            try:
+                if isinstance(payload, RowError):
+                    raise payload
+                values, line = payload
+                row = Row(number=number, values=values, line=line, folder=folder)
+                built.append(build(row))
+            except RowError as error:
+                mistakes.add(place, error)
+                if mistakes.full:
+                    break
+        if len(built) >= MANY:
+            gc.freeze()  # they stay, and each search for garbage would walk through them
     except OSError as error:
         raise UserError(
             f"{key} cannot be read", where=source, found=str(error), next=f"ls -l {source}"
         ) from None
+    finally:
+        if was_enabled:
+            gc.enable()
     mistakes.raise_any()
     if not built:
         raise UserError(
@@ -81,23 +88,17 @@ def read_rows(source: str, build: Callable[[Row], T], *, key: str) -> list[T]:
     return built
 
 
-def _folder(source: str) -> Path:
-    """Return the folder of a source's files; of a name of the hub this one."""
-    path = Path(source if Path(source).exists() else source.rpartition("#")[0])
-    return path if path.is_dir() else path.parent if path.is_file() else Path()
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Pause the garbage collector: all rows are kept, and searching them for garbage takes a third
-    of the reading time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+def tell_repeats(contents: Iterable[Hashable], key: str) -> None:
+    """Warn of the rows of a key whose content is that of an earlier row."""
+    hashes = [hash(content) for content in contents]
+    if repeated := len(hashes) - len(set(hashes)):
+        logger.warning(
+            "%s of the %s rows of %s repeat an earlier row (the same messages and answer): each "
+            "counts as one more. Remove them if that is not meant",
+            f"{repeated:,}",
+            f"{len(hashes):,}",
+            key,
+        )
 
 
 # ---- for build functions

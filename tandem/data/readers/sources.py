@@ -2,36 +2,41 @@
 
     problems.jsonl   chats.parquet   pairs.csv   folder   folder#train   openai/gsm8k:main#train
 
-Knows names. Does not know the contents of the rows; the formats are in text_rows.py, arrow_rows.py
-and hub.py.
+Knows names. Does not know the contents of the rows; the formats are in text_rows.py and
+arrow_rows.py.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from tandem.data.readers.arrow_rows import folder_files, folder_rows, parquet_rows
-from tandem.data.readers.hub import hub_files, hub_rows, is_hub_name
-from tandem.data.readers.text_rows import Payload, csv_rows, jsonl_rows
+from tandem.data.readers.arrow_rows import (
+    HUB_NAME,
+    folder_files,
+    folder_rows,
+    hub_files,
+    hub_rows,
+    parquet_rows,
+)
+from tandem.data.readers.text_rows import COMPRESSED, Payload, csv_rows, jsonl_rows
 from tandem.runtime.errors import UserError
 from tandem.runtime.wording import look_for
 
-SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+_TEXT = {".jsonl": jsonl_rows, ".json": jsonl_rows, ".csv": csv_rows, ".tsv": csv_rows}
+READERS = {suffix + end: rows for suffix, rows in _TEXT.items() for end in ("", *COMPRESSED)}
+READERS[".parquet"] = parquet_rows
 EXPECTED = (
     "a JSONL, Parquet or CSV file, a Hugging Face dataset folder, or OWNER/NAME of one on the hub"
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """A source's name, taken apart.
-
-    Example: Source(path=Path("data/gsm8k"), split="train", on_hub=False)
-    """
+class Source(NamedTuple):
+    """A source's name, taken apart."""
 
     path: Path
     split: str
-    on_hub: bool = False
+    on_hub: bool
+    suffix: str  # of the file's format, and that of its compression; "" if it has no such
 
 
 def source_rows(name: str, key: str) -> Iterator[tuple[str, Payload]]:
@@ -42,13 +47,7 @@ def source_rows(name: str, key: str) -> Iterator[tuple[str, Payload]]:
         return hub_rows(str(source.path), source.split, key)
     if source.path.is_dir():
         return folder_rows(source.path, source.split, key)
-    match source.path.suffix:
-        case ".parquet":
-            return parquet_rows(source.path, key)
-        case ".csv":
-            return csv_rows(source.path, key)
-        case _:
-            return jsonl_rows(source.path, key)
+    return READERS[source.suffix](source.path, key)
 
 
 def source_files(name: str, key: str) -> list[Path]:
@@ -71,16 +70,14 @@ def _locate(name: str, key: str) -> Source:
         )
     if source.on_hub or source.path.is_dir():
         return source
-    if not source.path.is_file():
-        raise UserError(
-            f"{key} is not a file", where=name, found="a device, or a pipe", expected=EXPECTED
-        )
-    if source.path.suffix not in SUFFIXES:
+    if not source.suffix or not source.path.is_file():
+        suffix = f"suffix {''.join(source.path.suffixes[-2:])!r}"
         raise UserError(
             f"{key} has an unknown format",
             where=name,
-            found=f"suffix {source.path.suffix!r}",
-            expected=".jsonl, .json (one object a line), .parquet or .csv",
+            found=suffix if source.path.is_file() else "a device, or a pipe",
+            expected=".jsonl, .json (one object a line), .csv or .tsv, also with .gz or .zst; "
+            "or .parquet",
             next="convert the file, or rename it if only its name is wrong",
         )
     return source
@@ -91,8 +88,9 @@ def _split(name: str) -> Source:
     base, mark, split = name.rpartition("#")
     if Path(name).exists() or not mark:
         base, split = name, ""
-    on_hub = not Path(base).exists() and is_hub_name(base) and Path(base).suffix not in SUFFIXES
-    return Source(path=Path(base), split=split, on_hub=on_hub)
+    suffix = next(filter(base.endswith, READERS), "")
+    on_hub = not Path(base).exists() and HUB_NAME.fullmatch(base) and not suffix
+    return Source(Path(base), split, bool(on_hub), suffix)
 
 
 def uid_prefixes(names: Sequence[str], key: str) -> list[str]:
@@ -120,6 +118,5 @@ def uid_prefixes(names: Sequence[str], key: str) -> list[str]:
 def _end(source: Source, parts: int) -> str:
     """Join the last `parts` parts of a source's path; 0: the last one without its suffix."""
     path = source.path
-    stem = path.stem if path.suffix in SUFFIXES else path.name
-    end = "/".join(path.parts[-parts:]) if parts else stem
+    end = "/".join(path.parts[-parts:]) if parts else path.name.removesuffix(source.suffix)
     return f"{end}#{source.split}" if source.split else end

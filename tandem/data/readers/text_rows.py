@@ -1,48 +1,39 @@
-"""Rows of text files: JSONL and CSV, in UTF-8.
+"""Rows of text files: JSONL and CSV, in UTF-8, also compressed.
 
 Yields every row with its place and continues after a bad one, as long as the format says where the
-next row begins. Knows lines, JSON and commas. Does not know what a row means.
+next row begins. Knows lines, JSON and the marks between cells. Does not know what a row means.
 """
 
 import csv
+import io
 import json
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
-from tandem.data.readers.row_errors import (
-    MAX_DEPTH,
-    MAX_ROW_BYTES,
-    RowError,
-    is_unicode,
-    refuse_bad_leaf,
-    show,
-    too_deep,
-)
+from tandem.data.readers.row_errors import RowError, show
 from tandem.runtime.errors import UserError
 
 Values = dict[str, Any]
 # (values, their JSON: empty if the file is not JSON), or why there are none
 Payload = tuple[Values, str] | RowError
 
+COMPRESSED = (".gz", ".zst")
 UTF8_MARK = b"\xef\xbb\xbf"  # the byte order mark that some editors write
+LONGEST_CELL = 16 << 20  # characters; a quote that never ends would take the rest of a file
 
 
-def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield (number, bytes) of every line, without the byte order mark. An overlong line is
-    truncated to MAX_ROW_BYTES + 1."""
-    number = 0
-    while line := stream.readline(MAX_ROW_BYTES + 1):
-        number += 1
-        rest = line
-        while len(rest) > MAX_ROW_BYTES and not rest.endswith(b"\n"):
-            rest = stream.readline(MAX_ROW_BYTES + 1)
-        yield number, line.removeprefix(UTF8_MARK) if number == 1 else line
+def _open(file: Path, key: str) -> io.BufferedReader:
+    """Open a file for its bytes without compression. Raises UserError for UTF-16, which would give
+    one mistake per line."""
+    if file.suffix in COMPRESSED:
+        import pyarrow as pa
 
-
-def _refuse_utf16(head: bytes, file: Path, key: str) -> None:
-    """Raise UserError for UTF-16, which would give one mistake per line."""
-    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        stream = io.BufferedReader(pa.input_stream(str(file), compression="detect"))
+    else:
+        stream = file.open("rb")
+    if stream.peek(2).startswith((b"\xff\xfe", b"\xfe\xff")):
         raise UserError(
             f"{key} is not UTF-8",
             where=str(file),
@@ -50,12 +41,13 @@ def _refuse_utf16(head: bytes, file: Path, key: str) -> None:
             expected="text in UTF-8",
             next=f"iconv -f UTF-16 -t UTF-8 {file} > {file.stem}-utf8{file.suffix}",
         )
+    return stream
 
 
-def _overlong() -> RowError:
-    return RowError(
-        f"a line of more than {MAX_ROW_BYTES >> 20} MiB", "a shorter row", next="remove the row"
-    )
+def _lines(stream: io.BufferedReader) -> Iterator[bytes]:
+    """Yield every line, without the byte order mark."""
+    yield stream.readline().removeprefix(UTF8_MARK)
+    yield from stream
 
 
 # ---- JSONL
@@ -63,11 +55,9 @@ def _overlong() -> RowError:
 
 def jsonl_rows(file: Path, key: str) -> Iterator[tuple[str, Payload]]:
     """Yield (place, payload) for every line that is not blank."""
-    with file.open("rb") as stream:
-        head = stream.read(16)
-        stream.seek(0)
-        _refuse_utf16(head, file, key)
-        if head.removeprefix(UTF8_MARK).lstrip().startswith(b"["):  # also one mistake per line
+    with _open(file, key) as stream:
+        # also one mistake per line
+        if stream.peek(16).removeprefix(UTF8_MARK).lstrip().startswith(b"["):
             raise UserError(
                 f"{key} is not JSONL",
                 where=f"{file}:1",
@@ -75,7 +65,7 @@ def jsonl_rows(file: Path, key: str) -> Iterator[tuple[str, Payload]]:
                 expected="one JSON object a line",
                 next=f"jq -c '.[]' {file} > {file.stem}-lines.jsonl",
             )
-        for number, line in _lines(stream):
+        for number, line in enumerate(_lines(stream), start=1):
             if line := line.rstrip():
                 try:
                     payload: Payload = _parse(line)
@@ -85,45 +75,40 @@ def jsonl_rows(file: Path, key: str) -> Iterator[tuple[str, Payload]]:
 
 
 def _parse(line: bytes) -> tuple[Values, str]:
-    if len(line) > MAX_ROW_BYTES:
-        raise _overlong()
     try:
         text = line.decode()
+        values = _DECODE(text)
+        if "\\ud" in text or "\\uD" in text:  # JSON lets half of a pair pass
+            json.dumps(values, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
-        raise RowError(
-            f"invalid UTF-8 at byte {error.start + 1} of the line", "UTF-8 text"
-        ) from None
-    try:
-        values, suspect = _decode(text)
+        found = f"invalid UTF-8 at byte {error.start + 1} of the line"
+        raise RowError(found, "UTF-8 text") from None
+    except UnicodeEncodeError:
+        found = "half of a surrogate pair (a \\ud800 to \\udfff escape alone)"
+        raise RowError(found, "Unicode text") from None
     except json.JSONDecodeError as error:
         near = show(text[max(0, error.pos - 12) : error.pos + 12])
         found = f"broken JSON at column {error.colno}, near {near}: {error.msg}"
         raise RowError(found, "one JSON object a line") from None
     except RecursionError:
-        raise too_deep() from None
+        raise RowError("too many levels of nesting", "a flatter row") from None
     # Python's limit on the digits of an int: all else that json.loads refuses
     except ValueError:
         raise RowError("a number of more than 4,300 digits", "a number, or text") from None
     if not isinstance(values, dict):
         raise RowError(show(values), "a JSON object, {...}")
-    if suspect:
-        refuse_bad_leaf(values)
     return values, text
-
-
-class _NotFinite(Exception):
-    """A number that is not finite, somewhere in a row."""
 
 
 def _finite(text: str) -> float:
     value = float(text)
     if value in (float("inf"), float("-inf")):
-        raise _NotFinite
+        _refuse_constant(text)
     return value
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise _NotFinite
+    raise RowError(name[:40], "a finite number")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> Values:
@@ -137,22 +122,9 @@ def _once(pairs: list[tuple[str, Any]]) -> Values:
     return values
 
 
-_DECODE = json.JSONDecoder(object_pairs_hook=_once).decode
-_DECODE_FINITE = json.JSONDecoder(
+_DECODE = json.JSONDecoder(
     object_pairs_hook=_once, parse_float=_finite, parse_constant=_refuse_constant
 ).decode
-
-
-def _decode(text: str) -> tuple[Any, bool]:
-    """Return (value, whether its leaves must be checked). Checking every leaf would take a third of
-    the reading time, and each bad leaf leaves a trace in the row's text."""
-    deep = text.count("[") + text.count("{") > MAX_DEPTH
-    # in text decoded from UTF-8, surrogates are escapes
-    halves = "\\ud" in text or "\\uD" in text
-    try:
-        return _DECODE_FINITE(text), deep or halves
-    except _NotFinite:
-        return _DECODE(text), True
 
 
 # ---- CSV
@@ -160,61 +132,46 @@ def _decode(text: str) -> tuple[Any, bool]:
 
 def csv_rows(file: Path, key: str) -> Iterator[tuple[str, Payload]]:
     """Yield (place, payload) for every record below the header. All values are text, and an empty
-    cell is null.
+    cell is null. The mark between cells is the one that gives the header most names.
 
-    Reading ends at a line that is too long and at a quote that never ends: the start of the next
+    Reading ends at a cell that is too long and at a quote that never ends: the start of the next
     record is unknown.
     """
-    csv.field_size_limit(MAX_ROW_BYTES)  # of the whole process: the module has no other setting
-    with file.open("rb") as stream:
-        _refuse_utf16(stream.read(2), file, key)
-        stream.seek(0)
-        reader = csv.reader(_texts(stream), strict=True)
+    csv.field_size_limit(LONGEST_CELL)  # of the whole process: the module has no other setting
+    with _open(file, key) as stream:
+        texts = (line.decode(errors="surrogateescape") for line in _lines(stream))
+        marks = "\t" if ".tsv" in file.suffixes else ",;\t"
         names: list[str] = []
-        end = 0  # last line of the record before
+        head: list[str] = []
+        mark, end = marks[0], 0  # the last line of the record before
         try:
+            while not "".join(head).strip() and (text := next(texts, "")):
+                head.append(text)
+            mark = max(marks, key=lambda mark: len(next(csv.reader(head[-1:], delimiter=mark), ())))
+            reader = csv.reader(chain(head, texts), delimiter=mark, strict=True)
             for cells in reader:
                 start, end = end + 1, reader.line_num
                 if cells and names:
                     yield f":{start}", _record(names, cells)
+                elif cells and not ("" in cells or len(set(cells)) < len(cells)):
+                    names = cells
                 elif cells:
-                    names = _header(cells, f"{file}:{start}", key)
+                    raise UserError(
+                        f"{key} has no usable CSV header",
+                        where=f"{file}:{start}",
+                        found=", ".join(map(show, cells[:12])),
+                        expected="a different name for every column",
+                    )
         except csv.Error as error:
-            expected = 'cells between commas, a cell with commas, quotes or lines as "..."'
+            expected = f'cells with {mark!r} between them, one with that, quotes or lines as "..."'
             yield f":{end + 1}", RowError(f"broken CSV: {error}", expected)
-        except RowError as error:
-            yield f":{reader.line_num + 1}", error
-
-
-def _texts(stream: BinaryIO) -> Iterator[str]:
-    for _, line in _lines(stream):
-        if len(line) > MAX_ROW_BYTES:
-            raise _overlong()
-        yield line.decode(errors="surrogateescape")
-
-
-def _header(names: list[str], where: str, key: str) -> list[str]:
-    mistake = f"{key} has no usable CSV header"
-    if len(names) == 1 and any(mark in names[0] for mark in ";\t"):
-        raise UserError(
-            mistake, where=where, found=show(names[0]), expected="names with commas between them"
-        )
-    if "" in names or len(set(names)) < len(names):
-        raise UserError(
-            mistake,
-            where=where,
-            found=", ".join(map(show, names[:12])),
-            expected="a different name for every column",
-        )
-    if not all(map(is_unicode, names)):
-        raise UserError(mistake, where=where, found="invalid UTF-8", expected="UTF-8 text")
-    return names
 
 
 def _record(names: list[str], cells: list[str]) -> Payload:
     if len(cells) != len(names):
         return RowError(f"{len(cells)} cells", f"{len(names)}, as in the header")
-    for name, cell in zip(names, cells, strict=True):
-        if not cell.isascii() and not is_unicode(cell):
-            return RowError("invalid UTF-8", "UTF-8 text", field=name)
+    try:
+        "".join((*names, *cells)).encode()
+    except UnicodeEncodeError:
+        return RowError("invalid UTF-8", "UTF-8 text")
     return {name: cell or None for name, cell in zip(names, cells, strict=True)}, ""

@@ -1,0 +1,134 @@
+"""Columns that change what a model reads beside the prompt: rendered, or refused by name.
+
+    system (system_prompt)   the system message
+    history                  pairs of the user's and the assistant's texts before the prompt
+    tools                    JSON schemas, for the chat template
+    chat_template_kwargs     further variables of the chat template
+
+In rows of problems the environment shows the tools, so a column of them is refused. Does not know
+tokens, nor what a template makes of its variables.
+"""
+
+import json
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandem.data.readers.row_errors import RowError, show
+from tandem.data.readers.rows import Row
+from tandem.types import Message, Tool
+
+Messages = tuple[Message, ...]
+
+EMPTY: tuple[Any, ...] = (None, "", [], {}, "[]", "{}")  # values that say nothing
+OPENING = ("history", "system", "system_prompt")
+RESERVED = ("messages", "tools", "add_generation_prompt", "chat_template")  # variables of our own
+
+_RENAME = "rename the column if it is something else"
+_MEDIA = dict.fromkeys(("videos", "audios"), "leave the column out: of media only images are read")
+# refused in rows of chats and preferences, and of problems: name -> what to do
+OF_CHATS = {
+    "functions": 'rename it to tools, a list of {"type": "function", "function": {...}}',
+    "documents": "write them into a message",
+    **_MEDIA,
+}
+OF_PROBLEMS = {
+    "tools": "leave the column out, or rename it if a reward reads it; the tools that a model is "
+    "shown are those of env.name",
+    "chat_template_kwargs": "leave the column out, and set the variables in data.chat_template",
+    **_MEDIA,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateInputs:
+    """Tools and variables that a row gives the chat template beside its messages.
+
+    Example: TemplateInputs(tools=[{"type": "function", "function": {"name": "add"}}],
+    variables={"enable_thinking": False})
+    """
+
+    tools: list[Tool] = field(default_factory=list)
+    variables: dict[str, Any] = field(default_factory=dict)
+
+
+NOTHING = TemplateInputs()
+
+
+def with_opening(messages: Messages, row: Row, used: Collection[str] = ()) -> Messages:
+    """Put the row's history and its system message before its messages. used: columns that have
+    another meaning. Raises RowError."""
+    for name in OPENING:
+        value = row.values.get(name)
+        if value in EMPTY or name in used:
+            continue
+        if name == "history":
+            messages = _with_history(messages, value)
+            continue
+        if not isinstance(value, str):
+            raise RowError(show(value), "a system message, text", field=name, next=_RENAME)
+        own = [message["content"] for message in messages if message["role"] == "system"]
+        if own and own[0] != value:
+            raise RowError(
+                f"{show(value)}, and {show(own[0])} in the chat",
+                "one system message",
+                field=name,
+                next=f"leave out the column {name}, or the system message of the chat",
+            )
+        messages = messages if own else ({"role": "system", "content": value}, *messages)
+    return messages
+
+
+def _with_history(messages: Messages, pairs: Any) -> Messages:
+    is_pairs = isinstance(pairs, list) and all(
+        isinstance(pair, list) and list(map(type, pair)) == [str, str] for pair in pairs
+    )
+    if not is_pairs or [m["role"] for m in messages if m["role"] != "system"] != ["user"]:
+        raise RowError(
+            "a chat of several messages" if is_pairs else show(pairs),
+            "pairs of text, [user, assistant], and a prompt of one message",
+            field="history",
+            next="write the whole chat as messages, and leave the column history out; " + _RENAME,
+        )
+    roles = ("user", "assistant")
+    earlier = [
+        {"role": r, "content": t} for pair in pairs for r, t in zip(roles, pair, strict=True)
+    ]
+    return (*messages[:-1], *earlier, messages[-1])
+
+
+def refuse_columns(row: Row, refused: Mapping[str, str], used: Collection[str] = ()) -> None:
+    """Raise RowError for a column that would be left out. refused: name -> what to do; used:
+    columns that have another meaning."""
+    for name, advice in refused.items():
+        if row.values.get(name) not in EMPTY and name not in used:
+            raise RowError(
+                show(row.values[name]),
+                "no such column: the model would not read it",
+                field=name,
+                next=advice,
+            )
+
+
+def template_inputs(row: Row) -> TemplateInputs:
+    """Return the tools and variables in a row of a chat or preference. Raises RowError."""
+    refuse_columns(row, OF_CHATS)
+    tools = _given(row, "tools", [], "a list of JSON schemas of functions")
+    variables = _given(row, "chat_template_kwargs", {}, "an object, the template's variables")
+    if not all(isinstance(tool, dict) for tool in tools):
+        raise RowError(show(tools[0]), "JSON schemas of functions", field="tools")
+    if reserved := [name for name in RESERVED if name in variables]:
+        raise RowError(show(reserved[0]), "other variables than this", field="chat_template_kwargs")
+    return TemplateInputs(tools=tools, variables=variables) if tools or variables else NOTHING
+
+
+def _given(row: Row, name: str, default: Any, expected: str) -> Any:
+    """Return a column's value, or what its JSON says."""
+    value = row.values.get(name) or default
+    if isinstance(value, str):
+        with suppress(ValueError, RecursionError):
+            value = json.loads(value) or default
+    if type(value) is not type(default):
+        raise RowError(show(value), expected, field=name, next=_RENAME)
+    return value

@@ -1,0 +1,188 @@
+"""Columns that change the prompt: what the model reads of them, and what is refused by name."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tandem.config.schema import Config, Data
+from tandem.data.problems import read_problems
+from tandem.data.renderer import load_renderer
+from tandem.jobs.inputs import dpo_inputs, sft_inputs
+from tandem.model.tiny import TEMPLATE, make_tiny
+from tandem.runtime.errors import UserError
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+USER, ASSISTANT = {"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "2"}
+EARLIER = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+SUB = {"type": "function", "function": {"name": "sub", "description": "less"}}
+READS_ALL = (
+    "{% if style %}{{ style }}{% endif %}{% if tools %}{{ tools | tojson }}{% endif %}" + TEMPLATE
+)
+ROWS = {  # by command, without any such column
+    "sft": {"prompt": "1 + 1 =", "response": "2"},
+    "dpo": {"prompt": "1 + 1 =", "chosen": "2", "rejected": "3"},
+    "train": {"prompt": "1 + 1 =", "answer": "2"},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A model whose template reads tools and a variable `style`."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    make_tiny(folder, max_tokens=2048, hidden=32, layers=1)
+    (folder / "chat_template.jinja").write_text(READS_ALL)
+    return folder
+
+
+def write(folder, *rows, form="jsonl"):
+    path = folder / f"rows.{form}"
+    if form == "parquet":
+        names = {name: None for row in rows for name in row}
+        pq.write_table(pa.table({name: [row.get(name) for row in rows] for name in names}), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def texts_of(model, command, path):
+    """The chats that a command trains on, the chosen ones of pairs; of problems, their prompts."""
+    if command == "train":
+        problems = read_problems(str(path), Data(), key="data.train")
+        return load_renderer(str(model)).prompt_texts([p.messages for p in problems])
+    config = Config(
+        model={"path": str(model)}, sft={"train": str(path)}, preference={"train": str(path)}
+    )
+    inputs = sft_inputs(config) if command == "sft" else dpo_inputs(config)
+    samples = inputs.samples if command == "sft" else [pair[0] for pair in inputs.train]
+    return [inputs.renderer.tokenizer.decode(sample.tokens.tolist()) for sample in samples]
+
+
+def error_of(model, command, path):
+    with pytest.raises(UserError) as caught:
+        texts_of(model, command, path)
+    return str(caught.value)
+
+
+def written(*messages):
+    return "".join(f"<|{m['role']}|>{m['content']}<|end|>" for m in messages)
+
+
+OPENINGS = [  # columns, and the messages that they put before the prompt's
+    ({"system": "Be brief."}, [SYSTEM]),
+    ({"system_prompt": "Be brief."}, [SYSTEM]),
+    ({"system": "", "history": [], "tools": "[]", "chat_template_kwargs": None}, []),
+    ({"history": [["a", "b"]]}, EARLIER),
+    ({"history": [["a", "b"]] * 2, "system": "Be brief."}, [SYSTEM, *EARLIER, *EARLIER]),
+    ({"system": "Be brief.", "prompt": [SYSTEM, USER]}, [SYSTEM]),
+    ({"history": [["a", "b"]], "prompt": [SYSTEM, USER]}, [SYSTEM, *EARLIER]),
+]
+
+
+@pytest.mark.parametrize("command", ROWS)
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_columns_before_the_prompt_are_read_in_front_of_it(model, tmp_path, command, form):
+    rows = [ROWS[command] | {"prompt": [USER]} | columns for columns, _ in OPENINGS]
+    texts = texts_of(model, command, write(tmp_path, *rows, form=form))
+    for text, (_, opening) in zip(texts, OPENINGS, strict=True):
+        assert text.startswith(written(*opening, USER) + "<|assistant|>")
+
+
+@pytest.mark.parametrize("name", ["messages", "conversations"])
+def test_a_whole_chat_gets_the_system_message_of_its_row(model, tmp_path, name):
+    path = write(tmp_path, {"system": "Be brief.", name: [USER, ASSISTANT]})
+    assert texts_of(model, "sft", path) == [written(SYSTEM, USER, ASSISTANT)]
+    pair = {"chosen": [USER, ASSISTANT], "rejected": [USER, ASSISTANT | {"content": "3"}]}
+    path = write(tmp_path, pair | {"system": "Be brief."})
+    assert texts_of(model, "dpo", path) == [written(SYSTEM, USER, ASSISTANT)]
+
+
+def test_a_row_keeps_its_own_system_message_from_that_of_the_config(tmp_path):
+    path = write(tmp_path, ROWS["train"] | {"system": "Be brief."}, ROWS["train"])
+    own, other = read_problems(str(path), Data(system="Be long."), key="data.train")
+    assert [p.messages[0]["content"] for p in (own, other)] == ["Be brief.", "Be long."]
+    assert own.metadata == {"system": "Be brief."}
+
+
+@pytest.mark.parametrize("command", ["sft", "dpo"])
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_tools_and_variables_of_a_row_reach_the_template(model, tmp_path, command, form):
+    row, plain = ROWS[command], written(USER, ASSISTANT)
+    rows = [
+        row | {"tools": [ADD, SUB], "chat_template_kwargs": {"style": "short"}},
+        row,
+        row | {"tools": [SUB]},
+        row | {"chat_template_kwargs": {"other": 1, "style": "long"}},
+    ]
+    expected = ["short" + json.dumps([ADD, SUB]), "", json.dumps([SUB]), "long"]
+    path = write(tmp_path, *rows, form=form)
+    assert texts_of(model, command, path) == [start + plain for start in expected]
+    encoded = [
+        {name: json.dumps(v) for name, v in each.items() if name not in row} for each in rows
+    ]
+    path = write(tmp_path, *(row | each for each in encoded), form=form)
+    assert texts_of(model, command, path) == [start + plain for start in expected]
+
+
+def test_a_template_without_tools_has_them_in_the_system_message(model, tmp_path):
+    folder = tmp_path / "model"
+    make_tiny(folder, max_tokens=2048, hidden=32, layers=1)
+    [text] = texts_of(folder, "sft", write(tmp_path, ROWS["sft"] | {"tools": [ADD]}))
+    assert text.startswith("<|system|># Tools") and json.dumps(ADD) in text
+
+
+REFUSED = [
+    ("sft dpo train", {"system": ["Be brief."]}, "rename the column"),
+    ("sft dpo train", {"system": "a", "prompt": [SYSTEM, USER]}, "leave out the column system"),
+    ("sft dpo train", {"system_prompt": "a", "system": "b"}, "leave out the column system"),
+    ("sft dpo train", {"history": [{"role": "user"}]}, "write the whole chat as messages"),
+    ("sft dpo train", {"history": [["a", "b", "c"]]}, "write the whole chat as messages"),
+    ("sft dpo", {"history": [["a", "b"]], "prompt": [*EARLIER, USER]}, "leave the column history"),
+    ("sft dpo", {"tools": "add(a, b)"}, "rename the column"),
+    ("sft dpo", {"tools": ["add"]}, "JSON schemas"),
+    ("sft dpo", {"chat_template_kwargs": [1]}, "rename the column"),
+    ("sft dpo", {"chat_template_kwargs": {"messages": []}}, "messages"),
+    ("sft dpo", {"functions": [ADD]}, "rename it to tools"),
+    ("sft dpo", {"documents": [{"text": "a"}]}, "write them into a message"),
+    ("sft dpo train", {"videos": ["a.mp4"]}, "leave the column out"),
+    ("train", {"tools": [ADD]}, "env.name"),
+    ("train", {"chat_template_kwargs": {"style": "short"}}, "data.chat_template"),
+]
+
+
+@pytest.mark.parametrize(("commands", "columns", "said"), REFUSED)
+def test_a_column_that_cannot_be_read_is_refused_by_name(model, tmp_path, commands, columns, said):
+    for command in commands.split():
+        message = error_of(model, command, write(tmp_path, ROWS[command] | columns))
+        assert any(f"rows.jsonl:1, {name}" in message for name in columns), message
+        assert said in message
+
+
+def test_columns_that_the_config_names_have_that_meaning(tmp_path):
+    row = {"history": [USER], "tools": "add", "system": "linux"}
+    how = Data(prompt_column="history", answer_column="tools", category_column="system")
+    [problem] = read_problems(str(write(tmp_path, row)), how, key="data.train")
+    assert (problem.messages, problem.answer, problem.category) == ((USER,), "add", "linux")
+
+
+def test_pairs_that_the_template_makes_equal_are_refused(tmp_path):
+    make_tiny(tmp_path / "model", hidden=32, layers=1)
+    trimmed = TEMPLATE.replace("message['content']", "message['content'] | trim")
+    (tmp_path / "model/chat_template.jinja").write_text(trimmed)
+    pair = ROWS["dpo"]
+    path = write(tmp_path, pair, pair | {"chosen": " 3"}, pair | {"rejected": "2\n"})
+    message = error_of(tmp_path / "model", "dpo", path)
+    assert message.startswith("preference.train has 2 pairs that cannot be used")
+    assert "preference.train, pair 2\n" in message
+
+
+@pytest.mark.parametrize("command", ["sft", "dpo"])
+def test_chats_and_pairs_that_come_twice_are_counted_once(model, tmp_path, command, caplog):
+    row = ROWS[command]
+    rows = [row, row | {"id": 1}, row | {"prompt": "?"}, row, row | {"tools": [ADD]}]
+    texts_of(model, command, write(tmp_path, *rows))
+    assert [record.getMessage().partition(" repeat")[0] for record in caplog.records] == [
+        f"2 of the 5 rows of {'sft.train' if command == 'sft' else 'preference.train'}"
+    ]
