@@ -198,8 +198,7 @@ def _split(text: str) -> list[str]:
 
 
 def _bracketed(text: str) -> tuple[str, list[str]] | None:
-    """Return the brackets and the items of a tuple, an interval or a matrix, "[)" and ["1", "2"] of
-    "[1,2)"; None for any other text."""
+    """Split a tuple, interval or matrix, "[1,2)" into "[)" and ["1", "2"]; None: it is none."""
     text = _as_rows(_as_interval(text))
     if len(text) < 2 or text[0] not in "([" or text[-1] not in ")]":
         return None
@@ -267,9 +266,9 @@ _FREE = re.compile(
 def _without_conditions(one: str, other: str) -> tuple[str, str]:
     r"""Cut "for any constant c" and its like off two answers: off the truth if the other says
     nothing of the kind, off both if they are the same or exclude nothing."""
-    (guess, said), (truth, condition) = _split_condition(one), _split_condition(other)
-    free = _FREE.fullmatch(said) and _FREE.fullmatch(condition)
-    return (guess, truth) if said in ("", condition) or free else (one, other)
+    (guess, own), (truth, condition) = _split_condition(one), _split_condition(other)
+    free = _FREE.fullmatch(own) and _FREE.fullmatch(condition)
+    return (guess, truth) if own in ("", condition) or free else (one, other)
 
 
 def _split_condition(text: str) -> tuple[str, str]:
@@ -333,8 +332,7 @@ def _is_math(text: str) -> bool:
 
 
 def _math_verify(found: str, truth: str, loading: Loading) -> bool:
-    """Ask Math-Verify, without its alarms: they need the main thread, and cannot stop C. Before its
-    proofs, which take long and forgive small differences, the two are computed."""
+    """Ask Math-Verify, without its alarms: they need the main thread, and cannot stop C."""
     if "math_verify" not in sys.modules:
         loading(True)
         import math_verify
@@ -350,9 +348,9 @@ def _math_verify(found: str, truth: str, loading: Loading) -> bool:
         math_verify.parse(f"${text}$", config, fallback_mode="no_fallback", parsing_timeout=None)
         for text in (_DECIMAL.sub(_exact, truth), _DECIMAL.sub(_exact, found))
     ]
-    if not all(parsed) or _seen_to_differ(parsed[0][0], parsed[1][0]):
+    if not all(parsed) or _seen_to_differ(parsed[1][0], parsed[0][0]):  # it forgives 1e-15
         return False
-    digits = 15 if isinstance(parsed[0][0], Expr) else DIGITS  # of differences, not yet computed
+    digits = 15 if isinstance(parsed[0][0], Expr) else DIGITS  # of an equation, a matrix
     return bool(math_verify.verify(*parsed, 12, digits, timeout_seconds=None))
 
 
@@ -363,12 +361,12 @@ def _exact(decimal: re.Match[str]) -> str:
     return rf"{{\frac{{{decimal[1]}{decimal[2]}}}{{1{'0' * len(decimal[2])}}}}}"
 
 
-def _seen_to_differ(one: Any, other: Any) -> bool:
+def _seen_to_differ(found: Any, truth: Any) -> bool:
     """Tell whether two formulas have different values, each letter being some number below 1."""
     from sympy import Derivative, Float, Integral, Limit, Product, Rational, Sum
 
     try:
-        difference = one - other
+        difference = found - truth  # which writes out powers in truth, not those in found
         if difference.has(Derivative, Float, Integral, Limit, Product, Sum):
             return False
         values = {x: Rational(1, sum(map(ord, x.name))) for x in difference.free_symbols}

@@ -209,8 +209,7 @@ def same_number(one: Number, other: Number) -> bool:
         return False
     if one.unit and other.unit and one.unit != other.unit:
         return any(
-            one.unit in units
-            and other.unit in units
+            {one.unit, other.unit} <= units.keys()
             and one.value * units[one.unit] == other.value * units[other.unit]
             for units in _SCALES.values()
         )

@@ -71,21 +71,20 @@ def check(name: str, options: Mapping[str, Any]) -> None:
 
 
 def behind_thoughts(function: Function) -> Function:
-    """Make a reward function read only what stands behind the thoughts.
+    """Make a reward function read only what stands behind the thoughts; `opened`: the prompt opens
+    them, so that without their end all is thoughts.
 
-    Its option `opened`: the prompt opens them, so that without their end all is thoughts. A task's
-    checker(problem, completion, extract, **options) gets `extract`; its ValueError is a row that it
-    cannot read.
+    A checker(problem, completion, extract, **options) gets `extract`; its ValueError: a bad row.
     """
     signature = inspect.signature(function)
     given = {"extract": extract} if "extract" in signature.parameters else {}
 
     @wraps(function)
     def reward(problem: Problem, completion: str, opened: bool = False, **options: Any) -> float:
-        *thoughts, said = _END_OF_THOUGHTS.split(completion)
-        said = _THOUGHTS.split(said)[0] if thoughts or not opened else ""
+        *thoughts, text = _END_OF_THOUGHTS.split(completion)
+        text = _THOUGHTS.split(text)[0] if thoughts or not opened else ""
         try:
-            return float(function(problem, said, **given, **options))
+            return float(function(problem, text, **given, **options))
         except ValueError as error:
             raise BadValue(str(error)) from None
 
