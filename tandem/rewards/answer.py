@@ -30,7 +30,10 @@ def score(text: str, answer: str, loading: Loading = ignore_loading) -> float:
 
 # ---------------------------------------------------------------- the final answer of a completion
 
-_ANSWER = re.compile(r"(?<![a-z])answer(?:[ \t]+is)?[ \t*_`]*[:：]", re.IGNORECASE)
+_ANSWER = re.compile(
+    r"(?:(?<![a-z])|(?<=final)|(?-i:(?<=[a-z])(?=A)))answer(?:[ \t]+is)?[ \t*_`]*[:：]",
+    re.IGNORECASE,
+)
 _IT = r"(?:that|this|it|which|answer|result|above)"
 _WRONG = r"(?:wrong|incorrect|mistaken|not (?:right|correct)|an error)"
 _TAKEN_BACK = re.compile(

@@ -11,10 +11,11 @@ Knows no completions.
         print(equal('x = 3 or x = -5', r'\{-5, 3\}'))"
 """
 
+import logging
 import re
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any
 
 from tandem.rewards.answer_numbers import (
     NUMBER_CHARS,
@@ -26,6 +27,7 @@ from tandem.rewards.answer_numbers import (
 )
 from tandem.rewards.answer_spelling import normal, without_fonts
 
+DIGITS = 600  # to which formulas are computed
 MEMBERS = 32  # of a list; more are compared as one string
 
 Loading = Callable[[bool], None]
@@ -107,15 +109,8 @@ def _same_choice(one: str, other: str, loading: Loading) -> bool:
 # ---------------------------------------------------------------- lists, sets, tuples, matrices
 
 
-class Bracketed(NamedTuple):
-    """Items in brackets, in order: a tuple, a point, an interval, the rows of a matrix."""
-
-    opening: str
-    items: list[str]
-    closing: str
-
-
 def _same(one: str, other: str, loading: Loading) -> bool:
+    one, other = _without_conditions(one, other)
     ones, others = _members(one), _members(other)
     if len(ones) > 1 and len(others) == 1:
         ones = _by_name(ones)
@@ -126,10 +121,9 @@ def _same(one: str, other: str, loading: Loading) -> bool:
     if guess is None or truth is None:
         comparable = guess is truth is None or ("matrix" in one and "matrix" in other)
         return _key(one) == _key(other) or (comparable and _same_value(one, other, loading))
-    if (guess.opening, guess.closing) != (truth.opening, truth.closing):
-        return False
-    return len(guess.items) == len(truth.items) and all(
-        _same(a, b, loading) for a, b in zip(guess.items, truth.items, strict=True)
+    (brackets, ones), (true_brackets, others) = guess, truth
+    return (brackets, len(ones)) == (true_brackets, len(others)) and all(
+        _same(a, b, loading) for a, b in zip(ones, others, strict=True)
     )
 
 
@@ -203,12 +197,13 @@ def _split(text: str) -> list[str]:
     return [item for item in items if item] if depth == 0 else [text]
 
 
-def _bracketed(text: str) -> Bracketed | None:
+def _bracketed(text: str) -> tuple[str, list[str]] | None:
+    """Split a tuple, interval or matrix, "[1,2)" into "[)" and ["1", "2"]; None: it is none."""
     text = _as_rows(_as_interval(text))
     if len(text) < 2 or text[0] not in "([" or text[-1] not in ")]":
         return None
     items = _split(text[1:-1])
-    return Bracketed(text[0], items, text[-1]) if len(items) > 1 or text.startswith("[[") else None
+    return (text[0] + text[-1], items) if len(items) > 1 or text.startswith("[[") else None
 
 
 _SIDE = r"([^<>=]+?)"
@@ -250,6 +245,38 @@ def _as_rows(text: str) -> str:
     cells = [",".join(cell.strip() for cell in row.split("&")) for row in rows]
     cells = [f"[{row}]" for row in cells] if "&" in match[1] else cells
     return f"[{','.join(cells)}]"
+
+
+# ---------------------------------------------------------------- conditions
+
+_CONDITION = re.compile(
+    r"(?<=[^\s,;])[\s,;]*\(?(?:(?:for|where|with|if|when|whenever|provided)\b|\\forall\b"
+    r"|(?<=[\s,;(])[A-Za-z](?:, ?[A-Za-z])* ?\\in ?\\math)"
+    # a value, another case, the next member of a list
+    r"(?!.*(?:=|\b(?:for|if|when|otherwise|else|or|then|but|not|remainder|even|odd|prime)\b"
+    r"|(?:[,;&]|\band\b)[^A-Za-z]*[0-9\\]))"
+    r".*(?<![A-Za-z\\])[A-Za-z](?![A-Za-z]).*"
+)
+_FREE = re.compile(
+    r"(?:[\s,;()]|\\forall|\b(?:for|where|with|all|any|every|each|is|are|an|the|be|real|arbitrary"
+    r"|constants?|numbers?|values?|of|and|[A-Za-z])\b)*"
+)
+
+
+def _without_conditions(one: str, other: str) -> tuple[str, str]:
+    r"""Cut "for any constant c" and its like off two answers: off the truth if the other says
+    nothing of the kind, off both if they are the same or exclude nothing."""
+    (guess, own), (truth, condition) = _split_condition(one), _split_condition(other)
+    free = _FREE.fullmatch(own) and _FREE.fullmatch(condition)
+    return (guess, truth) if own in ("", condition) or free else (one, other)
+
+
+def _split_condition(text: str) -> tuple[str, str]:
+    plain = without_fonts(text, r" \1 ")
+    match = _CONDITION.search(plain)
+    if match is None or not _is_math(plain[: match.start()]):
+        return text, ""
+    return normal(plain[: match.start()]), _key(match[0])
 
 
 # ---------------------------------------------------------------- numbers and formulas
@@ -306,22 +333,45 @@ def _is_math(text: str) -> bool:
 
 def _math_verify(found: str, truth: str, loading: Loading) -> bool:
     """Ask Math-Verify, without its alarms: they need the main thread, and cannot stop C."""
-    first = "math_verify" not in sys.modules
-    if first:
+    if "math_verify" not in sys.modules:
         loading(True)
-    import logging
+        import math_verify
 
-    import math_verify
-
-    if first:
         loading(False)
+    import math_verify
+    from sympy import Expr
+
     # it warns at each process that its alarms are off
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     config = [math_verify.LatexExtractionConfig()]
     parsed = [
         math_verify.parse(f"${text}$", config, fallback_mode="no_fallback", parsing_timeout=None)
-        for text in (truth, found)
+        for text in (_DECIMAL.sub(_exact, truth), _DECIMAL.sub(_exact, found))
     ]
-    return all(parsed) and bool(
-        math_verify.verify(*parsed, float_rounding=12, timeout_seconds=None)
-    )
+    if not all(parsed) or _seen_to_differ(parsed[1][0], parsed[0][0]):  # it forgives 1e-15
+        return False
+    digits = 15 if isinstance(parsed[0][0], Expr) else DIGITS  # of an equation, a matrix
+    return bool(math_verify.verify(*parsed, 12, digits, timeout_seconds=None))
+
+
+_DECIMAL = re.compile(r"(?<![\d.,])(?<!\d[({ ])(\d*)\.(\d+)(?![\d.,])")
+
+
+def _exact(decimal: re.Match[str]) -> str:
+    return rf"{{\frac{{{decimal[1]}{decimal[2]}}}{{1{'0' * len(decimal[2])}}}}}"
+
+
+def _seen_to_differ(found: Any, truth: Any) -> bool:
+    """Tell whether two formulas have different values, each letter being some number below 1."""
+    from sympy import Derivative, Float, Integral, Limit, Product, Rational, Sum
+
+    try:
+        difference = found - truth  # which writes out powers in truth, not those in found
+        if difference.has(Derivative, Float, Integral, Limit, Product, Sum):
+            return False
+        values = {x: Rational(1, sum(map(ord, x.name))) for x in difference.free_symbols}
+        parts = difference.evalf(100, values, maxn=DIGITS).as_real_imag()
+    except Exception:  # formulas of all kinds, by functions of all kinds
+        return False
+    # a precision of 1 bit: nothing but rounding
+    return any(isinstance(part, Float) and part._prec > 1 for part in parts)

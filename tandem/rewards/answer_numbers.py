@@ -17,56 +17,19 @@ NUMBER_CHARS = 256  # longer is no number; it bounds the digits of every number 
 
 # ---------------------------------------------------------------- units
 
-_NAMES = {
-    "cm": "centimeter centimetre",
-    "mm": "millimeter millimetre",
-    "m": "meter metre",
-    "km": "kilometer kilometre kms",
-    "in": "inch",
-    "ft": "foot feet",
-    "yd": "yard",
-    "mi": "mile",
-    "h": "hour hr",
-    "min": "minute",
-    "s": "second sec",
-    "ms": "millisecond",
-    "d": "day",
-    "g": "gram gramme",
-    "kg": "kilogram kilo",
-    "mg": "milligram",
-    "lb": "pound",
-    "oz": "ounce",
-    "l": "liter litre",
-    "ml": "milliliter millilitre",
-    "gal": "gallon",
-    "dollar": r"\$ $ usd buck",
-    "euro": "€ eur",
-    "pound sterling": "£ gbp",
-    "cent": "¢",
-    "°": "degree deg",
-    "rad": "radian",
-    "n": "newton",
-    "j": "joule",
-    "kj": "kilojoule",
-    "w": "watt",
-    "kw": "kilowatt",
-    "v": "volt",
-    "a": "ampere amp",
-    "k": "kelvin",
-    "pa": "pascal",
-    "kpa": "kilopascal",
-    "hz": "hertz",
-    "mol": "mole",
-    "c": "coulomb",
-    "mi/h": "mph",
-    "km/h": "kph kmh",
-    "month": "",
-    "%": "percent",
-    "°c": "celsius",
-    "°f": "fahrenheit",
-    "unit": "",
+# a unit and its other names
+_NAMES = r"""
+cm centimeter centimetre; mm millimeter millimetre; m meter metre; km kilometer kilometre kms
+in inch; ft foot feet; yd yard; mi mile; h hour hr; min minute; s second sec; ms millisecond; d day
+g gram gramme; kg kilogram kilo; mg milligram; lb pound; oz ounce
+l liter litre; ml milliliter millilitre; gal gallon; month; unit
+dollar \$ $ usd buck; euro € eur; gbp £; cent ¢; % percent; ° degree deg; rad radian
+n newton; j joule; kj kilojoule; w watt; kw kilowatt; v volt; a ampere amp; k kelvin; pa pascal
+kpa kilopascal; hz hertz; mol mole; c coulomb; mi/h mph; km/h kph kmh; °c celsius; °f fahrenheit
+"""
+_UNITS = {
+    name: names.split()[0] for names in re.split("[;\n]", _NAMES.strip()) for name in names.split()
 }
-_UNITS = {word: unit for unit, words in _NAMES.items() for word in (unit, *words.split())}
 _BEFORE = {"square": "^2", "sq": "^2", "cubic": "^3", "cu": "^3"}
 _AFTER = {"squared": "^2", "cubed": "^3", "per": "/"}
 _AFTER |= {sign: sign for sign in ("/", "^", "2", "3", "-1", "-2")}
@@ -217,18 +180,14 @@ def _fraction(text: str) -> Fraction | None:
         return _ratio(match[1], match[2], match[3])
     if match := _MIXED.fullmatch(text):
         part = _ratio("", match[3] or match[5], match[4] or match[6])
-        return None if part is None else (Fraction(match[2]) + part) * _sign(match[1])
+        return None if part is None else (Fraction(match[2]) + part) * int(match[1] + "1")
     if match := _POWER_OF_TEN.fullmatch(text):
-        return _sign(match[1]) * _decimal(match[2] or "1") * Fraction(10) ** int(match[3])
+        return int(match[1] + "1") * _decimal(match[2] or "1") * Fraction(10) ** int(match[3])
     if match := _REPEATING.fullmatch(text):
         fixed = Fraction(f"{match[2] or 0}.{match[3] or 0}")
         repeated = Fraction(int(match[4]), 10 ** len(match[4]) - 1)
-        return _sign(match[1]) * (fixed + repeated / 10 ** len(match[3]))
+        return int(match[1] + "1") * (fixed + repeated / 10 ** len(match[3]))
     return None
-
-
-def _sign(sign: str) -> int:
-    return -1 if sign == "-" else 1
 
 
 def _decimal(text: str) -> Fraction:
@@ -237,7 +196,7 @@ def _decimal(text: str) -> Fraction:
 
 def _ratio(sign: str, above: str, below: str) -> Fraction | None:
     denominator = _decimal(below)
-    return _sign(sign) * _decimal(above) / denominator if denominator else None
+    return int(sign + "1") * _decimal(above) / denominator if denominator else None
 
 
 def same_number(one: Number, other: Number) -> bool:
@@ -250,8 +209,7 @@ def same_number(one: Number, other: Number) -> bool:
         return False
     if one.unit and other.unit and one.unit != other.unit:
         return any(
-            one.unit in units
-            and other.unit in units
+            {one.unit, other.unit} <= units.keys()
             and one.value * units[one.unit] == other.value * units[other.unit]
             for units in _SCALES.values()
         )

@@ -10,69 +10,45 @@ Computes nothing, and knows neither numbers nor completions.
 import re
 
 MARKUP = " \t\r\n*_`"
-_CHARACTERS = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | str.maketrans(
-    {
-        "−": "-",
-        "–": "-",
-        "×": r"\times ",
-        "·": r"\cdot ",
-        "⋅": r"\cdot ",
-        "≤": r"\le ",
-        "≥": r"\ge ",
-        "∞": r"\infty ",
-        "π": r"\pi ",
-        "θ": r"\theta ",
-        "∪": r"\cup ",
-        "∈": r"\in ",
-        "±": r"\pm ",
-        "½": r"\frac12",
-        "¼": r"\frac14",
-        "¾": r"\frac34",
-        "。": ".",
-        "∅": r"\emptyset ",
-        "º": "°",
-        "≈": r"\approx ",
-        "\u00a0": " ",
-        "\u202f": " ",
-        "√": r"\sqrt ",
-        "′": "'",
-    }
-)
+_SIGNS = r"""
+− -      – -          × \times    · \cdot   ⋅ \cdot   ≤ \le       ≥ \ge      ∞ \infty   π \pi
+θ \theta   ∪ \cup     ∈ \in       ± \pm     √ \sqrt   ½ \frac12   ¼ \frac14  ¾ \frac34
+∅ \emptyset   ≈ \approx   º °     ′ '       。 .
+"""
+_CHARACTERS = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {
+    ord(sign): f"{spelling} " if spelling[-1].isalpha() else spelling
+    for sign, spelling in re.findall(r"(\S) (\S+)", _SIGNS)
+}
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _FUNCTION = r"(?:sqrt|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|log|ln|exp)"
+_WORDS = {"lt": "<", "gt": ">", "l?brace": r"\\{", "rbrace": r"\\}", "langle": "(", "rangle": ")"}
 _REWRITES = [
-    (re.compile(pattern), replacement)
-    for pattern, replacement in [
-        (r"\*\*", ""),
-        (
-            r"(?<!\\)\\[()\[\]!,]|\\(?:left|right|bigl?|bigr|Bigl?|Bigr|displaystyle)(?![A-Za-z])",
-            "",
-        ),
-        (r"(?<!\\)\\[;: ]|~|\\q?quad(?![A-Za-z])|\s+", " "),
-        (r"(?<=[0-9}])\$ (?=[A-Za-z])", " "),
-        (r"\{,\}", ","),
-        (r"\\%", "%"),
-        (r"\^\{?\\circ\}?(?![A-Za-z])|\\degree(?![A-Za-z])", "°"),
-        (r"\\(le|ge)q?(?:slant)?(?![A-Za-z])", r"\\\1 "),
-        (r"\\lt(?![A-Za-z])", "<"),
-        (r"\\gt(?![A-Za-z])", ">"),
-        (r"\\l?brace(?![A-Za-z])", r"\\{"),
-        (r"\\rbrace(?![A-Za-z])", r"\\}"),
-        (r"\\langle(?![A-Za-z])", "("),
-        (r"\\rangle(?![A-Za-z])", ")"),
-        (r"\\varnothing(?![A-Za-z])|\\\{ ?\\\}|^\{ ?\}$", r"\\emptyset"),
-        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
-        (r"\\frac ?(\d) ?(\d)", r"\\frac{\1}{\2}"),
-        (r"\\frac ?(\d) ?\{", r"\\frac{\1}{"),
-        (r"\\frac ?(\{[^{}]*\}) ?(\d)", r"\\frac\1{\2}"),
-        (r"(?<![A-Za-z\\])sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
-        (rf"(?<![A-Za-z\\])({_FUNCTION})(?=[ (^_])", r"\\\1"),
-        (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "),
-        (r"_\{(\w+)\}", r"_\1"),
-        (r" +", " "),
-        (r" ?([-+/={(^<>]) ?", r"\1"),  # never between digits: "1 1/2" is not 11/2
-        (r" ?([)}°%]) ?(?![A-Za-z])", r"\1"),
-    ]
+    # Python's power sign; other pairs of stars are markup
+    (rf"(?<=[\w)}}\]!])( ?)\*\*\1(?=[-+({{\\.\d]|[A-Za-z](?![A-Za-z])|(?:{_FUNCTION}|pi)\b)", "^"),
+    (r"\*\*", ""),
+    (r"(?<!\\)\\[()\[\]!,]|\\(?:left|right|bigl?|bigr|Bigl?|Bigr|displaystyle)(?![A-Za-z])", ""),
+    (r"(?<!\\)\\[;: ]|~|\\q?quad(?![A-Za-z])|\s+", " "),
+    (r"(?<=[0-9}])\$ (?=[A-Za-z])", " "),
+    (r"\{,\}", ","),
+    (r"\\%", "%"),
+    (r"\^\{?\\circ\}?(?![A-Za-z])|\\degree(?![A-Za-z])", "°"),
+    (r"\\(le|ge)q?(?:slant)?(?![A-Za-z])", r"\\\1 "),
+    *((rf"\\{word}(?![A-Za-z])", sign) for word, sign in _WORDS.items()),
+    (r"\\varnothing(?![A-Za-z])|\\\{ ?\\\}|^\{ ?\}$", r"\\emptyset"),
+    (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+    (r"\\frac ?(\d) ?(?=[\d{])", r"\\frac{\1}"),
+    (r"\\frac ?(\{[^{}]*\}) ?(\d)", r"\\frac\1{\2}"),
+    (r"(?<![A-Za-z\\])sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
+    (rf"(?<![A-Za-z\\])({_FUNCTION})(?=[ (^_])", r"\\\1"),
+    (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "),
+    (r"_\{(\w+)\}", r"_\1"),
+    (r" +", " "),
+    (r" ?([-+/={(^<>]) ?", r"\1"),  # never between digits: "1 1/2" is not 11/2
+    (r" ?([)}°%]) ?(?![A-Za-z])", r"\1"),
+    (r"\^([-+](?:\d+(?:\.\d+)?|[A-Za-z])|\\sqrt\{[^{}]*\})", r"^{\1}"),
+    (r"\^\(((?:[^()]|\([^()]*\))*)\)", r"^{\1}"),
+    (r"(?<![\w.,^])1(?:\.0*)?(?: ?(?:\*|\\cdot))? ?(?=i(?![A-Za-z]))", ""),
+    (r"(?<=\d)i(?![A-Za-z])", " i"),
 ]
 _NO_NUMBERS = {"nan", "inf", "infinity"}
 
@@ -83,7 +59,7 @@ def normal(text: str) -> str:
     text = text.translate(_CHARACTERS).strip(MARKUP + "$").rstrip(".").strip(MARKUP + "$")
     text = re.sub("[⁰¹²³⁴-⁹⁻]+", lambda match: "^{" + match[0].translate(_SUPERSCRIPTS) + "}", text)
     for pattern, replacement in _REWRITES:
-        text = pattern.sub(replacement, text)
+        text = re.sub(pattern, replacement, text)
     text = text.lstrip(" ,;").rstrip(" .,;")
     return "" if text.lstrip("+-").casefold() in _NO_NUMBERS else text
 

@@ -41,7 +41,7 @@ def find(name: str) -> Function:
         case "reasoning_gym":
             from tandem.tasks import reasoning_gym
 
-            return reasoning_gym.score
+            return behind_thoughts(reasoning_gym.score)
     if name in FUNCTIONS:
         return FUNCTIONS[name]
     if name.endswith(".py"):
@@ -71,34 +71,47 @@ def check(name: str, options: Mapping[str, Any]) -> None:
             check_judge(options)
 
 
-def from_checker(name: str, checker: Function) -> Function:
-    """Make a reward function of a task's own checker, with `extract` handed in.
+def behind_thoughts(function: Function) -> Function:
+    """Make a reward function read only what stands behind the thoughts; `opened`: the prompt opens
+    them, so that without their end all is thoughts.
 
-    checker(problem, completion, extract, **options); its ValueError is a row that it cannot read.
+    A checker(problem, completion, extract, **options) gets `extract`; its ValueError: a bad row.
     """
+    signature = inspect.signature(function)
+    given = {"extract": extract} if "extract" in signature.parameters else {}
 
-    @wraps(checker)
-    def reward(problem: Problem, completion: str, **options: Any) -> float:
+    @wraps(function)
+    def reward(problem: Problem, completion: str, opened: bool = False, **options: Any) -> float:
+        *thoughts, text = _END_OF_THOUGHTS.split(completion)
+        text = _THOUGHTS.split(text)[0] if thoughts or not opened else ""
         try:
-            return float(checker(problem, completion, extract, **options))
+            return float(function(problem, text, **given, **options))
         except ValueError as error:
-            raise BadValue(f"{name}: {error}") from None
+            raise BadValue(str(error)) from None
 
-    signature = inspect.signature(checker)
-    kept = [p for p in signature.parameters.values() if p.name != "extract"]
+    kept = [p for p in signature.parameters.values() if p.name not in given]
+    kept.append(inspect.Parameter("opened", inspect.Parameter.KEYWORD_ONLY, default=False))
     reward.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+    reward.__annotations__ = {**function.__annotations__, "opened": bool}
     return reward
+
+
+# gpt-oss, without its special tokens: "analysis...assistantfinal..."
+_END_OF_THOUGHTS = re.compile("</think>|assistantfinal")
+_THOUGHTS = re.compile(r"<think>|^analysis(?=[^\s:.,;])")
 
 
 # ---------------------------------------------------------------- is it the answer?
 
 
+@behind_thoughts
 def answer(problem: Problem, completion: str, loading: Loading = ignore_loading) -> float:
     """Return 1 if the final answer is the ground truth, as number, list, text, choice or formula
     (answer.py)."""
     return score(completion, problem.answer, loading)
 
 
+@behind_thoughts
 def exact(
     problem: Problem, completion: str, *, strip: bool = True, casefold: bool = False
 ) -> float:
@@ -109,6 +122,7 @@ def exact(
     return float(one == other)
 
 
+@behind_thoughts
 def numeric(
     problem: Problem, completion: str, *, tolerance: float = 1e-6, relative: float = 0.0
 ) -> float:
@@ -143,6 +157,7 @@ def _value(number: Number) -> Fraction:
 _CHOICE = re.compile(r"[(\[]?([A-Za-z])(?:[)\].:,]|\s|$)")
 
 
+@behind_thoughts
 def choice(problem: Problem, completion: str) -> float:
     """Return 1 if the chosen letter is the ground truth's: the letter of the final answer ("Answer:
     (B) 12"), else the last one in parentheses, else one alone in the last line."""
@@ -245,16 +260,14 @@ FUNCTIONS: dict[str, Function] = {
     "env": env,
     "exact": exact,
     "format": format_of_tags,
-    "json_schema": json_schema,
+    "json_schema": behind_thoughts(json_schema),
     "length": length,
     "numeric": numeric,
     "regex": regex,
     "reward_model": reward_model,
 }
 FUNCTIONS |= {
-    name: from_checker(name, task.checker)
-    for name, task in TASKS.items()
-    if task.checker is not None
+    name: behind_thoughts(task.checker) for name, task in TASKS.items() if task.checker is not None
 }
 NAMES = sorted([*FUNCTIONS, "code", "judge", "reasoning_gym"])
 # what other libraries (TRL, verl, open-r1) call them

@@ -43,6 +43,11 @@ def test_the_final_answer_is_taken(text):
     assert score(text, FINAL[text]) == 1.0
 
 
+def test_the_word_answer_may_follow_the_name_of_a_channel_or_a_small_letter():
+    for mark in ("finalAnswer", "FinalAnswer", "FINALANSWER", "assistantfinalAnswer", "myAnswer"):
+        assert extract(f"3+4. {mark}: 7") == " 7"
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -329,15 +334,129 @@ def test_joined_boxes_are_one_answer_and_a_revoked_one_is_none(text, truth, righ
     assert score(text, truth) == right
 
 
+SMALL = [
+    (r"\frac{1}{2^{98}}", r"\frac{1}{2^{99}}"),
+    (r"\frac{1}{2006!}", r"\frac{1}{2004!}"),
+    (r"-2^{-60}", r"2^{-60}"),
+    ("0.0", r"\frac{1}{2^{99}}"),
+    (r"1-\frac{1}{2^{98}}", r"1-\frac{1}{2^{99}}"),
+    ("1.0", r"1+\frac{1}{2^{99}}"),
+    (r"\frac{2^{98}-1}{2^{98}}", r"\frac{2^{99}-1}{2^{99}}"),
+    (r"\pi(1-10^{-31})", r"\pi(1-10^{-30})"),
+    (r"\sqrt{10^{40}+2}-10^{20}", r"\sqrt{10^{40}+1}-10^{20}"),
+    (r"\ln(1+10^{-21})", r"\ln(1+10^{-20})"),
+    (r"\frac{\pi}{10^{19}}", r"\frac{\pi}{10^{18}}"),
+    ("e^{-10^{6}}", "e^{-10^{5}}"),
+    (r"x+\frac{1}{2^{98}}", r"x+\frac{1}{2^{99}}"),
+    (r"x^2+y=\frac{1}{2^{98}}", r"x^2+y=\frac{1}{2^{99}}"),
+    (r"1, \frac{1}{2^{98}}", r"\frac{1}{2^{99}}, 1"),
+    (r"[0,\frac{1}{2^{98}})", r"[0,\frac{1}{2^{99}})"),
+    (r"\begin{pmatrix}2^{-98}&0\\0&1\end{pmatrix}", r"\begin{pmatrix}2^{-99}&0\\0&1\end{pmatrix}"),
+    ("0.5^{98}", "0.5^{99}"),
+    ("1.41421356237309", r"\sqrt{2}"),
+]
+
+
+@pytest.mark.parametrize(("found", "truth"), SMALL)
+def test_small_formulas_and_small_differences_are_seen(found, truth):
+    assert not equal(found, truth)
+
+
+COMPUTED = [
+    ("2^{-99}", r"\frac{1}{2^{99}}"),
+    (r"\frac{2005}{2005!}", r"\frac{1}{2004!}"),
+    (r"\frac{1}{e^{40}}", "e^{-40}"),
+    (r"\frac{2^{99}-1}{2^{99}}", r"1-\frac{1}{2^{99}}"),
+    (r"0.1\sqrt{12}", r"\frac{\sqrt{3}}{5}"),
+    (r"10^{-18}\pi", r"\frac{\pi}{10^{18}}"),
+    (r"\cos\frac{\pi}{12}", r"\frac{\sqrt{6}+\sqrt{2}}{4}"),
+    (r"\frac{\sin x}{\cos x}", r"\tan x"),
+    ("2x+3y-6=0", "4x+6y=12"),
+]
+
+
+@pytest.mark.parametrize(("found", "truth"), COMPUTED)
+def test_equal_formulas_are_equal_to_all_digits(found, truth):
+    assert equal(found, truth)
+
+
+def test_large_formulas_are_told_apart_without_their_digits():
+    equal("1+x", "x+1")  # imports Math-Verify
+    for guess in (
+        "2^{10^{9}}",
+        "1000000!",
+        r"\sqrt{2}^{10^9}",
+        "(x+y+z)^{500}",
+        r"\frac{1}{10^9!}",
+    ):
+        start = time.thread_time()
+        assert not equal(guess, r"\sqrt{2}")
+        # processor seconds; minutes to write any of them out
+        assert time.thread_time() - start < 2.0
+
+
+SPELLED = [
+    ("14-1i", "14 - i", True),
+    ("14.0 + -1.0i", "14 - i", True),
+    ("1i - 5", "-5+i", True),
+    ("-1i", "-i", True),
+    ("0.5+0.5i", r"\frac{1}{2}+\frac{i}{2}", True),
+    (r"\sqrt{2}(1+1i)", r"\sqrt{2}+\sqrt{2}i", True),
+    ("14-11i", "14-i", False),
+    ("3+0.1i", "3+i", False),
+    ("1", "i", False),
+    ("e**16 - 1", "e^{16} - 1", True),
+    ("2 ** 10", "2^{10}", True),
+    ("10**3", "1000", True),
+    ("10**3", "103", False),
+    ("x**-2", "x^{-2}", True),
+    ("x**(2*(n+1))", "x^{2(n+1)}", True),
+    ("**x**2+1**", "x^2+1", True),
+    ("**5** apples", "5", True),
+    ("x = **3** and y = **4**", "x=3, y=4", True),
+    ("x**3+1", "x^2+1", False),
+]
+
+
+@pytest.mark.parametrize(("found", "truth", "same"), SPELLED)
+def test_unit_coefficients_and_powers_of_python_are_read(found, truth, same):
+    assert equal(found, truth) is same
+
+
+ANY_C = r"f(x)=2x+c \text{ for any constant } c"
+CONDITIONS = [
+    ("2x + c", ANY_C, True),
+    ("f(x) = 2x + c", ANY_C, True),
+    ("f(x)=2x+c for any real c", ANY_C, True),
+    ("2x", ANY_C, False),
+    ("f(x)=2x+c for c > 0", ANY_C, False),
+    ("cx", r"f(x)=cx, \text{ where } c \text{ is a constant}", True),
+    (r"\frac{\pi}{4}+k\pi", r"\frac{\pi}{4}+k\pi, k\in\mathbb{Z}", True),
+    (r"k\pi, k\in\mathbb{N}", r"k\pi, k\in\mathbb{Z}", False),
+    ("f(x)=x for all x", "f(x)=x", True),
+    ("f(x)=x for x>0", "f(x)=x", False),
+    ("f(x) = x for all x, and f(x) = 0 for all x", "f(x) = 0, f(x) = x", True),
+    ("f(x)=x", r"f(x)=x \text{ for all } x, f(x)=0 \text{ for all } x", False),
+    ("1", r"1 \text{ for even } n, 2 \text{ for odd } n", False),
+    ("5", r"5 \text{ with remainder } 2", False),
+    ("2x+c", r"2x+c \text{ where } c=5", False),
+    ("all real x", r"\text{all real } x \text{ with } x>2", False),
+]
+
+
+@pytest.mark.parametrize(("found", "truth", "same"), CONDITIONS)
+def test_a_condition_of_the_truth_may_be_left_out_but_not_changed(found, truth, same):
+    assert equal(found, truth) is same
+
+
 GRADED = tomllib.loads((Path(__file__).parent / "graded_answers.toml").read_text())["pair"]
 NOT_READ = {
     r"(-\infty,0)\cup(0,\infty)",
     r"\text{does not exist}",
-    "f(x) = 0, f(x) = x",
 }  # and an identity matrix in words
 
 
-def test_300_graded_pairs_none_wrong_is_paid_four_right_refused():
+def test_300_graded_pairs_none_wrong_is_paid_three_right_refused():
     assert [
         pair for pair in GRADED if score(pair["completion"], pair["truth"]) and not pair["right"]
     ] == []
@@ -348,8 +467,8 @@ def test_300_graded_pairs_none_wrong_is_paid_four_right_refused():
     ]
     assert (
         len(GRADED) == 300
-        and len(refused) == 4
-        and len([truth for truth in refused if truth in NOT_READ]) == 3
+        and len(refused) == 3
+        and len([truth for truth in refused if truth in NOT_READ]) == 2
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 from tandem.rewards import builtin
 from tandem.rewards.answer_numbers import written_numbers
 from tandem.rewards.judge import judge
+from tandem.rewards.load import load
 from tandem.rewards.parts import BadFunction, BadValue, read_value
 from tandem.rewards.pool.pool import RewardPool
 from tandem.rewards.schema import NOTHING, last_json
@@ -72,6 +73,38 @@ def test_numbers_of_prose_are_whole():
     }
     found |= {"v1.2.3": [], "x5": [], "none": []}
     assert {text: written_numbers(text) for text in found} == found
+
+
+THOUGHTS = [
+    ("<think>\nso {}\n</think>\n\nIt is probably another.", 0.0),
+    ("<think>{}\nlet me check again with", 0.0),
+    ("so {}\n</think>\n\nIt is probably another.", 0.0),
+    ("<think>It is another.</think>{}", 1.0),
+    ("It is another.</think>{}", 1.0),
+    ("{}", 1.0),
+    ("analysisso {}", 0.0),
+    ("analysisIt is another.assistantfinal{}", 1.0),
+]
+SAID = [
+    ("answer", "5", "Answer: 5"),
+    ("numeric", "5", "Answer: 5"),
+    ("choice", "B", "Answer: B"),
+    ("exact", "B", "B"),
+    ("countdown", "24", "Answer: (1+5)*4"),
+    ("json_schema", "", '{"a": 1}'),
+]
+
+
+@pytest.mark.parametrize(("name", "truth", "said"), SAID)
+def test_an_answer_counts_behind_the_thoughts_only(name, truth, said):
+    function = builtin.find(name)
+    row = problem(truth, numbers=[4, 1, 5], schema={"type": "object"})
+    found = {text: function(row, text.replace("{}", said)) for text, _ in THOUGHTS}
+    assert found == dict(THOUGHTS)
+    assert function(row, said, opened=True) == function(row, f"{said} <think", opened=True) == 0.0
+    assert function(row, f"It is another.</think>{said}", opened=True) == 1.0
+    with pytest.raises(BadFunction, match=rf"option .opened. of {name} is 1, expected bool"):
+        load(name, {"opened": 1})
 
 
 CHOICE = [
@@ -246,7 +279,7 @@ def test_reasoning_gym_scores_with_its_own_scorer():
     pytest.importorskip("reasoning_gym")
     from tandem.tasks.reasoning_gym import score
 
-    assert builtin.find("reasoning_gym") is score
+    assert builtin.find("reasoning_gym").__wrapped__ is score
 
 
 # ---------------------------------------------------------------- JSON
