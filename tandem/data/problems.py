@@ -76,27 +76,26 @@ def _problem(
     if config.system and not any(message["role"] == "system" for message in messages):
         messages = ({"role": "system", "content": config.system}, *messages)
     answer_path = _answer_path(row, config.answer_column)
+    uid, category = _uid(row, prefix), ""
+    name = config.category_column
+    if name != DEFAULT_CATEGORY or row.values.get(name) is not None:
+        category = _text(column(row, name, rename="set data.category_column={}"), field=name)
     problem = Problem(
-        uid=_uid(row, prefix),
+        uid=uid,
         messages=messages,
         answer=_answer(row, answer_path),
-        category=_category(row, config.category_column),
+        category=category,
         metadata=_metadata(row, config, answer_path),
         conversational=not isinstance(prompt, str) or any(map(shows_images, messages)),
     )
-    _require_new_uid(problem.uid, row.number, uids, earlier)
-    return problem
-
-
-def _require_new_uid(uid: str, number: int, uids: Uids, earlier: dict[str, Uids]) -> None:
-    """Raise RowError for a uid that another row has: it addresses the random draws of its problem,
-    so that both would be sampled alike."""
-    first = uids.setdefault(uid, number)
-    place = "" if first == number else f"row {first}"
+    # a uid addresses the random draws of its problem: two rows of one would be sampled alike
+    first = uids.setdefault(uid, row.number)
+    place = "" if first == row.number else f"row {first}"
     for name, rows in earlier.items():
         place = f"row {rows[uid]} of {name}" if uid in rows else place
     if place:
         raise RowError(f"{show(uid)}, as in {place}", "a uid that no other row has", field="uid")
+    return problem
 
 
 def _answer_path(row: Row, name: str) -> tuple[str, ...]:
@@ -141,12 +140,6 @@ def _value(row: Row, path: tuple[str, ...]) -> Any:
     for name in path:
         value = value[name]
     return value
-
-
-def _category(row: Row, name: str) -> str:
-    if name == DEFAULT_CATEGORY and row.values.get(name) is None:
-        return ""
-    return _text(column(row, name, rename="set data.category_column={}"), field=name)
 
 
 def _uid(row: Row, prefix: str) -> str:

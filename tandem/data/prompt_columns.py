@@ -22,7 +22,6 @@ from tandem.types import Message, Tool
 Messages = tuple[Message, ...]
 
 EMPTY: tuple[Any, ...] = (None, "", [], {}, "[]", "{}")  # values that say nothing
-OPENING = ("history", "system", "system_prompt")
 RESERVED = ("messages", "tools", "add_generation_prompt", "chat_template")  # variables of our own
 
 _RENAME = "rename the column if it is something else"
@@ -59,7 +58,7 @@ NOTHING = TemplateInputs()
 def with_opening(messages: Messages, row: Row, used: Collection[str] = ()) -> Messages:
     """Put the row's history and its system message before its messages. used: columns that have
     another meaning. Raises RowError."""
-    for name in OPENING:
+    for name in ("history", "system", "system_prompt"):
         value = row.values.get(name)
         if value in EMPTY or name in used:
             continue

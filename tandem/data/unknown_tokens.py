@@ -29,19 +29,15 @@ class UnknownTokens:
         self._tokenizer, self._unknown = tokenizer, tokenizer.unk_token_id
         if self._unknown in (tokenizer.bos_token_id, tokenizer.eos_token_id):
             self._unknown = None
+        self.possible = self._unknown is not None  # that a text has unknown tokens
         self._lock, self._seen, self._found = Lock(), 0, 0
         self._texts: list[str] = []  # the first with unknown tokens
-
-    @property
-    def possible(self) -> bool:
-        """Tell whether a text may have unknown tokens."""
-        return self._unknown is not None
 
     def look(self, texts: Sequence[str], rows: Sequence[Array]) -> None:
         """Count the texts; rows are their tokens, int64 [T] each."""
         found = []
         # in one pass first, as most data have none
-        if self._unknown is not None and rows and (np.concatenate(rows) == self._unknown).any():
+        if self.possible and rows and (np.concatenate(rows) == self._unknown).any():
             pairs = zip(texts, rows, strict=True)
             found = [text for text, row in pairs if (row == self._unknown).any()]
         with self._lock:

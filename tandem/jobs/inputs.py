@@ -201,10 +201,8 @@ def sft_inputs(config: Config) -> ChatInputs:
     )
     chats, inputs = zip(*rows, strict=True)
     held_out = read_data(config, "eval.data")
-    shape, renderer = (
-        check_models(config),
-        load_renderer(config.model.path, config.data.chat_template),
-    )
+    shape = check_models(config)
+    renderer = load_renderer(config.model.path, config.data.chat_template)
     check_tokenizer(config, shape, renderer)
     samples = [
         Sample(tokens=t, loss_mask=mask)

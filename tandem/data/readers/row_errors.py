@@ -44,15 +44,13 @@ class Mistakes:
         self.places: dict[tuple[str, str, str], tuple[str, int]] = {}
         self.next = ""
 
-    @property
-    def full(self) -> bool:
-        return len(self.places) == MAX_MISTAKES
-
-    def add(self, place: str, error: RowError) -> None:
+    def add(self, place: str, error: RowError) -> bool:
+        """Add a mistake; tell whether more may come."""
         mistake = (error.field, error.found, error.expected)
         first, rows = self.places.get(mistake, (place, 0))
         self.places[mistake] = (first, rows + 1)
         self.next = self.next or error.next
+        return len(self.places) < MAX_MISTAKES
 
     def raise_any(self) -> None:
         if not self.places:
@@ -68,7 +66,7 @@ class Mistakes:
                 expected=expected,
                 next=self.next,
             )
-        what = f"{what} (reading stopped there)" if self.full else what
+        what = f"{what} (reading stopped there)" if len(self.places) == MAX_MISTAKES else what
         lines = [
             f"  - {self._where(place, field, count)}: found {found}, expected {expected}"
             for (field, found, expected), (place, count) in self.places.items()

@@ -28,7 +28,6 @@ ALIASES = {
     "answer": ("ground_truth", "solution", "target", "label", "final_answer", "expected"),
 }
 
-
 MANY = 100_000  # rows; of fewer a search takes milliseconds
 
 _DECODE_EXACTLY = json.JSONDecoder(parse_int=str, parse_float=str).decode
@@ -65,8 +64,7 @@ def read_rows(source: str, build: Callable[[Row], T], *, key: str) -> list[T]:
                 row = Row(number=number, values=values, line=line, folder=folder)
                 built.append(build(row))
             except RowError as error:
-                mistakes.add(place, error)
-                if mistakes.full:
+                if not mistakes.add(place, error):
                     break
         if len(built) >= MANY:
             gc.freeze()  # they stay, and each search for garbage would walk through them
