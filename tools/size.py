@@ -34,18 +34,18 @@ BARS = {
     "lines of tests": 34_000,
 }
 HELD = {
-    "lines of the core, without tandem/plugins": 58_045,
-    "lines with plugins": 58_045,
-    "lines that tandem.step imports": 12_843,
-    "lines that a plain `tandem train` imports": 40_228,
+    "lines of the core, without tandem/plugins": 57_803,
+    "lines with plugins": 57_803,
+    "lines that tandem.step imports": 12_611,
+    "lines that a plain `tandem train` imports": 39_913,
     "conditions on a backend's name": 112,
     "of them on the step page": 2,
-    "files that name rollout.engine": 17,
+    "files that name rollout.engine": 15,
     "circles of files": 4,
-    "private functions with one use": 816,
+    "private functions with one use": 760,
     "functions with 8 or more parameters": 31,
-    "yields in tandem/config": 90,
-    "lines of tests": 52_378,
+    "yields in tandem/config": 72,
+    "lines of tests": 53_837,
 }
 
 
