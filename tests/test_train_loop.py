@@ -12,6 +12,7 @@ from tandem.config.schema import Config
 from tandem.run_folder.best import Best, best_so_far, read_best
 from tandem.run_folder.folder import open_run
 from tandem.run_folder.metrics import read_metrics
+from tandem.run_folder.resume import check_weights
 from tandem.run_folder.status import read_status
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import UserError
@@ -20,6 +21,7 @@ from tandem.train.learner import Learner
 from tandem.train.optimizer import Optimizer
 from tandem.train_loop import run_training
 from tests.support.environment import environment
+from tests.support.episodes import adapted_model
 from tests.support.tiny import exact_model
 
 BAD, GOOD = {"bad/loss": 1.0, "bad/gradient": 1.0, "reward": 0.0}, {"reward": 1.0}
@@ -324,6 +326,14 @@ def test_resume_refuses_another_hash_of_the_weights_that_it_loads(tmp_path):
         ran(tmp_path, "......")
     ledger.write_text(text)
     assert ran(tmp_path, "......").restored[0] == 3
+
+
+def test_another_hash_of_a_merged_adapter_is_told_and_not_refused(tmp_path):
+    (tmp_path / "ledger.jsonl").write_text('{"step": 3, "weights": "1234"}\n')
+    told = []
+    check_weights(tmp_path, 3, adapted_model(), told.append)
+    check_weights(tmp_path, 4, adapted_model(), told.append)  # no row of it
+    assert len(told) == 1 and "the row of step 3 in ledger.jsonl has weights 1234" in told[0]
 
 
 def test_run_whose_tracker_is_lost_ends_with_the_same_bytes(tmp_path):
