@@ -34,11 +34,12 @@ class Run(Section):
     trackers: list[Literal["wandb", "trackio", "mlflow"]] = Field(
         [],
         description="where metrics and samples go besides the run folder (docs/trackers.md); each "
-        "needs the extra of its name, and none can stop the run",
+        "needs the extra of its name; one that fails does not stop the run",
     )
     stall_s: float = Field(
         300.0,
         gt=0,
+        le=1e6,
         description="seconds without a sign of life after which the run names the culprit and "
         "stops",
     )

@@ -58,7 +58,12 @@ def read_problems(
         parts.append(read_rows(name, build, key=key))
         earlier[name] = uids
     tell_repeats(
-        ((p.answer, *(str(m["content"]) for m in p.messages)) for part in parts for p in part), key
+        (
+            (p.answer, str(p.metadata), *(str(m["content"]) for m in p.messages))
+            for part in parts
+            for p in part
+        ),
+        key,
     )
     if weights:
         return Mixture(parts, weights, names)

@@ -323,10 +323,9 @@ class ChatRenderer:
         unknown: UnknownTokens,
         given: TemplateInputs,
     ) -> list[tuple[Array, Array]]:
-        turns = [
-            [i for i, m in enumerate(chat) if m["role"] == "assistant"][-1 * (loss == "last") :]
-            for chat in chats
-        ]
+        turns = [[i for i, m in enumerate(chat) if m["role"] == "assistant"] for chat in chats]
+        if loss == "last":
+            turns = [at[-1:] for at in turns]
         parts = [_prefixes(messages, at) for messages, at in zip(chats, turns, strict=True)]
         renderings = iter(self._renderings([prefix for chat in parts for prefix in chat], given))
         samples, texts = [], []

@@ -420,15 +420,17 @@ def _not_exact(where: str, reasons: list[str]) -> UserError:
 def _unreadable(
     path: str, name: str, where: str, found: str, what: str = "model's config"
 ) -> UserError:
-    is_local = Path(path).is_dir()
+    expected = "a file as transformers writes it"
+    if Path(path).is_dir():
+        cure = f"mend {Path(path, name)}, or copy it again from where the model is from"
+    else:
+        expected += ", or a hub name that can be reached from here"
+        cure = "name a model directory; or fetch it where there is a network and set "
+        cure += "HF_HUB_OFFLINE=1 here"
     return UserError(
         f"the {what} cannot be read",
         where=f"{where}, {name}",
         found=found,
-        expected="a file as transformers writes it"
-        + ", or a hub name that can be reached from here" * (not is_local),
-        next=f"mend {Path(path, name)}, or copy it again from where the model is from"
-        if is_local
-        else "name a model directory; or fetch it where there is a network and set "
-        "HF_HUB_OFFLINE=1 here",
+        expected=expected,
+        next=cure,
     )

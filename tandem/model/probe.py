@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from math import isqrt
 from typing import Any
 
 import numpy as np
@@ -52,8 +53,12 @@ GPU_ROWS = (
 # Rows of the output projection: one costs as much as a layer. A chunk's rows are added.
 HEAD_ROWS = (4, 32)
 CPU_RANKED = 4096  # tokens for top-p: a CPU sorts a whole vocabulary for a second
-FEW_ROWS, MANY_ROWS = 37, 1100  # for gradients, beside others up to two microbatches
-GRADIENT_PRODUCTS = 1 << 31  # at most, of a gradient that is tried
+FEW_ROWS, MANY_ROWS = 37, 1100
+WHOLE_ROWS: tuple[int, ...] = (
+    FEW_ROWS,
+    330,
+)  # for gradients of whole linears; up to two microbatches for a part
+GRADIENT_PRODUCTS = 1 << 29  # at most, of such a part
 LENGTH = 400  # past three key blocks, with a partial fourth
 SHARERS = (2, 3, 5, 8, 33)  # sequences that read the same pages in decode
 DECODE_ROWS = 64  # of a decode step that is timed
@@ -334,15 +339,16 @@ def _gradients_differ(
     """Name the linears whose gradients, long sums over outputs or rows, differ with threads."""
     differing = []
     for (outputs, inputs), linear in _linears(model).items():
-        most = min(max(2 * microbatch, MANY_ROWS), GRADIENT_PRODUCTS // (outputs * inputs))
-        if linear is model.head:
-            most = min(most, chunks(most, model.head.weight)[0].stop)
-        most = max(most, FEW_ROWS)
+        most, whole = max(2 * microbatch, MANY_ROWS), WHOLE_ROWS
+        if linear is model.head:  # its gradients are of a chunk of rows at a time
+            most, whole = max(FEW_ROWS, chunks(most, model.head.weight)[0].stop), (FEW_ROWS,)
         drawn = torch.randint(FEW_ROWS, most + 1, (2,), generator=noise).tolist()
-        counts = sorted({FEW_ROWS, *(min(most, rows) for rows in (MANY_ROWS, *drawn, most))})
-        weight = random_like(model, noise, outputs, inputs)
-        for rows in counts:
-            above, x = (random_like(model, noise, rows, width) for width in (outputs, inputs))
+        for rows in sorted({*whole, *drawn, most}):
+            # threads take parts of a sum sooner if there are fewer columns
+            side = max(outputs, inputs) if rows in whole else isqrt(GRADIENT_PRODUCTS // rows)
+            widths = min(outputs, side), min(inputs, side)
+            above, x = (random_like(model, noise, rows, width) for width in widths)
+            weight = random_like(model, noise, *widths)
             found = []
             for count in threads:
                 with threads_of(count):

@@ -180,14 +180,18 @@ def _fraction(text: str) -> Fraction | None:
         return _ratio(match[1], match[2], match[3])
     if match := _MIXED.fullmatch(text):
         part = _ratio("", match[3] or match[5], match[4] or match[6])
-        return None if part is None else (Fraction(match[2]) + part) * int(match[1] + "1")
+        return None if part is None else (Fraction(match[2]) + part) * _sign(match[1])
     if match := _POWER_OF_TEN.fullmatch(text):
-        return int(match[1] + "1") * _decimal(match[2] or "1") * Fraction(10) ** int(match[3])
+        return _sign(match[1]) * _decimal(match[2] or "1") * Fraction(10) ** int(match[3])
     if match := _REPEATING.fullmatch(text):
         fixed = Fraction(f"{match[2] or 0}.{match[3] or 0}")
         repeated = Fraction(int(match[4]), 10 ** len(match[4]) - 1)
-        return int(match[1] + "1") * (fixed + repeated / 10 ** len(match[3]))
+        return _sign(match[1]) * (fixed + repeated / 10 ** len(match[3]))
     return None
+
+
+def _sign(sign: str) -> int:
+    return -1 if sign == "-" else 1
 
 
 def _decimal(text: str) -> Fraction:
@@ -196,7 +200,7 @@ def _decimal(text: str) -> Fraction:
 
 def _ratio(sign: str, above: str, below: str) -> Fraction | None:
     denominator = _decimal(below)
-    return int(sign + "1") * _decimal(above) / denominator if denominator else None
+    return _sign(sign) * _decimal(above) / denominator if denominator else None
 
 
 def same_number(one: Number, other: Number) -> bool:

@@ -19,12 +19,16 @@ _CHARACTERS = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {
     ord(sign): f"{spelling} " if spelling[-1].isalpha() else spelling
     for sign, spelling in re.findall(r"(\S) (\S+)", _SIGNS)
 }
+_CHARACTERS |= dict.fromkeys((0xA0, 0x202F), " ")
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _FUNCTION = r"(?:sqrt|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|log|ln|exp)"
 _WORDS = {"lt": "<", "gt": ">", "l?brace": r"\\{", "rbrace": r"\\}", "langle": "(", "rangle": ")"}
+# Python's power sign; stars are markup where a pair stands before a word and all are in pairs
+_POWER = re.compile(
+    rf"(?<=[\w)}}\]!])( ?)\*\*\1(?=[-+({{\\.\d]|[A-Za-z](?![A-Za-z])|(?:{_FUNCTION}|pi)\b)"
+)
+_BOLD = re.compile(r"(?:^|\s)\*\*\S")
 _REWRITES = [
-    # Python's power sign; other pairs of stars are markup
-    (rf"(?<=[\w)}}\]!])( ?)\*\*\1(?=[-+({{\\.\d]|[A-Za-z](?![A-Za-z])|(?:{_FUNCTION}|pi)\b)", "^"),
     (r"\*\*", ""),
     (r"(?<!\\)\\[()\[\]!,]|\\(?:left|right|bigl?|bigr|Bigl?|Bigr|displaystyle)(?![A-Za-z])", ""),
     (r"(?<!\\)\\[;: ]|~|\\q?quad(?![A-Za-z])|\s+", " "),
@@ -56,8 +60,10 @@ _NO_NUMBERS = {"nan", "inf", "infinity"}
 def normal(text: str) -> str:
     """Return one spelling of an answer, without markup, in ASCII, with equal spaces and fractions;
     "" if it cannot be an answer."""
+    is_markup = _BOLD.search(text) and text.count("**") % 2 == 0
     text = text.translate(_CHARACTERS).strip(MARKUP + "$").rstrip(".").strip(MARKUP + "$")
     text = re.sub("[⁰¹²³⁴-⁹⁻]+", lambda match: "^{" + match[0].translate(_SUPERSCRIPTS) + "}", text)
+    text = text if is_markup else _POWER.sub("^", text)
     for pattern, replacement in _REWRITES:
         text = re.sub(pattern, replacement, text)
     text = text.lstrip(" ,;").rstrip(" .,;")

@@ -87,6 +87,8 @@ def behind_thoughts(function: Function) -> Function:
         try:
             return float(function(problem, text, **given, **options))
         except ValueError as error:
+            if not given:
+                raise
             raise BadValue(str(error)) from None
 
     kept = [p for p in signature.parameters.values() if p.name not in given]
@@ -98,7 +100,7 @@ def behind_thoughts(function: Function) -> Function:
 
 # gpt-oss, without its special tokens: "analysis...assistantfinal..."
 _END_OF_THOUGHTS = re.compile("</think>|assistantfinal")
-_THOUGHTS = re.compile(r"<think>|^analysis(?=[^\s:.,;])")
+_THOUGHTS = re.compile(r"(?m)^\s*<think>|\Aanalysis(?=[^\s:.,;])")
 
 
 # ---------------------------------------------------------------- is it the answer?

@@ -92,9 +92,11 @@ class Journal:
             kind, _, rest = path.stem.partition("_step_")
             last = done if kind.startswith("eval") else done + 1 + staleness
             if int(rest.partition("_")[0]) > last:
+                mesh = self.note.get("mesh", "")
                 with suppress(UserError):  # a damaged file
-                    if (read_note(path) or {}).get("mesh", "") != self.note.get("mesh", ""):
-                        self._remove(iter([path]))
+                    mesh = (read_note(path) or {}).get("mesh", "")
+                if mesh != self.note.get("mesh", ""):
+                    self._remove(iter([path]))
 
     def is_own(self, path: Path) -> bool:
         """Tell whether this run wrote a file."""

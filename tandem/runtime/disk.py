@@ -153,7 +153,7 @@ def disk_errors(path: Path) -> Iterator[None]:
                 raise UserError(
                     what,
                     where=str(path if error.filename is None else error.filename),
-                    found=f"{error.strerror}{free * (numbers is _FULL)}",
+                    found=f"{error.strerror}{free if numbers is _FULL else ''}",
                     expected=expected,
                     next=next_step,
                 ) from error

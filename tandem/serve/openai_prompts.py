@@ -21,9 +21,7 @@ from tandem.serve.openai_requests import Body, ChatTokenizer, Served
 from tandem.types import Array, Request, SamplingParams
 
 SLICE = 1 << 16  # characters that are tokenized in one piece; 0.1 s at most
-MAX_SCORES = (
-    1 << 18
-)  # log-probs of prompts in an answer; others wait for the passes of these prompts
+MAX_SCORES = 1 << 18  # log-probs of prompts in an answer: other requests wait for their passes
 
 
 class DrawKeys:

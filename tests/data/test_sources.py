@@ -263,8 +263,8 @@ def test_a_compressed_file_of_another_format_is_refused(tmp_path):
 def test_csv_is_read_with_the_mark_of_its_header(tmp_path, mark):
     lines = [["prompt", "answer", '"a, b; c\td"'], ["1,2;3\t4", '"5,5;5\t5"', ""]]
     lines[1][0] = f'"{lines[1][0]}"'
-    (tmp_path / "c.csv").write_text("\n" + "\n".join(map(mark.join, lines)))
-    [problem] = read(tmp_path / "c.csv")
+    (tmp_path / "c.tsv.csv").write_text("\n" + "\n".join(map(mark.join, lines)))
+    [problem] = read(tmp_path / "c.tsv.csv")
     assert (problem.messages[0]["content"], problem.answer) == ("1,2;3\t4", "5,5;5\t5")
     assert problem.metadata == {"a, b; c\td": None}
 
@@ -277,6 +277,8 @@ def test_rows_that_come_twice_are_told_in_one_sentence(tmp_path, form, caplog):
     assert record.getMessage().startswith("2 of the 6 rows of data.train repeat an earlier row")
     caplog.clear()
     read(write(tmp_path / "once", form, table.slice(0, 3)))
+    seeds = table.append_column("seed", pa.array(range(6)))
+    read(write(tmp_path / "seeds", form, seeds))
     assert not caplog.records
 
 

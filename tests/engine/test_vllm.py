@@ -385,6 +385,11 @@ def test_an_interpreter_without_vllm_is_named(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="there is no vLLM to roll out with") as caught:
         vllm_worker.command()
     assert f"no vllm in {sys.executable}" in caught.value.found
+    Path("notes").write_text("no program")
+    Path("notes").chmod(0o755)
+    monkeypatch.setenv(vllm_worker.VARIABLE, "./notes")
+    with pytest.raises(UserError, match="there is no vLLM to roll out with"):
+        vllm_worker.command()
 
 
 def test_a_model_that_vllm_refuses_ends_the_run_before_its_first_evaluation(tmp_path, monkeypatch):

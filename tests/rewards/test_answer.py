@@ -415,6 +415,9 @@ SPELLED = [
     ("**5** apples", "5", True),
     ("x = **3** and y = **4**", "x=3, y=4", True),
     ("x**3+1", "x^2+1", False),
+    ("**12**(twelve)", "12 (twelve)", True),
+    ("\u00a0$x+1$", "x+1", True),
+    ("\u202f$(1,2)$", "(1,2)", True),
 ]
 
 

@@ -107,6 +107,10 @@ def test_an_answer_counts_behind_the_thoughts_only(name, truth, said):
         load(name, {"opened": 1})
 
 
+def test_a_tag_within_a_line_is_no_thought():
+    assert builtin.answer(problem("5"), "The tag <think> opens thoughts. Answer: 5") == 1.0
+
+
 CHOICE = [
     ("B", "Answer: B", 1.0),
     ("B", "Answer: (B) 12 apples", 1.0),

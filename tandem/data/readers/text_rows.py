@@ -140,7 +140,7 @@ def csv_rows(file: Path, key: str) -> Iterator[tuple[str, Payload]]:
     csv.field_size_limit(LONGEST_CELL)  # of the whole process: the module has no other setting
     with _open(file, key) as stream:
         texts = (line.decode(errors="surrogateescape") for line in _lines(stream))
-        marks = "\t" if ".tsv" in file.suffixes else ",;\t"
+        marks = "\t" if ".tsv" in file.suffixes[-2:] and file.suffix != ".csv" else ",;\t"
         names: list[str] = []
         head: list[str] = []
         mark, end = marks[0], 0  # the last line of the record before

@@ -15,6 +15,7 @@ package (`make cluster` builds it); the driver's own interpreter, if vllm is in 
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING, Any
@@ -60,8 +61,10 @@ def find_python() -> str:
     named = os.environ.get(VARIABLE)
     places = [named] if named else [*map(str, folders), sys.executable]
     for python in places:
-        if which(python) and not subprocess.run((python, "-c", _LOOK)).returncode:
-            return python
+        with suppress(OSError):  # it is no program
+            look = (python, "-c", _LOOK)
+            if which(python) and not subprocess.run(look, capture_output=True).returncode:
+                return python
     raise _no_vllm(f"no vllm in {', '.join(places)}")
 
 

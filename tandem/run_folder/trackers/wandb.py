@@ -18,7 +18,8 @@ class WandbTracker:
             name=os.environ.get("WANDB_NAME") or run.name,
             config=run.config,
             resume="allow",
-            settings=wandb.Settings(console="off", silent=True),  # the terminal is the run's
+            # the terminal is the run's, which does not wait for an upload without end
+            settings=wandb.Settings(console="off", silent=True, finish_timeout=30),
         )
         self._run.define_metric("*", step_metric="step")
 
