@@ -175,7 +175,8 @@ class _TestRun:
         with unlimited_digits():
             tester = (_TEST, self._tester_files(scripts))
         solver = (_SOLVE, self._solver_files())
-        result, _ = self.sandbox.converse(tester, solver, limits=limits)
+        result, other = self.sandbox.converse(tester, solver, limits=limits)
+        self.stops.extend((result.stop_reason, other.stop_reason))
         if result.exit_code != 0:
             return [False] * len(scripts)
         reports = json.loads(result.stderr)
@@ -194,8 +195,9 @@ class _TestRun:
                 raise _cannot_run(self.uid, script, found)
             names |= needed
             imports += [f"import {name}" for name in code_asserts.modules(script)]
+        texts = map(code_asserts.across_the_line, scripts)
         tests = {
-            "scripts": [code_asserts.with_copies(script) for script in scripts],
+            "scripts": [(text, code_asserts.checking(text)) for text in texts],
             "before": [*imports, *helpers],
             "names": sorted(names),
             "entry_point": entry_point,

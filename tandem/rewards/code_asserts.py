@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tandem.rewards.code_inside import COPY
+from tandem.rewards.code_inside import COPY, SAME
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +142,7 @@ def bound(tree: ast.AST) -> set[str]:
                 ast.ExceptHandler(_, str(name))
                 | ast.MatchAs(_, str(name))
                 | ast.MatchStar(str(name))
+                | ast.MatchMapping(_, _, str(name))
             ):
                 names.add(name)
     return names
@@ -189,6 +190,8 @@ ELSEWHERE = re.compile(
     r"|warnings\.catch_warnings|pytest\.(?!(raises|approx|fail|main|mark)\b)\w+"
     r"|pytest\.mark\.(skip|skipif|usefixtures|xfail))(\.|$)"
 )
+# What may be a check, in the text of a block; `assert False` is reached by no right solution.
+CHECK = r"(?m:^ *(assert(?! False\b)|if|while|match)\b)|\bassert\w+\(|\byield\b"
 NAMES = {"assertLogs", "assertNoLogs", "assertWarns", "assertWarnsRegex", "write_text"}
 NAMES |= {"__class__", "__dict__", "__doc__", "__eq__", "__module__"}
 
@@ -229,10 +232,6 @@ def unsupported(script: str, names: set[str], before: Sequence[str] = ()) -> Ite
                 yield "uses async"
             case ast.ClassDef(_, bases) if _names(*bases) & names:
                 yield "derives a class from the solution's"
-            case ast.Compare(_, [ast.Is()], [right]) | ast.Call(
-                ast.Attribute(_, "assertIs"), [_, right]
-            ) if not (isinstance(right, ast.Constant) or _names(right) & vars(builtins).keys()):
-                yield f"asks whether one object is another: {ast.unparse(node)}"
             case ast.FunctionDef("setup_class" | "setup_module" | "setup_function" as name):
                 yield f"has a {name}"
             case ast.FunctionDef(name) if name.startswith("test_"):
@@ -275,10 +274,27 @@ def modules(script: str) -> list[str]:
     return sorted((used - _called(tree) - bound(tree)) & sys.stdlib_module_names)
 
 
-def with_copies(script: str) -> str:
-    """Return the script, with copied arguments for each call whose argument is read again by a
-    comparison of its result, or by the call around it: else `f(a) == sorted(a)` would hold for a
-    solution that empties a."""
+def checking(script: str) -> list[tuple[int, int]]:
+    """List the first and last lines of each `with` block in which something may be checked, so that
+    an error swallowed there could hide a failure."""
+    tree = ast.parse(script)
+    own = [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    check = re.compile("|".join([CHECK, *(rf"\b{name}\(" for name in own)]))
+    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.With)]
+    return [
+        (block.lineno, block.end_lineno or 0)
+        for block in blocks
+        if check.search("\n".join(map(ast.unparse, block.body)))
+    ]
+
+
+def across_the_line(script: str) -> str:
+    """Return the script for a process without the solution.
+
+    It copies the arguments of each call whose argument is read again by a comparison of its result,
+    or by the call around it: else `f(a) == sorted(a)` would hold for a solution that empties a. In
+    `f(a) == a` the name means what the call left. Line.same takes the place of `is`.
+    """
     tree, to_copy, assigned = ast.parse(script), dict[int, ast.Call](), []
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value:
@@ -287,20 +303,34 @@ def with_copies(script: str) -> str:
             assigned.append((bound(node.target), node.iter))
     for node in ast.walk(tree):
         parts: list[ast.AST] = []
+        compares = isinstance(node, ast.Compare)
         if isinstance(node, ast.Compare):
             parts = [node.left, *node.comparators]
         elif isinstance(node, ast.Call):
             parts = [*node.args, *node.keywords]
+            compares = isinstance(node.func, ast.Attribute) and node.func.attr.startswith("assert")
         for part in parts:
-            others = _names(*(other for other in parts if other is not part))
+            rest = [other for other in parts if other is not part]
+            others = _names(*rest)
+            again = _names(*(o for o in rest if not (compares and isinstance(o, ast.Name))))
             for call in _results(part, assigned):
                 # what was made of an argument before the call is no problem
                 later = [v for made, v in assigned if v.lineno > call.lineno and made & others]
-                if _names(*call.args, *call.keywords) & (others | _names(*later)):
+                if _names(*call.args, *call.keywords) & (again | _names(*later)):
                     to_copy[id(call)] = call
     for call in to_copy.values():
         call.func = ast.Call(ast.Name(COPY, ast.Load()), [call.func], [])
-    return ast.unparse(tree) if to_copy else script
+    for node in ast.walk(tree):
+        match node:
+            case ast.Compare(left, [ast.Is()], [right]) if not isinstance(right, ast.Constant):
+                node.left, node.comparators = _same(left, right), [ast.Constant(True)]
+            case ast.Call(ast.Attribute(_, "assertIs"), [left, right, *more]):
+                node.args = [_same(left, right), ast.Constant(True), *more]
+    return ast.unparse(tree)
+
+
+def _same(*sides: ast.expr) -> ast.Call:
+    return ast.Call(ast.Name(SAME, ast.Load()), [*sides], [])
 
 
 def _results(part: ast.AST, assigned: Sequence[tuple[set[str], ast.expr]]) -> Iterator[ast.Call]:

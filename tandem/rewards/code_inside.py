@@ -16,7 +16,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-INVOKE, OBJECTS, COPY, PYTHON = "__invoke__", "__objects__", "__on_a_copy__", "__python__"
+INVOKE, OBJECTS, PYTHON = "__invoke__", "__objects__", "__python__"
+COPY, SAME = "__on_a_copy__", "__same__"
 
 
 # ---------------------------------------------------------------- values as JSON

@@ -21,11 +21,12 @@ from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from code_inside import COPY, INVOKE, OBJECTS, PYTHON, STANDARD, decode, private_streams, read
+from code_inside import COPY, INVOKE, OBJECTS, PYTHON, SAME, STANDARD, decode, private_streams, read
 
 
-class SolutionError(Exception):
-    """An end of the solution's process, or an invalid value from it."""
+class SolutionError(BaseException):
+    """An end of the solution's process, or an invalid value from it; no Exception, as a test may
+    expect one."""
 
 
 # A loop of the test would end at one of these, and not notice the failure.
@@ -37,7 +38,7 @@ class Remote:
     and not compared: equality would be the solution's claim.
 
     level: 2 for a class that the test names, 1 for its instances and members, else 0. A comparison
-    of 1 or 2 is the test's mistake.
+    of 1 or 2 with another object of the solution is the test's mistake.
     """
 
     def __init__(self, line: "Line", source: str):
@@ -49,7 +50,8 @@ class Remote:
         return value
 
     def _operate(self, *others: Any) -> Any:
-        if self._level or any(isinstance(other, Remote) and other._level for other in others):
+        objects = [other for other in (self, *others) if isinstance(other, Remote)]
+        if len(objects) > len(others) and any(one._level for one in objects):
             self._line.unsupported = "uses an operator or a comparison of the solution's objects"
         raise SolutionError("an object of the solution cannot be compared with a value")
 
@@ -89,8 +91,12 @@ class Remote:
         asked = f"{self._line.source(item)} in {self._source}"
         return bool(self._line.ask(asked)) if self._level else item in [*self]
 
-    def __exit__(self, kind: Any, error: Any, _: Any) -> bool:
-        return bool(self.__getattr__("__exit__")(kind, error, None))
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+        if isinstance(error, AssertionError | SolutionError):
+            return False  # the test's own
+        swallowed = bool(self.__getattr__("__exit__")(kind, error, None)) and trace
+        lines = self._line.checking
+        return swallowed and not any(one <= trace.tb_lineno <= last for one, last in lines)
 
 
 def _forwarded(function: str) -> Any:
@@ -103,9 +109,9 @@ for _name in re.findall(
     r"\w+", "repr str len bool iter setattr delattr int float abs round reversed"
 ):
     setattr(Remote, f"__{_name}__", _forwarded(f"{PYTHON}['{_name}']"))
-for _name in re.findall(r"\w+", "getitem setitem delitem neg index"):
+for _name in ("getitem", "setitem", "delitem", "neg", "index"):
     setattr(Remote, f"__{_name}__", _forwarded(f"__import__('operator').{_name}"))
-for _name in re.findall(r"\w+", "instance subclass"):
+for _name in ("instance", "subclass"):
     _is = _forwarded(f"(lambda kind, value: {PYTHON}['is{_name}'](value, kind))")
     setattr(Remote, f"__{_name}check__", _is)
 setattr(Remote, "__enter__", _forwarded("(lambda context: context.__enter__())"))  # noqa: B010
@@ -114,12 +120,13 @@ for _name in re.findall(
 ):
     setattr(Remote, f"__{_name}__", Remote._operate)
     setattr(Remote, f"__r{_name}__", Remote._operate)
-for _name in re.findall(r"\w+", "lt le gt ge reduce_ex"):  # the last is what copy and pickle call
+for _name in ("lt", "le", "gt", "ge"):
     setattr(Remote, f"__{_name}__", Remote._operate)
+setattr(Remote, "__reduce_ex__", lambda self, _: self._operate())  # noqa: B010 - copy and pickle
 
 
 def on_a_copy(function: Any) -> Any:
-    """Make a function leave its arguments unchanged, if it is the solution's (with_copies)."""
+    """Make a function leave its arguments unchanged, if it is the solution's (across_the_line)."""
     if not isinstance(function, Remote):
         return function
     return lambda *args, **kwargs: function._below(function._call(args, kwargs, keep=False))
@@ -128,13 +135,14 @@ def on_a_copy(function: Any) -> Any:
 class Line:
     """The line to the solution: expressions go out, plain data and stand-ins come back.
 
-    unsupported: what the script did that cannot work, whatever the solution.
+    unsupported: what the script did that cannot work, whatever the solution. checking: first and
+    last lines of its `with` blocks in which the solution may swallow no error.
     """
 
     def __init__(self, replies: Any, requests: Any):
         self.replies, self.requests = replies, requests
         self.asked = 0
-        self.unsupported = ""
+        self.unsupported, self.checking = "", list[list[int]]()
         self.kinds: dict[str, Any] = {}  # stand-ins for the solution's classes of exceptions
 
     def ask(self, expression: str) -> Any:
@@ -145,7 +153,8 @@ class Line:
             reply = json.loads(self.replies.readline(2**24))
             if "error" not in reply:
                 return decode(reply["value"], self._make)
-            error = _raised(*decode(reply["error"], self._make))
+            kind, *more = reply["error"]
+            error = _raised(self._kind(kind["exception"]), *decode(more, self._make))
         except Exception as problem:
             raise SolutionError(f"no value came back: {problem}") from None
         raise error
@@ -155,7 +164,9 @@ class Line:
             # a new one each time: lists take one object for equal to itself
             return Remote(self, f"{OBJECTS}[{int(content)}]")
         if kind == "exception":
-            return self._kind(content)
+            if issubclass(AssertionError, found := self._kind(content)):
+                raise ValueError("an `except` of it would hold the test's own errors")
+            return found
         if kind == "child":
             data, other = decode(content[0], self._make), self._make("object", content[1])
             members = {"__getattr__": lambda _, name: getattr(other, name), "_remote": other}
@@ -179,6 +190,14 @@ class Line:
             members = {"__str__": lambda e: vars(e).get("_text") or Exception.__str__(e)}
             self.kinds[path] = type(name, tuple(map(self._kind, bases)), members)
         return self.kinds[path]
+
+    def same(self, one: Any, other: Any) -> bool:
+        """Tell whether one object is another; of equal data nobody can: copies cross the line."""
+        if isinstance(one, Remote) and isinstance(other, Remote):
+            return bool(one._source == other._source)
+        if one is not other and type(one) is type(other) and one == other:
+            self.unsupported = "asks whether one object is another"
+        return one is other
 
     def source(self, value: Any) -> str:
         """Write an expression for this value in the solution; raises TypeError if there is none."""
@@ -204,8 +223,9 @@ class Line:
         if value in self.kinds.values():
             return str(value.__name__)
         module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
-        if module in sys.stdlib_module_names and vars(sys.modules[module]).get(name) is value:
-            return f"__import__({module!r}).{name}"
+        library = str(module).partition(".")[0] in sys.stdlib_module_names
+        if library and vars(sys.modules[str(module)]).get(name) is value:
+            return f"__import__({module!r}, None, None, ['']).{name}"
         self.unsupported = f"hands the solution a {kind.__name__} of its own"
         raise TypeError(self.unsupported)
 
@@ -290,8 +310,8 @@ def fail(reason: str = "") -> None:
 def test() -> None:
     """Run every script of tests.json in a namespace of its own; the verdicts go to stderr.
 
-    tests.json: {"scripts": [...], "before": [...], "names": [...], "entry_point": ""}. before:
-    statements that make names for the scripts; names: those that the solution makes.
+    tests.json: {"scripts": [[script, checking]], "before": [...], "names": [...], "entry_point":
+    ""}. before: statements that make names for the scripts; names: those that the solution makes.
     """
     sys.set_int_max_str_digits(0)
     replies, requests = private_streams()
@@ -302,21 +322,22 @@ def test() -> None:
     line = Line(replies, requests)
     tests = json.loads(read("tests.json"))
     reports = [
-        {"passed": _passed(line, script, tests), "unsupported": line.unsupported}
-        for script in tests["scripts"]
+        {"passed": _passed(line, text, lines, tests), "unsupported": line.unsupported}
+        for text, lines in tests["scripts"]
     ]
     os.write(verdicts, json.dumps(reports).encode())
 
 
-def _passed(line: Line, script: str, tests: dict[str, Any]) -> bool:
-    line.unsupported = ""
+def _passed(line: Line, script: str, checking: list[list[int]], tests: dict[str, Any]) -> bool:
+    line.unsupported, line.checking = "", checking
     try:
         provided = {name: line.ask(name) for name in tests["names"]}
         for name, value in provided.items():
-            if isinstance(value, Remote) and name[0].isupper():
+            asked = f"{PYTHON}['isinstance']({name}, {PYTHON}['type'])"
+            if isinstance(value, Remote) and name[0].isupper() and line.ask(asked) is True:
                 vars(value)["_level"] = 2
         before = line.asked
-        _run_script(script, provided, tests)
+        _run_script(script, {**provided, SAME: line.same}, tests)
     except BaseException:  # a script that did not come to its end, by an exit too, did not pass
         return False
     # one that never used the solution proves nothing

@@ -24,6 +24,7 @@ import ast
 import json
 import re
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ TEXT_CHARS = 200_000  # of a completion; the program is near its end
 END = "</think>"
 _FENCE = re.compile(rf"^(?:.*{END})?([ \t]*)(`{{3,}}|~{{3,}})([^`\n]*)$", re.MULTILINE)
 _PYTHON = re.compile(r"[{.\s]*(python|py)3?(?![\w+-])", re.IGNORECASE)  # a label of a program
+_TEXT = r"\s+(?![{.\s]*py)\S.*"  # behind a closing fence: no label of a program
 DRAFTS = 8  # after so many of unclosed fences, the last end of thoughts counts
 CLOSINGS = 16  # fences tried as the end of a program, as some may stand in its docstrings
 
@@ -103,27 +105,33 @@ def extract_code(completion: str) -> str:
 
 def _block(text: str, opening: re.Match[str]) -> tuple[str, int]:
     """Return the program behind a fence, without the fence's indentation, and the position of its
-    end."""
+    end. A fence with text behind it, "``` done", is one where no other closes a program."""
     indentation, fence = re.compile(rf"^[ \t]{{0,{len(opening[1])}}}", re.MULTILINE), opening[2]
-    ends = (
-        (closing.start(), closing.end())
-        for closing in _FENCE.finditer(text, opening.end())
-        if text.startswith(fence, closing.start(2)) and not closing[3].strip()
-    )
-    found: list[tuple[str, int]] = []
-    for start, end in [*islice(ends, CLOSINGS)] or [(len(text), len(text))]:
-        found.append((indentation.sub("", text[opening.end() + 1 : start]), end))
-        error = _syntax_error(found[-1][0])
+
+    def program(end: int) -> str:
+        return indentation.sub("", text[opening.end() + 1 : end])
+
+    def blocks(behind: str, stop: int) -> Iterator[tuple[str, int]]:
+        for closing in _FENCE.finditer(text, opening.end(), stop):
+            if text.startswith(fence, closing.start(2)) and re.fullmatch(behind, closing[3]):
+                yield program(closing.start()), closing.end()
+
+    bare = [*islice(blocks(r"\s*", len(text)), CLOSINGS)] or [(program(len(text)), len(text))]
+    for found in bare:
+        error = _syntax_error(found[0])
         if not error:
-            return found[-1]
+            return found
         if not error.startswith("unterminated triple-quoted"):
             break
-    return found[0]
+    with_text = islice(blocks(_TEXT, bare[0][1]), CLOSINGS)
+    return next((found for found in with_text if not _syntax_error(found[0])), bare[0])
 
 
 def _syntax_error(program: str) -> str:
     try:
-        ast.parse(program)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ast.parse(program)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return str(error) or type(error).__name__
     return ""

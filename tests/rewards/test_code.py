@@ -4,6 +4,7 @@ form."""
 import json
 import re
 import shutil
+import warnings
 from dataclasses import dataclass, field
 
 import pytest
@@ -298,7 +299,7 @@ def test_an_error_of_the_solution_is_not_the_rows_mistake():
 
 @needs_bubblewrap
 def test_one_object_for_everything_does_not_pass_a_list_test():
-    cheat = "```python\ns = object()\ndef Pt(x): return s\npt = Pt\ndef mk(x): return [s]\n```"
+    cheat = "```python\ns = object()\nclass Pt:\n    __new__ = lambda c, x: s\npt = Pt\ndef mk(x): return [s]\n```"
     assert reward("assert pt(2) in mk(2)", cheat)["reward"] == 0.0
     for script in ("assert mk(2) == [Pt(2)]", "assert Pt(2) in mk(2)"):
         with pytest.raises(UserError, match="comparison of the solution's objects"):
@@ -401,7 +402,6 @@ REFUSED_FORMS = [  # (the script, what the error names)
         "setup_class",
     ),
     ("from solution import A\nclass B(A): pass\nassert B(1).x == 1", "derives"),
-    ("a = [1]\nassert f(a) is a", "one object"),
     ("assert f(lambda x: x) == 3", "a function of its own"),
     ("from solution import A, f\nassert f(1) == A(1)", "comparison"),
     ("from solution import A\nassert (A(1) + A(2)).x == 3", "operator"),
@@ -447,6 +447,138 @@ def test_a_script_may_look_at_what_a_call_did_to_its_argument():
     program = "```python\ndef f(a):\n    a[:] = sorted(set(a))\n    return len(a)\n```"
     script = "a, want = [1, 1, 2], [1, 2]\nn = f(a)\nassert n == len(want) and a[:n] == want[:n]"
     assert reward(script, program)["reward"] == 1.0
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(
+    "script",
+    [
+        "a = [3, 1, 2]\nr = f(a)\nassert a == r",
+        "nums = [3, 1]\nout = f(nums)\nassert out == nums and nums == [1, 3]",
+        "import unittest\nclass T(unittest.TestCase):\n    def test_f(self):\n        a = [2, 1]\n        self.assertListEqual(f(a), a)",
+    ],
+)
+def test_an_argument_itself_is_what_the_call_left(script):
+    program = "```python\ndef f(a):\n    a.sort()\n    return a\n```"
+    assert reward(script, program)["reward"] == 1.0
+    assert reward(script, program.replace("return a", "return 0"))["reward"] == 0.0
+
+
+SUITE = "import unittest\nclass T(unittest.TestCase):\n    def test_f(self):\n        "
+IDENTITIES = [  # (the script, the right solution)
+    (
+        "for x, want in [(1, True), (2, None)]: assert f(x) is want",
+        "def f(x): return {1: True}.get(x)",
+    ),
+    (
+        SUITE + "for x, e in ((1, True), (2, False)): self.assertIs(f(x), e)",
+        "def f(x): return x == 1",
+    ),
+    ("class N: pass\na = N()\nb = a\nassert f(1) == 1\nassert b is a", "def f(x): return x"),
+    ("for x, t in [(1, int), ('a', str)]: assert type(f(x)) is t", "def f(x): return x"),
+    (
+        "a, b = One(), One()\nassert a is b",
+        "class One:\n    o = object()\n    __new__ = lambda c: c.o",
+    ),
+]
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(("script", "program"), IDENTITIES, ids=range(len(IDENTITIES)))
+def test_whether_one_object_is_another_is_graded_where_it_can_be(script, program):
+    assert reward(script, f"```python\n{program}\n```")["reward"] == 1.0
+    for other in ("[]", "object()", "1.5", "1"):
+        wrong = (
+            f"```python\ndef f(x): return {other} if x != 1 else 0\ndef One(): return object()\n```"
+        )
+        assert reward(script, wrong)["reward"] == 0.0
+
+
+@needs_bubblewrap
+def test_equal_data_across_the_line_is_no_identity():
+    for script in ("a = [1]\nassert f(a) is a", SUITE + "a = {}\n        self.assertIs(f(a), a)"):
+        with pytest.raises(UserError, match="a test script cannot run") as caught:
+            reward(script, "```python\ndef f(a): return a\n```")
+        assert "one object" in caught.value.found
+
+
+SWALLOWS = (
+    "class A:\n    __enter__ = lambda s: s\n    __exit__ = lambda *a: True\n    def get(self): "
+)
+WITH = "from solution import A\n"
+HIDDEN = [  # (the script, a solution that hides the test's own error)
+    (WITH + "with A() as a:\n    assert a.get() == 5", SWALLOWS + "return 0"),
+    (WITH + "with A() as a:\n    assert a.get() == 5", SWALLOWS + "raise ValueError"),
+    (WITH + "with A() as a:\n    assert a.get() + 1 == 6", SWALLOWS + "return None"),
+    (WITH + "with A() as a:\n    assert a.get() == 5", SWALLOWS + "raise SystemExit"),
+    (
+        WITH + "with A() as a:\n    x = a.get()\n    if x != 5: raise ValueError",
+        SWALLOWS + "return 0",
+    ),
+    (
+        WITH + "def same(x): assert x == 5\nwith A() as a: same(a.get())",
+        SWALLOWS + "raise ValueError",
+    ),
+    (WITH + SUITE + "with A() as a: self.assertEqual(a.get(), 5)", SWALLOWS + "raise ValueError"),
+    (
+        WITH
+        + "from contextlib import ExitStack\nwith ExitStack() as s:\n    a = s.enter_context(A())\n    assert a.get() == 5",
+        SWALLOWS + "raise ValueError",
+    ),
+    (
+        "import pytest\nfrom solution import E, f\nwith pytest.raises(E): assert f(1) == 5",
+        "E = Exception\ndef f(x): return 0",
+    ),
+    (
+        "from solution import E, f\ntry: assert f(1) == 5\nexcept E: pass",
+        "E = AssertionError\ndef f(x): return 0",
+    ),
+    (
+        "from solution import M, f\ntry: assert f(1) == 5\nexcept M.E: pass",
+        "class M: E = Exception\ndef f(x): return 0",
+    ),
+    ("import pytest\nwith pytest.raises(Exception): f(1)", "import os\ndef f(x): os._exit(0)"),
+]
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(("script", "program"), HIDDEN, ids=range(len(HIDDEN)))
+def test_a_solution_hides_no_failure_of_the_test(script, program):
+    assert reward(script, f"```python\n{program}\n```")["reward"] == 0.0
+
+
+@needs_bubblewrap
+def test_a_context_of_the_solution_may_swallow_what_hides_no_check():
+    script = WITH + "with A() as a:\n    {}\n    assert False, 'not swallowed'\nassert a.get() == 5"
+    for line in ("raise KeyError('x in y if z')", "1 / 0", "a.lose()"):
+        program = f"```python\n{SWALLOWS}return 5\n    def lose(self): raise ValueError\n```"
+        assert reward(script.format(line), program)["reward"] == 1.0
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(
+    ("script", "program"),
+    [
+        (SUITE + "self.assertEqual(IsPrime(3), True)", "class R: pass\ndef IsPrime(x): return R()"),
+        ("x = IsPrime(3)\nassert x == True", "class IsPrime:\n    def __init__(self, x): pass"),
+        ("assert IsPrime(3) == IsPrime(5)", "class R: pass\ndef IsPrime(x): return R()"),
+        (
+            WITH + "with A() as a:\n    x = a.get()\nassert x == 5",
+            SWALLOWS + "import json; json.loads('')",
+        ),
+        (WITH + "with A() as a:\n    x = a.get()\nassert x == 5", SWALLOWS + "raise SystemExit"),
+    ],
+    ids=range(5),
+)
+def test_no_program_makes_an_error_of_a_good_row(script, program):
+    assert reward(script, f"```python\n{program}\n```")["reward"] == 0.0
+
+
+@needs_bubblewrap
+def test_a_script_counts_a_solution_that_wrote_too_much():
+    script = "x = f(1)\nassert x == 1"
+    code = "```python\nimport os\ndef f(x):\n    while True: os.write(2, b'x' * 10**6)\n```"
+    assert reward(script, code)["output_cut"] == 1.0
 
 
 @needs_bubblewrap
@@ -520,6 +652,31 @@ def test_a_fence_may_have_attributes(fence):
     indent, marks = fence[: -len(fence.lstrip())], re.match(r"\s*([`~]+)", fence)[1]
     block = "".join(f"{indent}{line}\n" for line in (fence.strip(), "x = 1", marks))
     assert extract_code(f"So:\n\n{block}Output:\n```\n1\n```\n") == "x = 1\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```python\nx = 1\n``` done",
+        "```python\nx = 1\n``` done\nThat is it.",
+        "```python\nx = 1\n``` is the first:\n\n```text\n1\n```\n",
+        "```python\nx = 0\n``` or\n``` python\nx = 1\n``` done\n",
+    ],
+)
+def test_a_closing_fence_may_have_text_behind_it_where_no_other_closes(text):
+    assert extract_code(text) == "x = 1\n"
+
+
+def test_a_program_is_read_without_warnings():
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert extract_code("```python\nx = '\\d'\n```") == "x = '\\d'\n"
+    assert not told
+
+
+def test_the_rest_of_a_matched_mapping_is_a_name():
+    script = "match f(1):\n    case {'a': 1, **rest}: assert rest == {}"
+    assert needed(script) == {"f"} and "rest" in code_asserts.bound(code_asserts.ast.parse(script))
 
 
 @pytest.mark.parametrize(
