@@ -34,10 +34,10 @@ BARS = {
     "lines of tests": 34_000,
 }
 HELD = {
-    "lines of the core, without tandem/plugins": 57_803,
-    "lines with plugins": 57_803,
-    "lines that tandem.step imports": 12_611,
-    "lines that a plain `tandem train` imports": 39_913,
+    "lines of the core, without tandem/plugins": 57_894,
+    "lines with plugins": 57_894,
+    "lines that tandem.step imports": 12_616,
+    "lines that a plain `tandem train` imports": 39_943,
     "conditions on a backend's name": 112,
     "of them on the step page": 2,
     "files that name rollout.engine": 15,
@@ -45,7 +45,7 @@ HELD = {
     "private functions with one use": 760,
     "functions with 8 or more parameters": 31,
     "yields in tandem/config": 72,
-    "lines of tests": 53_837,
+    "lines of tests": 54_022,
 }
 
 
