@@ -34,18 +34,18 @@ BARS = {
     "lines of tests": 34_000,
 }
 HELD = {
-    "lines of the core, without tandem/plugins": 57_894,
-    "lines with plugins": 57_894,
+    "lines of the core, without tandem/plugins": 57_907,
+    "lines with plugins": 57_907,
     "lines that tandem.step imports": 12_616,
-    "lines that a plain `tandem train` imports": 39_943,
+    "lines that a plain `tandem train` imports": 39_945,
     "conditions on a backend's name": 112,
     "of them on the step page": 2,
     "files that name rollout.engine": 15,
     "circles of files": 4,
-    "private functions with one use": 760,
+    "private functions with one use": 761,
     "functions with 8 or more parameters": 31,
     "yields in tandem/config": 72,
-    "lines of tests": 54_022,
+    "lines of tests": 54_028,
 }
 
 

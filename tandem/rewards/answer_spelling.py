@@ -36,6 +36,8 @@ _REWRITES = [
     (r"\{,\}", ","),
     (r"\\%", "%"),
     (r"\^\{?\\circ\}?(?![A-Za-z])|\\degree(?![A-Za-z])", "°"),
+    (r"<=", r"\\le "),
+    (r">=", r"\\ge "),
     (r"\\(le|ge)q?(?:slant)?(?![A-Za-z])", r"\\\1 "),
     *((rf"\\{word}(?![A-Za-z])", sign) for word, sign in _WORDS.items()),
     (r"\\varnothing(?![A-Za-z])|\\\{ ?\\\}|^\{ ?\}$", r"\\emptyset"),

@@ -18,7 +18,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 from code_inside import COPY, INVOKE, OBJECTS, PYTHON, SAME, STANDARD, decode, private_streams, read
@@ -365,7 +365,7 @@ def _run_script(script: str, provided: dict[str, Any], tests: dict[str, Any]) ->
     if "unittest" in sys.modules:
         _run_cases(module)
     for name, value in own.items():
-        if name.startswith("test_") and callable(value):
+        if _is_test(name, value):
             _run_test(value)
         elif name.startswith("Test") and isinstance(value, type) and not hasattr(value, "run"):
             for method in [name for name in dir(value) if name.startswith("test")]:
@@ -374,6 +374,17 @@ def _run_script(script: str, provided: dict[str, Any], tests: dict[str, Any]) ->
                     # pytest gives the method, if wanted
                     setup(*[None] * (setup.__code__.co_argcount - 1))
                 _run_test(getattr(case, method))
+
+
+def _is_test(name: str, value: Any) -> bool:
+    """Tell whether pytest collects a function; a helper `test(x, y)` is called by the script."""
+    if name.startswith("test_"):
+        return callable(value)
+    return (
+        name.startswith("test")
+        and isinstance(value, FunctionType)
+        and not value.__code__.co_argcount
+    )
 
 
 def _run_test(test: Any) -> None:

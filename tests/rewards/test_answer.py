@@ -396,6 +396,10 @@ def test_large_formulas_are_told_apart_without_their_digits():
 
 
 SPELLED = [
+    ("1 <= x < 2", "[1,2)", True),
+    ("x >= 1", r"x \ge 1", True),
+    ("x >= 1", r"[1,\infty)", True),
+    ("x >= 2", "x <= 2", False),
     ("14-1i", "14 - i", True),
     ("14.0 + -1.0i", "14 - i", True),
     ("1i - 5", "-5+i", True),

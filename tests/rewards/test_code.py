@@ -331,6 +331,8 @@ def test_a_prompt_may_import_what_the_sandbox_lacks():
 
 RAISES = "import pytest, json\nfrom solution import *\nwith pytest.raises({}) as e: f()\n{}"
 GRADED_FORMS = [  # (the script, the right solution)
+    ("def test():\n    x = f([2, 1])\n    assert len(x) == 2", "def f(x): return sorted(x)"),
+    ("def test(a, b): assert f(a) == b\ntest([2, 1], [1, 2])", "def f(x): return sorted(x)"),
     (
         RAISES.format("ValueError, match='n'", ""),
         "class Neg(ValueError): pass\ndef f(): raise Neg('n')",
