@@ -34,10 +34,10 @@ BARS = {
     "lines of tests": 34_000,
 }
 HELD = {
-    "lines of the core, without tandem/plugins": 57_907,
-    "lines with plugins": 57_907,
+    "lines of the core, without tandem/plugins": 57_906,
+    "lines with plugins": 57_906,
     "lines that tandem.step imports": 12_616,
-    "lines that a plain `tandem train` imports": 39_945,
+    "lines that a plain `tandem train` imports": 39_944,
     "conditions on a backend's name": 112,
     "of them on the step page": 2,
     "files that name rollout.engine": 15,

@@ -91,8 +91,7 @@ def tell_repeats(contents: Iterable[Hashable], key: str) -> None:
     hashes = [hash(content) for content in contents]
     if repeated := len(hashes) - len(set(hashes)):
         logger.warning(
-            "%s of the %s rows of %s repeat an earlier row (the same messages and answer): each "
-            "counts as one more. Remove them if that is not meant",
+            "%s of the %s rows of %s repeat an earlier row, and each counts as one more",
             f"{repeated:,}",
             f"{len(hashes):,}",
             key,
