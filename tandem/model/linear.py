@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from tandem.model.onednn import (
     HAS_PREPACKED,
+    TILE_TERMS,
     gradient_product,
     in_float32,
     padded_rows,
@@ -307,8 +308,9 @@ def _input_gradient(above: Sequence[Tensor], parts: Sequence[Part]) -> Tensor:
         total += gradient_product(grad, part.weight)
     for grad, part in zip(above, parts, strict=True):
         if part.adapter is not None:
-            inner = product(grad, part.adapter.b)
-            total.addmm_(inner, part.adapter.a, alpha=part.adapter.scaling)
+            inner = product(grad, part.adapter.b).split(TILE_TERMS, 1)
+            for own, a in zip(inner, part.adapter.a.split(TILE_TERMS), strict=True):
+                total.addmm_(own, a, alpha=part.adapter.scaling)
     return total
 
 

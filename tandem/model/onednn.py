@@ -64,9 +64,8 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     threads: bfloat16 products of TILE_TERMS terms are summed in float32, in their order."""
     if b.dtype == torch.float32 or b.is_cuda or len(b) <= TILE_TERMS:
         return a @ b
-    pairs = zip(a.split(TILE_TERMS, 1), b.split(TILE_TERMS), strict=True)
     total = a.new_zeros((len(a), b.shape[1]), dtype=torch.float32)
-    for part, own in pairs:
+    for part, own in zip(a.split(TILE_TERMS, 1), b.split(TILE_TERMS), strict=True):
         total += part @ own
     return total.to(b.dtype)
 

@@ -380,11 +380,8 @@ def _is_test(name: str, value: Any) -> bool:
     """Tell whether pytest collects a function; a helper `test(x, y)` is called by the script."""
     if name.startswith("test_"):
         return callable(value)
-    return (
-        name.startswith("test")
-        and isinstance(value, FunctionType)
-        and not value.__code__.co_argcount
-    )
+    takes_nothing = isinstance(value, FunctionType) and not value.__code__.co_argcount
+    return name.startswith("test") and takes_nothing
 
 
 def _run_test(test: Any) -> None:

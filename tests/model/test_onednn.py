@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tandem.model.linear import Adapter, Part, _input_gradient
 from tandem.model.onednn import (
     LONGEST,
     OUTPUTS,
@@ -79,3 +80,12 @@ def test_products_of_bfloat16_are_near_and_thread_independent(terms, rows, colum
         found = same_on_any_threads(find)
         expected = a.double() @ b.double()
         assert (found.double() - expected).abs().max() < 2**-7 * expected.abs().max()
+
+
+@pytest.mark.parametrize("inputs", [64, 128, 192])
+@pytest.mark.parametrize("rows", [32, 100, 330])
+def test_gradient_through_an_adapter_of_high_rank_is_thread_independent(rows, inputs):
+    weight, a, b = random(128, inputs), random(1024, inputs, seed=1), random(128, 1024, seed=2)
+    part = Part(weight.bfloat16(), None, Adapter(a.bfloat16(), b.bfloat16(), 0.1))
+    above = random(rows, 128, seed=3).bfloat16()
+    same_on_any_threads(lambda: _input_gradient([above], [part]))
