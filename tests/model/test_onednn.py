@@ -80,12 +80,6 @@ def test_products_of_bfloat16_are_near_and_thread_independent(terms, rows, colum
         found = same_on_any_threads(find)
         expected = a.double() @ b.double()
         assert (found.double() - expected).abs().max() < 2**-7 * expected.abs().max()
-
-
-@pytest.mark.parametrize("inputs", [64, 128, 192])
-@pytest.mark.parametrize("rows", [32, 100, 330])
-def test_gradient_through_an_adapter_of_high_rank_is_thread_independent(rows, inputs):
-    weight, a, b = random(128, inputs), random(1024, inputs, seed=1), random(128, 1024, seed=2)
-    part = Part(weight.bfloat16(), None, Adapter(a.bfloat16(), b.bfloat16(), 0.1))
-    above = random(rows, 128, seed=3).bfloat16()
+    adapter = Adapter(b, random(8, terms, seed=2).bfloat16(), 0.1)
+    part, above = Part(b[:8], None, adapter), a[:, :8].contiguous()
     same_on_any_threads(lambda: _input_gradient([above], [part]))

@@ -105,10 +105,7 @@ def test_an_answer_counts_behind_the_thoughts_only(name, truth, said):
     assert function(row, f"It is another.</think>{said}", opened=True) == 1.0
     with pytest.raises(BadFunction, match=rf"option .opened. of {name} is 1, expected bool"):
         load(name, {"opened": 1})
-
-
-def test_a_tag_within_a_line_is_no_thought():
-    assert builtin.answer(problem("5"), "The tag <think> opens thoughts. Answer: 5") == 1.0
+    assert name == "exact" or function(row, f"The tag <think> opens it. {said}") == 1.0
 
 
 CHOICE = [
