@@ -1,12 +1,11 @@
-"""The trackers of a run, of which none can stop or slow it.
+"""The trackers of a run, which never waits for them before its end.
 
     trainer                              thread "tracker NAME"
     -------                              ---------------------
     log, log_samples -> bounded queue -> the tracker's own package
     close: at most CLOSE_S
 
-An error, and a tracker that does not keep up, become one warning; the training goes on without that
-tracker. It does not know what a metric means.
+A tracker that raises or does not keep up becomes one warning; the run goes on without that tracker.
 """
 
 import json
