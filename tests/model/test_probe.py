@@ -86,18 +86,14 @@ def by_sums_in_blocks_of(block, table, uniform):
 
 
 def test_a_gradient_that_threads_change_in_long_sums_only_is_named():
-    tried = set()
-
     def by_threads(above, x):
-        tried.add(len(x))
         total = weight_gradient(above, x)
-        many = len(x) > 3000 and torch.get_num_threads() > 1
+        many = len(x) > 8000 and torch.get_num_threads() > 1
         return torch.nextafter(total, total + 1) if many else total
 
     model, noise = model_of("qwen3"), torch.Generator().manual_seed(0)
     assert not _gradients_differ(model, noise, [1, 2], 1000, by_threads)
     found = _gradients_differ(model, noise, [1, 2], 4096, by_threads)
-    assert max(tried) == 2 * 4096
     assert all(name in " ".join(found) for name in ("linear 96 -> 97", "linear 96 -> 96")), found
 
 
