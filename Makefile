@@ -39,7 +39,7 @@ distributed: $(DEV)
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray,transfer-queue]'
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps nixl nixl-cu12
 
-# Megatron-Core into the same environment, for train.backend=megatron and tests/train/test_megatron.py. The newest
+# Megatron-Core into the same environment, for train.backend=megatron and tests/plugins/megatron/test_megatron.py. The newest
 # runs on Python 3.11 too, though it asks for 3.12. Without it its tests are skipped.
 megatron: $(DEV)
 	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python megatron-core==0.19.2
@@ -114,7 +114,7 @@ mutants: $(DEV)
 
 # The API's pages from the docstrings, in build/docs.
 docs: $(DEV)
-	@$(BIN)/pdoc -o build/docs tandem '!tandem.rewards.code_inside' '!tandem.rewards.code_tester'
+	@$(BIN)/pdoc -o build/docs tandem '!tandem.plugins.graders.code_inside' '!tandem.plugins.graders.code_tester'
 
 learning: $(DEV)
 	@$(BIN)/python benchmarks/bias.py

@@ -35,9 +35,9 @@ sys.path[:0] = [str(ROOT)]
 import machine  # noqa: E402
 
 from tandem.model.tiny import make_tiny  # noqa: E402
+from tandem.plugins.tasks import algebra  # noqa: E402
+from tandem.plugins.tasks.registry import write_rows  # noqa: E402
 from tandem.runtime.processes import descendants  # noqa: E402
-from tandem.tasks import algebra  # noqa: E402
-from tandem.tasks.registry import write_rows  # noqa: E402
 
 STEPS, ROUNDS, SKIPPED, SAMPLES = 12, 3, 2, 512
 SHARE = 0.5  # of the generation time that scoring takes

@@ -90,7 +90,7 @@ offer until it ran them, beside rollouts) and `sync_bytes`.
     "delta": """\
 ### Deltas in training
 
-`weights.delta` says what a worker is sent that runs an earlier version (`weights/delta.py`), by every transport of Tandem's engine:
+`weights.delta` says what a worker is sent that runs an earlier version (`plugins/cluster/delta.py`), by every transport of Tandem's engine:
 
 - `true`: the tensors of which a byte differs.
 - `"elements"`: of a changed tensor the places (2 bytes) and values of the elements that differ, where that is shorter than the tensor; exact, so a run's bits
@@ -140,7 +140,7 @@ requests that go to another worker, and hashes of weights are the pool's. It run
 - **Repeatable by record**: vLLM's tokens depend on what it runs together. The journal keeps them, so a killed run resumes to the same bits without asking
   vLLM again, and `tandem replay` learns a step again bit for bit and reports the gap.
 - **Tensor parallelism**: `rollout.tensor_parallel` processes divide the model of a worker. Each maps the published weights and takes its part; on GPUs a
-  worker has as many of `rollout.devices`. Two ranks ran over gloo on a CPU (`tests/engine/test_vllm.py`), no GPU has run it.
+  worker has as many of `rollout.devices`. Two ranks ran over gloo on a CPU (`tests/plugins/vllm/test_vllm.py`), no GPU has run it.
 - **Memory of a GPU**: each rank asks vLLM for its part of the weights, `rollout.cache_mb`, and an estimate of one pass, not for vLLM's default of 92% of the
   GPU, so that it starts beside a trainer or another worker. vLLM says so if less is free. Not measured: no GPU has run it, and the estimate is arithmetic.
 - **Sleep and wake** (`rollout.release_cache=true`, where trainer and vLLM share a GPU; `auto` leaves vLLM awake): after a step's rollouts and their check

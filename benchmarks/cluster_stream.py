@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 
-from tandem.cluster.ray_cluster import open_ray
-from tandem.stream.rows import ARRAYS, tag_of
-from tandem.stream.transfer_queue import TransferQueueStream, metadata_of, start_servers
+from tandem.plugins.cluster.ray_cluster import open_ray
+from tandem.plugins.cluster.rows import ARRAYS, tag_of
+from tandem.plugins.cluster.transfer_queue import TransferQueueStream, metadata_of, start_servers
 from tandem.types import Episode, Group, Problem
 
 SAMPLES = (1_000, 10_000, 100_000)

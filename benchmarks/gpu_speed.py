@@ -30,13 +30,13 @@ from gpu_proofs import Figures, forks, placed
 from tandem.config.schema import Config
 from tandem.engine.engine import Engine
 from tandem.engine.page_cache import page_bytes
-from tandem.jobs.resources import memory as plan_memory
-from tandem.jobs.resources import model_sizes
 from tandem.model.forward import batch_logprobs
 from tandem.model.load import ExactModel
 from tandem.model.paged_attention import PAGE
 from tandem.model.probe import fastest_exact, try_matmuls
 from tandem.model.triton.dispatch import triton_everywhere
+from tandem.plugins.plan.resources import memory as plan_memory
+from tandem.plugins.plan.resources import model_sizes
 from tandem.run_folder.metrics import read_metrics
 from tandem.train.optimizer import Optimizer
 from tandem.train.pack import pack

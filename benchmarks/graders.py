@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import machine  # noqa: E402
 
-from tandem.rewards import answer  # noqa: E402
+from tandem.plugins.graders import answer  # noqa: E402
 
 PAIRS = [
     ROOT / "tests" / "rewards" / name for name in ("graded_answers.toml", "graded_answers_2.toml")

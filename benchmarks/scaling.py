@@ -31,10 +31,10 @@ from scaling_page import JSON, write_page
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from tandem.config.parallel import Parallel
-from tandem.jobs.scaling import communication
-from tandem.jobs.shards import Work, memory, parameters
 from tandem.model.forward import batch_logprobs
 from tandem.model.load import make_exact
+from tandem.plugins.plan.scaling import communication
+from tandem.plugins.plan.shards import Work, memory, parameters
 from tandem.runtime import numerics
 from tandem.train.learner import Learner
 from tandem.train.optimizer import Optimizer

@@ -9,9 +9,15 @@ import torch
 from scaling_models import OTHERS, PUBLISHED, QWEN3
 
 from tandem.config.parallel import Parallel
-from tandem.jobs.gpus import GPUS, Assumptions, Gpu
-from tandem.jobs.scaling import Rollout, decode_time, flops_per_token, rollout_time, update_time
-from tandem.jobs.shards import Work, memory, parameters
+from tandem.plugins.plan.gpus import GPUS, Assumptions, Gpu
+from tandem.plugins.plan.scaling import (
+    Rollout,
+    decode_time,
+    flops_per_token,
+    rollout_time,
+    update_time,
+)
+from tandem.plugins.plan.shards import Work, memory, parameters
 
 BF16, GIB = torch.bfloat16, 2**30
 WHOLE = Assumptions(products=1.0, links=1.0, decode=1.0, memory=1.0)

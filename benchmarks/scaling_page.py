@@ -9,11 +9,11 @@ from scaling_models import QWEN3
 
 from tandem.config.parallel import DIMENSIONS, Parallel
 from tandem.config.schema import Config
-from tandem.jobs.gpus import GPUS, Assumptions
-from tandem.jobs.meshes import plans, rollout_of, smallest, times_of_rollout, work_of
-from tandem.jobs.resources import Sizes
-from tandem.jobs.shards import parameters
 from tandem.model.placement import Placement
+from tandem.plugins.plan.gpus import GPUS, Assumptions
+from tandem.plugins.plan.meshes import plans, rollout_of, smallest, times_of_rollout, work_of
+from tandem.plugins.plan.resources import Sizes
+from tandem.plugins.plan.shards import parameters
 
 ROOT = Path(__file__).parent.parent
 JSON, PAGE = ROOT / "docs" / "scaling.json", ROOT / "docs" / "scaling.md"
@@ -34,8 +34,8 @@ recipe of yours. No GPU has run Tandem's meshes: tables of GPUs are plans, and s
 
 ## Formulas
 
-In code: `tandem/jobs/shards.py` (memory), `tandem/jobs/scaling.py` (communication, time),
-`tandem/jobs/meshes.py` (which meshes are possible), `tandem/jobs/gpus.py` (GPUs, from their vendor's data sheets).
+In code: `tandem/plugins/plan/shards.py` (memory), `tandem/plugins/plan/scaling.py` (communication, time),
+`tandem/plugins/plan/meshes.py` (which meshes are possible), `tandem/plugins/plan/gpus.py` (GPUs, from their vendor's data sheets).
 W is the shards (data x expert x context, or `parallel.shard`), t, c, p, e the sizes of tensor, context, pipeline and expert,
 m the microbatches of a rank, M the bytes of a rank's weights.
 
@@ -47,7 +47,7 @@ m the microbatches of a rank, M the bytes of a rank's weights.
 | moments | 8 P / (t p W), of what Muon steps 4 |
 | gradients | 4 P / (t p W) and those of two layers and the root; with m > 1 they add up undivided: 4 P / (t p) |
 | experts | as above with e of t p e and shards data x context |
-| activations | those of one microbatch (`tandem/jobs/activations.py`) with tokens / c, heads and inner features / t, layers / p; the first stage keeps min(m, p) of them (arXiv 2104.04473, section 2.2.1) |
+| activations | those of one microbatch (`tandem/plugins/plan/activations.py`) with tokens / c, heads and inner features / t, layers / p; the first stage keeps min(m, p) of them (arXiv 2104.04473, section 2.2.1) |
 | engine | rank 0 holds a whole copy of the policy's weights, and the cache |
 | while loading | each model is whole in bf16 on each rank before it is divided, a layer of it in float32, beside the models before it |
 

@@ -125,7 +125,7 @@ def make_inputs(task: str, folder: Path, seed: int) -> None:
 
 def write_data(task: str, folder: Path, seed: int) -> None:
     from tandem.data.problems import read_problems
-    from tandem.tasks import calculator, guess
+    from tandem.plugins.tasks import calculator, guess
 
     rows = {"guess": guess.rows, "calculator": calculator.rows}[task]
     for split, count in (("train", NUM_TRAIN), ("test", NUM_TEST)):

@@ -6,10 +6,10 @@ Read first
   step_async.py  the same step with rollouts ahead of the training
   train_loop.py  what repeats a step: resume, evaluate, log, save
   types.py       the nouns that cross rooms, and the Protocols between them
+  registry.py    what a run chooses by a name: engines, trackers, rewards, commands
 
 The stages of a step, in order
   data/          problems, chats and preferences from files; chat templates to tokens
-  tasks/         built-in problems, each with its rows, its checker and its world
   engine/        generation: scheduler, page cache, sampler, worker processes
   envs/          environments, tools and agents that answer the model
   rollout/       problems to scored groups of episodes; evaluation
@@ -26,10 +26,11 @@ Around them
   run_folder/    what a run writes: metrics, journal, checkpoints, exports
   audit/         a finished run read again: replay, why, diff
   runtime/       this machine: processes, signals, files, sandbox, random numbers, errors
-  cluster/       Ray: processes on several machines
   serve/         the OpenAI-compatible server
-  view/          runs as pages in a browser, as a report, as pictures
   cli/           the commands
+
+Beside them
+  plugins/       what a run may add, a folder each; the core imports none
 
 A room imports `types`, `runtime/` and rooms below it, never one that leads back to it;
 tests/test_layout.py holds the rule and this map. Importing this package has no effects: no thread,

@@ -15,10 +15,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 import config_page
 import figures
 
+from tandem.registry import BUILT_IN
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tandem"
 FILES = sorted(PACKAGE.rglob("*.py"))
-DOOR = {"types"}  # what every room may import beside runtime/
+DOOR = {"types", "registry"}  # what every room may import beside runtime/
 ROOMS = {  # room -> the other rooms that it may import; none of them leads back to it
     "runtime": set(),
     "config": set(),
@@ -26,16 +28,14 @@ ROOMS = {  # room -> the other rooms that it may import; none of them leads back
     "weights": set(),
     "rl": {"model"},
     "data": {"config", "model"},
-    "tasks": {"data"},
     "engine": {"model", "weights"},
     "serve": {"engine", "model"},
-    "envs": {"config", "model", "serve", "tasks"},  # of serve, the parts of OpenAI's API
-    "rewards": {"config", "tasks"},
+    "envs": {"config", "model", "serve"},  # of serve, the parts of OpenAI's API
+    "rewards": {"config"},
     "run_folder": {"config", "model", "weights"},
     "rollout": {"config", "data", "envs", "rl", "run_folder"},
     "train": {"config", "model", "rl"},
     "stream": {"config"},
-    "cluster": {"config", "engine", "envs", "rewards", "weights"},
 }
 KNOWS_EVERYONE = [
     "step",
@@ -43,7 +43,6 @@ KNOWS_EVERYONE = [
     "train_loop",
     "jobs",
     "audit",
-    "view",
     "cli",
     "__main__",
 ]  # each imports those before it
@@ -102,11 +101,13 @@ def name(path):
 
 
 def rooms_of(path):
-    """The rooms and files at the door that a file imports, but for its own room's."""
+    """The rooms and files at the door that a file imports, but for its own room's. `make size` counts
+    what it imports of plugins."""
     own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
     return {module.split(".")[1] for module in imported(path) if module.startswith("tandem.")} - {
         own,
         "__version__",
+        "plugins",
     }
 
 
@@ -155,19 +156,19 @@ def test_the_map_in_the_docstring_names_what_is_there():
         "__main__",
         "py.typed",
     }
-    assert mapped == {*ROOMS, *DOOR, *KNOWS_EVERYONE} - {"__main__"}
+    assert mapped == {*ROOMS, *DOOR, *KNOWS_EVERYONE, "plugins"} - {"__main__"}
 
 
 def test_an_optional_stack_is_imported_in_one_file_of_a_room():
-    """Both HTTP servers, serve/ and view/, are of starlette and uvicorn; no other stack has two."""
+    """Both HTTP servers, serve/ and plugins/view/, are of starlette and uvicorn; no other stack has two."""
     users = {
         stack: [name(p) for p in FILES if stack in {m.split(".")[0] for m in imported(p)}]
         for stack in OPTIONAL
     }
     twice = {stack: files for stack, files in users.items() if len(files) > 1}
     assert twice == {
-        "starlette": ["serve/endpoints.py", "view/app.py"],
-        "uvicorn": ["serve/server.py", "view/app.py"],
+        "starlette": ["serve/endpoints.py", "plugins/view/app.py"],
+        "uvicorn": ["serve/server.py", "plugins/view/app.py"],
     }
 
 
@@ -179,8 +180,8 @@ def test_an_optional_stack_is_imported_in_one_file_of_a_room():
         "runtime/errors",
         "runtime/rng",
         "runtime/disk",
-        "runtime/sandbox",
-        "tasks",
+        "plugins/graders",
+        "plugins/tasks",
         "envs",
         "data",
         "rewards",
@@ -251,6 +252,14 @@ def test_only_the_reward_workers_recover_from_everything_and_no_test_patches():
             for module in imported(path)
             if module.split(".")[0] == "mock" or "unittest.mock" in module
         }
+
+
+def test_every_choice_of_the_registry_is_there():
+    """Read, not imported: many need a package that may not be installed."""
+    for kind, places in BUILT_IN.items():
+        for place in places.values():
+            module, _, member = place.partition(":")
+            assert member in names_of(file_of(module)), f"{kind}: {place}"
 
 
 def test_no_test_module_imports_another():

@@ -192,7 +192,7 @@ def page() -> str:
         "their shapes, before weights are loaded.",
         "Sequences of a model with longrope (Phi 3 and 4) end at its original length, up to which it "
         "is exact. Experts have no adapters.",
-        "Models that read images or sound have no row: tests/model/test_image_model.py compares five of them with "
+        "Models that read images or sound have no row: tests/plugins/vision/test_image_model.py compares five of them with "
         "transformers, tests/model/test_text_part.py the language models of eight others.",
         "",
         "Where the layer is \"transformers', inexact\", attention, states and cache are transformers' "

@@ -24,8 +24,8 @@ from tandem.audit.divergence import Divergence
 from tandem.audit.replay import replay
 from tandem.config.schema import RL
 from tandem.jobs.engines import Report
-from tandem.model.image_tokens import IMAGE
 from tandem.model.tokenizer import load_tokenizer
+from tandem.plugins.vision.image_tokens import IMAGE
 from tandem.rl.user_functions import is_user_function
 from tandem.run_folder.past_run import PastRun, holds, read_step
 from tandem.runtime.errors import UserError

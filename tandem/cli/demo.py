@@ -70,8 +70,8 @@ def settings(folder: Path, seed: int, command: str, model: Path) -> list[str]:
 
 def make_inputs(folder: Path, seed: int) -> None:
     """Write recipe, data and model, where they are not there yet."""
-    from tandem.tasks import algebra
-    from tandem.tasks.registry import write_rows
+    from tandem.plugins.tasks import algebra
+    from tandem.plugins.tasks.registry import write_rows
 
     mark = folder / "seed"
     if mark.exists() and mark.read_text() != str(seed):

@@ -218,7 +218,7 @@ def _rewards() -> Finding:
 def _sandbox() -> Finding:
     """Describe the sandbox. A missing one fails nothing: only code of a model needs it."""
     from tandem.config.schema import Sandbox
-    from tandem.runtime.sandbox import sandbox_state
+    from tandem.plugins.graders.sandbox import sandbox_state
 
     return Finding(True, sandbox_state(Sandbox()))
 

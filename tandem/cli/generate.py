@@ -6,11 +6,11 @@ It does not know the contents of the rows.
 from pathlib import Path
 
 from tandem.cli.progress import console
+from tandem.plugins.tasks.generate import Row
+from tandem.plugins.tasks.registry import TASKS, task_rows, write_rows
 from tandem.runtime.disk import disk_errors
 from tandem.runtime.errors import UserError
 from tandem.runtime.wording import counted
-from tandem.tasks.generate import Row
-from tandem.tasks.registry import TASKS, task_rows, write_rows
 
 REASONING, VERIFIERS = "reasoning_gym:", "verifiers:"
 
@@ -73,7 +73,7 @@ def _rows(
     task: str, count: int, difficulty: int | None, seed: int, split: str, weights: list[float]
 ) -> list[Row]:
     if task.startswith(REASONING):
-        from tandem.tasks import reasoning_gym
+        from tandem.plugins.tasks import reasoning_gym
 
         names = [name for name in task.removeprefix(REASONING).split(",") if name]
         return reasoning_gym.rows(names, weights, split, count, seed, difficulty)
@@ -86,7 +86,7 @@ def _rows(
             next="name several files in data.train, with data.weights",
         )
     if task.startswith(VERIFIERS):
-        from tandem.envs.verifiers import env
+        from tandem.plugins.verifiers import env
 
         _refuse_draws(task, split, seed, difficulty)
         return list(env.rows(task.removeprefix(VERIFIERS), limit=count))

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from tandem.cli.progress import print_lines
 from tandem.config.recipe import toml_value
+from tandem.plugins.tasks import algebra
+from tandem.plugins.tasks.generate import Row
+from tandem.plugins.tasks.registry import write_rows
 from tandem.runtime.disk import DISK, disk_errors
 from tandem.runtime.errors import UserError
-from tandem.tasks import algebra
-from tandem.tasks.generate import Row
-from tandem.tasks.registry import write_rows
 
 RECIPE = """\
 # Every key: tandem plan --keys. Paths are from the folder that the command is typed in.

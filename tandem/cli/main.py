@@ -231,7 +231,7 @@ def view(
     ] = "",
 ) -> None:
     """Look at runs in a browser, live: curves, every episode and token; see docs/view.md."""
-    from tandem.cli import view
+    from tandem.plugins.view import command as view
 
     view.view(runs, host, port, token)
 
@@ -242,7 +242,7 @@ def report(
     out: Annotated[Path | None, unset("-o", "--out", help="default: RUN/report.html")] = None,
 ) -> None:
     """Write a run as one HTML file: curves, chosen episodes, configuration."""
-    from tandem.cli import view
+    from tandem.plugins.view import command as view
 
     view.report(run, out)
 
@@ -254,7 +254,7 @@ def plot(
     key: Annotated[list[str] | None, unset(help="a column, e.g. reward; any number")] = None,
 ) -> None:
     """Draw the curves of runs as an SVG file, or as PNG with the extra `png`."""
-    from tandem.cli import view
+    from tandem.plugins.view import command as view
 
     view.plot(runs, out, key or [])
 
@@ -347,12 +347,12 @@ def plan(
         return
     config = load_config(recipe, overrides or [])
     if gpus is not None:
-        from tandem.cli.plan_gpus import plan_gpus
+        from tandem.plugins.plan.plan_gpus import plan_gpus
 
         plan_gpus(config, command, gpus, gpu)
         return
-    from tandem.cli import plan
     from tandem.config.origins import origins
+    from tandem.plugins.plan import command as plan
 
     found = origins(recipe, overrides or [])
     folder = run_folder(config, recipe, command)

@@ -30,7 +30,7 @@ from tandem.jobs.engines import build_runner, load_engine, open_envs_and_rewards
 from tandem.jobs.input_hashes import image_hashes, input_hashes
 from tandem.jobs.inputs import read_data
 from tandem.model.config_file import check_model
-from tandem.model.image_store import copy_to
+from tandem.plugins.vision.image_store import copy_to
 from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episode_metrics import episode_metrics
 from tandem.rollout.evaluate import sampling_params

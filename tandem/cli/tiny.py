@@ -27,7 +27,7 @@ def tiny(folder: Path, *, sources: Sequence[str], vocab: str, images: bool, **si
             next="name another",
         )
     from tandem.model.tiny import CHARACTERS, make_tiny
-    from tandem.model.tiny_images import make_tiny_images
+    from tandem.plugins.vision.tiny_images import make_tiny_images
 
     characters = characters_of(sources, vocab) or CHARACTERS
     unfinished = folder.with_name(f".tmp-{folder.name}")

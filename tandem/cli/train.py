@@ -12,9 +12,9 @@ from tandem.jobs.export import weights_saver
 from tandem.jobs.offline import open_offline_job
 from tandem.jobs.out_of_memory import explain_out_of_memory
 from tandem.jobs.ranks import is_follower
-from tandem.jobs.resources import Machine, require_disk
 from tandem.jobs.rl import open_rl_job
-from tandem.model.image_store import keep_in
+from tandem.plugins.plan.resources import Machine, require_disk
+from tandem.plugins.vision.image_store import keep_in
 from tandem.run_folder.best import Best
 from tandem.run_folder.checkpoint import step_name, versions
 from tandem.run_folder.export import Provenance, export, keep_model, model_card

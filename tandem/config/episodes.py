@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from tandem.config.section import Section
+from tandem.config.section import Section, name_of
 
 
 class Run(Section):
@@ -31,10 +31,11 @@ class Run(Section):
         ge=0,
         description="episodes shown at each evaluation, or ten times in a run without; 0: none",
     )
-    trackers: list[Literal["wandb", "trackio", "mlflow"]] = Field(
+    trackers: list[Annotated[str, name_of("trackers")]] = Field(
         [],
         description="where metrics and samples go besides the run folder (docs/trackers.md); each "
-        "needs the extra of its name; one that fails does not stop the run",
+        "needs the extra of its name; one that fails does not stop the run; wandb, trackio, "
+        "mlflow, or of a package with an entry point `tandem.trackers`",
     )
     stall_s: float = Field(
         300.0,

@@ -3,7 +3,16 @@
 from collections.abc import Iterator
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
+from pydantic_core import PydanticCustomError
+
+from tandem.registry import names
 
 
 class Section(BaseModel):
@@ -23,3 +32,15 @@ def _or_function(value: Any, choices: ValidatorFunctionWrapHandler) -> Any:
 
 # of a key that has choices: a user's function is one too, as "my.py:NAME"
 OR_FUNCTION = WrapValidator(_or_function)
+
+
+def name_of(kind: str) -> AfterValidator:
+    """Make the validator of a key that names an object of the registry's kind."""
+
+    def check(value: str) -> str:
+        known = names(kind)
+        if value not in known:
+            raise PydanticCustomError("literal_error", f"expected one of {known}")  # type: ignore[arg-type]
+        return value
+
+    return AfterValidator(check)

@@ -5,11 +5,11 @@ sets of TRL, ShareGPT or Alpaca (docs/data.md). Does not know tokens or chat tem
 decides what carries loss.
 """
 
-from tandem.data.images import with_images
 from tandem.data.messages import chat_messages, prompt_messages, require_user_first
 from tandem.data.prompt_columns import with_opening
 from tandem.data.readers.row_errors import RowError, show
 from tandem.data.readers.rows import Row, column
+from tandem.plugins.vision.image_rows import with_images
 from tandem.types import Message
 
 FITS = 'write a row as {"prompt": "1 + 1 =", "response": "2"}'

@@ -7,11 +7,11 @@ common start is the prompt (docs/data.md). Does not know tokens, chat templates 
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.data.images import image_column
 from tandem.data.messages import chat_messages, prompt_messages, require_user_first
 from tandem.data.prompt_columns import with_opening
 from tandem.data.readers.row_errors import RowError, show
 from tandem.data.readers.rows import Row, column
+from tandem.plugins.vision.image_rows import image_column
 from tandem.types import Message
 
 Messages = tuple[Message, ...]

@@ -23,18 +23,18 @@ from tandem.data.chat_template import (
     with_calls,
     with_tools,
 )
-from tandem.data.image_prompts import ImagePrompts, require_no_images
 from tandem.data.prompt_columns import NOTHING, TemplateInputs
 from tandem.data.unknown_tokens import UnknownTokens
 from tandem.model.config_file import CONFIG, read_json
-from tandem.model.image_tokens import text_tokens
-from tandem.model.images import ImageReader, load_image_reader
 from tandem.model.tokenizer import (
     decode_text,
     has_at_most_a_token_a_byte,
     load_tokenizer,
     require_tokenizer,
 )
+from tandem.plugins.vision.image_prompts import ImagePrompts, require_no_images
+from tandem.plugins.vision.image_tokens import text_tokens
+from tandem.plugins.vision.images import ImageReader, load_image_reader
 from tandem.runtime.errors import UserError
 from tandem.runtime.numerics import cores
 from tandem.types import Array, Message, Problem, Tool

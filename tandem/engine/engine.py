@@ -30,11 +30,11 @@ from tandem.engine.prompt_scores import score_tokens
 from tandem.engine.sampler import sample, sampling_key
 from tandem.engine.scheduler import RunningSequence, Scheduler, Work
 from tandem.model.expert_choices import RecordedExperts
-from tandem.model.image_tokens import text_tokens
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import SeenTokens
 from tandem.model.paged_attention import PAGE, Runs
 from tandem.model.rope import positions_of
+from tandem.plugins.vision.image_tokens import text_tokens
 from tandem.runtime import watchdog
 from tandem.runtime.errors import UserError
 from tandem.runtime.rng import uniforms

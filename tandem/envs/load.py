@@ -20,10 +20,10 @@ from tandem.envs.agent.env import AgentEnv
 from tandem.envs.gym import GymEnv
 from tandem.envs.python import PythonEnv
 from tandem.envs.tools import ToolEnv
-from tandem.envs.verifiers.env import VerifiersEnv
+from tandem.plugins.tasks.registry import TASKS
+from tandem.plugins.verifiers.env import VerifiersEnv
 from tandem.runtime.errors import UserError
 from tandem.runtime.user_code import load_user_object, source_file, user_line
-from tandem.tasks.registry import TASKS
 from tandem.types import Env
 
 BUILT_IN: dict[str, type[Env]] = {

@@ -25,9 +25,9 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from tandem.envs.calls import in_thread
 from tandem.model.tool_calls import BadCall, Call, Format, Reading, read_calls
+from tandem.plugins.tasks.registry import TASKS
 from tandem.runtime.errors import UserError
 from tandem.runtime.user_code import load_user_object
-from tandem.tasks.registry import TASKS
 from tandem.types import Env, Message, Observation, Tool
 
 # may be `async def`; a plain one runs in a thread of its own, so it may block

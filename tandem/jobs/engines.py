@@ -17,12 +17,10 @@ from tandem.engine.engine import Engine, check_room
 from tandem.engine.inexact_engine import make_engine
 from tandem.engine.page_cache import page_bytes
 from tandem.engine.sync_check import Probe, make_probe
-from tandem.engine.worker_pool import vllm_worker
 from tandem.engine.worker_pool.client import Client, PoolThread
 from tandem.engine.worker_pool.pool import COMMAND, Workers
 from tandem.engine.worker_pool.process import Published, Spawn
 from tandem.envs.load import load_env
-from tandem.jobs.cluster import open_hosts, worker_device
 from tandem.jobs.env_workers import open_env_workers
 from tandem.jobs.http_engines import (
     is_http,
@@ -46,6 +44,8 @@ from tandem.model.placement import place_models
 from tandem.model.probe import Exactness, fastest_exact, probe, try_matmuls
 from tandem.model.trial import random_model
 from tandem.model.triton.dispatch import matmul_kernel, triton_for, use_matmul
+from tandem.plugins.cluster.job import open_hosts, worker_device
+from tandem.plugins.vllm import worker as vllm_worker
 from tandem.rewards.pool.pool import TaskPool
 from tandem.rollout.collect import steps_at_once
 from tandem.rollout.env_pool import EnvPool
@@ -60,7 +60,7 @@ from tandem.weights.in_process import InlineSync
 from tandem.weights.worker_sync import ProcessSync
 
 if TYPE_CHECKING:
-    from tandem.cluster.ray_cluster import RayCluster
+    from tandem.plugins.cluster.ray_cluster import RayCluster
 
 Report = Callable[[str], None]
 

@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
-from tandem.cluster.env_actors import EnvActors, RemoteCaller
-from tandem.cluster.env_worker import EnvWorker
 from tandem.config.schema import Config
+from tandem.plugins.cluster.env_actors import EnvActors, RemoteCaller
+from tandem.plugins.cluster.env_worker import EnvWorker
 from tandem.rewards.pool.task_thread import RunningTasks
 from tandem.rollout.env_pool import EnvPool
 
 if TYPE_CHECKING:
-    from tandem.cluster.ray_cluster import RayCluster
+    from tandem.plugins.cluster.ray_cluster import RayCluster
 
 THREAD = "env calls"  # its name, for the watchdog
 

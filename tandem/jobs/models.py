@@ -22,12 +22,12 @@ from tandem.model.load import ExactModel, empty_model, load_model
 from tandem.model.lora import Lora, require_peft
 from tandem.model.placement import Placement, place_models
 from tandem.model.weight_files import check_weights
+from tandem.plugins.optim.offload import BUCKET
 from tandem.runtime.errors import UserError
 from tandem.runtime.place import here
 from tandem.runtime.rng import address
 from tandem.train.batch import Models
 from tandem.train.learner import Learner
-from tandem.train.offload import BUCKET
 from tandem.train.optimizer import Optimizer
 from tandem.train.ranks import ALONE, Ranks
 
@@ -173,7 +173,7 @@ def check_models(config: Config, *others: str, head: Head = "tokens") -> Any:
     are there, can run, and are of one vocabulary. Returns the transformers config of model.path."""
     placement(config)
     if config.train.backend == "megatron":
-        from tandem.train.megatron.core import require_megatron
+        from tandem.plugins.megatron.core import require_megatron
 
         require_megatron()
     shape = check_model(config.model.path, head=head)
@@ -243,7 +243,7 @@ def check_shape(config: Config, shape: Any, key: str, head: Head = "tokens") -> 
 
         check_mesh(config.parallel, shape, key)
     if config.train.backend == "megatron":
-        from tandem.train.megatron.checks import check_megatron
+        from tandem.plugins.megatron.checks import check_megatron
 
         check_megatron(shape, config.parallel, head)
 

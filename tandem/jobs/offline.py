@@ -9,7 +9,6 @@ from typing import Any
 
 from tandem.config.schema import SFT, Config, Preference
 from tandem.data.mixture import problems_of_step
-from tandem.jobs.cluster import open_cluster
 from tandem.jobs.engines import (
     Report,
     build_engine,
@@ -25,6 +24,7 @@ from tandem.jobs.models import build_learner, build_reference
 from tandem.jobs.ranks import open_ranks
 from tandem.jobs.rl import note_machine
 from tandem.model.load import ExactModel
+from tandem.plugins.cluster.job import open_cluster
 from tandem.rl.losses import Metrics
 from tandem.rollout.evaluate import Evaluator
 from tandem.run_folder.folder import RunFolder, identity

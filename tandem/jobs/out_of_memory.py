@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import torch
 
 from tandem.config.schema import Config
-from tandem.jobs.meshes import memory_of_run
-from tandem.jobs.resources import Need, Sizes, model_sizes, savings
+from tandem.plugins.plan.meshes import memory_of_run
+from tandem.plugins.plan.resources import Need, Sizes, model_sizes, savings
 from tandem.runtime.disk import human_bytes
 from tandem.runtime.errors import UserError
 

@@ -28,7 +28,7 @@ from tandem.runtime.place import here
 from tandem.train.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
-    from tandem.cluster.ray_cluster import RayCluster
+    from tandem.plugins.cluster.ray_cluster import RayCluster
     from tandem.train.parallel.processes import Processes
 
 PROCESSES_PER_CORE = 4  # of a mesh on one machine
@@ -89,7 +89,7 @@ def make_ranks(config: Config, processes: "Processes") -> Ranks:
         torch.cuda.set_device(device)
     mesh = make_mesh(config.parallel, device, processes.announce, processes.stall_s)
     if config.train.backend == "megatron":
-        from tandem.train.megatron.ranks import MegatronRanks
+        from tandem.plugins.megatron.ranks import MegatronRanks
 
         return MegatronRanks(mesh, processes)
     from tandem.train.parallel.ranks import ParallelRanks

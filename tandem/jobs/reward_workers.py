@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from tandem.cluster.reward_actors import RewardActors
-from tandem.cluster.reward_worker import RewardWorker
 from tandem.config.schema import Config
+from tandem.plugins.cluster.reward_actors import RewardActors
+from tandem.plugins.cluster.reward_worker import RewardWorker
+from tandem.plugins.graders.sandbox import open_sandbox
 from tandem.rewards.pool.pool import RewardPool, TaskPool
-from tandem.runtime.sandbox import open_sandbox
 
 if TYPE_CHECKING:
-    from tandem.cluster.ray_cluster import RayCluster
+    from tandem.plugins.cluster.ray_cluster import RayCluster
 
 
 def build_reward_pool(config: Config) -> RewardPool:

@@ -9,7 +9,6 @@ from typing import Any
 from tandem.config.schema import Config
 from tandem.engine.worker_pool.client import PoolThread
 from tandem.engine.worker_pool.pool import Workers
-from tandem.jobs.cluster import ScaleOnRequest, check_cluster, open_cluster
 from tandem.jobs.engines import (
     Report,
     build_engine,
@@ -28,6 +27,7 @@ from tandem.jobs.ranks import open_ranks
 from tandem.jobs.streams import open_stream
 from tandem.model.probe import Exactness
 from tandem.model.triton.dispatch import matmul_kernel
+from tandem.plugins.cluster.job import ScaleOnRequest, check_cluster, open_cluster
 from tandem.rewards.pool.pool import TaskPool
 from tandem.rollout.collect import Collector, RolloutBatch
 from tandem.rollout.env_pool import EnvPool

@@ -14,7 +14,7 @@ from tandem.train.ranks import Ranks
 from tandem.types import Group
 
 if TYPE_CHECKING:
-    from tandem.stream.transfer_queue import Servers, TransferQueueStream
+    from tandem.plugins.cluster.transfer_queue import Servers, TransferQueueStream
 
 START_S = 240.0  # for Ray to place and start three processes that import torch, under load
 
@@ -25,8 +25,8 @@ def open_stream(config: Config, ranks: Ranks, report: Callable[[str], None]) -> 
     if config.stream.kind == "memory":
         yield MemoryStream()
         return
-    from tandem.cluster.ray_cluster import open_ray
-    from tandem.stream.transfer_queue import start_servers
+    from tandem.plugins.cluster.ray_cluster import open_ray
+    from tandem.plugins.cluster.transfer_queue import start_servers
 
     with open_ray():
         servers, handles = start_servers(config.cluster.nodes, START_S)
@@ -43,13 +43,13 @@ def open_stream(config: Config, ranks: Ranks, report: Callable[[str], None]) -> 
 
 def join_stream(config: Config, ranks: Ranks, servers: Mapping[str, Any]) -> "TransferQueueStream":
     """Join the stream that rank 0 has opened; close it in the end."""
-    from tandem.stream.transfer_queue import Servers
+    from tandem.plugins.cluster.transfer_queue import Servers
 
     return _join(config, Servers(**servers), ranks)
 
 
 def _join(config: Config, servers: "Servers", ranks: Ranks) -> "TransferQueueStream":
-    from tandem.stream.transfer_queue import TransferQueueStream
+    from tandem.plugins.cluster.transfer_queue import TransferQueueStream
 
     return TransferQueueStream(
         servers,

@@ -14,10 +14,10 @@ from torch import Tensor
 from tandem.model.attention import Plan
 from tandem.model.divergence import Divergence, Head, divergences
 from tandem.model.expert_choices import ExpertChoices
-from tandem.model.image_tokens import text_tokens
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import SeenTokens, token_logprobs
 from tandem.model.triton.dispatch import triton_for
+from tandem.plugins.vision.image_tokens import text_tokens
 from tandem.types import Array, Microbatch, SamplingDistribution
 
 

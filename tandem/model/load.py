@@ -320,7 +320,7 @@ def _maker(path: str, config: Any, place: Placement) -> Callable[..., ExactModel
     if is_lean(config):  # the others' files are not imported for it
         return make_exact
     if reads_images(config):
-        from tandem.model.image_model import image_maker
+        from tandem.plugins.vision.image_model import image_maker
 
         return image_maker(path, config)
     from tandem.model.inexact_trial import choose_path

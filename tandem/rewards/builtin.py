@@ -16,12 +16,12 @@ from fractions import Fraction
 from functools import wraps
 from typing import Any
 
-from tandem.rewards.answer import TEXT_CHARS, extract, score
-from tandem.rewards.answer_compare import Loading, ignore_loading
-from tandem.rewards.answer_numbers import Number, parse_number, written_numbers
+from tandem.plugins.graders.answer import TEXT_CHARS, extract, score
+from tandem.plugins.graders.answer_compare import Loading, ignore_loading
+from tandem.plugins.graders.answer_numbers import Number, parse_number, written_numbers
+from tandem.plugins.tasks.registry import TASKS
 from tandem.rewards.parts import BadFunction, BadValue
 from tandem.rewards.schema import check_schema, json_schema
-from tandem.tasks.registry import TASKS
 from tandem.types import Attempt, Problem
 
 Function = Callable[..., Any]
@@ -31,7 +31,7 @@ def find(name: str) -> Function:
     """Return the function of that name, imported here if it imports much; raises BadFunction."""
     match name:
         case "code":
-            from tandem.rewards.code import code_reward
+            from tandem.plugins.graders.code import code_reward
 
             return code_reward
         case "judge":
@@ -39,7 +39,7 @@ def find(name: str) -> Function:
 
             return judge
         case "reasoning_gym":
-            from tandem.tasks import reasoning_gym
+            from tandem.plugins.tasks import reasoning_gym
 
             return behind_thoughts(reasoning_gym.score)
     if name in FUNCTIONS:

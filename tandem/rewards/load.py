@@ -25,8 +25,8 @@ from typing import Any, get_args, get_origin
 
 import numpy as np
 
+from tandem.plugins.graders.answer_compare import Loading
 from tandem.rewards import builtin
-from tandem.rewards.answer_compare import Loading
 from tandem.rewards.parts import (
     BadFunction,
     BadValue,

@@ -19,11 +19,11 @@ from tandem import __version__
 from tandem.config.recipe import changed
 from tandem.config.schema import Config
 from tandem.model.custom_code import is_custom, save_files
-from tandem.model.images import copy_processor
 from tandem.model.load import ExactModel
 from tandem.model.lora import write_adapter_config
 from tandem.model.tokenizer import load_tokenizer
 from tandem.model.weight_files import INDEX, SUMS, WEIGHTS
+from tandem.plugins.vision.images import copy_processor
 from tandem.runtime.disk import disk_errors, file_hash, os_error
 from tandem.runtime.errors import UserError
 from tandem.types import Row

@@ -24,7 +24,7 @@ from typing import Any
 from tandem.config.recipe import load_config
 from tandem.config.schema import Config
 from tandem.model import custom_code
-from tandem.model.image_store import keep_in
+from tandem.plugins.vision.image_store import keep_in
 from tandem.run_folder.episode_files import episode_file, read_columns, read_groups
 from tandem.run_folder.errors import require_run, unreadable_file
 from tandem.run_folder.metrics import Metrics, read_lines, read_metrics

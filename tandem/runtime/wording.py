@@ -1,6 +1,7 @@
 """Words of lines that people read."""
 
 import difflib
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,6 +12,12 @@ def counted(number: int, units: str) -> str:
     Example: counted(1, "problems") is "1 problem", and counted(1200, "problems") "1,200 problems".
     """
     return f"{number:,} {units.removesuffix('s') if number == 1 else units}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Ask whether the known name most like a misspelt one was meant; "" if none is like it."""
+    near = difflib.get_close_matches(name.lower(), list(known), 1, 0.5)
+    return f"did you mean {near[0]}?" if near else ""
 
 
 def look_for(path: Path) -> str:

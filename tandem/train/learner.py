@@ -9,9 +9,9 @@ from torch import Tensor
 
 from tandem.model.boxes import Box, whole_box
 from tandem.model.load import ExactModel
+from tandem.plugins.optim.adamw_8bit import SCALE, scale_box
+from tandem.plugins.optim.offload import MOMENTS
 from tandem.rl.losses import Metrics
-from tandem.train.adamw_8bit import SCALE, scale_box
-from tandem.train.offload import MOMENTS
 from tandem.train.optimizer import Optimizer
 from tandem.train.ranks import ALONE, Loss, Ranks
 from tandem.train.routing import observe_routers

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tandem.train.adamw_8bit import AdamW8bit
+from tandem.plugins.optim.adamw_8bit import AdamW8bit
+from tandem.plugins.optim.offload import OffloadedState
 from tandem.train.muon import MapWhole, Muon, is_hidden_matrix, map_each
-from tandem.train.offload import OffloadedState
 from tandem.types import Array
 
 Norm = Callable[[dict[str, Tensor]], float]  # of gradients by name

@@ -32,8 +32,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.plugins.cluster.delta import decode, encode
 from tandem.types import Array, Row
-from tandem.weights.delta import decode, encode
 from tandem.weights.hashing import begin_digest, combine, raw_bytes, tensor_digests
 
 ALIGNMENT = 64  # bytes: a cache line, and more than any type needs

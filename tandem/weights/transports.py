@@ -18,18 +18,18 @@ from torch import Tensor
 from tandem.weights.shared import Delta, Layout, SharedWeights, offered_layout, read_tensors
 
 if TYPE_CHECKING:
-    from tandem.weights.rdma import Reader
+    from tandem.plugins.cluster.rdma import Reader
 
 
 def open_weights(transport: str, tensors: dict[str, Tensor], delta: Delta) -> SharedWeights:
     """Open the publisher of a transport. Raises UserError if its library is missing."""
     match transport:
         case "collective":
-            from tandem.weights.collective import CollectiveWeights
+            from tandem.plugins.cluster.collective import CollectiveWeights
 
             return CollectiveWeights(tensors, delta)
         case "rdma":
-            from tandem.weights.rdma import RdmaWeights
+            from tandem.plugins.cluster.rdma import RdmaWeights
 
             return RdmaWeights(tensors, delta)
         case "auto" | "shm":
@@ -62,11 +62,11 @@ class Receiver:
                 os.close(descriptor)
                 return tensors
             case "collective":
-                from tandem.weights.collective import receive_broadcast
+                from tandem.plugins.cluster.collective import receive_broadcast
 
                 return receive_broadcast(source, layout)
             case "rdma":
-                from tandem.weights.rdma import Reader
+                from tandem.plugins.cluster.rdma import Reader
 
                 self._reader = self._reader or Reader()
                 return self._reader.read(source, layout)

@@ -23,12 +23,12 @@ from tandem.data.chats import parse_chat
 from tandem.data.problems import read_problems
 from tandem.data.readers.rows import read_rows
 from tandem.model.tiny import make_tiny
+from tandem.plugins.view.runs import Run
 from tandem.run_folder.episode_files import SCHEMA
 from tandem.run_folder.status import ROLLOUT
 from tandem.runtime import numerics
 from tandem.runtime.errors import UserError
 from tandem.types import Episode, Group, Problem
-from tandem.view.runs import Run
 from tests.support.command import ROOT, assert_is_a_users_error, tandem
 from tests.support.datasets import write_algebra
 from tests.support.faults import in_a_fork
@@ -454,7 +454,7 @@ def test_a_rollout_without_out_says_where_it_wrote(home, tmp_path, capsys):
 HELD = """
 import time
 from pathlib import Path
-from tandem.rewards.answer import score as answer
+from tandem.plugins.graders.answer import score as answer
 def score(problem, completion):
     folder = Path(__file__).parent
     first = folder / "e.jsonl.rollout/rollout_step_000000.parquet"

@@ -11,8 +11,8 @@ from tandem.config.schema import Env as EnvConfig
 from tandem.config.schema import Sandbox
 from tandem.envs.load import load_env, source_files
 from tandem.envs.tools import ToolEnv
+from tandem.plugins.tasks.guess import GuessTheNumber
 from tandem.runtime.errors import UserError
-from tandem.tasks.guess import GuessTheNumber
 from tandem.types import Env
 
 OWN = """
@@ -72,7 +72,7 @@ def test_options_are_the_arguments_of_the_class():
 def test_a_class_of_ones_own_is_loaded_from_a_file_or_a_module(own):
     assert made("own_envs.py:Mine", names=["a"]).names == ["a"]
     assert isinstance(made("own_envs.py:Plain"), Env)
-    assert type(made("tandem.tasks.guess:GuessTheNumber")) is GuessTheNumber
+    assert type(made("tandem.plugins.tasks.guess:GuessTheNumber")) is GuessTheNumber
 
 
 def test_every_episode_has_options_of_its_own(own):
@@ -146,8 +146,8 @@ def test_a_run_depends_on_the_files_of_ones_own(own):
 
     assert files("guess") == []
     assert files("own_envs.py:Mine") == [Path("own_envs.py")]
-    assert files("tandem.tasks.guess:GuessTheNumber") == [
-        Path(sys.modules["tandem.tasks.guess"].__file__)
+    assert files("tandem.plugins.tasks.guess:GuessTheNumber") == [
+        Path(sys.modules["tandem.plugins.tasks.guess"].__file__)
     ]
     assert files("no_such_module:Mine") == []
     assert files("tools", tools=["calculator", "my.py:add"]) == [Path("my.py")]

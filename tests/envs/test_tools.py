@@ -15,9 +15,9 @@ from tandem.config.schema import Sandbox
 from tandem.envs.python import PythonEnv, fenced_code
 from tandem.envs.tools import MAX_CALLS, ToolEnv, ToolUnavailable
 from tandem.model.tool_calls import Call, write_calls
+from tandem.plugins.graders.sandbox import Result
+from tandem.plugins.tasks.calculator import MAX_BITS, calculate
 from tandem.runtime.errors import UserError
-from tandem.runtime.sandbox import Result
-from tandem.tasks.calculator import MAX_BITS, calculate
 from tests.support.tool_calls import write_in_style
 from tests.support.waiting import WAIT_S
 
@@ -287,7 +287,10 @@ def odd_type(a: threading.Thread) -> None:
         ("calc", ["no such built-in tool", "'calc'", "file.py:function"]),
         (len, ["not a function"]),
         ("no_such_file.py:add", ["no file no_such_file.py", "working directory"]),
-        ("tandem.tasks.calculator:no", ["no 'no' in tandem.tasks.calculator", "calculate"]),
+        (
+            "tandem.plugins.tasks.calculator:no",
+            ["no 'no' in tandem.plugins.tasks.calculator", "calculate"],
+        ),
         ("tandem.no:no", ["tandem.no cannot be loaded", "ModuleNotFoundError"]),
     ],
 )

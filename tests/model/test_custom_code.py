@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tandem.cli.plan_time import random_directory
 from tandem.model import custom_code
 from tandem.model.load import load_model
 from tandem.model.tiny import make_tiny
 from tandem.model.tokenizer import load_tokenizer
+from tandem.plugins.plan.plan_time import random_directory
 from tandem.run_folder.past_run import open_past
 from tandem.runtime.errors import UserError
 from tests.support.home import invoke, make_home, mistake

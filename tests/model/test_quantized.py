@@ -13,10 +13,10 @@ from torch import nn
 from tandem.cli.train import train
 from tandem.config.recipe import load_config
 from tandem.jobs.models import build_model
-from tandem.jobs.resources import memory, model_sizes
 from tandem.model.load import load_model, make_exact
 from tandem.model.lora import Lora
 from tandem.model.quantized import NF4, QuantizedWeight, quantize, quantized_bytes
+from tandem.plugins.plan.resources import memory, model_sizes
 from tandem.run_folder.past_run import open_past
 from tandem.runtime.errors import UserError
 from tests.support.architectures import stock

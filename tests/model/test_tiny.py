@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from tandem.cli.main import app
 from tandem.model.tiny import make_tiny
+from tandem.plugins.tasks import algebra
 from tandem.runtime.errors import UserError
-from tandem.tasks import algebra
 
 
 @pytest.fixture(scope="module")

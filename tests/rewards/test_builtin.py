@@ -8,14 +8,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from tandem.plugins.graders.answer_numbers import written_numbers
+from tandem.plugins.tasks.countdown import value_of
 from tandem.rewards import builtin
-from tandem.rewards.answer_numbers import written_numbers
 from tandem.rewards.judge import judge
 from tandem.rewards.load import load
 from tandem.rewards.parts import BadFunction, BadValue, read_value
 from tandem.rewards.pool.pool import RewardPool
 from tandem.rewards.schema import NOTHING, last_json
-from tandem.tasks.countdown import value_of
 from tandem.types import Attempt, Problem
 from tests.support.scoring import FakeClock, submit_all, time_out
 from tests.support.waiting import WAIT_S
@@ -278,7 +278,7 @@ def test_code_is_scored_in_a_worker_like_the_others():
 
 def test_reasoning_gym_scores_with_its_own_scorer():
     pytest.importorskip("reasoning_gym")
-    from tandem.tasks.reasoning_gym import score
+    from tandem.plugins.tasks.reasoning_gym import score
 
     assert builtin.find("reasoning_gym").__wrapped__ is score
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tandem.config.schema import Config
-from tandem.rewards.answer_compare import ignore_loading
+from tandem.plugins.graders.answer_compare import ignore_loading
 from tandem.rewards.builtin import NAMES
 from tandem.rewards.load import load, load_all
 from tandem.rewards.parts import check_functions

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tandem.rewards.answer_compare import ignore_loading
+from tandem.plugins.graders.answer_compare import ignore_loading
 from tandem.rewards.load import load
 from tandem.rewards.parts import BadFunction, BadValue
 from tandem.rewards.pool.pool import RewardPool

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from tandem.tasks import algebra
-from tandem.tasks.registry import write_rows
+from tandem.plugins.tasks import algebra
+from tandem.plugins.tasks.registry import write_rows
 
 
 def write_algebra(folder: Path, num_train: int, num_test: int, num_warm: int) -> None:

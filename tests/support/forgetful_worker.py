@@ -9,13 +9,13 @@ from pathlib import Path
 
 
 def load(start):
-    from tandem.engine.worker_pool import vllm_worker
+    from tandem.plugins.vllm import worker as vllm_worker
 
     vllm_worker.set_environment(start["device"])
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-    from tandem.engine.worker_pool.vllm_engine import SharedMemoryTransfer, load_vllm
+    from tandem.plugins.vllm.engine import SharedMemoryTransfer, load_vllm
 
     class Forgetful(SharedMemoryTransfer):
         def finish_weight_update(self):

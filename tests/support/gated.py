@@ -1,4 +1,4 @@
-"""A run that does as many steps as a test allows: its reward (tests/cluster/conftest.py) waits."""
+"""A run that does as many steps as tests allow: its reward (plugins/cluster/conftest.py) waits."""
 
 import json
 import time

@@ -21,11 +21,11 @@ from transformers import (
 )
 
 from tandem.data.renderer import load_renderer
-from tandem.model.image_tokens import IMAGE
-from tandem.model.images import load_image_reader
 from tandem.model.tiny import CHARACTERS, TEMPLATE, make_tokenizer
-from tandem.model.tiny_images import IMAGE_TEMPLATE, PROCESSOR, VISION, make_tiny_images
 from tandem.model.tokenizer import load_tokenizer
+from tandem.plugins.vision.image_tokens import IMAGE
+from tandem.plugins.vision.images import load_image_reader
+from tandem.plugins.vision.tiny_images import IMAGE_TEMPLATE, PROCESSOR, VISION, make_tiny_images
 
 KINDS = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm", "idefics3")
 TEXT = {

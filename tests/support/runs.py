@@ -28,10 +28,10 @@ from typing import Any
 import numpy as np
 
 from tandem.model.tiny import make_tiny
-from tandem.model.tiny_images import make_tiny_images
+from tandem.plugins.tasks import algebra
+from tandem.plugins.tasks.registry import task_rows, write_rows
+from tandem.plugins.vision.tiny_images import make_tiny_images
 from tandem.runtime.processes import ZOMBIE, descendants, state_of
-from tandem.tasks import algebra
-from tandem.tasks.registry import task_rows, write_rows
 from tests.support.architectures import ARCHITECTURES, INEXACT, save_architecture
 from tests.support.datasets import write_algebra
 from tests.support.image_models import save_image_model

@@ -49,8 +49,8 @@ class Sent(list):
 def calls(rests):
     import torch
 
-    from tandem.engine.worker_pool.vllm_engine import VLLMEngine
     from tandem.engine.worker_pool.worker import Server
+    from tandem.plugins.vllm.engine import VLLMEngine
     from tandem.weights.hashing import tensor_digests
 
     llm, weights, channel = RecordedLLM(), {"a": torch.ones(3)}, Sent()
@@ -68,7 +68,7 @@ def calls(rests):
 def refusals():
     import torch
 
-    from tandem.engine.worker_pool.vllm_engine import VLLMModel
+    from tandem.plugins.vllm.engine import VLLMModel
     from tandem.runtime.errors import UserError
 
     errors = {

@@ -6,9 +6,7 @@ import numpy as np
 import torch
 
 from tandem.config.schema import Config
-from tandem.rollout.collect import RolloutBatch
-from tandem.step import learn_step
-from tandem.stream.rows import (
+from tandem.plugins.cluster.rows import (
     COMPARED,
     FIELDS,
     groups_of,
@@ -17,6 +15,8 @@ from tandem.stream.rows import (
     tag_of,
     unpack_arrays,
 )
+from tandem.rollout.collect import RolloutBatch
+from tandem.step import learn_step
 from tandem.stream.stream import MemoryStream
 from tandem.train.batch import Models
 from tandem.train.parallel.ranks import ParallelRanks
@@ -125,7 +125,7 @@ def through_rows_on(mesh, changes):
 
 
 def through_queue_on(mesh, servers, changes):
-    from tandem.stream.transfer_queue import TransferQueueStream
+    from tandem.plugins.cluster.transfer_queue import TransferQueueStream
 
     ranks = ParallelRanks(mesh)
     stream = TransferQueueStream(

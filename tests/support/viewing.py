@@ -13,10 +13,10 @@ from PIL import Image
 
 from tandem.config.recipe import to_toml
 from tandem.config.schema import Config
-from tandem.model.image_tokens import name_of
+from tandem.plugins.view.app import make_server
+from tandem.plugins.vision.image_tokens import name_of
 from tandem.run_folder.episode_files import write_episodes
 from tandem.types import Episode, Group, Problem
-from tandem.view.app import make_server
 from tests.support.waiting import WAIT_S
 
 

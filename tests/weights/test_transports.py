@@ -20,7 +20,7 @@ import torch
 
 from tandem.engine.worker_pool.client import PoolThread
 from tandem.engine.worker_pool.pool import Workers
-from tandem.weights.collective import CollectiveWeights
+from tandem.plugins.cluster.collective import CollectiveWeights
 from tandem.weights.shared import SharedWeights
 from tandem.weights.transports import open_weights
 from tandem.weights.worker_sync import ProcessSync

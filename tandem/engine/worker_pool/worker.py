@@ -48,7 +48,7 @@ PRELOADED = (
     "tandem.engine.sync_check",
     "tandem.model.load",
     "tandem.model.tokenizer",
-    "tandem.weights.delta",
+    "tandem.plugins.cluster.delta",
     "tandem.weights.transports",
 )
 
@@ -157,7 +157,7 @@ class Server:
 
     def _apply(self, version: int, source: Message) -> None:
         from tandem.engine.sync_check import check_probe
-        from tandem.weights.delta import decode_all
+        from tandem.plugins.cluster.delta import decode_all
         from tandem.weights.hashing import combine
 
         if self._numbers:

@@ -16,12 +16,12 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
 from tandem.config.schema import Config
+from tandem.registry import BUILT_IN, find
 from tandem.run_folder.metrics import Metrics, flatten
 from tandem.run_folder.samples import Sample, printable
 from tandem.run_folder.trackers.tracker import SampleRow, TrackedRun, Tracker
@@ -34,11 +34,6 @@ CLOSE_S, LEAVE_S = 30.0, 3.0  # for what is queued at the end of a run, and when
 QUEUED = 1000  # rows and tables that may wait
 IDS = "trackers.json"
 TEXT = 20_000  # characters of a prompt or a completion in a table
-TRACKERS = {
-    "wandb": "tandem.run_folder.trackers.wandb:WandbTracker",
-    "trackio": "tandem.run_folder.trackers.trackio:TrackioTracker",
-    "mlflow": "tandem.run_folder.trackers.mlflow:MlflowTracker",
-}
 
 Call = Callable[[Tracker], None]
 
@@ -46,6 +41,8 @@ Call = Callable[[Tracker], None]
 def require_trackers(names: Sequence[str]) -> None:
     """Raise UserError for a tracker whose package is not installed."""
     for name in names:
+        if name not in BUILT_IN["trackers"]:
+            continue  # its package has named it
         spec = find_spec(name)
         if spec is None or spec.origin is None:  # a folder ./wandb is no package
             raise UserError(
@@ -59,8 +56,7 @@ def require_trackers(names: Sequence[str]) -> None:
 
 def open_tracker(name: str, run: TrackedRun) -> Tracker:
     """Open the run at the tracker of that name."""
-    module, _, kind = TRACKERS[name].partition(":")
-    return getattr(import_module(module), kind)(run)  # type: ignore[no-any-return]
+    return find("trackers", name, key="run.trackers")(run)  # type: ignore[no-any-return]
 
 
 class Trackers:

@@ -1,0 +1,148 @@
+"""Env workers on the nodes of a cluster: a NodePool whose calls are those of episodes'
+environments. Does not know Ray.
+
+    environments' thread                      the thread of EnvActors           a node
+    --------------------                      -----------------------           ------
+    RemoteEnv.reset, step, close  -- add -->  to the worker that holds it  -->  env_worker.py
+    waits for the future          <---------  _on_message                  <--
+
+A worker holds the environments that began there, until they are closed. If it is lost, the next
+call of each goes to another worker with the problem and all turns so far: an environment is a
+function of these, so it comes to where it was. Time is taken by the worker, and the wait for one
+is NodePool's matter.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandem.envs.calls import ALIVE_S, CLOSE_S, Caller, EnvironmentFailed
+from tandem.plugins.cluster.env_worker import OVER
+from tandem.plugins.cluster.node_pool import NodePool, NodeProcess
+from tandem.rewards.pool.protocol import encode_request, problem_fields
+from tandem.runtime.errors import UserError
+from tandem.runtime.worker_channel import Message
+from tandem.types import Env, Observation, Problem
+
+DEPTH = 32  # calls that a worker has, and still takes new episodes
+
+
+class RemoteEnv(Env):
+    """The environment of an episode, in a worker. call: has a worker serve a call of it."""
+
+    def __init__(self, number: int, call: Callable[["RemoteEnv"], "Future[Message]"]):
+        self.number, self._call = number, call
+        self.problem: Problem | None = None
+        self.texts: list[str] = []  # the model's turns
+        self.closed = False
+        self.holder: NodeProcess | None = None  # the thread of EnvActors sets it
+
+    async def reset(self, problem: Problem) -> Sequence[Any]:
+        self.problem = problem
+        answer = await self._answer()
+        self.tools, self.stateless = answer["tools"], answer["stateless"]
+        chat: Sequence[Any] = answer["messages"]
+        return chat
+
+    async def step(self, text: str) -> Observation:
+        self.texts.append(text)
+        return Observation(**await self._answer())
+
+    async def close(self) -> None:
+        self.closed = True
+        with suppress(RuntimeError, UserError):  # the workers are gone
+            async with asyncio.timeout(CLOSE_S + ALIVE_S):
+                await self._answer()
+
+    async def _answer(self) -> Message:
+        answer = await asyncio.wrap_future(self._call(self))
+        match answer:
+            case {"late": True}:
+                raise TimeoutError
+            case {"failed": str(reason)}:
+                raise EnvironmentFailed(reason)
+        return answer
+
+
+class RemoteCaller(Caller):
+    """A caller of a RemoteEnv, whose worker takes the time and names the failures."""
+
+    async def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        return await method(*arguments)
+
+
+@dataclass(slots=True, eq=False)
+class EnvCall:
+    """A call of an environment, behind these turns of the model."""
+
+    index: int
+    env: RemoteEnv
+    texts: tuple[str, ...]
+    closes: bool
+    future: Future[Message] = field(default_factory=Future)
+    interrupted: int = 0
+
+
+class EnvActors(NodePool[EnvCall]):
+    """The thread of env workers. env, sandbox: sections of the config. folder: where relative
+    names are looked for. others: of NodePool."""
+
+    role, what = "env worker", "pool of environments"
+
+    def __init__(self, spawn: Any, *, env: Message, sandbox: Message, folder: str, **others: Any):
+        start = {"env": env, "sandbox": sandbox, "folder": folder}
+        super().__init__(spawn, start=start, depth=DEPTH, **others)
+        self._numbers = itertools.count()
+
+    def make(self) -> RemoteEnv:
+        """Make the environment of an episode, which begins with `reset`."""
+        return RemoteEnv(next(self._numbers), self._call)
+
+    def _call(self, env: RemoteEnv) -> Future[Message]:
+        call = EnvCall(next(self._numbers), env, tuple(env.texts), env.closed)
+        call.future.set_running_or_notify_cancel()  # not to be cancelled: a worker may have it
+        self.add(call, first=bool(env.texts) or env.closed)  # its worker has it already
+        return call.future
+
+    def _is_over(self, call: EnvCall) -> bool:
+        over = call.env.closed and (call.env.holder is None or not call.closes)
+        if over:
+            call.future.set_result(OVER)
+        return over
+
+    def _choose(self, call: EnvCall) -> NodeProcess | None:
+        return call.env.holder or super()._choose(call)
+
+    def _give(self, worker: NodeProcess, call: EnvCall) -> None:
+        super()._give(worker, call)
+        call.env.holder = worker
+        worker.held.add(call.env)
+
+    def _encode(self, worker: NodeProcess, call: EnvCall) -> bytes:
+        env, is_new = call.env, call.env.holder is None
+        assert env.problem is not None  # reset comes first
+        problem = problem_fields(env.problem) if is_new else None
+        texts = call.texts if is_new and not env.stateless else call.texts[-1:]
+        fields = {"episode": env.number, "problem": problem, "texts": texts}
+        return encode_request({"id": call.index, **fields, "closes": call.closes})
+
+    def _read(self, message: Message) -> Message:
+        return {name: value for name, value in message.items() if name != "id"}
+
+    def _settle(self, worker: NodeProcess, call: EnvCall, result: Any) -> None:
+        if call.closes:
+            worker.held.discard(call.env)
+            call.env.holder = None
+        super()._settle(worker, call, result)
+
+    def _drop(self, worker: NodeProcess) -> None:
+        super()._drop(worker)
+        for env in worker.held:
+            env.holder = None
+
+    def _fail(self, call: EnvCall, error: str) -> None:
+        call.future.set_result({"failed": error})

@@ -1,0 +1,390 @@
+"""Workers on the nodes of a Ray cluster. The only file that imports ray.
+
+    driver                                               a node
+    ------                                               ------
+    RayCluster.spawn(number) an actor on the living  --> RolloutWorker.serve(address, ...)
+                             node with the fewest          |
+    RayHost.connect          accepts, compares       <--  connects: {"token", "number", "pid", ..}
+    JSON lines of engine/worker_pool                 <--> worker.run(channel, load_engine, receive)
+    RayHost.give             an object of weights    --> RolloutWorker.take(number, buffer)
+
+Ray places workers, and moves weights (object_weights.py). All else (heartbeats, restarts, requests
+served again) is the pool's (engine/worker_pool), as on one machine. A lost worker is replaced by a
+new actor, on another node if there is one. The connections are TCP without encryption, and prove
+themselves by a random token of the run: a cluster is on a network that is trusted.
+
+A cluster of this machine (`start_cluster`) has nodes of its own on loopback addresses. If the
+driver dies, the kernel ends them.
+"""
+
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.engine.worker_pool.process import ENVIRONMENT, EXIT_S, LAST_LINES
+from tandem.engine.worker_pool.protocol import MAX_LINE_BYTES
+from tandem.plugins.cluster.errors import last_line, no_ray, not_joined, too_small
+from tandem.plugins.cluster.listener import Listener
+from tandem.plugins.cluster.logs import LogFiles
+from tandem.plugins.cluster.node_worker import NodeWorker
+from tandem.plugins.cluster.object_weights import ObjectWeights
+from tandem.plugins.cluster.placement import named_nodes
+from tandem.plugins.cluster.rollout_worker import RolloutWorker
+from tandem.plugins.cluster.this_machine import (
+    environment,
+    free_ports,
+    keeping_sigterm,
+    own_token,
+    require_listener,
+    short_folder,
+    start_nodes,
+)
+from tandem.plugins.cluster.trainer_ranks import TrainerRanks
+from tandem.runtime import numerics
+from tandem.runtime.processes import descendants
+from tandem.runtime.worker_channel import Channel, Message, die_with_starter
+from tandem.weights.shared import Delta
+
+try:
+    import ray
+    import ray._raylet
+    from ray.cluster_utils import Cluster
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+except ModuleNotFoundError:
+    raise no_ray() from None
+
+Report = Callable[[str], None]
+
+STACK_S = 2.0
+RAY_CONFIG: Any = ray._raylet.Config  # type: ignore[attr-defined]
+NODES_S = 60.0  # for the nodes of a cluster that is joined
+NODE_CPUS = 64  # of a node on this machine, for Ray's books: workers share its cores
+SPARE_BYTES = 80 << 20  # the least that Ray takes for a node's objects
+HEAD: dict[str, Any] = {
+    "include_dashboard": False,
+    "include_log_monitor": False,
+    "no_monitor": True,
+    "_system_config": {"prestart_worker_first_driver": False},
+}
+# of Ray's workers: Ray itself ends those of a killed node only where orphans are init's
+END_WITH_NODE = f"{die_with_starter.__module__}.{die_with_starter.__name__}"
+# those of the agents: chosen here, or a node waits for its agents before it starts
+PORTS = (
+    "metrics_agent_port",
+    "metrics_export_port",
+    "dashboard_agent_listen_port",
+    "runtime_env_agent_port",
+)
+
+
+class RolloutActor(RolloutWorker):
+    """A RolloutWorker as an actor, which knows its node."""
+
+    def serve(self, address: tuple[str, int], handshake: Message) -> None:
+        node = ray.get_runtime_context().get_node_id()
+        super().serve(address, {**handshake, "node": node})
+
+
+def worker_variables() -> dict[str, str]:
+    """Return the environment variables of a worker's process."""
+    return {**ENVIRONMENT, **numerics.environment()}
+
+
+class RayHost:
+    """A worker's actor, as the pool holds it. Implements process.Host."""
+
+    def __init__(self, cluster: "RayCluster", actor: Any, node_id: str, name: str):
+        self.cluster, self.actor, self.node_id, self.name = cluster, actor, node_id, name
+        self.node, self.pid = cluster.address_of(node_id), 0
+        self._channel: Channel | None = None
+        self.handshake = {**cluster.listener.expect(self._on_connected), "node": node_id}
+        log = cluster.logs and cluster.logs.expect(name, self.node)
+        self._ended = actor.serve.remote(cluster.listener.address, {**self.handshake, "log": log})
+
+    def _on_connected(self, connection: socket.socket, handshake: Message) -> None:
+        self._channel = Channel(connection, MAX_LINE_BYTES)
+        self.pid, self.node_id = int(handshake["pid"]), str(handshake["node"])
+        self.node = self.cluster.address_of(self.node_id)
+
+    def connect(self) -> Channel | None:
+        self.cluster.listener.accept()
+        if self._channel is None and ray.wait([self._ended], timeout=0)[0]:
+            raise EOFError
+        return self._channel
+
+    def stack(self) -> str:
+        if self._channel is None:
+            return f"Ray has not started it: {self.cluster.free()}"
+        asked = self.actor.stack.options(concurrency_group="side").remote()
+        try:
+            return str(ray.get(asked, timeout=STACK_S))
+        except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
+            return ""
+
+    def last_words(self) -> str:
+        error, logs = self._error(), self.cluster.logs
+        written = logs.last_lines(self.name, LAST_LINES) if logs else ""
+        return written or "\n".join(error.strip().splitlines()[-LAST_LINES:])
+
+    def how_it_ended(self) -> str:
+        return last_line(self._error()) or "it closed its connection"
+
+    def _error(self) -> str:
+        try:
+            ray.get(self._ended, timeout=EXIT_S)
+        except ray.exceptions.GetTimeoutError:
+            return ""
+        except ray.exceptions.RayError as error:
+            return str(error)
+        return ""
+
+    def give(self, number: int, stored: Any) -> None:
+        self.actor.take.options(concurrency_group="side").remote(number, stored)
+
+    def end(self) -> None:
+        self.cluster.forget(self)
+        ray.kill(self.actor, no_restart=True)
+        if self._channel is not None:
+            self._channel.close()
+
+
+class RayCluster:
+    """A running Ray cluster. `spawn` starts workers of one kind on its nodes, which connect back to
+    this process's node. worker: their class; gpus, cpus: of each one; runtime_env: Ray's, if a
+    worker's process is not to have the node's environment; logs: of what they print."""
+
+    def __init__(
+        self,
+        gpus: int,
+        runtime_env: dict[str, Any] | None,
+        worker: type[NodeWorker] = RolloutActor,
+        cpus: int = 1,
+        logs: LogFiles | None = None,
+    ):
+        self.home = str(ray.get_runtime_context().get_node_id())  # the node of this process
+        self.listener = Listener(self.address_of(self.home))
+        self.gpus, self.logs, self.role = gpus, logs, worker.role
+        self.placement: str | list[str] = "spread"
+        self._hosts: list[RayHost] = []
+        self._last_node: dict[int, str] = {}  # of each worker number
+        as_actor: Any = ray.remote
+        self._actor = as_actor(concurrency_groups={"side": 2})(worker)
+        self._options: dict[str, Any] = {
+            "num_cpus": cpus,
+            "num_gpus": gpus,
+            "max_restarts": 0,
+            "runtime_env": runtime_env,
+        }
+
+    def for_calls(self, worker: type[NodeWorker]) -> "RayCluster":
+        """Return the same nodes for workers of rewards or environments. These ask Ray for nothing,
+        so none waits for a rollout worker's CPU."""
+        return RayCluster(0, self._options["runtime_env"], worker, 0, self.logs)
+
+    def spawn(self, number: int) -> RayHost:
+        """Start the worker of that number where `placement` says: packed it is on this process's
+        node as long as that has room, else on the node with the fewest, and not where one of its
+        number has been lost. Of equal nodes it takes the first by address."""
+        packs, pins = self.placement == "pack", isinstance(self.placement, list)
+        node = self.home if packs else self._choose(number)
+        self._last_node[number] = node
+        # only who asks for nothing has room on the node in any case
+        soft = self._options["num_cpus"] > 0 and not pins
+        where = NodeAffinitySchedulingStrategy(node, soft=soft, _spill_on_unavailable=packs)
+        actor = self._actor.options(**self._options, scheduling_strategy=where).remote()
+        host = RayHost(self, actor, node, f"{self.role} {number}")
+        self._hosts.append(host)
+        return host
+
+    def _choose(self, number: int) -> str:
+        here = [host.node_id for host in self._hosts]
+        pinned = isinstance(self.placement, list)
+        alive = named_nodes(ray.nodes(), self.placement) if pinned else self.nodes()
+        return min(
+            alive,
+            key=lambda node: (node == self._last_node.get(number), here.count(node), alive[node]),
+        )
+
+    def place(self, placement: str | list[str]) -> None:
+        """Place workers as `cluster.placement` says. Raises UserError for a node that is none."""
+        for name in placement if isinstance(placement, list) else ():
+            named_nodes(ray.nodes(), [name])
+        self.placement = placement
+
+    def open_ranks(self, command: Sequence[str], count: int, report: Report) -> TrainerRanks:
+        """Reserve room for ranks after 0, which run Python with that command; `close` it."""
+        return TrainerRanks(ray, self, command, count, report)
+
+    def nodes(self) -> dict[str, str]:
+        """Return the addresses of the nodes that live, by their ids."""
+        return {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes() if n["Alive"]}
+
+    def address_of(self, node_id: str) -> str:
+        return self.nodes().get(node_id, node_id)
+
+    def free(self) -> str:
+        """Describe what the nodes have left."""
+        free = ray.available_resources()
+        return f"the nodes have {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs free"
+
+    def open_weights(self, tensors: dict[str, Tensor], delta: Delta) -> ObjectWeights:
+        """Open the transport of weights to the workers, through Ray's store."""
+        return ObjectWeights(tensors, delta, put=ray.put, get=ray.get)
+
+    def forget(self, host: RayHost) -> None:
+        """Refuse its connection from now on."""
+        self.listener.forget(host.handshake)
+        self._hosts.remove(host)
+
+    def close(self) -> None:
+        """Take no more connections. The workers are the pool's."""
+        self.listener.close()
+
+
+# ---------------------------------------------------------------- a cluster
+
+
+class LocalNodes:
+    """Nodes of a cluster on this machine. object_bytes: of each one's store; gpus: of each one, for
+    Ray's books: the nodes share the machine's."""
+
+    def __init__(self, folder: Path, object_bytes: int, gpus: int):
+        self._cluster, self._numbers = Cluster(), count()
+        self._options: dict[str, Any] = {
+            "num_cpus": NODE_CPUS,
+            "num_gpus": gpus,
+            "object_store_memory": max(SPARE_BYTES, object_bytes),
+            "temp_dir": str(folder),
+        }
+
+    @property
+    def address(self) -> str:
+        return str(self._cluster.address)
+
+    def add(self) -> Any:
+        """Add a node, the first one as head."""
+        number = next(self._numbers)
+        # not 127.0.0.1, which Ray takes for the machine's own public one
+        at = str(ipaddress.IPv4Address("127.0.0.2") + number)
+        options = {**self._options, "node_ip_address": at, **free_ports(at, PORTS)}
+        with environment(worker_variables()):
+            return self._cluster.add_node(**options, **(HEAD if number == 0 else {}))
+
+    def remove(self, address: str) -> None:
+        """Kill the node at that address, with all that runs on it."""
+        [node] = [n for n in self._cluster.list_all_nodes() if n.node_ip_address == address]
+        self._cluster.remove_node(node, allow_graceful=False)
+
+    def end(self) -> None:
+        """End all nodes, and what they have started."""
+        started = [
+            process.pid
+            for node in self._cluster.list_all_nodes()
+            for infos in node.all_processes.values()
+            for info in infos
+            for process in descendants(info.process.pid)
+        ]
+        self._cluster.shutdown()
+        for pid in started:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@contextmanager
+def local_nodes(nodes: int, object_bytes: int, gpus: int = 0) -> Iterator[LocalNodes]:
+    """Start nodes on this machine, on loopback addresses, with token authentication and without a
+    dashboard; end them afterwards. Raises UserError."""
+    with ExitStack() as ending:
+        folder = ending.enter_context(short_folder())
+        token, session = folder / "token", folder / "ray"  # Ray opens the latter to every user
+        token.touch(0o600)
+        token.write_text(own_token())
+        session.mkdir()
+        variables = {
+            "RAY_TMPDIR": str(folder),  # it notes the cluster's address in `ray` there
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(token),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            # a loaded machine is slow to import torch and ray, and to start a node's agents
+            "RAY_worker_register_timeout_seconds": "120",
+            "RAY_raylet_start_wait_time_s": "60",
+        }
+        ending.enter_context(environment(variables))
+        RAY_CONFIG.initialize("")  # it was read with the import
+        with keeping_sigterm():
+            local = start_nodes(nodes, lambda: LocalNodes(session, object_bytes, gpus))
+        ending.callback(local.end)
+        yield local
+
+
+@contextmanager
+def start_cluster(nodes: int, object_bytes: int, gpus: int = 0) -> Iterator[RayCluster]:
+    """Start a cluster of `local_nodes`, with this process on the first one. gpus: of a worker."""
+    here = torch.cuda.device_count() if gpus else 0
+    with (
+        local_nodes(nodes, object_bytes, here) as local,
+        _connected(local.address),
+        closing(RayCluster(gpus, None)) as cluster,
+    ):
+        yield cluster
+
+
+@contextmanager
+def _connected(address: str) -> Iterator[None]:
+    """Connect this process to a cluster, whose node on this machine it finds."""
+    host = address.rpartition(":")[0]
+    own = host if host.startswith("127.") else None
+    try:
+        with keeping_sigterm():
+            ray.init(
+                address=address,
+                _node_ip_address=own,
+                logging_level=logging.ERROR,
+                log_to_driver=False,
+                runtime_env={"worker_process_setup_hook": END_WITH_NODE},
+            )
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def join_cluster(address: str, nodes: int, gpus: int = 0) -> Iterator[RayCluster]:
+    """Join the cluster at HOST:PORT, which must have so many living nodes, one of them on this
+    machine; leave it afterwards. Raises UserError."""
+    require_listener(address)
+    variables = {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token")}
+    with environment(variables), ExitStack() as leaving:
+        RAY_CONFIG.initialize("")
+        try:
+            leaving.enter_context(_connected(address))
+        # a wrong token, no node here, another version: Ray has an exception for each
+        except (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError) as error:
+            raise not_joined(address, f"{type(error).__name__}: {error}") from error
+        until = time.monotonic() + NODES_S
+        while (found := sum(node["Alive"] for node in ray.nodes())) < nodes:
+            if time.monotonic() > until:
+                raise too_small(address, found, nodes)
+            time.sleep(0.5)
+        yield leaving.enter_context(closing(RayCluster(gpus, {"env_vars": worker_variables()})))
+
+
+@contextmanager
+def open_ray() -> Iterator[None]:
+    """Have this process in a Ray cluster: the run's own, or a new one on this machine."""
+    if ray.is_initialized():
+        yield
+    else:
+        with start_cluster(1, SPARE_BYTES):
+            yield

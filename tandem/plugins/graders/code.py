@@ -1,0 +1,237 @@
+"""The reward function `code`: the share of a problem's tests that a completion's program passes.
+
+The program runs in a sandbox that no expected value ever enters. Its results are text or plain
+data, compared here. So it gains nothing by printing "passed", exiting with 0, replacing builtins or
+returning an object that equals everything. code_tests.py reads the tests.
+
+An assert of `call == constant`, of literals, is a function call with an expected value. Any other
+script runs in a sandbox of its own beside the solution's, and reaches the solution by messages only
+(code_tester.py); that needs a sandbox on this machine. MBPP's `test_imports` and `test_setup_code`
+come before each script. Knows neither models nor training, and only the Protocol of the sandbox.
+"""
+
+import json
+import math
+import re
+import time
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tandem.config.schema import Sandbox as SandboxConfig
+from tandem.plugins.graders import code_asserts
+from tandem.plugins.graders.code_asserts import CallTest
+from tandem.plugins.graders.code_compare import holds, reply_bytes, same_output
+from tandem.plugins.graders.code_tests import (
+    Columns,
+    IoTest,
+    Script,
+    Test,
+    extract_code,
+    read_tests,
+    unlimited_digits,
+)
+from tandem.plugins.graders.sandbox import (
+    Bubblewrap,
+    Limits,
+    Sandbox,
+    Unisolated,
+    open_sandbox_once,
+)
+from tandem.runtime.errors import UserError
+from tandem.types import Problem
+
+ANSWER_BYTES = 2**20  # of a process's output, beyond that of a right one
+_PROGRAM = ("python", "-X", "int_max_str_digits=0", "main.py")
+_SOLVE, _TEST = ("python", "-S", "code_inside.py"), ("python", "-S", "code_tester.py")
+
+
+def code_reward(
+    problem: Problem,
+    completion: str,
+    *,
+    sandbox: dict[str, Any] | Sandbox = {},  # noqa: B006
+    timeout_s: float = 4.0,
+    test_timeout_s: float = 2.0,
+    memory_mb: int = 1024,
+    all_or_nothing: bool = False,
+    tolerance: float | None = None,
+) -> dict[str, float]:
+    """Score a program: the reward is the share of tests passed, or 1 only if all are.
+
+    Parts: `passed`, that share, `tests`, their number, and `output_cut`, the number of processes
+    that were stopped because they wrote too much.
+    sandbox: the config's section, or an open one.
+    timeout_s: wall clock of all tests together; tests not reached have failed, so keep it below
+    reward.timeout_s.
+    test_timeout_s: wall clock of one process.
+    tolerance: absolute or relative, between numbers; None: 1e-6 between printed floats, else 0.
+    Raises UserError for a problem without readable tests, SandboxFailed if the sandbox did not
+    work.
+    """
+    tests, columns = read_tests(problem)
+    limits = Limits(
+        wall_s=test_timeout_s,
+        cpu_s=math.ceil(timeout_s),
+        memory_mb=memory_mb,
+        output_bytes=ANSWER_BYTES,
+    )
+    run = _TestRun(
+        uid=problem.uid,
+        code=extract_code(completion),
+        columns=columns,
+        sandbox=open_sandbox_once(SandboxConfig(**sandbox))
+        if isinstance(sandbox, dict)
+        else sandbox,
+        limits=limits,
+        deadline=time.monotonic() + timeout_s,
+        tolerance=tolerance,
+    )
+    share = sum(run.passed(tests, all_or_nothing)) / len(tests)
+    return {
+        "reward": float(share == 1) if all_or_nothing else share,
+        "passed": share,
+        "tests": float(len(tests)),
+        "output_cut": float(run.stops.count("output")),
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TestRun:
+    """One program and its tests. deadline: of time.monotonic, for all tests."""
+
+    uid: str
+    code: str
+    columns: Columns
+    sandbox: Sandbox
+    limits: Limits
+    deadline: float
+    tolerance: float | None
+    stops: list[str] = field(default_factory=list)  # why each process ended
+
+    def passed(self, tests: Sequence[Test], all_or_nothing: bool) -> list[bool]:
+        """Run the tests, kind by kind, and return for each whether it passed.
+
+        all_or_nothing: only all together count, so the first failure ends it.
+        """
+        calls = [test for test in tests if isinstance(test, CallTest)]
+        scripts = [test.text for test in tests if isinstance(test, Script)]
+        verdicts = self._run_calls(calls, all_or_nothing)
+        if scripts and (all(verdicts) or not all_or_nothing):
+            verdicts += self._run_scripts(scripts)
+        for test in tests:
+            if isinstance(test, IoTest) and (all(verdicts) or not all_or_nothing):
+                verdicts.append(self._run_program(test))
+        return verdicts
+
+    def _next_limits(self, right_bytes: int = 0) -> Limits | None:
+        """Return the limits of the next run; None if there is no time for one. right_bytes: of the
+        output that passes."""
+        left = self.deadline - time.monotonic()
+        limits = replace(self.limits, wall_s=min(left, self.limits.wall_s))
+        return replace(limits, output_bytes=ANSWER_BYTES + right_bytes) if left > 0 else None
+
+    def _run_program(self, test: IoTest) -> bool:
+        limits = self._next_limits(len(test.output.encode()))
+        if limits is None:
+            return False
+        files = {"main.py": self.code}
+        result = self.sandbox.run(_PROGRAM, files=files, stdin=test.input, limits=limits)
+        self.stops.append(result.stop_reason)
+        return result.exit_code == 0 and same_output(result.stdout, test.output, self.tolerance)
+
+    def _run_calls(self, tests: Sequence[CallTest], all_or_nothing: bool) -> list[bool]:
+        """Make all calls in one process; after a call that hangs, those behind it in another, while
+        there is time."""
+        verdicts: list[bool] = []
+        right_bytes = sum(map(reply_bytes, tests))
+        while len(verdicts) < len(tests) and (limits := self._next_limits(right_bytes)):
+            some, in_time = self._call(tests[len(verdicts) :], limits)
+            verdicts += some
+            if in_time or all_or_nothing:
+                break
+            verdicts.append(False)  # the one that took the time
+        return (verdicts + [False] * len(tests))[: len(tests)]
+
+    def _call(self, tests: Sequence[CallTest], limits: Limits) -> tuple[list[bool], bool]:
+        """Return verdicts on the answered calls, and whether time sufficed for all. A reply is
+        trusted to be a value, and no more."""
+        requests = "".join(repr(test.expression) + "\n" for test in tests)
+        files = self._solver_files()
+        result = self.sandbox.run(_SOLVE, files=files, stdin=requests, limits=limits)
+        self.stops.append(result.stop_reason)
+        replies = zip(tests, result.stdout.split("\n")[:-1], strict=False)
+        passed = [holds(test, reply, self.tolerance or 0.0) for test, reply in replies]
+        return passed, result.stop_reason != "timeout"
+
+    def _run_scripts(self, scripts: Sequence[str]) -> list[bool]:
+        """Run scripts and solution in two sandboxes; the verdicts come on a stream that the
+        solution does not have."""
+        if not isinstance(self.sandbox, Bubblewrap | Unisolated):
+            found = (
+                "needs a sandbox on this machine, as it is more than asserts of call == constant"
+            )
+            raise _cannot_run(self.uid, scripts[0], found)
+        limits = self._next_limits()
+        if limits is None:
+            return [False] * len(scripts)
+        with unlimited_digits():
+            tester = (_TEST, self._tester_files(scripts))
+        solver = (_SOLVE, self._solver_files())
+        result, other = self.sandbox.converse(tester, solver, limits=limits)
+        self.stops.extend((result.stop_reason, other.stop_reason))
+        if result.exit_code != 0:
+            return [False] * len(scripts)
+        reports = json.loads(result.stderr)
+        for script, report in zip(scripts, reports, strict=True):
+            if report["unsupported"]:
+                raise _cannot_run(self.uid, script, report["unsupported"])
+        return [report["passed"] for report in reports]
+
+    def _tester_files(self, scripts: Sequence[str]) -> dict[str, str]:
+        entry_point, helpers = self.columns.entry_point, self.columns.helpers
+        names = {entry_point} - {""}
+        imports = []
+        for script in scripts:
+            needed = code_asserts.needed(script, entry_point, helpers)
+            for found in code_asserts.unsupported(script, needed, helpers):
+                raise _cannot_run(self.uid, script, found)
+            names |= needed
+            imports += [f"import {name}" for name in code_asserts.modules(script)]
+        texts = map(code_asserts.across_the_line, scripts)
+        tests = {
+            "scripts": [(text, code_asserts.checking(text)) for text in texts],
+            "before": [*imports, *helpers],
+            "names": sorted(names),
+            "entry_point": entry_point,
+        }
+        return {
+            **_source("code_inside.py"),
+            **_source("code_tester.py"),
+            "tests.json": json.dumps(tests),
+        }
+
+    def _solver_files(self) -> dict[str, str]:
+        types = sorted(set(re.findall(r"\w+", self.code)) & set(typing.__all__))
+        imports = self.columns.imports.splitlines()
+        imports += [f"from typing import {name}" for name in types]
+        before = "".join(f"{statement!r}\n" for statement in (*imports, *self.columns.helpers))
+        return {**_source("code_inside.py"), "before.txt": before, "solution.py": self.code}
+
+
+@cache
+def _source(program: str) -> dict[str, str]:
+    return {program: Path(__file__).with_name(program).read_text(encoding="utf-8")}
+
+
+def _cannot_run(uid: str, script: str, found: str) -> UserError:
+    return UserError(
+        "a test script cannot run, whatever the solution",
+        where=f"problem {uid}: {script.strip()[:200]}",
+        found=found,
+        expected="Python's own library, pytest's basics and names of a solution in another process",
+        next="mend the row, or leave it out; see docs/sandbox.md",
+    )

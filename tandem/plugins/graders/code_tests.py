@@ -1,0 +1,274 @@
+"""A reader of a problem's tests for the reward `code`, and of a completion's program.
+
+Forms of `tests` in a problem's metadata (or, as JSON, in its answer):
+
+    [{"input": "1 2\\n", "output": "3\\n"}]                    a program's stdin and stdout
+    [{"function": "add", "args": [1, 2], "expected": 3}]      a function; also `kwargs`, and e.g.
+                                                              "Solution().add"
+    {"inputs": [...], "outputs": [...], "fn_name": "add"}     both in APPS' columns; without fn_name
+                                                              a program
+    [{"input": "1\\n2", "output": "3", "testtype": "functional"}]     LiveCodeBench's: calls the
+                                                              function `func_name`; or with the
+                                                              key `fn_name` in its row
+    ["assert add(1, 2) == 3"]                                 scripts, as MBPP's `test_list` and
+                                                              HumanEval's `test`
+
+MBPP's `test_imports` and `test_setup_code` come before each script. Runs nothing, and knows no
+sandbox.
+
+    python -c "from tandem.plugins.graders.code_tests import extract_code; \
+        print(extract_code('So:\\n```python\\nprint(1)\\n```'))"
+"""
+
+import ast
+import json
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from tandem.plugins.graders import code_asserts
+from tandem.plugins.graders.code_asserts import CallTest
+from tandem.runtime.errors import UserError
+from tandem.types import Problem
+
+TEXT_CHARS = 200_000  # of a completion; the program is near its end
+END = "</think>"
+_FENCE = re.compile(rf"^(?:.*{END})?([ \t]*)(`{{3,}}|~{{3,}})([^`\n]*)$", re.MULTILINE)
+_PYTHON = re.compile(r"[{.\s]*(python|py)3?(?![\w+-])", re.IGNORECASE)  # a label of a program
+_TEXT = r"\s+(?![{.\s]*py)\S.*"  # behind a closing fence: no label of a program
+DRAFTS = 8  # after so many of unclosed fences, the last end of thoughts counts
+CLOSINGS = 16  # fences tried as the end of a program, as some may stand in its docstrings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IoTest:
+    """A program's stdin, and the stdout expected of it. Example: IoTest(input="1 2\\n",
+    output="3\\n")"""
+
+    input: str
+    output: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """A test that is itself a program. Example: Script(text="assert abs(f(1) - 2) < 0.1")"""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """The columns of a problem for reading and running its tests."""
+
+    entry_point: str
+    function: str  # called by LiveCodeBench's functional tests
+    imports: str  # MBPP's test_imports
+    setup: str  # these and MBPP's test_setup_code: the beginning of every script
+    helpers: tuple[str, ...]  # imports and finished functions of the problem's text
+
+
+Test = IoTest | CallTest | Script
+
+
+def extract_code(completion: str) -> str:
+    """Return the last fenced block labelled as Python, else the last one unlabelled, else all text.
+
+    A truncated block counts. Text before a closing </think> is a draft, and does not. A fence in a
+    docstring does not end a program, nor does a </think> in a string of it end a draft.
+    """
+    text, start, position = completion[-TEXT_CHARS:].replace("\r\n", "\n"), 0, 0
+    drafts = 0
+    blocks: list[tuple[str, str]] = []
+    while opening := _FENCE.search(text, position):
+        program, end = _block(text, opening)
+        if END in program and _syntax_error(program):  # the draft's fence was left open
+            drafts += 1
+            find = text.find if drafts < DRAFTS else text.rfind
+            position = text.rfind("\n", 0, find(END, opening.end(), end))
+            continue
+        if (thought := text.rfind(END, position, opening.start(2))) >= 0:
+            start, blocks = thought + len(END), []
+        blocks.append((opening[3].strip(), program))
+        position = end
+    if (thought := text.rfind(END, position)) >= 0:
+        start, blocks = thought + len(END), []
+    programs = [program for label, program in blocks if _PYTHON.match(label)] or [
+        program for label, program in blocks if not label
+    ]
+    return programs[-1].removesuffix("\n") + "\n" if programs else text[start:]
+
+
+def _block(text: str, opening: re.Match[str]) -> tuple[str, int]:
+    """Return the program behind a fence, without the fence's indentation, and the position of its
+    end. A fence with text behind it, "``` done", is one where no other closes a program."""
+    indentation, fence = re.compile(rf"^[ \t]{{0,{len(opening[1])}}}", re.MULTILINE), opening[2]
+
+    def program(end: int) -> str:
+        return indentation.sub("", text[opening.end() + 1 : end])
+
+    def blocks(behind: str, stop: int) -> Iterator[tuple[str, int]]:
+        for closing in _FENCE.finditer(text, opening.end(), stop):
+            if text.startswith(fence, closing.start(2)) and re.fullmatch(behind, closing[3]):
+                yield program(closing.start()), closing.end()
+
+    bare = [*islice(blocks(r"\s*", len(text)), CLOSINGS)] or [(program(len(text)), len(text))]
+    for found in bare:
+        error = _syntax_error(found[0])
+        if not error:
+            return found
+        if not error.startswith("unterminated triple-quoted"):
+            break
+    with_text = islice(blocks(_TEXT, bare[0][1]), CLOSINGS)
+    return next((found for found in with_text if not _syntax_error(found[0])), bare[0])
+
+
+def _syntax_error(program: str) -> str:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ast.parse(program)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return str(error) or type(error).__name__
+    return ""
+
+
+@contextmanager
+def unlimited_digits() -> Iterator[None]:
+    """Read integers of any length: Python refuses those of more than 4,300 digits."""
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        yield
+    finally:
+        sys.set_int_max_str_digits(before)
+
+
+def read_tests(problem: Problem) -> tuple[list[Test], Columns]:
+    """Read the tests of a problem, at least one, and its other columns; raises UserError."""
+    columns_with_tests = [problem.metadata.get(k) for k in ("tests", "test_list", "test")]
+    column = next(filter(None, columns_with_tests), problem.answer)
+    try:
+        with unlimited_digits():
+            columns = _columns(problem)
+            tests = _tests(_unquoted(column), columns)
+    except (KeyError, TypeError, ValueError, SyntaxError) as error:
+        found = f"{type(error).__name__}: {error} in {str(column)[:200]}"
+        raise _unreadable(problem, found) from error
+    if not tests:
+        raise _unreadable(problem, str(column)[:200] or "nothing")
+    return tests, columns
+
+
+def _columns(problem: Problem) -> Columns:
+    metadata, entry_point = problem.metadata, str(problem.metadata.get("entry_point") or "")
+    lines = metadata.get("test_imports") or []
+    imports = "".join(f"{line}\n" for line in ([lines] if isinstance(lines, str) else lines))
+    nested = metadata.get("metadata")  # LiveCodeBench's column, JSON
+    more = (
+        json.loads(nested)
+        if isinstance(nested, str) and nested.lstrip().startswith("{")
+        else metadata
+    )
+    return Columns(
+        entry_point=entry_point,
+        function=str(more.get("func_name") or entry_point),
+        imports=imports,
+        setup=f"{imports}{metadata.get('test_setup_code') or ''}\n".lstrip("\n"),
+        helpers=_helpers(problem, entry_point) if entry_point else (),
+    )
+
+
+def _helpers(problem: Problem, entry_point: str) -> tuple[str, ...]:
+    """List statements of code in a problem's text for its tests, as in HumanEval's prompts. A
+    solution may call the functions; a test that does calls these, not the solution's."""
+    prompts = [str(m.get("content") or "") for m in problem.messages if m.get("role") == "user"]
+    try:
+        body = ast.parse(extract_code("".join(prompts[-1:]))).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ()
+    return tuple(ast.unparse(statement) for statement in body if _is_helper(statement, entry_point))
+
+
+def _is_helper(statement: ast.stmt, entry_point: str) -> bool:
+    match statement:
+        case ast.Import() | ast.ImportFrom():
+            return True
+        case ast.FunctionDef(name, _, body) | ast.ClassDef(name, _, _, body):
+            stub = all(isinstance(line, ast.Pass | ast.Expr) for line in body)
+            return not stub and name != entry_point
+    return False
+
+
+def _unquoted(value: Any) -> Any:
+    """Parse a string that is JSON of a list or an object; a script stays as it is."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        return json.loads(value)
+    return value
+
+
+def _tests(column: Any, columns: Columns) -> list[Test]:
+    match column:
+        case str() if column.strip():
+            script = columns.setup + column
+            calls = code_asserts.calls(script, columns.entry_point, columns.helpers)
+            return [*calls] if calls else [Script(text=script)]
+        case {"inputs": list(inputs), "outputs": list(outputs)} if len(inputs) == len(outputs):
+            name = column.get("fn_name")
+            return [_column(name, one, other) for one, other in zip(inputs, outputs, strict=True)]
+        case {"input": _, "output": _} | {"expected": _}:
+            return [_test(column, columns)]
+        case list() | tuple():
+            return [test for item in column for test in _tests(_unquoted(item), columns)]
+    raise ValueError("no form of tests")
+
+
+def _test(row: dict[str, Any], columns: Columns) -> Test:
+    function = row.get("fn_name") or columns.function
+    if row.get("testtype") == "functional" or row.get("fn_name"):
+        one, other = row["input"], row["output"]
+        if isinstance(one, list):
+            return _column(function, one, other)
+        args = [json.loads(line) for line in str(one).split("\n") if line.strip()]
+        expected = json.loads(other) if isinstance(other, str) else other
+        return _call(function, args, {}, [expected])
+    if "input" in row:
+        return IoTest(input=_text(row["input"]), output=_text(row["output"]))
+    name = row.get("function") or row.get("entry_point") or columns.entry_point
+    if not name:
+        raise KeyError("function")
+    args, kwargs = list(row.get("args") or []), dict(row.get("kwargs") or {})
+    return _call(str(name), args, kwargs, [row["expected"]])
+
+
+def _column(name: str | None, one: Any, other: Any) -> Test:
+    """Read a test in APPS' columns, in which a returned value may stand in a list of its own."""
+    if not name:
+        return IoTest(input=_text(one), output=_text(other))
+    expected = [other, other[0]] if isinstance(other, list) and len(other) == 1 else [other]
+    return _call(name, list(one), {}, expected)
+
+
+def _text(value: Any) -> str:
+    return "".join(f"{line}\n" for line in value) if isinstance(value, list) else str(value)
+
+
+def _call(name: str, args: list[Any], kwargs: dict[str, Any], expected: list[Any]) -> CallTest:
+    ast.parse(name, mode="eval")
+    arguments = ", ".join([repr(arg) for arg in args] + [f"**{kwargs!r}"] * bool(kwargs))
+    return CallTest(expression=f"{name}({arguments})", expected=tuple(expected), compare="json")
+
+
+def _unreadable(problem: Problem, found: str) -> UserError:
+    return UserError(
+        "a problem for the reward `code` has no tests that can be read",
+        where=f"problem {problem.uid}, metadata tests, test_list or test, or its answer",
+        found=found,
+        expected='[{"input": ..., "output": ...}], '
+        '[{"function": ..., "args": [...], "expected": ...}] or asserts',
+        next="see docs/sandbox.md",
+    )

@@ -1,0 +1,38 @@
+"""Untrusted programs: run under bubblewrap on this machine, or on a SandboxFusion server.
+
+protocol.py has the callers' interface, opening.py chooses a sandbox, docs/sandbox.md lists the
+guarantees. It does not know the purpose of the programs: ../code.py compares their results,
+and believes nothing else.
+
+    python -c "from tandem.plugins.graders.sandbox import *; print(Bubblewrap())"
+"""
+
+from tandem.plugins.graders.sandbox.bubblewrap import Bubblewrap
+from tandem.plugins.graders.sandbox.fusion import SandboxFusion
+from tandem.plugins.graders.sandbox.local import Unisolated
+from tandem.plugins.graders.sandbox.opening import open_sandbox, open_sandbox_once, sandbox_state
+from tandem.plugins.graders.sandbox.protocol import (
+    Limits,
+    Program,
+    Result,
+    Sandbox,
+    SandboxConfig,
+    SandboxFailed,
+    run_python,
+)
+
+__all__ = [
+    "Bubblewrap",
+    "Limits",
+    "Program",
+    "Result",
+    "Sandbox",
+    "SandboxConfig",
+    "SandboxFailed",
+    "SandboxFusion",
+    "Unisolated",
+    "open_sandbox",
+    "open_sandbox_once",
+    "run_python",
+    "sandbox_state",
+]

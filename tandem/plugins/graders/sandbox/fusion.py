@@ -1,0 +1,91 @@
+"""Programs on a server of ByteDance's SandboxFusion, over its HTTP API.
+
+Isolation and memory are the server's. https://github.com/bytedance/SandboxFusion
+"""
+
+import base64
+import json
+import shlex
+import urllib.request
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tandem.plugins.graders.sandbox.protocol import (
+    LIMITS,
+    Limits,
+    Result,
+    SandboxFailed,
+    StopReason,
+    check_name,
+    reason_of_end,
+)
+
+HTTP_BYTES = 64 * 2**20  # of an answer
+
+
+class SandboxFusion:
+    """The server at a URL. Implements Sandbox."""
+
+    def __init__(self, url: str):
+        self.url = url.rstrip("/")
+
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        files: Mapping[str, str] = {},
+        stdin: str = "",
+        limits: Limits = LIMITS,
+    ) -> Result:
+        others = {
+            check_name(name): base64.b64encode(text.encode()).decode()
+            for name, text in files.items()
+        }
+        script = command[-1]
+        python = command[0] == "python" and script in others
+        if python:
+            del others[script]
+        request = {
+            "code": files[script] if python else shlex.join(command),
+            "language": "python" if python else "bash",
+            "stdin": stdin,
+            "compile_timeout": limits.wall_s,
+            "run_timeout": limits.wall_s,
+            "files": others,
+        }
+        return _result(self._post("/run_code", request, limits.wall_s), limits)
+
+    def _post(self, path: str, request: dict[str, Any], wall_s: float) -> dict[str, Any]:
+        body = json.dumps(request).encode()
+        call = urllib.request.Request(self.url + path, body, {"Content-Type": "application/json"})
+        try:
+            # its queue comes before its clock
+            with urllib.request.urlopen(call, timeout=2 * wall_s + 30) as reply:
+                answer = json.loads(reply.read(HTTP_BYTES))
+        except (OSError, ValueError) as error:
+            raise SandboxFailed(f"no answer from the sandbox at {self.url}: {error}") from error
+        if not isinstance(answer, dict) or not isinstance(answer.get("run_result"), dict):
+            raise SandboxFailed(
+                f"the sandbox at {self.url} did not run the program: {str(answer)[:500]}"
+            )
+        return answer
+
+
+def _result(answer: dict[str, Any], limits: Limits) -> Result:
+    run = answer["run_result"]
+    streams = [run.get(name) or "" for name in ("stdout", "stderr")]
+    out, err = (text.encode()[: limits.output_bytes].decode(errors="ignore") for text in streams)
+    exit_code = run.get("return_code")
+    if run.get("status") == "TimeLimitExceeded":
+        reason: StopReason = "timeout"
+    elif [out, err] != streams:
+        reason = "output"
+    else:
+        reason = reason_of_end(exit_code, err)
+    return Result(
+        stdout=out,
+        stderr=err,
+        exit_code=None if reason in ("timeout", "output") else exit_code,
+        stop_reason=reason,
+        seconds=float(run.get("execution_time") or 0.0),
+    )

@@ -1,0 +1,256 @@
+"""`tandem plan`: check whether a run could start here, without loading weights: values and their
+origin, data, memory, disk, and the verdict.
+
+    tandem plan my.toml                of `tandem train`; exit code 0 if it could start, else 2
+    tandem plan my.toml --for sft      of another command that trains
+    tandem plan my.toml --values       every value, those too that are the default
+    tandem plan my.toml --time         the seconds of a step too, measured in small
+
+It makes the checks of the run itself before its weights (jobs/inputs.py, run_folder/folder.py,
+train_loop.py). Memory is arithmetic over the shapes. It does not know whether anything is learned.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tandem.cli.progress import console
+from tandem.config.schema import Config
+from tandem.jobs.engines import open_envs_and_rewards
+from tandem.jobs.input_hashes import KEYS, input_hashes
+from tandem.jobs.inputs import INPUTS, ProblemInputs
+from tandem.jobs.ranks import require_cores
+from tandem.model import custom_code
+from tandem.model.config_file import check_model
+from tandem.model.rope import positions_of
+from tandem.plugins.plan.meshes import memory_of_run
+from tandem.plugins.plan.plan_memory import Batch, batch_of, rows_here
+from tandem.plugins.plan.plan_values import value_lines, values_here
+from tandem.plugins.plan.resources import Machine, Need, disk, gpu_memory, host_memory, model_sizes
+from tandem.plugins.plan.throughput import measured
+from tandem.run_folder.folder import check_run
+from tandem.run_folder.resume import resumable
+from tandem.run_folder.trackers.links import require_trackers
+from tandem.runtime.disk import human_bytes, write_atomic
+from tandem.runtime.errors import UserError
+from tandem.runtime.wording import counted
+from tandem.types import Attempt, Problem
+
+
+def plan(
+    config: Config,
+    command: str,
+    folder: Path,
+    origins: Mapping[str, str],
+    *,
+    every: bool = False,
+    timed: bool = False,
+    out: Path | None = None,
+    machine: Machine | None = None,
+) -> int:
+    """Print the plan of a command of INPUTS in a run folder; return the exit code, 0 if the run
+    could start.
+
+    origins: of the values (config/origins.py); every: print all of them. timed: measure the seconds
+    of a step. out: a JSON file for the figures.
+    """
+    if command not in INPUTS:
+        raise UserError(
+            "this command has no plan", where="--for", found=command, expected=", ".join(INPUTS)
+        )
+    custom_code.allow(config.model.trust_remote_code)
+    made = _Plan(config, command, folder, machine or Machine.here(folder))
+    made.show_values(origins, every)
+    made.show_needs()
+    if timed and not made.reasons:
+        made.show_time()
+    made.show_verdict()
+    if out is not None:
+        write_atomic(out, json.dumps(made.figures, indent=1).encode() + b"\n")
+    return 2 if made.reasons else 0
+
+
+class _Plan:
+    def __init__(self, config: Config, command: str, folder: Path, machine: Machine):
+        self.config, self.command, self.folder, self.machine = config, command, folder, machine
+        self.reasons: list[str] = []  # why it could not start
+        self.longest = 0  # tokens of a prompt, chat or answer to train on
+        self.first_problem: Problem | None = None
+        self.figures: dict[str, Any] = {}  # bytes and seconds, for programs
+        self.batch: Batch | None = None  # without, the data could not be read
+
+    def show_values(self, origins: Mapping[str, str], every: bool) -> None:
+        here = dict[str, str]()
+        with self._checked():
+            here = values_here(self.config, self.command, self.folder)
+        _say("values" if every else "values that are not the default, or open (all: --values)")
+        for line in value_lines(self.config, self.command, origins, here, every=every):
+            _say(line)
+
+    def show_needs(self) -> None:
+        _say("data")
+        with self._checked():
+            self._data()
+        with self._checked():
+            if self.command != "rm":  # a reward model plays no episodes
+                self._reward()
+        with self._checked():
+            require_cores(self.config)
+        with self._checked():
+            require_trackers(self.config.run.trackers)
+        with self._checked():
+            sizes = model_sizes(self.config, self.command)
+            rows = memory_of_run(sizes, self.config, self.command, self.longest)
+            there = self.machine.memory
+            # several processes, or another backend, divide the model
+            divided = self.config.parallel.processes > 1 or self.config.train.backend != "tandem"
+            if self.batch and not sizes.on_gpu and not divided:
+                rows = rows_here(rows, sizes, self.config, self.command, self.batch)
+            if host := host_memory(sizes, self.config):
+                self._need("memory of the GPU", rows, gpu_memory(sizes.place), "of this GPU")
+                self._need("memory", host, there, "in this machine")
+            else:
+                self._need("memory", rows, there, "in this machine")
+            self._need(
+                "disk", disk(sizes, self.config), self.machine.disk, f"free for {self.folder}"
+            )
+        if self.command in ("train", "distill"):
+            with self._checked():
+                self._workers()
+
+    def show_time(self) -> None:
+        """Measure the seconds of a step. A trial that fails says nothing against the run: its
+        models are random."""
+        from tandem.plugins.plan.plan_time import step_time
+
+        _say("seconds of a step")
+        layers = (
+            check_model(self.config.model.path, head="value").get_text_config().num_hidden_layers
+        )
+        try:
+            found = step_time(self.config, self.command, layers)
+        except UserError as error:
+            _say("\n".join(f"  {line}" for line in f"not measured: {error}".splitlines()))
+            return
+        self.figures["step_s"] = found.seconds
+        _say(f"  {found}")
+
+    def show_verdict(self) -> None:
+        news = "a new run"
+        with self._checked():
+            news = self._folder()
+        if self.reasons:
+            _say(f"not ready: {'; '.join(self.reasons)}")
+        else:
+            if self.command in ("train", "distill"):
+                tokens = _episodes(self.config) * self.config.rollout.max_new_tokens
+                updates = self.config.rl.minibatches * self.config.rl.epochs
+                done = f"{counted(tokens, 'sampled tokens')} at most, {counted(updates, 'updates')}"
+                _say(f"a step\n  {done}")
+            _say(f"ready: {work(self.config, self.command)}, {news} in {self.folder}")
+        self.figures |= {"ready": not self.reasons, "reasons": self.reasons}
+
+    @contextmanager
+    def _checked(self) -> Iterator[None]:
+        """Print a UserError raised inside, and let the plan go on."""
+        try:
+            yield
+        except UserError as error:
+            # two parts may need the same file
+            if (reason := error.what.splitlines()[0]) not in self.reasons:
+                _say("\n".join(f"  {line}" for line in f"error: {error}".splitlines()))
+                self.reasons.append(reason)
+
+    def _data(self) -> None:
+        inputs = INPUTS[self.command](self.config)
+        problems = inputs.problems if isinstance(inputs, ProblemInputs) else inputs.held_out
+        self.first_problem = next(iter(problems), None)
+        self.images = inputs.images
+        self.batch = batch_of(self.config, self.command, inputs.counts)
+        for key, count in inputs.counts.items():
+            self.longest = max(self.longest, count.longest * key.endswith(".train"))
+            text = "prompt" if count.unit == "problems" else "text"
+            longest = f"longest {text} {counted(count.longest, 'tokens')}"
+            _say(f"  {key:<18}{counted(count.number, count.unit)}, {longest}")
+        prompts = [count.longest for count in inputs.counts.values() if count.unit == "problems"]
+        places = f"of {positions_of(inputs.shape):,} that the model can place"
+        if prompts:
+            length = f"{max(prompts)} + {self.config.rollout.max_new_tokens} tokens"
+            _say(f"  {'longest sequence':<18}{length}, {places}")
+
+    def _reward(self) -> None:
+        """Load environment and reward functions, and score a made-up completion of the first
+        problem: a function that cannot would stop the run at its first step."""
+        config, problem = self.config, self.first_problem
+        with open_envs_and_rewards(config) as (_, rewards):
+            others = {"env", "reward_model"} & set(config.reward.functions)
+            if problem is None or others or config.env.name != "single_turn":
+                return  # what an environment or a model gives cannot be made up
+            text = f"Answer: {problem.answer}"
+            message = {"role": "assistant", "content": text}
+            score = rewards.submit(problem, Attempt(text=text, messages=(message,))).result()
+            if score.error:
+                [function, *_] = functions = config.reward.functions
+                raise UserError(
+                    "the reward function cannot score a completion of the first problem",
+                    where=f"reward.function = {', '.join(functions)}; problem {problem.uid}",
+                    found=score.error,
+                    expected=f"a number for {text!r:.60}",
+                    next=f"tandem try {function} --data FILE --answer {text!r:.60}",
+                )
+            _say("reward of a made-up completion, to see that the function runs")
+            _say(f"  {score.reward:g} for the first problem and {text!r:.40}")
+            if not score.reward:
+                _say("  0 is no mistake where another form of the answer is wanted")
+
+    def _need(self, title: str, rows: list[Need], there: int, where: str) -> None:
+        needed = sum(count for _, count, _ in rows)
+        self.figures[title] = {name: count for name, count, _ in rows}
+        _say(title)
+        for name, count, formula in rows:
+            _say(f"  {name:<17}{human_bytes(count):>10}  {formula}")
+        _say(f"  {'sum':<17}{human_bytes(needed):>10}  of {human_bytes(there)} {where}")
+        if needed > there:
+            self.reasons.append(
+                f"{title}: {human_bytes(needed)} needed, {human_bytes(there)} {where}"
+            )
+
+    def _workers(self) -> None:
+        _say("rollout workers that keep the trainer busy")
+        if (found := measured(self.folder)) is None:
+            _say(f"  not measured: there are no timings of a run in {self.folder}")
+            return
+        speed = f"{found.worker_tokens_per_s:,.0f} tokens/s of a worker"
+        formula = f"{found.tokens:,.0f} tokens a step / ({found.trainer_s:.3g} s x {speed})"
+        medians = f"medians of {counted(found.steps, 'steps')} in {self.folder}"
+        _say(f"  {found.workers}  {formula}, {medians}")
+
+    def _folder(self) -> str:
+        """Describe where the run would go on, or that it would begin."""
+        if not check_run(self.folder, self.config, self.command) or self.reasons:
+            return "a new run"
+        hashes = input_hashes(self.config, *KEYS[self.command]) | self.images
+        checkpoint = resumable(self.folder, self.config, hashes, lambda line: _say(f"  {line}"))
+        if checkpoint is None:
+            return "a run to begin again"
+        return f"resumed from {checkpoint[0].name}"
+
+
+def _say(text: str) -> None:
+    console.print(text, markup=False)
+
+
+def _episodes(config: Config) -> int:
+    """Count the episodes of a step, at most."""
+    return config.rl.prompts_per_step * config.rl.group_size * max(1, config.rl.max_gen_batches)
+
+
+def work(config: Config, command: str) -> str:
+    """Describe the work of a run in a few words."""
+    if command in ("train", "distill"):
+        episodes, bound = _episodes(config), "at most " if config.rl.max_gen_batches else ""
+        return f"{counted(config.run.steps, 'steps')} of {bound}{counted(episodes, 'episodes')}"
+    settings, unit = (config.sft, "chats") if command == "sft" else (config.preference, "pairs")
+    return f"{counted(settings.steps, 'steps')} of {counted(settings.batch_size, unit)}"

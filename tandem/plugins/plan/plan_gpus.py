@@ -1,0 +1,181 @@
+"""`tandem plan RECIPE --gpus 64`: the meshes on which a run would be fastest, by arithmetic.
+
+    tandem plan my.toml --gpus 64                 64 H200
+    tandem plan my.toml --gpus 512 --gpu h100     others: tandem/plugins/plan/gpus.py
+
+No GPU is needed and no weights are read; where the recipe has data.max_prompt_tokens, prompts are
+taken to be so long and no data is read, so that a directory with a config.json is enough.
+Formulas, and what they were checked against, are in docs/scaling.md; they know neither latencies
+nor stragglers.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from tandem.cli.progress import print_lines, print_table
+from tandem.config.parallel import DIMENSIONS, Parallel
+from tandem.config.schema import Config
+from tandem.jobs.exactness import require_correction
+from tandem.jobs.inputs import INPUTS
+from tandem.model import custom_code
+from tandem.model.config_file import LEAN_ARCHITECTURES, is_lean
+from tandem.model.placement import FLOAT8_CAPABILITY, Placement, no_float8
+from tandem.plugins.plan.gpus import GPUS, Assumptions, Gpu
+from tandem.plugins.plan.meshes import (
+    LARGEST,
+    Plan,
+    plans,
+    rollout_of,
+    smallest,
+    times_of_rollout,
+    work_of,
+)
+from tandem.plugins.plan.resources import Sizes, model_sizes
+from tandem.plugins.plan.shards import Work
+from tandem.runtime.disk import human_bytes
+from tandem.runtime.errors import UserError
+
+SHOWN = 5
+
+
+def plan_gpus(config: Config, command: str, count: int, kind: str) -> None:
+    """Print the fastest meshes of so many GPUs for a command of INPUTS."""
+    if kind not in GPUS:
+        raise UserError(
+            "no numbers of this GPU", where="--gpu", found=kind, expected=", ".join(GPUS)
+        )
+    if not 1 <= count <= LARGEST:
+        expected = f"1 to {LARGEST}"
+        raise UserError("not a number of GPUs", where="--gpus", found=str(count), expected=expected)
+    if command not in INPUTS:
+        raise UserError(
+            "this command has no plan", where="--for", found=command, expected=", ".join(INPUTS)
+        )
+    gpu, assumed = GPUS[kind], Assumptions()
+    if config.model.dtype == "float8":
+        raise no_float8(gpu.name, FLOAT8_CAPABILITY)
+    if command in ("train", "distill"):
+        require_correction(config)
+    custom_code.allow(config.model.trust_remote_code)
+    sizes, longest = _sizes(config, command), _longest(config, command)
+    if not is_lean(sizes.shape):
+        raise UserError(
+            "there is no arithmetic for meshes of this architecture",
+            where=f"--gpus, model.path = {config.model.path}",
+            found=sizes.shape.model_type,
+            expected=f"one of {', '.join(LEAN_ARCHITECTURES)}",
+            next="leave --gpus out: it runs in one process",
+        )
+    work = work_of(sizes, config, command, longest)
+    found = plans(sizes, config, work, count, gpu, assumed)
+    if not found:
+        raise _no_fit(sizes, config, work, count, gpu, assumed)
+    print_lines(
+        [
+            f"{count} x {gpu.name}: {gpu.flops / 1e12:,.0f} TFLOP/s, {gpu.memory / 1e9:,.0f} GB at "
+            f"{gpu.bandwidth / 1e9:,.0f} GB/s, NVLink {gpu.nvlink / 1e9:,.0f} GB/s, network "
+            f"{gpu.network / 1e9:,.0f} GB/s ({gpu.source})",
+            f"assumed: {assumed}",
+            f"{config.model.path}: {sizes.policy:,} parameters; {work.updates} x "
+            f"{work.clusters * work.cluster:,} tokens a step, all as long as the longest",
+        ]
+    )
+    _print_meshes(found, work, config.parallel)
+    if command in ("train", "distill"):
+        _print_rollout(sizes, config, longest, count, gpu, assumed)
+    best = found[0]
+    rows = ", ".join(f"{name} {human_bytes(size)}" for name, size in best.memory.items() if size)
+    rows += f"; {human_bytes(best.loading)} while it loads the models"
+    print_lines([f"memory of the first mesh, on rank 0: {rows}"])
+    if sizes.others:
+        print_lines([f"not in the times: passes of {', '.join(sizes.others)}"])
+
+
+def _sizes(config: Config, command: str) -> Sizes:
+    """Count the models as they would be on a GPU."""
+    dtype = torch.float32 if config.model.dtype == "float32" else torch.bfloat16
+    sizes = model_sizes(_here(config), command)
+    return replace(sizes, place=Placement(torch.device("cuda"), dtype))
+
+
+def _here(config: Config) -> Config:
+    """Return the config of a run of one process on this machine's CPU, for what does not depend on
+    the machine."""
+    model = config.model.model_copy(update={"device": "cpu", "dtype": "float32"})
+    train = config.train.model_copy(update={"backend": "tandem"})
+    return config.model_copy(update={"model": model, "train": train, "parallel": Parallel()})
+
+
+def _longest(config: Config, command: str) -> int:
+    """Return the tokens of the longest prompt, chat or answer."""
+    if command in ("train", "distill") and "max_prompt_tokens" in config.data.model_fields_set:
+        return config.data.max_prompt_tokens
+    counts = INPUTS[command](_here(config)).counts
+    return next(count.longest for key, count in counts.items() if key.endswith(".train"))
+
+
+def _print_meshes(found: list[Plan], work: Work, of_recipe: Parallel) -> None:
+    """Print the fastest meshes, and that of the recipe if it has several processes."""
+    own = [plan for plan in found if _sizes_of(plan.mesh) == _sizes_of(of_recipe)]
+    shown = found[:SHOWN] + [plan for plan in own if plan not in found[:SHOWN]]
+    print_table(
+        ["mesh", "seconds", "messages", "bubble", "memory", "bound by"],
+        [
+            [
+                _name(plan.mesh) + " *" * (plan in own and of_recipe.processes > 1),
+                f"{work.updates * plan.times.total:.3g}",
+                f"{plan.times.communication:.0%}",
+                f"{plan.times.bubble / plan.times.total:.0%}",
+                human_bytes(plan.needed),
+                plan.times.bound,
+            ]
+            for plan in shown
+        ],
+        title=f"updates of a step: the fastest of {len(found)} meshes that fit",
+    )
+    if settings := [f"parallel.{name}={size}" for name, size in _sizes_of(found[0].mesh)]:
+        print_lines([f"the first one: {' '.join(settings)}"])
+    if of_recipe.processes > 1:
+        stands = "is *" if own else f"is not among them: {_name(of_recipe)}"
+        print_lines([f"the recipe's mesh {stands}"])
+
+
+def _name(mesh: Parallel) -> str:
+    return " x ".join(f"{name} {size}" for name, size in _sizes_of(mesh)) or "one GPU"
+
+
+def _sizes_of(mesh: Parallel) -> list[tuple[str, int]]:
+    sizes = [(name, int(getattr(mesh, name))) for name in (*DIMENSIONS, "shard")]
+    return [(name, size) for name, size in sizes if size > 1]
+
+
+def _print_rollout(
+    sizes: Sizes, config: Config, longest: int, count: int, gpu: Gpu, assumed: Assumptions
+) -> None:
+    work = rollout_of(sizes, config, longest)
+    engines = max(1, config.rollout.workers)
+    seconds = {n: times_of_rollout(work, n, gpu, assumed) for n in (engines, count)}
+    lines = [f"{s:.3g} s by {number} engine{'s' * (number > 1)}" for number, s in seconds.items()]
+    held = f"at most {work.batch} sequences in an engine (rollout.max_batch, rollout.cache_mb)"
+    print_lines([f"rollout of {work.episodes:,} episodes: {', '.join(lines)}; {held}"])
+
+
+def _no_fit(
+    sizes: Sizes, config: Config, work: Work, count: int, gpu: Gpu, assumed: Assumptions
+) -> UserError:
+    there = f"{human_bytes(int(gpu.memory * assumed.memory))} of each GPU"
+    if fits := smallest(sizes, config, work, gpu, assumed):
+        text = f"smallest number of GPUs that fits: {fits} (of powers of two)"
+    else:
+        text = (
+            f"it fits on no power of two up to {LARGEST}: train.activation_checkpointing=true, or "
+        )
+        text += "a smaller train.tokens_per_microbatch"
+    return UserError(
+        "the run fits on no mesh of these GPUs",
+        where=f"--gpus {count}, {gpu.name}",
+        found=f"{sizes.policy:,} parameters",
+        expected=f"at most {there} (assumed: {assumed.memory:.0%} of its memory)",
+        next=text,
+    )

@@ -1,0 +1,147 @@
+"""Countdown: reach a target from given numbers, each used once, with + - * /. The difficulty: how
+many numbers.
+
+    tandem generate countdown --difficulty 3 --count 400 --out train.jsonl
+    python -c "from tandem.plugins.tasks.countdown import value_of; print(value_of('(1 + 5) * 4'))"
+
+Every problem has a solution, which the row holds, and mostly more, so the checker computes the
+written expression. Nothing is evaluated by Python: an expression of at most EXPRESSION_CHARS
+characters is parsed, and computed in fractions. Knows arithmetic. Does not know files, models or
+rewards.
+"""
+
+import ast
+import operator
+import re
+from collections import Counter
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+from tandem.plugins.tasks.generate import Generator, Row, TaskProblem, draw_rows, randint
+from tandem.types import Problem
+
+LEVELS = [2, 3, 4, 5, 6]
+HIGHEST, HIGHEST_TARGET = 20, 200
+EXPRESSION_CHARS = 200
+TEXT_CHARS = 2_000  # of the end of a completion
+
+Term = tuple[int, str]  # (value, how it is written)
+
+
+def rows(split: str, count: int, seed: int, difficulty: int) -> list[Row]:
+    """Draw count different problems, or all: difficulty 2 has about 470 for training, 115 for
+    tests.
+
+    Example row: {"uid": "countdown/3/train/0", "prompt": "Make 23 from 11,15,3, each once, with + -
+    * /.", "answer": "23", "data_source": "countdown_3", "difficulty": 3, "numbers": [11, 15, 3],
+    "solution": "(15-3)+11"}
+    """
+    return draw_rows("countdown", _problem, split, count, seed, difficulty, LEVELS)
+
+
+def _problem(rng: Generator, difficulty: int) -> TaskProblem:
+    while True:
+        numbers = [randint(rng, 1, HIGHEST) for _ in range(difficulty)]
+        target, text = _combine(rng, [(number, str(number)) for number in numbers])
+        if target <= HIGHEST_TARGET and target not in numbers:
+            break
+    return TaskProblem(
+        prompt=f"Make {target} from {','.join(map(str, numbers))}, each once, with + - * /.",
+        answer=str(target),
+        dedup_key=f"{target} from {sorted(numbers)}",
+        columns={"numbers": numbers, "solution": text.removeprefix("(").removesuffix(")")},
+    )
+
+
+def _combine(rng: Generator, terms: list[Term]) -> Term:
+    """Join two terms until one is left; every value on the way is a positive whole number."""
+    while len(terms) > 1:
+        first, second = (int(place) for place in rng.permutation(len(terms))[:2])
+        rest = [term for place, term in enumerate(terms) if place not in (first, second)]
+        terms = [*rest, _pair(rng, terms[first], terms[second])]
+    return terms[0]
+
+
+def _pair(rng: Generator, one: Term, other: Term) -> Term:
+    (a, left), (b, right) = max(one, other), min(one, other)
+    choices = [(a + b, f"({left}+{right})"), (a * b, f"({left}*{right})")]
+    choices += [(a - b, f"({left}-{right})")] if a > b else []
+    choices += [(a // b, f"({left}/{right})")] if a % b == 0 else []
+    return choices[randint(rng, 0, len(choices) - 1)]
+
+
+# ---------------------------------------------------------------- the checker
+
+_OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+_SPELLINGS = {  # sign -> how models write it
+    "": r"\left \right",
+    "*": r"\times \cdot × · ⋅",
+    "/": r"\div ÷",
+    "-": "− –",
+    "(": "[",
+    ")": "]",
+}
+_TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+
+
+def check(
+    problem: Problem, completion: str, extract: Callable[[str], str | None], *, use_all: bool = True
+) -> float:
+    """Return 1 if the expression makes the target from the numbers, else 0.
+
+    The numbers are metadata["numbers"] (or "nums"), the target metadata["target"], else the answer.
+    The expression is the last <answer>...</answer>, else the final answer, which `extract` finds;
+    `= 24` may follow it. use_all: every number once; else at most once. Raises ValueError for a
+    problem without numbers.
+    """
+    numbers, target = _read(problem)
+    tagged = _TAGGED.findall(completion[-TEXT_CHARS:])
+    text = tagged[-1] if tagged else extract(completion) or ""
+    for sign, spellings in _SPELLINGS.items():
+        for spelling in spellings.split():
+            text = text.replace(spelling, sign)
+    value = value_of(text.strip(" \t\r\n$*_`.").partition("=")[0])
+    if value is None or value[0] != target:
+        return 0.0
+    used, available = Counter(value[1]), Counter(numbers)
+    return float(used == available if use_all else used <= available)
+
+
+def _read(problem: Problem) -> tuple[list[int], Fraction]:
+    metadata = problem.metadata
+    numbers: Any = metadata.get("numbers", metadata.get("nums"))
+    target = metadata.get("target", problem.answer)
+    try:
+        return [int(number) for number in numbers], Fraction(str(target))
+    except (TypeError, ValueError, ZeroDivisionError):
+        found = f"numbers {numbers!r} and target {target!r}"[:200]
+        raise ValueError(f"problem {problem.uid!r} has {found}, expected whole numbers") from None
+
+
+def value_of(text: str) -> tuple[Fraction, list[int]] | None:
+    """Return the value of an expression of whole numbers, + - * / and parentheses, and its numbers.
+
+    None for anything else, and for a division by zero.
+    """
+    if len(text) > EXPRESSION_CHARS or not re.fullmatch(r"[0-9+\-*/() ]+", text):
+        return None
+    try:
+        value = _value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, ZeroDivisionError):
+        return None
+    return value, [int(number) for number in re.findall("[0-9]+", text)]
+
+
+def _value(node: ast.expr) -> Fraction:
+    match node:
+        case ast.Constant(value=int(number)):
+            return Fraction(number)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_value(left), _value(right))
+    raise ValueError("a power, a sign before a number, or a call")

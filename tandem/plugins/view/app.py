@@ -1,0 +1,336 @@
+"""The server of `tandem view`: static files and JSON, read-only, on starlette and uvicorn.
+
+    GET /                    static/index.html and beside it: the pages
+    GET /api/runs            list           /api/series   columns of numbers, thinned
+        /api/config          of runs        /api/episodes a page of them; /api/export all of them
+        /api/episode         one            /api/step     what it trained on
+        /api/diff            of two runs    /api/image    a file of those that it read
+        /api/events          server-sent: which run has news
+
+Functions that read files run in threads. Knows no format of a file: that is the room's others.
+"""
+
+import asyncio
+import json
+import math
+import socket
+import tempfile
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import asdict
+from http.cookies import CookieError, SimpleCookie
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tandem.audit.diff import compare_runs
+from tandem.plugins.view.access import COOKIE, HEADERS, refusal
+from tandem.plugins.view.episode import read_episode, read_image, read_step
+from tandem.plugins.view.episodes import KINDS, EpisodeTable, parse_query
+from tandem.plugins.view.runs import Run, Runs
+from tandem.run_folder.past_run import open_past
+from tandem.runtime.errors import UserError
+
+STATIC = Path(__file__).parent / "static"
+OPEN_TABLES = 4  # runs whose episodes are kept in memory
+FORMATS = ("jsonl", "parquet")  # of an export
+LIMIT, MOST_POINTS, MOST_RUNS = 500, 20_000, 50
+POLL_S, LIFE_S, FIND_S = 0.25, 15.0, 2.0  # of the events: look, say that one lives, find new runs
+
+Answer = Callable[[Request], Any]  # JSON, from a thread
+
+
+class Api:
+    """The answers, over the runs of a folder."""
+
+    def __init__(self, root: Path):
+        self.runs = Runs(root)
+        self._tables: OrderedDict[str, EpisodeTable] = OrderedDict()
+        self._lock = Lock()
+
+    def routes(self) -> list[Route]:
+        answers: dict[str, Answer] = {
+            "runs": self.list_runs,
+            "series": self.series,
+            "config": self.config,
+            "episodes": self.episodes,
+            "episode": self.episode,
+            "step": self.step,
+            "diff": self.diff,
+        }
+        return [
+            *(Route(f"/api/{name}", _json_endpoint(answer)) for name, answer in answers.items()),
+            Route("/api/export", self.export),
+            Route("/api/image", self.image),
+            Route("/api/events", self.events),
+        ]
+
+    def table(self, run: Run) -> EpisodeTable:
+        """Return the episodes of a run; those of the runs asked for last are kept."""
+        with self._lock:
+            table = self._tables.pop(run.name, None) or EpisodeTable(run.folder / "episodes")
+            self._tables[run.name] = table
+            while len(self._tables) > OPEN_TABLES:
+                self._tables.popitem(last=False)
+        return table
+
+    def list_runs(self, request: Request) -> Any:
+        return {"root": str(self.runs.root), "runs": [run.summary() for run in self.runs.list()]}
+
+    def series(self, request: Request) -> Any:
+        query = request.query_params
+        points = min(int(query.get("points", 2000)), MOST_POINTS)
+        first, last = float(query.get("from", -math.inf)), float(query.get("to", math.inf))
+        found: dict[str, Any] = {}
+        for run in self._asked(request):
+            keys = [key for key in query.getlist("key") if key in run.names()]
+            series = {key: run.series(key, first, last, points) for key in keys}
+            state = run.state(*run.progress(run.status()))
+            found[run.name] = {"names": run.names(), "series": series, **run.messages(state)}
+        return found
+
+    def config(self, request: Request) -> Any:
+        values = {run.name: run.config_values() for run in self._asked(request)}
+        keys = sorted({key for one in values.values() for key in one})
+        different = [k for k in keys if len({repr(v.get(k)) for v in values.values()}) > 1]
+        return {"keys": keys, "values": values, "different": different}
+
+    def episodes(self, request: Request) -> Any:
+        query, [run] = request.query_params, self._asked(request, 1)
+        offset, limit = max(0, int(query.get("offset", 0))), int(query.get("limit", 50))
+        return self.table(run).page(parse_query(query), offset, min(max(1, limit), LIMIT))
+
+    def episode(self, request: Request) -> Any:
+        query, [run] = request.query_params, self._asked(request, 1)
+        kind = query.get("kind", "train")
+        if kind not in KINDS:
+            raise ValueError(f"kind is {kind!r}; expected one of {', '.join(KINDS)}")
+        return read_episode(run, kind, _whole(request, "step"), _whole(request, "row"))
+
+    def step(self, request: Request) -> Any:
+        [run] = self._asked(request, 1)
+        return read_step(run, self.table(run), _whole(request, "step"))
+
+    def diff(self, request: Request) -> Any:
+        a, b = self._asked(request, 2)
+        comparison = compare_runs(open_past(a.folder), open_past(b.folder))
+        return {"a": a.name, "b": b.name, **asdict(comparison)}
+
+    def _asked(self, request: Request, count: int | None = None) -> list[Run]:
+        """Return the runs of an address. Raises KeyError, and ValueError for another number."""
+        names = request.query_params.getlist("run")
+        if len(names) > MOST_RUNS:
+            raise ValueError(f"the address names {len(names)} runs; at most {MOST_RUNS} are shown")
+        if count not in (None, len(names)):
+            raise ValueError(f"the address names {len(names)} runs; expected {count}, as run=NAME")
+        return [self.runs.get(name) for name in names]
+
+    def export(self, request: Request) -> Response:
+        """Send the episodes of a query as a file."""
+        try:
+            [run] = self._asked(request, 1)
+            query = parse_query(request.query_params)
+            if (kind := request.query_params.get("format", "jsonl")) not in FORMATS:
+                raise ValueError(f"format is {kind!r:.40}; expected one of {', '.join(FORMATS)}")
+        except (KeyError, ValueError) as error:
+            return _problem(error)
+        table = self.table(run)
+        name = f"{run.name.replace('/', '-')}-episodes.{kind}"
+        headers = {"Content-Disposition": f'attachment; filename="{_plain(name)}"'}
+        if kind == "jsonl":
+            lines = table.export_lines(query)
+            return StreamingResponse(lines, media_type="application/jsonl", headers=headers)
+        parts = _parquet(lambda sink: table.export_parquet(query, sink))
+        return StreamingResponse(
+            parts, media_type="application/vnd.apache.parquet", headers=headers
+        )
+
+    def image(self, request: Request) -> Response:
+        """Send an image by the name that its tokens have."""
+        try:
+            [run] = self._asked(request, 1)
+            data, media_type = read_image(run, request.query_params.get("name", ""))
+        except (KeyError, ValueError) as error:
+            return _problem(error)
+        return Response(data, media_type=media_type)
+
+    async def events(self, request: Request) -> Response:
+        """Announce, until the client leaves, which runs have written something."""
+        return StreamingResponse(
+            self._news(request.app.state),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-store"},
+        )
+
+    async def _news(self, state: Any) -> AsyncIterator[bytes]:
+        clock = asyncio.get_running_loop().time
+        runs = await run_in_threadpool(self.runs.list)
+        stamps = _stamps(runs)
+        found_at = sent_at = clock()
+        yield _event({"runs": []})
+        while not state.closing:
+            await asyncio.sleep(POLL_S)
+            if clock() - found_at > FIND_S:
+                runs, found_at = await run_in_threadpool(self.runs.list), clock()
+            now = await run_in_threadpool(_stamps, runs)
+            news = [name for name in {**stamps, **now} if stamps.get(name) != now.get(name)]
+            stamps = now
+            if news or clock() - sent_at > LIFE_S:
+                sent_at = clock()
+                yield _event({"runs": news})
+
+
+def _whole(request: Request, name: str) -> int:
+    """Return a whole number of an address. Raises ValueError."""
+    found = request.query_params.get(name, "")
+    try:
+        return int(found)
+    except ValueError:
+        text = f"{name} is {found!r:.40}" if found else f"the address has no {name}"
+        raise ValueError(f"{text}; expected a whole number, as {name}=3") from None
+
+
+def _stamps(runs: list[Run]) -> dict[str, Any]:
+    return {run.name: run.stamp() for run in runs}
+
+
+def _event(value: Any) -> bytes:
+    return f"data: {json.dumps(value)}\n\n".encode()
+
+
+def _plain(name: str) -> str:
+    return "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in name)
+
+
+def _parquet(write: Callable[[Any], None]) -> Iterator[bytes]:
+    """Yield the bytes of a file that is whole before the first of them."""
+    with tempfile.TemporaryFile() as file:
+        write(file)
+        file.seek(0)
+        while part := file.read(1 << 20):
+            yield part
+
+
+def _json_endpoint(answer: Answer) -> Callable[[Request], Response]:
+    def endpoint(request: Request) -> Response:
+        try:
+            return _Json(answer(request))
+        except (KeyError, ValueError, OverflowError, UserError) as error:
+            return _problem(error)
+
+    return endpoint
+
+
+def _problem(error: Exception) -> Response:
+    """Answer a mistake in the address, or a damaged file of the run."""
+    wrong = isinstance(error, ValueError | OverflowError)
+    status = 404 if isinstance(error, KeyError) else 400 if wrong else 422
+    text = str(error.args[0]) if isinstance(error, KeyError) else str(error)
+    return _Json({"error": f"not there: {text}" if status == 404 else text}, status)
+
+
+class _Json(JSONResponse):
+    def render(self, content: Any) -> bytes:
+        # in ASCII, so half a surrogate pair can be sent; NaN is no JSON
+        return json.dumps(_finite(content)).encode()
+
+
+def _finite(value: Any) -> Any:
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case dict():
+            return {str(name): _finite(one) for name, one in value.items()}
+        case list() | tuple():
+            return [_finite(one) for one in value]
+        case None | str() | int():
+            return value
+    return str(value)
+
+
+class _Guard:
+    """ASGI middleware: refuses what access.py refuses, and adds the headers to every answer."""
+
+    def __init__(self, app: ASGIApp, *, token: str):
+        self._app, self._token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        if scope["type"] != "http":
+            return
+        request, headers = Request(scope), Headers(scope=scope)
+        asked = request.query_params.get("token", "")
+        refused = refusal(scope["method"], headers, asked or _cookie(headers), self._token)
+        if refused:
+            status, text = refused
+            await PlainTextResponse(f"{text}\n", status)(scope, receive, with_headers)
+        elif self._token and asked:  # the token leaves the address, and stays in the cookie
+            answer = Response(status_code=303, headers={"Location": "/"})
+            answer.set_cookie(COOKIE, self._token, httponly=True, samesite="strict")
+            await answer(scope, receive, with_headers)
+        else:
+            await self._app(scope, receive, with_headers)
+
+
+def _cookie(headers: Headers) -> str:
+    try:
+        found = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
+    except CookieError:
+        return ""
+    return found.value if found else ""
+
+
+def make_server(root: Path, token: str, ready: Callable[[], None]) -> uvicorn.Server:
+    """Make the server over a folder of runs; `run(sockets=[...])` serves until SIGINT, SIGTERM or
+    `should_exit`. ready is called once it listens."""
+    files = Mount("/", StaticFiles(directory=STATIC, html=True))
+    app = Starlette(
+        routes=[*Api(root).routes(), files], middleware=[Middleware(_Guard, token=token)]
+    )
+    app.state.closing = False
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        proxy_headers=False,
+        server_header=False,
+        timeout_graceful_shutdown=1,
+    )
+    return _Server(config, ready)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn that says when it listens, and ends the events when it stops."""
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]):
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        app: Any = self.config.app
+        app.state.closing = True
+        await asyncio.sleep(2 * POLL_S)
+        await super().shutdown(sockets)

@@ -1,0 +1,146 @@
+"""`tandem view`, `tandem report` and `tandem plot`: runs as pages, as a file and as pictures."""
+
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import quote
+
+from tandem.cli.progress import print_lines
+from tandem.plugins.view.png import to_png
+from tandem.plugins.view.report import panels
+from tandem.plugins.view.report import report as report_page
+from tandem.plugins.view.runs import Run, Runs
+from tandem.plugins.view.svg import figure
+from tandem.run_folder.errors import require_run
+from tandem.runtime.disk import write_atomic
+from tandem.runtime.errors import UserError
+from tandem.runtime.wording import counted
+from tandem.serve.auth import is_loopback
+
+OPTIONAL = ("starlette", "uvicorn")
+
+
+def view(root: Path, host: str, port: int, token: str) -> None:
+    """Serve the pages until SIGINT or SIGTERM."""
+    if not root.is_dir():
+        raise UserError(
+            "there are no runs to view",
+            where=str(root),
+            found="no such folder",
+            expected="a folder of runs, or a run",
+            next="tandem demo makes one; or tandem view FOLDER",
+        )
+    if not token and not is_loopback(host):
+        raise UserError(
+            "a page that other machines can reach needs a token",
+            where=f"--host {host}",
+            found="no token",
+            expected="a token, or a loopback host such as 127.0.0.1",
+            next="export TANDEM_VIEW_TOKEN=$(openssl rand -hex 24)",
+        )
+    try:
+        from tandem.plugins.view.app import make_server
+    except ModuleNotFoundError as error:
+        if error.name not in OPTIONAL:
+            raise
+        raise UserError(
+            "the page's packages are not installed",
+            found=f"no {error.name}",
+            expected=" and ".join(OPTIONAL),
+            next="pip install 'tandem-rl[serve]'",
+        ) from None
+    with _bound(host, port) as sock:
+        name, port = sock.getsockname()[:2]
+        name = f"[{name}]" if ":" in name else name
+        end = f"/?token={quote(token, safe='')}" if token else "/"
+        line = f"{counted(len(Runs(root).list()), 'runs')} of {root} on http://{name}:{port}{end}"
+        server = make_server(root, token, lambda: print(line, flush=True))
+        with suppress(KeyboardInterrupt):  # uvicorn raises the signal again when it has stopped
+            server.run(sockets=[sock])
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((host, port))
+        except (OSError, UnicodeError):
+            sock.close()
+            raise
+        return sock
+    except (OSError, UnicodeError) as error:  # UnicodeError: of a name that is no host's
+        raise UserError(
+            "the page cannot use this address",
+            where=f"--host {host} --port {port}",
+            found=str(error),
+            expected="a free port of this machine",
+            next="choose another --port; 0 takes any",
+        ) from None
+
+
+def report(folder: Path, out: Path | None) -> None:
+    """Write the HTML file of a run."""
+    [run] = _open([folder])
+    target = out or folder / "report.html"
+    _write(target, report_page(run).encode())
+    print_lines([f"{target}"])
+
+
+def plot(folders: Sequence[Path], out: Path, keys: Sequence[str]) -> None:
+    """Write curves of runs as an SVG or PNG file."""
+    if out.suffix not in (".svg", ".png"):
+        raise UserError(
+            "curves are written as SVG or PNG",
+            where="-o",
+            found=str(out),
+            expected="a name that ends in .svg or .png",
+            next=f"tandem plot RUN -o {out.with_suffix('.svg')}",
+        )
+    drawn = panels(_open(folders), keys)
+    if not drawn:
+        raise UserError(
+            "there is nothing to draw yet",
+            where=", ".join(map(str, folders)),
+            found="no numbers",
+            expected="a run with a row in metrics.jsonl",
+            next="wait for its first step",
+        )
+    picture = figure(drawn)
+    _write(out, to_png(picture) if out.suffix == ".png" else picture.encode())
+    print_lines([f"{out}"])
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        write_atomic(path, content)
+    except UserError as error:
+        raise UserError(
+            error.what,
+            where=str(path),
+            found=error.found,
+            expected=error.expected,
+            next="name another file, in a folder that is there",
+        ) from None
+
+
+def _open(folders: Sequence[Path]) -> list[Run]:
+    """Read runs, each named by as much of its path as it needs. Raises UserError for other folders,
+    warns of damaged rows."""
+    runs = []
+    for folder in folders:
+        require_run(folder)
+        run = Run(folder, _name(folder))
+        run.refresh()
+        if broken := run.metrics.broken + run.timings.broken:
+            print(f"{folder}: {broken} rows cannot be read, and are left out", file=sys.stderr)
+        runs.append(run)
+    return runs
+
+
+def _name(folder: Path) -> str:
+    parts = folder.resolve().parts[-2:]
+    return "/".join(part for part in parts if part != "runs")

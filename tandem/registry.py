@@ -1,0 +1,68 @@
+"""What a run chooses by a name: one table from a kind and a name to the object behind it.
+
+A choice is imported when it is chosen, so a run loads nothing that it does not use. A package of
+anybody's adds choices by entry points, in the group `tandem.KIND`:
+
+    [project.entry-points."tandem.trackers"]
+    aim = "tandem_aim:AimTracker"
+
+Knows no object's interface: the Protocol of each kind is named beside the kind. Built-in names
+cannot be replaced.
+
+    python -c "from tandem.registry import names; print(names('trackers'))"
+"""
+
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from tandem.runtime.errors import UserError
+from tandem.runtime.wording import nearest
+
+BUILT_IN: dict[str, dict[str, str]] = {
+    "trackers": {  # run_folder/trackers/tracker.py: Tracker
+        "mlflow": "tandem.run_folder.trackers.mlflow:MlflowTracker",
+        "trackio": "tandem.run_folder.trackers.trackio:TrackioTracker",
+        "wandb": "tandem.run_folder.trackers.wandb:WandbTracker",
+    }
+}
+
+
+def names(kind: str) -> list[str]:
+    """List the names of a kind, built-in ones first."""
+    return [*BUILT_IN[kind], *(name for name in _foreign(kind) if name not in BUILT_IN[kind])]
+
+
+def find(kind: str, name: str, *, key: str) -> Any:
+    """Import the object of that kind and name. Raises UserError if there is none, or if a foreign
+    package fails.
+
+    key: the config key that holds the name, e.g. "run.trackers".
+    """
+    if place := BUILT_IN[kind].get(name):
+        module, _, member = place.partition(":")
+        return getattr(import_module(module), member)
+    if (point := _foreign(kind).get(name)) is None:
+        known = names(kind)
+        raise UserError(
+            f"there is no {name!r} among the {kind}",
+            where=key,
+            found=repr(name),
+            expected=f"one of {', '.join(known)}",
+            next=nearest(name, known) or f"or a package with an entry point tandem.{kind}",
+        )
+    try:
+        return point.load()
+    except Exception as error:  # a foreign package may raise anything
+        raise UserError(
+            f"the package behind {name!r} cannot be loaded",
+            where=f"{key} = {name} ({point.value})",
+            found=f"{type(error).__name__}: {error}",
+            next=f"python -c 'import {point.module}'",
+        ) from error
+
+
+@cache
+def _foreign(kind: str) -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=f"tandem.{kind}")}

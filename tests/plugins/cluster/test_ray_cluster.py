@@ -1,0 +1,345 @@
+"""Runs on a Ray cluster: the bits of a run in one process, whoever is killed, joins or leaves.
+
+The cluster is real, two nodes on this machine; so are the actors, the connections and the weights.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tandem.plugins.cluster.listener import Listener
+from tandem.run_folder.status import read_status
+from tests.support.command import assert_is_a_users_error, tandem
+from tests.support.gated import DEADLINE_S, gated, until, until_gone
+from tests.support.runs import fingerprint, run
+
+
+@contextmanager
+def running(command, folder, *overrides):
+    """A run in a process of its own, which ends well."""
+    with (folder.parent / f"{folder.name}.out").open("w+") as out:
+        process = subprocess.Popen(
+            [*command, f"run.folder={folder}", *overrides],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        )
+        try:
+            yield process
+            code = process.wait(DEADLINE_S)
+            assert code == 0, (folder.parent / f"{folder.name}.out").read_text()
+        finally:
+            process.kill()
+            process.wait()
+
+
+def workers(folder, kind="rollout"):
+    """The workers of a kind in the status of a run."""
+    status = read_status(folder) or {"processes": []}
+    return [row for row in status["processes"] if row["role"].startswith(f"{kind} worker")]
+
+
+def joined(nodes, count=2):
+    return [f"cluster.address={nodes.address}", "cluster.nodes=2", f"rollout.workers={count}"]
+
+
+def test_a_run_on_two_nodes_has_the_bits_of_one_process(nodes, inputs, inline):
+    folder, command = inputs
+    two = folder / "two"
+    with running(command, two, *joined(nodes)):
+        seen = until(lambda: workers(two))
+    assert len({row["node"] for row in seen}) == 2
+    assert fingerprint(two) == inline
+
+
+def test_a_killed_actor_and_a_killed_node_change_no_bit(nodes, inputs, inline):
+    folder, command = inputs
+    struck, _ = folder / "struck", nodes.add()
+    with gated(struck) as allow, running(command, struck, *joined(nodes, count=1)):
+        allow(1)
+        [first] = workers(struck)
+        os.kill(first["pid"], signal.SIGKILL)
+        until_gone(first["pid"])
+        allow(3)
+        [second] = workers(struck)
+        assert second["restarts"] == 1 and second["node"] != first["node"]
+        nodes.remove(second["node"])
+        until_gone(second["pid"])
+        allow(5)
+        [third] = workers(struck)
+        assert third["restarts"] == 2 and third["node"] != second["node"]
+        allow(6)
+    assert fingerprint(struck) == inline
+    log = (struck / "log.txt").read_text()
+    assert "was lost while" in log and "restart 2 of 10" in log
+
+
+def test_killed_reward_workers_change_no_bit(nodes, inputs, inline):
+    """A step that is held keeps calls waiting, so a second worker joins, on another node."""
+    folder, command = inputs
+    scored, _ = folder / "scored", nodes.add()
+    log = scored / "log.txt"
+
+    def until_joined(times):
+        until(lambda: log.read_text().count("reward workers: 1 -> 2") == times)
+
+    options = [*joined(nodes, count=1), "cluster.reward_workers=2"]
+    with gated(scored) as allow, running(command, scored, *options):
+        allow(1)
+        first = workers(scored, "reward")[0]
+        until_joined(1)
+        os.kill(first["pid"], signal.SIGKILL)
+        until_joined(2)
+        allow(3)
+        both = workers(scored, "reward")
+        assert first["pid"] not in [row["pid"] for row in both]
+        assert len({row["node"] for row in both}) == 2
+        lost = next(row["node"] for row in both if row["node"] != "127.0.0.2")  # not the driver's
+        nodes.remove(lost)
+        until_joined(3)
+        allow(6)
+    assert fingerprint(scored) == inline
+    assert log.read_text().count("calls are served again") == 2
+
+
+# As of tests/support/runs.py; its steps wait while the run is held, and show it.
+GATED = """
+import time
+from pathlib import Path
+
+from env import Chat
+from reward import is_held
+
+class Gated(Chat):
+    def step(self, text):
+        while is_held():
+            (Path(__file__).parent / "in_step").touch()
+            time.sleep(0.02)
+        return super().step(text)
+"""
+
+
+def test_killed_env_workers_change_no_bit(nodes, inputs):
+    """The process is killed in steps of its environments, then the node of the next one."""
+    folder, command = inputs
+    (folder / "gated.py").write_text(GATED)
+    name, stops = f"env.name={folder / 'gated.py'}:Gated", 'rollout.stop=["a", "e", "1", "x", "Z"]'
+    command = [*command, name, stops, "reward.function=env", "env.timeout_s=590"]
+    run(command, folder / "played")
+    acted, _ = folder / "acted", nodes.add()
+    log, options = acted / "log.txt", [*joined(nodes, count=0), "cluster.env_workers=2"]
+
+    def until_in_step():
+        (folder / "in_step").unlink(missing_ok=True)
+        until((folder / "in_step").exists)
+
+    with gated(acted) as allow, running(command, acted, *options):
+        allow(1)
+        [first] = workers(acted, "env")
+        until_in_step()
+        os.kill(first["pid"], signal.SIGKILL)
+        until_gone(first["pid"])
+        allow(3)
+        [second] = workers(acted, "env")
+        assert second["node"] != first["node"]
+        until_in_step()
+        nodes.remove(second["node"])
+        until_gone(second["pid"])
+        allow(6)
+    assert fingerprint(acted) == fingerprint(folder / "played")
+    assert log.read_text().count("was lost while serving") == 2
+    assert (acted / "workers" / "env_worker_0.log").exists()
+
+
+def test_workers_join_and_leave_while_a_run_goes_on(inputs, inline):
+    """Without Ray: `tandem scale` is the same for processes of one machine."""
+    folder, command = inputs
+    scaled = folder / "scaled"
+    with gated(scaled) as allow, running(command, scaled, "rollout.workers=1"):
+        allow(1)
+        assert tandem("scale", scaled, "rollout=3", cwd=folder)[0] == 0
+        allow(3)
+        assert len(workers(scaled)) == 3
+        assert tandem("scale", scaled, "rollout=1", cwd=folder)[0] == 0
+        code, output, _, torch = tandem("status", scaled, cwd=folder)
+        assert code == 0 and "runs: pid" in output and "trainer rank 0" in output
+        assert not torch
+        allow(5)
+        assert len(workers(scaled)) == 1
+        allow(6)
+    assert fingerprint(scaled) == inline
+    assert "has finished" in tandem("status", scaled, cwd=folder)[1]
+    log = (scaled / "log.txt").read_text()
+    assert "rollout workers: 1 -> 3" in log and "rollout workers: 3 -> 1" in log
+
+
+def test_workers_join_on_a_cluster(nodes, inputs, inline):
+    folder, command = inputs
+    grown = folder / "grown"
+    with gated(grown) as allow, running(command, grown, *joined(nodes, count=1)):
+        allow(1)
+        assert tandem("scale", grown, "rollout=3", cwd=folder)[0] == 0
+        allow(3)
+        assert len(workers(grown)) == 3
+        allow(6)
+    assert fingerprint(grown) == inline
+
+
+def test_a_worker_that_needs_a_gpu_is_placed_on_a_node_of_this_machine_that_has_one(nodes):
+    from tandem.plugins.cluster.ray_cluster import join_cluster
+
+    with join_cluster(nodes.address, 2, gpus=1) as cluster:
+        host = cluster.spawn(0)
+        assert until(host.connect) is not None
+        host.end()
+
+
+# ---- bad input
+
+
+def test_its_token_is_for_the_user_alone(nodes):
+    token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+    assert [path.stat().st_mode & 0o077 for path in (token, token.parent)] == [0, 0]
+
+
+ENDS = """
+import os
+from tandem.plugins.cluster.this_machine import short_folder
+from tandem.runtime.processes import kill_descendants
+
+with short_folder() as folder:
+    print(folder, flush=True)
+    {end}
+"""
+
+
+@pytest.mark.parametrize(
+    "end", ["kill_descendants(os.getpid()); os._exit(3)", "os.kill(os.getpid(), 9)", "pass"]
+)
+def test_the_folder_of_a_cluster_goes_however_its_process_ends(end):
+    ended = subprocess.run([sys.executable, "-c", ENDS.format(end=end)], stdout=subprocess.PIPE)
+    folder = Path(ended.stdout.decode().strip())
+    assert folder.name.startswith("ray-")
+    until(lambda: not folder.exists())
+
+
+def test_nobody_at_the_address_is_a_users_error_soon(inputs):
+    pytest.importorskip("ray", reason="pip install 'tandem-rl[ray]'")
+    folder, command = inputs
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    arguments = [*command[3:], f"cluster.address=127.0.0.1:{port}", "cluster.nodes=2"]
+    result = tandem(*arguments, "rollout.workers=1", f"run.folder={folder / 'nobody'}", cwd=folder)
+    code, _, stderr, _ = result
+    assert code == 2 and "Traceback" not in stderr
+    assert "the Ray cluster cannot be joined" in stderr and f"127.0.0.1:{port}" in stderr
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["rollout=0", "rollout=-1", "rollout=x", "4", "rollout=", "env=2", f"rollout={'9' * 5000}"],
+)
+def test_what_is_no_number_of_workers_is_refused(tmp_path, text):
+    (tmp_path / "config.toml").write_text("")
+    result = tandem("scale", tmp_path, text, cwd=tmp_path)
+    assert_is_a_users_error(result, "not a number of workers", text, torch=False)
+
+
+def test_only_a_run_that_lives_can_be_scaled(tmp_path):
+    (tmp_path / "config.toml").write_text("")
+    result = tandem("scale", tmp_path, "rollout=2", cwd=tmp_path)
+    assert_is_a_users_error(result, "no process that runs it", torch=False)
+
+
+@pytest.mark.parametrize("command", [("status",), ("scale", "rollout=2")])
+def test_a_folder_without_a_run_is_refused(tmp_path, command):
+    name, *count = command
+    result = tandem(name, tmp_path, *count, cwd=tmp_path)
+    assert_is_a_users_error(result, "not a run folder", str(tmp_path), torch=False)
+
+
+def test_a_broken_status_is_a_users_error(tmp_path):
+    (tmp_path / "config.toml").write_text("")
+    (tmp_path / "status.json").write_text('{"step": 1}')
+    result = tandem("status", tmp_path, cwd=tmp_path)
+    assert_is_a_users_error(result, "status.json", torch=False)
+
+
+# ---- the listener
+
+
+@contextmanager
+def listening():
+    listener = Listener("127.0.0.1")
+    try:
+        yield listener
+    finally:
+        listener.close()
+
+
+def connect(listener, line, connected):
+    """Connect and send a line, until the listener hands the connection on or closes it; return
+    whether it has closed it."""
+    before = len(connected)
+    with socket.create_connection(listener.address) as connection:
+        connection.sendall(line)
+        connection.setblocking(False)
+
+        def is_closed():
+            listener.accept()
+            try:
+                return connection.recv(1) == b""
+            except BlockingIOError:
+                return False
+            except ConnectionResetError:
+                return True
+
+        until(lambda: is_closed() or len(connected) > before)
+        return len(connected) == before
+
+
+def test_the_listener_hands_on_a_proved_connection_once():
+    with listening() as listener:
+        connected = []
+        handshake = listener.expect(
+            lambda connection, message: connected.append((connection, message))
+        )
+        line = json.dumps({**handshake, "pid": 7}).encode() + b"\n"
+        assert not connect(listener, line, connected)
+        assert [message["pid"] for _, message in connected] == [7]
+        assert connect(listener, line, connected)
+        connected[0][0].close()
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        lambda handshake: json.dumps({**handshake, "token": "0" * 64}).encode() + b"\n",
+        lambda handshake: json.dumps({**handshake, "number": 99}).encode() + b"\n",
+        lambda handshake: json.dumps({**handshake, "number": "0"}).encode() + b"\n",
+        lambda handshake: json.dumps({"number": 0}).encode() + b"\n",
+        lambda handshake: json.dumps({**handshake, "token": "\ud800"}).encode() + b"\n",
+        lambda handshake: b"GET / HTTP/1.1\r\n\r\n",
+        lambda handshake: b"x" * 10_000,
+    ],
+)
+def test_the_listener_closes_a_connection_that_proves_nothing(forge):
+    with listening() as listener:
+        connected = []
+        handshake = listener.expect(lambda *both: connected.append(both))
+        assert connect(listener, forge(handshake), connected)
+
+
+def test_the_listener_refuses_a_handshake_that_is_forgotten():
+    with listening() as listener:
+        connected = []
+        handshake = listener.expect(lambda *both: connected.append(both))
+        listener.forget(handshake)
+        assert connect(listener, json.dumps(handshake).encode() + b"\n", connected)

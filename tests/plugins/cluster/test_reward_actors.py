@@ -1,0 +1,228 @@
+"""Reward workers of a cluster: the scores of one machine, whoever dies, joins or leaves. Their
+processes are real, on this machine and without Ray; test_ray_cluster.py has them on nodes."""
+
+import os
+import signal
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tandem.plugins.cluster.node_pool import IDLE_S, LOSSES, RESTARTS
+from tandem.plugins.cluster.reward_actors import RewardActors
+from tandem.rewards.pool.pool import RewardPool, TaskPool
+from tandem.runtime.errors import UserError
+from tandem.types import Attempt, Problem
+from tests.support.node_process import Nodes
+from tests.support.waiting import WAIT_S, eventually
+
+PROBLEM = Problem(uid="p/1", messages=({"role": "user", "content": "?"},), answer="")
+# "wait FILE" waits until that file is there, "kill" ends the whole reward worker
+REWARD = """
+import os, signal, time
+from pathlib import Path
+
+def score(problem, completion):
+    word, _, place = completion.partition(" ")
+    if word == "wait":
+        Path(place).with_suffix(".begun").touch()
+        while not Path(place).exists():
+            time.sleep(0.01)
+    if word == "kill":  # the reward worker: the parent of the fork server
+        server = os.getppid()
+        stat = Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()
+        os.kill(int(stat[1]), signal.SIGKILL)
+        time.sleep(60)
+    if word == "raise":
+        raise ValueError(place)
+    return sum(map(ord, completion)) / 7
+"""
+TEXTS = [f"Answer: {number}" for number in range(30)] + ["raise no", "\ud800é", ""]
+
+
+@contextmanager
+def pool_of(folder, function="reward.py:score", most=2, heartbeat_s=WAIT_S, **options):
+    """(TaskPool, its thread's object, Nodes, what was reported)."""
+    if folder.exists():
+        (folder / "reward.py").write_text(REWARD)
+    nodes, reports = Nodes("reward"), []
+    arguments = {"functions": [function], "timeout_s": WAIT_S, "workers": 1}
+    actors = RewardActors(
+        nodes.spawn,
+        pool=arguments,
+        folder=str(folder),
+        most=most,
+        heartbeat_s=heartbeat_s,
+        report=reports.append,
+        **options,
+    )
+    with TaskPool(actors) as pool:
+        yield pool, actors, nodes, reports
+
+
+def submit(pool, texts):
+    return [pool.submit(PROBLEM, Attempt(text=text)) for text in texts]
+
+
+def scores(futures):
+    return [future.result(WAIT_S) for future in futures]
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_scores_are_those_of_the_pool_on_one_machine(tmp_path):
+    with pool_of(tmp_path) as (pool, *_):
+        found = scores(submit(pool, TEXTS))
+        [row] = pool.status()
+    with RewardPool(f"{tmp_path / 'reward.py'}:score") as local:
+        expected = scores(submit(local, TEXTS))
+    assert [score.reward.hex() for score in found] == [score.reward.hex() for score in expected]
+    assert [score.parts for score in found] == [score.parts for score in expected]
+    assert [bool(score.error) for score in found] == [bool(score.error) for score in expected]
+    assert row["role"] == "reward worker 0" and row["requests"] == len(TEXTS)
+
+
+def test_calls_of_a_killed_worker_are_served_again(tmp_path):
+    gate = tmp_path / "gate"
+    with pool_of(tmp_path) as (pool, _, nodes, reports):
+        futures = submit(pool, [f"wait {gate}", *TEXTS])
+        assert eventually(gate.with_suffix(".begun").exists)
+        os.kill(nodes.hosts[0].pid, signal.SIGKILL)
+        assert eventually(lambda: len(nodes.hosts) > 1)
+        gate.touch()
+        first, *others = scores(futures)
+    assert first.reward == sum(map(ord, f"wait {gate}")) / 7 and not first.error
+    assert [score.reward for score in others[:3]] == [sum(map(ord, t)) / 7 for t in TEXTS[:3]]
+    assert any("was lost while serving" in text for text in reports)
+
+
+def test_a_stopped_worker_is_lost_and_its_calls_are_served_again(tmp_path):
+    clock = Clock()
+    with pool_of(tmp_path, clock=clock, heartbeat_s=5.0) as (pool, actors, nodes, reports):
+        scores(submit(pool, TEXTS[:1]))
+        os.kill(nodes.hosts[0].pid, signal.SIGSTOP)
+        futures = submit(pool, TEXTS[1:2])
+
+        def passes():
+            clock.now += 1.0
+            actors.wake()
+            return reports
+
+        assert eventually(passes)
+        [score] = scores(futures)
+    assert score.reward == sum(map(ord, TEXTS[1])) / 7 and len(nodes.hosts) == 2
+    assert any("no sign of life" in text for text in reports)
+
+
+def test_a_call_that_kills_each_worker_costs_its_own_score(tmp_path):
+    with pool_of(tmp_path, most=1) as (pool, _, nodes, _):
+        [killer] = scores(submit(pool, ["kill"]))
+        [fine] = scores(submit(pool, TEXTS[:1]))
+    assert (killer.reward, fine.error) == (0.0, "")
+    assert killer.error.startswith(f"worker died: the whole reward worker, {LOSSES} times")
+    assert len(nodes.hosts) == LOSSES + 1
+
+
+def test_workers_that_die_before_they_score_are_an_error_that_names_the_last(tmp_path):
+    with pool_of(tmp_path, most=1) as (pool, _, nodes, _):
+        kills = threading.Thread(target=_kill_all, args=(nodes, RESTARTS + 1))
+        kills.start()
+        [future] = submit(pool, TEXTS[:1])
+        with pytest.raises(UserError, match="lost in a row") as caught:
+            future.result(WAIT_S)
+        kills.join()
+        assert "reward worker 0" in caught.value.found
+        with pytest.raises(UserError, match="lost in a row"):
+            submit(pool, TEXTS[:1])
+
+
+def test_a_lost_node_with_all_workers_but_one_is_no_end(tmp_path):
+    with pool_of(tmp_path, most=RESTARTS + 2) as (pool, _, nodes, _):
+        kills = threading.Thread(target=_kill_all, args=(nodes, RESTARTS + 1))
+        kills.start()
+        [score] = scores(submit(pool, TEXTS[:1]))
+        kills.join()
+    assert score.reward == sum(map(ord, TEXTS[0])) / 7
+
+
+def _kill_all(nodes, count):
+    for number in range(count):
+        assert eventually(lambda number=number: len(nodes.hosts) > number)
+        os.kill(nodes.hosts[number].pid, signal.SIGKILL)
+
+
+def test_a_worker_joins_when_calls_wait_and_leaves_when_idle(tmp_path):
+    clock, gates = Clock(), [tmp_path / f"gate_{number}" for number in range(4)]
+    with pool_of(tmp_path, clock=clock) as (pool, actors, nodes, reports):
+        scores(submit(pool, TEXTS))
+        assert len(pool.status()) == 1
+        waiting = submit(pool, [f"wait {gate}" for gate in gates])
+        assert eventually(gates[0].with_suffix(".begun").exists)
+
+        def passes():  # the thread has seen some of the calls wait before
+            clock.now += 0.5
+            actors.wake()
+            return len(pool.status()) == 2
+
+        assert eventually(passes)
+        assert eventually(lambda: pool.status()[1]["state"] == "serving")
+        for gate in gates:
+            gate.touch()
+        scores(waiting)
+        clock.now += IDLE_S
+        assert eventually(lambda: len(pool.status()) == 1)
+        scores(submit(pool, TEXTS))
+    assert len(nodes.hosts) == 2
+    assert reports == [
+        "reward workers: 1 -> 2, as calls wait",
+        "reward workers: 2 -> 1, as one is idle",
+    ]
+
+
+def test_functions_that_a_node_lacks_are_a_users_error(tmp_path):
+    with (
+        pool_of(tmp_path, function="nowhere.py:score") as (pool, *_),
+        pytest.raises(UserError, match="nowhere") as caught,
+    ):
+        scores(submit(pool, TEXTS[:1]))
+    assert "reward worker 0" in caught.value.where
+
+
+def test_a_node_without_the_working_directory_is_a_users_error(tmp_path):
+    with (
+        pool_of(tmp_path / "missing") as (pool, *_),
+        pytest.raises(UserError, match="working directory"),
+    ):
+        scores(submit(pool, TEXTS[:1]))
+
+
+def test_calls_of_a_closed_pool_end(tmp_path):
+    with pool_of(tmp_path) as (pool, *_):
+        [future] = submit(pool, [f"wait {tmp_path / 'never'}"])
+    with pytest.raises(RuntimeError, match="closed"):
+        future.result(WAIT_S)
+    with pytest.raises(RuntimeError, match="closed"):
+        submit(pool, ["late"])
+
+
+def test_no_reward_process_outlives_its_worker(tmp_path):
+    with pool_of(tmp_path) as (pool, _, nodes, _):
+        scores(submit(pool, TEXTS[:1]))
+        tree = [
+            int(p.name) for p in Path("/proc").glob("[0-9]*") if _parent(p) == nodes.hosts[0].pid
+        ]
+        assert tree
+    assert eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in tree))
+
+
+def _parent(process):
+    try:
+        return int((process / "stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0

@@ -1,0 +1,202 @@
+"""The stream through a real TransferQueue on a Ray cluster of this machine, which the tests of this
+file share; the last ones kill its processes."""
+
+import sys
+import threading
+import time
+from importlib.util import find_spec
+
+import pytest
+
+from tandem.config.schema import Config, Run, Stream
+from tandem.jobs.streams import START_S
+from tandem.plugins.cluster.rows import ARRAYS
+from tandem.runtime.errors import UserError
+from tandem.stream.stream import MemoryStream
+from tests.support.episodes import episodes_of
+from tests.support.meshes import on_mesh
+from tests.support.runs import fingerprint, prepare, run
+from tests.support.streams import (
+    config_of,
+    groups_to_learn,
+    learn_through,
+    through_memory_on,
+    through_queue_on,
+)
+from tests.support.waiting import WAIT_S
+
+needs_queue = pytest.mark.skipif(
+    not (find_spec("transfer_queue") and find_spec("ray")),
+    reason="pip install 'tandem-rl[transfer-queue]'",
+)
+CORRECTED = {"correction": "tis", "max_logprob_error": 1.2}
+
+
+def nothing(groups):
+    return (), ()
+
+
+def everything(groups):
+    places = [(row, n) for row, g in enumerate(groups) for n, _ in enumerate(g.episodes)]
+    return [p for p in places if groups[p[0]].outcome == "train" and p != (4, 1)], ()
+
+
+@pytest.fixture(scope="module")
+def queue():
+    """(servers, Ray's handles of them: the controller, then the storage units)"""
+    from tandem.plugins.cluster.ray_cluster import open_ray
+    from tandem.plugins.cluster.transfer_queue import start_servers
+
+    with open_ray():
+        yield start_servers(2, START_S)
+
+
+@pytest.fixture
+def stream(queue):
+    from tandem.plugins.cluster.transfer_queue import TransferQueueStream
+
+    stream = TransferQueueStream(queue[0], name="rank 0", capacity=1, timeout_s=WAIT_S)
+    yield stream
+    for step in list(stream._steps):
+        stream.clear(step)
+    stream.close()
+
+
+def test_without_its_packages_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transfer_queue.client", None)
+    monkeypatch.delitem(sys.modules, "tandem.plugins.cluster.transfer_queue", raising=False)
+    with pytest.raises(UserError, match=r"tandem-rl\[transfer-queue\]"):
+        import tandem.plugins.cluster.transfer_queue  # noqa: F401
+
+
+def test_a_run_whose_transfers_have_no_time_is_refused():
+    with pytest.raises(ValueError, match=r"run\.stall_s: must be at least 20"):
+        Config(stream=Stream(kind="transfer_queue"), run=Run(stall_s=10.0))
+
+
+@needs_queue
+def test_processes_that_do_not_start_are_reported_with_the_reason():
+    from tandem.plugins.cluster.transfer_queue import start_servers
+
+    def start(units):
+        raise RuntimeError(f"no node for {units} storage units")
+
+    with pytest.raises(UserError, match="TransferQueue did not start") as error:
+        start_servers(3, WAIT_S, start)
+    assert error.value.found == "RuntimeError: no node for 3 storage units"
+    never = threading.Event()
+    with pytest.raises(UserError, match="did not start") as error:
+        start_servers(3, 0.05, lambda units: never.wait())
+    never.set()
+    assert error.value.found == "no answer of its processes in 0.05 s"
+
+
+@needs_queue
+def test_on_a_cluster_of_this_machine_it_listens_on_loopback(queue):
+    servers, _ = queue
+    assert all(one["ip"].startswith("127.") for one in (servers.controller, *servers.units))
+
+
+@needs_queue
+def test_groups_come_back_bit_by_bit_in_their_order(stream):
+    groups = groups_to_learn()
+    assert stream.put(0, groups) == []
+    found = stream.take(0, [], everything)
+    assert [g.outcome for g in found] == [g.outcome for g in groups]
+    for row, group in enumerate(groups):
+        for n, (episode, other) in enumerate(zip(group.episodes, found[row].episodes, strict=True)):
+            assert (other.uid, other.reward) == (episode.uid, episode.reward)
+            for name in ARRAYS:
+                own, carried = getattr(episode, name), getattr(other, name)
+                assert own.dtype == carried.dtype and own.shape == carried.shape
+                if row != 1 and (row, n) != (4, 1):
+                    assert own.tobytes() == carried.tobytes()
+
+
+@needs_queue
+def test_of_a_group_without_signal_no_array_is_stored(stream):
+    stream.put(0, groups_to_learn())
+    assert len(episodes_of(stream.take(0, [], nothing))) == 21
+    with pytest.raises(UserError, match="TransferQueue has failed"):
+        stream.take(0, [], lambda groups: ([(1, 0)], ()))
+
+
+@needs_queue
+def test_a_step_that_is_cleared_is_gone(stream):
+    stream.put(0, groups_to_learn())
+    stream.clear(0)
+    with pytest.raises(UserError, match="no partition train_000001"):
+        stream.take(0, [], nothing)
+
+
+@needs_queue
+@pytest.mark.parametrize("changes", [{"minibatches": 2}, CORRECTED], ids=["grpo", "corrected"])
+def test_a_step_learns_the_same_bits_as_from_memory(stream, changes):
+    groups, config = groups_to_learn(), config_of(**changes)
+    assert learn_through(stream, groups, config) == learn_through(MemoryStream(), groups, config)
+
+
+@needs_queue
+def test_two_ranks_learn_the_same_bits_as_from_memory(queue):
+    (rows, weights), _ = on_mesh(through_memory_on, CORRECTED, data=2)
+    (found, same), (others, _) = on_mesh(through_queue_on, queue[0], CORRECTED, data=2)
+    assert found == rows == others and same == weights
+
+
+@needs_queue
+def test_a_full_stream_waits_for_the_trainer_and_drops_nothing(stream):
+    groups = groups_to_learn()
+    stream.put(0, groups)
+    second = threading.Thread(target=stream.put, args=(1, groups))
+    second.start()
+    second.join(0.5)
+    assert second.is_alive() and len(stream.take(0, [], nothing)) == 7
+    stream.clear(0)
+    second.join(WAIT_S)
+    assert not second.is_alive() and len(stream.take(1, [], nothing)) == 7
+
+
+@needs_queue
+def test_a_stream_that_stays_full_ends_with_an_error(queue):
+    from tandem.plugins.cluster.transfer_queue import TransferQueueStream
+
+    stream = TransferQueueStream(queue[0], name="full", capacity=1, timeout_s=WAIT_S)
+    stream.put(7, groups_to_learn())
+    stream.timeout_s = 0.5
+    with pytest.raises(UserError, match="no room"):
+        stream.put(8, groups_to_learn())
+    stream.timeout_s = WAIT_S
+    stream.clear(7)
+    stream.close()
+
+
+@needs_queue
+def test_a_run_of_two_ranks_has_the_bits_of_one_whose_stream_is_in_memory(tmp_path):
+    command = [*prepare(tmp_path, steps=2), "parallel.data=2", "eval.every=0", "run.threads=1"]
+    run([*command, "stream.kind=transfer_queue"], tmp_path / "queue")
+    run(command, tmp_path / "memory")
+    assert fingerprint(tmp_path / "queue") == fingerprint(tmp_path / "memory")
+    assert "without authentication" in (tmp_path / "queue" / "log.txt").read_text()
+
+
+@needs_queue
+def test_dead_processes_are_named_long_before_a_call_of_them_times_out(queue):
+    import ray
+
+    from tandem.plugins.cluster.transfer_queue import TransferQueueStream
+
+    servers, handles = queue
+    stream = TransferQueueStream(servers, name="last", capacity=9, timeout_s=10 * WAIT_S)
+    groups = groups_to_learn()
+    stream.put(0, groups)
+    for handle, name in ((handles[2], "storage unit 1"), (handles[0], "controller")):
+        ray.kill(handle, no_restart=True)
+        since = time.monotonic()
+        with pytest.raises(UserError, match="lost a process") as error:
+            while time.monotonic() - since < WAIT_S:  # Ray ends it soon, not at once
+                stream.take(0, [], everything)
+        assert name in str(error.value) and "run the same command again" in str(error.value)
+        assert time.monotonic() - since < 2 * WAIT_S
+    stream.close()
+    with pytest.raises(UserError, match="lost a process"):
+        TransferQueueStream(servers, name="late", capacity=1, timeout_s=5.0)

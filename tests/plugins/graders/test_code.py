@@ -1,0 +1,846 @@
+"""The reward `code`: every form of tests, and every cheat of chaos/hostile/cheats.py against every
+form."""
+
+import json
+import re
+import shutil
+import warnings
+from dataclasses import dataclass, field
+
+import pytest
+
+from chaos.hostile.cheats import ASSERTS, CHEATS, TESTS, WITNESS, solution
+from chaos.hostile.graded import GRADED
+from tandem.config import schema
+from tandem.plugins.graders import code_asserts
+from tandem.plugins.graders.code import code_reward
+from tandem.plugins.graders.code_asserts import CallTest, calls, needed
+from tandem.plugins.graders.code_compare import holds, same_output
+from tandem.plugins.graders.code_inside import decode, encode
+from tandem.plugins.graders.code_tests import extract_code, read_tests
+from tandem.plugins.graders.sandbox import Bubblewrap, Limits, Result, SandboxFusion, Unisolated
+from tandem.runtime.errors import UserError
+from tandem.types import Problem
+from tests.support.sandbox_fusion import FusionServer
+from tests.support.waiting import WAIT_S, given_time
+
+needs_bubblewrap = pytest.mark.skipif(
+    not shutil.which("bwrap"), reason="bubblewrap is not installed"
+)
+ADD = "```python\ndef add(a, b):\n    print('noise')\n    return a + b\n```"
+LOOP = "METADATA = {}\n\ndef check(candidate):\n    for i in range(9):\n        assert candidate(i, 2) == i + 2"
+PROGRAM = "```\nimport sys\na, b = map(int, input().split())\nprint(a + b)\nexit()\n```"
+
+
+def problem(tests, **metadata):
+    return Problem(uid="p/1", messages=(), answer="", metadata={"tests": tests, **metadata})
+
+
+def reward(tests, completion, sandbox=None, options=None, **metadata):
+    """A program that ends by itself has the time to, on the busiest machine."""
+    given = {"timeout_s": WAIT_S, "test_timeout_s": WAIT_S, **(options or {})}
+    return code_reward(
+        problem(tests, **metadata), completion, sandbox=sandbox or Bubblewrap(), **given
+    )
+
+
+def best_in_time(share, tests, completion, **options):
+    """The best reward there is, where the option that is 0 has ever longer seconds until the reward
+    is `share`."""
+    [limit] = [name for name, seconds in options.items() if not seconds]
+
+    def run(seconds):
+        return reward(tests, completion, options=options | {limit: seconds})["reward"]
+
+    return max(given_time(run, lambda found: found == share, 0.5))
+
+
+@dataclass
+class Spy:
+    """A sandbox that remembers what it was given and what came out."""
+
+    results: list = field(default_factory=list)
+    given: list = field(default_factory=list)
+
+
+class SpyingBubblewrap(Bubblewrap):
+    def __init__(self):
+        super().__init__()
+        self.spy = Spy()
+
+    def run(self, command, **given):
+        result = super().run(command, **given)
+        self.spy.given.append(json.dumps([command, given["files"], given["stdin"]]))
+        self.spy.results.append(result)
+        return result
+
+    def converse(self, asking, answering, **given):
+        results = super().converse(asking, answering, **given)
+        self.spy.given.append(json.dumps(answering))
+        self.spy.results.append(results[1])
+        return results
+
+
+# ---------------------------------------------------------------- honest solutions
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("form", TESTS)
+def test_a_right_solution_passes_every_form(form):
+    assert reward(TESTS[form], PROGRAM if form == "program" else ADD)["reward"] == 1.0
+
+
+@needs_bubblewrap
+def test_the_reward_is_the_share_of_tests_or_all_or_nothing():
+    tests = ["assert add(1, 2) == 3", "assert add(1, -2) == -1", "assert add(1, 1) == 3"]
+    parts = {"passed": 2 / 3, "tests": 3.0, "output_cut": 0.0}
+    assert reward(tests, ADD) == {"reward": 2 / 3, **parts}
+    assert reward(tests, ADD, options={"all_or_nothing": True}) == {"reward": 0.0, **parts}
+    programs = [{"input": "1 2\n", "output": "3"}, {"input": "2 2\n", "output": "5"}]
+    assert reward(programs, PROGRAM)["reward"] == 0.5
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(
+    "tests, metadata",
+    [
+        ({"inputs": [[1, 2], [3, 4]], "outputs": [[3], 7], "fn_name": "add"}, {}),
+        (json.dumps({"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}), {}),
+        ([json.dumps({"function": "add", "kwargs": {"a": [1], "b": [2]}, "expected": [1, 2]})], {}),
+        (
+            "def check(candidate):\n    assert candidate(1, 2) == 3\n\ncheck(add)",
+            {"entry_point": "add"},
+        ),
+        (LOOP, {"entry_point": "add"}),
+        ("def test_add():\n    assert abs(add(0.1, 0.2) - 0.3) < 1e-9", {}),
+        (
+            "assert add((1,), (2,)) == (1, 2)\nassert set(add([1], [2])) == set([2, 1])\nassert add(0, 0) is not None",
+            {},
+        ),
+        ("try:\n    add(1, 'x')\n    assert False, 'no error'\nexcept TypeError:\n    pass", {}),
+    ],
+)
+def test_rows_of_other_projects_are_read_as_they_are(tests, metadata):
+    assert reward(tests, ADD, **metadata)["reward"] == 1.0
+
+
+@needs_bubblewrap
+def test_a_script_reaches_objects_and_sees_its_arguments_changed():
+    code = """```python
+class Stack:
+    def __init__(self): self.items = []
+    def push(self, item): self.items.append(item)
+    def __len__(self): return len(self.items)
+def top(stack): return stack.items[-1]
+def sort(x): x.sort()
+```"""
+    script = """
+stack = Stack()
+stack.push({"a": (1, 2.5, float("inf"))})
+assert len(stack) == 1 and top(stack) == {"a": (1, 2.5, float("inf"))} and stack.items == [top(stack)]
+x = [3, 1, 2]
+sort(x)
+assert x == [1, 2, 3]
+"""
+    assert reward(script, code)["reward"] == 1.0
+    assert reward(script, code.replace("x.sort()", "sorted(x)"))["reward"] == 0.0
+
+
+@needs_bubblewrap
+def test_a_script_that_never_uses_the_solution_proves_nothing():
+    assert reward("result = 1\nassert result == 1", ADD, entry_point="add")["reward"] == 0.0
+
+
+@needs_bubblewrap
+def test_tests_that_time_does_not_reach_have_failed():
+    slow = "```python\nimport time\ntime.sleep(int(input()))\nprint('done')\n```"
+    tests = [{"input": text, "output": "done"} for text in ("0", "600", "0")]
+    assert best_in_time(2 / 3, tests, slow, test_timeout_s=0) == 2 / 3
+    assert best_in_time(1 / 3, tests, slow, timeout_s=0) == 1 / 3
+
+
+@needs_bubblewrap
+def test_a_hanging_call_costs_only_itself_while_there_is_time():
+    loop = "```python\ndef f(x):\n    while x in (0, 3): pass\n    return x\n```"
+    tests = [f"assert f({x}) == {x}" for x in range(10)]
+    assert best_in_time(0.8, tests, loop, test_timeout_s=0, timeout_s=10 * WAIT_S) == 0.8
+    assert reward(tests, loop, options={"test_timeout_s": 1.0, "timeout_s": 0.5})["reward"] == 0.0
+    assert best_in_time(2 / 9, tests[1:], loop, test_timeout_s=10 * WAIT_S, timeout_s=0) == 2 / 9
+
+
+@needs_bubblewrap
+def test_a_function_may_be_a_method_of_solution():
+    methods = "```python\nclass Solution:\n    def add(self, a, b):\n        return a + b\n```"
+    tests = {"inputs": [[1, 2], [3, 4]], "outputs": [3, 7], "fn_name": "add"}
+    assert reward(tests, methods)["reward"] == 1.0
+    assert reward(tests, methods + "\n", entry_point="add")["reward"] == 1.0
+    assert reward("assert abs(add(0.1, 0.2) - 0.3) < 1e-9", methods)["reward"] == 1.0
+    assert (
+        reward(
+            tests,
+            methods.replace("class", "def add(a, b): return a + b\nclass").replace(
+                "a + b\n```", "0\n```"
+            ),
+        )["reward"]
+        == 1.0
+    )
+    assert reward({**tests, "fn_name": "plus"}, methods)["reward"] == 0.0
+
+
+@needs_bubblewrap
+def test_a_sandbox_of_the_config_is_opened_here():
+    assert (
+        reward(["assert add(1, 2) == 3"], ADD, sandbox=schema.Sandbox().model_dump())["reward"]
+        == 1.0
+    )
+
+
+def test_all_but_scripts_run_on_a_remote_sandbox():
+    with FusionServer() as server:
+        sandbox = SandboxFusion(server.url)
+        assert reward(TESTS["calls"], ADD, sandbox)["reward"] == 1.0
+        assert reward(TESTS["program"], PROGRAM, sandbox)["reward"] == 1.0
+        with pytest.raises(UserError, match="needs a sandbox on this machine"):
+            reward(TESTS["script"], ADD, sandbox)
+
+
+# ---------------------------------------------------------------- cheats
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("cheat", CHEATS, ids=lambda cheat: cheat.name)
+def test_a_cheat_gets_nothing(cheat):
+    for form, tests in TESTS.items():
+        if form == "unittest" and not cheat.naive and "unittest" not in cheat.code:
+            continue  # the path of "script" again
+
+        def run(seconds, tests=tests):
+            sandbox = SpyingBubblewrap()
+            options = {"test_timeout_s": seconds, "timeout_s": 2 * seconds}
+            found = reward(tests, solution(cheat), sandbox, options)["reward"]
+            ran = any("WITNESS" in result.stderr for result in sandbox.spy.results)
+            return found, ran or cheat.name == "is no program"
+
+        results = given_time(run, lambda result: result[1], 0.4)
+        assert {found for found, _ in results} == {0.0} and results[-1][1], form
+
+
+@pytest.mark.parametrize(
+    "cheat", [cheat for cheat in CHEATS if cheat.naive], ids=lambda cheat: cheat.name
+)
+def test_the_same_cheat_fools_asserts_in_the_same_process(cheat):
+    text = f"{WITNESS}{cheat.code}\n{ASSERTS}\n"
+    result = Unisolated().run(
+        ["python", "main.py"], files={"main.py": text}, limits=Limits(wall_s=WAIT_S)
+    )
+    assert ("WITNESS" in result.stderr, result.exit_code) == (True, 0)
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("form", TESTS)
+def test_no_expected_value_enters_the_solutions_sandbox(form):
+    sandbox = SpyingBubblewrap()
+    assert reward(TESTS[form], PROGRAM if form == "program" else ADD, sandbox)["reward"] == 1.0
+    assert sandbox.spy.given and not [text for text in sandbox.spy.given if "199998" in text]
+
+
+# what is a list arrives as one, without methods of its own; at most 2 honest ones
+REFUSED = {"kodcode/a list's child"}
+
+
+def test_the_corpus_of_five_data_sets_is_large():
+    assert [sum(row.honest is kind for row in GRADED) for kind in (True, False)] == [60, 60]
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(
+    "row", GRADED, ids=lambda row: f"{'honest' if row.honest else 'cheat'} {row.name}"
+)
+def test_an_honest_program_earns_the_reward_and_a_cheat_does_not(row):
+    options = {"timeout_s": WAIT_S, "test_timeout_s": WAIT_S}
+    found = code_reward(
+        row.problem, f"```python\n{row.program}\n```", sandbox=Bubblewrap(), **options
+    )["reward"]
+    assert (found == 1.0) is (row.honest and row.name not in REFUSED)
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(
+    ("script", "found"),
+    [
+        ("import numpy as np\nassert np.allclose(add(1, 2), 3)", "numpy"),
+        ("assert nearly(add(1, 2), 3)", "nearly"),
+        ("import numpy\nassert numpy.sum([add(1, 2)]) == 3", "numpy"),
+        ("def test_add():\n    assert add(1, 2) == EXPECTED", "EXPECTED"),
+    ],
+)
+def test_a_script_that_no_solution_can_pass_is_the_rows_mistake(script, found):
+    with pytest.raises(UserError, match="a test script cannot run") as caught:
+        reward(script, ADD)
+    assert found in caught.value.found and caught.value.where.startswith("problem p/1")
+
+
+@needs_bubblewrap
+def test_an_error_of_the_solution_is_not_the_rows_mistake():
+    script = "def test_add():\n    assert add(1, 2) == 3"
+    for code in (
+        "import nowhere\ndef add(a, b): return 3",
+        "def add(a, b): return undefined",
+        "def other(): pass",
+    ):
+        assert reward(script, f"```python\n{code}\n```")["reward"] == 0.0
+    empty = "```python\ndef add(a, b): return []\n```"
+    for script in (
+        "for x in add(1, 2):\n    last = x\nassert last == 3",
+        "def test_add():\n    for x in add(1, 2): pass\n    assert x == 3",
+    ):
+        assert reward(script, empty)["reward"] == 0.0
+
+
+@needs_bubblewrap
+def test_one_object_for_everything_does_not_pass_a_list_test():
+    cheat = "```python\ns = object()\nclass Pt:\n    __new__ = lambda c, x: s\npt = Pt\ndef mk(x): return [s]\n```"
+    assert reward("assert pt(2) in mk(2)", cheat)["reward"] == 0.0
+    for script in ("assert mk(2) == [Pt(2)]", "assert Pt(2) in mk(2)"):
+        with pytest.raises(UserError, match="comparison of the solution's objects"):
+            reward(script, cheat)
+
+
+@needs_bubblewrap
+def test_capitals_and_names_in_branches_are_no_broken_row():
+    lru = "```python\nclass LRU:\n    def __init__(self, cap): self.cap = cap\n```"
+    assert reward("assert LRU(2).cap == 2", lru)["reward"] == 1.0
+    script = "r = add(1, 1)\nif r != 2: complain(r)\nassert near(r, 2), explain(r)"
+    assert [*code_asserts.unsupported(script, {"add"})] == ["reads near, which nothing makes"]
+
+
+@needs_bubblewrap
+def test_a_prompt_may_import_what_the_sandbox_lacks():
+    text = "import numpy as np\nfrom math import floor\n\ndef twice(x):\n    return 2 * x\n\n\ndef f(x):\n    pass\n"
+    chat = ({"role": "user", "content": text},)
+    columns = {
+        "entry_point": "f",
+        "test": "def check(candidate):\n    assert twice(candidate(floor(4.5))) == 4",
+    }
+    row = Problem(uid="p/1", messages=chat, answer="", metadata=columns)
+    program = "```python\ndef f(x): return twice(x) / 4\n```"
+    assert code_reward(row, program, sandbox=Bubblewrap(), timeout_s=WAIT_S)["reward"] == 1.0
+
+
+# ---------------------------------------------------------------- two processes
+
+RAISES = "import pytest, json\nfrom solution import *\nwith pytest.raises({}) as e: f()\n{}"
+GRADED_FORMS = [  # (the script, the right solution)
+    ("def test():\n    x = f([2, 1])\n    assert len(x) == 2", "def f(x): return sorted(x)"),
+    ("def test(a, b): assert f(a) == b\ntest([2, 1], [1, 2])", "def f(x): return sorted(x)"),
+    (
+        RAISES.format("ValueError, match='n'", ""),
+        "class Neg(ValueError): pass\ndef f(): raise Neg('n')",
+    ),
+    (
+        RAISES.format("json.JSONDecodeError", "assert e.value.pos == 0"),
+        "import json\ndef f(): json.loads('')",
+    ),
+    (RAISES.format("UnicodeDecodeError", ""), "def f(): b'\\xff'.decode()"),
+    (RAISES.format("OSError", "assert e.value.errno == 2"), "def f(): open('/nowhere')"),
+    (RAISES.format("KeyError", "assert str(e.value) == repr('k')"), "def f(): {}['k']"),
+    (
+        "import pytest\nfrom solution import f, Neg\nwith pytest.raises(Neg, match='is 3') as e: f()\n"
+        "assert e.value.code == 3 and issubclass(Neg, KeyError)",
+        "class Base(KeyError):\n    def __init__(self, code): self.code = code\n"
+        "class Neg(Base):\n    def __str__(self): return f'is {self.code}'\ndef f(): raise Neg(3)",
+    ),
+    (
+        "from datetime import *\nassert f() == [datetime(2020, 1, 2, tzinfo=timezone.utc), time(3)]",
+        "from datetime import *\ndef f(): return [datetime(2020, 1, 2, tzinfo=timezone.utc), time(3)]",
+    ),
+    (
+        "from itertools import islice\ng = f()\nassert next(g) == 0 and list(islice(g, 2)) == [1, 2]",
+        "from itertools import count\ndef f(): yield from count()",
+    ),
+    (
+        "p = f()\nassert p.x == 1 and p == (1, 2) and p._asdict()['y'] == 2",
+        "from collections import namedtuple\nP = namedtuple('P', 'x y')\ndef f(): return P(1, 2)",
+    ),
+    (
+        "a = A()\na.x = a['k'] = 5\nassert a.get() == 5 and 'k' in a and a['k'] == 5\nwith a as b: pass\n"
+        "assert b.x is None and isinstance(b, A)",
+        "class A:\n    def __enter__(self): return self\n"
+        "    def __init__(self): self.d = {}\n    def get(self): return self.x\n"
+        "    def __setitem__(self, k, v): self.d[k] = v\n    def __getitem__(self, k): return self.d[k]\n"
+        "    def __contains__(self, k): return k in self.d\n    def __exit__(self, *_): self.x = None",
+    ),
+    (
+        "import math\ns = {1}\nfill(s, math.floor, ValueError('a'))\nassert s == {1, 2}",
+        "def fill(s, f, e): s.add(f(2.5))",
+    ),
+    (
+        "import solution as s, sys, pytest\ndef test_f(): assert s.f(2) == 2\n"
+        "if __name__ == '__main__':\n    sys.exit(pytest.main([__file__]))",
+        "def f(x): return x",
+    ),
+]
+REFUSED_FORMS = [  # (the script, what the error names)
+    ("import asyncio\nassert asyncio.run(f(2)) == 4", "asyncio.run"),
+    ("async def test_f(): assert await f(2) == 4", "async"),
+    (
+        "from contextlib import redirect_stdout as to\nwith to(None): f(1)",
+        "contextlib.redirect_stdout",
+    ),
+    ("import sys, io\nsys.stdout = io.StringIO()\nf(1)", "sys.stdout"),
+    ("from unittest import mock\nwith mock.patch('builtins.input'): f(1)", "unittest.mock.patch"),
+    ("import builtins\nbuiltins.input = lambda: 3\nassert f() == 3", "builtins.input"),
+    ("import tempfile\nassert f(tempfile.mktemp()) == 1", "tempfile.mktemp"),
+    ("with open('a', 'w') as file: pass\nassert f('a') == 1", "open"),
+    (
+        "import pytest\n@pytest.fixture\ndef one(): return 1\ndef test_f(one): assert f(one) == 1",
+        "fixture",
+    ),
+    ("def test_f(capsys): assert f(1) == 1", "the fixture capsys"),
+    ("import pytest\n@pytest.mark.xfail\ndef test_f(): assert f(1) == 2", "pytest.mark.xfail"),
+    ("import pytest\npytest.raises(ValueError, f, 1)", "without `with`"),
+    (
+        "class TestF:\n    def setup_class(cls): pass\n    def test_f(self): assert f(1) == 1",
+        "setup_class",
+    ),
+    ("from solution import A\nclass B(A): pass\nassert B(1).x == 1", "derives"),
+    ("assert f(lambda x: x) == 3", "a function of its own"),
+    ("from solution import A, f\nassert f(1) == A(1)", "comparison"),
+    ("from solution import A\nassert (A(1) + A(2)).x == 3", "operator"),
+    ("from solution import A\nassert sorted([A(2), A(1)])[0].x == 1", "comparison"),
+]
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(("script", "program"), GRADED_FORMS, ids=range(len(GRADED_FORMS)))
+def test_a_script_of_another_process_is_graded(script, program):
+    assert reward(script, f"```python\n{program}\n```")["reward"] == 1.0
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(("script", "found"), REFUSED_FORMS, ids=range(len(REFUSED_FORMS)))
+def test_a_script_that_needs_the_same_process_is_the_rows_mistake(script, found):
+    program = "class A:\n    def __init__(self, x): self.x = x\ndef f(x): return A(1)"
+    with pytest.raises(UserError, match="a test script cannot run") as caught:
+        reward(script, f"```python\n{program}\n```")
+    assert found in caught.value.found and caught.value.where.startswith("problem p/1")
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(
+    "script",
+    [
+        "a = [3, 1]\nr = f(a)\nassert r == sorted(a)",
+        "a = [3, 1]\nr = list(f(x=a))\nq = r\nwant = sorted(a)\nassert len(q) == len(want)",
+        "for a in [[3, 1], [2]]:\n    if (r := f(a)) is not None: assert sorted(a) == r",
+    ],
+)
+def test_a_result_under_a_name_is_compared_with_its_argument_before_the_call(script):
+    cheat = "```python\ndef f(x):\n    x.clear()\n    return []\n```"
+    assert reward(script, cheat)["reward"] == 0.0
+    assert (
+        reward(script, cheat.replace("x.clear()\n    return []", "return sorted(x)"))["reward"]
+        == 1.0
+    )
+
+
+@needs_bubblewrap
+def test_a_script_may_look_at_what_a_call_did_to_its_argument():
+    program = "```python\ndef f(a):\n    a[:] = sorted(set(a))\n    return len(a)\n```"
+    script = "a, want = [1, 1, 2], [1, 2]\nn = f(a)\nassert n == len(want) and a[:n] == want[:n]"
+    assert reward(script, program)["reward"] == 1.0
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(
+    "script",
+    [
+        "a = [3, 1, 2]\nr = f(a)\nassert a == r",
+        "nums = [3, 1]\nout = f(nums)\nassert out == nums and nums == [1, 3]",
+        "import unittest\nclass T(unittest.TestCase):\n    def test_f(self):\n        a = [2, 1]\n        self.assertListEqual(f(a), a)",
+    ],
+)
+def test_an_argument_itself_is_what_the_call_left(script):
+    program = "```python\ndef f(a):\n    a.sort()\n    return a\n```"
+    assert reward(script, program)["reward"] == 1.0
+    assert reward(script, program.replace("return a", "return 0"))["reward"] == 0.0
+
+
+SUITE = "import unittest\nclass T(unittest.TestCase):\n    def test_f(self):\n        "
+IDENTITIES = [  # (the script, the right solution)
+    (
+        "for x, want in [(1, True), (2, None)]: assert f(x) is want",
+        "def f(x): return {1: True}.get(x)",
+    ),
+    (
+        SUITE + "for x, e in ((1, True), (2, False)): self.assertIs(f(x), e)",
+        "def f(x): return x == 1",
+    ),
+    ("class N: pass\na = N()\nb = a\nassert f(1) == 1\nassert b is a", "def f(x): return x"),
+    ("for x, t in [(1, int), ('a', str)]: assert type(f(x)) is t", "def f(x): return x"),
+    (
+        "a, b = One(), One()\nassert a is b",
+        "class One:\n    o = object()\n    __new__ = lambda c: c.o",
+    ),
+]
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(("script", "program"), IDENTITIES, ids=range(len(IDENTITIES)))
+def test_whether_one_object_is_another_is_graded_where_it_can_be(script, program):
+    assert reward(script, f"```python\n{program}\n```")["reward"] == 1.0
+    for other in ("[]", "object()", "1.5", "1"):
+        wrong = (
+            f"```python\ndef f(x): return {other} if x != 1 else 0\ndef One(): return object()\n```"
+        )
+        assert reward(script, wrong)["reward"] == 0.0
+
+
+@needs_bubblewrap
+def test_equal_data_across_the_line_is_no_identity():
+    for script in ("a = [1]\nassert f(a) is a", SUITE + "a = {}\n        self.assertIs(f(a), a)"):
+        with pytest.raises(UserError, match="a test script cannot run") as caught:
+            reward(script, "```python\ndef f(a): return a\n```")
+        assert "one object" in caught.value.found
+
+
+SWALLOWS = (
+    "class A:\n    __enter__ = lambda s: s\n    __exit__ = lambda *a: True\n    def get(self): "
+)
+WITH = "from solution import A\n"
+HIDDEN = [  # (the script, a solution that hides the test's own error)
+    (WITH + "with A() as a:\n    assert a.get() == 5", SWALLOWS + "return 0"),
+    (WITH + "with A() as a:\n    assert a.get() == 5", SWALLOWS + "raise ValueError"),
+    (WITH + "with A() as a:\n    assert a.get() + 1 == 6", SWALLOWS + "return None"),
+    (WITH + "with A() as a:\n    assert a.get() == 5", SWALLOWS + "raise SystemExit"),
+    (
+        WITH + "with A() as a:\n    x = a.get()\n    if x != 5: raise ValueError",
+        SWALLOWS + "return 0",
+    ),
+    (
+        WITH + "def same(x): assert x == 5\nwith A() as a: same(a.get())",
+        SWALLOWS + "raise ValueError",
+    ),
+    (WITH + SUITE + "with A() as a: self.assertEqual(a.get(), 5)", SWALLOWS + "raise ValueError"),
+    (
+        WITH
+        + "from contextlib import ExitStack\nwith ExitStack() as s:\n    a = s.enter_context(A())\n    assert a.get() == 5",
+        SWALLOWS + "raise ValueError",
+    ),
+    (
+        "import pytest\nfrom solution import E, f\nwith pytest.raises(E): assert f(1) == 5",
+        "E = Exception\ndef f(x): return 0",
+    ),
+    (
+        "from solution import E, f\ntry: assert f(1) == 5\nexcept E: pass",
+        "E = AssertionError\ndef f(x): return 0",
+    ),
+    (
+        "from solution import M, f\ntry: assert f(1) == 5\nexcept M.E: pass",
+        "class M: E = Exception\ndef f(x): return 0",
+    ),
+    ("import pytest\nwith pytest.raises(Exception): f(1)", "import os\ndef f(x): os._exit(0)"),
+]
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(("script", "program"), HIDDEN, ids=range(len(HIDDEN)))
+def test_a_solution_hides_no_failure_of_the_test(script, program):
+    assert reward(script, f"```python\n{program}\n```")["reward"] == 0.0
+
+
+@needs_bubblewrap
+def test_a_context_of_the_solution_may_swallow_what_hides_no_check():
+    script = WITH + "with A() as a:\n    {}\n    assert False, 'not swallowed'\nassert a.get() == 5"
+    for line in ("raise KeyError('x in y if z')", "1 / 0", "a.lose()"):
+        program = f"```python\n{SWALLOWS}return 5\n    def lose(self): raise ValueError\n```"
+        assert reward(script.format(line), program)["reward"] == 1.0
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(
+    ("script", "program"),
+    [
+        (SUITE + "self.assertEqual(IsPrime(3), True)", "class R: pass\ndef IsPrime(x): return R()"),
+        ("x = IsPrime(3)\nassert x == True", "class IsPrime:\n    def __init__(self, x): pass"),
+        ("assert IsPrime(3) == IsPrime(5)", "class R: pass\ndef IsPrime(x): return R()"),
+        (
+            WITH + "with A() as a:\n    x = a.get()\nassert x == 5",
+            SWALLOWS + "import json; json.loads('')",
+        ),
+        (WITH + "with A() as a:\n    x = a.get()\nassert x == 5", SWALLOWS + "raise SystemExit"),
+    ],
+    ids=range(5),
+)
+def test_no_program_makes_an_error_of_a_good_row(script, program):
+    assert reward(script, f"```python\n{program}\n```")["reward"] == 0.0
+
+
+@needs_bubblewrap
+def test_a_script_counts_a_solution_that_wrote_too_much():
+    script = "x = f(1)\nassert x == 1"
+    code = "```python\nimport os\ndef f(x):\n    while True: os.write(2, b'x' * 10**6)\n```"
+    assert reward(script, code)["output_cut"] == 1.0
+
+
+@needs_bubblewrap
+def test_a_skip_of_the_solution_skips_no_test():
+    script = "import unittest\nclass T(unittest.TestCase):\n    def test_f(self): self.assertEqual(f(), 2)"
+    for raised in ("unittest.SkipTest", "type('S', (unittest.SkipTest,), {})"):
+        code = f"```python\nimport unittest\ndef f(): raise {raised}('')\n```"
+        assert reward(script, code)["reward"] == 0.0
+
+
+@needs_bubblewrap
+def test_python_reads_and_prints_integers_of_any_length():
+    long = "1" * 5000
+    program = f"```python\ndef f(x=0): return int('{long}')\nprint(f())\n```"
+    assert reward([{"input": "", "output": long}], program)["reward"] == 1.0
+    for tests in ([f"assert f({long}) == {long}"], f"for i in [1]: assert f({long}) == {long}"):
+        assert reward(tests, program)["reward"] == 1.0
+
+
+@needs_bubblewrap
+def test_output_may_be_as_long_as_a_right_one_and_more_is_told():
+    program = "```python\nprint('a' * 3_000_000)\n```"
+    assert reward([{"input": "", "output": "a" * 3_000_000}], program)["reward"] == 1.0
+    found = reward([{"input": "", "output": "b"}], program)
+    assert (found["reward"], found["output_cut"]) == (0.0, 1.0)
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"input": [1, 2], "output": [3]},
+        {"input": "1\n2", "output": "3"},
+        {"input": [1, 2], "output": 3},
+    ],
+)
+def test_a_row_with_the_name_of_a_function_calls_it(row):
+    assert reward([{**row, "fn_name": "add"}], ADD)["reward"] == 1.0
+
+
+# ---------------------------------------------------------------- parts
+
+
+def test_the_program_is_the_last_python_block_or_the_text():
+    assert extract_code("print(1)") == "print(1)"
+    assert (
+        extract_code("a\n```python\nx = 1\n```\nb\n```\nx = 2\n```\nout:\n```text\n2\n```")
+        == "x = 1\n"
+    )
+    assert (
+        extract_code("a\n```\nx = 1\n```\nb\n```\nx = 2\n```\nout:\n```text\n2\n```") == "x = 2\n"
+    )
+    assert extract_code("<think>\n```python\nx = 1\n```\n</think>\n```\nx = 2\n```") == "x = 2\n"
+    assert extract_code("```py\nx = 1\n```\n```python\nx = 3") == "x = 3\n"
+
+
+@pytest.mark.parametrize(
+    "fence",
+    [
+        '```python title="a.py"',
+        "```python {.x}",
+        "```Python 3",
+        "```{python}",
+        "``` {.python .numberLines}",
+        "```python:a.py",
+        "~~~python",
+        "   ````py",
+    ],
+)
+def test_a_fence_may_have_attributes(fence):
+    indent, marks = fence[: -len(fence.lstrip())], re.match(r"\s*([`~]+)", fence)[1]
+    block = "".join(f"{indent}{line}\n" for line in (fence.strip(), "x = 1", marks))
+    assert extract_code(f"So:\n\n{block}Output:\n```\n1\n```\n") == "x = 1\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```python\nx = 1\n``` done",
+        "```python\nx = 1\n``` done\nThat is it.",
+        "```python\nx = 1\n``` is the first:\n\n```text\n1\n```\n",
+        "```python\nx = 0\n``` or\n``` python\nx = 1\n``` done\n",
+    ],
+)
+def test_a_closing_fence_may_have_text_behind_it_where_no_other_closes(text):
+    assert extract_code(text) == "x = 1\n"
+
+
+def test_a_program_is_read_without_warnings():
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert extract_code("```python\nx = '\\d'\n```") == "x = '\\d'\n"
+    assert not told
+
+
+def test_the_rest_of_a_matched_mapping_is_a_name():
+    script = "match f(1):\n    case {'a': 1, **rest}: assert rest == {}"
+    assert needed(script) == {"f"} and "rest" in code_asserts.bound(code_asserts.ast.parse(script))
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "x = '</think>'\n",
+        "# </think>\nx = 1\n",
+        'def f():\n    """Doc.\n\n```\nf()\n```\n    """\n',
+        "def f():\n    '''Doc.\n    ```python\n    f()\n    ```\n    or\n    ```\n    g()\n    ```\n    '''\n",
+    ],
+)
+def test_a_program_may_hold_fences_and_the_end_of_thoughts_in_its_texts(program):
+    for before in (
+        "",
+        "<think>\n```python\ny = 1\n```\n</think>\n",
+        "<think>\n```python\ny =\n</think>",
+    ):
+        assert extract_code(f"{before}```python\n{program}```\nOutput:\n```\n1\n```\n") == program
+
+
+def test_an_assert_of_a_call_and_a_constant_is_taken_apart():
+    assert calls("assert f([1, -2]) == (3, {'a': None})") == [
+        CallTest(expression="f([1, -2])", expected=((3, {"a": None}),))
+    ]
+    assert calls("assert 3 == f(x=1)") == [CallTest(expression="f(x=1)", expected=(3,))]
+    assert calls("assert S(2).f(1) == {1: (2.5,)}") == [
+        CallTest(expression="S(2).f(1)", expected=({1: (2.5,)},))
+    ]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        # the call would hold the answer
+        "assert isclose(f(1), 5) == True\nfrom math import isclose",
+        "assert (f(1) == 5) == True",
+        "assert f(lambda: 5) == 5",
+        "assert f(x) == 5\nx = 5",
+        "assert f(1) == g(1)",
+        "assert sorted(f(1)) == [1]",
+        "assert not f(1)",
+        "assert abs(f(1) - 5) < 0.1",
+        "assert isinstance(f(1), int)",
+        "assert f(1) == 5 or f(1) == 6",
+        "x = f(1)\nassert x == 5",
+        "def check(g): assert g(1) == 5",
+    ],
+)
+def test_any_other_script_is_left_whole(script):
+    assert calls(script) == []
+
+
+def test_needed_names_are_the_solutions_never_pythons():
+    assert needed("import math\ny = f(1)\nassert all(y == g(i) for i in range(3)) and math.pi") == {
+        "f",
+        "g",
+    }
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        -5,
+        2**200,
+        1.5,
+        "a\n\"'é\ud800",
+        b"\0\xff",
+        [1, (2, {3})],
+        {"a": {(1, 2): frozenset("x")}},
+        1 + 2j,
+    ],
+)
+def test_values_survive_the_way_out(value):
+    found = decode(json.loads(encode(value, [])), None)
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.usefixtures("no_collection")
+def test_replies_that_are_no_values_hold_nothing():
+    test = CallTest(expression="f()", expected=(3,))
+    assert holds(test, '{"value": 3}')
+    hostile = [
+        "",
+        "3",
+        "null",
+        "[]",
+        "[" * 10**5,
+        '{"error": ["E", "3"]}',
+        '{"value": {"object": 0}}',
+        '{"value": {"fractions.Fraction": ["1e999999999"]}}',
+        '{"value": {"fractions.Fraction": ["1e999999999", 1]}}',
+        '{"value": {"builtins.bytearray": [100000000000]}}',
+        '{"value": {"builtins.range": [0, 1000000000000]}}',
+        '{"value": {"decimal.Decimal": ["1e999999999999999999"]}}',
+        '{"value": {"collections.deque": [[1], "x"]}}',
+        '{"value": {"float": "3"}}',
+        f'{{"value": {{"set": {[(2**61 - 1) * n for n in range(1, 50_000)]}}}}}',
+        '{"value": 1' + "0" * 10**6 + "}",
+    ]
+    hostile += [
+        f'{{"value": {text}}}'
+        for text in ('{"dict": 3}', '{"int": null}', '{"set": [[]]}', '{"a": 1, "b": 2}')
+    ]
+    assert not [reply for reply in hostile if holds(test, reply)]
+
+
+def test_json_knows_no_tuples_and_numbers_may_have_a_tolerance():
+    as_json = CallTest(expression="f()", expected=([1, {"2": 0.5}],), compare="json")
+    assert holds(as_json, '{"value": {"tuple": [1, {"dict": [[2, 0.5]]}]}}')
+    assert not holds(as_json, '{"value": [1, {"dict": [["2", 0.5000001]]}]}')
+    assert holds(as_json, '{"value": [1, {"dict": [["2", 0.5000001]]}]}', 1e-3)
+    strict = CallTest(expression="f()", expected=([1],))
+    assert not holds(strict, '{"value": {"tuple": [1]}}')
+
+
+def test_output_is_compared_by_lines_or_by_words_in_tolerance():
+    assert same_output("1 \n2\n\n", "1\n2")
+    assert not same_output("1 2", "1\n2")
+    assert same_output("0.3333 x\n", "0.33333 x", 1e-3)
+    assert not same_output("0.3333 x", "0.33333 y", 1e-3)
+
+
+def test_printed_floats_are_equal_within_a_millionth_and_nothing_else_is():
+    assert same_output("x=0.30000000000000004, [1e-07]", "x=0.3, [1.0e-7]")
+    assert same_output("1234567.8915\n-0.0", "1234567.8910\n0.00")
+    for found, expected in [
+        ("0.3334", "0.3333"),
+        ("1000001", "1000000"),
+        ("3.0", "3"),
+        ("1.2.3", "1.2.30"),
+        ("3.141592653589793", "3.14159265358979323846264338"),
+        ("1  2", "1 2"),
+        ("0.5 1", "0.5\n1"),
+    ]:
+        assert not same_output(found, expected), found
+    assert not same_output("0.30000000000000004", "0.3", 0.0)
+    assert same_output("1001 3", "1000 3.0", 1e-2)
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        [],
+        "",
+        3,
+        [{"input": "1"}],
+        {"inputs": [1], "outputs": []},
+        "assert (",
+        [{"args": [], "expected": 1}],
+    ],
+)
+def test_a_problem_without_tests_names_the_forms_there_are(tests):
+    with pytest.raises(UserError, match="no tests that can be read") as caught:
+        read_tests(problem(tests))
+    assert "p/1" in caught.value.where and "expected" in caught.value.expected
+
+
+def test_a_program_that_printed_right_and_failed_has_not_passed():
+    class Failing:
+        def run(self, command, **given):
+            return Result(stdout="3\n", stderr="", exit_code=1, stop_reason="exit", seconds=0.0)
+
+    assert reward([{"input": "", "output": "3"}], "print(3)", Failing())["reward"] == 0.0

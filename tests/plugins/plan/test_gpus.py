@@ -1,0 +1,132 @@
+"""Commands on a machine with GPUs, with a stand-in for them (tests/support/fake_cuda.py)."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tandem.cli import doctor
+from tandem.config.recipe import load_config
+from tandem.jobs import engines, ranks
+from tandem.jobs.models import placement, releases_cache
+from tandem.jobs.rl import note_machine
+from tandem.model.placement import Placement, place_models
+from tandem.model.probe import Exactness
+from tandem.plugins.plan.resources import gpu_memory, model_sizes
+from tandem.runtime.errors import UserError
+from tests.support.fake_cuda import MEMORY, FakeCuda
+from tests.support.home import invoke, make_home
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+SECOND = Placement(torch.device("cuda", 1), torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return make_home(tmp_path_factory.mktemp("home"), steps=1)
+
+
+@pytest.fixture
+def gpus():
+    with FakeCuda() as gpus:
+        yield gpus
+
+
+def config_of(home, *settings):
+    return load_config(home / "recipe.toml", list(settings))
+
+
+def test_auto_is_the_first_gpu_and_bfloat16(gpus):
+    assert place_models("auto", "auto") == Placement(torch.device("cuda", 0), torch.bfloat16)
+    assert place_models("cuda:1", "auto") == SECOND
+    assert place_models("cuda", "float32").dtype == torch.float32
+    assert place_models("cpu", "auto").device.type == "cpu"
+    assert SECOND.processor() == "Fake H100, sm_90, CUDA 13.0"
+    with pytest.raises(UserError, match=r"2 that this PyTorch can use(.|\n)*a number below 2"):
+        place_models("cuda:2", "auto")
+    with pytest.raises(UserError, match=r"not built(.|\n)*Fake H100"):
+        place_models("cuda", "float8")
+
+
+def test_a_gpu_without_bfloat16_computes_in_float32():
+    with FakeCuda(bfloat16=False):
+        assert place_models("auto", "auto").dtype == torch.float32
+        with pytest.raises(UserError, match=r"no bfloat16(.|\n)*Fake H100"):
+            place_models("auto", "bfloat16")
+
+
+def test_each_rank_has_a_gpu_of_its_own_and_makes_it_the_current_one(gpus, home, monkeypatch):
+    config = config_of(home, "parallel.data=2")
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    for name, value in (("LOCAL_WORLD_SIZE", "2"), ("MASTER_ADDR", "here"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    assert placement(config).device == SECOND.device
+    on_ray = config_of(home, "parallel.data=2", "cluster.nodes=2", "cluster.trainers=ray")
+    assert placement(on_ray).device.index == 0
+    from tandem.train.parallel import mesh
+
+    seen = []
+    monkeypatch.setattr(mesh, "make_mesh", lambda _, device, *rest: seen.append(device))
+    monkeypatch.setattr("tandem.train.parallel.ranks.ParallelRanks", lambda *parts: parts)
+    ranks.make_ranks(config, SimpleNamespace(announce=None, stall_s=1.0))
+    assert seen == [SECOND.device] and gpus.current == 1
+
+
+def test_cache_leaves_a_gpu_for_an_update(gpus, home):
+    assert releases_cache(config_of(home), SECOND)
+
+
+def test_matmul_kernel_of_a_gpu_is_chosen_before_the_probe_and_noted(gpus, home, monkeypatch):
+    config, chosen = config_of(home, "model.device=cuda:1"), []
+    exact = Exactness(parity=[], thread_dependent=[])
+    monkeypatch.setattr(engines, "probe", lambda *_: exact)
+    monkeypatch.setattr(
+        engines, "choose_matmul", lambda model, *_, alone, microbatch: chosen.append(alone)
+    )
+    model = SimpleNamespace(
+        inexact="", device=SECOND.device, heads=(2, 1, 8), config=model_sizes(config, "sft").shape
+    )
+    engines.probe_exactness(config, model, print)
+    engines.probe_exactness(config, model, print, alone=False)
+    assert chosen == [True, False]
+    noted = []
+    run = SimpleNamespace(config=config, note_machine=lambda *found: noted.append(found))
+    note_machine(run, exact, print)
+    assert noted == [("Fake H100, sm_90, CUDA 13.0", True, "plain")]
+
+
+def test_plan_compares_a_run_with_the_memory_of_the_gpu(gpus, home):
+    config = config_of(home)
+    assert gpu_memory(placement(config)) == MEMORY
+    result = invoke("plan", home / "recipe.toml", "--values")
+    assert result.exit_code == 0, result.output
+    assert "memory of the GPU" in result.output and "of this GPU" in result.output
+    for words in ("cuda:0, the first GPU", "bfloat16, that of a GPU", "a GPU's memory"):
+        assert words in " ".join(result.output.split())
+
+
+def test_doctor_names_the_gpus_and_what_is_missing_without_triton(gpus, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(doctor, "_driver", lambda: "580.1")
+    found = doctor._gpu()
+    assert found.ok and found.facts["count"] == 2 and found.facts["driver"] == "580.1"
+    assert "cuda:1 Fake H100, sm_90, CUDA 13.0, 40.0 GiB of 80.0 GiB free" in found.detail
+    assert [name for name, _ in doctor._gpu_checks()] == ["gpu float32", "gpu bfloat16"]
+    monkeypatch.setitem(sys.modules, "triton", None)
+    found = doctor._gpu()
+    assert not found.ok and found.detail.endswith("pip install triton")
+    assert doctor._gpu_checks() == []
+
+
+def test_doctor_without_triton_ends_in_a_report_and_not_in_a_traceback(gpus, monkeypatch):
+    passed = doctor.Finding(True, "")
+    monkeypatch.setattr(doctor, "_exactness", lambda device, dtype: passed)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    result = invoke("doctor", "--json")
+    checks = json.loads(result.stdout)["checks"]
+    assert result.exit_code == 1 and not checks["gpu"]["ok"]
+    assert {"exactness", "bfloat16", "disk"} <= set(checks) and "gpu_float32" not in checks

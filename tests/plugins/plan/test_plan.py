@@ -1,0 +1,344 @@
+"""`tandem plan`: ready, with exit code 0, exactly where a run could start; it names what is missing
+and loads no weights."""
+
+import fcntl
+import json
+import re
+import shutil
+from contextlib import chdir
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tandem.config.origins import origins
+from tandem.config.recipe import describe, load_config
+from tandem.model.config_file import check_model
+from tandem.model.load import load_model
+from tandem.plugins.plan.command import plan
+from tandem.plugins.plan.plan_time import random_directory
+from tandem.plugins.plan.resources import Machine, require_disk
+from tandem.run_folder.metrics import read_metrics
+from tandem.runtime.errors import UserError
+from tests.support.command import tandem
+from tests.support.home import invoke, make_home
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return make_home(tmp_path_factory.mktemp("home"), steps=2)
+
+
+def planned(home, folder, *overrides, command="train"):
+    """(exit code, the last line, everything)"""
+    result = invoke(
+        "plan", home / "recipe.toml", "--for", command, f"run.folder={folder}", *overrides
+    )
+    assert result.exit_code in (0, 2), result.exception or result.output
+    return result.exit_code, result.output.splitlines()[-1], result.output
+
+
+def test_plan_of_a_run_that_could_start_is_ready(home, tmp_path):
+    """It runs in a process of its own: workers are as large as the one that plans them."""
+    changes = (f"run.folder={tmp_path}/run", "rl.algorithm=dr_grpo", "rollout.workers=2")
+    code, text, errors, _ = tandem("plan", home / "recipe.toml", *changes, cwd=tmp_path)
+    assert code == 0, text + errors
+    last = text.splitlines()[-1]
+    assert last == f"ready: 2 steps of 32 episodes, a new run in {tmp_path}/run"
+    assert "\na step\n  384 sampled tokens at most, 1 update\nready: " in text
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    order = [lines.index(title) for title in ("data", "memory", "disk")]
+    assert lines[0].startswith("values that are not the default") and order == sorted(order)
+    assert "rollout.workers = 2 command line; default 0" in lines[: order[0]]
+    assert not any(line.startswith("rl.clip_low") for line in lines)
+    assert any(line.startswith("data.train 48 problems, longest prompt ") for line in lines)
+    assert any(line.startswith("eval.data 8 problems, longest prompt ") for line in lines)
+    assert any(line.endswith("3 x Python, 2 x weights, packs and pages") for line in lines)
+    assert not any(line.startswith("key/value cache") for line in lines)  # the workers have it
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("prompts", "times"), [(48, ""), (49, "1.0"), (1000, "20.8")])
+def test_plan_warns_of_problems_that_come_several_times_a_step(
+    home, tmp_path, caplog, prompts, times
+):
+    code, *_ = planned(home, tmp_path / "run", f"rl.prompts_per_step={prompts}")
+    said = [record.getMessage() for record in caplog.records if "per_step" in record.getMessage()]
+    about = (
+        f"rl.prompts_per_step is {prompts:,} and data.train has 48 problems: a step is "
+        f"{4 * prompts:,} episodes, and each problem comes {times}"
+    )
+    assert code == 0
+    assert [line.partition(" times")[0] for line in said] == [about] * bool(times)
+
+
+def test_plan_lists_values_of_its_own_command_and_with_values_all(home, tmp_path):
+    sections = {"train": {"rl"}, "sft": {"sft"}, "dpo": {"preference"}, "distill": {"rl"}}
+    keys = ["sft.batch_size=3", "preference.beta=0.3", "rl.kl_coef=0.0", "rl.clip_low=0.1"]
+    for command, own in sections.items():
+        for options, expected in ([], own), (["--values"], {"rl", "sft", "preference", "distill"}):
+            with chdir(home):
+                output = invoke("plan", "recipe.toml", "--for", command, *options, *keys).output
+            lines = output.partition("\ndata\n")[0].splitlines()[1:]
+            shown = {line.split(".")[0].strip() for line in lines if " = " in line}
+            assert shown & {"rl", "sft", "preference", "distill"} == expected, command
+
+
+def test_plan_names_the_origin_of_every_value_and_what_open_ones_become(home, tmp_path):
+    with chdir(home):
+        overrides = [f"run.folder={tmp_path}", "rl.algorithm=dapo", "rl.kl_coef=0.1"]
+        result = invoke("plan", "recipe.toml", "--values", *overrides)
+    section = result.output.partition("\ndata\n")[0].splitlines()
+    assert [line for line in section if len(line) > 80 and "/" not in line] == []
+    shown = "\n".join(section).replace("\n      ", "    ").splitlines()[1:]
+    assert [line.split(" = ")[0].strip() for line in shown] == [key for key, _, _ in describe()]
+    origin = {line.split(" = ")[0].strip(): line.rpartition("    ")[2] for line in shown}
+    number = (home / "recipe.toml").read_text().splitlines().index("group_size = 4") + 1
+    assert origin["rl.group_size"] == f"recipe.toml:{number}; default 8"
+    assert origin["rl.kl_coef"] == "command line; default 0.0"
+    assert origin["rl.clip_high"] == "rl.algorithm=dapo; default 0.2"
+    assert origin["rl.clip_low"] == "default"
+    assert origin["model.reference"] == f"default; here model.path, {home}/model"
+    if not torch.cuda.is_available():
+        assert origin["model.device"] == "default; here cpu, as PyTorch finds no GPU"
+        assert origin["model.dtype"] == "default; here float32, that of a CPU"
+    assert origin["run.threads"].startswith(f"default; here {torch.get_num_threads()}, ")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("data.train=none.jsonl", "data.train"),
+        ("eval.data=none.jsonl", "eval.data"),
+        ("rollout.max_new_tokens=1000", "a sequence would be longer than the model can place"),
+        ("reward.function=none.py:score", "reward function"),
+        ("env.name=none.py:World", "none.py"),
+        ("model.path=./none", "the model directory does not exist"),
+        ("model.reference=./none rl.kl_coef=0.1", "the model directory does not exist"),
+        (
+            "rl.curriculum=true rl.prompts_per_step=49",
+            "a curriculum picks every problem at most once a step",
+        ),
+        ("data.answer_column= reward=answer", "all of them are empty"),
+        ("reward=reward_model reward.model={home}/model", "no head that scores"),
+        ("data.max_prompt_tokens=5", "longer than data.max_prompt_tokens"),
+        ('lora.rank=4 lora.targets=["q_prj"]', "LoRA targets are not in this model"),
+    ],
+)
+def test_what_would_stop_a_run_makes_it_not_ready(override, said, home, tmp_path):
+    overrides = override.format(home=home).split(" ")
+    code, last, text = planned(home, tmp_path / "run", *overrides)
+    assert code == 2 and last.startswith("not ready: ") and said in text
+    run = invoke("train", home / "recipe.toml", f"run.folder={tmp_path}/run", *overrides)
+    assert isinstance(run.exception, UserError) and run.exception.what in text
+
+
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [
+        ("(problem, completion): return problem.anser", "no attribute 'anser'"),
+        ("(problem, completion): return 'good'", "of type str"),
+        ("(completions, label, **columns): return [1.0]", "missing 1 required positional"),
+    ],
+    ids=["raises", "a text", "a column that is not there"],
+)
+def test_a_reward_that_cannot_score_is_not_ready(function, found, home, tmp_path):
+    (tmp_path / "mine.py").write_text(f"def score{function}\n")
+    reward = f"reward={tmp_path}/mine.py:score"
+    code, last, text = planned(home, tmp_path / "run", reward)
+    assert code == 2 and found in text
+    assert last == "not ready: the reward function cannot score a completion of the first problem"
+    run = invoke("train", home / "recipe.toml", f"run.folder={tmp_path}/run", reward)
+    assert isinstance(run.exception, UserError) and found in run.exception.found
+
+
+def test_plan_shows_what_the_reward_makes_of_the_first_answer(home, tmp_path):
+    first = json.loads((home / "data/train.jsonl").read_text().splitlines()[0])
+    said = f"Answer: {first['reward_model']['ground_truth']}"
+    text = planned(home, tmp_path / "run", "reward=answer")[2]
+    head = "reward of a made-up completion, to see that the function runs\n"
+    assert f"{head}  1 for the first problem and {said!r}\n" in text and "no mistake" not in text
+    (tmp_path / "other.jsonl").write_text('{"prompt": "1?", "answer": "x y"}\n')
+    other = planned(home, tmp_path / "run", "reward=exact", f"data.train={tmp_path}/other.jsonl")[2]
+    assert f"{head}  0 for the first problem and 'Answer: x y'\n  0 is no mistake where" in other
+
+
+@pytest.mark.parametrize(
+    ("command", "override"),
+    [
+        ("sft", "sft.train"),
+        ("dpo", "preference.train"),
+        ("rm", "preference.train"),
+        ("distill", "distill.teacher"),
+    ],
+)
+def test_every_command_that_trains_has_a_plan(command, override, home, tmp_path):
+    files = {
+        "sft": "data/warm.jsonl",
+        "dpo": "pairs.jsonl",
+        "rm": "pairs.jsonl",
+        "distill": "teacher",
+    }
+    code, last, text = planned(
+        home, tmp_path / "run", f"{override}={home}/{files[command]}", command=command
+    )
+    assert code == 0 and last.startswith("ready: 2 steps of "), text
+    code, last, _ = planned(home, tmp_path / "run", f"{override}=none.jsonl", command=command)
+    assert code == 2 and last.startswith("not ready: ")
+
+
+def test_a_model_without_weights_is_found_without_loading_any(home, tmp_path):
+    shutil.copytree(home / "model", tmp_path / "model")
+    # nobody reads more than its header
+    save_file({"x": torch.zeros(1)}, tmp_path / "model/model.safetensors")
+    assert planned(home, tmp_path / "run", f"model.path={tmp_path}/model")[0] == 0
+    (tmp_path / "model/model.safetensors").unlink()
+    code, last, _ = planned(home, tmp_path / "run", f"model.path={tmp_path}/model")
+    assert code == 2 and "the model cannot be loaded" in last
+
+
+def test_plan_beyond_memory_is_not_ready_workers_included(home, tmp_path):
+    code, last, _ = planned(home, tmp_path / "run", "rollout.workers=50000")
+    assert (
+        code == 2
+        and re.match(r"not ready: memory: [\d.]+ TiB needed", last)
+        and "in this machine" in last
+    )
+    most = "train.tokens_per_microbatch=99999999"
+    overrides = [most, "rl.prompts_per_step=1000000", "rl.group_size=1000"]
+    code, last, _ = planned(home, tmp_path / "run", *overrides)
+    assert code == 2 and "memory: " in last
+
+
+def test_memory_is_of_as_many_tokens_as_a_step_has(home, tmp_path):
+    """The cache and a microbatch may hold more than a step fills: neither is counted then."""
+
+    def figures(*overrides, command="train"):
+        out = tmp_path / "plan.json"
+        files = [f"sft.train={home}/data/warm.jsonl", "--json", out]
+        assert planned(home, tmp_path / "run", *overrides, *files, command=command)[0] == 0
+        return json.loads(out.read_text())["memory"]
+
+    small, large = figures(), figures("rl.prompts_per_step=16")
+    page = small["key/value cache"] / 32  # 32 episodes of one page
+    assert large["key/value cache"] == 2 * small["key/value cache"] == 64 * page
+    assert large["activations"] > 1.8 * small["activations"]
+    few = ["train.tokens_per_microbatch=64", "rollout.cache_mb=1"]
+    assert figures("rl.prompts_per_step=16", *few)["activations"] == figures(*few)["activations"]
+    assert figures(*few)["key/value cache"] <= 1 << 20
+    assert "key/value cache" not in figures(command="sft")
+    same = {"weights", "packed weights", "Adam moments", "gradients", "a save under way"}
+    assert {name: small[name] for name in same} == {name: large[name] for name in same}
+
+
+def test_planned_memory_is_what_a_run_takes(home, tmp_path):
+    """Both in processes of their own; other processes of the run are left out."""
+    chats = [f"sft.train={home}/data/warm.jsonl", "eval.data=", f"run.folder={tmp_path}/run"]
+    more = ["sft.batch_size=256", "train.tokens_per_microbatch=8192"]
+    recipe = [home / "recipe.toml", *chats, *more]
+    out = tmp_path / "plan.json"
+    assert tandem("plan", *recipe, "--for", "sft", "--json", out, cwd=tmp_path)[0] == 0
+    assert tandem("sft", *recipe, cwd=tmp_path)[0] == 0
+    rows = json.loads(out.read_text())["memory"]
+    measured = read_metrics(tmp_path / "run", "timings.jsonl")[-1]["rss_mb"]
+    planned_mb = (sum(rows.values()) - rows["other processes"]) / 2**20
+    assert planned_mb == pytest.approx(measured, rel=0.15)
+
+
+def test_time_of_a_step_is_measured_on_random_models_and_leaves_nothing(home, tmp_path):
+    out = tmp_path / "plan.json"
+    code, _, text = planned(home, tmp_path / "run", "--time", "--json", out)
+    assert code == 0 and not (tmp_path / "run").exists()
+    assert f"seconds of a step\n  {json.loads(out.read_text())['step_s']:.3g}, of a random" in text
+
+
+def test_a_trial_that_fails_says_nothing_against_the_run(home, tmp_path):
+    """The reward works on the first problem's answer, and on nothing that a random model says."""
+    (tmp_path / "mine.py").write_text(
+        "def score(problem, completion):\n"
+        "    return 1 / (completion == 'Answer: ' + problem.answer)\n"
+    )
+    reward = f"reward={tmp_path}/mine.py:score"
+    code, last, text = planned(home, tmp_path / "run", reward, "--time")
+    assert code == 0 and last.startswith("ready: ")
+    assert "  not measured: the time of a step" in text and "ZeroDivisionError" in text
+
+
+def test_a_random_model_has_the_shapes_of_another_with_fewer_layers(home, tmp_path):
+    random_directory(f"{home}/model", tmp_path / "small", 1)
+    shape, small = check_model(f"{home}/model"), check_model(f"{tmp_path}/small")
+    assert (shape.num_hidden_layers, small.num_hidden_layers) == (2, 1)
+    assert small.intermediate_size == shape.intermediate_size
+    weights, others = (
+        dict(load_model(str(path)).module.named_parameters())
+        for path in (tmp_path / "small", home / "model")
+    )
+    assert {name: w.shape for name, w in weights.items()} == {n: others[n].shape for n in weights}
+    assert not torch.equal(*(each["model.embed_tokens.weight"] for each in (weights, others)))
+
+
+def test_checkpoints_that_the_disk_cannot_take_are_not_ready(home, tmp_path, capsys):
+    config = load_config(home / "recipe.toml", [])
+    small = Machine(memory=1 << 40, disk=1 << 10)
+    named = origins(home / "recipe.toml", [])
+    assert plan(config, "train", tmp_path / "run", named, machine=small) == 2
+    assert capsys.readouterr().out.splitlines()[-1].startswith("not ready: disk: ")
+    large = Machine(memory=1 << 40, disk=1 << 30)
+    assert plan(config, "train", tmp_path / "run", named, machine=large) == 0
+    with pytest.raises(
+        UserError, match=r"would not fit on the disk(.|\n)*1.0 KiB free"
+    ):  # the run itself says so at its start
+        require_disk(config, "train", tmp_path / "run", small)
+
+
+def test_a_run_that_is_there_is_held_against_the_plan(home, tmp_path):
+    data = tmp_path / "train.jsonl"
+    shutil.copy(home / "data/train.jsonl", data)
+    folder = tmp_path / "run"
+    same = [f"data.train={data}", "run.steps=3"]
+    assert invoke("train", home / "recipe.toml", f"run.folder={folder}", *same).exit_code == 0
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    code, last, text = planned(home, folder, *same, "run.steps=4")
+    assert code == 0 and "resumed from step_000003" in last, text
+    assert "the config differs" in planned(home, folder, *same, "rl.group_size=8")[1]
+    assert (
+        "another command"
+        in planned(home, folder, *same, f"distill.teacher={home}/teacher", command="distill")[1]
+    )
+    data.write_text("\n".join(reversed(data.read_text().splitlines())))
+    assert "has changed since the run began" in planned(home, folder, *same)[1]
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_folder_in_use_or_in_the_way_is_not_ready(home, tmp_path):
+    (tmp_path / "run").mkdir()
+    with (tmp_path / "run/lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "in use" in planned(home, tmp_path / "run")[1]
+    assert planned(home, tmp_path / "run")[0] == 0
+    (tmp_path / "file").write_text("")
+    assert planned(home, tmp_path / "file/run")[0] == 2
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/mine.txt").write_text("")
+    assert "holds something else" in planned(home, tmp_path / "other")[1]
+
+
+def test_several_reasons_are_told_together_and_the_same_one_once(home, tmp_path):
+    code, last, text = planned(
+        home, tmp_path / "run", "model.path=./none", "reward.function=none.py:score"
+    )
+    assert (
+        code == 2 and last.count(";") == 1 and text.count("the model directory does not exist") == 2
+    )  # and the verdict
+
+
+def test_another_command_has_no_plan(home):
+    result = invoke("plan", home / "recipe.toml", "--for", "serve")
+    assert "train, distill, sft, dpo, rm" in str(result.exception)
+
+
+def test_the_lines_of_a_plan_fit_80_columns(home, tmp_path):
+    overrides = ["rl.algorithm=ppo", "rl.kl_coef=0.1", "lora.rank=4", "rollout.workers=1"]
+    _, _, text = planned(home, tmp_path, *overrides)
+    body = text[text.index("memory\n") :].splitlines()[:-1]
+    assert [line for line in body if len(line) > 80 and str(tmp_path) not in line] == []

@@ -1,0 +1,424 @@
+"""Formulas of memory, communication and time over a mesh, and `tandem plan --gpus`."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.config.parallel import Parallel
+from tandem.config.recipe import load_config
+from tandem.model.forward import batch_logprobs
+from tandem.model.placement import Placement
+from tandem.plugins.plan.gpus import GPUS, Assumptions
+from tandem.plugins.plan.meshes import (
+    loading_memory,
+    plans,
+    possible_meshes,
+    rank_memory,
+    smallest,
+    why_impossible,
+    work_of,
+)
+from tandem.plugins.plan.resources import memory as memory_of_one
+from tandem.plugins.plan.resources import model_sizes
+from tandem.plugins.plan.scaling import communication, flops_per_token, rate, update_time
+from tandem.plugins.plan.shards import Work, largest_layer, memory, parameters, part_of
+from tandem.train.pack import pack
+from tandem.train.parallel.ranks import ParallelRanks
+from tandem.types import SamplingDistribution
+from tests.support.home import invoke, make_home, mistake
+from tests.support.meshes import on_mesh, sent_bytes
+from tests.support.tiny import CONFIGS, exact_model, random_samples, tiny_config
+
+ALONE, H200 = Parallel(), GPUS["h200"]
+EVEN = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 4, "head_dim": 16}
+
+
+def work(kind="qwen3", dtype=torch.bfloat16, **changes):
+    shape = tiny_config(kind, **EVEN, intermediate_size=176)
+    if kind == "qwen3_moe":
+        shape.num_experts = 8
+    values = {"clusters": 64, "cluster": 100, "length": 100.0, "microbatch": 1600}
+    return Work(shape=shape, dtype=dtype, **(values | changes))
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return make_home(tmp_path_factory.mktemp("home"), steps=2)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_parameters_are_those_of_the_model(kind):
+    model = exact_model(kind)
+    assert parameters(model.config) == sum(p.numel() for p in model.module.parameters())
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("sizes", [{"data": 4}, {"data": 2, "pipeline": 4}, {"pipeline": 2}])
+def test_parts_of_all_ranks_are_the_whole_model(kind, sizes):
+    shape, mesh = work(kind).shape, Parallel(**sizes)
+    held = sum(
+        part_of(shape, mesh, stage).held(mesh) * mesh.replicas for stage in range(mesh.pipeline)
+    )
+    copied = shape.tie_word_embeddings and mesh.pipeline > 1  # tied embeddings are in both ends
+    assert held == parameters(shape) + copied * shape.vocab_size * shape.hidden_size
+
+
+def test_tensor_and_expert_ranks_copy_norms_router_and_vocabulary_only():
+    shape, mesh = work("qwen3_moe").shape, Parallel(tensor=2, expert=4, data=2)
+    held = mesh.processes * part_of(shape, mesh, 0).held(mesh)
+    copied = 4 * (2 * 96 + 2 * 16 + 96 * 8) + 96 + 2 * 97 * 96  # each layer's, then the root's
+    assert held == parameters(shape) + copied
+
+
+def test_state_memory_falls_as_one_over_the_shards():
+    rows = {n: memory(work(dtype=torch.float32), Parallel(data=n)) for n in (2, 4, 8)}
+    for name in ("weights", "Adam moments"):
+        assert rows[2][name] == 2 * rows[4][name] == 4 * rows[8][name] > 0
+    hybrid = memory(work(dtype=torch.float32), Parallel(data=8, shard=2))
+    assert hybrid["weights"] == rows[2]["weights"]
+
+
+def test_gradients_of_several_microbatches_add_up_undivided():
+    whole = 4 * parameters(work().shape)
+    one, several = (
+        memory(work(clusters=clusters), Parallel(data=4))["gradients"] for clusters in (64, 128)
+    )
+    assert one < several == whole
+
+
+def test_one_process_has_the_memory_of_its_plan_and_no_communication(home):
+    for override in ("train.offload_optimizer=true", "train.activation_checkpointing=true", None):
+        config = load_config(home / "recipe.toml", [override] if override else [])
+        sizes = replace(
+            model_sizes(config, "train"), place=Placement(torch.device("cuda"), torch.bfloat16)
+        )
+        one = work_of(sizes, config, "train", 20)
+        found = rank_memory(sizes, config, one, ALONE)
+        # the config says "auto", which is for the device of the models
+        config = config.model_copy(
+            update={"rollout": config.rollout.model_copy(update={"release_cache": True})}
+        )
+        expected = {name: size for name, size, _ in memory_of_one(sizes, config, "train")}
+        assert {name: size for name, size in found.items() if size} == expected
+        assert set(communication(one, ALONE).values()) == {0.0}
+        times = update_time(one, ALONE, H200, Assumptions())
+        assert times.total == times.products and times.communication == 0
+
+
+def fsdp_bytes(step, mesh):
+    sent = communication(step, mesh)
+    return sent["data"] + sent["gradients"]
+
+
+def test_fsdp_sends_what_zhao_et_al_count():
+    """Three times the weights and (W - 1) / W of them; the root is not gathered twice."""
+    step, mesh = work(dtype=torch.float32), Parallel(data=8)
+    shape = step.shape
+    root = 4 * (shape.vocab_size + 1) * shape.hidden_size
+    assert fsdp_bytes(step, mesh) == (12 * parameters(shape) - root) * 7 / 8
+
+
+def bytes_of_update(mesh):
+    model, ranks = exact_model("qwen3", vocab_size=98), ParallelRanks(mesh)
+    ranks.divide(model, torch.float32)
+    batches = pack(random_samples(np.random.default_rng(5), 6), 60, shares=2)
+
+    def loss(batch):
+        logprobs, _ = batch_logprobs(model, batch, SamplingDistribution())
+        return -logprobs.sum(), {}
+
+    return len(batches), sent_bytes(lambda: ranks.backward(model, batches, loss), mesh.world.size)
+
+
+def test_fsdp_sends_as_much_as_its_formula_says():
+    """On the mesh itself: two microbatches a process, and parameters that two divides."""
+    (count, sent), (_, other) = on_mesh(bytes_of_update, data=2)
+    shape = tiny_config("qwen3", vocab_size=98)
+    step = Work(
+        shape=shape, dtype=torch.float32, clusters=count, cluster=60, length=60, microbatch=60
+    )
+    assert step.microbatches(Parallel(data=2)) == 2
+    assert sent == other == fsdp_bytes(step, Parallel(data=2))
+
+
+SHAPE = {**EVEN, "vocab_size": 98}
+
+
+def bytes_in_layers(mesh, kind, extra):
+    """(tokens, bytes that this process sends) in an update of two equal microbatches."""
+    model, ranks = exact_model(kind, **SHAPE, **extra), ParallelRanks(mesh)
+    ranks.divide(model, torch.float32)
+    batches = [pack(random_samples(np.random.default_rng(5), 6), 64)[0]] * 2
+
+    def loss(batch):
+        logprobs, _ = batch_logprobs(model, batch, SamplingDistribution())
+        return -logprobs.sum(), {}
+
+    sent = sent_bytes(lambda: ranks.backward(model, batches, loss), mesh.world.size)
+    return len(batches[0].tokens), sent
+
+
+@pytest.mark.parametrize(
+    ("kind", "extra", "dimension"),
+    [
+        ("qwen3", {}, "tensor"),
+        ("qwen3", {}, "context"),
+        ("qwen3_moe", {"num_experts": 8}, "expert"),
+    ],
+)
+def test_layers_send_as_much_as_their_formulas_say(kind, extra, dimension):
+    """To what else is sent (values of targets, sums of norms) and the padding of rows; an expert's
+    tokens are not evenly divided."""
+    mesh = Parallel(**{dimension: 2})
+    by_rank = on_mesh(bytes_in_layers, kind, extra, **{dimension: 2})
+    tokens = by_rank[0][0]
+    step = Work(
+        shape=tiny_config(kind, **SHAPE, **extra),
+        dtype=torch.float32,
+        clusters=2,
+        cluster=tokens,
+        length=tokens,
+        microbatch=tokens,
+    )
+    expected = sum(communication(step, mesh).values())
+    sent = sum(sent for _, sent in by_rank) / 2
+    assert sent == pytest.approx(expected, rel=0.15)
+
+
+def test_hybrid_shards_send_to_other_nodes_what_zhao_et_al_count():
+    """2 M (W - 1) / (G W) between nodes of G, to within the ring's own (W - 1) / W."""
+    step, mesh = work(dtype=torch.float32), Parallel(data=16, shard=8)
+    weights = 4 * parameters(step.shape)
+    assert communication(step, mesh)["replicas"] == 2 * weights / 8 * (1 / 2)
+
+
+def test_ulysses_sends_four_states_a_layer_each_way():
+    step = work("llama", clusters=1)
+    step.shape.num_key_value_heads = 8
+    step.shape.hidden_size = 128
+    for size in (2, 4):
+        bytes_of_states = 100 * 128 * 2
+        expected = 2 * 4 * 4 * bytes_of_states / size * (size - 1) / size
+        assert communication(step, Parallel(context=size))["context"] == expected
+
+
+def test_tensor_sums_twice_a_layer_each_way_and_once_more_with_checkpointing():
+    states = 64 * 100 * 96 * 2
+    for checkpointing, passes in ((False, 2), (True, 3)):
+        sent = communication(work(checkpointing=checkpointing), Parallel(tensor=2))["tensor"]
+        assert sent == passes * 4 * 2 * 2 * states / 2
+
+
+def test_experts_get_each_token_as_often_as_it_chose_them():
+    sent = communication(work("qwen3_moe"), Parallel(expert=4))["expert"]
+    assert sent == 2 * 4 * 2 * 2 * (16 * 100 * 96 * 2) * 3 / 4
+    assert communication(work("qwen3_moe"), Parallel(expert=4))["data"] > 0  # of what is no expert
+
+
+def test_pipeline_is_idle_for_p_minus_1_of_m_plus_p_minus_1():
+    step, mesh = work(clusters=64), Parallel(pipeline=4)
+    times = update_time(step, mesh, H200, Assumptions())
+    assert step.microbatches(mesh) == 4
+    assert times.bubble / times.total == pytest.approx(3 / 7)
+
+
+def test_reductions_pass_adapters_as_an_all_to_all_and_sums_half_so():
+    """A rank's own adapter, for what leaves the node: nothing takes a ring in rank order."""
+    mesh = Parallel(data=16)
+    assert rate(mesh, "gradients", H200) == H200.network * 15 / 8
+    assert rate(Parallel(data=16, shard=8), "gradients", H200) == H200.nvlink
+    ring, exchange = 8 * H200.network, H200.network * 15 / 8
+    assert rate(Parallel(tensor=16), "tensor", H200) == 2 / (1 / ring + 1 / exchange)
+    assert rate(Parallel(pipeline=4, tensor=4), "pipeline", H200) == H200.network
+
+
+def test_rates_are_nvlink_within_a_node_and_all_its_adapters_between_nodes():
+    assert rate(Parallel(data=8), "data", H200) == H200.nvlink
+    assert rate(Parallel(data=16), "data", H200) == 8 * H200.network
+    assert rate(Parallel(data=2, tensor=8), "data", H200) == H200.network
+    assert rate(Parallel(data=16, shard=8), "data", H200) == H200.nvlink
+    assert rate(Parallel(data=16, shard=8), "replicas", H200) == H200.network
+    assert rate(Parallel(expert=16), "expert", H200) == H200.network * 15 / 8
+    assert rate(Parallel(pipeline=2, tensor=8), "pipeline", H200) == H200.network
+
+
+def test_flops_are_six_a_parameter_and_those_of_causal_attention():
+    shape = work().shape
+    layer, head = flops_per_token(shape, 100.0)
+    norms = 4 * (2 * 96 + 2 * 16) + 96
+    attention = 6 * 4 * 100 * 8 * 16
+    assert 4 * layer + head == 6 * (parameters(shape) - norms) + attention
+
+
+def test_frozen_weights_take_four_flops_a_parameter_and_checkpointing_two_more():
+    shape, adapters = work().shape, 1000
+    (layer, head), (whole, whole_head) = (
+        flops_per_token(shape, 0.0, adapters=n) for n in (adapters, 0)
+    )
+    assert 4 * layer == pytest.approx(4 * whole * 2 / 3 + 6 * adapters)
+    assert head == whole_head * 2 / 3
+    again, _ = flops_per_token(shape, 0.0, adapters=adapters, again=True)
+    assert 4 * again == pytest.approx(4 * whole + 8 * adapters)
+    assert flops_per_token(shape, 100.0, again=True)[0] == pytest.approx(
+        flops_per_token(shape, 100.0)[0] * 4 / 3
+    )
+
+
+def test_the_slowest_of_uneven_stages_is_timed():
+    few, more = (
+        update_time(work(clusters=64), Parallel(pipeline=stages), H200, Assumptions()).products
+        for stages in (3, 2)
+    )
+    assert few == more  # two of four layers are in the first stage of three, and of two
+
+
+def test_meshes_of_four_gpus_by_hand():
+    """Two heads of keys, two layers, no experts: tensor x context <= 2, pipeline <= 2."""
+    shape = tiny_config("qwen3", num_attention_heads=4)
+    found = {
+        (mesh.data, mesh.tensor, mesh.context, mesh.pipeline)
+        for mesh in possible_meshes(shape, 4)
+        if not mesh.shard
+    }
+    assert found == {
+        (4, 1, 1, 1),
+        (2, 2, 1, 1),
+        (2, 1, 2, 1),
+        (2, 1, 1, 2),
+        (1, 2, 1, 2),
+        (1, 1, 2, 2),
+    }
+    assert why_impossible(shape, Parallel(tensor=3)) == (
+        "parallel.tensor = 3, model.path: 4 attention heads, 2 key/value heads, "
+        "172 inner features, expected multiples of 3"
+    )
+
+
+def test_hybrid_shards_are_tried_where_data_is_larger_than_a_node():
+    found = [mesh for mesh in possible_meshes(tiny_config("qwen3"), 16) if mesh.shard]
+    assert Parallel(data=16, shard=8) in found
+
+
+def test_a_larger_model_needs_more_gpus_and_plans_are_sorted_by_time(home):
+    config = load_config(home / "recipe.toml", ["rollout.cache_mb=1"])
+    place = Placement(torch.device("cuda"), torch.bfloat16)
+    sizes = replace(model_sizes(config, "train"), place=place)
+    step = work_of(sizes, config, "train", 20)
+    found = plans(sizes, config, step, 4, H200, Assumptions())
+    assert [plan.times.total for plan in found] == sorted(plan.times.total for plan in found)
+    alone = rank_memory(sizes, config, step, ALONE)
+    less = replace(H200, memory=(sum(alone.values()) - 1) / Assumptions().memory)
+    assert smallest(sizes, config, step, less, Assumptions()) > 1
+
+
+def sizes_of(config, **changes):
+    place = Placement(torch.device("cuda"), torch.bfloat16)
+    return replace(model_sizes(config, "train"), place=place, **changes)
+
+
+def test_a_model_that_fits_once_divided_must_fit_while_it_is_loaded(home):
+    config = load_config(home / "recipe.toml", ["rollout.cache_mb=1", "rl.kl_coef=0.1"])
+    sizes = sizes_of(config)
+    step, mesh = work_of(sizes, config, "train", 20), Parallel(data=2)
+    layer = 4 * largest_layer(sizes.shape)
+    held = memory(step, mesh)["weights"]
+    # the policy in parts, the engine's copy of it, and the reference before it is divided
+    assert loading_memory(sizes, config, step, mesh) == held + 2 * 2 * sizes.policy + layer
+    shapes = {"model.reference": sizes.shape}
+    huge = replace(sizes, others={"model.reference": 10**9}, shapes=shapes)
+    small = replace(H200, memory=1.9e9 / Assumptions().memory)  # the reference has 2 GB
+    assert sum(rank_memory(huge, config, step, Parallel(data=4)).values()) < 1.9e9
+    assert not plans(huge, config, step, 4, small, Assumptions())
+    assert plans(huge, config, step, 4, H200, Assumptions())
+
+
+def test_meshes_that_train_refuses_are_not_suggested(home):
+    changes = ["train.backend=megatron", "rl.correction=tis"]
+    config = load_config(home / "recipe.toml", changes)
+    sizes = sizes_of(config)
+    step = work_of(sizes, config, "train", 20)
+    plain = load_config(home / "recipe.toml", [])
+    by_megatron, by_tandem = (
+        [plan.mesh for plan in plans(sizes, of, step, 16, H200, Assumptions())]
+        for of in (config, plain)
+    )
+    assert by_megatron and not any(mesh.shard for mesh in by_megatron)
+    assert any(mesh.shard for mesh in by_tandem)
+    teacher = sizes_of(plain, shapes={"critic.path": tiny_config("qwen3", num_attention_heads=3)})
+    assert "tensor=2" not in [
+        p.mesh.mesh for p in plans(teacher, plain, step, 2, H200, Assumptions())
+    ]
+
+
+def test_muon_has_one_moment_where_adamw_has_two(home):
+    config = load_config(home / "recipe.toml", ["train.optimizer=muon"])
+    sizes = sizes_of(config)
+    one = work_of(sizes, config, "train", 20)
+    expected = {name: size for name, size, _ in memory_of_one(sizes, config, "train")}
+    found = rank_memory(sizes, config, one, ALONE)
+    names = ("Adam moments", "Muon momentum")
+    assert [found[name] for name in names] == [expected[name] for name in names]
+    halves = rank_memory(sizes, config, one, Parallel(data=2))
+    assert 2 * halves["Muon momentum"] == found["Muon momentum"] > 0
+
+
+def test_moments_of_8_bits_are_those_of_one_process_and_are_divided(home):
+    config = load_config(home / "recipe.toml", ["train.optimizer=adamw_8bit"])
+    sizes = sizes_of(config)
+    one = work_of(sizes, config, "train", 20)
+    expected = {name: size for name, size, _ in memory_of_one(sizes, config, "train")}
+    found, halves = (rank_memory(sizes, config, one, mesh) for mesh in (ALONE, Parallel(data=2)))
+    assert found["Adam moments"] == expected["Adam moments"] == 2 * halves["Adam moments"] > 0
+    meshes = [p.mesh for p in plans(sizes, config, one, 4, H200, Assumptions())]
+    assert meshes and all(mesh.tensor == 1 for mesh in meshes)
+
+
+def test_rank_0_has_no_whole_copy_of_a_critic_nor_a_reference_of_its_own_beside_adapters(home):
+    config = load_config(home / "recipe.toml", ["rl.algorithm=ppo"])
+    sizes = sizes_of(config)
+    step = work_of(sizes, config, "train", 20)
+    found = rank_memory(sizes, config, step, Parallel(data=2))
+    assert found["whole weights of rank 0"] == 2 * sizes.policy
+    assert found["path"] == (4 + 12) * sizes.others["critic.path"] / 2
+    config = load_config(home / "recipe.toml", ["rl.kl_coef=0.1", "lora.rank=2"])
+    sizes = sizes_of(config)
+    assert "reference" not in rank_memory(sizes, config, step, Parallel(data=2))
+
+
+def test_plan_of_gpus_names_what_it_assumes(home):
+    result = invoke("plan", home / "recipe.toml", "--gpus", "4", "--gpu", "h100")
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.output.split())
+    assert "4 x H100 SXM: 989 TFLOP/s" in text and "assumed: 40% of peak FLOP/s" in text
+    assert "seconds" in text and "the first one: parallel." in text and "by 4 engines" in text
+
+
+def test_plan_of_gpus_shows_the_mesh_of_the_recipe(home):
+    four = [home / "recipe.toml", "--gpus", "4"]
+    assert "recipe's" not in invoke("plan", *four).output
+    shown = invoke("plan", *four, "parallel.tensor=2", "parallel.data=2").output
+    assert "data 2 x tensor 2 *" in shown and "the recipe's mesh is *" in shown
+    shown = invoke("plan", *four, "parallel.data=2").output
+    assert "the recipe's mesh is not among them: data 2" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--gpus", "4", "--gpu", "h300"], "a100, h100, h200, b200"),
+        (["--gpus", "0"], "1 to 4096"),
+        (["--gpus", "7919"], "1 to 4096"),
+        (["--gpus", "4", "--for", "eval"], "this command has no plan"),
+        (
+            ["--gpus", "1", "rollout.cache_mb=200000", "rollout.release_cache=false"],
+            "it fits on no power of two",
+        ),
+        (["--gpus", "4", "model.dtype=float8"], "linears in float8 are not built"),
+        (["--gpus", "4", "train.backend=megatron"], "an off-policy correction"),
+        (["--gpus", "1", "train.tokens_per_microbatch=100000000"], "GPUs that fits: "),
+    ],
+)
+def test_wrong_counts_and_runs_that_fit_nowhere_are_refused(arguments, said, home):
+    assert said in mistake("plan", home / "recipe.toml", *arguments)

@@ -1,0 +1,258 @@
+"""The generated tasks, judged by arithmetic that knows nothing of how they were made, and `tandem
+generate`."""
+
+import ast
+import json
+import operator
+import re
+from collections import Counter
+
+import pytest
+from typer.testing import CliRunner
+
+from tandem.cli.generate import generate
+from tandem.cli.main import app
+from tandem.config.schema import Data
+from tandem.data.problems import read_problems
+from tandem.envs.load import BUILT_IN as ENVIRONMENTS
+from tandem.envs.tools import BUILT_IN as TOOLS
+from tandem.plugins.tasks import algebra, arithmetic, calculator, countdown, guess, squares
+from tandem.plugins.tasks.generate import is_test
+from tandem.plugins.tasks.registry import TASKS, task_rows
+from tandem.rewards.builtin import NAMES
+from tandem.runtime.errors import UserError
+
+LEVELS = {
+    "algebra": [1, 2],
+    "arithmetic": range(1, 7),
+    "calculator": [1, 2, 3],
+    "countdown": range(2, 7),
+    "guess": range(1, 7),
+    "squares": range(1, 5),
+}
+PLENTY = ("calculator", "squares")  # tasks that do not run out
+CASES = [(task, level) for task in TASKS for level in LEVELS[task]]
+# whose rows are plain; algebra has its own test
+OWN = [(task, level) for task, level in CASES if task != "algebra"]
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+def value(text):
+    """Return the value of an expression of whole numbers."""
+
+    def of(node):
+        match node:
+            case ast.BinOp(left=left, op=op, right=right):
+                return OPERATORS[type(op)](of(left), of(right))
+            case ast.Constant(value=int() as number):
+                return number
+        raise AssertionError(ast.dump(node))
+
+    return of(ast.parse(text, mode="eval").body)
+
+
+def numbers(text):
+    return [int(digits) for digits in re.findall(r"\d+", text)]
+
+
+# ---- every task
+
+
+@pytest.mark.parametrize(("task", "level"), CASES)
+def test_a_longer_set_begins_with_the_shorter_seeds_differ(task, level):
+    assert task_rows(task, "train", 15, 7, level) == task_rows(task, "train", 40, 7, level)[:15]
+    assert task_rows(task, "train", 15, 8, level) != task_rows(task, "train", 15, 7, level)
+
+
+@pytest.mark.parametrize(("task", "level"), CASES)
+def test_train_and_test_never_meet_whatever_the_seed(task, level):
+    sides = [
+        {
+            json.dumps([row["prompt"], row.get("answer"), row.get("images")])
+            for seed in range(3)
+            for row in task_rows(task, split, 20, seed, level)
+        }
+        for split in ("train", "test")
+    ]
+    assert not sides[0] & sides[1]
+
+
+@pytest.mark.parametrize(("task", "level"), CASES)
+def test_rows_are_problems_with_a_uid_and_a_category(tmp_path, task, level):
+    rows = task_rows(task, "train", 20, 0, level)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    problems = read_problems(str(tmp_path / "rows.jsonl"), Data(), key="data.train")
+    assert [p.category for p in problems] == [row["data_source"] for row in rows]
+    assert all(p.uid.startswith(f"{task}/") for p in problems)
+
+
+@pytest.mark.parametrize(("task", "level"), OWN)
+def test_prompts_fit_a_model_of_characters(task, level):
+    """The demo model reads 256 characters in all, and a game takes many turns."""
+    rows = task_rows(task, "train", 50, 0, level)
+    assert max(len(row["prompt"]) for row in rows) <= 60
+    assert all(
+        row["difficulty"] == level and row["data_source"] == f"{task}_{level}" for row in rows
+    )
+    assert all(row["prompt"].isascii() for row in rows)
+
+
+def test_no_difficulty_is_the_lowest():
+    assert [task_rows(task, "test", 2, 0, None) for task in TASKS] == [
+        task_rows(task, "test", 2, 0, min(LEVELS[task])) for task in TASKS
+    ]
+
+
+@pytest.mark.parametrize("module", [algebra, arithmetic, calculator, countdown, guess, squares])
+def test_other_difficulties_and_splits_are_refused(module):
+    for level in (0, 7, -1):
+        with pytest.raises(UserError, match="no such difficulty"):
+            module.rows("train", 1, 0, level)
+    with pytest.raises(UserError, match="no such"):
+        module.rows("val", 1, 0, 2)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_task_with_too_few_problems_gives_all_of_them(task):
+    rows = task_rows(task, "test", 1000, 0, None)
+    assert rows[:20] == task_rows(task, "test", 20, 0, None)
+    prompts = [json.dumps([row["prompt"], row.get("answer"), row.get("images")]) for row in rows]
+    assert len(set(prompts)) == len(rows) and (len(rows) == 1000) == (task in PLENTY)
+
+
+def test_one_digit_arithmetic_gives_every_problem_there_is():
+    """45 sums without order and 81 differences; a fifth of them to test on."""
+    parts = [arithmetic.rows(split, 1000, 0, 1) for split in ("train", "test")]
+    assert sum(map(len, parts)) == 126
+
+
+def test_a_registered_task_brings_its_reward_env_and_tool():
+    assert set(TASKS) & set(NAMES) == {"countdown"}
+    assert set(TASKS) & set(ENVIRONMENTS) == {"guess"}
+    assert set(TOOLS) == {"calculator"}
+
+
+# ---- each task
+
+
+@pytest.mark.parametrize(
+    ("level", "terms", "length"), [(1, 2, 1), (2, 2, 2), (3, 3, 2), (4, 3, 3), (5, 4, 3), (6, 5, 4)]
+)
+def test_an_arithmetic_answer_is_what_the_prompt_says(level, terms, length):
+    for row in arithmetic.rows("train", 60, 0, level):
+        expression = row["prompt"].removesuffix("=?")
+        assert row["answer"] == str(value(expression))
+        assert [len(str(number)) for number in numbers(expression)] == [length] * terms
+        assert sum(row["terms"]) == int(row["answer"])
+
+
+def test_a_sum_in_another_order_is_the_same_problem():
+    sums = [
+        tuple(sorted(row["terms"]))
+        for split in ("train", "test")
+        for row in arithmetic.rows(split, 20, 0, 1)
+    ]
+    assert len(sums) == len(set(sums))
+    assert {
+        split: {is_test(str(list(x))) for x in sums[i : i + 20]}
+        for i, split in ((0, "train"), (20, "test"))
+    } == {"train": {False}, "test": {True}}
+
+
+@pytest.mark.parametrize("level", LEVELS["countdown"])
+def test_a_countdown_solution_reaches_the_target_once_each(level):
+    for row in countdown.rows("train", 60, 0, level):
+        target, *given = numbers(row["prompt"])
+        assert given == row["numbers"] and len(given) == level
+        assert value(row["solution"]) == target == int(row["answer"])
+        assert Counter(numbers(row["solution"])) == Counter(given)
+        assert target not in given
+
+
+@pytest.mark.parametrize("level", LEVELS["calculator"])
+def test_a_calculator_answer_is_what_its_expression_is_worth(level):
+    rows = calculator.rows("train", 60, 0, level)
+    for row in rows:
+        assert row["prompt"] == f"{row['expression']}=?"
+        assert row["answer"] == str(value(row["expression"]))
+    assert {sign for row in rows for sign in "+-*" if sign in row["expression"]} >= {"+", "*"}
+
+
+@pytest.mark.parametrize("level", LEVELS["guess"])
+def test_a_secret_lies_in_its_range_and_not_in_the_prompt(level):
+    for row in guess.rows("train", 60, 0, level):
+        assert row["low"] <= int(row["answer"]) <= row["high"]
+        assert row["high"] - row["low"] + 1 == 2 ** (level + 2)
+        assert numbers(row["prompt"]) == [row["low"], row["high"]]
+
+
+# ---- the command
+
+
+def write(out, task="guess", **changed):
+    arguments = {
+        "count": 5,
+        "difficulty": None,
+        "seed": 0,
+        "split": "train",
+        "weights": "",
+        "force": False,
+    }
+    generate(task, out, **{**arguments, **changed})
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_the_command_writes_the_rows_of_the_task(tmp_path):
+    assert write(tmp_path / "new/g.jsonl", seed=3, split="test") == guess.rows("test", 5, 3, 1)
+    assert write(
+        tmp_path / "new/g.jsonl", task="algebra", difficulty=2, force=True
+    ) == algebra.rows("train", 5, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"task": "chess"}, "there is no such task"),
+        ({"weights": "1,2"}, "weights mix the data sets of reasoning-gym"),
+        ({"task": "verifiers:e", "weights": "1,2"}, "weights mix the data sets of reasoning-gym"),
+        (
+            {"task": "verifiers:e", "split": "test"},
+            "the tasks of a verifiers environment are its own",
+        ),
+        ({"task": "verifiers:e", "difficulty": 1}, "--difficulty 1"),
+        ({"task": "verifiers:e", "seed": 3, "difficulty": 2}, "--difficulty 2 --seed 3"),
+        ({"task": "reasoning_gym:chain_sum", "weights": "much"}, "the weights are no numbers"),
+        ({"split": "val"}, "there is no such split of guess"),
+        ({"difficulty": 9}, "there is no such difficulty of guess"),
+    ],
+)
+def test_a_wrong_argument_is_told_and_nothing_is_written(tmp_path, changed, said):
+    with pytest.raises(UserError) as caught:
+        write(tmp_path / "g.jsonl", **changed)
+    assert said in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_command_of_the_docs_writes_and_counts_rows(task, tmp_path):
+    result = CliRunner().invoke(app, ["generate", task, "--out", str(tmp_path / "g.jsonl")])
+    count = len((tmp_path / "g.jsonl").read_text().splitlines())
+    assert result.exit_code == 0 and f"{count:,} problems of {task}" in result.output
+    assert (
+        (f"{count} of 1,000: there are no more" in result.output)
+        == (count < 1000)
+        == (task not in PLENTY)
+    )
+
+
+def test_a_file_is_replaced_only_on_request_and_has_to_be_jsonl(tmp_path):
+    write(tmp_path / "g.jsonl")
+    with pytest.raises(UserError, match="the file exists"):
+        write(tmp_path / "g.jsonl", seed=1)
+    with pytest.raises(UserError, match="written as JSONL"):
+        write(tmp_path / "g.csv")

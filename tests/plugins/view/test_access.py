@@ -1,0 +1,160 @@
+"""Access to `tandem view`, and what its pages may do."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tandem.plugins.view.access import POLICY
+from tests.support.command import ROOT, assert_is_a_users_error, tandem
+from tests.support.viewing import make_run, viewing
+from tests.support.waiting import WAIT_S
+
+STATIC = ROOT / "tandem" / "view" / "static"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    make_run(root / "one")
+    return root
+
+
+@pytest.fixture(scope="module")
+def url(root):
+    with viewing(root) as url:
+        yield url
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Host": "localhost:1"}, 200),
+        ({"Host": "[::1]:1"}, 200),
+        ({"Host": "evil.example"}, 403),
+        ({"Host": "127.0.0.1.evil.example"}, 403),
+        ({"Host": ""}, 403),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": "http://["}, 403),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Sec-Fetch-Site": "same-site"}, 403),
+        ({"Sec-Fetch-Site": "same-origin"}, 200),
+    ],
+)
+@pytest.mark.parametrize("path", ["/", "/api/runs", "/app.js"])
+def test_pages_of_other_sites_and_names_are_refused(url, path, headers, status):
+    assert httpx.get(url + path, headers=headers).status_code == status
+
+
+def test_own_origin_is_let_in(url):
+    assert httpx.get(f"{url}/api/runs", headers={"Origin": url}).status_code == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+def test_only_reading_is_there(url, method):
+    assert httpx.request(method, f"{url}/api/runs").status_code == 405
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/app.js", "/api/runs", "/api/step?run=one&step=1", "/nothing"]
+)
+def test_every_answer_has_the_policy(url, path):
+    headers = httpx.get(url + path).headers
+    assert headers["content-security-policy"] == POLICY
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["referrer-policy"] == "no-referrer"
+    assert httpx.get(url + path, headers={"Host": "evil"}).headers["content-security-policy"]
+    for wanted in ("default-src 'none'", "script-src 'self'", "require-trusted-types-for 'script'"):
+        assert wanted in POLICY
+    assert "unsafe" not in POLICY and "http" not in POLICY
+
+
+def test_a_token_opens_once_and_stays_in_a_cookie(root):
+    with viewing(root, token="a-secret") as url, httpx.Client(base_url=url) as client:
+        assert client.get("/api/runs").status_code == 401
+        assert client.get("/?token=a-secreT").status_code == 401
+        assert client.get("/", headers={"Cookie": b"tandem_view=\xff"}).status_code == 401
+        opened = client.get("/?token=a-secret")
+        assert opened.status_code == 303 and opened.headers["location"] == "/"
+        cookie = opened.headers["set-cookie"].lower()
+        assert "httponly" in cookie and "samesite=strict" in cookie
+        assert client.get("/api/runs").status_code == 200  # with the cookie
+        assert client.get("/api/runs", headers={"Host": "box.example"}).status_code == 200
+        for origin in ("http://evil.example", "http://["):
+            assert client.get("/api/runs", headers={"Origin": origin}).status_code == 403
+            assert client.get("/", headers={"Origin": origin, "Host": ""}).status_code == 403
+
+
+def test_the_printed_address_opens_whatever_the_token_is(root):
+    command = ["tandem", "view", str(root), "--port", "0", "--token", "ab+c/d==&#%"]
+    server = subprocess.Popen(
+        [sys.executable, "-m", *command], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        address = server.stdout.readline().split()[-1]
+        with httpx.Client(follow_redirects=True) as client:
+            assert client.get(address).status_code == 200
+    finally:
+        server.terminate()
+        server.communicate(timeout=WAIT_S)
+
+
+def test_a_machine_that_gives_no_socket_is_told_of():
+    """A machine without IPv6 gives none for ::1."""
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))"
+    code = "from tandem.plugins.view.command import _bound; from tandem.runtime.errors import UserError"
+    script = f"{code}\n{limit}\ntry: _bound('::1', 0)\nexcept UserError as error: print(error)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert "cannot use this address" in done.stdout and "--host ::1" in done.stdout, done.stderr
+
+
+def test_the_front_end_has_no_markup_from_texts_and_no_foreign_address():
+    """Nothing that the policy refuses in a browser is even tried."""
+    for path in [*STATIC.glob("*.js"), STATIC / "index.html"]:
+        text = path.read_text()
+        used = re.findall(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|style=", text)
+        assert used == [], path.name
+        addresses = set(re.findall(r"https?://[^\s\"'`]+", text))
+        assert addresses <= {"http://www.w3.org/2000/svg"}, path.name
+    page = (STATIC / "index.html").read_text()
+    assert re.findall(r"<script(?![^>]* src=)", page) == [] and not re.search(r"\son\w+=", page)
+
+
+def test_every_static_file_ships_in_the_wheel():
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "package-data"
+    ]["tandem"]
+    shipped = {path for pattern in patterns for path in (ROOT / "tandem").glob(pattern)}
+    files = {path for path in STATIC.rglob("*") if path.is_file()}
+    assert files <= shipped and STATIC / "uplot" / "LICENSE" in files
+    assert "1.6.32" in (STATIC / "uplot" / "VERSION").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["view", "no-such-folder"], ["no runs to view", "no-such-folder"]),
+        (["view", ".", "--host", "0.0.0.0"], ["needs a token", "TANDEM_VIEW_TOKEN"]),
+        (
+            ["view", ".", "--host", "192.0.2.1", "--token", "x", "--port", "1"],
+            ["cannot use this address"],
+        ),
+        (["report", "."], ["not a run folder"]),
+        (["plot", ".", "-o", "x.svg"], ["not a run folder"]),
+        (["plot", ".", "-o", "x.pdf"], ["as SVG or PNG", "x.pdf", "x.svg"]),
+        (["plot", ".", "-o", "x.png"], ["not a run folder"]),
+    ],
+)
+def test_a_mistake_is_told_without_a_traceback(tmp_path, arguments, words):
+    assert_is_a_users_error(tandem(*arguments, cwd=tmp_path), *words, torch=False)
+
+
+def test_help_imports_nothing_heavy(tmp_path):
+    code, stdout, _, torch = tandem("view", "--help", cwd=Path(tmp_path))
+    assert code == 0 and "--token" in stdout and not torch
