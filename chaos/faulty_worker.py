@@ -15,9 +15,9 @@ import time
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from tandem.engine.worker_pool.fork_server import start
-from tandem.engine.worker_pool.worker import load_engine, preload, run
-from tandem.runtime.worker_channel import Channel
+from tandem.rollout_workers.worker import load_engine, preload, run
+from tandem.workers.channel import Channel
+from tandem.workers.fork_server import start
 
 if TYPE_CHECKING:
     from tandem.engine.engine import Engine
@@ -57,7 +57,7 @@ def load(start: dict[str, Any]) -> "Engine":
     return engine
 
 
-def serve(channel: Channel) -> None:
+def serve(channel: Channel, _: object) -> None:
     signal.signal(signal.SIGHUP, _crash)
     signal.signal(signal.SIGALRM, _babble)
     run(channel, load)

@@ -35,7 +35,7 @@ from tandem.jobs.input_hashes import input_hashes
 from tandem.jobs.rl import AsyncRLJob, RLJob
 from tandem.model.load import ExactModel, make_exact
 from tandem.model.lora import Lora
-from tandem.rewards.pool.pool import RewardPool
+from tandem.rewards.pool import RewardPool
 from tandem.rollout.collect import RolloutBatch, step_metrics
 from tandem.rollout.env_pool import EnvPool
 from tandem.run_folder.folder import open_run

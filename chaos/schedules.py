@@ -34,7 +34,7 @@ from chaos.faulty_worker import COMMAND, SLEEP_S
 from chaos.kills import HANG_S, adopting_forks, differs, ended, left
 from chaos.results import Case, Result, tally
 from chaos.unordered import measure_ordered, measure_unordered
-from tandem.engine.worker_pool.pool import Workers
+from tandem.rollout_workers.pool import Workers
 from tests.support.runs import fingerprint, output, prepare
 
 SLEEPING = 5  # runs of each kind
@@ -239,6 +239,7 @@ def use_disturbed_workers(seed: int, stops: str) -> None:
 
     os.environ[SLEEP_S] = str(PASS_S)
     Disturbed.random, Disturbed.stops = random.Random(seed), Path(stops)
+    engines.rollout_command = lambda config: COMMAND  # type: ignore[assignment]
     engines.Workers = Disturbed  # type: ignore[attr-defined, misc]
 
 
@@ -247,19 +248,12 @@ def use_sleeping_workers(measure: Any, file: str) -> None:
     from tandem.jobs import engines
 
     os.environ[SLEEP_S] = str(PASS_S)
-    engines.Workers = Sleeping  # type: ignore[attr-defined, misc]
+    engines.rollout_command = lambda config: COMMAND  # type: ignore[assignment]
     measure(file)
 
 
-class Sleeping(Workers):
-    """Workers by faulty_worker.py."""
-
-    def __init__(self, **options: Any):
-        super().__init__(**{**options, "command": COMMAND})
-
-
-class Disturbed(Sleeping):
-    """Sleeping workers, and a thread that stops one after the other for a while.
+class Disturbed(Workers):
+    """Workers that sleep, and a thread that stops one after the other for a while.
 
     stops: a file that gets a byte for each stop.
     """
@@ -267,8 +261,8 @@ class Disturbed(Sleeping):
     random: random.Random
     stops: Path
 
-    def __init__(self, **options: Any):
-        super().__init__(**options)
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
         threading.Thread(target=self._disturb, daemon=True).start()
 
     def _disturb(self) -> None:

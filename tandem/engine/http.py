@@ -30,6 +30,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 from tandem.engine import http_errors as errors
+from tandem.engine.dispatch import Dispatcher, Ticket, cancelled_completion
 from tandem.engine.http_api import (
     Call,
     Json,
@@ -43,12 +44,10 @@ from tandem.engine.http_api import (
     read_completion,
     served_model,
 )
-from tandem.engine.worker_pool.dispatch import Dispatcher, Ticket
-from tandem.engine.worker_pool.protocol import cancelled_completion
 from tandem.runtime import watchdog
 from tandem.runtime.errors import UserError
-from tandem.runtime.worker_channel import RestartLimit
 from tandem.types import Array, Completion, Request
+from tandem.workers.pool import RestartLimit
 
 WAIT_S = 0.05  # in one step
 CHECK_S, BUSY_S = 2.0, 0.5  # until a lost server is asked again, and a busy one

@@ -3,7 +3,7 @@
 import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,9 +17,6 @@ from tandem.engine.engine import Engine, check_room
 from tandem.engine.inexact_engine import make_engine
 from tandem.engine.page_cache import page_bytes
 from tandem.engine.sync_check import Probe, make_probe
-from tandem.engine.worker_pool.client import Client, PoolThread
-from tandem.engine.worker_pool.pool import COMMAND, Workers
-from tandem.engine.worker_pool.process import Published, Spawn
 from tandem.envs.load import load_env
 from tandem.jobs.env_workers import open_env_workers
 from tandem.jobs.http_engines import (
@@ -46,10 +43,13 @@ from tandem.model.trial import random_model
 from tandem.model.triton.dispatch import matmul_kernel, triton_for, use_matmul
 from tandem.plugins.cluster.job import open_hosts, worker_device
 from tandem.plugins.vllm import worker as vllm_worker
-from tandem.rewards.pool.pool import TaskPool
+from tandem.rewards.pool import ScorePool
 from tandem.rollout.collect import steps_at_once
 from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.score import RewardModel, RolloutRunner
+from tandem.rollout_workers.client import Client, PoolThread
+from tandem.rollout_workers.pool import Workers
+from tandem.rollout_workers.process import COMMAND, ENVIRONMENT, EngineSpec, Published
 from tandem.run_folder.folder import read_matmul
 from tandem.runtime import numerics
 from tandem.runtime.errors import UserError
@@ -58,6 +58,8 @@ from tandem.train.supervised import scores
 from tandem.types import Episode, Generate, Problem, Renderer, Reward, Sync
 from tandem.weights.in_process import InlineSync
 from tandem.weights.worker_sync import ProcessSync
+from tandem.workers.host import LocalHosts, OpenHost
+from tandem.workers.pool import Limits
 
 if TYPE_CHECKING:
     from tandem.plugins.cluster.ray_cluster import RayCluster
@@ -226,7 +228,7 @@ def require_room(config: Config, shape: Any, longest_prompt: int) -> None:
 @contextmanager
 def open_envs_and_rewards(
     config: Config, cluster: "RayCluster | None" = None, report: Report = print
-) -> Iterator[tuple[EnvPool, TaskPool]]:
+) -> Iterator[tuple[EnvPool, ScorePool[Any]]]:
     """Open environments and reward workers; check their needs before anything expensive is
     loaded. cluster: for those on other nodes, which report to `report`."""
     local = EnvPool(make=load_env(config.env, config.sandbox), limits=config.env)
@@ -296,13 +298,14 @@ def open_rollouts(
             yield lanes, pool, workers.close
 
 
+@contextmanager
 def _start_workers(
-    config: Config, engine: Engine, weights: Published, spawn: Spawn | None, report: Report
-) -> Workers:
-    """Start rollout workers of the trainer's model; they close as a context."""
+    config: Config, engine: Engine, weights: Published, spawn: OpenHost | None, report: Report
+) -> Iterator[Workers]:
+    """Start rollout workers of the trainer's model; they end with the context."""
     rollout, model = config.rollout, engine.model
     devices = rollout.devices or [worker_device(config, str(model.device))]
-    return Workers(
+    spec = EngineSpec(
         model_path=config.model.path,
         devices=devices,
         dtype=placement(config).dtype_name,
@@ -312,18 +315,20 @@ def _start_workers(
         cache_mb=rollout.cache_mb,
         max_batch=rollout.max_batch,
         longest=engine.longest,
-        count=rollout.workers,
-        heartbeat_s=config.run.stall_s / 2,
-        restarts=rollout.restarts,
-        weights=weights,
         record_experts=config.rl.router_replay,
         release_cache=rests_in_updates(config),
-        report=report,
-        command=rollout_command(config),
-        # CUDA does not survive a fork, should an import have started it
-        forks=rollout.engine == "tandem" and set(devices) == {"cpu"},
-        spawn=spawn,
     )
+    # CUDA does not survive a fork, should an import have started it
+    forks = rollout.engine == "tandem" and set(devices) == {"cpu"}
+    preload = config.model.path if forks else None
+    limits = Limits(silent_s=config.run.stall_s / 2, restarts=rollout.restarts)
+    with (
+        closing(LocalHosts(rollout_command(config), ENVIRONMENT, preload)) as local,
+        Workers(
+            spec, weights, spawn or local.open, count=rollout.workers, limits=limits, report=report
+        ) as workers,
+    ):
+        yield workers
 
 
 def _probe(config: Config, engine: Engine) -> Probe | None:

@@ -8,13 +8,10 @@ from typing import TYPE_CHECKING
 from tandem.config.schema import Config
 from tandem.plugins.cluster.env_actors import EnvActors, RemoteCaller
 from tandem.plugins.cluster.env_worker import EnvWorker
-from tandem.rewards.pool.task_thread import RunningTasks
 from tandem.rollout.env_pool import EnvPool
 
 if TYPE_CHECKING:
     from tandem.plugins.cluster.ray_cluster import RayCluster
-
-THREAD = "env calls"  # its name, for the watchdog
 
 
 @contextmanager
@@ -40,5 +37,5 @@ def open_env_workers(
         pool = EnvPool(
             make=actors.make, limits=config.env, caller=RemoteCaller, status=actors.status
         )
-        with RunningTasks(actors, THREAD), closing(pool):
+        with actors, closing(pool):
             yield pool

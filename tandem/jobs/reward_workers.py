@@ -7,10 +7,10 @@ from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tandem.config.schema import Config
-from tandem.plugins.cluster.reward_actors import RewardActors
+from tandem.plugins.cluster.node_pool import RewardActors
 from tandem.plugins.cluster.reward_worker import RewardWorker
 from tandem.plugins.graders.sandbox import open_sandbox
-from tandem.rewards.pool.pool import RewardPool, TaskPool
+from tandem.rewards.pool import RewardPool, ScorePool
 
 if TYPE_CHECKING:
     from tandem.plugins.cluster.ray_cluster import RayCluster
@@ -40,21 +40,22 @@ def _arguments(config: Config) -> dict[str, Any]:
 @contextmanager
 def open_reward_workers(
     config: Config, cluster: "RayCluster | None", local: RewardPool, report: Callable[[str], None]
-) -> Iterator[TaskPool]:
+) -> Iterator[ScorePool[Any]]:
     """Open reward workers on a cluster; yields the pool of this machine, which has found out that
     the functions can be loaded, if the config has none."""
     if cluster is None or not config.cluster.reward_workers:
         yield local
         return
-    local.close()
-    with closing(cluster.for_calls(RewardWorker)) as nodes:
-        actors = RewardActors(
+    local.stop()
+    with (
+        closing(cluster.for_calls(RewardWorker)) as nodes,
+        RewardActors(
             nodes.spawn,
             pool=_arguments(config),
             folder=os.getcwd(),
             most=config.cluster.reward_workers,
             heartbeat_s=config.run.stall_s / 2,
             report=report,
-        )
-        with TaskPool(actors) as pool:
-            yield pool
+        ) as pool,
+    ):
+        yield pool

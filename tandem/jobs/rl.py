@@ -7,8 +7,6 @@ from functools import partial
 from typing import Any
 
 from tandem.config.schema import Config
-from tandem.engine.worker_pool.client import PoolThread
-from tandem.engine.worker_pool.pool import Workers
 from tandem.jobs.engines import (
     Report,
     build_engine,
@@ -28,11 +26,13 @@ from tandem.jobs.streams import open_stream
 from tandem.model.probe import Exactness
 from tandem.model.triton.dispatch import matmul_kernel
 from tandem.plugins.cluster.job import ScaleOnRequest, check_cluster, open_cluster
-from tandem.rewards.pool.pool import TaskPool
+from tandem.rewards.pool import ScorePool
 from tandem.rollout.collect import Collector, RolloutBatch
 from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.evaluate import Evaluator, sampling_params
 from tandem.rollout.score import RolloutRunner
+from tandem.rollout_workers.client import PoolThread
+from tandem.rollout_workers.pool import Workers
 from tandem.run_folder.folder import RunFolder, identity
 from tandem.run_folder.journal import Journal
 from tandem.runtime.errors import UserError
@@ -42,7 +42,7 @@ from tandem.train.learner import Learner
 from tandem.train.ranks import Ranks
 from tandem.types import Problem, Sync
 
-Pool = Workers | PoolThread | TaskPool | EnvPool
+Pool = Workers | PoolThread | ScorePool[Any] | EnvPool
 
 
 class RLJob:

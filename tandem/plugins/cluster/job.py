@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from tandem.config.schema import Config
-from tandem.engine.worker_pool.client import PoolThread
-from tandem.engine.worker_pool.pool import Workers
-from tandem.engine.worker_pool.process import Spawn
 from tandem.jobs.models import placement, rests_in_updates
 from tandem.plugins.cluster.errors import no_ray
 from tandem.plugins.cluster.rdma import no_nixl
 from tandem.plugins.cluster.this_machine import require_listener
 from tandem.plugins.plan.resources import model_sizes
 from tandem.plugins.vllm import worker as vllm_worker
+from tandem.rollout_workers.client import PoolThread
+from tandem.rollout_workers.pool import Workers
 from tandem.run_folder.status import take_requested_workers
 from tandem.runtime.errors import UserError
 from tandem.stream.errors import no_transfer_queue
 from tandem.types import Sync
 from tandem.weights.shared import SharedWeights
 from tandem.weights.transports import open_weights
+from tandem.workers.host import OpenHost
 
 if TYPE_CHECKING:
     from tandem.plugins.cluster.ray_cluster import RayCluster
@@ -96,7 +96,7 @@ def _object_bytes(config: Config) -> int:
 @contextmanager
 def open_hosts(
     config: Config, tensors: dict[str, Tensor], cluster: "RayCluster | None"
-) -> Iterator[tuple[SharedWeights, Spawn | None]]:
+) -> Iterator[tuple[SharedWeights, OpenHost | None]]:
     """Open what rollout workers run on, and the transport of weights to them; yields both, None
     for processes of this machine. tensors: of a version of the weights."""
     way = config.weights
