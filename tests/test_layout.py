@@ -162,7 +162,7 @@ def test_the_map_in_the_docstring_names_what_is_there():
 def test_an_optional_stack_is_imported_in_one_file_of_a_room():
     """Both HTTP servers, serve/ and plugins/view/, are of starlette and uvicorn; no other stack has two."""
     users = {
-        stack: [name(p) for p in FILES if stack in {m.split(".")[0] for m in imported(p)}]
+        stack: sorted(name(p) for p in FILES if stack in {m.split(".")[0] for m in imported(p)})
         for stack in OPTIONAL
     }
     twice = {stack: files for stack, files in users.items() if len(files) > 1}
