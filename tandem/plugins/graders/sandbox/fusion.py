@@ -15,6 +15,7 @@ from tandem.plugins.graders.sandbox.protocol import (
     StopReason,
     check_name,
     reason_of_end,
+    trouble_of,
 )
 from tandem.runtime.http import Json, Refused, ServerBusy, ServerLost, ask, start, with_retries
 
@@ -26,6 +27,10 @@ class SandboxFusion:
 
     def __init__(self, url: str):
         self.url = url.rstrip("/")
+
+    def state(self) -> str:
+        trouble = trouble_of(self)
+        return f"fails: {trouble}" if trouble else f"{self.url}, works"
 
     def run(
         self,
