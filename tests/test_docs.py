@@ -11,10 +11,10 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 KEY = re.compile(r"`(?:tandem [^`]*? )?([a-z]+)\.([a-z_0-9]+)(?=[.=` ])")
 OTHERS = """
-data.train_files data.val_files data.train_batch_size data.max_prompt_length data.max_response_length
-data.filter_overlong_prompts critic.optim
+data.train_files data.val_files data.train_batch_size data.max_prompt_length
+data.max_response_length data.filter_overlong_prompts critic.optim
 preference.dpo preference.ipo preference.bradley_terry rl.prompt_per_step
-"""  # of verl, in docs/migrate.md; functions of rl/preference.py; a key that a page misspells on purpose
+"""  # of verl, in docs/migrate.md; functions of rl/preference.py; a key misspelt on purpose
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
