@@ -12,6 +12,7 @@ cannot be replaced.
     python -c "from tandem.registry import names; print(names('trackers'))"
 """
 
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -20,18 +21,29 @@ from typing import Any
 from tandem.runtime.errors import UserError
 from tandem.runtime.wording import nearest
 
-BUILT_IN: dict[str, dict[str, str]] = {
+# of a kind: "module:object" by name, or "module:TABLE" of a module that imports nothing heavy
+BUILT_IN: dict[str, dict[str, str] | str] = {
+    "advantages": "tandem.rl.algorithms:ADVANTAGES",  # Estimator
+    "algorithms": "tandem.rl.algorithms:ALGORITHMS",  # Algorithm
+    "losses": "tandem.rl.algorithms:LOSSES",  # PolicyLoss
     "trackers": {  # run_folder/trackers/tracker.py: Tracker
         "mlflow": "tandem.run_folder.trackers.mlflow:MlflowTracker",
         "trackio": "tandem.run_folder.trackers.trackio:TrackioTracker",
         "wandb": "tandem.run_folder.trackers.wandb:WandbTracker",
-    }
+    },
 }
 
 
 def names(kind: str) -> list[str]:
     """List the names of a kind, built-in ones first."""
-    return [*BUILT_IN[kind], *(name for name in _foreign(kind) if name not in BUILT_IN[kind])]
+    own = built_in(kind)
+    return [*own, *(name for name in _foreign(kind) if name not in own)]
+
+
+def built_in(kind: str) -> Mapping[str, Any]:
+    """Return the built-in choices of a kind by name: the objects, or "module:object"."""
+    table = BUILT_IN[kind]
+    return _load(table) if isinstance(table, str) else table
 
 
 def find(kind: str, name: str, *, key: str) -> Any:
@@ -40,9 +52,8 @@ def find(kind: str, name: str, *, key: str) -> Any:
 
     key: the config key that holds the name, e.g. "run.trackers".
     """
-    if place := BUILT_IN[kind].get(name):
-        module, _, member = place.partition(":")
-        return getattr(import_module(module), member)
+    if (choice := built_in(kind).get(name)) is not None:
+        return _load(choice) if isinstance(choice, str) else choice
     if (point := _foreign(kind).get(name)) is None:
         known = names(kind)
         raise UserError(
@@ -61,6 +72,11 @@ def find(kind: str, name: str, *, key: str) -> Any:
             found=f"{type(error).__name__}: {error}",
             next=f"python -c 'import {point.module}'",
         ) from error
+
+
+def _load(place: str) -> Any:
+    module, _, member = place.partition(":")
+    return getattr(import_module(module), member)
 
 
 @cache

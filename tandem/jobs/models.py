@@ -140,7 +140,7 @@ def _load_frozen(config: Config, path: str, ranks: Ranks) -> ExactModel:
 def build_rl_models(config: Config, ranks: Ranks = ALONE) -> Models:
     """Build the policy, and critic and reference if the algorithm has them."""
     updates = config.rl.minibatches * config.rl.epochs
-    has_critic = config.rl.advantage == "gae"
+    has_critic = config.rl.estimator.needs_critic
     warmup = config.critic.warmup_steps if has_critic else 0
     steps = (config.run.steps - warmup) * updates
     policy = build_learner(config, config.model.path, config.train, steps, ranks)

@@ -284,7 +284,7 @@ def model_sizes(config: Config, command: str) -> Sizes:
         "model.reference": (config.model.reference or config.model.path)
         * (command == "dpo" or (command == "train" and config.rl.kl_coef > 0)),
         "critic.path": (config.critic.path or config.model.path)
-        * (command == "train" and config.rl.advantage == "gae"),
+        * (command == "train" and config.rl.estimator.needs_critic),
         "distill.teacher": config.distill.teacher * (command == "distill"),
         "reward.model": config.reward.model * (command != "rm"),
     }
