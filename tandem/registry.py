@@ -25,6 +25,14 @@ from tandem.runtime.wording import nearest
 BUILT_IN: dict[str, dict[str, str] | str] = {
     "advantages": "tandem.rl.algorithms:ADVANTAGES",  # Estimator
     "algorithms": "tandem.rl.algorithms:ALGORITHMS",  # Algorithm
+    "offload": {  # the optimizers that can leave their state in host memory
+        "adamw": "tandem.plugins.optim.offload:OffloadedOptimizer"
+    },
+    "optimizers": {  # train/optimizer.py: Optimizer
+        "adamw": "tandem.train.optimizer:Optimizer",
+        "adamw_8bit": "tandem.plugins.optim.adamw_8bit:Optimizer8bit",
+        "muon": "tandem.train.muon:Muon",
+    },
     "losses": "tandem.rl.algorithms:LOSSES",  # PolicyLoss
     "trackers": {  # run_folder/trackers/tracker.py: Tracker
         "mlflow": "tandem.run_folder.trackers.mlflow:MlflowTracker",
