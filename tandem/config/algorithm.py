@@ -156,7 +156,16 @@ class RL(Section):
             yield "rl.minibatches: must divide rl.prompts_per_step, so that groups stay whole"
         if 0 < self.dual_clip <= 1:
             yield "rl.dual_clip: is above 1 (3 in the paper), or 0 for off"
-        yield from self._kl_contradictions()
+        if self.kl_coef and self.kl_in == "loss" and self.kl_estimator == "k1":
+            yield (
+                "rl.kl_estimator: the gradient of k1 as a loss is zero in expectation; use k2 or "
+                "k3, or rl.kl_in=reward"
+            )
+        if self.kl_coef and self.kl_in == "reward" and self.kl_estimator != "k1":
+            yield (
+                f"rl.kl_estimator: {self.kl_estimator} in the reward can push the policy away from "
+                "the reference; use k1"
+            )
         if (
             self.correction in ("icepop", "mis_geometric")
             and self.correction_floor >= self.correction_cap
@@ -169,20 +178,6 @@ class RL(Section):
             yield (
                 "rl.max_logprob_error: the mean of exp|difference| is at least 1, so a bound below "
                 "1 masks every sequence"
-            )
-
-    def _kl_contradictions(self) -> Iterator[str]:
-        if self.kl_coef == 0:
-            return
-        if self.kl_in == "loss" and self.kl_estimator == "k1":
-            yield (
-                "rl.kl_estimator: the gradient of k1 as a loss is zero in expectation; use k2 or "
-                "k3, or rl.kl_in=reward"
-            )
-        if self.kl_in == "reward" and self.kl_estimator != "k1":
-            yield (
-                f"rl.kl_estimator: {self.kl_estimator} in the reward can push the policy away from "
-                "the reference; use k1"
             )
 
     @property

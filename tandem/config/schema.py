@@ -123,8 +123,16 @@ class Config(Section):
                 "run.stall_s: must be at least 20 with stream.kind=transfer_queue, whose transfers "
                 "have half of it"
             )
-        if self.rl.router_replay:
-            yield from self._replay_contradictions()
+        if self.rl.router_replay and self.parallel.context * self.parallel.pipeline > 1:
+            yield (
+                "rl.router_replay: a microbatch's tokens and layers must be in one process, so "
+                "parallel.context and parallel.pipeline must be 1"
+            )
+        if self.rl.router_replay and self.stream.kind == "transfer_queue":
+            yield (
+                "rl.router_replay: experts do not travel by stream.kind=transfer_queue, and a step "
+                "is not packed by lengths alone; use memory"
+            )
         if self.reward.overlong_buffer >= self.rollout.max_new_tokens:
             yield (
                 "reward.overlong_buffer: must be below rollout.max_new_tokens, or every completion "
@@ -196,18 +204,6 @@ class Config(Section):
             yield f"weights.transport: {transport} is of one machine, and cluster.nodes need ray"
         if self.weights.delta and self.rollout.engine == "vllm":
             yield "weights.delta: rollout.engine=vllm loads all tensors at once"
-
-    def _replay_contradictions(self) -> Iterator[str]:
-        if self.parallel.context * self.parallel.pipeline > 1:
-            yield (
-                "rl.router_replay: a microbatch's tokens and layers must be in one process, so "
-                "parallel.context and parallel.pipeline must be 1"
-            )
-        if self.stream.kind == "transfer_queue":
-            yield (
-                "rl.router_replay: experts do not travel by stream.kind=transfer_queue, and a step "
-                "is not packed by lengths alone; use memory"
-            )
 
     def _megatron_contradictions(self) -> Iterator[str]:
         """Yield what train/megatron does not do."""

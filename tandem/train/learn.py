@@ -211,7 +211,13 @@ def update_policy(
         if observe is not None:
             observe(microbatch, tokens, logprobs.detach())
         if exact and (gap > 0).any():
-            raise _engine_and_policy_differ(float(gap.max()))
+            raise UserError(
+                "engine and policy do not agree on the tokens just sampled",
+                where="log-prob gap of a first update",
+                found=f"{float(gap.max()):.3g} nats",
+                expected="exactly 0: one model code, one set of weights (P1)",
+                next="tandem doctor; or set rl.correction=tis, and report this",
+            )
         if expected is not None:
             check = partial(require_gradient, expected, on_policy(rl, tokens))
             logprobs.register_hook(check)
@@ -222,16 +228,6 @@ def update_policy(
     # numpy, whose max lets a NaN show
     compared = np.concatenate([gap for part in policy.ranks.gather(gaps) for gap in part])
     return {**metrics, **({"logprob_gap": float(compared.max())} if len(compared) else {})}
-
-
-def _engine_and_policy_differ(gap: float) -> UserError:
-    return UserError(
-        "engine and policy do not agree on the tokens just sampled",
-        where="log-prob gap of a first update",
-        found=f"{gap:.3g} nats",
-        expected="exactly 0: one model code, one set of weights (P1)",
-        next="tandem doctor; or set rl.correction=tis, and report this",
-    )
 
 
 def on_policy(rl: RL, tokens: TokenTensors) -> Tensor:

@@ -72,7 +72,10 @@ class Optimizer:
         self.parameters, self.settings = parameters, settings
         self.norm, self.map_whole, self.step = norm, map_whole, 0
         # what AdamW steps: a master, or the parameter itself
-        self.masters = {name: _master(p) for name, p in parameters.items()}
+        self.masters = {
+            name: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float())
+            for name, p in parameters.items()
+        }
         for p in parameters.values():
             p.grad_dtype = torch.float32
         self.rounds = any(p is not self.masters[name] for name, p in parameters.items())
@@ -176,12 +179,6 @@ class Optimizer:
     def _home(self, key: str, tensor: Tensor) -> Tensor:
         """Copy a tensor of the state to where it rests between updates."""
         return tensor.to(self.parameters[key.partition(".")[2]].device, copy=True)
-
-
-def _master(parameter: nn.Parameter) -> nn.Parameter:
-    if parameter.dtype == torch.float32:
-        return parameter
-    return nn.Parameter(parameter.detach().float())
 
 
 def factor(schedule: Schedule, step: int, warmup: int, total: int) -> float:
