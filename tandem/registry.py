@@ -1,4 +1,4 @@
-"""What a run chooses by a name: one table from a kind and a name to the object behind it.
+"""Choices by name: one table from a kind and a name to the object behind it.
 
 A choice is imported when it is chosen, so a run loads nothing that it does not use. A package of
 anybody's adds choices by entry points, in the group `tandem.KIND`:
@@ -12,6 +12,7 @@ cannot be replaced.
     python -c "from tandem.registry import names; print(names('trackers'))"
 """
 
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -21,17 +22,89 @@ from tandem.runtime.errors import UserError
 from tandem.runtime.wording import nearest
 
 BUILT_IN: dict[str, dict[str, str]] = {
+    "commands": {  # cli/first_steps.py: Commands
+        "generate": "tandem.plugins.tasks.cli:generate",
+        "plan": "tandem.plugins.plan.cli:plan",
+        "plot": "tandem.plugins.view.cli:plot",
+        "report": "tandem.plugins.view.cli:report",
+        "view": "tandem.plugins.view.cli:view",
+    },
+    "envs": {  # types.py: Env
+        "single_turn": "tandem.types:Env",
+        "tools": "tandem.envs.tools:ToolEnv",
+        "python": "tandem.plugins.graders.python_env:PythonEnv",
+        "guess": "tandem.plugins.tasks.guess:GuessTheNumber",
+        "gymnasium": "tandem.envs.gym:GymEnv",
+        "verifiers": "tandem.plugins.verifiers.env:VerifiersEnv",
+        "agent": "tandem.envs.agent.env:AgentEnv",
+    },
+    "extractors": {"answer": "tandem.plugins.graders.answer:extract"},  # text -> final answer
+    "offload": {  # the optimizers that can leave their state in host memory
+        "adamw": "tandem.plugins.optim.offload:OffloadedOptimizer"
+    },
+    "optimizers": {  # train/optimizer.py: Optimizer
+        "adamw": "tandem.train.optimizer:Optimizer",
+        "adamw_8bit": "tandem.plugins.optim.adamw_8bit:Optimizer8bit",
+        "muon": "tandem.train.muon:Muon",
+    },
+    "resources": {  # of a run: (config, command, folder); (error, config, command)
+        "disk": "tandem.plugins.plan.resources:require_disk",
+        "memory": "tandem.plugins.plan.advice:out_of_memory",
+    },
+    "rewards": {  # rewards/load.py: functions with one of its signatures
+        "answer": "tandem.plugins.graders.rewards:answer",
+        "choice": "tandem.plugins.graders.rewards:choice",
+        "code": "tandem.plugins.graders.code:code_reward",
+        "countdown": "tandem.plugins.tasks.countdown:reward",
+        "env": "tandem.rewards.builtin:env",
+        "exact": "tandem.rewards.builtin:exact",
+        "format": "tandem.rewards.builtin:format_of_tags",
+        "json_schema": "tandem.rewards.schema:json_schema",
+        "judge": "tandem.rewards.judge:judge",
+        "length": "tandem.rewards.builtin:length",
+        "numeric": "tandem.plugins.graders.rewards:numeric",
+        "reasoning_gym": "tandem.plugins.tasks.reasoning_gym:reward",
+        "regex": "tandem.rewards.builtin:regex",
+        "reward_model": "tandem.rewards.builtin:reward_model",
+    },
+    "sandboxes": {  # the section [sandbox] -> plugins/graders/sandbox/protocol.py: Sandbox
+        "bubblewrap": "tandem.plugins.graders.sandbox.opening:bubblewrap",
+        "fusion": "tandem.plugins.graders.sandbox.opening:fusion",
+        "none": "tandem.plugins.graders.sandbox.opening:isolated_if_possible",
+    },
+    "sources": {"verifiers": "tandem.plugins.verifiers.env:rows"},  # (id, limit=) -> rows
+    "tasks": {  # plugins/tasks/generate.py: Task
+        "algebra": "tandem.plugins.tasks.algebra:TASK",
+        "arithmetic": "tandem.plugins.tasks.arithmetic:TASK",
+        "calculator": "tandem.plugins.tasks.calculator:TASK",
+        "countdown": "tandem.plugins.tasks.countdown:TASK",
+        "guess": "tandem.plugins.tasks.guess:TASK",
+        "squares": "tandem.plugins.tasks.squares:TASK",
+    },
+    "tools": {"calculator": "tandem.plugins.tasks.calculator:calculator"},
     "trackers": {  # run_folder/trackers/tracker.py: Tracker
         "mlflow": "tandem.run_folder.trackers.mlflow:MlflowTracker",
         "trackio": "tandem.run_folder.trackers.trackio:TrackioTracker",
         "wandb": "tandem.run_folder.trackers.wandb:WandbTracker",
-    }
+    },
+}
+# kinds whose objects stand in a table of a module that imports nothing heavy
+TABLES = {
+    "advantages": "tandem.rl.algorithms:ADVANTAGES",
+    "algorithms": "tandem.rl.algorithms:ALGORITHMS",
+    "losses": "tandem.rl.algorithms:LOSSES",
 }
 
 
 def names(kind: str) -> list[str]:
     """List the names of a kind, built-in ones first."""
-    return [*BUILT_IN[kind], *(name for name in _foreign(kind) if name not in BUILT_IN[kind])]
+    own = built_in(kind)
+    return [*own, *(name for name in _foreign(kind) if name not in own)]
+
+
+def built_in(kind: str) -> Mapping[str, Any]:
+    """Return the built-in choices of a kind by name: the objects, or "module:object"."""
+    return _load(TABLES[kind]) if kind in TABLES else BUILT_IN[kind]
 
 
 def find(kind: str, name: str, *, key: str) -> Any:
@@ -40,9 +113,8 @@ def find(kind: str, name: str, *, key: str) -> Any:
 
     key: the config key that holds the name, e.g. "run.trackers".
     """
-    if place := BUILT_IN[kind].get(name):
-        module, _, member = place.partition(":")
-        return getattr(import_module(module), member)
+    if (choice := built_in(kind).get(name)) is not None:
+        return _load(choice) if isinstance(choice, str) else choice
     if (point := _foreign(kind).get(name)) is None:
         known = names(kind)
         raise UserError(
@@ -61,6 +133,11 @@ def find(kind: str, name: str, *, key: str) -> Any:
             found=f"{type(error).__name__}: {error}",
             next=f"python -c 'import {point.module}'",
         ) from error
+
+
+def _load(place: str) -> Any:
+    module, _, member = place.partition(":")
+    return getattr(import_module(module), member)
 
 
 @cache
