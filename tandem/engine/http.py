@@ -14,7 +14,7 @@ whole, so that it may take as long as its tokens (TOKEN_S each, and deadline_s).
 when it refuses a connection, fails, does not answer a check within deadline_s or a request in its
 time; its requests go to the others unchanged. A UserError ends the run if all are lost for
 deadline_s, which it names, or if more are lost than there are restarts: a request may be what makes
-servers fail. worker_pool/dispatch.py decides which server gets which request. One thread calls
+servers fail. dispatch.py decides which server gets which request. One thread calls
 this.
 
 The weights are the servers' own; Tandem's are told to `load` new ones.

@@ -250,6 +250,7 @@ def test_closing_an_environment_ends_its_step(tmp_path, begun):
 def test_worker_joins_when_episodes_wait_and_leaves_when_it_holds_none(tmp_path):
     clock, loop = Clock(), environment_loop()
     with workers(tmp_path, most=2, clock=clock, habits={"0": "gate"}) as (actors, _, reports):
+        actors.started.result(WAIT_S)
         envs = [actors.make() for _ in range(DEPTH + 1)]
         begun = [asyncio.run_coroutine_threadsafe(e.reset(PROBLEMS[0]), loop) for e in envs]
 
