@@ -21,11 +21,34 @@ from tandem.runtime.errors import UserError
 from tandem.runtime.wording import nearest
 
 BUILT_IN: dict[str, dict[str, str]] = {
+    "engines": {  # choices.py: RolloutBackend
+        "tandem": "tandem.jobs.tandem_engine:TandemEngine",
+        "vllm": "tandem.plugins.vllm.backend:VLLM",
+        "http": "tandem.jobs.http_backend:Servers",
+    },
+    "trainers": {  # choices.py: Trainer
+        "tandem": "tandem.jobs.tandem_trainer:TandemTrainer",
+        "megatron": "tandem.plugins.megatron.trainer:Megatron",
+    },
+    "streams": {  # choices.py: Plane
+        "memory": "tandem.jobs.streams:Memory",
+        "transfer_queue": "tandem.plugins.cluster.stream:TransferQueue",
+    },
+    "transports": {  # choices.py: Transport
+        "shm": "tandem.weights.transports:SharedMemory",
+        "collective": "tandem.plugins.cluster.transports:Collective",
+        "rdma": "tandem.plugins.cluster.transports:Rdma",
+        "ray": "tandem.plugins.cluster.transports:ObjectStore",
+    },
+    "machines": {  # choices.py: Machine
+        "here": "tandem.jobs.here:Here",
+        "ray": "tandem.plugins.cluster.job:Nodes",
+    },
     "trackers": {  # run_folder/trackers/tracker.py: Tracker
         "mlflow": "tandem.run_folder.trackers.mlflow:MlflowTracker",
         "trackio": "tandem.run_folder.trackers.trackio:TrackioTracker",
         "wandb": "tandem.run_folder.trackers.wandb:WandbTracker",
-    }
+    },
 }
 
 

@@ -26,6 +26,7 @@ from tandem.runtime.timer import Timer
 from tandem.step import learn_step, rollout_step, train_step
 from tandem.train.batch import pack_batch
 from tandem.train.learn import token_advantages
+from tandem.train.parity import ExactCheck
 from tandem.types import Episode, Group, SamplingDistribution, SamplingParams, Score
 from tests.support.episodes import learn
 from tests.support.stages import (
@@ -327,7 +328,7 @@ def test_correction_makes_ratio_relative_to_trainers_logprobs(tmp_path):
 
 
 def test_engine_that_differs_stops_run_before_a_weight_moves(tmp_path):
-    stages = replace(stages_in(tmp_path, config(), engine=NumberedEngine()), exact=True)
+    stages = replace(stages_in(tmp_path, config(), engine=NumberedEngine()), parity=ExactCheck())
     before = weights_of(stages)
     with pytest.raises(UserError, match="engine and policy do not agree"):
         train_step(stages, 0)

@@ -16,10 +16,10 @@ from tandem.run_folder.resume import check_weights
 from tandem.run_folder.status import read_status
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import UserError
-from tandem.step import StepResult
 from tandem.train.learner import Learner
 from tandem.train.optimizer import Optimizer
 from tandem.train_loop import run_training
+from tandem.types import StepResult
 from tests.support.environment import environment
 from tests.support.episodes import adapted_model
 from tests.support.tiny import exact_model

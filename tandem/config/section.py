@@ -34,11 +34,12 @@ def _or_function(value: Any, choices: ValidatorFunctionWrapHandler) -> Any:
 OR_FUNCTION = WrapValidator(_or_function)
 
 
-def name_of(kind: str) -> AfterValidator:
-    """Make the validator of a key that names an object of the registry's kind."""
+def name_of(kind: str, *others: str) -> AfterValidator:
+    """Make the validator of a key that names an object of the registry's kind, or is another
+    word."""
 
     def check(value: str) -> str:
-        known = names(kind)
+        known = [*others, *names(kind)]
         if value not in known:
             raise PydanticCustomError("literal_error", f"expected one of {known}")  # type: ignore[arg-type]
         return value

@@ -22,7 +22,8 @@ class ProcessSync:
 
     workers: run the versions that rollouts ask for; local: the engine of evaluations, which runs
     the trainer's own tensors; keep: how many versions before the newest may still be asked for;
-    probe: makes what workers compare themselves with, by the weights that are published.
+    probe: makes what workers compare themselves with, by the weights that are published;
+    before: called before a version is asked for.
     """
 
     def __init__(
@@ -33,9 +34,10 @@ class ProcessSync:
         weights: Callable[[], dict[str, Tensor]],
         keep: int,
         probe: Callable[[], dict[str, Any] | None] = lambda: None,
+        before: Callable[[], None] = lambda: None,
     ):
         self.workers, self.local, self.shared = workers, local, shared
-        self.weights, self.keep, self.probe = weights, keep, probe
+        self.weights, self.keep, self.probe, self.before = weights, keep, probe, before
         self.version = -1  # that rollouts have asked for last
 
     def publish(self, version: int) -> None:
@@ -46,6 +48,7 @@ class ProcessSync:
     def sync_to(self, version: int) -> None:
         """Have the workers run a version. Raises UserError if it is gone, or a worker runs other
         weights than the published ones."""
+        self.before()
         if self.workers.weight_version != version:
             if version not in self.shared.versions:
                 raise weights_gone(version, found=f"versions {self.shared.versions}")

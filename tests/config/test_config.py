@@ -537,7 +537,7 @@ CONTRADICTIONS = [  # the key that is named, what is wrong, what mends it
         ["weights.delta=elements", "rollout.engine=vllm", "rollout.workers=1"],
         ["rollout.engine=tandem"],
     ),
-    ("weights.delta", ["weights.delta=int8", "rl.correction=tis"], ["rollout.workers=1"]),
+    ("weights.delta", ["weights.delta=elements"], ["rollout.workers=1"]),
     ("cluster.nodes", ["cluster.nodes=1"], ["rollout.workers=1"]),
     ("eval.metric", ["eval.metric=my.py:count"], ["eval.data=test.jsonl"]),
     (

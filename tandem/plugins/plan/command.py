@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tandem.choices import machine_of, trainer_of
 from tandem.cli.progress import console
 from tandem.config.schema import Config
 from tandem.jobs.engines import open_envs_and_rewards
 from tandem.jobs.input_hashes import KEYS, input_hashes
 from tandem.jobs.inputs import INPUTS, ProblemInputs
-from tandem.jobs.ranks import require_cores
 from tandem.model import custom_code
 from tandem.model.config_file import check_model
 from tandem.model.rope import positions_of
@@ -97,7 +97,7 @@ class _Plan:
             if self.command != "rm":  # a reward model plays no episodes
                 self._reward()
         with self._checked():
-            require_cores(self.config)
+            machine_of(self.config).check_ranks(self.config)
         with self._checked():
             require_trackers(self.config.run.trackers)
         with self._checked():
@@ -105,7 +105,7 @@ class _Plan:
             rows = memory_of_run(sizes, self.config, self.command, self.longest)
             there = self.machine.memory
             # several processes, or another backend, divide the model
-            divided = self.config.parallel.processes > 1 or self.config.train.backend != "tandem"
+            divided = self.config.parallel.processes > 1 or not trainer_of(self.config).runs_alone
             if self.batch and not sizes.on_gpu and not divided:
                 rows = rows_here(rows, sizes, self.config, self.command, self.batch)
             if host := host_memory(sizes, self.config):

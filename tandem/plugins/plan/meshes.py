@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from tandem.choices import trainer_of
 from tandem.config.parallel import DIMENSIONS, Parallel
 from tandem.config.schema import Config
 from tandem.jobs.models import check_shape, releases_cache
@@ -136,7 +137,7 @@ def memory_of_run(sizes: Sizes, config: Config, command: str, longest: int) -> l
     """List the memory of a run: of its one process, or of its mesh on this machine. On GPUs it is
     that of rank 0. longest: tokens, as in `work_of`."""
     size = config.parallel.processes
-    if size == 1 and config.train.backend == "tandem":
+    if size == 1 and trainer_of(config).runs_alone:
         return memory_of_one(sizes, config, command)
     local = here(os.environ, size).local_size
     return _mesh_needs(sizes, config, command, longest, 1 if sizes.on_gpu else local)
@@ -233,7 +234,7 @@ def work_of(sizes: Sizes, config: Config, command: str, longest: int) -> Work:
         adapters=sizes.adapters,
         muon=sizes.muon,
         saved_in_8bit=sizes.saved_in_8bit,
-        megatron=train.backend == "megatron",
+        megatron=not trainer_of(config).runs_alone,
         updates=updates,
     )
 

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from tandem.choices import machine_of
 from tandem.cli.progress import WIDTH
 from tandem.config.recipe import describe, toml_value
 from tandem.config.schema import Config
@@ -62,7 +63,7 @@ def values_here(config: Config, command: str, folder: Path) -> dict[str, str]:
     dtype = kept if has_steps(folder) else f"that of a {'GPU' if on_gpu else 'CPU'}"
     device = "the first GPU" if on_gpu else "as PyTorch finds no GPU"
     released = "a GPU's memory is the scarce one" if on_gpu else "there is no GPU"
-    transport = "ray, on a Ray cluster" if config.cluster.nodes else "shm, on one machine"
+    transport = machine_of(config).usual_transport
     model = f"model.path, {config.model.path}"
     samples = command in ("train", "distill")
     open_values = [

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tandem.choices import transport_of
 from tandem.config.schema import Config
 from tandem.config.training import Lora
 from tandem.jobs.models import placement, releases_cache
@@ -239,7 +240,7 @@ def worker_rows(sizes: Sizes, config: Config, command: str) -> list[Need]:
         return []
     each, versions = width + sizes.packed, rollout.staleness + 1
     held = rollout.workers * (each * sizes.policy + (rollout.cache_mb << 20))
-    if config.weights.transport in ("collective", "rdma"):
+    if transport_of(config).stages:
         held += rollout.workers * width * sizes.policy  # the copy that they receive into
     return [
         ("rollout workers", held, f"{rollout.workers} x weights, packs and rollout.cache_mb"),
