@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from tandem.choices import Report, machine_of, plane_of
+from tandem.choices import Report, choices
 from tandem.cli.progress import StepProgress, console, evaluation, print_lines
 from tandem.config.schema import Config
 from tandem.data.chat_template import read_template
@@ -102,10 +102,7 @@ def about_best(
 
 def processes_of(config: Config) -> str:
     """Describe the processes of a run, "" for one alone."""
-    parts, rollout = list[str](), config.rollout
-    if mesh := config.parallel.mesh:
-        parts.append(f"{config.parallel.processes} trainer processes ({mesh})")
-    if rollout.workers:
-        parts.append(f"{rollout.workers} rollout workers ({rollout.engine})")
-    described = (choice.describe(config) for choice in (machine_of(config), plane_of(config)))
+    mesh, processes = config.parallel.mesh, config.parallel.processes
+    parts = [f"{processes} trainer processes ({mesh})"] * bool(mesh)
+    described = (choice.describe(config) for choice in choices(config))
     return "; ".join([*parts, *filter(None, described)])

@@ -184,7 +184,7 @@ class Rollout(Section):
     release_cache: bool | Literal["auto"] = Field(
         "auto",
         description="the key/value cache gives its memory to the update and takes it again "
-        "afterwards; auto: on a GPU. With rollout.engine=vllm only true: vLLM then sleeps in the "
+        "afterwards; auto: on a GPU. With vLLM only true: it then sleeps in the "
         "update, its weights too",
     )
     max_batch: int = Field(256, ge=1, description="sequences decoded together at most")
@@ -222,6 +222,11 @@ class Rollout(Section):
         description="devices of the rollout processes, in turn, tensor_parallel of them for each; "
         "empty: that of model.device",
     )
+
+    @property
+    def servers(self) -> list[str]:
+        """The addresses, if the engine is servers."""
+        return [url.strip() for url in self.engine.split(",")]
 
     def contradictions(self) -> Iterator[str]:
         if "" in self.stop:

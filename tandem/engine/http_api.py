@@ -84,7 +84,7 @@ class Call:
             raise ServerLost(f"HTTP {status}: {found[:200].decode(errors='replace')}")
         if status != 200:
             raise UserError(
-                "a server of rollout.engine refuses a request",
+                "a rollout server refuses a request",
                 where=self.url,
                 found=f"HTTP {status}: {_message(found)}",
                 expected="an answer",
@@ -276,5 +276,5 @@ def _undefined(key: str, found: str, expected: str) -> UserError:
         where=key,
         found=found,
         expected=expected,
-        next="rollout.engine=tandem has it",
+        next="Tandem's own engine has it",
     )

@@ -30,7 +30,7 @@ def lost_too_often(url: str, reason: str, limit: int) -> UserError:
 def other_weights(url: str, found: tuple[int, str], expected: tuple[int, str]) -> UserError:
     """Report a server of other weights than the run's. found, expected: version and hash."""
     return UserError(
-        "the servers of rollout.engine do not run the same weights",
+        "the rollout servers do not run the same weights",
         where=url,
         found=f"version {found[0]}, hash {found[1][:16]}",
         expected=f"version {expected[0]}, hash {expected[1][:16]}",

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tandem.choices import Machine, Report, engine_of
+from tandem.choices import Report, engine_of
 from tandem.config.schema import Config
 from tandem.data.renderer import ChatRenderer, load_renderer
 from tandem.engine.engine import Engine, check_room
@@ -195,7 +195,7 @@ def require_room(config: Config, shape: Any, longest_prompt: int) -> None:
 
 @contextmanager
 def open_envs_and_rewards(
-    config: Config, machine: Machine | None = None, report: Report = print
+    config: Config, machine: Here | None = None, report: Report = print
 ) -> Iterator[tuple[EnvPool, TaskPool]]:
     """Open environments and reward workers; check their needs before anything expensive is
     loaded. machine: where they run, if not here; those on other nodes report to `report`."""

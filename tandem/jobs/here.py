@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from pathlib import Path
 from typing import Any
 
-from tandem.choices import Machine, Report, transport_of
+from tandem.choices import Choice, Report, transport_of
 from tandem.config.schema import Config
 from tandem.runtime import numerics
 from tandem.runtime.errors import UserError
@@ -16,10 +16,17 @@ from tandem.runtime.place import Place, here
 PROCESSES_PER_CORE = 4  # of a mesh on one machine
 
 
-class Here(Machine):
-    """This machine; what it opens needs no closing of its own."""
+class Here(Choice):
+    """This machine. plugins/cluster/job.py has the nodes of a cluster in its place."""
 
-    usual_transport = "shm"
+    usual_transport = "shm"  # that weights.transport = auto stands for
+
+    def where(self, config: Config) -> str:
+        return f"cluster.nodes = {config.cluster.nodes}"
+
+    def own_place(self, config: Config, place: Place) -> Place:
+        """Return this process's place among those that see the same GPUs."""
+        return place
 
     def check_ranks(self, config: Config) -> None:
         """Raise UserError if the processes of a mesh would be started here and are far more than
@@ -37,26 +44,40 @@ class Here(Machine):
 
     def open(
         self, config: Config, folder: Path, *, only_ranks: bool = False
-    ) -> AbstractContextManager[Machine]:
+    ) -> AbstractContextManager["Here"]:
+        """Open it for a run; the methods below are of what is opened. folder: of the run;
+        only_ranks: the run has no workers."""
         return nullcontext(self)
 
+    def worker_device(self, device: str) -> str:
+        """Return the device of a rollout worker. device: the trainer's, e.g. "cuda:3"."""
+        return device
+
     @contextmanager
-    def open_weights(self, config: Config, tensors: Any) -> Iterator[tuple[Any, None]]:
+    def open_weights(self, config: Config, tensors: Any) -> Iterator[tuple[Any, Any]]:
+        """Open the transport of weights to rollout workers; yields the publisher, and what spawns a
+        worker elsewhere, or None. tensors: of a version of the weights."""
         with closing(transport_of(config).open(tensors, config.weights.delta)) as weights:
             yield weights, None
 
     def open_envs(self, config: Config, local: Any, report: Report) -> AbstractContextManager[Any]:
+        """Open what runs environments, an EnvPool. local: that of this process, which has found out
+        that they can be made."""
         return closing(local)
 
     def open_rewards(
         self, config: Config, local: Any, report: Report
     ) -> AbstractContextManager[Any]:
+        """Open what scores episodes. local: the pool of this machine, which has found out that the
+        functions can be loaded."""
         return nullcontext(local)
 
     @contextmanager
     def start_ranks(
         self, config: Config, command: Sequence[str], place: Place, report: Report
     ) -> Iterator[tuple[Callable[..., Any], Place]]:
+        """Open what starts the ranks after 0; yields a function that starts them, and the place
+        where they meet. command: of a rank, behind the interpreter."""
         from tandem.train.parallel.processes import start_here
 
         self.check_ranks(config)

@@ -1,5 +1,5 @@
-"""OpenAI-compatible servers as what samples: rollout.engine = "http://HOST:PORT/v1", or several.
-They may be other machines, with other operators (http_engines.py opens them)."""
+"""OpenAI-compatible servers as a choice of what samples. They may be other machines, with other
+operators; http_engines.py opens them."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -22,7 +22,7 @@ class Servers(RolloutBackend):
 
     def conflicts(self, config: Config) -> Iterator[str]:
         if config.rollout.workers:
-            yield "rollout.workers: processes of this machine, and rollout.engine names servers"
+            yield "rollout.workers: processes of this machine, and the engine is servers"
 
     def agrees(self, config: Config) -> bool:
         return config.rl.correction == "none"

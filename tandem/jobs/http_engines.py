@@ -14,6 +14,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from tandem.choices import ENGINE
 from tandem.config.schema import Config
 from tandem.data.renderer import ChatRenderer
 from tandem.engine.engine import Engine
@@ -58,7 +59,7 @@ def load_servers(config: Config, renderer: ChatRenderer, report: Report) -> Http
         if server.served is not None and server.served.version:
             raise UserError(
                 "the server has weights that a training has sent to it",
-                where=f"rollout.engine = {server.url}",
+                where=f"{ENGINE} = {server.url}",
                 found=f"version {server.served.version} of them",
                 expected="the weights that it was started with",
                 next="start `tandem serve` again with the model to evaluate",
@@ -67,11 +68,11 @@ def load_servers(config: Config, renderer: ChatRenderer, report: Report) -> Http
 
 
 def connect(config: Config, renderer: ChatRenderer, report: Report) -> HttpEngines:
-    """Connect to the servers of rollout.engine. Raises UserError if none answers."""
+    """Connect to the servers. Raises UserError if none answers."""
     shape = check_model(config.model.path)
     check_tokenizer(config, shape, renderer)
     engines = HttpEngines(
-        [url.strip() for url in config.rollout.engine.split(",")],
+        config.rollout.servers,
         renderer.decode,
         longest=positions_of(shape),
         max_batch=config.rollout.max_batch,
@@ -149,9 +150,8 @@ class FileSync:
 def _foreign_weights(url: str, is_tandem: bool) -> UserError:
     return UserError(
         "the new weights of a training cannot reach this server",
-        where=f"rollout.engine = {url}",
+        where=f"{ENGINE} = {url}",
         found="it keeps its weights" if is_tandem else "a server that is not Tandem's",
         expected="`tandem serve MODEL --allow-weight-updates`",
-        next="train with that, or with rollout.engine=vllm; `tandem rollout` and `tandem eval` can "
-        "use this one",
+        next="train with that, or with vLLM; `tandem rollout` and `tandem eval` can use this one",
     )

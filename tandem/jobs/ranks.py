@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tandem.choices import Machine, Report, trainer_of
+from tandem.choices import Report, trainer_of
 from tandem.config.schema import Config
+from tandem.jobs.here import Here
 from tandem.jobs.input_hashes import function_hashes
 from tandem.jobs.models import placement
 from tandem.run_folder.folder import RunFolder
@@ -37,7 +38,7 @@ def is_follower(config: Config) -> bool:
 
 @contextmanager
 def open_ranks(
-    config: Config, run: RunFolder, report: Report, machine: Machine, run_id: str = ""
+    config: Config, run: RunFolder, report: Report, machine: Here, run_id: str = ""
 ) -> Iterator[Ranks]:
     """Open the trainer's processes as rank 0 sees them. Unless torchrun or Slurm has started the
     others, the machine starts them. run_id: of the journal, which only this process computes, as it

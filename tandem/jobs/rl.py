@@ -21,7 +21,7 @@ from tandem.jobs.input_hashes import KEYS, input_hashes
 from tandem.jobs.inputs import ProblemInputs, distill_inputs, training_inputs
 from tandem.jobs.models import build_distill_models, build_rl_models, placement
 from tandem.jobs.ranks import open_ranks
-from tandem.jobs.rollouts import RolloutPool, RolloutStage
+from tandem.jobs.rollouts import RolloutPool, Rollouts, RolloutStage
 from tandem.model.probe import Exactness
 from tandem.model.triton.dispatch import matmul_kernel
 from tandem.rollout.collect import Collector, RolloutBatch
@@ -44,7 +44,7 @@ class RLJob:
         stages: Stages,
         evaluate: Evaluator,
         data: dict[str, str],
-        pools: Sequence[RolloutPool | None] = (),
+        pools: Sequence[RolloutPool] = (),
     ):
         config, models, self.pools = stages.config, stages.models, pools
         self.stages, self.evaluate, self.data = stages, evaluate, data
@@ -75,7 +75,7 @@ class RLJob:
         """Return at once: the episodes of a step are in the journal before it is trained."""
 
     def workers(self) -> list[dict[str, Any]]:
-        return [row for pool in self.pools if pool is not None for row in pool.status()]
+        return [row for pool in self.pools for row in pool.status()]
 
     def stop_soon(self) -> None:
         """Do nothing: no thread waits."""
@@ -90,7 +90,7 @@ class AsyncRLJob(RLJob):
         evaluate: Evaluator,
         data: dict[str, str],
         prefetcher: RolloutPrefetcher,
-        pools: Sequence[RolloutPool | None] = (),
+        pools: Sequence[RolloutPool] = (),
     ):
         super().__init__(stages, evaluate, data, pools)
         self.prefetcher = prefetcher
@@ -133,13 +133,8 @@ def open_rl_job(config: Config, run: RunFolder, report: Report) -> Iterator[RLJo
         open_ranks(config, run, report, machine, run_id) as ranks,
     ):
         models = build_models(config, ranks)
-        policy, workers = models.policy.whole, config.rollout.workers
-        found = probe_exactness(
-            config, policy, report, workers=workers, others=models.others, folder=run.path
-        )
-        parity = require_parity(config, found)
-        note_machine(run, found, report)
-        engine = build_engine(config, policy, inputs.renderer)
+        parity = _compare(config, run, models, report)
+        engine = build_engine(config, models.policy.whole, inputs.renderer)
         stage = RolloutStage(
             config=config,
             engine=engine,
@@ -180,17 +175,45 @@ def open_rl_job(config: Config, run: RunFolder, report: Report) -> Iterator[RLJo
                 before_updates=partial(_before_updates, ranks, parity, make_room(config, engine)),
             )
             stages.journal.clean()
-            pools = (rollouts.pool, envs, rewards)
-            if not config.rollout.staleness:
-                yield RLJob(stages, evaluate, data, pools)
-                return
-            of_lanes = [
-                replace(stages, sync=sync, collector=replace(stages.collector, runner=runner))
-                for runner, sync in rollouts.lanes  # they share progress, journal and rewards
-            ]
-            prefetcher = RolloutPrefetcher(stages, config.run.steps, rollouts.stop, of_lanes)
-            with closing(prefetcher):
-                yield AsyncRLJob(stages, evaluate, data, prefetcher, pools)
+            with _open_job(stages, rollouts, evaluate, data, [envs, rewards]) as job:
+                yield job
+
+
+def _compare(config: Config, run: RunFolder, models: Models, report: Report) -> ParityCheck:
+    """Find out whether engine and trainer agree on this machine."""
+    found = probe_exactness(
+        config,
+        models.policy.whole,
+        report,
+        workers=config.rollout.workers,
+        others=models.others,
+        folder=run.path,
+    )
+    parity = require_parity(config, found)
+    note_machine(run, found, report)
+    return parity
+
+
+@contextmanager
+def _open_job(
+    stages: Stages,
+    rollouts: Rollouts,
+    evaluate: Evaluator,
+    data: dict[str, str],
+    pools: Sequence[RolloutPool],
+) -> Iterator[RLJob]:
+    """Open the job of these stages; with rollout.staleness its rollouts are ahead."""
+    pools = pools if rollouts.pool is None else [rollouts.pool, *pools]
+    if not stages.config.rollout.staleness:
+        yield RLJob(stages, evaluate, data, pools)
+        return
+    lanes = [
+        replace(stages, sync=sync, collector=replace(stages.collector, runner=runner))
+        for runner, sync in rollouts.lanes  # they share progress, journal and rewards
+    ]
+    steps = stages.config.run.steps
+    with closing(RolloutPrefetcher(stages, steps, rollouts.stop, lanes)) as prefetcher:
+        yield AsyncRLJob(stages, evaluate, data, prefetcher, pools)
 
 
 def _before_updates(

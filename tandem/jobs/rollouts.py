@@ -1,13 +1,13 @@
-"""What samples a run's episodes: given to the object of rollout.engine, and opened by it."""
+"""What samples a run's episodes: given to the engine's object, and opened by it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from tandem.choices import Machine
 from tandem.config.schema import Config
 from tandem.engine.engine import Engine
+from tandem.jobs.here import Here
 from tandem.rollout.score import RolloutRunner
 from tandem.types import Sync
 
@@ -24,7 +24,7 @@ class RolloutStage:
     local: RolloutRunner  # plays episodes with that engine
     folder: Path  # of the run
     exact: bool  # rollouts check their log-probs
-    machine: Machine  # where workers run
+    machine: Here  # where workers run
     report: Report
 
 

@@ -1,4 +1,4 @@
-"""Tandem's engine over the trainer's own model code: rollout.engine = tandem. It runs in the
+"""Tandem's engine over the trainer's own model code as a choice of what samples. It runs in the
 trainer's process on the same tensors, or in rollout workers (worker_rollouts.py)."""
 
 from collections.abc import Iterator

@@ -50,18 +50,18 @@ def open_workers(
             shared.publish(0, model.merged_weights(), sample)
             gap = workers.try_out(0)
             shared.release(below=1)
-            name = config.rollout.engine
-            about = f"log-probs of a fixed sequence differ by {gap:.1e} nats"
-            stage.report(f"{name} runs the model: {about}")
+            stage.report(
+                "the workers' engine runs the model: log-probs of a fixed sequence differ by "
+                f"{gap:.1e} nats"
+            )
 
         def lane(client: Workers | Client, pool: Workers | PoolThread, **options: Any) -> Lane:
             sync = ProcessSync(
                 client,
                 stage.engine,
                 shared,
-                model.merged_weights,
+                lambda: (model.merged_weights(), probe()),
                 config.rollout.staleness,
-                probe,
                 partial(_resize_on_request, pool, stage.folder, stage.report),
             )
             return replace(stage.local, engine=client, **options), sync

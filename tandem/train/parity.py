@@ -7,7 +7,7 @@ sure of it.
     NoCheck        the operators of this machine differ, or the trainer's are others: a correction
                    weighs the ratio, and nothing is promised
 
-The object of rollout.engine chooses (`RolloutBackend.parity`). Another order of additions gives the
+The engine's object chooses (`RolloutBackend.parity`). Another order of additions gives the
 same log-prob to some 1e-6 nats in the mean in float32, and to some 1e-2 in bfloat16, whose logits
 are that coarse. A model that is not the trainer's gives another one at once: weights of an older
 version, or a tied head that the engine did not build again from new embeddings. Knows no engine.

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem.choices import Machine, Report, engine_of, plane_of, transport_of
+from tandem.choices import ENGINE, Report, engine_of, plane_of, transport_of
 from tandem.config.schema import Config
 from tandem.jobs.here import Here
 from tandem.runtime.place import Place
@@ -23,9 +23,6 @@ class Nodes(Here):
     shares_files = False
     usual_transport = "ray"
     cluster: "RayCluster"  # of `open`
-
-    def where(self, config: Config) -> str:
-        return f"cluster.nodes = {config.cluster.nodes}"
 
     def describe(self, config: Config) -> str:
         return f"{config.cluster.nodes} Ray nodes"
@@ -44,7 +41,7 @@ class Nodes(Here):
         if cluster.env_workers and config.env.name == "single_turn":
             yield "cluster.env_workers: has no effect on env.name=single_turn, which does nothing"
         if not engine_of(config).on_nodes:
-            yield "rollout.engine: on a Ray cluster (cluster.nodes) only tandem runs"
+            yield f"{ENGINE}: on a Ray cluster (cluster.nodes) only tandem runs"
         if rollout.devices:
             yield (
                 "rollout.devices: on a Ray cluster (cluster.nodes) Ray gives each worker its device"
@@ -72,7 +69,7 @@ class Nodes(Here):
             super().check_ranks(config)
 
     @contextmanager
-    def open(self, config: Config, folder: Path, *, only_ranks: bool = False) -> Iterator[Machine]:
+    def open(self, config: Config, folder: Path, *, only_ranks: bool = False) -> Iterator[Here]:
         """Start or join the cluster. folder: of the run, which gets the logs of its processes.
         Raises UserError."""
         if only_ranks and config.cluster.trainers == "driver":

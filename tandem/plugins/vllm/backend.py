@@ -1,5 +1,4 @@
-"""vLLM as what samples: rollout.engine = vllm. It runs in rollout workers with an interpreter of
-their own (worker.py), and has other kernels than the trainer, so the gap is measured."""
+"""vLLM as a choice of what samples: its conflicts, its parity, and its rollout workers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tandem.choices import RolloutBackend
 from tandem.config.schema import Config
+from tandem.plugins.vllm import WHERE
 from tandem.runtime.errors import UserError
 from tandem.types import ParityCheck
 
@@ -20,17 +20,14 @@ if TYPE_CHECKING:
 class VLLM(RolloutBackend):
     """vLLM's engine."""
 
-    gap = "rollout.engine = vllm"
+    gap = WHERE
     shares_files = False
 
     def conflicts(self, config: Config) -> Iterator[str]:
         """Yield the settings that vLLM defines otherwise; the others mean the same there."""
         rollout = config.rollout
         if not rollout.workers:
-            yield (
-                "rollout.workers: vLLM runs in rollout processes, so rollout.engine=vllm needs at "
-                "least 1"
-            )
+            yield ("rollout.workers: vLLM runs in rollout processes, so it needs at least 1")
         if rollout.release_cache is True and rollout.staleness:
             yield (
                 "rollout.release_cache: with rollout.staleness vLLM rolls out other steps while a "
@@ -39,16 +36,15 @@ class VLLM(RolloutBackend):
         if not 0.01 <= rollout.temperature <= 2:
             yield (
                 "rollout.temperature: vLLM raises lower ones to 0.01 and refuses those above 2, so "
-                "rollout.engine=vllm needs one between"
+                "it needs one between"
             )
         if rollout.min_p and rollout.top_p < 1:
             yield (
                 "rollout.min_p: vLLM filters by it before top-p and Tandem after, so with "
-                "rollout.engine=vllm and rollout.top_p < 1 the log-probs would be of another "
-                "distribution"
+                "rollout.top_p < 1 the log-probs would be of another distribution"
             )
         if config.weights.delta:
-            yield "weights.delta: rollout.engine=vllm loads all tensors at once"
+            yield "weights.delta: vLLM loads all tensors at once"
 
     def rests(self, config: Config) -> bool:
         """Tell so only where it is asked for: vLLM then sleeps, its weights too."""
@@ -62,7 +58,7 @@ class VLLM(RolloutBackend):
             raise UserError(
                 "vLLM does not sleep on a CPU",
                 where="rollout.release_cache",
-                found="true, with rollout.engine = vllm on a CPU",
+                found=f"true, with {WHERE} on a CPU",
                 expected="a GPU, whose memory vLLM can give to the update",
                 next="rollout.release_cache=auto",
             )
@@ -78,7 +74,7 @@ class VLLM(RolloutBackend):
                 where=f"model.path = {config.model.path}",
                 found=f"{shape.model_type}, beside parts that read images or sound",
                 expected="a model of text",
-                next="set rollout.engine=tandem; what `tandem export` writes is a model of text",
+                next="take Tandem's engine; what `tandem export` writes is a model of text",
             )
 
     def parity(self, config: Config, exact: bool, inexact: str) -> ParityCheck:
