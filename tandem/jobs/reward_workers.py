@@ -3,7 +3,7 @@
 from typing import Any
 
 from tandem.config.schema import Config
-from tandem.plugins.graders.sandbox import open_sandbox
+from tandem.registry import find
 from tandem.rewards.pool.pool import RewardPool
 
 
@@ -11,7 +11,7 @@ def build_reward_pool(config: Config) -> RewardPool:
     """Build the pool of reward workers; raises UserError if `code` is scored and there is no
     sandbox."""
     if "code" in config.reward.functions:
-        open_sandbox(config.sandbox)
+        find("sandboxes", config.sandbox.kind, key="sandbox")(config.sandbox)
     return RewardPool(**pool_arguments(config))
 
 
