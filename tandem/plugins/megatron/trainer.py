@@ -22,8 +22,11 @@ class Megatron(Trainer):
         parallel = config.parallel
         if config.train.optimizer == "adamw_8bit":
             yield "train.optimizer: adamw_8bit does not step the parts of train.backend=megatron"
-        if config.rl.advantage == "gae":
-            yield "rl.advantage: gae has a critic, which train.backend=megatron does not train"
+        if config.rl.estimator.needs_critic:
+            yield (
+                f"rl.advantage: {config.rl.advantage} has a critic, which train.backend=megatron "
+                "does not train"
+            )
         if parallel.context > 1 and parallel.expert > 1:
             yield (
                 "parallel.context: with train.backend=megatron it needs parallel.expert=1; "
