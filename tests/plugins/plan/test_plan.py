@@ -41,7 +41,7 @@ def planned(home, folder, *overrides, command="train"):
 def test_plan_of_a_run_that_could_start_is_ready(home, tmp_path):
     """It runs in a process of its own: workers are as large as the one that plans them."""
     changes = (f"run.folder={tmp_path}/run", "rl.algorithm=dr_grpo", "rollout.workers=2")
-    code, text, errors, _ = tandem("plan", home / "recipe.toml", *changes, cwd=tmp_path)
+    code, text, errors = tandem("plan", home / "recipe.toml", *changes, cwd=tmp_path)
     assert code == 0, text + errors
     last = text.splitlines()[-1]
     assert last == f"ready: 2 steps of 32 episodes, a new run in {tmp_path}/run"

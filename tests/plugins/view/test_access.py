@@ -4,7 +4,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import httpx
 import pytest
@@ -14,7 +13,7 @@ from tests.support.command import ROOT, assert_is_a_users_error, tandem
 from tests.support.viewing import make_run, viewing
 from tests.support.waiting import WAIT_S
 
-STATIC = ROOT / "tandem" / "view" / "static"
+STATIC = ROOT / "tandem" / "plugins" / "view" / "static"
 
 
 @pytest.fixture(scope="module")
@@ -152,9 +151,4 @@ def test_every_static_file_ships_in_the_wheel():
     ],
 )
 def test_a_mistake_is_told_without_a_traceback(tmp_path, arguments, words):
-    assert_is_a_users_error(tandem(*arguments, cwd=tmp_path), *words, torch=False)
-
-
-def test_help_imports_nothing_heavy(tmp_path):
-    code, stdout, _, torch = tandem("view", "--help", cwd=Path(tmp_path))
-    assert code == 0 and "--token" in stdout and not torch
+    assert_is_a_users_error(tandem(*arguments, cwd=tmp_path), *words)
