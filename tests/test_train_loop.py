@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tandem.config.schema import Config
-from tandem.run_folder.best import Best, best_so_far, read_best
+from tandem.run_folder.best import Best, read_best
 from tandem.run_folder.folder import open_run
 from tandem.run_folder.metrics import read_metrics
 from tandem.run_folder.status import read_status
@@ -16,8 +16,8 @@ from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import UserError
 from tandem.step import StepResult
 from tandem.train.learner import Learner
-from tandem.train.optimizer import Optimizer
 from tandem.train_loop import run_training
+from tests.support.optimizers import optimizer
 from tests.support.tiny import exact_model
 
 BAD, GOOD = {"bad/loss": 1.0, "bad/gradient": 1.0, "reward": 0.0}, {"reward": 1.0}
@@ -37,17 +37,10 @@ class ScriptedJob:
         self.rewards = rewards  # held out, of each evaluation; without any there are none
         self.interrupted = interrupted  # the step whose evaluation is
         model = exact_model("llama", num_hidden_layers=1, hidden_size=12, intermediate_size=8)
-        optimizer = Optimizer(
-            model.trainable(),
-            learning_rate=1e-3,
-            schedule="constant",
-            warmup_steps=0,
-            total_steps=1,
-            weight_decay=0.0,
-            betas=(0.9, 0.95),
-            max_grad_norm=1.0,
+        self.learner = Learner(
+            model,
+            optimizer(model.trainable(), learning_rate=0.001, weight_decay=0.0, max_grad_norm=1.0),
         )
-        self.learner = Learner(model, optimizer)
         self.learners, self.data = {"policy": self.learner}, {"data.train": "0"}
         self.steps = len(script)
         self.script, self.memory, self.restored = script, [], None
@@ -335,12 +328,3 @@ def test_weights_are_published_for_an_evaluation_that_is_due_though_patience_is_
         ran(tmp_path, "." * 12, interrupted=8, **WATCHED | {"patience": 9})
     again = ran(tmp_path, "." * 12, **WATCHED | {"patience": 1})
     assert (again.published, again.evaluated, again.end.step) == ([8], [8], 8)
-
-
-def test_greedy_reward_counts_where_only_that_is_evaluated():
-    rows = [{"step": n, "eval/greedy": reward} for n, reward in enumerate([0.1, 0.3, None, 0.2])]
-    assert best_so_far(rows) == Best(step=1, reward=0.3, misses=2)
-    assert best_so_far(rows[2:], best_so_far(rows[:2])) == best_so_far(rows)
-    both = [{"step": 9, "eval/greedy": 0.9, "eval/sampled": 0.2}]
-    assert best_so_far(both, best_so_far(rows)) == Best(step=1, reward=0.3, misses=3)
-    assert best_so_far([{"step": 1, "reward": 1.0}]) is None

@@ -23,6 +23,7 @@ PYTEST = ("-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--no-loadscope
 PARTS = {  # name: what it runs
     "tests": (*PYTEST, "tests", "--ignore=tests/gpu"),
     "kernels": (*PYTEST, "tests/gpu"),
+    "beside": (*PYTEST, "-p", "tests.conftest", "chaos/tests", "benchmarks"),
     "mutants": ("tools/mutants.py",),
     "models": ("tools/models.py",),
     "invariants": ("tools/invariants.py",),

@@ -6,7 +6,7 @@ import io
 import pytest
 from rich.console import Console
 
-from tandem.cli.progress import StepProgress, trend
+from tandem.cli.progress import StepProgress
 
 ROW = {
     "reward": 0.5123,
@@ -59,14 +59,6 @@ def test_line_has_step_reward_speed_and_time_left():
     assert max(map(len, log)) <= 80
 
 
-def test_time_left_counts_median_steps_and_evaluations():
-    _, log, _ = shown(
-        [500.0] * 5 + [2.0, 2.0, 90.0, 2.0, 2.0, 2.0, 1.0, 3.0, 2.0, 2.0], eval_every=10, of=20
-    )
-    # 5 x 2 and one of 7
-    assert log[-1].endswith("→  2.00 s/step  entropy 1.20  gap 0  left 17 s")
-
-
 @pytest.mark.parametrize("terminal", [False, True])
 def test_evaluation_shows_the_training_reward_too(terminal):
     text, log, _ = shown([1.0] * 3, eval_every=3, terminal=terminal)
@@ -83,16 +75,3 @@ def test_warning_is_printed_once_and_logged():
         "warning at step 1: over half of the completions hit rollout.max_new_tokens; "
         "take a larger one",
     ]
-
-
-@pytest.mark.parametrize(
-    ("rewards", "arrow"),
-    [
-        ([0.1] * 9, ""),
-        ([0.1] * 5 + [0.2] * 5, " ↑"),
-        ([0.2] * 5 + [0.1] * 5, " ↓"),
-        ([0.2] * 9 + [0.21], " →"),
-    ],
-)
-def test_trend_compares_the_last_steps_with_those_before(rewards, arrow):
-    assert trend(rewards) == arrow

@@ -181,16 +181,6 @@ def test_jsonl_has_the_columns_of_the_journal_with_native_values(undisturbed):
     ] == [False, False, True]
 
 
-def test_what_json_has_no_number_for_is_null(tmp_path):
-    def broken(number, clock):
-        groups = batch(number, clock)
-        groups[0].episodes[0].engine_logprobs[2] = np.nan
-        return groups
-
-    first = json.loads(write(tmp_path / "e.jsonl", make=broken).path.read_bytes().split(b"\n")[0])
-    assert first["engine_logprobs"][2] is None and first["engine_logprobs"][1] < 0
-
-
 @OUTPUTS
 def test_other_config_is_refused_and_fresh_keeps_the_old_output(name, undisturbed, tmp_path):
     output = copied(undisturbed[name], tmp_path)

@@ -130,24 +130,6 @@ def test_rows_of_one_exception_are_one_block_and_others_stay_blocks(data, tmp_pa
     assert "reward 1" in result.output and "the same error as of q0: q2, q3\n" in result.output
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("nofile.py:score", ["there is no file nofile.py, found nothing at ", "next:     ls ."]),
-        ("accuracy", ["did you mean 'answer'?", "docs/rewards.md has an example"]),
-        ("accuracy_reward", ["did you mean 'answer'?"]),
-        ("get_soft_overlong_punishment", ["did you mean 'length'?"]),
-        ("think_format_reward", ["did you mean 'format'?"]),
-        ("numric_reward", ["did you mean 'numeric'?"]),
-    ],
-)
-def test_a_reward_that_cannot_be_loaded_names_the_way_and_not_the_command_just_typed(
-    name, words, data
-):
-    text = mistake("try", name, "--data", data, "--answer", "a")
-    assert all(word in text for word in words) and "tandem try" not in text
-
-
 def test_keep_writes_a_data_file_that_reads_back(home, tmp_path):
     out, reward = tmp_path / "episodes.jsonl", tmp_path / "by_row.py"
     reward.write_text("def score(problem, completion):\n    return int(problem.answer) % 3 / 2\n")

@@ -6,9 +6,9 @@ import torch
 
 from tandem.model.forward import batch_logprobs, reference_logprobs
 from tandem.rl.kl import kl_estimate
-from tandem.train.optimizer import Optimizer
 from tandem.train.pack import pack
 from tandem.types import SamplingDistribution
+from tests.support.optimizers import optimizer
 from tests.support.parity import (
     CONFIGS,
     engine_for,
@@ -51,16 +51,7 @@ def test_engine_and_policy_agree_at_two_thousand_tokens(name):
 @pytest.mark.parametrize(("name", "dtype"), TYPES)
 def test_engine_and_policy_agree_after_optimizer_steps(name, dtype):
     model = random_model(name, dtype=dtype)
-    optimizer = Optimizer(
-        dict(model.module.named_parameters()),
-        learning_rate=1e-2,
-        schedule="constant",
-        warmup_steps=0,
-        total_steps=9,
-        weight_decay=0.0,
-        betas=(0.9, 0.95),
-        max_grad_norm=1.0,
-    )
+    trained = optimizer(dict(model.module.named_parameters()), weight_decay=0.0, max_grad_norm=1.0)
     engine = engine_for(model)
     seen = []
     for step in range(3):
@@ -68,7 +59,7 @@ def test_engine_and_policy_agree_after_optimizer_steps(name, dtype):
         completions = engine.generate(requests)
         seen.append(engine.generate(requests[:1])[0].logprobs)
         assert largest_gap(model, requests, completions, 300, gradients=True) == 0.0
-        optimizer.update()
+        trained.update()
     # the weights did reach the engine: the same requests score differently now
     again = engine.generate(
         random_requests(np.random.default_rng(0), prompts=4, longest=60, group=2)[:1]

@@ -6,11 +6,11 @@ import torch
 from tandem.model.forward import batch_logprobs
 from tandem.model.trial import threads_of
 from tandem.train.learner import Learner
-from tandem.train.optimizer import Optimizer
 from tandem.train.pack import pack
 from tandem.train.parallel.ranks import ParallelRanks
 from tandem.train.ranks import Ranks
 from tandem.types import SamplingDistribution
+from tests.support.optimizers import optimizer
 from tests.support.tiny import exact_model, random_samples
 
 SAMPLING = SamplingDistribution()
@@ -19,14 +19,9 @@ SAMPLING = SamplingDistribution()
 def learner_of(model, ranks, *, rate=0.01, **settings):
     return Learner(
         model,
-        Optimizer(
+        optimizer(
             ranks.trainable(model),
             learning_rate=rate,
-            schedule="constant",
-            warmup_steps=0,
-            total_steps=100,
-            weight_decay=0.1,
-            betas=(0.9, 0.95),
             max_grad_norm=0.5,
             norm=ranks.norm(model),
             map_whole=ranks.map_whole(model),

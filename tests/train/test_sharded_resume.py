@@ -17,7 +17,6 @@ from tandem.run_folder.checkpoint import load_checkpoint, save_checkpoint
 from tandem.run_folder.shards import SUFFIX, Shard, write_shard
 from tandem.runtime.disk import DISK
 from tandem.train.learner import Learner
-from tandem.train.optimizer import Optimizer
 from tandem.train.pack import pack
 from tandem.train.parallel.ranks import ParallelRanks
 from tandem.train.ranks import ALONE
@@ -25,6 +24,7 @@ from tandem.train_loop import load_learners, saved_boxes, saved_tensors
 from tandem.types import SamplingDistribution
 from tandem.weights.hashing import weight_hash
 from tests.support.meshes import on_mesh
+from tests.support.optimizers import optimizer
 from tests.support.tiny import exact_model, random_samples, stock_model, tiny_config
 
 SAMPLING = SamplingDistribution()
@@ -36,19 +36,19 @@ def model_of(kind, seed=0):
 
 
 def learner_of(model, ranks, in_8bit=False):
-    optimizer = Optimizer(
-        ranks.trainable(model),
-        learning_rate=0.01,
-        schedule="cosine",
-        warmup_steps=1,
-        total_steps=100,
-        weight_decay=0.1,
-        betas=(0.9, 0.95),
-        max_grad_norm=0.5,
-        in_8bit=in_8bit,
-        norm=ranks.norm(model),
+    return Learner(
+        model,
+        optimizer(
+            ranks.trainable(model),
+            schedule="cosine",
+            warmup_steps=1,
+            total_steps=100,
+            max_grad_norm=0.5,
+            in_8bit=in_8bit,
+            norm=ranks.norm(model),
+        ),
+        ranks,
     )
-    return Learner(model, optimizer, ranks)
 
 
 def train(learner, steps):
