@@ -18,6 +18,7 @@ from tandem.plugins.graders.sandbox.protocol import (
     StopReason,
     check_name,
     reason_of_end,
+    trouble_of,
 )
 
 HTTP_BYTES = 64 * 2**20  # of an answer
@@ -28,6 +29,10 @@ class SandboxFusion:
 
     def __init__(self, url: str):
         self.url = url.rstrip("/")
+
+    def state(self) -> str:
+        trouble = trouble_of(self)
+        return f"fails: {trouble}" if trouble else f"{self.url}, works"
 
     def run(
         self,
