@@ -28,7 +28,6 @@ train data.train=header.csv | header.csv | a header alone
 train data.train=prompts.jsonl | prompts.jsonl:1, answer | data.answer_column=''
 train data.train=numbers.jsonl | numbers.jsonl:1, prompt | as text
 train data.train=solutions.jsonl | solutions.jsonl:1, answer | data.answer_column=solution
-train data.train=twice.jsonl | twice.jsonl:1 | "prompt" twice
 train data.train=long.jsonl | data.max_prompt_tokens | 'long/1'
 train data.train=none.jsonl | data.train | none.jsonl
 sft sft.train=target.jsonl | target.jsonl:1, response | rename target to response
@@ -108,7 +107,6 @@ def folder(tmp_path_factory):
         "prompts.jsonl": [json.dumps({"prompt": [{"role": "user", "content": "1?"}]})],
         "numbers.jsonl": [json.dumps({"prompt": 3, "answer": 4})],
         "solutions.jsonl": [json.dumps({"prompt": "1?", "solution": "2"})],
-        "twice.jsonl": ['{"prompt": "1?", "prompt": "2?", "answer": "3"}'],
         "long.jsonl": [json.dumps({"prompt": "1" * 2000, "answer": "2"})],
         "target.jsonl": [json.dumps({"prompt": "1?", "target": "2"})],
         "mine.py": [
