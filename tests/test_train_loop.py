@@ -16,8 +16,8 @@ from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import UserError
 from tandem.step import StepResult
 from tandem.train.learner import Learner
+from tandem.train.optimizer import Optimizer, Settings
 from tandem.train_loop import run_training
-from tests.support.optimizers import optimizer
 from tests.support.tiny import exact_model
 
 BAD, GOOD = {"bad/loss": 1.0, "bad/gradient": 1.0, "reward": 0.0}, {"reward": 1.0}
@@ -37,10 +37,8 @@ class ScriptedJob:
         self.rewards = rewards  # held out, of each evaluation; without any there are none
         self.interrupted = interrupted  # the step whose evaluation is
         model = exact_model("llama", num_hidden_layers=1, hidden_size=12, intermediate_size=8)
-        self.learner = Learner(
-            model,
-            optimizer(model.trainable(), learning_rate=0.001, weight_decay=0.0, max_grad_norm=1.0),
-        )
+        optimizer = Optimizer(model.trainable(), Settings(learning_rate=1e-3, total_steps=1))
+        self.learner = Learner(model, optimizer)
         self.learners, self.data = {"policy": self.learner}, {"data.train": "0"}
         self.steps = len(script)
         self.script, self.memory, self.restored = script, [], None

@@ -18,7 +18,7 @@ from tandem.model.lora import Lora
 from tandem.model.tiny import make_tokenizer
 from tandem.run_folder.export import Provenance, export, export_adapter, model_card
 from tandem.runtime.errors import UserError
-from tests.support.optimizers import optimizer
+from tandem.train.optimizer import Optimizer, Settings
 from tests.support.parity import engine_for, largest_gap, random_requests
 from tests.support.tiny import (
     exact_logits,
@@ -59,7 +59,7 @@ def adapted(kind="llama", lora=LORA, *, moved=True, **changes):
 
 
 def adam(model):
-    return optimizer(model.trainable(), weight_decay=0.0, max_grad_norm=1.0)
+    return Optimizer(model.trainable(), Settings(learning_rate=1e-2, total_steps=9))
 
 
 def documents():

@@ -15,10 +15,10 @@ from tandem.step import learn_step
 from tandem.train.batch import Models
 from tandem.train.learn import LearnStage
 from tandem.train.learner import Learner
+from tandem.train.optimizer import Optimizer, Settings
 from tandem.train.pack import pack
 from tandem.types import Episode, Group, Problem, SamplingParams
 from tests.support import dense
-from tests.support.optimizers import optimizer
 from tests.support.tiny import make_sample, random_tokens, stock_model, tiny_config
 
 MAX_NEW_TOKENS = 40
@@ -47,12 +47,8 @@ def recorded(model):
 
 
 def trained(model, learning_rate=0.01):
-    return Learner(
-        model,
-        optimizer(
-            model.trainable(), learning_rate=learning_rate, weight_decay=0.0, max_grad_norm=1.0
-        ),
-    )
+    optimizer = Optimizer(model.trainable(), Settings(learning_rate=learning_rate, total_steps=100))
+    return Learner(model, optimizer)
 
 
 def adapted_model(kind="qwen3"):
