@@ -24,13 +24,13 @@ from tandem.model.lora import chosen_shapes
 from tandem.model.onednn import pack_bytes
 from tandem.model.placement import Placement
 from tandem.model.quantized import quantized_bytes
-from tandem.plugins.optim.adamw_8bit import state_bytes
 from tandem.plugins.plan.activations import FLOAT32, activation_bytes
 from tandem.plugins.plan.shards import Work, largest_layer, memory
+from tandem.registry import find, names
 from tandem.runtime.disk import existing_parent, human_bytes
 from tandem.runtime.errors import UserError
 from tandem.runtime.place import here
-from tandem.train.muon import is_hidden_matrix
+from tandem.train.optimizer import Optimizer
 
 Need = tuple[str, int, str]  # what, bytes, how
 COPY, CACHE = "whole weights of rank 0", "key/value cache"
@@ -111,18 +111,19 @@ class Sizes:
 def model_sizes(config: Config, command: str) -> Sizes:
     """Count parameters on the meta device: shapes without storage. Raises UserError for adapters'
     targets that are not there."""
-    policy, lora, optimizer = _module(config.model.path), config.lora, config.train.optimizer
+    policy, lora = _module(config.model.path), config.lora
+    optimizer = find("optimizers", config.train.optimizer, key="train.optimizer")
     adapted = chosen_shapes(policy, lora.targets) if lora.rank else []
     paths = {
         "model.reference": (config.model.reference or config.model.path)
         * (command == "dpo" or (command == "train" and config.rl.kl_coef > 0)),
         "critic.path": (config.critic.path or config.model.path)
-        * (command == "train" and config.rl.advantage == "gae"),
+        * (command == "train" and config.rl.estimator.needs_critic),
         "distill.teacher": config.distill.teacher * (command == "distill"),
         "reward.model": config.reward.model * (command != "rm"),
     }
     modules = {key: _module(path) for key, path in paths.items() if path}
-    critic, in_8bit = modules.get("critic.path"), optimizer == "adamw_8bit"
+    critic = modules.get("critic.path")
     return Sizes(
         place=placement(config),
         shape=policy.config.get_text_config(),
@@ -130,10 +131,10 @@ def model_sizes(config: Config, command: str) -> Sizes:
         adapters=lora.rank * sum(map(sum, adapted)),
         others={key: _count(module) for key, module in modules.items()},
         shapes={key: module.config.get_text_config() for key, module in modules.items()},
-        muon=_count_hidden(policy) if optimizer == "muon" else 0,
-        muon_critic=_count_hidden(critic) if optimizer == "muon" and critic else 0,
-        saved_in_8bit=_saved_in_8bit(policy, lora) if in_8bit else 0,
-        saved_in_8bit_critic=_saved_in_8bit(critic, lora) if in_8bit and critic else 0,
+        muon=_count_momentum(policy, optimizer),
+        muon_critic=_count_momentum(critic, optimizer) if critic else 0,
+        saved_in_8bit=_saved_in_moments(policy, lora, optimizer),
+        saved_in_8bit_critic=_saved_in_moments(critic, lora, optimizer) if critic else 0,
         saved_in_base=_saved_in_base(policy, config),
         saved_in_base_critic=_saved_in_base(critic, config) if critic else 0,
     )
@@ -147,19 +148,19 @@ def _count(module: Any) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _count_hidden(module: Any) -> int:
+def _count_momentum(module: Any, optimizer: type[Optimizer]) -> int:
     named = module.named_parameters()
-    return sum(weight.numel() for name, weight in named if is_hidden_matrix(name, weight))
+    return sum(weight.numel() for name, weight in named if optimizer.has_momentum(name, weight))
 
 
-def _saved_in_8bit(module: Any, lora: Lora) -> int:
-    """Count the bytes that moments of 8 bits save of a module, or of its adapters."""
+def _saved_in_moments(module: Any, lora: Lora, optimizer: type[Optimizer]) -> int:
+    """Count the bytes that an optimizer's moments save of a module, or of its adapters."""
     shapes = [parameter.shape for parameter in module.parameters()]
     if lora.rank:
         chosen = chosen_shapes(module, lora.targets)
         shapes = [torch.Size((lora.rank, inputs)) for _, inputs in chosen]
         shapes += [torch.Size((outputs, lora.rank)) for outputs, _ in chosen]
-    return sum(8 * shape.numel() - state_bytes(shape) for shape in shapes)
+    return sum(8 * shape.numel() - optimizer.moment_bytes(shape) for shape in shapes)
 
 
 def _saved_in_base(module: Any, config: Config) -> int:
@@ -436,8 +437,8 @@ def savings(sizes: Sizes, config: Config, command: str, longest: int) -> list[tu
         ("train", "offload_optimizer", True),
         ("rollout", "cache_mb", max(1, config.rollout.cache_mb // 2)),
     ):
-        if key == "offload_optimizer" and train.optimizer != "adamw":
-            continue  # only AdamW's state can be fetched
+        if key == "offload_optimizer" and train.optimizer not in names("offload"):
+            continue
         part = getattr(config, section).model_copy(update={key: value})
         other = needs(sizes, config.model_copy(update={section: part}), command, longest)
         found[f"{section}.{key}={str(value).lower()}"] = before - sum(size for _, size, _ in other)
