@@ -16,8 +16,8 @@ from tandem.config.recipe import describe, load_config
 from tandem.model.config_file import check_model
 from tandem.model.load import load_model
 from tandem.plugins.plan.command import plan
+from tandem.plugins.plan.footprint import Machine, require_disk
 from tandem.plugins.plan.plan_time import random_directory
-from tandem.plugins.plan.resources import Machine, require_disk
 from tandem.run_folder.metrics import read_metrics
 from tandem.runtime.errors import UserError
 from tests.support.command import tandem
