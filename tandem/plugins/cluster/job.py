@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tandem.choices import ENGINE, Report, engine_of, plane_of, transport_of
 from tandem.config.schema import Config
 from tandem.jobs.here import Here
+from tandem.registry import find
 from tandem.runtime.place import Place
 
 if TYPE_CHECKING:
@@ -166,8 +167,6 @@ def _object_bytes(config: Config) -> int:
     and one that a worker still loads; of each what changed, too."""
     if not config.rollout.workers:
         return 0
-    from tandem.plugins.plan.resources import model_sizes
-
-    sizes = model_sizes(config, "train")
+    sizes = find("resources", "sizes", key="cluster")(config, "train")
     versions = (config.rollout.staleness + 3) * (1 + bool(config.weights.delta))
-    return versions * sizes.policy * sizes.place.dtype.itemsize
+    return int(versions * sizes.policy * sizes.place.dtype.itemsize)
