@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from tandem.rollout_workers.worker import load_engine, preload, run
 from tandem.workers.channel import Channel
 from tandem.workers.fork_server import start
+from tandem.workers.host import LocalHosts
 
 if TYPE_CHECKING:
     from tandem.engine.engine import Engine
@@ -55,6 +56,11 @@ def load(start: dict[str, Any]) -> "Engine":
     if longest:
         engine.step = sleep_and_step  # type: ignore[method-assign]
     return engine
+
+
+def faulty_hosts(_: object, *options: Any) -> LocalHosts:
+    """Start faulty workers, whatever the command is."""
+    return LocalHosts(COMMAND, *options)
 
 
 def serve(channel: Channel, _: object) -> None:

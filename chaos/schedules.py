@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from chaos.faulty_worker import COMMAND, SLEEP_S
+from chaos.faulty_worker import SLEEP_S, faulty_hosts
 from chaos.kills import HANG_S, adopting_forks, differs, ended, left
 from chaos.results import Case, Result, tally
 from chaos.unordered import measure_ordered, measure_unordered
@@ -235,20 +235,20 @@ class Schedules:
 
 def use_disturbed_workers(seed: int, stops: str) -> None:
     """Give the run workers that sleep between passes, and are stopped and go on."""
-    from tandem.jobs import engines
+    from tandem.jobs import worker_rollouts
 
     os.environ[SLEEP_S] = str(PASS_S)
     Disturbed.random, Disturbed.stops = random.Random(seed), Path(stops)
-    engines.rollout_command = lambda config: COMMAND  # type: ignore[assignment]
-    engines.Workers = Disturbed  # type: ignore[attr-defined, misc]
+    worker_rollouts.LocalHosts = faulty_hosts  # type: ignore[assignment]
+    worker_rollouts.Workers = Disturbed  # type: ignore[attr-defined, misc]
 
 
 def use_sleeping_workers(measure: Any, file: str) -> None:
     """Give the run workers that sleep between passes, and measure it."""
-    from tandem.jobs import engines
+    from tandem.jobs import worker_rollouts
 
     os.environ[SLEEP_S] = str(PASS_S)
-    engines.rollout_command = lambda config: COMMAND  # type: ignore[assignment]
+    worker_rollouts.LocalHosts = faulty_hosts  # type: ignore[assignment]
     measure(file)
 
 

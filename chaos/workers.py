@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from chaos.faulty_worker import COMMAND
+from chaos.faulty_worker import faulty_hosts
 from chaos.kills import adopting_forks, differs, ended, left
 from chaos.results import Case, Result, tally
 from tandem.engine.dispatch import Ticket
@@ -161,11 +161,11 @@ def stale(folder: Path, command: Sequence[str]) -> str:
 
 def use_struck_workers(plan: list[Fault], log: str) -> None:
     """Give the run workers that will be struck."""
-    from tandem.jobs import engines
+    from tandem.jobs import worker_rollouts
 
     Struck.plan, Struck.log, Struck.random = plan, Path(log), random.Random(len(plan))
-    engines.rollout_command = lambda config: COMMAND  # type: ignore[assignment]
-    engines.Workers = Struck  # type: ignore[attr-defined, misc]
+    worker_rollouts.LocalHosts = faulty_hosts  # type: ignore[assignment]
+    worker_rollouts.Workers = Struck  # type: ignore[attr-defined, misc]
 
 
 class Struck(Workers):

@@ -110,11 +110,11 @@ class RewardPool(ScorePool[RewardWorker]):
             with watchdog.waiting_for(THREAD, "the first worker"):
                 self.started.result()
         except BaseException:  # Ctrl-C too
-            self.stop()
+            self.close()
             raise
 
-    def close(self) -> None:
-        super().close()
+    def _end_all(self) -> None:
+        super()._end_all()
         self._local.close()
 
     def _make(self, number: int, host: Host) -> RewardWorker:

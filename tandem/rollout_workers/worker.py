@@ -43,7 +43,7 @@ PRELOADED = (
     "tandem.engine.sync_check",
     "tandem.model.load",
     "tandem.model.tokenizer",
-    "tandem.plugins.cluster.delta",
+    "tandem.weights.delta",
     "tandem.weights.transports",
 )
 
@@ -152,7 +152,7 @@ class Server:
 
     def _apply(self, version: int, source: Message) -> None:
         from tandem.engine.sync_check import check_probe
-        from tandem.plugins.cluster.delta import decode_all
+        from tandem.weights.delta import decode_all
         from tandem.weights.hashing import combine
 
         if self._numbers:

@@ -115,7 +115,7 @@ class CallPool(Pool[V], Generic[V, Q]):
             self.wake()
         return call.future
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Kill the workers and free everything; calls not answered by then fail. A second call
         does nothing."""
         with self._ending:
@@ -128,7 +128,7 @@ class CallPool(Pool[V], Generic[V, Q]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        self.close()
 
     # ---------------------------------------------------------------- what the calls are
 
@@ -156,7 +156,7 @@ class CallPool(Pool[V], Generic[V, Q]):
     # ---------------------------------------------------------------- the thread
 
     def _run(self) -> None:
-        """Serve until `stop` is called."""
+        """Serve until `close` is called."""
         error: BaseException = RuntimeError(f"the {self.role}s are closed")
         try:
             while not self._over:
@@ -170,7 +170,7 @@ class CallPool(Pool[V], Generic[V, Q]):
             with self._ending:
                 self._over = True
             calls = [call for worker in self.workers for call in worker.calls.values()]
-            self.close()
+            self._end_all()
             for call in (*calls, *self._todo):
                 call.future.set_exception(error)
             if not self.started.done():

@@ -140,7 +140,10 @@ class Pool(Generic[W]):
         return [worker.describe() for _, worker in sorted(self._workers.copy().items())]
 
     def close(self) -> None:
-        """End every worker now, its calls unanswered."""
+        """End every worker now, what it was asked for unanswered."""
+        self._end_all()
+
+    def _end_all(self) -> None:
         with self._closing:
             if not self._closed:
                 self._closed = True

@@ -22,7 +22,7 @@ class Scores(AbstractContextManager[None]):
         self._pool = RewardPool(**start["pool"])
 
     def __exit__(self, *_: object) -> None:
-        self._pool.stop()
+        self._pool.close()
 
     def submit(self, call: Message) -> Future[Score]:
         return self._pool.submit(*read_request(call))
