@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 
-from tandem.jobs.rl import RLJob
+from tandem.jobs.rl_job import RLJob
 from tandem.jobs.rollouts import RolloutPool, Rollouts
 from tandem.rollout.evaluate import Evaluator
 from tandem.step import Stages

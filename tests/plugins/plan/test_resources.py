@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tandem.config.recipe import load_config
+from tandem.jobs import rl
 from tandem.jobs.models import build_learner
 from tandem.jobs.out_of_memory import explain_out_of_memory
 from tandem.model.placement import Placement

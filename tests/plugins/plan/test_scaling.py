@@ -401,7 +401,7 @@ def test_plan_of_gpus_shows_the_mesh_of_the_recipe(home):
         (["--gpus", "4", "--gpu", "h300"], "a100, h100, h200, b200"),
         (["--gpus", "0"], "1 to 4096"),
         (["--gpus", "7919"], "1 to 4096"),
-        (["--gpus", "4", "--for", "eval"], "this command has no plan"),
+        (["--gpus", "4", "--for", "eval"], "no 'eval' among the inputs"),
         (
             ["--gpus", "1", "rollout.cache_mb=200000", "rollout.release_cache=false"],
             "it fits on no power of two",
