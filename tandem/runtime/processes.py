@@ -4,7 +4,6 @@ The watchdog and the second Ctrl-C need it. It does not know the purpose of any 
 /proc (macOS) it asks `ps`, and knows less.
 """
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -21,7 +20,6 @@ from pathlib import Path
 WRITE_S = 1.0  # for a report to a terminal, a pipe or a disk that may be what hangs
 STARTER = "TANDEM_STARTER"  # in the environment: the pid of the process that started this one
 STOPPED, ZOMBIE = "Tt", "Z"
-_PR_SET_PDEATHSIG = 1
 STATES = {
     "R": "running",
     "S": "sleeping",
@@ -76,25 +74,6 @@ def kill_descendants(pid: int, excluded: Collection[int] = ()) -> None:
                 os.kill(process.pid, signal.SIGKILL)
         if not alive:
             return
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends (on Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before we asked
-        os._exit(1)
-
-
-def die_with_starter() -> None:
-    """Have the kernel kill this process when its parent ends, whichever that is by now."""
-    die_with_parent(os.getppid())
-
-
-def kill_group(pid: int) -> None:
-    """Kill a process group, which may be gone already; macOS then reports a lack of permission."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
 
 
 def state_of(pid: int) -> str:
@@ -227,6 +206,5 @@ def adopt_orphans(wanted: bool = True) -> None:
     Bubblewrap ends before its namespace, which would then wait for process 1 to take note of its
     end; in a container that is often a program that never does.
     """
-    import ctypes
 
     ctypes.CDLL(None).prctl(36, int(wanted), 0, 0, 0)  # PR_SET_CHILD_SUBREAPER

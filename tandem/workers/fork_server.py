@@ -18,6 +18,7 @@ fork server dies with the pool's thread, and workers with the fork server; elsew
 its standard input. It knows neither work nor deadlines.
 """
 
+import ctypes
 import faulthandler
 import gc
 import os
@@ -33,10 +34,10 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any, NoReturn
 
-from tandem.runtime.processes import die_with_parent, kill_group
 from tandem.workers.channel import Channel, encode, take_channel
 
 FORK = "fork"
+_PR_SET_PDEATHSIG = 1
 LONG_CALL_S = 600.0  # after which a long call gives no more signs of life
 BEAT_S = 0.2  # between those of workers that the fork server will fork
 THREAD_END_S = 0.5  # between the end of a thread's function and its own
@@ -66,6 +67,25 @@ def prepare(parent: int) -> Channel:
     faulthandler.register(signal.SIGUSR1, file=1, all_threads=True)  # for the watchdog's report
     faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)  # for LocalProcess.stack
     return take_channel()
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the thread that started it ends (on Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before we asked
+        os._exit(1)
+
+
+def die_with_starter() -> None:
+    """Have the kernel kill this process when its parent ends, whichever that is by now."""
+    die_with_parent(os.getppid())
+
+
+def kill_group(pid: int) -> None:
+    """Kill a process group, which may be gone already; macOS then reports a lack of permission."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def close_input() -> None:

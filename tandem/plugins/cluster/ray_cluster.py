@@ -51,9 +51,10 @@ from tandem.plugins.cluster.this_machine import (
 from tandem.plugins.cluster.trainer_ranks import TrainerRanks
 from tandem.rollout_workers.process import ENVIRONMENT
 from tandem.runtime import numerics
-from tandem.runtime.processes import descendants, die_with_starter
+from tandem.runtime.processes import descendants
 from tandem.weights.shared import Delta
 from tandem.workers.channel import Channel, Message
+from tandem.workers.fork_server import die_with_starter
 from tandem.workers.host import EXIT_S, LAST_LINES
 
 try:
