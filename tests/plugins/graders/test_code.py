@@ -269,9 +269,7 @@ def test_an_honest_program_earns_the_reward_and_a_cheat_does_not(row):
     ("script", "found"),
     [
         ("import numpy as np\nassert np.allclose(add(1, 2), 3)", "numpy"),
-        ("assert nearly(add(1, 2), 3)", "nearly"),
         ("import numpy\nassert numpy.sum([add(1, 2)]) == 3", "numpy"),
-        ("def test_add():\n    assert add(1, 2) == EXPECTED", "EXPECTED"),
     ],
 )
 def test_a_script_that_no_solution_can_pass_is_the_rows_mistake(script, found):
@@ -304,14 +302,6 @@ def test_one_object_for_everything_does_not_pass_a_list_test():
     for script in ("assert mk(2) == [Pt(2)]", "assert Pt(2) in mk(2)"):
         with pytest.raises(UserError, match="comparison of the solution's objects"):
             reward(script, cheat)
-
-
-@needs_bubblewrap
-def test_capitals_and_names_in_branches_are_no_broken_row():
-    lru = "```python\nclass LRU:\n    def __init__(self, cap): self.cap = cap\n```"
-    assert reward("assert LRU(2).cap == 2", lru)["reward"] == 1.0
-    script = "r = add(1, 1)\nif r != 2: complain(r)\nassert near(r, 2), explain(r)"
-    assert [*code_asserts.unsupported(script, {"add"})] == ["reads near, which nothing makes"]
 
 
 @needs_bubblewrap
@@ -387,23 +377,13 @@ REFUSED_FORMS = [  # (the script, what the error names)
         "from contextlib import redirect_stdout as to\nwith to(None): f(1)",
         "contextlib.redirect_stdout",
     ),
-    ("import sys, io\nsys.stdout = io.StringIO()\nf(1)", "sys.stdout"),
     ("from unittest import mock\nwith mock.patch('builtins.input'): f(1)", "unittest.mock.patch"),
-    ("import builtins\nbuiltins.input = lambda: 3\nassert f() == 3", "builtins.input"),
     ("import tempfile\nassert f(tempfile.mktemp()) == 1", "tempfile.mktemp"),
-    ("with open('a', 'w') as file: pass\nassert f('a') == 1", "open"),
     (
         "import pytest\n@pytest.fixture\ndef one(): return 1\ndef test_f(one): assert f(one) == 1",
         "fixture",
     ),
-    ("def test_f(capsys): assert f(1) == 1", "the fixture capsys"),
     ("import pytest\n@pytest.mark.xfail\ndef test_f(): assert f(1) == 2", "pytest.mark.xfail"),
-    ("import pytest\npytest.raises(ValueError, f, 1)", "without `with`"),
-    (
-        "class TestF:\n    def setup_class(cls): pass\n    def test_f(self): assert f(1) == 1",
-        "setup_class",
-    ),
-    ("from solution import A\nclass B(A): pass\nassert B(1).x == 1", "derives"),
     ("assert f(lambda x: x) == 3", "a function of its own"),
     ("from solution import A, f\nassert f(1) == A(1)", "comparison"),
     ("from solution import A\nassert (A(1) + A(2)).x == 3", "operator"),
@@ -547,14 +527,6 @@ HIDDEN = [  # (the script, a solution that hides the test's own error)
 @pytest.mark.parametrize(("script", "program"), HIDDEN, ids=range(len(HIDDEN)))
 def test_a_solution_hides_no_failure_of_the_test(script, program):
     assert reward(script, f"```python\n{program}\n```")["reward"] == 0.0
-
-
-@needs_bubblewrap
-def test_a_context_of_the_solution_may_swallow_what_hides_no_check():
-    script = WITH + "with A() as a:\n    {}\n    assert False, 'not swallowed'\nassert a.get() == 5"
-    for line in ("raise KeyError('x in y if z')", "1 / 0", "a.lose()"):
-        program = f"```python\n{SWALLOWS}return 5\n    def lose(self): raise ValueError\n```"
-        assert reward(script.format(line), program)["reward"] == 1.0
 
 
 @needs_bubblewrap
@@ -754,7 +726,7 @@ def test_needed_names_are_the_solutions_never_pythons():
     ],
 )
 def test_values_survive_the_way_out(value):
-    found = decode(json.loads(encode(value, [])), None)
+    found = decode(json.loads(json.dumps(encode(value, []))), None)
     assert (found, type(found)) == (value, type(value))
 
 
