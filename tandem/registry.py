@@ -29,6 +29,11 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "report": "tandem.plugins.view.cli:report",
         "view": "tandem.plugins.view.cli:view",
     },
+    "engines": {  # choices.py: RolloutBackend
+        "tandem": "tandem.jobs.tandem_engine:TandemEngine",
+        "vllm": "tandem.plugins.vllm.backend:VLLM",
+        "http": "tandem.jobs.http_backend:Servers",
+    },
     "envs": {  # types.py: Env
         "single_turn": "tandem.types:Env",
         "tools": "tandem.envs.tools:ToolEnv",
@@ -39,6 +44,24 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "agent": "tandem.envs.agent.env:AgentEnv",
     },
     "extractors": {"answer": "tandem.plugins.graders.answer:extract"},  # text -> final answer
+    "inputs": {  # jobs/inputs.py: of a command
+        "train": "tandem.jobs.inputs:training_inputs",
+        "distill": "tandem.jobs.inputs:distill_inputs",
+        "sft": "tandem.jobs.offline_inputs:sft_inputs",
+        "dpo": "tandem.jobs.offline_inputs:dpo_inputs",
+        "rm": "tandem.jobs.offline_inputs:rm_inputs",
+    },
+    "jobs": {  # (config, run folder, report) -> context of a train_loop.py: TrainJob
+        "train": "tandem.jobs.rl:open_rl_job",
+        "distill": "tandem.jobs.rl:open_rl_job",
+        "sft": "tandem.jobs.offline:open_offline_job",
+        "dpo": "tandem.jobs.offline:open_offline_job",
+        "rm": "tandem.jobs.offline:open_offline_job",
+    },
+    "machines": {  # jobs/here.py: Here
+        "here": "tandem.jobs.here:Here",
+        "ray": "tandem.plugins.cluster.job:Nodes",
+    },
     "offload": {  # the optimizers that can leave their state in host memory
         "adamw": "tandem.plugins.optim.offload:OffloadedOptimizer"
     },
@@ -73,6 +96,10 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "fusion": "tandem.plugins.graders.sandbox.fusion:open_fusion",
     },
     "sources": {"verifiers": "tandem.plugins.verifiers.env:rows"},  # (id, limit=) -> rows
+    "streams": {  # choices.py: Plane
+        "memory": "tandem.jobs.streams:Memory",
+        "transfer_queue": "tandem.plugins.cluster.stream:TransferQueue",
+    },
     "tasks": {  # plugins/tasks/generate.py: Task
         "algebra": "tandem.plugins.tasks.algebra:TASK",
         "arithmetic": "tandem.plugins.tasks.arithmetic:TASK",
@@ -86,6 +113,16 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "mlflow": "tandem.run_folder.trackers.mlflow:MlflowTracker",
         "trackio": "tandem.run_folder.trackers.trackio:TrackioTracker",
         "wandb": "tandem.run_folder.trackers.wandb:WandbTracker",
+    },
+    "trainers": {  # choices.py: Trainer
+        "tandem": "tandem.jobs.tandem_trainer:TandemTrainer",
+        "megatron": "tandem.plugins.megatron.trainer:Megatron",
+    },
+    "transports": {  # choices.py: Transport
+        "shm": "tandem.weights.transports:SharedMemory",
+        "collective": "tandem.plugins.cluster.transports:Collective",
+        "rdma": "tandem.plugins.cluster.transports:Rdma",
+        "ray": "tandem.plugins.cluster.transports:ObjectStore",
     },
 }
 # kinds whose objects stand in a table of a module that imports nothing heavy

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from tandem.choices import Report, machine_of
 from tandem.config.schema import SFT, Config, Preference
 from tandem.data.mixture import problems_of_step
 from tandem.jobs.engines import (
-    Report,
     build_engine,
     build_runner,
     make_room,
@@ -19,19 +19,19 @@ from tandem.jobs.engines import (
     probe_exactness,
 )
 from tandem.jobs.input_hashes import KEYS, input_hashes
-from tandem.jobs.inputs import Inputs, Pairs, dpo_inputs, rm_inputs, sft_inputs
+from tandem.jobs.inputs import Inputs
 from tandem.jobs.models import build_learner, build_reference
+from tandem.jobs.offline_inputs import Pairs
 from tandem.jobs.ranks import open_ranks
 from tandem.jobs.rl import note_machine
 from tandem.model.load import ExactModel
-from tandem.plugins.cluster.job import open_cluster
+from tandem.registry import find
 from tandem.rl.losses import Metrics
 from tandem.rollout.evaluate import Evaluator
 from tandem.run_folder.folder import RunFolder, identity
 from tandem.run_folder.journal import Journal
 from tandem.runtime import signals
 from tandem.runtime.timer import Timer
-from tandem.step import StepResult
 from tandem.train.learner import Learner
 from tandem.train.pack import pack
 from tandem.train.ranks import Ranks
@@ -42,7 +42,7 @@ from tandem.train.supervised import (
     score_metrics,
     sft_step,
 )
-from tandem.types import Microbatch, Row, Sample
+from tandem.types import Microbatch, Row, Sample, StepResult
 from tandem.weights.in_process import InlineSync
 
 
@@ -256,22 +256,19 @@ def rm_job(config: Config, inputs: Any, ranks: Ranks, report: Report) -> Offline
     )
 
 
-# By command: what checks and reads its data, and what loads its models on every rank.
-OFFLINE = {"sft": (sft_inputs, sft_job), "dpo": (dpo_inputs, dpo_job), "rm": (rm_inputs, rm_job)}
+OFFLINE = {"sft": sft_job, "dpo": dpo_job, "rm": rm_job}  # what loads models on every rank
 
 
 @contextmanager
 def open_offline_job(config: Config, run: RunFolder, report: Report) -> Iterator[OfflineJob]:
     """Open the job of `tandem sft`, `dpo` or `rm`."""
     prepare_process(config)
-    read_inputs, make_job = OFFLINE[run.command]
-    inputs = read_inputs(config)
-    on_ray = config.cluster.trainers == "ray"
+    inputs = find("inputs", run.command, key="command")(config)
     with (
-        open_cluster(config, run.path) if on_ray else nullcontext() as cluster,
-        open_ranks(config, run, report, cluster=cluster) as ranks,
+        machine_of(config).open(config, run.path, only_ranks=True) as machine,
+        open_ranks(config, run, report, machine) as ranks,
     ):
-        job = make_job(config, inputs, ranks, report)
+        job = OFFLINE[run.command](config, inputs, ranks, report)
         found = probe_exactness(config, job.learner.whole, report, folder=run.path)
         note_machine(run, found, report)
         with nullcontext() if run.command == "rm" else _evaluating(job, inputs, run):

@@ -16,9 +16,11 @@ from tandem.types import SamplingDistribution
 from tests.support.kernels import DEVICE, random, same_bits
 
 LAST = 1 - 2.0**-24  # the largest uniform
-SIZES = pytest.mark.parametrize("size", [1, 7, 997, 1025, 50_257])  # 50,257: 13 blocks
-# rows of 33: each alone, and among others at either end of a batch
-PARTS = [slice(n, n + 1) for n in range(33)] + [slice(n) for n in (2, 5)] + [slice(28, 33)]
+# of three blocks and, on a GPU, of 13
+SIZES = pytest.mark.parametrize("size", [1, 7, 997, 50_257 if DEVICE == "cuda" else 9_001])
+# rows of 33: alone, and among others at either end of a batch
+ALONE = range(33) if DEVICE == "cuda" else (0, 1, 17, 32)
+PARTS = [slice(n, n + 1) for n in ALONE] + [slice(n) for n in (2, 5)] + [slice(28, 33)]
 ERROR = 2e-6  # of a sum of float32 probabilities
 
 
@@ -56,17 +58,6 @@ def test_a_uniform_lies_in_the_slice_of_its_token(size):
     begin, end = (edge.gather(1, token)[:, 0] for edge in slices(logprobs))
     assert logprobs.gather(1, token).isfinite().all()
     assert (uniform > begin - ERROR).all() and (uniform < end + ERROR).all()
-
-
-def test_frequencies_over_a_grid_of_uniforms_are_the_probabilities():
-    """An interval of length p holds p * count of evenly spaced uniforms, but for one."""
-    size, count, logprobs = 23, 300, logprobs_of(23, 4)
-    uniform = (torch.arange(count, device=DEVICE) + 0.5) / count
-    for row in logprobs:
-        tokens = inverse_cdf(row.expand(count, -1), uniform)
-        found = torch.bincount(tokens, minlength=size)
-        assert (found - row.double().exp() * count).abs().max() <= 1 + count * ERROR
-        assert (tokens.diff() >= 0).all() and not found[row.isinf()].any()
 
 
 @SIZES
@@ -122,12 +113,6 @@ def test_the_edge_is_where_the_likeliest_tokens_reach_top_p(size, top_p):
     )
     assert (logprobs == edge).any(-1).all()
     assert (before < top_p + ERROR).all() and (reached > top_p - ERROR).all()
-
-
-def test_the_least_set_stops_where_it_reaches_top_p_exactly():
-    probs = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).to(DEVICE)
-    for top_p, edge in ((0.5, 0.5), (0.5 + 2.0**-20, 0.25), (0.75, 0.25), (0.76, 0.125)):
-        assert top_p_edge(probs.log(), top_p).exp().item() == edge
 
 
 @SIZES

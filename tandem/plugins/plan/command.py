@@ -24,14 +24,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from tandem.choices import machine_of, trainer_of
 from tandem.cli.progress import WIDTH, console
 from tandem.config.recipe import describe, toml_value
 from tandem.config.schema import Config
 from tandem.jobs.engines import open_envs_and_rewards
 from tandem.jobs.input_hashes import KEYS, input_hashes
-from tandem.jobs.inputs import INPUTS, ProblemInputs
+from tandem.jobs.inputs import ProblemInputs
 from tandem.jobs.models import placement, releases_cache
-from tandem.jobs.ranks import require_cores
 from tandem.model import custom_code
 from tandem.model.config_file import check_model
 from tandem.model.rope import positions_of
@@ -45,6 +45,7 @@ from tandem.plugins.plan.footprint import (
     needs,
 )
 from tandem.plugins.plan.plan_memory import Batch, batch_of, rows_here
+from tandem.registry import find
 from tandem.run_folder.folder import check_run, has_steps, resolved
 from tandem.run_folder.metrics import Metrics, read_metrics
 from tandem.run_folder.past_run import open_past
@@ -69,16 +70,13 @@ def plan(
     out: Path | None = None,
     machine: Machine | None = None,
 ) -> int:
-    """Print the plan of a command of INPUTS in a run folder; return the exit code, 0 if the run
+    """Print the plan of a command that trains in a run folder; return the exit code, 0 if the run
     could start.
 
     origins: of the values (config/origins.py); every: print all of them. timed: measure the seconds
     of a step. out: a JSON file for the figures.
     """
-    if command not in INPUTS:
-        raise UserError(
-            "this command has no plan", where="--for", found=command, expected=", ".join(INPUTS)
-        )
+    find("inputs", command, key="--for")  # raises for a command without a plan
     custom_code.allow(config.model.trust_remote_code)
     made = _Plan(config, command, folder, machine or Machine.here(folder))
     made.show_values(origins, every)
@@ -116,7 +114,7 @@ class _Plan:
             if self.command != "rm":  # a reward model plays no episodes
                 self._reward()
         with self._checked():
-            require_cores(self.config)
+            machine_of(self.config).check_ranks(self.config)
         with self._checked():
             require_trackers(self.config.run.trackers)
         with self._checked():
@@ -124,7 +122,7 @@ class _Plan:
             rows = needs(sizes, self.config, self.command, self.longest)
             there = self.machine.memory
             # several processes, or another backend, divide the model
-            divided = self.config.parallel.processes > 1 or self.config.train.backend != "tandem"
+            divided = self.config.parallel.processes > 1 or not trainer_of(self.config).runs_alone
             if self.batch and not sizes.on_gpu and not divided:
                 rows = rows_here(rows, sizes, self.config, self.command, self.batch)
             if host := host_memory(sizes, self.config):
@@ -183,7 +181,7 @@ class _Plan:
                 self.reasons.append(reason)
 
     def _data(self) -> None:
-        inputs = INPUTS[self.command](self.config)
+        inputs = find("inputs", self.command, key="--for")(self.config)
         problems = inputs.problems if isinstance(inputs, ProblemInputs) else inputs.held_out
         self.first_problem = next(iter(problems), None)
         self.images = inputs.images
@@ -324,7 +322,7 @@ def values_here(config: Config, command: str, folder: Path) -> dict[str, str]:
     dtype = kept if has_steps(folder) else f"that of a {'GPU' if on_gpu else 'CPU'}"
     device = "the first GPU" if on_gpu else "as PyTorch finds no GPU"
     released = "a GPU's memory is the scarce one" if on_gpu else "there is no GPU"
-    transport = "ray, on a Ray cluster" if config.cluster.nodes else "shm, on one machine"
+    transport = machine_of(config).usual_transport
     model = f"model.path, {config.model.path}"
     samples = command in ("train", "distill")
     open_values = [
