@@ -4,6 +4,7 @@ The watchdog and the second Ctrl-C need it. It does not know the purpose of any 
 /proc (macOS) it asks `ps`, and knows less.
 """
 
+import ctypes
 import os
 import signal
 import subprocess
