@@ -15,6 +15,7 @@ from tandem.config.episodes import Data, Env, Eval, Model, Reward, Rollout, Run,
 from tandem.config.parallel import Parallel
 from tandem.config.section import Section
 from tandem.config.training import SFT, Distill, Lora, Preference, Train
+from tandem.registry import names
 from tandem.rl.algorithms import OWN, counts_with
 
 __all__ = [
@@ -55,6 +56,11 @@ COUNTS_WITH: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("rl.router_replay", "rollout.engine", ("tandem",)),  # which reports the chosen experts
     ("rl.router_replay", "train.backend", ("tandem",)),
     ("rl.curriculum", "data.shuffle", ()),  # draws problems by success rate
+    ("train.offload_optimizer", "train.optimizer", tuple(names("offload"))),
+    ("eval.keep_best", "eval.data", ()),
+    ("eval.keep_best", "eval.every", ()),
+    ("eval.patience", "eval.data", ()),
+    ("eval.patience", "eval.every", ()),
     ("lora.alpha", "lora.rank", ()),
     ("lora.rank", "train.backend", ("tandem",)),
     ("lora.base", "lora.rank", ()),
@@ -76,6 +82,58 @@ COUNTS_WITH: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("cluster.address", "cluster.nodes", ()),
     ("cluster.reward_workers", "cluster.nodes", ()),
     ("cluster.env_workers", "cluster.nodes", ()),
+)
+_ONE_PROCESS = "a microbatch's tokens and layers must be in one process"
+_WAITS = "an agent's client waits for its answer, so its episode cannot pause"
+# Keys that do not go with each other: one and its values, another and its values, and why; (): any
+# but the default, and of parallel.mesh any of several processes.
+APART: tuple[tuple[str, tuple[str, ...], str, tuple[str, ...], str], ...] = (
+    ("train.router_aux_loss_coef", (), "parallel.context", (), _ONE_PROCESS),
+    ("train.router_aux_loss_coef", (), "parallel.pipeline", (), _ONE_PROCESS),
+    ("rl.router_replay", (), "parallel.context", (), _ONE_PROCESS),
+    ("rl.router_replay", (), "parallel.pipeline", (), _ONE_PROCESS),
+    (
+        "rl.router_replay",
+        (),
+        "stream.kind",
+        ("transfer_queue",),
+        "experts do not travel by it, and a step is not packed by lengths alone; use memory",
+    ),
+    (
+        "train.optimizer",
+        ("muon",),
+        "lora.rank",
+        (),
+        "adapters freeze the matrices of the layers, which it steps; use adamw, which steps the "
+        "adapters' factors",
+    ),
+    (
+        "train.optimizer",
+        ("adamw_8bit",),
+        "train.backend",
+        ("megatron",),
+        "it does not step Megatron's parts; use adamw",
+    ),
+    (
+        "parallel.tensor",
+        (),
+        "train.optimizer",
+        ("adamw_8bit",),
+        "it divides rows of weights, whose blocks share a scale; divide by parallel.data, pipeline "
+        "or expert",
+    ),
+    ("parallel.shard", (), "parallel.expert", (), "then only 0 is possible"),
+    (
+        "lora.base",
+        (),
+        "parallel.mesh",
+        (),
+        "quantized weights are not divided, so [parallel] may have one process; use float",
+    ),
+    ("weights.delta", (), "rollout.engine", ("vllm",), "it loads all tensors at once"),
+    ("rollout.engine", (), "cluster.nodes", (), "on a Ray cluster only tandem runs"),
+    ("rollout.devices", (), "cluster.nodes", (), "there Ray gives each worker its device"),
+    ("rollout.token_budget", (), "env.name", ("agent", "verifiers"), _WAITS),
 )
 
 
@@ -112,9 +170,9 @@ class Config(Section):
 
     def contradictions(self) -> Iterator[str]:
         yield from self._without_effect()
+        yield from self._apart()
         yield from self.rl.estimator.refuses(self)
         yield from self.rl.policy_loss.refuses(self)
-        yield from self._schedule_contradictions()
         yield from self._cluster_contradictions()
         if self.train.backend == "megatron":
             yield from self._megatron_contradictions()
@@ -122,16 +180,6 @@ class Config(Section):
             yield (
                 "run.stall_s: must be at least 20 with stream.kind=transfer_queue, whose transfers "
                 "have half of it"
-            )
-        if self.rl.router_replay and self.parallel.context * self.parallel.pipeline > 1:
-            yield (
-                "rl.router_replay: a microbatch's tokens and layers must be in one process, so "
-                "parallel.context and parallel.pipeline must be 1"
-            )
-        if self.rl.router_replay and self.stream.kind == "transfer_queue":
-            yield (
-                "rl.router_replay: experts do not travel by stream.kind=transfer_queue, and a step "
-                "is not packed by lengths alone; use memory"
             )
         if self.reward.overlong_buffer >= self.rollout.max_new_tokens:
             yield (
@@ -143,25 +191,24 @@ class Config(Section):
                 "reward.function: `env` is what an environment gave, and env.name=single_turn "
                 "gives none"
             )
-        if self.lora.rank and self.train.optimizer == "muon":
+
+        if self.env.name != "single_turn" and self.run.stall_s <= self.env.timeout_s + 5:
             yield (
-                "train.optimizer: muon steps the matrices of the layers, which lora.rank > 0 "
-                "freezes; use adamw, which steps the adapters' factors"
+                "run.stall_s: must be above env.timeout_s + 5, or a slow environment is taken "
+                "for a stall"
             )
-        if self.lora.base != "float" and self.parallel.processes > 1:
+        if self.rollout.staleness >= self.run.steps:
             yield (
-                "lora.base: quantized weights are not divided, so [parallel] may have one "
-                "process; use float"
+                "rollout.staleness: must be below run.steps, or the starting weights sample every "
+                "step"
             )
-        if self.train.optimizer == "adamw_8bit" and self.parallel.tensor > 1:
+        if (
+            self.rollout.token_budget >= self.rollout.max_new_tokens
+            and self.env.name == "single_turn"
+        ):
             yield (
-                "parallel.tensor: divides rows of weights, whose blocks share a scale in "
-                "train.optimizer=adamw_8bit; divide by parallel.data, pipeline or expert"
-            )
-        if self.train.router_aux_loss_coef and self.parallel.context * self.parallel.pipeline > 1:
-            yield (
-                "train.router_aux_loss_coef: a microbatch's tokens and layers must be in one "
-                "process, so parallel.context and parallel.pipeline must be 1"
+                "rollout.token_budget: has no effect from rollout.max_new_tokens on, as no "
+                "completion pauses"
             )
 
     def _without_effect(self) -> Iterator[str]:
@@ -179,6 +226,20 @@ class Config(Section):
                 beside = f"with {other}={kind}, only with {' or '.join(kinds)}"
                 yield f"{key}: has no effect {beside if kinds else f'without {other}'}"
 
+    def _apart(self) -> Iterator[str]:
+        """Yield the keys of APART that are set beside what they do not go with."""
+
+        def is_set(key: str, choices: tuple[str, ...]) -> str:
+            section, name = key.split(".")
+            value, field = getattr(getattr(self, section), name), fields[section].get(name)
+            usual = field.default if field else ""
+            return f"{key}={value}" if (value in choices if choices else value != usual) else ""
+
+        fields = {name: type(section).model_fields for name, section in self}
+        for key, choices, other, beside, reason in APART:
+            if is_set(key, choices) and (found := is_set(other, beside)):
+                yield f"{key}: does not go with {found}; {reason}"
+
     def _cluster_contradictions(self) -> Iterator[str]:
         nodes, transport = self.cluster.nodes, self.weights.transport
         on_ray = self.cluster.trainers == "ray"
@@ -192,24 +253,14 @@ class Config(Section):
             )
         if self.cluster.env_workers and self.env.name == "single_turn":
             yield "cluster.env_workers: has no effect on env.name=single_turn, which does nothing"
-        if nodes and self.rollout.engine != "tandem":
-            yield "rollout.engine: on a Ray cluster (cluster.nodes) only tandem runs"
-        if nodes and self.rollout.devices:
-            yield (
-                "rollout.devices: on a Ray cluster (cluster.nodes) Ray gives each worker its device"
-            )
         if transport == "ray" and not nodes:
             yield "weights.transport: ray needs a Ray cluster (cluster.nodes)"
         if nodes and transport not in ("auto", "ray"):
             yield f"weights.transport: {transport} is of one machine, and cluster.nodes need ray"
-        if self.weights.delta and self.rollout.engine == "vllm":
-            yield "weights.delta: rollout.engine=vllm loads all tensors at once"
 
     def _megatron_contradictions(self) -> Iterator[str]:
         """Yield what train/megatron does not do."""
         parallel = self.parallel
-        if self.train.optimizer == "adamw_8bit":
-            yield "train.optimizer: adamw_8bit does not step the parts of train.backend=megatron"
         if self.rl.estimator.needs_critic:
             yield (
                 f"rl.advantage: {self.rl.advantage} has a critic, which train.backend=megatron "
@@ -224,27 +275,4 @@ class Config(Section):
             yield (
                 "parallel.expert: with train.backend=megatron it needs parallel.tensor=1; "
                 "Megatron wants sequence parallelism beside both"
-            )
-
-    def _schedule_contradictions(self) -> Iterator[str]:
-        rollout, env = self.rollout, self.env
-        if env.name != "single_turn" and self.run.stall_s <= env.timeout_s + 5:
-            yield (
-                "run.stall_s: must be above env.timeout_s + 5, or a slow environment is taken "
-                "for a stall"
-            )
-        if rollout.staleness >= self.run.steps:
-            yield (
-                "rollout.staleness: must be below run.steps, or the starting weights sample every "
-                "step"
-            )
-        if rollout.token_budget > 0 and env.name in ("agent", "verifiers"):
-            yield (
-                "rollout.token_budget: an agent's client waits for its answer, so env.name=agent "
-                "and verifiers cannot pause"
-            )
-        if rollout.token_budget >= rollout.max_new_tokens and env.name == "single_turn":
-            yield (
-                "rollout.token_budget: has no effect from rollout.max_new_tokens on, as no "
-                "completion pauses"
             )
