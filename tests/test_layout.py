@@ -16,11 +16,12 @@ import config_page
 import figures
 
 from tandem.registry import BUILT_IN, TABLES
+from tests.support import selection
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tandem"
 FILES = sorted(PACKAGE.rglob("*.py"))
-DOOR = {"types", "registry"}  # what every room may import beside runtime/
+DOOR = {"types", "registry", "choices"}  # what every room may import beside runtime/
 ROOMS = {  # room -> the other rooms that it may import; none of them leads back to it
     "runtime": set(),
     "config": {"rl"},  # of rl, what is known of an algorithm by its name
@@ -351,7 +352,8 @@ def names_of(path):
     }
 
 
-def test_each_long_test_is_there():
-    for name in (ROOT / "tests" / "long.txt").read_text(encoding="utf-8").splitlines():
+def test_each_long_or_nightly_test_is_there():
+    for name in selection.read(selection.LONG) + selection.read(selection.TESTS / "nightly.txt"):
         file, _, function = name.partition("::")
-        assert f"def {function}(" in (ROOT / file).read_text(encoding="utf-8"), name
+        assert (ROOT / file).exists(), name
+        assert not function or f"def {function}(" in (ROOT / file).read_text("utf-8"), name

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from pydantic import Field, model_validator
 
+from tandem.choices import choices
 from tandem.config.algorithm import RL, Critic, settings_of
 from tandem.config.cluster import Cluster, Stream, Weights
 from tandem.config.episodes import Data, Env, Eval, Model, Reward, Rollout, Run, Sandbox
@@ -93,26 +94,12 @@ APART: tuple[tuple[str, tuple[str, ...], str, tuple[str, ...], str], ...] = (
     ("rl.router_replay", (), "parallel.context", (), _ONE_PROCESS),
     ("rl.router_replay", (), "parallel.pipeline", (), _ONE_PROCESS),
     (
-        "rl.router_replay",
-        (),
-        "stream.kind",
-        ("transfer_queue",),
-        "experts do not travel by it, and a step is not packed by lengths alone; use memory",
-    ),
-    (
         "train.optimizer",
         ("muon",),
         "lora.rank",
         (),
         "adapters freeze the matrices of the layers, which it steps; use adamw, which steps the "
         "adapters' factors",
-    ),
-    (
-        "train.optimizer",
-        ("adamw_8bit",),
-        "train.backend",
-        ("megatron",),
-        "it does not step Megatron's parts; use adamw",
     ),
     (
         "parallel.tensor",
@@ -130,9 +117,6 @@ APART: tuple[tuple[str, tuple[str, ...], str, tuple[str, ...], str], ...] = (
         (),
         "quantized weights are not divided, so [parallel] may have one process; use float",
     ),
-    ("weights.delta", (), "rollout.engine", ("vllm",), "it loads all tensors at once"),
-    ("rollout.engine", (), "cluster.nodes", (), "on a Ray cluster only tandem runs"),
-    ("rollout.devices", (), "cluster.nodes", (), "there Ray gives each worker its device"),
     ("rollout.token_budget", (), "env.name", ("agent", "verifiers"), _WAITS),
 )
 
@@ -171,16 +155,10 @@ class Config(Section):
     def contradictions(self) -> Iterator[str]:
         yield from self._without_effect()
         yield from self._apart()
-        yield from self.rl.estimator.refuses(self)
-        yield from self.rl.policy_loss.refuses(self)
-        yield from self._cluster_contradictions()
-        if self.train.backend == "megatron":
-            yield from self._megatron_contradictions()
-        if self.stream.kind == "transfer_queue" and self.run.stall_s < 20:
-            yield (
-                "run.stall_s: must be at least 20 with stream.kind=transfer_queue, whose transfers "
-                "have half of it"
-            )
+        yield from self.rl.estimator.conflicts(self)
+        yield from self.rl.policy_loss.conflicts(self)
+        for choice in choices(self):
+            yield from choice.conflicts(self)
         if self.reward.overlong_buffer >= self.rollout.max_new_tokens:
             yield (
                 "reward.overlong_buffer: must be below rollout.max_new_tokens, or every completion "
@@ -191,7 +169,6 @@ class Config(Section):
                 "reward.function: `env` is what an environment gave, and env.name=single_turn "
                 "gives none"
             )
-
         if self.env.name != "single_turn" and self.run.stall_s <= self.env.timeout_s + 5:
             yield (
                 "run.stall_s: must be above env.timeout_s + 5, or a slow environment is taken "
@@ -229,50 +206,13 @@ class Config(Section):
     def _apart(self) -> Iterator[str]:
         """Yield the keys of APART that are set beside what they do not go with."""
 
-        def is_set(key: str, choices: tuple[str, ...]) -> str:
+        def is_set(key: str, values: tuple[str, ...]) -> str:
             section, name = key.split(".")
             value, field = getattr(getattr(self, section), name), fields[section].get(name)
             usual = field.default if field else ""
-            return f"{key}={value}" if (value in choices if choices else value != usual) else ""
+            return f"{key}={value}" if (value in values if values else value != usual) else ""
 
         fields = {name: type(section).model_fields for name, section in self}
-        for key, choices, other, beside, reason in APART:
-            if is_set(key, choices) and (found := is_set(other, beside)):
+        for key, values, other, beside, reason in APART:
+            if is_set(key, values) and (found := is_set(other, beside)):
                 yield f"{key}: does not go with {found}; {reason}"
-
-    def _cluster_contradictions(self) -> Iterator[str]:
-        nodes, transport = self.cluster.nodes, self.weights.transport
-        on_ray = self.cluster.trainers == "ray"
-        if on_ray and self.parallel.processes == 1:
-            yield "cluster.trainers: ray starts the ranks after 0, and [parallel] has one process"
-        calls = self.cluster.reward_workers + self.cluster.env_workers
-        if nodes and not (self.rollout.workers or self.stream.kind != "memory" or on_ray or calls):
-            yield (
-                "cluster.nodes: rollout workers run on them, and rollout.workers=0 has none; e.g. "
-                f"rollout.workers={nodes}"
-            )
-        if self.cluster.env_workers and self.env.name == "single_turn":
-            yield "cluster.env_workers: has no effect on env.name=single_turn, which does nothing"
-        if transport == "ray" and not nodes:
-            yield "weights.transport: ray needs a Ray cluster (cluster.nodes)"
-        if nodes and transport not in ("auto", "ray"):
-            yield f"weights.transport: {transport} is of one machine, and cluster.nodes need ray"
-
-    def _megatron_contradictions(self) -> Iterator[str]:
-        """Yield what train/megatron does not do."""
-        parallel = self.parallel
-        if self.rl.estimator.needs_critic:
-            yield (
-                f"rl.advantage: {self.rl.advantage} has a critic, which train.backend=megatron "
-                "does not train"
-            )
-        if parallel.context > 1 and parallel.expert > 1:
-            yield (
-                "parallel.context: with train.backend=megatron it needs parallel.expert=1; "
-                "Megatron counts their processes in another order"
-            )
-        if parallel.expert > 1 and parallel.tensor > 1:
-            yield (
-                "parallel.expert: with train.backend=megatron it needs parallel.tensor=1; "
-                "Megatron wants sequence parallelism beside both"
-            )
