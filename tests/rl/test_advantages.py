@@ -124,27 +124,9 @@ def test_equal_rewards_in_float32_have_exactly_0_advantage(kind, reward, size):
     assert not advantages(kind, np.full((2, size), reward), k=2).any()
 
 
-def test_equal_rewards_in_float64_have_exactly_0_advantage():
-    """Exactly: where no group has signal, an optimizer that divides by the gradient's size makes a
-    full step of 1e-11."""
-    for reward, size in ((0.1, 3), (0.9, 3), (0.9, 7), (1000.1, 7)):
-        rewards = np.full((2, size), reward)
-        assert {
-            kind: advantages(kind, rewards).any() for kind in BASELINE_FROM_GROUP
-        } == dict.fromkeys(BASELINE_FROM_GROUP, False)
-
-
 @pytest.mark.parametrize("kind", ["grpo", "grpo_no_std", "reinforce_pp_baseline"])
 def test_group_of_one_episode_has_advantage_0(kind):
     assert advantages(kind, np.array([[0.7], [-2.0]])).tolist() == [[0.0], [0.0]]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_group_does_not_see_the_other_groups(kind):
-    table = advantages(kind, REWARDS)
-    for row, group in enumerate(REWARDS):
-        # not array_equal: a matrix product of one row may sum in another order, by one ulp
-        np.testing.assert_allclose(advantages(kind, group[None])[0], table[row], rtol=1e-14)
 
 
 def test_gdpo_equals_the_formula():
@@ -185,13 +167,6 @@ def test_gdpo_compares_only_the_episodes_that_a_reward_applies_to():
         np.testing.assert_array_equal(found, gdpo(right[None], np.ones(1)))
     some = gdpo(np.array([[[nan, 2.0, nan, 3.0], [nan] * 4]]), np.ones(1))
     assert some[0, 1] < some[0, 0] == some[0, 2] < some[0, 3] and not some[1].any()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_rewards_are_left_as_they_were(kind):
-    rewards = REWARDS.copy()
-    advantages(kind, rewards)
-    assert np.array_equal(rewards, REWARDS)
 
 
 @pytest.mark.parametrize(("size", "k"), [(g, k) for g in range(2, 8) for k in range(2, g + 1)])
