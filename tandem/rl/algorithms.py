@@ -104,12 +104,6 @@ def policy_loss(name: str) -> PolicyLoss:
     return found
 
 
-def algorithm(name: str) -> Algorithm:
-    """Return the algorithm of a name."""
-    found: Algorithm = find("algorithms", name, key="rl.algorithm")
-    return found
-
-
 def counts_with(chosen: Estimator, loss: PolicyLoss) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """Yield (key, "rl.advantage" or "rl.loss", its names beside which the key counts)."""
     for key, table, part in (
