@@ -21,11 +21,24 @@ from tandem.runtime.errors import UserError
 from tandem.runtime.wording import nearest
 
 BUILT_IN: dict[str, dict[str, str]] = {
+    "model_paths": {  # model/paths.py: ModelPath; the first that has nothing against a config
+        "lean": "tandem.model.lean:LEAN",
+        "general": "tandem.model.trial:GENERAL",
+        "inexact": "tandem.model.trial:INEXACT",
+    },
+    "multimodal_paths": dict.fromkeys(  # the same for types of models that also read images
+        ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3"),
+        "tandem.plugins.vision.image_model:VISION",
+    ),
+    "model_engines": {  # what samples from the models of a path: an engine.engine.Engine
+        "paged": "tandem.engine.engine:Engine",
+        "unpaged": "tandem.engine.inexact_engine:InexactEngine",
+    },
     "trackers": {  # run_folder/trackers/tracker.py: Tracker
         "mlflow": "tandem.run_folder.trackers.mlflow:MlflowTracker",
         "trackio": "tandem.run_folder.trackers.trackio:TrackioTracker",
         "wandb": "tandem.run_folder.trackers.wandb:WandbTracker",
-    }
+    },
 }
 
 

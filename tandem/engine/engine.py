@@ -35,6 +35,7 @@ from tandem.model.logprobs import SeenTokens
 from tandem.model.paged_attention import PAGE, Runs
 from tandem.model.rope import positions_of
 from tandem.plugins.vision.image_tokens import text_tokens
+from tandem.registry import find
 from tandem.runtime import watchdog
 from tandem.runtime.errors import UserError
 from tandem.runtime.rng import uniforms
@@ -42,6 +43,12 @@ from tandem.types import Completion, CompletionStop, Request
 from tandem.weights.hashing import tensor_digests, weight_hash
 
 OnUpdate = Literal["finish", "restart", "continue"]
+
+
+def make_engine(model: ExactModel, decode: Callable[[np.ndarray], str], **sizes: Any) -> "Engine":
+    """Make the engine of a model, of the class that its path names. sizes: as Engine's."""
+    engine: Engine = find("model_engines", model.engine, key="model.path")(model, decode, **sizes)
+    return engine
 
 
 class Engine:

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tandem.model.inverse_cdf import inverse_cdf
-from tandem.model.logprobs import SeenTokens, likeliest, log_distribution, penalize
+from tandem.model.logprobs import SeenTokens, inverse_cdf, likeliest, log_distribution, penalize
 from tandem.types import SamplingDistribution
 
 # Fields of SamplingParams that are equal in sequences sampled in one call.

@@ -13,8 +13,7 @@ import torch
 
 from tandem.config.schema import Config
 from tandem.data.renderer import ChatRenderer, load_renderer
-from tandem.engine.engine import Engine, check_room
-from tandem.engine.inexact_engine import make_engine
+from tandem.engine.engine import Engine, check_room, make_engine
 from tandem.engine.page_cache import page_bytes
 from tandem.engine.sync_check import Probe, make_probe
 from tandem.engine.worker_pool.client import Client, PoolThread
@@ -29,7 +28,6 @@ from tandem.jobs.http_engines import (
     require_starting_weights,
 )
 from tandem.jobs.models import (
-    check_image_engine,
     check_reward_model,
     check_tokenizer,
     placement,
@@ -38,11 +36,12 @@ from tandem.jobs.models import (
 )
 from tandem.jobs.reward_workers import build_reward_pool, open_reward_workers
 from tandem.model import custom_code
-from tandem.model.config_file import check_model, inner_size, reads_images
+from tandem.model.config_file import check_model, inner_size
 from tandem.model.load import ExactModel, load_model
+from tandem.model.paths import Gap, check_parts
 from tandem.model.placement import place_models
 from tandem.model.probe import Exactness, fastest_exact, probe, try_matmuls
-from tandem.model.trial import random_model
+from tandem.model.schedule import random_model
 from tandem.model.triton.dispatch import matmul_kernel, triton_for, use_matmul
 from tandem.plugins.cluster.job import open_hosts, worker_device
 from tandem.plugins.vllm import worker as vllm_worker
@@ -101,8 +100,8 @@ def probe_exactness(
     these weights.
     """
     processor = placement(config).processor()
-    if model.inexact:
-        return _not_exact(model, report, processor)
+    if isinstance(model.exactness, Gap):
+        return _not_exact(model.exactness, report, processor)
     seed, microbatch = config.run.seed, config.train.tokens_per_microbatch
     if model.device.type == "cuda":
         before = "" if folder is None else read_matmul(folder, processor)
@@ -111,8 +110,8 @@ def probe_exactness(
     free = max(1, min(torch.get_num_threads(), numerics.cores() - workers))
     found, seen = probe(model, seed, [free], microbatch), [_shape(model)]
     for other in others:
-        if other.inexact:
-            found.thread_dependent.append(f"a model that is not exact, {other.inexact}")
+        if isinstance(other.exactness, Gap):
+            found.thread_dependent.append(f"a model that is not exact, {other.exactness.reason}")
         elif _shape(other) not in seen:
             seen.append(_shape(other))
             alike = random_model(other, seed, placement(config).dtype)
@@ -129,13 +128,13 @@ def probe_exactness(
     return found
 
 
-def _not_exact(model: ExactModel, report: Report, processor: str) -> Exactness:
+def _not_exact(gap: Gap, report: Report, processor: str) -> Exactness:
     """Report a model of the inexact path, whose operators nobody probes."""
     report(
-        f"NOT exact: engine and trainer compute differently ({model.inexact}), gap measured each "
+        f"NOT exact: engine and trainer compute differently ({gap.reason}), gap measured each "
         f"step; bits depend on the thread count, {torch.get_num_threads()} are kept; {processor}"
     )
-    return Exactness(parity=[], thread_dependent=[model.inexact], inexact=model.inexact)
+    return Exactness(parity=[], thread_dependent=[gap.reason], inexact=gap.reason)
 
 
 def choose_matmul(
@@ -203,8 +202,7 @@ def load_engine(
 ) -> Generate:
     """Load the engine of a command that only generates; every prompt has room."""
     shape = check_model(config.model.path)
-    if reads_images(shape):
-        check_image_engine(config, shape)
+    check_parts(config, shape, "model.path")
     if is_http(config):
         engines = load_http_engines(config, renderer, report)
         require_starting_weights(engines)

@@ -25,15 +25,17 @@ from torch import Tensor, nn
 
 from tandem.model.onednn import (
     HAS_PREPACKED,
+    PACK_ROWS_HINT,
+    TILE_ROWS,
     TILE_TERMS,
     gradient_product,
     in_float32,
     padded_rows,
     product,
+    tile_sizes,
     weight_gradient,
 )
 from tandem.model.quantized import dequantized
-from tandem.model.tiles import PACK_ROWS_HINT, TILE_ROWS, tile_sizes
 from tandem.model.triton.dispatch import triton_for
 
 
@@ -202,6 +204,23 @@ class ExactLinear(nn.Module):
             return Part(self.weight, self.bias)
         adapter = Adapter(self.lora_A.weight, self.lora_B.weight, self.scaling)
         return Part(self.weight, self.bias, adapter)
+
+
+class ExactConv1D(ExactLinear):
+    """transformers' Conv1D (GPT-2), a linear whose weight is [I, O], with the exact forward on the
+    same parameters; an adapter's factors are as those of other linears."""
+
+    def active_part(self) -> Part:
+        return Part(self.weight.t(), self.bias) if self.base_only else self.adapted_part()
+
+    def adapted_part(self) -> Part:
+        part = super().adapted_part()
+        return part._replace(weight=part.weight.t())
+
+
+def is_conv1d(module: Any) -> bool:
+    """Tell whether a module is transformers' Conv1D, without importing transformers."""
+    return type(module).__name__ == "Conv1D"
 
 
 class FusedLinear:

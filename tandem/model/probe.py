@@ -4,7 +4,7 @@ Two questions. *Parity*: does a token have the same bits in the trainer's packed
 engine's prefill and decode? *Threads*: do forward and backward pass have the same bits with one
 thread and with several? The probe runs every linear, SwiGLU, log-softmax, top-p, sampling and the
 attention of the model, at row counts that take different kernels somewhere, and a random model of
-the same shapes in a random schedule (trial.py). It names each operator that differs: two seconds
+the same shapes in a random schedule (schedule.py). It names each operator that differs: two seconds
 for 135M parameters and two cores. On a GPU it finds the fastest exact kernel too (`try_matmuls`).
 """
 
@@ -20,17 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from tandem.model.attention import Plan
-from tandem.model.config_file import first_line, is_lean
-from tandem.model.inverse_cdf import inverse_cdf
-from tandem.model.layers import ExactLayer
-from tandem.model.linear import ExactLinear, swiglu
+from tandem.model.config_file import first_line
+from tandem.model.linear import ExactLinear
 from tandem.model.load import ExactModel
-from tandem.model.logprobs import chunks, log_distribution
+from tandem.model.logprobs import chunks, inverse_cdf, log_distribution
 from tandem.model.onednn import HAS_PREPACKED, gradient_product, padded_rows, weight_gradient
-from tandem.model.trial import (
+from tandem.model.paths import named_path
+from tandem.model.random_models import VOCABULARY
+from tandem.model.schedule import (
     LONG,
     SHORT,
-    VOCABULARY,
     Cache,
     Schedule,
     random_like,
@@ -179,7 +178,7 @@ def probe(
         parity = _linears_differ(model, noise, microbatch)
         parity += _rowwise_differ(model, noise)
         parity += _attention_differs(small, noise)
-        parity += [] if is_lean(model.config) else _part_differs(small)
+        parity += _part_differs(small, named_path(model.path).foreign_parts(small))
     schedule, passes = Schedule(small, seed), []
     for count in counts:
         with threads_of(count):
@@ -199,9 +198,8 @@ def probe(
     return Exactness(parity=unfit + parity, thread_dependent=unfit + dependent)
 
 
-def _part_differs(model: ExactModel) -> list[str]:
-    """Name the first part of transformers' forward pass whose rows differ with the row count."""
-    parts = dict(model.module.base_model.named_modules())
+def _part_differs(model: ExactModel, parts: dict[str, nn.Module]) -> list[str]:
+    """Name the first of a model's parts whose rows differ with the row count."""
     # an expert has the rows of its own tokens
     inside = tuple(f"{n}." for n, part in parts.items() if hasattr(part, "is_transposed"))
     names = {part: name for name, part in parts.items() if not name.startswith(inside)}
@@ -211,6 +209,8 @@ def _part_differs(model: ExactModel) -> list[str]:
         if isinstance(out, Tensor):
             outputs[part] = out
 
+    if not parts:
+        return []
     hooks = [part.register_forward_hook(keep) for part in names]
     tokens = torch.randint(VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(0))
 
@@ -280,8 +280,7 @@ def _rowwise_differ(
         "top-p": (lambda x: filtered(x.float(), edged), ranked),
         "sampling": (sampled, vocabulary),
     }
-    if is_lean(model.config):
-        operators["SwiGLU"] = swiglu, 2 * model.config.intermediate_size
+    operators |= named_path(model.path).rowwise(model.config)
     differing = []
     for name, (function, width) in operators.items():
         x = random_like(model, noise, 40, width)
@@ -312,18 +311,7 @@ def _findings(name: str, counts: Sequence[int]) -> list[str]:
 def _linears(model: ExactModel) -> dict[tuple[int, int], Callable[[Tensor], Tensor]]:
     """Pick one linear of each shape (outputs, inputs), as the layers run them."""
     runs: list[tuple[Any, Sequence[ExactLinear]]] = []
-    if not is_lean(model.config):
-        parts = model.module.base_model.modules()
-        runs += [(part, [part]) for part in parts if isinstance(part, ExactLinear)]
-        layers = []
-    else:
-        layers = model.module.model.layers
-    for layer in layers:
-        assert isinstance(layer, ExactLayer)
-        runs += [(fused, fused.parts) for fused in (layer.qkv, layer.gate_up) if fused is not None]
-        single = [layer.self_attn.o_proj] + ([] if layer.sparse else [layer.mlp.down_proj])
-        runs += [(linear, [linear]) for linear in single]
-    runs.append((model.head, [model.head]))
+    runs += [*named_path(model.path).linears(model), (model.head, [model.head])]
     weights = [([p.active_part().weight for p in parts], linear) for linear, parts in runs]
     return {(sum(map(len, own)), own[0].shape[1]): linear for own, linear in weights}
 

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-TYPES = ("lfm2", "lfm2_moe", "lfm3")
 CLASSES = ("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv")
 
 
@@ -21,12 +20,6 @@ class History(Protocol):
         """Return what x [T, D] was 1 to `count` tokens before each row in its sequence, [T, D]
         each, and zeros before a sequence's first token."""
         ...
-
-
-def conv_layers(config: Any) -> list[int]:
-    """List the numbers of the layers that are short convolutions, by a transformers config."""
-    types = getattr(config, "layer_types", None) or [] if config.model_type in TYPES else []
-    return [number for number, kind in enumerate(types) if kind == "conv"]
 
 
 class ExactShortConv(nn.Module):

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from tandem.model.decode_rows import DecodeRows
-from tandem.model.paged_attention import PAGE, Runs
+from tandem.model.paged_attention import PAGE, DecodeRows, Runs
 from tandem.model.triton.attention_kernels import SPLIT_KEYS
 from tandem.model.triton.ops import attention
 from tandem.model.triton.plans import TritonDecodePlan, TritonPagedPlan

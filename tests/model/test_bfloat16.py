@@ -5,15 +5,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tandem.model.inexact_trial import why_inexact
 from tandem.model.layers import embed
 from tandem.model.linear import Part, fused_linear, multiply, pack, swiglu
 from tandem.model.load import make_exact
-from tandem.model.onednn import gradient_product
+from tandem.model.onednn import TILE_ROWS, gradient_product
 from tandem.model.placement import Placement
 from tandem.model.probe import probe
-from tandem.model.tiles import TILE_ROWS
-from tests.support.architectures import architecture, stock
+from tests.support.architectures import architecture, stock, why_inexact
 from tests.support.parity import engine_for, largest_gap, random_requests
 from tests.support.tiny import exact_logits, random_tokens, stock_logits
 
@@ -89,7 +87,7 @@ def test_gradient_products_have_the_type_of_the_second_factor_or_float32():
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt2", "gpt_oss", "opt", "deepseek_v3"])
 def test_general_path_is_exact_and_as_close_to_float32_as_transformers(name):
-    assert not why_inexact(architecture(name), "here", Placement(torch.device("cpu"), BF16))
+    assert not why_inexact(architecture(name), Placement(torch.device("cpu"), BF16))
     model, whole, theirs = make_exact(stock(name).to(BF16)), stock(name), stock(name).to(BF16)
     theirs.set_experts_implementation("eager")
     assert probe(model, 1).parity == []

@@ -12,12 +12,12 @@ from transformers.activations import ACT2FN
 
 from tandem.config.schema import Config
 from tandem.jobs.models import check_models
-from tandem.model.config_file import check_model, is_lean
+from tandem.model.config_file import check_model
 from tandem.model.forward import batch_logprobs
 from tandem.model.general import make_general
-from tandem.model.inexact_trial import why_inexact
 from tandem.model.load import load_model
 from tandem.model.lora import Lora, add_adapter, chosen_shapes
+from tandem.model.paths import divisible
 from tandem.model.placement import Placement
 from tandem.model.probe import Exactness, probe
 from tandem.model.tiny import make_tokenizer
@@ -25,7 +25,7 @@ from tandem.run_folder.export import export, export_adapter
 from tandem.runtime.errors import UserError
 from tandem.train.pack import pack
 from tandem.types import SamplingDistribution
-from tests.support.architectures import ARCHITECTURES, LEAN, architecture, exact, stock
+from tests.support.architectures import ARCHITECTURES, LEAN, architecture, exact, stock, why_inexact
 from tests.support.parity import engine_for, largest_gap, random_requests
 from tests.support.tiny import exact_logits, random_samples, random_tokens, stock_logits
 
@@ -268,7 +268,7 @@ def test_lean_layer_and_general_path_have_the_same_bits(name):
     """Gradients do not: the lean layer sums those of its fused linears in another order, and has
     torch's own derivative of SiLU."""
     lean, general = exact(name), make_general(stock(name))
-    assert is_lean(lean.config)
+    assert divisible(lean.config)
     documents = [random_tokens(np.random.default_rng(3), length) for length in (1, 30, 7, 161)]
     pairs = zip(exact_logits(lean, documents), exact_logits(general, documents), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
@@ -287,7 +287,7 @@ def test_lean_layer_and_general_path_have_the_same_bits(name):
 
 
 def test_architectures_of_the_lean_layer_keep_it():
-    assert not any(is_lean(architecture(name)) for name in ARCHITECTURES)
+    assert not any(divisible(architecture(name)) for name in ARCHITECTURES)
 
 
 def test_a_model_that_would_be_wrong_is_refused(tmp_path):
@@ -302,7 +302,7 @@ def test_a_model_that_would_be_wrong_is_refused(tmp_path):
 
 def test_a_model_that_sees_a_little_of_its_neighbours_is_refused(leaky):
     with pytest.raises(UserError, match="this model cannot run") as error:
-        why_inexact(architecture("olmo2", hidden_act=leaky), "here")
+        why_inexact(architecture("olmo2", hidden_act=leaky))
     assert "depend on later tokens" in error.value.found
     assert "report its config.json" in error.value.next  # olmo2 is listed
 
@@ -316,7 +316,7 @@ def test_a_model_that_sees_a_little_of_its_neighbours_is_refused(leaky):
     ],
 )
 def test_experts_of_any_width_are_tried_and_exact(name, sizes):
-    assert why_inexact(architecture(name, **sizes), "here") == ""
+    assert why_inexact(architecture(name, **sizes)) == ""
 
 
 @pytest.fixture
@@ -341,7 +341,7 @@ def test_mesh_is_refused_for_the_general_path(tmp_path):
 
 def test_a_gpu_has_no_general_exact_path():
     gpu = Placement(torch.device("cuda", 0), torch.bfloat16)
-    assert "it runs on cuda" in why_inexact(architecture("olmo2"), "here", gpu)
+    assert "it runs on cuda" in why_inexact(architecture("olmo2"), gpu)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, T5Config
 
 from tandem.model.attention import PackedPlan
-from tandem.model.config_file import check_model, is_lean, why_not_exact
+from tandem.model.config_file import check_model, why_not_exact
 from tandem.model.load import load_model, make_exact
 from tandem.model.lora import Lora
+from tandem.model.paths import divisible
 from tandem.model.tiny import make_tokenizer
 from tandem.run_folder.export import export
 from tandem.runtime.errors import UserError
@@ -199,7 +200,7 @@ def test_model_without_a_path_is_refused_by_name_without_weights(tmp_path):
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_the_supported_architectures_have_nothing_against_them(kind):
-    assert is_lean(tiny_config(kind)) and not why_not_exact(tiny_config(kind))
+    assert divisible(tiny_config(kind)) and not why_not_exact(tiny_config(kind))
 
 
 def test_missing_model_message_says_what_lies_there(tmp_path):
@@ -212,15 +213,6 @@ def test_missing_model_message_says_what_lies_there(tmp_path):
     with pytest.raises(UserError, match="not a model directory") as error:
         check_model(str(tmp_path))
     assert error.value.found == "a directory without config.json: notes.txt"
-
-
-@pytest.mark.parametrize(
-    "text", ["{", "[]", json.dumps({"hidden_size": 96}), json.dumps({"model_type": "nonsense"})]
-)
-def test_a_broken_config_is_a_users_error(text, tmp_path):
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(UserError):
-        check_model(str(tmp_path))
 
 
 @pytest.mark.parametrize("content", [None, b"", b"not safetensors"])

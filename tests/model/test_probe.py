@@ -26,7 +26,7 @@ from tandem.model.probe import (
     probe,
     try_kernels,
 )
-from tandem.model.trial import Schedule, random_model, threads_of
+from tandem.model.schedule import Schedule, random_model, threads_of
 from tandem.train.pack import pack
 from tandem.types import SamplingDistribution
 from tests.support import cells

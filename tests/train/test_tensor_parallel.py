@@ -9,7 +9,7 @@ from tandem.config.parallel import Parallel
 from tandem.model.load import make_exact
 from tandem.model.lora import Lora
 from tandem.model.probe import probe
-from tandem.model.trial import random_model
+from tandem.model.schedule import random_model
 from tandem.runtime.errors import UserError
 from tandem.train.parallel.checks import check_mesh
 from tandem.train.parallel.ranks import ParallelRanks

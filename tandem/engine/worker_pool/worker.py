@@ -190,7 +190,7 @@ def signs_of_life(channel: Channel, beat_s: float) -> AbstractContextManager[Non
 def load_engine(start: dict[str, Any]) -> "Engine":
     """Load the engine of a model directory, without an adapter: published weights are merged."""
     numerics.prepare(threads=1)
-    from tandem.engine.inexact_engine import make_engine
+    from tandem.engine.engine import make_engine
     from tandem.model import custom_code
     from tandem.model.load import load_model
     from tandem.model.placement import place_models

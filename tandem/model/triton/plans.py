@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.testing import do_bench_cudagraph as do_bench_cudagraph
 
-from tandem.model.decode_rows import DecodeRows
-from tandem.model.paged_attention import PAGE, Runs
+from tandem.model.paged_attention import PAGE, DecodeRows, Runs
 from tandem.model.triton import ops
 from tandem.model.triton.cumulative import inverse_cdf as inverse_cdf
 from tandem.model.triton.cumulative import top_p_edge as top_p_edge

@@ -14,14 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from tandem.model.config_file import (
-    CONFIG,
-    IMAGE_ARCHITECTURES,
-    check_model,
-    find_file,
-    first_line,
-    read_json,
-)
+from tandem.model.config_file import CONFIG, check_model, find_file, first_line, read_json
+from tandem.model.paths import reads_more_than_text
 from tandem.plugins.vision import image_store
 from tandem.plugins.vision.image_tokens import MOST_PLACES
 from tandem.runtime.errors import UserError
@@ -138,7 +132,7 @@ def load_image_reader(path: str, tokenizer: Any) -> ImageReader | None:
     """Load what reads images for a model directory or hub name; None for a model of text. Raises
     UserError."""
     values = read_json(path, CONFIG) or {}
-    if values.get("model_type") not in IMAGE_ARCHITECTURES:
+    if not reads_more_than_text(values.get("model_type")):
         return None
     config = check_model(path)
     try:

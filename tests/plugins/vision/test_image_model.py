@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import PeftModel
 
-from tandem.engine.inexact_engine import make_engine
+from tandem.engine.engine import make_engine
 from tandem.model.config_file import check_model
 from tandem.model.load import load_model
 from tandem.model.lora import Lora
