@@ -30,6 +30,10 @@ BUILT_IN: dict[str, dict[str, str]] = {
         ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3"),
         "tandem.plugins.vision.image_model:VISION",
     ),
+    "kernels": {  # model/kernels.py: Kernels, by the type of a device
+        "cpu": "tandem.model.cpu_kernels:CPU",
+        "cuda": "tandem.model.triton.plans:TRITON",
+    },
     "model_engines": {  # what samples from the models of a path: an engine.engine.Engine
         "paged": "tandem.engine.engine:Engine",
         "unpaged": "tandem.engine.inexact_engine:InexactEngine",

@@ -42,7 +42,6 @@ from tandem.model.paths import Gap, check_parts
 from tandem.model.placement import place_models
 from tandem.model.probe import Exactness, fastest_exact, probe, try_matmuls
 from tandem.model.schedule import random_model
-from tandem.model.triton.dispatch import matmul_kernel, triton_for, use_matmul
 from tandem.plugins.cluster.job import open_hosts, worker_device
 from tandem.plugins.vllm import worker as vllm_worker
 from tandem.rewards.pool.pool import TaskPool
@@ -100,10 +99,12 @@ def probe_exactness(
     these weights.
     """
     processor = placement(config).processor()
+    on_gpu = model.device.type == "cuda"
     if isinstance(model.exactness, Gap):
-        return _not_exact(model.exactness, report, processor)
+        found = _not_exact(model.exactness, report, processor)
+        return replace(found, matmul=model.kernels.chosen if on_gpu else "")
     seed, microbatch = config.run.seed, config.train.tokens_per_microbatch
-    if model.device.type == "cuda":
+    if on_gpu:
         before = "" if folder is None else read_matmul(folder, processor)
         alone = alone and config.parallel.processes == 1 and not is_http(config)
         choose_matmul(model, seed, report, before, alone=alone, microbatch=microbatch)
@@ -125,7 +126,7 @@ def probe_exactness(
         threads = ", with any number of threads" * (not found.parity)
         report(f"exactness probe: {parity}{threads} ({processor})")
         torch.set_num_threads(free)
-    return found
+    return replace(found, matmul=model.kernels.chosen if on_gpu else "")
 
 
 def _not_exact(gap: Gap, report: Report, processor: str) -> Exactness:
@@ -149,15 +150,15 @@ def choose_matmul(
     """Take the kernel of the run before, or the fastest exact one on this GPU at the model's
     shapes. Processes that are not alone do not know each other's choice, so each takes one of those
     with the same bits. microbatch: tokens of an update's pass."""
-    triton = triton_for(model.head.weight)
-    kernels = triton.MATMULS if alone else triton.OWN_MATMULS
+    own = model.kernels
+    kernels = own.matmuls if alone else own.own_matmuls
     if before in kernels:
-        use_matmul(before)
+        own.use_matmul(before)
         return
     trials = try_matmuls(model, seed, kernels=kernels, microbatch=microbatch)
-    use_matmul(fastest_exact(trials))
+    own.use_matmul(fastest_exact(trials))
     tried = ", ".join(map(str, trials))
-    report(f"matmul kernel: {matmul_kernel()}, the fastest exact one of {tried}")
+    report(f"matmul kernel: {own.chosen}, the fastest exact one of {tried}")
 
 
 def _shape(model: ExactModel) -> tuple[Any, ...]:
@@ -306,7 +307,7 @@ def _start_workers(
         dtype=placement(config).dtype_name,
         splits=model.splits,
         tensor_parallel=rollout.tensor_parallel,
-        matmul=matmul_kernel(),
+        matmul=model.kernels.chosen,
         cache_mb=rollout.cache_mb,
         max_batch=rollout.max_batch,
         longest=engine.longest,

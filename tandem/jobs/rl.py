@@ -26,7 +26,6 @@ from tandem.jobs.models import build_distill_models, build_rl_models, placement
 from tandem.jobs.ranks import open_ranks
 from tandem.jobs.streams import open_stream
 from tandem.model.probe import Exactness
-from tandem.model.triton.dispatch import matmul_kernel
 from tandem.plugins.cluster.job import ScaleOnRequest, check_cluster, open_cluster
 from tandem.rewards.pool.pool import TaskPool
 from tandem.rollout.collect import Collector, RolloutBatch
@@ -231,8 +230,7 @@ def _before_updates(
 def note_machine(run: RunFolder, found: Exactness, report: Report) -> None:
     """Write the processor and its kernel to machine.json; report it if the processor changed."""
     place = placement(run.config)
-    kernel = matmul_kernel() if place.device.type == "cuda" else ""
-    if news := run.note_machine(place.processor(), not found.thread_dependent, kernel):
+    if news := run.note_machine(place.processor(), not found.thread_dependent, found.matmul):
         report(news)
 
 

@@ -9,8 +9,9 @@ from torch import nn
 from tandem.model import custom_code
 from tandem.model.config_file import LEAN_ARCHITECTURES, is_sparse, why_not_exact, window_of
 from tandem.model.experts import ExactExperts, ExactRouter
+from tandem.model.kernels import kernels_of
 from tandem.model.layers import ExactLayer
-from tandem.model.linear import ExactLinear, swiglu
+from tandem.model.linear import ExactLinear
 from tandem.model.load import ExactModel
 from tandem.model.lora import Lora, add_adapter, exact_adapted, quantize_base
 from tandem.model.paths import ModelPath
@@ -72,7 +73,7 @@ class Lean(ModelPath):
         return runs
 
     def rowwise(self, config: Any) -> dict[str, tuple[Callable[..., Any], int]]:
-        return {"SwiGLU": (swiglu, 2 * config.intermediate_size)}
+        return {"SwiGLU": (lambda x: kernels_of(x).swiglu(x), 2 * config.intermediate_size)}
 
 
 def _exact_module(child: Any) -> nn.Module:

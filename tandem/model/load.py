@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tandem.model.attention import PackedPlan, Plan
+from tandem.model.attention import Plan
 from tandem.model.config_file import (
     HeadKind,
     check_model,
@@ -30,16 +30,16 @@ from tandem.model.config_file import (
 from tandem.model.custom_code import from_config
 from tandem.model.expert_choices import ExpertChoices
 from tandem.model.experts import ExactExperts, ExactRouter
-from tandem.model.layers import ExactLayer, Rotation, embed, norm, rotation_of
+from tandem.model.kernels import Kernels, Rotation, kernels_of
+from tandem.model.layers import ExactLayer, embed, norm, rotation_of
 from tandem.model.linear import ExactLinear, PackedWeight, Part
 from tandem.model.lora import Lora, Merged
 from tandem.model.onednn import padded_rows
-from tandem.model.paged_attention import PAGE, DecodeRows, PagedPlan, Runs
+from tandem.model.paged_attention import DecodeRows, Runs
 from tandem.model.paths import Exact, Exactness, divisible, named_path, path_of
 from tandem.model.placement import CPU_FLOAT32, Placement
 from tandem.model.row_parts import WHOLE
 from tandem.model.stock import load_stock, stock_class
-from tandem.model.triton.dispatch import triton_for
 from tandem.model.weight_files import check_sums, check_weights
 from tandem.runtime.errors import UserError
 
@@ -150,26 +150,24 @@ class ExactModel(nn.Module):
         owners = [part for part in self.modules() if isinstance(part, OWNERS_OF_PACKS)]
         return [pack for owner in owners for pack in owner.packs()]
 
+    @property
+    def kernels(self) -> Kernels:
+        return kernels_of(self.head.weight)
+
     def packed_plan(self, segments: np.ndarray) -> Plan:
         """Plan the attention of packed segments, int64 [S, 4] as in types.Microbatch."""
-        if triton := triton_for(self.head.weight):
-            return triton.TritonPackedPlan(segments, self.device)  # type: ignore[no-any-return]
         heads, kv_heads, _ = self.heads
-        return PackedPlan(segments, group=heads // kv_heads, kv_heads=kv_heads)
+        return self.kernels.packed_plan(segments, self.device, heads, kv_heads)
 
     def paged_plan(self, keys: Sequence[Tensor], values: Sequence[Tensor], runs: Runs) -> Plan:
         """Plan the attention of new tokens over a paged cache, as paged_attention.PagedPlan."""
-        if triton := triton_for(self.head.weight):
-            return triton.TritonPagedPlan(keys, values, runs, self.heads[0])  # type: ignore[no-any-return]
-        return PagedPlan(keys, values, runs, self.heads[0])
+        return self.kernels.paged_plan(keys, values, runs, self.heads[0])
 
     def decode_plan(
         self, keys: Sequence[Tensor], values: Sequence[Tensor], rows: DecodeRows
     ) -> Plan:
         """Plan as `paged_plan` for a decode step over static tensors."""
-        if triton := triton_for(self.head.weight):
-            return triton.TritonDecodePlan(keys, values, rows)  # type: ignore[no-any-return]
-        return PagedPlan(keys, values, rows.runs(), self.heads[0])
+        return self.kernels.decode_plan(keys, values, rows, self.heads[0])
 
     @property
     def window(self) -> int | None:
@@ -178,11 +176,9 @@ class ExactModel(nn.Module):
         return None if None in windows else max(windows)
 
     def shared_tiles(self, runs: Runs) -> np.ndarray | None:
-        """Plan which pages the sequences of a decode step read together, int32 [4, splits, S] as
-        `split_tiles`; None if they share none, or on a CPU, whose plan sees to it."""
+        """Plan which pages the sequences of a decode step read together, as Kernels do."""
         heads, kv_heads, _ = self.heads
-        triton, group = triton_for(self.head.weight), heads // kv_heads
-        return triton.split_tiles(runs.table, runs.starts, PAGE, group) if triton else None
+        return self.kernels.shared_tiles(runs, heads // kv_heads)
 
     @cached_property
     def heads(self) -> tuple[int, int, int]:

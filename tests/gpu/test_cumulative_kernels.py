@@ -9,11 +9,11 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from tandem.engine.sampler import sample
-from tandem.model.logprobs import likeliest, log_distribution
+from tandem.model.logprobs import log_distribution
 from tandem.model.triton.cumulative import BLOCK, inverse_cdf, top_p_edge
-from tandem.model.triton.dispatch import triton_everywhere
+from tandem.model.triton.plans import TRITON
 from tandem.types import SamplingDistribution
-from tests.support.kernels import DEVICE, random, same_bits
+from tests.support.kernels import DEVICE, random, same_bits, triton_everywhere
 
 LAST = 1 - 2.0**-24  # the largest uniform
 SIZES = pytest.mark.parametrize("size", [1, 7, 997, 1025, 50_257])  # 50,257: 13 blocks
@@ -167,7 +167,7 @@ def test_of_equal_tokens_the_first_are_the_likeliest():
     table = torch.zeros(3, 5000).to(DEVICE)
     table[:, 40:60] = 1.0
     with triton_everywhere():
-        values, tokens = likeliest(table, 22)
+        values, tokens = TRITON.likeliest(table, 22)
     assert tokens.tolist() == [[*range(40, 60), 0, 1]] * 3
     assert values.tolist() == [[1.0] * 20 + [0.0] * 2] * 3
 

@@ -13,13 +13,12 @@ from tandem.engine.graphs import HostCopy, StepGraphs, upload
 from tandem.engine.lookahead import Lookahead
 from tandem.model.load import make_exact
 from tandem.model.triton import ops
-from tandem.model.triton.dispatch import triton_everywhere
 from tandem.train.muon import orthogonalized
 from tandem.train.pack import pack
 from tandem.train.ranks import ALONE
 from tests.support.engines import facts, request
 from tests.support.fake_cuda import FakeCuda
-from tests.support.kernels import BF16, FP32, ON_GPU
+from tests.support.kernels import BF16, FP32, ON_GPU, triton_everywhere
 from tests.support.parity import words
 from tests.support.tiny import random_samples, stock_model, tiny_config
 from tests.support.updates import copied, learner_of, updated

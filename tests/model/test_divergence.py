@@ -9,8 +9,8 @@ from typing import get_args
 import pytest
 import torch
 
+from tandem.model.cpu_kernels import CPU
 from tandem.model.divergence import divergences
-from tandem.model.linear import pack
 from tandem.model.logprobs import CHUNK_BYTES, chunks
 from tandem.rl.distillation import DivergenceKind, divergence
 
@@ -28,7 +28,7 @@ def model(rows, vocabulary, seed=0):
 
 
 def head(hidden, weight):
-    return hidden, weight, pack(weight.detach())
+    return hidden, weight, CPU.pack(weight.detach())
 
 
 KINDS = [(kind, top_k) for kind in get_args(DivergenceKind) for top_k in (0, 3)]
@@ -105,7 +105,7 @@ def test_chunks_give_the_bits_of_one_row_at_a_time(threads):
     rows = 2 * CHUNK + 7
     assert len(chunks(rows, torch.empty(MANY, 0))) == 3
     (hidden, weight), (teacher, held) = model(rows, MANY), model(rows, MANY, seed=7)
-    packed, held_packed = pack(weight), pack(held)
+    packed, held_packed = CPU.pack(weight), CPU.pack(held)
     whole = distance((hidden, weight, packed), (teacher, held, held_packed), 0.7)
     for at in (0, CHUNK - 1, CHUNK, 2 * CHUNK, rows - 1):
         own, other = hidden[at : at + 1].contiguous(), teacher[at : at + 1].contiguous()
