@@ -1,4 +1,4 @@
-"""What a run chooses by a name: one table from a kind and a name to the object behind it.
+"""Choices by name: one table from a kind and a name to the object behind it.
 
 A choice is imported when it is chosen, so a run loads nothing that it does not use. A package of
 anybody's adds choices by entry points, in the group `tandem.KIND`:

@@ -46,7 +46,7 @@ def tiny(folder: Path, *, sources: Sequence[str], vocab: str, images: bool, **si
 
 def characters_of(sources: Sequence[str], vocab: str) -> list[str]:
     """Collect every character of vocab and of the values in the rows of data sets, in order."""
-    from tandem.data.readers.rows import read_rows
+    from tandem.data.readers import read_rows
 
     characters = set(vocab)
     for source in sources:

@@ -7,8 +7,7 @@ decides what carries loss.
 
 from tandem.data.messages import chat_messages, prompt_messages, require_user_first
 from tandem.data.prompt_columns import with_opening
-from tandem.data.readers.row_errors import RowError, show
-from tandem.data.readers.rows import Row, column
+from tandem.data.readers import Row, RowError, column, show
 from tandem.plugins.vision.image_rows import with_images
 from tandem.types import Message
 

@@ -6,7 +6,7 @@ Knows roles and text. Does not know files, nor which roles a model's chat templa
 from collections.abc import Sequence
 from typing import Any
 
-from tandem.data.readers.row_errors import RowError, show
+from tandem.data.readers import RowError, show
 from tandem.runtime.image_parts import shows_images
 from tandem.types import Message
 

@@ -1,6 +1,6 @@
 """Problems from files: a row's prompt and answer, by the columns of [data], become a Problem.
 
-Reads Tandem's own rows and verl's (docs/data.md). Does not know file formats (readers/), tokens,
+Reads Tandem's own rows and verl's (docs/data.md). Does not know file formats (readers.py), tokens,
 templates or models.
 """
 
@@ -13,9 +13,16 @@ from tandem.config.schema import Data
 from tandem.data.messages import prompt_messages
 from tandem.data.mixture import Mixture
 from tandem.data.prompt_columns import OF_PROBLEMS, refuse_columns, with_opening
-from tandem.data.readers.row_errors import RowError, show
-from tandem.data.readers.rows import Row, column, exact_number, read_rows, tell_repeats
-from tandem.data.readers.sources import uid_prefixes
+from tandem.data.readers import (
+    Row,
+    RowError,
+    column,
+    exact_number,
+    read_rows,
+    show,
+    tell_repeats,
+    uid_prefixes,
+)
 from tandem.plugins.vision.image_rows import image_column, with_images
 from tandem.runtime.errors import UserError
 from tandem.runtime.image_parts import shows_images

@@ -15,8 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.data.readers.row_errors import RowError, show
-from tandem.data.readers.rows import Row
+from tandem.data.readers import Row, RowError, show
 from tandem.types import Message, Tool
 
 Messages = tuple[Message, ...]

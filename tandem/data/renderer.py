@@ -8,7 +8,6 @@ imported when a renderer is loaded, not with this module.
 
 import logging
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any, Literal
@@ -36,7 +35,6 @@ from tandem.plugins.vision.image_prompts import ImagePrompts, require_no_images
 from tandem.plugins.vision.image_tokens import text_tokens
 from tandem.plugins.vision.images import ImageReader, load_image_reader
 from tandem.runtime.errors import UserError
-from tandem.runtime.numerics import cores
 from tandem.types import Array, Message, Problem, Tool
 
 logger = logging.getLogger(__name__)
@@ -140,15 +138,13 @@ class ChatRenderer:
         chats: Sequence[Sequence[Message]],
         tools: Sequence[Tool] = (),
         variables: Mapping[str, object] | None = None,
-        short: int = 0,
     ) -> list[str]:
         """Render every chat and the header of the assistant's turn. A template without tools gets
         them in a system message; one without `tool_calls` gets them in the content of their
-        message. variables: more for the template, or in the place of special tokens; short: a text
-        that has no more bytes than that comes as ""."""
+        message. variables: more for the template, or in the place of special tokens."""
         if "tool_calls" not in self._template.source:
             chats = [[with_calls(message) for message in messages] for messages in chats]
-        return self._texts(chats, open_turn=True, tools=tools, variables=variables, short=short)
+        return self._texts(chats, open_turn=True, tools=tools, variables=variables)
 
     def encode(self, text: str) -> Array:
         """Return int64 [T]: the tokens of a text that the template wrote."""
@@ -254,25 +250,21 @@ class ChatRenderer:
     # ---- text and tokens
 
     def _prompt_lengths(self, problems: Sequence[Problem], key: str, short: int) -> list[int]:
-        """Return the tokens of every prompt; a million take seconds, so every core renders some.
-        short: the length of each that has no more bytes, unless its tokens could be unknown."""
+        """Return the tokens of every prompt. short: the length of each that has no more bytes,
+        unless its tokens could be unknown."""
         unknown = UnknownTokens(self.tokenizer)
         if self._images or unknown.possible or not has_at_most_a_token_a_byte(self.tokenizer):
             short = 0
-
-        def measure(at: int) -> list[int]:
-            chunk = problems[at : at + CHUNK]
-            chats = [problem.messages for problem in chunk]
-            texts = self.prompt_texts(chats, short=short)
-            read = texts if not short else list(filter(None, texts))
+        lengths: list[int] = []
+        for at in range(0, len(problems), CHUNK):
+            chats = [problem.messages for problem in problems[at : at + CHUNK]]
+            texts = self.prompt_texts(chats)
+            is_read = [not short or most_bytes(text) > short for text in texts]
+            read = [text for text, needed in zip(texts, is_read, strict=True) if needed]
             rows = self._encode(read, chats)
             unknown.look(read, rows)
-            lengths = map(len, rows)
-            return [short if short and not text else next(lengths) for text in texts]
-
-        with ThreadPoolExecutor(cores()) as pool:
-            parts = pool.map(measure, range(0, len(problems), CHUNK))
-            lengths = [length for part in parts for length in part]
+            measured = map(len, rows)
+            lengths += [next(measured) if needed else short for needed in is_read]
         unknown.warn("prompts", key)
         return lengths
 
@@ -282,7 +274,6 @@ class ChatRenderer:
         open_turn: bool,
         tools: Sequence[Tool] = (),
         variables: Mapping[str, object] | None = None,
-        short: int = 0,
     ) -> list[str]:
         if tools and "tools" not in self._template.source:
             chats, tools = [with_tools(messages, tools) for messages in chats], ()
@@ -291,9 +282,7 @@ class ChatRenderer:
         else:
             require_no_images(chats, self.name)
         variables = {"documents": None, **self.tokenizer.special_tokens_map, **(variables or {})}
-        return self._template.render(
-            chats, open_turn=open_turn, variables=variables, tools=tools, short=short
-        )
+        return self._template.render(chats, open_turn=open_turn, variables=variables, tools=tools)
 
     def _encode(self, texts: list[str], chats: Sequence[Sequence[Message]] = ()) -> list[Array]:
         """Return int64 [T] of texts; chats: those that they show, for their images."""
@@ -420,6 +409,12 @@ def _prefixes(messages: Sequence[Message], turns: list[int]) -> list[Prefix]:
     whole chat."""
     found = [(messages[: i + ended], not ended) for i in turns for ended in (False, True)]
     return found if messages[-1]["role"] == "assistant" else [*found, (messages, False)]
+
+
+def most_bytes(text: str) -> int:
+    """Return how many bytes a text has at most, as it is and in NFC, which is up to thrice as
+    long."""
+    return len(text) if text.isascii() else 3 * len(text.encode(errors="surrogatepass"))
 
 
 def _first_difference(a: Array, b: Array) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tandem.config.schema import Config
-from tandem.data.readers.sources import source_files
+from tandem.data.readers import source_files
 from tandem.envs.load import source_files as env_files
 from tandem.model.custom_code import python_files
 from tandem.runtime.disk import file_hash

@@ -20,7 +20,7 @@ from tandem.data.mixture import only
 from tandem.data.preferences import parse_preference
 from tandem.data.problems import read_problems
 from tandem.data.prompt_columns import template_inputs
-from tandem.data.readers.rows import read_rows, tell_repeats
+from tandem.data.readers import read_rows, tell_repeats
 from tandem.data.renderer import ChatRenderer, load_renderer
 from tandem.jobs.engines import require_room, rollout_command
 from tandem.jobs.exactness import require_correction

@@ -21,7 +21,7 @@ from tandem.cli.status import status
 from tandem.config.schema import Config, Data
 from tandem.data.chats import parse_chat
 from tandem.data.problems import read_problems
-from tandem.data.readers.rows import read_rows
+from tandem.data.readers import read_rows
 from tandem.model.tiny import make_tiny
 from tandem.plugins.view.runs import Run
 from tandem.run_folder.episode_files import SCHEMA

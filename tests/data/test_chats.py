@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tandem.data.chats import parse_chat
-from tandem.data.readers.rows import read_rows
+from tandem.data.readers import read_rows
 from tandem.runtime.errors import UserError
 
 USER, ASSISTANT = {"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "2"}

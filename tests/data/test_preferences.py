@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tandem.data.preferences import Preference, parse_preference
-from tandem.data.readers.rows import read_rows
+from tandem.data.readers import read_rows
 from tandem.runtime.errors import UserError
 
 SYSTEM = {"role": "system", "content": "Be brief."}

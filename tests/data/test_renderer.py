@@ -9,8 +9,7 @@ from tokenizers import normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
 from tandem.config.schema import Data
-from tandem.data.renderer import load_renderer
-from tandem.data.template_process import most_bytes
+from tandem.data.renderer import load_renderer, most_bytes
 from tandem.model.tokenizer import has_at_most_a_token_a_byte
 from tandem.runtime.errors import UserError
 from tandem.types import Problem
@@ -384,6 +383,7 @@ def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path):
         ("{{ messages[0]['content'] + 1 }}", "TypeError"),
         ("{{ ''.__class__.__mro__ }}", "SecurityError"),
         ("{% for i in range(10 ** 9) %}{% endfor %}", "OverflowError"),
+        ("{% set n = namespace(**{'__init__': 1}) %}", "SecurityError"),
     ],
 )
 def test_a_template_that_fails_is_a_users_error(tmp_path, template, said):
@@ -411,7 +411,7 @@ def test_a_template_that_is_no_jinja_is_told_with_its_line_and_no_word_of_roles(
     assert f", line {line}\n" in message and said in message and "role" not in message
 
 
-# ---- the sandbox and its cap
+# ---- the same text as transformers
 
 THOUGHTFUL = """
 {%- macro turn(m, open=true) %}<|im_start|>{{ m.role }}
@@ -479,7 +479,7 @@ MANY_WAYS = """
     ids=["chatml", "thoughts", "everything", "many ways"],
 )
 @pytest.mark.parametrize("open_turn", [True, False])
-def test_a_capped_rendering_is_what_transformers_renders(tmp_path, template, open_turn):
+def test_a_rendering_is_what_transformers_renders(tmp_path, template, open_turn):
     renderer = load_renderer(make_model(tmp_path, template))
     chats = [
         [user("1 < 2 & é\n")],
@@ -500,45 +500,6 @@ def test_a_capped_rendering_is_what_transformers_renders(tmp_path, template, ope
             chat, add_generation_prompt=open_turn, tokenize=False
         )
         assert renderer._texts([chat], open_turn) == [expected]
-
-
-LONG = "{% for i in range(99999) %}{{ 'twelve bytes' * 999 }}{% endfor %}"
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        LONG,
-        f"{{% macro all() %}}{LONG}{{% endmacro %}}{{{{ all() | length }}}}",
-        f"{{% set all %}}{LONG}{{% endset %}}{{{{ all | length }}}}",
-        f"{{% filter length %}}{LONG}{{% endfilter %}}",
-        "{% macro all() %}{{ caller() | length }}{% endmacro %}"
-        f"{{% call all() %}}{LONG}{{% endcall %}}",
-        f"{{% generation %}}{LONG}{{% endgeneration %}}",
-        "{{ ('x' * 10 ** 12) | length }}",
-        "{{ (10 ** 12 * [1]) | length }}",
-        "{% set n = namespace(x='x') %}"
-        "{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
-        "{% set n = namespace(x='x') %}"
-        "{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-    ],
-)
-def test_a_template_that_writes_too_much_is_stopped_on_the_way(tmp_path, template):
-    message = error_of(load_renderer, make_model(tmp_path, template))
-    assert message.startswith("the chat template writes too long a text")
-    assert "4,194,304 characters for a chat, in 512 MiB" in message
-
-
-def test_a_chat_of_almost_the_cap_is_rendered(tmp_path):
-    renderer = load_renderer(make_model(tmp_path))
-    assert len(renderer.prompt_texts([[user("x" * 4_194_200)]])[0]) < 4_194_304
-    assert "too long a text" in error_of(prompt_of, renderer, [user("x" * 4_194_304)])
-
-
-@pytest.mark.parametrize("name", ["_x", "__init__"])
-def test_a_namespace_of_a_template_has_no_private_names(tmp_path, name):
-    template = f"{{% set n = namespace(**{{'{name}': 1}}) %}}" + CHATML
-    assert "SecurityError" in error_of(load_renderer, make_model(tmp_path, template))
 
 
 # ---- turns, one after the other

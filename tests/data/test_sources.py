@@ -1,7 +1,6 @@
 """CSV, Parquet, Hugging Face folders and the hub: the same rows, and every kind of mistake told for
 each format."""
 
-import gzip
 import json
 import os
 import subprocess
@@ -17,11 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tandem.config.schema import Data
-from tandem.data.chats import parse_chat
-from tandem.data.preferences import parse_preference
 from tandem.data.problems import read_problems
-from tandem.data.readers.rows import read_rows
-from tandem.data.readers.sources import source_files
+from tandem.data.readers import source_files
 from tandem.runtime.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -167,17 +163,6 @@ def test_decimals_times_and_maps_of_arrow_become_json(tmp_path):
         assert problem.metadata == {"day": "2026-01-02", "score": 0.5, "counts": [["a", 1]]}
 
 
-def test_chats_and_preferences_are_read_from_csv_too(tmp_path):
-    (tmp_path / "c.csv").write_text('prompt,response\n"1 + 1 =",2\n')
-    assert read_rows(str(tmp_path / "c.csv"), parse_chat, key="sft.train")[0][1] == {
-        "role": "assistant",
-        "content": "2",
-    }
-    (tmp_path / "p.csv").write_text('prompt,chosen,rejected\n"1 + 1 =",2,3\n')
-    [pair] = read_rows(str(tmp_path / "p.csv"), parse_preference, key="preference.train")
-    assert (pair.chosen[0]["content"], pair.rejected[0]["content"]) == ("2", "3")
-
-
 def test_an_empty_csv_cell_is_null_and_blank_lines_are_skipped(tmp_path):
     (tmp_path / "c.csv").write_bytes(
         b"\xef\xbb\xbfprompt,answer,uid,level\r\n\r\n?,2,,1\r\n\r\n?,3,x,\r\n"
@@ -245,13 +230,6 @@ def test_a_compressed_file_gives_the_rows_of_the_plain_one(tmp_path, name, conte
     assert f"data.train cannot be read\n  where:    {path}" in error_of(path)
 
 
-def test_a_large_compressed_file_is_read_to_its_end(tmp_path):
-    rows = b"".join(b'{"prompt": "%d", "answer": 2}\n' % i for i in range(20_000))
-    path = tmp_path / "a.jsonl.gz"
-    path.write_bytes(gzip.compress(rows[:300_000]) + gzip.compress(rows[300_000:]))
-    assert [problem.messages[0]["content"] for problem in read(path)] == [*map(str, range(20_000))]
-
-
 def test_a_compressed_file_of_another_format_is_refused(tmp_path):
     for name in ("a.parquet.gz", "a.gz", "a.txt.zst"):
         compressed(tmp_path / name, b"PAR1")
@@ -282,12 +260,6 @@ def test_rows_that_come_twice_are_told_in_one_sentence(tmp_path, form, caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_a_null_answer_is_told_with_what_to_do(tmp_path, form):
-    message = error_of(write(tmp_path, form, columns(answer=None)))
-    assert "next:     write the answer, or remove the row; or set data.answer_column=''" in message
-
-
 # ---- mistakes in rows, by format
 
 
@@ -296,40 +268,12 @@ def columns(**wrong):
     return pa.table({name: [good, wrong.get(name, good), good] for name, good in GOOD.items()})
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_a_missing_column_is_told_with_the_likeliest_one(tmp_path, form):
-    message = error_of(write(tmp_path, form, columns().rename_columns(["question", "answer"])))
-    assert f"{place(form, 1)}, prompt (and 2 more)" in message
-    assert "next:     set data.prompt_column=question" in message
-
-
-@pytest.mark.parametrize("form", FORMATS)
-def test_a_null_or_another_type_is_told_with_its_field(tmp_path, form):
-    assert f"{place(form, 2)}, answer" in (
-        message := error_of(write(tmp_path, form, columns(answer=None)))
-    )
-    assert "found:    null" in message
-
-
-@pytest.mark.parametrize("form", ("jsonl", "parquet", "arrow"))
-def test_another_type_is_told_with_its_field(tmp_path, form):
-    table = pa.table({"prompt": ["?"], "answer": [True]})
-    assert "found:    true" in error_of(write(tmp_path, form, table))
-
-
 @pytest.mark.parametrize("form", ("parquet", "arrow"))
 def test_an_object_as_answer_is_such_as_json_can_write(tmp_path, form):
     answer = {"price": Decimal("0.10"), "days": [date(2024, 2, 29)], "n": 3}
     [problem] = read(write(tmp_path, form, pa.table({"prompt": ["?"], "answer": [answer]})))
     assert problem.metadata == {"raw_answer": {"price": "0.10", "days": ["2024-02-29"], "n": 3}}
     assert json.loads(problem.answer) == problem.metadata["raw_answer"]
-
-
-@pytest.mark.parametrize("form", FORMATS)
-def test_a_uid_that_comes_twice_is_told_with_both_rows(tmp_path, form):
-    message = error_of(write(tmp_path, form, columns().append_column("uid", [["a", "b", "a"]])))
-    assert f"{place(form, 3)}, uid" in message
-    assert '"a", as in row 1' in message
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -372,19 +316,6 @@ def test_what_json_cannot_write_is_told_with_its_row(tmp_path, form, value, said
     message = error_of(path)
     assert f"{place(form, 2)}, extra" in message
     assert said in message
-
-
-@pytest.mark.parametrize(("form", "levels"), [("parquet", 60), ("jsonl", 2000)])
-def test_a_deeply_nested_row_is_refused(tmp_path, form, levels):
-    """Parquet's own limit are 49 lists in each other."""
-    good, bad = "[" * 40 + "1" + "]" * 40, "[" * levels + "1" + "]" * levels
-    for deep, said in ((good, ""), (bad, "nest")):
-        (tmp_path / "rows.jsonl").write_text(f'{{"prompt": "?", "answer": {deep}}}\n')
-        path = tmp_path / "rows.jsonl"
-        if form != "jsonl":
-            table = pa.table({"prompt": ["?"], "answer": pa.array([json.loads(deep)])})
-            path = write(tmp_path / (said or "good"), form, table)
-        assert said in error_of(path) if said else len(read(path)) == 1
 
 
 # ---- mistakes of CSV
@@ -450,49 +381,6 @@ def test_a_damaged_folder_is_refused(tmp_path, file, content, said):
     assert said in error_of(tmp_path / "d")
 
 
-DAMAGE = """
-import sys
-from pathlib import Path
-from tandem.config.schema import Data
-from tandem.data.problems import read_problems
-from tandem.runtime.errors import UserError
-[file] = Path(sys.argv[1]).glob("*.arrow")
-content = file.read_bytes()
-for start in range(1000, len(content) - 1000, len(content) // 40):
-    file.write_bytes(content[:start] + b"\\xff\\x3f" * 200 + content[start + 400 :])
-    try:
-        read_problems(sys.argv[1], Data(), key="data.train")
-        print("read")
-    except UserError:
-        print("refused")
-file.write_bytes(content)
-"""
-
-
-@pytest.mark.parametrize("extra", [{}, {"score": 0.5}])
-def test_a_folder_damaged_in_the_middle_does_not_crash(tmp_path, extra):
-    """Arrow maps the file and believes its offsets: they are checked before a row is made. Half of
-    a file of numbers cannot be told from other numbers, so what is damaged there is read."""
-    save(
-        tmp_path / "d",
-        pa.Table.from_pylist([GOOD | extra | {"uid": f"row {i}"} for i in range(2000)]),
-        2000,
-    )
-    result = python(DAMAGE, tmp_path, arguments=[str(tmp_path / "d")])
-    assert result.returncode == 0, result.stderr
-    said = result.stdout.split()
-    assert said.count("refused") > (15 if extra else 35)
-    assert len(read(tmp_path / "d")) == 2000
-    [file] = source_files(str(tmp_path / "d"), "data.train")
-    file.write_bytes(file.read_bytes()[:40_000])
-    assert "cannot be read as a Hugging Face dataset" in error_of(tmp_path / "d")
-
-
-def test_a_split_of_what_has_none_is_refused(tmp_path):
-    save(tmp_path / "d", columns())
-    assert "dataset_dict.json: No such file" in error_of(tmp_path / "d#train")
-
-
 # ---- the hub
 
 
@@ -523,11 +411,16 @@ def test_what_load_dataset_finds_is_read_by_split(tmp_path):
         ]
         (tmp_path / f"some/sums/{split}.jsonl").write_text("\n".join(rows))
     code = """
-from tandem.data.readers.arrow_rows import hub_files, hub_rows
-rows = hub_rows("some/sums", "train", "data.train")
+from pathlib import Path
+from tandem.data import readers
+def located(name, key):
+    name, _, split = name.partition("#")
+    return readers.Source(Path(name), split, True, "")
+readers._locate = located
+rows = readers.source_rows("some/sums#train", "data.train")
 print([values["answer"] for (place, (values, line)) in rows])
-print([place for place, payload in hub_rows("some/sums", "test", "data.train")])
-print([file.suffix for file in hub_files("some/sums", "test", "data.train")])
+print([place for place, payload in readers.source_rows("some/sums#test", "data.train")])
+print([file.suffix for file in readers.source_files("some/sums#test", "data.train")])
 """
     result = python(code, tmp_path, HF_HUB_OFFLINE="1")
     assert result.stdout == "['2', '3', '4']\n[':row 1']\n['.arrow']\n", result.stderr

@@ -13,8 +13,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from tandem.data.readers.row_errors import RowError, show
-from tandem.data.readers.rows import Row
+from tandem.data.readers import Row, RowError, show
 from tandem.plugins.vision.image_store import FORMATS, put
 from tandem.runtime.image_parts import shows_images
 from tandem.types import Message

@@ -15,7 +15,7 @@ from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_stri
 from tandem.config.schema import Data
 from tandem.data.chats import parse_chat
 from tandem.data.problems import read_problems
-from tandem.data.readers.rows import read_rows
+from tandem.data.readers import read_rows
 from tandem.data.renderer import load_renderer
 from tandem.plugins.vision import image_store
 from tandem.plugins.vision.image_tokens import IMAGE, name_from, name_of
