@@ -30,6 +30,13 @@ BUILT_IN: dict[str, dict[str, str]] = {
         ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3"),
         "tandem.plugins.vision.image_model:VISION",
     ),
+    "row_parts": {  # what fills chats with parts of a row: (messages, row) -> messages
+        "images": "tandem.plugins.vision.image_rows:with_images"
+    },
+    "tiny_models": {  # what `tandem tiny` writes
+        "text": "tandem.model.tiny:make_tiny",
+        "images": "tandem.plugins.vision.tiny_images:make_tiny_images",
+    },
     "kernels": {  # model/kernels.py: Kernels, by the type of a device
         "cpu": "tandem.model.cpu_kernels:CPU",
         "cuda": "tandem.model.triton.plans:TRITON",

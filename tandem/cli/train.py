@@ -14,7 +14,6 @@ from tandem.jobs.out_of_memory import explain_out_of_memory
 from tandem.jobs.ranks import is_follower
 from tandem.jobs.rl import open_rl_job
 from tandem.plugins.plan.resources import Machine, require_disk
-from tandem.plugins.vision.image_store import keep_in
 from tandem.run_folder.best import Best
 from tandem.run_folder.checkpoint import step_name, versions
 from tandem.run_folder.export import Provenance, export, keep_model, model_card
@@ -22,6 +21,7 @@ from tandem.run_folder.folder import RunFolder, open_run
 from tandem.run_folder.metrics import read_metrics
 from tandem.run_folder.past_run import KEPT_MODEL
 from tandem.run_folder.trackers.links import require_trackers
+from tandem.runtime.image_store import keep_in
 from tandem.runtime.wording import counted
 from tandem.train_loop import TrainingEnd, TrainJob, run_training, trained_model
 

@@ -34,10 +34,10 @@ from tandem.model.load import ExactModel
 from tandem.model.logprobs import SeenTokens
 from tandem.model.paged_attention import PAGE, Runs
 from tandem.model.rope import positions_of
-from tandem.plugins.vision.image_tokens import text_tokens
 from tandem.registry import find
 from tandem.runtime import watchdog
 from tandem.runtime.errors import UserError
+from tandem.runtime.image_tokens import text_tokens
 from tandem.runtime.rng import uniforms
 from tandem.types import Completion, CompletionStop, Request
 from tandem.weights.hashing import tensor_digests, weight_hash

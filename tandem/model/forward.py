@@ -16,7 +16,7 @@ from tandem.model.expert_choices import ExpertChoices
 from tandem.model.kernels import kernels_of
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import SeenTokens, token_logprobs
-from tandem.plugins.vision.image_tokens import text_tokens
+from tandem.runtime.image_tokens import text_tokens
 from tandem.types import Array, Microbatch, SamplingDistribution
 
 

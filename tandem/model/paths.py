@@ -73,6 +73,11 @@ class ModelPath:
         """Return the modules of a model whose forward pass is not Tandem's, by name."""
         return {}
 
+    def prompts(self, folder: str, tokenizer: Any) -> Callable[[str, str], Any]:
+        """Return what makes of a chat template's text and place the ImagePrompts of plugins/vision:
+        prepare(chats), encode(texts, chats, encode). folder: the model directory."""
+        raise NotImplementedError
+
     def check_run(self, config: Any, shape: Any, key: str) -> None:
         """Raise UserError for a run's config that does not go with a model of this path. shape: its
         transformers config; key: that names it."""
@@ -82,8 +87,7 @@ def path_of(config: Any, where: str, place: Any = None) -> ModelPath:
     """Return the path of a model of a transformers config. place: of its weights, by default a CPU
     in float32. Raises UserError if there is none."""
     if reads_more_than_text(config.model_type):
-        found: ModelPath = find("multimodal_paths", config.model_type, key=where)
-        return found
+        return parts_of(config.model_type)
     reason = ""
     for name in names("model_paths"):
         path: ModelPath = find("model_paths", name, key=where)
@@ -102,7 +106,7 @@ def check_parts(config: Any, shape: Any, key: str) -> None:
     """Raise UserError for a run's config that does not go with the parts of a model that reads more
     than text. shape: its transformers config; key: that names it."""
     if reads_more_than_text(shape.model_type):
-        find("multimodal_paths", shape.model_type, key=key).check_run(config, shape, key)
+        parts_of(shape.model_type).check_run(config, shape, key)
 
 
 def named_path(name: str) -> ModelPath:
@@ -119,3 +123,9 @@ def divisible(config: Any) -> bool:
 def reads_more_than_text(model_type: Any) -> bool:
     """Tell whether models of that type are run with their parts for images."""
     return model_type in names("multimodal_paths")
+
+
+def parts_of(model_type: Any) -> ModelPath:
+    """Return the path of models of a type that reads more than text."""
+    path: ModelPath = find("multimodal_paths", model_type, key="model.path")
+    return path

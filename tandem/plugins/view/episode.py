@@ -21,12 +21,12 @@ import numpy as np
 from tandem.model.tool_calls import Call, Format, read_calls
 from tandem.plugins.view.episodes import EpisodeTable
 from tandem.plugins.view.runs import Run, read_json
-from tandem.plugins.vision.image_store import media_type
-from tandem.plugins.vision.image_tokens import IMAGE, NAME_DIGITS
 from tandem.rl.advantages import GroupAdvantage, group_advantages
 from tandem.run_folder.episode_files import episode_file, read_table
 from tandem.runtime.errors import UserError
 from tandem.runtime.image_parts import images_of, message_text, shows_images
+from tandem.runtime.image_store import media_type
+from tandem.runtime.image_tokens import IMAGE, NAME_DIGITS
 
 # ema needs a baseline too, and reinforce_pp_baseline is scaled over the step
 NEEDS_REWARDS = set(get_args(GroupAdvantage)) - {"ema", "reinforce_pp_baseline"}

@@ -20,9 +20,10 @@ from tandem.model.inexact import NO_PASS, InexactModel
 from tandem.model.lora import Lora, add_adapter
 from tandem.model.paths import Gap, ModelPath
 from tandem.model.tokenizer import load_tokenizer
-from tandem.plugins.vision.image_tokens import IMAGE, MOST_PLACES, PLACE_BITS, name_from
+from tandem.plugins.vision.image_prompts import ImagePrompts
 from tandem.plugins.vision.images import ImageReader, copy_processor, load_image_reader
 from tandem.runtime.errors import UserError
+from tandem.runtime.image_tokens import IMAGE, MOST_PLACES, PLACE_BITS, name_from
 
 
 class ImageModel(InexactModel):
@@ -132,8 +133,10 @@ class Vision(ModelPath):
 
     def maker(self, folder: str, config: Any, place: Any) -> Callable[..., ImageModel]:
         reader = load_image_reader(folder, load_tokenizer(folder))
-        assert reader is not None
         return partial(make_image_model, reader=reader, gap=self.exactness(config, place))
+
+    def prompts(self, folder: str, tokenizer: Any) -> Callable[[str, str], ImagePrompts]:
+        return partial(ImagePrompts, load_image_reader(folder, tokenizer))
 
     def check_run(self, config: Any, shape: Any, key: str) -> None:
         """Raise UserError for rollouts that do not find the images of a run."""

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tandem.model.load import load_model
-from tandem.plugins.vision import image_store
 from tandem.run_folder.metrics import read_metrics
+from tandem.runtime import image_store
 from tests.support.home import invoke, mistake
 from tests.support.image_models import picture, prompts_of, stock_logits
 

@@ -13,11 +13,11 @@ from tandem.model.config_file import check_model
 from tandem.model.load import load_model
 from tandem.model.lora import Lora
 from tandem.model.tokenizer import load_tokenizer
-from tandem.plugins.vision import image_store
-from tandem.plugins.vision.image_tokens import IMAGE, image_run, name_of, number_of
 from tandem.plugins.vision.images import load_image_reader
 from tandem.run_folder.export import export_adapter
+from tandem.runtime import image_store
 from tandem.runtime.errors import UserError
+from tandem.runtime.image_tokens import IMAGE, image_run, name_of, number_of
 from tandem.train.pack import pack
 from tandem.types import Request, Sample, SamplingParams
 from tests.support.image_models import (

@@ -17,11 +17,11 @@ from tandem.data.chats import parse_chat
 from tandem.data.problems import read_problems
 from tandem.data.readers import read_rows
 from tandem.data.renderer import load_renderer
-from tandem.plugins.vision import image_store
-from tandem.plugins.vision.image_tokens import IMAGE, name_from, name_of
 from tandem.plugins.vision.images import TILED
+from tandem.runtime import image_store
 from tandem.runtime.errors import UserError
 from tandem.runtime.image_parts import images_of, message_text
+from tandem.runtime.image_tokens import IMAGE, name_from, name_of
 from tests.support.image_models import KINDS, data_uri, picture, save_image_model
 
 A, B = picture(1), picture(2, width=56)
