@@ -99,10 +99,7 @@ def rollout_step(stages: Stages, step: int, timer: Timer, turn: Turn | None = No
             if stages.exact:
                 with timer("check_s"):
                     check_sampled(stages.sync, step)
-            elif (
-                stages.config.rollout.engine == "vllm"
-                or stages.models.policy.model.exactness.reason
-            ):
+            elif stages.config.rollout.engine == "vllm" or stages.models.policy.model.exactness.gap:
                 timer.others["sync_logprob_gap"] = stages.sync.logprob_gap()
     groups, state = recorded
     with turn or nullcontext(collector.progress) as progress:

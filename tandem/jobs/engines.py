@@ -28,6 +28,7 @@ from tandem.jobs.http_engines import (
     require_starting_weights,
 )
 from tandem.jobs.models import (
+    check_parts,
     check_reward_model,
     check_tokenizer,
     placement,
@@ -38,7 +39,7 @@ from tandem.jobs.reward_workers import build_reward_pool, open_reward_workers
 from tandem.model import custom_code
 from tandem.model.config_file import check_model, inner_size
 from tandem.model.load import ExactModel, load_model
-from tandem.model.paths import Gap, check_parts
+from tandem.model.paths import Gap
 from tandem.model.placement import place_models
 from tandem.model.probe import Exactness, fastest_exact, probe, try_matmuls
 from tandem.model.schedule import random_model
@@ -112,7 +113,7 @@ def probe_exactness(
     found, seen = probe(model, seed, [free], microbatch), [_shape(model)]
     for other in others:
         if isinstance(other.exactness, Gap):
-            found.thread_dependent.append(f"a model that is not exact, {other.exactness.reason}")
+            found.thread_dependent.append(f"a model that is not exact, {other.exactness.gap}")
         elif _shape(other) not in seen:
             seen.append(_shape(other))
             alike = random_model(other, seed, placement(config).dtype)
@@ -132,10 +133,10 @@ def probe_exactness(
 def _not_exact(gap: Gap, report: Report, processor: str) -> Exactness:
     """Report a model of the inexact path, whose operators nobody probes."""
     report(
-        f"NOT exact: engine and trainer compute differently ({gap.reason}), gap measured each "
+        f"NOT exact: engine and trainer compute differently ({gap.gap}), gap measured each "
         f"step; bits depend on the thread count, {torch.get_num_threads()} are kept; {processor}"
     )
-    return Exactness(parity=[], thread_dependent=[gap.reason], inexact=gap.reason)
+    return Exactness(parity=[], thread_dependent=[gap.gap], inexact=gap.gap)
 
 
 def choose_matmul(
@@ -203,7 +204,7 @@ def load_engine(
 ) -> Generate:
     """Load the engine of a command that only generates; every prompt has room."""
     shape = check_model(config.model.path)
-    check_parts(config, shape, "model.path")
+    check_parts(config, shape)
     if is_http(config):
         engines = load_http_engines(config, renderer, report)
         require_starting_weights(engines)

@@ -12,7 +12,7 @@ from tandem.model.config_file import LEAN_ARCHITECTURES, check_model, has_expert
 from tandem.model.general import logit_softcap
 from tandem.model.load import ExactModel, empty_model, load_model
 from tandem.model.lora import Lora, require_peft
-from tandem.model.paths import check_parts, divisible, path_of
+from tandem.model.paths import divisible, path_of, reads_more_than_text
 from tandem.model.placement import Placement, place_models
 from tandem.model.weight_files import check_weights
 from tandem.plugins.optim.offload import BUCKET
@@ -250,6 +250,25 @@ def _check_general(config: Config, shape: Any, key: str) -> None:
             found=f"{processes} processes" if processes > 1 else f"train.backend = {backend}",
             expected=f"one of {', '.join(LEAN_ARCHITECTURES)} for others",
             next="leave [parallel] and train.backend out",
+        )
+
+
+def check_parts(config: Config, shape: Any, key: str = "model.path") -> None:
+    """Raise UserError for rollouts that do not find the images of a run."""
+    if not reads_more_than_text(shape.model_type):
+        return
+    places = {
+        f"rollout.engine = {config.rollout.engine}": config.rollout.engine != "tandem",
+        f"cluster.nodes = {config.cluster.nodes}": config.cluster.nodes,
+        f"stream.kind = {config.stream.kind}": config.stream.kind != "memory",
+    }
+    if found := [place for place, elsewhere in places.items() if elsewhere]:
+        raise UserError(
+            "a model that reads images samples on this machine, with Tandem's engine",
+            where=f"{key}, architecture {shape.model_type}",
+            found=found[0],
+            expected="rollout.engine = tandem, without a cluster",
+            next=f"leave {found[0].split()[0]} out",
         )
 
 

@@ -18,7 +18,7 @@ class Exact:
     """Engine and trainer agree to the last bit, unless the probe finds that this machine's
     operators do not."""
 
-    reason: ClassVar[str] = ""
+    gap: ClassVar[str] = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Gap:
     """Log-probs of engine and trainer differ by rounding. Example: Gap("architecture mamba: no
     attention heads")"""
 
-    reason: str
+    gap: str
 
 
 Exactness = Exact | Gap
@@ -78,10 +78,6 @@ class ModelPath:
         prepare(chats), encode(texts, chats, encode). folder: the model directory."""
         raise NotImplementedError
 
-    def check_run(self, config: Any, shape: Any, key: str) -> None:
-        """Raise UserError for a run's config that does not go with a model of this path. shape: its
-        transformers config; key: that names it."""
-
 
 def path_of(config: Any, where: str, place: Any = None) -> ModelPath:
     """Return the path of a model of a transformers config. place: of its weights, by default a CPU
@@ -100,13 +96,6 @@ def path_of(config: Any, where: str, place: Any = None) -> ModelPath:
         expected="a causal language model, whose logits depend on the tokens up to their own",
         next="take one that docs/models.md lists; if it lists this one, report its config.json",
     )
-
-
-def check_parts(config: Any, shape: Any, key: str) -> None:
-    """Raise UserError for a run's config that does not go with the parts of a model that reads more
-    than text. shape: its transformers config; key: that names it."""
-    if reads_more_than_text(shape.model_type):
-        parts_of(shape.model_type).check_run(config, shape, key)
 
 
 def named_path(name: str) -> ModelPath:

@@ -34,7 +34,7 @@ def engine_gap(batch: TrainBatch, config: Config, policy: Learner, version: int)
     rollout.staleness these are all after the first steps. Raises UserError if the mean is above
     log(rl.max_logprob_error), or MAX_MEAN without it.
     """
-    same_bits = config.weights.delta != "int8" and not policy.model.exactness.reason
+    same_bits = config.weights.delta != "int8" and not policy.model.exactness.gap
     if (config.rollout.engine == "tandem" and same_bits) or not batch.recomputed:
         return {}
     fresh = [e.weight_versions[e.loss_mask] == version for e in batch.episodes]
@@ -61,7 +61,7 @@ def _too_far(
         "stale weights, a tied head that the engine did not process again after an update, or a "
         "sampling setting that it defines otherwise"
     )
-    if policy.model.exactness.reason and config.rollout.engine == "tandem":
+    if policy.model.exactness.gap and config.rollout.engine == "tandem":
         causes = "steps of transformers' cache that are far from its whole pass"
     return UserError(
         "the rollout engine does not run the trainer's model",

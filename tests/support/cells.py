@@ -307,9 +307,7 @@ def tried(shape: Shape, seed: int) -> dict[str, Any]:
         torch.manual_seed(seed)
         config = AutoConfig.for_model(shape.architecture, **shape.config)
         unfit = (
-            [reason]
-            if (reason := path_of(config, shape.name).exactness(config, None).reason)
-            else []
+            [reason] if (reason := path_of(config, shape.name).exactness(config, None).gap) else []
         )
         if shape.variant:
             dtype = torch.bfloat16 if shape.variant.endswith("bfloat16") else torch.float32

@@ -138,22 +138,6 @@ class Vision(ModelPath):
     def prompts(self, folder: str, tokenizer: Any) -> Callable[[str, str], ImagePrompts]:
         return partial(ImagePrompts, load_image_reader(folder, tokenizer))
 
-    def check_run(self, config: Any, shape: Any, key: str) -> None:
-        """Raise UserError for rollouts that do not find the images of a run."""
-        places = {
-            f"rollout.engine = {config.rollout.engine}": config.rollout.engine != "tandem",
-            f"cluster.nodes = {config.cluster.nodes}": config.cluster.nodes,
-            f"stream.kind = {config.stream.kind}": config.stream.kind != "memory",
-        }
-        if found := [place for place, elsewhere in places.items() if elsewhere]:
-            raise UserError(
-                "a model that reads images samples on this machine, with Tandem's engine",
-                where=f"{key}, architecture {shape.model_type}",
-                found=found[0],
-                expected="rollout.engine = tandem, without a cluster",
-                next=f"leave {found[0].split()[0]} out",
-            )
-
 
 VISION = Vision()
 
