@@ -8,7 +8,7 @@ DEV := $(VENV)/.ready-dev
 # With OMP_WAIT_POLICY=passive a waiting thread leaves its core to them; it changes no bit.
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=passive
 
-.PHONY: setup setup-dev adapters distributed megatron demo test test-all long-tests check format lint types size same-bits gpu docs mutants invariants chaos bench plan-accuracy scaling cluster smollm2 smollm2-model learning environments figures newest models clean
+.PHONY: setup setup-dev adapters distributed megatron demo test test-all long-tests check format lint types size same-bits gpu docs site mutants invariants chaos bench plan-accuracy scaling cluster smollm2 smollm2-model learning environments figures newest models clean
 
 # What the demo and the commands need; what tests, benchmarks and the SmolLM2 example need besides comes with setup-dev.
 setup: $(READY)
@@ -61,7 +61,7 @@ test-all: $(DEV)
 long-tests: $(DEV)
 	@$(TESTS) --record-long
 
-check: $(DEV) lint types size test-all
+check: $(DEV) lint types size site test-all
 
 format: $(DEV)
 	@$(BIN)/ruff format . && $(BIN)/ruff check --fix .
@@ -112,9 +112,12 @@ environments: $(DEV)
 mutants: $(DEV)
 	@TRITON_INTERPRET=1 $(BIN)/python tools/mutants.py $(only)
 
-# The API's pages from the docstrings, in build/docs.
-docs: $(DEV)
+# The pages as a site with a search, in build/site (a warning is an error), and the API's from the docstrings, in build/docs.
+docs: site
 	@$(BIN)/pdoc -o build/docs tandem '!tandem.plugins.graders.code_inside' '!tandem.plugins.graders.code_tester'
+
+site: $(DEV)
+	@$(BIN)/zensical build --strict
 
 learning: $(DEV)
 	@$(BIN)/python benchmarks/bias.py

@@ -14,7 +14,7 @@ import torch
 from tandem.config.schema import Reward as RewardConfig
 from tandem.jobs.engines import make_room
 from tandem.model.forward import batch_logprobs
-from tandem.rl.advantages import group_advantages
+from tandem.rl.algorithms import estimator
 from tandem.rollout.collect import step_metrics
 from tandem.rollout.episode_metrics import episode_metrics, staleness_metrics
 from tandem.rollout.evaluate import Evaluator
@@ -297,7 +297,7 @@ def test_loss_token_carries_advantage_of_its_own_episode(kind):
     settings = config(rl__advantage=kind)
     batch = pack_batch(groups_with(*rewards), settings)
     advantages, _ = token_advantages(batch, settings, 0.0)
-    table = group_advantages(kind, np.array(rewards), k=4, baseline=0.0).astype(np.float32)
+    table = estimator(kind).bind({"rewards": np.array(rewards)})().astype(np.float32)
     assert len(batch.sample_index) == 6 and all(column.dtype == np.float32 for column in advantages)
     assert [column.tolist() for column in advantages] == [
         [table[place]] * 3 for place in batch.sample_index

@@ -18,7 +18,7 @@ from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import UserError
 from tandem.step import StepResult
 from tandem.train.learner import Learner
-from tandem.train.optimizer import Optimizer
+from tandem.train.optimizer import Optimizer, Settings
 from tandem.train_loop import run_training
 from tests.support.environment import environment
 from tests.support.episodes import adapted_model
@@ -42,16 +42,7 @@ class ScriptedJob:
         self.rewards = rewards  # held out, of each evaluation; without any there are none
         self.interrupted = interrupted  # the step whose evaluation is
         model = exact_model("llama", num_hidden_layers=1, hidden_size=12, intermediate_size=8)
-        optimizer = Optimizer(
-            model.trainable(),
-            learning_rate=1e-3,
-            schedule="constant",
-            warmup_steps=0,
-            total_steps=1,
-            weight_decay=0.0,
-            betas=(0.9, 0.95),
-            max_grad_norm=1.0,
-        )
+        optimizer = Optimizer(model.trainable(), Settings(learning_rate=1e-3, total_steps=1))
         self.learner = Learner(model, optimizer)
         self.learners, self.data = {"policy": self.learner}, {"data.train": "0"}
         self.steps = len(script)

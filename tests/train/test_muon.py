@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tandem.runtime import numerics
-from tandem.train.muon import is_hidden_matrix, orthogonalized
+from tandem.train.muon import Muon, is_hidden_matrix, orthogonalized
 from tandem.train.parallel.ranks import ParallelRanks
 from tandem.train.ranks import Ranks
 from tests.support.meshes import on_mesh
@@ -47,7 +47,7 @@ def parameters(dtype=torch.float32):
 
 
 def muon(weights, **changes):
-    return optimizer(weights, muon_momentum=0.95, **changes)
+    return optimizer(weights, Muon, **changes)
 
 
 def reference(matrix, gradients, *, rate=0.01, decay=0.1, momentum=0.95):
@@ -180,20 +180,20 @@ def test_one_and_two_threads_orthogonalize_to_the_same_bits():
 
 
 def test_muon_learns_samples_by_heart():
-    learner = learner_of(exact_model("qwen3"), Ranks(), rate=0.01, muon_momentum=0.95)
+    learner = learner_of(exact_model("qwen3"), Ranks(), rate=0.01, kind=Muon)
     losses = [row["nll"] for row in updated(learner, microbatches(1), steps=20)]
     assert losses[-1] < 0.05 * losses[0]
 
 
 def muon_on(mesh, kind):
-    return step_on(mesh, kind, 2, muon_momentum=0.95)
+    return step_on(mesh, kind, 2, optimizer=Muon)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
 def test_two_processes_step_to_the_bits_of_one(kind):
     """Each holds some rows of a matrix, and some of five experts."""
     (rows, weights), (others, _) = on_mesh(muon_on, kind, data=2)
-    alone, expected = step_alone(kind, 2, muon_momentum=0.95)
+    alone, expected = step_alone(kind, 2, optimizer=Muon)
     assert rows == alone == others
     assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
 

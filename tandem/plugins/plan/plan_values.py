@@ -71,7 +71,7 @@ def values_here(config: Config, command: str, folder: Path) -> dict[str, str]:
         ("model.device", "auto", f"{place.device}, {device}", True),
         ("model.dtype", "auto", f"{now.model.dtype}, {dtype}", True),
         ("model.reference", "", model, command == "dpo" or bool(config.rl.kl_coef)),
-        ("critic.path", "", model, command == "train" and config.rl.advantage == "gae"),
+        ("critic.path", "", model, command == "train" and config.rl.estimator.needs_critic),
         (
             "rollout.release_cache",
             "auto",

@@ -22,12 +22,11 @@ from tandem.model.lora import chosen_shapes
 from tandem.model.onednn import pack_bytes
 from tandem.model.placement import Placement
 from tandem.model.quantized import quantized_bytes
-from tandem.plugins.optim.adamw_8bit import state_bytes
-from tandem.plugins.optim.offload import BUCKET
 from tandem.plugins.plan.activations import activation_bytes
+from tandem.registry import find, names
 from tandem.runtime.disk import existing_parent, human_bytes
 from tandem.runtime.errors import UserError
-from tandem.train.muon import is_hidden_matrix
+from tandem.train.optimizer import BUCKET, Optimizer
 
 Need = tuple[str, int, str]  # what, bytes, how
 
@@ -153,8 +152,8 @@ def savings(
         ("train", "offload_optimizer", True),
         ("rollout", "cache_mb", max(1, config.rollout.cache_mb // 2)),
     ):
-        if key == "offload_optimizer" and train.optimizer != "adamw":
-            continue  # only AdamW's state can be fetched
+        if key == "offload_optimizer" and train.optimizer not in names("offload"):
+            continue
         part = getattr(config, section).model_copy(update={key: value})
         other = needs(sizes, config.model_copy(update={section: part}))
         found[f"{section}.{key}={str(value).lower()}"] = before - sum(size for _, size, _ in other)
@@ -287,12 +286,12 @@ def model_sizes(config: Config, command: str) -> Sizes:
         "model.reference": (config.model.reference or config.model.path)
         * (command == "dpo" or (command == "train" and config.rl.kl_coef > 0)),
         "critic.path": (config.critic.path or config.model.path)
-        * (command == "train" and config.rl.advantage == "gae"),
+        * (command == "train" and config.rl.estimator.needs_critic),
         "distill.teacher": config.distill.teacher * (command == "distill"),
         "reward.model": config.reward.model * (command != "rm"),
     }
     modules = {key: _module(path) for key, path in paths.items() if path}
-    muon, in_8bit = (config.train.optimizer == name for name in ("muon", "adamw_8bit"))
+    optimizer = find("optimizers", config.train.optimizer, key="train.optimizer")
     critic = modules.get("critic.path")
     return Sizes(
         place=placement(config),
@@ -301,10 +300,10 @@ def model_sizes(config: Config, command: str) -> Sizes:
         adapters=adapters,
         others={key: _count(module) for key, module in modules.items()},
         shapes={key: module.config.get_text_config() for key, module in modules.items()},
-        muon=_count_hidden(policy) if muon else 0,
-        muon_critic=_count_hidden(critic) if muon else 0,
-        saved_in_8bit=_saved_in_8bit(policy, config.lora) if in_8bit else 0,
-        saved_in_8bit_critic=_saved_in_8bit(critic, config.lora) if in_8bit and critic else 0,
+        muon=_count_momentum(policy, optimizer),
+        muon_critic=_count_momentum(critic, optimizer),
+        saved_in_8bit=_saved_in_moments(policy, config.lora, optimizer),
+        saved_in_8bit_critic=_saved_in_moments(critic, config.lora, optimizer) if critic else 0,
         saved_in_base=_saved_in_base(policy, config),
         saved_in_base_critic=_saved_in_base(critic, config) if critic else 0,
     )
@@ -318,14 +317,14 @@ def _count(module: Any) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _saved_in_8bit(module: Any, lora: Lora) -> int:
-    """Count the bytes that moments of 8 bits save of a module, or of its adapters."""
+def _saved_in_moments(module: Any, lora: Lora, optimizer: type[Optimizer]) -> int:
+    """Count the bytes that an optimizer's moments save of a module, or of its adapters."""
     shapes = [parameter.shape for parameter in module.parameters()]
     if lora.rank:
         chosen = chosen_shapes(module, lora.targets)
         shapes = [torch.Size((lora.rank, inputs)) for _, inputs in chosen]
         shapes += [torch.Size((outputs, lora.rank)) for outputs, _ in chosen]
-    return sum(8 * shape.numel() - state_bytes(shape) for shape in shapes)
+    return sum(8 * shape.numel() - optimizer.moment_bytes(shape) for shape in shapes)
 
 
 def _saved_in_base(module: Any, config: Config) -> int:
@@ -337,6 +336,6 @@ def _saved_in_base(module: Any, config: Config) -> int:
     return sum(width * weight.numel() - quantized_bytes(weight, base) for weight in weights)
 
 
-def _count_hidden(module: Any) -> int:
+def _count_momentum(module: Any, optimizer: type[Optimizer]) -> int:
     named = () if module is None else module.named_parameters()
-    return sum(weight.numel() for name, weight in named if is_hidden_matrix(name, weight))
+    return sum(weight.numel() for name, weight in named if optimizer.has_momentum(name, weight))

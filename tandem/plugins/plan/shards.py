@@ -13,8 +13,8 @@ import torch
 
 from tandem.config.parallel import Parallel
 from tandem.model.config_file import head_size, is_sparse
-from tandem.plugins.optim.offload import BUCKET
 from tandem.plugins.plan.activations import layers_bytes, outer_bytes
+from tandem.train.optimizer import BUCKET
 
 FLOAT32 = 4  # bytes
 
