@@ -71,9 +71,10 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "adamw_8bit": "tandem.plugins.optim.adamw_8bit:Optimizer8bit",
         "muon": "tandem.train.muon:Muon",
     },
-    "resources": {  # of a run: (config, command, folder); (error, config, command)
-        "disk": "tandem.plugins.plan.resources:require_disk",
-        "memory": "tandem.plugins.plan.advice:out_of_memory",
+    "resources": {  # of a run, by arithmetic over its config
+        "disk": "tandem.plugins.plan.footprint:require_disk",
+        "memory": "tandem.plugins.plan.footprint:out_of_memory",
+        "sizes": "tandem.plugins.plan.footprint:model_sizes",
     },
     "rewards": {  # rewards/load.py: functions with one of its signatures
         "answer": "tandem.plugins.graders.rewards:answer",

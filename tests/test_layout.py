@@ -16,6 +16,7 @@ import config_page
 import figures
 
 from tandem.registry import BUILT_IN, TABLES
+from tests.support import selection
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tandem"
@@ -351,7 +352,8 @@ def names_of(path):
     }
 
 
-def test_each_long_test_is_there():
-    for name in (ROOT / "tests" / "long.txt").read_text(encoding="utf-8").splitlines():
+def test_each_long_or_nightly_test_is_there():
+    for name in selection.read(selection.LONG) + selection.read(selection.TESTS / "nightly.txt"):
         file, _, function = name.partition("::")
-        assert f"def {function}(" in (ROOT / file).read_text(encoding="utf-8"), name
+        assert (ROOT / file).exists(), name
+        assert not function or f"def {function}(" in (ROOT / file).read_text("utf-8"), name

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from tandem.engine.engine import Engine
-from tandem.engine.graphs import HostCopy, StepGraphs, upload
+from tandem.engine.graphs import StepGraphs
 from tandem.engine.lookahead import Lookahead
 from tandem.model.load import make_exact
 from tandem.model.triton import ops
@@ -83,15 +83,6 @@ def test_decode_steps_are_captured_on_the_gpu_of_the_model():
     steps = [entry for entry in gpus.log if entry[0] in ("step", "capture", "replay")]
     inside = [("capture", 1, "thread_local"), ("step", 1)]
     assert steps == [("step", 0), *inside, ("replay", 0), ("replay", 0)]
-
-
-def test_copies_wait_for_the_stream_of_their_tensors():
-    with FakeCuda() as gpus:
-        there = upload(np.arange(3), SECOND)
-        assert there.device == SECOND and gpus.log == [("pin", None)]
-        [back] = HostCopy(there + 1).wait()
-        assert back.tolist() == [1, 2, 3] and not back.is_cuda
-    assert gpus.log[1:] == [("record_event", 1), ("synchronize", 1)]
 
 
 def test_memory_of_descriptors_is_on_the_gpu_of_the_product():

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from tandem.jobs.export import divide, save_weights
+from tandem.jobs.export import save_weights
 from tandem.model.forward import batch_logprobs
 from tandem.model.load import make_exact
 from tandem.model.lora import Lora
@@ -17,7 +17,6 @@ from tandem.plugins.optim.adamw_8bit import Optimizer8bit
 from tandem.run_folder.checkpoint import load_checkpoint, save_checkpoint
 from tandem.run_folder.shards import SUFFIX, Shard, write_shard
 from tandem.runtime.disk import DISK
-from tandem.runtime.errors import UserError
 from tandem.train.learner import Learner
 from tandem.train.optimizer import Optimizer, Settings
 from tandem.train.pack import pack
@@ -164,18 +163,6 @@ def test_the_same_mesh_goes_on_as_if_it_had_never_stopped(tmp_path, sizes):
     assert content(tmp_path / "resumed") != content(tmp_path / "half")
 
 
-def refused(mesh, source):
-    model, ranks = exact_model("llama"), ParallelRanks(mesh)
-    ranks.divide(model, torch.float32)
-    with pytest.raises(UserError, match="not this model's"):
-        load(learner_of(model, ranks), source)
-
-
-def test_parts_of_another_model_are_refused(tmp_path):
-    on_mesh(take_up, "qwen3", None, tmp_path, 0, data=2)
-    on_mesh(refused, tmp_path, data=2)
-
-
 LORA = Lora(rank=2, alpha=3.0, targets=("q_proj", "down_proj"), seed=0)
 
 
@@ -220,12 +207,3 @@ def test_an_export_by_all_processes_holds_what_one_writes(tmp_path, kind, lora, 
     for name, file in index["weight_map"].items():
         found = safe_open(folder / file, "pt").get_tensor(name)
         assert found.dtype == dtype and torch.equal(found, expected[name])
-
-
-def test_shares_of_an_export_are_of_one_size_and_keep_an_adapter_with_its_weight():
-    shapes = {f"{n}.{name}": (10, 10) for n in range(6) for name in ("weight", "lora_A.weight")}
-    shares = divide(shapes, 3)
-    assert [len(share) for share in shares] == [4, 4, 4]
-    assert shares[0] == ["0.weight", "0.lora_A.weight", "1.weight", "1.lora_A.weight"]
-    assert divide({"a": (100, 100), "b": (1,)}, 4) == [["a"], ["b"]]
-    assert divide({"a": (1,)}, 4) == [["a"]]
