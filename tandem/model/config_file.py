@@ -31,7 +31,7 @@ INSTRUCTIONS = re.compile(
     "|(fusion|distributed|quantization|compression)_config"
 )
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
-BIAS_SIZE = {"bloom": 8}  # numbers beside those of a head, for linear biases (alibi.py)
+BIAS_SIZE = {"bloom": 8}  # numbers beside those of a head, for linear biases (general_parts.py)
 QUANTIZERS = ("quantization_config", "compression_config")
 DEQUANTIZED = ("fp8", "mxfp4")  # DeepSeek-V3's and Qwen3's, and gpt-oss'
 CONVOLVED = ("lfm2", "lfm2_moe", "lfm3")
