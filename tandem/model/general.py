@@ -1,8 +1,8 @@
 """The general exact path: transformers' own forward pass of any causal language model, made exact.
 
 Replacements make it so: linears (linear.py), attention (through transformers' AttentionInterface,
-over the plans of attention.py and paged_attention.py), activations (activations.py),
-layer norms, linear biases and short convolutions (general_parts.py). Positions, rotary embeddings, windows and
+over the plans of attention.py and paged_attention.py), activations (activations.py), layer norms,
+linear biases and short convolutions (general_parts.py). Positions, rotary embeddings, windows and
 scales stay transformers' own. A pass is a batch of one: its rows are those of all sequences, with
 their position ids. Whether a model is exact so, and computes what transformers computes, its trial
 decides (trial.py).

@@ -68,7 +68,8 @@ class History(Protocol):
 
 
 class ExactShortConv(nn.Module):
-    """A layer of one of CONVOLUTIONS, with its parameters under their names. plan: that of the pass."""
+    """A layer of one of CONVOLUTIONS, with its parameters under their names. plan: that of the
+    pass."""
 
     def __init__(self, layer: Any, plan: Callable[[], Any]):
         super().__init__()
