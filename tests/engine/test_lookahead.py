@@ -14,7 +14,7 @@ import torch
 
 from tandem.engine.decode import DecodeStep, padded_batch
 from tandem.engine.engine import Engine
-from tandem.engine.graphs import MOST_STEPS, StepGraphs
+from tandem.engine.graphs import StepGraphs
 from tandem.engine.lookahead import Lookahead
 from tandem.engine.page_cache import PageCache
 from tandem.engine.sampler import device_uniforms
@@ -293,11 +293,6 @@ def test_uniforms_of_the_device_are_those_of_the_host():
     assert found.dtype == torch.float32 and found.numpy().tobytes() == expected.tobytes()
 
 
-def test_batch_sizes_climb_a_ladder():
-    sizes = [padded_batch(rows) for rows in range(1, 26)]
-    assert sizes == [1, 2, 4, 4, *[8] * 4, *[16] * 8, *[24] * 8, 32]
-
-
 def test_a_step_runs_once_then_is_captured_then_replayed():
     log = []
 
@@ -317,13 +312,6 @@ def test_a_step_runs_once_then_is_captured_then_replayed():
     graphs.clear()
     graphs.run("a", partial(log.append, "new"))
     assert log[6:] == ["pool", "new"]
-
-
-def test_the_kinds_of_step_that_are_kept_are_bounded():
-    graphs = StepGraphs(lambda: Replayed)
-    for key in range(3 * MOST_STEPS):
-        graphs.run(key, int)
-        assert key in graphs._steps and len(graphs._steps) <= MOST_STEPS
 
 
 def test_graphs_of_old_weights_are_not_replayed():

@@ -58,17 +58,6 @@ def test_a_uniform_lies_in_the_slice_of_its_token(size):
     assert (uniform > begin - ERROR).all() and (uniform < end + ERROR).all()
 
 
-@SIZES
-def test_the_first_and_the_last_uniform_take_the_first_and_the_last_token_that_is_left(size):
-    logprobs = logprobs_of(size, 4, spread=0.1)
-    kept = [row.isfinite().nonzero()[:, 0] for row in logprobs]
-    first, last = (inverse_cdf(logprobs, torch.full((4,), u).to(DEVICE)) for u in (0.0, LAST))
-    assert first.tolist() == [int(tokens[0]) for tokens in kept]
-    for token, tokens, row in zip(last.tolist(), kept, logprobs, strict=True):
-        # a float32 sum may be off by more than a token's probability, and never leaves the set
-        assert row[token].isfinite() and row[token:].exp().sum() < row[tokens[-1]].exp() + ERROR
-
-
 def test_the_one_token_that_is_left_is_taken_wherever_it_is():
     size = 2 * BLOCK + 3
     for place in (0, BLOCK - 1, BLOCK, size - 1):

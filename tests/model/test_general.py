@@ -6,7 +6,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig
 from transformers.activations import ACT2FN
 
@@ -16,12 +15,12 @@ from tandem.model.config_file import check_model
 from tandem.model.forward import batch_logprobs
 from tandem.model.general import make_general
 from tandem.model.load import load_model
-from tandem.model.lora import Lora, add_adapter, chosen_shapes
+from tandem.model.lora import Lora, add_adapter
 from tandem.model.paths import divisible
 from tandem.model.placement import Placement
 from tandem.model.probe import Exactness, probe
 from tandem.model.tiny import make_tokenizer
-from tandem.run_folder.export import export, export_adapter
+from tandem.run_folder.export import export
 from tandem.runtime.errors import UserError
 from tandem.train.pack import pack
 from tandem.types import SamplingDistribution
@@ -58,16 +57,6 @@ def test_packed_documents_have_the_logits_of_transformers(name):
             scaled = stock_logits(twin, document)
             assert (found - scaled).abs().max() <= 2e-5 * scaled.abs().max()
             assert torch.equal(exact_logits(model, [document])[0], found)
-
-
-@pytest.mark.parametrize("heads", [6, 8])
-def test_linear_biases_are_those_of_transformers_at_far_positions(heads):
-    """A position has two digits, of which the higher begins at 256."""
-    sizes, tokens = {"num_attention_heads": heads}, random_tokens(np.random.default_rng(3), 700)
-    with torch.no_grad():
-        found = exact_logits(exact("bloom", **sizes), [tokens])[0]
-        expected = stock_logits(stock("bloom", **sizes), tokens)
-    assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize("name", by_need(KINDS))
@@ -224,39 +213,6 @@ def test_export_has_the_weights_that_ran(name, rank, tmp_path):
     )
     found = exact_logits(model, [tokens])[0]
     assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
-
-
-@pytest.mark.parametrize(
-    ("name", "targets"),
-    [("gpt2", ("c_attn", "c_proj")), ("deepseek_v3", ("all-linear",)), ("phimoe", ("all-linear",))],
-    ids=["Conv1D", "PEFT gives names of a dense layer to experts", "a router that is a linear"],
-)
-def test_adapter_is_read_by_peft_without_a_warning(name, targets, tmp_path, recwarn):
-    path = saved(name, tmp_path / "model")
-    model = load_model(path, Lora(rank=4, alpha=8.0, targets=targets, seed=7))
-    noise = torch.Generator().manual_seed(1)
-    model.load_weights(
-        {n: 0.1 * torch.randn(w.shape, generator=noise) for n, w in model.trainable().items()}
-    )
-    export_adapter(model, path, tmp_path / "adapter", "# An adapter\n")
-    base = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
-    tokens = random_tokens(np.random.default_rng(0), 50)
-    expected = stock_logits(PeftModel.from_pretrained(base, tmp_path / "adapter"), tokens)
-    shapes = [(len(p.lora_B.weight), p.lora_A.weight.shape[1]) for p in model.adapted.values()]
-    assert sorted(chosen_shapes(stock(name), targets)) == sorted(shapes)
-    found = exact_logits(model, [tokens])[0]
-    assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
-    with model.adapter_off():
-        assert torch.equal(
-            exact_logits(model, [tokens])[0], exact_logits(load_model(path), [tokens])[0]
-        )
-    assert not [w for w in recwarn if "peft" in w.filename]
-
-
-def test_experts_take_no_adapter():
-    with pytest.raises(UserError, match="targets are not in this model") as error:
-        exact("deepseek_v3", Lora(rank=4, alpha=8.0, targets=("gate_proj",), seed=7))
-    assert "q_a_proj" in error.value.expected
 
 
 def test_model_without_linear_modules_takes_no_adapter():

@@ -8,13 +8,7 @@ import pytest
 import torch
 
 from tandem.model.cpu_kernels import CPU
-from tandem.model.logprobs import (
-    CHUNK_BYTES,
-    SeenTokens,
-    log_distribution,
-    penalize,
-    token_logprobs,
-)
+from tandem.model.logprobs import CHUNK_BYTES, SeenTokens, log_distribution, token_logprobs
 from tandem.types import SamplingDistribution
 from tests.support.operators import Operators
 
@@ -91,29 +85,11 @@ def test_a_forced_token_is_kept_and_the_rest_of_the_set_stays(sampling):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("sampling", FILTERS, ids=str)
-def test_forcing_a_token_that_is_in_the_set_changes_no_bit(sampling):
-    table = logits()
-    assert torch.equal(
-        log_distribution(table, sampling, table.argmax(-1)), log_distribution(table, sampling)
-    )
-
-
 def test_ties_at_the_edge_are_all_kept():
     tied = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]])
     kept = [False, False, False, False, True]
     assert log_distribution(tied, SamplingDistribution(top_k=2)).isinf().tolist() == [kept]
     assert log_distribution(tied, SamplingDistribution(top_p=0.5)).isinf().tolist() == [kept]
-
-
-def test_smallest_filters_keep_one_token_largest_keep_all():
-    table = logits()
-    for filtered in ({"top_k": 1}, {"top_p": 1e-6}, {"top_p": 5e-324}):
-        sampling = SamplingDistribution(**filtered)
-        assert torch.equal(log_distribution(table, sampling).argmax(-1), table.argmax(-1))
-        assert ((log_distribution(table, sampling) == 0.0).sum(-1) == 1).all()
-    for size in (40, 41):
-        assert not log_distribution(table, SamplingDistribution(top_k=size)).isinf().any()
 
 
 @pytest.mark.parametrize("sampling", FILTERS, ids=str)
@@ -241,41 +217,6 @@ def test_the_gradient_of_the_entropy_is_autograds(sampling, of_logprobs):
     assert_gradients_with_entropy(*case(12, 40), sampling, of_logprobs=of_logprobs)
 
 
-@pytest.mark.parametrize("beyond", [0, 1])
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        SamplingDistribution(temperature=0.7),
-        SamplingDistribution(temperature=0.7, top_k=50, top_p=0.9),
-    ],
-    ids=str,
-)
-def test_entropy_gradient_at_a_chunk_edge_is_autograds(sampling, beyond):
-    vocabulary = 40_000
-    assert_gradients_with_entropy(
-        *case(CHUNK_BYTES // (4 * vocabulary) + beyond, vocabulary), sampling, of_logprobs=1.0
-    )
-
-
-def test_unused_entropy_changes_logprob_gradient_by_rounding():
-    gradients = []
-    for share in (None, 0.0):
-        hidden, weight, targets = case(12, 40)
-        hidden.requires_grad_(), weight.requires_grad_()
-        found, entropy = token_logprobs(
-            hidden,
-            weight,
-            CPU.pack(weight.detach()),
-            targets,
-            SamplingDistribution(temperature=0.7),
-        )
-        (found.sum() if share is None else found.sum() + share * entropy.sum()).backward()
-        gradients.append((hidden.grad, weight.grad))
-    for one, other in zip(*gradients, strict=True):
-        # p (0 - g) + g and g - p g are rounded apart
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-
-
 def test_no_targets_give_no_logprobs_and_a_gradient_of_zero():
     hidden, weight, _ = case(0, 40)
     weight.requires_grad_()
@@ -286,26 +227,9 @@ def test_no_targets_give_no_logprobs_and_a_gradient_of_zero():
     assert len(found) == 0 and not weight.grad.any()
 
 
-def penalized_by_definition(row, penalty, seen):
-    return [
-        x if i not in seen else x / penalty if x > 0 else x * penalty for i, x in enumerate(row)
-    ]
-
-
 def seen_by(rows):
     index = torch.tensor([row for row, tokens in enumerate(rows) for _ in tokens])
     return SeenTokens(index, torch.tensor([token for tokens in rows for token in tokens]))
-
-
-@pytest.mark.parametrize("penalty", [1.3, 0.8])
-def test_repetition_penalty_weakens_seen_tokens_only(penalty):
-    table, rows = logits(3), [[0, 5, 39, 5], [], [7]]
-    expected = [
-        penalized_by_definition(row, penalty, set(seen))
-        for row, seen in zip(table.tolist(), rows, strict=True)
-    ]
-    penalize(table, penalty, seen_by(rows))
-    torch.testing.assert_close(table, torch.tensor(expected))
 
 
 @pytest.mark.parametrize(

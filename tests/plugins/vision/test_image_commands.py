@@ -91,12 +91,6 @@ def test_export_is_a_stock_model_with_its_processor(trained):
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
-def test_replay_learns_a_step_again(trained):
-    folder, _ = trained
-    result = invoke("replay", folder, "--step", STEPS)
-    assert result.exit_code == 0, result.exception or result.output
-
-
 def test_other_commands_read_the_same_rows(home, trained, tmp_path):
     commands = [
         ["sft", home / "recipe.toml", f"run.folder={tmp_path}/sft"],

@@ -16,7 +16,6 @@ from tandem.model.tokenizer import load_tokenizer
 from tandem.plugins.vision.images import load_image_reader
 from tandem.run_folder.export import export_adapter
 from tandem.runtime import image_store
-from tandem.runtime.errors import UserError
 from tandem.runtime.image_tokens import IMAGE, image_run, name_of, number_of
 from tandem.train.pack import pack
 from tandem.types import Request, Sample, SamplingParams
@@ -137,15 +136,6 @@ def test_sampled_placeholder_is_a_token_as_any_other(folder):
     with torch.no_grad():
         before, after = model.run(tokens[:, :-2]), model.run(tokens)
     torch.testing.assert_close(after[:, :-2], before, atol=1e-4, rtol=0)
-
-
-def test_sequence_of_another_processor_is_one_error(folder):
-    """Tokens of a run whose processor has since been changed."""
-    name = image_store.put(picture(6))
-    model = load_model(folder)
-    count = load_image_reader(folder, load_tokenizer(folder)).count(name)
-    with pytest.raises(UserError, match="fewer tokens"):
-        model.run(torch.from_numpy(image_run(name, count + 1)[None]))
 
 
 def test_every_part_is_trained_and_an_adapter_only_in_the_language_model(folder):
