@@ -298,8 +298,7 @@ def load_model(
     make = path_of(config, f"model.path = {path}", place).maker(path, config, place)
     check_weights(path)
     check_sums(path)
-    model: ExactModel = make(load_stock(path, config, head, place), lora)
-    return model
+    return make(load_stock(path, config, head, place), lora)  # type: ignore[no-any-return]
 
 
 def unfilled_model(
@@ -313,8 +312,7 @@ def unfilled_model(
     if head == "tokens":
         module.generation_config = GenerationConfig.from_pretrained(path)
     chosen = path_of(config, f"model.path = {path}", CPU_FLOAT32)
-    model: ExactModel = chosen.maker(path, config, CPU_FLOAT32)(module)
-    return model
+    return chosen.maker(path, config, CPU_FLOAT32)(module)  # type: ignore[no-any-return]
 
 
 def weight_conversions(module: Any) -> list[Any]:
@@ -347,5 +345,4 @@ def make_exact(module: Any, lora: Lora | None = None) -> ExactModel:
     """Put the parts of the exact path for its config into a transformers module in place, and with
     lora a new adapter. Nothing is tried."""
     path = named_path("lean" if divisible(module.config) else "general")
-    model: ExactModel = path.build(module, lora)
-    return model
+    return path.build(module, lora)  # type: ignore[no-any-return]

@@ -100,8 +100,7 @@ def path_of(config: Any, where: str, place: Any = None) -> ModelPath:
 
 def named_path(name: str) -> ModelPath:
     """Return a path by its name."""
-    path: ModelPath = find("model_paths", name, key="model.path")
-    return path
+    return find("model_paths", name, key="model.path")  # type: ignore[no-any-return]
 
 
 def divisible(config: Any) -> bool:
@@ -116,5 +115,4 @@ def reads_more_than_text(model_type: Any) -> bool:
 
 def parts_of(model_type: Any) -> ModelPath:
     """Return the path of models of a type that reads more than text."""
-    path: ModelPath = find("multimodal_paths", model_type, key="model.path")
-    return path
+    return find("multimodal_paths", model_type, key="model.path")  # type: ignore[no-any-return]
