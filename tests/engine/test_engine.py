@@ -44,6 +44,16 @@ def test_stop_token_ends_the_completion_and_is_not_in_the_text():
     assert completion.text == decode(free.tokens[:first]) and completion.stop_reason == "stop"
 
 
+def test_stop_string_that_spans_tokens_ends_the_text_before_it():
+    [free] = engine_of().generate([request(max_new_tokens=20)])
+    stop = decode(free.tokens[7:10])
+    first = free.text.index(stop)
+    [completion] = engine_of().generate([request(max_new_tokens=20, stop=("never there", stop))])
+    # the tokens that were sampled all stay
+    assert completion.tokens.tolist() == free.tokens[: first + 3].tolist()
+    assert completion.text == free.text[:first] and completion.stop_reason == "stop"
+
+
 def test_logprobs_are_of_the_tempered_and_filtered_distribution():
     params = {"max_new_tokens": 12, "temperature": 0.6, "top_k": 20, "top_p": 0.9}
     [completion] = engine_of().generate([request(**params)])
@@ -224,11 +234,3 @@ def test_a_cache_without_memory_takes_it_again_and_gives_the_same_completions():
     assert engine.cache.keys == ()  # until a step needs it
     assert [facts(c) for c in engine.generate(mixed_requests())] == first
     assert engine.cache._held[0][0].shape == pages and engine.cache.allocations == 2
-
-
-def test_a_cache_in_use_does_not_give_its_memory_away():
-    engine = engine_of()
-    engine.submit(request())
-    engine.step()
-    with pytest.raises(AssertionError, match="a page is held"):
-        engine.cache.give_back()

