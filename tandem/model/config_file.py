@@ -30,7 +30,7 @@ INSTRUCTIONS = re.compile(
     "auto_map|transformers_weights|.*_implementation(_internal)?"
     "|(fusion|distributed|quantization|compression)_config"
 )
-CONFIG, ADAPTER = "config.json", "adapter_config.json"
+CONFIG = "config.json"
 BIAS_SIZE = {"bloom": 8}  # numbers beside those of a head, for linear biases (general_parts.py)
 QUANTIZERS = ("quantization_config", "compression_config")
 DEQUANTIZED = ("fp8", "mxfp4")  # DeepSeek-V3's and Qwen3's, and gpt-oss'
@@ -175,21 +175,6 @@ def special_float(values: dict[str, Any]) -> Any:
     return float(str(values["__float__"])) if values.keys() == {"__float__"} else values
 
 
-def refuse_adapter(path: str, where: str) -> None:
-    """Raise UserError for an adapter beside the model.
-
-    transformers would load and merge it, and import the modules that it names.
-    """
-    if find_file(path, ADAPTER) is not None:
-        raise UserError(
-            "the model has an adapter beside its weights",
-            where=f"{where}, {ADAPTER}",
-            expected="plain weights",
-            next="merge the adapter into the weights with PEFT, "
-            "or move its files out of the directory",
-        )
-
-
 def find_file(path: str, name: str) -> Path | None:
     """Find a file of a local directory, or of a hub name, fetched to the local cache.
 
@@ -293,31 +278,21 @@ def has_experts(config: Any) -> bool:
 def _no_model(path: str, key: str) -> UserError:
     """Say what lies at path instead of a model directory, and name the command that leads to
     one."""
-    folder = Path(path)
+    folder, found = Path(path), "no such directory"
     next_command = "tandem tiny DIR makes a tiny model; or give a hub name such as Qwen/Qwen3-0.6B"
-    if folder.is_file():
-        found, next_command = "a file", f"{key}={folder.parent}, if the model's files are beside it"
-    elif str(folder).startswith("~"):
-        found, next_command = "a path that no shell has expanded", f"{key}={folder.expanduser()}"
-    elif not folder.is_dir():
-        found = "no such directory"
-    elif (folder / "config.toml").is_file():
+    if (folder / "config.toml").is_file():
         newest = max(folder.glob("hf/step_*"), default=None)
-        found, next_command = (
-            "a run folder",
-            f"{key}={newest}" if newest else f"tandem export {folder}",
-        )
+        found = "a run folder"
+        next_command = f"{key}={newest}" if newest else f"tandem export {folder}"
     elif (folder / "state.json").is_file():
-        found, next_command = (
-            "a checkpoint of a run",
-            f"tandem export {folder.parent.parent} --step {folder.name[5:].lstrip('0')}",
-        )
-    else:
-        names = sorted(file.name for file in folder.iterdir())[:5]
-        found = f"a directory without config.json: {', '.join(names) or 'empty'}"
+        step = folder.name[5:].lstrip("0")
+        found = "a checkpoint of a run"
+        next_command = f"tandem export {folder.parent.parent} --step {step}"
+    elif folder.exists():
+        found = "a file or directory without config.json"
     return UserError(
         "the model directory does not exist"
-        if found == "no such directory"
+        if not folder.exists()
         else "this is not a model directory",
         where=f"{key} = {path}",
         found=found,

@@ -71,19 +71,15 @@ def add_adapter(module: Any, lora: Lora) -> None:
         try:
             peft.inject_adapter_in_model(config, module)
         except ValueError as error:  # some linears of Mamba
-            raise _no_adapter(error) from None
+            raise UserError(
+                "PEFT makes no adapter of these linears",
+                where="lora.targets",
+                found=str(error).split("\n")[0],
+                expected="linears that PEFT can adapt",
+                next="name others in lora.targets",
+            ) from None
     if module.get_output_embeddings() is None:
         module.score.requires_grad_(True)  # a new head is always trained
-
-
-def _no_adapter(error: ValueError) -> UserError:
-    return UserError(
-        "PEFT makes no adapter of these linears",
-        where="lora.targets",
-        found=str(error).split("\n")[0],
-        expected="linears that PEFT can adapt",
-        next="name others in lora.targets",
-    )
 
 
 def exact_adapted(layer: Any) -> ExactLinear:

@@ -4,10 +4,11 @@ checked, but transformers fetches safetensors only.
 
 from pathlib import Path
 
-from tandem.model.config_file import refuse_adapter
+from tandem.model.config_file import find_file
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import UserError
 
+ADAPTER = "adapter_config.json"
 SUMS = "SHA256SUMS"  # beside exported weights
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack")
@@ -15,7 +16,13 @@ OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpac
 
 def check_weights(path: str) -> None:
     """Raise UserError unless a directory has weights in safetensors, and no adapter beside them."""
-    refuse_adapter(path, path)
+    if find_file(path, ADAPTER) is not None:  # which transformers would load, and merge
+        raise UserError(
+            "the model has an adapter beside its weights",
+            where=f"{path}, {ADAPTER}",
+            expected="plain weights",
+            next="merge the adapter into the weights with PEFT, or move its files elsewhere",
+        )
     folder = Path(path)
     if not folder.is_dir() or any((folder / name).is_file() for name in (WEIGHTS, INDEX)):
         return
