@@ -60,7 +60,9 @@ def place_models(device: str, dtype: str) -> Placement:
             "there is no such GPU",
             where=f"model.device = {device}",
             found=f"{count or 'none'} that this PyTorch can use",
-            expected="a CUDA GPU, its driver and a CUDA build, and a number below their count",
+            expected=f"a number below {count}"
+            if count
+            else "a CUDA GPU, its driver and a CUDA build",
             next="set model.device=auto; `tandem doctor` says what is missing",
         )
     on_gpu = kind == "cuda" or (device == "auto" and count > 0)
