@@ -280,7 +280,11 @@ def _no_model(path: str, key: str) -> UserError:
     one."""
     folder, found = Path(path), "no such directory"
     next_command = "tandem tiny DIR makes a tiny model; or give a hub name such as Qwen/Qwen3-0.6B"
-    if (folder / "config.toml").is_file():
+    if folder.is_file():
+        found, next_command = "a file", f"{key}={folder.parent}, if the model's files are beside it"
+    elif path.startswith("~"):
+        found, next_command = "a path that no shell has expanded", f"{key}={folder.expanduser()}"
+    elif (folder / "config.toml").is_file():
         newest = max(folder.glob("hf/step_*"), default=None)
         found = "a run folder"
         next_command = f"{key}={newest}" if newest else f"tandem export {folder}"
@@ -289,7 +293,7 @@ def _no_model(path: str, key: str) -> UserError:
         found = "a checkpoint of a run"
         next_command = f"tandem export {folder.parent.parent} --step {step}"
     elif folder.exists():
-        found = "a file or directory without config.json"
+        found = "a directory without config.json"
     return UserError(
         "the model directory does not exist"
         if not folder.exists()
