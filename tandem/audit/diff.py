@@ -57,7 +57,13 @@ def compare_runs(a: PastRun, b: PastRun) -> Comparison:
     damaged."""
     both = sorted(set(a.metrics) & set(b.metrics))
     if not both:
-        raise _no_common_step(a, b)
+        raise UserError(
+            "there is nothing to compare yet",
+            where=f"{a.folder}, {b.folder}",
+            found="no step that both have ended",
+            expected="a row in both of metrics.jsonl",
+            next="wait for them",
+        )
     other_bytes: list[int] = []
     divergences = chain(
         ((step, one) for step in both for one in _compare_step(a, b, step, other_bytes)),
@@ -174,13 +180,3 @@ def _first_difference(a: Array, b: Array) -> int | None:
 
 def _entry(array: Array, place: int) -> str:
     return repr(array[place].item()) if place < len(array) else "its end"
-
-
-def _no_common_step(a: PastRun, b: PastRun) -> UserError:
-    return UserError(
-        "there is nothing to compare yet",
-        where=f"{a.folder}, {b.folder}",
-        found="no step that both have ended",
-        expected="a row in both of metrics.jsonl",
-        next="wait for them",
-    )

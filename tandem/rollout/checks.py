@@ -28,7 +28,13 @@ def check_groups(batch: RolloutBatch, max_truncated: float) -> None:
     truncated = [e.stop_reason in TRUNCATED for group in batch.fresh for e in group.episodes]
     share = sum(truncated) / max(len(truncated), 1)
     if share > max_truncated:
-        raise _too_many_truncated(share, max_truncated, batch.step)
+        raise UserError(
+            "too many completions were truncated",
+            where=f"step {batch.step + 1}",
+            found=f"{share:.0%} of them",
+            expected=f"at most {max_truncated:.0%} (rl.max_truncated)",
+            next="raise rl.max_truncated and go on, or rollout.max_new_tokens in a new run.folder",
+        )
 
 
 def _belongs(episode: Episode, number: int, group: Group, first: Episode) -> bool:
@@ -117,14 +123,4 @@ def _wrong_tokens(found: str, step: int) -> InvariantError:
         found=found,
         expected="every token that its weights sampled, and no other",
         next=REPORT,
-    )
-
-
-def _too_many_truncated(share: float, max_truncated: float, step: int) -> UserError:
-    return UserError(
-        "too many completions were truncated",
-        where=f"step {step + 1}",
-        found=f"{share:.0%} of them",
-        expected=f"at most {max_truncated:.0%} (rl.max_truncated)",
-        next="raise rl.max_truncated and go on, or rollout.max_new_tokens in a new run.folder",
     )

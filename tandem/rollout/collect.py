@@ -257,7 +257,14 @@ class Collector:
         begin a few more in their first step."""
         limit = self.config.rl.max_gen_batches
         if limit and drawn >= limit + _batches_in_flight(self.config) - 1:
-            raise _could_not_fill(step, drawn, num_ready, self.config.rl.prompts_per_step)
+            raise UserError(
+                "dynamic sampling could not fill a step",
+                where=f"step {step + 1}, after {drawn} batches (rl.max_gen_batches)",
+                found=f"{num_ready} groups whose rewards differ",
+                expected=f"{self.config.rl.prompts_per_step} (rl.prompts_per_step)",
+                next="raise rl.max_gen_batches, lower rl.prompts_per_step, or take problems that "
+                "are neither solved nor hopeless",
+            )
 
 
 def steps_at_once(config: Config) -> int:
@@ -292,14 +299,3 @@ def _carry_beyond(groups: Sequence[Group], wanted: int) -> list[Group]:
 
 def _is_paused(group: Group) -> bool:
     return any(episode.stop_reason == "paused" for episode in group.episodes)
-
-
-def _could_not_fill(step: int, drawn: int, num_ready: int, wanted: int) -> UserError:
-    return UserError(
-        "dynamic sampling could not fill a step",
-        where=f"step {step + 1}, after {drawn} batches (rl.max_gen_batches)",
-        found=f"{num_ready} groups whose rewards differ",
-        expected=f"{wanted} (rl.prompts_per_step)",
-        next="raise rl.max_gen_batches, lower rl.prompts_per_step, or take problems that are "
-        "neither solved nor hopeless",
-    )

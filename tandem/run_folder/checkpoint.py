@@ -112,7 +112,13 @@ def latest_checkpoint(folder: Path, report: Callable[[str], None]) -> Path | Non
         damaged += [f"{path.name}/{line}" for line in damage]
         report(f"checkpoint {path.name} is damaged, trying the one before: {'; '.join(damage)}")
     if damaged:
-        raise _all_damaged(folder, damaged)
+        raise UserError(
+            "every checkpoint of the run is damaged",
+            where=str(folder),
+            found="; ".join(damaged),
+            expected="one whose files have the sizes and hashes of its manifest.json",
+            next=RESTORE_OR_FRESH,
+        )
     return None
 
 
@@ -195,7 +201,13 @@ def _check_space(folder: Path, tensors: Tensors, state_bytes: int, size: int, di
     own = sum(t.numel() * t.element_size() for part in tensors.values() for t in part.values())
     needed += size * own
     if free < needed:
-        raise _no_space(folder, free, needed)
+        raise UserError(
+            "not enough space for a checkpoint",
+            where=str(folder),
+            found=f"{human_bytes(free)} free",
+            expected=f"{human_bytes(needed)}",
+            next="free space; the same command again goes on from the last checkpoint",
+        )
 
 
 def _write_files(
@@ -344,23 +356,3 @@ def _file_damage(file: Path, entry: dict[str, Any], hashed: bool) -> list[str]:
     if digest != entry["sha256"]:
         return [f"{file.name}: found sha256 {digest}, expected {entry['sha256']}"]
     return []
-
-
-def _all_damaged(folder: Path, damaged: list[str]) -> UserError:
-    return UserError(
-        "every checkpoint of the run is damaged",
-        where=str(folder),
-        found="; ".join(damaged),
-        expected="one whose files have the sizes and hashes of its manifest.json",
-        next=RESTORE_OR_FRESH,
-    )
-
-
-def _no_space(folder: Path, free: int, needed: int) -> UserError:
-    return UserError(
-        "not enough space for a checkpoint",
-        where=str(folder),
-        found=f"{human_bytes(free)} free",
-        expected=f"{human_bytes(needed)}",
-        next="free space; the same command again goes on from the last checkpoint",
-    )

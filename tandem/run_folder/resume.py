@@ -30,7 +30,13 @@ def resumable(
         return None
     tensors, state = load_checkpoint(path, verify=False)  # latest_checkpoint has just verified it
     if changed := [k for k in {**state["data"], **data} if state["data"].get(k) != data.get(k)]:
-        raise _other_data(changed)
+        raise UserError(
+            "a data file, a function of yours or the starting model has changed since the run "
+            "began",
+            where=", ".join(changed),
+            expected="the same bytes: the rest of the run would not be the same run",
+            next=f"restore it, take another run.folder=PATH, or {FRESH}",
+        )
     logged = checkpoint_step(path) - (json.loads(state["pending_metrics"]) is not None)
     _check_past(folder, logged, report)
     return path, tensors, state
@@ -90,13 +96,4 @@ def _no_checkpoints(folder: Path, last: int, every: int) -> UserError:
         expected=f"some: metrics.jsonl ends at step {last}, with run.save_every = {every}",
         next="restore them, or set back a run.save_every that was lowered before the first save, "
         f"or {FRESH}",
-    )
-
-
-def _other_data(changed: list[str]) -> UserError:
-    return UserError(
-        "a data file, a function of yours or the starting model has changed since the run began",
-        where=", ".join(changed),
-        expected="the same bytes: the rest of the run would not be the same run",
-        next=f"restore it, take another run.folder=PATH, or {FRESH}",
     )
