@@ -26,8 +26,7 @@ from tandem.jobs.ranks import make_ranks, require_size
 from tandem.jobs.streams import JournalStream, join_stream
 from tandem.rollout.collect import RolloutBatch
 from tandem.rollout.evaluate import sampling_params
-from tandem.run_folder.async_save import Saver
-from tandem.run_folder.checkpoint import load_checkpoint
+from tandem.run_folder.checkpoint import Saver, load_checkpoint
 from tandem.run_folder.journal import Journal
 from tandem.run_folder.shards import Shard
 from tandem.runtime import watchdog
