@@ -44,6 +44,8 @@ from threading import Thread
 from types import TracebackType
 from typing import Any, Self
 
+from safetensors import SafetensorError
+
 from tandem import __version__
 from tandem.run_folder.errors import RESTORE_OR_FRESH
 from tandem.run_folder.shards import (
@@ -64,6 +66,7 @@ from tandem.runtime.watchdog import heartbeat, waiting_for
 MANIFEST = "manifest.json"
 STATE = "state.json"
 _LIBRARIES = ("torch", "transformers", "safetensors", "numpy")
+_UNREADABLE = (SafetensorError, OSError, ValueError, TypeError, RecursionError)
 _GONE = ".tmp-gone-"
 
 # Called in the saver's thread of a process after rank 0: with the name of each file, and its entry
@@ -176,8 +179,16 @@ def load_checkpoint(
             next="take another step_N",
         )
     _, files = _read_manifest(path)  # other files of the folder have no hash
-    tensors = open_tensors([path / name for name in files if name != STATE])
-    return tensors, dict(json.loads(read_regular_file(path / STATE)))
+    try:
+        tensors = open_tensors([path / name for name in files if name != STATE])
+        return tensors, dict(json.loads(read_regular_file(path / STATE)))
+    except _UNREADABLE as error:  # its hashes are right, so it was not Tandem that wrote it
+        raise UserError(
+            "the checkpoint is not one of Tandem's",
+            where=str(path),
+            found=str(error)[:300],
+            next="take another step_N",
+        ) from None
 
 
 def find_damage(path: Path, *, hashed: bool = True) -> list[str]:
@@ -294,7 +305,7 @@ def _read_manifest(path: Path) -> tuple[list[str], dict[str, dict[str, Any]]]:
         data = read_regular_file(path / MANIFEST)
         body = json.loads(data)
         del body["sha256_of_the_rest"]
-        intact = _sealed(body) == data
+        intact = _sealed(body) == data and _is_manifest(body)
     except FileNotFoundError:
         return [f"{MANIFEST}: found none, expected one"], {}
     except OSError as error:
@@ -307,6 +318,20 @@ def _read_manifest(path: Path) -> tuple[list[str], dict[str, dict[str, Any]]]:
     if body["step"] != checkpoint_step(path):
         return [f"{MANIFEST}: found step {body['step']}, expected {checkpoint_step(path)}"], {}
     return [], body["files"]
+
+
+def _is_manifest(body: dict[str, Any]) -> bool:
+    """Tell whether a manifest names only files of its own folder, STATE among them, with size and
+    hash."""
+    match body:
+        case {"step": int(), "files": dict(files)} if STATE in files:
+            return all(
+                Path(name).name == name
+                and isinstance(entry, dict)
+                and entry.keys() == {"size", "sha256"}
+                for name, entry in files.items()
+            )
+    return False
 
 
 def _file_damage(file: Path, entry: dict[str, Any], hashed: bool) -> list[str]:
