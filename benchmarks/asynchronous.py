@@ -36,7 +36,7 @@ import machine  # noqa: E402
 
 from tandem.model.tiny import make_tiny  # noqa: E402
 from tandem.plugins.tasks import algebra  # noqa: E402
-from tandem.plugins.tasks.registry import write_rows  # noqa: E402
+from tandem.runtime.disk import write_rows  # noqa: E402
 from tandem.runtime.processes import descendants  # noqa: E402
 
 STEPS, ROUNDS, SKIPPED, SAMPLES = 12, 3, 2, 512

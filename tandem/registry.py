@@ -1,4 +1,4 @@
-"""What a run chooses by a name: one table from a kind and a name to the object behind it.
+"""Choices by name: one table from a kind and a name to the object behind it.
 
 A choice is imported when it is chosen, so a run loads nothing that it does not use. A package of
 anybody's adds choices by entry points, in the group `tandem.KIND`:
@@ -21,11 +21,63 @@ from tandem.runtime.errors import UserError
 from tandem.runtime.wording import nearest
 
 BUILT_IN: dict[str, dict[str, str]] = {
+    "commands": {  # cli/first_steps.py: Commands
+        "generate": "tandem.plugins.tasks.cli:generate",
+        "plan": "tandem.plugins.plan.cli:plan",
+        "plot": "tandem.plugins.view.cli:plot",
+        "report": "tandem.plugins.view.cli:report",
+        "view": "tandem.plugins.view.cli:view",
+    },
+    "envs": {  # types.py: Env
+        "single_turn": "tandem.types:Env",
+        "tools": "tandem.envs.tools:ToolEnv",
+        "python": "tandem.plugins.graders.python_env:PythonEnv",
+        "guess": "tandem.plugins.tasks.guess:GuessTheNumber",
+        "gymnasium": "tandem.envs.gym:GymEnv",
+        "verifiers": "tandem.plugins.verifiers.env:VerifiersEnv",
+        "agent": "tandem.envs.agent.env:AgentEnv",
+    },
+    "extractors": {"answer": "tandem.plugins.graders.answer:extract"},  # text -> final answer
+    "resources": {  # of a run: (config, command, folder); (error, config, command)
+        "disk": "tandem.plugins.plan.resources:require_disk",
+        "memory": "tandem.plugins.plan.advice:out_of_memory",
+    },
+    "rewards": {  # rewards/load.py: functions with one of its signatures
+        "answer": "tandem.plugins.graders.rewards:answer",
+        "choice": "tandem.plugins.graders.rewards:choice",
+        "code": "tandem.plugins.graders.code:code_reward",
+        "countdown": "tandem.plugins.tasks.countdown:reward",
+        "env": "tandem.rewards.builtin:env",
+        "exact": "tandem.rewards.builtin:exact",
+        "format": "tandem.rewards.builtin:format_of_tags",
+        "json_schema": "tandem.rewards.schema:json_schema",
+        "judge": "tandem.rewards.judge:judge",
+        "length": "tandem.rewards.builtin:length",
+        "numeric": "tandem.plugins.graders.rewards:numeric",
+        "reasoning_gym": "tandem.plugins.tasks.reasoning_gym:reward",
+        "regex": "tandem.rewards.builtin:regex",
+        "reward_model": "tandem.rewards.builtin:reward_model",
+    },
+    "sandboxes": {  # the section [sandbox] -> plugins/graders/sandbox/protocol.py: Sandbox
+        "bubblewrap": "tandem.plugins.graders.sandbox.opening:bubblewrap",
+        "fusion": "tandem.plugins.graders.sandbox.opening:fusion",
+        "none": "tandem.plugins.graders.sandbox.opening:isolated_if_possible",
+    },
+    "sources": {"verifiers": "tandem.plugins.verifiers.env:rows"},  # (id, limit=) -> rows
+    "tasks": {  # plugins/tasks/generate.py: Task
+        "algebra": "tandem.plugins.tasks.algebra:TASK",
+        "arithmetic": "tandem.plugins.tasks.arithmetic:TASK",
+        "calculator": "tandem.plugins.tasks.calculator:TASK",
+        "countdown": "tandem.plugins.tasks.countdown:TASK",
+        "guess": "tandem.plugins.tasks.guess:TASK",
+        "squares": "tandem.plugins.tasks.squares:TASK",
+    },
+    "tools": {"calculator": "tandem.plugins.tasks.calculator:calculator"},
     "trackers": {  # run_folder/trackers/tracker.py: Tracker
         "mlflow": "tandem.run_folder.trackers.mlflow:MlflowTracker",
         "trackio": "tandem.run_folder.trackers.trackio:TrackioTracker",
         "wandb": "tandem.run_folder.trackers.wandb:WandbTracker",
-    }
+    },
 }
 
 

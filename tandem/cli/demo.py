@@ -17,7 +17,8 @@ from rich.markup import escape
 
 from tandem.cli.progress import console
 from tandem.config.recipe import load_config
-from tandem.runtime.disk import DISK, disk_errors, write_atomic
+from tandem.registry import find
+from tandem.runtime.disk import DISK, disk_errors, write_atomic, write_rows
 from tandem.runtime.errors import UserError
 
 RECIPE = Path(__file__).with_name("demo.toml")
@@ -70,9 +71,6 @@ def settings(folder: Path, seed: int, command: str, model: Path) -> list[str]:
 
 def make_inputs(folder: Path, seed: int) -> None:
     """Write recipe, data and model, where they are not there yet."""
-    from tandem.plugins.tasks import algebra
-    from tandem.plugins.tasks.registry import write_rows
-
     mark = folder / "seed"
     if mark.exists() and mark.read_text() != str(seed):
         raise UserError(
@@ -89,9 +87,9 @@ def make_inputs(folder: Path, seed: int) -> None:
         write_atomic(folder / "demo.toml", RECIPE.read_bytes())
     if not (folder / "data" / "warm.jsonl").exists():
         say(f"data: eight templates of school algebra -> {folder}/data")
-        data = folder / "data"
-        write_rows(data / "train.jsonl", algebra.rows("train", 400, seed, difficulty=1))
-        write_rows(data / "test.jsonl", algebra.rows("test", 64, seed, difficulty=1))
+        algebra, data = find("tasks", "algebra", key="tandem demo"), folder / "data"
+        write_rows(data / "train.jsonl", algebra.rows("train", 400, seed, 1))
+        write_rows(data / "test.jsonl", algebra.rows("test", 64, seed, 1))
         write_rows(data / "warm.jsonl", algebra.warm_start(16000, seed, difficulty=1, careless=0.5))
     if not (folder / "model").exists():
         say(f"model: a random character-level Qwen3 of 0.9M parameters -> {folder}/model")

@@ -20,6 +20,7 @@ from typing import Any
 
 from tandem import __version__
 from tandem.cli.progress import console
+from tandem.registry import find
 from tandem.runtime import numerics
 from tandem.runtime.disk import human_bytes
 from tandem.runtime.errors import UserError
@@ -218,9 +219,12 @@ def _rewards() -> Finding:
 def _sandbox() -> Finding:
     """Describe the sandbox. A missing one fails nothing: only code of a model needs it."""
     from tandem.config.schema import Sandbox
-    from tandem.plugins.graders.sandbox import sandbox_state
 
-    return Finding(True, sandbox_state(Sandbox()))
+    section = Sandbox()
+    try:
+        return Finding(True, find("sandboxes", section.kind, key="sandbox")(section).state())
+    except UserError as error:
+        return Finding(True, f"none: {error.found}; next: apt-get install bubblewrap")
 
 
 def _disk() -> Finding:

@@ -3,21 +3,50 @@ and `doctor`. They need no recipe. main.py adds the others to `app`."""
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer import Option
+from typer.core import TyperGroup
 
 from tandem.cli.arguments import Fresh, Overrides, argument, unset
 from tandem.config.recipe import load_config
+from tandem.registry import BUILT_IN, find, names
+
+
+class Commands(TyperGroup):
+    """The commands of the core, and those of the registry, which are imported when they are used.
+
+    A plugin's command is a function with typer's annotations.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        own = super().list_commands(ctx)
+        return [*own, *(name for name in names("commands") if name not in own)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        own = super().get_command(ctx, cmd_name)
+        if cmd_name not in BUILT_IN["commands"] and (own or cmd_name not in names("commands")):
+            return own
+        alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+        alone.command(cmd_name)(find("commands", cmd_name, key="command"))
+        return typer.main.get_command(alone)
+
 
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Reinforcement learning for language models; training and inference on one model code.",
 )
+
+
+def hold_place(*commands: str) -> None:
+    """Give commands of plugins their places in `tandem --help`."""
+    for command in commands:
+        app.command(command)(lambda: None)
 
 
 @app.command()
@@ -47,32 +76,7 @@ def init(
     init(folder, model, tiny)
 
 
-@app.command()
-def generate(
-    task: Annotated[
-        str, argument(help="a task, e.g. countdown, guess, reasoning_gym:NAME, verifiers:ID")
-    ],
-    out: Annotated[Path, unset(help="FILE.jsonl")],
-    count: Annotated[int, Option(min=1, help="how many problems")] = 1000,
-    difficulty: Annotated[int | None, unset(help="from 1 on; default: the task's own")] = None,
-    seed: Annotated[int, Option(min=0, help="the same seed gives the same problems")] = 0,
-    split: Annotated[str, Option(help="train or test, which never share a problem")] = "train",
-    weights: Annotated[str, unset(help="of several reasoning_gym data sets, e.g. 2,1")] = "",
-    force: Annotated[bool, Option("--force", help="replace the file")] = False,
-) -> None:
-    """Generate the problems of a built-in task, or of reasoning-gym."""
-    from tandem.cli import generate
-
-    generate.generate(
-        task,
-        out,
-        count=count,
-        difficulty=difficulty,
-        seed=seed,
-        split=split,
-        weights=weights,
-        force=force,
-    )
+hold_place("generate")
 
 
 @app.command()

@@ -8,13 +8,12 @@ each meant to be replaced. It knows no run.
 """
 
 from pathlib import Path
+from typing import Any
 
 from tandem.cli.progress import print_lines
 from tandem.config.recipe import toml_value
-from tandem.plugins.tasks import algebra
-from tandem.plugins.tasks.generate import Row
-from tandem.plugins.tasks.registry import write_rows
-from tandem.runtime.disk import DISK, disk_errors
+from tandem.registry import find
+from tandem.runtime.disk import DISK, disk_errors, write_rows
 from tandem.runtime.errors import UserError
 
 RECIPE = """\
@@ -124,8 +123,9 @@ def init(folder: Path, model: str, tiny: bool) -> None:
 
 
 def _write(folder: Path, name: str, model: str) -> None:
-    write_rows(folder / "train.jsonl", _problems("train", 400))
-    write_rows(folder / "test.jsonl", _problems("test", 64))
+    algebra = find("tasks", "algebra", key="tandem init")
+    write_rows(folder / "train.jsonl", _problems(algebra.rows("train", 400, 0, 1)))
+    write_rows(folder / "test.jsonl", _problems(algebra.rows("test", 64, 0, 1)))
     recipe = RECIPE.format(
         model=toml_value(model or "model"),
         tokens=128 if model else 32,
@@ -144,9 +144,9 @@ def _write(folder: Path, name: str, model: str) -> None:
         make_tiny(folder / "model")
 
 
-def _problems(split: str, count: int) -> list[Row]:
+def _problems(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
     """Return problems as {"prompt": text, "answer": text}."""
     return [
         {"prompt": row["prompt"][0]["content"], "answer": row["reward_model"]["ground_truth"]}
-        for row in algebra.rows(split, count, 0, difficulty=1)
+        for row in rows
     ]

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer import Argument, Option
+from typer import Option
 
 from tandem import __version__
-from tandem.cli.arguments import Fresh, Overrides, Recipe, Run, argument, unset
-from tandem.cli.first_steps import app
-from tandem.config.recipe import describe, load_config
-from tandem.config.schema import Config
+from tandem.cli.arguments import Fresh, Overrides, Recipe, Run, argument, run_folder, unset
+from tandem.cli.first_steps import app, hold_place
+from tandem.config.recipe import load_config
 from tandem.runtime.errors import InvariantError, UserError
 from tandem.runtime.processes import end_with_starter
 
@@ -66,10 +65,6 @@ def main(
     ] = False,
 ) -> None:
     pass
-
-
-def run_folder(config: Config, recipe: str, command: str) -> Path:
-    return Path(config.run.folder or f"runs/{Path(recipe).stem}-{command}")
 
 
 def add_training_command(command: str, help: str) -> None:
@@ -219,44 +214,7 @@ def diff(
     sys.exit(diff.diff(a, b))
 
 
-@app.command()
-def view(
-    runs: Annotated[Path, Argument(help="folder of runs, or a run")] = Path("runs"),
-    host: Annotated[
-        str, Option(help="address to listen on; one that other machines reach needs a token")
-    ] = "127.0.0.1",
-    port: Annotated[int, Option(min=0, max=65535, help="0: any that is free")] = 8400,
-    token: Annotated[
-        str, unset(envvar="TANDEM_VIEW_TOKEN", help="what a browser must send once")
-    ] = "",
-) -> None:
-    """Look at runs in a browser, live: curves, every episode and token; see docs/view.md."""
-    from tandem.plugins.view import command as view
-
-    view.view(runs, host, port, token)
-
-
-@app.command()
-def report(
-    run: Run,
-    out: Annotated[Path | None, unset("-o", "--out", help="default: RUN/report.html")] = None,
-) -> None:
-    """Write a run as one HTML file: curves, chosen episodes, configuration."""
-    from tandem.plugins.view import command as view
-
-    view.report(run, out)
-
-
-@app.command()
-def plot(
-    runs: Annotated[list[Path], argument(help="run folders")],
-    out: Annotated[Path, unset("-o", "--out", help="FILE.svg or FILE.png")],
-    key: Annotated[list[str] | None, unset(help="a column, e.g. reward; any number")] = None,
-) -> None:
-    """Draw the curves of runs as an SVG file, or as PNG with the extra `png`."""
-    from tandem.plugins.view import command as view
-
-    view.plot(runs, out, key or [])
+hold_place("view", "report", "plot")
 
 
 @app.command()
@@ -311,52 +269,7 @@ def serve(
     )
 
 
-@app.command()
-def plan(
-    recipe: Annotated[str | None, argument(help="TOML recipe")] = None,
-    overrides: Overrides = None,
-    command: Annotated[str, Option("--for", help="train, sft, dpo, rm or distill")] = "train",
-    keys: Annotated[
-        bool, Option("--keys", help="list every configuration key with its default and meaning")
-    ] = False,
-    values: Annotated[
-        bool, Option("--values", help="every value of the run with its origin, the default too")
-    ] = False,
-    time: Annotated[
-        bool, Option("--time", help="also the seconds of a step, measured on small random models")
-    ] = False,
-    json: Annotated[Path | None, unset(help="also write the figures to this file")] = None,
-    gpus: Annotated[
-        int | None, Option(help="instead: the fastest meshes of so many GPUs, by arithmetic")
-    ] = None,
-    gpu: Annotated[str, Option(help="with --gpus: a100, h100, h200 or b200")] = "h200",
-) -> None:
-    """Check whether a run could start (exit code 0, else 2): values and their origin, data, memory,
-    disk. No weights are loaded."""
-    if gpus is not None and recipe is None:
-        raise UserError(
-            "meshes are computed for the model of a recipe",
-            where="tandem plan --gpus",
-            expected="a recipe",
-            next=f"tandem plan RECIPE --gpus {gpus}",
-        )
-    if keys or recipe is None:
-        from tandem.cli.progress import print_table
-
-        print_table(("key", "default", "meaning"), describe())
-        return
-    config = load_config(recipe, overrides or [])
-    if gpus is not None:
-        from tandem.plugins.plan.plan_gpus import plan_gpus
-
-        plan_gpus(config, command, gpus, gpu)
-        return
-    from tandem.config.origins import origins
-    from tandem.plugins.plan import command as plan
-
-    found = origins(recipe, overrides or [])
-    folder = run_folder(config, recipe, command)
-    sys.exit(plan.plan(config, command, folder, found, every=values, timed=time, out=json))
+hold_place("plan")
 
 
 @app.command()

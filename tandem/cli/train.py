@@ -13,8 +13,8 @@ from tandem.jobs.offline import open_offline_job
 from tandem.jobs.out_of_memory import explain_out_of_memory
 from tandem.jobs.ranks import is_follower
 from tandem.jobs.rl import open_rl_job
-from tandem.plugins.plan.resources import Machine, require_disk
 from tandem.plugins.vision.image_store import keep_in
+from tandem.registry import find
 from tandem.run_folder.best import Best
 from tandem.run_folder.checkpoint import step_name, versions
 from tandem.run_folder.export import Provenance, export, keep_model, model_card
@@ -63,7 +63,7 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
             StepProgress(command, job.steps, eval_every=job.eval_every, log=run.log) as progress,
         ):
             model = trained_model(job)
-            require_disk(config, command, folder, Machine.here(folder))
+            find("resources", "disk", key="run.folder")(config, command, folder)
             template = read_template(config.data.chat_template)
             keep_model(model, config.model.path, folder / KEPT_MODEL, template)
             end = run_training(run, job, progress, report)

@@ -18,10 +18,10 @@ import numpy as np
 from tandem.cli.progress import console, print_lines
 from tandem.config.schema import Config
 from tandem.data.renderer import ChatRenderer, load_renderer
-from tandem.envs.load import BUILT_IN
 from tandem.jobs.engines import build_runner, load_engine, open_envs_and_rewards, prepare_process
 from tandem.jobs.inputs import read_data
 from tandem.model.config_file import check_model
+from tandem.registry import names
 from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episodes import run_episodes
 from tandem.rollout.evaluate import sampling_params
@@ -49,7 +49,7 @@ END = 0  # the token that ends a typed turn; the others are code points
 def overrides_of(name: str) -> list[str]:
     """Return the config overrides for the first argument: env.name for a class or a built-in
     environment, else the reward."""
-    is_env = name in BUILT_IN or name.rpartition(":")[2][:1].isupper()
+    is_env = name in names("envs") or name.rpartition(":")[2][:1].isupper()
     if is_env and name != "single_turn":
         return [f"env.name={name}", "reward.function=env"]
     return [f"reward.function={name}"]

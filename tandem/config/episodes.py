@@ -296,6 +296,13 @@ class Sandbox(Section):
         description="run the model's code as a plain process of yours, where there is no sandbox",
     )
 
+    @property
+    def kind(self) -> str:
+        """Return the sandbox's name in the registry."""
+        if self.url:
+            return "fusion"
+        return "none" if self.run_untrusted_code_without_isolation else "bubblewrap"
+
 
 class Reward(Section):
     """The score of an episode, in killable worker processes. `reward = "NAME"` is short for

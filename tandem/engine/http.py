@@ -1,7 +1,7 @@
 """Engines behind OpenAI-compatible servers (http_api.py). Implements types.Generate.
 
-    caller's thread                                       one thread a request
-    ---------------                                       --------------------
+    caller's thread                                       the client's thread (runtime/http.py)
+    ---------------                                       -------------------------------------
     submit(request)  -> a queue
     step()  _dispatch    queue -> tickets of a server --> POST /v1/completions
             _on_answer   completion                  <--  the answer, or why there is none
@@ -21,25 +21,20 @@ The weights are the servers' own; Tandem's are told to `load` new ones.
 """
 
 import os
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from queue import Empty, SimpleQueue
+from typing import Any
 
-from tandem.engine import http_errors as errors
 from tandem.engine.http_api import (
-    Call,
-    Json,
     ServedModel,
-    ServerBusy,
-    ServerLost,
-    api_key,
     check_request,
     completion_body,
     load_weights,
+    max_tokens,
     read_completion,
     served_model,
 )
@@ -47,6 +42,7 @@ from tandem.engine.worker_pool.dispatch import Dispatcher, Ticket
 from tandem.engine.worker_pool.protocol import cancelled_completion
 from tandem.runtime import watchdog
 from tandem.runtime.errors import UserError
+from tandem.runtime.http import Json, Refused, ServerBusy, ServerLost, ask, start
 from tandem.runtime.worker_channel import RestartLimit
 from tandem.types import Array, Completion, Request
 
@@ -71,8 +67,8 @@ class Server:
     rests_until: float = 0.0  # gets no request before, by the clock
     busy_since: float | None = None  # it has completed nothing since, by the clock
     tickets: dict[int, Ticket] = field(default_factory=dict)
-    calls: dict[int, Call] = field(default_factory=dict)  # by the ticket's number
-    check: Call | None = None  # under way
+    calls: dict[int, "Future[Any]"] = field(default_factory=dict)  # by the ticket's number
+    check: "Future[Any] | None" = None  # under way
     checked_with: Published | None = None  # the weights that it was given before the check
     check_at: float = 0.0  # when the next one begins, by the clock
 
@@ -84,8 +80,8 @@ class Server:
         return f"the server {self.url}"
 
 
-# The server, the ticket or None for a check, the call, and its result or error.
-Answer = tuple[Server, Ticket | None, Call, Json | ServedModel | Exception]
+# The server, the ticket or None for a check, and the call, which has ended.
+Answer = tuple[Server, Ticket | None, "Future[Any]"]
 
 
 class HttpEngines:
@@ -114,14 +110,14 @@ class HttpEngines:
         self.deadline_s, self.restarts = deadline_s, RestartLimit(restarts)
         self._decode, self._report = decode, report
         self._clock = clock
-        self._key = api_key(os.environ)
+        self._key = os.environ.get("TANDEM_API_KEY", "")
         self._published: Published | None = None
         self._ended: list[Ticket] = []
         self._answers: SimpleQueue[Answer] = SimpleQueue()
         # of the completions by these weights the one with the least key
         self.to_check: tuple[Request, Completion] | None = None
         for server in self.servers:
-            self._take_up(server, self._describe(server, None))
+            self._take_up(server, _result(start(self._describe(server, None))))
         if not self.serving:
             raise self._none_left()
         self._last_served = clock()  # for servers that are all lost
@@ -158,7 +154,7 @@ class HttpEngines:
         self._published = path, version, sha256
         for server in self.serving:
             with watchdog.waiting_for(str(server), f"weights of version {version}"):
-                found = self._describe(server, self._published)
+                found = _result(start(self._describe(server, self._published)))
             if isinstance(found, ServerLost | ServerBusy):
                 self._lose(server, str(found))
             else:
@@ -194,7 +190,7 @@ class HttpEngines:
             self._queue.waiting.remove(ticket)
         for server in self.servers:
             if server.tickets.pop(ticket.number, None):
-                server.calls.pop(ticket.number).abort()
+                server.calls.pop(ticket.number).cancel()
 
     # ---------------------------------------------------------------- servers
 
@@ -206,19 +202,28 @@ class HttpEngines:
     def _known(self) -> list[Server]:
         return [server for server in self.servers if server.served is not None]
 
-    def call(self, url: str, *, answer_s: float = 0.0) -> Call:
-        """Make a call to an address of a server. answer_s: for its answer; 0: deadline_s."""
-        return Call(url, self._key, self.deadline_s, answer_s or self.deadline_s)
+    async def _ask(self, url: str, body: Json | None = None, *, answer_s: float = 0.0) -> Json:
+        """Ask an address of a server. answer_s: for its answer; 0: deadline_s."""
+        deadline_s = self.deadline_s
+        try:
+            return await ask(
+                url, body, key=self._key, connect_s=deadline_s, answer_s=answer_s or deadline_s
+            )
+        except Refused as error:
+            raise UserError(
+                "a server of rollout.engine refuses a request",
+                where=url,
+                found=str(error),
+                expected="an answer",
+                next="set TANDEM_API_KEY to its key" if error.status == 401 else "",
+            ) from None
 
-    def _describe(self, server: Server, published: Published | None) -> ServedModel | Exception:
+    async def _describe(self, server: Server, published: Published | None) -> ServedModel:
         """Ask a server what it serves, after it was given the published weights, if there are
         any."""
-        try:
-            if published is not None:
-                load_weights(self.call(server.url), *published)
-            return served_model(self.call, server.url)
-        except (ServerLost, ServerBusy, UserError) as error:
-            return error
+        if published is not None:
+            await load_weights(self._ask, server.url, *published)
+        return await served_model(self._ask, server.url)
 
     def _take_up(self, server: Server, found: ServedModel | Exception) -> None:
         """Let a server serve, if its answer says that it has the weights that are published, or
@@ -234,8 +239,14 @@ class HttpEngines:
             expected = {self._published[1:]}
         else:
             expected = {one.served.weights for one in self._known if one.served is not None}
-        for weights in expected - {found.weights}:
-            raise errors.other_weights(server.url, found.weights, weights)
+        for version, sha256 in expected - {found.weights}:
+            raise UserError(
+                "the servers of rollout.engine do not run the same weights",
+                where=server.url,
+                found=f"version {found.version}, hash {found.sha256[:16]}",
+                expected=f"version {version}, hash {sha256[:16]}",
+                next="serve one model directory on all of them, and to this run alone",
+            )
         if server.lost:
             self._report(f"{server} serves again")
         server.served, server.lost, server.rests_until = found, "", 0.0
@@ -248,7 +259,13 @@ class HttpEngines:
         self._last_served = self._clock()
         server.lost, server.check_at = reason, self._last_served + CHECK_S
         if not self.restarts.spend():
-            raise errors.lost_too_often(server.url, reason, self.restarts.limit)
+            raise UserError(
+                "servers are lost again and again",
+                where=server.url,
+                found=reason,
+                expected=f"at most {self.restarts.limit} losses in a run (rollout.restarts)",
+                next="look at what the server wrote last; the same command resumes the run",
+            )
         self._report(
             f"{server} was lost: {reason}; loss {self.restarts.used} of {self.restarts.limit}, "
             f"{back} of its requests go to another"
@@ -257,7 +274,7 @@ class HttpEngines:
     def _abort(self, server: Server) -> None:
         for call in (*server.calls.values(), server.check):
             if call is not None:
-                call.abort()
+                call.cancel()
         server.calls.clear()
         server.tickets.clear()
         server.check = None
@@ -270,10 +287,11 @@ class HttpEngines:
             raise self._none_left()
         for server in self.servers:
             if server.check is None and now >= server.check_at and (server.lost or server.calls):
-                server.check, server.checked_with = self.call(server.url), self._published
-                is_there = partial(server.check.send, "/models")
-                is_back = partial(self._describe, server, self._published)
-                self._start(server, None, server.check, is_back if server.lost else is_there)
+                server.checked_with = self._published
+                if server.lost:
+                    server.check = self._start(server, self._describe(server, self._published))
+                else:
+                    server.check = self._start(server, self._ask(f"{server.url}/models"))
 
     def _on_check(self, server: Server, found: Json | ServedModel | Exception) -> None:
         server.check, server.check_at = None, self._clock() + self.deadline_s / BEATS
@@ -288,8 +306,13 @@ class HttpEngines:
             raise found
 
     def _none_left(self) -> UserError:
-        reasons = {server.url: server.lost for server in self.servers}
-        return errors.none_left(reasons, self.deadline_s)
+        return UserError(
+            "none of the servers answers",
+            where=", ".join(server.url for server in self.servers),
+            found="; ".join(f"{server.url}: {server.lost}" for server in self.servers),
+            expected=f"one that answers within {self.deadline_s:g} s",
+            next="start one: tandem serve MODEL --port PORT",
+        )
 
     # ---------------------------------------------------------------- requests
 
@@ -302,54 +325,43 @@ class HttpEngines:
         for server, ticket in self._dispatcher.assign(ready):
             assert server.served is not None
             body = completion_body(ticket.request, server.served)
-            answer_s = self.deadline_s + TOKEN_S * body["max_tokens"]
-            call = server.calls[ticket.number] = self.call(server.url, answer_s=answer_s)
-            self._start(server, ticket, call, partial(call.send, "/completions", body))
+            answer = self._ask(f"{server.url}/completions", body, answer_s=self.answer_s(ticket))
+            server.calls[ticket.number] = self._start(server, answer, ticket)
+
+    def answer_s(self, ticket: Ticket) -> float:
+        """Return the seconds that the answer to a request may take."""
+        return self.deadline_s + TOKEN_S * max_tokens(ticket.request)
 
     def _start(
-        self,
-        server: Server,
-        ticket: Ticket | None,
-        call: Call,
-        work: Callable[[], Json | ServedModel | Exception],
-    ) -> None:
-        def run() -> None:
-            try:
-                found: Json | ServedModel | Exception = work()
-            except Exception as error:  # a bug too: raised where the answer is read
-                found = error
-            self._answers.put((server, ticket, call, found))
+        self, server: Server, work: Coroutine[Any, Any, Any], ticket: Ticket | None = None
+    ) -> "Future[Any]":
+        call = start(work)
+        call.add_done_callback(lambda call: self._answers.put((server, ticket, call)))
+        return call
 
-        threading.Thread(target=run, name=f"http {server.url}", daemon=True).start()
-
-    def _on_answer(
-        self,
-        server: Server,
-        ticket: Ticket | None,
-        call: Call,
-        found: Json | ServedModel | Exception,
-    ) -> None:
+    def _on_answer(self, server: Server, ticket: Ticket | None, call: "Future[Any]") -> None:
         watchdog.heartbeat()
         if call is not (server.check if ticket is None else server.calls.get(ticket.number)):
             return  # cancelled, or the server was lost
+        found = _result(call)
         if ticket is None:
             self._on_check(server, found)
         elif isinstance(found, ServerLost):
             self._lose(server, str(found))
         else:
             del server.calls[ticket.number], server.tickets[ticket.number]
-            self._on_completion(server, ticket, call, found)
+            self._on_completion(server, ticket, found)
 
     def _on_completion(
-        self, server: Server, ticket: Ticket, call: Call, found: Json | ServedModel | Exception
+        self, server: Server, ticket: Ticket, found: Json | ServerBusy | UserError
     ) -> None:
         if isinstance(found, ServerBusy):
             self._queue.waiting.appendleft(ticket)
-            self._let_rest(server, call.answer_s, str(found))
+            self._let_rest(server, self.answer_s(ticket), str(found))
             return
-        if isinstance(found, Exception):
+        if isinstance(found, UserError):
             raise found
-        assert isinstance(found, dict) and server.served is not None
+        assert server.served is not None
         request, version = ticket.request, self.weight_version
         completion = read_completion(
             found, request, server.served, version, self._decode, server.url
@@ -367,3 +379,12 @@ class HttpEngines:
             server.busy_since = now
         elif now - server.busy_since > longest_s:
             self._lose(server, f"{reason} for {longest_s:g} s")
+
+
+def _result(call: "Future[Any]") -> Any:
+    """Wait for a call; return its result or the server's failure. Raises any other error, which is
+    a bug."""
+    try:
+        return call.result()
+    except (ServerLost, ServerBusy, UserError) as error:
+        return error

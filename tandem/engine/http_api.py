@@ -6,104 +6,20 @@ completions have the bits of a local engine; others get a seed made of it. Knows
 number and no schedule (http.py).
 """
 
-import json
-import socket
-from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
-from dataclasses import dataclass, field
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from typing import Any
-from urllib.parse import urlsplit
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import numpy as np
 
 from tandem.engine.ending import find_ending
 from tandem.runtime.errors import UserError
+from tandem.runtime.http import Json, ServerLost
 from tandem.runtime.rng import address
 from tandem.types import Array, Completion, Request
 
-Json = dict[str, Any]
-
-ANSWER_BYTES = 1 << 28
-BUSY, LOST = (408, 425, 429), (500, 502, 503, 504)
-
-
-class ServerLost(Exception):
-    """A server that cannot be reached, or that fails; another one may do the work."""
-
-
-class ServerBusy(Exception):
-    """A server that asks for a pause."""
-
-
-@dataclass(eq=False, slots=True)
-class Call:
-    """One HTTP request, which another thread may abort."""
-
-    url: str  # of the API, e.g. http://127.0.0.1:8000/v1
-    key: str  # for its Authorization header; empty: none
-    connect_s: float  # until there is a connection
-    answer_s: float  # without a byte from the server then
-    aborted: bool = False
-    _connection: HTTPConnection | None = field(default=None, init=False)
-
-    def send(self, path: str, body: Json | None = None) -> Json:
-        """Send a body (POST), or none (GET); return the answer. Raises ServerLost, ServerBusy, and
-        UserError if the server refuses."""
-        method, data = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
-        headers = {"Content-Type": "application/json"}
-        headers |= {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        try:
-            parts = urlsplit(self.url)
-            kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-            with closing(kind(parts.netloc, timeout=self.connect_s)) as connection:
-                self._connection = connection
-                connection.connect()
-                connection.sock.settimeout(self.answer_s)
-                if self.aborted:
-                    raise ServerLost("aborted")
-                connection.request(method, parts.path.removesuffix("/") + path, data, headers)
-                response = connection.getresponse()
-                status, found = response.status, response.read(ANSWER_BYTES)
-        except (OSError, HTTPException, UnicodeError) as error:  # the last: of a host's name
-            raise ServerLost(f"{type(error).__name__}: {error}") from None
-        return self._read(status, found)
-
-    def abort(self) -> None:
-        """Close the connection; `send` raises ServerLost."""
-        self.aborted = True
-        sock = None if self._connection is None else self._connection.sock
-        if sock is not None:
-            with suppress(OSError):  # it is closed already
-                sock.shutdown(socket.SHUT_RDWR)
-
-    def _read(self, status: int, found: bytes) -> Json:
-        if status in BUSY:
-            raise ServerBusy(f"HTTP {status}")
-        if status in LOST:
-            raise ServerLost(f"HTTP {status}: {found[:200].decode(errors='replace')}")
-        if status != 200:
-            raise UserError(
-                "a server of rollout.engine refuses a request",
-                where=self.url,
-                found=f"HTTP {status}: {_message(found)}",
-                expected="an answer",
-                next="set TANDEM_API_KEY to its key" if status == 401 else "",
-            )
-        try:
-            answer = json.loads(found)
-        except ValueError as error:
-            raise ServerLost(f"an answer that is no JSON: {error}") from None
-        if not isinstance(answer, dict):
-            raise ServerLost("an answer that is no JSON object")
-        return answer
-
-
-def _message(found: bytes) -> str:
-    try:
-        return str(json.loads(found)["error"]["message"])
-    except (ValueError, LookupError, TypeError):
-        return found[:200].decode(errors="replace")
+# Asks an address of a server for JSON, with a body or without. Raises ServerLost, ServerBusy, and
+# UserError if the server refuses.
+Ask = Callable[..., Awaitable[Json]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,14 +38,14 @@ class ServedModel:
         return self.version, self.sha256
 
 
-def served_model(call: Callable[[str], Call], url: str) -> ServedModel:
-    """Ask a server which model it serves. call: makes a Call to an address. Raises as Call.send."""
+async def served_model(ask: Ask, url: str) -> ServedModel:
+    """Ask a server which model it serves. Raises as `ask`."""
     try:
-        model = dict(call(url).send("/models")["data"][0])
+        model = dict((await ask(f"{url}/models"))["data"][0])
         name, longest = str(model["id"]), int(model.get("max_model_len") or 0)
         if model.get("owned_by") != "tandem":
             return ServedModel(name=name, is_tandem=False, longest=longest)
-        weights = call(url.removesuffix("/v1")).send("/weights")
+        weights = await ask(f"{url.removesuffix('/v1')}/weights")
         return ServedModel(
             name=name,
             is_tandem=True,
@@ -142,14 +58,14 @@ def served_model(call: Callable[[str], Call], url: str) -> ServedModel:
         raise ServerLost("GET /models or /weights does not describe a model") from None
 
 
-def load_weights(call: Call, path: str, version: int, sha256: str) -> None:
+async def load_weights(ask: Ask, url: str, path: str, version: int, sha256: str) -> None:
     """Have Tandem's server run the weights of a file. Raises UserError if its weights have another
-    hash then, and as Call.send."""
-    answer = call.send("/weights", {"path": path, "version": version})
+    hash then, and as `ask`."""
+    answer = await ask(f"{url}/weights", {"path": path, "version": version})
     if (answer.get("weight_version"), answer.get("sha256")) != (version, sha256):
         raise UserError(
             "a server's weights differ from the trainer's",
-            where=call.url,
+            where=url,
             found=f"version {answer.get('weight_version')}, hash {answer.get('sha256')}",
             expected=f"version {version}, hash {sha256}",
             next="serve the model of model.path, in the type of model.dtype",
@@ -181,7 +97,7 @@ def completion_body(request: Request, served: ServedModel) -> Json:
     body: Json = {
         "model": served.name,
         "prompt": np.concatenate([request.prompt, before]).tolist(),
-        "max_tokens": _max_tokens(request),
+        "max_tokens": max_tokens(request),
         "temperature": params.temperature,
         "top_p": params.top_p,
         "stop": list(params.stop),
@@ -197,7 +113,7 @@ def completion_body(request: Request, served: ServedModel) -> Json:
     return body | {"seed": address(request.key, start) >> 1}
 
 
-def _max_tokens(request: Request) -> int:
+def max_tokens(request: Request) -> int:
     """Return the most tokens that a request samples now."""
     paused = request.resume_from
     room = request.params.max_new_tokens - (0 if paused is None else len(paused.tokens))
@@ -245,29 +161,20 @@ def read_completion(
         logprobs = np.concatenate([paused.logprobs, logprobs])
         column = np.concatenate([paused.weight_versions, column])
     ending = find_ending(request.params, tokens.tolist(), pause_at, decode)
-    if ending is None or sampled > _max_tokens(request):
-        found = f"{sampled} tokens, the last of them {tokens[-1]}"
-        raise _other_ending(request, f"{found}, finish_reason {choice.get('finish_reason')!r}", url)
+    if ending is None or sampled > max_tokens(request):
+        ends = f"one of the tokens {request.params.stop_token_ids}, a stop string"
+        raise UserError(
+            "a server ended a completion where the run would not",
+            where=url,
+            found=f"{sampled} tokens, the last of them {tokens[-1]}, "
+            f"finish_reason {choice.get('finish_reason')!r}",
+            expected=f"{ends}, or {max_tokens(request)} tokens",
+            next="serve the model of model.path, with its end of turn and its whole context",
+        )
     text, reason = ending
     return Completion(
         tokens=tokens, logprobs=logprobs, weight_versions=column, text=text, stop_reason=reason
     )
-
-
-def _other_ending(request: Request, found: str, url: str) -> UserError:
-    stop = f"one of the tokens {request.params.stop_token_ids}, a stop string"
-    return UserError(
-        "a server ended a completion where the run would not",
-        where=url,
-        found=found,
-        expected=f"{stop}, or {_max_tokens(request)} tokens",
-        next="serve the model of model.path, whose end of turn it knows, with its whole context",
-    )
-
-
-def api_key(environment: Mapping[str, str]) -> str:
-    """Return the key of the servers, of TANDEM_API_KEY; empty if there is none."""
-    return environment.get("TANDEM_API_KEY", "")
 
 
 def _undefined(key: str, found: str, expected: str) -> UserError:

@@ -16,25 +16,10 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from tandem.config.schema import Env as EnvConfig
 from tandem.config.schema import Sandbox
-from tandem.envs.agent.env import AgentEnv
-from tandem.envs.gym import GymEnv
-from tandem.envs.python import PythonEnv
-from tandem.envs.tools import ToolEnv
-from tandem.plugins.tasks.registry import TASKS
-from tandem.plugins.verifiers.env import VerifiersEnv
+from tandem.registry import BUILT_IN, find, names
 from tandem.runtime.errors import UserError
 from tandem.runtime.user_code import load_user_object, source_file, user_line
 from tandem.types import Env
-
-BUILT_IN: dict[str, type[Env]] = {
-    "single_turn": Env,
-    "tools": ToolEnv,
-    "python": PythonEnv,
-    **{name: task.env for name, task in TASKS.items() if task.env is not None},
-    "gymnasium": GymEnv,
-    "verifiers": VerifiersEnv,
-    "agent": AgentEnv,
-}
 
 
 def load_env(config: EnvConfig, sandbox: Sandbox) -> Callable[[], Env]:
@@ -68,8 +53,8 @@ def source_files(config: EnvConfig) -> list[Path]:
 
 
 def _class(name: str) -> type[Env]:
-    if name in BUILT_IN:
-        return BUILT_IN[name]
+    if name in BUILT_IN["envs"] or (":" not in name and name in names("envs")):
+        return find("envs", name, key="env.name")  # type: ignore[no-any-return]
     if ":" not in name:
         raise _no_such_env(name)
     loaded = load_user_object(name, key="env.name")
@@ -142,7 +127,7 @@ def _no_such_env(name: str) -> UserError:
         "there is no such environment",
         where="env.name",
         found=repr(name),
-        expected=f"one of {', '.join(BUILT_IN)}, or your own as file.py:Class or module:Class",
+        expected=f"one of {', '.join(names('envs'))}, or your own as file.py:Class or module:Class",
         next='tandem plan RECIPE env.name="single_turn"',
     )
 

@@ -25,7 +25,7 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from tandem.envs.calls import in_thread
 from tandem.model.tool_calls import BadCall, Call, Format, Reading, read_calls
-from tandem.plugins.tasks.registry import TASKS
+from tandem.registry import find, names
 from tandem.runtime.errors import UserError
 from tandem.runtime.user_code import load_user_object
 from tandem.types import Env, Message, Observation, Tool
@@ -33,7 +33,6 @@ from tandem.types import Env, Message, Observation, Tool
 # may be `async def`; a plain one runs in a thread of its own, so it may block
 ToolFunction = Callable[..., Any]
 
-BUILT_IN = {name: task.tool for name, task in TASKS.items() if task.tool is not None}
 MAX_CALLS = 16  # of a turn
 MAX_ERROR_CHARS = 200
 VARIADIC = (
@@ -227,10 +226,10 @@ def _read_tools(tools: Sequence[str | ToolFunction]) -> dict[str, _Tool]:
 
 
 def _load(name: str) -> ToolFunction:
-    if name in BUILT_IN:
-        return BUILT_IN[name]
     if ":" in name:
         return load_user_object(name, key="env.options.tools")
+    if name in names("tools"):
+        return find("tools", name, key="env.options.tools")  # type: ignore[no-any-return]
     raise UserError(
         "there is no such built-in tool",
         where="env.options.tools",

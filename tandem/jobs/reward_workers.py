@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tandem.config.schema import Config
 from tandem.plugins.cluster.reward_actors import RewardActors
 from tandem.plugins.cluster.reward_worker import RewardWorker
-from tandem.plugins.graders.sandbox import open_sandbox
+from tandem.registry import find
 from tandem.rewards.pool.pool import RewardPool, TaskPool
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def build_reward_pool(config: Config) -> RewardPool:
     """Build the pool of reward workers; raises UserError if `code` is scored and there is no
     sandbox."""
     if "code" in config.reward.functions:
-        open_sandbox(config.sandbox)
+        find("sandboxes", config.sandbox.kind, key="sandbox")(config.sandbox)
     return RewardPool(**_arguments(config))
 
 

@@ -13,17 +13,13 @@ All of it must fit in reward.timeout_s. Knows no weights and no training.
     model = "my-judge"
 """
 
-import json
 import os
 import re
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
-from http.client import HTTPException
 from typing import Any
 
 from tandem.rewards.parts import BadFunction, BadValue
+from tandem.runtime.http import Json, Refused, ServerBusy, ServerLost, ask, start, with_retries
 from tandem.runtime.image_parts import message_text
 from tandem.types import Problem
 
@@ -42,17 +38,11 @@ Is the answer to judge correct and consistent with the reference answer? \
 Explain in a sentence or two.
 Then end with a line `Score: X`, where X is a number from 0 (worthless) to {scale} (perfect)."""
 
-REPLY_BYTES = 2**20
-BUSY = (408, 409, 425, 429, 500, 502, 503, 504)
 VERDICTS = {"yes": 1.0, "correct": 1.0, "true": 1.0, "no": 0.0, "incorrect": 0.0, "false": 0.0}
 _SCORE = re.compile(
     r"(?:score|verdict)[\s\"'*_`]*[:=][\s\"'*_`]*([+-]?[0-9]*\.?[0-9]+|[a-z]+)", re.IGNORECASE
 )
 _PLACE = re.compile(r"\{(question|answer|completion|scale)\}")
-
-
-class Busy(Exception):
-    """A judge's failure to give a score this time; another try may help."""
 
 
 def judge(
@@ -89,46 +79,35 @@ def judge(
         "messages": [{"role": "user", "content": prompt}],
         "temperature": temperature,
     }
-    request = urllib.request.Request(
-        f"{base_url.rstrip('/')}/chat/completions",
-        json.dumps({**body, "max_tokens": max_tokens}).encode(),
-        {"Content-Type": "application/json", **_key(api_key_env)},
-    )
-    reason: Busy | str = "it was not asked"
-    for attempt in range(retries + 1):
-        try:
-            return read_score(_reply(request, request_s), scale)
-        except Busy as error:
-            reason = error
-        if attempt < retries:
-            time.sleep(pause_s * 2**attempt)
-    raise BadValue(f"the judge gave no score in {retries + 1} requests: {reason}")
+    key = os.environ.get(api_key_env, "")
 
+    def score() -> float:
+        reply = ask(
+            f"{base_url.rstrip('/')}/chat/completions",
+            {**body, "max_tokens": max_tokens},
+            key=key,
+            connect_s=request_s,
+            answer_s=request_s,
+        )
+        return read_score(_text(start(reply).result()), scale)
 
-def _key(variable: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {os.environ[variable]}"} if variable in os.environ else {}
-
-
-def _reply(request: urllib.request.Request, seconds: float) -> str:
-    """Return the judge's reply. Raises Busy if another try may help, BadValue if none will."""
     try:
-        with urllib.request.urlopen(request, timeout=seconds) as response:
-            reply = json.loads(response.read(REPLY_BYTES))
+        return with_retries(score, retries, pause_s)
+    except (ServerBusy, ServerLost) as error:
+        raise BadValue(f"the judge gave no score in {retries + 1} requests: {error}") from None
+    except Refused as error:
+        raise BadValue(f"the judge refused: {error}") from None
+
+
+def _text(reply: Json) -> str:
+    try:
         return str(reply["choices"][0]["message"]["content"])
-    except urllib.error.HTTPError as error:
-        if error.code in BUSY:
-            raise Busy(f"HTTP {error.code}") from None
-        raise BadValue(
-            f"the judge refused: HTTP {error.code} {error.read(200).decode(errors='replace')}"
-        ) from None
-    except (OSError, HTTPException, ValueError) as error:
-        raise Busy(f"{type(error).__name__}: {error}") from None
     except (LookupError, TypeError) as error:
         raise BadValue(f"the judge's reply is no chat completion: {error!r}") from None
 
 
 def read_score(reply: str, scale: float) -> float:
-    """Read the last score in a judge's reply, from 0 to 1; raises Busy if there is none."""
+    """Read the last score in a judge's reply, from 0 to 1; raises ServerBusy if there is none."""
     scores = _SCORE.findall(reply)
     verdict = scores[-1].casefold() if scores else ""
     if verdict in VERDICTS:
@@ -136,9 +115,9 @@ def read_score(reply: str, scale: float) -> float:
     try:
         score = float(verdict) / scale
     except ValueError:
-        raise Busy(f"no `Score: X` in {reply[-200:]!r}") from None
+        raise ServerBusy(f"no `Score: X` in {reply[-200:]!r}") from None
     if not 0 <= score <= 1:
-        raise Busy(f"a score of {verdict} is not from 0 to {scale:g}")
+        raise ServerBusy(f"a score of {verdict} is not from 0 to {scale:g}")
     return score
 
 

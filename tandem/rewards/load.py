@@ -25,7 +25,6 @@ from typing import Any, get_args, get_origin
 
 import numpy as np
 
-from tandem.plugins.graders.answer_compare import Loading
 from tandem.rewards import builtin
 from tandem.rewards.parts import (
     BadFunction,
@@ -42,6 +41,8 @@ from tandem.types import Attempt, Problem
 
 Function = Callable[..., Any]
 Arguments = Mapping[str, Any]
+# called with True before a function imports much, and with False after
+Loading = Callable[[bool], None]
 # None: the function does not apply to this problem
 Scorer = Callable[[Problem, Attempt, Loading], Result | None]
 

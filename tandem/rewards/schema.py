@@ -13,12 +13,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from tandem.rewards.parts import BadFunction, BadValue
+from tandem.rewards.thoughts import behind_thoughts
 from tandem.types import Problem
 
 JSON_CHARS = 20_000  # of the end of a completion
 NOTHING = object()  # no JSON in a text
 
 
+@behind_thoughts
 def json_schema(problem: Problem, completion: str, *, schema: dict[str, Any] = {}) -> float:  # noqa: B006
     """Return 1 if the last JSON value of the completion is valid under the option `schema`, or,
     without one, metadata["schema"]."""

@@ -7,13 +7,15 @@ know the contents. Tests hand in a Disk that dies at its n-th operation.
 
 import errno
 import hashlib
+import json
 import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tandem.runtime.errors import UserError
 
@@ -183,3 +185,9 @@ def human_bytes(count: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write JSONL, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode())

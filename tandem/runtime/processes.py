@@ -198,3 +198,14 @@ def _read(path: str) -> str:
         return Path(path).read_text(errors="replace")
     except OSError:  # the process is gone, or another user's
         return ""
+
+
+def adopt_orphans(wanted: bool = True) -> None:
+    """Make this process the parent of its children's orphans, or no longer.
+
+    Bubblewrap ends before its namespace, which would then wait for process 1 to take note of its
+    end; in a container that is often a program that never does.
+    """
+    import ctypes
+
+    ctypes.CDLL(None).prctl(36, int(wanted), 0, 0, 0)  # PR_SET_CHILD_SUBREAPER

@@ -12,9 +12,9 @@ from typing import Literal
 import pytest
 
 from tandem.config.schema import Sandbox
-from tandem.envs.python import PythonEnv, fenced_code
 from tandem.envs.tools import MAX_CALLS, ToolEnv, ToolUnavailable
 from tandem.model.tool_calls import Call, write_calls
+from tandem.plugins.graders.python_env import PythonEnv, fenced_code
 from tandem.plugins.graders.sandbox import Result
 from tandem.plugins.tasks.calculator import MAX_BITS, calculate
 from tandem.runtime.errors import UserError

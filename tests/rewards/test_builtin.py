@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from tandem.plugins.graders import rewards
 from tandem.plugins.graders.answer_numbers import written_numbers
 from tandem.plugins.tasks.countdown import value_of
 from tandem.rewards import builtin
@@ -57,12 +58,12 @@ NUMERIC = [
 
 @pytest.mark.parametrize(("truth", "text", "options", "reward"), NUMERIC)
 def test_numeric_allows_a_tolerance(truth, text, options, reward):
-    assert builtin.numeric(problem(truth), text, **options) == reward
+    assert rewards.numeric(problem(truth), text, **options) == reward
 
 
 def test_numeric_needs_a_number_as_answer():
     with pytest.raises(BadValue, match="'five' of problem 'p' is not a number"):
-        builtin.numeric(problem("five"), "5")
+        rewards.numeric(problem("five"), "5")
 
 
 def test_numbers_of_prose_are_whole():
@@ -123,7 +124,7 @@ CHOICE = [
 
 @pytest.mark.parametrize(("truth", "text", "reward"), CHOICE)
 def test_choice_takes_the_letter_that_was_chosen(truth, text, reward):
-    assert builtin.choice(problem(truth), text) == reward
+    assert rewards.choice(problem(truth), text) == reward
 
 
 def test_regex_pattern_comes_from_option_row_or_answer():

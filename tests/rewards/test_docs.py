@@ -10,7 +10,7 @@ import pytest
 
 from tandem.config.schema import Config
 from tandem.plugins.graders.answer_compare import ignore_loading
-from tandem.rewards.builtin import NAMES
+from tandem.registry import BUILT_IN
 from tandem.rewards.load import load, load_all
 from tandem.rewards.parts import check_functions
 from tandem.types import Attempt, Problem
@@ -70,4 +70,4 @@ def test_the_examples_are_so(row):
 
 def test_every_built_in_is_on_the_page():
     table = TEXT.partition("## Built in")[2].partition("<!-- examples")[0]
-    assert sorted(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == NAMES
+    assert sorted(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == sorted(BUILT_IN["rewards"])

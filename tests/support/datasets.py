@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tandem.plugins.tasks import algebra
-from tandem.plugins.tasks.registry import write_rows
+from tandem.runtime.disk import write_rows
 
 
 def write_algebra(folder: Path, num_train: int, num_test: int, num_warm: int) -> None:

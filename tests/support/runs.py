@@ -28,9 +28,9 @@ from typing import Any
 import numpy as np
 
 from tandem.model.tiny import make_tiny
-from tandem.plugins.tasks import algebra
-from tandem.plugins.tasks.registry import task_rows, write_rows
+from tandem.plugins.tasks import algebra, squares
 from tandem.plugins.vision.tiny_images import make_tiny_images
+from tandem.runtime.disk import write_rows
 from tandem.runtime.processes import ZOMBIE, descendants, state_of
 from tests.support.architectures import ARCHITECTURES, INEXACT, save_architecture
 from tests.support.datasets import write_algebra
@@ -183,7 +183,7 @@ def prepare(folder: Path, steps: int = 12, command: str = "train") -> list[str]:
     make_tiny(folder / "teacher", hidden=32, layers=2, intermediate=64, seed=1)
     if "images" in str(KINDS[command]):
         make_tiny_images(folder / "images", hidden=32, heads=4, layers=2, intermediate=64)
-        write_rows(folder / "squares.jsonl", task_rows("squares", "train", IMAGES, 0, 1))
+        write_rows(folder / "squares.jsonl", squares.rows("train", IMAGES, 0, 1))
     if command in IMAGE_MODELS:
         save_image_model(command, folder / command)
     if command in (*ARCHITECTURES, *INEXACT):

@@ -34,13 +34,7 @@ from tandem.plugins.graders.code_tests import (
     read_tests,
     unlimited_digits,
 )
-from tandem.plugins.graders.sandbox import (
-    Bubblewrap,
-    Limits,
-    Sandbox,
-    Unisolated,
-    open_sandbox_once,
-)
+from tandem.plugins.graders.sandbox import Bubblewrap, Limits, Sandbox, Unisolated, open_sandbox
 from tandem.runtime.errors import UserError
 from tandem.types import Problem
 
@@ -83,9 +77,7 @@ def code_reward(
         uid=problem.uid,
         code=extract_code(completion),
         columns=columns,
-        sandbox=open_sandbox_once(SandboxConfig(**sandbox))
-        if isinstance(sandbox, dict)
-        else sandbox,
+        sandbox=open_sandbox(SandboxConfig(**sandbox)) if isinstance(sandbox, dict) else sandbox,
         limits=limits,
         deadline=time.monotonic() + timeout_s,
         tolerance=tolerance,

@@ -261,8 +261,11 @@ def disk(sizes: Sizes, config: Config) -> list[Need]:
     ]
 
 
-def require_disk(config: Config, command: str, folder: Path, machine: Machine) -> None:
+def require_disk(
+    config: Config, command: str, folder: Path, machine: Machine | None = None
+) -> None:
     """Raise UserError if checkpoints and export do not fit on the disk of the run folder."""
+    machine = machine or Machine.here(folder)
     needed = sum(size for _, size, _ in disk(model_sizes(config, command), config))
     if needed > machine.disk:
         raise UserError(

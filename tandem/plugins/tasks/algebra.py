@@ -9,7 +9,14 @@ or rewards (`answer` fits); the mathematics is in algebra_templates.py.
 from functools import partial
 
 from tandem.plugins.tasks.algebra_templates import TEMPLATES
-from tandem.plugins.tasks.generate import Row, TaskProblem, check_request, first_new, generator_at
+from tandem.plugins.tasks.generate import (
+    Row,
+    Task,
+    TaskProblem,
+    check_request,
+    first_new,
+    generator_at,
+)
 
 LEVELS = {1: "easy", 2: "school"}  # by difficulty
 _first_new = partial(first_new, salt="algebra test side")
@@ -91,3 +98,6 @@ def _row(problem: TaskProblem, template: str, split: str, level: str, number: in
 
 def _message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
+
+
+TASK = Task(rows=rows, difficulties=tuple(LEVELS), warm_start=warm_start)

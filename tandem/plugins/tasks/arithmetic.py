@@ -9,6 +9,7 @@ Knows arithmetic. Does not know files, models or rewards (`answer` fits).
 from tandem.plugins.tasks.generate import (
     Generator,
     Row,
+    Task,
     TaskProblem,
     draw_rows,
     rand_digits,
@@ -38,3 +39,6 @@ def _problem(rng: Generator, difficulty: int) -> TaskProblem:
         dedup_key=f"{sorted(terms)}",  # 3+4 and 4+3 are one problem
         columns={"terms": terms},
     )
+
+
+TASK = Task(rows=rows, difficulties=tuple(LEVELS))

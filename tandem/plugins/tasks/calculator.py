@@ -20,6 +20,7 @@ from fractions import Fraction
 from tandem.plugins.tasks.generate import (
     Generator,
     Row,
+    Task,
     TaskProblem,
     draw_rows,
     rand_digits,
@@ -203,3 +204,6 @@ def _decimal(value: Fraction) -> str | None:
     digits = max(counts)
     sign, text = "-" * (value < 0), str(abs(int(value * 10**digits))).rjust(digits + 1, "0")
     return sign + (f"{text[:-digits]}.{text[-digits:]}" if digits else text)
+
+
+TASK = Task(rows=rows, difficulties=tuple(FORMS))

@@ -18,7 +18,8 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from tandem.plugins.tasks.generate import Generator, Row, TaskProblem, draw_rows, randint
+from tandem.plugins.tasks.generate import Generator, Row, Task, TaskProblem, draw_rows, randint
+from tandem.rewards.thoughts import behind_thoughts
 from tandem.types import Problem
 
 LEVELS = [2, 3, 4, 5, 6]
@@ -145,3 +146,7 @@ def _value(node: ast.expr) -> Fraction:
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
             return _OPERATORS[type(op)](_value(left), _value(right))
     raise ValueError("a power, a sign before a number, or a call")
+
+
+TASK = Task(rows=rows, difficulties=tuple(LEVELS))
+reward = behind_thoughts(check)

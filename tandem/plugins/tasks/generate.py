@@ -2,7 +2,7 @@
 
 Every problem is addressed by (seed, task, difficulty, split, number), so a longer data set begins
 with the shorter one. Knows rows and splits. Does not know the tasks: each is a module beside this
-one, listed in registry.py.
+one, and has a TASK, which the registry names.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,6 +19,21 @@ Generator = np.random.Generator
 
 ATTEMPTS = 2000  # a task whose 2,000th problem is not new has, for practical purposes, run out
 SPLITS = ("train", "test")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One built-in task. Example: `Task(rows=guess.rows, difficulties=(1, 2))`
+
+    rows(split, count, seed, difficulty) draws that many different problems, or all it has. The rows
+    of a split, seed and difficulty begin with those of a smaller count, and no problem is in both
+    splits.
+    """
+
+    rows: Callable[[str, int, int, int], list[Row]]
+    difficulties: Sequence[int]  # the first is the default
+    # warm_start(count, seed, difficulty, careless) makes chats for supervised training
+    warm_start: Callable[..., list[Row]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

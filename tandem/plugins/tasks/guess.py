@@ -10,7 +10,7 @@ chats. Does not know chat templates, files or models.
 import re
 from collections.abc import Sequence
 
-from tandem.plugins.tasks.generate import Generator, Row, TaskProblem, draw_rows, randint
+from tandem.plugins.tasks.generate import Generator, Row, Task, TaskProblem, draw_rows, randint
 from tandem.runtime.errors import UserError
 from tandem.types import Env, Message, Observation, Problem
 
@@ -93,3 +93,6 @@ class GuessTheNumber(Env):
         return Observation(
             messages=({"role": "user", "content": answer},), parts=parts, penalty=penalty
         )
+
+
+TASK = Task(rows=rows, difficulties=tuple(WIDTHS))

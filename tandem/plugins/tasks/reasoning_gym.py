@@ -15,6 +15,7 @@ from typing import Any
 
 from tandem.data.mixture import owners, taken_by
 from tandem.plugins.tasks.generate import Row, check_split, is_test
+from tandem.rewards.thoughts import behind_thoughts
 from tandem.runtime import rng
 from tandem.runtime.errors import UserError
 from tandem.types import Problem
@@ -279,3 +280,6 @@ def _from_json(value: Any) -> Any:
             return {key: _from_json(child) for key, child in value.items()}
         case _:
             return value
+
+
+reward = behind_thoughts(score)

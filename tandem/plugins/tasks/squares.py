@@ -11,7 +11,7 @@ import io
 
 import numpy as np
 
-from tandem.plugins.tasks.generate import Generator, Row, TaskProblem, draw_rows, randint
+from tandem.plugins.tasks.generate import Generator, Row, Task, TaskProblem, draw_rows, randint
 from tandem.runtime.errors import UserError
 
 # difficulty -> (most squares, colours on an image)
@@ -72,3 +72,6 @@ def _png(squares: list[tuple[int, int, int, str]]) -> str:
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
     return base64.b64encode(file.getvalue()).decode()
+
+
+TASK = Task(rows=rows, difficulties=tuple(LEVELS))

@@ -27,13 +27,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from tandem.plugins.graders.sandbox.run import adopt_orphans
 from tandem.rewards.load import load_all
 from tandem.rewards.parts import as_it_is
 from tandem.rewards.pool.protocol import HELLO, MAX_LINE_BYTES
 from tandem.rewards.pool.worker import Functions, Send, serve
 from tandem.runtime.fork_server import ForkServer, close_input, count_threads
-from tandem.runtime.processes import descendants, kill_descendants
+from tandem.runtime.processes import adopt_orphans, descendants, kill_descendants
 from tandem.runtime.user_code import describe, user_line
 from tandem.runtime.watchdog import dump_stacks_on_signal
 from tandem.runtime.worker_channel import Channel, Message, die_with_parent, take_channel

@@ -18,7 +18,7 @@ from tandem.plugins.tasks import algebra
 from tandem.plugins.tasks.algebra import warm_start
 from tandem.plugins.tasks.algebra_templates import SCHOOL_FORMAT, TEMPLATES
 from tandem.plugins.tasks.generate import is_test
-from tandem.plugins.tasks.registry import write_rows
+from tandem.runtime.disk import write_rows
 from tandem.runtime.errors import UserError
 
 X, Y = sympy.symbols("x y")

@@ -9,9 +9,9 @@ import pytest
 from tandem.config.schema import Env as EnvConfig
 from tandem.config.schema import Sandbox
 from tandem.envs.load import load_env
-from tandem.envs.python import PythonEnv, fenced_code, report
 from tandem.envs.tools import ToolUnavailable
 from tandem.model.tool_calls import Call, write_calls
+from tandem.plugins.graders.python_env import PythonEnv, fenced_code, report
 from tandem.plugins.graders.sandbox import Result
 from tandem.plugins.tasks.guess import GuessTheNumber
 from tandem.runtime.errors import UserError

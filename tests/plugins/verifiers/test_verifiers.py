@@ -1,4 +1,4 @@
-"""Environments written for verifiers since 0.3, unchanged: packages as its hub has them. Skipped
+"""Environments written for verifiers, unchanged: packages as its hub has them. Skipped
 where it is absent."""
 
 import asyncio
@@ -13,7 +13,7 @@ from tandem.config.schema import Env as EnvConfig
 from tandem.envs.agent.chat import Reply, chat_completion, read_request
 from tandem.envs.agent.run import AgentFailed, agents_loop
 from tandem.envs.agent.server import the_server
-from tandem.plugins.verifiers.env import VerifiersEnv, _host, rows
+from tandem.plugins.verifiers.env import VerifiersEnv, host_of, rows
 from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episodes import run_episodes
@@ -138,11 +138,7 @@ __all__ = ["TalkTaskset", "TalkEnv", "TalkHarness"]
 def installed(tmp_path_factory):
     """The packages, where Python finds them; the tools' server, a process of its own, finds them
     too."""
-    pytest.importorskip("verifiers")
-    from tandem.plugins.verifiers.api import CLASSIC
-
-    if CLASSIC:
-        pytest.skip("an older generation: see test_verifiers_classic.py")
+    pytest.importorskip("verifiers.v1")
     folder = tmp_path_factory.mktemp("site")
     for name, files in {
         "tandem_sums": {"__init__": SUMS},
@@ -334,7 +330,7 @@ def test_no_key_of_the_user_is_sent_along(monkeypatch):
         monkeypatch.setenv(name, "secret")
     with HTTPServer(("127.0.0.1", 0), Recorder) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        play_at = _host("tandem-sums", {}, {}).play(
+        play_at = host_of("tandem-sums").play(
             problems("tandem-sums")[0], f"http://127.0.0.1:{server.server_port}/v1", ""
         )
         verdict = asyncio.run_coroutine_threadsafe(play_at, agents_loop()).result(WAIT_S)

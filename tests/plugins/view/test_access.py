@@ -14,7 +14,7 @@ from tests.support.command import ROOT, assert_is_a_users_error, tandem
 from tests.support.viewing import make_run, viewing
 from tests.support.waiting import WAIT_S
 
-STATIC = ROOT / "tandem" / "view" / "static"
+STATIC = ROOT / "tandem" / "plugins" / "view" / "static"
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ and believes nothing else.
 from tandem.plugins.graders.sandbox.bubblewrap import Bubblewrap
 from tandem.plugins.graders.sandbox.fusion import SandboxFusion
 from tandem.plugins.graders.sandbox.local import Unisolated
-from tandem.plugins.graders.sandbox.opening import open_sandbox, open_sandbox_once, sandbox_state
+from tandem.plugins.graders.sandbox.opening import open_sandbox
 from tandem.plugins.graders.sandbox.protocol import (
     Limits,
     Program,
@@ -32,7 +32,5 @@ __all__ = [
     "SandboxFusion",
     "Unisolated",
     "open_sandbox",
-    "open_sandbox_once",
     "run_python",
-    "sandbox_state",
 ]

@@ -39,6 +39,10 @@ class Bubblewrap(LocalSandbox):
         self.bwrap = shutil.which(bwrap) or bwrap
         self.python = _interpreter()
 
+    def about(self) -> str:
+        command = [self.bwrap, "--version"]
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
     def start(self, program: Program, limits: Limits, stdin: int, stdout: int) -> Run:
         command, files = program
         argv = [self.python, *command[1:]] if command[0] == "python" else list(command)

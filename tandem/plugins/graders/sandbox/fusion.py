@@ -4,11 +4,8 @@ Isolation and memory are the server's. https://github.com/bytedance/SandboxFusio
 """
 
 import base64
-import json
 import shlex
-import urllib.request
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from tandem.plugins.graders.sandbox.protocol import (
     LIMITS,
@@ -18,9 +15,11 @@ from tandem.plugins.graders.sandbox.protocol import (
     StopReason,
     check_name,
     reason_of_end,
+    trouble_of,
 )
+from tandem.runtime.http import Json, Refused, ServerBusy, ServerLost, ask, start, with_retries
 
-HTTP_BYTES = 64 * 2**20  # of an answer
+RETRIES, PAUSE_S = 3, 0.5  # while the server is busy
 
 
 class SandboxFusion:
@@ -28,6 +27,10 @@ class SandboxFusion:
 
     def __init__(self, url: str):
         self.url = url.rstrip("/")
+
+    def state(self) -> str:
+        trouble = trouble_of(self)
+        return f"fails: {trouble}" if trouble else f"{self.url}, works"
 
     def run(
         self,
@@ -55,23 +58,28 @@ class SandboxFusion:
         }
         return _result(self._post("/run_code", request, limits.wall_s), limits)
 
-    def _post(self, path: str, request: dict[str, Any], wall_s: float) -> dict[str, Any]:
-        body = json.dumps(request).encode()
-        call = urllib.request.Request(self.url + path, body, {"Content-Type": "application/json"})
+    def _post(self, path: str, request: Json, wall_s: float) -> Json:
+        seconds = 2 * wall_s + 30  # its queue comes before its clock
+
+        def run() -> Json:
+            try:
+                call = ask(self.url + path, request, connect_s=seconds, answer_s=seconds)
+                return start(call).result()
+            except (ServerLost, Refused) as error:
+                raise SandboxFailed(f"no answer from the sandbox at {self.url}: {error}") from error
+
         try:
-            # its queue comes before its clock
-            with urllib.request.urlopen(call, timeout=2 * wall_s + 30) as reply:
-                answer = json.loads(reply.read(HTTP_BYTES))
-        except (OSError, ValueError) as error:
-            raise SandboxFailed(f"no answer from the sandbox at {self.url}: {error}") from error
-        if not isinstance(answer, dict) or not isinstance(answer.get("run_result"), dict):
+            answer = with_retries(run, RETRIES, PAUSE_S)
+        except ServerBusy as error:
+            raise SandboxFailed(f"the sandbox at {self.url} is busy: {error}") from error
+        if not isinstance(answer.get("run_result"), dict):
             raise SandboxFailed(
                 f"the sandbox at {self.url} did not run the program: {str(answer)[:500]}"
             )
         return answer
 
 
-def _result(answer: dict[str, Any], limits: Limits) -> Result:
+def _result(answer: Json, limits: Limits) -> Result:
     run = answer["run_result"]
     streams = [run.get(name) or "" for name in ("stdout", "stderr")]
     out, err = (text.encode()[: limits.output_bytes].decode(errors="ignore") for text in streams)

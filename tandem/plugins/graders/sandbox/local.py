@@ -20,9 +20,11 @@ from tandem.plugins.graders.sandbox.protocol import (
     Result,
     SandboxFailed,
     check_name,
+    trouble_of,
 )
 from tandem.plugins.graders.sandbox.run import Run, supervise
 
+SWITCH = "sandbox.run_untrusted_code_without_isolation"
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "HOME": "/tmp",
@@ -38,6 +40,16 @@ class LocalSandbox(ABC):
     @abstractmethod
     def start(self, program: Program, limits: Limits, stdin: int, stdout: int) -> Run:
         """Start a program between two descriptors; raises SandboxFailed."""
+        ...
+
+    def state(self) -> str:
+        if trouble := trouble_of(self):
+            return f"fails: {trouble}"
+        return f"{self.about()}, works"
+
+    @abstractmethod
+    def about(self) -> str:
+        """Name the sandbox and its version."""
         ...
 
     def run(
@@ -109,6 +121,9 @@ class Unisolated(LocalSandbox):
 
     Used only if the config has the switch for it.
     """
+
+    def about(self) -> str:
+        return f"NOT ISOLATED ({SWITCH})"
 
     def start(self, program: Program, limits: Limits, stdin: int, stdout: int) -> Run:
         command, files = program

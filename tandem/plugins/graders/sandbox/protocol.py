@@ -61,6 +61,9 @@ class SandboxConfig(Protocol):
     def __hash__(self) -> int: ...
 
     @property
+    def kind(self) -> str: ...
+
+    @property
     def url(self) -> str: ...
 
     @property
@@ -85,10 +88,25 @@ class Sandbox(Protocol):
         """
         ...
 
+    def state(self) -> str:
+        """Describe the sandbox in one line, for `tandem doctor`, after a trial of it."""
+        ...
+
 
 def run_python(sandbox: Sandbox, code: str, stdin: str = "", limits: Limits = LIMITS) -> Result:
     """Run a script in a fresh interpreter."""
     return sandbox.run(["python", "main.py"], files={"main.py": code}, stdin=stdin, limits=limits)
+
+
+def trouble_of(sandbox: Sandbox) -> str:
+    """Say why a trial program does not run in a sandbox, or ""."""
+    try:
+        result = run_python(sandbox, "print(6 * 7)", limits=Limits(wall_s=30.0))
+    except SandboxFailed as error:
+        return str(error)
+    if (result.stdout, result.exit_code) == ("42\n", 0):
+        return ""
+    return f"a trial run ended by {result.stop_reason}: {result.stderr.strip()[-500:]}"
 
 
 def check_name(name: str) -> str:

@@ -13,7 +13,6 @@ kept up to the cap, so a flood costs nothing.
 It does not know how a program is started or confined: bubblewrap.py and local.py do that.
 """
 
-import ctypes
 import json
 import os
 import resource
@@ -37,6 +36,7 @@ from tandem.plugins.graders.sandbox.protocol import (
     StopReason,
     reason_of_end,
 )
+from tandem.runtime.processes import adopt_orphans
 
 POLL_S = 0.02  # how often memory is looked at; a program that ends sooner is never measured
 MAPS_BYTES = 2**20  # some 10,000 mappings: numpy has 300
@@ -209,15 +209,6 @@ def _shared_mappings(pid: int) -> Iterator[tuple[str, int]]:
             start, end = (int(address, 16) for address in addresses.split(b"-"))
             if permissions.endswith(b"s"):
                 yield inode.decode(), int(offset, 16) + end - start
-
-
-def adopt_orphans(wanted: bool = True) -> None:
-    """Make this process the parent of its children's orphans, or no longer.
-
-    Bubblewrap ends before its namespace, which would then wait for process 1 to take note of its
-    end; in a container that is often a program that never does.
-    """
-    ctypes.CDLL(None).prctl(36, int(wanted), 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 
 
 class Adoption:

@@ -19,13 +19,7 @@ from tandem.config.schema import Sandbox as SandboxConfig
 from tandem.envs.calls import in_thread
 from tandem.envs.tools import ToolEnv, ToolUnavailable
 from tandem.model.tool_calls import Format
-from tandem.plugins.graders.sandbox import (
-    Limits,
-    Result,
-    SandboxFailed,
-    open_sandbox_once,
-    run_python,
-)
+from tandem.plugins.graders.sandbox import Limits, Result, SandboxFailed, open_sandbox, run_python
 from tandem.types import Observation
 
 _FENCED = re.compile(
@@ -62,7 +56,7 @@ class PythonEnv(ToolEnv):
             invalid_call_penalty=invalid_call_penalty,
             max_result_chars=max_result_chars,
         )
-        self._sandbox = open_sandbox_once(sandbox)
+        self._sandbox = open_sandbox(sandbox)
         self._limits = Limits(wall_s=seconds, cpu_s=math.ceil(seconds), memory_mb=memory_mb)
         self.num_runs = self.num_failed = 0
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from tandem.cli.progress import console
 from tandem.plugins.tasks.generate import Row
-from tandem.plugins.tasks.registry import TASKS, task_rows, write_rows
-from tandem.runtime.disk import disk_errors
+from tandem.registry import find, names
+from tandem.runtime.disk import disk_errors, write_rows
 from tandem.runtime.errors import UserError
 from tandem.runtime.wording import counted
 
@@ -26,8 +26,8 @@ def generate(
     weights: str,
     force: bool,
 ) -> None:
-    """Write count problems of a task to out. task: one of TASKS, reasoning_gym:NAME,NAME with
-    weights for them, or verifiers:ID."""
+    """Write count problems of a task to out. task: one of the registry's, reasoning_gym:NAME,NAME
+    with weights for them, or verifiers:ID."""
     if out.suffix != ".jsonl":
         raise UserError(
             "the problems are written as JSONL",
@@ -75,8 +75,8 @@ def _rows(
     if task.startswith(REASONING):
         from tandem.plugins.tasks import reasoning_gym
 
-        names = [name for name in task.removeprefix(REASONING).split(",") if name]
-        return reasoning_gym.rows(names, weights, split, count, seed, difficulty)
+        chosen = [name for name in task.removeprefix(REASONING).split(",") if name]
+        return reasoning_gym.rows(chosen, weights, split, count, seed, difficulty)
     if weights:
         raise UserError(
             "weights mix the data sets of reasoning-gym",
@@ -86,16 +86,17 @@ def _rows(
             next="name several files in data.train, with data.weights",
         )
     if task.startswith(VERIFIERS):
-        from tandem.plugins.verifiers import env
-
         _refuse_draws(task, split, seed, difficulty)
-        return list(env.rows(task.removeprefix(VERIFIERS), limit=count))
-    if task in TASKS:
-        return task_rows(task, split, count, seed, difficulty)
+        rows = find("sources", "verifiers", key="TASK")
+        return list(rows(task.removeprefix(VERIFIERS), limit=count))
+    if task in names("tasks"):
+        drawn = find("tasks", task, key="TASK")
+        lowest = drawn.difficulties[0]
+        return drawn.rows(split, count, seed, lowest if difficulty is None else difficulty)  # type: ignore[no-any-return]
     raise UserError(
         "there is no such task",
         found=task,
-        expected=f"{', '.join(TASKS)}, {REASONING}NAME,... or {VERIFIERS}ID",
+        expected=f"{', '.join(names('tasks'))}, {REASONING}NAME,... or {VERIFIERS}ID",
     )
 
 

@@ -1,4 +1,4 @@
-"""Tasksets and environments of verifiers since 0.3, played against a base URL.
+"""Tasksets and environments of verifiers, played against a base URL.
 
     harness (its agent) --> verifiers' interception, in this process
                         --> the episode's base URL --> AgentEnv
@@ -16,26 +16,21 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from threading import Lock
 from typing import Any
 
+import verifiers.v1 as vf
 from openai import AsyncOpenAI
 from pydantic import ValidationError
+from verifiers.v1.harnesses.null import NullHarness
+from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
+from verifiers.v1.utils.loaders import env_config_type, environment_class, resolve_env_config
 
 from tandem.envs.agent.run import AgentFailed
-from tandem.plugins.verifiers.api import (
-    NO_KEY,
-    NullHarness,
-    call_mcp,
-    connect_mcp,
-    env_config_type,
-    environment_class,
-    resolve_env_config,
-    vf,
-)
-from tandem.plugins.verifiers.env import changed_task, missing_task
 from tandem.runtime.errors import UserError
 from tandem.types import Problem
 
 Json = dict[str, Any]
 
+# an environment variable that nobody sets: a real key must not be sent along
+NO_KEY = "TANDEM_EPISODE_KEY"
 CHAT = {"id": "null"}  # the harness that Chat stands in for
 DEFAULT_HARNESS = "bash"  # gives the model a shell, which nobody asked for
 LOCAL = "subprocess"
@@ -70,10 +65,16 @@ class Chat(NullHarness):  # type: ignore[misc]
                 AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=None)
             )
             tools, names, connections = await connect_mcp({"mcpServers": servers}, stack)
-            options = {"tools": tools} if tools else {}
+            options: Json = {"tools": tools} if tools else {}
+            create: Any = api.chat.completions.create
             messages = self._messages(data)
-            while calls := await _turn(api, ctx.model, messages, options):
-                messages += [await _result(call, names, connections) for call in calls]
+            while True:
+                reply = await create(model=ctx.model, messages=messages, **options)
+                message = reply.choices[0].message
+                if not message.tool_calls:
+                    break
+                messages.append(message.model_dump(exclude_none=True))
+                messages += [await _result(call, names, connections) for call in message.tool_calls]
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
     def _messages(self, data: Any) -> list[Json]:
@@ -83,15 +84,6 @@ class Chat(NullHarness):  # type: ignore[misc]
         else:
             opening = [_wire(m) for m in prompt or ()]
         return [{"role": "system", "content": system}, *opening] if system else opening
-
-
-async def _turn(api: AsyncOpenAI, model: str, messages: list[Json], options: Json) -> list[Any]:
-    """Append one turn of the model to messages, and return its tool calls."""
-    create: Any = api.chat.completions.create
-    reply = await create(model=model, messages=messages, **options)
-    message = reply.choices[0].message
-    messages.append(message.model_dump(exclude_none=True))
-    return list(message.tool_calls or ())
 
 
 async def _result(call: Any, names: dict[str, Any], connections: dict[str, Any]) -> Json:
@@ -121,7 +113,7 @@ def _with_chat(cls: type[Any], names: list[str]) -> type[Any]:
     return WithChat
 
 
-class V1Host:
+class Host:
     """An environment with its configuration, for playing its tasks."""
 
     def __init__(self, id: str, args: Json, env: Json):
@@ -172,10 +164,16 @@ class V1Host:
             while len(self._tasks) <= number:
                 task = next(self._source, None)
                 if task is None:
-                    raise AgentFailed(missing_task(number, self.id, len(self._tasks)))
+                    count = len(self._tasks)
+                    raise AgentFailed(
+                        f"{self.id} has {count} tasks, and the problem is of number {number}"
+                    )
                 self._tasks.append(task)
         if self._tasks[number].hash != hash_:
-            raise AgentFailed(changed_task(number, self.id))
+            raise AgentFailed(
+                f"task {number} of {self.id} is another than when the data was written; "
+                "write it again"
+            )
         return self._tasks[number]
 
     @asynccontextmanager
