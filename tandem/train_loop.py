@@ -18,12 +18,19 @@ from tandem.model.load import ExactModel
 from tandem.run_folder.best import Best, BestTracker
 from tandem.run_folder.checkpoint import Contents, Saver, checkpoint_step
 from tandem.run_folder.episode_files import episode_file
-from tandem.run_folder.errors import not_written
 from tandem.run_folder.folder import RunFolder
 from tandem.run_folder.metrics import MetricsWriter, metrics_row, peak_rss_mb, read_metrics
 from tandem.run_folder.resume import check_weights, resumable
 from tandem.run_folder.samples import as_markdown, brief, page, read_samples, sample_file
-from tandem.run_folder.shards import Boxes, Entry, SavedTensors, Shard, Tensors, unfinished_name
+from tandem.run_folder.shards import (
+    Boxes,
+    Entry,
+    SavedTensors,
+    Shard,
+    Tensors,
+    not_written,
+    unfinished_name,
+)
 from tandem.run_folder.status import write_status
 from tandem.run_folder.trackers.links import Trackers
 from tandem.runtime import signals, watchdog

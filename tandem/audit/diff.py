@@ -18,7 +18,7 @@ from itertools import chain, zip_longest
 import numpy as np
 
 from tandem.audit.divergence import ABSENT, Divergence, compare, compare_items
-from tandem.run_folder.past_run import Altered, PastRun, altered, read_step, without_evaluation
+from tandem.run_folder.read import Altered, PastRun, altered, read_step, without_evaluation
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import UserError
 from tandem.types import Array, Episode, Group

@@ -30,7 +30,7 @@ from tandem.run_folder.checkpoint import checkpoint_step, find_damage, load_chec
 from tandem.run_folder.episode_files import read_note
 from tandem.run_folder.folder import read_machine
 from tandem.run_folder.metrics import metrics_row, read_metrics
-from tandem.run_folder.past_run import PastRun, altered, read_step, require_step, without_evaluation
+from tandem.run_folder.read import PastRun, altered, read_step, require_step, without_evaluation
 from tandem.runtime import numerics
 from tandem.runtime.disk import file_hash
 from tandem.train.batch import pack_batch

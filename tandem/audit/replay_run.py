@@ -23,7 +23,7 @@ from tandem.jobs.offline import open_offline_job
 from tandem.rollout.collect import Progress, make_rollout_batch, step_metrics
 from tandem.rollout.evaluate import sampling_params
 from tandem.run_folder.folder import MACHINE, RunFolder
-from tandem.run_folder.past_run import PastRun, read_step
+from tandem.run_folder.read import PastRun, read_step
 from tandem.runtime.errors import UserError
 from tandem.step import learn_step
 from tandem.train.learn import LearnStage, Observe

@@ -27,7 +27,7 @@ from tandem.jobs.engines import Report
 from tandem.model.tokenizer import load_tokenizer
 from tandem.plugins.vision.image_tokens import IMAGE
 from tandem.rl.user_functions import is_user_function
-from tandem.run_folder.past_run import PastRun, holds, read_step
+from tandem.run_folder.read import PastRun, holds, read_step
 from tandem.runtime.errors import UserError
 from tandem.train.batch import TokenTensors, pack_batch
 from tandem.train.learn import policy_loss

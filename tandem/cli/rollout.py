@@ -36,7 +36,7 @@ from tandem.rollout.episode_metrics import episode_metrics
 from tandem.rollout.evaluate import sampling_params
 from tandem.rollout.score import generate_and_score
 from tandem.run_folder.episode_files import cut_episodes, episode_file, json_lines, write_episodes
-from tandem.run_folder.errors import unreadable_file
+from tandem.run_folder.files import read_file
 from tandem.run_folder.folder import RunFolder, open_run
 from tandem.run_folder.metrics import MetricsWriter, peak_rss_mb, read_metrics
 from tandem.run_folder.status import ROLLOUT, write_status
@@ -326,20 +326,16 @@ def is_complete(output: Output, inputs: dict[str, str]) -> bool:
     rows = read_metrics(output.folder)
     if not rows:
         return False
-    batches, recorded = _read_about(output.folder / ROLLOUT)
+
+    def parse(text: str) -> tuple[int, dict[str, str]]:
+        about = json.loads(text)
+        return int(about["batches"]), dict(about["inputs"])
+
+    batches, recorded = read_file(output.folder / ROLLOUT, parse, f"restore it, or {FRESH}")
     changed = [key for key in {**recorded, **inputs} if recorded.get(key) != inputs.get(key)]
     if changed:
         raise _other_inputs(changed, recorded, inputs)
     return output.count(rows) == batches
-
-
-def _read_about(path: Path) -> tuple[int, dict[str, str]]:
-    try:
-        about = json.loads(path.read_text(encoding="utf-8"))
-        return int(about["batches"]), dict(about["inputs"])
-    # absent, damaged, or of another shape
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise unreadable_file(path, error, next=f"restore it, or {FRESH}") from error
 
 
 def _other_inputs(

@@ -167,6 +167,15 @@ class Collector:
         return replace(self, progress=Progress(batches=batches), beside_others=True)
 
     def collect(self, step: int, timer: Timer) -> list[Group]:
+        """Return the scored groups of a step: those of one batch of problems, all of them trained
+        on, unless dynamic sampling or partial rollouts say when a step is full."""
+        if self.config.rl.max_gen_batches or self.config.rollout.token_budget:
+            return self._collect_until_full(step, timer)
+        # beside others the step's own file does not follow at once
+        played = self._play(step, 0, self.begin_batch(), timer, last=not self.beside_others)
+        return [replace(group, outcome="train") for group in played]
+
+    def _collect_until_full(self, step: int, timer: Timer) -> list[Group]:
         """Return the scored groups of a step, the carried ones first.
 
         Batches of problems begin, and episodes go on, tick by tick, until enough groups can be
@@ -185,25 +194,30 @@ class Collector:
             for _ in range(self._new_batches(num_ready + len(running))):
                 self._check_limit(step, progress.batches - first_batch, num_ready)
                 running += self.begin_batch()
-            # beside others its file does not follow at once
-            is_last = not (budget or config.rl.max_gen_batches or self.beside_others)
-            problems = [group.problem for group in running]
-            with self.journal.parts(step + 1, tick, problems, is_last) as parts:
-                played = generate_and_score(
-                    self.runner,
-                    running,
-                    sampling=self.sampling,
-                    shaping=config.reward,
-                    timer=timer,
-                    token_budget=budget,
-                    parts=parts,
-                )
+            played = self._play(step, tick, running, timer)
             running = [group for group in played if _is_paused(group)]
-            ended = [group for group in played if not _is_paused(group)]
-            for group in ended:
-                is_left_out = config.rl.max_gen_batches and not self._is_kept(group)
-                done.append(replace(group, outcome="no_signal" if is_left_out else "train"))
+            for group in played:
+                if not _is_paused(group):
+                    is_left_out = config.rl.max_gen_batches and not self._is_kept(group)
+                    done.append(replace(group, outcome="no_signal" if is_left_out else "train"))
         return [*_carry_beyond(done, wanted), *(replace(g, outcome="unfinished") for g in running)]
+
+    def _play(
+        self, step: int, tick: int, groups: list[Group], timer: Timer, last: bool = False
+    ) -> list[Group]:
+        """Have the paused episodes of groups played and scored; last: the step is over with
+        them."""
+        problems = [group.problem for group in groups]
+        with self.journal.parts(step + 1, tick, problems, last) as parts:
+            return generate_and_score(
+                self.runner,
+                groups,
+                sampling=self.sampling,
+                shaping=self.config.reward,
+                timer=timer,
+                token_budget=self.config.rollout.token_budget,
+                parts=parts,
+            )
 
     def end_step(
         self, progress: Progress, step: int, groups: list[Group], state: Any, timer: Timer

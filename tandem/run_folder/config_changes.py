@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.parallel import DIMENSIONS
-from tandem.run_folder.errors import KEPT
+from tandem.run_folder.files import KEPT
 from tandem.runtime.errors import UserError
 
 THREADS = "run.threads"  # free if the exactness probe has found that it changes no bit

@@ -16,7 +16,7 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +31,9 @@ from tandem.run_folder.config_changes import (
     identifying_values,
     toml_values,
 )
-from tandem.run_folder.errors import FRESH, OTHER_FOLDER, unreadable_file
+from tandem.run_folder.files import FRESH, OTHER_FOLDER, read_file
 from tandem.run_folder.lock import check_unlocked, locked, now
-from tandem.run_folder.notes import FAILED, reason_of
+from tandem.run_folder.read import FAILED, reason_of
 from tandem.run_folder.status import STATUS, forget_status
 from tandem.runtime import numerics
 from tandem.runtime.disk import (
@@ -42,13 +42,13 @@ from tandem.runtime.disk import (
     disk_errors,
     existing_parent,
     open_regular_file,
-    read_regular_file,
     write_atomic,
 )
 from tandem.runtime.errors import InvariantError, UserError
 from tandem.runtime.place import share_of_threads
 
 MACHINE = "machine.json"
+_RESTORE = f"restore it, or {FRESH}"
 # What a kill during the first start can leave; config.toml, which comes last, marks the folder as a
 # run.
 _REPLACED = ("config.toml", MACHINE, STATUS)
@@ -239,8 +239,7 @@ def read_machine(folder: Path) -> dict[str, Any] | None:
         machine = json.loads(text)
         return {"matmul": str(machine.get("matmul", ""))} | {name: machine[name] for name in names}
 
-    machine: dict[str, Any] = _read(path, parse)
-    return machine
+    return read_file(path, parse, _RESTORE)
 
 
 def identity(config: Config, inputs: dict[str, str]) -> str:
@@ -287,7 +286,9 @@ def resolved(config: Config, folder: Path) -> Config:
     """Resolve run.threads = 0 and model.dtype = "auto": to those of the run in the folder, or of
     this machine if it has not recorded."""
     run, model = config.run, config.model
-    recorded = _read(_kept(folder, "config.toml"), toml_values) if has_steps(folder) else {}
+    recorded = {}
+    if has_steps(folder):
+        recorded = read_file(_kept(folder, "config.toml"), toml_values, _RESTORE)
     if not run.threads:
         threads = recorded.get(THREADS) or share_of_threads(
             numerics.prepare(), os.environ, config.parallel.processes
@@ -322,7 +323,7 @@ def _changes(folder: Path, config: Config, command: str) -> list[str]:
         )
     path, machine = _kept(folder, "config.toml"), read_machine(folder)
     any_threads = machine is not None and machine["any_threads"]
-    old, new = _read(path, toml_values), toml_values(to_toml(config))
+    old, new = read_file(path, toml_values, _RESTORE), toml_values(to_toml(config))
     return allowed_changes(old, new, any_threads=any_threads, path=path)
 
 
@@ -332,16 +333,8 @@ def _write_about(folder: Path, about: dict[str, Any]) -> None:
 
 
 def _read_about(folder: Path) -> dict[str, Any]:
-    about: dict[str, Any] = _read(
+    return read_file(
         folder / "run.json",
         lambda text: {"command": json.loads(text)["command"], **json.loads(text)},
+        _RESTORE,
     )
-    return about
-
-
-def _read(path: Path, parse: Callable[[str], Any]) -> Any:
-    try:
-        return parse(read_regular_file(path).decode())
-    # absent, or of another shape
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise unreadable_file(path, error, next=f"restore it, or {FRESH}") from error

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tandem.run_folder.errors import RESTORE_OR_FRESH
+from tandem.run_folder.files import RESTORE_OR_FRESH
 from tandem.runtime.disk import (
     append_line,
     disk_errors,

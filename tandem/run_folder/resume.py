@@ -9,9 +9,9 @@ from typing import Any
 from tandem.config.schema import Config
 from tandem.model.load import ExactModel
 from tandem.run_folder.checkpoint import checkpoint_step, latest_checkpoint, load_checkpoint
-from tandem.run_folder.errors import FRESH, RESTORE_OR_FRESH
+from tandem.run_folder.files import FRESH, RESTORE_OR_FRESH
 from tandem.run_folder.metrics import read_metrics
-from tandem.run_folder.past_run import LEDGER, altered
+from tandem.run_folder.read import LEDGER, altered
 from tandem.run_folder.shards import SavedTensors
 from tandem.runtime.errors import UserError
 from tandem.weights.hashing import weight_hash

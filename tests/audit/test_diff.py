@@ -10,7 +10,7 @@ from tandem.audit.diff import compare_episodes, compare_runs
 from tandem.cli.diff import diff
 from tandem.run_folder.episode_files import episode_file, read_note, write_episodes
 from tandem.run_folder.metrics import read_metrics
-from tandem.run_folder.past_run import open_past, read_step
+from tandem.run_folder.read import open_past, read_step
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import UserError
 from tandem.types import Episode

@@ -14,7 +14,7 @@ from tandem.audit.rescore import rescore
 from tandem.cli.main import app
 from tandem.cli.replay import replay_step
 from tandem.run_folder.metrics import read_metrics
-from tandem.run_folder.past_run import open_past, read_step
+from tandem.run_folder.read import open_past, read_step
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import UserError
 from tests.support.past_runs import PARTIAL, copy_of, edit, past_run, rewrite

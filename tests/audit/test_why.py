@@ -11,7 +11,7 @@ import pytest
 from tandem.audit.why import EpisodeRef, find_episodes, tokens, trace_updates, with_history
 from tandem.cli.why import table, why
 from tandem.run_folder.episode_files import episode_file
-from tandem.run_folder.past_run import open_past, read_step
+from tandem.run_folder.read import open_past, read_step
 from tandem.runtime.errors import UserError
 from tests.support.past_runs import PARTIAL, copy_of, edit, past_run, rewrite
 

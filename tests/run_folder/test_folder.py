@@ -17,7 +17,7 @@ from tandem.config.recipe import load_config, to_toml
 from tandem.config.schema import Config
 from tandem.run_folder.config_changes import MESH, allowed_changes, toml_values
 from tandem.run_folder.folder import check_run, identity, open_run, read_matmul
-from tandem.run_folder.notes import Notes, read_notes
+from tandem.run_folder.read import Notes, read_notes
 from tandem.run_folder.status import (
     read_status,
     request_workers,

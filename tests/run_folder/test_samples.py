@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tandem.run_folder.past_run import open_past, read_step
+from tandem.run_folder.read import open_past, read_step
 from tandem.run_folder.samples import brief, page, read_samples, sample_file
 from tandem.runtime.errors import UserError
 from tests.support.home import invoke, make_home

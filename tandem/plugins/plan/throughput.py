@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from tandem.run_folder.metrics import Metrics, read_metrics
-from tandem.run_folder.past_run import open_past
+from tandem.run_folder.read import open_past
 
 SKIPPED = 2  # steps
 

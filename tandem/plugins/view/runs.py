@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from tandem.run_folder.best import BEST, read_best
-from tandem.run_folder.notes import Notes, read_notes
+from tandem.run_folder.read import Notes, read_notes
 from tandem.runtime.errors import UserError
 from tandem.runtime.processes import started_at
 

@@ -32,7 +32,7 @@ from tandem.model.tiny import make_tiny
 from tandem.model.tokenizer import decode_text, load_tokenizer
 from tandem.plugins.vllm import worker as vllm_worker
 from tandem.run_folder.metrics import read_metrics
-from tandem.run_folder.past_run import open_past
+from tandem.run_folder.read import open_past
 from tandem.runtime.errors import UserError
 from tandem.train.engine_gap import MAX_MEAN
 from tandem.types import SamplingParams

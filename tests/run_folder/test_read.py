@@ -10,7 +10,7 @@ from tandem.config.recipe import to_toml
 from tandem.config.schema import Config
 from tandem.run_folder.episode_files import write_episodes
 from tandem.run_folder.metrics import MetricsWriter
-from tandem.run_folder.past_run import altered, holds, open_past, read_step, require_step
+from tandem.run_folder.read import altered, holds, open_past, read_step, require_step
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import UserError
 from tandem.types import Episode, Group, Problem
