@@ -8,9 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import chdir
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -29,7 +27,7 @@ from tandem.run_folder.status import ROLLOUT
 from tandem.runtime import numerics
 from tandem.runtime.errors import UserError
 from tandem.types import Episode, Group, Problem
-from tests.support.command import ROOT, assert_is_a_users_error, tandem
+from tests.support.command import ROOT
 from tests.support.datasets import write_algebra
 from tests.support.faults import in_a_fork
 
@@ -159,14 +157,6 @@ def copied(output, folder):
     return Output(folder / output.path.name)
 
 
-@pytest.mark.parametrize("offset", [*np.random.default_rng(0).random(8).tolist(), 0.0, 0.25, 1.0])
-def test_jsonl_cut_at_any_byte_is_written_again(offset, undisturbed, tmp_path):
-    output = copied(undisturbed["episodes.jsonl"], tmp_path)
-    os.truncate(output.path, int(offset * output.path.stat().st_size))
-    write(output.path, make=never)
-    assert contents(output.path) == contents(undisturbed["episodes.jsonl"].path)
-
-
 @OUTPUTS
 @pytest.mark.parametrize("rows", range(BATCHES + 1))
 @pytest.mark.parametrize("torn", [0, 9])
@@ -238,16 +228,6 @@ def test_jsonl_has_the_columns_of_the_journal_with_native_values(undisturbed):
     ] == [False, False, True]
 
 
-def test_what_json_has_no_number_for_is_null(tmp_path):
-    def broken(number, clock):
-        groups = batch(number, clock)
-        groups[0].episodes[0].engine_logprobs[2] = np.nan
-        return groups
-
-    first = json.loads(write(tmp_path / "e.jsonl", make=broken).path.read_bytes().split(b"\n")[0])
-    assert first["engine_logprobs"][2] is None and first["engine_logprobs"][1] < 0
-
-
 @OUTPUTS
 def test_other_config_is_refused_and_fresh_keeps_the_old_output(name, undisturbed, tmp_path):
     output = copied(undisturbed[name], tmp_path)
@@ -258,15 +238,6 @@ def test_other_config_is_refused_and_fresh_keeps_the_old_output(name, undisturbe
     write(output.path, seed=1, fresh=True, make=lambda number, clock: batch(number + 7, clock))
     assert contents(tmp_path / f"{name}.old-1") == contents(undisturbed[name].path)
     assert contents(output.path) != contents(undisturbed[name].path)
-
-
-def test_fresh_killed_between_two_renames_keeps_the_old_file(undisturbed, tmp_path):
-    output = copied(undisturbed["episodes.jsonl"], tmp_path)
-    output.folder.rename(tmp_path / f"{output.folder.name}.old-1")
-    write(output.path, seed=1, make=lambda number, clock: batch(number + 7, clock))
-    assert contents(tmp_path / "episodes.jsonl.old-1") == contents(
-        undisturbed["episodes.jsonl"].path
-    )
 
 
 @OUTPUTS
@@ -351,16 +322,6 @@ def test_every_problem_comes_once_in_order_in_both_formats(home, outputs):
 
 
 @OUTPUTS
-def test_the_files_of_a_model_are_made_again_from_where_they_end(name, home, outputs, tmp_path):
-    output = copied(outputs[name], tmp_path)
-    last = output.folder / "rollout_step_000003.parquet"
-    last.rename(last.with_name(f".tmp-{last.name}"))
-    rollout(config(home), output.path)
-    assert contents(output.path) == contents(outputs[name].path)
-    assert not list(output.folder.glob(".tmp-*"))
-
-
-@OUTPUTS
 def test_a_complete_rollout_says_so_and_loads_no_model(name, home, tmp_path, capsys):
     home, output = private(home, tmp_path), Output(tmp_path / name)
     rollout(config(home), output.path)
@@ -379,14 +340,6 @@ def test_a_complete_rollout_says_so_and_loads_no_model(name, home, tmp_path, cap
     # the witness: a rollout that is not complete does
     with pytest.raises(UserError, match="model cannot be loaded"):
         rollout(config(home), tmp_path / "other")
-
-
-def test_bytes_behind_a_complete_rollout_are_cut_off(home, outputs, tmp_path):
-    output = copied(outputs["episodes.jsonl"], tmp_path)
-    with output.path.open("ab") as file:
-        file.write(b'{"step": 4, "gr')
-    rollout(config(home), output.path)
-    assert contents(output.path) == contents(outputs["episodes.jsonl"].path)
 
 
 def damage_data(home):
@@ -442,13 +395,6 @@ def test_summary_counts_the_batches_of_all_starts(home, outputs, tmp_path, capsy
     assert lines[0].startswith("batch 4 of 4: 2 episodes, mean reward ") and len(lines) == 2
     assert lines[1].startswith("done: 14 episodes, mean reward ")
     assert all("% truncated, " in line and line.endswith(" tokens/s") for line in lines)
-
-
-def test_a_rollout_without_out_says_where_it_wrote(home, tmp_path, capsys):
-    with chdir(tmp_path):
-        rollout(config(home), None)
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("episodes in runs/rollout;") and (tmp_path / "runs/rollout").is_dir()
 
 
 HELD = """
@@ -549,16 +495,3 @@ def test_impossible_output_is_refused_before_any_work(home, tmp_path):
                 "none" in name
             )
     assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "mine.jsonl").read_text() == "{}\n"
-
-
-def test_missing_parent_and_unreadable_data_exit_with_2(home, tmp_path):
-    result = tandem("rollout", home / "recipe.toml", "--out", tmp_path / "none/e.jsonl", cwd=home)
-    assert_is_a_users_error(
-        result, "the folder of the output does not exist", f"mkdir -p {tmp_path}/none", torch=True
-    )
-    broken = Path(tmp_path / "broken.jsonl")
-    broken.write_text("{\n")
-    out = tmp_path / "e.jsonl"
-    result = tandem("rollout", home / "recipe.toml", f"data.train={broken}", "--out", out, cwd=home)
-    assert_is_a_users_error(result, "data.train", "broken.jsonl:1", torch=True)
-    assert list(tmp_path.iterdir()) == [broken]

@@ -107,31 +107,6 @@ def test_groups_are_read_back_to_the_bit_and_in_order(tmp_path):
         assert_same(one.episodes, other.episodes)
 
 
-def test_two_groups_of_one_problem_and_outcome_stay_two(tmp_path):
-    rng = np.random.default_rng(0)
-    groups = [replace(group(rng, "p", [3, 1]), outcome="carry") for _ in range(2)]
-    found = read_groups(write_episodes(tmp_path, 1, groups), {"p": groups[0].problem})
-    assert [len(g.episodes) for g in found] == [2, 2]
-    assert_same([e for g in found for e in g.episodes], [e for g in groups for e in g.episodes])
-
-
-def test_a_groups_outcome_is_a_plain_column(tmp_path):
-    groups = [
-        replace(g, outcome=kind)
-        for g, kind in zip(some_groups(), ("train", "no_signal"), strict=True)
-    ]
-    table = pq.read_table(write_episodes(tmp_path, 1, groups))
-    assert table.column("outcome").to_pylist() == ["train"] * 3 + ["no_signal"] * 3
-    assert table.column("group").to_pylist() == [0] * 3 + [1] * 3
-
-
-def test_groups_of_a_damaged_file_are_an_error_for_the_user(tmp_path):
-    path = write_episodes(tmp_path, 1, some_groups())
-    path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(UserError, match="cannot be read"):
-        read_groups(path, {})
-
-
 def test_zeros_of_both_signs_and_nans_of_one_column_stay_apart(tmp_path):
     rng = np.random.default_rng(0)
     patterns = np.array([0x0, 0x80000000, 0x7FC00000, 0x7FC00001, 0xFFC00000], np.uint32)
@@ -173,10 +148,6 @@ def test_the_same_episodes_give_the_same_bytes(tmp_path):
     first, second = (write_episodes(tmp_path / name, 3, some_groups()) for name in ("a", "b"))
     assert first.read_bytes() == second.read_bytes()
     assert first.read_bytes() != write_episodes(tmp_path / "c", 3, some_groups(seed=1)).read_bytes()
-
-
-def test_a_step_without_episodes_is_a_readable_file(tmp_path):
-    assert read_episodes(write_episodes(tmp_path, 1, [])) == []
 
 
 def test_rewritten_step_is_replaced_and_other_kinds_stay(tmp_path):

@@ -145,11 +145,6 @@ def test_interrupted_run_leaves_a_hanging_tracker_soon(tmp_path):
     assert time.perf_counter() - start < 8
 
 
-def test_run_without_trackers_has_no_file_of_them(tmp_path):
-    tracked(tmp_path / "run")
-    assert list((tmp_path / "run").iterdir()) == []
-
-
 @pytest.mark.skipif(find_spec("mlflow") is not None, reason="mlflow is installed")
 def test_tracker_without_its_package_is_a_users_error(tmp_path):
     (tmp_path / "mlflow").mkdir()
@@ -159,17 +154,6 @@ def test_tracker_without_its_package_is_a_users_error(tmp_path):
 
 
 # ---- the real packages, offline
-
-
-@pytest.mark.parametrize("name", [installed("wandb")])
-def test_a_name_that_the_user_gave_wandb_stays(name, tmp_path):
-    own = {"WANDB_MODE": "offline", "WANDB_DIR": tmp_path, "WANDB_NAME": "mine", "TMPDIR": tmp_path}
-    with environment(**own):
-        in_a_new_process(tmp_path / "run", name)
-    [path] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    command = [sys.executable, str(READ_WANDB), str(path)]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert json.loads(printed)[1] == "mine"
 
 
 @pytest.mark.parametrize(
