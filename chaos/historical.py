@@ -29,13 +29,14 @@ import torch
 
 from chaos.results import Case, Result, tally
 from tandem.config.recipe import load_config
-from tandem.config.schema import ALGORITHMS, Config
+from tandem.config.schema import Config
 from tandem.engine.engine import Engine
 from tandem.jobs.input_hashes import input_hashes
 from tandem.jobs.rl import AsyncRLJob, RLJob
 from tandem.model.load import ExactModel, make_exact
 from tandem.model.lora import Lora
 from tandem.rewards.pool.pool import RewardPool
+from tandem.rl.algorithms import ALGORITHMS
 from tandem.rollout.collect import RolloutBatch, step_metrics
 from tandem.rollout.env_pool import EnvPool
 from tandem.run_folder.folder import open_run
@@ -955,7 +956,9 @@ class Clean:
 
 
 def algorithm(name: str, **changes) -> Config:
-    return config(**{f"rl__{key}": value for key, value in ALGORITHMS[name].items()}, **changes)
+    return config(
+        **{f"rl__{key}": value for key, value in ALGORITHMS[name].settings.items()}, **changes
+    )
 
 
 def with_reference(stages: Stages, witness: Witness) -> Stages:

@@ -12,6 +12,7 @@ cannot be replaced.
     python -c "from tandem.registry import names; print(names('trackers'))"
 """
 
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -38,9 +39,18 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "agent": "tandem.envs.agent.env:AgentEnv",
     },
     "extractors": {"answer": "tandem.plugins.graders.answer:extract"},  # text -> final answer
-    "resources": {  # of a run: (config, command, folder); (error, config, command)
-        "disk": "tandem.plugins.plan.resources:require_disk",
-        "memory": "tandem.plugins.plan.advice:out_of_memory",
+    "offload": {  # the optimizers that can leave their state in host memory
+        "adamw": "tandem.plugins.optim.offload:OffloadedOptimizer"
+    },
+    "optimizers": {  # train/optimizer.py: Optimizer
+        "adamw": "tandem.train.optimizer:Optimizer",
+        "adamw_8bit": "tandem.plugins.optim.adamw_8bit:Optimizer8bit",
+        "muon": "tandem.train.muon:Muon",
+    },
+    "resources": {  # of a run, by arithmetic over its config
+        "disk": "tandem.plugins.plan.footprint:require_disk",
+        "memory": "tandem.plugins.plan.footprint:out_of_memory",
+        "sizes": "tandem.plugins.plan.footprint:model_sizes",
     },
     "rewards": {  # rewards/load.py: functions with one of its signatures
         "answer": "tandem.plugins.graders.rewards:answer",
@@ -79,11 +89,23 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "wandb": "tandem.run_folder.trackers.wandb:WandbTracker",
     },
 }
+# kinds whose objects stand in a table of a module that imports nothing heavy
+TABLES = {
+    "advantages": "tandem.rl.algorithms:ADVANTAGES",
+    "algorithms": "tandem.rl.algorithms:ALGORITHMS",
+    "losses": "tandem.rl.algorithms:LOSSES",
+}
 
 
 def names(kind: str) -> list[str]:
     """List the names of a kind, built-in ones first."""
-    return [*BUILT_IN[kind], *(name for name in _foreign(kind) if name not in BUILT_IN[kind])]
+    own = built_in(kind)
+    return [*own, *(name for name in _foreign(kind) if name not in own)]
+
+
+def built_in(kind: str) -> Mapping[str, Any]:
+    """Return the built-in choices of a kind by name: the objects, or "module:object"."""
+    return _load(TABLES[kind]) if kind in TABLES else BUILT_IN[kind]
 
 
 def find(kind: str, name: str, *, key: str) -> Any:
@@ -92,9 +114,8 @@ def find(kind: str, name: str, *, key: str) -> Any:
 
     key: the config key that holds the name, e.g. "run.trackers".
     """
-    if place := BUILT_IN[kind].get(name):
-        module, _, member = place.partition(":")
-        return getattr(import_module(module), member)
+    if (choice := built_in(kind).get(name)) is not None:
+        return _load(choice) if isinstance(choice, str) else choice
     if (point := _foreign(kind).get(name)) is None:
         known = names(kind)
         raise UserError(
@@ -113,6 +134,11 @@ def find(kind: str, name: str, *, key: str) -> Any:
             found=f"{type(error).__name__}: {error}",
             next=f"python -c 'import {point.module}'",
         ) from error
+
+
+def _load(place: str) -> Any:
+    module, _, member = place.partition(":")
+    return getattr(import_module(module), member)
 
 
 @cache

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tandem.config.recipe import to_toml
-from tandem.config.schema import GROUP_RELATIVE, Eval
+from tandem.config.schema import Eval
 from tandem.model.load import ExactModel
 from tandem.run_folder.best import Best, BestTracker
 from tandem.run_folder.checkpoint import Contents, Saver, checkpoint_step
@@ -213,7 +213,7 @@ class _TrainLoop:
         metrics, rl = result.metrics, self.run.config.rl
         bad = any(name.startswith("bad/") for name in metrics)
         # elsewhere equal rewards are an advantage, or nothing
-        compares = self.run.command == "train" and rl.advantage in GROUP_RELATIVE
+        compares = self.run.command == "train" and rl.estimator.equal_is_zero
         flat = compares and metrics.get("groups_without_signal") == 1.0
         self.streaks = _Streaks(
             bad_steps=self.streaks.bad_steps + 1 if bad else 0,

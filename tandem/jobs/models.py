@@ -22,13 +22,13 @@ from tandem.model.load import ExactModel, empty_model, load_model
 from tandem.model.lora import Lora, require_peft
 from tandem.model.placement import Placement, place_models
 from tandem.model.weight_files import check_weights
-from tandem.plugins.optim.offload import BUCKET
+from tandem.registry import find
 from tandem.runtime.errors import UserError
 from tandem.runtime.place import here
 from tandem.runtime.rng import address
 from tandem.train.batch import Models
 from tandem.train.learner import Learner
-from tandem.train.optimizer import Optimizer
+from tandem.train.optimizer import Optimizer, Settings
 from tandem.train.ranks import ALONE, Ranks
 
 Head = Literal["tokens", "value"]
@@ -101,20 +101,22 @@ def build_learner(
     """Load a model to train and give it its optimizer. rates: the section with learning rate,
     schedule and warm-up; all else is in [train]; name: of the learner in checkpoints."""
     model = build_model(config, path, ranks, head=head)
-    optimizer = Optimizer(
+    train = config.train
+    kind = "offload" if train.offload_optimizer else "optimizers"
+    optimizer: Optimizer = find(kind, train.optimizer, key="train.optimizer")(
         ranks.trainable(model),
-        learning_rate=rates.learning_rate,
-        schedule=rates.schedule,
-        warmup_steps=rates.warmup_steps,
-        total_steps=steps,
-        weight_decay=config.train.weight_decay,
-        betas=(config.train.beta1, config.train.beta2),
-        max_grad_norm=config.train.max_grad_norm,
-        in_8bit=config.train.optimizer == "adamw_8bit",
-        offload_bucket=BUCKET if config.train.offload_optimizer else 0,
-        muon_momentum=config.train.muon_momentum if config.train.optimizer == "muon" else None,
-        map_whole=ranks.map_whole(model),
+        Settings(
+            learning_rate=rates.learning_rate,
+            schedule=rates.schedule,
+            warmup_steps=rates.warmup_steps,
+            total_steps=steps,
+            weight_decay=train.weight_decay,
+            betas=(train.beta1, train.beta2),
+            max_grad_norm=train.max_grad_norm,
+            muon_momentum=train.muon_momentum,
+        ),
         norm=ranks.norm(model),
+        map_whole=ranks.map_whole(model),
     )
     # nobody runs or exports a whole critic
     has_copy = ranks is not ALONE and ranks.rank == 0 and name != "critic"
@@ -140,7 +142,7 @@ def _load_frozen(config: Config, path: str, ranks: Ranks) -> ExactModel:
 def build_rl_models(config: Config, ranks: Ranks = ALONE) -> Models:
     """Build the policy, and critic and reference if the algorithm has them."""
     updates = config.rl.minibatches * config.rl.epochs
-    has_critic = config.rl.advantage == "gae"
+    has_critic = config.rl.estimator.needs_critic
     warmup = config.critic.warmup_steps if has_critic else 0
     steps = (config.run.steps - warmup) * updates
     policy = build_learner(config, config.model.path, config.train, steps, ranks)

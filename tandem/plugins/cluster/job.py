@@ -17,8 +17,8 @@ from tandem.jobs.models import placement, rests_in_updates
 from tandem.plugins.cluster.errors import no_ray
 from tandem.plugins.cluster.rdma import no_nixl
 from tandem.plugins.cluster.this_machine import require_listener
-from tandem.plugins.plan.resources import model_sizes
 from tandem.plugins.vllm import worker as vllm_worker
+from tandem.registry import find
 from tandem.run_folder.status import take_requested_workers
 from tandem.runtime.errors import UserError
 from tandem.stream.errors import no_transfer_queue
@@ -88,9 +88,9 @@ def _object_bytes(config: Config) -> int:
     and one that a worker still loads; of each what changed, too."""
     if not config.rollout.workers:
         return 0
-    sizes = model_sizes(config, "train")
+    sizes = find("resources", "sizes", key="cluster")(config, "train")
     versions = (config.rollout.staleness + 3) * (1 + bool(config.weights.delta))
-    return versions * sizes.policy * sizes.place.dtype.itemsize
+    return int(versions * sizes.policy * sizes.place.dtype.itemsize)
 
 
 @contextmanager
