@@ -401,7 +401,6 @@ def test_impossible_output_is_refused_before_any_work(home, tmp_path):
         "folder.jsonl": "a folder",
         "other/notes.txt": "a file",
         "other": "holds something else",
-        "x.jsonl.rollout": "beside a JSONL file",
     }.items():
         for fresh in (False, True):
             with pytest.raises(UserError, match=r".") as caught:
