@@ -43,13 +43,13 @@ from tandem.run_folder.folder import open_run
 from tandem.run_folder.metrics import read_metrics
 from tandem.runtime.errors import UserError
 from tandem.runtime.timer import Timer
-from tandem.step import Stages, StepResult, learn_step, rollout_step
+from tandem.step import Stages, learn_step, rollout_step
 from tandem.step_async import RolloutPrefetcher
 from tandem.train.batch import Models, pack_batch
 from tandem.train.learner import Learner
 from tandem.train.optimizer import Optimizer
 from tandem.train_loop import run_training
-from tandem.types import Env, Observation, Problem, SamplingParams, Score
+from tandem.types import Env, Observation, Problem, SamplingParams, Score, StepResult
 from tandem.weights.hashing import weight_hash
 from tandem.weights.in_process import InlineSync
 from tests.support.scripted import DigitRenderer, ScriptedReward

@@ -29,6 +29,11 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "report": "tandem.plugins.view.cli:report",
         "view": "tandem.plugins.view.cli:view",
     },
+    "engines": {  # choices.py: RolloutBackend
+        "tandem": "tandem.jobs.tandem_engine:TandemEngine",
+        "vllm": "tandem.plugins.vllm.backend:VLLM",
+        "http": "tandem.jobs.http_backend:Servers",
+    },
     "envs": {  # types.py: Env
         "single_turn": "tandem.types:Env",
         "tools": "tandem.envs.tools:ToolEnv",
@@ -39,6 +44,10 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "agent": "tandem.envs.agent.env:AgentEnv",
     },
     "extractors": {"answer": "tandem.plugins.graders.answer:extract"},  # text -> final answer
+    "machines": {  # jobs/here.py: Here
+        "here": "tandem.jobs.here:Here",
+        "ray": "tandem.plugins.cluster.job:Nodes",
+    },
     "offload": {  # the optimizers that can leave their state in host memory
         "adamw": "tandem.plugins.optim.offload:OffloadedOptimizer"
     },
@@ -74,6 +83,10 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "none": "tandem.plugins.graders.sandbox.opening:isolated_if_possible",
     },
     "sources": {"verifiers": "tandem.plugins.verifiers.env:rows"},  # (id, limit=) -> rows
+    "streams": {  # choices.py: Plane
+        "memory": "tandem.jobs.streams:Memory",
+        "transfer_queue": "tandem.plugins.cluster.stream:TransferQueue",
+    },
     "tasks": {  # plugins/tasks/generate.py: Task
         "algebra": "tandem.plugins.tasks.algebra:TASK",
         "arithmetic": "tandem.plugins.tasks.arithmetic:TASK",
@@ -87,6 +100,16 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "mlflow": "tandem.run_folder.trackers.mlflow:MlflowTracker",
         "trackio": "tandem.run_folder.trackers.trackio:TrackioTracker",
         "wandb": "tandem.run_folder.trackers.wandb:WandbTracker",
+    },
+    "trainers": {  # choices.py: Trainer
+        "tandem": "tandem.jobs.tandem_trainer:TandemTrainer",
+        "megatron": "tandem.plugins.megatron.trainer:Megatron",
+    },
+    "transports": {  # choices.py: Transport
+        "shm": "tandem.weights.transports:SharedMemory",
+        "collective": "tandem.plugins.cluster.transports:Collective",
+        "rdma": "tandem.plugins.cluster.transports:Rdma",
+        "ray": "tandem.plugins.cluster.transports:ObjectStore",
     },
 }
 # kinds whose objects stand in a table of a module that imports nothing heavy

@@ -36,11 +36,10 @@ from tandem.run_folder.trackers.links import Trackers
 from tandem.runtime import signals, watchdog
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import InvariantError
-from tandem.step import StepResult
 from tandem.train.checks import too_many_bad_steps, too_many_flat_steps
 from tandem.train.learner import Learner
 from tandem.train.ranks import Ranks
-from tandem.types import Row
+from tandem.types import Row, StepResult
 from tandem.weights.hashing import weight_hash
 
 SHOWN = 10  # times that a run without evaluation shows samples

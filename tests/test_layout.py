@@ -21,7 +21,7 @@ from tests.support import selection
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tandem"
 FILES = sorted(PACKAGE.rglob("*.py"))
-DOOR = {"types", "registry"}  # what every room may import beside runtime/
+DOOR = {"types", "registry", "choices"}  # what every room may import beside runtime/
 ROOMS = {  # room -> the other rooms that it may import; none of them leads back to it
     "runtime": set(),
     "config": {"rl"},  # of rl, what is known of an algorithm by its name

@@ -18,6 +18,7 @@ from tandem.runtime.errors import InvariantError, UserError
 from tandem.step import train_step
 from tandem.step_async import RolloutPrefetcher
 from tandem.train.pack import pack
+from tandem.train.parity import ExactCheck
 from tandem.types import Env, Observation, Sample
 from tests.support.ahead import STEPS, SlowSync, VersionedEngine, journal_of, ran, versions
 from tests.support.stages import (
@@ -81,7 +82,7 @@ def test_sampled_logprobs_are_checked_before_they_are_kept(gap, workers, tmp_pat
     stages = stages_in(tmp_path, settings, engine=VersionedEngine(), reward=KeyReward())
     sync = GappySync(stages.collector.runner.engine)
     sync.gap = gap
-    stages = replace(stages, sync=sync, exact=True, models=None)
+    stages = replace(stages, sync=sync, parity=ExactCheck())
     with closing(RolloutPrefetcher(stages, STEPS)) as prefetcher:
         sync.publish(0)
         prefetcher.start(0)

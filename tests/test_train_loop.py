@@ -14,10 +14,10 @@ from tandem.run_folder.metrics import read_metrics
 from tandem.run_folder.status import read_status
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import UserError
-from tandem.step import StepResult
 from tandem.train.learner import Learner
 from tandem.train.optimizer import Optimizer, Settings
 from tandem.train_loop import run_training
+from tandem.types import StepResult
 from tests.support.tiny import exact_model
 
 BAD, GOOD = {"bad/loss": 1.0, "bad/gradient": 1.0, "reward": 0.0}, {"reward": 1.0}

@@ -53,7 +53,8 @@ def _choices(section: str, field: str) -> str:
     values = get_args(about.annotation) if get_origin(about.annotation) is Literal else ()
     for check in about.metadata:
         if isinstance(getattr(check, "func", None), partial):  # section.py: name_of
-            values = built_in(*check.func.args)
+            kind, others = check.func.args
+            values = (*others, *built_in(kind))
     return f"; one of {', '.join(f'`{value}`' for value in values)}" if values else ""
 
 

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from tandem.audit.divergence import Divergence
 from tandem.audit.replay import replay
+from tandem.choices import Report
 from tandem.config.schema import RL
-from tandem.jobs.engines import Report
 from tandem.model.tokenizer import load_tokenizer
 from tandem.plugins.vision.image_tokens import IMAGE
 from tandem.run_folder.read import PastRun, holds, read_step

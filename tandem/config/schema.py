@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from pydantic import Field, model_validator
 
+from tandem.choices import choices
 from tandem.config.algorithm import RL, Critic, settings_of
 from tandem.config.cluster import Cluster, Stream, Weights
 from tandem.config.episodes import Data, Env, Eval, Model, Reward, Rollout, Run, Sandbox
@@ -115,23 +116,12 @@ class Config(Section):
         yield from self.rl.estimator.refuses(self)
         yield from self.rl.policy_loss.refuses(self)
         yield from self._schedule_contradictions()
-        yield from self._cluster_contradictions()
-        if self.train.backend == "megatron":
-            yield from self._megatron_contradictions()
-        if self.stream.kind == "transfer_queue" and self.run.stall_s < 20:
-            yield (
-                "run.stall_s: must be at least 20 with stream.kind=transfer_queue, whose transfers "
-                "have half of it"
-            )
+        for choice in choices(self):
+            yield from choice.conflicts(self)
         if self.rl.router_replay and self.parallel.context * self.parallel.pipeline > 1:
             yield (
                 "rl.router_replay: a microbatch's tokens and layers must be in one process, so "
                 "parallel.context and parallel.pipeline must be 1"
-            )
-        if self.rl.router_replay and self.stream.kind == "transfer_queue":
-            yield (
-                "rl.router_replay: experts do not travel by stream.kind=transfer_queue, and a step "
-                "is not packed by lengths alone; use memory"
             )
         if self.reward.overlong_buffer >= self.rollout.max_new_tokens:
             yield (
@@ -178,53 +168,6 @@ class Config(Section):
             if tree[section][name] != usual and not counts:
                 beside = f"with {other}={kind}, only with {' or '.join(kinds)}"
                 yield f"{key}: has no effect {beside if kinds else f'without {other}'}"
-
-    def _cluster_contradictions(self) -> Iterator[str]:
-        nodes, transport = self.cluster.nodes, self.weights.transport
-        on_ray = self.cluster.trainers == "ray"
-        if on_ray and self.parallel.processes == 1:
-            yield "cluster.trainers: ray starts the ranks after 0, and [parallel] has one process"
-        calls = self.cluster.reward_workers + self.cluster.env_workers
-        if nodes and not (self.rollout.workers or self.stream.kind != "memory" or on_ray or calls):
-            yield (
-                "cluster.nodes: rollout workers run on them, and rollout.workers=0 has none; e.g. "
-                f"rollout.workers={nodes}"
-            )
-        if self.cluster.env_workers and self.env.name == "single_turn":
-            yield "cluster.env_workers: has no effect on env.name=single_turn, which does nothing"
-        if nodes and self.rollout.engine != "tandem":
-            yield "rollout.engine: on a Ray cluster (cluster.nodes) only tandem runs"
-        if nodes and self.rollout.devices:
-            yield (
-                "rollout.devices: on a Ray cluster (cluster.nodes) Ray gives each worker its device"
-            )
-        if transport == "ray" and not nodes:
-            yield "weights.transport: ray needs a Ray cluster (cluster.nodes)"
-        if nodes and transport not in ("auto", "ray"):
-            yield f"weights.transport: {transport} is of one machine, and cluster.nodes need ray"
-        if self.weights.delta and self.rollout.engine == "vllm":
-            yield "weights.delta: rollout.engine=vllm loads all tensors at once"
-
-    def _megatron_contradictions(self) -> Iterator[str]:
-        """Yield what train/megatron does not do."""
-        parallel = self.parallel
-        if self.train.optimizer == "adamw_8bit":
-            yield "train.optimizer: adamw_8bit does not step the parts of train.backend=megatron"
-        if self.rl.estimator.needs_critic:
-            yield (
-                f"rl.advantage: {self.rl.advantage} has a critic, which train.backend=megatron "
-                "does not train"
-            )
-        if parallel.context > 1 and parallel.expert > 1:
-            yield (
-                "parallel.context: with train.backend=megatron it needs parallel.expert=1; "
-                "Megatron counts their processes in another order"
-            )
-        if parallel.expert > 1 and parallel.tensor > 1:
-            yield (
-                "parallel.expert: with train.backend=megatron it needs parallel.tensor=1; "
-                "Megatron wants sequence parallelism beside both"
-            )
 
     def _schedule_contradictions(self) -> Iterator[str]:
         rollout, env = self.rollout, self.env

@@ -35,14 +35,15 @@ def _or_function(value: Any, choices: ValidatorFunctionWrapHandler) -> Any:
 OR_FUNCTION = WrapValidator(_or_function)
 
 
-def name_of(kind: str) -> BeforeValidator:
-    """Make the validator of a key that names an object of the registry's kind."""
+def name_of(kind: str, *others: str) -> BeforeValidator:
+    """Make the validator of a key that names an object of the registry's kind, or is another
+    word."""
 
-    return BeforeValidator(partial(_require_name, kind))
+    return BeforeValidator(partial(_require_name, kind, others))
 
 
-def _require_name(kind: str, value: Any) -> Any:
-    known = names(kind)
+def _require_name(kind: str, others: tuple[str, ...], value: Any) -> Any:
+    known = [*others, *names(kind)]
     if value not in known:
         raise PydanticCustomError("literal_error", f"expected one of {known}")  # type: ignore[arg-type]
     return value

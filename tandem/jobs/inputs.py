@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tandem.choices import engine_of
 from tandem.config.schema import Config
 from tandem.data.chats import parse_chat
 from tandem.data.mixture import only
@@ -22,7 +23,7 @@ from tandem.data.problems import read_problems
 from tandem.data.prompt_columns import template_inputs
 from tandem.data.readers import read_rows, tell_repeats
 from tandem.data.renderer import ChatRenderer, load_renderer
-from tandem.jobs.engines import require_room, rollout_command
+from tandem.jobs.engines import require_room
 from tandem.jobs.exactness import require_correction
 from tandem.jobs.input_hashes import image_hashes
 from tandem.jobs.models import check_models, check_tokenizer, placement
@@ -161,7 +162,7 @@ def distill_inputs(config: Config, *, exact: bool = True) -> ProblemInputs:
 def _problem_inputs(config: Config, *others: str, exact: bool) -> ProblemInputs:
     """Read and check problems. others: further keys that name models."""
     require_correction(config)
-    rollout_command(config)
+    engine_of(config).check(config)
     try_functions(config.rl.policy_loss, config.rl.estimator, config.rl.filter)
     data, held_out = read_data(config, "data.train"), read_data(config, "eval.data")
     if "answer" in config.reward.functions and not any(problem.answer for problem in data):

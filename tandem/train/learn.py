@@ -39,7 +39,7 @@ from tandem.train.batch import (
 from tandem.train.checks import require_gradient, require_own_experts
 from tandem.train.learner import Learner
 from tandem.train.pack import join
-from tandem.types import Array, Episode, Group, Microbatch, Row, SamplingParams
+from tandem.types import Array, Episode, Group, Microbatch, ParityCheck, Row, SamplingParams
 
 # Called with each microbatch of an update and the policy's log-probs [N] in it.
 Observe = Callable[[Microbatch, TokenTensors, Tensor], None]
@@ -54,7 +54,7 @@ class LearnStage:
     config: Config
     models: Models
     sampling: SamplingParams  # of training rollouts
-    exact: bool  # engine and trainer agree bit for bit here (P1), so any log-prob gap is an error
+    parity: ParityCheck
 
     def plan_share(self, groups: Sequence[Group]) -> tuple[set[Place], set[Place]]:
         """Return `batch.plan_share` of these models."""
@@ -189,7 +189,7 @@ def update_policy(
     and the experts that it chose, if they came with the tokens; their gradient must be advantage
     times weight. Otherwise it raises and changes no weight.
     """
-    rl, policy, exact = stage.config.rl, stage.models.policy, stage.exact and first
+    rl, policy, exact = stage.config.rl, stage.models.policy, stage.parity.exact and first
     weights, gaps = token_weights(batch, minibatch, stage.config), []
 
     def loss(microbatch: Microbatch) -> tuple[Tensor, Metrics]:

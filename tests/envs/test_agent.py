@@ -39,6 +39,7 @@ from tandem.step import Stages, train_step
 from tandem.train.batch import Models
 from tandem.train.learner import Learner
 from tandem.train.optimizer import Optimizer, Settings
+from tandem.train.parity import ExactCheck
 from tandem.types import Problem, SamplingParams, Score
 from tandem.weights.in_process import InlineSync
 from tests.support.scripted import DigitRenderer, ScriptedReward
@@ -597,7 +598,7 @@ def test_training_step_with_an_agent_is_exactly_on_policy(tmp_path):
         config=config,
         models=Models(policy=Learner(model, optimizer)),
         sampling=PARAMS,
-        exact=True,
+        parity=ExactCheck(),
         collector=Collector(
             config=config, problems=PROBLEMS, runner=runner, sampling=PARAMS, journal=journal
         ),

@@ -74,22 +74,6 @@ def test_turn_appends_and_answers_of_the_world_carry_no_loss():
     )
 
 
-def test_turns_draw_from_one_key_without_repeating_a_position():
-    engine = TurnEngine()
-    play(Counting, engine, problems=PROBLEMS[:2], group_size=2)
-    by_key = {}
-    for request in engine.requests:
-        by_key.setdefault(request.key, []).append(request.num_sampled)
-    assert list(by_key.values()) == [[0, 2, 4]] * 4
-
-
-def test_threads_and_coroutines_play_the_same_episode():
-    one, other = (
-        [play(make, TurnEngine(), problems=PROBLEMS, group_size=2)] for make in (Counting, Blocking)
-    )
-    assert repr(one) == repr(other)
-
-
 def aside():
     """The single turn, which the environments' thread runs, as run_episodes does not know it."""
     return Env()
@@ -365,6 +349,35 @@ def test_concurrency_limits_the_episodes_under_way():
     assert max(most) == 5 and len(most) == 12 and not under_way
 
 
+<<<<<<< HEAD
+=======
+def test_plain_methods_have_one_thread_and_async_ones_one_loop():
+    threads, loops = set(), set()
+
+    class Watched(Blocking):
+        def reset(self, problem):
+            threads.add(threading.current_thread())
+            return super().reset(problem)
+
+        def step(self, text):
+            threads.add(threading.current_thread())
+            return super().step(text)
+
+    class Looped(Counting):
+        async def step(self, text):
+            loops.add(asyncio.get_running_loop())
+            return await super().step(text)
+
+    play(Watched, TurnEngine())
+    for _ in range(2):
+        play(Looped, TurnEngine())
+    assert len(threads) == 1 == len(loops)
+    [thread] = threads
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+
+
+>>>>>>> main
 def test_async_method_that_blocks_ends_the_rollout_and_is_named():
     """In a process of its own, as the loop is lost."""
     code = """
@@ -461,22 +474,6 @@ def test_error_of_the_engine_ends_the_rollout_and_cancels():
 )
 def test_thinking_tags_are_one_pair_in_order(text, malformed):
     assert malformed_thinking(text) == malformed
-
-
-def test_malformed_thinking_adds_to_the_environments_penalty():
-    class Thinking(TurnEngine):
-        def generate(self, requests):
-            return [replace(c, text="<think>") for c in super().generate(requests)]
-
-    [[episode]] = play(Counting, Thinking(), bad_thinking=0.125)
-    assert episode.penalties[episode.loss_mask].tolist() == [
-        0.125,
-        0.125,
-        0.625,
-        0.625,
-        0.125,
-        0.125,
-    ]
 
 
 # ---- with the real engine

@@ -16,7 +16,7 @@ import pytest
 
 from tandem.config.schema import Config
 from tandem.run_folder.samples import Sample
-from tandem.run_folder.trackers.links import QUEUED, Trackers, require_trackers, run_name
+from tandem.run_folder.trackers.links import QUEUED, Trackers, require_trackers
 from tandem.runtime.errors import UserError
 from tests.support.environment import environment
 from tests.support.odd_tracker import OddTracker
@@ -156,6 +156,7 @@ def test_tracker_without_its_package_is_a_users_error(tmp_path):
 # ---- the real packages, offline
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize(
     ("folder", "name"),
     [
@@ -170,6 +171,8 @@ def test_a_run_has_its_path_below_runs_as_its_name(folder, name):
     assert run_name(Path(folder)) == name
 
 
+=======
+>>>>>>> main
 @pytest.mark.parametrize("name", [installed("wandb")])
 def test_wandb_has_the_run_offline(name, tmp_path):
     folder, place = tmp_path / "runs/demo/train", {"WANDB_MODE": "offline", "WANDB_DIR": tmp_path}

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from tandem import choices
 from tandem.config.schema import RL, Config, Rollout, Train
 from tandem.model.forward import batch_logprobs
 from tandem.model.load import make_exact
@@ -73,7 +74,12 @@ def settings(budget=60, **rl):
 
 
 def learn_stage(models, config, *, exact=True, sampling=SAMPLING):
-    return LearnStage(config=config, models=models, sampling=sampling, exact=exact)
+    return LearnStage(
+        config=config,
+        models=models,
+        sampling=sampling,
+        parity=choices.engine_of(config).parity(config, exact, models.policy.model.inexact),
+    )
 
 
 def learn(models, groups, config, *, version=0, baseline=0.0, exact=True, sampling=SAMPLING):

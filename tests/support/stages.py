@@ -16,6 +16,7 @@ from tandem.step import Stages
 from tandem.train.batch import Models
 from tandem.train.learner import Learner
 from tandem.train.optimizer import Optimizer, Settings
+from tandem.train.parity import ExactCheck, NoCheck
 from tandem.types import Completion, Env, Problem, SamplingParams, Score
 from tandem.weights.in_process import InlineSync
 from tests.support.scripted import DigitRenderer, ScriptedEngine, ScriptedReward
@@ -124,7 +125,7 @@ def stages_in(
         config=settings,
         models=Models(policy=Learner(model, WatchingOptimizer(model, folder, engine))),
         sampling=sampling,
-        exact=exact,
+        parity=ExactCheck() if exact else NoCheck(),
         collector=Collector(
             config=settings,
             problems=PROBLEMS,

@@ -24,6 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from tandem.choices import machine_of, trainer_of
 from tandem.cli.progress import WIDTH, console
 from tandem.config.recipe import describe, toml_value
 from tandem.config.schema import Config
@@ -31,7 +32,6 @@ from tandem.jobs.engines import open_envs_and_rewards
 from tandem.jobs.input_hashes import KEYS, input_hashes
 from tandem.jobs.inputs import INPUTS, ProblemInputs
 from tandem.jobs.models import placement, releases_cache
-from tandem.jobs.ranks import require_cores
 from tandem.model import custom_code
 from tandem.model.config_file import check_model
 from tandem.model.rope import positions_of
@@ -116,7 +116,7 @@ class _Plan:
             if self.command != "rm":  # a reward model plays no episodes
                 self._reward()
         with self._checked():
-            require_cores(self.config)
+            machine_of(self.config).check_ranks(self.config)
         with self._checked():
             require_trackers(self.config.run.trackers)
         with self._checked():
@@ -124,7 +124,7 @@ class _Plan:
             rows = needs(sizes, self.config, self.command, self.longest)
             there = self.machine.memory
             # several processes, or another backend, divide the model
-            divided = self.config.parallel.processes > 1 or self.config.train.backend != "tandem"
+            divided = self.config.parallel.processes > 1 or not trainer_of(self.config).runs_alone
             if self.batch and not sizes.on_gpu and not divided:
                 rows = rows_here(rows, sizes, self.config, self.command, self.batch)
             if host := host_memory(sizes, self.config):
@@ -324,7 +324,7 @@ def values_here(config: Config, command: str, folder: Path) -> dict[str, str]:
     dtype = kept if has_steps(folder) else f"that of a {'GPU' if on_gpu else 'CPU'}"
     device = "the first GPU" if on_gpu else "as PyTorch finds no GPU"
     released = "a GPU's memory is the scarce one" if on_gpu else "there is no GPU"
-    transport = "ray, on a Ray cluster" if config.cluster.nodes else "shm, on one machine"
+    transport = machine_of(config).usual_transport
     model = f"model.path, {config.model.path}"
     samples = command in ("train", "distill")
     open_values = [

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tandem.choices import trainer_of, transport_of
 from tandem.config.parallel import Parallel
 from tandem.config.schema import Config
 from tandem.config.training import Lora
@@ -203,7 +204,7 @@ def work_of(sizes: Sizes, config: Config, command: str, longest: int) -> Work:
         adapters=sizes.adapters,
         muon=sizes.muon,
         saved_in_8bit=sizes.saved_in_8bit,
-        megatron=train.backend == "megatron",
+        megatron=not trainer_of(config).runs_alone,
         updates=updates,
     )
 
@@ -369,7 +370,7 @@ def worker_rows(sizes: Sizes, config: Config, command: str) -> list[Need]:
         return []
     each, versions = width + sizes.packed, rollout.staleness + 1
     held = rollout.workers * (each * sizes.policy + (rollout.cache_mb << 20))
-    if config.weights.transport in ("collective", "rdma"):
+    if transport_of(config).stages:
         held += rollout.workers * width * sizes.policy  # the copy that they receive into
     text = f"shared memory, {versions} versions"
     return [
