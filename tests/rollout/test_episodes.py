@@ -349,35 +349,6 @@ def test_concurrency_limits_the_episodes_under_way():
     assert max(most) == 5 and len(most) == 12 and not under_way
 
 
-<<<<<<< HEAD
-=======
-def test_plain_methods_have_one_thread_and_async_ones_one_loop():
-    threads, loops = set(), set()
-
-    class Watched(Blocking):
-        def reset(self, problem):
-            threads.add(threading.current_thread())
-            return super().reset(problem)
-
-        def step(self, text):
-            threads.add(threading.current_thread())
-            return super().step(text)
-
-    class Looped(Counting):
-        async def step(self, text):
-            loops.add(asyncio.get_running_loop())
-            return await super().step(text)
-
-    play(Watched, TurnEngine())
-    for _ in range(2):
-        play(Looped, TurnEngine())
-    assert len(threads) == 1 == len(loops)
-    [thread] = threads
-    thread.join(WAIT_S)
-    assert not thread.is_alive()
-
-
->>>>>>> main
 def test_async_method_that_blocks_ends_the_rollout_and_is_named():
     """In a process of its own, as the loop is lost."""
     code = """

@@ -156,23 +156,6 @@ def test_tracker_without_its_package_is_a_users_error(tmp_path):
 # ---- the real packages, offline
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize(
-    ("folder", "name"),
-    [
-        ("/x/runs/demo/train", "demo/train"),
-        ("/x/runs/mine", "mine"),
-        ("/runs/x/runs/a/b", "a/b"),
-        ("/x/y/z", "z"),
-        ("/x/runs", "runs"),
-    ],
-)
-def test_a_run_has_its_path_below_runs_as_its_name(folder, name):
-    assert run_name(Path(folder)) == name
-
-
-=======
->>>>>>> main
 @pytest.mark.parametrize("name", [installed("wandb")])
 def test_wandb_has_the_run_offline(name, tmp_path):
     folder, place = tmp_path / "runs/demo/train", {"WANDB_MODE": "offline", "WANDB_DIR": tmp_path}
