@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from torch import Tensor
 
-from tandem.audit.divergence import Divergence, compare, compare_items
+from tandem.audit.diff import Divergence, compare, compare_items
 from tandem.audit.replay_run import ReplayRun, open_replay_run
 from tandem.audit.rescore import rescore
 from tandem.choices import Report, why_gap

@@ -10,7 +10,7 @@ does not know how a step learns.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tandem.audit.divergence import Divergence, compare
+from tandem.audit.diff import Divergence, compare
 from tandem.config.schema import Config
 from tandem.jobs.inputs import read_data
 from tandem.jobs.reward_workers import build_reward_pool

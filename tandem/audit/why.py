@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.audit.divergence import Divergence
+from tandem.audit.diff import Divergence
 from tandem.audit.replay import replay
 from tandem.choices import Report
 from tandem.config.schema import RL
