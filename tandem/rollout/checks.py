@@ -24,7 +24,15 @@ def check_groups(batch: RolloutBatch, max_truncated: float) -> None:
         first = next((e for e in group.episodes if e.trainable), group.episodes[0])
         for number, episode in enumerate(group.episodes):
             if not _belongs(episode, number, group, first):
-                raise _foreign_episode(episode, number, group, batch.step)
+                found = f"sample {episode.sample_index} of {episode.uid}"
+                raise InvariantError(
+                    "an episode is not of the problem it is trained for",
+                    where=f"step {batch.step + 1}",
+                    found=f"{found}, with {len(_prompt(episode))} prompt tokens",
+                    expected=f"sample {number} of {group.problem.uid}, with the prompt of the "
+                    "others",
+                    next=REPORT,
+                )
     truncated = [e.stop_reason in TRUNCATED for group in batch.fresh for e in group.episodes]
     share = sum(truncated) / max(len(truncated), 1)
     if share > max_truncated:
@@ -86,17 +94,6 @@ def check_progress(progress: Progress, journal: Journal, step: int) -> None:
             expected=expected,
             next=UNTOUCHED,
         )
-
-
-def _foreign_episode(episode: Episode, number: int, group: Group, step: int) -> InvariantError:
-    found = f"sample {episode.sample_index} of {episode.uid}"
-    return InvariantError(
-        "an episode is not of the problem it is trained for",
-        where=f"step {step + 1}",
-        found=f"{found}, with {len(_prompt(episode))} prompt tokens",
-        expected=f"sample {number} of {group.problem.uid}, with the prompt of the others",
-        next=REPORT,
-    )
 
 
 def _wrong_tokens(found: str, step: int) -> InvariantError:

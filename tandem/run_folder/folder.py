@@ -130,7 +130,11 @@ def open_run(folder: Path, config: Config, *, fresh: bool, command: str) -> Iter
     with locked(folder) as lock_news:
         if fresh and _is_run(folder):
             _bring_back(folder)
-            old = _move_aside(folder)
+            number = 1
+            while (old := folder.with_name(f"{folder.name}.old-{number}")).exists():
+                number += 1
+            with disk_errors(folder):
+                folder.rename(old)
             try:
                 # The lock has moved with the old folder: the new one is locked before it is let go.
                 with locked(folder) as no_news, _opened(folder, config, command, no_news) as run:
@@ -160,8 +164,9 @@ def _opened(
     else:
         changes = [f"config changed: {change}" for change in _changes(folder, config, command)]
     with disk_errors(folder):
-        if not begins:
-            _put_aside(folder)
+        if not begins:  # a start that is refused leaves what it replaces as it was
+            for name in (name for name in _REPLACED if (folder / name).exists()):
+                write_atomic(_before(folder, name), (folder / name).read_bytes())
         forget_status(folder)
     if begins or changes:
         write_atomic(folder / "config.toml", to_toml(config).encode())
@@ -194,13 +199,6 @@ def _kept(folder: Path, name: str) -> Path:
     """Return a file as it was before a start that was killed before it began."""
     before = _before(folder, name)
     return before if before.exists() else folder / name
-
-
-def _put_aside(folder: Path) -> None:
-    """Copy what a start replaces, until `note_start`: one that is refused leaves it as it was."""
-    for name in _REPLACED:
-        if (folder / name).exists():
-            write_atomic(_before(folder, name), (folder / name).read_bytes())
 
 
 def _bring_back(folder: Path) -> None:
@@ -298,15 +296,6 @@ def resolved(config: Config, folder: Path) -> Config:
         dtype = recorded.get("model.dtype") or place_models(model.device, "auto").dtype_name
         model = model.model_copy(update={"dtype": dtype})
     return config.model_copy(update={"run": run, "model": model})
-
-
-def _move_aside(folder: Path) -> Path:
-    number = 1
-    while (target := folder.with_name(f"{folder.name}.old-{number}")).exists():
-        number += 1
-    with disk_errors(folder):
-        folder.rename(target)
-    return target
 
 
 def _changes(folder: Path, config: Config, command: str) -> list[str]:

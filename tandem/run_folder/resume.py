@@ -26,7 +26,18 @@ def resumable(
     files are still those of the run. Raises UserError."""
     path = latest_checkpoint(folder / "checkpoints", report)
     if path is None:
-        _require_no_progress(folder, config)
+        rows, every = read_metrics(folder), config.run.save_every
+        # a save waits for the one before: a run that has gone on from its second one has had one
+        if rows and rows[-1]["step"] > 2 * every:
+            raise UserError(
+                "the checkpoints of the run are gone",
+                where=str(folder / "checkpoints"),
+                found="none",
+                expected=f"some: metrics.jsonl ends at step {rows[-1]['step']}, with "
+                f"run.save_every = {every}",
+                next="restore them, or set back a run.save_every that was lowered before the first "
+                f"save, or {FRESH}",
+            )
         return None
     tensors, state = load_checkpoint(path, verify=False)  # latest_checkpoint has just verified it
     if changed := [k for k in {**state["data"], **data} if state["data"].get(k) != data.get(k)]:
@@ -40,14 +51,6 @@ def resumable(
     logged = checkpoint_step(path) - (json.loads(state["pending_metrics"]) is not None)
     _check_past(folder, logged, report)
     return path, tensors, state
-
-
-def _require_no_progress(folder: Path, config: Config) -> None:
-    """Raise UserError if metrics prove that a checkpoint existed: a save waits for the one before,
-    so a run that has gone on from its second one has had a checkpoint."""
-    rows, every = read_metrics(folder), config.run.save_every
-    if rows and rows[-1]["step"] > 2 * every:
-        raise _no_checkpoints(folder, int(rows[-1]["step"]), every)
 
 
 def _check_past(folder: Path, done: int, report: Report) -> None:
@@ -85,15 +88,4 @@ def _not_as_written(folder: Path, found: str) -> UserError:
         found=found,
         expected=f"the bytes that {LEDGER} has the hashes of",
         next=RESTORE_OR_FRESH,
-    )
-
-
-def _no_checkpoints(folder: Path, last: int, every: int) -> UserError:
-    return UserError(
-        "the checkpoints of the run are gone",
-        where=str(folder / "checkpoints"),
-        found="none",
-        expected=f"some: metrics.jsonl ends at step {last}, with run.save_every = {every}",
-        next="restore them, or set back a run.save_every that was lowered before the first save, "
-        f"or {FRESH}",
     )
