@@ -286,9 +286,7 @@ class Sandbox(Section):
     @property
     def kind(self) -> str:
         """Return the sandbox's name in the registry."""
-        if self.url:
-            return "fusion"
-        return "none" if self.run_untrusted_code_without_isolation else "bubblewrap"
+        return "fusion" if self.url else "bubblewrap"
 
 
 class Reward(Section):
