@@ -344,7 +344,7 @@ def test_the_page_on_determinism_lists_the_keys_that_may_change():
     listed, others = re.search(r"(?s)These may change: (.*?); (.*?)\n\n", text).groups()
     mesh = {key for key in free if key.startswith("parallel.") and key != "parallel.timeout_s"}
     named = re.findall(r"`(\w+\.\w+)`", listed)
-    assert named == sorted(free - mesh - {"weights.delta"}) and "`weights.delta`" in others
+    assert named == sorted(free - mesh)
     assert mesh == MESH and "the mesh (`parallel.*`)" in others
 
 
