@@ -1,0 +1,254 @@
+"""A run folder, read: its rows by step, the episodes of a step, its checkpoints, the ledger's row
+of each step, and what log.txt notes.
+
+    ledger.jsonl    {"step": 12, "weights": "<hash of the weights after it>",
+                     "episodes": "<SHA-256 of its journal file>",
+                     "eval_greedy": "<of the file of its evaluation>", ...,
+                     "metrics": "<of its line in metrics.jsonl>"}
+    log.txt         2026-01-31T12:00:00Z resumed by pid 4711: tandem train
+                    2026-01-31T12:03:10Z warning at step 12: the reward is falling, 0.61 -> 0.38
+                    2026-01-31T12:04:02Z failed: the engine cannot be reached
+
+`altered` compares the folder with it. Reading changes nothing and works while the run goes on. It
+does not know how a step is made: that is audit/replay_run.py.
+"""
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from tandem.config.recipe import load_config
+from tandem.config.schema import Config
+from tandem.model import custom_code
+from tandem.run_folder.episode_files import episode_file, read_columns, read_groups
+from tandem.run_folder.files import read_file, require_run
+from tandem.run_folder.metrics import Metrics, read_lines, read_metrics
+from tandem.runtime.disk import file_hash
+from tandem.runtime.errors import InvariantError, UserError
+from tandem.runtime.image_store import keep_in
+from tandem.types import Group
+
+LEDGER = "ledger.jsonl"
+KEPT_MODEL = "model"  # in a run folder: config and tokenizer of its model
+FAILED = "failed: "
+LONGEST = 300  # characters of a reason
+MOST_WARNINGS = 50
+TAIL = 1 << 20  # bytes of a log that are read
+_START = re.compile(r"(started|resumed) by pid \d+: ")
+_WARNING = re.compile(r"warning[ :]")
+
+
+@dataclass(frozen=True)
+class PastRun:
+    """A run folder that is only read."""
+
+    folder: Path
+    config: Config
+    command: str  # the one that made it, e.g. "train"
+    # where relative paths of the config begin; empty if that no longer exists
+    directory: str
+
+    @property
+    def kept_model(self) -> str:
+        """The directory with the model's config and tokenizer: the run's own copy, else (of an
+        older run) model.path."""
+        kept = self.folder / KEPT_MODEL
+        return str(kept) if kept.is_dir() else self.config.model.path
+
+    @cached_property
+    def metrics(self) -> dict[int, Metrics]:
+        """The rows of metrics.jsonl by step."""
+        return {row["step"]: row for row in read_metrics(self.folder)}
+
+    @cached_property
+    def ledger(self) -> dict[int, Metrics]:
+        """The rows of the ledger, of steps that have a row of metrics."""
+        return {
+            row["step"]: row
+            for row in read_metrics(self.folder, LEDGER)
+            if row["step"] in self.metrics
+        }
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def episodes(self) -> Path:
+        return self.folder / "episodes"
+
+    def journal(self, step: int) -> Path:
+        """Return the path of the episodes of step `step`, counted from 1."""
+        return episode_file(self.episodes, step)
+
+    def journaled(self, kind: str = "train") -> list[int]:
+        """List the steps whose episodes are there, ascending; kind "eval_sampled" or "eval_greedy":
+        of their evaluations."""
+        return sorted(
+            int(path.stem.rpartition("_")[2])
+            for path in self.episodes.glob(f"{kind}_step_*.parquet")
+        )
+
+    def inputs(self) -> dict[str, str] | None:
+        """Read the SHA-256 by key of the data, reward functions and models that the run began with,
+        from the newest readable checkpoint; None without one."""
+        for path in sorted(self.checkpoints.glob("step_*/state.json"), reverse=True):
+            with suppress(UserError):  # damaged, or pruned by the run just now
+                inputs: dict[str, str] = read_file(path, lambda text: json.loads(text)["data"])
+                return inputs
+        return None
+
+
+def open_past(folder: Path) -> PastRun:
+    """Read the config and the command of a run folder. Raises UserError for another folder, or a
+    config that this version does not read."""
+    require_run(folder)
+    about = read_file(folder / "run.json", json.loads)
+    command = read_file(folder / "run.json", lambda text: str(json.loads(text)["command"]))
+    directory = str(about.get("directory", ""))  # runs of older versions have none
+    config = load_config(folder / "config.toml", [])
+    return PastRun(folder, config, command, directory if os.path.isdir(directory) else "")
+
+
+@contextmanager
+def entered(folder: Path) -> Iterator[PastRun]:
+    """Open the run of a folder, with its directory as the working directory, for the config's
+    relative paths."""
+    past = open_past(folder.absolute())
+    custom_code.allow(past.config.model.trust_remote_code)
+    keep_in(past.folder / "images")
+    with chdir(past.directory or "."):
+        yield past
+
+
+@dataclass(frozen=True, kw_only=True)
+class Altered:
+    """A file or a row of a run folder that is not as the run wrote it, by the ledger's hash."""
+
+    step: int
+    what: str  # "episodes/train_step_000002.parquet", "the row of step 2 in metrics.jsonl"
+    recorded: str  # SHA-256
+    found: str  # empty: it is not there
+
+    def __str__(self) -> str:
+        now = f"SHA-256 is {self.found[:16]}" if self.found else "it is not there"
+        return f"{self.what}: {now}, was {self.recorded[:16]}"
+
+
+def altered(folder: Path, up_to: float = math.inf) -> list[Altered]:
+    """Hash the files and rows of all steps up to `up_to` and return those whose hash is not the
+    ledger's. Steps before the ledger's first row are not checked."""
+    lines, rows = read_lines(folder), {row["step"]: row for row in read_metrics(folder, LEDGER)}
+    checked: list[Altered] = []
+    for step in sorted({*lines, *rows}):
+        if not min(rows, default=math.inf) <= step <= up_to:
+            continue
+        if step in rows:
+            checked += _check_row(folder, rows[step], lines.get(step))
+        else:
+            what = f"the row of step {step} in {LEDGER}"
+            checked.append(Altered(step=step, what=what, recorded="a row", found=""))
+    return [one for one in checked if one.recorded != one.found]
+
+
+def _check_row(folder: Path, row: Metrics, line: bytes | None) -> Iterator[Altered]:
+    """Hash the files and the line named in a row of the ledger; line: its metrics row."""
+    step = row["step"]
+    for kind, recorded in row.items():
+        if kind == "metrics":
+            what = f"the row of step {step} in metrics.jsonl"
+            found = "" if line is None else hashlib.sha256(line).hexdigest()
+            yield Altered(step=step, what=what, recorded=recorded, found=found)
+        elif kind not in ("step", "weights"):
+            file_kind = "train" if kind == "episodes" else kind
+            path = episode_file(folder / "episodes", step, file_kind)
+            found = file_hash(path) if path.is_file() else ""
+            yield Altered(step=step, what=f"episodes/{path.name}", recorded=recorded, found=found)
+
+
+def require_step(past: PastRun, step: int) -> None:
+    """Raise UserError for a step that the run has not ended."""
+    last = max(past.metrics, default=0)
+    if not 1 <= step <= last or step not in past.metrics:
+        raise UserError(
+            "the run has no such step",
+            where=str(past.folder / "metrics.jsonl"),
+            found=f"step {step}",
+            expected=f"1 to {last}" if last else "a step, but the run has not ended one yet",
+            next="name one that is there, or run longer",
+        )
+
+
+def without_evaluation(row: Metrics) -> Metrics:
+    """Take the metrics of the step itself from a row: neither its number nor its evaluation."""
+    return {k: value for k, value in row.items() if k != "step" and not k.startswith("eval/")}
+
+
+def read_step(path: Path) -> list[Group]:
+    """Read every group of a journal file, in its order. Raises UserError for a damaged or absent
+    one.
+
+    The problems are as the journal has them: their metadata is only what JSON keeps.
+    """
+    if not path.is_file():
+        raise UserError(
+            "the episodes of a step are not there",
+            where=str(path),
+            found="no such file",
+            expected="the journal file as Tandem wrote it",
+            next="restore the folder from a copy",
+        )
+    return read_groups(path)
+
+
+def holds(path: Path, column: str, value: str | int) -> bool:
+    """Tell whether some episode of a journal file has this uid, or this key. Raises UserError for a
+    damaged file."""
+    return any(row[column] == value for row in read_columns(path, [column]))
+
+
+# ---- log.txt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notes:
+    """Notes of a log. warnings: of all starts, each once, the newest last."""
+
+    failed: str = ""  # the reason, of the last start
+    warnings: tuple[str, ...] = ()
+
+
+def reason_of(error: Exception) -> str:
+    """Say in a line why a run failed: the first one of the error."""
+    first, kind = next(iter(str(error).splitlines()), ""), type(error).__name__
+    is_users = isinstance(error, UserError) and not isinstance(error, InvariantError)
+    text = first if is_users else f"{kind}: {first}" if first else kind
+    return text[:LONGEST]
+
+
+def read_notes(folder: Path) -> Notes:
+    """Read the end of log.txt; empty notes if there is none."""
+    try:
+        with (folder / "log.txt").open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - TAIL))
+            lines = file.read().decode(errors="replace").split("\n")
+    except OSError:
+        return Notes()
+    failed, warnings = "", dict[str, None]()
+    for line in lines:
+        text = line.partition(" ")[2]
+        if text.startswith(FAILED):
+            failed = text.removeprefix(FAILED)
+        elif _START.match(text):
+            failed = ""
+        elif _WARNING.match(text):
+            warnings.pop(text, None)
+            warnings[text] = None
+    return Notes(failed=failed, warnings=tuple(warnings)[-MOST_WARNINGS:])
