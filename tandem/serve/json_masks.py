@@ -3,8 +3,8 @@ by llguidance.
 
     JsonGrammars.mask(schema) --> JsonMask.copy, one a choice --> allowed(tokens), once a token
 
-A schema is compiled in the lane of its request, within llguidance's limits of work. White space is
-bounded, or a model could write it up to its last token. Knows no engine and no requests.
+A schema is compiled within llguidance's limits of work. White space is bounded, or a model could
+write it up to its last token. Knows no engine and no requests.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tandem.serve.openai_api import ApiError, Json
+from tandem.serve.openai import ApiError, Json
 from tandem.types import Array, Tool
 
 _MOVED = "#/$defs/"  # where references of the tools' schemas may lead

@@ -16,7 +16,7 @@ from tandem.engine.http import CHECK_S, TOKEN_S, HttpEngines
 from tandem.jobs.http_engines import FileSync
 from tandem.runtime.errors import UserError
 from tandem.runtime.http import ServerLost, ask, start
-from tandem.serve.openai_requests import Served
+from tandem.serve.requests import Served
 from tandem.step import train_step
 from tandem.types import Score
 from tests.support.engines import decode, engine_of, facts, mixed_requests, request

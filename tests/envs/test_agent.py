@@ -23,8 +23,7 @@ from tandem.envs.agent.chat import (
     parse_reward,
     read_request,
 )
-from tandem.envs.agent.env import AgentDrivenEnv, AgentEnv
-from tandem.envs.agent.run import AgentFailed
+from tandem.envs.agent.env import AgentDrivenEnv, AgentEnv, AgentFailed
 from tandem.envs.agent.server import the_server
 from tandem.rollout.collect import Collector
 from tandem.rollout.env_pool import EnvPool
@@ -34,7 +33,7 @@ from tandem.rollout.score import RolloutRunner
 from tandem.run_folder.episode_files import read_episodes
 from tandem.run_folder.journal import Journal
 from tandem.runtime.errors import UserError
-from tandem.serve.openai_api import ApiError, ChatMessage
+from tandem.serve.openai import ApiError, ChatMessage
 from tandem.step import Stages, train_step
 from tandem.train.batch import Models
 from tandem.train.learner import Learner
@@ -58,6 +57,9 @@ ADD = {
     },
 }
 CALL = '<tool_call>\n{"name": "add", "arguments": {"b": 4, "a": 3}}\n</tool_call>'
+
+
+CHAT = [ChatMessage(role="system", content="s"), ChatMessage(role="user", content="u")]
 
 
 def user(text):
@@ -175,7 +177,7 @@ def test_a_streamed_answer_is_the_whole_answer(text, tools):
             answers.append(stream.get_final_completion().choices[0])
 
     play(run, text)
-    reply = Reply.to(ChatRequest(messages=(), tools=tools), text, 1)
+    reply = Reply.to(ChatRequest(messages=CHAT, tools=list(tools)), text, 1)
     message = answers[0].message
     assert (message.content or "") == reply.content
     calls = [(c.id, c.function.name, c.function.arguments) for c in message.tool_calls or []]
@@ -212,26 +214,25 @@ def test_tool_calls_are_recognized_when_they_come_back(back):
 def test_arguments_written_as_text_get_the_schemas_types():
     arguments = "<parameter=a>\n3\n</parameter>\n<parameter=b>\nx\n</parameter>"
     text = f"<tool_call>\n<function=add>\n{arguments}\n</function>\n</tool_call>"
-    [call] = Reply.to(ChatRequest(messages=(), tools=(ADD,)), text, 1).calls
+    [call] = Reply.to(ChatRequest(messages=CHAT, tools=[ADD]), text, 1).calls
     # what is no integer stays what was said
     assert call.function.arguments == {"a": 3, "b": "x"}
 
 
 def test_a_call_that_cannot_be_read_stays_text():
-    reply = Reply.to(ChatRequest(messages=(), tools=(ADD,)), f"{CALL}<tool_call>{{", 1)
+    reply = Reply.to(ChatRequest(messages=CHAT, tools=[ADD]), f"{CALL}<tool_call>{{", 1)
     assert (reply.calls, reply.content) == ((), reply.text)
 
 
 # ---- one conversation
 
 
-CHAT = (ChatMessage(role="system", content="s"), ChatMessage(role="user", content="u"))
 SPOKE = ChatMessage(role="assistant", content="a")
 MORE = ChatMessage(role="user", content="v")
 
 
 def test_a_conversation_goes_on_with_what_is_new():
-    asked = ChatRequest(messages=(*CHAT, SPOKE, MORE, ChatMessage(role="tool", content="t")))
+    asked = ChatRequest(messages=[*CHAT, SPOKE, MORE, ChatMessage(role="tool", content="t")])
     new = continuation(ChatRequest(messages=CHAT), Reply(text=" a\n", content=" a\n"), asked)
     assert new == [user("v"), {"role": "tool", "content": "t"}]
 
@@ -240,22 +241,22 @@ def test_a_conversation_goes_on_with_what_is_new():
     ("now", "complaint"),
     [
         (
-            ChatRequest(messages=(ChatMessage(role="system", content="S"), CHAT[1], SPOKE, MORE)),
+            ChatRequest(messages=[ChatMessage(role="system", content="S"), CHAT[1], SPOKE, MORE]),
             "message 1 of a later request",
         ),
         (ChatRequest(messages=CHAT), "2 messages, and 2 were said before"),
         (
-            ChatRequest(messages=(MORE,)),
+            ChatRequest(messages=[MORE]),
             "message 1 of a later request is user's 'v', and was system's 's'",
         ),
-        (ChatRequest(messages=(*CHAT, MORE)), "message 3 .* and the model had said 'a'"),
+        (ChatRequest(messages=[*CHAT, MORE]), "message 3 .* and the model had said 'a'"),
         (
-            ChatRequest(messages=(*CHAT, ChatMessage(role="assistant", content="b"), MORE)),
+            ChatRequest(messages=[*CHAT, ChatMessage(role="assistant", content="b"), MORE]),
             "message 3 .* had said 'a'",
         ),
-        (ChatRequest(messages=(*CHAT, SPOKE)), "is nothing"),
-        (ChatRequest(messages=(*CHAT, SPOKE, MORE, SPOKE, MORE)), "is user, assistant, user"),
-        (ChatRequest(messages=(*CHAT, SPOKE, MORE), tools=(ADD,)), "other tools"),
+        (ChatRequest(messages=[*CHAT, SPOKE]), "is nothing"),
+        (ChatRequest(messages=[*CHAT, SPOKE, MORE, SPOKE, MORE]), "is user, assistant, user"),
+        (ChatRequest(messages=[*CHAT, SPOKE, MORE], tools=[ADD]), "other tools"),
     ],
 )
 def test_request_that_does_not_continue_breaks_the_episode(now, complaint):
@@ -281,9 +282,9 @@ def test_second_conversation_costs_the_episode_with_a_reason():
 
 
 def test_tools_may_be_left_out_later():
-    asked = ChatRequest(messages=(*CHAT, SPOKE, MORE))
+    asked = ChatRequest(messages=[*CHAT, SPOKE, MORE])
     assert continuation(
-        ChatRequest(messages=CHAT, tools=(ADD,)), Reply(text="a", content="a"), asked
+        ChatRequest(messages=CHAT, tools=[ADD]), Reply(text="a", content="a"), asked
     ) == [user("v")]
 
 
@@ -360,7 +361,7 @@ def test_fields_of_sampling_are_ignored():
         "n": 1,
     }
     assert read_request(json.dumps(body).encode()) == ChatRequest(
-        messages=(ChatMessage(role="system", content="Hi"),)
+        messages=[ChatMessage(role="system", content="Hi")]
     )
 
 

@@ -14,7 +14,7 @@ from tandem.cli.serve import RendererTexts
 from tandem.data.renderer import load_renderer
 from tandem.model.tiny import CHARACTERS, make_tiny
 from tandem.serve.json_masks import JsonGrammars
-from tandem.serve.openai_api import ApiError
+from tandem.serve.openai import ApiError
 from tests.support.byte_models import make_model
 from tests.support.serving import post, running
 from tests.support.tiny_server import TinyServer

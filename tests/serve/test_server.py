@@ -452,10 +452,6 @@ CHAT, PLAIN = {"messages": [{"role": "user", "content": "hi"}]}, {"prompt": "hi"
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "messages[0].content",
         ),
-        (
-            {"messages": [{"role": "assistant", "content": "a", "tool_calls": []}]},
-            "messages[0].tool_calls",
-        ),
         (PLAIN | {"max_tokens": 0}, "max_tokens"),
         (PLAIN | {"max_tokens": "5"}, "max_tokens"),
         (PLAIN | {"max_tokens": True}, "max_tokens"),

@@ -13,7 +13,7 @@ from tandem.cli.serve import RendererTexts
 from tandem.data.renderer import load_renderer
 from tandem.envs.tools import ToolEnv
 from tandem.model.tool_calls import Call, write_calls
-from tandem.serve.openai_api import FunctionCall
+from tandem.serve.openai import FunctionCall
 from tests.support.byte_models import CHATML, make_model
 from tests.support.fake_engine import FAKE, FakeEngine, FakeTexts
 from tests.support.serving import post, running

@@ -16,7 +16,7 @@ from typing import Annotated
 from pydantic import Field
 
 from tandem.model.tool_calls import split_calls
-from tandem.serve.openai_api import (
+from tandem.serve.openai import (
     DONE,
     ApiError,
     ChatMessage,
@@ -31,7 +31,7 @@ from tandem.serve.openai_api import (
     read_object,
     validate,
 )
-from tandem.types import Message, Tool
+from tandem.types import Message
 
 ROLES = ("system", "user", "assistant", "tool")
 MODEL = "policy"
@@ -60,20 +60,12 @@ class ConversationBroken(Exception):
 # ---- requests
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatRequest:
-    """A request for a completion. Example: ChatRequest(messages=(ChatMessage(role="user",
-    content="Hi"),))"""
+class ChatRequest(Strict):
+    """A request for a completion. Example: ChatRequest(messages=[ChatMessage(role="user",
+    content="Hi")])"""
 
-    messages: tuple[ChatMessage, ...]
-    tools: tuple[Tool, ...] = ()
-    stream: bool = False
-    model: str = MODEL
-
-
-class _Body(Strict):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    tools: list[FunctionTool] | None = None
+    tools: Annotated[list[FunctionTool], Field(default_factory=list)]
     stream: bool = False
     model: str = MODEL
 
@@ -87,17 +79,12 @@ def read_request(raw: bytes) -> ChatRequest:
             f"{name} = {fields[name]!r} is not possible in an episode; leave it out",
             param=name,
         )
-    body = validate(_Body, fields, lenient=True)
-    for place, message in enumerate(body.messages):
+    request = validate(ChatRequest, fields, lenient=True)
+    for place, message in enumerate(request.messages):
         if message.role not in ROLES:
             param = f"messages[{place}].role"
             raise ApiError(400, f"{param}: expected one of {', '.join(ROLES)}", param=param)
-    return ChatRequest(
-        messages=tuple(body.messages),
-        tools=tuple(body.tools or ()),
-        stream=body.stream,
-        model=body.model or MODEL,
-    )
+    return request
 
 
 # ---- rewards
