@@ -8,7 +8,7 @@ DEV := $(VENV)/.ready-dev
 # With OMP_WAIT_POLICY=passive a waiting thread leaves its core to them; it changes no bit.
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=passive
 
-.PHONY: setup setup-dev adapters distributed megatron demo test test-all long-tests check format lint types size same-bits gpu docs mutants invariants chaos bench plan-accuracy scaling cluster smollm2 smollm2-model learning environments figures newest models clean
+.PHONY: setup setup-dev adapters distributed megatron demo test test-all nightly long-tests check format lint types size same-bits gpu docs site mutants invariants chaos bench plan-accuracy scaling cluster smollm2 smollm2-model learning environments figures newest models clean
 
 # What the demo and the commands need; what tests, benchmarks and the SmolLM2 example need besides comes with setup-dev.
 setup: $(READY)
@@ -52,16 +52,23 @@ TESTS := $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope
 
 # All but the long ones, which start processes, kill them, or run kernels in an interpreter.
 test: $(DEV)
-	@$(TESTS) -m "not long"
+	@$(TESTS) -m "not long and not nightly"
 
+# What a commit needs: all but those of the night; these too where the kernels or their tests have changed since the night.
 test-all: $(DEV)
-	@$(TESTS)
+	@$(TESTS) -m "not nightly"
+	@commit=$$(sed -n 's/^| kernels .* | \([0-9a-f]\{12\}\) | .*/\1/p' docs/nightly.md); \
+		git diff --quiet "$$commit" -- tandem/model/triton tests/gpu 2>/dev/null || $(TESTS)/gpu -m nightly
+
+# Everything, with the result in docs/nightly.md; `make nightly only="tests kernels"` runs these parts.
+nightly: $(DEV)
+	@$(TEST_ENV) $(BIN)/python tools/nightly.py $(only)
 
 # Which tests are long (tests/long.txt), from the seconds of a whole run.
 long-tests: $(DEV)
 	@$(TESTS) --record-long
 
-check: $(DEV) lint types size test-all
+check: $(DEV) lint types size site test-all
 
 format: $(DEV)
 	@$(BIN)/ruff format . && $(BIN)/ruff check --fix .
@@ -112,9 +119,12 @@ environments: $(DEV)
 mutants: $(DEV)
 	@TRITON_INTERPRET=1 $(BIN)/python tools/mutants.py $(only)
 
-# The API's pages from the docstrings, in build/docs.
-docs: $(DEV)
+# The pages as a site with a search, in build/site (a warning is an error), and the API's from the docstrings, in build/docs.
+docs: site
 	@$(BIN)/pdoc -o build/docs tandem '!tandem.plugins.graders.code_inside' '!tandem.plugins.graders.code_tester'
+
+site: $(DEV)
+	@$(BIN)/zensical build --strict
 
 learning: $(DEV)
 	@$(BIN)/python benchmarks/bias.py

@@ -90,19 +90,15 @@ offer until it ran them, beside rollouts) and `sync_bytes`.
     "delta": """\
 ### Deltas in training
 
-`weights.delta` says what a worker is sent that runs an earlier version (`plugins/cluster/delta.py`), by every transport of Tandem's engine:
+`weights.delta` says what a worker is sent that runs an earlier version (`weights/delta.py`), by every transport of Tandem's engine:
 
 - `true`: the tensors of which a byte differs.
 - `"elements"`: of a changed tensor the places (2 bytes) and values of the elements that differ, where that is shorter than the tensor; exact, so a run's bits
   stay. In bfloat16 an update is below the rounding of most weights; in float32 nearly all elements change, and tensors are sent as with `true`.
-- `"int8"`: differences rounded to 8 bits with a scale for each row, where nothing exact is shorter. Lossy: what is published is the version before plus that
-  difference, which all workers run, digests compared as ever, and the next difference is from there, so no error adds up. Trainer and workers then differ: it
-  needs `rl.correction`, and each step's `logprob_gap_mean` has the bound of another engine. A resumed run publishes its weights whole and exact, so what
-  it samples from there on is not what the unbroken run would have.
 
 Differences are from the version published before, made while both are in memory: no further copy is kept. A worker of any other version, as one that has
 joined or was replaced, is sent changed tensors or all. They lie behind the version in its memory, whose room is twice as large, of which pages are taken as
-they are written (`rdma` registers it all; `"int8"` also holds one decoded copy during `publish`). A worker holds a decoded copy of the changed tensors until
+they are written (`rdma` registers it all). A worker holds a decoded copy of the changed tensors until
 they are loaded.
 
 - Not with vLLM, whose layers hold the tensors in other forms.

@@ -15,7 +15,7 @@ from tandem.jobs.engines import choose_matmul
 from tandem.model.load import ExactModel, make_exact
 from tandem.model.placement import Placement
 from tandem.model.tiny import make_tokenizer
-from tandem.train.optimizer import Optimizer
+from tandem.train.optimizer import Optimizer, Settings
 
 REPEATS = 5
 # Qwen3's shapes, from their config.json on the hub: no weights are needed for speed.
@@ -153,17 +153,8 @@ def forget_models() -> None:
         torch.cuda.empty_cache()
 
 
-def optimizer_of(model: ExactModel, **changes: Any) -> Optimizer:
-    settings: dict[str, Any] = {
-        "learning_rate": 1e-6,
-        "schedule": "constant",
-        "warmup_steps": 0,
-        "total_steps": 100,
-        "weight_decay": 0.0,
-        "betas": (0.9, 0.95),
-        "max_grad_norm": 1.0,
-    }
-    return Optimizer(model.trainable(), **settings | changes)
+def optimizer_of(model: ExactModel) -> Optimizer:
+    return Optimizer(model.trainable(), Settings(learning_rate=1e-6, total_steps=100))
 
 
 def parameters(model: ExactModel) -> int:

@@ -35,8 +35,8 @@ from tandem.model.load import ExactModel
 from tandem.model.paged_attention import PAGE
 from tandem.model.probe import fastest_exact, try_matmuls
 from tandem.model.triton.dispatch import triton_everywhere
-from tandem.plugins.plan.resources import memory as plan_memory
-from tandem.plugins.plan.resources import model_sizes
+from tandem.plugins.plan.footprint import model_sizes
+from tandem.plugins.plan.footprint import needs as plan_memory
 from tandem.run_folder.metrics import read_metrics
 from tandem.train.optimizer import Optimizer
 from tandem.train.pack import pack
@@ -257,9 +257,9 @@ def run_without_a_save(command: list[str], folder: Path, rows: int) -> None:
 
 def never_saves() -> None:
     """Let the run of this process begin where a save would not fit on the disk."""
-    import tandem.plugins.plan.resources
+    import tandem.plugins.plan.footprint
 
-    tandem.plugins.plan.resources.require_disk = lambda *_: None
+    tandem.plugins.plan.footprint.require_disk = lambda *_: None
 
 
 def inexact(bench: Bench, name: str, count: int, length: int) -> Figures:
@@ -293,7 +293,7 @@ def memory(bench: Bench, name: str) -> Figures:
         bench.config(name).save_pretrained(folder)
         place = {"path": folder, "device": str(bench.place.device), "dtype": bench.place.dtype_name}
         config = Config.model_validate({"model": place, **settings})
-        planned = plan_memory(model_sizes(config, "sft"), config, "sft")
+        planned = plan_memory(model_sizes(config, "sft"), config, "sft", 0)
     forget_models()
 
     def work() -> None:

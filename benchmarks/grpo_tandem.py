@@ -26,6 +26,7 @@ from tandem.rollout.score import RolloutRunner
 from tandem.run_folder.journal import Journal
 from tandem.run_folder.metrics import peak_rss_mb
 from tandem.step import Stages, train_step
+from tandem.train.parity import ExactCheck
 from tandem.weights.in_process import InlineSync
 
 MEMORY = {
@@ -73,7 +74,7 @@ def main() -> None:
                 config=config,
                 models=models,
                 sampling=sampling,
-                exact=True,
+                parity=ExactCheck(),
                 collector=collector,
                 sync=InlineSync(engine),
             )

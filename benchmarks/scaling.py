@@ -37,7 +37,7 @@ from tandem.plugins.plan.scaling import communication
 from tandem.plugins.plan.shards import Work, memory, parameters
 from tandem.runtime import numerics
 from tandem.train.learner import Learner
-from tandem.train.optimizer import Optimizer
+from tandem.train.optimizer import Optimizer, Settings
 from tandem.train.pack import pack
 from tandem.train.parallel.mesh import make_mesh
 from tandem.train.parallel.ranks import ParallelRanks
@@ -172,13 +172,7 @@ def learner_of(ranks: Ranks, tiny: bool) -> Learner:
     ranks.divide(model, torch.float32)
     optimizer = Optimizer(
         ranks.trainable(model),
-        learning_rate=1e-4,
-        schedule="constant",
-        warmup_steps=0,
-        total_steps=100,
-        weight_decay=0.0,
-        betas=(0.9, 0.95),
-        max_grad_norm=1.0,
+        Settings(learning_rate=1e-4, total_steps=100),
         norm=ranks.norm(model),
     )
     return Learner(model, optimizer, ranks)

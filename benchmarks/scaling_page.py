@@ -10,9 +10,9 @@ from scaling_models import QWEN3
 from tandem.config.parallel import DIMENSIONS, Parallel
 from tandem.config.schema import Config
 from tandem.model.placement import Placement
+from tandem.plugins.plan.footprint import Sizes, work_of
 from tandem.plugins.plan.gpus import GPUS, Assumptions
-from tandem.plugins.plan.meshes import plans, rollout_of, smallest, times_of_rollout, work_of
-from tandem.plugins.plan.resources import Sizes
+from tandem.plugins.plan.meshes import plans, rollout_of, smallest, times_of_rollout
 from tandem.plugins.plan.shards import parameters
 
 ROOT = Path(__file__).parent.parent

@@ -39,7 +39,7 @@ from tandem.model.forward import batch_logprobs
 from tandem.model.linear import pack as pack_weight
 from tandem.model.load import ExactModel, load_model
 from tandem.model.logprobs import token_logprobs
-from tandem.train.optimizer import Optimizer
+from tandem.train.optimizer import Optimizer, Settings
 from tandem.train.pack import pack
 from tandem.types import Microbatch, Sample, SamplingDistribution
 
@@ -228,14 +228,7 @@ def adamw(path: str) -> dict[str, float]:
     weights = {name: p.detach().clone() for name, p in load_model(path).module.named_parameters()}
     shapes = {name: torch.nn.Parameter(weight) for name, weight in weights.items()}
     ours = Optimizer(
-        shapes,
-        learning_rate=1e-6,
-        schedule="constant",
-        warmup_steps=0,
-        total_steps=1,
-        weight_decay=0.01,
-        betas=(0.9, 0.999),
-        max_grad_norm=1.0,
+        shapes, Settings(learning_rate=1e-6, total_steps=1, weight_decay=0.01, betas=(0.9, 0.999))
     )
     copies = [torch.nn.Parameter(weight.clone()) for weight in weights.values()]
     theirs = torch.optim.AdamW(copies, lr=1e-6)

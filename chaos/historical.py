@@ -29,26 +29,27 @@ import torch
 
 from chaos.results import Case, Result, tally
 from tandem.config.recipe import load_config
-from tandem.config.schema import ALGORITHMS, Config
+from tandem.config.schema import Config
 from tandem.engine.engine import Engine
 from tandem.jobs.input_hashes import input_hashes
 from tandem.jobs.rl import AsyncRLJob, RLJob
 from tandem.model.load import ExactModel, make_exact
 from tandem.model.lora import Lora
 from tandem.rewards.pool.pool import RewardPool
+from tandem.rl.algorithms import ALGORITHMS
 from tandem.rollout.collect import RolloutBatch, step_metrics
 from tandem.rollout.env_pool import EnvPool
 from tandem.run_folder.folder import open_run
 from tandem.run_folder.metrics import read_metrics
 from tandem.runtime.errors import UserError
 from tandem.runtime.timer import Timer
-from tandem.step import Stages, StepResult, learn_step, rollout_step
+from tandem.step import Stages, learn_step, rollout_step
 from tandem.step_async import RolloutPrefetcher
 from tandem.train.batch import Models, pack_batch
 from tandem.train.learner import Learner
 from tandem.train.optimizer import Optimizer
 from tandem.train_loop import run_training
-from tandem.types import Env, Observation, Problem, SamplingParams, Score
+from tandem.types import Env, Observation, Problem, SamplingParams, Score, StepResult
 from tandem.weights.hashing import weight_hash
 from tandem.weights.in_process import InlineSync
 from tests.support.scripted import DigitRenderer, ScriptedReward
@@ -955,7 +956,9 @@ class Clean:
 
 
 def algorithm(name: str, **changes) -> Config:
-    return config(**{f"rl__{key}": value for key, value in ALGORITHMS[name].items()}, **changes)
+    return config(
+        **{f"rl__{key}": value for key, value in ALGORITHMS[name].settings.items()}, **changes
+    )
 
 
 def with_reference(stages: Stages, witness: Witness) -> Stages:

@@ -7,6 +7,7 @@ Read first
   train_loop.py  what repeats a step: resume, evaluate, log, save
   types.py       the nouns that cross rooms, and the Protocols between them
   registry.py    what a run chooses by a name: engines, trackers, rewards, commands
+  choices.py     what the chosen engine, trainer, stream, transport and machine answer for
 
 The stages of a step, in order
   data/          problems, chats and preferences from files; chat templates to tokens

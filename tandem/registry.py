@@ -12,6 +12,7 @@ cannot be replaced.
     python -c "from tandem.registry import names; print(names('trackers'))"
 """
 
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -28,6 +29,11 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "report": "tandem.plugins.view.cli:report",
         "view": "tandem.plugins.view.cli:view",
     },
+    "engines": {  # choices.py: RolloutBackend
+        "tandem": "tandem.jobs.tandem_engine:TandemEngine",
+        "vllm": "tandem.plugins.vllm.backend:VLLM",
+        "http": "tandem.jobs.http_backend:Servers",
+    },
     "envs": {  # types.py: Env
         "single_turn": "tandem.types:Env",
         "tools": "tandem.envs.tools:ToolEnv",
@@ -38,9 +44,22 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "agent": "tandem.envs.agent.env:AgentEnv",
     },
     "extractors": {"answer": "tandem.plugins.graders.answer:extract"},  # text -> final answer
-    "resources": {  # of a run: (config, command, folder); (error, config, command)
-        "disk": "tandem.plugins.plan.resources:require_disk",
-        "memory": "tandem.plugins.plan.advice:out_of_memory",
+    "machines": {  # jobs/here.py: Here
+        "here": "tandem.jobs.here:Here",
+        "ray": "tandem.plugins.cluster.job:Nodes",
+    },
+    "offload": {  # the optimizers that can leave their state in host memory
+        "adamw": "tandem.plugins.optim.offload:OffloadedOptimizer"
+    },
+    "optimizers": {  # train/optimizer.py: Optimizer
+        "adamw": "tandem.train.optimizer:Optimizer",
+        "adamw_8bit": "tandem.plugins.optim.adamw_8bit:Optimizer8bit",
+        "muon": "tandem.train.muon:Muon",
+    },
+    "resources": {  # of a run, by arithmetic over its config
+        "disk": "tandem.plugins.plan.footprint:require_disk",
+        "memory": "tandem.plugins.plan.footprint:out_of_memory",
+        "sizes": "tandem.plugins.plan.footprint:model_sizes",
     },
     "rewards": {  # rewards/load.py: functions with one of its signatures
         "answer": "tandem.plugins.graders.rewards:answer",
@@ -64,6 +83,10 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "none": "tandem.plugins.graders.sandbox.opening:isolated_if_possible",
     },
     "sources": {"verifiers": "tandem.plugins.verifiers.env:rows"},  # (id, limit=) -> rows
+    "streams": {  # choices.py: Plane
+        "memory": "tandem.jobs.streams:Memory",
+        "transfer_queue": "tandem.plugins.cluster.stream:TransferQueue",
+    },
     "tasks": {  # plugins/tasks/generate.py: Task
         "algebra": "tandem.plugins.tasks.algebra:TASK",
         "arithmetic": "tandem.plugins.tasks.arithmetic:TASK",
@@ -78,12 +101,34 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "trackio": "tandem.run_folder.trackers.trackio:TrackioTracker",
         "wandb": "tandem.run_folder.trackers.wandb:WandbTracker",
     },
+    "trainers": {  # choices.py: Trainer
+        "tandem": "tandem.jobs.tandem_trainer:TandemTrainer",
+        "megatron": "tandem.plugins.megatron.trainer:Megatron",
+    },
+    "transports": {  # choices.py: Transport
+        "shm": "tandem.weights.transports:SharedMemory",
+        "collective": "tandem.plugins.cluster.transports:Collective",
+        "rdma": "tandem.plugins.cluster.transports:Rdma",
+        "ray": "tandem.plugins.cluster.transports:ObjectStore",
+    },
+}
+# kinds whose objects stand in a table of a module that imports nothing heavy
+TABLES = {
+    "advantages": "tandem.rl.algorithms:ADVANTAGES",
+    "algorithms": "tandem.rl.algorithms:ALGORITHMS",
+    "losses": "tandem.rl.algorithms:LOSSES",
 }
 
 
 def names(kind: str) -> list[str]:
     """List the names of a kind, built-in ones first."""
-    return [*BUILT_IN[kind], *(name for name in _foreign(kind) if name not in BUILT_IN[kind])]
+    own = built_in(kind)
+    return [*own, *(name for name in _foreign(kind) if name not in own)]
+
+
+def built_in(kind: str) -> Mapping[str, Any]:
+    """Return the built-in choices of a kind by name: the objects, or "module:object"."""
+    return _load(TABLES[kind]) if kind in TABLES else BUILT_IN[kind]
 
 
 def find(kind: str, name: str, *, key: str) -> Any:
@@ -92,9 +137,8 @@ def find(kind: str, name: str, *, key: str) -> Any:
 
     key: the config key that holds the name, e.g. "run.trackers".
     """
-    if place := BUILT_IN[kind].get(name):
-        module, _, member = place.partition(":")
-        return getattr(import_module(module), member)
+    if (choice := built_in(kind).get(name)) is not None:
+        return _load(choice) if isinstance(choice, str) else choice
     if (point := _foreign(kind).get(name)) is None:
         known = names(kind)
         raise UserError(
@@ -113,6 +157,11 @@ def find(kind: str, name: str, *, key: str) -> Any:
             found=f"{type(error).__name__}: {error}",
             next=f"python -c 'import {point.module}'",
         ) from error
+
+
+def _load(place: str) -> Any:
+    module, _, member = place.partition(":")
+    return getattr(import_module(module), member)
 
 
 @cache

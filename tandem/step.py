@@ -16,9 +16,8 @@ out.
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from tandem.rollout.checks import check_batch, check_groups, check_progress, check_sampled
+from tandem.rollout.checks import check_batch, check_groups, check_progress
 from tandem.rollout.collect import Collector, RolloutBatch, Turn, step_metrics
 from tandem.run_folder.journal import Journal
 from tandem.runtime import signals
@@ -26,7 +25,6 @@ from tandem.runtime.timer import Timer
 from tandem.stream.stream import MemoryStream, Stream
 from tandem.train.batch import compute_logprobs, not_finite, pack_batch
 from tandem.train.distill import distill
-from tandem.train.engine_gap import engine_gap
 from tandem.train.learn import (
     SKIPPED,
     LearnStage,
@@ -37,7 +35,7 @@ from tandem.train.learn import (
     update_critic,
     update_policy,
 )
-from tandem.types import Row, Sync
+from tandem.types import Row, StepResult, Sync
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,30 +52,13 @@ class Stages(LearnStage):
         return self.collector.journal
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """Results of a step."""
-
-    metrics: Row  # a pure function of the run
-    timings: Row  # wall-clock, never compared
-    state: dict[str, Any]  # of the Progress after the step, for the checkpoint
-
-
 def train_step(stages: Stages, step: int) -> StepResult:
     """Make step `step`, counted from 0."""
     timer = Timer()
     rollouts = rollout_step(stages, step, timer)
-    with timer("learn_s"):
-        stages.before_updates(rollouts)
-        groups = stages.stream.take(step, rollouts.groups, stages.plan_share)
-        metrics = learn_step(stages, replace(rollouts, groups=groups))
-        stages.stream.clear(step)
-    with timer("sync_s"):
-        stages.sync.publish(step + 1)
+    metrics = learn_and_publish(stages, rollouts, timer, stages.sync.publish)
     return StepResult(
-        metrics=step_metrics(rollouts, metrics, stages.config),
-        timings=timer.timings(tokens=rollouts.num_tokens),
-        state=rollouts.state,
+        metrics=metrics, timings=timer.timings(tokens=rollouts.num_tokens), state=rollouts.state
     )
 
 
@@ -96,15 +77,27 @@ def rollout_step(stages: Stages, step: int, timer: Timer, turn: Turn | None = No
                 stages.sync.sync_to(max(0, step - stages.config.rollout.staleness))
             recorded = collector.collect(step, timer), None
             timer.others.update(stages.sync.traffic())
-            if stages.exact:
-                with timer("check_s"):
-                    check_sampled(stages.sync, step)
-            elif stages.config.rollout.engine == "vllm" or stages.models.policy.model.inexact:
-                timer.others["sync_logprob_gap"] = stages.sync.logprob_gap()
+            with timer("check_s"):
+                timer.others.update(stages.parity.after_rollout(stages.sync, step))
     groups, state = recorded
     with turn or nullcontext(collector.progress) as progress:
         batch = collector.end_step(progress, step, groups, state, timer)
         return replace(batch, groups=stages.stream.put(step, batch.groups))
+
+
+def learn_and_publish(
+    stages: Stages, rollouts: RolloutBatch, timer: Timer, publish: Callable[[int], None]
+) -> Row:
+    """Learn from rollouts as they come out of the stream, publish, and return all metrics."""
+    with timer("learn_s"):
+        stages.before_updates(rollouts)
+        groups = stages.stream.take(rollouts.step, rollouts.groups, stages.plan_share)
+        metrics = learn_step(stages, replace(rollouts, groups=groups))
+        stages.stream.clear(rollouts.step)
+    with timer("sync_s"):
+        stages.models.policy.publish()  # the whole model has what its parts learned
+        publish(rollouts.step + 1)
+    return step_metrics(rollouts, metrics, stages.config)
 
 
 def learn_step(stage: LearnStage, rollouts: RolloutBatch, observe: Observe | None = None) -> Row:
@@ -125,7 +118,7 @@ def learn_step(stage: LearnStage, rollouts: RolloutBatch, observe: Observe | Non
     batch.advantages, batch.returns = token_advantages(batch, config, rollouts.baseline)
     if bad := not_finite(batch):
         return {**SKIPPED, **bad}
-    metrics = engine_gap(batch, config, models.policy, step)
+    metrics = stage.parity.before_update(batch, models.policy, step)
     metrics |= off_policy_weights(batch, config.rl)
     rows: list[Row] = []
     trains_policy = models.critic is None or step >= config.critic.warmup_steps

@@ -37,11 +37,12 @@ from dataclasses import replace
 from functools import partial
 
 from tandem.rollout.checks import check_progress
-from tandem.rollout.collect import Progress, RolloutBatch, step_metrics
+from tandem.rollout.collect import Progress, RolloutBatch
 from tandem.runtime import signals, watchdog
 from tandem.runtime.errors import UserError
 from tandem.runtime.timer import Timer
-from tandem.step import Stages, StepResult, learn_step, rollout_step
+from tandem.step import Stages, learn_and_publish, rollout_step
+from tandem.types import StepResult
 
 LEAVE_S = 3.0  # for rollouts that a save waits for, and for their threads, once the run is left
 POLL_S = 0.5
@@ -52,17 +53,11 @@ def train_step_async(prefetcher: "RolloutPrefetcher", step: int) -> StepResult:
     stages, timer = prefetcher.stages, Timer()
     with timer("wait_s"):
         batch, rollout_timer = prefetcher.get(step)
-    with timer("learn_s"):
-        stages.before_updates(batch)
-        groups = stages.stream.take(step, batch.groups, stages.plan_share)
-        metrics = learn_step(stages, replace(batch, groups=groups))
-        stages.stream.clear(step)
-    with timer("sync_s"):
-        prefetcher.publish(step + 1)
+    metrics = learn_and_publish(stages, batch, timer, prefetcher.publish)
     ahead = rollout_timer.timings(tokens=batch.num_tokens)
     speed = {"generated_tokens_per_s": ahead["generated_tokens_per_s"]}
     return StepResult(
-        metrics=step_metrics(batch, metrics, stages.config),
+        metrics=metrics,
         timings=rollout_timer.parts | rollout_timer.others | timer.timings(tokens=0) | speed,
         state=batch.state,
     )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tandem.config.recipe import to_toml
-from tandem.config.schema import GROUP_RELATIVE, Eval
+from tandem.config.schema import Eval
 from tandem.model.load import ExactModel
 from tandem.run_folder.async_save import Saver
 from tandem.run_folder.best import Best, BestTracker
@@ -30,11 +30,10 @@ from tandem.run_folder.trackers.links import Trackers
 from tandem.runtime import signals, watchdog
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import InvariantError
-from tandem.step import StepResult
 from tandem.train.checks import too_many_bad_steps, too_many_flat_steps
 from tandem.train.learner import Learner
 from tandem.train.ranks import Ranks
-from tandem.types import Row
+from tandem.types import Row, StepResult
 from tandem.weights.hashing import weight_hash
 
 SHOWN = 10  # times that a run without evaluation shows samples
@@ -207,7 +206,7 @@ class _TrainLoop:
         metrics, rl = result.metrics, self.run.config.rl
         bad = any(name.startswith("bad/") for name in metrics)
         # elsewhere equal rewards are an advantage, or nothing
-        compares = self.run.command == "train" and rl.advantage in GROUP_RELATIVE
+        compares = self.run.command == "train" and rl.estimator.equal_is_zero
         flat = compares and metrics.get("groups_without_signal") == 1.0
         self.streaks = _Streaks(
             bad_steps=self.streaks.bad_steps + 1 if bad else 0,

@@ -261,6 +261,15 @@ class Microbatch:
     experts: Array = field(default_factory=_no_experts)  # int16 [T, layers, k], or none
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """Results of a step of training."""
+
+    metrics: Row  # a pure function of the run
+    timings: Row  # wall-clock, never compared
+    state: dict[str, Any]  # of the Progress after the step, for the checkpoint
+
+
 class Ticket(Protocol):
     """A request on its way."""
 
@@ -313,6 +322,20 @@ class Sync(Protocol):
 
     def logprob_gap(self) -> float:
         """Return RolloutEngine.logprob_gap of the rollouts' engine."""
+
+
+class ParityCheck(Protocol):
+    """How a run makes sure that the engine samples from the trainer's model (train/parity.py)."""
+
+    exact: bool  # the two agree bit for bit here (P1), so any log-prob gap is an error
+
+    def after_rollout(self, sync: Sync, step: int) -> Row:
+        """Compare a completion of step `step` just sampled; return timings. Raises what ends the
+        run."""
+
+    def before_update(self, batch: Any, policy: Any, version: int) -> Row:
+        """Compare the tokens of a train.batch.TrainBatch that weights `version` sampled with the
+        policy, a Learner; return metrics. Raises what ends the run."""
 
 
 class Renderer(Protocol):

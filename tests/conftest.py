@@ -15,7 +15,7 @@ import torch
 from hypothesis import settings
 
 from tandem.runtime import numerics
-from tests.support import long_tests
+from tests.support import selection
 from tests.support.leftovers import Session
 
 if (
@@ -68,13 +68,13 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(items):
-    long_tests.mark(items)
+    selection.mark(items)
 
 
 def pytest_terminal_summary(terminalreporter):
     """Name the files that were left just above the summary line, where a log's end shows them."""
     if terminalreporter.config.getoption("--record-long"):
-        long_tests.record(terminalreporter.getreports("") + terminalreporter.getreports("passed"))
+        selection.record(terminalreporter.getreports("") + terminalreporter.getreports("passed"))
     if LEFT:
         terminalreporter.section("error: the tests left files behind")
         terminalreporter.write_line("\n".join(LEFT))

@@ -13,8 +13,8 @@ from tests.support.runs import prepare
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = """
-import json, sys
-import tandem.engine.engine as engine, tandem.jobs.rl as rl, tandem.train.learn as learn
+import functools, json, sys
+import tandem.engine.engine as engine, tandem.jobs.rl as rl, tandem.rl.losses as losses
 from tandem.cli.main import run
 
 def name(frame):
@@ -26,6 +26,7 @@ def ours(frame):
 stacks, functions, recording = {}, set(), []
 
 def observed(function, key):
+    @functools.wraps(function)
     def call(*arguments, **options):
         frame, names = sys._getframe(1), [function.__qualname__]
         while frame is not None:
@@ -49,7 +50,7 @@ def step(stages, number):
         recording.clear()
 
 train_step, rl.train_step = rl.train_step, step
-engine.sample, learn.ppo_clip = observed(engine.sample, "token"), observed(learn.ppo_clip, "loss")
+engine.sample, losses.ppo_clip = observed(engine.sample, "token"), observed(losses.ppo_clip, "loss")
 sys.setprofile(profile)
 try:
     run()

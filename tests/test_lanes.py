@@ -141,22 +141,6 @@ def test_an_error_is_raised_for_its_step_and_not_before(tmp_path):
     assert names == {f"train_step_{step:06d}.parquet" for step in (1, 2, 3)}
 
 
-def test_the_first_of_two_errors_is_raised(tmp_path):
-    stages, lanes, moments = at_once(tmp_path, 2)
-
-    def before(step):
-        if step == 0:
-            until(lambda: lane_is_over(1))
-        raise RuntimeError(f"step {step}")
-
-    moments.before = before
-    with closing(RolloutPrefetcher(stages, STEPS, lanes=lanes)) as prefetcher:
-        stages.sync.publish(0)
-        prefetcher.start(0)
-        with pytest.raises(RuntimeError, match="step 0"):
-            prefetcher.get(0)
-
-
 def test_a_run_that_is_left_midway_ends_every_lane(tmp_path):
     stages, lanes, moments = at_once(tmp_path, 3)
     over = threading.Event()

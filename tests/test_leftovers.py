@@ -49,8 +49,3 @@ def test_a_session_that_leaves_a_file_fails_and_names_it(tmp_path):
     assert "the tests left files behind" in found.stdout
     [left] = [line.strip() for line in found.stdout.splitlines() if line.endswith("left-here")]
     shutil.rmtree(Path(left).parent)  # such a session's folder stays, to be looked at
-
-
-def test_a_session_that_uses_its_own_folders_passes(tmp_path):
-    found = run(tmp_path, "tidy")
-    assert found.returncode == 0, found.stdout

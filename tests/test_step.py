@@ -5,18 +5,13 @@ import json
 import shutil
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
-import torch
 
 from tandem.config.schema import Reward as RewardConfig
-from tandem.jobs.engines import make_room
-from tandem.model.forward import batch_logprobs
-from tandem.rl.advantages import group_advantages
 from tandem.rollout.collect import step_metrics
-from tandem.rollout.episode_metrics import episode_metrics, staleness_metrics
+from tandem.rollout.episode_metrics import episode_metrics
 from tandem.rollout.evaluate import Evaluator
 from tandem.rollout.score import with_reward
 from tandem.run_folder.episode_files import read_episodes
@@ -24,10 +19,7 @@ from tandem.run_folder.journal import Journal
 from tandem.runtime.errors import UserError
 from tandem.runtime.timer import Timer
 from tandem.step import learn_step, rollout_step, train_step
-from tandem.train.batch import pack_batch
-from tandem.train.learn import token_advantages
-from tandem.types import Episode, Group, SamplingDistribution, SamplingParams, Score
-from tests.support.episodes import learn
+from tandem.types import Episode, Group, Score
 from tests.support.stages import (
     PARAMS,
     PROBLEMS,
@@ -41,7 +33,6 @@ from tests.support.stages import (
     stages_in,
     weights_of,
 )
-from tests.support.tiny import exact_model
 
 
 def episode(
@@ -122,32 +113,6 @@ def test_step_writes_journal_before_learning_publishes_after(tmp_path):
     assert stages.models.policy.optimizer.saw == [([first], 0), ([first, second], 1)]
 
 
-def test_draws_are_a_function_of_batch_and_seed(tmp_path):
-    keys = []
-    for batch, seed in ((0, 0), (0, 0), (1, 0), (0, 1)):
-        stages = stages_in(
-            tmp_path / f"{len(keys)}", config(run__seed=seed), engine=NumberedEngine()
-        )
-        stages.collector.progress.batches = batch
-        train_step(stages, 0)
-        keys.append(tuple(r.key for r in stages.collector.runner.engine.requests))
-    assert (
-        keys[0] == keys[1] and not set(keys[0]) & set(keys[2]) and not set(keys[0]) & set(keys[3])
-    )
-
-
-def test_problem_twice_in_a_step_is_sampled_anew(tmp_path):
-    stages = stages_in(
-        tmp_path, config(rl__prompts_per_step=10, data__shuffle=False), engine=NumberedEngine()
-    )
-    train_step(stages, 0)
-    assert (
-        len({r.key for r in stages.collector.runner.engine.requests})
-        == len(stages.collector.runner.engine.requests)
-        == 30
-    )
-
-
 def test_step_on_real_engine_has_gap_0_and_moves_weights(tmp_path):
     stages = stages_in(tmp_path, config())
     before = weights_of(stages)
@@ -171,65 +136,6 @@ def test_step_on_real_engine_has_gap_0_and_moves_weights(tmp_path):
     } == set(timings)
 
 
-def test_two_runs_have_the_same_metrics_weights_and_files(tmp_path):
-    runs = []
-    for folder in (tmp_path / "a", tmp_path / "b"):
-        stages = stages_in(folder, config(rl__minibatches=2))
-        metrics = [train_step(stages, step).metrics for step in range(2)]
-        runs.append(
-            (metrics, weights_of(stages), [p.read_bytes() for p in sorted(folder.iterdir())])
-        )
-    assert runs[0] == runs[1]
-
-
-def test_the_cache_has_no_memory_in_an_update_and_has_it_in_a_rollout(tmp_path):
-    stages = stages_in(tmp_path, config())
-    cache, seen = stages.collector.runner.engine.cache, []
-
-    def observe(learner_update, *, skip=False):
-        seen.append(len(cache.keys))
-        return learner_update(skip=skip)
-
-    optimizer = stages.models.policy.optimizer
-    optimizer.update = partial(observe, optimizer.update)
-    make_room(config(), stages.collector.runner.engine)()  # on a CPU it stays
-    assert len(cache.keys) == 2
-    releases = config(rollout__release_cache=True)
-    make = make_room(releases, stages.collector.runner.engine)
-    stages = replace(stages, before_updates=lambda rollouts: make())
-    for step in range(2):
-        train_step(stages, step)
-    assert seen == [0, 0] and cache.allocations == 2
-
-
-def test_minibatches_are_updates_and_only_the_first_is_on_policy(tmp_path):
-    stages = stages_in(tmp_path, config(rl__minibatches=2))
-    metrics = train_step(stages, 0).metrics
-    assert stages.models.policy.optimizer.step == 2
-    assert metrics["num_loss_tokens"] == 6 * PARAMS.max_new_tokens
-    # the gap is the first update's
-    assert metrics["logprob_gap"] == 0.0 and metrics["ratio"] != 1.0
-
-
-def test_scores_and_failures_land_on_their_episodes(tmp_path):
-    stages = stages_in(tmp_path, config(data__shuffle=False), engine=NumberedEngine())
-    groups = stages.collector.collect(0, Timer())
-    assert [g.problem for g in groups] == PROBLEMS[:2]
-    found = [
-        (e.uid, e.sample_index, e.reward, e.reward_parts, e.reward_error)
-        for g in groups
-        for e in g.episodes
-    ]
-    assert found == [
-        ("p0", 0, 0, {"answer": 0}, ""),
-        ("p0", 1, 1, {"answer": 1}, ""),
-        ("p0", 2, 2, {"answer": 2}, ""),
-        ("p1", 0, 0, {"answer": 0}, ""),
-        ("p1", 1, 0.0, {}, "it broke"),
-        ("p1", 2, 2, {"answer": 2}, ""),
-    ]
-
-
 def shaped(episodes, **shaping):
     """Return what the overlong penalty leaves of a reward of 1, by episode; at most 10 tokens."""
     made = [
@@ -239,13 +145,6 @@ def shaped(episodes, **shaping):
     for each in made:
         assert each.reward_parts == ({} if each.reward == 1.0 else {"overlong": each.reward - 1.0})
     return [each.reward for each in made]
-
-
-def test_overlong_penalty_without_buffer_hits_truncated_only():
-    episodes = [episode(count=3), episode(count=10), episode(count=10, stop_reason="length")]
-    # the second ended by itself at the limit
-    assert shaped(episodes, overlong_penalty=0.25) == [1.0, 1.0, 0.75]
-    assert shaped(episodes) == [1.0, 1.0, 1.0]
 
 
 def test_overlong_penalty_with_buffer_grows_linearly():
@@ -291,30 +190,6 @@ def test_step_is_shaped_and_evaluation_is_not(tmp_path):
     assert not any(e.reward_parts for group in groups for e in group.episodes)
 
 
-@pytest.mark.parametrize("kind", ["grpo", "rloo", "grpo_no_std"])
-def test_loss_token_carries_advantage_of_its_own_episode(kind):
-    rewards = [[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]]
-    settings = config(rl__advantage=kind)
-    batch = pack_batch(groups_with(*rewards), settings)
-    advantages, _ = token_advantages(batch, settings, 0.0)
-    table = group_advantages(kind, np.array(rewards), k=4, baseline=0.0).astype(np.float32)
-    assert len(batch.sample_index) == 6 and all(column.dtype == np.float32 for column in advantages)
-    assert [column.tolist() for column in advantages] == [
-        [table[place]] * 3 for place in batch.sample_index
-    ]
-    assert [column.tolist() for column in batch.engine] == [[-0.5] * 3] * 6
-    assert not any(column.any() for column in advantages[3:])  # equal rewards: no signal at all
-
-
-def test_groups_without_signal_change_no_weight(tmp_path):
-    stages = stages_in(tmp_path, config(), engine=NumberedEngine())
-    before = weights_of(stages)
-    groups = groups_with([1.0, 1.0, 1.0], [0.0, 0.0, 0.0])
-    row = learn(stages.models, groups, stages.config, version=3, exact=False, sampling=PARAMS)
-    assert row["grad_norm"] == 0.0
-    assert weights_of(stages) == before
-
-
 def test_correction_makes_ratio_relative_to_trainers_logprobs(tmp_path):
     """The scripted engine's log-probs are not the policy's: a gap, but with TIS the first ratio is
     still 1."""
@@ -324,45 +199,6 @@ def test_correction_makes_ratio_relative_to_trainers_logprobs(tmp_path):
         rows.append(train_step(stages, 0).metrics)
     assert rows[0]["logprob_gap"] == rows[1]["logprob_gap"] > 0
     assert rows[0]["ratio"] != 1.0 and rows[1]["ratio"] == 1.0
-
-
-def test_engine_that_differs_stops_run_before_a_weight_moves(tmp_path):
-    stages = replace(stages_in(tmp_path, config(), engine=NumberedEngine()), exact=True)
-    before = weights_of(stages)
-    with pytest.raises(UserError, match="engine and policy do not agree"):
-        train_step(stages, 0)
-    assert weights_of(stages) == before
-
-
-def test_learning_uses_the_temperature_of_the_rollout(tmp_path):
-    sampling = SamplingParams(max_new_tokens=6, temperature=0.6, top_k=30, top_p=0.9)
-    stages = stages_in(tmp_path, config(), sampling=sampling)
-    assert train_step(stages, 0).metrics["logprob_gap"] == 0.0
-    batch = pack_batch(groups_with([1.0, 0.0, 0.0]), config(rl__prompts_per_step=1))
-    [[microbatch]] = batch.minibatches
-    with torch.no_grad():
-        plain, tempered = (
-            batch_logprobs(stages.models.policy.model, microbatch, distribution)[0]
-            for distribution in (SamplingDistribution(), SamplingDistribution(temperature=0.6))
-        )
-    assert not torch.equal(plain, tempered)
-
-
-def test_distillation_trains_every_group_whatever_the_reward(tmp_path):
-    for reward in (0.0, 1.0):
-        folder = tmp_path / str(reward)
-        stages = stages_in(folder, config(), reward=ConstantReward(reward))
-        models = replace(stages.models, teacher=exact_model("qwen3", seed=1))
-        metrics = train_step(replace(stages, models=models), 0).metrics
-        assert metrics["num_loss_tokens"] == 6 * PARAMS.max_new_tokens
-        assert metrics["reward"] == reward and "teacher_kl" in metrics
-        assert (
-            metrics["grad_norm"] > 0
-            and stages.collector.progress.batches
-            == stages.collector.runner.engine.weight_version
-            == 1
-        )
-        assert len(journal(folder, 0)["train"]) == 2
 
 
 # What a step leaves to the next
@@ -448,37 +284,6 @@ def test_dynamic_sampling_trains_each_group_with_signal_once(tmp_path):
     assert ["carry", "train"] in fates.values() and ["no_signal"] in fates.values()
 
 
-def test_a_users_filter_decides_which_groups_fill_a_step(tmp_path):
-    own = {
-        "signal": "tandem.rl.filters:has_signal",
-        "keep": "examples/own_functions.py:keep",
-        "": "",
-    }
-    for name, function in own.items():
-        stages = dynamic(tmp_path / name, rl__filter=function)
-        for step in range(3):
-            train_step(stages, step)
-    files = sorted(path.name for path in (tmp_path / "").glob("*.parquet"))
-    assert len(files) == 3
-    assert all((tmp_path / "signal" / f).read_bytes() == (tmp_path / f).read_bytes() for f in files)
-    kept = [g for step in range(3) for g in journal(tmp_path / "keep", step)["train"]]
-    assert kept and all(g.rewards.min() < 1.0 <= g.rewards.max() for g in kept)
-    assert any(
-        not g.rewards.min() < 1.0 <= g.rewards.max()
-        for step in range(3)
-        for g in journal(tmp_path, step)["train"]
-    )
-
-
-def test_a_users_metric_is_a_row_of_the_evaluation(tmp_path):
-    metric = "examples/own_functions.py:answers"
-    settings = config(eval__samples=3, eval__metric=metric, eval__data="of the test")
-    stages = stages_in(tmp_path, settings, engine=NumberedEngine(), reward=ConstantReward(1.0))
-    runner = stages.collector.runner
-    row = Evaluator(config=settings, problems=PROBLEMS, runner=runner, stop_token_ids=())(0)
-    assert row["eval/answers/different"] == 3.0 and row["eval/answers/longest"] == 3.0
-
-
 def test_carried_group_keeps_the_version_that_sampled_it(tmp_path):
     stages = dynamic(tmp_path)
     ages = set()
@@ -555,23 +360,6 @@ def test_curriculum_prefers_neither_solved_nor_hopeless(tmp_path):
     assert all(0 < drawn[uid] < 40 for uid in ("p0", "p1", "p2"))  # they come back now and then
 
 
-def test_curriculum_draws_are_a_function_of_seed_batch_rates(tmp_path):
-    def problems(seed=0, batch=0, **rates):
-        stages = stages_in(
-            tmp_path, config(rl__curriculum=True, run__seed=seed), engine=AddressedEngine()
-        )
-        stages.collector.progress.batches = batch
-        stages.collector.progress.rates |= rates
-        return [[group.problem.uid for group in stages.collector.begin_batch()] for _ in range(6)]
-
-    assert problems() == problems()
-    assert all(
-        problems() != other
-        for other in (problems(seed=1), problems(batch=1), problems(p0=1.0, p1=1.0))
-    )
-    assert problems(batch=1)[:5] == problems()[1:]
-
-
 def test_curriculum_keeps_last_success_rate_of_each_problem(tmp_path):
     stages = dynamic(tmp_path, rl__curriculum=True)
     for step in range(4):
@@ -588,40 +376,6 @@ def test_curriculum_keeps_last_success_rate_of_each_problem(tmp_path):
         for keys in sorted(sampled, key=lambda k: order[k[0]])
     }
     assert stages.collector.progress.rates == last and {0.5} < set(last.values())
-
-
-def test_success_rate_is_clamped_to_0_and_1(tmp_path):
-    for reward, rate in ((-3.0, 0.0), (0.25, 0.25), (7.0, 1.0)):
-        stages = stages_in(
-            tmp_path / str(rate),
-            config(rl__curriculum=True),
-            engine=AddressedEngine(),
-            reward=ConstantReward(reward),
-        )
-        train_step(stages, 0)
-        assert set(stages.collector.progress.rates.values()) == {rate}
-
-
-def test_ema_baseline_is_running_mean_of_the_steps_before(tmp_path):
-    reward = ConstantReward(1.0)
-    stages = stages_in(
-        tmp_path,
-        config(rl__advantage="ema", rl__ema_decay=0.75),
-        engine=NumberedEngine(),
-        reward=reward,
-    )
-    norms = [train_step(stages, 0).metrics["grad_norm"], train_step(stages, 1).metrics["grad_norm"]]
-    assert (
-        norms == [0.0, 0.0] and stages.collector.progress.baseline == 1.0
-    )  # always as good as expected
-    reward.reward = 3.0
-    assert (
-        train_step(stages, 2).metrics["grad_norm"] > 0
-        and stages.collector.progress.baseline == 0.75 * 1 + 0.25 * 3
-    )
-    reward.reward = 1.5
-    # the baseline is of the steps before, not of this one
-    assert train_step(stages, 3).metrics["grad_norm"] == 0.0
 
 
 def test_ema_baseline_is_from_before_the_step(tmp_path):
@@ -661,27 +415,3 @@ def test_masked_episodes_move_no_reward_metric():
     assert (row["reward"], row["reward_std"], row["env_errors"]) == (0.75, 0.25, 1.0)
     all_failed = replace(group, episodes=(failed,) * 3)
     assert episode_metrics([all_failed])["reward"] == 0.0
-
-
-def test_staleness_is_of_the_tokens_that_carry_loss():
-    [group] = groups_with([1.0, 0.5, -9.0])
-    counts = [int(one.loss_mask.sum()) for one in group.episodes]
-    versions = [np.where(one.loss_mask, n, -1) for n, one in enumerate(group.episodes)]
-    aged = [replace(e, weight_versions=v) for e, v in zip(group.episodes, versions, strict=True)]
-    failed = replace(aged[0], masked=True, env_error="it broke", stop_reason="error")
-    row = staleness_metrics([replace(group, episodes=(failed, *aged[1:]))], 2)
-    assert row["staleness/max"] == 1.0
-    assert row["staleness/mean"] == pytest.approx(counts[1] / (counts[1] + counts[2]))
-    assert staleness_metrics([], 2) == {}
-
-
-def test_timer_adds_up_the_parts_of_a_step():
-    timer = Timer()
-    for _ in range(2):
-        with timer("rollout_s"):
-            pass
-    with timer("learn_s"):
-        pass
-    timings = timer.timings(tokens=100)
-    assert timings["step_s"] == timings["rollout_s"] + timings["learn_s"]
-    assert timings["generated_tokens_per_s"] == 100 / timings["rollout_s"]

@@ -9,17 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.config.schema import Config
 from tandem.model.forward import batch_logprobs
-from tandem.rollout.collect import Progress
 from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episodes import run_episodes
 from tandem.run_folder.episode_files import read_episodes
 from tandem.runtime.errors import InvariantError, UserError
 from tandem.step import train_step
-from tandem.step_async import RolloutPrefetcher, train_step_async
+from tandem.step_async import RolloutPrefetcher
 from tandem.train.pack import pack
+from tandem.train.parity import ExactCheck
 from tandem.types import Env, Observation, Sample
 from tests.support.ahead import STEPS, SlowSync, VersionedEngine, journal_of, ran, versions
 from tests.support.stages import (
@@ -83,7 +82,7 @@ def test_sampled_logprobs_are_checked_before_they_are_kept(gap, workers, tmp_pat
     stages = stages_in(tmp_path, settings, engine=VersionedEngine(), reward=KeyReward())
     sync = GappySync(stages.collector.runner.engine)
     sync.gap = gap
-    stages = replace(stages, sync=sync, exact=True, models=None)
+    stages = replace(stages, sync=sync, parity=ExactCheck())
     with closing(RolloutPrefetcher(stages, STEPS)) as prefetcher:
         sync.publish(0)
         prefetcher.start(0)
@@ -97,24 +96,6 @@ def test_sampled_logprobs_are_checked_before_they_are_kept(gap, workers, tmp_pat
             for step in (2, 3):
                 prefetcher.get(step)
     assert len(list(tmp_path.glob("train_step_*.parquet"))) == 3  # those before it
-
-
-def test_error_of_the_rollouts_reaches_the_trainer(tmp_path):
-    settings = config(rollout__staleness=1, rollout__workers=1)
-    stages = stages_in(tmp_path, settings, engine=VersionedEngine(), reward=Failing())
-    stages = replace(stages, sync=SlowSync(stages.collector.runner.engine))
-    with (
-        closing(RolloutPrefetcher(stages, STEPS)) as prefetcher,
-        pytest.raises(UserError, match=r"no episode could be scored\n.*reward.function = \w+\n"),
-    ):
-        stages.sync.publish(0)
-        prefetcher.start(0)
-        train_step_async(prefetcher, 0)
-
-
-class Failing(KeyReward):
-    def score(self, problem, attempt):
-        return replace(super().score(problem, attempt), error="no")
 
 
 def test_rollout_by_weights_that_are_gone_is_refused(tmp_path):
@@ -217,26 +198,6 @@ def test_pauses_change_nothing_while_the_weights_stay(tmp_path):
         assert repr(paused) == repr(whole) and pauses == -(-6 // budget)
 
 
-def test_progress_comes_back_from_its_state_and_groups(tmp_path):
-    stages = partial_stages(tmp_path, 4)
-    for step in range(3):
-        state = train_step(stages, step).state
-    again = Progress()
-    again.restore(state, groups_of_step(tmp_path, 2))
-    assert repr(again) == repr(stages.collector.progress) and again.unfinished
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"token_budget": 64}, {"staleness": 1, "loss": "reinforce"}], ids=str
-)
-def test_schedules_that_make_no_sense_are_refused(wrong):
-    tree = Config().model_dump()
-    for name, value in wrong.items():
-        tree["rl" if name == "loss" else "rollout"][name] = value
-    with pytest.raises(ValueError, match=r"rollout\.token_budget|rl\.loss"):
-        Config.model_validate(tree)
-
-
 class Falling(Env):
     """Fails where the problem's digit is 0; the others answer twice."""
 
@@ -321,23 +282,3 @@ def test_paused_episode_goes_on_in_a_new_environment_alike(tmp_path):
         again = Counter(Counting.calls)
         # brought to the same place
         assert again["reset"] > kept["reset"] and again["step"] > kept["step"]
-
-
-def test_stateless_environment_steps_are_not_repeated(tmp_path):
-    stages = partial_stages(tmp_path, 1)
-    calls = []
-    for anew in (False, True):
-        Counting.calls.clear()
-        continued(stages, Answering, 1, anew)
-        calls.append(Counter(Counting.calls)["step"])
-    assert calls[0] == calls[1] > 0
-
-
-class Answering(Counting):
-    """Always answers alike, and so knows no end of its own."""
-
-    stateless = True
-
-    def step(self, text):
-        self.calls.append("step")
-        return Observation(messages=({"role": "user", "content": "1"},))

@@ -4,11 +4,13 @@ python tools/config_page.py
 """
 
 import inspect
+from functools import partial
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 from tandem.config.recipe import describe
 from tandem.config.schema import SHORTHANDS, Config
+from tandem.registry import built_in
 
 PAGE = Path(__file__).parent.parent / "docs" / "config.md"
 PIPE = r"\|"
@@ -47,10 +49,13 @@ def page() -> str:
 
 def _choices(section: str, field: str) -> str:
     """The values of a key that has few, e.g. "; one of `error`, `drop`"; empty for others."""
-    kind = Config.model_fields[section].annotation.model_fields[field].annotation
-    if get_origin(kind) is not Literal:
-        return ""
-    return f"; one of {', '.join(f'`{value}`' for value in get_args(kind))}"
+    about = Config.model_fields[section].annotation.model_fields[field]
+    values = get_args(about.annotation) if get_origin(about.annotation) is Literal else ()
+    for check in about.metadata:
+        if isinstance(getattr(check, "func", None), partial):  # section.py: name_of
+            kind, others = check.func.args
+            values = (*others, *built_in(kind))
+    return f"; one of {', '.join(f'`{value}`' for value in values)}" if values else ""
 
 
 if __name__ == "__main__":

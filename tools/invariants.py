@@ -34,14 +34,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import machine  # noqa: E402
 from invariants_cells import cells_table, try_cells, try_variants, variants_table  # noqa: E402
+from mesh_steps import MESHES, compare  # noqa: E402
+from mesh_steps import MODELS as MESH_MODELS  # noqa: E402
 
 from tandem.config.parallel import Parallel  # noqa: E402
 from tandem.engine.engine import Engine  # noqa: E402
 from tandem.engine.page_cache import PageCache  # noqa: E402
 from tandem.runtime import numerics  # noqa: E402
 from tandem.types import Request, SamplingParams  # noqa: E402
-from tests.support.mesh_steps import MESHES, compare  # noqa: E402
-from tests.support.mesh_steps import MODELS as MESH_MODELS  # noqa: E402
 from tests.support.parity import CONFIGS, VOCABULARY, parity_of, random_model, words  # noqa: E402
 from tests.support.runs import fingerprint, prepare, run  # noqa: E402
 from tests.support.schedules import Schedule, schedules  # noqa: E402

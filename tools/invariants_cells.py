@@ -1,13 +1,13 @@
 """Two sections of `make invariants`, P1 and P3 under the libraries' own switches: the probe's word
 against what is so.
 
-Each set of switches runs in a process of its own (tests/support/cells.py). Knows no model.
+Each set of switches runs in a process of its own (tools/cells.py). Knows no model.
 """
 
 import time
 from typing import Any
 
-from tests.support import cells
+import cells
 
 CELLS = 12  # of each set of switches; of two sets all shapes
 COLUMNS = (

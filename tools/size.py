@@ -36,17 +36,17 @@ BARS = {
 }
 HELD = {
     "lines of the core, without tandem/plugins": 43_534,
-    "lines with plugins": 58_040,
-    "lines that tandem.step imports": 12_800,
-    "lines that a plain `tandem train` imports": 34_300,
-    "conditions on a backend's name": 112,
-    "of them on the step page": 2,
-    "files that name rollout.engine": 15,
+    "lines with plugins": 58_260,
+    "lines that tandem.step imports": 12_600,
+    "lines that a plain `tandem train` imports": 27_570,
+    "conditions on a backend's name": 60,
+    "of them on the step page": 0,
+    "files that name rollout.engine": 4,
     "circles of files": 4,
-    "imports of a plugin from outside": 49,
+    "imports of a plugin from outside": 19,
     "private functions with one use": 761,
     "functions with 8 or more parameters": 31,
-    "yields in tandem/config": 72,
+    "yields in tandem/config": 45,
     "lines of tests": 54_040,
 }
 

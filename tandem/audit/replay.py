@@ -23,8 +23,7 @@ from torch import Tensor
 from tandem.audit.divergence import Divergence, compare, compare_items
 from tandem.audit.replay_run import ReplayRun, open_replay_run
 from tandem.audit.rescore import rescore
-from tandem.jobs.engines import Report
-from tandem.jobs.exactness import why_gap
+from tandem.choices import Report, why_gap
 from tandem.model.forward import batch_logprobs
 from tandem.run_folder.checkpoint import checkpoint_step, find_damage, load_checkpoint, step_name
 from tandem.run_folder.episode_files import read_note
@@ -161,7 +160,7 @@ class _Replay:
         if learning is None:
             return
         where = why_gap(learning.config, learning.models.policy.model.inexact)
-        if not (learning.exact or where):
+        if not (learning.parity.exact or where):
             return
         batch = pack_batch(groups, learning.config)
         episodes, model = batch.episodes, learning.models.policy.model
@@ -175,7 +174,7 @@ class _Replay:
             places = np.flatnonzero(episode.loss_mask)
             of_version = episode.weight_versions[places] == version
             recorded = episode.engine_logprobs[places]
-            if not learning.exact:
+            if not learning.parity.exact:
                 gaps.append(np.abs(computed - recorded)[of_version])
                 continue
             self.result.tokens += int(of_version.sum())

@@ -14,8 +14,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from tandem.choices import Report
 from tandem.config.parallel import Parallel
-from tandem.jobs.engines import Report, prepare_process, probe_exactness
+from tandem.jobs.engines import prepare_process, probe_exactness
 from tandem.jobs.exactness import require_parity
 from tandem.jobs.input_hashes import IMAGES, input_hashes
 from tandem.jobs.models import build_distill_models, build_rl_models, check_models
@@ -81,7 +82,7 @@ class JournalReplayRun(ReplayRun):
             config=config,
             models=models,
             sampling=sampling_params(config.rollout, ()),
-            exact=require_parity(
+            parity=require_parity(
                 config, probe_exactness(config, models.policy.model, report, folder=past.folder)
             ),
         )

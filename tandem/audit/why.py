@@ -22,11 +22,10 @@ from torch import Tensor
 
 from tandem.audit.divergence import Divergence
 from tandem.audit.replay import replay
+from tandem.choices import Report
 from tandem.config.schema import RL
-from tandem.jobs.engines import Report
 from tandem.model.tokenizer import load_tokenizer
 from tandem.plugins.vision.image_tokens import IMAGE
-from tandem.rl.user_functions import is_user_function
 from tandem.run_folder.past_run import PastRun, holds, read_step
 from tandem.runtime.errors import UserError
 from tandem.train.batch import TokenTensors, pack_batch
@@ -267,7 +266,7 @@ def why_not_learned(past: PastRun, ref: EpisodeRef, update: EpisodeUpdate) -> st
         return "nothing sampled"
     if config.rl.mask_truncated and episode.stop_reason in ("length", "tokens"):
         return "rl.mask_truncated"
-    if config.rl.advantage == "gae" and step <= config.critic.warmup_steps:
+    if config.rl.estimator.needs_critic and step <= config.critic.warmup_steps:
         return "critic.warmup_steps"
     return "the replay stopped before" if update.divergence else "no policy loss of single tokens"
 
@@ -275,11 +274,11 @@ def why_not_learned(past: PastRun, ref: EpisodeRef, update: EpisodeUpdate) -> st
 def _ratio(
     rl: RL, columns: TokenTensors, logprobs: Tensor, n: int
 ) -> tuple[float | None, bool | None]:
-    """Compute (ratio, clipped) of one token by the loss itself. gspo's ratio is that of the
-    sequence, so it also needs the other tokens; a user's loss does not say what it clips."""
-    if is_user_function(rl.loss):
+    """Compute (ratio, clipped) of one token by the loss itself. A ratio of sequences also needs the
+    other tokens; a loss of which nothing is known does not say what it clips."""
+    if not rl.policy_loss.starts_at_advantage:
         return float((logprobs[n] - columns.proximal[n]).exp()), None
-    which = slice(None) if rl.loss == "gspo" else slice(n, n + 1)
+    which = slice(None) if rl.policy_loss.of_sequences else slice(n, n + 1)
     part = _part(columns, which)
     alone = replace(part, advantages=torch.full_like(part.advantages, float(columns.advantages[n])))
     _, sums = policy_loss(rl, alone, logprobs[which], torch.zeros_like(part.engine))

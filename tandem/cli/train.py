@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from tandem.choices import Report, choices
 from tandem.cli.progress import StepProgress, console, evaluation, print_lines
 from tandem.config.schema import Config
 from tandem.data.chat_template import read_template
-from tandem.jobs.engines import Report
 from tandem.jobs.export import weights_saver
 from tandem.jobs.offline import open_offline_job
 from tandem.jobs.out_of_memory import explain_out_of_memory
@@ -102,13 +102,7 @@ def about_best(
 
 def processes_of(config: Config) -> str:
     """Describe the processes of a run, "" for one alone."""
-    parts, rollout = list[str](), config.rollout
-    if mesh := config.parallel.mesh:
-        parts.append(f"{config.parallel.processes} trainer processes ({mesh})")
-    if rollout.workers:
-        parts.append(f"{rollout.workers} rollout workers ({rollout.engine})")
-    if config.cluster.nodes:
-        parts.append(f"{config.cluster.nodes} Ray nodes")
-    if config.stream.kind != "memory":
-        parts.append(f"episodes by {config.stream.kind}")
-    return "; ".join(parts)
+    mesh, processes = config.parallel.mesh, config.parallel.processes
+    parts = [f"{processes} trainer processes ({mesh})"] * bool(mesh)
+    described = (choice.describe(config) for choice in choices(config))
+    return "; ".join([*parts, *filter(None, described)])

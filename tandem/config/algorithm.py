@@ -5,85 +5,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from tandem.config.section import OR_FUNCTION, Section
+from tandem.config.section import OR_FUNCTION, Section, name_of
 from tandem.config.training import LearningRate
+from tandem.registry import names
+from tandem.rl.algorithms import Estimator, PolicyLoss, algorithm, estimator, policy_loss
 
-# advantages that compare the episodes of one problem
-GROUP_RELATIVE = ("grpo", "grpo_no_std", "rloo", "rloo_std", "max_at_k", "reinforce_pp_baseline")
 
-# The settings of [rl] that make an algorithm. `rl.algorithm` fills them in if the recipe does not
-# set them, so each can still be changed. Equations, functions and papers: docs/algorithms.md.
-ALGORITHMS: dict[str, dict[str, Any]] = {
-    "grpo": {"advantage": "grpo", "loss": "ppo_clip", "aggregation": "sequence_mean"},
-    "dr_grpo": {"advantage": "grpo_no_std", "loss": "ppo_clip", "aggregation": "fixed_length"},
-    "rloo": {
-        "advantage": "rloo",
-        "loss": "ppo_clip",
-        "aggregation": "fixed_length",
-        "kl_in": "reward",
-        "kl_estimator": "k1",
-    },
-    "reinforce": {"advantage": "ema", "loss": "reinforce", "aggregation": "fixed_length"},
-    "reinforce_pp": {
-        "advantage": "reinforce_pp",
-        "loss": "ppo_clip",
-        "aggregation": "token_mean",
-        "kl_in": "reward",
-        "kl_estimator": "k1",
-    },
-    "reinforce_pp_baseline": {
-        "advantage": "reinforce_pp_baseline",
-        "loss": "ppo_clip",
-        "aggregation": "token_mean",
-        "kl_estimator": "k2",
-    },
-    "dapo": {
-        "advantage": "grpo",
-        "loss": "ppo_clip",
-        "aggregation": "token_mean",
-        "clip_high": 0.28,
-        "max_gen_batches": 8,
-    },
-    "gspo": {
-        "advantage": "grpo",
-        "loss": "gspo",
-        "aggregation": "sequence_mean",
-        "clip_low": 3e-4,
-        "clip_high": 4e-4,
-    },
-    "cispo": {
-        "advantage": "grpo",
-        "loss": "cispo",
-        "aggregation": "token_mean",
-        "clip_low": 1.0,
-        "clip_high": 4.0,
-    },
-    "ppo": {
-        "advantage": "gae",
-        "loss": "ppo_clip",
-        "aggregation": "token_mean",
-        "kl_in": "reward",
-        "kl_estimator": "k1",
-    },
-}
+def settings_of(name: str) -> dict[str, Any]:
+    """Return the values of [rl] that an algorithm stands for; none of a name that is not known."""
+    return algorithm(name).settings if name in names("algorithms") else {}
 
 
 class RL(Section):
     """The algorithm: `algorithm` names a set of the other values, and each of them can be set
     alone."""
 
-    algorithm: Literal[
-        "grpo",
-        "dr_grpo",
-        "rloo",
-        "reinforce",
-        "reinforce_pp",
-        "reinforce_pp_baseline",
-        "dapo",
-        "gspo",
-        "cispo",
-        "ppo",
-    ] = Field(
+    algorithm: Annotated[str, name_of("algorithms")] = Field(
         "grpo", description="fills in what is not set below; docs/algorithms.md has the table"
     )
     prompts_per_step: int = Field(32, ge=1, description="problems in a step")
@@ -92,21 +29,9 @@ class RL(Section):
         1, ge=1, description="optimizer updates in one pass over a step's episodes"
     )
     epochs: int = Field(1, ge=1, description="passes over a step's episodes")
-    advantage: Annotated[
-        Literal[
-            "grpo",
-            "grpo_no_std",
-            "rloo",
-            "rloo_std",
-            "gdpo",
-            "ema",
-            "max_at_k",
-            "reinforce_pp",
-            "reinforce_pp_baseline",
-            "gae",
-        ],
-        OR_FUNCTION,
-    ] = Field("grpo", description="how rewards become advantages; or your own, `my.py:NAME`")
+    advantage: Annotated[str, name_of("advantages"), OR_FUNCTION] = Field(
+        "grpo", description="how rewards become advantages; or your own, `my.py:NAME`"
+    )
     k: int = Field(
         4, ge=1, description="max_at_k: the group is rewarded for the best of k episodes (pass@k)"
     )
@@ -117,7 +42,7 @@ class RL(Section):
         1.0, gt=0, le=1, description="gae, reinforce_pp: discount per sampled token"
     )
     gae_lambda: float = Field(1.0, ge=0, le=1, description="gae: lambda")
-    loss: Annotated[Literal["ppo_clip", "gspo", "cispo", "reinforce"], OR_FUNCTION] = Field(
+    loss: Annotated[str, name_of("losses"), OR_FUNCTION] = Field(
         "ppo_clip", description="policy loss; or your own, `my.py:NAME`"
     )
     aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = Field(
@@ -213,40 +138,34 @@ class RL(Section):
         if not isinstance(given, dict):
             return given
         name = given.get("algorithm", cls.model_fields["algorithm"].default)
-        return {**ALGORITHMS.get(name, {}), **given} if isinstance(name, str) else given
+        return {**settings_of(name), **given} if isinstance(name, str) else given
 
     def contradictions(self) -> Iterator[str]:
-        compares_groups = self.advantage in (*GROUP_RELATIVE, "gdpo")
-        if compares_groups and self.group_size < 2:
+        if self.estimator.compares_group and self.group_size < 2:
             yield (
                 f"rl.group_size: {self.advantage} compares the episodes of a group, so it needs at "
                 "least 2"
             )
-        own = self.filter or ":" in self.advantage
-        if self.max_gen_batches > 0 and self.advantage not in GROUP_RELATIVE and not own:
+        teaches = self.estimator.equal_is_zero is False  # a group of equal rewards
+        if self.max_gen_batches > 0 and teaches and not self.filter:
             yield (
                 "rl.max_gen_batches: drops groups of equal rewards, which do have advantages under "
                 f"rl.advantage={self.advantage}"
             )
-        if self.max_gen_batches > 0 and self.needs_on_policy:
-            yield (
-                "rl.max_gen_batches: survivors are trained a step later, off policy, for which "
-                "rl.loss=reinforce has no ratio; use ppo_clip, or a correction"
-            )
-        if self.advantage == "max_at_k" and not 2 <= self.k <= self.group_size:
-            found = f"{self.k} of {self.group_size}"
-            yield f"rl.k: max_at_k needs 2 <= k <= rl.group_size, found {found}"
         if self.prompts_per_step % self.minibatches:
             yield "rl.minibatches: must divide rl.prompts_per_step, so that groups stay whole"
-        if self.loss == "reinforce" and self.minibatches * self.epochs > 1:
-            yield (
-                "rl.loss: reinforce has no probability ratio, so a second update on a step's "
-                "episodes (rl.minibatches, rl.epochs) would be off policy without a correction; "
-                "use ppo_clip"
-            )
         if 0 < self.dual_clip <= 1:
             yield "rl.dual_clip: is above 1 (3 in the paper), or 0 for off"
-        yield from self._kl_contradictions()
+        if self.kl_coef and self.kl_in == "loss" and self.kl_estimator == "k1":
+            yield (
+                "rl.kl_estimator: the gradient of k1 as a loss is zero in expectation; use k2 or "
+                "k3, or rl.kl_in=reward"
+            )
+        if self.kl_coef and self.kl_in == "reward" and self.kl_estimator != "k1":
+            yield (
+                f"rl.kl_estimator: {self.kl_estimator} in the reward can push the policy away from "
+                "the reference; use k1"
+            )
         if (
             self.correction in ("icepop", "mis_geometric")
             and self.correction_floor >= self.correction_cap
@@ -261,29 +180,15 @@ class RL(Section):
                 "1 masks every sequence"
             )
 
-    def _kl_contradictions(self) -> Iterator[str]:
-        if self.kl_coef == 0:
-            return
-        if self.kl_in == "loss" and self.kl_estimator == "k1":
-            yield (
-                "rl.kl_estimator: the gradient of k1 as a loss is zero in expectation; use k2 or "
-                "k3, or rl.kl_in=reward"
-            )
-        if self.kl_in == "reward" and self.kl_estimator != "k1":
-            yield (
-                f"rl.kl_estimator: {self.kl_estimator} in the reward can push the policy away from "
-                "the reference; use k1"
-            )
-        if self.kl_in == "reward" and self.advantage == "gdpo":
-            yield (
-                "rl.kl_in: gdpo normalizes each reward function by itself, and a KL in the reward "
-                "is none; use rl.kl_in=loss"
-            )
+    @property
+    def estimator(self) -> Estimator:
+        """What rl.advantage names."""
+        return estimator(self.advantage)
 
     @property
-    def needs_on_policy(self) -> bool:
-        """True if episodes of older weights would be trained without any correction for that."""
-        return self.loss == "reinforce" and self.correction == "none"
+    def policy_loss(self) -> PolicyLoss:
+        """What rl.loss names."""
+        return policy_loss(self.loss)
 
 
 class Critic(Section):

@@ -2,17 +2,17 @@
 
 import re
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tandem.config.section import Section
+from tandem.config.section import Section, name_of
 
 
 class Stream(Section):
     """The way of samples from the rollouts to the processes that train."""
 
-    kind: Literal["memory", "transfer_queue"] = Field(
+    kind: Annotated[str, name_of("streams")] = Field(
         "memory",
         description="memory: the trainer's own; the other ranks read the run folder. "
         "transfer_queue: TransferQueue on a Ray cluster, where the driver holds metadata only",
@@ -22,17 +22,16 @@ class Stream(Section):
 class Weights(Section):
     """The way of weights from the trainer to rollout workers."""
 
-    transport: Literal["auto", "shm", "ray", "collective", "rdma"] = Field(
+    transport: Annotated[str, name_of("transports", "auto")] = Field(
         "auto",
         description="shm: shared memory of one machine; ray: Ray's object store; collective: a "
         "broadcast by torch.distributed; rdma: each worker reads from the trainer's memory (NIXL); "
         "auto: shm on one machine, ray on a cluster",
     )
-    delta: bool | Literal["elements", "int8"] = Field(
+    delta: bool | Literal["elements"] = Field(
         False,
         description="true: send only the tensors that have changed; elements: of these only the "
-        "elements that have, where that is shorter; int8: differences rounded to 8 bits, which "
-        "needs a correction (rl.correction), as workers then run other weights than the trainer",
+        "elements that have, where that is shorter",
     )
 
 

@@ -6,7 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from tandem.choices import engine_name
 from tandem.config.section import Section, name_of
+from tandem.registry import names
 
 
 class Run(Section):
@@ -60,8 +62,15 @@ Device = Annotated[str, AfterValidator(_device)]
 
 
 def _engine(value: str) -> str:
-    if value not in ("tandem", "vllm") and not all(map(_is_server, value.split(","))):
-        raise ValueError("expected tandem, vllm, or http://HOST:PORT/v1, several with commas")
+    if engine_name(value) == "http":
+        valid = all(map(_is_server, value.split(",")))
+    else:
+        valid = value in names("engines") and value != "http"
+    if not valid:
+        known = [name for name in names("engines") if name != "http"]
+        raise ValueError(
+            f"expected {', '.join(known)}, or http://HOST:PORT/v1, several with commas"
+        )
     return value
 
 
@@ -175,7 +184,7 @@ class Rollout(Section):
     release_cache: bool | Literal["auto"] = Field(
         "auto",
         description="the key/value cache gives its memory to the update and takes it again "
-        "afterwards; auto: on a GPU. With rollout.engine=vllm only true: vLLM then sleeps in the "
+        "afterwards; auto: on a GPU. With vLLM only true: it then sleeps in the "
         "update, its weights too",
     )
     max_batch: int = Field(256, ge=1, description="sequences decoded together at most")
@@ -194,7 +203,8 @@ class Rollout(Section):
     engine: EngineName = Field(
         "tandem",
         description="tandem: the exact engine; vllm: vLLM in rollout processes; or the address of "
-        "an OpenAI-compatible server, several with commas between",
+        "an OpenAI-compatible server, several with commas between; or of a package with an entry "
+        "point `tandem.engines`",
     )
     workers: int = Field(
         0, ge=0, description="rollout processes, one thread each; 0: in the trainer's own process"
@@ -213,42 +223,19 @@ class Rollout(Section):
         "empty: that of model.device",
     )
 
+    @property
+    def servers(self) -> list[str]:
+        """The addresses, if the engine is servers."""
+        return [url.strip() for url in self.engine.split(",")]
+
     def contradictions(self) -> Iterator[str]:
         if "" in self.stop:
             yield "rollout.stop: an empty string would end every completion at once"
-        if self.engine.startswith("http") and self.workers:
-            yield "rollout.workers: processes of this machine, and rollout.engine names servers"
         gpus = {device for device in self.devices if device != "cpu"}
         if len(gpus) % self.tensor_parallel:
             yield (
                 "rollout.devices: each rollout process needs rollout.tensor_parallel="
                 f"{self.tensor_parallel} GPUs of its own"
-            )
-        if self.engine == "vllm":
-            yield from self._vllm_contradictions()
-
-    def _vllm_contradictions(self) -> Iterator[str]:
-        """Yield the settings that vLLM defines otherwise; the others mean the same there."""
-        if not self.workers:
-            yield (
-                "rollout.workers: vLLM runs in rollout processes, so rollout.engine=vllm needs at "
-                "least 1"
-            )
-        if self.release_cache is True and self.staleness:
-            yield (
-                "rollout.release_cache: with rollout.staleness vLLM rolls out other steps while a "
-                "step is trained, and cannot sleep"
-            )
-        if not 0.01 <= self.temperature <= 2:
-            yield (
-                "rollout.temperature: vLLM raises lower ones to 0.01 and refuses those above 2, so "
-                "rollout.engine=vllm needs one between"
-            )
-        if self.min_p and self.top_p < 1:
-            yield (
-                "rollout.min_p: vLLM filters by it before top-p and Tandem after, so with "
-                "rollout.engine=vllm and rollout.top_p < 1 the log-probs would be of another "
-                "distribution"
             )
 
 

@@ -9,8 +9,9 @@ It does not know what `auto` becomes on a machine.
 import tomllib
 from pathlib import Path
 
+from tandem.config.algorithm import settings_of
 from tandem.config.recipe import describe, merged
-from tandem.config.schema import ALGORITHMS, SHORTHANDS
+from tandem.config.schema import SHORTHANDS
 
 DEFAULT = "default"
 
@@ -29,7 +30,7 @@ def origins(recipe: str | Path | None, overrides: list[str]) -> dict[str, str]:
         places = places * (key not in typed) + ["command line"] * by_hand
         found[key] = ", ".join(places) if name in tree.get(section, {}) else DEFAULT
     algorithm = tree.get("rl", {}).get("algorithm", "")
-    for name in ALGORITHMS.get(algorithm, {}):
+    for name in settings_of(algorithm):
         if found[f"rl.{name}"] == DEFAULT:
             found[f"rl.{name}"] = f"rl.algorithm={algorithm}"
     return found

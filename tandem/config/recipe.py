@@ -17,8 +17,11 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from tandem.config.schema import ALGORITHMS, COUNTS_WITH, SHORTHANDS, Config, Section
+from tandem.config.algorithm import settings_of
+from tandem.config.schema import SHORTHANDS, Config, Section
 from tandem.config.section import OR_FUNCTION
+from tandem.registry import names
+from tandem.rl.algorithms import settings_of_parts
 from tandem.runtime.errors import UserError
 from tandem.runtime.wording import look_for
 
@@ -71,9 +74,10 @@ def merged(
     for text in overrides:
         _apply(tree, text, origin)
     if "rl.algorithm" in origin:
-        choices = ("rl.advantage", "rl.loss")
-        of_choices = {key[3:] for key, of, _ in COUNTS_WITH if of in choices}
-        for name in in_file & {*of_choices, *chain(*ALGORITHMS.values())}:
+        for name in in_file & {
+            *settings_of_parts(),
+            *chain(*map(settings_of, names("algorithms"))),
+        }:
             if f"rl.{name}" not in origin:
                 del tree["rl"][name]
     return tree, origin

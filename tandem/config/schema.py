@@ -9,16 +9,16 @@ from collections.abc import Iterator
 
 from pydantic import Field, model_validator
 
-from tandem.config.algorithm import ALGORITHMS, GROUP_RELATIVE, RL, Critic
+from tandem.choices import choices
+from tandem.config.algorithm import RL, Critic, settings_of
 from tandem.config.cluster import Cluster, Stream, Weights
 from tandem.config.episodes import Data, Env, Eval, Model, Reward, Rollout, Run, Sandbox
 from tandem.config.parallel import Parallel
 from tandem.config.section import Section
 from tandem.config.training import SFT, Distill, Lora, Preference, Train
+from tandem.rl.algorithms import OWN, counts_with
 
 __all__ = [
-    "ALGORITHMS",
-    "GROUP_RELATIVE",
     "RL",
     "SFT",
     "SHORTHANDS",
@@ -46,17 +46,10 @@ __all__ = [
 # in a recipe, `env = "guess"` stands for this key of the section
 SHORTHANDS = {"env": "name", "reward": "function"}
 
-OWN = "my.py:NAME"  # a user's function
-_RATIOS, _WITHIN = ("ppo_clip", "gspo", "cispo", OWN), ("icepop", "mis_geometric")
+_WITHIN = ("icepop", "mis_geometric")
 # Keys that count only beside another: which, and its values then; (): any but 0, false and "".
+# Those of rl.advantage and rl.loss are in rl/algorithms.py.
 COUNTS_WITH: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("rl.k", "rl.advantage", ("max_at_k", OWN)),
-    ("rl.ema_decay", "rl.advantage", ("ema",)),
-    ("rl.gamma", "rl.advantage", ("gae", "reinforce_pp")),
-    ("rl.gae_lambda", "rl.advantage", ("gae",)),
-    ("rl.clip_low", "rl.loss", _RATIOS),
-    ("rl.clip_high", "rl.loss", _RATIOS),
-    ("rl.dual_clip", "rl.loss", ("ppo_clip", OWN)),
     ("rl.correction_cap", "rl.correction", ("tis", "tis_sequence", "mis", *_WITHIN)),
     ("rl.correction_floor", "rl.correction", _WITHIN),
     ("rl.filter", "rl.max_gen_batches", ()),
@@ -120,29 +113,22 @@ class Config(Section):
 
     def contradictions(self) -> Iterator[str]:
         yield from self._without_effect()
+        yield from self.rl.estimator.refuses(self)
+        yield from self.rl.policy_loss.refuses(self)
         yield from self._schedule_contradictions()
-        yield from self._cluster_contradictions()
-        if self.train.backend == "megatron":
-            yield from self._megatron_contradictions()
-        if self.stream.kind == "transfer_queue" and self.run.stall_s < 20:
+        for choice in choices(self):
+            yield from choice.conflicts(self)
+        if self.rl.router_replay and self.parallel.context * self.parallel.pipeline > 1:
             yield (
-                "run.stall_s: must be at least 20 with stream.kind=transfer_queue, whose transfers "
-                "have half of it"
-            )
-        if self.rl.router_replay:
-            yield from self._replay_contradictions()
-        functions = self.reward.functions
-        if self.rl.advantage == "gdpo" and len(functions) < 2:
-            yield (
-                "rl.advantage: gdpo normalizes each reward function by itself, so reward.function "
-                "needs a list of several"
+                "rl.router_replay: a microbatch's tokens and layers must be in one process, so "
+                "parallel.context and parallel.pipeline must be 1"
             )
         if self.reward.overlong_buffer >= self.rollout.max_new_tokens:
             yield (
                 "reward.overlong_buffer: must be below rollout.max_new_tokens, or every completion "
                 "is penalized"
             )
-        if "env" in functions and self.env.name == "single_turn":
+        if "env" in self.reward.functions and self.env.name == "single_turn":
             yield (
                 "reward.function: `env` is what an environment gave, and env.name=single_turn "
                 "gives none"
@@ -162,9 +148,6 @@ class Config(Section):
                 "parallel.tensor: divides rows of weights, whose blocks share a scale in "
                 "train.optimizer=adamw_8bit; divide by parallel.data, pipeline or expert"
             )
-        if self.rl.advantage == "gae" and self.critic.warmup_steps >= self.run.steps:
-            yield "critic.warmup_steps: must be below run.steps, or the policy is never trained"
-
         if self.train.router_aux_loss_coef and self.parallel.context * self.parallel.pipeline > 1:
             yield (
                 "train.router_aux_loss_coef: a microbatch's tokens and layers must be in one "
@@ -173,11 +156,12 @@ class Config(Section):
 
     def _without_effect(self) -> Iterator[str]:
         """Yield the keys of COUNTS_WITH that are set where they do not count."""
-        tree = self.model_dump()
-        for key, other, kinds in COUNTS_WITH:
+        tree, usual_rl = self.model_dump(), settings_of(self.rl.algorithm)
+        of_parts = counts_with(self.rl.estimator, self.rl.policy_loss)
+        for key, other, kinds in (*of_parts, *COUNTS_WITH):
             (section, name), (place, choice) = key.split("."), other.split(".")
             default = type(getattr(self, section)).model_fields[name].default
-            usual = ALGORITHMS[self.rl.algorithm].get(name, default)
+            usual = usual_rl.get(name, default) if section == "rl" else default
             chosen = str(tree[place][choice])
             kind = OWN if ":" in chosen else chosen.lower()
             counts = kind in kinds if kinds else kind not in ("0", "0.0", "false", "")
@@ -185,74 +169,12 @@ class Config(Section):
                 beside = f"with {other}={kind}, only with {' or '.join(kinds)}"
                 yield f"{key}: has no effect {beside if kinds else f'without {other}'}"
 
-    def _cluster_contradictions(self) -> Iterator[str]:
-        nodes, transport = self.cluster.nodes, self.weights.transport
-        on_ray = self.cluster.trainers == "ray"
-        if on_ray and self.parallel.processes == 1:
-            yield "cluster.trainers: ray starts the ranks after 0, and [parallel] has one process"
-        calls = self.cluster.reward_workers + self.cluster.env_workers
-        if nodes and not (self.rollout.workers or self.stream.kind != "memory" or on_ray or calls):
-            yield (
-                "cluster.nodes: rollout workers run on them, and rollout.workers=0 has none; e.g. "
-                f"rollout.workers={nodes}"
-            )
-        if self.cluster.env_workers and self.env.name == "single_turn":
-            yield "cluster.env_workers: has no effect on env.name=single_turn, which does nothing"
-        if nodes and self.rollout.engine != "tandem":
-            yield "rollout.engine: on a Ray cluster (cluster.nodes) only tandem runs"
-        if nodes and self.rollout.devices:
-            yield (
-                "rollout.devices: on a Ray cluster (cluster.nodes) Ray gives each worker its device"
-            )
-        if transport == "ray" and not nodes:
-            yield "weights.transport: ray needs a Ray cluster (cluster.nodes)"
-        if nodes and transport not in ("auto", "ray"):
-            yield f"weights.transport: {transport} is of one machine, and cluster.nodes need ray"
-        if self.weights.delta and self.rollout.engine == "vllm":
-            yield "weights.delta: rollout.engine=vllm loads all tensors at once"
-
-    def _replay_contradictions(self) -> Iterator[str]:
-        if self.parallel.context * self.parallel.pipeline > 1:
-            yield (
-                "rl.router_replay: a microbatch's tokens and layers must be in one process, so "
-                "parallel.context and parallel.pipeline must be 1"
-            )
-        if self.stream.kind == "transfer_queue":
-            yield (
-                "rl.router_replay: experts do not travel by stream.kind=transfer_queue, and a step "
-                "is not packed by lengths alone; use memory"
-            )
-
-    def _megatron_contradictions(self) -> Iterator[str]:
-        """Yield what train/megatron does not do."""
-        parallel = self.parallel
-        if self.train.optimizer == "adamw_8bit":
-            yield "train.optimizer: adamw_8bit does not step the parts of train.backend=megatron"
-        if self.rl.advantage == "gae":
-            yield "rl.advantage: gae has a critic, which train.backend=megatron does not train"
-        if parallel.context > 1 and parallel.expert > 1:
-            yield (
-                "parallel.context: with train.backend=megatron it needs parallel.expert=1; "
-                "Megatron counts their processes in another order"
-            )
-        if parallel.expert > 1 and parallel.tensor > 1:
-            yield (
-                "parallel.expert: with train.backend=megatron it needs parallel.tensor=1; "
-                "Megatron wants sequence parallelism beside both"
-            )
-
     def _schedule_contradictions(self) -> Iterator[str]:
         rollout, env = self.rollout, self.env
         if env.name != "single_turn" and self.run.stall_s <= env.timeout_s + 5:
             yield (
                 "run.stall_s: must be above env.timeout_s + 5, or a slow environment is taken "
                 "for a stall"
-            )
-        if (rollout.staleness or rollout.token_budget) and self.rl.needs_on_policy:
-            yield (
-                "rl.loss: reinforce has no probability ratio, and with rollout.staleness or "
-                "rollout.token_budget episodes are of older weights; use ppo_clip, or a correction "
-                "(rl.correction=tis)"
             )
         if rollout.staleness >= self.run.steps:
             yield (

@@ -1,11 +1,12 @@
 """The base of all sections of the configuration."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     ValidatorFunctionWrapHandler,
     WrapValidator,
@@ -34,13 +35,15 @@ def _or_function(value: Any, choices: ValidatorFunctionWrapHandler) -> Any:
 OR_FUNCTION = WrapValidator(_or_function)
 
 
-def name_of(kind: str) -> AfterValidator:
-    """Make the validator of a key that names an object of the registry's kind."""
+def name_of(kind: str, *others: str) -> BeforeValidator:
+    """Make the validator of a key that names an object of the registry's kind, or is another
+    word."""
 
-    def check(value: str) -> str:
-        known = names(kind)
-        if value not in known:
-            raise PydanticCustomError("literal_error", f"expected one of {known}")  # type: ignore[arg-type]
-        return value
+    return BeforeValidator(partial(_require_name, kind, others))
 
-    return AfterValidator(check)
+
+def _require_name(kind: str, others: tuple[str, ...], value: Any) -> Any:
+    known = [*others, *names(kind)]
+    if value not in known:
+        raise PydanticCustomError("literal_error", f"expected one of {known}")  # type: ignore[arg-type]
+    return value

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from tandem.config.section import Section
+from tandem.config.section import Section, name_of
 
 LearningRate = Annotated[float, Field(gt=0, description="peak learning rate of AdamW")]
 Schedule = Annotated[
@@ -48,10 +48,11 @@ class Train(Schedules):
         "AdamW for all else, at the same learning rate",
     )
     muon_momentum: float = Field(0.95, ge=0, lt=1, description="muon: share of the momentum kept")
-    backend: Literal["tandem", "megatron"] = Field(
+    backend: Annotated[str, name_of("trainers")] = Field(
         "tandem",
         description="what runs the trained models: Tandem's exact layers, or Megatron-Core's, "
-        "whose log-probs differ from the engine's by rounding",
+        "whose log-probs differ from the engine's by rounding; or of a package with an entry point "
+        "`tandem.trainers`",
     )
     weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay")
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta1")

@@ -211,7 +211,7 @@ class HttpEngines:
             )
         except Refused as error:
             raise UserError(
-                "a server of rollout.engine refuses a request",
+                "a rollout server refuses a request",
                 where=url,
                 found=str(error),
                 expected="an answer",
@@ -241,7 +241,7 @@ class HttpEngines:
             expected = {one.served.weights for one in self._known if one.served is not None}
         for version, sha256 in expected - {found.weights}:
             raise UserError(
-                "the servers of rollout.engine do not run the same weights",
+                "the rollout servers do not run the same weights",
                 where=server.url,
                 found=f"version {found.version}, hash {found.sha256[:16]}",
                 expected=f"version {version}, hash {sha256[:16]}",

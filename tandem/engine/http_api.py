@@ -183,5 +183,5 @@ def _undefined(key: str, found: str, expected: str) -> UserError:
         where=key,
         found=found,
         expected=expected,
-        next="rollout.engine=tandem has it",
+        next="Tandem's own engine has it",
     )

@@ -5,64 +5,41 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from tandem.choices import Report, engine_of
 from tandem.config.schema import Config
 from tandem.data.renderer import ChatRenderer, load_renderer
 from tandem.engine.engine import Engine, check_room
 from tandem.engine.inexact_engine import make_engine
 from tandem.engine.page_cache import page_bytes
-from tandem.engine.sync_check import Probe, make_probe
-from tandem.engine.worker_pool.client import Client, PoolThread
-from tandem.engine.worker_pool.pool import COMMAND, Workers
-from tandem.engine.worker_pool.process import Published, Spawn
 from tandem.envs.load import load_env
-from tandem.jobs.env_workers import open_env_workers
-from tandem.jobs.http_engines import (
-    is_http,
-    load_http_engines,
-    open_http_rollouts,
-    require_starting_weights,
-)
+from tandem.jobs.here import Here
 from tandem.jobs.models import (
     check_image_engine,
     check_reward_model,
     check_tokenizer,
     placement,
     releases_cache,
-    rests_in_updates,
 )
-from tandem.jobs.reward_workers import build_reward_pool, open_reward_workers
+from tandem.jobs.reward_workers import build_reward_pool
 from tandem.model import custom_code
 from tandem.model.config_file import check_model, inner_size, reads_images
 from tandem.model.load import ExactModel, load_model
-from tandem.model.placement import place_models
 from tandem.model.probe import Exactness, fastest_exact, probe, try_matmuls
 from tandem.model.trial import random_model
 from tandem.model.triton.dispatch import matmul_kernel, triton_for, use_matmul
-from tandem.plugins.cluster.job import open_hosts, worker_device
-from tandem.plugins.vllm import worker as vllm_worker
 from tandem.rewards.pool.pool import TaskPool
-from tandem.rollout.collect import steps_at_once
 from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.score import RewardModel, RolloutRunner
 from tandem.run_folder.folder import read_matmul
 from tandem.runtime import numerics
 from tandem.runtime.errors import UserError
-from tandem.train.engine_gap import gap_limit
 from tandem.train.supervised import scores
-from tandem.types import Episode, Generate, Problem, Renderer, Reward, Sync
-from tandem.weights.in_process import InlineSync
-from tandem.weights.worker_sync import ProcessSync
-
-if TYPE_CHECKING:
-    from tandem.plugins.cluster.ray_cluster import RayCluster
-
-Report = Callable[[str], None]
+from tandem.types import Episode, Generate, Problem, Renderer, Reward
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
@@ -106,7 +83,7 @@ def probe_exactness(
     seed, microbatch = config.run.seed, config.train.tokens_per_microbatch
     if model.device.type == "cuda":
         before = "" if folder is None else read_matmul(folder, processor)
-        alone = alone and config.parallel.processes == 1 and not is_http(config)
+        alone = alone and config.parallel.processes == 1 and engine_of(config).multiplies_here
         choose_matmul(model, seed, report, before, alone=alone, microbatch=microbatch)
     free = max(1, min(torch.get_num_threads(), numerics.cores() - workers))
     found, seen = probe(model, seed, [free], microbatch), [_shape(model)]
@@ -172,12 +149,6 @@ def _shape(model: ExactModel) -> tuple[Any, ...]:
     )
 
 
-def rollout_command(config: Config) -> Sequence[str]:
-    """Return the command of a rollout worker with the engine of the config. Raises UserError if it
-    is vLLM and there is none."""
-    return vllm_worker.command() if config.rollout.engine == "vllm" else COMMAND
-
-
 def build_engine(config: Config, model: ExactModel, renderer: ChatRenderer, **sizes: int) -> Engine:
     """Build the engine over a model. sizes: max_queue and chunk_tokens, if not the defaults."""
     check_tokenizer(config, model.config, renderer)
@@ -205,10 +176,9 @@ def load_engine(
     shape = check_model(config.model.path)
     if reads_images(shape):
         check_image_engine(config, shape)
-    if is_http(config):
-        engines = load_http_engines(config, renderer, report)
-        require_starting_weights(engines)
-        return engines
+    foreign: Generate | None = engine_of(config).load(config, renderer, report)
+    if foreign is not None:
+        return foreign
     require_room(config, shape, longest_prompt)
     model = load_model(config.model.path, place=placement(config))
     probe_exactness(config, model, report)
@@ -225,113 +195,20 @@ def require_room(config: Config, shape: Any, longest_prompt: int) -> None:
 
 @contextmanager
 def open_envs_and_rewards(
-    config: Config, cluster: "RayCluster | None" = None, report: Report = print
+    config: Config, machine: Here | None = None, report: Report = print
 ) -> Iterator[tuple[EnvPool, TaskPool]]:
     """Open environments and reward workers; check their needs before anything expensive is
-    loaded. cluster: for those on other nodes, which report to `report`."""
+    loaded. machine: where they run, if not here; those on other nodes report to `report`."""
+    machine = machine or Here()
     local = EnvPool(make=load_env(config.env, config.sandbox), limits=config.env)
     if config.reward.model:
         check_reward_model(config.reward.model)
     with (
         build_reward_pool(config) as here,
-        open_env_workers(config, cluster, local, report) as envs,
-        open_reward_workers(config, cluster, here, report) as rewards,
+        machine.open_envs(config, local, report) as envs,
+        machine.open_rewards(config, here, report) as rewards,
     ):
         yield envs, rewards
-
-
-Lane = tuple[RolloutRunner, Sync]  # of a step's rollouts: what plays them, and gives it weights
-
-
-@contextmanager
-def open_rollouts(
-    config: Config,
-    engine: Engine,
-    local: RolloutRunner,
-    report: Report,
-    folder: Path,
-    exact: bool,
-    cluster: "RayCluster | None",
-) -> Iterator[tuple[list[Lane], Workers | PoolThread | None, Callable[[], None]]]:
-    """Open the engine that samples for training: the trainer's own, rollout workers, or servers.
-
-    Yields a lane for each step that is rolled out at once, the workers, and a function that ends
-    rollouts under way. folder: of the run. exact: rollouts check their log-probs. cluster: of
-    rollout workers, if they are not of this machine.
-    """
-    if is_http(config):
-        with open_http_rollouts(config, engine, local, report, folder / "weights") as opened:
-            runner, sync, stop = opened
-            yield [(runner, sync)], None, stop
-        return
-    rollout, model = config.rollout, engine.model
-    by_vllm = rollout.engine == "vllm"
-    for device in rollout.devices:
-        place_models(device, config.model.dtype)
-    if not rollout.workers:
-        yield [(local, InlineSync(engine))], None, lambda: None
-        return
-    with (
-        open_hosts(config, model.merged_weights(), cluster) as (shared, spawn),
-        _start_workers(config, engine, shared, spawn, report) as workers,
-    ):
-        if by_vllm:
-            shared.publish(0, model.merged_weights(), _probe(config, engine))
-            gap = workers.try_out(0)
-            shared.release(below=1)
-            report(f"vLLM runs the model: log-probs of a fixed sequence differ by {gap:.1e} nats")
-
-        def lane(client: Workers | Client, **options: Any) -> Lane:
-            weights = model.merged_weights
-            probe = partial(_probe, config, engine)
-            sync = ProcessSync(client, engine, shared, weights, rollout.staleness, probe)
-            return replace(local, engine=client, **options), sync
-
-        if (count := steps_at_once(config)) == 1:
-            yield [lane(workers)], workers, workers.close
-            return
-        with PoolThread(workers, checks=exact or by_vllm) as pool:
-            clients = [pool.client(number) for number in range(count)]
-            lanes = [lane(client, after_generation=client.rest) for client in clients]
-            yield lanes, pool, workers.close
-
-
-def _start_workers(
-    config: Config, engine: Engine, weights: Published, spawn: Spawn | None, report: Report
-) -> Workers:
-    """Start rollout workers of the trainer's model; they close as a context."""
-    rollout, model = config.rollout, engine.model
-    devices = rollout.devices or [worker_device(config, str(model.device))]
-    return Workers(
-        model_path=config.model.path,
-        devices=devices,
-        dtype=placement(config).dtype_name,
-        splits=model.splits,
-        tensor_parallel=rollout.tensor_parallel,
-        matmul=matmul_kernel(),
-        cache_mb=rollout.cache_mb,
-        max_batch=rollout.max_batch,
-        longest=engine.longest,
-        count=rollout.workers,
-        heartbeat_s=config.run.stall_s / 2,
-        restarts=rollout.restarts,
-        weights=weights,
-        record_experts=config.rl.router_replay,
-        release_cache=rests_in_updates(config),
-        report=report,
-        command=rollout_command(config),
-        # CUDA does not survive a fork, should an import have started it
-        forks=rollout.engine == "tandem" and set(devices) == {"cpu"},
-        spawn=spawn,
-    )
-
-
-def _probe(config: Config, engine: Engine) -> Probe | None:
-    """Score what workers of other kernels compare themselves with, by the weights in use."""
-    if config.rollout.engine == "tandem":
-        return None
-    model, limit = engine.model, gap_limit(config, engine.model.dtype)
-    return make_probe(engine.score, model.config.vocab_size, engine.longest, limit)
 
 
 def build_runner(

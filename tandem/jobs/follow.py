@@ -14,16 +14,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tandem.choices import engine_of, plane_of
 from tandem.config.recipe import load_config
 from tandem.config.schema import Config
 from tandem.jobs.engines import prepare_process
 from tandem.jobs.export import save_weights
 from tandem.jobs.input_hashes import require_same_functions
-from tandem.jobs.inputs import distill_inputs, training_inputs
-from tandem.jobs.models import build_distill_models, build_rl_models
 from tandem.jobs.offline import OFFLINE, PairJob
 from tandem.jobs.ranks import make_ranks, require_size
-from tandem.jobs.streams import JournalStream, join_stream
+from tandem.jobs.rl import SAMPLED
+from tandem.jobs.streams import JournalStream
 from tandem.rollout.collect import RolloutBatch
 from tandem.rollout.evaluate import sampling_params
 from tandem.run_folder.async_save import Saver
@@ -106,20 +106,21 @@ def _orders(
 def _rl_orders(
     config: Config, command: str, folder: Path, run_id: str, ranks: Ranks, opened: ExitStack
 ) -> Orders:
-    distills = command == "distill"
-    inputs = (distill_inputs if distills else training_inputs)(config, exact=False)
+    read_inputs, build_models = SAMPLED[command]
+    inputs = read_inputs(config, exact=False)
     journal = Journal(folder / "episodes", run_id, inputs.problems)
-    models = (build_distill_models if distills else build_rl_models)(config, ranks)
+    models = build_models(config, ranks)
     sampling = sampling_params(config.rollout, inputs.renderer.stop_token_ids)
 
     stream: StreamReader = JournalStream(journal, folder)
 
     def join(servers: Mapping[str, Any]) -> None:
         nonlocal stream
-        stream = opened.enter_context(closing(join_stream(config, ranks, servers)))
+        stream = opened.enter_context(closing(plane_of(config).join(config, ranks, servers)))
 
     def learn(step: int, num_carried: int, baseline: float, exact: bool) -> None:
-        stage = LearnStage(config=config, models=models, sampling=sampling, exact=exact)
+        parity = engine_of(config).parity(config, exact, models.policy.model.inexact)
+        stage = LearnStage(config=config, models=models, sampling=sampling, parity=parity)
         groups = stream.take(step, [], stage.plan_share)
         rollouts = RolloutBatch(
             step=step, groups=groups, num_carried=num_carried, baseline=baseline, state={}

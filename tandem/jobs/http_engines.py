@@ -1,4 +1,4 @@
-"""Rollouts by OpenAI-compatible servers: rollout.engine = "http://HOST:PORT/v1", or several.
+"""Rollouts by OpenAI-compatible servers, for http_backend.py.
 
 Commands that only generate take any server that returns token ids and log-probs. `tandem train` and
 `tandem distill` need Tandem's own (`tandem serve MODEL --allow-weight-updates`): each version of
@@ -7,41 +7,72 @@ that they share.
 """
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
 
+from tandem.choices import ENGINE
 from tandem.config.schema import Config
 from tandem.data.renderer import ChatRenderer
 from tandem.engine.engine import Engine
 from tandem.engine.http import HttpEngines
 from tandem.engine.packed import packed_gap
 from tandem.jobs.models import check_tokenizer
+from tandem.jobs.rollouts import Report, Rollouts, RolloutStage
 from tandem.model.config_file import check_model
 from tandem.model.rope import positions_of
-from tandem.rollout.score import RolloutRunner
 from tandem.runtime.disk import disk_errors
 from tandem.runtime.errors import UserError
-from tandem.types import Row, Sync
+from tandem.train.batch import TrainBatch
+from tandem.train.learner import Learner
+from tandem.train.parity import ExactCheck, MeasuredGap
+from tandem.types import Row
 from tandem.weights.hashing import weight_hash
 from tandem.weights.in_process import weights_gone
 
-Report = Callable[[str], None]
+
+@contextmanager
+def open_servers(stage: RolloutStage) -> Iterator[Rollouts]:
+    """Open servers for training; each version of the weights is a file in the run's folder."""
+    renderer, folder = stage.local.renderer, stage.folder / "weights"
+    assert isinstance(renderer, ChatRenderer)
+    with closing(connect(stage.config, renderer, stage.report)) as engines:
+        for server in engines.servers:
+            if server.served is not None and not server.served.takes_updates:
+                raise _foreign_weights(server.url, server.served.is_tandem)
+        sync = FileSync(engines, stage.engine, folder, stage.config.rollout.staleness)
+        try:
+            lane = replace(stage.local, engine=engines), sync
+            yield Rollouts(lanes=[lane], stop=engines.close)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-def is_http(config: Config) -> bool:
-    return config.rollout.engine.startswith(("http://", "https://"))
+def load_servers(config: Config, renderer: ChatRenderer, report: Report) -> HttpEngines:
+    """Connect to the servers of a command that only generates. Raises UserError if one still has
+    the weights of a training, which are not those of the model that the command evaluates."""
+    engines = connect(config, renderer, report)
+    for server in engines.serving:
+        if server.served is not None and server.served.version:
+            raise UserError(
+                "the server has weights that a training has sent to it",
+                where=f"{ENGINE} = {server.url}",
+                found=f"version {server.served.version} of them",
+                expected="the weights that it was started with",
+                next="start `tandem serve` again with the model to evaluate",
+            )
+    return engines
 
 
-def load_http_engines(config: Config, renderer: ChatRenderer, report: Report) -> HttpEngines:
-    """Connect to the servers of rollout.engine. Raises UserError if none answers."""
+def connect(config: Config, renderer: ChatRenderer, report: Report) -> HttpEngines:
+    """Connect to the servers. Raises UserError if none answers."""
     shape = check_model(config.model.path)
     check_tokenizer(config, shape, renderer)
     engines = HttpEngines(
-        [url.strip() for url in config.rollout.engine.split(",")],
+        config.rollout.servers,
         renderer.decode,
         longest=positions_of(shape),
         max_batch=config.rollout.max_batch,
@@ -55,36 +86,14 @@ def load_http_engines(config: Config, renderer: ChatRenderer, report: Report) ->
     return engines
 
 
-def require_starting_weights(engines: HttpEngines) -> None:
-    """Raise UserError if a server still has the weights of a training, which are not those of the
-    model that a command evaluates."""
-    for server in engines.serving:
-        if server.served is not None and server.served.version:
-            raise UserError(
-                "the server has weights that a training has sent to it",
-                where=f"rollout.engine = {server.url}",
-                found=f"version {server.served.version} of them",
-                expected="the weights that it was started with",
-                next="start `tandem serve` again with the model to evaluate",
-            )
+@dataclass(frozen=True)
+class ExactServers(ExactCheck):
+    """Servers that must agree to the last bit; their mean gap is reported where it is measured."""
 
+    measured: MeasuredGap
 
-@contextmanager
-def open_http_rollouts(
-    config: Config, engine: Engine, local: RolloutRunner, report: Report, folder: Path
-) -> Iterator[tuple[RolloutRunner, Sync, Callable[[], None]]]:
-    """Open servers for training, as jobs/engines.py::open_rollouts does. folder: for weights."""
-    renderer = local.renderer
-    assert isinstance(renderer, ChatRenderer)
-    with closing(load_http_engines(config, renderer, report)) as engines:
-        for server in engines.servers:
-            if server.served is not None and not server.served.takes_updates:
-                raise _foreign_weights(server.url, server.served.is_tandem)
-        sync = FileSync(engines, engine, folder, config.rollout.staleness)
-        try:
-            yield replace(local, engine=engines), sync, engines.close
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+    def before_update(self, batch: TrainBatch, policy: Learner, version: int) -> Row:
+        return self.measured.before_update(batch, policy, version)
 
 
 class FileSync:
@@ -141,9 +150,8 @@ class FileSync:
 def _foreign_weights(url: str, is_tandem: bool) -> UserError:
     return UserError(
         "the new weights of a training cannot reach this server",
-        where=f"rollout.engine = {url}",
+        where=f"{ENGINE} = {url}",
         found="it keeps its weights" if is_tandem else "a server that is not Tandem's",
         expected="`tandem serve MODEL --allow-weight-updates`",
-        next="train with that, or with rollout.engine=vllm; `tandem rollout` and `tandem eval` can "
-        "use this one",
+        next="train with that, or with vLLM; `tandem rollout` and `tandem eval` can use this one",
     )

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tandem.choices import engine_of
 from tandem.config.schema import Config
 from tandem.data.chats import parse_chat
 from tandem.data.mixture import only
@@ -22,14 +23,14 @@ from tandem.data.problems import read_problems
 from tandem.data.prompt_columns import template_inputs
 from tandem.data.readers import read_rows, tell_repeats
 from tandem.data.renderer import ChatRenderer, load_renderer
-from tandem.jobs.engines import require_room, rollout_command
+from tandem.jobs.engines import require_room
 from tandem.jobs.exactness import require_correction
 from tandem.jobs.input_hashes import image_hashes
 from tandem.jobs.models import check_models, check_tokenizer, placement
 from tandem.model.inexact_trial import why_inexact
 from tandem.model.rope import positions_of
 from tandem.model.tokenizer import load_tokenizer
-from tandem.rl.user_functions import is_user_function, try_user_functions, try_user_metric
+from tandem.rl.user_functions import try_functions, try_user_metric
 from tandem.runtime.errors import UserError
 from tandem.runtime.wording import counted
 from tandem.train.supervised import answer_pair, scored_pair
@@ -112,7 +113,7 @@ def training_inputs(config: Config, *, exact: bool = True) -> ProblemInputs:
             expected="a KL term",
             next="set rl.kl_coef, or drop it",
         )
-    others = ["model.reference", *(["critic.path"] if config.rl.advantage == "gae" else [])]
+    others = ["model.reference", *(["critic.path"] if config.rl.estimator.needs_critic else [])]
     return _problem_inputs(config, *others, exact=exact)
 
 
@@ -135,7 +136,7 @@ def distill_inputs(config: Config, *, exact: bool = True) -> ProblemInputs:
             next="add rl.kl_coef=0 rl.max_gen_batches=0 rl.entropy_coef=0",
         )
     for key, name in (("rl.loss", rl.loss), ("rl.advantage", rl.advantage)):
-        if is_user_function(name):
+        if ":" in name:
             raise UserError(
                 "distillation has a loss of its own",
                 where=f"{key} = {name}",
@@ -161,8 +162,8 @@ def distill_inputs(config: Config, *, exact: bool = True) -> ProblemInputs:
 def _problem_inputs(config: Config, *others: str, exact: bool) -> ProblemInputs:
     """Read and check problems. others: further keys that name models."""
     require_correction(config)
-    rollout_command(config)
-    try_user_functions(config.rl.loss, config.rl.advantage, config.rl.filter)
+    engine_of(config).check(config)
+    try_functions(config.rl.policy_loss, config.rl.estimator, config.rl.filter)
     data, held_out = read_data(config, "data.train"), read_data(config, "eval.data")
     if "answer" in config.reward.functions and not any(problem.answer for problem in data):
         raise UserError(

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 
+from tandem.choices import choices, machine_of, trainer_of
 from tandem.config.schema import SFT, Config, Preference, Train
 from tandem.data.renderer import ChatRenderer, load_renderer
 from tandem.model.config_file import (
@@ -13,7 +14,6 @@ from tandem.model.config_file import (
     check_model,
     has_experts,
     is_lean,
-    is_text_part,
     reads_images,
 )
 from tandem.model.general import logit_softcap
@@ -22,13 +22,13 @@ from tandem.model.load import ExactModel, empty_model, load_model
 from tandem.model.lora import Lora, require_peft
 from tandem.model.placement import Placement, place_models
 from tandem.model.weight_files import check_weights
-from tandem.plugins.optim.offload import BUCKET
+from tandem.registry import find
 from tandem.runtime.errors import UserError
 from tandem.runtime.place import here
 from tandem.runtime.rng import address
 from tandem.train.batch import Models
 from tandem.train.learner import Learner
-from tandem.train.optimizer import Optimizer
+from tandem.train.optimizer import Optimizer, Settings
 from tandem.train.ranks import ALONE, Ranks
 
 Head = Literal["tokens", "value"]
@@ -41,9 +41,7 @@ def placement(config: Config) -> Placement:
     if place.device.type == "cuda" and config.parallel.processes > 1:
         from tandem.train.parallel.checks import own_gpu
 
-        own = here(os.environ, config.parallel.processes)
-        if config.cluster.trainers == "ray":  # which shows each process its own GPU
-            own = replace(own, local_rank=0, local_size=1)
+        own = machine_of(config).own_place(config, here(os.environ, config.parallel.processes))
         number = own_gpu(config.model.device, own, torch.cuda.device_count())
         return replace(place, device=torch.device("cuda", number))
     return place
@@ -53,14 +51,6 @@ def releases_cache(config: Config, place: Placement) -> bool:
     """Tell whether the engine's cache gives its memory to the updates (rollout.release_cache)."""
     release = config.rollout.release_cache
     return place.device.type == "cuda" if release == "auto" else release
-
-
-def rests_in_updates(config: Config) -> bool:
-    """Tell whether rollout workers give memory to the updates: not while they roll out other steps,
-    and vLLM's only where that is asked for."""
-    if config.rollout.engine == "vllm":
-        return config.rollout.release_cache is True
-    return releases_cache(config, placement(config)) and not config.rollout.staleness
 
 
 def build_model(
@@ -101,20 +91,22 @@ def build_learner(
     """Load a model to train and give it its optimizer. rates: the section with learning rate,
     schedule and warm-up; all else is in [train]; name: of the learner in checkpoints."""
     model = build_model(config, path, ranks, head=head)
-    optimizer = Optimizer(
+    train = config.train
+    kind = "offload" if train.offload_optimizer else "optimizers"
+    optimizer: Optimizer = find(kind, train.optimizer, key="train.optimizer")(
         ranks.trainable(model),
-        learning_rate=rates.learning_rate,
-        schedule=rates.schedule,
-        warmup_steps=rates.warmup_steps,
-        total_steps=steps,
-        weight_decay=config.train.weight_decay,
-        betas=(config.train.beta1, config.train.beta2),
-        max_grad_norm=config.train.max_grad_norm,
-        in_8bit=config.train.optimizer == "adamw_8bit",
-        offload_bucket=BUCKET if config.train.offload_optimizer else 0,
-        muon_momentum=config.train.muon_momentum if config.train.optimizer == "muon" else None,
-        map_whole=ranks.map_whole(model),
+        Settings(
+            learning_rate=rates.learning_rate,
+            schedule=rates.schedule,
+            warmup_steps=rates.warmup_steps,
+            total_steps=steps,
+            weight_decay=train.weight_decay,
+            betas=(train.beta1, train.beta2),
+            max_grad_norm=train.max_grad_norm,
+            muon_momentum=train.muon_momentum,
+        ),
         norm=ranks.norm(model),
+        map_whole=ranks.map_whole(model),
     )
     # nobody runs or exports a whole critic
     has_copy = ranks is not ALONE and ranks.rank == 0 and name != "critic"
@@ -140,7 +132,7 @@ def _load_frozen(config: Config, path: str, ranks: Ranks) -> ExactModel:
 def build_rl_models(config: Config, ranks: Ranks = ALONE) -> Models:
     """Build the policy, and critic and reference if the algorithm has them."""
     updates = config.rl.minibatches * config.rl.epochs
-    has_critic = config.rl.advantage == "gae"
+    has_critic = config.rl.estimator.needs_critic
     warmup = config.critic.warmup_steps if has_critic else 0
     steps = (config.run.steps - warmup) * updates
     policy = build_learner(config, config.model.path, config.train, steps, ranks)
@@ -172,19 +164,8 @@ def check_models(config: Config, *others: str, head: Head = "tokens") -> Any:
     """Check, before any weights are loaded, that model.path and the models that the other keys name
     are there, can run, and are of one vocabulary. Returns the transformers config of model.path."""
     placement(config)
-    if config.train.backend == "megatron":
-        from tandem.plugins.megatron.core import require_megatron
-
-        require_megatron()
+    trainer_of(config).check(config)
     shape = check_model(config.model.path, head=head)
-    if config.rollout.engine == "vllm" and is_text_part(config.model.path, shape):
-        raise UserError(
-            "vLLM would load all parts of this model, and get the weights of its language model",
-            where=f"model.path = {config.model.path}",
-            found=f"{shape.model_type}, beside parts that read images or sound",
-            expected="a model of text",
-            next="set rollout.engine=tandem; what `tandem export` writes is a model of text",
-        )
     check_weights(config.model.path)
     check_shape(config, shape, "model.path", head)
     why_inexact(shape, f"model.path = {config.model.path}", placement(config))
@@ -242,20 +223,18 @@ def check_shape(config: Config, shape: Any, key: str, head: Head = "tokens") -> 
         from tandem.train.parallel.checks import check_mesh
 
         check_mesh(config.parallel, shape, key)
-    if config.train.backend == "megatron":
-        from tandem.plugins.megatron.checks import check_megatron
-
-        check_megatron(shape, config.parallel, head)
+    for choice in choices(config):
+        choice.check_model(config, shape, key, head)
 
 
 def _check_general(config: Config, shape: Any, key: str) -> None:
     """Raise UserError for a mesh or backend, which only Tandem's own layer has."""
-    processes, backend = config.parallel.processes, config.train.backend
-    if processes > 1 or backend == "megatron":
+    processes, trainer = config.parallel.processes, trainer_of(config)
+    if processes > 1 or not trainer.runs_alone:
         raise UserError(
             "this architecture trains in one process",
             where=f"{key}, architecture {shape.model_type}",
-            found=f"{processes} processes" if processes > 1 else f"train.backend = {backend}",
+            found=f"{processes} processes" if processes > 1 else trainer.where(config),
             expected=f"one of {', '.join(LEAN_ARCHITECTURES)} for others",
             next="leave [parallel] and train.backend out",
         )
@@ -263,17 +242,12 @@ def _check_general(config: Config, shape: Any, key: str) -> None:
 
 def check_image_engine(config: Config, shape: Any, key: str = "model.path") -> None:
     """Raise UserError for rollouts that do not find the images of a run."""
-    places = {
-        f"rollout.engine = {config.rollout.engine}": config.rollout.engine != "tandem",
-        f"cluster.nodes = {config.cluster.nodes}": config.cluster.nodes,
-        f"stream.kind = {config.stream.kind}": config.stream.kind != "memory",
-    }
-    if found := [place for place, elsewhere in places.items() if elsewhere]:
+    if found := [one.where(config) for one in choices(config) if not one.shares_files]:
         raise UserError(
             "a model that reads images samples on this machine, with Tandem's engine",
             where=f"{key}, architecture {shape.model_type}",
             found=found[0],
-            expected="rollout.engine = tandem, without a cluster",
+            expected="Tandem's engine, without a cluster",
             next=f"leave {found[0].split()[0]} out",
         )
 

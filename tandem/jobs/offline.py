@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from tandem.choices import Report, machine_of
 from tandem.config.schema import SFT, Config, Preference
 from tandem.data.mixture import problems_of_step
 from tandem.jobs.engines import (
-    Report,
     build_engine,
     build_runner,
     make_room,
@@ -24,14 +24,12 @@ from tandem.jobs.models import build_learner, build_reference
 from tandem.jobs.ranks import open_ranks
 from tandem.jobs.rl import note_machine
 from tandem.model.load import ExactModel
-from tandem.plugins.cluster.job import open_cluster
 from tandem.rl.losses import Metrics
 from tandem.rollout.evaluate import Evaluator
 from tandem.run_folder.folder import RunFolder, identity
 from tandem.run_folder.journal import Journal
 from tandem.runtime import signals
 from tandem.runtime.timer import Timer
-from tandem.step import StepResult
 from tandem.train.learner import Learner
 from tandem.train.pack import pack
 from tandem.train.ranks import Ranks
@@ -42,7 +40,7 @@ from tandem.train.supervised import (
     score_metrics,
     sft_step,
 )
-from tandem.types import Microbatch, Row, Sample
+from tandem.types import Microbatch, Row, Sample, StepResult
 from tandem.weights.in_process import InlineSync
 
 
@@ -266,10 +264,9 @@ def open_offline_job(config: Config, run: RunFolder, report: Report) -> Iterator
     prepare_process(config)
     read_inputs, make_job = OFFLINE[run.command]
     inputs = read_inputs(config)
-    on_ray = config.cluster.trainers == "ray"
     with (
-        open_cluster(config, run.path) if on_ray else nullcontext() as cluster,
-        open_ranks(config, run, report, cluster=cluster) as ranks,
+        machine_of(config).open(config, run.path, only_ranks=True) as machine,
+        open_ranks(config, run, report, machine) as ranks,
     ):
         job = make_job(config, inputs, ranks, report)
         found = probe_exactness(config, job.learner.whole, report, folder=run.path)

@@ -11,27 +11,24 @@ would, and the others do their part of each step, on its orders (follow.py).
 """
 
 import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
+from tandem.choices import Report, trainer_of
 from tandem.config.schema import Config
+from tandem.jobs.here import Here
 from tandem.jobs.input_hashes import function_hashes
 from tandem.jobs.models import placement
 from tandem.run_folder.folder import RunFolder
-from tandem.runtime import numerics
 from tandem.runtime.errors import UserError
 from tandem.runtime.place import here
 from tandem.train.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
-    from tandem.plugins.cluster.ray_cluster import RayCluster
     from tandem.train.parallel.processes import Processes
-
-PROCESSES_PER_CORE = 4  # of a mesh on one machine
 
 
 def is_follower(config: Config) -> bool:
@@ -41,32 +38,24 @@ def is_follower(config: Config) -> bool:
 
 @contextmanager
 def open_ranks(
-    config: Config,
-    run: RunFolder,
-    report: Callable[[str], None],
-    run_id: str = "",
-    cluster: "RayCluster | None" = None,
+    config: Config, run: RunFolder, report: Report, machine: Here, run_id: str = ""
 ) -> Iterator[Ranks]:
     """Open the trainer's processes as rank 0 sees them. Unless torchrun or Slurm has started the
-    others, they are started on this machine, or on the cluster (cluster.trainers). run_id: of its
-    journal, which only this process computes, as it hashes all inputs."""
-    if config.parallel.processes == 1 and config.train.backend == "tandem":
-        require_size(here(os.environ, 1).size, 1)
-        yield ALONE
-        return
-    from tandem.train.parallel.processes import join, start_here
-
+    others, the machine starts them. run_id: of the journal, which only this process computes, as it
+    hashes all inputs."""
     place = here(os.environ, config.parallel.processes)
     require_size(place.size, config.parallel.processes)
+    if place.size == 1 and trainer_of(config).runs_alone:
+        yield ALONE
+        return
+    from tandem.train.parallel.processes import join
+
     with ExitStack() as opened:
         start = None
         if place.port == 0:
-            require_cores(config)
             command = ["-m", "tandem", run.command, str(run.path.absolute() / "config.toml")]
-            start = start_here([sys.executable, *command])
-            if cluster is not None and config.cluster.trainers == "ray":
-                others = cluster.open_ranks(command, place.size - 1, report)
-                start, place = opened.enter_context(closing(others)).start, others.meet(place)
+            starting = machine.start_ranks(config, command, place, report)
+            start, place = opened.enter_context(starting)
         join_others = join(
             place,
             timeout_s=config.parallel.timeout_s,
@@ -88,29 +77,8 @@ def make_ranks(config: Config, processes: "Processes") -> Ranks:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     mesh = make_mesh(config.parallel, device, processes.announce, processes.stall_s)
-    if config.train.backend == "megatron":
-        from tandem.plugins.megatron.ranks import MegatronRanks
-
-        return MegatronRanks(mesh, processes)
-    from tandem.train.parallel.ranks import ParallelRanks
-
-    return ParallelRanks(mesh, processes)
-
-
-def require_cores(config: Config) -> None:
-    """Raise UserError if the processes of a mesh would be started here and are far more than this
-    machine has cores: they would wait for one another till nobody answers."""
-    size, most = config.parallel.processes, PROCESSES_PER_CORE * numerics.cores()
-    is_here = config.cluster.trainers == "driver" and here(os.environ, size).port == 0
-    if size > most and is_here:
-        raise UserError(
-            "the mesh has more processes than this machine can run",
-            where="the sizes in [parallel]",
-            found=f"{size} processes on {numerics.cores()} cores",
-            expected=f"at most {most}",
-            next="take a smaller mesh, or start it on more machines with torchrun "
-            "(docs/parallel.md)",
-        )
+    ranks: Ranks = trainer_of(config).make_ranks(mesh, processes)
+    return ranks
 
 
 def require_size(found: int, expected: int) -> None:

@@ -6,43 +6,34 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from tandem.choices import Report, choices, engine_of, machine_of, plane_of
 from tandem.config.schema import Config
-from tandem.engine.worker_pool.client import PoolThread
-from tandem.engine.worker_pool.pool import Workers
 from tandem.jobs.engines import (
-    Report,
     build_engine,
     build_runner,
     make_room,
     open_envs_and_rewards,
-    open_rollouts,
     prepare_process,
     probe_exactness,
 )
 from tandem.jobs.exactness import require_parity
 from tandem.jobs.input_hashes import KEYS, input_hashes
-from tandem.jobs.inputs import distill_inputs, training_inputs
+from tandem.jobs.inputs import ProblemInputs, distill_inputs, training_inputs
 from tandem.jobs.models import build_distill_models, build_rl_models, placement
 from tandem.jobs.ranks import open_ranks
-from tandem.jobs.streams import open_stream
+from tandem.jobs.rollouts import RolloutPool, Rollouts, RolloutStage
 from tandem.model.probe import Exactness
 from tandem.model.triton.dispatch import matmul_kernel
-from tandem.plugins.cluster.job import ScaleOnRequest, check_cluster, open_cluster
-from tandem.rewards.pool.pool import TaskPool
 from tandem.rollout.collect import Collector, RolloutBatch
-from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.evaluate import Evaluator, sampling_params
-from tandem.rollout.score import RolloutRunner
 from tandem.run_folder.folder import RunFolder, identity
 from tandem.run_folder.journal import Journal
 from tandem.runtime.errors import UserError
-from tandem.step import Stages, StepResult, train_step
+from tandem.step import Stages, train_step
 from tandem.step_async import RolloutPrefetcher, train_step_async
-from tandem.train.learner import Learner
+from tandem.train.batch import Models
 from tandem.train.ranks import Ranks
-from tandem.types import Problem, Sync
-
-Pool = Workers | PoolThread | TaskPool | EnvPool
+from tandem.types import ParityCheck, StepResult
 
 
 class RLJob:
@@ -53,7 +44,7 @@ class RLJob:
         stages: Stages,
         evaluate: Evaluator,
         data: dict[str, str],
-        pools: Sequence[Pool | None] = (),
+        pools: Sequence[RolloutPool] = (),
     ):
         config, models, self.pools = stages.config, stages.models, pools
         self.stages, self.evaluate, self.data = stages, evaluate, data
@@ -65,6 +56,7 @@ class RLJob:
     def start(self, done: int) -> None:
         staleness = self.stages.config.rollout.staleness
         self.stages.journal.drop_other_meshes(done, staleness)
+        self.stages.models.policy.publish()
         self.stages.sync.publish(done)
 
     def step(self, done: int) -> StepResult:
@@ -83,7 +75,7 @@ class RLJob:
         """Return at once: the episodes of a step are in the journal before it is trained."""
 
     def workers(self) -> list[dict[str, Any]]:
-        return [row for pool in self.pools if pool is not None for row in pool.status()]
+        return [row for pool in self.pools for row in pool.status()]
 
     def stop_soon(self) -> None:
         """Do nothing: no thread waits."""
@@ -98,7 +90,7 @@ class AsyncRLJob(RLJob):
         evaluate: Evaluator,
         data: dict[str, str],
         prefetcher: RolloutPrefetcher,
-        pools: Sequence[Pool | None] = (),
+        pools: Sequence[RolloutPool] = (),
     ):
         super().__init__(stages, evaluate, data, pools)
         self.prefetcher = prefetcher
@@ -117,105 +109,115 @@ class AsyncRLJob(RLJob):
         self.prefetcher.stop_soon()
 
 
+# By command: what reads and checks its inputs, and what loads its models on every rank.
+SAMPLED: dict[str, tuple[Callable[..., ProblemInputs], Callable[[Config, Ranks], Models]]] = {
+    "train": (training_inputs, build_rl_models),
+    "distill": (distill_inputs, build_distill_models),
+}
+
+
 @contextmanager
 def open_rl_job(config: Config, run: RunFolder, report: Report) -> Iterator[RLJob]:
     """Open the job of `tandem train` or `tandem distill`: inputs are checked first, then models are
     loaded, then workers start."""
-    distills = run.command == "distill"
-    check_cluster(config)
+    for choice in choices(config):
+        choice.check(config)
     prepare_process(config)
-    inputs = (distill_inputs if distills else training_inputs)(config, exact=False)
+    read_inputs, build_models = SAMPLED[run.command]
+    inputs = read_inputs(config, exact=False)
     data = input_hashes(config, *KEYS[run.command]) | inputs.images
-    stop_token_ids = inputs.renderer.stop_token_ids
-    run_id = identity(config, data)
-    mesh = config.parallel.mesh
-    journal = Journal(run.episodes, run_id, inputs.problems, mesh)
+    run_id, mesh = identity(config, data), config.parallel.mesh
     with (
-        open_cluster(config, run.path) as cluster,
-        open_envs_and_rewards(config, cluster, report) as (envs, rewards),
-        open_ranks(config, run, report, run_id, cluster) as ranks,
+        machine_of(config).open(config, run.path) as machine,
+        open_envs_and_rewards(config, machine, report) as (envs, rewards),
+        open_ranks(config, run, report, machine, run_id) as ranks,
     ):
-        models = (build_distill_models if distills else build_rl_models)(config, ranks)
-        policy = models.policy.whole
-        workers = config.rollout.workers
-        found = probe_exactness(
-            config, policy, report, workers=workers, others=models.others, folder=run.path
+        models = build_models(config, ranks)
+        parity = _compare(config, run, models, report)
+        engine = build_engine(config, models.policy.whole, inputs.renderer)
+        stage = RolloutStage(
+            config=config,
+            engine=engine,
+            local=build_runner(config, engine, inputs.renderer, envs, rewards),
+            folder=run.path,
+            exact=parity.exact,
+            machine=machine,
+            report=report,
         )
-        exact = require_parity(config, found)
-        note_machine(run, found, report)
-        engine = build_engine(config, policy, inputs.renderer)
-        local = build_runner(config, engine, inputs.renderer, envs, rewards)
-        held_out = Journal(run.episodes, run_id, inputs.held_out, mesh)
-        evaluate = _evaluator(config, local, stop_token_ids, held_out, inputs.held_out)
-        rollouts = open_rollouts(config, engine, local, report, run.path, exact, cluster)
-        with rollouts as (lanes, pool, stop_workers), open_stream(config, ranks, report) as stream:
+        stop_token_ids = inputs.renderer.stop_token_ids
+        evaluate = Evaluator(
+            config=config,
+            problems=inputs.held_out,
+            runner=stage.local,
+            stop_token_ids=stop_token_ids,
+            journal=Journal(run.episodes, run_id, inputs.held_out, mesh),
+        )
+        with (
+            engine_of(config).open(stage) as rollouts,
+            plane_of(config).open(config, ranks, report) as stream,
+        ):
             sampling = sampling_params(config.rollout, stop_token_ids)
-            if pool is not None:
-                lanes = [(r, ScaleOnRequest(sync, pool, run.path, report)) for r, sync in lanes]
-            runner, sync = lanes[0]
+            runner, sync = rollouts.lanes[0]
             stages = Stages(
                 config=config,
                 models=models,
                 sampling=sampling,
-                exact=exact,
+                parity=parity,
                 collector=Collector(
                     config=config,
                     problems=inputs.problems,
                     runner=runner,
                     sampling=sampling,
-                    journal=journal,
+                    journal=Journal(run.episodes, run_id, inputs.problems, mesh),
                 ),
-                sync=PublishFirst(sync, models.policy),
+                sync=sync,
                 stream=stream,
-                before_updates=partial(_before_updates, ranks, exact, make_room(config, engine)),
+                before_updates=partial(_before_updates, ranks, parity, make_room(config, engine)),
             )
-            journal.clean()
-            pools = (pool, envs, rewards)
-            if not config.rollout.staleness:
-                yield RLJob(stages, evaluate, data, pools)
-                return
-            of_lanes = [_in_lane(stages, *lane) for lane in lanes]
-            prefetcher = RolloutPrefetcher(stages, config.run.steps, stop_workers, of_lanes)
-            with closing(prefetcher):
-                yield AsyncRLJob(stages, evaluate, data, prefetcher, pools)
+            stages.journal.clean()
+            with _open_job(stages, rollouts, evaluate, data, [envs, rewards]) as job:
+                yield job
 
 
-def _evaluator(
-    config: Config,
-    runner: RolloutRunner,
-    stop_token_ids: tuple[int, ...],
-    journal: Journal,
-    problems: Sequence[Problem],
-) -> Evaluator:
-    return Evaluator(
-        config=config,
-        problems=problems,
-        runner=runner,
-        stop_token_ids=stop_token_ids,
-        journal=journal,
+def _compare(config: Config, run: RunFolder, models: Models, report: Report) -> ParityCheck:
+    """Find out whether engine and trainer agree on this machine."""
+    found = probe_exactness(
+        config,
+        models.policy.whole,
+        report,
+        workers=config.rollout.workers,
+        others=models.others,
+        folder=run.path,
     )
+    parity = require_parity(config, found)
+    note_machine(run, found, report)
+    return parity
 
 
-def _in_lane(stages: Stages, runner: RolloutRunner, sync: Sync) -> Stages:
-    """Return the stages of a lane. All share the progress, the journal and the rewards."""
-    return replace(stages, sync=sync, collector=replace(stages.collector, runner=runner))
-
-
-class PublishFirst:
-    """A Sync that first brings the whole model up to date."""
-
-    def __init__(self, sync: Sync, policy: Learner):
-        self.sync, self.policy = sync, policy
-        self.sync_to, self.traffic = sync.sync_to, sync.traffic
-        self.logprob_gap = sync.logprob_gap
-
-    def publish(self, version: int) -> None:
-        self.policy.publish()
-        self.sync.publish(version)
+@contextmanager
+def _open_job(
+    stages: Stages,
+    rollouts: Rollouts,
+    evaluate: Evaluator,
+    data: dict[str, str],
+    pools: Sequence[RolloutPool],
+) -> Iterator[RLJob]:
+    """Open the job of these stages; with rollout.staleness its rollouts are ahead."""
+    pools = pools if rollouts.pool is None else [rollouts.pool, *pools]
+    if not stages.config.rollout.staleness:
+        yield RLJob(stages, evaluate, data, pools)
+        return
+    lanes = [
+        replace(stages, sync=sync, collector=replace(stages.collector, runner=runner))
+        for runner, sync in rollouts.lanes  # they share progress, journal and rewards
+    ]
+    steps = stages.config.run.steps
+    with closing(RolloutPrefetcher(stages, steps, rollouts.stop, lanes)) as prefetcher:
+        yield AsyncRLJob(stages, evaluate, data, prefetcher, pools)
 
 
 def _before_updates(
-    ranks: Ranks, exact: bool, make_room: Callable[[], None], rollouts: RolloutBatch
+    ranks: Ranks, parity: ParityCheck, make_room: Callable[[], None], rollouts: RolloutBatch
 ) -> None:
     """Make room on the device, and order the other ranks to learn from the same rollouts."""
     make_room()
@@ -224,7 +226,7 @@ def _before_updates(
         step=rollouts.step,
         num_carried=rollouts.num_carried,
         baseline=rollouts.baseline,
-        exact=exact,
+        exact=parity.exact,
     )
 
 

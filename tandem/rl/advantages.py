@@ -8,10 +8,6 @@ from typing import Literal
 
 import numpy as np
 
-GroupAdvantage = Literal[
-    "grpo", "grpo_no_std", "rloo", "rloo_std", "max_at_k", "reinforce_pp_baseline", "ema"
-]
-
 
 def grpo(rewards: np.ndarray, epsilon: float = 1e-6) -> np.ndarray:
     """Compute (r - mean) / (std + epsilon) in each group (GRPO, arXiv 2402.03300, section 4.1.2;
@@ -112,25 +108,3 @@ def penalize(
             return advantages - penalties
         case "set":
             return np.where(penalties > 0, -penalties, advantages)
-
-
-def group_advantages(
-    kind: GroupAdvantage, rewards: np.ndarray, *, k: int, baseline: float
-) -> np.ndarray:
-    """Compute the advantages of a kind, [P, G] -> float64 [P, G]. k: of max_at_k; baseline: of
-    ema."""
-    exact = rewards.astype(np.float64)
-    match kind:
-        case "grpo":
-            return grpo(exact)
-        # which `returns.whiten` then scales, over the step's tokens
-        case "grpo_no_std" | "reinforce_pp_baseline":
-            return centred(exact)
-        case "rloo":
-            return rloo(exact)
-        case "rloo_std":
-            return rloo_std(exact)
-        case "max_at_k":
-            return max_at_k(exact, k)
-        case "ema":
-            return against(exact, baseline)

@@ -4,7 +4,8 @@
     rl.loss       policy_logprobs, proximal_logprobs, engine_logprobs, reference_logprobs (or None),
                   entropy, advantages, sequences: tensors [N]; clip_low, clip_high, dual_clip
                   -> the tokens' losses [N], or (losses, metrics as sums over tokens)
-    rl.advantage  rewards float64 [P, G], lengths int64 [P, G], k, baseline -> advantages [P, G]
+    rl.advantage  rewards float64 [P, G], lengths int64 [P, G], k, baseline; of K reward functions
+                  parts float64 [K, P, G], weights [K] -> advantages [P, G]
     rl.filter     rewards [G], lengths [G] of a group -> whether to train on it
     eval.metric   rewards, lengths [P, S]; completions: P lists of S texts -> a number, or a dict
                   of numbers
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.rl.algorithms import Estimator, PolicyLoss
 from tandem.rl.losses import Metrics
 from tandem.runtime.errors import UserError
 from tandem.runtime.user_code import describe, load_user_object, user_line
@@ -36,12 +38,7 @@ def sampled_lengths(groups: Sequence[Group]) -> np.ndarray:
     return np.array([[int(e.loss_mask.sum()) for e in group.episodes] for group in groups])
 
 
-def is_user_function(name: str) -> bool:
-    """Tell whether a name is that of a user's function and not a built-in's."""
-    return ":" in name
-
-
-def user_loss(name: str, offered: Mapping[str, Any]) -> tuple[Tensor, Metrics]:
+def user_loss(*, name: str, **offered: Any) -> tuple[Tensor, Metrics]:
     """Return the losses [N] of a user's function and its metrics as "loss/NAME", beside the sum of
     the losses. What is not finite is the optimizer's matter: it skips the update."""
     logprobs: Tensor = offered["policy_logprobs"]
@@ -57,7 +54,7 @@ def user_loss(name: str, offered: Mapping[str, Any]) -> tuple[Tensor, Metrics]:
     return losses, {"policy_loss": total, **own}
 
 
-def user_advantage(name: str, offered: Mapping[str, Any]) -> np.ndarray:
+def user_advantage(*, name: str, **offered: Any) -> np.ndarray:
     """Return the advantages of a user's function, float64 [P, G]."""
     shape = offered["rewards"].shape
     table = call_user_function("rl.advantage", name, offered)
@@ -99,23 +96,22 @@ def _small_groups() -> tuple[np.ndarray, np.ndarray]:
     return np.array([[0.0, 1.0, 0.5], [1.0, 1.0, 1.0]]), np.full((2, 3), 2)
 
 
-def try_user_functions(loss: str, advantage: str, keep: str) -> None:
-    """Load the functions of these names, where they are a user's, and try them on small arrays.
-    Raises UserError for the first mistake."""
+def try_functions(loss: PolicyLoss, advantage: Estimator, keep: str) -> None:
+    """Load the functions of an algorithm and of a filter, and try them on small arrays. Raises
+    UserError for the first mistake of a user's."""
     rewards, lengths = _small_groups()
-    if is_user_function(loss):
-        logprobs = torch.linspace(-2.0, -0.1, 12).requires_grad_()
-        plain = logprobs.detach()
-        names = ("proximal_logprobs", "engine_logprobs", "reference_logprobs", "entropy")
-        sequences, advantages = torch.arange(12) // 2, torch.linspace(-1.0, 1.0, 12)
-        clips = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0}
-        tokens = {**dict.fromkeys(names, plain), "advantages": advantages, "sequences": sequences}
-        losses, metrics = user_loss(loss, {"policy_logprobs": logprobs, **tokens, **clips})
-        _require_finite("rl.loss", loss, losses.detach().float().numpy())
-        _numbers("rl.loss", loss, metrics)
-    if is_user_function(advantage):
-        settings = {"k": 2, "baseline": 0.0}
-        user_advantage(advantage, {"rewards": rewards, "lengths": lengths, **settings})
+    logprobs = torch.linspace(-2.0, -0.1, 12).requires_grad_()
+    plain = logprobs.detach()
+    names = ("proximal_logprobs", "engine_logprobs", "reference_logprobs", "entropy")
+    sequences, advantages = torch.arange(12) // 2, torch.linspace(-1.0, 1.0, 12)
+    clips = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0}
+    tokens = {**dict.fromkeys(names, plain), "advantages": advantages, "sequences": sequences}
+    losses, metrics = loss.bind({"policy_logprobs": logprobs, **tokens, **clips})()
+    _require_finite("rl.loss", loss.name, losses.detach().float().numpy())
+    _numbers("rl.loss", loss.name, metrics)
+    if not advantage.by_token:
+        settings = {"k": 2, "baseline": 0.0, "parts": rewards[None], "weights": np.ones(1)}
+        advantage.bind({"rewards": rewards, "lengths": lengths, **settings})()
     if keep:
         user_filter(keep, rewards[0], lengths[0])
 

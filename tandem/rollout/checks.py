@@ -11,7 +11,7 @@ from tandem.rollout.episode_metrics import TRUNCATED
 from tandem.run_folder.episode_files import episode_file, read_note
 from tandem.run_folder.journal import Journal
 from tandem.runtime.errors import InvariantError, UserError
-from tandem.types import Episode, Group, Sync
+from tandem.types import Episode, Group
 
 REPORT = "report this; the journal has the episodes"
 UNTOUCHED = "report this; the last checkpoint and the journal are as they were"
@@ -65,23 +65,6 @@ def check_batch(batch: RolloutBatch, config: Config) -> None:
             if (sampled > version).any() or (exactly and (sampled < version).any()):
                 found = f"tokens of versions {np.unique(sampled)}, not {version}"
                 raise _wrong_tokens(f"{who}: {found}", batch.step)
-
-
-def check_sampled(sync: Sync, step: int) -> None:
-    """Raise InvariantError if the trainer's packed pass gives a completion other log-probs than the
-    engine that has just sampled it, while the engine still runs those weights (P1).
-
-    The first update of a step compares the tokens of its own weights, and no others.
-    """
-    gap = sync.logprob_gap()
-    if gap != 0.0:
-        raise InvariantError(
-            "engine and trainer do not agree on a completion just sampled",
-            where=f"rollouts of step {step + 1}",
-            found=f"log-probs that differ by {gap:.3g} nats",
-            expected="exactly 0 (P1): one model code",
-            next=f"tandem doctor, and {UNTOUCHED}",
-        )
 
 
 def check_progress(progress: Progress, journal: Journal, step: int) -> None:

@@ -42,7 +42,7 @@ class Progress:
     """
 
     batches: int = 0  # batches of problems drawn so far: the data cursor
-    baseline: float | None = None  # running mean of rewards, for rl.advantage "ema"
+    baseline: float | None = None  # running mean of rewards, where rl.advantage keeps one
     rates: dict[str, float] = field(
         default_factory=dict
     )  # uid -> last success rate (rl.curriculum)
@@ -72,7 +72,8 @@ class Progress:
         """
         self.keep(groups)
         rewards = valid_rewards([group for group in groups if group.outcome == "train"])
-        if config.rl.advantage == "ema" and len(rewards) and np.isfinite(rewards).all():
+        keeps = config.rl.estimator.keeps_baseline
+        if keeps and len(rewards) and np.isfinite(rewards).all():
             self.baseline = running_mean(self.baseline, rewards, config.rl.ema_decay)
         if config.rl.curriculum:
             ended = [g for g in groups[num_carried:] if g.outcome != "unfinished" and g.valid.any()]

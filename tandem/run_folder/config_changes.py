@@ -66,7 +66,7 @@ def identifying_values(toml: str) -> dict[str, Any]:
     """Return the values that identify a run."""
     others = {*_BOUNDS, "run.steps", THREADS}
     values = toml_values(toml).items()
-    return {k: value for k, value in values if k not in others and not _is_free(k, value)}
+    return {k: value for k, value in values if k not in others and k not in _FREE | MESH}
 
 
 def allowed_changes(
@@ -82,22 +82,12 @@ def allowed_changes(
         for key in {**old, **new}
         if old.get(key) != new.get(key)
     }
-    refused = [
-        key
-        for key in changed
-        if not _is_free(key, old.get(key), new.get(key)) and not _extends(key, old, new)
-    ]
+    refused = [key for key in changed if key not in _FREE | MESH and not _extends(key, old, new)]
     if THREADS in refused and (old[THREADS] == 0 or any_threads):
         refused.remove(THREADS)
     if refused:
         raise _other_config(path, [changed[key] for key in refused])
     return list(changed.values())
-
-
-def _is_free(key: str, *values: Any) -> bool:
-    """Tell whether a key that has or had these values changes no bit. Rounded weights sample other
-    tokens."""
-    return key in _FREE | MESH and not (key == "weights.delta" and "int8" in values)
 
 
 def _note(key: str, old: dict[str, Any]) -> str:

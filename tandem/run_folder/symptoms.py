@@ -69,7 +69,7 @@ def inexact_engine(rows: Rows) -> str:
     if (gap := _now(rows, "logprob_gap_mean")) is not None and gap > ENGINE_GAP:
         return (
             f"the engine's log-probs are {gap:.2g} nats off in the mean (logprob_gap_mean); "
-            "rl.correction=tis weighs it, an exact model with rollout.engine=tandem has none"
+            "rl.correction=tis weighs it, an exact model with Tandem's engine has none"
         )
     return ""
 

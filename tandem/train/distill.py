@@ -14,7 +14,6 @@ from tandem.model.load import ExactModel
 from tandem.rl.distillation import divergence, sampled_advantages
 from tandem.rl.losses import Metrics, total
 from tandem.train.batch import Models, TrainBatch, compute_logprobs, pack_batch, token_weights
-from tandem.train.engine_gap import engine_gap
 from tandem.train.learn import (
     SKIPPED,
     LearnStage,
@@ -53,7 +52,7 @@ def distill(
     batch.advantages = [
         sampled_advantages(own, other) for own, other in zip(batch.proximal, graded, strict=True)
     ]
-    metrics = engine_gap(batch, config, policy, version)
+    metrics = stage.parity.before_update(batch, policy, version)
     metrics |= off_policy_weights(batch, config.rl)
     rows = [
         update_policy(stage, batch, minibatch, version, first=number == 0, observe=observe)

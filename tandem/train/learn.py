@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,22 +19,12 @@ from torch import Tensor
 from tandem.config.schema import RL, Config, Reward
 from tandem.model.expert_choices import replayed_experts
 from tandem.model.forward import batch_logprobs, batch_values
-from tandem.rl.advantages import gdpo, group_advantages, penalize
+from tandem.rl.advantages import penalize
 from tandem.rl.corrections import correction, sequence_errors
 from tandem.rl.kl import kl_estimate
-from tandem.rl.losses import (
-    Metrics,
-    cispo,
-    gspo,
-    off_policy_mask,
-    ppo_clip,
-    reinforce,
-    sequence_sums,
-    total,
-    value_clip,
-)
-from tandem.rl.returns import gae, returns_to_go, token_rewards, whiten
-from tandem.rl.user_functions import is_user_function, sampled_lengths, user_advantage, user_loss
+from tandem.rl.losses import Metrics, off_policy_mask, sequence_sums, total, value_clip
+from tandem.rl.returns import token_rewards, whiten
+from tandem.rl.user_functions import sampled_lengths
 from tandem.runtime.errors import UserError
 from tandem.train.batch import (
     Models,
@@ -48,7 +39,7 @@ from tandem.train.batch import (
 from tandem.train.checks import require_gradient, require_own_experts
 from tandem.train.learner import Learner
 from tandem.train.pack import join
-from tandem.types import Array, Episode, Group, Microbatch, Row, SamplingParams
+from tandem.types import Array, Episode, Group, Microbatch, ParityCheck, Row, SamplingParams
 
 # Called with each microbatch of an update and the policy's log-probs [N] in it.
 Observe = Callable[[Microbatch, TokenTensors, Tensor], None]
@@ -63,7 +54,7 @@ class LearnStage:
     config: Config
     models: Models
     sampling: SamplingParams  # of training rollouts
-    exact: bool  # engine and trainer agree bit for bit here (P1), so any log-prob gap is an error
+    parity: ParityCheck
 
     def plan_share(self, groups: Sequence[Group]) -> tuple[set[Place], set[Place]]:
         """Return `batch.plan_share` of these models."""
@@ -75,47 +66,59 @@ def token_advantages(
 ) -> tuple[TokenArrays, TokenArrays]:
     """Return (advantages, returns for the critic), float32; the returns are empty without one.
 
-    A KL in the reward counts at its token for gae and reinforce_pp, and as the episode's sum for
-    the others. Penalties of single turns come last.
+    A KL in the reward counts at its token for advantages of single tokens, and as the episode's
+    sum for the others. Penalties of single turns come last.
     """
-    rl, kl = config.rl, _kl_rewards(batch, config.rl)
+    rl, kl, estimator = config.rl, _kl_rewards(batch, config.rl), config.rl.estimator
     rewards = np.array([group.rewards for group in batch.groups])
-    returns: TokenArrays = []
-    if rl.advantage == "gae" or rl.advantage == "reinforce_pp":
-        by_token = [
-            token_rewards(rewards[at], k, rl.kl_coef)
-            for at, k in zip(batch.sample_index, kl, strict=True)
-        ]
-        if rl.advantage == "gae":
-            pairs = [
-                gae(r, v.astype(np.float64), rl.gamma, rl.gae_lambda)
-                for r, v in zip(by_token, batch.values, strict=True)
-            ]
-            advantages, returns = [a for a, _ in pairs], [r.astype(np.float32) for _, r in pairs]
-        else:
-            advantages = [returns_to_go(r, rl.gamma) for r in by_token]
+    if estimator.by_token:
+        found = _advantages_by_token(batch, rl, rewards, kl)
     else:
         for at, k in zip(batch.sample_index, kl, strict=True):
             rewards[at] -= rl.kl_coef * k.sum()
-        if rl.advantage == "gdpo":
-            table = gdpo(*_reward_parts(batch, config.reward))
-        elif is_user_function(rl.advantage):
-            lengths = sampled_lengths(batch.groups)
-            offered = {"rewards": rewards, "lengths": lengths, "k": rl.k, "baseline": baseline}
-            table = user_advantage(rl.advantage, offered)
-        else:
-            table = group_advantages(rl.advantage, rewards, k=rl.k, baseline=baseline)
-        advantages = [
+        parts, weights = _reward_parts(batch, config.reward)
+        table = estimator.bind(
+            {
+                "rewards": rewards,
+                "lengths": sampled_lengths(batch.groups),
+                "k": rl.k,
+                "baseline": baseline,
+                "parts": parts,
+                "weights": weights,
+            }
+        )()
+        found = [
             np.full(len(e), table[at])
             for at, e in zip(batch.sample_index, batch.engine, strict=True)
         ]
-    if rl.advantage in ("gae", "reinforce_pp", "reinforce_pp_baseline"):
+    returns: TokenArrays = []
+    advantages = found
+    if estimator.needs_critic:
+        advantages, returns = [a for a, _ in found], [r.astype(np.float32) for _, r in found]
+    if estimator.whitens:
         advantages = whiten(advantages)
     advantages = [
         penalize(a.astype(np.float32), e.penalties[e.loss_mask], config.env.penalty_mode)
         for a, e in zip(advantages, batch.episodes, strict=True)
     ]
     return advantages, returns
+
+
+def _advantages_by_token(batch: TrainBatch, rl: RL, rewards: Array, kl: TokenArrays) -> list[Any]:
+    """Return the advantages of each sample, or (advantages, returns) with a critic. kl: the part of
+    the reward that is KL."""
+    values = batch.values or [np.empty(0, np.float32)] * len(kl)
+    return [
+        rl.estimator.bind(
+            {
+                "rewards": token_rewards(rewards[at], k, rl.kl_coef),
+                "values": v.astype(np.float64),
+                "gamma": rl.gamma,
+                "lam": rl.gae_lambda,
+            }
+        )()
+        for at, k, v in zip(batch.sample_index, kl, values, strict=True)
+    ]
 
 
 def _kl_rewards(batch: TrainBatch, rl: RL) -> TokenArrays:
@@ -186,7 +189,7 @@ def update_policy(
     and the experts that it chose, if they came with the tokens; their gradient must be advantage
     times weight. Otherwise it raises and changes no weight.
     """
-    rl, policy, exact = stage.config.rl, stage.models.policy, stage.exact and first
+    rl, policy, exact = stage.config.rl, stage.models.policy, stage.parity.exact and first
     weights, gaps = token_weights(batch, minibatch, stage.config), []
 
     def loss(microbatch: Microbatch) -> tuple[Tensor, Metrics]:
@@ -208,7 +211,13 @@ def update_policy(
         if observe is not None:
             observe(microbatch, tokens, logprobs.detach())
         if exact and (gap > 0).any():
-            raise _engine_and_policy_differ(float(gap.max()))
+            raise UserError(
+                "engine and policy do not agree on the tokens just sampled",
+                where="log-prob gap of a first update",
+                found=f"{float(gap.max()):.3g} nats",
+                expected="exactly 0: one model code, one set of weights (P1)",
+                next="tandem doctor; or set rl.correction=tis, and report this",
+            )
         if expected is not None:
             check = partial(require_gradient, expected, on_policy(rl, tokens))
             logprobs.register_hook(check)
@@ -221,30 +230,20 @@ def update_policy(
     return {**metrics, **({"logprob_gap": float(compared.max())} if len(compared) else {})}
 
 
-def _engine_and_policy_differ(gap: float) -> UserError:
-    return UserError(
-        "engine and policy do not agree on the tokens just sampled",
-        where="log-prob gap of a first update",
-        found=f"{gap:.3g} nats",
-        expected="exactly 0: one model code, one set of weights (P1)",
-        next="tandem doctor; or set rl.correction=tis, and report this",
-    )
-
-
 def on_policy(rl: RL, tokens: TokenTensors) -> Tensor:
     """Return bool [N]: tokens whose ratio is 1 at a first update. Those are the fresh ones; if the
     loss looks at whole sequences, those of sequences without an older token."""
-    if rl.loss != "gspo" and not rl.off_policy_mask:
+    if not rl.policy_loss.of_sequences and not rl.off_policy_mask:
         return tokens.fresh
     older = sequence_sums((~tokens.fresh).float(), tokens.sequences)
     return older.index_select(0, tokens.sequences) == 0
 
 
 def expected_gradient(rl: RL, tokens: TokenTensors) -> Tensor | None:
-    """Return float32 [N]: the gradient of the log-probs while every ratio is 1; None if the loss
-    is a user's or has terms besides the ratio (an entropy bonus, a KL in the loss)."""
+    """Return float32 [N]: the gradient of the log-probs while every ratio is 1; None if it is not
+    known of the loss, or there are terms beside it (an entropy bonus, a KL in the loss)."""
     has_kl = tokens.reference is not None and rl.kl_in == "loss"
-    if rl.entropy_coef or has_kl or is_user_function(rl.loss):
+    if rl.entropy_coef or has_kl or not rl.policy_loss.starts_at_advantage:
         return None
     return -(tokens.weights * tokens.corrections * tokens.advantages)
 
@@ -254,38 +253,24 @@ def policy_loss(
 ) -> tuple[Tensor, Metrics]:
     """Return the configured loss of a microbatch (scalar), with entropy bonus and KL to the
     reference, and its metrics as sums over tokens."""
-    proximal, advantages, sequences = tokens.proximal, tokens.advantages, tokens.sequences
-    clip = {"clip_low": rl.clip_low, "clip_high": rl.clip_high}
-    if is_user_function(rl.loss):
-        terms, metrics = user_loss(
-            rl.loss,
-            {
-                "policy_logprobs": logprobs,
-                "proximal_logprobs": proximal,
-                "engine_logprobs": tokens.engine,
-                "reference_logprobs": tokens.reference,
-                "entropy": entropy,
-                "advantages": advantages,
-                "sequences": sequences,
-                **clip,
-                "dual_clip": rl.dual_clip,
-            },
-        )
-    match rl.loss:
-        case "ppo_clip":
-            terms, metrics = ppo_clip(
-                logprobs, proximal, advantages, **clip, dual_clip=rl.dual_clip
-            )
-        case "gspo":
-            terms, metrics = gspo(logprobs, proximal, advantages, sequences, **clip)
-        case "cispo":
-            terms, metrics = cispo(logprobs, proximal, advantages, **clip)
-        case "reinforce":
-            terms, metrics = reinforce(logprobs, advantages)
+    terms, metrics = rl.policy_loss.bind(
+        {
+            "policy_logprobs": logprobs,
+            "proximal_logprobs": tokens.proximal,
+            "engine_logprobs": tokens.engine,
+            "reference_logprobs": tokens.reference,
+            "entropy": entropy,
+            "advantages": tokens.advantages,
+            "sequences": tokens.sequences,
+            "clip_low": rl.clip_low,
+            "clip_high": rl.clip_high,
+            "dual_clip": rl.dual_clip,
+        }
+    )()
     terms = terms * tokens.corrections
     if rl.off_policy_mask:
         kept = off_policy_mask(
-            logprobs, tokens.engine, advantages, sequences, most=rl.off_policy_mask
+            logprobs, tokens.engine, tokens.advantages, tokens.sequences, most=rl.off_policy_mask
         )
         terms, metrics["off_policy_masked"] = terms * kept, total(1 - kept)
     if rl.entropy_coef:

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tandem.model.boxes import Box, whole_box
+from tandem.model.boxes import Box
 from tandem.model.load import ExactModel
-from tandem.plugins.optim.adamw_8bit import SCALE, scale_box
-from tandem.plugins.optim.offload import MOMENTS
 from tandem.rl.losses import Metrics
 from tandem.train.optimizer import Optimizer
 from tandem.train.ranks import ALONE, Loss, Ranks
@@ -61,9 +59,7 @@ class Learner:
             return None
         moments: dict[str, Box] = {}
         for name, box in boxes.items():
-            moments |= {f"{moment}.{name}": box for moment in (*MOMENTS, "momentum")}
-            moments |= {f"{moment}{SCALE}.{name}": scale_box(box) for moment in MOMENTS}
-            moments[f"step.{name}"] = whole_box(())
+            moments |= self.optimizer.moment_boxes(name, box)
         return dict(boxes), moments
 
     def load(

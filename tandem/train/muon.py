@@ -12,16 +12,15 @@ here rounds once, so a part of a tensor gets the bits that it has in the whole.
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-# Calls a function with each name and whole tensor, and yields each name with the part of the result
-# that this process holds. Given: the parts of the tensors that it holds.
-MapWhole = Callable[
-    [Mapping[str, Tensor], Callable[[str, Tensor], Tensor]], Iterable[tuple[str, Tensor]]
-]
+from tandem.model.boxes import Box
+from tandem.train.optimizer import Optimizer, Settings
+
 COEFFICIENTS, ITERATIONS = (3.4445, -4.7750, 2.0315), 5  # Jordan's
 EPSILON = 1e-7  # least norm that a matrix is divided by
 ADAMW_RMS = 0.2  # of an update; Liu et al., equation 4
@@ -35,40 +34,41 @@ def is_hidden_matrix(name: str, weight: Tensor) -> bool:
     return of_layer and weight.dim() > 1 and not name.endswith(NOT_HIDDEN)
 
 
-class Muon:
-    """Muon with Nesterov momentum over float32 weights, or parts of them, by parameter name."""
+class Muon(Optimizer):
+    """Muon with Nesterov momentum over the matrices of the layers, beside AdamW over all else."""
 
-    def __init__(
-        self,
-        weights: Mapping[str, nn.Parameter],
-        *,
-        weight_decay: float,
-        momentum: float,
-        map_whole: MapWhole,
-    ):
-        self.weights, self.weight_decay, self.decay = weights, weight_decay, momentum
-        self.map_whole = map_whole
+    has_momentum = staticmethod(is_hidden_matrix)
+
+    def __init__(self, parameters: dict[str, nn.Parameter], settings: Settings, **whole: Any):
+        super().__init__(parameters, settings, **whole)
+        self.hidden = {n: p for n, p in self.masters.items() if is_hidden_matrix(n, p)}
         self.momentum: dict[str, Tensor] = {}  # as the weights; none before the first step
 
     @torch.no_grad()
-    def step(self, learning_rate: float) -> None:
+    def _step_masters(self, rate: float) -> None:
         """Step every weight that has a gradient, which is overwritten."""
-        gradients = {n: w.grad for n, w in self.weights.items() if w.grad is not None}
+        super()._step_masters(rate)
+        gradients = {n: w.grad for n, w in self.hidden.items() if w.grad is not None}
         for name, gradient in gradients.items():
             if name not in self.momentum:
                 self.momentum[name] = torch.zeros_like(gradient)
-            momentum = self.momentum[name].mul_(self.decay).add_(gradient)
-            gradient.add_(momentum * self.decay)
+            momentum = self.momentum[name].mul_(self.settings.muon_momentum).add_(gradient)
+            gradient.add_(momentum * self.settings.muon_momentum)
         for name, update in self.map_whole(gradients, _update_of):
-            weight = self.weights[name].mul_(1 - learning_rate * self.weight_decay)
-            weight.sub_(update.mul_(learning_rate))
+            weight = self.hidden[name].mul_(1 - rate * self.settings.weight_decay)
+            weight.sub_(update.mul_(rate))
 
+    @staticmethod
+    def moment_boxes(name: str, box: Box) -> dict[str, Box]:
+        return Optimizer.moment_boxes(name, box) | {f"momentum.{name}": box}
 
-def map_each(
-    tensors: Mapping[str, Tensor], function: Callable[[str, Tensor], Tensor]
-) -> Iterable[tuple[str, Tensor]]:
-    """Map whole tensors that one process holds: a MapWhole."""
-    return ((name, function(name, tensor)) for name, tensor in tensors.items())
+    def state(self) -> dict[str, Tensor]:
+        return super().state() | {f"momentum.{name}": t for name, t in self.momentum.items()}
+
+    def load_state(self, tensors: Mapping[str, Tensor], step: int) -> None:
+        own = {key: t for key, t in tensors.items() if key.startswith("momentum.")}
+        self.momentum |= {key.partition(".")[2]: self._home(key, t) for key, t in own.items()}
+        super().load_state({key: t for key, t in tensors.items() if key not in own}, step)
 
 
 def _update_of(name: str, tensor: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""Fused AdamW, alone or beside Muon, with a schedule and clipping whose bits do not depend on the
-thread count.
+"""Fused AdamW with a schedule and clipping whose bits do not depend on the thread count; others are
+in muon.py and plugins/optim.
 
 Parameters of another type than float32 have masters: float32 copies that gradients and updates go
 to. The parameters, which engine and trainer run, are the masters rounded once. An update smaller
@@ -9,100 +9,120 @@ al. 2018, arXiv 1710.03740, section 3.1).
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tandem.plugins.optim.adamw_8bit import AdamW8bit
-from tandem.plugins.optim.offload import OffloadedState
-from tandem.train.muon import MapWhole, Muon, is_hidden_matrix, map_each
+from tandem.model.boxes import Box, whole_box
 from tandem.types import Array
 
+BUCKET = 1 << 26  # parameters whose offloaded state is on the device at once: 768 MiB
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
+# Calls a function with each name and whole tensor, and yields each name with the part of the result
+# that this process holds. Given: the parts of the tensors that it holds.
+MapWhole = Callable[
+    [Mapping[str, Tensor], Callable[[str, Tensor], Tensor]], Iterable[tuple[str, Tensor]]
+]
 Norm = Callable[[dict[str, Tensor]], float]  # of gradients by name
 Schedule = Literal["constant", "linear", "cosine"]
 
 
-class Optimizer:
-    """AdamW over named parameters, or their masters; with a muon_momentum, Muon over the layers'
-    matrices among them. `update` clips, steps and clears the gradients.
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The learning rate over a run's steps, and what else a step depends on."""
 
-    in_8bit: the moments of AdamW's matrices are. offload_bucket: parameters whose state is on the
-    device at once; 0: all of it stays there.
-    norm, map_whole: of the gradients; others if these parameters are parts of a model.
+    learning_rate: float  # at its peak
+    total_steps: int
+    schedule: Schedule = "constant"
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    max_grad_norm: float = 1.0
+    muon_momentum: float = 0.95
+
+
+def map_each(
+    tensors: Mapping[str, Tensor], function: Callable[[str, Tensor], Tensor]
+) -> Iterable[tuple[str, Tensor]]:
+    """Map whole tensors that one process holds: a MapWhole."""
+    return ((name, function(name, tensor)) for name, tensor in tensors.items())
+
+
+class Optimizer:
+    """AdamW over named parameters, or their masters. `update` clips, steps and clears the
+    gradients.
+
+    norm, map_whole: of the gradients; others if these parameters are parts of a model. Optimizers
+    of other names are subclasses (registry.py: "optimizers").
     """
+
+    adam_class: type[torch.optim.AdamW] = torch.optim.AdamW
 
     def __init__(
         self,
         parameters: dict[str, nn.Parameter],
+        settings: Settings,
         *,
-        learning_rate: float,
-        schedule: Schedule,
-        warmup_steps: int,
-        total_steps: int,
-        weight_decay: float,
-        betas: tuple[float, float],
-        max_grad_norm: float,
-        in_8bit: bool = False,
-        offload_bucket: int = 0,
-        muon_momentum: float | None = None,
-        map_whole: MapWhole = map_each,
         norm: Norm = lambda gradients: global_norm(gradients.values()),
+        map_whole: MapWhole = map_each,
     ):
-        self.parameters, self.max_grad_norm = parameters, max_grad_norm
-        self.norm = norm
-        self.learning_rate, self.schedule = learning_rate, schedule
-        self.warmup_steps, self.total_steps, self.step = warmup_steps, total_steps, 0
+        self.parameters, self.settings = parameters, settings
+        self.norm, self.map_whole, self.step = norm, map_whole, 0
         # what AdamW steps: a master, or the parameter itself
-        self.masters = {name: _master(p) for name, p in parameters.items()}
+        self.masters = {
+            name: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float())
+            for name, p in parameters.items()
+        }
         for p in parameters.values():
             p.grad_dtype = torch.float32
         self.rounds = any(p is not self.masters[name] for name, p in parameters.items())
-        hidden = {}
-        if muon_momentum is not None:
-            hidden = {n: p for n, p in self.masters.items() if is_hidden_matrix(n, p)}
-        self.muon = Muon(
-            hidden, weight_decay=weight_decay, momentum=muon_momentum or 0.0, map_whole=map_whole
-        )
-        others = [p for name, p in self.masters.items() if name not in hidden]
-        decayed = [p for p in others if p.dim() > 1]
-        plain = [p for p in others if p.dim() <= 1]
+        of_adam = [p for name, p in self.masters.items() if not self.has_momentum(name, p)]
+        decayed = [p for p in of_adam if p.dim() > 1]
+        plain = [p for p in of_adam if p.dim() <= 1]
         groups = [
-            {"params": decayed, "weight_decay": weight_decay},
+            {"params": decayed, "weight_decay": settings.weight_decay},
             {"params": plain, "weight_decay": 0.0},
         ]
-        self.adam = (AdamW8bit if in_8bit else torch.optim.AdamW)(
-            [g for g in groups if g["params"]], lr=learning_rate, betas=betas, fused=True
+        self.adam = self.adam_class(
+            [g for g in groups if g["params"]],
+            lr=settings.learning_rate,
+            betas=settings.betas,
+            fused=True,
         )
-        by_master = {self.masters[name]: p for name, p in parameters.items()}
-        self.offloaded = (
-            OffloadedState(self.adam, by_master, offload_bucket) if offload_bucket else None
-        )
+
+    @staticmethod
+    def has_momentum(name: str, weight: Tensor) -> bool:
+        """Tell whether a parameter has a momentum where AdamW has two moments."""
+        return False
+
+    @staticmethod
+    def moment_bytes(shape: tuple[int, ...]) -> int:
+        """Return the bytes of AdamW's moments of a parameter."""
+        return 8 * math.prod(shape)
+
+    @staticmethod
+    def moment_boxes(name: str, box: Box) -> dict[str, Box]:
+        """Return the parts of the state that go with a part of a weight, by key of `state`."""
+        return {f"{moment}.{name}": box for moment in MOMENTS} | {f"step.{name}": whole_box(())}
 
     def update(self, *, skip: bool = False) -> dict[str, float]:
         """Make one step, unless the norm is not finite; return grad_norm (before clipping) and
         learning_rate."""
         grads = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         norm = self.norm(grads)
-        rate = self.learning_rate * factor(
-            self.schedule, self.step, self.warmup_steps, self.total_steps
-        )
+        given = self.settings
+        share = factor(given.schedule, self.step, given.warmup_steps, given.total_steps)
+        rate = given.learning_rate * share
         skip = skip or not math.isfinite(norm)
         if not skip:
-            if norm > self.max_grad_norm:
-                torch._foreach_mul_(list(grads.values()), self.max_grad_norm / norm)
+            if norm > given.max_grad_norm:
+                torch._foreach_mul_(list(grads.values()), given.max_grad_norm / norm)
             for group in self.adam.param_groups:
                 group["lr"] = rate
-            if self.offloaded is None:
-                for name, p in self.parameters.items():
-                    self.masters[name].grad = p.grad
-                self.adam.step()
-                self.muon.step(rate)
-                if self.rounds:
-                    self._round()
-            else:
-                self.offloaded.step()
+            self._step(rate)
             # the fused kernel does not count its writes, and the linear packs are renewed by that
             # count
             torch.autograd.graph.increment_version(list(self.parameters.values()))
@@ -110,6 +130,17 @@ class Optimizer:
         for p in (*self.parameters.values(), *self.masters.values()):
             p.grad = None
         return {"grad_norm": norm, "learning_rate": rate, "skipped_updates": float(skip)}
+
+    def _step(self, rate: float) -> None:
+        """Step the masters by the parameters' gradients, and write them into their parameters."""
+        for name, p in self.parameters.items():
+            self.masters[name].grad = p.grad
+        self._step_masters(rate)
+        if self.rounds:
+            self._round()
+
+    def _step_masters(self, rate: float) -> None:
+        self.adam.step()
 
     @torch.no_grad()
     def _round(self) -> None:
@@ -123,15 +154,13 @@ class Optimizer:
         return {name: p.detach() for name, p in self.masters.items()}
 
     def state(self) -> dict[str, Tensor]:
-        """Return the moments of AdamW and the momentum of Muon by parameter name; none before the
-        first update."""
-        moments = {
+        """Return the moments by parameter name, as "exp_avg.NAME"; none before the first update."""
+        return {
             f"{moment}.{name}": tensor
             for name, p in self.masters.items()
             if p in self.adam.state
             for moment, tensor in self.adam.state[p].items()
         }
-        return moments | {f"momentum.{name}": t for name, t in self.muon.momentum.items()}
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -144,21 +173,12 @@ class Optimizer:
         """Take up the moments and the place in the schedule."""
         for key, tensor in tensors.items():
             moment, _, name = key.partition(".")
-            if self.offloaded is not None and moment != "step":
-                copy = self.offloaded.to_host(tensor)
-            else:
-                copy = tensor.to(self.parameters[name].device, copy=True)
-            if moment == "momentum":
-                self.muon.momentum[name] = copy
-            else:
-                self.adam.state[self.masters[name]][moment] = copy
+            self.adam.state[self.masters[name]][moment] = self._home(key, tensor)
         self.step = step
 
-
-def _master(parameter: nn.Parameter) -> nn.Parameter:
-    if parameter.dtype == torch.float32:
-        return parameter
-    return nn.Parameter(parameter.detach().float())
+    def _home(self, key: str, tensor: Tensor) -> Tensor:
+        """Copy a tensor of the state to where it rests between updates."""
+        return tensor.to(self.parameters[key.partition(".")[2]].device, copy=True)
 
 
 def factor(schedule: Schedule, step: int, warmup: int, total: int) -> float:

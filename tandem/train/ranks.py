@@ -17,8 +17,7 @@ from tandem.model.boxes import Box
 from tandem.model.load import ExactModel
 from tandem.rl.losses import Metrics
 from tandem.runtime import watchdog
-from tandem.train.muon import MapWhole, map_each
-from tandem.train.optimizer import Norm, global_norm
+from tandem.train.optimizer import MapWhole, Norm, global_norm, map_each
 from tandem.types import Array, Microbatch
 
 # Runs the model on a microbatch; returns one value for each loss token.

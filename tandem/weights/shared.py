@@ -32,8 +32,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.plugins.cluster.delta import decode, encode
 from tandem.types import Array, Row
+from tandem.weights.delta import encode
 from tandem.weights.hashing import begin_digest, combine, raw_bytes, tensor_digests
 
 ALIGNMENT = 64  # bytes: a cache line, and more than any type needs
@@ -45,8 +45,8 @@ DTYPES = {
 }
 
 # What a worker is sent that runs an earlier version. False: all; True: the tensors that differ;
-# elements, int8: from the version before of these their difference (delta.py).
-Delta = bool | Literal["elements", "int8"]
+# elements: from the version before of these their difference (delta.py).
+Delta = bool | Literal["elements"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +144,6 @@ class SharedWeights:
     """Published versions of the weights. Any thread may call any method.
 
     tensors: names, types and shapes of all versions, e.g. `model.merged_weights()`.
-
-    With the delta "int8" a version is what its base and the difference give, not the tensors that
-    were published: so all workers run the same bytes, and no error is left to the next one.
     """
 
     def __init__(self, tensors: dict[str, Tensor], delta: Delta = False):
@@ -170,15 +167,12 @@ class SharedWeights:
         """Keep a copy of the weights under that number; return hash_of(version). probe: told to
         the workers that are offered them.
 
-        The same weights may be published again under their number; others are an error (not with
-        "int8", where they cannot be compared).
+        The same weights may be published again under their number; others are an error.
         """
         with self._lock:
             is_published = version in self._published
             base = max(self._published, default=-1)
         if is_published:
-            if self.delta == "int8":
-                return self.hash_of(version)
             digest = combine(tensor_digests(tensors))
             if digest != self.hash_of(version):
                 raise ValueError(f"other weights are published as version {version} already")
@@ -207,15 +201,13 @@ class SharedWeights:
         self, tensors: Mapping[str, Tensor], memory: Array, base: Array | None
     ) -> tuple[dict[str, str], Sent | None]:
         """Write a version to memory, uint8 [_room], and behind it the difference from a base."""
-        if base is None or isinstance(self.delta, bool):
-            return write_tensors(self.layout, tensors, memory), None
-        old, quantize = dict(self.layout.views(base)), self.delta == "int8"
-        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-            found = list(threads.map(lambda n: encode(old[n], tensors[n], quantize), old))
-        parts = {n: part for n, part in zip(old, found, strict=True) if part is not None}
-        if quantize:
-            tensors = {n: decode(t, parts[n]) if n in parts else t for n, t in old.items()}
         digests = write_tensors(self.layout, tensors, memory)
+        if base is None or isinstance(self.delta, bool):
+            return digests, None
+        old = dict(self.layout.views(base))
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            found = list(threads.map(lambda n: encode(old[n], tensors[n]), old))
+        parts = {n: part for n, part in zip(old, found, strict=True) if part is not None}
         if all(part.dtype == tensors[name].dtype for name, part in parts.items()):
             return digests, None  # the tensors themselves are sent
         sent = Sent(Layout.of(parts), at=self.layout.size)

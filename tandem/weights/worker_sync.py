@@ -21,8 +21,9 @@ class ProcessSync:
     """Publication to rollout workers, and to the engine of evaluations.
 
     workers: run the versions that rollouts ask for; local: the engine of evaluations, which runs
-    the trainer's own tensors; keep: how many versions before the newest may still be asked for;
-    probe: makes what workers compare themselves with, by the weights that are published.
+    the trainer's own tensors; weights: returns those to publish, and what workers compare
+    themselves with by them, or None; keep: how many versions before the newest may still be asked
+    for; before: called before a version is asked for.
     """
 
     def __init__(
@@ -30,22 +31,23 @@ class ProcessSync:
         workers: RolloutEngine,
         local: Generate,
         shared: SharedWeights,
-        weights: Callable[[], dict[str, Tensor]],
+        weights: Callable[[], tuple[dict[str, Tensor], dict[str, Any] | None]],
         keep: int,
-        probe: Callable[[], dict[str, Any] | None] = lambda: None,
+        before: Callable[[], None] = lambda: None,
     ):
         self.workers, self.local, self.shared = workers, local, shared
-        self.weights, self.keep, self.probe = weights, keep, probe
+        self.weights, self.keep, self.before = weights, keep, before
         self.version = -1  # that rollouts have asked for last
 
     def publish(self, version: int) -> None:
-        self.shared.publish(version, self.weights(), self.probe())
+        self.shared.publish(version, *self.weights())
         self.shared.release(below=version - self.keep)
         self.local.apply(version)
 
     def sync_to(self, version: int) -> None:
         """Have the workers run a version. Raises UserError if it is gone, or a worker runs other
         weights than the published ones."""
+        self.before()
         if self.workers.weight_version != version:
             if version not in self.shared.versions:
                 raise weights_gone(version, found=f"versions {self.shared.versions}")

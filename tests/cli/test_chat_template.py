@@ -6,8 +6,6 @@ import shutil
 import pytest
 from transformers import AutoTokenizer
 
-from tandem.cli.serve import RendererTexts
-from tandem.data.renderer import load_renderer
 from tandem.run_folder.checkpoint import step_name
 from tests.support.home import invoke, make_home, mistake
 
@@ -58,15 +56,6 @@ def test_template_is_part_of_the_run(home, tmp_path):
     assert invoke(*command).exit_code == 0
     file.write_text(file.read_text() + "{# the same text, another file #}")
     assert "data.chat_template" in mistake(*command, f"run.steps={STEPS + 1}")
-
-
-def test_template_file_takes_the_place_of_the_tokenizers(home):
-    chat = [{"role": "user", "content": "hi"}]
-    own = load_renderer(str(home / "model"))
-    given = load_renderer(str(home / "base"), str(home / "chat.jinja"))
-    assert given.prompt_texts([chat]) == own.prompt_texts([chat])
-    assert given.stop_token_ids == own.stop_token_ids
-    assert RendererTexts(given).render(chat, [], {}) == own.prompt_texts([chat])[0]
 
 
 @pytest.mark.parametrize("content", [None, " \n", b"\xff"])

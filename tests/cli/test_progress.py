@@ -6,7 +6,7 @@ import io
 import pytest
 from rich.console import Console
 
-from tandem.cli.progress import StepProgress, duration, trend
+from tandem.cli.progress import StepProgress
 
 ROW = {
     "reward": 0.5123,
@@ -59,44 +59,12 @@ def test_line_has_step_reward_speed_and_time_left():
     assert max(map(len, log)) <= 80
 
 
-@pytest.mark.parametrize("seconds", [0.5, 31.0, 95.0, 4000.0])
-def test_live_line_of_80_columns_has_the_time_left(seconds):
-    _, _, line = shown([seconds] * 40, terminal=True)
-    assert f"40/100 left {duration(60 * seconds)} reward 0.512" in line
-    assert [len(row.rstrip()) <= 80 for row in line.rstrip("\n").split("\n")] == [True]
-
-
-def test_time_left_counts_median_steps_and_evaluations():
-    _, log, _ = shown(
-        [500.0] * 5 + [2.0, 2.0, 90.0, 2.0, 2.0, 2.0, 1.0, 3.0, 2.0, 2.0], eval_every=10, of=20
-    )
-    # 5 x 2 and one of 7
-    assert log[-1].endswith("→  2.00 s/step  entropy 1.20  gap 0  left 17 s")
-
-
-def test_slow_steps_get_a_line_each_and_fast_runs_twenty():
-    assert len(shown([30.0] * 15, of=1000)[1]) == 15
-    assert len(shown([0.01] * 1000, of=1000)[1]) == 21  # the first one too
-
-
-def test_resumed_run_shows_time_left_after_its_first_step():
-    assert shown([40.0], resumed=30, of=50)[1][0].endswith("left 12 min 40 s")
-
-
 @pytest.mark.parametrize("terminal", [False, True])
 def test_evaluation_shows_the_training_reward_too(terminal):
     text, log, _ = shown([1.0] * 3, eval_every=3, terminal=terminal)
     for lines in (text, "\n".join(log)):
         assert "step   3/100  reward 0.512" in lines
         assert "step   3/100  held-out reward: sampled 0.824 ± 0.084, greedy 0.859" in lines
-
-
-def test_step_0_without_an_eval_set_prints_no_line():
-    progress = StepProgress(
-        "train", 10, output=Console(file=io.StringIO()), log=lambda line: pytest.fail(line)
-    )
-    progress(0, {}, {"ledger_s": 0.1})
-    assert progress.output.file.getvalue() == ""
 
 
 def test_warning_is_printed_once_and_logged():
@@ -107,30 +75,3 @@ def test_warning_is_printed_once_and_logged():
         "warning at step 1: over half of the completions hit rollout.max_new_tokens; "
         "take a larger one",
     ]
-
-
-@pytest.mark.parametrize(
-    ("rewards", "arrow"),
-    [
-        ([0.1] * 9, ""),
-        ([0.1] * 5 + [0.2] * 5, " ↑"),
-        ([0.2] * 5 + [0.1] * 5, " ↓"),
-        ([0.2] * 9 + [0.21], " →"),
-    ],
-)
-def test_trend_compares_the_last_steps_with_those_before(rewards, arrow):
-    assert trend(rewards) == arrow
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.4, "0 s"),
-        (59.6, "1 min 0 s"),
-        (271.4, "4 min 31 s"),
-        (11_520, "3 h 12 min"),
-        (200_000, "2 d 7 h"),
-    ],
-)
-def test_a_time_has_its_two_largest_units(seconds, text):
-    assert duration(seconds) == text

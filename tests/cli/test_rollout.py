@@ -8,28 +8,21 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import chdir
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
 from tandem.cli.rollout import Output, hashes, open_output, rollout, write_batches
-from tandem.cli.status import status
 from tandem.config.schema import Config, Data
-from tandem.data.chats import parse_chat
 from tandem.data.problems import read_problems
-from tandem.data.readers import read_rows
 from tandem.model.tiny import make_tiny
-from tandem.plugins.view.runs import Run
 from tandem.run_folder.episode_files import SCHEMA
 from tandem.run_folder.status import ROLLOUT
-from tandem.runtime import numerics
 from tandem.runtime.errors import UserError
 from tandem.types import Episode, Group, Problem
-from tests.support.command import ROOT, assert_is_a_users_error, tandem
+from tests.support.command import ROOT
 from tests.support.datasets import write_algebra
 from tests.support.faults import in_a_fork
 
@@ -131,27 +124,6 @@ def test_killed_rollout_goes_on_and_leaves_the_same_bytes(name, last, undisturbe
     ).read_bytes()
 
 
-def stop_before(last, number, clock):
-    """Makes batches, and raises when asked for number last."""
-    if number == last:
-        raise KeyboardInterrupt
-    return batch(number, clock)
-
-
-def test_the_view_and_status_tell_a_finished_rollout_from_a_stopped_one(tmp_path, capsys):
-    said = {"stopped": "does not run; the same command goes on", "finished": "has finished"}
-    for state, done in (("stopped", 2), ("finished", BATCHES)):
-        try:
-            folder = write(tmp_path / "out", make=partial(stop_before, done)).folder
-        except KeyboardInterrupt:
-            folder = tmp_path / "out"
-        row = Run(folder, "out").summary()
-        assert (row["state"], row["step"], row["steps"]) == (state, done, BATCHES)
-        status(folder)
-        printed = capsys.readouterr().out
-        assert said[state] in printed and f"step {done} of {BATCHES}" in printed
-
-
 def copied(output, folder):
     """The output and its run folder, in another place."""
     for place in {output.path, output.folder}:
@@ -165,35 +137,6 @@ def test_jsonl_cut_at_any_byte_is_written_again(offset, undisturbed, tmp_path):
     os.truncate(output.path, int(offset * output.path.stat().st_size))
     write(output.path, make=never)
     assert contents(output.path) == contents(undisturbed["episodes.jsonl"].path)
-
-
-@OUTPUTS
-@pytest.mark.parametrize("rows", range(BATCHES + 1))
-@pytest.mark.parametrize("torn", [0, 9])
-def test_metrics_cut_at_any_row_lead_to_the_same_bytes(name, rows, torn, undisturbed, tmp_path):
-    output = copied(undisturbed[name], tmp_path)
-    metrics = output.folder / "metrics.jsonl"
-    lines = metrics.read_bytes().splitlines(keepends=True)
-    metrics.write_bytes(b"".join(lines[:rows]) + b"".join(lines[rows : rows + 1])[:torn])
-    made = []
-    write(output.path, make=lambda number, clock: made.append(number) or batch(number, clock))
-    assert made == list(range(rows, BATCHES))
-    assert contents(output.path) == contents(undisturbed[name].path)
-    assert metrics.read_bytes() == b"".join(lines)
-
-
-@pytest.mark.parametrize("moment", ["before", "midway", "after"])
-def test_kill_during_the_jsonl_export_is_repaired(moment, undisturbed, tmp_path):
-    output = copied(undisturbed["episodes.jsonl"], tmp_path)
-    output.path.write_bytes(b"old")
-    temporary = tmp_path / ".tmp-episodes.jsonl"
-    if moment != "before":
-        temporary.write_bytes(undisturbed["episodes.jsonl"].path.read_bytes()[:100])
-    if moment == "after":
-        temporary.rename(output.path)
-    write(output.path, make=never)
-    assert contents(output.path) == contents(undisturbed["episodes.jsonl"].path)
-    assert not temporary.exists()
 
 
 @pytest.mark.parametrize("lost", range(BATCHES))
@@ -236,16 +179,6 @@ def test_jsonl_has_the_columns_of_the_journal_with_native_values(undisturbed):
     assert rows[1]["reward_parts"] == {"answer": 1.0, "overlong": -0.5} and rows[1]["loss_mask"][
         :3
     ] == [False, False, True]
-
-
-def test_what_json_has_no_number_for_is_null(tmp_path):
-    def broken(number, clock):
-        groups = batch(number, clock)
-        groups[0].episodes[0].engine_logprobs[2] = np.nan
-        return groups
-
-    first = json.loads(write(tmp_path / "e.jsonl", make=broken).path.read_bytes().split(b"\n")[0])
-    assert first["engine_logprobs"][2] is None and first["engine_logprobs"][1] < 0
 
 
 @OUTPUTS
@@ -351,16 +284,6 @@ def test_every_problem_comes_once_in_order_in_both_formats(home, outputs):
 
 
 @OUTPUTS
-def test_the_files_of_a_model_are_made_again_from_where_they_end(name, home, outputs, tmp_path):
-    output = copied(outputs[name], tmp_path)
-    last = output.folder / "rollout_step_000003.parquet"
-    last.rename(last.with_name(f".tmp-{last.name}"))
-    rollout(config(home), output.path)
-    assert contents(output.path) == contents(outputs[name].path)
-    assert not list(output.folder.glob(".tmp-*"))
-
-
-@OUTPUTS
 def test_a_complete_rollout_says_so_and_loads_no_model(name, home, tmp_path, capsys):
     home, output = private(home, tmp_path), Output(tmp_path / name)
     rollout(config(home), output.path)
@@ -379,14 +302,6 @@ def test_a_complete_rollout_says_so_and_loads_no_model(name, home, tmp_path, cap
     # the witness: a rollout that is not complete does
     with pytest.raises(UserError, match="model cannot be loaded"):
         rollout(config(home), tmp_path / "other")
-
-
-def test_bytes_behind_a_complete_rollout_are_cut_off(home, outputs, tmp_path):
-    output = copied(outputs["episodes.jsonl"], tmp_path)
-    with output.path.open("ab") as file:
-        file.write(b'{"step": 4, "gr')
-    rollout(config(home), output.path)
-    assert contents(output.path) == contents(outputs["episodes.jsonl"].path)
 
 
 def damage_data(home):
@@ -431,24 +346,6 @@ def test_other_inputs_are_refused_by_name_and_taken_with_fresh(home, tmp_path):
     assert (tmp_path / "e.jsonl.old-1").read_bytes() == before and len(
         out.read_bytes().splitlines()
     ) == 14
-
-
-def test_summary_counts_the_batches_of_all_starts(home, outputs, tmp_path, capsys):
-    output = copied(outputs["episodes.jsonl"], tmp_path)
-    (output.folder / "rollout_step_000003.parquet").unlink()
-    rollout(config(home), output.path)
-    probe, *lines = [line for line in capsys.readouterr().out.splitlines() if line[0].isalpha()]
-    assert probe.startswith("exactness probe: ") and numerics.processor() in probe
-    assert lines[0].startswith("batch 4 of 4: 2 episodes, mean reward ") and len(lines) == 2
-    assert lines[1].startswith("done: 14 episodes, mean reward ")
-    assert all("% truncated, " in line and line.endswith(" tokens/s") for line in lines)
-
-
-def test_a_rollout_without_out_says_where_it_wrote(home, tmp_path, capsys):
-    with chdir(tmp_path):
-        rollout(config(home), None)
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("episodes in runs/rollout;") and (tmp_path / "runs/rollout").is_dir()
 
 
 HELD = """
@@ -496,33 +393,6 @@ def test_a_real_kill_loses_nothing(home, outputs, tmp_path):
 # ------------------------------------------------------------------------------
 
 
-def test_first_sample_of_each_problem_is_a_data_file(home, outputs, tmp_path):
-    path = outputs["episodes.jsonl"].path
-    how = Data(prompt_column="messages", category_column="category")
-    with pytest.raises(UserError, match="cannot be used") as caught:
-        read_problems(str(path), how, key="data.train")
-    assert "a uid that no other row has" in str(caught.value)
-    firsts = [
-        line for line in path.read_bytes().splitlines() if json.loads(line)["sample_index"] == 0
-    ]
-    (tmp_path / "problems.jsonl").write_bytes(b"\n".join(firsts))
-    problems = read_problems(str(tmp_path / "problems.jsonl"), how, key="data.train")
-    wanted = read_problems(str(home / "data/train.jsonl"), Data(), key="data.train")
-    fields = ("uid", "messages", "answer", "category")
-    assert [[getattr(p, f) for f in fields] for p in problems] == [
-        [getattr(p, f) for f in fields] for p in wanted
-    ]
-
-
-def test_messages_and_transcripts_are_chats_for_sft(outputs, tmp_path):
-    rows = [json.loads(line) for line in outputs["episodes.jsonl"].path.read_bytes().splitlines()]
-    chats = [
-        {"messages": [*(row["opening"] or row["messages"]), *row["transcript"]]} for row in rows
-    ]
-    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
-    assert len(read_rows(str(tmp_path / "chats.jsonl"), parse_chat, key="sft.train")) == 14
-
-
 # Mistakes, before any work
 # ------------------------------------------------------------------------------
 
@@ -549,16 +419,3 @@ def test_impossible_output_is_refused_before_any_work(home, tmp_path):
                 "none" in name
             )
     assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "mine.jsonl").read_text() == "{}\n"
-
-
-def test_missing_parent_and_unreadable_data_exit_with_2(home, tmp_path):
-    result = tandem("rollout", home / "recipe.toml", "--out", tmp_path / "none/e.jsonl", cwd=home)
-    assert_is_a_users_error(
-        result, "the folder of the output does not exist", f"mkdir -p {tmp_path}/none", torch=True
-    )
-    broken = Path(tmp_path / "broken.jsonl")
-    broken.write_text("{\n")
-    out = tmp_path / "e.jsonl"
-    result = tandem("rollout", home / "recipe.toml", f"data.train={broken}", "--out", out, cwd=home)
-    assert_is_a_users_error(result, "data.train", "broken.jsonl:1", torch=True)
-    assert list(tmp_path.iterdir()) == [broken]

@@ -10,7 +10,7 @@ import torch
 from tandem.engine.inexact_engine import InexactEngine, make_engine
 from tandem.model.inexact import make_inexact
 from tandem.types import Request, SamplingParams
-from tests.support.architectures import INEXACT, inexact, stock
+from tests.support.architectures import INEXACT, by_need, inexact, stock
 from tests.support.parity import random_requests, words
 from tests.support.tiny import stock_logits
 
@@ -28,7 +28,7 @@ def requests_of(seed, prompts=4, group=3):
     return random_requests(np.random.default_rng(seed), prompts=prompts, longest=60, group=group)
 
 
-@pytest.mark.parametrize("name", INEXACT)
+@pytest.mark.parametrize("name", by_need(INEXACT))
 def test_log_probs_are_those_of_a_whole_pass(name):
     model, twin = inexact(name), stock(name)
     requests, engine = requests_of(1), engine_of(model, max_batch=5)
@@ -46,7 +46,7 @@ def test_log_probs_are_those_of_a_whole_pass(name):
     assert 0 <= engine.logprob_gap() <= GAP
 
 
-@pytest.mark.parametrize("name", INEXACT)
+@pytest.mark.parametrize("name", by_need(INEXACT))
 def test_completion_has_the_same_bits_in_any_company(name):
     """Some requests come a step later, in another order."""
     model, requests = inexact(name), requests_of(2, group=9)

@@ -37,7 +37,8 @@ from tandem.serve.openai import ApiError, ChatMessage
 from tandem.step import Stages, train_step
 from tandem.train.batch import Models
 from tandem.train.learner import Learner
-from tandem.train.optimizer import Optimizer
+from tandem.train.optimizer import Optimizer, Settings
+from tandem.train.parity import ExactCheck
 from tandem.types import Problem, SamplingParams, Score
 from tandem.weights.in_process import InlineSync
 from tests.support.scripted import DigitRenderer, ScriptedReward
@@ -588,16 +589,7 @@ def test_training_step_with_an_agent_is_exactly_on_policy(tmp_path):
     tree["env"] |= {"name": "agent", "timeout_s": WAIT_S}
     config, model = Config.model_validate(tree), exact_model("qwen3")
     engine = real_engine(model)
-    optimizer = Optimizer(
-        model.trainable(),
-        learning_rate=1e-3,
-        schedule="constant",
-        warmup_steps=0,
-        total_steps=10,
-        weight_decay=0.0,
-        betas=(0.9, 0.95),
-        max_grad_norm=1.0,
-    )
+    optimizer = Optimizer(model.trainable(), Settings(learning_rate=1e-3, total_steps=10))
     envs = EnvPool(make=lambda: AgentDrivenEnv(chatty), limits=config.env)
     runner = RolloutRunner(
         engine=engine, renderer=DigitRenderer(), envs=envs, rewards=Given(), reward_model=None
@@ -607,7 +599,7 @@ def test_training_step_with_an_agent_is_exactly_on_policy(tmp_path):
         config=config,
         models=Models(policy=Learner(model, optimizer)),
         sampling=PARAMS,
-        exact=True,
+        parity=ExactCheck(),
         collector=Collector(
             config=config, problems=PROBLEMS, runner=runner, sampling=PARAMS, journal=journal
         ),

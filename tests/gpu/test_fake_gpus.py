@@ -2,6 +2,8 @@
 which GPU is the current one, and what is asked of streams. What only a GPU can show is the capture
 of a graph, and time."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -9,12 +11,14 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from tandem.engine.engine import Engine
-from tandem.engine.graphs import HostCopy, StepGraphs, upload
+from tandem.engine.graphs import StepGraphs
 from tandem.engine.lookahead import Lookahead
 from tandem.model.load import make_exact
 from tandem.model.triton import ops
 from tandem.model.triton.dispatch import triton_everywhere
+from tandem.plugins.optim.offload import OffloadedOptimizer
 from tandem.train.muon import orthogonalized
+from tandem.train.optimizer import Optimizer
 from tandem.train.pack import pack
 from tandem.train.ranks import ALONE
 from tests.support.engines import facts, request
@@ -82,15 +86,6 @@ def test_decode_steps_are_captured_on_the_gpu_of_the_model():
     assert steps == [("step", 0), *inside, ("replay", 0), ("replay", 0)]
 
 
-def test_copies_wait_for_the_stream_of_their_tensors():
-    with FakeCuda() as gpus:
-        there = upload(np.arange(3), SECOND)
-        assert there.device == SECOND and gpus.log == [("pin", None)]
-        [back] = HostCopy(there + 1).wait()
-        assert back.tolist() == [1, 2, 3] and not back.is_cuda
-    assert gpus.log[1:] == [("record_event", 1), ("synchronize", 1)]
-
-
 def test_memory_of_descriptors_is_on_the_gpu_of_the_product():
     from triton.runtime._allocation import _allocator
 
@@ -101,10 +96,10 @@ def test_memory_of_descriptors_is_on_the_gpu_of_the_product():
         assert _allocator.get()(128, 128, None).device == SECOND
 
 
-def updated_on(device, dtype, offload_bucket=0):
+def updated_on(device, dtype, kind=Optimizer):
     """Metrics of two updates of a model, its weights after them, and the learner."""
     batches = pack(random_samples(np.random.default_rng(5), 1), 60)
-    learner = learner_of(model_on(device, dtype), ALONE, offload_bucket=offload_bucket)
+    learner = learner_of(model_on(device, dtype), ALONE, kind=kind)
     metrics = updated(learner, batches)
     assert {weight.device for weight in learner.model.parameters()} == {torch.device(device)}
     return metrics, {n: w.cpu().tolist() for n, w in copied(learner.model).items()}, learner
@@ -122,7 +117,9 @@ def test_state_of_an_update_leaves_the_gpu_through_pinned_memory_beside_the_arit
     with FakeCuda():
         expected = updated_on(SECOND, BF16)[:2]
     with FakeCuda() as gpus:
-        metrics, weights, learner = updated_on(SECOND, BF16, offload_bucket=5000)
+        metrics, weights, learner = updated_on(
+            SECOND, BF16, partial(OffloadedOptimizer, bucket=5000)
+        )
         assert (metrics, weights) == expected
         optimizer = learner.optimizer
         kept = {**optimizer.weights(), **optimizer.state()}

@@ -111,25 +111,11 @@ def test_of_nested_prefixes_the_longest_is_shared():
     assert own[0].tolist() == [384, 384, 0, 256, 256]
 
 
-@pytest.mark.parametrize("groups", [[(1, 0, 900)] * 3, [(5, 0, 0)], [(1, 3, 127)]])
-def test_where_no_page_is_shared_there_are_no_tiles(groups):
-    tables, starts, _ = tables_of(groups)
-    table = Runs(tables, starts, np.ones(len(tables), np.int64)).table
-    assert split_tiles(table, starts, PAGE, 3) is None
-
-
 @pytest.mark.parametrize("group", [9, 16, 17])
 def test_a_group_that_fills_a_tile_alone_shares_none(group):
     tables, starts, _ = tables_of([(4, PAGES, 0)])
     table = Runs(tables, starts, np.ones(4, np.int64)).table
     assert split_tiles(table, starts, PAGE, group) is None
-
-
-def test_chunks_of_prompts_take_the_other_kernel():
-    tables, starts, pages = tables_of([(3, PAGES, 0)])
-    keys, values = (torch.zeros(pages, 1, PAGE, 16, device=DEVICE) for _ in range(2))
-    plan = TritonPagedPlan([keys], [values], Runs(tables, starts, np.array([1, 1, 2])), 2)
-    assert plan.tiles is None
 
 
 def test_partial_results_stay_within_their_bound():

@@ -106,14 +106,6 @@ def test_a_row_of_matmul_has_the_same_bits_alone_and_in_any_batch(dtype):
         assert same_bits(matmul(x[first : first + size], weight, bias), whole[first : first + size])
 
 
-def test_matmul_reads_slices_of_wider_tensors():
-    x, weight = random(1, 6, 300), random(2, 70, 300)
-    assert same_bits(
-        matmul(x[:, 100:200], weight[:, :100]),
-        matmul(x[:, 100:200].clone(), weight[:, :100].clone()),
-    )
-
-
 @pytest.mark.parametrize("splits", ["apart", "in turn"])
 @pytest.mark.parametrize(
     ("group", "kv_heads", "width", "window", "dtype"),
@@ -148,17 +140,6 @@ def test_attention_over_pages_is_near_float64(group, kv_heads, width, window, dt
     for at, count, (k, v) in zip(first, counts, kv, strict=True):
         mine = slice(at, at + count)
         assert_near(found[mine], in_float64(q[mine], k, v, width**-0.5, window), dtype)
-
-
-def test_rows_of_no_sequence_come_back_as_zeros():
-    q, k, v = sequence()
-    keys, values = pages_of([(k[:40], v[:40])], [TABLE], 7)
-    for options in ({}, {"scratch_bytes": 0}):
-        rows = PagedRows(
-            tables=int32(TABLE), first=int32(2), count=int32(3), start=int32(37), max_length=1024
-        )
-        found = attention(q[35:42], keys, values, rows, SCALE, **options)
-        assert same_bits(found[2:5], new_tokens(37, 40)) and not found[[0, 1, 5, 6]].any()
 
 
 @pytest.mark.parametrize(("dtype", "window"), [(FP32, None), (BF16, None), (BF16, 4)])
@@ -261,16 +242,6 @@ def test_sequence_beside_others_of_its_prefix_same_bits():
     assert same_bits(found[:50], together[prefix:])
 
 
-def test_heads_and_strides_of_a_fused_projection_change_no_bit():
-    """q, k and v as slices of one tensor [T, H + 2 K, E]."""
-    q, k, v = (t[:70] for t in sequence())
-    fused = torch.cat((q, k, v), 1)
-    parts = fused.split((HEADS, KV_HEADS, KV_HEADS), 1)
-    assert same_bits(
-        segment_attention(*parts, int32((0, 70, 0, 0)), SCALE), packed_pass(None, BF16)[:70]
-    )
-
-
 def test_segments_of_a_pack_have_the_bits_they_have_over_pages():
     """A prefix of 40 rows with two continuations, one by itself, and padding."""
     q, k, v = (random(s, 110, h, 80) for s, h in ((1, 4), (2, 1), (3, 1)))
@@ -305,11 +276,3 @@ def test_writing_the_cache_fills_the_slots_and_nothing_else():
                 side[slot // PAGE, :, slot % PAGE] = t[row]
     write_cache(k, v, cache[0], cache[1], torch.tensor(slots, device=DEVICE))
     assert same_bits(cache, expected)
-
-
-def test_a_layout_the_kernels_cannot_read_is_refused():
-    q, k, v = sequence()
-    with pytest.raises(ValueError, match="expected 1 in the last dimension"):
-        segment_attention(q, k.transpose(0, 2), v, int32((0, 1, 0, 0)), SCALE)
-    with pytest.raises(ValueError, match="expected a multiple of 64"):
-        new_tokens(0, 1, pages=pages_of([(k, v)], [TABLE], 7, page=100))

@@ -5,18 +5,14 @@ More kinds of such runs are killed in test_same_bits.py.
 """
 
 import hashlib
-import os
-import shutil
 import signal
 import time
 
-import numpy as np
 import pytest
 
 from tests.support.runs import IMAGES, Forks, fingerprint, prepare, run
 
 STEPS = 5
-ONE_CORE = ("taskset", "-c", str(min(os.sched_getaffinity(0)))) if shutil.which("taskset") else ()
 
 
 @pytest.fixture(scope="module")
@@ -50,21 +46,4 @@ def test_kill_while_images_are_stored_leaves_no_trace(undisturbed, tmp_path):
     killed.join()
     assert killed.exitcode == -signal.SIGKILL and 3 <= len(kept(folder)) < IMAGES
     run(command, folder)
-    assert left_by(folder) == expected
-
-
-def test_killed_run_ends_in_the_same_bytes_on_other_cores(undisturbed, tmp_path):
-    """Killed with its rollout worker at a random moment, and finished on one core where there is
-    `taskset`, with as many threads as it began with."""
-    command, expected, seconds = undisturbed
-    moment = np.random.default_rng(0).uniform(0.4, 0.95) * seconds
-    # a machine that was slower a moment ago has ended before the kill
-    for part in (1.0, 0.5, 0.25):
-        folder = tmp_path / f"killed at {part}"
-        code, _ = run([*command, "rollout.workers=1"], folder, part * moment)
-        run(command, folder, place=ONE_CORE)
-        if code:
-            break
-    else:
-        raise AssertionError("no kill hit a live run")
     assert left_by(folder) == expected

@@ -6,7 +6,7 @@ import torch
 
 from tandem.model.forward import batch_logprobs, reference_logprobs
 from tandem.rl.kl import kl_estimate
-from tandem.train.optimizer import Optimizer
+from tandem.train.optimizer import Optimizer, Settings
 from tandem.train.pack import pack
 from tandem.types import SamplingDistribution
 from tests.support.parity import (
@@ -52,14 +52,7 @@ def test_engine_and_policy_agree_at_two_thousand_tokens(name):
 def test_engine_and_policy_agree_after_optimizer_steps(name, dtype):
     model = random_model(name, dtype=dtype)
     optimizer = Optimizer(
-        dict(model.module.named_parameters()),
-        learning_rate=1e-2,
-        schedule="constant",
-        warmup_steps=0,
-        total_steps=9,
-        weight_decay=0.0,
-        betas=(0.9, 0.95),
-        max_grad_norm=1.0,
+        dict(model.module.named_parameters()), Settings(learning_rate=1e-2, total_steps=9)
     )
     engine = engine_for(model)
     seen = []

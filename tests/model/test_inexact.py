@@ -15,11 +15,18 @@ from tandem.run_folder.export import export
 from tandem.runtime.errors import UserError
 from tandem.train.pack import pack
 from tandem.types import SamplingDistribution
-from tests.support.architectures import INEXACT, architecture, inexact, save_architecture, stock
+from tests.support.architectures import (
+    INEXACT,
+    architecture,
+    by_need,
+    inexact,
+    save_architecture,
+    stock,
+)
 from tests.support.tiny import random_samples, random_tokens, stock_logits, tiny_config
 
 
-@pytest.mark.parametrize("name", INEXACT)
+@pytest.mark.parametrize("name", by_need(INEXACT))
 def test_trial_finds_it_causal_and_its_cache_good(name):
     config = architecture(name)
     assert why_inexact(config, "here").startswith(f"architecture {name}: ")
@@ -50,7 +57,7 @@ def groups_packed(budget):
     return samples, pack(samples, budget)
 
 
-@pytest.mark.parametrize("name", INEXACT)
+@pytest.mark.parametrize("name", by_need(INEXACT))
 def test_log_probs_and_gradients_are_those_of_separate_passes(name):
     """Sums in another order are all that may differ."""
     samples, batches = groups_packed(400)
@@ -74,7 +81,7 @@ def test_log_probs_and_gradients_are_those_of_separate_passes(name):
         assert (found - gradient).abs().max() <= 1e-3 * gradient.abs().max() + 1e-5, weight
 
 
-@pytest.mark.parametrize("name", INEXACT)
+@pytest.mark.parametrize("name", by_need(INEXACT))
 def test_checkpointing_changes_no_bit(name):
     _, [batch, *_] = groups_packed(400)
     results = []

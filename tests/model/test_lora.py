@@ -18,7 +18,7 @@ from tandem.model.lora import Lora
 from tandem.model.tiny import make_tokenizer
 from tandem.run_folder.export import Provenance, export, export_adapter, model_card
 from tandem.runtime.errors import UserError
-from tandem.train.optimizer import Optimizer
+from tandem.train.optimizer import Optimizer, Settings
 from tests.support.parity import engine_for, largest_gap, random_requests
 from tests.support.tiny import (
     exact_logits,
@@ -59,16 +59,7 @@ def adapted(kind="llama", lora=LORA, *, moved=True, **changes):
 
 
 def adam(model):
-    return Optimizer(
-        model.trainable(),
-        learning_rate=1e-2,
-        schedule="constant",
-        warmup_steps=0,
-        total_steps=9,
-        weight_decay=0.0,
-        betas=(0.9, 0.95),
-        max_grad_norm=1.0,
-    )
+    return Optimizer(model.trainable(), Settings(learning_rate=1e-2, total_steps=9))
 
 
 def documents():

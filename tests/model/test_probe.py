@@ -29,7 +29,6 @@ from tandem.model.probe import (
 from tandem.model.trial import Schedule, random_model, threads_of
 from tandem.train.pack import pack
 from tandem.types import SamplingDistribution
-from tests.support import cells
 from tests.support.parity import CONFIGS
 from tests.support.parity import random_model as model_of
 from tests.support.tiny import random_samples
@@ -211,29 +210,6 @@ def test_threads_are_as_before_afterwards():
     with pytest.raises(ArithmeticError), threads_of(before + 1):
         raise ArithmeticError
     assert torch.get_num_threads() == before
-
-
-SMALL = {  # name of the switches: shapes, by parts of their names
-    ("default", True): ("1 x 2 heads of 128", "7 x 1 heads of 48"),
-    ("all at AVX2", True): ("1 x 2 heads of 128",),
-    ("all at AVX2", False): ("2 x 1 heads of 80",),
-}
-
-
-@pytest.mark.parametrize("switches", SMALL, ids=str)
-def test_it_never_says_yes_where_a_bit_differs(switches):
-    """A part of `make invariants`: other processors, as far as this one can be another."""
-    number = next(
-        n
-        for n, one in enumerate(cells.switches())
-        if (one.name, one.strict, one.threads) == (*switches, 2)
-    )
-    chosen = [n for n, shape in enumerate(cells.shapes()) if shape.name in SMALL[switches]]
-    found = cells.run(number, chosen)
-    assert len(found) == len(SMALL[switches])
-    assert [cell["shape"] for cell in found if cells.is_false_yes(cell)] == []
-    if switches == ("default", True):
-        assert all(cell["says_parity"] and cell["says_threads"] for cell in found)
 
 
 class Candidates:

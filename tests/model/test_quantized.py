@@ -16,7 +16,7 @@ from tandem.jobs.models import build_model
 from tandem.model.load import load_model, make_exact
 from tandem.model.lora import Lora
 from tandem.model.quantized import NF4, QuantizedWeight, quantize, quantized_bytes
-from tandem.plugins.plan.resources import memory, model_sizes
+from tandem.plugins.plan.footprint import model_sizes, needs
 from tandem.run_folder.past_run import open_past
 from tandem.runtime.errors import UserError
 from tests.support.architectures import stock
@@ -177,7 +177,7 @@ def test_rollout_workers_sample_with_the_same_weights(finished, tmp_path):
 
 def test_plan_counts_the_bytes_that_the_base_holds(finished):
     config = open_past(finished).config
-    rows = {name: size for name, size, _ in memory(model_sizes(config, "train"), config, "train")}
+    rows = {name: size for name, size, _ in needs(model_sizes(config, "train"), config, "train", 0)}
     held = 0
     model = build_model(config, config.model.path)
     for name, weight in model.module.named_parameters():

@@ -23,7 +23,15 @@ from tests.support.part_models import PARTS, save_whole
 from tests.support.tiny import random_tokens, stock_logits
 
 
-@pytest.fixture(scope="module", params=PARTS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        kind
+        if kind in ("gemma3", "llava", "llama4")
+        else pytest.param(kind, marks=pytest.mark.nightly)
+        for kind in PARTS
+    ],
+)
 def saved(request, tmp_path_factory):
     """(kind of the whole, its directory)"""
     return request.param, save_whole(request.param, tmp_path_factory.mktemp(request.param))

@@ -9,8 +9,9 @@ import torch
 
 from tandem.config.recipe import load_config
 from tandem.config.schema import Config
+from tandem.rl.algorithms import estimator, policy_loss
 from tandem.rl.user_functions import (
-    try_user_functions,
+    try_functions,
     try_user_metric,
     user_advantage,
     user_filter,
@@ -36,6 +37,10 @@ def module(folder, text):
     file = folder / f"own_{abs(hash(text))}.py"
     file.write_text("import numpy as np, torch\n" + text)
     return f"{file}:f"
+
+
+def try_out(loss="ppo_clip", advantage="grpo", keep=""):
+    try_functions(policy_loss(loss), estimator(advantage), keep)
 
 
 def learned(**rl):
@@ -65,13 +70,13 @@ def test_a_built_in_advantage_as_a_users_function_trains_the_same_weights(advant
 
 
 def test_functions_of_the_example_are_what_they_say():
-    try_user_functions(f"{EXAMPLE}:loss", f"{EXAMPLE}:advantage", f"{EXAMPLE}:keep")
+    try_out(f"{EXAMPLE}:loss", f"{EXAMPLE}:advantage", f"{EXAMPLE}:keep")
     try_user_metric(f"{EXAMPLE}:answers")
-    losses, metrics = user_loss(f"{EXAMPLE}:loss", TOKENS)
+    losses, metrics = user_loss(name=f"{EXAMPLE}:loss", **TOKENS)
     assert losses.tolist() == [-1.0, -1.0, 1.0]
     assert metrics == {"policy_loss": -1.0, "loss/ratio": 3.0}
     offered = {"rewards": REWARDS, "lengths": LENGTHS, "k": 1, "baseline": 0.0}
-    table = user_advantage(f"{EXAMPLE}:advantage", offered)
+    table = user_advantage(name=f"{EXAMPLE}:advantage", **offered)
     np.testing.assert_allclose(table, [[-0.499, 0.499], [0.0, 0.0]])
     kept = [user_filter(f"{EXAMPLE}:keep", r, n) for r, n in zip(REWARDS, LENGTHS, strict=True)]
     assert kept == [True, False]
@@ -109,7 +114,7 @@ def test_functions_of_the_example_are_what_they_say():
 def test_a_loss_that_cannot_be_used_is_named(tmp_path, text, found, expected):
     name = module(tmp_path, text)
     with pytest.raises(UserError) as error:
-        try_user_functions(name, "grpo", "")
+        try_out(loss=name)
     assert error.value.where == f"rl.loss = {name}"
     assert found in error.value.found and expected in error.value.expected
 
@@ -127,7 +132,7 @@ def test_a_loss_that_cannot_be_used_is_named(tmp_path, text, found, expected):
 def test_an_advantage_that_cannot_be_used_is_named(tmp_path, text, found, expected):
     name = module(tmp_path, text)
     with pytest.raises(UserError) as error:
-        try_user_functions("ppo_clip", name, "")
+        try_out(advantage=name)
     assert error.value.where == f"rl.advantage = {name}"
     assert found in error.value.found and expected in error.value.expected
 
@@ -135,7 +140,7 @@ def test_an_advantage_that_cannot_be_used_is_named(tmp_path, text, found, expect
 def test_an_exception_in_a_function_names_its_line(tmp_path):
     name = module(tmp_path, "def f(rewards):\n    return rewards['x']")
     with pytest.raises(UserError, match="a function of yours raised") as error:
-        try_user_functions("ppo_clip", "grpo", name)
+        try_out(keep=name)
     assert error.value.where.endswith(".py:3)") and "IndexError" in error.value.found
 
 
@@ -166,7 +171,7 @@ def test_a_step_whose_own_loss_is_not_finite_changes_no_weight_and_is_counted(tm
         "    losses = policy_logprobs * (1.0 if len(policy_logprobs) == 12 else float('nan'))\n"
         "    return losses, {'total': losses.detach().sum()}\n",
     )
-    try_user_functions(name, "grpo", "")
+    try_out(loss=name)
     policy = trained(exact_model("qwen3"))
     before = bits(policy)
     row = learn(Models(policy=policy), sampled_groups(policy.model), settings(loss=name), version=0)

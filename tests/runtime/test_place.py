@@ -47,14 +47,6 @@ def test_first_host_of_slurm_has_rank_0(nodes, first):
 
 
 @pytest.mark.parametrize(
-    ("tasks", "node", "size"), [("4,2(x3)", 0, 4), ("4,2(x3)", 3, 2), ("1,7", 1, 7), ("16", 0, 16)]
-)
-def test_slurm_gives_each_node_its_number_of_tasks(tasks, node, size):
-    environment = SLURM | {"SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": str(node)}
-    assert place_from(environment).local_size == size
-
-
-@pytest.mark.parametrize(
     "environment",
     [
         {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},

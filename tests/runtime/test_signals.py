@@ -2,7 +2,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 
 import pytest
@@ -73,17 +72,6 @@ def test_signal_in_deferring_section_interrupts_at_its_end():
     """)
     process.send_signal(signal.SIGTERM)
     assert finish(process) == (130, "inner\nouter\ninterrupted\n")
-
-
-def test_signal_in_long_section_interrupts_at_its_limit():
-    process = start("""
-        defer = signals.defer_interrupts
-        with signals.handle_signals(), defer(60.0), defer(0.2):
-            ready()
-            threading.Event().wait()
-    """)
-    process.send_signal(signal.SIGINT)
-    assert finish(process) == (130, "interrupted\n")
 
 
 def test_signal_where_interrupts_are_allowed_again_interrupts():
@@ -181,26 +169,3 @@ def test_signal_passed_on_by_a_launcher_is_not_a_second_one():
     assert process.stdout.readline() == "cleaning\n"
     process.send_signal(signal.SIGINT)
     assert finish(process) == (130, "saved\ninterrupted\n")
-
-
-def test_handlers_without_a_signal_are_restored():
-    handlers = [signal.getsignal(number) for number in (*signals.SIGNALS, signal.SIGALRM)]
-    with signals.handle_signals(), signals.defer_interrupts():
-        assert [signal.getsignal(number) for number in signals.SIGNALS] != handlers[:2]
-        assert "signals" in {thread.name for thread in threading.enumerate()}
-    assert [signal.getsignal(number) for number in (*signals.SIGNALS, signal.SIGALRM)] == handlers
-    assert "signals" not in {thread.name for thread in threading.enumerate()}
-    assert signal.set_wakeup_fd(-1) == -1
-
-
-def test_signal_handling_outside_the_main_thread_is_a_no_op():
-    handler, seen = signal.getsignal(signal.SIGINT), []
-
-    def run():
-        with signals.handle_signals(), signals.defer_interrupts():
-            seen.append(signal.getsignal(signal.SIGINT))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert seen == [handler]

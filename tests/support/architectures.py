@@ -3,6 +3,7 @@ stock twins."""
 
 import dataclasses
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -230,6 +231,20 @@ INEXACT = {  # with a state, or attention of their own
         "shared_expert_intermediate_size": 60,
     },
 }
+
+
+# With a part each that others lack: a soft cap, latent attention with a router of sigmoids, linear
+# biases, short convolutions, layers of two widths, sinks with experts that have biases, Conv1D with
+# learned positions, layers beside each other, experts, biases in the head; two that keep a state.
+A_COMMIT = (
+    *("gemma2", "deepseek_v3", "bloom", "lfm2", "gemma4_text", "gpt_oss", "gpt2", "cohere2"),
+    *("mixtral", "phi", "qwen3_5_text", "mamba2"),
+)
+
+
+def by_need(names):
+    """Parameters of a test: the names of A_COMMIT, and the others for the night."""
+    return [n if n in A_COMMIT else pytest.param(n, marks=pytest.mark.nightly) for n in names]
 
 
 def architecture(name, **changes):

@@ -1,45 +1,62 @@
-"""The `tandem` command in a process of its own, judged by exit code, output and imports."""
+"""The `tandem` command line in this process, or some in one process of their own, judged by exit
+code and output."""
 
+import io
+import json
+import os
+import signal
 import subprocess
 import sys
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 
+from tandem.cli import main
+
 ROOT = Path(__file__).parents[2]
-# The console script's entry point; a last line on stderr says whether torch was imported on the
-# way.
-ENTRY = """
-import sys
-from tandem.cli.main import run
-try:
-    run()
-finally:
-    print("torch" in sys.modules, file=sys.stderr)
+# Its last line on stdout has the result of each command and whether torch was there after it.
+RUN_ALL = """
+import json, sys
+from tests.support.command import tandem
+commands, cwd = json.loads(sys.argv[1])
+print(json.dumps([(*tandem(*command, cwd=cwd), "torch" in sys.modules) for command in commands]))
 """
 
 
 def tandem(*arguments, cwd):
-    """(exit code, stdout, stderr, whether torch was imported)"""
-    result = subprocess.run(
-        [sys.executable, "-c", ENTRY, *map(str, arguments)],
-        cwd=cwd,
+    """(exit code, stdout, stderr)"""
+    stdout, stderr = io.StringIO(), io.StringIO()
+    before = sys.argv, signal.getsignal(signal.SIGTERM), os.environ.get("COLUMNS", "80")
+    sys.argv, os.environ["COLUMNS"] = ["tandem", *map(str, arguments)], "200"
+    try:
+        with chdir(cwd), redirect_stdout(stdout), redirect_stderr(stderr):
+            main.run()
+    except SystemExit as end:
+        return end.code or 0, stdout.getvalue(), stderr.getvalue()
+    finally:
+        sys.argv, handler, os.environ["COLUMNS"] = before
+        signal.signal(signal.SIGTERM, handler)
+    raise AssertionError("a command ends by sys.exit")
+
+
+def in_own_process(*commands, cwd, **variables):
+    """(exit code, stdout, stderr, whether torch was imported) of each command, one after another in
+    a process of their own that has no other variables."""
+    plan = json.dumps([[[str(word) for word in command] for command in commands], str(cwd)])
+    environment = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"], **variables}
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_ALL, plan],
+        env=environment,
         capture_output=True,
         text=True,
         timeout=120,
-        env={
-            "PYTHONPATH": str(ROOT),
-            "HF_HUB_OFFLINE": "1",
-            "PATH": "/usr/bin:/bin",
-            "COLUMNS": "200",
-        },
     )
-    *stderr, torch = result.stderr.splitlines()
-    return result.returncode, result.stdout, "\n".join(stderr), torch == "True"
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def assert_is_a_users_error(result, *words, torch):
+def assert_is_a_users_error(result, *words):
     """Exit code 2, nothing on stdout, a told error and no traceback."""
-    code, stdout, stderr, imported = result
+    code, stdout, stderr, *_ = result
     assert code == 2 and stdout == ""
     assert stderr.startswith("error: ") and "Traceback" not in stderr
     assert all(word in stderr for word in words), stderr
-    assert imported == torch

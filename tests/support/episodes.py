@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from tandem import choices
 from tandem.config.schema import RL, Config, Rollout, Train
 from tandem.model.forward import batch_logprobs
 from tandem.model.load import make_exact
@@ -15,7 +16,7 @@ from tandem.step import learn_step
 from tandem.train.batch import Models
 from tandem.train.learn import LearnStage
 from tandem.train.learner import Learner
-from tandem.train.optimizer import Optimizer
+from tandem.train.optimizer import Optimizer, Settings
 from tandem.train.pack import pack
 from tandem.types import Episode, Group, Problem, SamplingParams
 from tests.support import dense
@@ -47,16 +48,7 @@ def recorded(model):
 
 
 def trained(model, learning_rate=0.01):
-    optimizer = Optimizer(
-        model.trainable(),
-        learning_rate=learning_rate,
-        schedule="constant",
-        warmup_steps=0,
-        total_steps=100,
-        weight_decay=0.0,
-        betas=(0.9, 0.95),
-        max_grad_norm=1.0,
-    )
+    optimizer = Optimizer(model.trainable(), Settings(learning_rate=learning_rate, total_steps=100))
     return Learner(model, optimizer)
 
 
@@ -82,7 +74,12 @@ def settings(budget=60, **rl):
 
 
 def learn_stage(models, config, *, exact=True, sampling=SAMPLING):
-    return LearnStage(config=config, models=models, sampling=sampling, exact=exact)
+    return LearnStage(
+        config=config,
+        models=models,
+        sampling=sampling,
+        parity=choices.engine_of(config).parity(config, exact, models.policy.model.inexact),
+    )
 
 
 def learn(models, groups, config, *, version=0, baseline=0.0, exact=True, sampling=SAMPLING):

@@ -1,5 +1,10 @@
-"""A function run by every process of a mesh, over gloo, one thread each."""
+"""A function run by every process of a mesh, over gloo, one thread each.
 
+Rank n of any mesh is the n-th of a few processes that live as long as the tests: what a start and
+the first imports cost is paid once.
+"""
+
+import gc
 import math
 import multiprocessing
 import tempfile
@@ -7,6 +12,7 @@ import traceback
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import accumulate
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch
@@ -19,6 +25,7 @@ from tandem.train.parallel.mesh import make_mesh
 TIMEOUT = timedelta(seconds=240)  # of a busy machine
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.support.meshes", "tests.support.tiny"])
+_members = []  # (process, this end of its pipe)
 
 
 def on_mesh(function, *arguments, **sizes):
@@ -27,26 +34,67 @@ def on_mesh(function, *arguments, **sizes):
     function: of a module; sizes: of section [parallel], e.g. data=2.
     """
     config = Parallel(**sizes)
+    while len(_members) < config.processes:
+        ours, theirs = CONTEXT.Pipe()
+        process = CONTEXT.Process(target=_member, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        _members.append((process, ours))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
     with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            CONTEXT.Process(
-                target=_run, args=(function, arguments, config, rank, store.port, Path(folder))
-            )
-            for rank in range(config.processes)
-        ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(TIMEOUT.total_seconds())
-            process.kill()
-            process.join()
-        errors = [path.read_text() for path in sorted(Path(folder).glob("*.error"))]
-        assert not errors, "\n".join(errors)
-        return [
-            torch.load(Path(folder) / f"{rank}.pt", weights_only=False)
-            for rank in range(len(processes))
-        ]
+        torch.save((function, arguments, config), Path(folder) / "call.pt")
+        pipes = [pipe for _, pipe in _members[: config.processes]]
+        for rank, pipe in enumerate(pipes):
+            pipe.send((folder, rank, store.port))
+        error, waiting = "", list(pipes)
+        while waiting and not error:
+            ready = wait(waiting, TIMEOUT.total_seconds())
+            error = "".join(map(_error, ready)) if ready else f"{len(waiting)} do not answer"
+            waiting = [pipe for pipe in waiting if pipe not in ready]
+        if error:  # the others may wait for one that has failed
+            _end_members()
+            raise AssertionError(error)
+        return [torch.load(Path(folder) / f"{n}.pt", weights_only=False) for n in range(len(pipes))]
+
+
+def _error(pipe):
+    try:
+        return pipe.recv()
+    except EOFError:
+        return "a process has ended"
+
+
+def _end_members():
+    while _members:
+        process, pipe = _members.pop()
+        process.kill()
+        process.join()
+        pipe.close()
+
+
+def _member(pipe):
+    """Answer each call with its traceback, or with nothing; end with who calls."""
+    while True:
+        try:
+            folder, rank, port = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(_run(Path(folder), rank, port))
+        gc.collect()  # models of the last mesh
+
+
+def _run(folder, rank, port):
+    try:
+        numerics.prepare(1)
+        function, arguments, config = torch.load(folder / "call.pt", weights_only=False)
+        store = dist.TCPStore("127.0.0.1", port, timeout=TIMEOUT)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=config.processes)
+        mesh = make_mesh(config, torch.device("cpu"), _unannounced)
+        torch.save(function(mesh, *arguments), folder / f"{rank}.pt")
+        dist.destroy_process_group()
+        return ""
+    except BaseException:
+        return f"rank {rank}: {traceback.format_exc()}"
 
 
 def sent_bytes(function, size):
@@ -72,18 +120,6 @@ def peak_bytes(function):
     events = profile.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     return max(accumulate(size for _, size in changes))
-
-
-def _run(function, arguments, config, rank, port, folder):
-    try:
-        numerics.prepare(1)
-        store = dist.TCPStore("127.0.0.1", port, timeout=TIMEOUT)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=config.processes)
-        mesh = make_mesh(config, torch.device("cpu"), _unannounced)
-        torch.save(function(mesh, *arguments), folder / f"{rank}.pt")
-        dist.destroy_process_group()
-    except BaseException:
-        (folder / f"{rank}.error").write_text(f"rank {rank}: {traceback.format_exc()}")
 
 
 @contextmanager

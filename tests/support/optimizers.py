@@ -1,21 +1,15 @@
 """Optimizers of small parameters, and gradients for them."""
 
+from dataclasses import replace
+
 import torch
 
-from tandem.train.optimizer import Optimizer
+from tandem.train.optimizer import Optimizer, Settings
 
 
-def optimizer(weights, **changes):
-    settings = {
-        "learning_rate": 0.01,
-        "schedule": "constant",
-        "warmup_steps": 0,
-        "total_steps": 10,
-        "weight_decay": 0.1,
-        "betas": (0.9, 0.95),
-        "max_grad_norm": 1e9,
-    }
-    return Optimizer(weights, **{**settings, **changes})
+def optimizer(weights, kind=Optimizer, **changes):
+    usual = Settings(learning_rate=0.01, total_steps=10, weight_decay=0.1, max_grad_norm=1e9)
+    return kind(weights, replace(usual, **changes))
 
 
 def set_gradients(weights, step, scale=1.0):

@@ -17,7 +17,7 @@ from tandem.engine.inexact_engine import make_engine
 from tandem.model.forward import batch_logprobs
 from tandem.model.load import ExactModel, make_exact
 from tandem.runtime.rng import address
-from tandem.train.optimizer import Optimizer
+from tandem.train.optimizer import Optimizer, Settings
 from tandem.train.pack import join, pack
 from tandem.types import Completion, Request, Sample, SamplingDistribution, SamplingParams
 
@@ -77,16 +77,7 @@ def parity_of_model(model: ExactModel, schedules: int) -> tuple[int, float]:
 
 def gaps_of_model(model: ExactModel, schedules: int) -> tuple[int, float, float]:
     """Return (tokens sampled, largest gap, mean gap), as `parity_of_model`."""
-    optimizer = Optimizer(
-        model.trainable(),
-        learning_rate=1e-3,
-        schedule="constant",
-        warmup_steps=0,
-        total_steps=9,
-        weight_decay=0.0,
-        betas=(0.9, 0.95),
-        max_grad_norm=1.0,
-    )
+    optimizer = Optimizer(model.trainable(), Settings(learning_rate=1e-3, total_steps=9))
     tokens, gaps = 0, []
     for number in range(schedules):
         rng = np.random.default_rng(number)

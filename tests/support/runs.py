@@ -4,8 +4,6 @@ compared byte by byte.
 A run is a process of its own (`run`, at given moments), or a fork of a process that has imported
 Tandem and nothing else (`Forks`, at given steps), which saves the seconds of the import and so
 kills where the work is.
-
-    python -m tests.support.runs dapo 5      five kills at random moments of a dapo run
 """
 
 import ctypes
@@ -16,7 +14,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,8 +21,6 @@ from itertools import islice
 from multiprocessing.context import ForkServerProcess as Fork
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from tandem.model.tiny import make_tiny
 from tandem.plugins.tasks import algebra, squares
@@ -369,31 +364,3 @@ def fingerprint(folder: Path) -> dict[str, str]:
         str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest()
         for f in sorted(files)
     }
-
-
-def interrupted(command: list[str], folder: Path, moments: list[float]) -> int:
-    """Kill the run at each moment (seconds after a start), then let it finish; returns how many
-    kills hit a live run."""
-    hits = sum(run(command, folder, moment)[0] != 0 for moment in moments)
-    run(command, folder)
-    return hits
-
-
-def main(kind: str, kills: int) -> None:
-    """One run, killed that often at random moments before it may finish, against one never
-    stopped."""
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        command = prepare(folder, command=kind)
-        _, seconds = run(command, folder / "whole")
-        moments = (np.random.default_rng().uniform(0.3, 0.9, kills) * seconds).tolist()
-        hits = interrupted(command, folder / "killed", moments)
-        equal = fingerprint(folder / "whole") == fingerprint(folder / "killed")
-        print(
-            f"{kind}: {hits} kills of a run of {seconds:.1f} s, {'equal' if equal else 'NOT EQUAL'}"
-        )
-        sys.exit(not equal)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))

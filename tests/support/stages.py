@@ -15,7 +15,8 @@ from tandem.run_folder.journal import Journal
 from tandem.step import Stages
 from tandem.train.batch import Models
 from tandem.train.learner import Learner
-from tandem.train.optimizer import Optimizer
+from tandem.train.optimizer import Optimizer, Settings
+from tandem.train.parity import ExactCheck, NoCheck
 from tandem.types import Completion, Env, Problem, SamplingParams, Score
 from tandem.weights.in_process import InlineSync
 from tests.support.scripted import DigitRenderer, ScriptedEngine, ScriptedReward
@@ -85,16 +86,7 @@ class WatchingOptimizer(Optimizer):
     """Notes at every update which files are there, and the engine's version."""
 
     def __init__(self, model, folder, engine):
-        super().__init__(
-            model.trainable(),
-            learning_rate=1e-3,
-            schedule="constant",
-            warmup_steps=0,
-            total_steps=10,
-            weight_decay=0.0,
-            betas=(0.9, 0.95),
-            max_grad_norm=1.0,
-        )
+        super().__init__(model.trainable(), Settings(learning_rate=1e-3, total_steps=10))
         self.folder, self.engine, self.saw = folder, engine, []
 
     def update(self, *, skip=False):
@@ -133,7 +125,7 @@ def stages_in(
         config=settings,
         models=Models(policy=Learner(model, WatchingOptimizer(model, folder, engine))),
         sampling=sampling,
-        exact=exact,
+        parity=ExactCheck() if exact else NoCheck(),
         collector=Collector(
             config=settings,
             problems=PROBLEMS,

@@ -6,7 +6,7 @@ import torch
 from tandem.model.forward import batch_logprobs
 from tandem.model.trial import threads_of
 from tandem.train.learner import Learner
-from tandem.train.optimizer import Optimizer
+from tandem.train.optimizer import Optimizer, Settings
 from tandem.train.pack import pack
 from tandem.train.parallel.ranks import ParallelRanks
 from tandem.train.ranks import Ranks
@@ -16,21 +16,14 @@ from tests.support.tiny import exact_model, random_samples
 SAMPLING = SamplingDistribution()
 
 
-def learner_of(model, ranks, *, rate=0.01, **settings):
+def learner_of(model, ranks, *, rate=0.01, kind=Optimizer):
     return Learner(
         model,
-        Optimizer(
+        kind(
             ranks.trainable(model),
-            learning_rate=rate,
-            schedule="constant",
-            warmup_steps=0,
-            total_steps=100,
-            weight_decay=0.1,
-            betas=(0.9, 0.95),
-            max_grad_norm=0.5,
+            Settings(learning_rate=rate, total_steps=100, weight_decay=0.1, max_grad_norm=0.5),
             norm=ranks.norm(model),
             map_whole=ranks.map_whole(model),
-            **settings,
         ),
         ranks,
     )
@@ -62,10 +55,10 @@ def require_same_change(found, expected, before):
         assert difference <= 1e-3 * change, (name, difference / change)
 
 
-def step_on(mesh, kind, shares, **settings):
+def step_on(mesh, kind, shares, optimizer=Optimizer):
     model, ranks = exact_model(kind), ParallelRanks(mesh)
     ranks.divide(model, torch.float32)
-    rows = updated(learner_of(model, ranks, **settings), microbatches(shares))
+    rows = updated(learner_of(model, ranks, kind=optimizer), microbatches(shares))
     whole = exact_model(kind, seed=1) if mesh.rank == 0 else None
     ranks.publish(model, whole)
     return rows, None if whole is None else whole.named_weights()
@@ -94,9 +87,9 @@ class Halves(Ranks):
         return totals
 
 
-def step_alone(kind, shares, **settings):
+def step_alone(kind, shares, optimizer=Optimizer):
     """Step with one thread, as each process of a mesh has: a router's gradient depends on it."""
     model = exact_model(kind)
     with threads_of(1):
-        rows = updated(learner_of(model, Halves(shares), **settings), microbatches(shares))
+        rows = updated(learner_of(model, Halves(shares), kind=optimizer), microbatches(shares))
     return rows, model.named_weights()

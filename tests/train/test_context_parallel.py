@@ -6,14 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.config.parallel import Parallel
 from tandem.model.forward import batch_logprobs, batch_values, teacher_divergences
 from tandem.model.load import make_exact
 from tandem.model.lora import Lora
 from tandem.rl.distillation import divergence
-from tandem.runtime.errors import UserError
 from tandem.train.pack import pack
-from tandem.train.parallel.checks import check_mesh
 from tandem.train.parallel.ranks import ParallelRanks
 from tandem.train.ranks import ALONE
 from tandem.types import SamplingDistribution
@@ -276,11 +273,3 @@ def test_each_process_keeps_its_share_of_the_activations():
 
 
 # ---- what is refused
-
-
-@pytest.mark.parametrize("parallel", [{"context": 3}, {"context": 4}, {"context": 2, "tensor": 2}])
-def test_a_context_that_cannot_share_the_heads_is_refused(parallel):
-    with pytest.raises(UserError, match="attention heads") as error:
-        check_mesh(Parallel(**parallel), tiny_config("qwen3"))
-    assert f"parallel.context = {parallel['context']}" in error.value.where
-    check_mesh(Parallel(context=2), tiny_config("qwen3"))

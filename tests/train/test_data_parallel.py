@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from tandem.model.load import make_exact
 from tandem.model.lora import Lora
+from tandem.plugins.optim.offload import OffloadedOptimizer
 from tandem.runtime.errors import InvariantError
 from tandem.train.checks import require_frozen
 from tandem.train.pack import pack
@@ -21,7 +23,7 @@ ADAPTER = Lora(rank=2, alpha=4.0, targets=("q_proj", "v_proj"), seed=1)
 
 
 def offloaded_on(mesh):
-    return step_on(mesh, "qwen3", 2, offload_bucket=20_000)
+    return step_on(mesh, "qwen3", 2, optimizer=partial(OffloadedOptimizer, bucket=20_000))
 
 
 def test_two_processes_with_offloaded_state_step_to_the_bits_of_one():

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tandem.config.schema import Env
-from tandem.rl.advantages import penalize
 from tandem.train.batch import Models, pack_batch
 from tandem.train.learn import token_advantages
 from tandem.types import Group
@@ -50,13 +49,6 @@ def penalizing(groups, *places):
     return groups
 
 
-def without_penalties(groups):
-    for place in ((row, n) for row, group in enumerate(groups) for n in range(len(group.episodes))):
-        episode = groups[place[0]].episodes[place[1]]
-        groups = changed(groups, place, penalties=np.zeros_like(episode.penalties))
-    return groups
-
-
 PLACES = [((0, 1), 0.5), ((2, 0), 2.0)]
 
 
@@ -95,28 +87,6 @@ def test_penalty_of_a_turn_changes_its_tokens_and_no_others(mode):
     assert changed_tokens == len(PLACES)
     dense.aggregate("sequence_mean", terms, MAX_NEW_TOKENS).backward()
     dense.assert_gradients(gradients, stock)
-
-
-@pytest.mark.parametrize("algorithm", ["reinforce_pp", "gspo", "cispo"])
-def test_penalty_counts_whatever_the_algorithm(algorithm):
-    groups = penalizing(sampled_groups(exact_model("qwen3"), turns=2), *PLACES)
-    config = with_env(settings(algorithm=algorithm), penalty_mode="set")
-    batch = pack_batch(groups, config)
-    found, _ = token_advantages(batch, config, 0.0)
-    unpenalized = pack_batch(without_penalties(groups), config)
-    plain, _ = token_advantages(unpenalized, config, 0.0)
-    for sample, place in enumerate(batch.sample_index):
-        wanted, penalty = plain[sample].copy(), dict(PLACES).get(place)
-        if penalty:
-            episode = batch.episodes[sample]
-            wanted[second_turn(episode)[episode.loss_mask]] = -penalty
-        assert np.array_equal(found[sample], wanted)
-
-
-def test_without_penalties_no_bit_of_an_advantage_changes():
-    advantages = np.random.default_rng(0).normal(size=9).astype(np.float32)
-    for mode in ("lower", "set"):
-        assert penalize(advantages, np.zeros(9, np.float32), mode).tobytes() == advantages.tobytes()
 
 
 def test_masked_episode_has_no_loss_and_moves_no_other_advantage():

@@ -10,11 +10,9 @@ import torch
 
 from tandem.config.parallel import Parallel
 from tandem.model.forward import batch_logprobs
-from tandem.runtime.errors import UserError
-from tandem.train.parallel.checks import check_mesh
 from tandem.train.parallel.ranks import ParallelRanks
 from tests.support.meshes import on_mesh
-from tests.support.tiny import exact_model, tiny_config
+from tests.support.tiny import exact_model
 from tests.support.updates import (
     SAMPLING,
     Halves,
@@ -134,23 +132,3 @@ def plain_run_on(mesh):
     whole = model_of(4, False, seed=1) if mesh.rank == 0 else None
     ranks.publish(model, whole)
     return forward, rows, None if whole is None else whole.named_weights()
-
-
-@pytest.mark.parametrize(
-    ("kind", "sizes"),
-    [
-        ("qwen3", {"expert": 2}),
-        ("qwen3_moe", {"expert": 4}),
-        ("qwen3_moe", {"expert": 2, "tensor": 2}),
-    ],
-)
-def test_mesh_that_does_not_divide_the_experts_is_refused(kind, sizes):
-    shape = tiny_config(kind, **({"num_experts": 6} if kind == "qwen3_moe" else {}))
-    with pytest.raises(UserError, match="equal parts of the experts"):
-        check_mesh(Parallel(**sizes), shape)
-
-
-def test_mesh_that_divides_the_experts_is_accepted():
-    shape = tiny_config("qwen3_moe", num_experts=4)
-    check_mesh(Parallel(expert=2, tensor=2), shape)
-    check_mesh(Parallel(expert=2), tiny_config("qwen3"), "distill.teacher")

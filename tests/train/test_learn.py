@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.config.schema import ALGORITHMS, Config, Reward
+from tandem.config.schema import Config, Reward
+from tandem.rl.algorithms import ALGORITHMS
 from tandem.runtime.errors import UserError
 from tandem.train.batch import Models, TokenTensors, compute_logprobs, pack_batch
 from tandem.train.learn import expected_gradient, policy_loss, reduce_metrics, token_advantages

@@ -2,13 +2,15 @@
 reload."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from tandem.train.optimizer import factor, global_norm
+from tandem.plugins.optim.offload import OffloadedOptimizer
+from tandem.train.optimizer import Optimizer, factor, global_norm
 from tests.support.optimizers import bits, optimizer, set_gradients
 
 SHAPES = {"embedding": (30, 8), "bias": (8,), "experts": (3, 5, 8)}
@@ -19,6 +21,10 @@ def parameters(seed=0):
     return {
         name: nn.Parameter(torch.randn(shape, generator=noise)) for name, shape in SHAPES.items()
     }
+
+
+def in_host_memory(bucket):
+    return partial(OffloadedOptimizer, bucket=bucket)
 
 
 def test_updates_are_torchs_adamw_with_decay_on_matrices_only():
@@ -251,7 +257,7 @@ def test_masters_and_moments_are_loaded_to_the_same_bits():
 @pytest.mark.parametrize("bucket", [1, 250, 10_000])
 def test_offloaded_state_gives_the_same_bits(make, bucket):
     weights, twin = make(), make()
-    resident, offloaded = optimizer(weights), optimizer(twin, offload_bucket=bucket)
+    resident, offloaded = optimizer(weights), optimizer(twin, in_host_memory(bucket))
     for step in range(4):
         set_gradients(weights, step)
         set_gradients(twin, step)
@@ -266,7 +272,7 @@ def test_offloaded_state_gives_the_same_bits(make, bucket):
 
 def test_state_leaves_the_device_after_an_update_and_comes_bucket_by_bucket():
     weights = bfloat16_parameters()
-    ours = optimizer(weights, offload_bucket=250)
+    ours = optimizer(weights, in_host_memory(250))
     homes = {name: master.data_ptr() for name, master in ours.masters.items()}
     sizes, step = [], ours.adam.step
 
@@ -289,12 +295,12 @@ def test_state_leaves_the_device_after_an_update_and_comes_bucket_by_bucket():
 
 def test_offloaded_state_is_saved_and_loaded_to_the_same_bits():
     weights = bfloat16_parameters()
-    ours = optimizer(weights, offload_bucket=250)
+    ours = optimizer(weights, in_host_memory(250))
     set_gradients(weights, 0)
     ours.update()
     for bucket in (0, 250):  # a run may go on with the other setting
         copies = bfloat16_parameters()
-        again = optimizer(copies, offload_bucket=bucket)
+        again = optimizer(copies, in_host_memory(bucket) if bucket else Optimizer)
         again.load_weights({name: w.clone() for name, w in ours.weights().items()})
         again.load_state({name: t.clone() for name, t in ours.state().items()}, ours.step)
         twin = bfloat16_parameters()

@@ -2,8 +2,6 @@
 bound."""
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -77,9 +75,3 @@ def test_one_process_imports_nothing_of_several():
             for node in ast.parse(path.read_text()).body:
                 text = ast.unparse(node) if isinstance(node, ast.Import | ast.ImportFrom) else ""
                 assert "train.parallel" not in text and "train.megatron" not in text, path
-
-
-def test_commands_of_one_process_do_not_load_it():
-    code = "import sys, tandem.cli.train; print([n for n in sys.modules if '.train.parallel' in n])"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout == "[]\n"

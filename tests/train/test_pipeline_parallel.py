@@ -7,15 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.config.parallel import Parallel
 from tandem.model.forward import batch_logprobs, teacher_divergences
 from tandem.model.load import make_exact
 from tandem.model.lora import Lora
 from tandem.rl.distillation import reverse_kl
-from tandem.runtime.errors import UserError
 from tandem.train.pack import pack
-from tandem.train.parallel.checks import check_mesh
-from tandem.train.parallel.pipeline import schedule, stage_layers
+from tandem.train.parallel.pipeline import schedule
 from tandem.train.parallel.ranks import ParallelRanks
 from tandem.train.ranks import ALONE
 from tandem.train.supervised import reference_answers
@@ -160,14 +157,6 @@ def test_each_weight_is_in_one_stage_under_its_own_name():
     assert sum(numbers for _, numbers in stages) == sum(p.numel() for p in whole.parameters())
 
 
-def test_layers_are_divided_evenly_and_all_of_them():
-    for layers in range(1, 40):
-        for stages in range(1, layers + 1):
-            found = stage_layers(layers, stages)
-            assert [number for part in found for number in part] == list(range(layers))
-            assert max(map(len, found)) - min(map(len, found)) <= 1
-
-
 def test_a_stage_keeps_the_activations_of_as_many_microbatches_as_stages_follow():
     for stages in range(1, 6):
         for count in range(1, 9):
@@ -249,9 +238,3 @@ def test_error_of_the_last_stage_ends_all_stages():
     assert "a microbatch that cannot be" in last
     ends = ("Connection closed by peer", "reset by peer")
     assert all(any(end in other for end in ends) for other in others)
-
-
-def test_more_stages_than_layers_are_refused():
-    check_mesh(Parallel(pipeline=4), tiny_config("qwen3", num_hidden_layers=4))
-    with pytest.raises(UserError, match="3 stages for 2 layers"):
-        check_mesh(Parallel(pipeline=3), tiny_config("qwen3"))

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from chaos.ranks import named, reserved_port, trial
+from chaos.ranks import reserved_port, trial
 from tandem.config.parallel import Parallel
 from tandem.runtime.errors import UserError
 from tandem.runtime.place import Place
@@ -95,13 +95,6 @@ def limits_on(mesh, stall_s):
 def test_a_collective_fails_only_after_those_who_do_not_come_were_named():
     [limits] = on_mesh(limits_on, 500.0, data=1)
     assert min(limits) > 500.0
-
-
-def test_a_number_in_a_text_is_no_name():
-    assert not named("waits for 2 peer ranks\nranks 0 and 1 are out of step", 2)
-    assert not named("rank 12 has given no sign of life", 1)
-    assert named("ranks 0, 1 and 2 are out of step", 2)
-    assert named("error: rank 2 has given no sign of life for 5 s", 2)
 
 
 def test_a_size_that_divides_is_named():

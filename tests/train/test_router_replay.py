@@ -1,7 +1,6 @@
 """Router replay (rl.router_replay): the engine's experts travel with the tokens, and the trainer
 computes with them."""
 
-import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -9,17 +8,13 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from tandem.config.schema import Config
 from tandem.engine.engine import Engine
 from tandem.engine.worker_pool.pool import Workers
-from tandem.jobs.models import check_models
 from tandem.model.expert_choices import ReplayedExperts, replayed_experts
 from tandem.model.forward import batch_logprobs
 from tandem.model.load import load_model
 from tandem.model.tiny import make_tiny
-from tandem.run_folder.episode_files import read_episodes
-from tandem.runtime.errors import InvariantError, UserError
-from tandem.step import train_step
+from tandem.runtime.errors import InvariantError
 from tandem.train.batch import Models
 from tandem.train.pack import pack
 from tandem.train.parallel.ranks import ParallelRanks
@@ -38,7 +33,6 @@ from tests.support.episodes import (
 )
 from tests.support.episodes import settings as learn_settings
 from tests.support.meshes import on_mesh
-from tests.support.stages import config, stages_in, weights_of
 from tests.support.tiny import exact_model, random_samples, random_tokens, stock_model, tiny_config
 from tests.support.updates import SAMPLING, Halves, learner_of
 from tests.support.working import bits, run
@@ -364,41 +358,6 @@ def test_a_first_update_is_exact_for_tokens_after_a_pause_across_weights():
 
 
 # ---- whole steps
-
-
-def trained_in(folder, steps=3, **changes):
-    stages = stages_in(folder, config(**changes), kind=KIND)
-    return [train_step(stages, step).metrics for step in range(steps)], weights_of(stages)
-
-
-def test_steps_on_fresh_weights_have_the_bits_of_steps_without_replay(tmp_path):
-    plain, expected = trained_in(tmp_path / "plain")
-    rows, weights = trained_in(tmp_path / "replay", rl__router_replay=True)
-    assert weights == expected
-    assert [row["logprob_gap"] for row in rows] == [0.0] * 3
-    assert [row.pop("router/replay_changed") for row in rows] == [0.0] * 3
-    assert rows == plain
-    for file in sorted((tmp_path / "replay").glob("*.parquet")):
-        episodes = read_episodes(file)
-        assert {e.experts.shape[0] - len(e.tokens) for e in episodes} == {-1}
-        before = read_episodes(tmp_path / "plain" / file.name)
-        assert {e.experts.shape for e in before} == {(0, 0, 0)}
-
-
-def test_a_run_again_from_its_journal_has_the_same_bits(tmp_path):
-    changes = {"rl__router_replay": True, "rl__minibatches": 2}
-    (tmp_path / "again").mkdir()
-    rows, weights = trained_in(tmp_path / "first", **changes)
-    for file in (tmp_path / "first").glob("train_step_*.parquet"):
-        shutil.copy(file, tmp_path / "again")
-    assert trained_in(tmp_path / "again", **changes) == (rows, weights)
-
-
-def test_a_model_without_experts_is_refused(tmp_path):
-    make_tiny(tmp_path, hidden=64, layers=1, intermediate=128)
-    settings = config(model__path=str(tmp_path), rl__router_replay=True)
-    with pytest.raises(UserError, match="no experts whose choice to replay"):
-        check_models(Config.model_validate(settings.model_dump()))
 
 
 # ---- several processes

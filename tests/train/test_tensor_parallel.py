@@ -5,13 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.config.parallel import Parallel
 from tandem.model.load import make_exact
 from tandem.model.lora import Lora
 from tandem.model.probe import probe
 from tandem.model.trial import random_model
-from tandem.runtime.errors import UserError
-from tandem.train.parallel.checks import check_mesh
 from tandem.train.parallel.ranks import ParallelRanks
 from tandem.train.ranks import ALONE
 from tests.support.meshes import on_mesh
@@ -150,21 +147,6 @@ def gaps_of(mesh, kind, dtype, lora):
 def test_an_engine_that_sums_in_as_many_parts_has_the_trainers_bits(sizes, cases):
     for before, after, without in on_mesh(gaps_on, cases, **sizes)[0]:
         assert before == after == 0.0 < without
-
-
-@pytest.mark.parametrize(
-    ("size", "kind", "found"),
-    [
-        (4, "qwen3", "6 attention heads, 2 key/value heads"),
-        (3, "qwen3_moe", "2 key/value heads, 5 experts"),
-        (2, "qwen3_moe", "5 experts"),
-    ],
-)
-def test_a_mesh_that_cannot_divide_a_layer_is_refused(size, kind, found):
-    with pytest.raises(UserError, match="equal parts") as error:
-        check_mesh(Parallel(tensor=size), tiny_config(kind))
-    assert found in str(error.value)
-    check_mesh(Parallel(tensor=2), tiny_config("qwen3"))
 
 
 def test_the_probe_of_a_model_that_sums_in_parts_tries_those_sums():

@@ -21,8 +21,8 @@ import torch
 from tandem.engine.worker_pool.client import PoolThread
 from tandem.engine.worker_pool.pool import Workers
 from tandem.plugins.cluster.collective import CollectiveWeights
+from tandem.registry import find
 from tandem.weights.shared import SharedWeights
-from tandem.weights.transports import open_weights
 from tandem.weights.worker_sync import ProcessSync
 from tests.support.waiting import WAIT_S
 from tests.support.weight_worker import COMMAND, LOAD_S, token_of
@@ -72,7 +72,7 @@ def opened(transport, delta=False, join_s=WAIT_S):
     """Open a transport. join_s: of a broadcast, how long it waits for a worker to come."""
     if transport == "collective":
         return CollectiveWeights(tensors(), delta, join_s)
-    return open_weights(transport, tensors(), delta)
+    return find("transports", transport, key="weights.transport")().open(tensors(), delta)
 
 
 class AnyTransport:
@@ -229,7 +229,7 @@ def test_a_sync_tells_bytes_when_the_rollouts_of_its_version_have_let_go_of_it()
         published, version = workers.published, 0
         client = pool.client(0)
         local = SimpleNamespace(apply=lambda version: None)
-        sync = ProcessSync(client, local, published.store, tensors, keep=0)
+        sync = ProcessSync(client, local, published.store, lambda: (tensors(), None), keep=0)
         sync.publish(version)
         sync.sync_to(version)
         # until it has been served by it
@@ -245,7 +245,7 @@ def test_a_sync_tells_bytes_and_seconds_of_what_workers_were_offered(workers):
     published.choose(opened("shm", delta=True))
     weights, first = tensors(), published.version + 1
     local = SimpleNamespace(apply=applied.append)
-    sync = ProcessSync(workers, local, published.store, lambda: weights, keep=0)
+    sync = ProcessSync(workers, local, published.store, lambda: (weights, None), keep=0)
     whole, sent, seconds = published.layout.tensor_bytes, [], []
     for version in (first, first + 1):
         published.version = version
@@ -319,9 +319,9 @@ import sys
 sys.modules["nixl"] = None
 import torch
 from tandem.runtime.errors import UserError
-from tandem.weights.transports import open_weights
+from tandem.registry import find
 try:
-    open_weights("rdma", {"a": torch.zeros(1)}, False)
+    find("transports", "rdma", key="")().open({"a": torch.zeros(1)}, False)
 except UserError as error:
     print(error.where, error.next)
 """

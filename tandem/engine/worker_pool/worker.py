@@ -157,7 +157,7 @@ class Server:
 
     def _apply(self, version: int, source: Message) -> None:
         from tandem.engine.sync_check import check_probe
-        from tandem.plugins.cluster.delta import decode_all
+        from tandem.weights.delta import decode_all
         from tandem.weights.hashing import combine
 
         if self._numbers:

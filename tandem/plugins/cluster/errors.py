@@ -1,4 +1,4 @@
-"""The UserErrors of a Ray cluster."""
+"""The UserErrors of a Ray cluster and of what runs on it, for those that have not imported it."""
 
 from collections.abc import Mapping
 
@@ -19,6 +19,28 @@ def no_ray() -> UserError:
         found="no ray",
         expected="Ray 2.50 or newer",
         next="pip install 'tandem-rl[ray]', or cluster.nodes=0",
+    )
+
+
+def no_transfer_queue(missing: str | None) -> UserError:
+    """Report that a package is missing."""
+    return UserError(
+        "the package transferqueue is not installed",
+        where="stream.kind = transfer_queue",
+        found=f"no {missing}",
+        expected="TransferQueue and Ray",
+        next="pip install 'tandem-rl[transfer-queue]', or stream.kind=memory",
+    )
+
+
+def no_nixl(found: str) -> UserError:
+    """Report that the package is missing."""
+    return UserError(
+        "weights.transport = rdma needs NIXL",
+        where="weights.transport",
+        found=found,
+        expected="the package nixl",
+        next="pip install 'tandem-rl[rdma]'",
     )
 
 

@@ -1,86 +1,165 @@
-"""The Ray cluster of a run; hosts of rollout workers, there or on this machine, and their number
-(`tandem scale`)."""
+"""The nodes of a Ray cluster as the place of a run's workers and ranks: cluster.nodes > 0."""
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
+from tandem.choices import ENGINE, Report, engine_of, plane_of, transport_of
 from tandem.config.schema import Config
-from tandem.engine.worker_pool.client import PoolThread
-from tandem.engine.worker_pool.pool import Workers
-from tandem.engine.worker_pool.process import Spawn
-from tandem.jobs.models import placement, rests_in_updates
-from tandem.plugins.cluster.errors import no_ray
-from tandem.plugins.cluster.rdma import no_nixl
-from tandem.plugins.cluster.this_machine import require_listener
-from tandem.plugins.plan.resources import model_sizes
-from tandem.plugins.vllm import worker as vllm_worker
-from tandem.run_folder.status import take_requested_workers
-from tandem.runtime.errors import UserError
-from tandem.stream.errors import no_transfer_queue
-from tandem.types import Sync
-from tandem.weights.shared import SharedWeights
-from tandem.weights.transports import open_weights
+from tandem.jobs.here import Here
+from tandem.registry import find
+from tandem.runtime.place import Place
 
 if TYPE_CHECKING:
     from tandem.plugins.cluster.ray_cluster import RayCluster
 
 
-def check_cluster(config: Config) -> None:
-    """Check before models are loaded that the packages of others, and the cluster, are there.
-    Raises UserError."""
-    if config.stream.kind == "transfer_queue":
-        for package in ("ray", "transfer_queue"):
-            if find_spec(package) is None:
-                raise no_transfer_queue(package)
-    if config.weights.transport == "rdma" and find_spec("nixl") is None:
-        raise no_nixl("no nixl")
-    if config.rollout.engine == "vllm":
-        if rests_in_updates(config) and placement(config).device.type == "cpu":
-            raise UserError(
-                "vLLM does not sleep on a CPU",
-                where="rollout.release_cache",
-                found="true, with rollout.engine = vllm on a CPU",
-                expected="a GPU, whose memory vLLM can give to the update",
-                next="rollout.release_cache=auto",
+class Nodes(Here):
+    """A Ray cluster. What the config leaves on the driver's machine is there."""
+
+    shares_files = False
+    usual_transport = "ray"
+    cluster: "RayCluster"  # of `open`
+
+    def describe(self, config: Config) -> str:
+        return f"{config.cluster.nodes} Ray nodes"
+
+    def conflicts(self, config: Config) -> Iterator[str]:
+        cluster, rollout = config.cluster, config.rollout
+        on_ray = cluster.trainers == "ray"
+        if on_ray and config.parallel.processes == 1:
+            yield "cluster.trainers: ray starts the ranks after 0, and [parallel] has one process"
+        calls = cluster.reward_workers + cluster.env_workers
+        if not (rollout.workers or plane_of(config).needs_nodes or on_ray or calls):
+            yield (
+                "cluster.nodes: rollout workers run on them, and rollout.workers=0 has none; e.g. "
+                f"rollout.workers={cluster.nodes}"
             )
-        vllm_worker.find_python()
-    if config.cluster.nodes:
+        if cluster.env_workers and config.env.name == "single_turn":
+            yield "cluster.env_workers: has no effect on env.name=single_turn, which does nothing"
+        if not engine_of(config).on_nodes:
+            yield f"{ENGINE}: on a Ray cluster (cluster.nodes) only tandem runs"
+        if rollout.devices:
+            yield (
+                "rollout.devices: on a Ray cluster (cluster.nodes) Ray gives each worker its device"
+            )
+        if not transport_of(config).crosses_machines:
+            name = config.weights.transport
+            yield f"weights.transport: {name} is of one machine, and cluster.nodes need ray"
+
+    def check(self, config: Config) -> None:
+        from tandem.plugins.cluster.errors import no_ray
+        from tandem.plugins.cluster.this_machine import require_listener
+
         if find_spec("ray") is None:
             raise no_ray()
         if config.cluster.address:
             require_listener(config.cluster.address)
 
+    def own_place(self, config: Config, place: Place) -> Place:
+        """Return a place alone: Ray shows each process its own GPU."""
+        by_ray = config.cluster.trainers == "ray"
+        return replace(place, local_rank=0, local_size=1) if by_ray else place
 
-def worker_device(config: Config, device: str) -> str:
-    """Return the device of a rollout worker. device: the trainer's, e.g. "cuda:3"; Ray shows each
-    worker its own GPU alone, whatever its number."""
-    return device.partition(":")[0] if config.cluster.nodes else device
+    def check_ranks(self, config: Config) -> None:
+        if config.cluster.trainers == "driver":
+            super().check_ranks(config)
 
+    @contextmanager
+    def open(self, config: Config, folder: Path, *, only_ranks: bool = False) -> Iterator[Here]:
+        """Start or join the cluster. folder: of the run, which gets the logs of its processes.
+        Raises UserError."""
+        if only_ranks and config.cluster.trainers == "driver":
+            yield Here()
+            return
+        from tandem.jobs.models import placement
+        from tandem.plugins.cluster.logs import LogFiles
+        from tandem.plugins.cluster.ray_cluster import join_cluster, start_cluster
 
-@contextmanager
-def open_cluster(config: Config, folder: Path) -> Iterator["RayCluster | None"]:
-    """Start or join the config's Ray cluster; yields None without one. folder: of the run, which
-    gets the logs of its processes. Raises UserError."""
-    if not config.cluster.nodes:
-        yield None
-        return
-    from tandem.plugins.cluster.logs import LogFiles
-    from tandem.plugins.cluster.ray_cluster import join_cluster, start_cluster
+        nodes, gpus = config.cluster.nodes, int(placement(config).device.type == "cuda")
+        if config.cluster.address:
+            opened = join_cluster(config.cluster.address, nodes, gpus)
+        else:
+            opened = start_cluster(nodes, _object_bytes(config), gpus)
+        with opened as running:
+            running.place(config.cluster.placement)
+            with closing(LogFiles(running.listener.address[0], folder / "workers")) as running.logs:
+                self.cluster = running
+                yield self
 
-    nodes, gpus = config.cluster.nodes, int(placement(config).device.type == "cuda")
-    if config.cluster.address:
-        opened = join_cluster(config.cluster.address, nodes, gpus)
-    else:
-        opened = start_cluster(nodes, _object_bytes(config), gpus)
-    with opened as running:
-        running.place(config.cluster.placement)
-        with closing(LogFiles(running.listener.address[0], folder / "workers")) as running.logs:
-            yield running
+    def worker_device(self, device: str) -> str:
+        """Return the kind alone: Ray shows each worker its own GPU, whatever its number."""
+        return device.partition(":")[0]
+
+    @contextmanager
+    def open_weights(self, config: Config, tensors: Any) -> Iterator[tuple[Any, Any]]:
+        with closing(self.cluster.open_weights(tensors, config.weights.delta)) as weights:
+            yield weights, self.cluster.spawn
+
+    @contextmanager
+    def open_envs(self, config: Config, local: Any, report: Report) -> Iterator[Any]:
+        if not config.cluster.env_workers:
+            with closing(local):
+                yield local
+            return
+        from tandem.plugins.cluster.env_actors import EnvActors, RemoteCaller
+        from tandem.plugins.cluster.env_worker import EnvWorker
+        from tandem.rewards.pool.task_thread import RunningTasks
+        from tandem.rollout.env_pool import EnvPool
+
+        with closing(self.cluster.for_calls(EnvWorker)) as nodes:
+            actors = EnvActors(
+                nodes.spawn,
+                env=config.env.model_dump(mode="json"),
+                sandbox=config.sandbox.model_dump(),
+                folder=os.getcwd(),
+                most=config.cluster.env_workers,
+                heartbeat_s=config.run.stall_s / 2,
+                report=report,
+            )
+            pool = EnvPool(
+                make=actors.make, limits=config.env, caller=RemoteCaller, status=actors.status
+            )
+            with RunningTasks(actors, "env calls"), closing(pool):  # its name, for the watchdog
+                yield pool
+
+    @contextmanager
+    def open_rewards(self, config: Config, local: Any, report: Report) -> Iterator[Any]:
+        if not config.cluster.reward_workers:
+            yield local
+            return
+        from tandem.jobs.reward_workers import pool_arguments
+        from tandem.plugins.cluster.reward_actors import RewardActors
+        from tandem.plugins.cluster.reward_worker import RewardWorker
+        from tandem.rewards.pool.pool import TaskPool
+
+        local.close()
+        with closing(self.cluster.for_calls(RewardWorker)) as nodes:
+            actors = RewardActors(
+                nodes.spawn,
+                pool=pool_arguments(config),
+                folder=os.getcwd(),
+                most=config.cluster.reward_workers,
+                heartbeat_s=config.run.stall_s / 2,
+                report=report,
+            )
+            with TaskPool(actors) as pool:
+                yield pool
+
+    @contextmanager
+    def start_ranks(
+        self, config: Config, command: Sequence[str], place: Place, report: Report
+    ) -> Iterator[tuple[Callable[..., Any], Place]]:
+        if config.cluster.trainers == "driver":
+            with super().start_ranks(config, command, place, report) as started:
+                yield started
+            return
+        with closing(self.cluster.open_ranks(command, place.size - 1, report)) as others:
+            yield others.start, others.meet(place)
 
 
 def _object_bytes(config: Config) -> int:
@@ -88,43 +167,6 @@ def _object_bytes(config: Config) -> int:
     and one that a worker still loads; of each what changed, too."""
     if not config.rollout.workers:
         return 0
-    sizes = model_sizes(config, "train")
+    sizes = find("resources", "sizes", key="cluster")(config, "train")
     versions = (config.rollout.staleness + 3) * (1 + bool(config.weights.delta))
-    return versions * sizes.policy * sizes.place.dtype.itemsize
-
-
-@contextmanager
-def open_hosts(
-    config: Config, tensors: dict[str, Tensor], cluster: "RayCluster | None"
-) -> Iterator[tuple[SharedWeights, Spawn | None]]:
-    """Open what rollout workers run on, and the transport of weights to them; yields both, None
-    for processes of this machine. tensors: of a version of the weights."""
-    way = config.weights
-    if cluster is None:
-        with closing(open_weights(way.transport, tensors, way.delta)) as weights:
-            yield weights, None
-    else:
-        with closing(cluster.open_weights(tensors, way.delta)) as weights:
-            yield weights, cluster.spawn
-
-
-class ScaleOnRequest:
-    """A Sync that first has workers join or leave, as `tandem scale` has asked for: before a step's
-    rollouts. Requests of other steps may be under way; those of workers that leave are served
-    again."""
-
-    def __init__(
-        self, sync: Sync, workers: Workers | PoolThread, folder: Path, report: Callable[[str], None]
-    ):
-        self.sync, self.workers, self.folder, self.report = sync, workers, folder, report
-        self.publish, self.traffic = sync.publish, sync.traffic
-        self.logprob_gap = sync.logprob_gap
-
-    def sync_to(self, version: int) -> None:
-        wanted = take_requested_workers(self.folder)
-        if wanted and wanted != self.workers.count:
-            self.report(
-                f"rollout workers: {self.workers.count} -> {wanted}, as `tandem scale` asks"
-            )
-            self.workers.resize(wanted)
-        self.sync.sync_to(version)
+    return int(versions * sizes.policy * sizes.place.dtype.itemsize)

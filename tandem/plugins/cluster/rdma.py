@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.runtime.errors import UserError
+from tandem.plugins.cluster.errors import no_nixl
 from tandem.weights.shared import Delta, Layout, Memory, SharedWeights, Target
 
 TIMEOUT_S = 600.0  # of one read
@@ -116,17 +116,6 @@ def _wait(agent: Any, transfer: Any) -> None:
 
 def _register(agent: Any, memory: Tensor) -> Any:
     return agent.register_memory([(memory.data_ptr(), memory.numel(), 0, "")], "DRAM")
-
-
-def no_nixl(found: str) -> UserError:
-    """Report that the package is missing."""
-    return UserError(
-        "weights.transport = rdma needs NIXL",
-        where="weights.transport",
-        found=found,
-        expected="the package nixl",
-        next="pip install 'tandem-rl[rdma]'",
-    )
 
 
 def open_agent(answers: bool) -> Any:

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from tandem.plugins.cluster.errors import no_transfer_queue
 from tandem.plugins.cluster.rows import (
     COMPARED,
     FIELDS,
@@ -42,7 +43,6 @@ from tandem.plugins.cluster.rows import (
 )
 from tandem.runtime import watchdog
 from tandem.runtime.errors import UserError
-from tandem.stream.errors import no_transfer_queue
 from tandem.stream.stream import Place, Plan
 from tandem.types import Array, Group
 

@@ -24,6 +24,7 @@ from torch.nn import functional
 from torch.optim.adamw import adamw
 
 from tandem.model.boxes import Box
+from tandem.train.optimizer import MOMENTS, Optimizer
 
 BLOCK = 256  # numbers with a scale of their own, of one row
 CHUNK = 1 << 22  # numbers of a matrix whose moments are float32 at once
@@ -69,6 +70,25 @@ class AdamW8bit(torch.optim.AdamW):
         state["step"] += 1
 
 
+class Optimizer8bit(Optimizer):
+    """The optimizer `adamw_8bit`."""
+
+    adam_class = AdamW8bit
+
+    @staticmethod
+    def moment_bytes(shape: tuple[int, ...]) -> int:
+        """Return 2 bytes a number and a scale a block; of a vector float32."""
+        if len(shape) < 2:
+            return 8 * sum(shape)
+        *outer, length = shape
+        return 2 * torch.Size(outer).numel() * (length + 4 * num_blocks(length))
+
+    @staticmethod
+    def moment_boxes(name: str, box: Box) -> dict[str, Box]:
+        scales = {f"{moment}{SCALE}.{name}": scale_box(box) for moment in MOMENTS}
+        return Optimizer.moment_boxes(name, box) | scales
+
+
 def quantize(values: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     """Quantize float32 rows [R, L]: return the largest magnitude of each block [R, blocks], and the
     levels [R, L], uint8, of the numbers' ratios to it. signed: some may be negative.
@@ -104,15 +124,6 @@ def scale_box(box: Box) -> Box:
     *start, _ = box.start
     blocks = num_blocks(box.shape[-1])
     return Box((*start, 0), (*box.shape[:-1], blocks), (*box.whole[:-1], blocks))
-
-
-def state_bytes(shape: tuple[int, ...]) -> int:
-    """Return the bytes of the moments of a parameter: 2 a number and a scale a block; of a vector
-    float32."""
-    if len(shape) < 2:
-        return 8 * sum(shape)
-    *outer, length = shape
-    return 2 * torch.Size(outer).numel() * (length + 4 * num_blocks(length))
 
 
 def dynamic_levels(*, signed: bool) -> list[float]:

@@ -13,12 +13,37 @@ same state, and compute there too).
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-BUCKET = 1 << 26  # parameters; 768 MiB with master and moments
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from tandem.train.optimizer import BUCKET, MOMENTS, Optimizer, Settings
+
+
+class OffloadedOptimizer(Optimizer):
+    """AdamW whose state is in host memory between updates. bucket: parameters whose state is on the
+    device at once."""
+
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        settings: Settings,
+        *,
+        bucket: int = BUCKET,
+        **whole: Any,
+    ):
+        super().__init__(parameters, settings, **whole)
+        by_master = {self.masters[name]: p for name, p in parameters.items()}
+        self.offloaded = OffloadedState(self.adam, by_master, bucket)
+
+    def _step(self, rate: float) -> None:
+        self.offloaded.step()
+
+    def _home(self, key: str, tensor: Tensor) -> Tensor:
+        if key.startswith("step."):
+            return super()._home(key, tensor)
+        return self.offloaded.to_host(tensor)
 
 
 class OffloadedState:

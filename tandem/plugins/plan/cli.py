@@ -46,7 +46,7 @@ def plan(
         return
     config = load_config(recipe, overrides or [])
     if gpus is not None:
-        from tandem.plugins.plan.plan_gpus import plan_gpus
+        from tandem.plugins.plan.meshes import plan_gpus
 
         plan_gpus(config, command, gpus, gpu)
         return

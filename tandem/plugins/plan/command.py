@@ -8,35 +8,54 @@ origin, data, memory, disk, and the verdict.
 
 It makes the checks of the run itself before its weights (jobs/inputs.py, run_folder/folder.py,
 train_loop.py). Memory is arithmetic over the shapes. It does not know whether anything is learned.
+
+Rollout workers that keep a trainer busy are told by what a run in the folder has measured
+(timings.jsonl): ceil(generated tokens a step / (trainer seconds a step * tokens/s of a worker)).
+These are medians over steps, without the first two, as processes start in them.
 """
 
 import json
+import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from tandem.cli.progress import console
+from tandem.choices import machine_of, trainer_of
+from tandem.cli.progress import WIDTH, console
+from tandem.config.recipe import describe, toml_value
 from tandem.config.schema import Config
 from tandem.jobs.engines import open_envs_and_rewards
 from tandem.jobs.input_hashes import KEYS, input_hashes
 from tandem.jobs.inputs import INPUTS, ProblemInputs
-from tandem.jobs.ranks import require_cores
+from tandem.jobs.models import placement, releases_cache
 from tandem.model import custom_code
 from tandem.model.config_file import check_model
 from tandem.model.rope import positions_of
-from tandem.plugins.plan.meshes import memory_of_run
+from tandem.plugins.plan.footprint import (
+    Machine,
+    Need,
+    disk,
+    gpu_memory,
+    host_memory,
+    model_sizes,
+    needs,
+)
 from tandem.plugins.plan.plan_memory import Batch, batch_of, rows_here
-from tandem.plugins.plan.plan_values import value_lines, values_here
-from tandem.plugins.plan.resources import Machine, Need, disk, gpu_memory, host_memory, model_sizes
-from tandem.plugins.plan.throughput import measured
-from tandem.run_folder.folder import check_run
+from tandem.run_folder.folder import check_run, has_steps, resolved
+from tandem.run_folder.metrics import Metrics, read_metrics
+from tandem.run_folder.past_run import open_past
 from tandem.run_folder.resume import resumable
 from tandem.run_folder.trackers.links import require_trackers
 from tandem.runtime.disk import human_bytes, write_atomic
 from tandem.runtime.errors import UserError
 from tandem.runtime.wording import counted
 from tandem.types import Attempt, Problem
+
+SKIPPED = 2  # steps of timings
 
 
 def plan(
@@ -97,15 +116,15 @@ class _Plan:
             if self.command != "rm":  # a reward model plays no episodes
                 self._reward()
         with self._checked():
-            require_cores(self.config)
+            machine_of(self.config).check_ranks(self.config)
         with self._checked():
             require_trackers(self.config.run.trackers)
         with self._checked():
             sizes = model_sizes(self.config, self.command)
-            rows = memory_of_run(sizes, self.config, self.command, self.longest)
+            rows = needs(sizes, self.config, self.command, self.longest)
             there = self.machine.memory
             # several processes, or another backend, divide the model
-            divided = self.config.parallel.processes > 1 or self.config.train.backend != "tandem"
+            divided = self.config.parallel.processes > 1 or not trainer_of(self.config).runs_alone
             if self.batch and not sizes.on_gpu and not divided:
                 rows = rows_here(rows, sizes, self.config, self.command, self.batch)
             if host := host_memory(sizes, self.config):
@@ -254,3 +273,123 @@ def work(config: Config, command: str) -> str:
         return f"{counted(config.run.steps, 'steps')} of {bound}{counted(episodes, 'episodes')}"
     settings, unit = (config.sft, "chats") if command == "sft" else (config.preference, "pairs")
     return f"{counted(settings.steps, 'steps')} of {counted(settings.batch_size, unit)}"
+
+
+# ---------------------------------------------------------------- values and their origin
+
+# the commands that read a section, of those that not every one reads
+_COMMANDS = {
+    "sft": ("sft",),
+    "preference": ("dpo", "rm"),
+    "distill": ("distill",),
+    "critic": ("train",),
+    "rl": ("train", "distill"),
+}
+
+
+def value_lines(
+    config: Config,
+    command: str,
+    origins: Mapping[str, str],
+    here: Mapping[str, str],
+    *,
+    every: bool,
+) -> Iterator[str]:
+    """Yield a line for each value, two where one would be too wide. here: what becomes of values
+    on this machine, by key; every: those too that are the default and stay as they are, or are of
+    another command."""
+    tree = config.model_dump()
+    for key, default, _ in describe():
+        section, _, name = key.partition(".")
+        value, origin = toml_value(tree[section][name]), origins[key]
+        of_others = command not in _COMMANDS.get(section, command)
+        if not every and (of_others or (value == default and key not in here)):
+            continue
+        other = f"; default {default}" if value != default else ""
+        given, about = f"  {key} = {value}", origin + other
+        about += f"; here {here[key]}" if key in here else ""
+        yield (
+            f"{given}    {about}" if len(given + about) + 4 <= WIDTH else f"{given}\n      {about}"
+        )
+
+
+def values_here(config: Config, command: str, folder: Path) -> dict[str, str]:
+    """Describe, by key, what the values that leave it open become on this machine, and why. Raises
+    UserError for a device that is not there."""
+    place, now = placement(config), resolved(config, folder)
+    on_gpu = place.device.type == "cuda"
+    kept = "as the run in the folder began"
+    share = "OMP_NUM_THREADS" if "OMP_NUM_THREADS" in os.environ else "one a core"
+    threads = kept if has_steps(folder) else share
+    dtype = kept if has_steps(folder) else f"that of a {'GPU' if on_gpu else 'CPU'}"
+    device = "the first GPU" if on_gpu else "as PyTorch finds no GPU"
+    released = "a GPU's memory is the scarce one" if on_gpu else "there is no GPU"
+    transport = machine_of(config).usual_transport
+    model = f"model.path, {config.model.path}"
+    samples = command in ("train", "distill")
+    open_values = [
+        ("run.folder", "", f"{folder}", True),
+        ("run.threads", 0, f"{now.run.threads}, {threads}", True),
+        ("model.device", "auto", f"{place.device}, {device}", True),
+        ("model.dtype", "auto", f"{now.model.dtype}, {dtype}", True),
+        ("model.reference", "", model, command == "dpo" or bool(config.rl.kl_coef)),
+        ("critic.path", "", model, command == "train" and config.rl.estimator.needs_critic),
+        (
+            "rollout.release_cache",
+            "auto",
+            f"{str(releases_cache(config, place)).lower()}, {released}",
+            samples,
+        ),
+        ("weights.transport", "auto", transport, samples and bool(config.rollout.workers)),
+    ]
+    tree = config.model_dump()
+    return {
+        key: text
+        for key, unset, text, used in open_values
+        if used and tree[key.partition(".")[0]][key.partition(".")[2]] == unset
+    }
+
+
+# ---------------------------------------------------------------- rollout workers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Throughput:
+    """Measured medians of a step, and of one rollout worker."""
+
+    steps: int  # measured
+    tokens: float  # generated in a step
+    trainer_s: float  # of a step: updates and publication
+    worker_tokens_per_s: float
+
+    @property
+    def workers(self) -> int:
+        """Workers that generate a step's tokens while the trainer makes a step."""
+        return math.ceil(self.tokens / (self.trainer_s * self.worker_tokens_per_s))
+
+
+def measured(folder: Path) -> Throughput | None:
+    """Read what a run folder has measured; None if it has no run, or too few steps."""
+    if not (folder / "config.toml").exists():
+        return None
+    workers = max(1, open_past(folder).config.rollout.workers)  # without: the trainer's own engine
+    rows = [row for row in read_metrics(folder, "timings.jsonl") if row.get("rollout_s")]
+    rows = rows[SKIPPED:]
+    if not rows:
+        return None
+    tokens = [row["generated_tokens_per_s"] * row["rollout_s"] for row in rows]
+    return Throughput(
+        steps=len(rows),
+        tokens=median(tokens),
+        trainer_s=median(row["learn_s"] + row["sync_s"] for row in rows),
+        worker_tokens_per_s=median(
+            count / busy_s(row) / workers for count, row in zip(tokens, rows, strict=True)
+        ),
+    )
+
+
+def busy_s(row: Metrics) -> float:
+    """Return the seconds of the workers on a step, at most: those of its rollouts, or those between
+    two steps where several are rolled out at once."""
+    between = row["wait_s"] + row["learn_s"] + row["sync_s"] if "wait_s" in row else math.inf
+    return min(row["rollout_s"], between)

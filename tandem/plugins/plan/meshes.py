@@ -1,28 +1,39 @@
-"""Meshes that are possible for a model, what a run needs on each, and the fastest that fit.
+"""`tandem plan RECIPE --gpus 64`: the meshes on which a run would be fastest, by arithmetic.
 
-They are enumerated, not searched: thousands of them take a second. It knows no files.
+    tandem plan my.toml --gpus 64                 64 H200
+    tandem plan my.toml --gpus 512 --gpu h100     others: tandem/plugins/plan/gpus.py
+
+No GPU is needed and no weights are read; where the recipe has data.max_prompt_tokens, prompts are
+taken to be so long and no data is read, so that a directory with a config.json is enough.
+Formulas, and what they were checked against, are in docs/scaling.md; they know neither latencies
+nor stragglers.
 """
 
-import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+import torch
+
+from tandem.cli.progress import print_lines, print_table
 from tandem.config.parallel import DIMENSIONS, Parallel
 from tandem.config.schema import Config
-from tandem.jobs.models import check_shape, releases_cache
-from tandem.plugins.plan.gpus import Assumptions, Gpu
-from tandem.plugins.plan.resources import Need, Sizes, worker_rows
-from tandem.plugins.plan.resources import memory as memory_of_one
+from tandem.jobs.exactness import require_correction
+from tandem.jobs.inputs import INPUTS
+from tandem.jobs.models import check_shape
+from tandem.model import custom_code
+from tandem.model.config_file import LEAN_ARCHITECTURES, is_lean
+from tandem.model.placement import FLOAT8_CAPABILITY, Placement, no_float8
+from tandem.plugins.plan.footprint import Sizes, loading_memory, model_sizes, rank_memory, work_of
+from tandem.plugins.plan.gpus import GPUS, Assumptions, Gpu
 from tandem.plugins.plan.scaling import Rollout, Times, cached_bytes, rollout_time, update_time
-from tandem.plugins.plan.shards import FLOAT32, Work, largest_layer, memory
+from tandem.plugins.plan.shards import Work
+from tandem.runtime.disk import human_bytes
 from tandem.runtime.errors import UserError
-from tandem.runtime.place import here
 
+SHOWN = 5
 LARGEST = 4096  # GPUs that `smallest` tries
-COPY, CACHE, SCORER = "whole weights of rank 0", "key/value cache", "model"
-OF_RANK_0 = {COPY, CACHE, SCORER}
 DEFAULT = Config()
 
 
@@ -118,126 +129,6 @@ def smallest(
     return None
 
 
-def rank_memory(sizes: Sizes, config: Config, work: Work, mesh: Parallel) -> dict[str, int]:
-    """Return the bytes of rank 0, which besides its part of the models has the engine.
-
-    On one GPU they are those of resources.py, whose engine and trainer share the weights.
-    """
-    rows = memory(work, mesh) | _other_models(sizes, config, work, mesh)
-    if _is_divided(work, mesh):
-        rows[COPY] = work.dtype.itemsize * sizes.policy
-    cache = config.rollout.cache_mb << 20
-    if releases_cache(config, sizes.place):
-        cache = max(0, cache - rows["gradients"] - rows["activations"])
-    return rows | {CACHE: cache}
-
-
-def memory_of_run(sizes: Sizes, config: Config, command: str, longest: int) -> list[Need]:
-    """List the memory of a run: of its one process, or of its mesh on this machine. On GPUs it is
-    that of rank 0. longest: tokens, as in `work_of`."""
-    size = config.parallel.processes
-    if size == 1 and config.train.backend == "tandem":
-        return memory_of_one(sizes, config, command)
-    local = here(os.environ, size).local_size
-    return _mesh_needs(sizes, config, command, longest, 1 if sizes.on_gpu else local)
-
-
-def _mesh_needs(sizes: Sizes, config: Config, command: str, longest: int, count: int) -> list[Need]:
-    """List the memory of so many processes, rank 0 among them."""
-    mesh = config.parallel
-    work = work_of(sizes, config, command, longest)
-    rows = rank_memory(sizes, config, work, mesh)
-    if sizes.packed:
-        rows["packed weights of rank 0"] = sizes.packed * sizes.policy
-        if mesh.replicas == 1:  # FSDP's gathered weights keep none
-            rows["packed weights"] = sizes.packed * rows["weights"] // work.dtype.itemsize
-        rows["a save under way"] = sizes.checkpoint // mesh.processes
-    each = f"of each of {count} processes" if count > 1 else f"of rank 0, mesh {mesh.mesh}"
-    needs = [
-        (name, size, "of rank 0 alone")
-        if name in OF_RANK_0 or name.endswith("rank 0")
-        else (name, count * size, each)
-        for name, size in rows.items()
-        if size and not (command == "rm" and name == CACHE)
-    ]
-    return needs + worker_rows(sizes, config, command)
-
-
-def _is_divided(work: Work, mesh: Parallel) -> bool:
-    """Tell whether the trainer's weights are others than the engine's."""
-    return mesh.processes > 1 or work.megatron
-
-
-def _other_models(sizes: Sizes, config: Config, work: Work, mesh: Parallel) -> dict[str, int]:
-    width, alone = work.dtype.itemsize, not _is_divided(work, mesh)
-    shards = 1 if work.megatron else mesh.shard or mesh.replicas
-    each = FLOAT32 / (mesh.tensor * mesh.pipeline * shards)  # bytes that are left of a parameter
-    rows = {}
-    for key, size in _others(sizes, config).items():
-        held = width * size if alone or key == "reward.model" else each * size
-        if key == "critic.path":
-            trained = 8 if work.offload else 16 if alone and width < FLOAT32 else 12
-            state = trained * sizes.trained_critic - 4 * sizes.muon_critic
-            state -= sizes.saved_in_8bit_critic
-            held += (1.0 if alone else each / FLOAT32) * state
-        rows[key.rpartition(".")[2]] = round(held)
-    return rows
-
-
-def _others(sizes: Sizes, config: Config) -> dict[str, int]:
-    """Return the parameters of further models that are loaded: without adapters the policy is its
-    own reference."""
-    shared = bool(sizes.adapters and not config.model.reference)
-    return {k: n for k, n in sizes.others.items() if not (shared and k == "model.reference")}
-
-
-def loading_memory(sizes: Sizes, config: Config, work: Work, mesh: Parallel) -> int:
-    """Return the most bytes of rank 0 while it loads its models: each is whole before it is
-    divided, a layer of it in float32 at a time, beside those that came before."""
-    width, others = work.dtype.itemsize, _others(sizes, config)
-    if not _is_divided(work, mesh):
-        return width * (sizes.policy + sum(others.values()))
-    rows = _other_models(sizes, config, work, mesh)
-    largest = width * sizes.policy + FLOAT32 * largest_layer(sizes.shape)
-    before = memory(work, mesh)["weights"] + width * sizes.policy  # the engine's copy
-    for key, size in others.items():
-        largest = max(largest, before + width * size + FLOAT32 * largest_layer(sizes.shapes[key]))
-        before += rows[key.rpartition(".")[2]]
-    return largest
-
-
-def work_of(sizes: Sizes, config: Config, command: str, longest: int) -> Work:
-    """Return the updates of a step of a command. longest: tokens of the longest prompt, chat or
-    answer, which all are taken to have."""
-    rl, train = config.rl, config.train
-    updates = 1
-    if command in ("train", "distill"):
-        new, updates = config.rollout.max_new_tokens, rl.minibatches * rl.epochs
-        together = max(1, min(rl.group_size, (train.tokens_per_microbatch - longest) // new))
-        episodes = rl.prompts_per_step * rl.group_size
-        clusters = -(-episodes // (together * rl.minibatches))
-        cluster, length = longest + together * new, longest + new
-    else:
-        pairs = command != "sft"
-        clusters = (config.preference if pairs else config.sft).batch_size
-        cluster, length = longest * (1 + pairs), longest
-    return Work(
-        shape=sizes.shape,
-        dtype=sizes.place.dtype,
-        clusters=clusters,
-        cluster=cluster,
-        length=length,
-        microbatch=train.tokens_per_microbatch,
-        checkpointing=train.activation_checkpointing,
-        offload=train.offload_optimizer,
-        adapters=sizes.adapters,
-        muon=sizes.muon,
-        saved_in_8bit=sizes.saved_in_8bit,
-        megatron=train.backend == "megatron",
-        updates=updates,
-    )
-
-
 def rollout_of(sizes: Sizes, config: Config, longest: int) -> Rollout:
     """Return the rollout of a step. An engine holds as many sequences as its cache, which shares a
     prompt's pages between the samples of its group."""
@@ -258,3 +149,149 @@ def rollout_of(sizes: Sizes, config: Config, longest: int) -> Rollout:
 def times_of_rollout(work: Rollout, count: int, gpu: Gpu, assumed: Assumptions) -> float:
     """Return the seconds of a rollout by so many engines, at most one a prompt."""
     return rollout_time(work, min(count, work.prompts), gpu, assumed)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def plan_gpus(config: Config, command: str, count: int, kind: str) -> None:
+    """Print the fastest meshes of so many GPUs for a command of INPUTS."""
+    if kind not in GPUS:
+        raise UserError(
+            "no numbers of this GPU", where="--gpu", found=kind, expected=", ".join(GPUS)
+        )
+    if not 1 <= count <= LARGEST:
+        expected = f"1 to {LARGEST}"
+        raise UserError("not a number of GPUs", where="--gpus", found=str(count), expected=expected)
+    if command not in INPUTS:
+        raise UserError(
+            "this command has no plan", where="--for", found=command, expected=", ".join(INPUTS)
+        )
+    gpu, assumed = GPUS[kind], Assumptions()
+    if config.model.dtype == "float8":
+        raise no_float8(gpu.name, FLOAT8_CAPABILITY)
+    if command in ("train", "distill"):
+        require_correction(config)
+    custom_code.allow(config.model.trust_remote_code)
+    sizes, longest = _sizes(config, command), _longest(config, command)
+    if not is_lean(sizes.shape):
+        raise UserError(
+            "there is no arithmetic for meshes of this architecture",
+            where=f"--gpus, model.path = {config.model.path}",
+            found=sizes.shape.model_type,
+            expected=f"one of {', '.join(LEAN_ARCHITECTURES)}",
+            next="leave --gpus out: it runs in one process",
+        )
+    work = work_of(sizes, config, command, longest)
+    found = plans(sizes, config, work, count, gpu, assumed)
+    if not found:
+        raise _no_fit(sizes, config, work, count, gpu, assumed)
+    print_lines(
+        [
+            f"{count} x {gpu.name}: {gpu.flops / 1e12:,.0f} TFLOP/s, {gpu.memory / 1e9:,.0f} GB at "
+            f"{gpu.bandwidth / 1e9:,.0f} GB/s, NVLink {gpu.nvlink / 1e9:,.0f} GB/s, network "
+            f"{gpu.network / 1e9:,.0f} GB/s ({gpu.source})",
+            f"assumed: {assumed}",
+            f"{config.model.path}: {sizes.policy:,} parameters; {work.updates} x "
+            f"{work.clusters * work.cluster:,} tokens a step, all as long as the longest",
+        ]
+    )
+    _print_meshes(found, work, config.parallel)
+    if command in ("train", "distill"):
+        _print_rollout(sizes, config, longest, count, gpu, assumed)
+    best = found[0]
+    rows = ", ".join(f"{name} {human_bytes(size)}" for name, size in best.memory.items() if size)
+    rows += f"; {human_bytes(best.loading)} while it loads the models"
+    print_lines([f"memory of the first mesh, on rank 0: {rows}"])
+    if sizes.others:
+        print_lines([f"not in the times: passes of {', '.join(sizes.others)}"])
+
+
+def _sizes(config: Config, command: str) -> Sizes:
+    """Count the models as they would be on a GPU."""
+    dtype = torch.float32 if config.model.dtype == "float32" else torch.bfloat16
+    sizes = model_sizes(_here(config), command)
+    place = Placement(torch.device("cuda"), dtype)
+    return replace(sizes, place=place, saved_in_base=0, saved_in_base_critic=0)
+
+
+def _here(config: Config) -> Config:
+    """Return the config of a run of one process on this machine's CPU, for what does not depend on
+    the machine."""
+    model = config.model.model_copy(update={"device": "cpu", "dtype": "float32"})
+    train = config.train.model_copy(update={"backend": "tandem"})
+    return config.model_copy(update={"model": model, "train": train, "parallel": Parallel()})
+
+
+def _longest(config: Config, command: str) -> int:
+    """Return the tokens of the longest prompt, chat or answer."""
+    if command in ("train", "distill") and "max_prompt_tokens" in config.data.model_fields_set:
+        return config.data.max_prompt_tokens
+    counts = INPUTS[command](_here(config)).counts
+    return next(count.longest for key, count in counts.items() if key.endswith(".train"))
+
+
+def _print_meshes(found: list[Plan], work: Work, of_recipe: Parallel) -> None:
+    """Print the fastest meshes, and that of the recipe if it has several processes."""
+    own = [plan for plan in found if _sizes_of(plan.mesh) == _sizes_of(of_recipe)]
+    shown = found[:SHOWN] + [plan for plan in own if plan not in found[:SHOWN]]
+    print_table(
+        ["mesh", "seconds", "messages", "bubble", "memory", "bound by"],
+        [
+            [
+                _name(plan.mesh) + " *" * (plan in own and of_recipe.processes > 1),
+                f"{work.updates * plan.times.total:.3g}",
+                f"{plan.times.communication:.0%}",
+                f"{plan.times.bubble / plan.times.total:.0%}",
+                human_bytes(plan.needed),
+                plan.times.bound,
+            ]
+            for plan in shown
+        ],
+        title=f"updates of a step: the fastest of {len(found)} meshes that fit",
+    )
+    if settings := [f"parallel.{name}={size}" for name, size in _sizes_of(found[0].mesh)]:
+        print_lines([f"the first one: {' '.join(settings)}"])
+    if of_recipe.processes > 1:
+        stands = "is *" if own else f"is not among them: {_name(of_recipe)}"
+        print_lines([f"the recipe's mesh {stands}"])
+
+
+def _name(mesh: Parallel) -> str:
+    return " x ".join(f"{name} {size}" for name, size in _sizes_of(mesh)) or "one GPU"
+
+
+def _sizes_of(mesh: Parallel) -> list[tuple[str, int]]:
+    sizes = [(name, int(getattr(mesh, name))) for name in (*DIMENSIONS, "shard")]
+    return [(name, size) for name, size in sizes if size > 1]
+
+
+def _print_rollout(
+    sizes: Sizes, config: Config, longest: int, count: int, gpu: Gpu, assumed: Assumptions
+) -> None:
+    work = rollout_of(sizes, config, longest)
+    engines = max(1, config.rollout.workers)
+    seconds = {n: times_of_rollout(work, n, gpu, assumed) for n in (engines, count)}
+    lines = [f"{s:.3g} s by {number} engine{'s' * (number > 1)}" for number, s in seconds.items()]
+    held = f"at most {work.batch} sequences in an engine (rollout.max_batch, rollout.cache_mb)"
+    print_lines([f"rollout of {work.episodes:,} episodes: {', '.join(lines)}; {held}"])
+
+
+def _no_fit(
+    sizes: Sizes, config: Config, work: Work, count: int, gpu: Gpu, assumed: Assumptions
+) -> UserError:
+    there = f"{human_bytes(int(gpu.memory * assumed.memory))} of each GPU"
+    if fits := smallest(sizes, config, work, gpu, assumed):
+        text = f"smallest number of GPUs that fits: {fits} (of powers of two)"
+    else:
+        text = (
+            f"it fits on no power of two up to {LARGEST}: train.activation_checkpointing=true, or "
+        )
+        text += "a smaller train.tokens_per_microbatch"
+    return UserError(
+        "the run fits on no mesh of these GPUs",
+        where=f"--gpus {count}, {gpu.name}",
+        found=f"{sizes.policy:,} parameters",
+        expected=f"at most {there} (assumed: {assumed.memory:.0%} of its memory)",
+        next=text,
+    )

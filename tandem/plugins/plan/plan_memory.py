@@ -1,4 +1,4 @@
-"""Memory that a run takes of this machine, for `tandem plan`: the arithmetic of resources.py
+"""Memory that a run takes of this machine, for `tandem plan`: the arithmetic of footprint.py
 for as many tokens as a step has, and what comes besides: Python, passing tensors, other processes.
 
 docs/plan_accuracy.md compares it with runs. Completions count as long as they may become. It does
@@ -15,7 +15,7 @@ from tandem.model.config_file import has_experts, head_size, inner_size, kv_head
 from tandem.model.logprobs import CHUNK_BYTES
 from tandem.model.paged_attention import PAGE
 from tandem.plugins.plan.activations import FLOAT32
-from tandem.plugins.plan.resources import Need, Sizes, activations
+from tandem.plugins.plan.footprint import Need, Sizes, activations
 from tandem.run_folder.metrics import peak_rss_mb
 
 MIB = 1 << 20
@@ -55,7 +55,7 @@ def batch_of(config: Config, command: str, counts: Mapping[str, Count]) -> Batch
 def rows_here(
     rows: list[Need], sizes: Sizes, config: Config, command: str, batch: Batch
 ) -> list[Need]:
-    """Return the memory of a run of one process on the CPU. rows: of resources.py, for the
+    """Return the memory of a run of one process on the CPU. rows: of footprint.py, for the
     most tokens and the whole cache."""
     train, workers = config.train, config.rollout.workers
     named = {name: (size, text) for name, size, text in rows}

@@ -15,8 +15,9 @@ import numpy as np
 
 from tandem.config.parallel import DIMENSIONS, Parallel
 from tandem.model.config_file import head_size, is_sparse
+from tandem.plugins.plan.activations import FLOAT32
 from tandem.plugins.plan.gpus import Assumptions, Gpu
-from tandem.plugins.plan.shards import FLOAT32, Work, layer_parameters, parameters, part_of
+from tandem.plugins.plan.shards import Work, layer_parameters, parameters, part_of
 
 WEIGHTS = ("data", "expert", "context")  # dimensions whose ranks have copies of the weights
 

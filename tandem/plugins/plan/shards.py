@@ -13,10 +13,8 @@ import torch
 
 from tandem.config.parallel import Parallel
 from tandem.model.config_file import head_size, is_sparse
-from tandem.plugins.optim.offload import BUCKET
-from tandem.plugins.plan.activations import layers_bytes, outer_bytes
-
-FLOAT32 = 4  # bytes
+from tandem.plugins.plan.activations import FLOAT32, layers_bytes, outer_bytes
+from tandem.train.optimizer import BUCKET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +24,7 @@ class Work:
 
     shape: Any  # transformers config
     dtype: torch.dtype  # of the weights that run
+    whole: int = 0  # parameters; 0: counted by the shape
     clusters: int  # in an update
     cluster: int  # tokens of one
     length: float  # tokens of a sequence
@@ -43,7 +42,7 @@ class Work:
         return ceil(self.clusters / (mesh.data * mesh.expert)) * self.cluster
 
     def microbatches(self, mesh: Parallel) -> int:
-        return ceil(self.tokens(mesh) / max(self.microbatch, self.cluster))
+        return max(1, ceil(self.tokens(mesh) / max(self.microbatch, self.cluster)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,15 +124,18 @@ def memory(work: Work, mesh: Parallel) -> dict[str, int]:
 
 
 def _stage_memory(work: Work, mesh: Parallel, stage: int) -> dict[str, int]:
-    part, width = part_of(work.shape, mesh, stage), work.dtype.itemsize
-    divided = mesh.replicas > 1 and not work.megatron
+    divided, width = mesh.replicas > 1 and not work.megatron, work.dtype.itemsize
+    if mesh.processes == 1 and work.whole:  # of any architecture
+        part = Part(dense=work.whole, experts=0, layer=0, root=0)
+    else:
+        part = part_of(work.shape, mesh, stage)
+    count = work.whole or parameters(work.shape)
     held = part.held(mesh) if divided else part.whole
     passing = 2 * part.layer + part.root if divided else 0.0
-    share = work.adapters / parameters(work.shape) if work.adapters else 1.0
+    share = work.adapters / count if work.adapters else 1.0
     is_master = divided or (width == FLOAT32 and not work.megatron)
     masters = 0.0 if is_master else FLOAT32 * share * held
-    muon = work.muon / parameters(work.shape)
-    saved = work.saved_in_8bit / parameters(work.shape)
+    muon, saved = work.muon / count, work.saved_in_8bit / count
     moments, momentum = (8 * share * (1 - muon) - saved) * held, 4 * muon * held
     gradients = FLOAT32 * share * (held + passing)
     if divided and work.microbatches(mesh) > 1:
@@ -176,6 +178,8 @@ def _activations(work: Work, mesh: Parallel, stage: int) -> int:
 
 def _local_shape(shape: Any, mesh: Parallel) -> Any:
     """Return the shape of a stage as a tensor rank runs it; norms and inputs are whole."""
+    if mesh.tensor == mesh.pipeline == 1:
+        return shape
     local = copy.copy(shape)
     local.head_dim = head_size(shape)
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):

@@ -23,13 +23,12 @@ from tandem.plugins.view.episodes import EpisodeTable
 from tandem.plugins.view.runs import Run, read_json
 from tandem.plugins.vision.image_store import media_type
 from tandem.plugins.vision.image_tokens import IMAGE, NAME_DIGITS
-from tandem.rl.advantages import GroupAdvantage, group_advantages
+from tandem.registry import built_in
+from tandem.rl.algorithms import estimator
 from tandem.run_folder.episode_files import episode_file, read_table
 from tandem.runtime.errors import UserError
 from tandem.runtime.image_parts import images_of, message_text, shows_images
 
-# ema needs a baseline too, and reinforce_pp_baseline is scaled over the step
-NEEDS_REWARDS = set(get_args(GroupAdvantage)) - {"ema", "reinforce_pp_baseline"}
 PEER_TEXT = 4000  # characters of another attempt
 OUTCOMES = {
     "train": "trained in this step",
@@ -177,17 +176,18 @@ def _peer(peer: dict[str, Any], place: int) -> dict[str, Any]:
 def _advantages(values: dict[str, Any], peers: Sequence[dict[str, Any]]) -> list[float] | None:
     """Compute the advantages of the attempts of a group from their rewards; None where more than
     they decides."""
-    kind: Any = values.get("rl.advantage")
+    kind = str(values.get("rl.advantage"))
     rewards = [peer["reward"] for peer in peers]
     if values.get("rl.kl_in") == "reward" and values.get("rl.kl_coef"):
         return None
-    if kind not in NEEDS_REWARDS or len(rewards) < 2 or any(p["env_error"] for p in peers):
+    if kind not in built_in("advantages") or len(rewards) < 2 or any(p["env_error"] for p in peers):
         return None
-    size = int(values.get("rl.k", 2))
-    if kind == "max_at_k" and not 2 <= size <= len(rewards):
+    part, size = estimator(kind), int(values.get("rl.k", 2))
+    if not part.from_group or ("k" in part.settings and not 2 <= size <= len(rewards)):
         return None
-    found = group_advantages(kind, np.array([rewards]), k=size, baseline=0.0)[0]
-    return [float(one) for one in found]
+    return [
+        float(one) for one in part.bind({"rewards": np.array([rewards], float), "k": size})()[0]
+    ]
 
 
 def _tokens(

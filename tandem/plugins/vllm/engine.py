@@ -46,6 +46,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from tandem.engine.ending import Decode, find_ending
 from tandem.model import custom_code
 from tandem.model.tokenizer import decode_text, load_tokenizer
+from tandem.plugins.vllm import WHERE
 from tandem.runtime.errors import UserError
 from tandem.runtime.rng import address
 from tandem.types import Array, Completion, CompletionStop, Request
@@ -123,7 +124,7 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, Mapped]):  # type: ignor
                 where="vLLM's weight transfer",
                 found=f"nothing for {len(names)} of them: {', '.join(names[:4])}",
                 expected="every parameter, as its old value would stay",
-                next="report this with config.json of the model; rollout.engine=tandem goes on",
+                next="report this with config.json of the model; Tandem's engine goes on",
             )
 
     def shutdown(self) -> None:
@@ -155,9 +156,7 @@ class VLLMModel:
                 self._send_to_ranks(tensors)
             self._llm.collective_rpc("finish_weight_update")
         except REFUSALS as error:
-            raise _refused(
-                "vLLM does not take this model's weights", "rollout.engine = vllm", error
-            ) from error
+            raise _refused("vLLM does not take this model's weights", WHERE, error) from error
         self.received = tensor_digests(tensors)
 
     def _send_to_ranks(self, tensors: dict[str, Tensor]) -> None:
@@ -394,5 +393,5 @@ def _refused(what: str, where: str, error: Exception) -> UserError:
         found=f"{type(error).__name__}: {first}",
         expected="an architecture and a shape of vLLM's, and room for its weights, one pass, and "
         "one sequence in rollout.cache_mb",
-        next="rollout.engine=tandem runs it if Tandem's engine knows its architecture",
+        next="Tandem's engine runs it if it knows its architecture",
     )

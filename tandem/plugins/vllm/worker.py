@@ -1,5 +1,5 @@
 """A rollout worker with vLLM as its engine, in vLLM's own interpreter: its packages are not
-Tandem's (`rollout.engine = "vllm"`).
+Tandem's.
 
     driver's interpreter                     vLLM's interpreter
     --------------------                     ------------------
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from tandem.engine.worker_pool.fork_server import prepare
 from tandem.engine.worker_pool.worker import run
+from tandem.plugins.vllm import WHERE
 from tandem.runtime.errors import UserError
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def find_python() -> str:
 def _no_vllm(found: str) -> UserError:
     return UserError(
         "there is no vLLM to roll out with",
-        where="rollout.engine = vllm",
+        where=WHERE,
         found=found,
         expected="an interpreter with vLLM, as its packages do not fit into Tandem's",
         next=f"make cluster (on a CPU), or set {VARIABLE} to the Python of an environment with "

@@ -12,8 +12,7 @@ from tandem.model.boxes import Box
 from tandem.model.load import ExactModel
 from tandem.rl.losses import Metrics
 from tandem.runtime.errors import UserError
-from tandem.train.muon import MapWhole
-from tandem.train.optimizer import Norm
+from tandem.train.optimizer import MapWhole, Norm
 from tandem.train.parallel.context import divide_rows
 from tandem.train.parallel.data import free_gathered, shard_model
 from tandem.train.parallel.expert import divide_experts

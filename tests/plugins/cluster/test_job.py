@@ -4,12 +4,17 @@ import sys
 
 import pytest
 
+from tandem.choices import choices, machine_of
 from tandem.config.schema import Cluster, Config, Rollout, Stream, Weights
-from tandem.plugins.cluster.job import check_cluster, worker_device
 from tandem.plugins.vllm.worker import VARIABLE
 from tandem.runtime.errors import UserError
 
 WORKERS = Rollout(workers=1)
+
+
+def check(config):
+    for choice in choices(config):
+        choice.check(config)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +36,7 @@ def test_a_missing_package_is_named_by_its_key(sections, missing, where, extra, 
         there = None if package == missing else sys
         monkeypatch.setitem(sys.modules, package, there)
     with pytest.raises(UserError) as caught:
-        check_cluster(Config(**sections))
+        check(Config(**sections))
     assert caught.value.where.startswith(where) and f"no {missing}" in caught.value.found
     assert f"pip install 'tandem-rl[{extra}]'" in caught.value.next
 
@@ -39,16 +44,17 @@ def test_a_missing_package_is_named_by_its_key(sections, missing, where, extra, 
 def test_a_missing_vllm_is_named_before_models_are_loaded(monkeypatch):
     monkeypatch.setenv(VARIABLE, "/nowhere/python")
     with pytest.raises(UserError, match="no vLLM"):
-        check_cluster(Config(rollout=Rollout(engine="vllm", workers=1)))
+        check(Config(rollout=Rollout(engine="vllm", workers=1)))
 
 
 def test_vllm_is_not_told_to_sleep_on_a_cpu():
     rollout = Rollout(engine="vllm", workers=1, release_cache=True)
     with pytest.raises(UserError, match="does not sleep on a CPU"):
-        check_cluster(Config(rollout=rollout, model={"device": "cpu"}))
+        check(Config(rollout=rollout, model={"device": "cpu"}))
 
 
 def test_a_worker_on_a_cluster_has_the_gpu_that_ray_shows_it():
     here, there = Config(), Config(cluster=Cluster(nodes=1), rollout=WORKERS)
-    assert [worker_device(config, "cuda:3") for config in (here, there)] == ["cuda:3", "cuda"]
-    assert worker_device(there, "cpu") == "cpu"
+    assert machine_of(here).worker_device("cuda:3") == "cuda:3"
+    ray = machine_of(there)
+    assert (ray.worker_device("cuda:3"), ray.worker_device("cpu")) == ("cuda", "cpu")

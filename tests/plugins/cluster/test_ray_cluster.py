@@ -16,7 +16,7 @@ import pytest
 
 from tandem.plugins.cluster.listener import Listener
 from tandem.run_folder.status import read_status
-from tests.support.command import assert_is_a_users_error, tandem
+from tests.support.command import assert_is_a_users_error, in_own_process, tandem
 from tests.support.gated import DEADLINE_S, gated, until, until_gone
 from tests.support.runs import fingerprint, run
 
@@ -168,9 +168,8 @@ def test_workers_join_and_leave_while_a_run_goes_on(inputs, inline):
         allow(3)
         assert len(workers(scaled)) == 3
         assert tandem("scale", scaled, "rollout=1", cwd=folder)[0] == 0
-        code, output, _, torch = tandem("status", scaled, cwd=folder)
+        code, output, _ = tandem("status", scaled, cwd=folder)
         assert code == 0 and "runs: pid" in output and "trainer rank 0" in output
-        assert not torch
         allow(5)
         assert len(workers(scaled)) == 1
         allow(6)
@@ -236,8 +235,8 @@ def test_nobody_at_the_address_is_a_users_error_soon(inputs):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     arguments = [*command[3:], f"cluster.address=127.0.0.1:{port}", "cluster.nodes=2"]
-    result = tandem(*arguments, "rollout.workers=1", f"run.folder={folder / 'nobody'}", cwd=folder)
-    code, _, stderr, _ = result
+    arguments += ["rollout.workers=1", f"run.folder={folder / 'nobody'}"]
+    [(code, _, stderr, _)] = in_own_process(arguments, cwd=folder, HF_HUB_OFFLINE="1")
     assert code == 2 and "Traceback" not in stderr
     assert "the Ray cluster cannot be joined" in stderr and f"127.0.0.1:{port}" in stderr
 
@@ -249,27 +248,27 @@ def test_nobody_at_the_address_is_a_users_error_soon(inputs):
 def test_what_is_no_number_of_workers_is_refused(tmp_path, text):
     (tmp_path / "config.toml").write_text("")
     result = tandem("scale", tmp_path, text, cwd=tmp_path)
-    assert_is_a_users_error(result, "not a number of workers", text, torch=False)
+    assert_is_a_users_error(result, "not a number of workers", text)
 
 
 def test_only_a_run_that_lives_can_be_scaled(tmp_path):
     (tmp_path / "config.toml").write_text("")
     result = tandem("scale", tmp_path, "rollout=2", cwd=tmp_path)
-    assert_is_a_users_error(result, "no process that runs it", torch=False)
+    assert_is_a_users_error(result, "no process that runs it")
 
 
 @pytest.mark.parametrize("command", [("status",), ("scale", "rollout=2")])
 def test_a_folder_without_a_run_is_refused(tmp_path, command):
     name, *count = command
     result = tandem(name, tmp_path, *count, cwd=tmp_path)
-    assert_is_a_users_error(result, "not a run folder", str(tmp_path), torch=False)
+    assert_is_a_users_error(result, "not a run folder", str(tmp_path))
 
 
 def test_a_broken_status_is_a_users_error(tmp_path):
     (tmp_path / "config.toml").write_text("")
     (tmp_path / "status.json").write_text('{"step": 1}')
     result = tandem("status", tmp_path, cwd=tmp_path)
-    assert_is_a_users_error(result, "status.json", torch=False)
+    assert_is_a_users_error(result, "status.json")
 
 
 # ---- the listener

@@ -9,8 +9,8 @@ from importlib.util import find_spec
 import pytest
 
 from tandem.config.schema import Config, Run, Stream
-from tandem.jobs.streams import START_S
 from tandem.plugins.cluster.rows import ARRAYS
+from tandem.plugins.cluster.stream import START_S
 from tandem.runtime.errors import UserError
 from tandem.stream.stream import MemoryStream
 from tests.support.episodes import episodes_of

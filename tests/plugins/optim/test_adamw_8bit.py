@@ -5,7 +5,13 @@ import pytest
 import torch
 from torch import nn
 
-from tandem.plugins.optim.adamw_8bit import BLOCK, dequantize, dynamic_levels, quantize, state_bytes
+from tandem.plugins.optim.adamw_8bit import (
+    BLOCK,
+    Optimizer8bit,
+    dequantize,
+    dynamic_levels,
+    quantize,
+)
 from tandem.train.ranks import Ranks
 from tests.support.meshes import on_mesh
 from tests.support.optimizers import bits, optimizer, set_gradients
@@ -58,7 +64,7 @@ def test_levels_are_the_256_of_the_paper_and_zero_stays_zero():
 def test_updates_are_near_to_those_of_float32_moments(dtype):
     """The path of 30 updates ends within 2% of its length; a vector takes the very same one."""
     weights, twin, first = parameters(dtype), parameters(dtype), parameters(dtype)
-    ours, theirs = optimizer(weights, in_8bit=True), optimizer(twin)
+    ours, theirs = optimizer(weights, Optimizer8bit), optimizer(twin)
     for step in range(30):
         set_gradients(weights, step)
         set_gradients(twin, step)
@@ -73,7 +79,7 @@ def test_updates_are_near_to_those_of_float32_moments(dtype):
 def test_a_small_gradient_that_ends_beside_large_ones_makes_no_large_step():
     """A second moment that is rounded to zero would divide the first one by 1e-8."""
     weights = {"w": nn.Parameter(torch.zeros(1, BLOCK))}
-    ours = optimizer(weights, in_8bit=True, learning_rate=1.0, weight_decay=0.0)
+    ours = optimizer(weights, Optimizer8bit, learning_rate=1.0, weight_decay=0.0)
     sizes = torch.logspace(0, -7, BLOCK)[None]
     for step in range(4):
         before = weights["w"].detach().clone()
@@ -84,14 +90,14 @@ def test_a_small_gradient_that_ends_beside_large_ones_makes_no_large_step():
 
 def test_state_has_a_quarter_of_the_bytes_and_a_scale_for_each_block():
     weights, twin = parameters(), parameters()
-    ours, theirs = optimizer(weights, in_8bit=True), optimizer(twin)
+    ours, theirs = optimizer(weights, Optimizer8bit), optimizer(twin)
     for one, values in ((ours, weights), (theirs, twin)):
         set_gradients(values, 0)
         one.update()
     state, expected = ours.state(), theirs.state()
     for name, shape in SHAPES.items():
         held = [t.nbytes for n, t in state.items() if n.endswith(f".{name}") and n[:5] != "step."]
-        assert sum(held) == state_bytes(shape)
+        assert sum(held) == Optimizer8bit.moment_bytes(shape)
     assert sum(t.nbytes for n, t in state.items() if n.endswith("embedding")) == 40 * (600 + 16) + 4
     assert sum(t.nbytes for n, t in expected.items() if n.endswith("embedding")) == 8 * 40 * 300 + 4
     assert state["exp_avg.experts"].dtype == torch.uint8
@@ -101,7 +107,7 @@ def test_state_has_a_quarter_of_the_bytes_and_a_scale_for_each_block():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_reloaded_state_continues_with_the_same_bits(dtype):
     weights, copies = parameters(dtype), parameters(dtype)
-    ours, again = (optimizer(w, in_8bit=True, schedule="cosine") for w in (weights, copies))
+    ours, again = (optimizer(w, Optimizer8bit, schedule="cosine") for w in (weights, copies))
     for step in range(2):
         set_gradients(weights, step)
         ours.update()
@@ -122,7 +128,7 @@ def test_one_and_two_threads_and_any_rows_of_a_matrix_take_the_same_steps():
     for threads, rows in ((1, [301]), (2, [301]), (1, [100, 1, 200])):
         torch.set_num_threads(threads)
         parts = {str(n): nn.Parameter(part) for n, part in enumerate(whole.clone().split(rows))}
-        ours = optimizer(parts, in_8bit=True)
+        ours = optimizer(parts, Optimizer8bit)
         for gradient in gradients:
             for part, slope in zip(parts.values(), gradient.split(rows), strict=True):
                 part.grad = slope.clone()
@@ -133,18 +139,18 @@ def test_one_and_two_threads_and_any_rows_of_a_matrix_take_the_same_steps():
 
 
 def test_it_learns_samples_by_heart():
-    learner = learner_of(exact_model("qwen3"), Ranks(), rate=0.01, in_8bit=True)
+    learner = learner_of(exact_model("qwen3"), Ranks(), rate=0.01, kind=Optimizer8bit)
     losses = [row["nll"] for row in updated(learner, microbatches(1), steps=20)]
     assert losses[-1] < 0.05 * losses[0]
 
 
 def in_8bit_on(mesh, kind):
-    return step_on(mesh, kind, 2, in_8bit=True)
+    return step_on(mesh, kind, 2, optimizer=Optimizer8bit)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
 def test_two_processes_step_to_the_bits_of_one(kind):
     (rows, weights), (others, _) = on_mesh(in_8bit_on, kind, data=2)
-    alone, expected = step_alone(kind, 2, in_8bit=True)
+    alone, expected = step_alone(kind, 2, optimizer=Optimizer8bit)
     assert rows == alone == others
     assert all(torch.equal(weights[name], weight) for name, weight in expected.items())

@@ -14,7 +14,7 @@ from tandem.jobs.models import placement, releases_cache
 from tandem.jobs.rl import note_machine
 from tandem.model.placement import Placement, place_models
 from tandem.model.probe import Exactness
-from tandem.plugins.plan.resources import gpu_memory, model_sizes
+from tandem.plugins.plan.footprint import gpu_memory, model_sizes
 from tandem.runtime.errors import UserError
 from tests.support.fake_cuda import MEMORY, FakeCuda
 from tests.support.home import invoke, make_home

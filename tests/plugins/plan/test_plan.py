@@ -16,8 +16,8 @@ from tandem.config.recipe import describe, load_config
 from tandem.model.config_file import check_model
 from tandem.model.load import load_model
 from tandem.plugins.plan.command import plan
+from tandem.plugins.plan.footprint import Machine, require_disk
 from tandem.plugins.plan.plan_time import random_directory
-from tandem.plugins.plan.resources import Machine, require_disk
 from tandem.run_folder.metrics import read_metrics
 from tandem.runtime.errors import UserError
 from tests.support.command import tandem
@@ -41,7 +41,7 @@ def planned(home, folder, *overrides, command="train"):
 def test_plan_of_a_run_that_could_start_is_ready(home, tmp_path):
     """It runs in a process of its own: workers are as large as the one that plans them."""
     changes = (f"run.folder={tmp_path}/run", "rl.algorithm=dr_grpo", "rollout.workers=2")
-    code, text, errors, _ = tandem("plan", home / "recipe.toml", *changes, cwd=tmp_path)
+    code, text, errors = tandem("plan", home / "recipe.toml", *changes, cwd=tmp_path)
     assert code == 0, text + errors
     last = text.splitlines()[-1]
     assert last == f"ready: 2 steps of 32 episodes, a new run in {tmp_path}/run"

@@ -12,8 +12,8 @@ from tandem.config.recipe import load_config
 from tandem.jobs.models import build_learner
 from tandem.jobs.out_of_memory import explain_out_of_memory
 from tandem.model.placement import Placement
-from tandem.plugins.plan.meshes import memory_of_run
-from tandem.plugins.plan.resources import activations, host_memory, memory, model_sizes, savings
+from tandem.plugins.plan import footprint
+from tandem.plugins.plan.footprint import activations, host_memory, model_sizes, savings
 from tandem.runtime.errors import UserError
 from tests.support.home import invoke, make_home
 from tests.support.runs import fingerprint
@@ -31,7 +31,7 @@ def config_of(home, *overrides):
 
 
 def needs(sizes, config):
-    return memory(sizes, config, "train")
+    return footprint.needs(sizes, config, "train", 20)
 
 
 def rows_of(needs):
@@ -45,7 +45,7 @@ def on_gpu(config):
 def test_plan_names_activations_and_what_checkpointing_leaves_of_them(home):
     config = config_of(home)
     sizes = model_sizes(config, "train")
-    [(size, text)] = [row[1:] for row in memory(sizes, config, "train") if row[0] == "activations"]
+    [(size, text)] = [row[1:] for row in needs(sizes, config) if row[0] == "activations"]
     assert (
         size
         == activations(sizes, config)
@@ -65,10 +65,10 @@ def test_muon_has_one_momentum_for_each_matrix_of_the_layers(home):
     learner.optimizer.update()
     state = learner.optimizer.state()
     held = 4 * sum(tensor.numel() for name, tensor in state.items() if name[:5] != "step.")
-    rows = rows_of(memory(after, muon, "train"))
+    rows = rows_of(needs(after, muon))
     assert rows["Adam moments"] + rows["Muon momentum"] == held < 8 * after.policy
     assert before.checkpoint - after.checkpoint == 4 * (after.muon + after.muon_critic)
-    critics = rows_of(memory(before, adamw, "train"))["critic"] - rows["critic"]
+    critics = rows_of(needs(before, adamw))["critic"] - rows["critic"]
     assert critics == 4 * after.muon_critic == rows["Muon momentum"]
 
 
@@ -91,21 +91,23 @@ def test_moments_of_8_bits_are_planned_to_the_byte(home, changes):
     saved = plain["Adam moments"] - held
     assert before.checkpoint - after.checkpoint == saved + plain["critic"] - rows["critic"]
     assert plain["critic"] - rows["critic"] >= saved
-    assert "train.offload_optimizer=true" not in dict(savings(on_gpu(in_8bit), in_8bit, needs))
+    assert "train.offload_optimizer=true" not in dict(
+        savings(on_gpu(in_8bit), in_8bit, "train", 20)
+    )
 
 
 def test_masters_and_moments_move_to_the_host_with_offload(home):
     config = config_of(home)
     offloads = config_of(home, "train.offload_optimizer=true")
     sizes = on_gpu(config)
-    before, after = (rows_of(memory(sizes, c, "train")) for c in (config, offloads))
+    before, after = (rows_of(needs(sizes, c)) for c in (config, offloads))
     state = {"masters": 4 * sizes.policy, "Adam moments": 8 * sizes.policy}
     assert state.items() <= before.items() and not state.keys() & after.keys()
     assert rows_of(host_memory(sizes, config)) == {"a save under way": 12 * sizes.policy}
     assert state.items() <= rows_of(host_memory(sizes, offloads)).items()
     # on a CPU both are the same memory
     sizes = model_sizes(config, "train")
-    assert memory(sizes, config, "train") == memory(sizes, offloads, "train")
+    assert needs(sizes, config) == needs(sizes, offloads)
     assert host_memory(sizes, offloads) == []
 
 
@@ -113,7 +115,7 @@ def test_a_cache_that_takes_turns_counts_beyond_the_update_only(home):
     sizes, kept = on_gpu(config_of(home)), {}
     for release in ("auto", "false"):
         config = config_of(home, f"rollout.release_cache={release}")
-        kept[release] = rows_of(memory(sizes, config, "train"))
+        kept[release] = rows_of(needs(sizes, config))
     update = kept["auto"]["gradients"] + kept["auto"]["activations"]
     assert kept["false"]["key/value cache"] == 1 << 30
     assert kept["auto"]["key/value cache"] == (1 << 30) - update
@@ -123,8 +125,8 @@ def test_savings_are_the_differences_of_two_plans_the_most_first(home):
     small = ["rollout.cache_mb=8", "rollout.release_cache=false"]
     config = config_of(home, *small)
     sizes = model_sizes(config, "train")
-    before = sum(rows_of(memory(sizes, config, "train")).values())
-    found = savings(sizes, config, needs)
+    before = sum(rows_of(needs(sizes, config)).values())
+    found = savings(sizes, config, "train", 20)
     assert [saved for _, saved in found] == sorted((s for _, s in found), reverse=True)
     assert {setting.partition("=")[0] for setting, _ in found} == {
         "train.activation_checkpointing",
@@ -133,14 +135,14 @@ def test_savings_are_the_differences_of_two_plans_the_most_first(home):
     }
     for setting, saved in found:
         other = config_of(home, *small, setting)
-        assert before - sum(rows_of(memory(sizes, other, "train")).values()) == saved
+        assert before - sum(rows_of(needs(sizes, other)).values()) == saved
 
 
 def test_where_the_cache_takes_turns_less_activation_saves_down_to_the_cache_only(home):
     config = config_of(home, "rollout.cache_mb=8")
     sizes = on_gpu(config)
-    update = sum(rows_of(memory(sizes, config, "train"))[n] for n in ("gradients", "activations"))
-    found = dict(savings(sizes, config, needs))
+    update = sum(rows_of(needs(sizes, config))[n] for n in ("gradients", "activations"))
+    found = dict(savings(sizes, config, "train", 20))
     assert update > 8 << 20
     assert found["train.tokens_per_microbatch=4096"] == update - (8 << 20)
     assert "rollout.cache_mb=4" not in found
@@ -149,11 +151,11 @@ def test_where_the_cache_takes_turns_less_activation_saves_down_to_the_cache_onl
 def test_offload_is_named_where_it_saves(home):
     config = config_of(home)
     large = replace(on_gpu(config), policy=600_000_000)
-    saved = dict(savings(large, config, needs))["train.offload_optimizer=true"]
+    saved = dict(savings(large, config, "train", 20))["train.offload_optimizer=true"]
     offloads = config_of(home, "train.offload_optimizer=true")
-    sums = [sum(rows_of(memory(large, c, "train")).values()) for c in (config, offloads)]
+    sums = [sum(rows_of(needs(large, c)).values()) for c in (config, offloads)]
     assert saved == sums[0] - sums[1] > 0
-    assert "train.offload_optimizer=true" not in dict(savings(large, offloads, needs))
+    assert "train.offload_optimizer=true" not in dict(savings(large, offloads, "train", 20))
 
 
 @pytest.mark.parametrize(
@@ -210,11 +212,11 @@ def test_a_mesh_needs_each_process_and_the_engine_of_rank_0(home):
     alone = config_of(home, "rollout.cache_mb=1")
     config = config_of(home, "rollout.cache_mb=1", "parallel.data=2")
     sizes = model_sizes(config, "train")
-    found = rows_of(memory_of_run(sizes, config, "train", 20))
-    one = rows_of(memory_of_run(sizes, alone, "train", 20))
+    found = rows_of(footprint.needs(sizes, config, "train", 20))
+    one = rows_of(footprint.needs(sizes, alone, "train", 20))
     assert found["whole weights of rank 0"] == 4 * sizes.policy == one["weights"]
     assert found["weights"] == one["weights"] and found["Adam moments"] == one["Adam moments"]
     assert found["activations"] == 2 * one["activations"]
     assert found["key/value cache"] == 1 << 20
-    split = rows_of(memory_of_run(sizes, config_of(home, "parallel.tensor=2"), "train", 20))
+    split = rows_of(footprint.needs(sizes, config_of(home, "parallel.tensor=2"), "train", 20))
     assert split["packed weights"] == split["weights"] > one["weights"] / 2

@@ -10,18 +10,9 @@ from tandem.config.parallel import Parallel
 from tandem.config.recipe import load_config
 from tandem.model.forward import batch_logprobs
 from tandem.model.placement import Placement
+from tandem.plugins.plan.footprint import loading_memory, model_sizes, needs, rank_memory, work_of
 from tandem.plugins.plan.gpus import GPUS, Assumptions
-from tandem.plugins.plan.meshes import (
-    loading_memory,
-    plans,
-    possible_meshes,
-    rank_memory,
-    smallest,
-    why_impossible,
-    work_of,
-)
-from tandem.plugins.plan.resources import memory as memory_of_one
-from tandem.plugins.plan.resources import model_sizes
+from tandem.plugins.plan.meshes import plans, possible_meshes, smallest, why_impossible
 from tandem.plugins.plan.scaling import communication, flops_per_token, rate, update_time
 from tandem.plugins.plan.shards import Work, largest_layer, memory, parameters, part_of
 from tandem.train.pack import pack
@@ -100,7 +91,7 @@ def test_one_process_has_the_memory_of_its_plan_and_no_communication(home):
         config = config.model_copy(
             update={"rollout": config.rollout.model_copy(update={"release_cache": True})}
         )
-        expected = {name: size for name, size, _ in memory_of_one(sizes, config, "train")}
+        expected = {name: size for name, size, _ in needs(sizes, config, "train", 20)}
         assert {name: size for name, size in found.items() if size} == expected
         assert set(communication(one, ALONE).values()) == {0.0}
         times = update_time(one, ALONE, H200, Assumptions())
@@ -356,7 +347,7 @@ def test_muon_has_one_moment_where_adamw_has_two(home):
     config = load_config(home / "recipe.toml", ["train.optimizer=muon"])
     sizes = sizes_of(config)
     one = work_of(sizes, config, "train", 20)
-    expected = {name: size for name, size, _ in memory_of_one(sizes, config, "train")}
+    expected = {name: size for name, size, _ in needs(sizes, config, "train", 20)}
     found = rank_memory(sizes, config, one, ALONE)
     names = ("Adam moments", "Muon momentum")
     assert [found[name] for name in names] == [expected[name] for name in names]
@@ -368,7 +359,7 @@ def test_moments_of_8_bits_are_those_of_one_process_and_are_divided(home):
     config = load_config(home / "recipe.toml", ["train.optimizer=adamw_8bit"])
     sizes = sizes_of(config)
     one = work_of(sizes, config, "train", 20)
-    expected = {name: size for name, size, _ in memory_of_one(sizes, config, "train")}
+    expected = {name: size for name, size, _ in needs(sizes, config, "train", 20)}
     found, halves = (rank_memory(sizes, config, one, mesh) for mesh in (ALONE, Parallel(data=2)))
     assert found["Adam moments"] == expected["Adam moments"] == 2 * halves["Adam moments"] > 0
     meshes = [p.mesh for p in plans(sizes, config, one, 4, H200, Assumptions())]
@@ -381,7 +372,7 @@ def test_rank_0_has_no_whole_copy_of_a_critic_nor_a_reference_of_its_own_beside_
     step = work_of(sizes, config, "train", 20)
     found = rank_memory(sizes, config, step, Parallel(data=2))
     assert found["whole weights of rank 0"] == 2 * sizes.policy
-    assert found["path"] == (4 + 12) * sizes.others["critic.path"] / 2
+    assert found["critic"] == (4 + 12) * sizes.others["critic.path"] / 2
     config = load_config(home / "recipe.toml", ["rl.kl_coef=0.1", "lora.rank=2"])
     sizes = sizes_of(config)
     assert "reference" not in rank_memory(sizes, config, step, Parallel(data=2))

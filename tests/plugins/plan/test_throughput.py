@@ -6,7 +6,7 @@ import pytest
 
 from tandem.config.recipe import to_toml
 from tandem.config.schema import Config
-from tandem.plugins.plan.throughput import measured
+from tandem.plugins.plan.command import measured
 
 
 def run_folder(folder, workers, rows):

@@ -4,7 +4,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import httpx
 import pytest
@@ -142,9 +141,4 @@ def test_every_static_file_ships_in_the_wheel():
     ],
 )
 def test_a_mistake_is_told_without_a_traceback(tmp_path, arguments, words):
-    assert_is_a_users_error(tandem(*arguments, cwd=tmp_path), *words, torch=False)
-
-
-def test_help_imports_nothing_heavy(tmp_path):
-    code, stdout, _, torch = tandem("view", "--help", cwd=Path(tmp_path))
-    assert code == 0 and "--token" in stdout and not torch
+    assert_is_a_users_error(tandem(*arguments, cwd=tmp_path), *words)

@@ -34,7 +34,7 @@ from tandem.plugins.vllm import worker as vllm_worker
 from tandem.run_folder.metrics import read_metrics
 from tandem.run_folder.past_run import open_past
 from tandem.runtime.errors import UserError
-from tandem.train.engine_gap import MAX_MEAN
+from tandem.train.parity import MAX_MEAN
 from tandem.types import SamplingParams
 from tandem.weights.shared import SharedWeights
 from tests.support.runs import prepare

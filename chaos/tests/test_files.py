@@ -27,7 +27,7 @@ from tests.support.byte_models import make_model
 from tests.support.tiny import stock_model, tiny_config
 from tests.support.waiting import WAIT_S
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 pytestmark = pytest.mark.usefixtures("no_collection")

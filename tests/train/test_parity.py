@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.choices import why_gap
 from tandem.config.schema import RL, Config, Rollout
-from tandem.jobs.exactness import other_kernels, require_correction, require_parity
+from tandem.jobs.exactness import require_correction, require_parity
 from tandem.model.load import make_exact
 from tandem.model.probe import Exactness
 from tandem.runtime.errors import UserError
@@ -103,29 +104,8 @@ def test_another_engine_needs_a_correction_and_is_never_exact():
         require_correction(settings(correction="none"))
     assert error.value.where == "rollout.engine = vllm"
     require_correction(settings())
-    assert not require_parity(settings(), agree) and require_parity(Config(), agree)
-    assert (other_kernels(Config()), other_kernels(settings())) == ("", "rollout.engine = vllm")
-
-
-def test_rounded_weights_need_a_correction_and_their_gap_is_measured():
-    rounded = {"weights": {"delta": "int8"}, "rollout": settings().rollout.model_dump()}
-    rounded["rollout"]["engine"] = "tandem"
-    with pytest.raises(UserError, match=r"rl\.correction") as error:
-        require_correction(Config(**rounded))
-    assert error.value.where == "weights.delta = int8"
-    config = Config(**rounded, rl=settings().rl)
-    require_correction(config)
-    assert not require_parity(config, Exactness(parity=[], thread_dependent=[]))
-    policy = trained(exact_model("qwen3"))
-    row = learn(
-        Models(policy=policy), shifted(sampled_groups(policy.model), 1e-4), config, exact=False
-    )
-    assert row["logprob_gap_mean"] == pytest.approx(1e-4, rel=0.05)
-    with pytest.raises(UserError, match="does not run") as error:
-        learn(
-            Models(policy=policy), shifted(sampled_groups(policy.model), 0.3), config, exact=False
-        )
-    assert "weights.delta = int8" in error.value.where
+    assert not require_parity(settings(), agree).exact and require_parity(Config(), agree).exact
+    assert (why_gap(Config(), ""), why_gap(settings(), "")) == ("", "rollout.engine = vllm")
 
 
 class Forbidden(NumberedEngine):

@@ -7,8 +7,8 @@ engine serves random requests, the trainer passes over what was sampled, and its
 with one thread and with two. A cell is wrong where the probe says yes and a bit differs. Switches
 are read when a process starts, so each set of them has a process of its own.
 
-    python -m tests.support.cells 3 0 1 2      results of these cells under the switches of that
-                                               number, as JSON lines
+    python tools/cells.py 3 0 1 2      results of these cells under the switches of that number, as
+                                       JSON lines
 """
 
 import json
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parent.parent
 HEAD_SIZES = (16, 32, 48, 64, 80, 96, 100, 112, 128, 160, 192, 256)
 GROUPS = (2, 3, 7, 8)
 VOCABULARIES = (997, 50_257, 151_936)
@@ -243,7 +243,7 @@ def run(number: int, chosen: list[int], timeout_s: float = 3600) -> list[dict[st
     env |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)} | (
         {} if one.strict else {"MKL_CBWR": "AUTO"}
     )
-    command = [sys.executable, "-m", "tests.support.cells", str(number), *map(str, chosen)]
+    command = [sys.executable, "tools/cells.py", str(number), *map(str, chosen)]
     done = subprocess.run(
         command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s
     )

@@ -4,7 +4,6 @@
     ---------------------------    ---------
     uint8   elements, exact        changed elements of each BLOCK, int32; their new values; where
                                    they lie in their block, uint16
-    int8    quantized, lossy       a float32 scale of each row; a step of -127 to 127 an element
     other   the new tensor         itself
 
 In bfloat16 most updates of RL are below the rounding of most weights, so few elements change.
@@ -22,29 +21,20 @@ from tandem.weights.hashing import raw_bytes
 
 BLOCK = 1 << 16  # elements, whose places in it are uint16
 BITS = {2: torch.int16, 4: torch.int32}  # by bytes of an element: compared as they are, NaN and all
-STEPS = 127
 
 
-def encode(base: Tensor, new: Tensor, quantize: bool) -> Tensor | None:
-    """Return the shortest form of a tensor of which `base` is known; None if every bit is equal.
-
-    quantize: a lossy one may be taken. What it decodes to is then the base of the next.
-    """
+def encode(base: Tensor, new: Tensor) -> Tensor | None:
+    """Return the shorter form of a tensor of which `base` is known; None if every bit is equal."""
     old, now = _flat_bits(base), _flat_bits(new)
     places = np.flatnonzero(old != now)
     if not len(places):
         return None
-    blocks, forms = _num_blocks(new.numel()), [new]
-    if 4 * blocks + len(places) * (new.itemsize + 2) < new.nbytes:
-        counts = np.bincount(places // BLOCK, minlength=blocks).astype(np.int32)
-        parts = counts, now[places], (places % BLOCK).astype(np.uint16)
-        forms.append(torch.from_numpy(np.concatenate([part.view(np.uint8) for part in parts])))
-    exact = min(forms, key=lambda form: form.nbytes)
-    rows = new.numel() // _row_length(new)
-    if not quantize or new.numel() + 4 * rows >= exact.nbytes:
-        return exact
-    steps = _quantize(base.detach().cpu(), new.detach().cpu())
-    return exact if steps is None else steps
+    blocks = _num_blocks(new.numel())
+    if 4 * blocks + len(places) * (new.itemsize + 2) >= new.nbytes:
+        return new
+    counts = np.bincount(places // BLOCK, minlength=blocks).astype(np.int32)
+    parts = counts, now[places], (places % BLOCK).astype(np.uint16)
+    return torch.from_numpy(np.concatenate([part.view(np.uint8) for part in parts]))
 
 
 def decode(base: Tensor, encoded: Tensor) -> Tensor:
@@ -52,8 +42,6 @@ def decode(base: Tensor, encoded: Tensor) -> Tensor:
     RuntimeError if it is not of this base's shape."""
     if encoded.dtype == torch.uint8:
         return _set_elements(base, encoded)
-    if encoded.dtype == torch.int8:
-        return _add_steps(base, encoded)
     return encoded
 
 
@@ -78,32 +66,9 @@ def _set_elements(base: Tensor, encoded: Tensor) -> Tensor:
     return changed
 
 
-def _quantize(base: Tensor, new: Tensor) -> Tensor | None:
-    """Return scales and steps of a difference; None where it, or what it decodes to, is not
-    finite."""
-    rows = (new.float() - base.float()).reshape(-1, _row_length(new))
-    scales = rows.abs().amax(1, keepdim=True) / STEPS
-    steps = (rows / scales.where(scales > 0, 1)).round_().clamp_(-STEPS, STEPS).to(torch.int8)
-    encoded = torch.cat([scales.view(-1).view(torch.int8), steps.view(-1)])
-    finite = bool(scales.isfinite().all()) and bool(_add_steps(base, encoded).isfinite().all())
-    return encoded if finite else None
-
-
-def _add_steps(base: Tensor, encoded: Tensor) -> Tensor:
-    """Multiply, then add, each rounded by itself: every device gets the same bits."""
-    length = _row_length(base)
-    scales, steps = encoded.to(base.device).split([4 * (base.numel() // length), base.numel()])
-    change = steps.view(-1, length).float() * scales.view(torch.float32).view(-1, 1)
-    return (base.detach().float() + change.view(base.shape)).to(base.dtype)
-
-
 def _flat_bits(tensor: Tensor) -> Array:
     return np.frombuffer(raw_bytes(tensor), f"u{tensor.itemsize}")
 
 
 def _num_blocks(numel: int) -> int:
     return -(-numel // BLOCK)
-
-
-def _row_length(tensor: Tensor) -> int:
-    return tensor.shape[-1] if tensor.dim() else 1

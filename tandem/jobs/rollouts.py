@@ -1,0 +1,45 @@
+"""What samples a run's episodes: given to the engine's object, and opened by it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from tandem.config.schema import Config
+from tandem.engine.engine import Engine
+from tandem.jobs.here import Here
+from tandem.rollout.score import RolloutRunner
+from tandem.types import Sync
+
+Report = Callable[[str], None]
+Lane = tuple[RolloutRunner, Sync]  # of a step's rollouts: what plays them, and gives it weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutStage:
+    """What a RolloutBackend has to open its rollouts with."""
+
+    config: Config
+    engine: Engine  # the trainer's own, over the policy; it evaluates
+    local: RolloutRunner  # plays episodes with that engine
+    folder: Path  # of the run
+    exact: bool  # rollouts check their log-probs
+    machine: Here  # where workers run
+    report: Report
+
+
+class RolloutPool(Protocol):
+    """Rollout workers."""
+
+    def status(self) -> list[dict[str, Any]]:
+        """Describe each of them, for the run's status."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollouts:
+    """Opened rollouts. lanes: one for each step that is rolled out at once; stop: ends rollouts
+    under way."""
+
+    lanes: Sequence[Lane]
+    pool: RolloutPool | None = None
+    stop: Callable[[], None] = lambda: None

@@ -1,0 +1,119 @@
+"""Rollouts by worker processes, for every engine that runs in them: a pool of workers, the
+transport of weights to them, and a lane for each step that is rolled out at once."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tandem.choices import engine_of
+from tandem.engine.sync_check import Probe
+from tandem.engine.worker_pool.client import Client, PoolThread
+from tandem.engine.worker_pool.pool import COMMAND, Workers
+from tandem.engine.worker_pool.process import Published, Spawn
+from tandem.jobs.models import placement
+from tandem.jobs.rollouts import Lane, Report, Rollouts, RolloutStage
+from tandem.model.placement import place_models
+from tandem.model.triton.dispatch import matmul_kernel
+from tandem.rollout.collect import steps_at_once
+from tandem.run_folder.status import take_requested_workers
+from tandem.weights.worker_sync import ProcessSync
+
+MakeProbe = Callable[[], Probe | None]
+
+
+@contextmanager
+def open_workers(
+    stage: RolloutStage,
+    *,
+    command: Sequence[str] = COMMAND,
+    forks: bool = False,
+    checks: bool = True,
+    probe: MakeProbe = lambda: None,
+) -> Iterator[Rollouts]:
+    """Open rollout workers of the trainer's model.
+
+    command: of a worker; forks: on a CPU it may be forked; checks: completions are compared before
+    their weights change; probe: scores what workers of other kernels compare themselves with, by
+    the weights in use. With one, a version is tried out at once.
+    """
+    config, model = stage.config, stage.engine.model
+    for device in config.rollout.devices:
+        place_models(device, config.model.dtype)
+    with (
+        stage.machine.open_weights(config, model.merged_weights()) as (shared, spawn),
+        _start(stage, shared, spawn, command, forks) as workers,
+    ):
+        if (sample := probe()) is not None:
+            shared.publish(0, model.merged_weights(), sample)
+            gap = workers.try_out(0)
+            shared.release(below=1)
+            stage.report(
+                "the workers' engine runs the model: log-probs of a fixed sequence differ by "
+                f"{gap:.1e} nats"
+            )
+
+        def lane(client: Workers | Client, pool: Workers | PoolThread, **options: Any) -> Lane:
+            sync = ProcessSync(
+                client,
+                stage.engine,
+                shared,
+                lambda: (model.merged_weights(), probe()),
+                config.rollout.staleness,
+                partial(_resize_on_request, pool, stage.folder, stage.report),
+            )
+            return replace(stage.local, engine=client, **options), sync
+
+        if (count := steps_at_once(config)) == 1:
+            yield Rollouts(lanes=[lane(workers, workers)], pool=workers, stop=workers.close)
+            return
+        with PoolThread(workers, checks=checks) as pool:
+            clients = [pool.client(number) for number in range(count)]
+            lanes = [lane(client, pool, after_generation=client.rest) for client in clients]
+            yield Rollouts(lanes=lanes, pool=pool, stop=workers.close)
+
+
+def _start(
+    stage: RolloutStage,
+    weights: Published,
+    spawn: Spawn | None,
+    command: Sequence[str],
+    forks: bool,
+) -> Workers:
+    """Start the workers; they close as a context."""
+    config, model = stage.config, stage.engine.model
+    rollout = config.rollout
+    devices = rollout.devices or [stage.machine.worker_device(str(model.device))]
+    return Workers(
+        model_path=config.model.path,
+        devices=devices,
+        dtype=placement(config).dtype_name,
+        splits=model.splits,
+        tensor_parallel=rollout.tensor_parallel,
+        matmul=matmul_kernel(),
+        cache_mb=rollout.cache_mb,
+        max_batch=rollout.max_batch,
+        longest=stage.engine.longest,
+        count=rollout.workers,
+        heartbeat_s=config.run.stall_s / 2,
+        restarts=rollout.restarts,
+        weights=weights,
+        record_experts=config.rl.router_replay,
+        release_cache=engine_of(config).rests(config),
+        report=stage.report,
+        command=command,
+        # CUDA does not survive a fork, should an import have started it
+        forks=forks and set(devices) == {"cpu"},
+        spawn=spawn,
+    )
+
+
+def _resize_on_request(pool: Workers | PoolThread, folder: Path, report: Report) -> None:
+    """Have workers join or leave, as `tandem scale` has asked for. Requests of other steps may be
+    under way; those of workers that leave are served again."""
+    wanted = take_requested_workers(folder)
+    if wanted and wanted != pool.count:
+        report(f"rollout workers: {pool.count} -> {wanted}, as `tandem scale` asks")
+        pool.resize(wanted)

@@ -1,0 +1,54 @@
+"""Megatron-Core as what runs the trained models: train.backend = megatron."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from tandem.choices import Trainer
+from tandem.config.schema import Config
+
+if TYPE_CHECKING:
+    from tandem.train.parallel.mesh import Mesh
+    from tandem.train.parallel.processes import Processes
+    from tandem.train.ranks import Ranks
+
+
+class Megatron(Trainer):
+    """Its log-probs differ from the engine's by rounding, and one process is a mesh already."""
+
+    gap = "train.backend = megatron"
+    runs_alone = False
+
+    def conflicts(self, config: Config) -> Iterator[str]:
+        parallel = config.parallel
+        if config.train.optimizer == "adamw_8bit":
+            yield "train.optimizer: adamw_8bit does not step the parts of train.backend=megatron"
+        if config.rl.estimator.needs_critic:
+            yield (
+                f"rl.advantage: {config.rl.advantage} has a critic, which train.backend=megatron "
+                "does not train"
+            )
+        if parallel.context > 1 and parallel.expert > 1:
+            yield (
+                "parallel.context: with train.backend=megatron it needs parallel.expert=1; "
+                "Megatron counts their processes in another order"
+            )
+        if parallel.expert > 1 and parallel.tensor > 1:
+            yield (
+                "parallel.expert: with train.backend=megatron it needs parallel.tensor=1; "
+                "Megatron wants sequence parallelism beside both"
+            )
+
+    def check(self, config: Config) -> None:
+        from tandem.plugins.megatron.core import require_megatron
+
+        require_megatron()
+
+    def check_model(self, config: Config, shape: Any, key: str, head: str) -> None:
+        from tandem.plugins.megatron.checks import check_megatron
+
+        check_megatron(shape, config.parallel, "value" if head == "value" else "tokens")
+
+    def make_ranks(self, mesh: "Mesh", processes: "Processes") -> "Ranks":
+        from tandem.plugins.megatron.ranks import MegatronRanks
+
+        return MegatronRanks(mesh, processes)
