@@ -44,12 +44,6 @@ def test_steps_cut_the_epochs_without_gap_or_repeat(n, per_step, shuffle):
     assert steps == epochs[: 9 * per_step]
 
 
-def test_a_step_larger_than_the_data_takes_problems_again():
-    taken = problems_of_step(some(3), 1, 8, 0, True)
-    assert len(taken) == 8
-    assert len(set(taken)) == 3
-
-
 # ---- several
 
 
@@ -98,36 +92,6 @@ def test_a_step_of_a_mixture_depends_on_its_number_only():
         problems_of_step(mixed, step, 4, 0, True)
     assert problems_of_step(mixed, 6, 4, 0, True) == later_first
     assert problems_of_step(mixed, 6, 4, 1, True) != later_first
-
-
-def test_parts_of_one_size_are_shuffled_apart():
-    mixed = mixture(1, 1, sizes=(20, 20))
-    step = problems_of_step(mixed, 0, 40, 0, True)
-    assert [x[1:] for x in step if x[0] == "a"] != [x[1:] for x in step if x[0] == "b"]
-
-
-def test_a_mixture_of_one_part_is_that_list():
-    [part] = mixture(3).parts
-    assert [problems_of_step(mixture(3), step, 4, 9, True) for step in range(5)] == [
-        problems_of_step(part, step, 4, 9, True) for step in range(5)
-    ]
-
-
-def test_parts_alternate_inside_a_step():
-    mixed = mixture(1, 1)
-    assert [item[0] for item in problems_of_step(mixed, 3, 6, 0, True)] == ["b", "a"] * 3
-
-
-def test_a_mixture_reads_as_the_parts_one_behind_the_other():
-    mixed = mixture(1, 1)
-    assert (len(mixed), mixed[0], mixed[-1], mixed[6:8]) == (10, "a0", "b2", ["a6", "b0"])
-    assert list(mixed) == some(7, "a") + some(3, "b")
-
-
-def test_a_mixture_does_not_copy_its_items():
-    parts = [some(3, "a"), some(2, "b")]
-    held = Mixture(parts, [1, 1], ["a", "b"]).parts
-    assert all(mine is given for mine, given in zip(held, parts, strict=True))
 
 
 def test_a_mixture_stays_one_when_some_of_it_is_dropped():

@@ -4,7 +4,6 @@ what must be said."""
 import json
 import subprocess
 import sys
-from decimal import Decimal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -63,13 +62,6 @@ def test_a_row_with_text_becomes_a_users_message(tmp_path):
     ]
 
 
-def test_messages_are_told_from_text(tmp_path):
-    rows = [GOOD, GOOD | {"prompt": [{"role": "user", "content": "1 + 1 ="}]}]
-    text, messages = read(jsonl(tmp_path / "c.jsonl", *rows), system="Be brief.")
-    assert (text.conversational, messages.conversational) == (False, True)
-    assert text.messages == messages.messages
-
-
 def test_a_row_of_verl_is_read_as_it_is(tmp_path):
     expected = Problem(
         uid="algebra/a",
@@ -98,10 +90,6 @@ def test_the_answer_column_wins_over_verls_answer(tmp_path):
     [problem] = read(jsonl(tmp_path / "a.jsonl", VERL | {"answer": "4"}))
     assert problem.answer == "4"
     assert problem.metadata["reward_model"] == VERL["reward_model"]
-
-
-def test_a_named_answer_column_is_never_replaced_by_verls_place(tmp_path):
-    assert "'solution'" in error_of(jsonl(tmp_path / "a.jsonl", VERL), answer_column="solution")
 
 
 def test_columns_are_named_by_the_config(tmp_path):
@@ -153,13 +141,6 @@ def test_a_number_as_answer_keeps_its_exact_text(tmp_path, number):
     assert read(path)[0].answer == number
 
 
-@pytest.mark.parametrize(
-    ("number", "text"), [(3, "3"), (3.5, "3.5"), (0.1, "0.1"), (Decimal("0.10"), "0.10")]
-)
-def test_a_number_of_a_parquet_column_keeps_its_digits(tmp_path, number, text):
-    assert read(parquet(tmp_path / "n.parquet", GOOD | {"answer": number}))[0].answer == text
-
-
 @pytest.mark.parametrize("value", [{"target": 24, "numbers": [1, 2.5]}, ["2", "é"], [], {}])
 def test_an_answer_of_an_object_or_a_list_is_its_json(tmp_path, value):
     rows = [GOOD | {"answer": value}, {"prompt": "?", "reward_model": {"ground_truth": value}}]
@@ -203,24 +184,6 @@ def test_the_system_message_is_added_only_where_none_is(tmp_path):
     assert list(second.messages) == own
 
 
-def test_null_keys_that_parquet_adds_to_messages_are_left_out(tmp_path):
-    messages = [{"role": "user", "content": "?", "name": None}]
-    [problem] = read(parquet(tmp_path / "n.parquet", GOOD | {"prompt": messages}))
-    assert problem.messages == ({"role": "user", "content": "?"},)
-
-
-def test_byte_order_marks_and_blank_and_windows_lines_are_read(tmp_path):
-    line = json.dumps(GOOD | {"answer": 2}).encode()
-    (tmp_path / "w.jsonl").write_bytes(b"\xef\xbb\xbf" + line + b"\r\n\r\n" + line)
-    assert [p.uid for p in read(tmp_path / "w.jsonl")] == ["w/1", "w/2"]
-
-
-def test_line_separators_of_unicode_do_not_end_a_row(tmp_path):
-    text = "one\u2028two\u0085three"
-    path = jsonl(tmp_path / "u.jsonl", json.dumps(GOOD | {"prompt": text}, ensure_ascii=False))
-    assert read(path)[0].messages[0]["content"] == text
-
-
 # ---- what is refused: the file
 
 
@@ -234,23 +197,6 @@ def test_a_missing_file_is_told_with_its_key(tmp_path):
         f"  next:     ls {tmp_path}",
     ]
     assert "set data.train=FILE" in error_of("")
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("e.jsonl", b"", "no rows"),
-        ("e.jsonl", b"\n \n", "no rows"),
-        ("e.parquet", b"", "cannot be read as Parquet"),
-        ("e.parquet", b"PAR1 but not really PAR1", "cannot be read as Parquet"),
-        ("e.txt", b"a,b\n", "found:    suffix '.txt'"),
-        ("e.json", b'[{"prompt": "?"}]', "jq -c '.[]'"),
-        ("e.jsonl", b"\xff\xfe{\x00", "UTF-16"),
-    ],
-)
-def test_a_file_of_another_kind_is_refused(tmp_path, name, content, said):
-    (tmp_path / name).write_bytes(content)
-    assert said in error_of(tmp_path / name)
 
 
 # ---- what is refused: a row. (line, what the error must say); the line stands as line 2 of the
@@ -325,10 +271,6 @@ def test_a_bad_row_is_told_with_line_field_and_reason(tmp_path, line, where, sai
     assert said in message
 
 
-def test_a_category_column_named_in_the_config_must_be_there(tmp_path):
-    assert "a column 'kind'" in error_of(jsonl(tmp_path / "c.jsonl", GOOD), category_column="kind")
-
-
 def test_a_parquet_file_damaged_in_the_middle_is_refused(tmp_path):
     path = tmp_path / "d.parquet"
     rows = [GOOD | {"uid": f"{i * 7919 % 5000}-{i}"} for i in range(5000)]
@@ -357,13 +299,6 @@ def test_mistakes_come_together_and_equal_ones_are_counted(tmp_path):
     assert f"  - {tmp_path}/m.jsonl:6, prompt: found an empty list" in message
 
 
-def test_reading_stops_after_ten_different_mistakes(tmp_path):
-    path = jsonl(tmp_path / "t.jsonl", *[{"prompt": i} for i in range(50)])
-    message = error_of(path)
-    assert message.count("t.jsonl") == 10
-    assert "(reading stopped there)" in message
-
-
 # ---- several sources
 
 
@@ -381,33 +316,6 @@ def test_rows_of_several_sources_get_different_uids(tmp_path):
         "train.json/1",
         "c/1",
     ]
-
-
-def test_a_uid_of_another_source_is_refused_with_both_places(tmp_path):
-    paths = [jsonl(tmp_path / f"{n}.jsonl", GOOD, GOOD | {"uid": "x"}) for n in "ab"]
-    with pytest.raises(UserError) as caught:
-        read_problems(paths, Data(), key="data.train")
-    assert f"{tmp_path}/b.jsonl:2, uid" in str(caught.value)
-    assert f'"x", as in row 2 of {tmp_path}/a.jsonl' in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("names", "weights", "said"),
-    [
-        ([], (), "an empty list"),
-        (["a.jsonl", "./a.jsonl"], (), "names a source twice"),
-        (["a.jsonl", "b.jsonl"], (1.0,), "[1.0] for 2 sources"),
-        (["a.jsonl", "b.jsonl"], (1.0, 0.0), "a number above 0"),
-        (["a.jsonl", ""], (), "no path"),
-    ],
-)
-def test_sources_that_do_not_fit_are_refused(tmp_path, monkeypatch, names, weights, said):
-    monkeypatch.chdir(tmp_path)
-    for name in "ab":
-        jsonl(tmp_path / f"{name}.jsonl", GOOD)
-    with pytest.raises(UserError) as caught:
-        read_problems(names, Data(), key="data.train", weights=weights)
-    assert said in str(caught.value)
 
 
 def test_sources_with_weights_become_a_mixture(tmp_path):

@@ -99,13 +99,6 @@ def test_a_whole_chat_gets_the_system_message_of_its_row(model, tmp_path, name):
     assert texts_of(model, "dpo", path) == [written(SYSTEM, USER, ASSISTANT)]
 
 
-def test_a_row_keeps_its_own_system_message_from_that_of_the_config(tmp_path):
-    path = write(tmp_path, ROWS["train"] | {"system": "Be brief."}, ROWS["train"])
-    own, other = read_problems(str(path), Data(system="Be long."), key="data.train")
-    assert [p.messages[0]["content"] for p in (own, other)] == ["Be brief.", "Be long."]
-    assert own.metadata == {"system": "Be brief."}
-
-
 @pytest.mark.parametrize("command", ["sft", "dpo"])
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
 def test_tools_and_variables_of_a_row_reach_the_template(model, tmp_path, command, form):
@@ -133,40 +126,6 @@ def test_a_template_without_tools_has_them_in_the_system_message(model, tmp_path
     assert text.startswith("<|system|># Tools") and json.dumps(ADD) in text
 
 
-REFUSED = [
-    ("sft dpo train", {"system": ["Be brief."]}, "rename the column"),
-    ("sft dpo train", {"system": "a", "prompt": [SYSTEM, USER]}, "leave out the column system"),
-    ("sft dpo train", {"system_prompt": "a", "system": "b"}, "leave out the column system"),
-    ("sft dpo train", {"history": [{"role": "user"}]}, "write the whole chat as messages"),
-    ("sft dpo train", {"history": [["a", "b", "c"]]}, "write the whole chat as messages"),
-    ("sft dpo", {"history": [["a", "b"]], "prompt": [*EARLIER, USER]}, "leave the column history"),
-    ("sft dpo", {"tools": "add(a, b)"}, "rename the column"),
-    ("sft dpo", {"tools": ["add"]}, "JSON schemas"),
-    ("sft dpo", {"chat_template_kwargs": [1]}, "rename the column"),
-    ("sft dpo", {"chat_template_kwargs": {"messages": []}}, "messages"),
-    ("sft dpo", {"functions": [ADD]}, "rename it to tools"),
-    ("sft dpo", {"documents": [{"text": "a"}]}, "write them into a message"),
-    ("sft dpo train", {"videos": ["a.mp4"]}, "leave the column out"),
-    ("train", {"tools": [ADD]}, "env.name"),
-    ("train", {"chat_template_kwargs": {"style": "short"}}, "data.chat_template"),
-]
-
-
-@pytest.mark.parametrize(("commands", "columns", "said"), REFUSED)
-def test_a_column_that_cannot_be_read_is_refused_by_name(model, tmp_path, commands, columns, said):
-    for command in commands.split():
-        message = error_of(model, command, write(tmp_path, ROWS[command] | columns))
-        assert any(f"rows.jsonl:1, {name}" in message for name in columns), message
-        assert said in message
-
-
-def test_columns_that_the_config_names_have_that_meaning(tmp_path):
-    row = {"history": [USER], "tools": "add", "system": "linux"}
-    how = Data(prompt_column="history", answer_column="tools", category_column="system")
-    [problem] = read_problems(str(write(tmp_path, row)), how, key="data.train")
-    assert (problem.messages, problem.answer, problem.category) == ((USER,), "add", "linux")
-
-
 def test_pairs_that_the_template_makes_equal_are_refused(tmp_path):
     make_tiny(tmp_path / "model", hidden=32, layers=1)
     trimmed = TEMPLATE.replace("message['content']", "message['content'] | trim")
@@ -176,13 +135,3 @@ def test_pairs_that_the_template_makes_equal_are_refused(tmp_path):
     message = error_of(tmp_path / "model", "dpo", path)
     assert message.startswith("preference.train has 2 pairs that cannot be used")
     assert "preference.train, pair 2\n" in message
-
-
-@pytest.mark.parametrize("command", ["sft", "dpo"])
-def test_chats_and_pairs_that_come_twice_are_counted_once(model, tmp_path, command, caplog):
-    row = ROWS[command]
-    rows = [row, row | {"id": 1}, row | {"prompt": "?"}, row, row | {"tools": [ADD]}]
-    texts_of(model, command, write(tmp_path, *rows))
-    assert [record.getMessage().partition(" repeat")[0] for record in caplog.records] == [
-        f"2 of the 5 rows of {'sft.train' if command == 'sft' else 'preference.train'}"
-    ]

@@ -68,21 +68,6 @@ def test_a_prompt_is_what_transformers_makes_of_the_chat(tmp_path):
     assert text_of(renderer, tokens).endswith("1 + 1 =\n\n?<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_prompts_together_equal_prompts_one_by_one(tmp_path):
-    renderer = load_renderer(make_model(tmp_path))
-    chats = [[user("x" * n)] for n in range(1, 40)]
-    for together, chat in zip(renderer.prompts(chats), chats, strict=True):
-        assert np.array_equal(together, prompt_of(renderer, chat))
-
-
-def test_decode_leaves_special_tokens_out_and_text_as_it_is(tmp_path):
-    renderer = load_renderer(make_model(tmp_path))
-    tokens = renderer.tokenizer("<|im_start|>it 's é , done .<|im_end|>", add_special_tokens=False)[
-        "input_ids"
-    ]
-    assert renderer.decode(np.array(tokens)) == "it 's é , done ."
-
-
 def test_a_template_prints_the_same_date_every_day(tmp_path):
     template = "\n{{ strftime_now('%d %b %Y') }}|{{ strftime_now('%Y-%m-%d %H:%M') }}" + CHATML
     renderer = load_renderer(make_model(tmp_path, template))
@@ -127,18 +112,6 @@ def test_the_tokens_before_a_turn_are_the_engines_prompt(tmp_path):
         assert np.array_equal(tokens[:start], prompt_of(renderer, messages[:turn]))
 
 
-def test_trainings_together_equal_trainings_one_by_one(tmp_path):
-    renderer = load_renderer(make_model(tmp_path))
-    chats = [
-        [user("x" * n), assistant("y" * n), *([user("z"), assistant("w")] * (n % 3))]
-        for n in range(1, 30)
-    ]
-    for (tokens, loss_mask), chat in zip(renderer.training_samples(chats), chats, strict=True):
-        alone, alone_mask = training_of(renderer, chat)
-        assert np.array_equal(tokens, alone)
-        assert np.array_equal(loss_mask, alone_mask)
-
-
 def test_a_template_that_forgets_thoughts_serves_one_turn_only(tmp_path):
     renderer = load_renderer(make_model(tmp_path, FORGETS_THOUGHTS))
     tokens, loss_mask = training_of(renderer, [user("hi"), assistant("yo")])
@@ -163,30 +136,6 @@ def test_the_loss_of_the_last_turn_is_on_that_turn_only(tmp_path, after):
     assert np.array_equal(tokens, training_of(renderer, messages)[0])
 
 
-def test_the_loss_of_all_is_on_every_token_but_the_first(tmp_path):
-    renderer = load_renderer(make_model(tmp_path))
-    messages = [user("hi"), assistant("yo"), user("and?"), assistant("bye")]
-    tokens, loss_mask = training_of(renderer, messages, "all")
-    assert loss_mask.dtype == bool
-    assert loss_mask.tolist() == [False] + [True] * (len(tokens) - 1)
-    assert np.array_equal(tokens, training_of(renderer, messages)[0])
-
-
-@pytest.mark.parametrize("loss", ["assistant", "last", "all"])
-def test_the_loss_mask_does_not_depend_on_other_chats(tmp_path, loss):
-    renderer = load_renderer(make_model(tmp_path))
-    chats = [
-        [user("x" * n), assistant("y" * n), *([user("z"), assistant("w")] * (n % 3))]
-        for n in range(1, 9)
-    ]
-    for (tokens, loss_mask), chat in zip(
-        renderer.training_samples(chats, loss), chats, strict=True
-    ):
-        alone, alone_mask = training_of(renderer, chat, loss)
-        assert np.array_equal(tokens, alone)
-        assert np.array_equal(loss_mask, alone_mask)
-
-
 def test_the_last_turn_trains_where_earlier_turns_are_rewritten(tmp_path):
     renderer = load_renderer(make_model(tmp_path, FORGETS_THOUGHTS))
     messages = [user("hi"), assistant("yo"), user("and?"), assistant("bye")]
@@ -209,29 +158,6 @@ def test_a_prompt_that_is_no_prefix_of_its_chat_is_refused(tmp_path):
     )
     assert message.startswith("the chat template writes the assistant's header differently")
     assert "message 2, token" in message
-
-
-def test_a_message_that_merges_with_the_header_is_refused(tmp_path):
-    message = error_of(
-        training_of, load_renderer(make_model(tmp_path)), [user("hi"), assistant("\nyo")]
-    )
-    assert message.startswith("a message merges with the chat template's text before it")
-    assert "strip the spaces" in message
-
-
-def test_a_header_that_ends_in_a_space_is_the_templates_to_change(tmp_path):
-    template = (
-        "{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST] "
-        "{% else %}{{ m['content'] }}<|im_end|>{% endif %}{% endfor %}"
-    )
-    path = make_model(tmp_path, template)
-    core = json.loads((tmp_path / "tokenizer.json").read_text())
-    core["model"]["vocab"]["Ġy"] = 300  # words begin with their space, as GPT-2's
-    core["model"]["merges"].append(["Ġ", "y"])
-    (tmp_path / "tokenizer.json").write_text(json.dumps(core))
-    message = error_of(training_of, load_renderer(path), [user("hi"), assistant("yo")])
-    assert message.startswith("a message merges with the chat template's text before it")
-    assert "strip the spaces" not in message and "data.chat_template" in message
 
 
 def test_a_template_that_never_ends_the_turn_is_refused(tmp_path):
@@ -260,25 +186,11 @@ def test_stop_tokens_come_from_tokenizer_config_and_template(tmp_path):
     assert text_of(base, tokens[loss_mask]) == "yo<|im_end|>"
 
 
-def test_a_model_without_any_end_of_turn_is_refused(tmp_path):
-    path = make_model(tmp_path, "{% for m in messages %}{{ m['content'] }}{% endfor %}", eos=None)
-    assert "nothing ends the assistant's turn" in error_of(load_renderer, path)
-
-
 # ---- prompts that are too long
 
 
 def problems(*sizes):
     return [Problem(uid=f"p/{n}", messages=(user("x" * n),), answer="") for n in sizes]
-
-
-def test_prompts_that_fit_are_kept_in_order(tmp_path, caplog):
-    renderer = load_renderer(make_model(tmp_path))
-    given = problems(3, 1, 2)
-    limit = len(prompt_of(renderer, given[0].messages))
-    kept, lengths = renderer.check_lengths(given, Data(max_prompt_tokens=limit))
-    assert kept == given and max(lengths) == lengths[0] == limit
-    assert not caplog.records
 
 
 def test_too_long_prompts_are_counted_and_the_longest_named(tmp_path):
@@ -288,17 +200,6 @@ def test_too_long_prompts_are_counted_and_the_longest_named(tmp_path):
     assert message.startswith("2 of 4 prompts of data.train are longer than data.max_prompt_tokens")
     assert f"{limit + 7} tokens in 'p/9'" in message
     assert f"data.max_prompt_tokens={limit + 7} or data.long_prompts=drop" in message
-
-
-def test_longer_prompts_are_dropped_and_reported(tmp_path, caplog):
-    renderer = load_renderer(make_model(tmp_path))
-    config = Data(max_prompt_tokens=len(prompt_of(renderer, [user("xx")])), long_prompts="drop")
-    kept, lengths = renderer.check_lengths(problems(1, 3, 9, 2), config)
-    assert [p.uid for p in kept] == ["p/1", "p/2"] and lengths[1] == config.max_prompt_tokens
-    assert "2 of 4 prompts" in caplog.text
-    assert "long_prompts" not in error_of(renderer.check_lengths, problems(8, 9), config), (
-        "dropping all is no way out"
-    )
 
 
 def test_prompts_that_fit_by_their_bytes_are_not_tokenized_and_all_others_are(tmp_path):
@@ -348,25 +249,6 @@ def test_a_tokenizer_that_may_add_text_is_asked_for_every_length(part, value, tm
 # ---- models and templates that cannot be used
 
 
-def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
-    # enough for AutoTokenizer to make up an empty one
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
-    assert "the model directory has no tokenizer" in error_of(load_renderer, str(tmp_path))
-
-
-@pytest.mark.parametrize("content", ["{", '{"a": 1}', "[1]"])
-def test_a_damaged_tokenizer_is_refused(tmp_path, content):
-    path = make_model(tmp_path)
-    (tmp_path / "tokenizer.json").write_text(content)
-    assert "the tokenizer cannot be loaded" in error_of(load_renderer, path)
-
-
-def test_a_damaged_generation_config_is_refused(tmp_path):
-    path = make_model(tmp_path)
-    (tmp_path / "generation_config.json").write_text("{")
-    assert "the generation config cannot be read" in error_of(load_renderer, path)
-
-
 def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path):
     message = error_of(load_renderer, make_model(tmp_path, None))
     assert message.startswith("the tokenizer has no chat template")
@@ -390,25 +272,6 @@ def test_a_template_that_fails_is_a_users_error(tmp_path, template, said):
     message = error_of(load_renderer, make_model(tmp_path, template))
     assert message.startswith("the chat template refuses a chat")
     assert said in message
-
-
-@pytest.mark.parametrize(
-    ("template", "line", "said"),
-    [
-        ("{% for m in %}", 1, "Expected an expression"),
-        ("a\n{% for m in messages %}\n{{ m.content }", 3, "unexpected '}'"),
-        ("a\n{% for m in messages %}\n", 2, "'endfor'"),
-        ("a\n{% if true\n", 2, "end of template"),
-        ("{{ messages|nofilter }}", 1, "No filter named 'nofilter'"),
-        ("a\n{% frobnicate %}", 2, "unknown tag 'frobnicate'"),
-    ],
-)
-def test_a_template_that_is_no_jinja_is_told_with_its_line_and_no_word_of_roles(
-    tmp_path, template, line, said
-):
-    message = error_of(load_renderer, make_model(tmp_path, template))
-    assert message.startswith("the chat template is no valid Jinja")
-    assert f", line {line}\n" in message and said in message and "role" not in message
 
 
 # ---- the same text as transformers
@@ -614,10 +477,3 @@ def test_the_first_difference_to_the_template_is_named(tmp_path, template, chat)
     [whole] = renderer.chats([chat])
     at = next(n for n, (a, b) in enumerate(zip(whole, tokens, strict=False)) if a != b)
     assert renderer.difference(chat, tokens).startswith(f"token {at}: the episode has '")
-
-
-def test_a_turn_of_a_template_that_never_ends_one_is_refused(tmp_path):
-    renderer = load_renderer(
-        make_model(tmp_path, "{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    )
-    assert "does not end the assistant's turn" in error_of(renderer.turn, [user("b")])

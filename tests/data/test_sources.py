@@ -10,7 +10,6 @@ from decimal import Decimal
 from pathlib import Path
 
 import datasets
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -141,11 +140,6 @@ def test_a_folder_of_several_splits_needs_a_choice(tmp_path):
     assert len(read(tmp_path / "d")) == 1
 
 
-def test_a_file_whose_name_has_the_mark_of_a_split_is_that_file(tmp_path):
-    (tmp_path / "a#b.jsonl").write_text(json.dumps(GOOD))
-    assert [p.uid for p in read(tmp_path / "a#b.jsonl")] == ["a#b/1"]
-
-
 def test_decimals_times_and_maps_of_arrow_become_json(tmp_path):
     kind = pa.map_(pa.string(), pa.int64())
     table = pa.table(
@@ -163,46 +157,7 @@ def test_decimals_times_and_maps_of_arrow_become_json(tmp_path):
         assert problem.metadata == {"day": "2026-01-02", "score": 0.5, "counts": [["a", 1]]}
 
 
-def test_an_empty_csv_cell_is_null_and_blank_lines_are_skipped(tmp_path):
-    (tmp_path / "c.csv").write_bytes(
-        b"\xef\xbb\xbfprompt,answer,uid,level\r\n\r\n?,2,,1\r\n\r\n?,3,x,\r\n"
-    )
-    first, second = read(tmp_path / "c.csv")
-    assert (first.uid, first.metadata, second.uid, second.metadata) == (
-        "c/1",
-        {"level": "1"},
-        "x",
-        {"level": None},
-    )
-
-
 # ---- what formats hide
-
-
-@pytest.mark.parametrize("form", ("parquet", "arrow"))
-@pytest.mark.parametrize("kind", (pa.float16(), pa.float32(), pa.float64()))
-def test_a_number_keeps_the_shortest_text_of_its_type(tmp_path, form, kind):
-    numbers = pa.array(np.array([0.1, 2.5, 3], kind.to_pandas_dtype()), kind)
-    nested = pa.StructArray.from_arrays([pa.ListArray.from_arrays([0, 1, 2, 3], numbers)], ["all"])
-    table = pa.table({"prompt": ["a", "b", "c"], "answer": numbers, "more": nested})
-    problems = read(write(tmp_path, form, table))
-    assert [problem.answer for problem in problems] == ["0.1", "2.5", "3.0"]
-    assert [p.metadata["more"] for p in problems] == [{"all": [0.1]}, {"all": [2.5]}, {"all": [3]}]
-    [problem] = read(write(tmp_path / "of", form, table.slice(0, 1)), answer_column="more")
-    assert problem.answer == '{"all": [0.1]}'
-
-
-@pytest.mark.parametrize("form", ("parquet", "arrow"))
-def test_keys_that_arrow_pads_are_not_in_the_row(tmp_path, form):
-    """A column of objects has the keys of all rows, and null where a row has none."""
-    rows = [
-        GOOD | {"info": {"a": 1}, "steps": [{"x": "1"}, {"y": {"z": 2}}]},
-        GOOD | {"info": {"b": [None, "c"]}, "steps": [], "note": None},
-    ]
-    first, second = read(write(tmp_path, form, pa.Table.from_pylist(rows)))
-    assert first.metadata["info"] == {"a": 1}
-    assert first.metadata["steps"] == [{"x": "1"}, {"y": {"z": 2}}]
-    assert second.metadata["info"] == {"b": [None, "c"]}
 
 
 def compressed(path, content):
@@ -230,13 +185,6 @@ def test_a_compressed_file_gives_the_rows_of_the_plain_one(tmp_path, name, conte
     assert f"data.train cannot be read\n  where:    {path}" in error_of(path)
 
 
-def test_a_compressed_file_of_another_format_is_refused(tmp_path):
-    for name in ("a.parquet.gz", "a.gz", "a.txt.zst"):
-        compressed(tmp_path / name, b"PAR1")
-        assert "data.train has an unknown format" in error_of(tmp_path / name)
-    assert "which does not exist" in error_of("nobody/no.jsonl.gz")
-
-
 @pytest.mark.parametrize("mark", (",", ";", "\t"))
 def test_csv_is_read_with_the_mark_of_its_header(tmp_path, mark):
     lines = [["prompt", "answer", '"a, b; c\td"'], ["1,2;3\t4", '"5,5;5\t5"', ""]]
@@ -247,33 +195,12 @@ def test_csv_is_read_with_the_mark_of_its_header(tmp_path, mark):
     assert problem.metadata == {"a, b; c\td": None}
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_rows_that_come_twice_are_told_in_one_sentence(tmp_path, form, caplog):
-    table = pa.table({"prompt": [*"abcaab"], "answer": [*"123142"]})
-    assert len(read(write(tmp_path, form, table))) == 6
-    [record] = caplog.records
-    assert record.getMessage().startswith("2 of the 6 rows of data.train repeat an earlier row")
-    caplog.clear()
-    read(write(tmp_path / "once", form, table.slice(0, 3)))
-    seeds = table.append_column("seed", pa.array(range(6)))
-    read(write(tmp_path / "seeds", form, seeds))
-    assert not caplog.records
-
-
 # ---- mistakes in rows, by format
 
 
 def columns(**wrong):
     """Three rows, in which the second has something else."""
     return pa.table({name: [good, wrong.get(name, good), good] for name, good in GOOD.items()})
-
-
-@pytest.mark.parametrize("form", ("parquet", "arrow"))
-def test_an_object_as_answer_is_such_as_json_can_write(tmp_path, form):
-    answer = {"price": Decimal("0.10"), "days": [date(2024, 2, 29)], "n": 3}
-    [problem] = read(write(tmp_path, form, pa.table({"prompt": ["?"], "answer": [answer]})))
-    assert problem.metadata == {"raw_answer": {"price": "0.10", "days": ["2024-02-29"], "n": 3}}
-    assert json.loads(problem.answer) == problem.metadata["raw_answer"]
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -2,7 +2,6 @@
 its own."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ from tests.support.engines import (
     mixed_requests,
     request,
 )
-from tests.support.tiny import VOCAB, exact_logits, exact_model, random_tokens, twins
+from tests.support.tiny import exact_logits, exact_model, random_tokens, twins
 
 
 def test_completion_ends_at_its_length_with_its_shapes():
@@ -45,15 +44,6 @@ def test_stop_token_ends_the_completion_and_is_not_in_the_text():
     assert completion.text == decode(free.tokens[:first]) and completion.stop_reason == "stop"
 
 
-def test_stop_token_at_the_last_position_is_no_truncation():
-    [free] = engine_of().generate([request(max_new_tokens=20)])
-    place = next(n for n in range(2, 20) if free.tokens[n] not in free.tokens[:n])
-    [completion] = engine_of().generate(
-        [request(max_new_tokens=place + 1, stop_token_ids=(int(free.tokens[place]),))]
-    )
-    assert len(completion.tokens) == place + 1 and completion.stop_reason == "stop"
-
-
 def test_stop_string_that_spans_tokens_ends_the_text_before_it():
     [free] = engine_of().generate([request(max_new_tokens=20)])
     stop = decode(free.tokens[7:10])
@@ -62,14 +52,6 @@ def test_stop_string_that_spans_tokens_ends_the_text_before_it():
     # the tokens that were sampled all stay
     assert completion.tokens.tolist() == free.tokens[: first + 3].tolist()
     assert completion.text == free.text[:first] and completion.stop_reason == "stop"
-
-
-def test_the_first_of_several_stop_strings_ends_the_text():
-    [free] = engine_of().generate([request(max_new_tokens=20)])
-    long, short = decode(free.tokens[6:9]), decode(free.tokens[8:9])
-    assert short not in free.text[:8] and long not in free.text[:8]
-    [completion] = engine_of().generate([request(max_new_tokens=20, stop=(short, long))])
-    assert completion.text == free.text[:6] and len(completion.tokens) == 9
 
 
 def test_logprobs_are_of_the_tempered_and_filtered_distribution():
@@ -144,12 +126,6 @@ def test_shared_prompt_is_prefilled_once():
     assert model.passes == [10 + 3] + [8] * 4 + [6]
 
 
-def test_samples_of_a_shared_prompt_differ_and_equal_keys_do_not():
-    completions = engine_of().generate([request(n % 4, max_new_tokens=12) for n in range(8)])
-    texts = [c.text for c in completions]
-    assert texts[:4] == texts[4:] and len(set(texts)) == 4
-
-
 def test_token_t_is_drawn_with_the_uniform_of_its_key_and_t():
     [completion] = engine_of().generate([request(3, max_new_tokens=10)])
     with torch.no_grad():
@@ -165,11 +141,6 @@ def test_the_weight_version_is_stamped_on_every_token():
     engine = engine_of()
     engine.apply(7)
     assert engine.generate([request(max_new_tokens=3)])[0].weight_versions.tolist() == [7] * 3
-
-
-def test_no_requests_run_no_pass():
-    model = CountingModel(MODEL)
-    assert engine_of(model).generate([]) == [] and model.passes == []
 
 
 def test_cache_too_small_is_refused_with_the_needed_size():
@@ -201,15 +172,6 @@ def test_engine_runs_the_weights_of_the_newest_update():
     after = engine.generate([request()])
     assert [facts(c) for c in after] == [facts(c) for c in engine_of(other).generate([request()])]
     assert facts(before[0]) != facts(after[0])
-
-
-def test_many_sequences_that_end_at_once_all_leave():
-    completions = engine_of().generate(
-        [request(n, [n], max_new_tokens=1 + n % 2) for n in range(20)]
-    )
-    assert [len(c.tokens) for c in completions] == [1, 2] * 10
-    assert all(0 <= t < VOCAB for c in completions for t in c.tokens)
-    assert any(facts(a) != facts(b) for a, b in pairwise(completions))
 
 
 def test_logprob_gap_is_zero_for_any_sampling_and_length():
@@ -272,19 +234,3 @@ def test_a_cache_without_memory_takes_it_again_and_gives_the_same_completions():
     assert engine.cache.keys == ()  # until a step needs it
     assert [facts(c) for c in engine.generate(mixed_requests())] == first
     assert engine.cache._held[0][0].shape == pages and engine.cache.allocations == 2
-
-
-def test_memory_that_a_cache_takes_again_is_zero():
-    cache = engine_of().cache
-    cache._held[0][0].fill_(float("nan"))
-    cache.give_back()
-    cache.restore()
-    assert not cache._held[0][0].any() and not cache._held[0][1].any()
-
-
-def test_a_cache_in_use_does_not_give_its_memory_away():
-    engine = engine_of()
-    engine.submit(request())
-    engine.step()
-    with pytest.raises(AssertionError, match="a page is held"):
-        engine.cache.give_back()

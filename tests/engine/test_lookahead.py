@@ -14,12 +14,11 @@ import torch
 
 from tandem.engine.decode import DecodeStep, padded_batch
 from tandem.engine.engine import Engine
-from tandem.engine.graphs import MOST_STEPS, StepGraphs
+from tandem.engine.graphs import StepGraphs
 from tandem.engine.lookahead import Lookahead
 from tandem.engine.page_cache import PageCache
-from tandem.engine.sampler import device_uniforms
 from tandem.model.paged_attention import Runs
-from tandem.runtime.rng import address, uniforms
+from tandem.runtime.rng import address
 from tandem.types import Request, SamplingParams
 from tests.support.engines import decode, facts, request
 from tests.support.tiny import exact_model, random_tokens
@@ -249,18 +248,6 @@ def test_a_page_is_foreseen_and_a_guess_that_fails_is_run_again():
     assert engine.cache.ref_count.sum() == 1  # the page taken
 
 
-def test_a_full_cache_gives_no_page_ahead():
-    asked = [request(n, (PROMPTS[4] + n) % 97, max_new_tokens=9) for n in range(4)]
-    engine = engine_of(pages=3, max_batch=2)
-    plain = engine_of(pages=3, max_batch=2, ahead=False)
-    for one in asked:
-        for which in (engine, plain):
-            which.submit(one)
-    while plain.has_work:
-        assert [s.arrival for s in engine.step()] == [s.arrival for s in plain.step()]
-        assert state(engine) == state(plain)
-
-
 @pytest.mark.parametrize("live", [1, 3, 5, 9])
 def test_padding_rows_touch_no_page(live):
     cache = PageCache(MODEL, 40 * PAGE_BYTES)
@@ -283,21 +270,6 @@ def test_padding_rows_touch_no_page(live):
     assert step.positions[:live].tolist() == (runs.positions + 1).tolist()
 
 
-def test_uniforms_of_the_device_are_those_of_the_host():
-    rng = np.random.default_rng(0)
-    ends = np.array([0, 1, 2**63 - 1, 2**63, 2**64 - 1], np.uint64)
-    keys = np.concatenate([ends, rng.integers(0, 2**64, 20_000, np.uint64)])
-    positions = np.concatenate([np.arange(5), rng.integers(0, 1 << 20, 20_000)])
-    found = device_uniforms(torch.from_numpy(keys.view(np.int64)), torch.from_numpy(positions))
-    expected = uniforms(keys, positions)
-    assert found.dtype == torch.float32 and found.numpy().tobytes() == expected.tobytes()
-
-
-def test_batch_sizes_climb_a_ladder():
-    sizes = [padded_batch(rows) for rows in range(1, 26)]
-    assert sizes == [1, 2, 4, 4, *[8] * 4, *[16] * 8, *[24] * 8, 32]
-
-
 def test_a_step_runs_once_then_is_captured_then_replayed():
     log = []
 
@@ -317,13 +289,6 @@ def test_a_step_runs_once_then_is_captured_then_replayed():
     graphs.clear()
     graphs.run("a", partial(log.append, "new"))
     assert log[6:] == ["pool", "new"]
-
-
-def test_the_kinds_of_step_that_are_kept_are_bounded():
-    graphs = StepGraphs(lambda: Replayed)
-    for key in range(3 * MOST_STEPS):
-        graphs.run(key, int)
-        assert key in graphs._steps and len(graphs._steps) <= MOST_STEPS
 
 
 def test_graphs_of_old_weights_are_not_replayed():

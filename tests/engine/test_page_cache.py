@@ -153,16 +153,6 @@ def test_reserved_tokens_are_forgotten_if_never_computed():
     assert (cache.available, cache.cached) == (3, 2)
 
 
-def test_the_lowest_free_page_is_taken_first():
-    cache = cache_of(6)
-    pages = [write(cache, tokens(100, seed))[0] for seed in range(4)]
-    assert pages == [0, 1, 2, 3] and cache.next_free(9) == [4, 5]
-    cache._evict(pages[2])
-    cache._evict(pages[0])
-    assert cache.next_free(2) == [0, 2] and cache.next_free(0) == []
-    assert [cache.allocate(EMPTY_PREFIX) for _ in range(4)] == [0, 2, 4, 5]
-
-
 def test_what_is_found_is_what_a_look_at_every_page_finds():
     """The samples of a prompt find its page by a hash; the page must be as good as any other."""
     rng = np.random.default_rng(0)
@@ -199,17 +189,6 @@ def test_flush_is_refused_while_a_page_is_held():
     assert write(cache, sequence) == pages
 
 
-def test_either_of_two_equal_pages_may_be_evicted():
-    cache, first, second = cache_of(4), tokens(200), tokens(200)
-    second[150:] = tokens(50, 1)
-    one, other = write(cache, first), write(cache, second)  # the first page twice
-    assert cache.match(first).length == cache.match(second).length == 199
-    cache.release(one)
-    cache.allocate(EMPTY_PREFIX)
-    cache.allocate(EMPTY_PREFIX)  # both pages of the first are gone
-    assert cache.match(second).length == 199 and cache.match(second).pages == other[:1]
-
-
 def test_a_page_filled_twice_is_held_once():
     cache, sequence = cache_of(4), tokens(PAGE)
     [kept], [page] = write(cache, sequence), write(cache, sequence)
@@ -220,19 +199,3 @@ def test_a_page_filled_twice_is_held_once():
     cache.release([kept])
     cache.release([kept])
     assert (cache.available, cache.cached) == (4, 1)
-
-
-def test_a_page_that_others_hold_already_stays():
-    cache, sequence = cache_of(4), tokens(PAGE)
-    pages = [write(cache, sequence)[0] for _ in range(3)]
-    held = {page: cache.merge(page) for page in pages}
-    assert len(set(held.values())) == 1
-    assert cache.available == 3 and int(cache.ref_count.sum()) == 3
-
-
-def test_a_page_is_not_given_up_for_one_that_is_half_computed():
-    cache, sequence = cache_of(4), tokens(PAGE)
-    [page], half = write(cache, sequence), cache.allocate(EMPTY_PREFIX)
-    cache.reserve([half], sequence, 0)
-    cache.fill(np.full(50, half), np.arange(50), sequence[:50])
-    assert cache.merge(page) == page

@@ -134,13 +134,6 @@ def test_growing_conversation_computes_only_its_new_tokens():
     assert facts(engine.generate([request(9, history)])[0]) == facts(fresh)
 
 
-def test_a_prompt_found_in_the_cache_counts_as_cached():
-    engine, shared = engine_of(), prompt(300)
-    engine.generate([request(n, shared, max_new_tokens=2) for n in range(8)])
-    stats = engine.stats()
-    assert stats["prompt_tokens"] == 8 * 300 and stats["prompt_tokens_cached"] == 7 * 299
-
-
 @pytest.fixture
 def two_weights():
     model, other = exact_model("qwen3"), exact_model("qwen3", seed=1)
@@ -195,16 +188,6 @@ def test_weights_changed_without_apply_are_an_error(two_weights):
     model.load_weights(new)
     with pytest.raises(RuntimeError, match="weights changed under running requests"):
         engine.step()
-
-
-def test_the_weight_hash_is_that_of_the_weights(two_weights):
-    model, old, new = two_weights
-    engine = engine_of(model)
-    before = engine.weight_hash()
-    engine.apply(1, lambda: model.load_weights(new))
-    assert engine.weight_hash() != before
-    engine.apply(2, lambda: model.load_weights(old))
-    assert engine.weight_hash() == before
 
 
 def test_many_requests_in_a_small_cache_leave_no_page_in_use():

@@ -1,13 +1,11 @@
 """Environments of the real gymnasium: what the model reads, how it acts, and what it earns."""
 
-import asyncio
-
 import gymnasium
 import numpy as np
 import pytest
 
 from tandem.config.schema import Env as EnvConfig
-from tandem.envs.gym import GymEnv, plain
+from tandem.envs.gym import GymEnv
 from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episodes import EnvPool, run_episodes
 from tandem.runtime.errors import UserError
@@ -103,20 +101,6 @@ def test_frozen_lake_is_a_picture_and_its_moves_have_names():
     assert (lost.done, lost.reward, lost.messages) == (True, 0.0, ())
 
 
-def test_the_goal_of_frozen_lake_is_worth_one():
-    env = GymEnv(**LAKE)
-    env.reset(PROBLEM)
-    *walked, last = [env.step(move) for move in ("down", "down", "right", "right", "down", "right")]
-    assert not any(step.done for step in walked) and (last.done, last.reward) == (True, 1.0)
-
-
-def test_without_a_picture_the_observation_is_shown():
-    assert GymEnv(**LAKE, render=False).reset(PROBLEM)[-1]["content"] == "Go.\n\n0"
-    shown = GymEnv(id="Blackjack-v1").reset(seeded(1))[-1]["content"]
-    world = gymnasium.make("Blackjack-v1")
-    assert shown == f"Go.\n\n{world.reset(seed=1)[0]}"
-
-
 @pytest.mark.parametrize(
     ("text", "action"),
     [
@@ -138,24 +122,6 @@ def test_a_choice_is_the_last_number_that_is_one(text, action):
     ] == float(action is None)
     if action is None:
         assert answer.messages[0]["content"] == "That is no action. An action is one of 0, 1."
-
-
-def test_a_name_within_another_is_not_taken_for_it():
-    env = GymEnv(id="Blackjack-v1", actions=["hit", "hit me"])
-    env.reset(PROBLEM)
-    assert [env._action(text) for text in ("hit", "Hit me", "white", "hit me, hit")] == [
-        0,
-        1,
-        None,
-        0,
-    ]
-
-
-def test_colours_are_named():
-    assert (
-        plain("\n\x1b[34;1mR\x1b[0m|\x1b[43m \x1b[0m\x1b[4mu\x1b[0m\x1b[1m!\n")
-        == "[blue R]|[yellow  ]u!"
-    )
 
 
 @pytest.mark.parametrize(
@@ -218,9 +184,3 @@ def test_a_rollout_plays_it_and_closes_every_world():
         right = 1 + (wanted == "1") + (wanted == "2")  # then it repeats "1" and "2"
         assert [episode.env_rewards["env"] for episode in group] == [right - 0.5 * (3 - right)] * 4
         assert {episode.stop_reason for episode in group} == {"stop"}
-
-
-def test_methods_are_plain_so_that_a_world_may_block():
-    assert not any(
-        asyncio.iscoroutinefunction(method) for method in (GymEnv.reset, GymEnv.step, GymEnv.close)
-    )

@@ -64,11 +64,6 @@ def test_the_built_in_environments_have_names():
     assert type(made("tools", tools="calculator", show_tools=False)) is ToolEnv
 
 
-def test_options_are_the_arguments_of_the_class():
-    assert made("guess", limit=7).limit == 7
-    assert made("tools", tools=["calculator"], show_tools=False, format="hermes").format == "hermes"
-
-
 def test_a_class_of_ones_own_is_loaded_from_a_file_or_a_module(own):
     assert made("own_envs.py:Mine", names=["a"]).names == ["a"]
     assert isinstance(made("own_envs.py:Plain"), Env)

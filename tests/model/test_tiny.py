@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from tandem.cli.main import app
 from tandem.model.tiny import make_tiny
-from tandem.plugins.tasks import algebra
 from tandem.runtime.errors import UserError
 
 
@@ -48,23 +47,6 @@ def test_text_comes_back_exactly(tokenizer, text):
     assert tokenizer.decode(encode(tokenizer, text)) == text
 
 
-def test_every_character_is_a_token_except_the_answer_marker(tokenizer):
-    assert len(encode(tokenizer, "x+3=8\n")) == 6
-    assert len(encode(tokenizer, "Answer: 42")) == 3
-    assert len(encode(tokenizer, "Answer:")) == 7
-
-
-def test_an_unknown_character_becomes_one_unk(tokenizer):
-    assert encode(tokenizer, "é") == [tokenizer.unk_token_id]
-
-
-def test_all_data_set_text_is_known(tokenizer):
-    for difficulty in algebra.LEVELS:
-        for row in algebra.rows("train", 40, 0, difficulty):
-            text = row["prompt"][0]["content"] + row["extra_info"]["solution"]
-            assert tokenizer.unk_token_id not in encode(tokenizer, text)
-
-
 def test_the_template_renders_turns_and_the_assistants_header(tokenizer):
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2x=4, x?"}]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
@@ -80,19 +62,6 @@ def test_a_chat_tokenizes_as_its_prompt_followed_by_the_reply(tokenizer):
     assert whole == prompt + encode(tokenizer, "x=1\nAnswer: 1") + [tokenizer.eos_token_id]
 
 
-def test_an_unknown_role_is_refused(tokenizer):
-    with pytest.raises(Exception, match="unknown role: critic"):
-        tokenizer.apply_chat_template([{"role": "critic", "content": "no"}])
-
-
-def test_tiny_model_under_a_million_parameters(folder, tokenizer):
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    assert 800_000 < model.num_parameters() < 1_000_000
-    assert model.dtype == torch.float32
-    assert model.config.vocab_size == len(tokenizer)
-    assert model.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids("<|end|>")
-
-
 def test_tiny_files_equal_for_a_seed_other_for_another(folder, tmp_path):
     torch.manual_seed(99)  # the caller's generator must neither matter nor move
     before = torch.get_rng_state()
@@ -104,12 +73,6 @@ def test_tiny_files_equal_for_a_seed_other_for_another(folder, tmp_path):
     assert (tmp_path / "other" / "model.safetensors").read_bytes() != (
         folder / "model.safetensors"
     ).read_bytes()
-
-
-def test_the_shape_can_be_chosen(tmp_path):
-    make_tiny(tmp_path, hidden=32, layers=1, heads=2, kv_heads=1, intermediate=64)
-    config = AutoModelForCausalLM.from_pretrained(tmp_path).config
-    assert (config.hidden_size, config.num_hidden_layers, config.head_dim) == (32, 1, 16)
 
 
 # ---- the command
@@ -171,13 +134,6 @@ def test_impossible_tiny_model_is_user_error_without_files(arguments, said, tmp_
     result = invoke("tiny", tmp_path / "model", *arguments)
     assert isinstance(result.exception, UserError) and said in str(result.exception)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_what_stands_at_the_place_of_the_model_is_not_touched(tmp_path):
-    (tmp_path / "mine.txt").write_text("mine")
-    for place in (tmp_path, tmp_path / "mine.txt"):
-        assert "there is something at the model's place" in str(invoke("tiny", place).exception)
-    assert (tmp_path / "mine.txt").read_text() == "mine"
 
 
 def test_smollm2_can_be_had_without_a_training_run(tmp_path):

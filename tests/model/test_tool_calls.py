@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from tandem.model.tool_calls import BadCall, Call, read_calls
 from tests.support.tool_calls import STYLES, as_texts, write_in_style
 
-ADD = Call(name="add", arguments={"a": 1, "b": [2.5, None, True, {"c": "d"}]})
 NOW = Call(name="now", arguments={})
 
 names = st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True).filter(
@@ -96,14 +95,6 @@ def test_any_text_is_read(text, format):
     assert reading.calls or reading.before == text
 
 
-@pytest.mark.usefixtures("no_collection")
-@pytest.mark.parametrize("opening", ["[", "{", '{"a":', "(", "[f(a=", "-"])
-@pytest.mark.parametrize("format", [*STYLES, "auto"])
-def test_a_text_nested_without_end_is_read(opening, format):
-    for start in ("", "<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "[f(a="):
-        read_calls(start + opening * 50_000, format, {"f"})
-
-
 @pytest.mark.parametrize("style", STYLES)
 def test_auto_recognizes_every_format(style):
     assert read_calls(write_in_style([NOW, NOW], style), "auto", {"now"}).calls in (
@@ -119,16 +110,6 @@ def test_text_before_and_after_the_calls_is_kept_apart():
     assert (reading.before, reading.calls, reading.after) == ("I add.\n", (NOW, NOW), " and  done")
 
 
-def test_arguments_may_be_a_json_string():
-    text = '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>'
-    assert read_calls(text).calls == (Call(name="add", arguments={"a": 1}),)
-
-
-def test_a_closing_tag_inside_the_json_does_not_close_the_call():
-    call = Call(name="say", arguments={"text": "</tool_call><tool_call>"})
-    assert read_calls(write_in_style([call, NOW], "hermes"), "hermes").calls == (call, NOW)
-
-
 JSON_ANSWERS = [
     '{"answer": 3}',
     '{"name": "add", "parameters": {"a": 1}}',
@@ -138,22 +119,11 @@ JSON_ANSWERS = [
 ]
 
 
-@pytest.mark.parametrize("text", JSON_ANSWERS)
-def test_an_answer_in_json_is_no_call_in_the_tagged_formats(text):
-    for format in ("hermes", "qwen3_coder"):
-        assert read_calls(text, format, {"add"}).calls == ()
-
-
 def test_auto_bare_json_is_a_call_only_of_a_known_tool():
     for text in JSON_ANSWERS:
         assert read_calls(text, "auto", {"other"}).calls == ()
     known = [len(read_calls(text, "auto", {"add"}).calls) for text in JSON_ANSWERS]
     assert known == [0, 1, 1, 1, 0]
-
-
-def test_a_json_object_with_a_name_and_nothing_more_is_an_answer():
-    for format in ("llama3", "mistral", "auto"):
-        assert read_calls('{"name": "add", "price": 3}', format, {"add"}).calls == ()
 
 
 def test_llama_calls_with_python_tag_or_semicolons():

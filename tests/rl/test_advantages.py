@@ -144,16 +144,6 @@ def test_equal_rewards_in_float32_have_exactly_0_advantage(kind, reward, size):
     assert not advantages(kind, np.full((2, size), reward), k=2).any()
 
 
-def test_equal_rewards_in_float64_have_exactly_0_advantage():
-    """Exactly: where no group has signal, an optimizer that divides by the gradient's size makes a
-    full step of 1e-11."""
-    for reward, size in ((0.1, 3), (0.9, 3), (0.9, 7), (1000.1, 7)):
-        rewards = np.full((2, size), reward)
-        assert {
-            kind: advantages(kind, rewards).any() for kind in BASELINE_FROM_GROUP
-        } == dict.fromkeys(BASELINE_FROM_GROUP, False)
-
-
 @pytest.mark.parametrize("kind", ["grpo", "grpo_no_std", "reinforce_pp_baseline"])
 def test_group_of_one_episode_has_advantage_0(kind):
     assert advantages(kind, np.array([[0.7], [-2.0]])).tolist() == [[0.0], [0.0]]
@@ -165,25 +155,6 @@ def test_rloo_is_the_centred_reward_times_g_over_g_minus_1(size):
     np.testing.assert_allclose(
         rloo(rewards), centred(rewards) * size / (size - 1), rtol=1e-12, atol=1e-15
     )
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_order_of_episodes_does_not_matter(kind):
-    order = np.random.default_rng(1).permutation(REWARDS.shape[1])
-    np.testing.assert_allclose(
-        advantages(kind, REWARDS[:, order]),
-        advantages(kind, REWARDS)[:, order],
-        rtol=1e-12,
-        atol=1e-14,
-    )
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_group_does_not_see_the_other_groups(kind):
-    table = advantages(kind, REWARDS)
-    for row, group in enumerate(REWARDS):
-        # not array_equal: a matrix product of one row may sum in another order, by one ulp
-        np.testing.assert_allclose(advantages(kind, group[None])[0], table[row], rtol=1e-14)
 
 
 def test_gdpo_equals_the_formula():
@@ -226,37 +197,12 @@ def test_gdpo_compares_only_the_episodes_that_a_reward_applies_to():
     assert some[0, 1] < some[0, 0] == some[0, 2] < some[0, 3] and not some[1].any()
 
 
-def test_only_division_by_a_spread_forgets_the_scale_of_rewards():
-    for kind in ("grpo", "rloo_std"):
-        np.testing.assert_allclose(
-            advantages(kind, REWARDS * 1024), advantages(kind, REWARDS), rtol=1e-5, atol=1e-9
-        )
-    for kind in ("grpo_no_std", "rloo", "max_at_k"):
-        assert np.array_equal(advantages(kind, REWARDS * 1024), advantages(kind, REWARDS) * 1024)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_rewards_are_left_as_they_were(kind):
-    rewards = REWARDS.copy()
-    advantages(kind, rewards)
-    assert np.array_equal(rewards, REWARDS)
-
-
 @pytest.mark.parametrize(("size", "k"), [(g, k) for g in range(2, 8) for k in range(2, g + 1)])
 def test_max_at_k_equals_the_enumeration_of_all_sets(size, k):
     rewards = np.random.default_rng(size).integers(0, 4, (3, size)).astype(float)  # with ties
     np.testing.assert_allclose(
         max_at_k(rewards, k), by_formula("max_at_k", rewards, k), rtol=1e-12, atol=1e-14
     )
-
-
-def test_max_at_k_of_a_large_group_stays_finite():
-    """C(2999, 1499) is about 1e900; of many equal failures one success lifts every set by one."""
-    rewards = np.zeros((1, 3000))
-    rewards[0, 17] = 1.0
-    found = max_at_k(rewards, 1500)
-    np.testing.assert_allclose(found[0, 17], 1500.0, rtol=1e-10)
-    assert np.count_nonzero(found) == 1
 
 
 PROBS, OUTCOMES = np.array([0.5, 0.3, 0.2]), np.array([0.0, 0.6, 1.0])

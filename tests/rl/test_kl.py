@@ -62,22 +62,6 @@ def test_kl_of_identical_logprobs_is_exactly_0(kind):
     assert kind == "k1" or (policy.grad == 0.0).all()
 
 
-@given(st.floats(-30, 0, width=32), st.floats(-30, 0, width=32))
-def test_k2_and_k3_are_never_negative(policy, reference):
-    for kind in ("k2", "k3"):
-        assert kl_estimate(kind, torch.tensor([policy]), torch.tensor([reference]))[0] >= 0
-
-
-def test_k3_keeps_its_digits_where_the_models_are_close():
-    """In float32 exp(-d) is rounded by 6e-8, an eighth of the k3 of d = 1e-3; expm1(-d) by a
-    thousandth of that."""
-    distances = torch.linspace(0.9e-3, 1.1e-3, 20)
-    expected = [FORMULA["k3"](d) for d in distances.tolist()]
-    np.testing.assert_allclose(kl_estimate("k3", distances, torch.zeros(20)), expected, rtol=1e-3)
-    naive = (-distances).exp() - 1 + distances
-    assert np.abs(naive.numpy() / expected - 1).max() > 0.02
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_kl_gradient_is_that_of_the_formula(kind):
     reference = logprobs(1)

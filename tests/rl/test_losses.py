@@ -19,7 +19,6 @@ from tandem.rl.losses import (
     reinforce,
     sequence_means,
     sequence_sums,
-    total,
     value_clip,
 )
 
@@ -231,23 +230,6 @@ def test_ratio_on_policy_is_1_and_gradient_is_the_advantage():
         assert torch.equal(gradient(loss, policy.detach()), -advantages)
 
 
-@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "reinforce"])
-def test_advantage_0_has_no_loss_no_gradient_no_clip(name):
-    zero, policy = torch.zeros(N, dtype=torch.float64), POLICY + 1.0
-
-    def loss(p):
-        return {
-            "ppo": lambda: ppo_clip(p, PROXIMAL, zero, dual_clip=1.5, **CLIP),
-            "gspo": lambda: gspo(p, PROXIMAL, zero, SEQUENCES, **CLIP),
-            "cispo": lambda: cispo(p, PROXIMAL, zero, **CLIP),
-            "reinforce": lambda: reinforce(p, zero),
-        }[name]()
-
-    assert not loss(policy)[0].any() and not gradient(loss, policy).any()
-    if name in ("ppo", "gspo"):
-        assert loss(policy)[1]["clip_share"] == 0
-
-
 # --- clipped ratio of sequences
 
 
@@ -305,22 +287,6 @@ def test_token_advantages_in_a_sequence_pull_their_own_tokens():
     assert gradient(lambda p: loss(p, torch.ones(4)), policy).tolist() == [-0.25, 0.0, -0.25, -0.25]
 
 
-def test_clipped_sequence_has_no_gradient_others_share_evenly():
-    """Eq. 10: every token of a sequence gets s A / |y|; in the sequence mean that |y| is the only
-    one."""
-    found = gradient(lambda p: gspo(p, PROXIMAL, OF_SEQUENCE, SEQUENCES, **CLIP), POLICY)
-    ratios = sequence_means(POLICY - PROXIMAL, SEQUENCES).exp().tolist()
-    stopped = 0
-    for i, s in enumerate(ratios):
-        a = OF_SEQUENCE[i == SEQUENCES][0].item()
-        clipped = s > 1.28 if a > 0 else s < 0.8
-        stopped += clipped
-        # the terms of a sequence's |y| tokens are equal, so the sum of them has |y| times the
-        # gradient of one
-        np.testing.assert_allclose(found[i == SEQUENCES], 0.0 if clipped else -s * a, rtol=1e-12)
-    assert 0 < stopped < len(LENGTHS)
-
-
 def test_off_policy_mask_takes_bad_tokens_of_left_sequences_only():
     means = sequence_means(PROXIMAL - POLICY, SEQUENCES).tolist()
     most = sorted(means)[3]
@@ -333,14 +299,6 @@ def test_off_policy_mask_takes_bad_tokens_of_left_sequences_only():
     ).requires_grad
 
 
-def test_sequences_of_one_token_are_clipped_like_tokens():
-    each = torch.arange(N)
-    assert torch.equal(
-        gspo(POLICY, PROXIMAL, ADVANTAGES, each, **CLIP)[0],
-        ppo_clip(POLICY, PROXIMAL, ADVANTAGES, **CLIP)[0],
-    )
-
-
 def test_sums_and_means_of_sequences_equal_a_loop():
     values, start = POLICY.tolist(), 0
     sums = []
@@ -350,12 +308,6 @@ def test_sums_and_means_of_sequences_equal_a_loop():
     np.testing.assert_allclose(sequence_sums(POLICY, SEQUENCES), sums, rtol=1e-13)
     means = [s / length for s, length in zip(sums, LENGTHS, strict=True)]
     np.testing.assert_allclose(sequence_means(POLICY, SEQUENCES), means, rtol=1e-13)
-
-
-def test_no_tokens_are_no_sequences():
-    none, numbers = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
-    assert sequence_sums(none, numbers).shape == sequence_means(none, numbers).shape == (0,)
-    assert gspo(none, none, none, numbers, **CLIP)[0].shape == (0,)
 
 
 # --- losses whose ratio is a weight, or absent
@@ -482,22 +434,6 @@ def test_microbatches_of_whole_sequences_add_up_to_the_batch(name):
     assert torch.equal(whole.grad, split.grad)
     # the metrics are sums in another order; terms and gradients above are exact
     assert {k: sum(m[k] for _, m in parts) for k in metrics} == pytest.approx(metrics, rel=1e-12)
-
-
-def test_total_has_the_same_bits_for_one_and_two_threads():
-    values = torch.from_numpy(np.random.default_rng(1).normal(size=200_000).astype(np.float32))
-    before, sums = torch.get_num_threads(), []
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        sums.append(total(values))
-    torch.set_num_threads(before)
-    assert sums[0] == sums[1]
-
-
-def test_total_is_summed_in_float64():
-    """In float32 the ones vanish beside 2^24."""
-    values = torch.cat([torch.tensor([2.0**24]), torch.ones(1000)])
-    assert total(values) == 2.0**24 + 1000
 
 
 @pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])

@@ -82,22 +82,6 @@ def test_turn_appends_and_answers_of_the_world_carry_no_loss():
     )
 
 
-def test_turns_draw_from_one_key_without_repeating_a_position():
-    engine = TurnEngine()
-    play(Counting, engine, problems=PROBLEMS[:2], group_size=2)
-    by_key = {}
-    for request in engine.requests:
-        by_key.setdefault(request.key, []).append(request.num_sampled)
-    assert list(by_key.values()) == [[0, 2, 4]] * 4
-
-
-def test_threads_and_coroutines_play_the_same_episode():
-    one, other = (
-        [play(make, TurnEngine(), problems=PROBLEMS, group_size=2)] for make in (Counting, Blocking)
-    )
-    assert repr(one) == repr(other)
-
-
 def aside():
     """The single turn, which the environments' thread runs, as run_episodes does not know it."""
     return Env()
@@ -144,17 +128,6 @@ def test_single_turn_in_the_callers_thread_is_the_one_in_the_environments_thread
     assert ended[Env][1] == [(row, sample) for row in (0, 1, 3) for sample in (0, 1)]
     assert max(most) == min(concurrency, 8)
     assert threads == {Env: {threading.current_thread().name}, aside: {"environments"}}
-
-
-def test_single_turns_are_cancelled_when_the_engine_fails():
-    class Broken(TurnEngine):
-        def generate(self, requests):
-            raise UserError("out of memory")
-
-    engine = Broken()
-    with pytest.raises(UserError, match="out of memory"):
-        play(Env, engine, problems=PROBLEMS, group_size=2)
-    assert len(engine.cancelled) == 8
 
 
 def test_stop_token_not_sampled_is_read_before_the_next_turn():
@@ -408,16 +381,6 @@ def test_concurrency_limits_the_episodes_under_way():
     assert max(most) == 5 and len(most) == 12 and not under_way
 
 
-def test_time_of_the_engine_is_not_the_environments(skip):
-    class Slow(TurnEngine):
-        def step(self):
-            skip(20.0)
-            return super().step()
-
-    [[episode]] = play(lambda: Blocking(6), Slow(), timeout_s=LIMIT_S)
-    assert (episode.stop_reason, episode.num_turns) == ("stop", 6)
-
-
 def test_plain_methods_have_one_thread_and_async_ones_one_loop():
     threads, loops = set(), set()
 
@@ -442,24 +405,6 @@ def test_plain_methods_have_one_thread_and_async_ones_one_loop():
     [thread] = threads
     thread.join(WAIT_S)
     assert not thread.is_alive()
-
-
-def test_executor_thread_that_never_ends_holds_up_nobody(skip):
-    forever = threading.Event()
-
-    class Stuck(Counting):
-        async def step(self, text):
-            skip(LIMIT_S)
-            await asyncio.to_thread(forever.wait)
-
-    [[episode], [other]] = play(
-        lambda: Stuck() if not forever.is_set() else Counting(),
-        TurnEngine(),
-        problems=PROBLEMS[:2],
-        timeout_s=LIMIT_S,
-    )
-    assert episode.stop_reason == other.stop_reason == "time"
-    forever.set()
 
 
 def test_async_method_that_blocks_ends_the_rollout_and_is_named():
@@ -560,22 +505,6 @@ def test_thinking_tags_are_one_pair_in_order(text, malformed):
     assert malformed_thinking(text) == malformed
 
 
-def test_malformed_thinking_adds_to_the_environments_penalty():
-    class Thinking(TurnEngine):
-        def generate(self, requests):
-            return [replace(c, text="<think>") for c in super().generate(requests)]
-
-    [[episode]] = play(Counting, Thinking(), bad_thinking=0.125)
-    assert episode.penalties[episode.loss_mask].tolist() == [
-        0.125,
-        0.125,
-        0.625,
-        0.625,
-        0.125,
-        0.125,
-    ]
-
-
 # ---- with the real engine
 
 
@@ -654,13 +583,3 @@ def test_episodes_do_not_depend_on_batch_or_concurrency():
         ({}, {"concurrency": 1}),
     ):
         assert repr(real_episodes(model, real_engine(model, **sizes), **limits)) == repr(whole)
-
-
-def test_rollout_runs_in_any_thread():
-    model, results = exact_model("qwen3"), []
-    thread = threading.Thread(
-        target=lambda: results.append(real_episodes(model, real_engine(model)))
-    )
-    thread.start()
-    thread.join(WAIT_S)
-    assert repr(results) == repr([real_episodes(model, real_engine(model))])

@@ -16,7 +16,7 @@ import pytest
 
 from tandem.config.schema import Config
 from tandem.run_folder.samples import Sample
-from tandem.run_folder.trackers.links import QUEUED, Trackers, require_trackers, run_name
+from tandem.run_folder.trackers.links import QUEUED, Trackers, require_trackers
 from tandem.runtime.errors import UserError
 from tests.support.environment import environment
 from tests.support.odd_tracker import OddTracker
@@ -145,11 +145,6 @@ def test_interrupted_run_leaves_a_hanging_tracker_soon(tmp_path):
     assert time.perf_counter() - start < 8
 
 
-def test_run_without_trackers_has_no_file_of_them(tmp_path):
-    tracked(tmp_path / "run")
-    assert list((tmp_path / "run").iterdir()) == []
-
-
 @pytest.mark.skipif(find_spec("mlflow") is not None, reason="mlflow is installed")
 def test_tracker_without_its_package_is_a_users_error(tmp_path):
     (tmp_path / "mlflow").mkdir()
@@ -159,31 +154,6 @@ def test_tracker_without_its_package_is_a_users_error(tmp_path):
 
 
 # ---- the real packages, offline
-
-
-@pytest.mark.parametrize("name", [installed("wandb")])
-def test_a_name_that_the_user_gave_wandb_stays(name, tmp_path):
-    own = {"WANDB_MODE": "offline", "WANDB_DIR": tmp_path, "WANDB_NAME": "mine", "TMPDIR": tmp_path}
-    with environment(**own):
-        in_a_new_process(tmp_path / "run", name)
-    [path] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    command = [sys.executable, str(READ_WANDB), str(path)]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert json.loads(printed)[1] == "mine"
-
-
-@pytest.mark.parametrize(
-    ("folder", "name"),
-    [
-        ("/x/runs/demo/train", "demo/train"),
-        ("/x/runs/mine", "mine"),
-        ("/runs/x/runs/a/b", "a/b"),
-        ("/x/y/z", "z"),
-        ("/x/runs", "runs"),
-    ],
-)
-def test_a_run_has_its_path_below_runs_as_its_name(folder, name):
-    assert run_name(Path(folder)) == name
 
 
 @pytest.mark.parametrize("name", [installed("wandb")])

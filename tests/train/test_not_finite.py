@@ -88,17 +88,6 @@ def test_critic_weight_not_finite_trains_neither_model(models, value):
     assert_the_next_clean_step_trains(models)
 
 
-def test_reference_not_finite_trains_nothing():
-    policy, reference = trained(exact_model("qwen3")), exact_model("qwen3", seed=5)
-    with torch.no_grad():
-        reference.module.model.norm.weight[0] = math.nan
-    before = bits(policy)
-    groups = sampled_groups(policy.model)
-    row = learn(Models(policy=policy, reference=reference), groups, settings(kl_coef=0.1))
-    assert row == {"num_loss_tokens": 0.0, "skipped_updates": 1.0, "bad/reference_logprob": 1.0}
-    assert bits(policy) == before
-
-
 def test_loss_that_overflows_changes_no_weight_and_no_moment():
     """A finite advantage times a log-prob is not finite in float32."""
     policy, twin = trained(exact_model("qwen3")), trained(exact_model("qwen3"))
@@ -126,14 +115,3 @@ def test_gradient_that_overflows_changes_no_weight_and_no_moment():
     assert bits(policy) == before
     learn(Models(policy=policy), sampled_groups(policy.model, seed=2), config)
     assert bits(policy) != before
-
-
-def test_only_the_minibatch_not_finite_is_skipped():
-    policy = trained(exact_model("qwen3"))
-    groups = changed(sampled_groups(policy.model), (1, 2), reward=1e36)
-    before = bits(policy)
-    row = learn(Models(policy=policy), groups, settings(minibatches=3, advantage="ema"))
-    assert row["bad/gradient"] == row["skipped_updates"] == 1.0 and policy.optimizer.step == 2
-    assert bits(policy) != before and all(
-        w.isfinite().all() for w in policy.model.named_weights().values()
-    )

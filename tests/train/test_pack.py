@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.train.pack import join, pack, split
-from tests.support.tiny import make_sample, random_samples
+from tests.support.tiny import make_sample
 
 
 def seen_by(batch, row):
@@ -127,12 +127,6 @@ def test_join_puts_values_beside_targets_and_split_inverts_it(samples, budget, k
     assert all(np.array_equal(back[number], column) for number, column in enumerate(columns))
 
 
-def test_one_long_sample_does_not_spread_the_others_thin():
-    samples = [make_sample(range(n), [False] + [True] * (n - 1)) for n in (1001, *[11] * 50)]
-    sizes = sorted(len(batch.tokens) for batch in pack(samples, 100))
-    assert sizes == [100] * 5 + [1000]
-
-
 @pytest.mark.parametrize(
     ("tokens", "mask", "prefix"),
     [
@@ -158,18 +152,6 @@ def test_every_row_belongs_to_exactly_one_segment(samples, budget):
         assert rows == list(range(len(batch.tokens))) == list(range(len(batch.positions)))
 
 
-def test_the_example_of_the_docstring_is_what_comes_out():
-    mask = [False, False, False, True, True]
-    samples = [make_sample([5, 9, 2, response, 1], mask, prefix=3) for response in (7, 8)]
-    [batch] = pack(samples, 100)
-    assert batch.tokens.tolist() == [5, 9, 2, 7, 8]
-    assert batch.positions.tolist() == [0, 1, 2, 3, 3]
-    assert batch.segments.tolist() == [[0, 3, 0, 0], [3, 1, 0, 3], [4, 1, 0, 3]]
-    assert batch.rows.tolist() == [2, 3, 2, 4]
-    assert batch.targets.tolist() == [7, 1, 8, 1]
-    assert (batch.samples.tolist(), batch.sequences.tolist()) == ([0, 1], [0, 0, 1, 1])
-
-
 def test_shared_prefix_appears_once_a_group_not_across_groups():
     mask = [False] * 10 + [True] * 4
     prompt = list(range(10))
@@ -187,30 +169,3 @@ def test_group_over_the_budget_repeats_its_prefix_seldom():
     batches = pack(samples, 20)  # the prefix and three responses of three rows
     assert [len(b.tokens) for b in batches] == [19, 19, 16]
     assert unpacked(batches) == by_definition(samples)
-
-
-def test_responses_of_one_token_have_no_rows_of_their_own():
-    samples = [make_sample([5, 9, 2, n], [False] * 3 + [True], prefix=3) for n in (7, 8)]
-    [batch] = pack(samples, 100)
-    assert (batch.tokens.tolist(), batch.rows.tolist(), batch.targets.tolist()) == (
-        [5, 9, 2],
-        [2, 2],
-        [7, 8],
-    )
-    assert batch.segments.tolist() == [[0, 3, 0, 0]]
-
-
-def test_no_samples_make_no_microbatches():
-    assert pack([], 100) == []
-
-
-@pytest.mark.parametrize("budget", [1, 50, 10_000])
-def test_packing_is_repeatable_and_leaves_the_samples_alone(budget):
-    samples = random_samples(np.random.default_rng(0), 4)
-    copies = [s.tokens.copy() for s in samples]
-    for one, other in zip(pack(samples, budget), pack(samples, budget), strict=True):
-        assert (
-            one.tokens.tobytes() == other.tokens.tobytes()
-            and one.rows.tobytes() == other.rows.tobytes()
-        )
-    assert all(np.array_equal(s.tokens, c) for s, c in zip(samples, copies, strict=True))

@@ -1,6 +1,5 @@
 """Commands on a machine with GPUs, with a stand-in for them (tests/support/fake_cuda.py)."""
 
-import json
 import sys
 from types import SimpleNamespace
 
@@ -9,7 +8,7 @@ import torch
 
 from tandem.cli import doctor
 from tandem.config.recipe import load_config
-from tandem.jobs import engines, ranks
+from tandem.jobs import engines
 from tandem.jobs.models import placement, releases_cache
 from tandem.jobs.rl import note_machine
 from tandem.model.placement import Placement, place_models
@@ -58,24 +57,6 @@ def test_a_gpu_without_bfloat16_computes_in_float32():
             place_models("auto", "bfloat16")
 
 
-def test_each_rank_has_a_gpu_of_its_own_and_makes_it_the_current_one(gpus, home, monkeypatch):
-    config = config_of(home, "parallel.data=2")
-    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    for name, value in (("LOCAL_WORLD_SIZE", "2"), ("MASTER_ADDR", "here"), ("MASTER_PORT", "1")):
-        monkeypatch.setenv(name, value)
-    assert placement(config).device == SECOND.device
-    on_ray = config_of(home, "parallel.data=2", "cluster.nodes=2", "cluster.trainers=ray")
-    assert placement(on_ray).device.index == 0
-    from tandem.train.parallel import mesh
-
-    seen = []
-    monkeypatch.setattr(mesh, "make_mesh", lambda _, device, *rest: seen.append(device))
-    monkeypatch.setattr("tandem.train.parallel.ranks.ParallelRanks", lambda *parts: parts)
-    ranks.make_ranks(config, SimpleNamespace(announce=None, stall_s=1.0))
-    assert seen == [SECOND.device] and gpus.current == 1
-
-
 def test_cache_leaves_a_gpu_for_an_update(gpus, home):
     assert releases_cache(config_of(home), SECOND)
 
@@ -120,13 +101,3 @@ def test_doctor_names_the_gpus_and_what_is_missing_without_triton(gpus, monkeypa
     found = doctor._gpu()
     assert not found.ok and found.detail.endswith("pip install triton")
     assert doctor._gpu_checks() == []
-
-
-def test_doctor_without_triton_ends_in_a_report_and_not_in_a_traceback(gpus, monkeypatch):
-    passed = doctor.Finding(True, "")
-    monkeypatch.setattr(doctor, "_exactness", lambda device, dtype: passed)
-    monkeypatch.setitem(sys.modules, "triton", None)
-    result = invoke("doctor", "--json")
-    checks = json.loads(result.stdout)["checks"]
-    assert result.exit_code == 1 and not checks["gpu"]["ok"]
-    assert {"exactness", "bfloat16", "disk"} <= set(checks) and "gpu_float32" not in checks

@@ -138,26 +138,6 @@ def test_savings_are_the_differences_of_two_plans_the_most_first(home):
         assert before - sum(rows_of(needs(sizes, other)).values()) == saved
 
 
-def test_where_the_cache_takes_turns_less_activation_saves_down_to_the_cache_only(home):
-    config = config_of(home, "rollout.cache_mb=8")
-    sizes = on_gpu(config)
-    update = sum(rows_of(needs(sizes, config))[n] for n in ("gradients", "activations"))
-    found = dict(savings(sizes, config, "train", 20))
-    assert update > 8 << 20
-    assert found["train.tokens_per_microbatch=4096"] == update - (8 << 20)
-    assert "rollout.cache_mb=4" not in found
-
-
-def test_offload_is_named_where_it_saves(home):
-    config = config_of(home)
-    large = replace(on_gpu(config), policy=600_000_000)
-    saved = dict(savings(large, config, "train", 20))["train.offload_optimizer=true"]
-    offloads = config_of(home, "train.offload_optimizer=true")
-    sums = [sum(rows_of(needs(large, c)).values()) for c in (config, offloads)]
-    assert saved == sums[0] - sums[1] > 0
-    assert "train.offload_optimizer=true" not in dict(savings(large, offloads, "train", 20))
-
-
 @pytest.mark.parametrize(
     "allocate",
     [lambda: torch.empty(1 << 60, dtype=torch.uint8), lambda: np.zeros(1 << 60, np.uint8)],
@@ -168,12 +148,6 @@ def test_an_allocation_that_fails_on_the_cpu_is_explained(allocate, home):
     with memory_error as caught, explain_out_of_memory(config_of(home), "train"):
         allocate()
     assert "llocate" in caught.value.found
-
-
-def test_other_errors_pass(home):
-    as_it_is = pytest.raises(RuntimeError, match="shapes")
-    with as_it_is, explain_out_of_memory(config_of(home), "train"):
-        raise RuntimeError("shapes do not match")
 
 
 def test_a_run_out_of_memory_names_three_settings_and_goes_on_with_one(home, tmp_path, monkeypatch):

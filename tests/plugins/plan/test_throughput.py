@@ -38,8 +38,3 @@ def test_workers_generate_a_steps_tokens_while_the_trainer_makes_a_step(
     row = {**timings, "generated_tokens_per_s": 1000 / timings["rollout_s"]}
     found = measured(run_folder(tmp_path, workers, [row] * 3))
     assert (found.workers, found.steps, round(found.tokens)) == (needed, 3, 1000)
-
-
-def test_a_run_that_has_only_begun_has_measured_nothing(tmp_path):
-    assert measured(tmp_path / "none") is None
-    assert measured(run_folder(tmp_path, 1, [])) is None

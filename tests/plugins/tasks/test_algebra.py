@@ -16,10 +16,8 @@ from sympy.parsing.sympy_parser import (
 
 from tandem.plugins.tasks import algebra
 from tandem.plugins.tasks.algebra import warm_start
-from tandem.plugins.tasks.algebra_templates import SCHOOL_FORMAT, TEMPLATES
-from tandem.plugins.tasks.generate import is_test
+from tandem.plugins.tasks.algebra_templates import SCHOOL_FORMAT
 from tandem.runtime.disk import write_rows
-from tandem.runtime.errors import UserError
 
 X, Y = sympy.symbols("x y")
 COMMITTED = Path(__file__).parents[3] / "data" / "algebra"
@@ -101,12 +99,6 @@ def test_an_independent_solver_finds_every_label_in_the_text(rows):
         assert sympy.Rational(row["reward_model"]["ground_truth"]) == solved, row
 
 
-def test_labels_are_written_in_lowest_terms(rows):
-    for row in rows:
-        truth = row["reward_model"]["ground_truth"]
-        assert truth == str(sympy.Rational(truth))
-
-
 # ---------------------------------------------------------------- worked solutions
 
 
@@ -155,18 +147,6 @@ def test_every_line_of_the_working_is_true(rows):
     assert sum(checked.values()) > len(rows) / 2
 
 
-def test_school_factors_give_the_polynomial_and_both_roots():
-    rows = [
-        r for r in algebra.rows("train", 160, 3, SCHOOL) if r["data_source"] == "quadratic_root"
-    ]
-    for row in rows:
-        factors, roots, _ = row["extra_info"]["solution"].split("\n")
-        (equation,) = equations(question(row))
-        assert sympy.expand(expression(factors.split(" = ")[0]) - equation.lhs) == 0
-        named = {sympy.Rational(r.split(" = ")[1]) for r in roots.split(" or ")}
-        assert named == set(sympy.solve(equation, X)) and len(named) == 2
-
-
 def test_every_worked_solution_ends_in_the_right_answer_line(rows):
     for row in rows:
         assert (
@@ -175,20 +155,7 @@ def test_every_worked_solution_ends_in_the_right_answer_line(rows):
         )
 
 
-def test_easy_problems_stay_short_as_a_character_is_a_token():
-    for row in algebra.rows("train", 200, 0, EASY):
-        assert len(question(row)) <= 30
-        assert len(row["extra_info"]["solution"]) <= 30
-        assert re.fullmatch(r"-?\d{1,2}", row["reward_model"]["ground_truth"])
-
-
 # ---------------------------------------------------------------- the two sides and the seeds
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_templates_come_in_turn_and_in_equal_numbers(level):
-    rows = algebra.rows("train", 64, 0, level)
-    assert [row["data_source"] for row in rows] == list(TEMPLATES) * 8
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -219,48 +186,6 @@ def test_the_side_of_a_problem_does_not_depend_on_its_wording():
     assert not test & train
 
 
-def test_about_a_fifth_of_all_problems_are_test_problems():
-    assert (
-        0.18 < sum(is_test(f"problem {i}", "algebra test side") for i in range(5000)) / 5000 < 0.22
-    )
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("split", ["train", "test"])
-def test_no_question_occurs_twice_in_a_split(level, split):
-    questions = [question(r) for r in algebra.rows(split, 96, 0, level)]
-    assert len(set(questions)) == len(questions)
-
-
-def test_a_longer_data_set_begins_with_the_shorter_one():
-    assert algebra.rows("train", 64, 3, EASY)[:24] == algebra.rows("train", 24, 3, EASY)
-
-
-def test_another_seed_gives_other_problems():
-    assert algebra.rows("train", 16, 0, SCHOOL) != algebra.rows("train", 16, 1, SCHOOL)
-
-
-def test_uids_are_unique_and_say_where_a_problem_comes_from():
-    uids = [r["extra_info"]["uid"] for r in algebra.rows("test", 20, 0, EASY)]
-    assert uids == [f"algebra/easy/test/{n}" for n in range(20)]
-
-
-def test_an_exhausted_template_loses_its_turns():
-    rows = algebra.rows("test", 8000, 0, EASY)
-    assert (
-        rows[:100] == algebra.rows("test", 100, 0, EASY)
-        and len({question(row) for row in rows}) == len(rows) < 8000
-    )
-    counts = Counter(row["data_source"] for row in rows)
-    assert len(counts) == 8 and max(counts.values()) > 2 * min(counts.values())
-
-
-@pytest.mark.parametrize(("split", "level"), [("valid", EASY), ("train", 3)])
-def test_an_unknown_split_or_level_is_a_users_error(split, level):
-    with pytest.raises(UserError):
-        algebra.rows(split, 8, 0, level)
-
-
 # ---------------------------------------------------------------- the warm start
 
 
@@ -273,12 +198,6 @@ def test_careless_replies_have_no_working_and_their_share():
     assert 0.35 < without_working / 800 < 0.45
     assert all("\n" in reply for reply in replies(0.0))
     assert not any("\n" in reply for reply in replies(1.0))
-
-
-def test_careless_guesses_are_mostly_wrong():
-    careful, careless = replies(0.0), replies(1.0)
-    right = sum(a.split("\n")[-1] == b for a, b in zip(careful, careless, strict=True))
-    assert right / 800 < 0.25
 
 
 # ---------------------------------------------------------------- files
