@@ -12,7 +12,6 @@ import numpy as np
 import openai
 import pytest
 
-from tandem.config.schema import Config
 from tandem.config.schema import Env as EnvConfig
 from tandem.engine.engine import Engine
 from tandem.envs.agent.chat import (
@@ -25,23 +24,16 @@ from tandem.envs.agent.chat import (
 )
 from tandem.envs.agent.env import AgentDrivenEnv, AgentEnv, AgentFailed
 from tandem.envs.agent.server import the_server
-from tandem.rollout.collect import Collector
 from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episodes import run_episodes
-from tandem.rollout.score import RolloutRunner
 from tandem.run_folder.episode_files import read_episodes
-from tandem.run_folder.journal import Journal
 from tandem.runtime.errors import UserError
 from tandem.serve.openai import ApiError, ChatMessage
-from tandem.step import Stages, train_step
-from tandem.train.batch import Models
-from tandem.train.learner import Learner
-from tandem.train.optimizer import Optimizer, Settings
-from tandem.train.parity import ExactCheck
+from tandem.step import train_step
 from tandem.types import Problem, SamplingParams, Score
-from tandem.weights.in_process import InlineSync
 from tests.support.scripted import DigitRenderer, ScriptedReward
+from tests.support.stages import PROBLEMS, config, stages_in, with_runner
 from tests.support.tiny import exact_model
 from tests.support.waiting import WAIT_S, eventually
 
@@ -390,12 +382,6 @@ def test_reward_that_is_not_finite_is_refused(value):
         parse_reward(value)
 
 
-def test_numbers_of_all_kinds_are_rewards():
-    assert [
-        parse_reward(value).reward for value in (True, 1, np.float32(0.5), {"reward": np.int64(2)})
-    ] == [1.0, 1.0, 0.5, 2.0]
-
-
 def test_the_server_knows_its_endpoints_and_its_episodes():
     codes = {}
 
@@ -450,7 +436,7 @@ def test_an_agent_that_asks_for_nothing_is_an_error():
 
 
 def test_text_as_a_reward_is_an_error():
-    with raising(ValueError, match="a reward is a number"):
+    with raising(ValueError, match="a reward is a finite number"):
         play(lambda problem, base_url, api_key: ask(base_url, list(problem.messages)).content, "7")
 
 
@@ -548,7 +534,6 @@ def test_the_example_answers_checks_itself_and_is_scored():
 # ---- in a rollout
 
 
-PROBLEMS = [Problem(uid=f"p{n}", messages=(user(str(n)),), answer=str(n)) for n in range(4)]
 PARAMS = SamplingParams(max_new_tokens=40, temperature=0.9, stop_token_ids=(91, *range(30)))
 
 
@@ -584,27 +569,10 @@ class Given(ScriptedReward):
 
 
 def test_training_step_with_an_agent_is_exactly_on_policy(tmp_path):
-    tree = Config().model_dump()
-    tree["rl"] |= {"prompts_per_step": 2, "group_size": 3}
-    tree["env"] |= {"name": "agent", "timeout_s": WAIT_S}
-    config, model = Config.model_validate(tree), exact_model("qwen3")
-    engine = real_engine(model)
-    optimizer = Optimizer(model.trainable(), Settings(learning_rate=1e-3, total_steps=10))
-    envs = EnvPool(make=lambda: AgentDrivenEnv(chatty), limits=config.env)
-    runner = RolloutRunner(
-        engine=engine, renderer=DigitRenderer(), envs=envs, rewards=Given(), reward_model=None
-    )
-    journal = Journal(tmp_path, "run", PROBLEMS)
-    stages = Stages(
-        config=config,
-        models=Models(policy=Learner(model, optimizer)),
-        sampling=PARAMS,
-        parity=ExactCheck(),
-        collector=Collector(
-            config=config, problems=PROBLEMS, runner=runner, sampling=PARAMS, journal=journal
-        ),
-        sync=InlineSync(engine),
-    )
+    settings = config(env__name="agent", env__timeout_s=WAIT_S)
+    stages = stages_in(tmp_path, settings, reward=Given(), sampling=PARAMS)
+    envs = EnvPool(make=lambda: AgentDrivenEnv(chatty), limits=settings.env)
+    stages = with_runner(stages, envs=envs)
     metrics = train_step(stages, 0).metrics
     assert (metrics["logprob_gap"], metrics["ratio"]) == (0.0, 1.0) and metrics["grad_norm"] > 0
     episodes = read_episodes(next(tmp_path.glob("*.parquet")))
@@ -615,7 +583,7 @@ def test_training_step_with_an_agent_is_exactly_on_policy(tmp_path):
             episode.tokens, np.flatnonzero(np.diff(episode.loss_mask.astype(int))) + 1
         )[1::2]
         assert said == [
-            str(turn[: len(json.loads(text))].tolist())
+            str(turn[: len(text.strip("[]").split())])
             for turn, text in zip(sampled, said, strict=True)
         ]
         heard = [m["content"] for m in episode.messages[1::2]]
@@ -635,7 +603,7 @@ def test_order_of_concurrent_agents_changes_no_episode():
         limits = EnvConfig(concurrency=concurrency, timeout_s=WAIT_S)
         envs = EnvPool(make=lambda: AgentDrivenEnv(chatty), limits=limits)
         return run_episodes(
-            new_groups(PROBLEMS, 8, ("test",)),
+            new_groups(PROBLEMS[:4], 8, ("test",)),
             engine=real_engine(model),
             renderer=DigitRenderer(),
             envs=envs,

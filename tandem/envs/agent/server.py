@@ -30,7 +30,7 @@ from tandem.envs.agent import chat
 from tandem.envs.agent.chat import MODEL, AgentReward, ChatRequest, Reply
 from tandem.serve.app import JsonResponse, Server, make_app, read_body
 from tandem.serve.listen import bound, url_of
-from tandem.serve.openai import ApiError, model_list
+from tandem.serve.openai import ApiError, model_list, read_object
 
 LONGEST_BODY = 16 << 20  # bytes
 ALIVE_CHECK_S = 1.0  # between two checks that the rollout still runs
@@ -136,7 +136,11 @@ class AgentServer:
 
     async def _reward(self, http: Request) -> Response:
         session = self._session(http)
-        session.posted = chat.read_reward(await read_body(http, LONGEST_BODY))
+        body = read_object(await read_body(http, LONGEST_BODY))
+        try:
+            session.posted = chat.parse_reward(body)
+        except ValueError as error:
+            raise ApiError(400, str(error)) from None
         return JsonResponse({})
 
     async def _models(self, http: Request) -> Response:
