@@ -56,9 +56,9 @@ test: $(DEV)
 
 # What a commit needs: all but those of the night; these too where the kernels or their tests have changed since the night.
 test-all: $(DEV)
-	@$(TESTS) -m "not nightly"
 	@commit=$$(sed -n 's/^| kernels .* | \([0-9a-f]\{12\}\) | .*/\1/p' docs/nightly.md); \
 		git diff --quiet "$$commit" -- tandem/model/triton tests/gpu 2>/dev/null || $(TESTS)/gpu -m nightly
+	@$(TESTS) -m "not nightly"
 
 # Everything, with the result in docs/nightly.md; `make nightly only="tests kernels"` runs these parts.
 nightly: $(DEV)

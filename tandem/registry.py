@@ -44,6 +44,20 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "agent": "tandem.envs.agent.env:AgentEnv",
     },
     "extractors": {"answer": "tandem.plugins.graders.answer:extract"},  # text -> final answer
+    "inputs": {  # jobs/inputs.py: of a command
+        "train": "tandem.jobs.inputs:training_inputs",
+        "distill": "tandem.jobs.inputs:distill_inputs",
+        "sft": "tandem.jobs.offline_inputs:sft_inputs",
+        "dpo": "tandem.jobs.offline_inputs:dpo_inputs",
+        "rm": "tandem.jobs.offline_inputs:rm_inputs",
+    },
+    "jobs": {  # (config, run folder, report) -> context of a train_loop.py: TrainJob
+        "train": "tandem.jobs.rl:open_rl_job",
+        "distill": "tandem.jobs.rl:open_rl_job",
+        "sft": "tandem.jobs.offline:open_offline_job",
+        "dpo": "tandem.jobs.offline:open_offline_job",
+        "rm": "tandem.jobs.offline:open_offline_job",
+    },
     "machines": {  # jobs/here.py: Here
         "here": "tandem.jobs.here:Here",
         "ray": "tandem.plugins.cluster.job:Nodes",

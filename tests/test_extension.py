@@ -6,10 +6,14 @@ import sys
 import pytest
 
 from tandem import registry
+from tandem.cli.train import train
 from tandem.config.recipe import load_config
+from tandem.jobs.exactness import require_correction
 from tandem.rl.algorithms import policy_loss
+from tandem.run_folder.metrics import read_metrics
 from tandem.train.batch import Models
 from tests.support.episodes import bits, learn, sampled_groups, settings, trained
+from tests.support.home import make_home
 from tests.support.tiny import exact_model
 
 
@@ -28,7 +32,8 @@ def install(tmp_path, monkeypatch):
 
     yield write
     registry._foreign.cache_clear()
-    sys.modules.pop("steep_loss", None)
+    for name in ("steep_loss", "slow_engine", "list_tracker"):
+        sys.modules.pop(name, None)
 
 
 ALGORITHM = """
@@ -64,3 +69,73 @@ def test_an_algorithm_of_a_package_trains_by_its_name(install):
     before = bits(policy)
     row = learn(Models(policy=policy), sampled_groups(policy.model), settings(algorithm="spo"))
     assert row["ratio"] == 1.0 and row["logprob_gap"] == 0.0 and bits(policy) != before
+
+
+ENGINE = """
+from contextlib import contextmanager
+
+from tandem.choices import RolloutBackend
+
+
+class Shifted(RolloutBackend):
+    gap = "slow_engine of other kernels"
+
+    def conflicts(self, config):
+        if config.rollout.workers:
+            yield "rollout.workers: shifted runs in the trainer's process"
+
+    def parity(self, config, exact, inexact):
+        from tandem.train.parity import MeasuredGap
+
+        return MeasuredGap(config, self.where(config))
+
+    @contextmanager
+    def open(self, stage):
+        from tandem.jobs.rollouts import Rollouts
+        from tandem.weights.in_process import InlineSync
+
+        yield Rollouts(lanes=[(stage.local, InlineSync(stage.engine))])
+"""
+TRACKER = """
+rows = []
+
+
+class ListTracker:
+    def __init__(self, *about):
+        pass
+
+    def log(self, step, row):
+        rows.append((step, row))
+
+    def log_samples(self, step, samples):
+        pass
+
+    def close(self):
+        rows.append("closed")
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return make_home(tmp_path_factory.mktemp("home"), steps=1)
+
+
+def test_an_engine_of_a_package_samples_a_step(install, home, tmp_path):
+    """It is one class and an entry point; the correction that other kernels need is asked for."""
+    install("slow_engine", ENGINE, "[tandem.engines]\nshifted = slow_engine:Shifted\n")
+    keys = ["rollout.engine=shifted", "run.steps=1", "eval.data="]
+    with pytest.raises(registry.UserError, match=r"rollout\.workers: shifted runs in"):
+        load_config(home / "recipe.toml", [*keys, "rollout.workers=1"])
+    with pytest.raises(registry.UserError, match=r"(?s)slow_engine of other.*rl\.correction=tis"):
+        require_correction(load_config(home / "recipe.toml", keys))
+    config = load_config(home / "recipe.toml", [*keys, "rl.correction=tis"])
+    train("train", config, tmp_path / "run")
+    assert read_metrics(tmp_path / "run")[-1]["logprob_gap_mean"] < 1e-6
+
+
+def test_a_tracker_of_a_package_gets_every_row(install, home, tmp_path):
+    install("list_tracker", TRACKER, "[tandem.trackers]\nlist = list_tracker:ListTracker\n")
+    keys = ["run.trackers=['list']", "run.steps=1", "eval.data="]
+    train("train", load_config(home / "recipe.toml", keys), tmp_path / "run")
+    *rows, end = sys.modules["list_tracker"].rows
+    assert [step for step, _ in rows] == [0, 1] and end == "closed"

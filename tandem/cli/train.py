@@ -1,43 +1,30 @@
 """The commands that train: `tandem train`, `sft`, `dpo`, `rm` and `distill`."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from pathlib import Path
 
-from tandem.choices import Report, choices
+from tandem.choices import choices
 from tandem.cli.progress import StepProgress, console, evaluation, print_lines
 from tandem.config.schema import Config
 from tandem.data.chat_template import read_template
 from tandem.jobs.export import weights_saver
-from tandem.jobs.offline import open_offline_job
 from tandem.jobs.out_of_memory import explain_out_of_memory
 from tandem.jobs.ranks import is_follower
-from tandem.jobs.rl import open_rl_job
 from tandem.plugins.vision.image_store import keep_in
 from tandem.registry import find
 from tandem.run_folder.best import Best
 from tandem.run_folder.checkpoint import step_name, versions
 from tandem.run_folder.export import Provenance, export, keep_model, model_card
-from tandem.run_folder.folder import RunFolder, open_run
+from tandem.run_folder.folder import open_run
 from tandem.run_folder.metrics import read_metrics
 from tandem.run_folder.past_run import KEPT_MODEL
 from tandem.run_folder.trackers.links import require_trackers
 from tandem.runtime.wording import counted
-from tandem.train_loop import TrainingEnd, TrainJob, run_training, trained_model
-
-JobMaker = Callable[[Config, RunFolder, Report], AbstractContextManager[TrainJob]]
-
-JOBS: dict[str, JobMaker] = {
-    "train": open_rl_job,
-    "sft": open_offline_job,
-    "dpo": open_offline_job,
-    "rm": open_offline_job,
-    "distill": open_rl_job,
-}
+from tandem.train_loop import TrainingEnd, run_training, trained_model
 
 
 def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Path:
-    """Run a command of JOBS to its end, export the result and return the Hugging Face directory."""
+    """Run a command to its end, export the result and return the Hugging Face directory."""
     if is_follower(config):
         from tandem.jobs.follow import follow
 
@@ -59,7 +46,7 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
             report(f"eval.keep_best, eval.patience: tandem {command} has no rewards to compare")
         with (
             explain_out_of_memory(config, command),
-            JOBS[command](config, run, report) as job,
+            find("jobs", command, key="command")(config, run, report) as job,
             StepProgress(command, job.steps, eval_every=job.eval_every, log=run.log) as progress,
         ):
             model = trained_model(job)

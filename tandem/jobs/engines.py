@@ -38,7 +38,6 @@ from tandem.rollout.score import RewardModel, RolloutRunner
 from tandem.run_folder.folder import read_matmul
 from tandem.runtime import numerics
 from tandem.runtime.errors import UserError
-from tandem.train.supervised import scores
 from tandem.types import Episode, Generate, Problem, Renderer, Reward
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -229,6 +228,8 @@ def _load_reward_model(config: Config) -> RewardModel | None:
     the model, and stores the score in `env_rewards`."""
     if not config.reward.model:
         return None
+    from tandem.train.supervised import scores
+
     scorer = load_model(config.reward.model, head="value", place=placement(config))
     renderer = load_renderer(config.reward.model)
     lock = threading.Lock()  # rollouts ahead and an evaluation may ask at once

@@ -22,8 +22,9 @@ from tandem.jobs.export import save_weights
 from tandem.jobs.input_hashes import require_same_functions
 from tandem.jobs.offline import OFFLINE, PairJob
 from tandem.jobs.ranks import make_ranks, require_size
-from tandem.jobs.rl import SAMPLED
+from tandem.jobs.rl import MODELS
 from tandem.jobs.streams import JournalStream
+from tandem.registry import find
 from tandem.rollout.collect import RolloutBatch
 from tandem.rollout.evaluate import sampling_params
 from tandem.run_folder.async_save import Saver
@@ -94,8 +95,8 @@ def _orders(
     closed."""
     prepare_process(config)
     if command in OFFLINE:
-        read_inputs, make_job = OFFLINE[command]
-        job = make_job(config, read_inputs(config), ranks, lambda text: None)
+        inputs = find("inputs", command, key="command")(config)
+        job = OFFLINE[command](config, inputs, ranks, lambda text: None)
         orders: dict[str, Callable[..., object]] = {"learn": job.learn_step}
         if isinstance(job, PairJob):
             orders["evaluate"] = job.pair_means
@@ -106,10 +107,9 @@ def _orders(
 def _rl_orders(
     config: Config, command: str, folder: Path, run_id: str, ranks: Ranks, opened: ExitStack
 ) -> Orders:
-    read_inputs, build_models = SAMPLED[command]
-    inputs = read_inputs(config, exact=False)
+    inputs = find("inputs", command, key="command")(config, exact=False)
     journal = Journal(folder / "episodes", run_id, inputs.problems)
-    models = build_models(config, ranks)
+    models = MODELS[command](config, ranks)
     sampling = sampling_params(config.rollout, inputs.renderer.stop_token_ids)
 
     stream: StreamReader = JournalStream(journal, folder)

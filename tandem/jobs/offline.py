@@ -19,11 +19,13 @@ from tandem.jobs.engines import (
     probe_exactness,
 )
 from tandem.jobs.input_hashes import KEYS, input_hashes
-from tandem.jobs.inputs import Inputs, Pairs, dpo_inputs, rm_inputs, sft_inputs
+from tandem.jobs.inputs import Inputs
 from tandem.jobs.models import build_learner, build_reference
+from tandem.jobs.offline_inputs import Pairs
 from tandem.jobs.ranks import open_ranks
 from tandem.jobs.rl import note_machine
 from tandem.model.load import ExactModel
+from tandem.registry import find
 from tandem.rl.losses import Metrics
 from tandem.rollout.evaluate import Evaluator
 from tandem.run_folder.folder import RunFolder, identity
@@ -254,21 +256,19 @@ def rm_job(config: Config, inputs: Any, ranks: Ranks, report: Report) -> Offline
     )
 
 
-# By command: what checks and reads its data, and what loads its models on every rank.
-OFFLINE = {"sft": (sft_inputs, sft_job), "dpo": (dpo_inputs, dpo_job), "rm": (rm_inputs, rm_job)}
+OFFLINE = {"sft": sft_job, "dpo": dpo_job, "rm": rm_job}  # what loads models on every rank
 
 
 @contextmanager
 def open_offline_job(config: Config, run: RunFolder, report: Report) -> Iterator[OfflineJob]:
     """Open the job of `tandem sft`, `dpo` or `rm`."""
     prepare_process(config)
-    read_inputs, make_job = OFFLINE[run.command]
-    inputs = read_inputs(config)
+    inputs = find("inputs", run.command, key="command")(config)
     with (
         machine_of(config).open(config, run.path, only_ranks=True) as machine,
         open_ranks(config, run, report, machine) as ranks,
     ):
-        job = make_job(config, inputs, ranks, report)
+        job = OFFLINE[run.command](config, inputs, ranks, report)
         found = probe_exactness(config, job.learner.whole, report, folder=run.path)
         note_machine(run, found, report)
         with nullcontext() if run.command == "rm" else _evaluating(job, inputs, run):

@@ -1,10 +1,8 @@
 """`tandem train` and `tandem distill`: jobs whose episodes are sampled on the way."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import replace
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 from tandem.choices import Report, choices, engine_of, machine_of, plane_of
 from tandem.config.schema import Config
@@ -18,102 +16,25 @@ from tandem.jobs.engines import (
 )
 from tandem.jobs.exactness import require_parity
 from tandem.jobs.input_hashes import KEYS, input_hashes
-from tandem.jobs.inputs import ProblemInputs, distill_inputs, training_inputs
+from tandem.jobs.inputs import ProblemInputs
 from tandem.jobs.models import build_distill_models, build_rl_models, placement
 from tandem.jobs.ranks import open_ranks
+from tandem.jobs.rl_job import RLJob
 from tandem.jobs.rollouts import RolloutPool, Rollouts, RolloutStage
 from tandem.model.probe import Exactness
 from tandem.model.triton.dispatch import matmul_kernel
+from tandem.registry import find
 from tandem.rollout.collect import Collector, RolloutBatch
 from tandem.rollout.evaluate import Evaluator, sampling_params
 from tandem.run_folder.folder import RunFolder, identity
 from tandem.run_folder.journal import Journal
-from tandem.runtime.errors import UserError
-from tandem.step import Stages, train_step
-from tandem.step_async import RolloutPrefetcher, train_step_async
+from tandem.step import Stages
 from tandem.train.batch import Models
 from tandem.train.ranks import Ranks
-from tandem.types import ParityCheck, StepResult
+from tandem.types import ParityCheck
 
-
-class RLJob:
-    """A job for train_loop.py that repeats `train_step`."""
-
-    def __init__(
-        self,
-        stages: Stages,
-        evaluate: Evaluator,
-        data: dict[str, str],
-        pools: Sequence[RolloutPool] = (),
-    ):
-        config, models, self.pools = stages.config, stages.models, pools
-        self.stages, self.evaluate, self.data = stages, evaluate, data
-        self.learners = {"policy": models.policy}
-        if models.critic is not None:
-            self.learners["critic"] = models.critic
-        self.steps, self.eval_every = config.run.steps, config.eval.every
-
-    def start(self, done: int) -> None:
-        staleness = self.stages.config.rollout.staleness
-        self.stages.journal.drop_other_meshes(done, staleness)
-        self.stages.models.policy.publish()
-        self.stages.sync.publish(done)
-
-    def step(self, done: int) -> StepResult:
-        return train_step(self.stages, done)
-
-    def restore(self, done: int, state: dict[str, Any]) -> None:
-        """Take up the state that step `done` has left; groups that it left are in the journal."""
-        config, journal, groups = self.stages.config, self.stages.journal, []
-        if done and (config.rl.max_gen_batches or config.rollout.token_budget):
-            if (recorded := journal.read(done)) is None:
-                raise _not_in_journal(journal, done)
-            groups = recorded[0]
-        self.stages.collector.progress.restore(state, groups)
-
-    def wait_until_durable(self, done: int) -> None:
-        """Return at once: the episodes of a step are in the journal before it is trained."""
-
-    def workers(self) -> list[dict[str, Any]]:
-        return [row for pool in self.pools for row in pool.status()]
-
-    def stop_soon(self) -> None:
-        """Do nothing: no thread waits."""
-
-
-class AsyncRLJob(RLJob):
-    """An RLJob with rollouts ahead of the training."""
-
-    def __init__(
-        self,
-        stages: Stages,
-        evaluate: Evaluator,
-        data: dict[str, str],
-        prefetcher: RolloutPrefetcher,
-        pools: Sequence[RolloutPool] = (),
-    ):
-        super().__init__(stages, evaluate, data, pools)
-        self.prefetcher = prefetcher
-
-    def start(self, done: int) -> None:
-        super().start(done)
-        self.prefetcher.start(done)
-
-    def step(self, done: int) -> StepResult:
-        return train_step_async(self.prefetcher, done)
-
-    def wait_until_durable(self, done: int) -> None:
-        self.prefetcher.wait_until_durable(done)
-
-    def stop_soon(self) -> None:
-        self.prefetcher.stop_soon()
-
-
-# By command: what reads and checks its inputs, and what loads its models on every rank.
-SAMPLED: dict[str, tuple[Callable[..., ProblemInputs], Callable[[Config, Ranks], Models]]] = {
-    "train": (training_inputs, build_rl_models),
-    "distill": (distill_inputs, build_distill_models),
-}
+# What loads a command's models, on every rank.
+MODELS = {"train": build_rl_models, "distill": build_distill_models}
 
 
 @contextmanager
@@ -123,8 +44,7 @@ def open_rl_job(config: Config, run: RunFolder, report: Report) -> Iterator[RLJo
     for choice in choices(config):
         choice.check(config)
     prepare_process(config)
-    read_inputs, build_models = SAMPLED[run.command]
-    inputs = read_inputs(config, exact=False)
+    inputs: ProblemInputs = find("inputs", run.command, key="command")(config, exact=False)
     data = input_hashes(config, *KEYS[run.command]) | inputs.images
     run_id, mesh = identity(config, data), config.parallel.mesh
     with (
@@ -132,7 +52,7 @@ def open_rl_job(config: Config, run: RunFolder, report: Report) -> Iterator[RLJo
         open_envs_and_rewards(config, machine, report) as (envs, rewards),
         open_ranks(config, run, report, machine, run_id) as ranks,
     ):
-        models = build_models(config, ranks)
+        models = MODELS[run.command](config, ranks)
         parity = _compare(config, run, models, report)
         engine = build_engine(config, models.policy.whole, inputs.renderer)
         stage = RolloutStage(
@@ -207,12 +127,9 @@ def _open_job(
     if not stages.config.rollout.staleness:
         yield RLJob(stages, evaluate, data, pools)
         return
-    lanes = [
-        replace(stages, sync=sync, collector=replace(stages.collector, runner=runner))
-        for runner, sync in rollouts.lanes  # they share progress, journal and rewards
-    ]
-    steps = stages.config.run.steps
-    with closing(RolloutPrefetcher(stages, steps, rollouts.stop, lanes)) as prefetcher:
+    from tandem.jobs.rl_ahead import AsyncRLJob, open_prefetcher
+
+    with open_prefetcher(stages, rollouts) as prefetcher:
         yield AsyncRLJob(stages, evaluate, data, prefetcher, pools)
 
 
@@ -236,13 +153,3 @@ def note_machine(run: RunFolder, found: Exactness, report: Report) -> None:
     kernel = matmul_kernel() if place.device.type == "cuda" else ""
     if news := run.note_machine(place.processor(), not found.thread_dependent, kernel):
         report(news)
-
-
-def _not_in_journal(journal: Journal, done: int) -> UserError:
-    return UserError(
-        "the journal does not have what the checkpoint's step left to the next",
-        where=str(journal.folder),
-        found=f"no file of this run for step {done}",
-        expected=f"train_step_{done:06d}.parquet",
-        next="restore it from a copy, or start over with --fresh (the old run is kept beside it)",
-    )

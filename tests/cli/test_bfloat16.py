@@ -32,9 +32,9 @@ def done(*arguments):
     [
         ("train", ["rl.minibatches=2", 'rollout.devices=["cpu", "cpu"]', "rollout.workers=2"]),
         ("sft", ["sft.train=HOME/data/warm.jsonl"]),
-        ("dpo", ["preference.train=HOME/pairs.jsonl"]),
+        pytest.param("dpo", ["preference.train=HOME/pairs.jsonl"], marks=pytest.mark.nightly),
         ("rm", ["preference.train=HOME/pairs.jsonl"]),
-        ("distill", ["distill.teacher=HOME/teacher"]),
+        pytest.param("distill", ["distill.teacher=HOME/teacher"], marks=pytest.mark.nightly),
     ],
 )
 def test_a_run_exports_bfloat16_and_keeps_float32_masters(command, settings, home, tmp_path):

@@ -320,7 +320,7 @@ def test_resume_with_a_changed_reward_function_is_refused(home, tmp_path):
     assert f"reward.function/{reward}" in mistake(*command, f"run.steps={STEPS + 1}")
 
 
-FUNCTIONS = {"rl.loss": "loss", "rl.advantage": "advantage", "rl.filter": "keep"}
+FUNCTIONS = {"rl.loss": "loss", "rl.filter": "keep"}
 OWN = (Path(__file__).parents[2] / "examples/own_functions.py").read_text()
 
 

@@ -9,7 +9,7 @@ import pytest
 from tandem.config.schema import Config, Data
 from tandem.data.problems import read_problems
 from tandem.data.renderer import load_renderer
-from tandem.jobs.inputs import dpo_inputs, sft_inputs
+from tandem.jobs.offline_inputs import dpo_inputs, sft_inputs
 from tandem.model.tiny import TEMPLATE, make_tiny
 from tandem.runtime.errors import UserError
 

@@ -224,27 +224,6 @@ def test_invalid_utf_8_is_told_with_its_row(tmp_path, form):
     assert "invalid UTF-8" in message
 
 
-@pytest.mark.parametrize("form", ("parquet", "arrow"))
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        (0.5, ""),
-        (float("nan"), "found:    nan"),
-        (float("inf"), "found:    inf"),
-        (b"\x89PNG", "4 bytes that are no text"),
-        ({"deep": [{"er": float("-inf")}]}, "found:    -inf"),
-    ],
-)
-def test_what_json_cannot_write_is_told_with_its_row(tmp_path, form, value, said):
-    path = write(tmp_path, form, columns().append_column("extra", pa.array([None, value, None])))
-    if not said:
-        assert len(read(path)) == 3
-        return
-    message = error_of(path)
-    assert f"{place(form, 2)}, extra" in message
-    assert said in message
-
-
 # ---- mistakes of CSV
 
 
@@ -280,32 +259,6 @@ def test_a_broken_csv_file_is_told_with_its_line(tmp_path, content, where, said)
 
 
 # ---- mistakes of folders
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "said"),
-    [
-        ("state.json", b"{", "JSONDecodeError"),
-        ("state.json", b"[]", "with _data_files in state.json"),
-        ("state.json", b'{"_data_files": 3}', "TypeError"),
-        ("state.json", None, "state.json: No such file"),
-        ("data-00000-of-00001.arrow", None, "Failed to open local file"),
-        ("data-00000-of-00001.arrow", b"", "cannot be read as a Hugging Face dataset"),
-        (
-            "data-00000-of-00001.arrow",
-            b"not Arrow at all",
-            "cannot be read as a Hugging Face dataset",
-        ),
-        ("dataset_dict.json", b"{}", "with splits in dataset_dict.json"),
-    ],
-)
-def test_a_damaged_folder_is_refused(tmp_path, file, content, said):
-    save(tmp_path / "d", columns())
-    if content is None:
-        (tmp_path / "d" / file).unlink()
-    else:
-        (tmp_path / "d" / file).write_bytes(content)
-    assert said in error_of(tmp_path / "d")
 
 
 # ---- the hub

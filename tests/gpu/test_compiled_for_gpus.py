@@ -54,3 +54,18 @@ def test_every_kernel_compiles(capability, dtype, tmp_path_factory):
     assert len(KERNELS) >= 16 and {row["kernel"] for row in mine} == KERNELS
     assert all(row["bytes"] > 0 for row in mine)
     assert max(row["shared"] for row in mine) <= SHARED_BYTES[capability]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width"), [("float32", 128), ("float32", 256), ("bfloat16", 256)]
+)
+def test_attention_over_wide_heads_fits_the_shared_memory_of_the_smallest_gpu(
+    dtype, width, tmp_path_factory
+):
+    if not Path(knobs.nvidia.ptxas.path).exists():
+        pytest.skip("this build of triton has no assembler")
+    rows = compiled(tmp_path_factory.getbasetemp() / "kernels")
+    mine = [row for row in rows if (row["dtype"], row["width"]) == (dtype, width)]
+    attend = [row for row in mine if row["kernel"].startswith("attend_")]
+    assert {row["kernel"] for row in attend} == {"attend_kernel", "attend_split_kernel"}
+    assert max(row["shared"] for row in attend) <= min(SHARED_BYTES.values())

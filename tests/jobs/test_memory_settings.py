@@ -2,10 +2,10 @@
 
 import pytest
 
-from tandem.cli.train import JOBS
 from tandem.config.recipe import load_config
 from tandem.jobs.offline import OfflineJob
 from tandem.plugins.optim.offload import OffloadedOptimizer
+from tandem.registry import find
 from tandem.rollout.collect import RolloutBatch
 from tandem.run_folder.folder import open_run
 from tests.support.home import make_home
@@ -28,7 +28,7 @@ def test_cache_and_optimizer_leave_the_device_where_the_config_says_so(
     config = load_config(home / "recipe.toml", settings)
     with (
         open_run(tmp_path / "run", config, fresh=False, command=command) as run,
-        JOBS[command](run.config, run, print) as job,
+        find("jobs", command, key="command")(run.config, run, print) as job,
     ):
         offline = isinstance(job, OfflineJob)
         evaluator, make_room = (

@@ -30,7 +30,7 @@ from tandem.config.recipe import describe, toml_value
 from tandem.config.schema import Config
 from tandem.jobs.engines import open_envs_and_rewards
 from tandem.jobs.input_hashes import KEYS, input_hashes
-from tandem.jobs.inputs import INPUTS, ProblemInputs
+from tandem.jobs.inputs import ProblemInputs
 from tandem.jobs.models import placement, releases_cache
 from tandem.model import custom_code
 from tandem.model.config_file import check_model
@@ -45,6 +45,7 @@ from tandem.plugins.plan.footprint import (
     needs,
 )
 from tandem.plugins.plan.plan_memory import Batch, batch_of, rows_here
+from tandem.registry import find
 from tandem.run_folder.folder import check_run, has_steps, resolved
 from tandem.run_folder.metrics import Metrics, read_metrics
 from tandem.run_folder.past_run import open_past
@@ -69,16 +70,13 @@ def plan(
     out: Path | None = None,
     machine: Machine | None = None,
 ) -> int:
-    """Print the plan of a command of INPUTS in a run folder; return the exit code, 0 if the run
+    """Print the plan of a command that trains in a run folder; return the exit code, 0 if the run
     could start.
 
     origins: of the values (config/origins.py); every: print all of them. timed: measure the seconds
     of a step. out: a JSON file for the figures.
     """
-    if command not in INPUTS:
-        raise UserError(
-            "this command has no plan", where="--for", found=command, expected=", ".join(INPUTS)
-        )
+    find("inputs", command, key="--for")  # raises for a command without a plan
     custom_code.allow(config.model.trust_remote_code)
     made = _Plan(config, command, folder, machine or Machine.here(folder))
     made.show_values(origins, every)
@@ -183,7 +181,7 @@ class _Plan:
                 self.reasons.append(reason)
 
     def _data(self) -> None:
-        inputs = INPUTS[self.command](self.config)
+        inputs = find("inputs", self.command, key="--for")(self.config)
         problems = inputs.problems if isinstance(inputs, ProblemInputs) else inputs.held_out
         self.first_problem = next(iter(problems), None)
         self.images = inputs.images

@@ -20,7 +20,6 @@ from tandem.cli.progress import print_lines, print_table
 from tandem.config.parallel import DIMENSIONS, Parallel
 from tandem.config.schema import Config
 from tandem.jobs.exactness import require_correction
-from tandem.jobs.inputs import INPUTS
 from tandem.jobs.models import check_shape
 from tandem.model import custom_code
 from tandem.model.config_file import LEAN_ARCHITECTURES, is_lean
@@ -29,6 +28,7 @@ from tandem.plugins.plan.footprint import Sizes, loading_memory, model_sizes, ra
 from tandem.plugins.plan.gpus import GPUS, Assumptions, Gpu
 from tandem.plugins.plan.scaling import Rollout, Times, cached_bytes, rollout_time, update_time
 from tandem.plugins.plan.shards import Work
+from tandem.registry import find
 from tandem.runtime.disk import human_bytes
 from tandem.runtime.errors import UserError
 
@@ -155,7 +155,7 @@ def times_of_rollout(work: Rollout, count: int, gpu: Gpu, assumed: Assumptions) 
 
 
 def plan_gpus(config: Config, command: str, count: int, kind: str) -> None:
-    """Print the fastest meshes of so many GPUs for a command of INPUTS."""
+    """Print the fastest meshes of so many GPUs for a command that trains."""
     if kind not in GPUS:
         raise UserError(
             "no numbers of this GPU", where="--gpu", found=kind, expected=", ".join(GPUS)
@@ -163,10 +163,7 @@ def plan_gpus(config: Config, command: str, count: int, kind: str) -> None:
     if not 1 <= count <= LARGEST:
         expected = f"1 to {LARGEST}"
         raise UserError("not a number of GPUs", where="--gpus", found=str(count), expected=expected)
-    if command not in INPUTS:
-        raise UserError(
-            "this command has no plan", where="--for", found=command, expected=", ".join(INPUTS)
-        )
+    find("inputs", command, key="--for")  # raises for a command without a plan
     gpu, assumed = GPUS[kind], Assumptions()
     if config.model.dtype == "float8":
         raise no_float8(gpu.name, FLOAT8_CAPABILITY)
@@ -227,7 +224,7 @@ def _longest(config: Config, command: str) -> int:
     """Return the tokens of the longest prompt, chat or answer."""
     if command in ("train", "distill") and "max_prompt_tokens" in config.data.model_fields_set:
         return config.data.max_prompt_tokens
-    counts = INPUTS[command](_here(config)).counts
+    counts = find("inputs", command, key="--for")(_here(config)).counts
     return next(count.longest for key, count in counts.items() if key.endswith(".train"))
 
 

@@ -2,9 +2,7 @@
 form."""
 
 import json
-import re
 import shutil
-import warnings
 from dataclasses import dataclass, field
 
 import pytest
@@ -12,16 +10,14 @@ import pytest
 from chaos.hostile.cheats import ASSERTS, CHEATS, TESTS, WITNESS, solution
 from chaos.hostile.graded import GRADED
 from tandem.config import schema
-from tandem.plugins.graders import code_asserts
 from tandem.plugins.graders.code import code_reward
 from tandem.plugins.graders.code_asserts import CallTest, calls, needed
 from tandem.plugins.graders.code_compare import holds, same_output
 from tandem.plugins.graders.code_inside import decode, encode
 from tandem.plugins.graders.code_tests import extract_code, read_tests
-from tandem.plugins.graders.sandbox import Bubblewrap, Limits, Result, SandboxFusion, Unisolated
+from tandem.plugins.graders.sandbox import Bubblewrap, Limits, Result, Unisolated
 from tandem.runtime.errors import UserError
 from tandem.types import Problem
-from tests.support.sandbox_fusion import FusionServer
 from tests.support.waiting import WAIT_S, given_time
 
 needs_bubblewrap = pytest.mark.skipif(
@@ -195,15 +191,6 @@ def test_a_sandbox_of_the_config_is_opened_here():
     )
 
 
-def test_all_but_scripts_run_on_a_remote_sandbox():
-    with FusionServer() as server:
-        sandbox = SandboxFusion(server.url)
-        assert reward(TESTS["calls"], ADD, sandbox)["reward"] == 1.0
-        assert reward(TESTS["program"], PROGRAM, sandbox)["reward"] == 1.0
-        with pytest.raises(UserError, match="needs a sandbox on this machine"):
-            reward(TESTS["script"], ADD, sandbox)
-
-
 # ---------------------------------------------------------------- cheats
 
 
@@ -306,124 +293,7 @@ def test_one_object_for_everything_does_not_pass_a_list_test():
             reward(script, cheat)
 
 
-@needs_bubblewrap
-def test_capitals_and_names_in_branches_are_no_broken_row():
-    lru = "```python\nclass LRU:\n    def __init__(self, cap): self.cap = cap\n```"
-    assert reward("assert LRU(2).cap == 2", lru)["reward"] == 1.0
-    script = "r = add(1, 1)\nif r != 2: complain(r)\nassert near(r, 2), explain(r)"
-    assert [*code_asserts.unsupported(script, {"add"})] == ["reads near, which nothing makes"]
-
-
-@needs_bubblewrap
-def test_a_prompt_may_import_what_the_sandbox_lacks():
-    text = "import numpy as np\nfrom math import floor\n\ndef twice(x):\n    return 2 * x\n\n\ndef f(x):\n    pass\n"
-    chat = ({"role": "user", "content": text},)
-    columns = {
-        "entry_point": "f",
-        "test": "def check(candidate):\n    assert twice(candidate(floor(4.5))) == 4",
-    }
-    row = Problem(uid="p/1", messages=chat, answer="", metadata=columns)
-    program = "```python\ndef f(x): return twice(x) / 4\n```"
-    assert code_reward(row, program, sandbox=Bubblewrap(), timeout_s=WAIT_S)["reward"] == 1.0
-
-
 # ---------------------------------------------------------------- two processes
-
-RAISES = "import pytest, json\nfrom solution import *\nwith pytest.raises({}) as e: f()\n{}"
-GRADED_FORMS = [  # (the script, the right solution)
-    ("def test():\n    x = f([2, 1])\n    assert len(x) == 2", "def f(x): return sorted(x)"),
-    ("def test(a, b): assert f(a) == b\ntest([2, 1], [1, 2])", "def f(x): return sorted(x)"),
-    (
-        RAISES.format("ValueError, match='n'", ""),
-        "class Neg(ValueError): pass\ndef f(): raise Neg('n')",
-    ),
-    (
-        RAISES.format("json.JSONDecodeError", "assert e.value.pos == 0"),
-        "import json\ndef f(): json.loads('')",
-    ),
-    (RAISES.format("UnicodeDecodeError", ""), "def f(): b'\\xff'.decode()"),
-    (RAISES.format("OSError", "assert e.value.errno == 2"), "def f(): open('/nowhere')"),
-    (RAISES.format("KeyError", "assert str(e.value) == repr('k')"), "def f(): {}['k']"),
-    (
-        "import pytest\nfrom solution import f, Neg\nwith pytest.raises(Neg, match='is 3') as e: f()\n"
-        "assert e.value.code == 3 and issubclass(Neg, KeyError)",
-        "class Base(KeyError):\n    def __init__(self, code): self.code = code\n"
-        "class Neg(Base):\n    def __str__(self): return f'is {self.code}'\ndef f(): raise Neg(3)",
-    ),
-    (
-        "from datetime import *\nassert f() == [datetime(2020, 1, 2, tzinfo=timezone.utc), time(3)]",
-        "from datetime import *\ndef f(): return [datetime(2020, 1, 2, tzinfo=timezone.utc), time(3)]",
-    ),
-    (
-        "from itertools import islice\ng = f()\nassert next(g) == 0 and list(islice(g, 2)) == [1, 2]",
-        "from itertools import count\ndef f(): yield from count()",
-    ),
-    (
-        "p = f()\nassert p.x == 1 and p == (1, 2) and p._asdict()['y'] == 2",
-        "from collections import namedtuple\nP = namedtuple('P', 'x y')\ndef f(): return P(1, 2)",
-    ),
-    (
-        "a = A()\na.x = a['k'] = 5\nassert a.get() == 5 and 'k' in a and a['k'] == 5\nwith a as b: pass\n"
-        "assert b.x is None and isinstance(b, A)",
-        "class A:\n    def __enter__(self): return self\n"
-        "    def __init__(self): self.d = {}\n    def get(self): return self.x\n"
-        "    def __setitem__(self, k, v): self.d[k] = v\n    def __getitem__(self, k): return self.d[k]\n"
-        "    def __contains__(self, k): return k in self.d\n    def __exit__(self, *_): self.x = None",
-    ),
-    (
-        "import math\ns = {1}\nfill(s, math.floor, ValueError('a'))\nassert s == {1, 2}",
-        "def fill(s, f, e): s.add(f(2.5))",
-    ),
-    (
-        "import solution as s, sys, pytest\ndef test_f(): assert s.f(2) == 2\n"
-        "if __name__ == '__main__':\n    sys.exit(pytest.main([__file__]))",
-        "def f(x): return x",
-    ),
-]
-REFUSED_FORMS = [  # (the script, what the error names)
-    ("import asyncio\nassert asyncio.run(f(2)) == 4", "asyncio.run"),
-    ("async def test_f(): assert await f(2) == 4", "async"),
-    (
-        "from contextlib import redirect_stdout as to\nwith to(None): f(1)",
-        "contextlib.redirect_stdout",
-    ),
-    ("import sys, io\nsys.stdout = io.StringIO()\nf(1)", "sys.stdout"),
-    ("from unittest import mock\nwith mock.patch('builtins.input'): f(1)", "unittest.mock.patch"),
-    ("import builtins\nbuiltins.input = lambda: 3\nassert f() == 3", "builtins.input"),
-    ("import tempfile\nassert f(tempfile.mktemp()) == 1", "tempfile.mktemp"),
-    ("with open('a', 'w') as file: pass\nassert f('a') == 1", "open"),
-    (
-        "import pytest\n@pytest.fixture\ndef one(): return 1\ndef test_f(one): assert f(one) == 1",
-        "fixture",
-    ),
-    ("def test_f(capsys): assert f(1) == 1", "the fixture capsys"),
-    ("import pytest\n@pytest.mark.xfail\ndef test_f(): assert f(1) == 2", "pytest.mark.xfail"),
-    ("import pytest\npytest.raises(ValueError, f, 1)", "without `with`"),
-    (
-        "class TestF:\n    def setup_class(cls): pass\n    def test_f(self): assert f(1) == 1",
-        "setup_class",
-    ),
-    ("from solution import A\nclass B(A): pass\nassert B(1).x == 1", "derives"),
-    ("assert f(lambda x: x) == 3", "a function of its own"),
-    ("from solution import A, f\nassert f(1) == A(1)", "comparison"),
-    ("from solution import A\nassert (A(1) + A(2)).x == 3", "operator"),
-    ("from solution import A\nassert sorted([A(2), A(1)])[0].x == 1", "comparison"),
-]
-
-
-@needs_bubblewrap
-@pytest.mark.parametrize(("script", "program"), GRADED_FORMS, ids=range(len(GRADED_FORMS)))
-def test_a_script_of_another_process_is_graded(script, program):
-    assert reward(script, f"```python\n{program}\n```")["reward"] == 1.0
-
-
-@needs_bubblewrap
-@pytest.mark.parametrize(("script", "found"), REFUSED_FORMS, ids=range(len(REFUSED_FORMS)))
-def test_a_script_that_needs_the_same_process_is_the_rows_mistake(script, found):
-    program = "class A:\n    def __init__(self, x): self.x = x\ndef f(x): return A(1)"
-    with pytest.raises(UserError, match="a test script cannot run") as caught:
-        reward(script, f"```python\n{program}\n```")
-    assert found in caught.value.found and caught.value.where.startswith("problem p/1")
 
 
 @needs_bubblewrap
@@ -444,56 +314,7 @@ def test_a_result_under_a_name_is_compared_with_its_argument_before_the_call(scr
     )
 
 
-@needs_bubblewrap
-def test_a_script_may_look_at_what_a_call_did_to_its_argument():
-    program = "```python\ndef f(a):\n    a[:] = sorted(set(a))\n    return len(a)\n```"
-    script = "a, want = [1, 1, 2], [1, 2]\nn = f(a)\nassert n == len(want) and a[:n] == want[:n]"
-    assert reward(script, program)["reward"] == 1.0
-
-
-@needs_bubblewrap
-@pytest.mark.parametrize(
-    "script",
-    [
-        "a = [3, 1, 2]\nr = f(a)\nassert a == r",
-        "nums = [3, 1]\nout = f(nums)\nassert out == nums and nums == [1, 3]",
-        "import unittest\nclass T(unittest.TestCase):\n    def test_f(self):\n        a = [2, 1]\n        self.assertListEqual(f(a), a)",
-    ],
-)
-def test_an_argument_itself_is_what_the_call_left(script):
-    program = "```python\ndef f(a):\n    a.sort()\n    return a\n```"
-    assert reward(script, program)["reward"] == 1.0
-    assert reward(script, program.replace("return a", "return 0"))["reward"] == 0.0
-
-
 SUITE = "import unittest\nclass T(unittest.TestCase):\n    def test_f(self):\n        "
-IDENTITIES = [  # (the script, the right solution)
-    (
-        "for x, want in [(1, True), (2, None)]: assert f(x) is want",
-        "def f(x): return {1: True}.get(x)",
-    ),
-    (
-        SUITE + "for x, e in ((1, True), (2, False)): self.assertIs(f(x), e)",
-        "def f(x): return x == 1",
-    ),
-    ("class N: pass\na = N()\nb = a\nassert f(1) == 1\nassert b is a", "def f(x): return x"),
-    ("for x, t in [(1, int), ('a', str)]: assert type(f(x)) is t", "def f(x): return x"),
-    (
-        "a, b = One(), One()\nassert a is b",
-        "class One:\n    o = object()\n    __new__ = lambda c: c.o",
-    ),
-]
-
-
-@needs_bubblewrap
-@pytest.mark.parametrize(("script", "program"), IDENTITIES, ids=range(len(IDENTITIES)))
-def test_whether_one_object_is_another_is_graded_where_it_can_be(script, program):
-    assert reward(script, f"```python\n{program}\n```")["reward"] == 1.0
-    for other in ("[]", "object()", "1.5", "1"):
-        wrong = (
-            f"```python\ndef f(x): return {other} if x != 1 else 0\ndef One(): return object()\n```"
-        )
-        assert reward(script, wrong)["reward"] == 0.0
 
 
 @needs_bubblewrap
@@ -550,14 +371,6 @@ def test_a_solution_hides_no_failure_of_the_test(script, program):
 
 
 @needs_bubblewrap
-def test_a_context_of_the_solution_may_swallow_what_hides_no_check():
-    script = WITH + "with A() as a:\n    {}\n    assert False, 'not swallowed'\nassert a.get() == 5"
-    for line in ("raise KeyError('x in y if z')", "1 / 0", "a.lose()"):
-        program = f"```python\n{SWALLOWS}return 5\n    def lose(self): raise ValueError\n```"
-        assert reward(script.format(line), program)["reward"] == 1.0
-
-
-@needs_bubblewrap
 @pytest.mark.parametrize(
     ("script", "program"),
     [
@@ -574,13 +387,6 @@ def test_a_context_of_the_solution_may_swallow_what_hides_no_check():
 )
 def test_no_program_makes_an_error_of_a_good_row(script, program):
     assert reward(script, f"```python\n{program}\n```")["reward"] == 0.0
-
-
-@needs_bubblewrap
-def test_a_script_counts_a_solution_that_wrote_too_much():
-    script = "x = f(1)\nassert x == 1"
-    code = "```python\nimport os\ndef f(x):\n    while True: os.write(2, b'x' * 10**6)\n```"
-    assert reward(script, code)["output_cut"] == 1.0
 
 
 @needs_bubblewrap
@@ -608,19 +414,6 @@ def test_output_may_be_as_long_as_a_right_one_and_more_is_told():
     assert (found["reward"], found["output_cut"]) == (0.0, 1.0)
 
 
-@needs_bubblewrap
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"input": [1, 2], "output": [3]},
-        {"input": "1\n2", "output": "3"},
-        {"input": [1, 2], "output": 3},
-    ],
-)
-def test_a_row_with_the_name_of_a_function_calls_it(row):
-    assert reward([{**row, "fn_name": "add"}], ADD)["reward"] == 1.0
-
-
 # ---------------------------------------------------------------- parts
 
 
@@ -635,68 +428,6 @@ def test_the_program_is_the_last_python_block_or_the_text():
     )
     assert extract_code("<think>\n```python\nx = 1\n```\n</think>\n```\nx = 2\n```") == "x = 2\n"
     assert extract_code("```py\nx = 1\n```\n```python\nx = 3") == "x = 3\n"
-
-
-@pytest.mark.parametrize(
-    "fence",
-    [
-        '```python title="a.py"',
-        "```python {.x}",
-        "```Python 3",
-        "```{python}",
-        "``` {.python .numberLines}",
-        "```python:a.py",
-        "~~~python",
-        "   ````py",
-    ],
-)
-def test_a_fence_may_have_attributes(fence):
-    indent, marks = fence[: -len(fence.lstrip())], re.match(r"\s*([`~]+)", fence)[1]
-    block = "".join(f"{indent}{line}\n" for line in (fence.strip(), "x = 1", marks))
-    assert extract_code(f"So:\n\n{block}Output:\n```\n1\n```\n") == "x = 1\n"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "```python\nx = 1\n``` done",
-        "```python\nx = 1\n``` done\nThat is it.",
-        "```python\nx = 1\n``` is the first:\n\n```text\n1\n```\n",
-        "```python\nx = 0\n``` or\n``` python\nx = 1\n``` done\n",
-    ],
-)
-def test_a_closing_fence_may_have_text_behind_it_where_no_other_closes(text):
-    assert extract_code(text) == "x = 1\n"
-
-
-def test_a_program_is_read_without_warnings():
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        assert extract_code("```python\nx = '\\d'\n```") == "x = '\\d'\n"
-    assert not told
-
-
-def test_the_rest_of_a_matched_mapping_is_a_name():
-    script = "match f(1):\n    case {'a': 1, **rest}: assert rest == {}"
-    assert needed(script) == {"f"} and "rest" in code_asserts.bound(code_asserts.ast.parse(script))
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        "x = '</think>'\n",
-        "# </think>\nx = 1\n",
-        'def f():\n    """Doc.\n\n```\nf()\n```\n    """\n',
-        "def f():\n    '''Doc.\n    ```python\n    f()\n    ```\n    or\n    ```\n    g()\n    ```\n    '''\n",
-    ],
-)
-def test_a_program_may_hold_fences_and_the_end_of_thoughts_in_its_texts(program):
-    for before in (
-        "",
-        "<think>\n```python\ny = 1\n```\n</think>\n",
-        "<think>\n```python\ny =\n</think>",
-    ):
-        assert extract_code(f"{before}```python\n{program}```\nOutput:\n```\n1\n```\n") == program
 
 
 def test_an_assert_of_a_call_and_a_constant_is_taken_apart():
@@ -785,15 +516,6 @@ def test_replies_that_are_no_values_hold_nothing():
         for text in ('{"dict": 3}', '{"int": null}', '{"set": [[]]}', '{"a": 1, "b": 2}')
     ]
     assert not [reply for reply in hostile if holds(test, reply)]
-
-
-def test_json_knows_no_tuples_and_numbers_may_have_a_tolerance():
-    as_json = CallTest(expression="f()", expected=([1, {"2": 0.5}],), compare="json")
-    assert holds(as_json, '{"value": {"tuple": [1, {"dict": [[2, 0.5]]}]}}')
-    assert not holds(as_json, '{"value": [1, {"dict": [["2", 0.5000001]]}]}')
-    assert holds(as_json, '{"value": [1, {"dict": [["2", 0.5000001]]}]}', 1e-3)
-    strict = CallTest(expression="f()", expected=([1],))
-    assert not holds(strict, '{"value": {"tuple": [1]}}')
 
 
 def test_output_is_compared_by_lines_or_by_words_in_tolerance():

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.cli import train
 from tandem.config.recipe import load_config
+from tandem.jobs import rl
 from tandem.jobs.models import build_learner
 from tandem.jobs.out_of_memory import explain_out_of_memory
 from tandem.model.placement import Placement
@@ -153,7 +153,7 @@ def test_an_allocation_that_fails_on_the_cpu_is_explained(allocate, home):
 def test_a_run_out_of_memory_names_three_settings_and_goes_on_with_one(home, tmp_path, monkeypatch):
     command = ["train", home / "recipe.toml", "run.save_every=1"]
     assert invoke(*command, f"run.folder={tmp_path}/whole").exit_code == 0
-    make_job = train.JOBS["train"]
+    make_job = rl.open_rl_job
 
     @contextmanager
     def short_of_memory(config, run, report):
@@ -168,7 +168,7 @@ def test_a_run_out_of_memory_names_three_settings_and_goes_on_with_one(home, tmp
             job.step = step_until_2
             yield job
 
-    monkeypatch.setitem(train.JOBS, "train", short_of_memory)
+    monkeypatch.setattr(rl, "open_rl_job", short_of_memory)
     error = invoke(*command, f"run.folder={tmp_path}/run").exception
     assert isinstance(error, UserError) and error.what == "out of memory"
     assert error.found == "CUDA out of memory. Tried to allocate 2.00 GiB"

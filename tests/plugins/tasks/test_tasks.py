@@ -181,27 +181,3 @@ def test_the_command_writes_the_rows_of_the_task(tmp_path):
     assert write(
         tmp_path / "new/g.jsonl", task="algebra", difficulty=2, force=True
     ) == algebra.rows("train", 5, 0, 2)
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"task": "chess"}, "there is no such task"),
-        ({"weights": "1,2"}, "weights mix the data sets of reasoning-gym"),
-        ({"task": "verifiers:e", "weights": "1,2"}, "weights mix the data sets of reasoning-gym"),
-        (
-            {"task": "verifiers:e", "split": "test"},
-            "the tasks of a verifiers environment are its own",
-        ),
-        ({"task": "verifiers:e", "difficulty": 1}, "--difficulty 1"),
-        ({"task": "verifiers:e", "seed": 3, "difficulty": 2}, "--difficulty 2 --seed 3"),
-        ({"task": "reasoning_gym:chain_sum", "weights": "much"}, "the weights are no numbers"),
-        ({"split": "val"}, "there is no such split of guess"),
-        ({"difficulty": 9}, "there is no such difficulty of guess"),
-    ],
-)
-def test_a_wrong_argument_is_told_and_nothing_is_written(tmp_path, changed, said):
-    with pytest.raises(UserError) as caught:
-        write(tmp_path / "g.jsonl", **changed)
-    assert said in str(caught.value)
-    assert list(tmp_path.iterdir()) == []
