@@ -374,6 +374,7 @@ def test_a_body_that_is_no_json_object_is_refused(raw):
         {"reward": None},
         {"reward": 1, "parts": {"a": "b"}},
         {"reward": 1, "x": 1},
+        {"reward": 1, "parts": None},
         {"reward": 1, "parts": {"env": 2}},
     ],
 )
@@ -394,6 +395,8 @@ def test_the_server_knows_its_endpoints_and_its_episodes():
                 f"{root}x/v1/chat/completions", json={}
             ).status_code
             codes["outside"] = http.get(httpx.URL(base_url).copy_with(path="/")).status_code
+            foreign = {"Host": "evil.example"}
+            codes["foreign name"] = http.get(f"{base_url}/models", headers=foreign).status_code
             codes["bad reward"] = http.post(f"{base_url}/reward", json={"reward": "x"}).status_code
         with suppress(openai.BadRequestError):
             ask(base_url, list(problem.messages), n=2)
@@ -405,6 +408,7 @@ def test_the_server_knows_its_endpoints_and_its_episodes():
         "completions": 404,
         "no such episode": 404,
         "outside": 404,
+        "foreign name": 403,
         "bad reward": 400,
     }
 

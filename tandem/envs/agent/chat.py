@@ -11,7 +11,7 @@ import math
 import time
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -104,9 +104,9 @@ def parse_reward(value: object) -> AgentReward:
     fields = {"reward": value} if isinstance(value, Real) else value
     match fields:
         case {"reward": reward, **rest} if rest.keys() <= {"parts"}:
-            parts = rest.get("parts", {})
+            parts: Any = rest.get("parts", {})
             numbers = [reward, *parts.values()] if isinstance(parts, dict) else [None]
-            if "env" in parts:
+            if isinstance(parts, dict) and "env" in parts:
                 raise ValueError(
                     "a part of a reward cannot be called env: that is the reward's own name"
                 )
