@@ -27,8 +27,7 @@ from tandem.jobs.streams import JournalStream
 from tandem.registry import find
 from tandem.rollout.collect import RolloutBatch
 from tandem.rollout.evaluate import sampling_params
-from tandem.run_folder.async_save import Saver
-from tandem.run_folder.checkpoint import load_checkpoint
+from tandem.run_folder.checkpoint import Saver, load_checkpoint
 from tandem.run_folder.journal import Journal
 from tandem.run_folder.shards import Shard
 from tandem.runtime import watchdog
@@ -119,7 +118,7 @@ def _rl_orders(
         stream = opened.enter_context(closing(plane_of(config).join(config, ranks, servers)))
 
     def learn(step: int, num_carried: int, baseline: float, exact: bool) -> None:
-        parity = engine_of(config).parity(config, exact, models.policy.model.inexact)
+        parity = engine_of(config).parity(config, exact, models.policy.model.exactness.gap)
         stage = LearnStage(config=config, models=models, sampling=sampling, parity=parity)
         groups = stream.take(step, [], stage.plan_share)
         rollouts = RolloutBatch(

@@ -140,18 +140,6 @@ def test_a_command_to_copy_is_safe_in_a_shell_whatever_the_names_are(opened):
     assert words[-1].startswith(f"{NAME}/why/")
 
 
-def test_the_list_has_the_best_evaluation_and_the_reason_of_a_failure(opened):
-    (opened[2] / "best.json").write_text('{"step": 20, "reward": 0.61, "misses": 1}')
-    log = (
-        "T started by pid 1: tandem train\nT warning at step 1: w\nT failed: <b>no</b> \u202edisk\n"
-    )
-    (opened[2] / "log.txt").write_text(log)
-    page = visit(opened, *PAGES[0])
-    page.until("return document.body.innerText.includes('best 0.610 at 20')")
-    page.until("return document.body.innerText.includes('<b>no</b> U+202Edisk')")
-    assert "failed" in words_of(page, ".chip") and "1 warning" in words_of(page, ".runs a")
-
-
 def test_a_row_of_a_run_under_way_appears_by_itself(opened):
     page = visit(opened, "episodes/RUN", f"{ROWS} === 12")
     add_step(opened[2], 3, [group("new", ["brand new text"], [1.0])], reward=0.9)
@@ -184,20 +172,6 @@ def test_step_page_says_how_the_loss_came_about_and_has_advantages(compared):
         in text
     )
     assert words_of(page, ".square small") == ["+1", "-1"]
-
-
-def test_step_page_has_the_arrow_to_a_step_made_since(compared):
-    page, url, root = compared
-    page.open(f"{url}/#/step/b/2")
-    page.until("return document.title === 'step b 2 - Tandem'")
-    later = "[...document.querySelectorAll('.bar button')].pop()"
-    assert page.run(f"return {later}.disabled")
-    page.run("document.querySelector('.square').id = 'kept'")
-    add_step(root / "b", 3, [group("p", ["first"], [1.0])], reward=1.0)
-    page.until("return document.body.innerText.includes('of 3')")
-    assert page.run(f"return !{later}.disabled && document.getElementById('kept') !== null")
-    page.press("ArrowRight")
-    page.until("return location.hash === '#/step/b/3'")
 
 
 def test_episode_page_paints_advantages_and_tells_a_tokens_values(compared):
@@ -251,12 +225,6 @@ def test_two_runs_share_a_chart_with_an_interval_each_and_can_be_smoothed(compar
     assert words_of(page, "details li") == [
         f"{name}: warning at step 2: <b>{name}</b> is falling" for name in ("a", "b")
     ]
-
-
-def test_more_runs_than_are_shown_is_said(compared):
-    page, url, _ = compared
-    page.open(f"{url}/#/curves/{','.join(['a'] * 51)}")
-    page.until("return document.body.innerText.includes('names 51 runs; at most 50 are shown')")
 
 
 def test_diff_names_the_first_step_episode_and_token_where_runs_part(compared):
