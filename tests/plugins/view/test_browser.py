@@ -106,52 +106,6 @@ def test_hostile_texts_stay_texts_and_nothing_leaves_the_machine(opened, path, r
     )
 
 
-def test_a_tool_call_and_its_result_are_blocks_of_their_own(opened):
-    page = visit(opened, TOOLS, "document.querySelectorAll('.call').length === 1")
-
-    def read(query):
-        texts = f"[...document.querySelectorAll('{query}')].map(e => e.textContent)"
-        return page.run(f"return {texts}")
-
-    assert read(".call code") == [HOSTILE[0]] and read(".call dt") == [HOSTILE[1], "n"]
-    first, second = read(".call dd pre")
-    assert first.startswith("abcU+202Edef") and json.loads(second) == CALL["arguments"]["n"]
-    assert read(".message.sampled > pre") == ["So."]
-    [result] = read(".message.tool")
-    assert result == f"result of {HOSTILE[0]}{HOSTILE[1]}"
-
-
-def test_directions_and_controls_are_named_where_they_stand(opened):
-    page = visit(opened, "episode/RUN/train/1/3", "document.querySelectorAll('.peer').length === 4")
-    text = page.run("return document.querySelector('.message.sampled pre').textContent")
-    assert "abcU+202Edef" in text and "bell␇" in text and "null␀" in text and "U+200B" in text
-    shown = page.run("return document.body.innerText")
-    assert not {"\u202e", "\u2066", "\x00", "\x1b", "\x07"} & set(shown)
-    assert HOSTILE[0] in visit(opened, *PAGES[4]).run("return document.body.innerText")
-
-
-def test_a_command_to_copy_is_safe_in_a_shell_whatever_the_names_are(opened):
-    page = visit(opened, "episode/RUN/train/1/2", "document.querySelectorAll('.peer').length === 4")
-    shown = page.run("return [...document.querySelectorAll('details pre')].pop().textContent")
-    assert shown.startswith("tandem why ")
-    script = shown.replace("tandem", "printf '%s\\n'", 1)
-    words = subprocess.run(["sh", "-c", script], capture_output=True, text=True).stdout.splitlines()
-    assert words[:-1] == ["why", NAME, "--episode", f"1:{HOSTILE[0]}:2", "--json"]
-    assert words[-1].startswith(f"{NAME}/why/")
-
-
-def test_the_list_has_the_best_evaluation_and_the_reason_of_a_failure(opened):
-    (opened[2] / "best.json").write_text('{"step": 20, "reward": 0.61, "misses": 1}')
-    log = (
-        "T started by pid 1: tandem train\nT warning at step 1: w\nT failed: <b>no</b> \u202edisk\n"
-    )
-    (opened[2] / "log.txt").write_text(log)
-    page = visit(opened, *PAGES[0])
-    page.until("return document.body.innerText.includes('best 0.610 at 20')")
-    page.until("return document.body.innerText.includes('<b>no</b> U+202Edisk')")
-    assert "failed" in words_of(page, ".chip") and "1 warning" in words_of(page, ".runs a")
-
-
 def test_a_row_of_a_run_under_way_appears_by_itself(opened):
     page = visit(opened, "episodes/RUN", f"{ROWS} === 12")
     add_step(opened[2], 3, [group("new", ["brand new text"], [1.0])], reward=0.9)
@@ -184,20 +138,6 @@ def test_step_page_says_how_the_loss_came_about_and_has_advantages(compared):
         in text
     )
     assert words_of(page, ".square small") == ["+1", "-1"]
-
-
-def test_step_page_has_the_arrow_to_a_step_made_since(compared):
-    page, url, root = compared
-    page.open(f"{url}/#/step/b/2")
-    page.until("return document.title === 'step b 2 - Tandem'")
-    later = "[...document.querySelectorAll('.bar button')].pop()"
-    assert page.run(f"return {later}.disabled")
-    page.run("document.querySelector('.square').id = 'kept'")
-    add_step(root / "b", 3, [group("p", ["first"], [1.0])], reward=1.0)
-    page.until("return document.body.innerText.includes('of 3')")
-    assert page.run(f"return !{later}.disabled && document.getElementById('kept') !== null")
-    page.press("ArrowRight")
-    page.until("return location.hash === '#/step/b/3'")
 
 
 def test_episode_page_paints_advantages_and_tells_a_tokens_values(compared):
@@ -253,58 +193,6 @@ def test_two_runs_share_a_chart_with_an_interval_each_and_can_be_smoothed(compar
     ]
 
 
-def test_more_runs_than_are_shown_is_said(compared):
-    page, url, _ = compared
-    page.open(f"{url}/#/curves/{','.join(['a'] * 51)}")
-    page.until("return document.body.innerText.includes('names 51 runs; at most 50 are shown')")
-
-
-def test_diff_names_the_first_step_episode_and_token_where_runs_part(compared):
-    page, url, root = compared
-    page.open(f"{url}/#/diff/a/b")
-    page.until("return document.body.innerText.includes('They part at step 2')")
-    assert words_of(page, ".sides pre")[0] != words_of(page, ".sides pre")[1]
-    add_step(root / "a", 40, [group("p", ["first"], [1.0])], reward=1.0)
-    page.until("return document.body.innerText.includes('A has 40 steps')")
-
-
-def test_a_drag_zooms_every_chart_and_a_double_click_shows_the_whole_run(opened):
-    for step in range(4, 60):
-        add_step(opened[2], step, reward=step / 60, entropy=1.0 / step)
-    page = visit(opened, *PAGES[2])
-    page.until("return document.querySelector('button[hidden]') !== null")
-    box = page.run(
-        "const b = document.querySelector('.u-over').getBoundingClientRect(); return [b.x, b.y, b.width, b.height]"
-    )
-    x, y = box[0] + box[2] * 0.25, box[1] + box[3] / 2
-    page.mouse("mousePressed", x, y)
-    page.mouse("mouseMoved", x + box[2] / 4, y)
-    page.mouse("mouseReleased", x + box[2] / 4, y)
-    page.until(
-        "return [...document.querySelectorAll('.bar button')].some((b) => !b.hidden && b.textContent === 'whole run')"
-    )
-    page.mouse("mousePressed", x, y, clickCount=2)
-    page.mouse("mouseReleased", x, y, clickCount=2)
-    page.until("return [...document.querySelectorAll('.bar button')].every((b) => b.hidden)")
-
-
-def test_keys_move_open_and_search(opened):
-    page = visit(opened, "episodes/RUN", f"{ROWS} >= 12")
-    for key in ("j", "ArrowDown", "k", "j", "Enter"):
-        page.press(key)
-    page.until("return location.hash.startsWith('#/episode/')")
-    page.until("return document.querySelectorAll('.token').length > 0")
-    before = page.run("return location.hash")
-    page.press("ArrowRight")
-    page.until(f"return location.hash !== {before!r}")
-    visit(opened, "episodes/RUN", f"{ROWS} >= 12").press("/")
-    assert page.run("return document.activeElement.type") == "search"
-    page.run(
-        "const box = document.activeElement; box.value = 'BOLD'; box.dispatchEvent(new Event('input'))"
-    )
-    page.until(f"return {ROWS} === 2 && location.hash.includes('q=BOLD')")
-
-
 @pytest.mark.parametrize(("path", "ready"), PAGES)
 def test_a_narrow_screen_needs_no_scrolling_sideways(opened, path, ready):
     page = opened[0]
@@ -319,13 +207,6 @@ def test_a_narrow_screen_needs_no_scrolling_sideways(opened, path, ready):
         page.run("localStorage.clear(); delete document.documentElement.dataset.theme")
     finally:
         page.resize(1440, 900)
-
-
-def test_image_of_a_prompt_is_shown(opened):
-    page, url, _ = opened
-    page.open(f"{url}#/episode/{quote('tools/run', safe='')}/train/2/0")
-    size = "const i = document.querySelector('.message.user img'); return i && [i.naturalWidth, i.naturalHeight]"
-    assert page.until(f"{size.replace('return i &&', 'return i?.complete &&')}") == [64, 32]
 
 
 def test_rows_of_a_training_beside_the_page_appear_in_it(tmp_path):

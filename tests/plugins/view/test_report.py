@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tandem.plugins.view.report import panels, report
+from tandem.plugins.view.report import report
 from tandem.plugins.view.runs import Run
 from tandem.plugins.view.svg import Line, Panel, figure
 from tandem.run_folder.metrics import read_metrics
-from tandem.runtime.errors import UserError
 from tests.support.command import assert_is_a_users_error, tandem
 from tests.support.past_runs import past_run
 from tests.support.viewing import add_step, group, keep_image, make_run
@@ -130,15 +129,3 @@ def test_a_file_that_cannot_be_written_is_told_by_its_name(tmp_path):
         result = tandem(*command, f"none/{target}", cwd=tmp_path)
         assert_is_a_users_error(result, f"none/{target}", "name another file")
         assert ".tmp-" not in result[2] and "run.folder" not in result[2]
-
-
-def test_plots_of_runs_without_steps_and_of_one_value(tmp_path):
-    flat = make_run(tmp_path / "flat")
-    add_step(flat, 1, reward=0.5)
-    empty = make_run(tmp_path / "empty")
-    assert [panel.title for panel in panels([opened(flat), opened(empty, "e")])] == ["Reward"]
-    ElementTree.fromstring(figure(panels([opened(flat)])))
-    for key, near in (("rewrad", "reward"), ("LOSS", "policy_loss"), ("loss", "policy_loss")):
-        with pytest.raises(UserError, match=f"(?s)no run has such numbers.*did you mean {near}.$"):
-            panels([opened(past_run("train"))], [key])
-    assert "no step yet" in report(opened(empty))
