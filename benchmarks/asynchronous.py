@@ -212,9 +212,7 @@ def watch(
 def processor_s(driver: int) -> dict[str, float]:
     """Return the processor seconds so far: of the driver, of its main thread (the trainer), and of
     the rollout worker."""
-    workers = [
-        p.pid for p in descendants(driver) if "tandem.engine.worker_pool.worker" in p.command
-    ]
+    workers = [p.pid for p in descendants(driver) if "tandem.rollout_workers.worker" in p.command]
     return {
         "driver_cpu_s": cpu_s(f"/proc/{driver}/stat"),
         "trainer_cpu_s": cpu_s(f"/proc/{driver}/task/{driver}/stat"),
@@ -228,9 +226,7 @@ def cpu_s(path: str) -> float:
 
 
 def pin(driver: int) -> None:
-    for worker in [
-        p for p in descendants(driver) if "tandem.engine.worker_pool.worker" in p.command
-    ]:
+    for worker in [p for p in descendants(driver) if "tandem.rollout_workers.worker" in p.command]:
         for thread in Path(f"/proc/{worker.pid}/task").iterdir():
             os.sched_setaffinity(int(thread.name), {1})
 

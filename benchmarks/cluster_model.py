@@ -1,5 +1,5 @@
 """Section "model" of docs/cluster.md: rollouts of many replicas by simulation: the real dispatcher
-(engine/worker_pool/dispatch.py) and the rules of lanes (step_async.py) on a virtual clock.
+(engine/dispatch.py) and the rules of lanes (step_async.py) on a virtual clock.
 
     python benchmarks/cluster_model.py [8 64 512]     prints the rows
 
@@ -23,15 +23,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 
-from tandem.engine.worker_pool.dispatch import Dispatcher, RequestQueue, Ticket
-from tandem.engine.worker_pool.protocol import (
-    completion_message,
-    identity_of,
-    read_completion,
-    request_message,
-)
-from tandem.runtime.worker_channel import decode, encode
+from tandem.engine.dispatch import Dispatcher, RequestQueue, Ticket, identity_of
+from tandem.rollout_workers.protocol import completion_message, read_completion, request_message
 from tandem.types import Completion, Request, SamplingParams
+from tandem.workers.channel import decode, encode
 
 REPLICAS = (8, 64, 512)
 STALENESS = (0, 1, 2)

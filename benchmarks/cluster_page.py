@@ -115,7 +115,7 @@ workers = 1           # vLLM processes, each with its own weights and cache
 correction = "tis"    # vLLM's kernels are not the trainer's
 ```
 
-vLLM is the engine of the same rollout workers that Tandem's engine runs in (`tandem/engine/worker_pool/`): heartbeats, restarts,
+vLLM is the engine of the same rollout workers that Tandem's engine runs in (`tandem/rollout_workers/`): heartbeats, restarts,
 requests that go to another worker, and hashes of weights are the pool's. It runs in its own interpreter, as its packages do not fit into Tandem's:
 `TANDEM_VLLM_PYTHON`, else `.venv-vllm/bin/python` (`make cluster` builds it), else Tandem's own interpreter if vllm is in it.
 

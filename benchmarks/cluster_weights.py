@@ -4,7 +4,7 @@
     python benchmarks/cluster_weights.py --tiny      tries it with small tensors
 
 A trainer's process publishes, one worker's process receives, loads into the tensors of an engine and
-hashes them, as engine/worker_pool/worker.py does; both with one thread, as is the memcpy. Memory of
+hashes them, as rollout_workers/worker.py does; both with one thread, as is the memcpy. Memory of
 earlier versions is used again, as in a run from its third version on. Medians of REPEATS.
 benchmarks/cluster.py has these rows on its page, and in a section of their own those of `run_trained`:
 what deltas save in real training, SmolLM2-135M in bfloat16 (`make smollm2-model` first).
@@ -32,17 +32,17 @@ import smollm2
 import torch
 
 from tandem.registry import find
-from tandem.runtime.worker_channel import Channel, spawn, take_channel
 from tandem.weights.hashing import combine, tensor_digests
 from tandem.weights.shared import Layout, SharedWeights
 from tandem.weights.transports import Receiver
+from tandem.workers.channel import Channel, take_channel
+from tandem.workers.host import spawn
 
 Rows = list[tuple[str, str, str]]
 
 ROOT = Path(__file__).parent.parent
 REPEATS = 5
 BAR = 0.6  # of memcpy, for shm
-LINE_BYTES = 1 << 24
 DEADLINE_S = 600.0
 # name -> (vocabulary, width, key/value width, inner width, layers), type
 MODELS = {
@@ -203,7 +203,7 @@ def copy_seconds(tensors: dict[str, torch.Tensor]) -> float:
 @contextmanager
 def reader(layout: Layout) -> Iterator[Callable[[SharedWeights, int, int], dict[str, Any]]]:
     """Start a worker's process; yields a function that has it take a version and answer."""
-    process, channel = spawn((sys.executable, __file__, "--reader"), LINE_BYTES)
+    process, channel = spawn((sys.executable, __file__, "--reader"))
 
     def answer() -> dict[str, Any]:
         ends = time.monotonic() + DEADLINE_S
@@ -216,7 +216,7 @@ def reader(layout: Layout) -> Iterator[Callable[[SharedWeights, int, int], dict[
 
     def ask(store: SharedWeights, version: int, base: int) -> dict[str, Any]:
         [(source, descriptor)] = store.offer(version, [SimpleNamespace(version=base)])
-        channel.send({"from": source}, descriptor)
+        channel.send({"from": source}, *([descriptor] if descriptor >= 0 else []))
         return answer()
 
     try:
@@ -258,7 +258,7 @@ def messages(channel: Channel) -> Iterator[dict[str, Any]]:
 def main(*arguments: str) -> int:
     if "--reader" in arguments:
         try:
-            read(take_channel(LINE_BYTES))
+            read(take_channel())
         except EOFError:
             return 0
     busy = machine.others_cpu_share()

@@ -29,7 +29,7 @@ from typing import Any
 
 import machine
 
-from tandem.rewards.pool.pool import RewardPool
+from tandem.rewards.pool import RewardPool
 from tandem.types import Attempt, Problem
 
 ROOT = Path(__file__).parent.parent

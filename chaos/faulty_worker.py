@@ -15,9 +15,10 @@ import time
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from tandem.engine.worker_pool.fork_server import start
-from tandem.engine.worker_pool.worker import load_engine, preload, run
-from tandem.runtime.worker_channel import Channel
+from tandem.rollout_workers.worker import load_engine, preload, run
+from tandem.workers.channel import Channel
+from tandem.workers.fork_server import start
+from tandem.workers.host import LocalHosts
 
 if TYPE_CHECKING:
     from tandem.engine.engine import Engine
@@ -57,7 +58,12 @@ def load(start: dict[str, Any]) -> "Engine":
     return engine
 
 
-def serve(channel: Channel) -> None:
+def faulty_hosts(_: object, *options: Any) -> LocalHosts:
+    """Start faulty workers, whatever the command is."""
+    return LocalHosts(COMMAND, *options)
+
+
+def serve(channel: Channel, _: object) -> None:
     signal.signal(signal.SIGHUP, _crash)
     signal.signal(signal.SIGALRM, _babble)
     run(channel, load)

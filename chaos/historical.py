@@ -36,7 +36,7 @@ from tandem.jobs.rl_ahead import AsyncRLJob
 from tandem.jobs.rl_job import RLJob
 from tandem.model.load import ExactModel, make_exact
 from tandem.model.lora import Lora
-from tandem.rewards.pool.pool import RewardPool
+from tandem.rewards.pool import RewardPool
 from tandem.rl.algorithms import ALGORITHMS
 from tandem.rollout.collect import RolloutBatch, step_metrics
 from tandem.rollout.env_pool import EnvPool

@@ -283,7 +283,7 @@ def _victims(name: str, driver: int, workers: Sequence[dict[str, Any]]) -> list[
             servers = {
                 p.pid
                 for p in processes
-                if p.parent == driver and "tandem.rewards.pool.fork_server" in p.command
+                if p.parent == driver and "tandem.rewards.worker" in p.command
             }
             return [p.pid for p in processes if p.parent in servers]
 

@@ -30,11 +30,11 @@ from typing import Any
 
 import numpy as np
 
-from chaos.faulty_worker import COMMAND, SLEEP_S
+from chaos.faulty_worker import SLEEP_S, faulty_hosts
 from chaos.kills import HANG_S, adopting_forks, differs, ended, left
 from chaos.results import Case, Result, tally
 from chaos.unordered import measure_ordered, measure_unordered
-from tandem.engine.worker_pool.pool import Workers
+from tandem.rollout_workers.pool import Workers
 from tests.support.runs import fingerprint, output, prepare
 
 SLEEPING = 5  # runs of each kind
@@ -235,31 +235,25 @@ class Schedules:
 
 def use_disturbed_workers(seed: int, stops: str) -> None:
     """Give the run workers that sleep between passes, and are stopped and go on."""
-    from tandem.jobs import engines
+    from tandem.jobs import worker_rollouts
 
     os.environ[SLEEP_S] = str(PASS_S)
     Disturbed.random, Disturbed.stops = random.Random(seed), Path(stops)
-    engines.Workers = Disturbed  # type: ignore[attr-defined, misc]
+    worker_rollouts.LocalHosts = faulty_hosts  # type: ignore[assignment]
+    worker_rollouts.Workers = Disturbed  # type: ignore[attr-defined, misc]
 
 
 def use_sleeping_workers(measure: Any, file: str) -> None:
     """Give the run workers that sleep between passes, and measure it."""
-    from tandem.jobs import engines
+    from tandem.jobs import worker_rollouts
 
     os.environ[SLEEP_S] = str(PASS_S)
-    engines.Workers = Sleeping  # type: ignore[attr-defined, misc]
+    worker_rollouts.LocalHosts = faulty_hosts  # type: ignore[assignment]
     measure(file)
 
 
-class Sleeping(Workers):
-    """Workers by faulty_worker.py."""
-
-    def __init__(self, **options: Any):
-        super().__init__(**{**options, "command": COMMAND})
-
-
-class Disturbed(Sleeping):
-    """Sleeping workers, and a thread that stops one after the other for a while.
+class Disturbed(Workers):
+    """Workers that sleep, and a thread that stops one after the other for a while.
 
     stops: a file that gets a byte for each stop.
     """
@@ -267,8 +261,8 @@ class Disturbed(Sleeping):
     random: random.Random
     stops: Path
 
-    def __init__(self, **options: Any):
-        super().__init__(**options)
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
         threading.Thread(target=self._disturb, daemon=True).start()
 
     def _disturb(self) -> None:

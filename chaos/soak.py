@@ -53,7 +53,7 @@ OTHER_FAULTS = (
     "kill -9 of the reward workers' template",
     "slow tools for a moment",
 )
-ROLLOUT, REWARD = "tandem.engine.worker_pool.worker", "tandem.rewards.pool.fork_server"
+ROLLOUT, REWARD = "tandem.rollout_workers.worker", "tandem.rewards.worker"
 # As tests/support/runs.py has it, with calls that take longer, and far longer while the harness
 # says so.
 ENVIRONMENT = """

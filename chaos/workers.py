@@ -32,12 +32,12 @@ from typing import Any
 
 import numpy as np
 
-from chaos.faulty_worker import COMMAND
+from chaos.faulty_worker import faulty_hosts
 from chaos.kills import adopting_forks, differs, ended, left
 from chaos.results import Case, Result, tally
-from tandem.engine.worker_pool.dispatch import Ticket
-from tandem.engine.worker_pool.pool import Workers
-from tandem.engine.worker_pool.process import WorkerProcess
+from tandem.engine.dispatch import Ticket
+from tandem.rollout_workers.pool import Workers
+from tandem.rollout_workers.process import WorkerProcess
 from tandem.run_folder.episode_files import read_episodes
 from tandem.runtime.processes import catches
 from tests.support.runs import fingerprint, prepare
@@ -161,10 +161,11 @@ def stale(folder: Path, command: Sequence[str]) -> str:
 
 def use_struck_workers(plan: list[Fault], log: str) -> None:
     """Give the run workers that will be struck."""
-    from tandem.jobs import engines
+    from tandem.jobs import worker_rollouts
 
     Struck.plan, Struck.log, Struck.random = plan, Path(log), random.Random(len(plan))
-    engines.Workers = Struck  # type: ignore[attr-defined, misc]
+    worker_rollouts.LocalHosts = faulty_hosts  # type: ignore[assignment]
+    worker_rollouts.Workers = Struck  # type: ignore[attr-defined, misc]
 
 
 class Struck(Workers):
@@ -174,11 +175,11 @@ class Struck(Workers):
     log: Path
     random: random.Random
 
-    def __init__(self, **options: Any):
+    def __init__(self, *arguments: Any, **options: Any):
         self._fault = 0  # the next one
         self._struck = -1  # the process that was struck, until its loss is noticed
         self._skip = 0  # opportunities to leave out
-        super().__init__(**{**options, "command": COMMAND})
+        super().__init__(*arguments, **options)
 
     def step(self) -> list[Ticket]:
         while self._struck >= 0:
@@ -217,14 +218,14 @@ class Struck(Workers):
             self._struck = self.random.choice(candidates).pid
             os.kill(self._struck, number)
 
-    def _replace(self, worker: WorkerProcess, reason: str) -> None:
+    def _lose(self, worker: WorkerProcess, reason: str) -> None:
         if worker.pid == self._struck:
             with self.log.open("a") as file:
                 file.write(
                     json.dumps({"fault": self._fault, "state": worker.state, "lost": reason}) + "\n"
                 )
             self._fault, self._struck = self._fault + 1, -1
-        super()._replace(worker, reason)
+        super()._lose(worker, reason)
 
 
 def _can_receive(worker: WorkerProcess, number: int) -> bool:

@@ -11,10 +11,11 @@ Read first
 
 The stages of a step, in order
   data/          problems, chats and preferences from files; chat templates to tokens
-  engine/        generation: scheduler, page cache, sampler, worker processes
+  engine/        generation: scheduler, page cache, sampler
+  rollout_workers/ engines in processes of their own: who gets which request and weights
   envs/          environments, tools and agents that answer the model
   rollout/       problems to scored groups of episodes; evaluation
-  rewards/       reward functions, and the worker processes that run them
+  rewards/       reward functions, and the pool of processes that run them
   rl/            advantages, losses, KL and corrections as pure functions
   train/         packing, log-probs, updates of the weights
   stream/        samples to the processes that train
@@ -26,6 +27,7 @@ Around them
   jobs/          a command that trains, put together from its config
   run_folder/    what a run writes: metrics, journal, checkpoints, exports
   audit/         a finished run read again: replay, why, diff
+  workers/       the one way to run something in another process: channel, host, fork server, pool
   runtime/       this machine: processes, signals, files, sandbox, random numbers, errors
   serve/         the OpenAI-compatible server
   cli/           the commands

@@ -52,7 +52,7 @@ time.sleep(10**6)
 
 READING = [
     reads("read a secret file", "$SECRET"),
-    reads("read the repository", "$REPOSITORY/tandem/runtime/sandbox/__init__.py"),
+    reads("read the repository", "$REPOSITORY/tandem/plugins/graders/sandbox/__init__.py"),
     reads("read the repository's git", "$REPOSITORY/.git/HEAD", open=""),
     reads("read the shadow file", "/etc/shadow", open="root"),
     reads("read the users", "/etc/passwd"),

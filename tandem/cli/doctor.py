@@ -202,7 +202,7 @@ def _exactness(device: str, dtype: str) -> Finding:
 
 
 def _rewards() -> Finding:
-    from tandem.rewards.pool.pool import RewardPool
+    from tandem.rewards.pool import RewardPool
     from tandem.types import Attempt, Problem
 
     problem = Problem(uid="doctor", messages=({"role": "user", "content": "1/2?"},), answer="1/2")

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from tandem.config.section import OR_FUNCTION, Section, name_of
+from tandem.config.section import OR_FUNCTION, Section, name_of, off_or
 from tandem.config.training import LearningRate
 from tandem.registry import names
 from tandem.rl.algorithms import Estimator, PolicyLoss, algorithm, estimator, policy_loss
@@ -14,6 +14,9 @@ from tandem.rl.algorithms import Estimator, PolicyLoss, algorithm, estimator, po
 def settings_of(name: str) -> dict[str, Any]:
     """Return the values of [rl] that an algorithm stands for; none of a name that is not known."""
     return algorithm(name).settings if name in names("algorithms") else {}
+
+
+_MEAN = "at least 1, as the mean of exp|difference| is"
 
 
 class RL(Section):
@@ -54,7 +57,7 @@ class RL(Section):
     clip_high: float = Field(
         0.2, gt=0, description="ratios above 1 + clip_high are clipped (larger: DAPO's clip-higher)"
     )
-    dual_clip: float = Field(
+    dual_clip: Annotated[float, off_or(lambda c: c > 1, "more than 1 (3 in the paper)")] = Field(
         0.0,
         ge=0,
         description="ppo_clip: largest ratio with a negative advantage (two-sided clip), above "
@@ -82,7 +85,7 @@ class RL(Section):
     correction_floor: float = Field(
         0.5, ge=0, lt=1, description="smallest ratio that icepop and mis_geometric accept"
     )
-    max_logprob_error: float = Field(
+    max_logprob_error: Annotated[float, off_or(lambda bound: bound >= 1, _MEAN)] = Field(
         0.0,
         ge=0,
         description="sequences with a larger mean exp|policy - engine| log-prob carry no loss; 0: "
@@ -154,8 +157,6 @@ class RL(Section):
             )
         if self.prompts_per_step % self.minibatches:
             yield "rl.minibatches: must divide rl.prompts_per_step, so that groups stay whole"
-        if 0 < self.dual_clip <= 1:
-            yield "rl.dual_clip: is above 1 (3 in the paper), or 0 for off"
         if self.kl_coef and self.kl_in == "loss" and self.kl_estimator == "k1":
             yield (
                 "rl.kl_estimator: the gradient of k1 as a loss is zero in expectation; use k2 or "
@@ -173,11 +174,6 @@ class RL(Section):
             yield (
                 "rl.correction_floor: must be below rl.correction_cap, or icepop and mis_geometric "
                 "accept nothing"
-            )
-        if 0 < self.max_logprob_error < 1:
-            yield (
-                "rl.max_logprob_error: the mean of exp|difference| is at least 1, so a bound below "
-                "1 masks every sequence"
             )
 
     @property

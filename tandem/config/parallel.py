@@ -61,5 +61,3 @@ class Parallel(Section):
                 f"parallel.shard: {self.shard} does not divide the {self.replicas} processes of "
                 "data x expert x context"
             )
-        if self.shard and self.expert > 1:
-            yield "parallel.shard: with parallel.expert > 1 only 0 is possible"

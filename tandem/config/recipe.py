@@ -234,7 +234,8 @@ def _explain(error: ValidationError, path: str, origin: dict[str, str]) -> UserE
         # Of a key that takes one of several types, pydantic reports a mistake for each.
         kinds = _kinds(mistake["loc"])
         key = ".".join(str(part) for part in mistake["loc"][: 2 if kinds else None])
-        place, found = f"{key} ({origin.get(key, path)})", f"found {mistake['input']!r}"
+        source = origin.get(".".join(map(str, mistake["loc"][:2])), path)
+        place, found = f"{key} ({source})", f"found {mistake['input']!r}"
         if mistake["type"] == "extra_forbidden":
             lines.append(f"{place}: unknown key{_nearest(key)}")
         elif kinds:
@@ -292,6 +293,8 @@ def _expected(key: str, mistake: ErrorDetails) -> str:
             return f"expected at most {mistake['ctx']['le']}"
         case "less_than":
             return f"expected less than {mistake['ctx']['lt']}"
+        case "string_too_short":
+            return "expected text that is not empty"
         case "string_type":
             return f"expected text; write {key}='\"{found}\"'"
         case "list_type":

@@ -16,6 +16,7 @@ from tandem.config.episodes import Data, Env, Eval, Model, Reward, Rollout, Run,
 from tandem.config.parallel import Parallel
 from tandem.config.section import Section
 from tandem.config.training import SFT, Distill, Lora, Preference, Train
+from tandem.registry import names
 from tandem.rl.algorithms import OWN, counts_with
 
 __all__ = [
@@ -56,6 +57,11 @@ COUNTS_WITH: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("rl.router_replay", "rollout.engine", ("tandem",)),  # which reports the chosen experts
     ("rl.router_replay", "train.backend", ("tandem",)),
     ("rl.curriculum", "data.shuffle", ()),  # draws problems by success rate
+    ("train.offload_optimizer", "train.optimizer", tuple(names("offload"))),
+    ("eval.keep_best", "eval.data", ()),
+    ("eval.keep_best", "eval.every", ()),
+    ("eval.patience", "eval.data", ()),
+    ("eval.patience", "eval.every", ()),
     ("lora.alpha", "lora.rank", ()),
     ("lora.rank", "train.backend", ("tandem",)),
     ("lora.base", "lora.rank", ()),
@@ -77,6 +83,41 @@ COUNTS_WITH: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("cluster.address", "cluster.nodes", ()),
     ("cluster.reward_workers", "cluster.nodes", ()),
     ("cluster.env_workers", "cluster.nodes", ()),
+)
+_ONE_PROCESS = "a microbatch's tokens and layers must be in one process"
+_WAITS = "an agent's client waits for its answer, so its episode cannot pause"
+# Keys that do not go with each other: one and its values, another and its values, and why; (): any
+# but the default, and of parallel.mesh any of several processes.
+APART: tuple[tuple[str, tuple[str, ...], str, tuple[str, ...], str], ...] = (
+    ("train.router_aux_loss_coef", (), "parallel.context", (), _ONE_PROCESS),
+    ("train.router_aux_loss_coef", (), "parallel.pipeline", (), _ONE_PROCESS),
+    ("rl.router_replay", (), "parallel.context", (), _ONE_PROCESS),
+    ("rl.router_replay", (), "parallel.pipeline", (), _ONE_PROCESS),
+    (
+        "train.optimizer",
+        ("muon",),
+        "lora.rank",
+        (),
+        "adapters freeze the matrices of the layers, which it steps; use adamw, which steps the "
+        "adapters' factors",
+    ),
+    (
+        "parallel.tensor",
+        (),
+        "train.optimizer",
+        ("adamw_8bit",),
+        "it divides rows of weights, whose blocks share a scale; divide by parallel.data, pipeline "
+        "or expert",
+    ),
+    ("parallel.shard", (), "parallel.expert", (), "then only 0 is possible"),
+    (
+        "lora.base",
+        (),
+        "parallel.mesh",
+        (),
+        "quantized weights are not divided, so [parallel] may have one process; use float",
+    ),
+    ("rollout.token_budget", (), "env.name", ("agent", "verifiers"), _WAITS),
 )
 
 
@@ -113,16 +154,11 @@ class Config(Section):
 
     def contradictions(self) -> Iterator[str]:
         yield from self._without_effect()
-        yield from self.rl.estimator.refuses(self)
-        yield from self.rl.policy_loss.refuses(self)
-        yield from self._schedule_contradictions()
+        yield from self._apart()
+        yield from self.rl.estimator.conflicts(self)
+        yield from self.rl.policy_loss.conflicts(self)
         for choice in choices(self):
             yield from choice.conflicts(self)
-        if self.rl.router_replay and self.parallel.context * self.parallel.pipeline > 1:
-            yield (
-                "rl.router_replay: a microbatch's tokens and layers must be in one process, so "
-                "parallel.context and parallel.pipeline must be 1"
-            )
         if self.reward.overlong_buffer >= self.rollout.max_new_tokens:
             yield (
                 "reward.overlong_buffer: must be below rollout.max_new_tokens, or every completion "
@@ -133,25 +169,23 @@ class Config(Section):
                 "reward.function: `env` is what an environment gave, and env.name=single_turn "
                 "gives none"
             )
-        if self.lora.rank and self.train.optimizer == "muon":
+        if self.env.name != "single_turn" and self.run.stall_s <= self.env.timeout_s + 5:
             yield (
-                "train.optimizer: muon steps the matrices of the layers, which lora.rank > 0 "
-                "freezes; use adamw, which steps the adapters' factors"
+                "run.stall_s: must be above env.timeout_s + 5, or a slow environment is taken "
+                "for a stall"
             )
-        if self.lora.base != "float" and self.parallel.processes > 1:
+        if self.rollout.staleness >= self.run.steps:
             yield (
-                "lora.base: quantized weights are not divided, so [parallel] may have one "
-                "process; use float"
+                "rollout.staleness: must be below run.steps, or the starting weights sample every "
+                "step"
             )
-        if self.train.optimizer == "adamw_8bit" and self.parallel.tensor > 1:
+        if (
+            self.rollout.token_budget >= self.rollout.max_new_tokens
+            and self.env.name == "single_turn"
+        ):
             yield (
-                "parallel.tensor: divides rows of weights, whose blocks share a scale in "
-                "train.optimizer=adamw_8bit; divide by parallel.data, pipeline or expert"
-            )
-        if self.train.router_aux_loss_coef and self.parallel.context * self.parallel.pipeline > 1:
-            yield (
-                "train.router_aux_loss_coef: a microbatch's tokens and layers must be in one "
-                "process, so parallel.context and parallel.pipeline must be 1"
+                "rollout.token_budget: has no effect from rollout.max_new_tokens on, as no "
+                "completion pauses"
             )
 
     def _without_effect(self) -> Iterator[str]:
@@ -169,25 +203,16 @@ class Config(Section):
                 beside = f"with {other}={kind}, only with {' or '.join(kinds)}"
                 yield f"{key}: has no effect {beside if kinds else f'without {other}'}"
 
-    def _schedule_contradictions(self) -> Iterator[str]:
-        rollout, env = self.rollout, self.env
-        if env.name != "single_turn" and self.run.stall_s <= env.timeout_s + 5:
-            yield (
-                "run.stall_s: must be above env.timeout_s + 5, or a slow environment is taken "
-                "for a stall"
-            )
-        if rollout.staleness >= self.run.steps:
-            yield (
-                "rollout.staleness: must be below run.steps, or the starting weights sample every "
-                "step"
-            )
-        if rollout.token_budget > 0 and env.name in ("agent", "verifiers"):
-            yield (
-                "rollout.token_budget: an agent's client waits for its answer, so env.name=agent "
-                "and verifiers cannot pause"
-            )
-        if rollout.token_budget >= rollout.max_new_tokens and env.name == "single_turn":
-            yield (
-                "rollout.token_budget: has no effect from rollout.max_new_tokens on, as no "
-                "completion pauses"
-            )
+    def _apart(self) -> Iterator[str]:
+        """Yield the keys of APART that are set beside what they do not go with."""
+
+        def is_set(key: str, values: tuple[str, ...]) -> str:
+            section, name = key.split(".")
+            value, field = getattr(getattr(self, section), name), fields[section].get(name)
+            usual = field.default if field else ""
+            return f"{key}={value}" if (value in values if values else value != usual) else ""
+
+        fields = {name: type(section).model_fields for name, section in self}
+        for key, values, other, beside, reason in APART:
+            if is_set(key, values) and (found := is_set(other, beside)):
+                yield f"{key}: does not go with {found}; {reason}"

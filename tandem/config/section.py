@@ -1,10 +1,11 @@
 """The base of all sections of the configuration."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -24,7 +25,7 @@ class Section(BaseModel):
     def contradictions(self) -> Iterator[str]:
         """Yield "section.key: reason" for values that are valid by themselves and make no sense
         together."""
-        yield from ()
+        return iter(())
 
 
 def _or_function(value: Any, choices: ValidatorFunctionWrapHandler) -> Any:
@@ -47,3 +48,14 @@ def _require_name(kind: str, others: tuple[str, ...], value: Any) -> Any:
     if value not in known:
         raise PydanticCustomError("literal_error", f"expected one of {known}")  # type: ignore[arg-type]
     return value
+
+
+def off_or(accepts: Callable[[float], bool], expected: str) -> AfterValidator:
+    """Make the validator of a number that is 0 for off, or one that is accepted."""
+
+    def check(value: float) -> float:
+        if value and not accepts(value):
+            raise ValueError(f"expected {expected}, or 0 for off")
+        return value
+
+    return AfterValidator(check)

@@ -1,9 +1,8 @@
 """Sections of training: the optimizer, adapters, and the methods that are not RL."""
 
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from tandem.config.section import Section, name_of
 
@@ -11,6 +10,16 @@ LearningRate = Annotated[float, Field(gt=0, description="peak learning rate of A
 Schedule = Annotated[
     Literal["constant", "linear", "cosine"], Field(description="shape after the warm-up")
 ]
+
+
+def _refuse_compile(value: bool) -> bool:
+    if value:
+        raise ValueError(
+            "expected false: torch.compile breaks off at every linear and in attention of the "
+            "exact layer, whose operators its compiler cannot take; what is left is slower and has "
+            "other bits (docs/architecture.md)"
+        )
+    return value
 
 
 class Schedules(Section):
@@ -41,7 +50,7 @@ class Train(Schedules):
     """The optimizer. [sft] and [preference] have a learning rate of their own; the other keys hold
     for every command."""
 
-    optimizer: Literal["adamw", "adamw_8bit", "muon"] = Field(
+    optimizer: Annotated[str, name_of("optimizers")] = Field(
         "adamw",
         description="adamw_8bit: AdamW whose moments of matrices take 2 bytes a parameter in place "
         "of 8; muon: orthogonalized momentum for the matrices of the layers and of experts, "
@@ -73,7 +82,7 @@ class Train(Schedules):
         description="keep masters and moments in pinned host memory between updates: less memory "
         "of the GPU, more time, the same bits",
     )
-    compile: bool = Field(
+    compile: Annotated[bool, AfterValidator(_refuse_compile)] = Field(
         False,
         description="torch.compile for each layer; refused, because it breaks off at every linear "
         "of the exact layer (docs/architecture.md)",
@@ -87,24 +96,6 @@ class Train(Schedules):
     max_bad_steps: int = Field(
         3, ge=0, description="steps in a row lost to NaN or infinity before the run stops"
     )
-
-    def contradictions(self) -> Iterator[str]:
-        if self.compile:
-            yield (
-                "train.compile: torch.compile breaks off at every linear and in attention of the "
-                "exact layer, whose operators its compiler cannot take; what is left is slower and "
-                "has other bits (docs/architecture.md). Leave it false"
-            )
-        if self.optimizer == "muon" and self.offload_optimizer:
-            yield (
-                "train.offload_optimizer: fetches the state of AdamW element by element, and "
-                "train.optimizer=muon needs whole matrices"
-            )
-        if self.optimizer == "adamw_8bit" and self.offload_optimizer:
-            yield (
-                "train.offload_optimizer: fetches float32 moments, and train.optimizer=adamw_8bit "
-                "keeps them in 8 bits; use adamw"
-            )
 
 
 class SFT(Schedules):

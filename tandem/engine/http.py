@@ -14,7 +14,7 @@ whole, so that it may take as long as its tokens (TOKEN_S each, and deadline_s).
 when it refuses a connection, fails, does not answer a check within deadline_s or a request in its
 time; its requests go to the others unchanged. A UserError ends the run if all are lost for
 deadline_s, which it names, or if more are lost than there are restarts: a request may be what makes
-servers fail. worker_pool/dispatch.py decides which server gets which request. One thread calls
+servers fail. dispatch.py decides which server gets which request. One thread calls
 this.
 
 The weights are the servers' own; Tandem's are told to `load` new ones.
@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from tandem.engine.dispatch import Dispatcher, Ticket, cancelled_completion
 from tandem.engine.http_api import (
     ServedModel,
     check_request,
@@ -38,13 +39,11 @@ from tandem.engine.http_api import (
     read_completion,
     served_model,
 )
-from tandem.engine.worker_pool.dispatch import Dispatcher, Ticket
-from tandem.engine.worker_pool.protocol import cancelled_completion
 from tandem.runtime import watchdog
 from tandem.runtime.errors import UserError
 from tandem.runtime.http import Json, Refused, ServerBusy, ServerLost, ask, start
-from tandem.runtime.worker_channel import RestartLimit
 from tandem.types import Array, Completion, Request
+from tandem.workers.pool import RestartLimit
 
 WAIT_S = 0.05  # in one step
 CHECK_S, BUSY_S = 2.0, 0.5  # until a lost server is asked again, and a busy one

@@ -32,7 +32,7 @@ from tandem.model.load import ExactModel, load_model
 from tandem.model.probe import Exactness, fastest_exact, probe, try_matmuls
 from tandem.model.trial import random_model
 from tandem.model.triton.dispatch import matmul_kernel, triton_for, use_matmul
-from tandem.rewards.pool.pool import TaskPool
+from tandem.rewards.pool import ScorePool
 from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.score import RewardModel, RolloutRunner
 from tandem.run_folder.folder import read_matmul
@@ -195,7 +195,7 @@ def require_room(config: Config, shape: Any, longest_prompt: int) -> None:
 @contextmanager
 def open_envs_and_rewards(
     config: Config, machine: Here | None = None, report: Report = print
-) -> Iterator[tuple[EnvPool, TaskPool]]:
+) -> Iterator[tuple[EnvPool, ScorePool[Any]]]:
     """Open environments and reward workers; check their needs before anything expensive is
     loaded. machine: where they run, if not here; those on other nodes report to `report`."""
     machine = machine or Here()

@@ -4,7 +4,7 @@ from typing import Any
 
 from tandem.config.schema import Config
 from tandem.registry import find
-from tandem.rewards.pool.pool import RewardPool
+from tandem.rewards.pool import RewardPool
 
 
 def build_reward_pool(config: Config) -> RewardPool:

@@ -2,7 +2,7 @@
 transport of weights to them, and a lane for each step that is rolled out at once."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,16 +10,18 @@ from typing import Any
 
 from tandem.choices import engine_of
 from tandem.engine.sync_check import Probe
-from tandem.engine.worker_pool.client import Client, PoolThread
-from tandem.engine.worker_pool.pool import COMMAND, Workers
-from tandem.engine.worker_pool.process import Published, Spawn
 from tandem.jobs.models import placement
 from tandem.jobs.rollouts import Lane, Report, Rollouts, RolloutStage
 from tandem.model.placement import place_models
 from tandem.model.triton.dispatch import matmul_kernel
 from tandem.rollout.collect import steps_at_once
+from tandem.rollout_workers.client import Client, PoolThread
+from tandem.rollout_workers.pool import Workers
+from tandem.rollout_workers.process import COMMAND, ENVIRONMENT, EngineSpec, Published
 from tandem.run_folder.status import take_requested_workers
 from tandem.weights.worker_sync import ProcessSync
+from tandem.workers.host import LocalHosts, OpenHost
+from tandem.workers.pool import Limits
 
 MakeProbe = Callable[[], Probe | None]
 
@@ -75,18 +77,19 @@ def open_workers(
             yield Rollouts(lanes=lanes, pool=pool, stop=workers.close)
 
 
+@contextmanager
 def _start(
     stage: RolloutStage,
     weights: Published,
-    spawn: Spawn | None,
+    spawn: OpenHost | None,
     command: Sequence[str],
     forks: bool,
-) -> Workers:
-    """Start the workers; they close as a context."""
+) -> Iterator[Workers]:
+    """Start the workers; they end with the context."""
     config, model = stage.config, stage.engine.model
     rollout = config.rollout
     devices = rollout.devices or [stage.machine.worker_device(str(model.device))]
-    return Workers(
+    spec = EngineSpec(
         model_path=config.model.path,
         devices=devices,
         dtype=placement(config).dtype_name,
@@ -96,18 +99,24 @@ def _start(
         cache_mb=rollout.cache_mb,
         max_batch=rollout.max_batch,
         longest=stage.engine.longest,
-        count=rollout.workers,
-        heartbeat_s=config.run.stall_s / 2,
-        restarts=rollout.restarts,
-        weights=weights,
         record_experts=config.rl.router_replay,
         release_cache=engine_of(config).rests(config),
-        report=stage.report,
-        command=command,
-        # CUDA does not survive a fork, should an import have started it
-        forks=forks and set(devices) == {"cpu"},
-        spawn=spawn,
     )
+    # CUDA does not survive a fork, should an import have started it
+    preload = config.model.path if forks and set(devices) == {"cpu"} else None
+    limits = Limits(silent_s=config.run.stall_s / 2, restarts=rollout.restarts)
+    with (
+        closing(LocalHosts(command, ENVIRONMENT, preload)) as local,
+        Workers(
+            spec,
+            weights,
+            spawn or local.open,
+            count=rollout.workers,
+            limits=limits,
+            report=stage.report,
+        ) as workers,
+    ):
+        yield workers
 
 
 def _resize_on_request(pool: Workers | PoolThread, folder: Path, report: Report) -> None:

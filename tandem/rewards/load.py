@@ -17,7 +17,7 @@ reward.options. Knows no process.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from numbers import Real
 from types import UnionType
@@ -26,15 +26,7 @@ from typing import Any, get_args, get_origin
 import numpy as np
 
 from tandem.rewards import builtin
-from tandem.rewards.parts import (
-    BadFunction,
-    BadValue,
-    Options,
-    Result,
-    number,
-    part_name,
-    read_value,
-)
+from tandem.rewards.parts import BadFunction, BadValue, Result, number, read_value
 from tandem.runtime.errors import UserError
 from tandem.runtime.user_code import find_user_object
 from tandem.types import Attempt, Problem
@@ -55,23 +47,6 @@ _OWN = ("problem", "completion")
 _OWN_FORM = "(problem, completion)"
 _FORMS = f"{_OWN_FORM}, or TRL's (completions, ...), or verl's (solution_str, ground_truth, ...)"
 _NOT_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids")
-
-
-def load_all(
-    functions: Sequence[str], options: Options, announce: Callable[[int], None], alone: bool
-) -> dict[str, Scorer]:
-    """Load the scorers, by name: "score" of "my.py:score". Raises as load does.
-
-    announce: called with the index of each function after the first, before it is loaded.
-    alone: a lone float is a part; else weigh makes it one.
-    """
-    loaded = {}
-    for at, function in enumerate(functions):
-        if at:
-            announce(at)
-        name = part_name(function)
-        loaded[name] = load(function, options.get(name, {}), part=name if alone else "")
-    return loaded
 
 
 def load(name: str, options: Arguments, part: str = "") -> Scorer:

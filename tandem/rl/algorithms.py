@@ -17,7 +17,7 @@ from typing import Any
 from tandem.registry import find
 
 OWN = "my.py:NAME"  # stands for a user's function
-Refuses = Callable[[Any], Iterable[str]]  # of a Config: "section.key: reason" for what cannot be
+Conflicts = Callable[[Any], Iterable[str]]  # of a Config: "section.key: reason" for what cannot be
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Part:
     function: str  # "module:NAME"
     _: KW_ONLY
     settings: tuple[str, ...] = ()  # keys of [rl] that count beside this part, and others of a kind
-    refuses: Refuses = lambda config: ()
+    conflicts: Conflicts = lambda config: ()
 
     def bind(self, offered: Mapping[str, Any]) -> Callable[[], Any]:
         """Return the function with those of its parameters that are offered, by name."""
@@ -194,13 +194,13 @@ ADVANTAGES = {
         _of_group("rloo", "tandem.rl.advantages:rloo"),
         _of_group("rloo_std", "tandem.rl.advantages:rloo_std"),
         _of_group(
-            "max_at_k", "tandem.rl.advantages:max_at_k", settings=("k",), refuses=_k_of_group
+            "max_at_k", "tandem.rl.advantages:max_at_k", settings=("k",), conflicts=_k_of_group
         ),
         _of_group(
             "reinforce_pp_baseline", "tandem.rl.advantages:centred", from_group=False, whitens=True
         ),
         Estimator(
-            "gdpo", "tandem.rl.advantages:gdpo", compares_group=True, refuses=_several_rewards
+            "gdpo", "tandem.rl.advantages:gdpo", compares_group=True, conflicts=_several_rewards
         ),
         Estimator(
             "ema", "tandem.rl.advantages:against", settings=("ema_decay",), keeps_baseline=True
@@ -211,7 +211,7 @@ ADVANTAGES = {
             "tandem.rl.returns:gae",
             settings=("gamma", "gae_lambda"),
             needs_critic=True,
-            refuses=_warmup_ends,
+            conflicts=_warmup_ends,
         ),
     )
 }
@@ -226,7 +226,7 @@ LOSSES = {
             "tandem.rl.losses:reinforce",
             has_ratio=False,
             starts_at_advantage=True,
-            refuses=_on_policy_only,
+            conflicts=_on_policy_only,
         ),
     )
 }

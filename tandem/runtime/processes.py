@@ -4,6 +4,7 @@ The watchdog and the second Ctrl-C need it. It does not know the purpose of any 
 /proc (macOS) it asks `ps`, and knows less.
 """
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -206,6 +207,5 @@ def adopt_orphans(wanted: bool = True) -> None:
     Bubblewrap ends before its namespace, which would then wait for process 1 to take note of its
     end; in a container that is often a program that never does.
     """
-    import ctypes
 
     ctypes.CDLL(None).prctl(36, int(wanted), 0, 0, 0)  # PR_SET_CHILD_SUBREAPER

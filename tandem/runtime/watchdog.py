@@ -38,7 +38,6 @@ from typing import TextIO
 from tandem.runtime.processes import (
     STOPPED,
     ZOMBIE,
-    Process,
     catches,
     descendants,
     kill_descendants,
@@ -234,7 +233,7 @@ class _Watchdog:
             return f", which is at {_line_of(thread)}"
         if thread is not None:
             return ", whose thread has ended"
-        idle = [p for p in self._started_processes() if p.state in STOPPED + ZOMBIE]
+        idle = [p for p in descendants(os.getpid()) if p.state in STOPPED + ZOMBIE]
         commands = [(p, p.command[:60] or "no command") for p in idle[:3]]
         return ", outside of the threads here" + "".join(
             f"; process {process.pid} ({command}) is {process.activity}"
@@ -290,11 +289,8 @@ class _Watchdog:
             "processes that it started"
             " (stacks of those that give them are in their own stderr or log):"
         ]
-        rows += [process.describe() for process in self._started_processes()] or ["  none"]
+        rows += [process.describe() for process in descendants(os.getpid())] or ["  none"]
         return "\n".join(rows) + "\n"
-
-    def _started_processes(self) -> list[Process]:
-        return descendants(os.getpid())
 
 
 def _thread_named(name: str) -> threading.Thread | None:

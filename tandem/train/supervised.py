@@ -5,7 +5,7 @@ Samples 2 i (chosen) and 2 i + 1 (rejected) are pair i: one group, with the prom
 prefix.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -76,13 +76,25 @@ def preference_step(
     policy: Learner, reference: ExactModel, batches: Sequence[Microbatch], settings: Preference
 ) -> Metrics:
     """Make one optimizer step of DPO or IPO, mean over pairs."""
-    count, fixed = _num_pairs(batches), reference_answers(reference, batches, policy.ranks)
+    fixed = reference_answers(reference, batches, policy.ranks)
+    return _pair_step(
+        policy, batches, lambda b: pair_loss(answers(policy.model, b), b, fixed, settings)
+    )
+
+
+def _pair_step(
+    learner: Learner,
+    batches: Sequence[Microbatch],
+    losses_of: Callable[[Microbatch], tuple[Tensor, Metrics]],
+) -> Metrics:
+    """Make one optimizer step on losses of pairs [B / 2], mean over all of them."""
+    count = sum(len(batch.samples) for batch in batches) // 2
 
     def loss(batch: Microbatch) -> tuple[Tensor, Metrics]:
-        losses, metrics = pair_loss(answers(policy.model, batch), batch, fixed, settings)
+        losses, metrics = losses_of(batch)
         return losses.sum() / count, metrics
 
-    return policy.update(batches, loss, count=count)
+    return learner.update(batches, loss, count=count)
 
 
 def pair_metrics(
@@ -140,13 +152,7 @@ def pair_loss(
 
 def reward_model_step(scorer: Learner, batches: Sequence[Microbatch]) -> Metrics:
     """Make one optimizer step of a Bradley-Terry reward model, mean over pairs."""
-    count = _num_pairs(batches)
-
-    def loss(batch: Microbatch) -> tuple[Tensor, Metrics]:
-        losses, metrics = score_loss(batch_values(scorer.model, batch))
-        return losses.sum() / count, metrics
-
-    return scorer.update(batches, loss, count=count)
+    return _pair_step(scorer, batches, lambda b: score_loss(batch_values(scorer.model, b)))
 
 
 def score_metrics(scorer: Learner, batches: Sequence[Microbatch]) -> list[Metrics]:
@@ -159,7 +165,3 @@ def score_loss(values: Tensor) -> tuple[Tensor, Metrics]:
     """Return the Bradley-Terry losses [B / 2] of the scores [B] of whole pairs, and sums over
     pairs."""
     return bradley_terry(values[0::2], values[1::2])
-
-
-def _num_pairs(batches: Sequence[Microbatch]) -> int:
-    return sum(len(batch.samples) for batch in batches) // 2

@@ -1,7 +1,7 @@
 """Weight publication to other processes of this machine: shared memory for each version still
 needed.
 
-    trainer's thread             rollouts' thread (engine/worker_pool)    rollout worker
+    trainer's thread             rollouts' thread (rollout_workers)    rollout worker
     ----------------             -------------------------------------    --------------
     publish(v, tensors):   --->  apply(v): offer(v), a descriptor   --->  read_tensors, load, digest
       copy and digest              over a socket                                  |

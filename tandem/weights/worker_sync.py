@@ -4,7 +4,7 @@ The trainer's thread calls publish, the rollouts' thread sync_to; rollouts of se
 have a ProcessSync each, over one SharedWeights. `keep` versions before the newest are kept, and
 that is all that rollouts may still need: with staleness k the version before them is trained on
 already. So k + 1 versions take memory, and one more while it is published. Does not know how
-workers load weights (engine/worker_pool).
+workers load weights (rollout_workers).
 """
 
 from collections.abc import Callable

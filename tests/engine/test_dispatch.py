@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tandem.engine.worker_pool.dispatch import Dispatcher
+from tandem.engine.dispatch import Dispatcher
 from tandem.types import Completion, Request, SamplingParams
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tandem.engine.worker_pool.client import PoolThread
+from tandem.rollout_workers.client import PoolThread
 from tandem.runtime.errors import UserError
 from tests.support.odd_worker import POISON, LightEngine
 from tests.support.working import DEADLINE_S, bits, groups, odd_workers, processes, request

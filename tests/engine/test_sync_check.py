@@ -7,7 +7,7 @@ import pytest
 
 from tandem.config.schema import RL, Config
 from tandem.engine.sync_check import LENGTH, make_probe
-from tandem.engine.worker_pool.worker import Server
+from tandem.rollout_workers.worker import Server
 from tandem.runtime.errors import UserError
 from tandem.train.parity import gap_limit
 from tandem.weights.hashing import combine

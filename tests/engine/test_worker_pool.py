@@ -19,24 +19,24 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.engine.dispatch import identity_of
 from tandem.engine.engine import Engine
 from tandem.engine.sync_check import make_probe
-from tandem.engine.worker_pool.pool import Workers
-from tandem.engine.worker_pool.protocol import (
+from tandem.model.load import load_model
+from tandem.model.tiny import make_tiny
+from tandem.model.tokenizer import decode_text, load_tokenizer
+from tandem.rollout_workers.process import EngineSpec
+from tandem.rollout_workers.protocol import (
     completion_message,
-    identity_of,
     read_completion,
     read_request,
     request_message,
 )
-from tandem.model.load import load_model
-from tandem.model.tiny import make_tiny
-from tandem.model.tokenizer import decode_text, load_tokenizer
 from tandem.runtime.errors import UserError
 from tandem.runtime.processes import ZOMBIE, state_of
-from tandem.runtime.worker_channel import ProtocolError, decode, encode
 from tandem.types import Completion, Request, SamplingParams
 from tandem.weights.shared import SharedWeights
+from tandem.workers.channel import ProtocolError, decode, encode
 from tests.support.odd_worker import POISON, LightEngine
 from tests.support.working import (
     DEADLINE_S,
@@ -44,6 +44,7 @@ from tests.support.working import (
     bits,
     groups,
     odd_workers,
+    open_workers,
     processes,
     request,
     requests_served_again,
@@ -510,18 +511,8 @@ def real(tmp_path_factory):
     )
     shared, reports = Crossing(model.merged_weights()), []
     shared.publish(0, model.merged_weights())
-    with Workers(
-        model_path=path,
-        cache_mb=4,
-        max_batch=8,
-        longest=engine.longest,
-        count=2,
-        heartbeat_s=60.0,
-        restarts=2,
-        weights=shared,
-        report=reports.append,
-    ) as workers:
-        workers.reports = reports
+    spec = EngineSpec(model_path=path, cache_mb=4, max_batch=8, longest=engine.longest)
+    with open_workers(spec, shared, reports, count=2) as workers:
         workers.apply(0)
         engine.apply(0)
         yield workers, engine, shared

@@ -15,7 +15,7 @@ from tandem.rewards import builtin
 from tandem.rewards.judge import judge
 from tandem.rewards.load import load
 from tandem.rewards.parts import BadFunction, BadValue, read_value
-from tandem.rewards.pool.pool import RewardPool
+from tandem.rewards.pool import RewardPool
 from tandem.rewards.schema import NOTHING, last_json
 from tandem.types import Attempt, Problem
 from tests.support.scoring import FakeClock, submit_all, time_out

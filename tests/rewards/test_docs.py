@@ -11,8 +11,8 @@ import pytest
 from tandem.config.schema import Config
 from tandem.plugins.graders.answer_compare import ignore_loading
 from tandem.registry import BUILT_IN
-from tandem.rewards.load import load, load_all
-from tandem.rewards.parts import check_functions
+from tandem.rewards.load import load
+from tandem.rewards.parts import check_functions, part_name
 from tandem.types import Attempt, Problem
 
 TEXT = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
@@ -47,7 +47,7 @@ def ask(function, text, answer="", options=None, **metadata):
 def test_the_settings_are_valid_and_name_functions_that_load(files, block):
     how = Config.model_validate(tomllib.loads(block)).reward
     check_functions(how.functions, how.weights, how.options)
-    assert list(load_all(how.functions, how.options, lambda at: None, False))
+    assert [load(name, how.options.get(part_name(name), {})) for name in how.functions]
 
 
 def test_the_functions_give_what_the_page_says(files):

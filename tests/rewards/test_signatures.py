@@ -9,7 +9,7 @@ import pytest
 from tandem.plugins.graders.answer_compare import ignore_loading
 from tandem.rewards.load import load
 from tandem.rewards.parts import BadFunction, BadValue
-from tandem.rewards.pool.pool import RewardPool
+from tandem.rewards.pool import RewardPool
 from tandem.runtime.errors import UserError
 from tandem.types import Attempt, Problem
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tandem.rewards.pool.pool import THREAD, RewardPool
+from tandem.rewards.pool import THREAD, RewardPool
 from tandem.runtime import watchdog
 from tandem.runtime.processes import catches
 from tandem.types import Attempt, Problem
@@ -63,8 +63,8 @@ def test_a_worker_says_where_it_is_when_it_is_asked(pool, tmp_path):
     pool.submit(PROBLEM, Attempt(text="1000"))
 
     def said():
-        for worker in list(pool._scheduler._workers.values()):
-            if worker.tasks and catches(worker.pid, signal.SIGUSR1):
+        for worker in pool.workers:
+            if worker.calls and catches(worker.pid, signal.SIGUSR1):
                 os.kill(worker.pid, signal.SIGUSR1)
         return "in score" in (tmp_path / "said").read_text()
 

@@ -76,26 +76,6 @@ def by_formula(kind, table, k=K):
     return rows
 
 
-def expected_gradient(advantage, probs, rewards, size):
-    """[M]: the exact expectation of mean_i A_i d log p(x_i) / d logits over all groups of that
-    size, by enumeration."""
-    total = np.zeros(len(probs))
-    for outcome in itertools.product(range(len(probs)), repeat=size):
-        values = advantage(np.array([[rewards[o] for o in outcome]]))[0]
-        scores = np.eye(len(probs))[list(outcome)] - probs
-        total += np.prod([probs[o] for o in outcome]) * (values[:, None] * scores).mean(0)
-    return total
-
-
-def gradient_of_the_expected_max(probs, rewards, k):
-    """[M]: d E[max reward of k draws] / d logits of the softmax, by enumeration."""
-    total = np.zeros(len(probs))
-    for outcome in itertools.product(range(len(probs)), repeat=k):
-        scores = sum(np.eye(len(probs))[o] - probs for o in outcome)
-        total += np.prod([probs[o] for o in outcome]) * max(rewards[o] for o in outcome) * scores
-    return total
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_advantages_equal_the_formula_for_every_group(kind):
     table = advantages(kind, REWARDS)
@@ -149,14 +129,6 @@ def test_group_of_one_episode_has_advantage_0(kind):
     assert advantages(kind, np.array([[0.7], [-2.0]])).tolist() == [[0.0], [0.0]]
 
 
-@pytest.mark.parametrize("size", [2, 3, 8])
-def test_rloo_is_the_centred_reward_times_g_over_g_minus_1(size):
-    rewards = REWARDS.reshape(-1)[: size * 4].reshape(4, size)
-    np.testing.assert_allclose(
-        rloo(rewards), centred(rewards) * size / (size - 1), rtol=1e-12, atol=1e-15
-    )
-
-
 def test_gdpo_equals_the_formula():
     parts, weights = np.random.default_rng(3).normal(size=(3, 4, 5)), [1.0, 0.5, 2.0]
     parts[1, 2] = 0.7  # a group in which all earn the same of one reward
@@ -205,25 +177,13 @@ def test_max_at_k_equals_the_enumeration_of_all_sets(size, k):
     )
 
 
-PROBS, OUTCOMES = np.array([0.5, 0.3, 0.2]), np.array([0.0, 0.6, 1.0])
-
-
-def test_rloo_is_unbiased_and_grpo_no_std_short_by_1_over_g():
-    exact = gradient_of_the_expected_max(PROBS, OUTCOMES, 1)
-    np.testing.assert_allclose(expected_gradient(rloo, PROBS, OUTCOMES, 3), exact, rtol=1e-12)
-    np.testing.assert_allclose(
-        expected_gradient(centred, PROBS, OUTCOMES, 3), exact * 2 / 3, rtol=1e-12
-    )
-    fixed = expected_gradient(lambda rewards: against(rewards, 0.3), PROBS, OUTCOMES, 2)
-    np.testing.assert_allclose(fixed, exact, rtol=1e-12)
-
-
-@pytest.mark.parametrize(("size", "k"), [(2, 2), (3, 2), (4, 2), (4, 3), (4, 4)])
-def test_max_at_k_is_unbiased_for_the_expected_maximum(size, k):
-    found = expected_gradient(lambda rewards: max_at_k(rewards, k), PROBS, OUTCOMES, size)
-    np.testing.assert_allclose(
-        found, gradient_of_the_expected_max(PROBS, OUTCOMES, k), rtol=1e-12, atol=1e-15
-    )
+def test_max_at_k_of_a_large_group_stays_finite():
+    """C(2999, 1499) is about 1e900; of many equal failures one success lifts every set by one."""
+    rewards = np.zeros((1, 3000))
+    rewards[0, 17] = 1.0
+    found = max_at_k(rewards, 1500)
+    np.testing.assert_allclose(found[0, 17], 1500.0, rtol=1e-10)
+    assert np.count_nonzero(found) == 1
 
 
 def test_running_mean_starts_at_the_first_and_forgets_by_decay():

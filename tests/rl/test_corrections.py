@@ -163,23 +163,3 @@ def test_sequence_error_is_the_mean_distance_of_probabilities():
     np.testing.assert_allclose(sequence_errors(PROXIMAL, ENGINE, SEQUENCES), expected, rtol=1e-12)
     # of both signs
     np.testing.assert_allclose(sequence_errors(ENGINE, PROXIMAL, SEQUENCES), expected, rtol=1e-12)
-
-
-def test_full_ratio_is_unbiased_and_truncation_is_not():
-    """All tokens of a vocabulary of 9, weighted by the engine: E_engine[r f] = E_policy[f]."""
-    engine, policy = ENGINE[:9].log_softmax(-1), PROXIMAL[:9].log_softmax(-1)
-    values = torch.from_numpy(np.random.default_rng(1).normal(size=9))
-    one_each = torch.arange(9)
-
-    def expectation(kind, cap):
-        weights = correction(kind, policy, engine, one_each, low=0.0, cap=cap)
-        return (engine.exp() * weights * values).sum().item()
-
-    exact = (policy.exp() * values).sum().item()
-    assert expectation("decoupled", 0.0) == pytest.approx(exact, rel=1e-12)
-    assert expectation("tis", 1e9) == pytest.approx(exact, rel=1e-12)
-    excess = (policy.exp() - 1.2 * engine.exp()).clamp_min(0)
-    assert expectation("tis", 1.2) == pytest.approx(
-        exact - (excess * values).sum().item(), rel=1e-12
-    )
-    assert expectation("none", 0.0) != pytest.approx(exact, rel=0.01)

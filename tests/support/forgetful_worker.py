@@ -27,7 +27,7 @@ def load(start):
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[2])
-    from tandem.engine.worker_pool.fork_server import prepare
-    from tandem.engine.worker_pool.worker import run
+    from tandem.rollout_workers.worker import run
+    from tandem.workers.fork_server import prepare
 
     run(prepare(int(sys.argv[-1])), load)

@@ -7,10 +7,10 @@ machine.
 import sys
 from pathlib import Path
 
-from tandem.engine.worker_pool.fork_server import prepare
-from tandem.engine.worker_pool.process import LocalProcess
 from tandem.plugins.cluster.env_worker import EnvWorker
 from tandem.plugins.cluster.reward_worker import RewardWorker
+from tandem.workers.fork_server import prepare
+from tandem.workers.host import LocalProcess
 
 WORKERS = {"reward": RewardWorker, "env": EnvWorker}
 

@@ -20,11 +20,12 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from tandem.engine.worker_pool.fork_server import start
-from tandem.engine.worker_pool.protocol import completion_message, identity_of
-from tandem.engine.worker_pool.worker import Server, run
+from tandem.engine.dispatch import identity_of
+from tandem.rollout_workers.protocol import completion_message
+from tandem.rollout_workers.worker import Server, run
 from tandem.runtime.errors import UserError
 from tandem.types import Completion
+from tandem.workers.fork_server import start
 
 PASS_S = 0.003  # what a token takes
 POISON = 666
@@ -187,10 +188,10 @@ def main(channel, fault, file):
 
 def preload(model_path):
     if sys.argv[1] == "slow import":
-        time.sleep(3.0)
+        time.sleep(4.0)
     if sys.argv[1] == "thread":
         threading.Thread(target=time.sleep, args=(600.0,), daemon=True).start()
 
 
 if __name__ == "__main__":
-    start(lambda channel: main(channel, *sys.argv[1:3]), preload)
+    start(lambda channel, _: main(channel, *sys.argv[1:3]), preload)

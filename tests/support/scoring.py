@@ -18,7 +18,7 @@ class FakeClock:
 
     def advance(self, pool, seconds):
         self.now += seconds
-        pool._scheduler.wake()
+        pool.wake()
 
 
 def submit_all(pool, problem, texts):
@@ -38,9 +38,8 @@ def scores_of(pool, problem, texts):
 
 def in_flight(pool):
     """(index of the task, text, index of the function) of what each worker scores."""
-    workers = list(pool._scheduler._workers.values())
-    heads = [(task, worker.function) for worker in workers for task in list(worker.tasks)[:1]]
-    return sorted((task.index, task.attempt.text, function) for task, function in heads)
+    calls = [(call, one.function) for one in pool.workers for call in list(one.calls.values())]
+    return sorted((call.index, call.asked[1].text, function) for call, function in calls)
 
 
 def time_out(pool, clock, hung, *, seconds, function=0):
@@ -48,10 +47,10 @@ def time_out(pool, clock, hung, *, seconds, function=0):
     hung, struck = list(hung), []
 
     def only_hung():
-        seen, scheduler = in_flight(pool), pool._scheduler
-        idle = len(seen) < scheduler._max_workers
-        starting = any(not worker.ready for worker in list(scheduler._workers.values()))
-        if not seen or starting or (scheduler._todo and idle) or any(one in struck for one in seen):
+        seen = in_flight(pool)
+        idle = len(seen) < pool.most
+        starting = any(not worker.ready for worker in pool.workers)
+        if not seen or starting or (pool._todo and idle) or any(one in struck for one in seen):
             return None
         if any(text not in hung or at != function for _, text, at in seen):
             return None

@@ -49,8 +49,8 @@ class Sent(list):
 def calls(rests):
     import torch
 
-    from tandem.engine.worker_pool.worker import Server
     from tandem.plugins.vllm.engine import VLLMEngine
+    from tandem.rollout_workers.worker import Server
     from tandem.weights.hashing import tensor_digests
 
     llm, weights, channel = RecordedLLM(), {"a": torch.ones(3)}, Sent()

@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from tandem.engine.worker_pool.fork_server import start
-from tandem.engine.worker_pool.worker import run
+from tandem.rollout_workers.worker import run
 from tandem.types import Completion
 from tandem.weights.hashing import combine, tensor_digests
 from tandem.weights.shared import Layout
+from tandem.workers.fork_server import start
 
 COMMAND = (sys.executable, str(Path(__file__)))
 LOAD_S = 0.02  # of each tensor
@@ -80,4 +80,4 @@ class WeightEngine:
 
 
 if __name__ == "__main__":
-    start(lambda channel: run(channel, WeightEngine))
+    start(lambda channel, _: run(channel, WeightEngine))

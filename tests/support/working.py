@@ -2,17 +2,21 @@
 Imports no torch."""
 
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import numpy as np
 
-from tandem.engine.worker_pool.pool import Workers
+from tandem.rollout_workers.pool import Workers
+from tandem.rollout_workers.process import COMMAND, ENVIRONMENT, EngineSpec
 from tandem.runtime.rng import address
 from tandem.types import Request, SamplingParams
+from tandem.workers.host import LocalHosts
+from tandem.workers.pool import Limits
 from tests.support.odd_worker import LightWeights, odd_command
 
 DEADLINE_S = 120.0
 LONGEST = 256
+LIMITS = Limits(silent_s=60.0, restarts=2)
 
 
 def request(number, prompt=(5, 9, 2), **params):
@@ -78,6 +82,20 @@ def requests_served_again(reports):
 
 
 @contextmanager
+def open_workers(spec, weights, reports, command=COMMAND, *, count=1, limits=LIMITS, forks=True):
+    """Workers of this machine."""
+    preload = spec.model_path if forks else None
+    with (
+        closing(LocalHosts(command, ENVIRONMENT, preload)) as local,
+        Workers(
+            spec, weights, local.open, count=count, limits=limits, report=reports.append
+        ) as workers,
+    ):
+        workers.reports = reports
+        yield workers
+
+
+@contextmanager
 def odd_workers(
     *, fault="none", file="", count=2, heartbeat_s=30.0, restarts=0, max_batch=16, version=0
 ):
@@ -86,19 +104,12 @@ def odd_workers(
     weights, reports = LightWeights(), []
     weights.publish(0, b"weights of version 0")
     weights.publish(1, b"weights of version 1")
-    with Workers(
-        model_path="",
-        cache_mb=1,
-        max_batch=max_batch,
-        longest=LONGEST,
-        count=count,
-        heartbeat_s=heartbeat_s,
-        restarts=restarts,
-        weights=weights,
-        report=reports.append,
-        command=odd_command(fault, file),
+    spec = EngineSpec(model_path="", cache_mb=1, max_batch=max_batch, longest=LONGEST)
+    limits = Limits(silent_s=heartbeat_s, restarts=restarts)
+    with open_workers(
+        spec, weights, reports, odd_command(fault, file), count=count, limits=limits
     ) as workers:
-        workers.reports, workers.published = reports, weights
+        workers.published = weights
         if version is not None:
             workers.apply(version)
         yield workers

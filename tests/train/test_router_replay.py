@@ -9,11 +9,11 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tandem.engine.engine import Engine
-from tandem.engine.worker_pool.pool import Workers
 from tandem.model.expert_choices import ReplayedExperts, replayed_experts
 from tandem.model.forward import batch_logprobs
 from tandem.model.load import load_model
 from tandem.model.tiny import make_tiny
+from tandem.rollout_workers.process import EngineSpec
 from tandem.runtime.errors import InvariantError
 from tandem.train.batch import Models
 from tandem.train.pack import pack
@@ -35,7 +35,7 @@ from tests.support.episodes import settings as learn_settings
 from tests.support.meshes import on_mesh
 from tests.support.tiny import exact_model, random_samples, random_tokens, stock_model, tiny_config
 from tests.support.updates import SAMPLING, Halves, learner_of
-from tests.support.working import bits, run
+from tests.support.working import bits, open_workers, run
 
 KIND, EXPERTS, K, LAYERS = "qwen3_moe", 5, 2, 2
 
@@ -143,18 +143,10 @@ def test_a_worker_reports_the_experts_of_the_inline_engine(moe_folder):
     model, asked = load_model(moe_folder), shared_requests()
     shared = SharedWeights(model.merged_weights())
     shared.publish(0, model.merged_weights())
-    with Workers(
-        model_path=moe_folder,
-        cache_mb=4,
-        max_batch=8,
-        longest=400,
-        count=1,
-        heartbeat_s=60.0,
-        restarts=0,
-        weights=shared,
-        record_experts=True,
-        report=print,
-    ) as workers:
+    spec = EngineSpec(
+        model_path=moe_folder, cache_mb=4, max_batch=8, longest=400, record_experts=True
+    )
+    with open_workers(spec, shared, []) as workers:
         workers.apply(0)
         found = run(workers, asked)
     shared.close()

@@ -18,15 +18,16 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.engine.worker_pool.client import PoolThread
-from tandem.engine.worker_pool.pool import Workers
 from tandem.plugins.cluster.collective import CollectiveWeights
 from tandem.registry import find
+from tandem.rollout_workers.client import PoolThread
+from tandem.rollout_workers.process import EngineSpec
 from tandem.weights.shared import SharedWeights
 from tandem.weights.worker_sync import ProcessSync
+from tandem.workers.pool import Limits
 from tests.support.waiting import WAIT_S
 from tests.support.weight_worker import COMMAND, LOAD_S, token_of
-from tests.support.working import all_idle, processes, request, run, until
+from tests.support.working import all_idle, open_workers, processes, request, run, until
 
 FAILED_JOIN_S = 10.0  # where a worker does not come; one that comes late is offered them again
 TRANSPORTS = [
@@ -113,20 +114,11 @@ def workers():
 @contextmanager
 def opened_workers():
     weights, reports = AnyTransport(), []
-    with Workers(
-        model_path="",
-        cache_mb=1,
-        max_batch=16,
-        longest=256,
-        count=2,
-        heartbeat_s=60.0,
-        restarts=100,
-        weights=weights,
-        report=reports.append,
-        command=COMMAND,
-    ) as workers:
-        workers.published, workers.reports = weights, reports
-        until(workers, lambda: all(worker.started for worker in processes(workers)))
+    spec = EngineSpec(model_path="", cache_mb=1, max_batch=16, longest=256)
+    limits = Limits(silent_s=60.0, restarts=100)
+    with open_workers(spec, weights, reports, COMMAND, count=2, limits=limits) as workers:
+        workers.published = weights
+        until(workers, lambda: all(worker.ready for worker in processes(workers)))
         yield workers
     weights.store.close()
 

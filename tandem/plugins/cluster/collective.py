@@ -8,7 +8,7 @@
 
 Each offer has a store and a group of its own, so a worker that dies costs one group. The others of
 it get an error, or wait JOIN_S for one that died before it came; they keep the version that they
-have and are offered the new one again, alone (engine/worker_pool). Gloo carries it, from and to
+have and are offered the new one again, alone (rollout_workers). Gloo carries it, from and to
 memory of the CPU. The store and gloo have no authentication: use them in a network that you trust.
 """
 

@@ -1,10 +1,10 @@
 """Env workers on the nodes of a cluster: a NodePool whose calls are those of episodes'
 environments. Does not know Ray.
 
-    environments' thread                      the thread of EnvActors           a node
-    --------------------                      -----------------------           ------
-    RemoteEnv.reset, step, close  -- add -->  to the worker that holds it  -->  env_worker.py
-    waits for the future          <---------  _on_message                  <--
+    environments' thread                         the thread of EnvActors           a node
+    --------------------                         -----------------------           ------
+    RemoteEnv.reset, step, close  -- submit -->  to the worker that holds it  -->  env_worker.py
+    waits for the future          <------------  _on_answer                   <--
 
 A worker holds the environments that began there, until they are closed. If it is lost, the next
 call of each goes to another worker with the problem and all turns so far: an environment is a
@@ -17,16 +17,18 @@ import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tandem.envs.calls import ALIVE_S, CLOSE_S, Caller, EnvironmentFailed
 from tandem.plugins.cluster.env_worker import OVER
-from tandem.plugins.cluster.node_pool import NodePool, NodeProcess
-from tandem.rewards.pool.protocol import encode_request, problem_fields
+from tandem.plugins.cluster.node_pool import NodePool
+from tandem.rewards.protocol import encode_request, problem_fields
 from tandem.runtime.errors import UserError
-from tandem.runtime.worker_channel import Message
 from tandem.types import Env, Observation, Problem
+from tandem.workers.calls import Call, CallWorker
+from tandem.workers.channel import Message
+from tandem.workers.host import OpenHost
 
 DEPTH = 32  # calls that a worker has, and still takes new episodes
 
@@ -39,7 +41,7 @@ class RemoteEnv(Env):
         self.problem: Problem | None = None
         self.texts: list[str] = []  # the model's turns
         self.closed = False
-        self.holder: NodeProcess | None = None  # the thread of EnvActors sets it
+        self.holder: CallWorker | None = None  # the thread of EnvActors sets it
 
     async def reset(self, problem: Problem) -> Sequence[Any]:
         self.problem = problem
@@ -79,70 +81,69 @@ class RemoteCaller(Caller):
 class EnvCall:
     """A call of an environment, behind these turns of the model."""
 
-    index: int
     env: RemoteEnv
     texts: tuple[str, ...]
     closes: bool
-    future: Future[Message] = field(default_factory=Future)
-    interrupted: int = 0
 
 
 class EnvActors(NodePool[EnvCall]):
-    """The thread of env workers. env, sandbox: sections of the config. folder: where relative
-    names are looked for. others: of NodePool."""
+    """The pool of env workers. env, sandbox: sections of the config. folder: where relative names
+    are looked for. options: of NodePool."""
 
-    role, what = "env worker", "pool of environments"
+    role, thread = "env worker", "env calls"
 
-    def __init__(self, spawn: Any, *, env: Message, sandbox: Message, folder: str, **others: Any):
+    def __init__(
+        self, open_host: OpenHost, *, env: Message, sandbox: Message, folder: str, **options: Any
+    ):
+        self._episodes = itertools.count()
         start = {"env": env, "sandbox": sandbox, "folder": folder}
-        super().__init__(spawn, start=start, depth=DEPTH, **others)
-        self._numbers = itertools.count()
+        super().__init__(open_host, start=start, depth=DEPTH, **options)
 
     def make(self) -> RemoteEnv:
         """Make the environment of an episode, which begins with `reset`."""
-        return RemoteEnv(next(self._numbers), self._call)
+        return RemoteEnv(next(self._episodes), self._ask)
 
-    def _call(self, env: RemoteEnv) -> Future[Message]:
-        call = EnvCall(next(self._numbers), env, tuple(env.texts), env.closed)
-        call.future.set_running_or_notify_cancel()  # not to be cancelled: a worker may have it
-        self.add(call, first=bool(env.texts) or env.closed)  # its worker has it already
-        return call.future
+    def _ask(self, env: RemoteEnv) -> Future[Message]:
+        asked = EnvCall(env, tuple(env.texts), env.closed)
+        # the worker of an episode that has begun has it already
+        return self.submit_call(asked, first=bool(env.texts) or env.closed)
 
-    def _is_over(self, call: EnvCall) -> bool:
-        over = call.env.closed and (call.env.holder is None or not call.closes)
+    def _is_over(self, call: Call[EnvCall]) -> bool:
+        env = call.asked.env
+        over = env.closed and (env.holder is None or not call.asked.closes)
         if over:
             call.future.set_result(OVER)
         return over
 
-    def _choose(self, call: EnvCall) -> NodeProcess | None:
-        return call.env.holder or super()._choose(call)
+    def _choose(self, call: Call[EnvCall]) -> CallWorker | None:
+        return call.asked.env.holder or super()._choose(call)
 
-    def _give(self, worker: NodeProcess, call: EnvCall) -> None:
+    def _give(self, worker: CallWorker, call: Call[EnvCall]) -> None:
         super()._give(worker, call)
-        call.env.holder = worker
-        worker.held.add(call.env)
+        call.asked.env.holder = worker
+        worker.held.add(call.asked.env)
 
-    def _encode(self, worker: NodeProcess, call: EnvCall) -> bytes:
-        env, is_new = call.env, call.env.holder is None
+    def _encode(self, worker: CallWorker, call: Call[EnvCall]) -> bytes:
+        env, texts, is_new = call.asked.env, call.asked.texts, call.asked.env.holder is None
         assert env.problem is not None  # reset comes first
         problem = problem_fields(env.problem) if is_new else None
-        texts = call.texts if is_new and not env.stateless else call.texts[-1:]
+        texts = texts if is_new and not env.stateless else texts[-1:]
         fields = {"episode": env.number, "problem": problem, "texts": texts}
-        return encode_request({"id": call.index, **fields, "closes": call.closes})
+        return encode_request({"id": call.index, **fields, "closes": call.asked.closes})
 
-    def _read(self, message: Message) -> Message:
+    def _result(self, message: Message) -> Message:
         return {name: value for name, value in message.items() if name != "id"}
 
-    def _settle(self, worker: NodeProcess, call: EnvCall, result: Any) -> None:
-        if call.closes:
-            worker.held.discard(call.env)
-            call.env.holder = None
+    def _settle(self, worker: CallWorker, call: Call[EnvCall], result: Any) -> None:
+        if call.asked.closes:
+            worker.held.discard(call.asked.env)
+            call.asked.env.holder = None
         super()._settle(worker, call, result)
 
-    def _drop(self, worker: NodeProcess) -> None:
-        super()._drop(worker)
+    def _end(self, worker: CallWorker) -> None:
+        super()._end(worker)
         for env in worker.held:
             env.holder = None
 
-    def _fail(self, call: EnvCall, error: str) -> None:
+    def _fail(self, worker: CallWorker | None, call: Call[EnvCall], kind: str, error: str) -> None:
         call.future.set_result({"failed": error})

@@ -15,7 +15,7 @@ counted. Environments share the event loop and threads of envs/calls.py. Does no
 import asyncio
 import sys
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 from tandem.config.schema import Env as EnvConfig
@@ -30,27 +30,25 @@ from tandem.envs.calls import (
 )
 from tandem.envs.load import load_env
 from tandem.envs.observations import check_observation, check_opening
-from tandem.plugins.cluster.call_worker import CallWorker
-from tandem.rewards.pool.protocol import read_problem
-from tandem.runtime.worker_channel import Message, encode
+from tandem.plugins.cluster.node_worker import CallNode
+from tandem.rewards.protocol import read_problem
 from tandem.types import Env, Observation
+from tandem.workers.channel import Message, encode
 
 OVER = {"failed": "the episode is over"}
 
 
-class EnvWorker(CallWorker):
-    """A CallWorker of environments. Its state is the loop's thread's."""
+class Environments(nullcontext[None]):
+    """The Service of an env worker. Its state is the loop's thread's."""
 
-    role = "env worker"
-
-    def load(self, start: Message) -> AbstractContextManager[object]:
+    def __init__(self, start: Message):
+        super().__init__()
         sys.path.append(start["folder"])  # for `module:Class`
         limits = EnvConfig(**start["env"])
         self._make = load_env(limits, Sandbox(**start["sandbox"]))
         self._timeout_s, self._pulse = limits.timeout_s, LoopPulse(limits.timeout_s)
         self._open: dict[int, tuple[Env, Caller]] = {}  # by episode
         self._calls: dict[int, asyncio.Task[Any] | None] = {}  # under way
-        return nullcontext()
 
     def submit(self, call: Message) -> Future[Message]:
         return asyncio.run_coroutine_threadsafe(self._serve_call(call), environment_loop())
@@ -120,3 +118,9 @@ def _sendable(answer: Message) -> Message:
     except (TypeError, ValueError) as error:
         raise EnvironmentFailed(f"it cannot be sent as JSON: {error}") from None
     return answer
+
+
+class EnvWorker(CallNode):
+    """A node's worker of environments."""
+
+    role, service = "env worker", Environments

@@ -108,7 +108,6 @@ class Nodes(Here):
             return
         from tandem.plugins.cluster.env_actors import EnvActors, RemoteCaller
         from tandem.plugins.cluster.env_worker import EnvWorker
-        from tandem.rewards.pool.task_thread import RunningTasks
         from tandem.rollout.env_pool import EnvPool
 
         with closing(self.cluster.for_calls(EnvWorker)) as nodes:
@@ -124,7 +123,7 @@ class Nodes(Here):
             pool = EnvPool(
                 make=actors.make, limits=config.env, caller=RemoteCaller, status=actors.status
             )
-            with RunningTasks(actors, "env calls"), closing(pool):  # its name, for the watchdog
+            with actors, closing(pool):
                 yield pool
 
     @contextmanager
@@ -133,22 +132,22 @@ class Nodes(Here):
             yield local
             return
         from tandem.jobs.reward_workers import pool_arguments
-        from tandem.plugins.cluster.reward_actors import RewardActors
+        from tandem.plugins.cluster.node_pool import RewardActors
         from tandem.plugins.cluster.reward_worker import RewardWorker
-        from tandem.rewards.pool.pool import TaskPool
 
         local.close()
-        with closing(self.cluster.for_calls(RewardWorker)) as nodes:
-            actors = RewardActors(
+        with (
+            closing(self.cluster.for_calls(RewardWorker)) as nodes,
+            RewardActors(
                 nodes.spawn,
                 pool=pool_arguments(config),
                 folder=os.getcwd(),
                 most=config.cluster.reward_workers,
                 heartbeat_s=config.run.stall_s / 2,
                 report=report,
-            )
-            with TaskPool(actors) as pool:
-                yield pool
+            ) as pool,
+        ):
+            yield pool
 
     @contextmanager
     def start_ranks(

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 
-from tandem.runtime.worker_channel import Channel, Message, ProtocolError
+from tandem.workers.channel import Channel, Message, ProtocolError
 
 CONNECT_S = 10.0  # for a connection, and for its first line
 HANDSHAKE_BYTES = 4096

@@ -19,7 +19,7 @@ from threading import Event, Thread
 
 from tandem.plugins.cluster.listener import CONNECT_S, Listener
 from tandem.runtime.disk import disk_errors
-from tandem.runtime.worker_channel import Message, encode
+from tandem.workers.channel import Message, encode
 
 LOOK_S, END_S = 0.2, 1.0  # between two looks for new connections
 CHUNK, TAIL_BYTES = 1 << 16, 1 << 14

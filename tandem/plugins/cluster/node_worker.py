@@ -8,12 +8,15 @@ import socket
 import sys
 import threading
 import traceback
-from typing import ClassVar
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
 
-from tandem.engine.worker_pool.protocol import MAX_LINE_BYTES
+from tandem.plugins.cluster.errors import no_working_directory
 from tandem.plugins.cluster.listener import CONNECT_S
 from tandem.plugins.cluster.logs import redirect_output
-from tandem.runtime.worker_channel import Channel, Message
+from tandem.workers.channel import Channel, Message
+from tandem.workers.serve import serve_calls, serve_from_start
 
 
 class NodeWorker:
@@ -33,7 +36,7 @@ class NodeWorker:
         connection = socket.create_connection(address, CONNECT_S)
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        channel = Channel(connection, MAX_LINE_BYTES)
+        channel = Channel(connection)
         channel.send({**handshake, "pid": os.getpid()})
         try:
             self.run(channel)
@@ -50,3 +53,21 @@ class NodeWorker:
         frame = sys._current_frames().get(self._thread)
         calls = reversed(traceback.extract_stack(frame)) if frame else ()
         return "\n".join(f'File "{c.filename}", line {c.lineno} in {c.name}' for c in calls)
+
+
+class CallNode(NodeWorker):
+    """A NodeWorker that serves calls. service: a class of workers/serve.py:Service. It is made in
+    the run's folder of the message that starts the worker, and raises UserError."""
+
+    service: ClassVar[type[Any]]
+
+    def run(self, channel: Channel) -> None:
+        def load(start: Message) -> Callable[[], None]:
+            try:
+                os.chdir(start["folder"])
+            except OSError as error:
+                raise no_working_directory(self.role, start["folder"], error) from None
+            service = self.service(start)
+            return partial(serve_calls, channel, service, start["beat_s"])
+
+        serve_from_start(channel, load)

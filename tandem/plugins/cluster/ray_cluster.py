@@ -5,11 +5,11 @@
     RayCluster.spawn(number) an actor on the living  --> RolloutWorker.serve(address, ...)
                              node with the fewest          |
     RayHost.connect          accepts, compares       <--  connects: {"token", "number", "pid", ..}
-    JSON lines of engine/worker_pool                 <--> worker.run(channel, load_engine, receive)
+    JSON lines of rollout_workers                 <--> worker.run(channel, load_engine, receive)
     RayHost.give             an object of weights    --> RolloutWorker.take(number, buffer)
 
 Ray places workers, and moves weights (object_weights.py). All else (heartbeats, restarts, requests
-served again) is the pool's (engine/worker_pool), as on one machine. A lost worker is replaced by a
+served again) is the pool's (rollout_workers), as on one machine. A lost worker is replaced by a
 new actor, on another node if there is one. The connections are TCP without encryption, and prove
 themselves by a random token of the run: a cluster is on a network that is trusted.
 
@@ -32,8 +32,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.engine.worker_pool.process import ENVIRONMENT, EXIT_S, LAST_LINES
-from tandem.engine.worker_pool.protocol import MAX_LINE_BYTES
 from tandem.plugins.cluster.errors import last_line, no_ray, not_joined, too_small
 from tandem.plugins.cluster.listener import Listener
 from tandem.plugins.cluster.logs import LogFiles
@@ -51,10 +49,13 @@ from tandem.plugins.cluster.this_machine import (
     start_nodes,
 )
 from tandem.plugins.cluster.trainer_ranks import TrainerRanks
+from tandem.rollout_workers.process import ENVIRONMENT
 from tandem.runtime import numerics
 from tandem.runtime.processes import descendants
-from tandem.runtime.worker_channel import Channel, Message, die_with_starter
 from tandem.weights.shared import Delta
+from tandem.workers.channel import Channel, Message
+from tandem.workers.fork_server import die_with_starter
+from tandem.workers.host import EXIT_S, LAST_LINES
 
 try:
     import ray
@@ -113,7 +114,7 @@ class RayHost:
         self._ended = actor.serve.remote(cluster.listener.address, {**self.handshake, "log": log})
 
     def _on_connected(self, connection: socket.socket, handshake: Message) -> None:
-        self._channel = Channel(connection, MAX_LINE_BYTES)
+        self._channel = Channel(connection)
         self.pid, self.node_id = int(handshake["pid"]), str(handshake["node"])
         self.node = self.cluster.address_of(self.node_id)
 

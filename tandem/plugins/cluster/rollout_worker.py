@@ -6,17 +6,17 @@ from collections import deque
 
 from torch import Tensor
 
-from tandem.engine.worker_pool.worker import Receive, load_engine, run
 from tandem.plugins.cluster.node_worker import NodeWorker
-from tandem.runtime.worker_channel import Channel, Message
+from tandem.rollout_workers.worker import Receive, load_engine, run
 from tandem.types import Array
 from tandem.weights.shared import Layout, offered_layout
+from tandem.workers.channel import Channel, Message
 
 TAKE_S = 600.0  # for weights to reach a node
 
 
 class RolloutWorker(NodeWorker):
-    """A NodeWorker that runs engine/worker_pool/worker.py."""
+    """A NodeWorker that runs rollout_workers/worker.py."""
 
     role = "rollout worker"
 

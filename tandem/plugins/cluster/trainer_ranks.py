@@ -25,7 +25,7 @@ from tandem.plugins.cluster.logs import connect_log
 from tandem.runtime import numerics, watchdog
 from tandem.runtime.place import NODE, Place, without_place
 from tandem.runtime.processes import STARTER
-from tandem.runtime.worker_channel import Message
+from tandem.workers.channel import Message
 
 if TYPE_CHECKING:
     from tandem.plugins.cluster.ray_cluster import RayCluster

@@ -189,13 +189,12 @@ class _TestRun:
         imports = []
         for script in scripts:
             needed = code_asserts.needed(script, entry_point, helpers)
-            for found in code_asserts.unsupported(script, needed, helpers):
+            for found in code_asserts.unsupported(script):
                 raise _cannot_run(self.uid, script, found)
             names |= needed
             imports += [f"import {name}" for name in code_asserts.modules(script)]
-        texts = map(code_asserts.across_the_line, scripts)
         tests = {
-            "scripts": [(text, code_asserts.checking(text)) for text in texts],
+            "scripts": [code_asserts.across_the_line(script) for script in scripts],
             "before": [*imports, *helpers],
             "names": sorted(names),
             "entry_point": entry_point,

@@ -190,77 +190,21 @@ ELSEWHERE = re.compile(
     r"|warnings\.catch_warnings|pytest\.(?!(raises|approx|fail|main|mark)\b)\w+"
     r"|pytest\.mark\.(skip|skipif|usefixtures|xfail))(\.|$)"
 )
-# What may be a check, in the text of a block; `assert False` is reached by no right solution.
-CHECK = r"(?m:^ *(assert(?! False\b)|if|while|match)\b)|\bassert\w+\(|\byield\b"
-NAMES = {"assertLogs", "assertNoLogs", "assertWarns", "assertWarnsRegex", "write_text"}
-NAMES |= {"__class__", "__dict__", "__doc__", "__eq__", "__module__"}
 
 
-def unsupported(script: str, names: set[str], before: Sequence[str] = ()) -> Iterator[str]:
-    """List what a script does that can work with no solution.
-
-    names: those that the solution makes. before: statements that make names for the script.
-    """
+def unsupported(script: str) -> Iterator[str]:
+    """List what a script uses that no solution can give it: packages that the sandbox lacks, and
+    the solution's process."""
     tree = ast.parse(script)
-    first = ast.parse("\n".join(before))
-    paths, lacked = _paths(tree), set[str]()
-    for name, path in (_paths(first) | paths).items():
+    paths = _paths(tree)
+    for path in paths.values():
         if path.partition(".")[0] not in sys.stdlib_module_names | {"solution", "pytest"}:
-            lacked.add(name)
-            if name in paths:
-                yield f"imports {path}"
-    made = (bound(tree) | bound(first)) - lacked | names | set(modules(script))
-    for name in _always_read(tree):
-        if name not in made | vars(builtins).keys() | {"__file__"} and "*" not in made:
-            yield f"reads {name}, which nothing makes"
+            yield f"imports {path}"
     for node in ast.walk(tree):
-        path = _path(node, paths)
-        if ELSEWHERE.match(path):
+        if ELSEWHERE.match(path := _path(node, paths)):
             yield f"uses {path}"
-        match node:
-            case ast.Attribute(value, _, ast.Store()) | ast.Subscript(value, _, ast.Store()) if (
-                _path(value, paths).partition("solution.")[0]
-            ):
-                yield f"sets {ast.unparse(node)}"
-            case ast.Attribute(_, name) if name in NAMES:
-                yield f"uses {name}"
-            case ast.Call(ast.Name("open")) if "open" not in made:
-                yield "uses open"
-            case ast.Call(function, [_, _, *_]) if _path(function, paths) == "pytest.raises":
-                yield "uses pytest.raises without `with`"
-            case ast.AsyncFunctionDef() | ast.Await():
-                yield "uses async"
-            case ast.ClassDef(_, bases) if _names(*bases) & names:
-                yield "derives a class from the solution's"
-            case ast.FunctionDef("setup_class" | "setup_module" | "setup_function" as name):
-                yield f"has a {name}"
-            case ast.FunctionDef(name) if name.startswith("test_"):
-                yield from _fixtures(node)
-
-
-def _fixtures(test: ast.FunctionDef) -> Iterator[str]:
-    """List the parameters of a test that nothing gives: `self` is there, and a decorator may hold
-    names."""
-    given = {"self", "cls"}
-    for decorator in test.decorator_list:
-        for part in ast.walk(decorator):
-            if isinstance(part, ast.Constant) and isinstance(part.value, str):
-                given |= set(re.findall(r"\w+", part.value))
-    arguments = test.args.args[: len(test.args.args) - len(test.args.defaults)]
-    yield from (f"uses the fixture {a.arg}" for a in arguments if a.arg not in given)
-
-
-def _always_read(node: ast.AST) -> Iterator[str]:
-    """List the names read outside of branches, error handlers and the messages of asserts."""
-    if isinstance(node, ast.Name):
-        yield node.id
-    skipped = {ast.If: ("body", "orelse"), ast.IfExp: ("body", "orelse"), ast.Assert: ("msg",)}
-    for field, value in ast.iter_fields(node):
-        if field in skipped.get(type(node), ()):
-            continue
-        for part in value if isinstance(value, list) else [value]:
-            if isinstance(part, ast.AST) and not isinstance(part, ast.ExceptHandler):
-                yield from _always_read(part)
+        if isinstance(node, ast.AsyncFunctionDef | ast.Await):
+            yield "uses async"
 
 
 def modules(script: str) -> list[str]:
@@ -272,20 +216,6 @@ def modules(script: str) -> list[str]:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
     }
     return sorted((used - _called(tree) - bound(tree)) & sys.stdlib_module_names)
-
-
-def checking(script: str) -> list[tuple[int, int]]:
-    """List the first and last lines of each `with` block in which something may be checked, so that
-    an error swallowed there could hide a failure."""
-    tree = ast.parse(script)
-    own = [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    check = re.compile("|".join([CHECK, *(rf"\b{name}\(" for name in own)]))
-    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.With)]
-    return [
-        (block.lineno, block.end_lineno or 0)
-        for block in blocks
-        if check.search("\n".join(map(ast.unparse, block.body)))
-    ]
 
 
 def across_the_line(script: str) -> str:

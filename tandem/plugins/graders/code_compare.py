@@ -57,7 +57,7 @@ def _close(found: float, expected: float, tolerance: float) -> bool:
 
 def reply_bytes(test: CallTest) -> int:
     """Return the size that no right reply passes."""
-    return 4096 + 8 * max(len(encode(value, [])) for value in test.expected)
+    return 4096 + 8 * max(len(json.dumps(encode(value, []))) for value in test.expected)
 
 
 def holds(test: CallTest, reply: str, tolerance: float = 0.0) -> bool:

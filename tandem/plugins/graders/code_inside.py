@@ -10,6 +10,7 @@ exit code. The solution controls all of `solve`; its lines are trusted to be val
 
 import builtins
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -21,58 +22,57 @@ COPY, SAME = "__on_a_copy__", "__same__"
 
 
 # ---------------------------------------------------------------- values as JSON
-# By hand: `import json` costs 6 ms.
 
 
-def encode(value: Any, objects: list[Any]) -> str:
-    """Write plain data as JSON, else its number in objects; other kinds are dicts of one item.
+def encode(value: Any, objects: list[Any]) -> Any:
+    """Return what JSON can hold of plain data, else its number in objects; other kinds are dicts of
+    one item.
 
     A child of a number, text or tuple (a namedtuple) is data and an object: {"child": [data, n]}.
 
-    Example: encode([1, (2.5, None)], []) gives '[1, {"tuple": [2.5, null]}]'
+    Example: encode([1, (2.5, None)], []) gives [1, {"tuple": [2.5, None]}]
     """
     if value is None or type(value) is bool:
-        return {None: "null", True: "true", False: "false"}[value]
+        return value
     for kind in (int, float, complex, str, bytes, tuple, frozenset):
         if isinstance(value, kind):
-            text = _encode_plain(kind, value, objects)
+            data = _plain(kind, value, objects)
             if type(value) is kind:
-                return text
+                return data
             objects.append(value)
-            return f'{{"child": [{text}, {len(objects) - 1}]}}'
+            return {"child": [data, len(objects) - 1]}
     if isinstance(value, (list, set)):
-        return _encode_plain(list if isinstance(value, list) else set, value, objects)
+        return _plain(list if isinstance(value, list) else set, value, objects)
     if isinstance(value, dict):
-        pairs = [f"[{encode(k, objects)}, {encode(v, objects)}]" for k, v in dict.items(value)]
-        return f'{{"dict": [{", ".join(pairs)}]}}'
+        pairs = dict.items(value)
+        return {"dict": [[encode(k, objects), encode(v, objects)] for k, v in pairs]}
     if isinstance(value, type) and issubclass(value, Exception):
-        return f'{{"exception": {encode(_lineage(value), [])}}}'
+        return {"exception": encode(_lineage(value), [])}
     kind_of = f"{type(value).__module__}.{type(value).__qualname__}"
     if kind_of in STANDARD:
-        return f'{{"{kind_of}": {encode([*STANDARD[kind_of](value)], objects)}}}'
+        return {kind_of: encode([*STANDARD[kind_of](value)], objects)}
     for number, item in enumerate(objects):
         if item is value:
-            return f'{{"object": {number}}}'
+            return {"object": number}
     objects.append(value)
-    return f'{{"object": {len(objects) - 1}}}'
+    return {"object": len(objects) - 1}
 
 
-def _encode_plain(kind: Any, value: Any, objects: list[Any]) -> str:
+def _plain(kind: Any, value: Any, objects: list[Any]) -> Any:
+    """Return what JSON can hold of a value of Python's own kind, or of a child of it."""
     if kind is str:
-        from _json import encode_basestring_ascii
-
-        return encode_basestring_ascii(str.__str__(value))
+        return str.__str__(value)
     if kind is int:
         fits = -(2**63) <= value < 2**63
-        return int.__repr__(value) if fits else f'{{"int": "{int.__format__(value, "x")}"}}'
+        return int.__pos__(value) if fits else {"int": int.__format__(value, "x")}
     if kind is float:
         text = float.__repr__(value)
-        return f'{{"float": "{text}"}}' if text in FLOATS else text
+        return {"float": text} if text in FLOATS else float.__pos__(value)
     if kind is bytes:
-        return f'{{"bytes": "{bytes.hex(value)}"}}'
+        return {"bytes": bytes.hex(value)}
     parts = (value.real, value.imag) if kind is complex else kind.__iter__(value)
-    text = f"[{', '.join(encode(item, objects) for item in parts)}]"
-    return text if kind is list else f'{{"{kind.__name__}": {text}}}'
+    items = [encode(item, objects) for item in parts]
+    return items if kind is list else {kind.__name__: items}
 
 
 def _lineage(kind: Any) -> list[Any]:
@@ -175,11 +175,11 @@ def read(name: str) -> str:
 
 def _attempt(act: Callable[[], Any], objects: list[Any]) -> str:
     try:
-        return f'{{"value": {encode(act(), objects)}}}'
+        return json.dumps({"value": encode(act(), objects)})
     except BaseException as error:  # a solution may raise anything
         with contextlib.suppress(BaseException):
             parts = [type(error), str(error)[:500], [*error.args], dict(vars(error))]
-            return f'{{"error": {encode(parts, objects)}}}'
+            return json.dumps({"error": encode(parts, objects)})
         return '{"error": []}'
 
 

@@ -47,17 +47,13 @@ def layers_bytes(
 
 
 def outer_bytes(shape: Any, tokens: int, dtype: torch.dtype, *, head: bool = True) -> int:
-    """Return the bytes of so many tokens outside of the layers."""
-    vocabulary = FLOAT32 * shape.vocab_size * shape.hidden_size * head
-    return int(padded_rows(tokens, dtype) * _outer_bytes(shape, dtype.itemsize) + vocabulary)
-
-
-def _outer_bytes(shape: Any, width: int) -> int:
-    """Return bytes of a token outside of the layers: the rotation, the last norm, the states before
-    the output projection with their gradient, log-probs and indices."""
+    """Return the bytes of so many tokens outside of the layers: the rotation, the last norm, the
+    states before the output projection with their gradient, log-probs and indices."""
+    width, vocabulary = dtype.itemsize, FLOAT32 * shape.vocab_size * shape.hidden_size * head
     rotation, states = 2 * width * head_size(shape), 2 * width * shape.hidden_size
     norm = _norm_bytes(shape.hidden_size, width if is_lean(shape) else 2 * FLOAT32)
-    return rotation + norm + states + 2 * FLOAT32 + 3 * INT64
+    each = rotation + norm + states + 2 * FLOAT32 + 3 * INT64
+    return int(padded_rows(tokens, dtype) * each + vocabulary)
 
 
 def _layer_bytes(shape: Any, number: int, width: int, *, whole: bool) -> int:

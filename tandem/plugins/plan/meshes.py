@@ -12,7 +12,6 @@ nor stragglers.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 import torch
 
@@ -34,7 +33,6 @@ from tandem.runtime.errors import UserError
 
 SHOWN = 5
 LARGEST = 4096  # GPUs that `smallest` tries
-DEFAULT = Config()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +50,6 @@ class Plan:
         return max(self.loading, sum(self.memory.values()))
 
 
-def why_impossible(shape: Any, mesh: Parallel) -> str:
-    """Return why a mesh cannot divide a model (transformers config), "" if it can."""
-    return _why_refused(DEFAULT.model_copy(update={"parallel": mesh}), {"model.path": shape})
-
-
 def why_refused(sizes: Sizes, config: Config, mesh: Parallel) -> str:
     """Return why a run could not begin on a mesh, "" if it could."""
     config = config.model_copy(update={"parallel": mesh})
@@ -64,11 +57,7 @@ def why_refused(sizes: Sizes, config: Config, mesh: Parallel) -> str:
         return reason
     divided = {"model.path": sizes.shape, **sizes.shapes}
     divided.pop("reward.model", None)  # it is whole, on rank 0
-    return _why_refused(config, divided)
-
-
-def _why_refused(config: Config, shapes: dict[str, Any]) -> str:
-    for key, shape in shapes.items():
+    for key, shape in divided.items():
         try:
             check_shape(config, shape, key)  # as the run does
         except UserError as error:
@@ -76,16 +65,15 @@ def _why_refused(config: Config, shapes: dict[str, Any]) -> str:
     return ""
 
 
-def possible_meshes(shape: Any, count: int, node: int = 8) -> Iterator[Parallel]:
-    """Yield the meshes of so many GPUs that can divide a model. HSDP has the shards of a node."""
-    for sizes in _factors(count, len(DIMENSIONS)):
-        mesh = Parallel(**dict(zip(DIMENSIONS, sizes, strict=True)))
-        if why_impossible(shape, mesh):
-            continue
-        yield mesh
-        shard = node // mesh.tensor
+def possible_meshes(sizes: Sizes, config: Config, count: int, node: int = 8) -> Iterator[Parallel]:
+    """Yield the meshes of so many GPUs on which a run could begin. HSDP has the shards of a
+    node."""
+    for chosen in _factors(count, len(DIMENSIONS)):
+        mesh = Parallel(**dict(zip(DIMENSIONS, chosen, strict=True)))
+        meshes, shard = [mesh], node // mesh.tensor
         if mesh.expert == 1 and 1 < shard < mesh.replicas and mesh.replicas % shard == 0:
-            yield mesh.model_copy(update={"shard": shard})
+            meshes.append(mesh.model_copy(update={"shard": shard}))
+        yield from (mesh for mesh in meshes if not why_refused(sizes, config, mesh))
 
 
 def _factors(number: int, length: int) -> Iterator[tuple[int, ...]]:
@@ -110,8 +98,7 @@ def plans(
             loading=loading_memory(sizes, config, work, mesh),
             times=update_time(work, mesh, gpu, assumed),
         )
-        for mesh in possible_meshes(work.shape, count, gpu.node)
-        if not why_refused(sizes, config, mesh)
+        for mesh in possible_meshes(sizes, config, count, gpu.node)
     ]
     fitting = [plan for plan in found if plan.needed <= gpu.memory * assumed.memory]
     return sorted(fitting, key=lambda plan: (plan.times.total, plan.needed))

@@ -93,21 +93,25 @@ def _trial(config: Config, command: str, count: int, layers: int) -> tuple[list[
                 trial = _with(trial, section, **{name: str(target)})
         recipe = folder / "recipe.toml"
         recipe.write_text(to_toml(trial))
-        done = _run([sys.executable, "-m", "tandem", command, str(recipe)])
-        rows = read_metrics(folder / "run", "timings.jsonl") if done.returncode == 0 else []
+        run = [sys.executable, "-m", "tandem", command, str(recipe)]
+        try:
+            done = subprocess.run(run, capture_output=True, text=True, timeout=LIMIT_S)
+            said, failed = done.stderr.splitlines(), done.returncode != 0
+        except subprocess.TimeoutExpired:
+            said, failed = [f"no end after {LIMIT_S:.0f} s"], True
+        rows = [] if failed else read_metrics(folder / "run", "timings.jsonl")
         steps = [row["step_s"] for row in rows if "step_s" in row][SKIPPED:]
         if not steps:
-            raise _failed(done)
+            found = "; ".join(line.strip() for line in said if line.strip())
+            raise UserError(
+                "the time of a step could not be measured",
+                where="tandem plan --time",
+                found=found[:300] or "no steps",
+                expected="steps of a small random model",
+                next="tandem plan without --time says what stops the run itself",
+            )
         metrics = read_metrics(folder / "run")[-1]
         return steps, float(metrics.get("completion_tokens", 0.0))
-
-
-def _run(command: list[str]) -> "subprocess.CompletedProcess[str]":
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        late = f"no end after {LIMIT_S:.0f} s"
-        return subprocess.CompletedProcess(command, returncode=-1, stdout="", stderr=late)
 
 
 def _shorter(config: Config, folder: Path) -> Config:
@@ -145,14 +149,3 @@ def random_directory(
     generation = read_json(path, GENERATION)
     if generation is not None:
         (target / GENERATION).write_text(json.dumps(generation))
-
-
-def _failed(done: "subprocess.CompletedProcess[str]") -> UserError:
-    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    return UserError(
-        "the time of a step could not be measured",
-        where="tandem plan --time",
-        found="; ".join(lines[:4])[:300] or f"exit code {done.returncode}",
-        expected="steps of a small random model",
-        next="tandem plan without --time says what stops the run itself",
-    )

@@ -96,7 +96,8 @@ class Part:
 def part_of(shape: Any, mesh: Parallel, stage: int) -> Part:
     """Count the parameters of a stage, of uneven ones the largest. Tied embeddings are in the first
     stage and in the last one."""
-    each, (first, last) = -(-shape.num_hidden_layers // mesh.pipeline), _ends(mesh, stage)
+    each = -(-shape.num_hidden_layers // mesh.pipeline)
+    first, last = stage == 0, stage == mesh.pipeline - 1
     layers = [layer_parameters(shape, stage * each + number) for number in range(each)]
     vocabulary, tied = shape.vocab_size * shape.hidden_size, shape.tie_word_embeddings
     root = vocabulary * first + shape.hidden_size * last
@@ -105,10 +106,6 @@ def part_of(shape: Any, mesh: Parallel, stage: int) -> Part:
     experts = [layer.experts / (mesh.tensor * mesh.expert) for layer in layers]
     largest = max(a + b for a, b in zip(dense, experts, strict=True))
     return Part(dense=sum(dense) + root, experts=sum(experts), layer=largest, root=root)
-
-
-def _ends(mesh: Parallel, stage: int) -> tuple[bool, bool]:
-    return stage == 0, stage == mesh.pipeline - 1
 
 
 def memory(work: Work, mesh: Parallel) -> dict[str, int]:

@@ -193,26 +193,15 @@ def answer_of(completion: str) -> str | None:
 
 
 def _is_harmless(dataset: str, answer: str) -> bool:
-    if dataset in EVAL_LITERAL:
-        return not _parses(answer) or _is_literal(answer)
-    return dataset not in EVAL_EXPRESSION or _is_arithmetic(answer)
-
-
-def _parses(text: str) -> bool:
-    """Tell whether eval would run a text; True if it is too deep to know."""
+    """Tell whether the scorer may evaluate an answer: a literal, text that is no Python, or
+    arithmetic."""
+    if dataset not in EVAL_LITERAL:
+        return dataset not in EVAL_EXPRESSION or _is_arithmetic(answer)
     try:
-        ast.parse(text.strip(), mode="eval")
-    except (SyntaxError, ValueError):
-        return False
-    except (RecursionError, MemoryError):
+        ast.literal_eval(answer.strip())
+    except SyntaxError:
         return True
-    return True
-
-
-def _is_literal(text: str) -> bool:
-    try:
-        ast.literal_eval(text.strip())
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+    except (ValueError, TypeError, RecursionError, MemoryError):
         return False
     return True
 

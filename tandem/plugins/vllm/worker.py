@@ -20,13 +20,13 @@ from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING, Any
 
-from tandem.engine.worker_pool.fork_server import prepare
-from tandem.engine.worker_pool.worker import run
 from tandem.plugins.vllm import WHERE
+from tandem.rollout_workers.worker import run
 from tandem.runtime.errors import UserError
+from tandem.workers.fork_server import prepare
 
 if TYPE_CHECKING:
-    from tandem.engine.worker_pool.worker import ServedEngine
+    from tandem.rollout_workers.worker import ServedEngine
 
 VARIABLE, FOLDER = "TANDEM_VLLM_PYTHON", ".venv-vllm"
 _PACKAGE = Path(__file__).parent.parent.parent

@@ -1,4 +1,4 @@
-"""Meshes that do not fit a model, refused before its weights are loaded: one function a dimension.
+"""Meshes that do not fit a model, refused before its weights are loaded.
 
 This file imports no torch.
 """
@@ -15,10 +15,42 @@ from tandem.runtime.place import Place
 def check_mesh(parallel: Parallel, shape: Any, where: str = "model.path") -> None:
     """Raise UserError if the mesh cannot divide a model of this transformers config. where: the key
     that names the model."""
-    _check_tensor(parallel.tensor, shape, where)
-    _check_pipeline(parallel, shape, where)
-    _check_context(parallel, shape, where)
-    _check_expert(parallel, shape, where)
+    tensor, layers = parallel.tensor, shape.num_hidden_layers
+    sparse = [is_sparse(shape, number) for number in range(layers)]
+    experts = shape.num_experts if has_experts(shape) else 1
+    heads = shape.num_key_value_heads
+    of_a_layer = {"attention heads": shape.num_attention_heads, "key/value heads": heads}
+    of_a_layer |= {} if all(sparse) else {"inner features": shape.intermediate_size}
+    of_a_layer |= {"experts": experts} if any(sparse) else {}
+    _require_equal("tensor", tensor, where, of_a_layer)
+    if parallel.pipeline > layers:
+        raise UserError(
+            "the model has fewer layers than the pipeline has stages",
+            where=f"parallel.pipeline = {parallel.pipeline}, {where}",
+            found=f"{parallel.pipeline} stages for {layers} layers",
+            expected="at least one layer a stage",
+            next=f"set parallel.pipeline={layers} or less",
+        )
+    # key/value heads: there are fewest of them, and they divide the query heads
+    part = f" in each of {tensor} parts of a layer" * (tensor > 1)
+    _require_equal("context", parallel.context, where, {f"key/value heads{part}": heads // tensor})
+    if has_experts(shape) or where == "model.path":  # a teacher or a critic may be dense
+        name = f"experts{part}" if has_experts(shape) else "expert, as the model is dense"
+        _require_equal("expert", parallel.expert, where, {name: experts // tensor or 1})
+
+
+def _require_equal(dimension: str, size: int, where: str, counts: dict[str, int]) -> None:
+    """Raise UserError unless each count is a multiple of the size of a dimension."""
+    if uneven := [f"{count} {name}" for name, count in counts.items() if count % size]:
+        common = gcd(*counts.values())
+        largest = next(n for n in range(min(size, common), 0, -1) if common % n == 0)
+        raise UserError(
+            "the processes of a mesh cannot have equal shares of the model",
+            where=f"parallel.{dimension} = {size}, {where}",
+            found=", ".join(uneven),
+            expected=f"multiples of {size}",
+            next=f"set parallel.{dimension}={largest}",
+        )
 
 
 def own_gpu(device: str, place: Place, count: int) -> int:
@@ -40,73 +72,3 @@ def own_gpu(device: str, place: Place, count: int) -> int:
             next="start fewer processes on a machine, or set model.device=cpu",
         )
     return place.local_rank
-
-
-def _check_tensor(size: int, shape: Any, where: str) -> None:
-    counts = {
-        "attention heads": shape.num_attention_heads,
-        "key/value heads": shape.num_key_value_heads,
-    }
-    sparse = [is_sparse(shape, number) for number in range(shape.num_hidden_layers)]
-    if not all(sparse):
-        counts["inner features"] = shape.intermediate_size
-    if any(sparse):
-        counts["experts"] = shape.num_experts
-    uneven = [f"{count} {name}" for name, count in counts.items() if count % size]
-    if uneven:
-        raise UserError(
-            "the processes of a layer cannot have equal parts of it",
-            where=f"parallel.tensor = {size}, {where}",
-            found=", ".join(uneven),
-            expected=f"multiples of {size}",
-            next=_largest("tensor", size, gcd(*counts.values())),
-        )
-
-
-def _largest(dimension: str, size: int, count: int) -> str:
-    """Name the largest size of a dimension, no larger than the one that was wished, that divides a
-    count."""
-    found = next(n for n in range(min(size, count), 0, -1) if count % n == 0)
-    return f"set parallel.{dimension}={found}"
-
-
-def _check_pipeline(parallel: Parallel, shape: Any, where: str) -> None:
-    """Raise UserError if a stage of the pipeline would have no layer."""
-    layers = shape.num_hidden_layers
-    if parallel.pipeline > layers:
-        raise UserError(
-            "the model has fewer layers than the pipeline has stages",
-            where=f"parallel.pipeline = {parallel.pipeline}, {where}",
-            found=f"{parallel.pipeline} stages for {layers} layers",
-            expected="at least one layer a stage",
-            next=f"set parallel.pipeline={layers} or less",
-        )
-
-
-def _check_context(parallel: Parallel, shape: Any, where: str) -> None:
-    """Check the key/value heads: there are fewest of them, and they divide the query heads."""
-    heads, size = shape.num_key_value_heads // parallel.tensor, parallel.context
-    if heads % size:
-        of_a_layer = f" in each of {parallel.tensor} parts of a layer" * (parallel.tensor > 1)
-        raise UserError(
-            "the processes of a context cannot have equal shares of the attention heads",
-            where=f"parallel.context = {size}, {where}",
-            found=f"{heads} key/value heads{of_a_layer}",
-            expected=f"a multiple of {size}",
-            next=_largest("context", size, heads),
-        )
-
-
-def _check_expert(parallel: Parallel, shape: Any, where: str) -> None:
-    size, sparse = parallel.expert, has_experts(shape)
-    # a teacher or a critic may be dense
-    if size == 1 or (not sparse and where != "model.path"):
-        return
-    if not sparse or shape.num_experts % (size * parallel.tensor):
-        raise UserError(
-            "the processes of a mesh cannot have equal parts of the experts",
-            where=f"parallel.expert = {size}, {where}",
-            found=f"{shape.num_experts} experts" if sparse else "a model without experts",
-            expected=f"a multiple of parallel.expert x parallel.tensor = {size * parallel.tensor}",
-            next=_largest("expert", size, shape.num_experts // parallel.tensor if sparse else 1),
-        )

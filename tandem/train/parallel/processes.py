@@ -119,11 +119,8 @@ class Processes:
         """Wait for the next order of rank 0, for as long as it lives."""
         key = f"order/{self._orders}"
         with self.announce("an order", [0]):
-            pause = 0.001
-            while not self.store.check([key]):
+            for _ in _looks_for(self.store, key):
                 watchdog.heartbeat()  # rank 0 may have none for as long as it likes
-                time.sleep(pause)
-                pause = min(2 * pause, 0.05)
         self._orders += 1
         name, arguments = json.loads(self.store.get(key))
         return name, arguments
@@ -137,14 +134,12 @@ class Processes:
     def take(self, key: str) -> Any:
         """Wait for a posted value, in any thread, and remove it; None if it does not come within
         `stall_s`, of which a second is left to say so."""
-        store, key, pause = self.store.clone(), f"post/{key}", 0.001
+        store, key = self.store.clone(), f"post/{key}"
         watchdog.heartbeat()
         until = time.monotonic() + self.stall_s - 1
-        while not store.check([key]):
+        for _ in _looks_for(store, key):
             if time.monotonic() > until:
                 return None
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
         value = json.loads(store.get(key))
         store.delete_key(key)
         return value
@@ -320,6 +315,15 @@ class Processes:
         sign = seen.get(rank, (None, 0.0))[0]
         where = f" (pid {sign[1]['pid']} on {sign[1]['host']})" if sign else ""
         return f"rank {rank}{where}"
+
+
+def _looks_for(store: Any, key: str) -> Iterator[None]:
+    """Yield between two looks for a key, less and less often, until it is there."""
+    pause = 0.001
+    while not store.check([key]):
+        yield
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
 
 
 def how_ended(code: int | str) -> str:

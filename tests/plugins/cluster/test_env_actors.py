@@ -13,9 +13,9 @@ from tandem.config.schema import Sandbox
 from tandem.envs.calls import EnvironmentFailed, environment_loop
 from tandem.envs.load import load_env
 from tandem.plugins.cluster.env_actors import DEPTH, EnvActors, RemoteCaller
-from tandem.plugins.cluster.node_pool import IDLE_S, LOSSES
-from tandem.rewards.pool.task_thread import RunningTasks
+from tandem.plugins.cluster.node_pool import IDLE_S
 from tandem.runtime.errors import UserError
+from tandem.workers.pool import Limits
 from tests.support.node_process import Nodes
 from tests.support.playing import PROBLEMS, TurnEngine, play
 from tests.support.waiting import WAIT_S, eventually
@@ -113,7 +113,7 @@ def workers(folder, most=1, clock=None, name="env.py:Sums", timeout_s=WAIT_S, **
         report=reports.append,
         **({} if clock is None else {"clock": clock}),
     )
-    with RunningTasks(actors, "env calls"):
+    with actors:
         yield actors, nodes, reports
 
 
@@ -186,8 +186,8 @@ def test_environment_that_kills_its_workers_costs_its_own_episode(tmp_path):
         *fine, [killer] = play(
             actors.make, TurnEngine(), problems=PROBLEMS, caller=RemoteCaller, timeout_s=WAIT_S
         )
-    assert killer.env_error.startswith(f"worker died: the whole env worker, {LOSSES} times")
-    assert killer.masked and len(nodes.hosts) >= LOSSES
+    assert killer.env_error == "worker died: it was ended by SIGKILL"
+    assert killer.masked and len(nodes.hosts) >= Limits().losses
     found = repr([group[0] for group in fine]).replace("[1, 2]", "(1, 2)")
     assert found == repr([group[0] for group in expected[:3]])
 
@@ -250,6 +250,7 @@ def test_closing_an_environment_ends_its_step(tmp_path, begun):
 def test_worker_joins_when_episodes_wait_and_leaves_when_it_holds_none(tmp_path):
     clock, loop = Clock(), environment_loop()
     with workers(tmp_path, most=2, clock=clock, habits={"0": "gate"}) as (actors, _, reports):
+        actors.started.result(WAIT_S)
         envs = [actors.make() for _ in range(DEPTH + 1)]
         begun = [asyncio.run_coroutine_threadsafe(e.reset(PROBLEMS[0]), loop) for e in envs]
 

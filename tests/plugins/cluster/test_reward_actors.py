@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tandem.plugins.cluster.node_pool import IDLE_S, LOSSES, RESTARTS
-from tandem.plugins.cluster.reward_actors import RewardActors
-from tandem.rewards.pool.pool import RewardPool, TaskPool
+from tandem.plugins.cluster.node_pool import IDLE_S, RewardActors
+from tandem.rewards.pool import RewardPool
 from tandem.runtime.errors import UserError
 from tandem.types import Attempt, Problem
+from tandem.workers.pool import Limits
 from tests.support.node_process import Nodes
 from tests.support.waiting import WAIT_S, eventually
 
@@ -43,12 +43,12 @@ TEXTS = [f"Answer: {number}" for number in range(30)] + ["raise no", "\ud800é",
 
 @contextmanager
 def pool_of(folder, function="reward.py:score", most=2, heartbeat_s=WAIT_S, **options):
-    """(TaskPool, its thread's object, Nodes, what was reported)."""
+    """(RewardActors, Nodes, what was reported)."""
     if folder.exists():
         (folder / "reward.py").write_text(REWARD)
     nodes, reports = Nodes("reward"), []
     arguments = {"functions": [function], "timeout_s": WAIT_S, "workers": 1}
-    actors = RewardActors(
+    with RewardActors(
         nodes.spawn,
         pool=arguments,
         folder=str(folder),
@@ -56,9 +56,8 @@ def pool_of(folder, function="reward.py:score", most=2, heartbeat_s=WAIT_S, **op
         heartbeat_s=heartbeat_s,
         report=reports.append,
         **options,
-    )
-    with TaskPool(actors) as pool:
-        yield pool, actors, nodes, reports
+    ) as pool:
+        yield pool, nodes, reports
 
 
 def submit(pool, texts):
@@ -67,6 +66,10 @@ def submit(pool, texts):
 
 def scores(futures):
     return [future.result(WAIT_S) for future in futures]
+
+
+LIMITS = Limits()
+LOSSES, RESTARTS = LIMITS.losses, LIMITS.restarts
 
 
 class Clock:
@@ -90,7 +93,7 @@ def test_scores_are_those_of_the_pool_on_one_machine(tmp_path):
 
 def test_calls_of_a_killed_worker_are_served_again(tmp_path):
     gate = tmp_path / "gate"
-    with pool_of(tmp_path) as (pool, _, nodes, reports):
+    with pool_of(tmp_path) as (pool, nodes, reports):
         futures = submit(pool, [f"wait {gate}", *TEXTS])
         assert eventually(gate.with_suffix(".begun").exists)
         os.kill(nodes.hosts[0].pid, signal.SIGKILL)
@@ -104,14 +107,14 @@ def test_calls_of_a_killed_worker_are_served_again(tmp_path):
 
 def test_a_stopped_worker_is_lost_and_its_calls_are_served_again(tmp_path):
     clock = Clock()
-    with pool_of(tmp_path, clock=clock, heartbeat_s=5.0) as (pool, actors, nodes, reports):
+    with pool_of(tmp_path, clock=clock, heartbeat_s=5.0) as (pool, nodes, reports):
         scores(submit(pool, TEXTS[:1]))
         os.kill(nodes.hosts[0].pid, signal.SIGSTOP)
         futures = submit(pool, TEXTS[1:2])
 
         def passes():
             clock.now += 1.0
-            actors.wake()
+            pool.wake()
             return reports
 
         assert eventually(passes)
@@ -121,16 +124,16 @@ def test_a_stopped_worker_is_lost_and_its_calls_are_served_again(tmp_path):
 
 
 def test_a_call_that_kills_each_worker_costs_its_own_score(tmp_path):
-    with pool_of(tmp_path, most=1) as (pool, _, nodes, _):
+    with pool_of(tmp_path, most=1) as (pool, nodes, _):
         [killer] = scores(submit(pool, ["kill"]))
         [fine] = scores(submit(pool, TEXTS[:1]))
     assert (killer.reward, fine.error) == (0.0, "")
-    assert killer.error.startswith(f"worker died: the whole reward worker, {LOSSES} times")
+    assert killer.error == "worker died: it was ended by SIGKILL"
     assert len(nodes.hosts) == LOSSES + 1
 
 
 def test_workers_that_die_before_they_score_are_an_error_that_names_the_last(tmp_path):
-    with pool_of(tmp_path, most=1) as (pool, _, nodes, _):
+    with pool_of(tmp_path, most=1) as (pool, nodes, _):
         kills = threading.Thread(target=_kill_all, args=(nodes, RESTARTS + 1))
         kills.start()
         [future] = submit(pool, TEXTS[:1])
@@ -143,7 +146,7 @@ def test_workers_that_die_before_they_score_are_an_error_that_names_the_last(tmp
 
 
 def test_a_lost_node_with_all_workers_but_one_is_no_end(tmp_path):
-    with pool_of(tmp_path, most=RESTARTS + 2) as (pool, _, nodes, _):
+    with pool_of(tmp_path, most=RESTARTS + 2) as (pool, nodes, _):
         kills = threading.Thread(target=_kill_all, args=(nodes, RESTARTS + 1))
         kills.start()
         [score] = scores(submit(pool, TEXTS[:1]))
@@ -159,7 +162,7 @@ def _kill_all(nodes, count):
 
 def test_a_worker_joins_when_calls_wait_and_leaves_when_idle(tmp_path):
     clock, gates = Clock(), [tmp_path / f"gate_{number}" for number in range(4)]
-    with pool_of(tmp_path, clock=clock) as (pool, actors, nodes, reports):
+    with pool_of(tmp_path, clock=clock) as (pool, nodes, reports):
         scores(submit(pool, TEXTS))
         assert len(pool.status()) == 1
         waiting = submit(pool, [f"wait {gate}" for gate in gates])
@@ -167,7 +170,7 @@ def test_a_worker_joins_when_calls_wait_and_leaves_when_idle(tmp_path):
 
         def passes():  # the thread has seen some of the calls wait before
             clock.now += 0.5
-            actors.wake()
+            pool.wake()
             return len(pool.status()) == 2
 
         assert eventually(passes)
@@ -212,7 +215,7 @@ def test_calls_of_a_closed_pool_end(tmp_path):
 
 
 def test_no_reward_process_outlives_its_worker(tmp_path):
-    with pool_of(tmp_path) as (pool, _, nodes, _):
+    with pool_of(tmp_path) as (pool, nodes, _):
         scores(submit(pool, TEXTS[:1]))
         tree = [
             int(p.name) for p in Path("/proc").glob("[0-9]*") if _parent(p) == nodes.hosts[0].pid

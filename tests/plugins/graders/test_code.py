@@ -256,9 +256,7 @@ def test_an_honest_program_earns_the_reward_and_a_cheat_does_not(row):
     ("script", "found"),
     [
         ("import numpy as np\nassert np.allclose(add(1, 2), 3)", "numpy"),
-        ("assert nearly(add(1, 2), 3)", "nearly"),
         ("import numpy\nassert numpy.sum([add(1, 2)]) == 3", "numpy"),
-        ("def test_add():\n    assert add(1, 2) == EXPECTED", "EXPECTED"),
     ],
 )
 def test_a_script_that_no_solution_can_pass_is_the_rows_mistake(script, found):
@@ -485,7 +483,7 @@ def test_needed_names_are_the_solutions_never_pythons():
     ],
 )
 def test_values_survive_the_way_out(value):
-    found = decode(json.loads(encode(value, [])), None)
+    found = decode(json.loads(json.dumps(encode(value, []))), None)
     assert (found, type(found)) == (value, type(value))
 
 

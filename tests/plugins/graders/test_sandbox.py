@@ -32,7 +32,7 @@ from tandem.plugins.graders.sandbox import (
     run_python,
     seccomp,
 )
-from tandem.plugins.graders.sandbox.run import Run, supervise
+from tandem.plugins.graders.sandbox.local import Run, supervise
 from tandem.registry import find
 from tandem.runtime.errors import UserError
 from tests.support.sandbox_fusion import FusionServer

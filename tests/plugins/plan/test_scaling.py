@@ -8,11 +8,19 @@ import torch
 
 from tandem.config.parallel import Parallel
 from tandem.config.recipe import load_config
+from tandem.config.schema import Config
 from tandem.model.forward import batch_logprobs
 from tandem.model.placement import Placement
-from tandem.plugins.plan.footprint import loading_memory, model_sizes, needs, rank_memory, work_of
+from tandem.plugins.plan.footprint import (
+    Sizes,
+    loading_memory,
+    model_sizes,
+    needs,
+    rank_memory,
+    work_of,
+)
 from tandem.plugins.plan.gpus import GPUS, Assumptions
-from tandem.plugins.plan.meshes import plans, possible_meshes, smallest, why_impossible
+from tandem.plugins.plan.meshes import plans, possible_meshes, smallest, why_refused
 from tandem.plugins.plan.scaling import communication, flops_per_token, rate, update_time
 from tandem.plugins.plan.shards import Work, largest_layer, memory, parameters, part_of
 from tandem.train.pack import pack
@@ -217,12 +225,17 @@ def test_frozen_weights_take_four_flops_a_parameter_and_checkpointing_two_more()
     )
 
 
+def of_shape(shape):
+    place = Placement(torch.device("cuda"), torch.bfloat16)
+    return Sizes(place=place, shape=shape, policy=parameters(shape), adapters=0, others={})
+
+
 def test_meshes_of_four_gpus_by_hand():
     """Two heads of keys, two layers, no experts: tensor x context <= 2, pipeline <= 2."""
     shape = tiny_config("qwen3", num_attention_heads=4)
     found = {
         (mesh.data, mesh.tensor, mesh.context, mesh.pipeline)
-        for mesh in possible_meshes(shape, 4)
+        for mesh in possible_meshes(of_shape(shape), Config(), 4)
         if not mesh.shard
     }
     assert found == {
@@ -233,7 +246,7 @@ def test_meshes_of_four_gpus_by_hand():
         (1, 2, 1, 2),
         (1, 1, 2, 2),
     }
-    assert why_impossible(shape, Parallel(tensor=3)) == (
+    assert why_refused(of_shape(shape), Config(), Parallel(tensor=3)) == (
         "parallel.tensor = 3, model.path: 4 attention heads, 2 key/value heads, "
         "172 inner features, expected multiples of 3"
     )

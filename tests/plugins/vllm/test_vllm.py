@@ -22,15 +22,15 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from tandem.audit.replay import replay
 from tandem.cli.train import train
 from tandem.config.recipe import load_config
+from tandem.engine.dispatch import devices_of
 from tandem.engine.ending import find_ending
 from tandem.engine.packed import packed_logprobs
 from tandem.engine.sync_check import make_probe
-from tandem.engine.worker_pool.dispatch import devices_of
-from tandem.engine.worker_pool.pool import Workers
 from tandem.model.load import load_model
 from tandem.model.tiny import make_tiny
 from tandem.model.tokenizer import decode_text, load_tokenizer
 from tandem.plugins.vllm import worker as vllm_worker
+from tandem.rollout_workers.process import EngineSpec
 from tandem.run_folder.metrics import read_metrics
 from tandem.run_folder.past_run import open_past
 from tandem.runtime.errors import UserError
@@ -39,7 +39,7 @@ from tandem.types import SamplingParams
 from tandem.weights.shared import SharedWeights
 from tests.support.runs import prepare
 from tests.support.waiting import eventually
-from tests.support.working import all_idle, groups, processes, request, run, until
+from tests.support.working import all_idle, groups, open_workers, processes, request, run, until
 
 GAP = 1e-4  # nats, in float32; another kernel adds in another order
 LONGEST = 256
@@ -67,23 +67,13 @@ def vllm_workers(path, command, tensor_parallel=1, experts=0):
     if experts:
         mix(path, experts)
     model, reports = load_model(path), []
+    spec = EngineSpec(
+        model_path=path, cache_mb=16, max_batch=32, longest=LONGEST, tensor_parallel=tensor_parallel
+    )
     assert model.config.tie_word_embeddings
     with (
         closing(SharedWeights(model.merged_weights())) as shared,
-        Workers(
-            model_path=path,
-            cache_mb=16,
-            max_batch=32,
-            longest=LONGEST,
-            count=1,
-            heartbeat_s=60.0,
-            restarts=1,
-            weights=shared,
-            report=reports.append,
-            command=command,
-            forks=False,
-            tensor_parallel=tensor_parallel,
-        ) as workers,
+        open_workers(spec, shared, reports, command, forks=False) as workers,
     ):
         publish(shared, model, 0)
         workers.apply(0)

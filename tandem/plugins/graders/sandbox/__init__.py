@@ -1,8 +1,7 @@
 """Untrusted programs: run under bubblewrap on this machine, or on a SandboxFusion server.
 
-protocol.py has the callers' interface, opening.py chooses a sandbox, docs/sandbox.md lists the
-guarantees. It does not know the purpose of the programs: ../code.py compares their results,
-and believes nothing else.
+protocol.py has the callers' interface, docs/sandbox.md lists the guarantees. It does not know the
+purpose of the programs: ../code.py compares their results, and believes nothing else.
 
     python -c "from tandem.plugins.graders.sandbox import *; print(Bubblewrap())"
 """
@@ -10,7 +9,6 @@ and believes nothing else.
 from tandem.plugins.graders.sandbox.bubblewrap import Bubblewrap
 from tandem.plugins.graders.sandbox.fusion import SandboxFusion
 from tandem.plugins.graders.sandbox.local import Unisolated
-from tandem.plugins.graders.sandbox.opening import open_sandbox
 from tandem.plugins.graders.sandbox.protocol import (
     Limits,
     Program,
@@ -18,6 +16,7 @@ from tandem.plugins.graders.sandbox.protocol import (
     Sandbox,
     SandboxConfig,
     SandboxFailed,
+    open_sandbox,
     run_python,
 )
 

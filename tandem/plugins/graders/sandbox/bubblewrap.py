@@ -2,7 +2,7 @@
 
 A program has an unprivileged uid (a root parent gives its own up first, because limits do not bind
 root), no network, an environment of five words, the system's /usr read-only and a small /tmp, and
-limits on time, memory, files, processes and output. run.py holds the clock, outside; when time is
+limits on time, memory, files, processes and output. local.py holds the clock, outside; when time is
 up or the program ends, the whole process namespace is killed, and `run` returns only once that is
 gone.
 """
@@ -14,14 +14,30 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from tandem.plugins.graders.sandbox.local import ENVIRONMENT, LocalSandbox, sealed_file
-from tandem.plugins.graders.sandbox.protocol import Limits, Program, SandboxFailed, check_name
-from tandem.plugins.graders.sandbox.run import ADOPTION, Run
+from tandem.plugins.graders.sandbox.local import (
+    ADOPTION,
+    ENVIRONMENT,
+    SWITCH,
+    LocalSandbox,
+    Run,
+    Unisolated,
+    sealed_file,
+)
+from tandem.plugins.graders.sandbox.protocol import (
+    Limits,
+    Program,
+    Sandbox,
+    SandboxConfig,
+    SandboxFailed,
+    check_name,
+    trouble_of,
+)
 from tandem.plugins.graders.sandbox.seccomp import seccomp_filter
+from tandem.runtime.errors import UserError
 
 NOBODY = 65534
 UIDS = 1_500_000_000  # a root parent takes uids from here: a range that no distribution hands out
@@ -30,6 +46,28 @@ DEVICES = ("null", "zero", "full", "random", "urandom")
 # must not be written to.
 HIDE_FIRST = ("--perms", "0000", "--size", "4096", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1")
 _run_numbers = itertools.count()
+
+
+def open_bubblewrap(config: SandboxConfig) -> Sandbox:
+    """Open bubblewrap after a trial run; where it does not work, with the config's switch a place
+    for plain processes. Raises UserError."""
+    programs = ("bwrap", "prlimit", "setpriv", "bash")
+    if missing := [name for name in programs if shutil.which(name) is None]:
+        trouble = f"no {' and no '.join(missing)} on the PATH"
+    else:
+        trouble = trouble_of(Bubblewrap())
+    if not trouble:
+        return Bubblewrap()
+    if config.run_untrusted_code_without_isolation:
+        return Unisolated()
+    raise UserError(
+        "code of a model needs a sandbox to run in, and there is none",
+        where="sandbox",
+        found=trouble,
+        expected="bubblewrap, or the URL of a SandboxFusion server as sandbox.url",
+        next="apt-get install bubblewrap "
+        f"(or, to run it as a plain process that can do all you can: {SWITCH}=true)",
+    )
 
 
 class Bubblewrap(LocalSandbox):
@@ -58,7 +96,11 @@ class Bubblewrap(LocalSandbox):
             stack.callback(os.close, gate)
             arguments = [
                 *_view(self.python, limits),
-                *_contents(contents),
+                *(
+                    word
+                    for name, fd in contents.items()
+                    for word in ("--file", str(fd), f"/tmp/{name}")
+                ),
                 *_confinement(bpf, status),
             ]
             data = b"\0".join(os.fsencode(text) for text in arguments)
@@ -104,10 +146,6 @@ def _view(python: str, limits: Limits) -> list[str]:
         args += ["--symlink", f"/proc/self/fd/{number}", f"/dev/{name}"]
     args += ["--proc", "/proc", *HIDE_FIRST]
     return [*args, "--size", str(limits.disk_mb * 2**20), "--perms", "0700", "--tmpfs", "/tmp"]
-
-
-def _contents(files: Mapping[str, int]) -> list[str]:
-    return [word for name, fd in files.items() for word in ("--file", str(fd), f"/tmp/{name}")]
 
 
 def _confinement(bpf: Sequence[int], status: int) -> list[str]:

@@ -6,8 +6,11 @@ Does not know how a program is confined.
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import PurePosixPath
 from typing import Literal, Protocol, runtime_checkable
+
+from tandem.registry import find
 
 # a command, and the files it finds in its working directory
 Program = tuple[Sequence[str], Mapping[str, str]]
@@ -91,6 +94,12 @@ class Sandbox(Protocol):
     def state(self) -> str:
         """Describe the sandbox in one line, for `tandem doctor`, after a trial of it."""
         ...
+
+
+@cache  # one trial run in a process is enough
+def open_sandbox(config: SandboxConfig) -> Sandbox:
+    """Open the sandbox of a config; raises UserError if there is none."""
+    return find("sandboxes", config.kind, key="sandbox")(config)  # type: ignore[no-any-return]
 
 
 def run_python(sandbox: Sandbox, code: str, stdin: str = "", limits: Limits = LIMITS) -> Result:

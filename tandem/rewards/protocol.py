@@ -1,9 +1,8 @@
-"""The JSON lines between RewardPool and its workers, as RewardPool writes and reads them.
+"""The JSON lines between RewardPool and its workers (workers/serve.py has those of all pools).
 
+    start          {"functions", "weights", "options", "memory_mb"}
     to a worker    {"id": 7, "problem": {"uid", ...}, "attempt": {"text", "messages", ...}}
-    from a worker  {"id": -1, "ready": true}
-                   {"id": -1, "failed": "ModuleNotFoundError: ...", "where": "rewards.py:3"}
-                   {"id": 7, "at": 1}          the second function runs now (id -1: is loaded)
+    from a worker  {"id": 7, "at": 1}          the second function runs now
                    {"id": 7, "loading": true}  Math-Verify is being imported (false: it has been);
                                                the deadline allows for it
                    {"id": 7, "reward": 1.0, "parts": {"answer": 1.0}, "error": "", "kind": "",
@@ -20,14 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from tandem.runtime.worker_channel import Message
 from tandem.types import Attempt, Problem, Score
+from tandem.workers.channel import Message, ProtocolError
 
-HELLO = -1  # the id of a worker's messages before its first task
+Scoring = tuple[Problem, Attempt]
 MAX_CHARS = 500_000
 MAX_TOKENS = 128_000
 MAX_REQUEST_BYTES = 8 * 2**20
-MAX_LINE_BYTES = 2**20  # of an answer
 _PROBLEM = ("uid", "messages", "answer", "category", "metadata", "conversational")
 
 
@@ -78,18 +76,29 @@ def _numpy_value(value: Any) -> Any:
     raise TypeError(f"found a {type(value).__name__} in it")
 
 
-def read_score(message: Message) -> tuple[Score | None, str]:
-    """Return (score, kind of failure) of an answer; (None, "") if it is malformed, as hostile code
-    may have written it."""
+def read_request(request: Message) -> Scoring:
+    """Return what a request asks to score."""
+    attempt = request["attempt"]
+    # _attempt_fields left out a single message that repeats the text
+    messages = attempt.get("messages") or [{"role": "assistant", "content": attempt["text"]}]
+    return (
+        read_problem(request["problem"]),
+        Attempt(**{**attempt, "messages": tuple(messages), "tokens": tuple(attempt["tokens"])}),
+    )
+
+
+def read_score(message: Message) -> tuple[Score, str, bool]:
+    """Return (score, kind of failure, whether the worker ends now) of an answer. Raises
+    ProtocolError if it is malformed, as hostile code may have written it."""
     match message:
         case {
             "reward": float(reward),
             "parts": dict(parts),
             "error": str(error),
             "kind": "" | "exception" | "bad_value" as kind,
-            "last": bool(),
+            "last": bool(last),
         } if all(
             isinstance(value, float) and math.isfinite(value) for value in (reward, *parts.values())
         ):
-            return Score(reward=reward, parts=parts, error=error), kind
-    return None, ""
+            return Score(reward=reward, parts=parts, error=error), kind, last
+    raise ProtocolError(f"not an answer: {str(message)[:200]}")

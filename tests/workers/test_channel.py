@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
-from tandem.runtime.worker_channel import Channel, ProtocolError, RestartLimit, exit_reason, spawn
+from tandem.workers.channel import Channel, ProtocolError
+from tandem.workers.host import describe_exit, spawn
+from tandem.workers.pool import RestartLimit
 
 MAX_LINE = 1 << 20
 
@@ -17,7 +19,8 @@ def ends():
     """A worker's blocking end and a pool's non-blocking one, which takes no descriptors."""
     theirs, ours = socket.socketpair()
     ours.setblocking(False)
-    worker, pool = Channel(theirs, MAX_LINE, max_descriptors=2), Channel(ours, MAX_LINE)
+    worker = Channel(theirs, MAX_LINE, max_descriptors=2)
+    pool = Channel(ours, MAX_LINE)
     yield worker, pool
     worker.close()
     pool.close()
@@ -102,7 +105,8 @@ def test_the_restart_after_the_last_is_refused_until_a_reset():
 
 
 def test_an_exit_names_its_signal_or_its_code():
-    assert (exit_reason(-9), exit_reason(7)) == ("signal 9", "exit 7")
+    assert describe_exit(-9) == "it was ended by SIGKILL"
+    assert describe_exit(7) == "it ended with exit code 7"
 
 
 def test_worker_has_no_place_among_the_trainers_processes(monkeypatch):
@@ -110,6 +114,6 @@ def test_worker_has_no_place_among_the_trainers_processes(monkeypatch):
     for name in names:
         monkeypatch.setenv(name, "1")
     code = f"import os; print([name for name in {names} if name in os.environ])"
-    process, channel = spawn([sys.executable, "-c", code], MAX_LINE, stdout=subprocess.PIPE)
+    process, channel = spawn([sys.executable, "-c", code], stdout=subprocess.PIPE)
     channel.close()
     assert process.communicate()[0] == b"['NODE']\n"

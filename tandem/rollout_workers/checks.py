@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tandem.engine.worker_pool.process import WorkerProcess
-from tandem.runtime.worker_channel import Message, ProtocolError
+from tandem.rollout_workers.process import WorkerProcess
+from tandem.workers.channel import Message, ProtocolError
 
 
 @dataclass(eq=False)

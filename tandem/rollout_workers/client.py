@@ -22,9 +22,9 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from tandem.engine.worker_pool.checks import Check
-from tandem.engine.worker_pool.dispatch import RequestQueue, Ticket
-from tandem.engine.worker_pool.pool import WAIT_S, Workers
+from tandem.engine.dispatch import RequestQueue, Ticket
+from tandem.rollout_workers.checks import Check
+from tandem.rollout_workers.pool import WAIT_S, Workers
 from tandem.runtime import watchdog
 from tandem.types import Request
 

@@ -25,18 +25,12 @@ their bytes, so a float32 keeps every bit, a NaN's included. Knows neither proce
 """
 
 import base64
-import hashlib
 from dataclasses import asdict
 
 import numpy as np
 
-from tandem.runtime.errors import UserError
-from tandem.runtime.worker_channel import Message, ProtocolError
 from tandem.types import Array, Completion, Request, SamplingParams
-
-# a completion of a million tokens has some 20 MB
-MAX_LINE_BYTES = 256 * 2**20
-_ERROR_FIELDS = ("what", "where", "found", "expected", "next")
+from tandem.workers.channel import Message, ProtocolError
 
 
 def request_message(number: int, request: Request) -> Message:
@@ -81,35 +75,6 @@ def read_completion(message: Message) -> Completion:
     if not len(completion.tokens) == len(completion.logprobs) == len(completion.weight_versions):
         raise ProtocolError("a completion whose columns have different lengths")
     return completion
-
-
-def cancelled_completion() -> Completion:
-    return Completion(
-        tokens=np.zeros(0, np.int64),
-        logprobs=np.zeros(0, np.float32),
-        weight_versions=np.zeros(0, np.int32),
-        text="",
-        stop_reason="cancelled",
-    )
-
-
-def identity_of(request: Request) -> str:
-    """Hash the prompt, the address of the draws, and the tokens to go on from, to hex."""
-    sampled = np.zeros(0, np.int64) if request.resume_from is None else request.resume_from.tokens
-    digest = hashlib.sha256(
-        f"{request.key} {request.num_sampled} {len(request.prompt)} {len(sampled)} ".encode()
-    )
-    digest.update(request.prompt.astype("<i8").tobytes())
-    digest.update(sampled.astype("<i8").tobytes())
-    return digest.hexdigest()
-
-
-def error_message(error: UserError) -> Message:
-    return {"error": {name: getattr(error, name) for name in _ERROR_FIELDS}}
-
-
-def read_error(message: Message) -> UserError:
-    return UserError(**{name: str(message["error"].get(name, "")) for name in _ERROR_FIELDS})
 
 
 def _completion_fields(completion: Completion) -> Message:

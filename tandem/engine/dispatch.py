@@ -19,6 +19,7 @@ Within a version older queues come first. Tickets are spread evenly over its wor
 has more than it runs at once; those with the same prefix go to one worker as long as that is even.
 """
 
+import hashlib
 import itertools
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
@@ -26,8 +27,9 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from typing import Any, Generic, Protocol, TypeVar
 
-from tandem.engine.worker_pool.errors import too_long
-from tandem.engine.worker_pool.protocol import identity_of
+import numpy as np
+
+from tandem.runtime.errors import InvariantError, UserError
 from tandem.types import Completion, Request
 
 
@@ -108,7 +110,14 @@ class Dispatcher(Generic[W]):
         """Make the ticket of a request; any thread may. Raises UserError if it is too long."""
         needed = len(request.prompt) + request.params.max_new_tokens
         if needed > self.longest:
-            raise too_long(needed, self.longest)
+            raise UserError(
+                "a sequence would be longer than an engine can hold",
+                where="rollout.max_new_tokens",
+                found=f"{needed} tokens, prompt and completion",
+                expected=f"at most {self.longest}, by the model's positions and the engine's cache",
+                next="lower rollout.max_new_tokens, or raise rollout.cache_mb (of servers: "
+                "tandem serve --cache-mb)",
+            )
         return Ticket(next(self._numbers), request, identity_of(request), queue)
 
     def add(self, ticket: Ticket) -> None:
@@ -227,3 +236,45 @@ def devices_of(number: int, ranks: int, devices: Sequence[str]) -> str:
     """Return the devices of that worker, with commas between; processors are one device."""
     places = range(number * ranks, (number + 1) * ranks)
     return ",".join(dict.fromkeys(devices[place % len(devices)] for place in places))
+
+
+def check_completion(where: str, ticket: Ticket, identity: str, completion: Completion) -> None:
+    """Raise an error for a completion of another request, or by weights of another version."""
+    if identity != ticket.identity:
+        raise InvariantError(
+            "a completion was made for another request",
+            where=where,
+            found=identity,
+            expected=ticket.identity,
+            next="a bug: it is not trained; please report it",
+        )
+    paused, expected = ticket.request.resume_from, ticket.queue.version
+    versions = completion.weight_versions[0 if paused is None else len(paused.tokens) :]
+    if (versions != expected).any():
+        raise UserError(
+            "a completion was sampled by other weights than those applied",
+            where=where,
+            found=f"tokens of version {sorted(set(versions.tolist()))}",
+            expected=f"version {expected}",
+        )
+
+
+def identity_of(request: Request) -> str:
+    """Hash the prompt, the address of the draws, and the tokens to go on from, to hex."""
+    sampled = np.zeros(0, np.int64) if request.resume_from is None else request.resume_from.tokens
+    digest = hashlib.sha256(
+        f"{request.key} {request.num_sampled} {len(request.prompt)} {len(sampled)} ".encode()
+    )
+    digest.update(request.prompt.astype("<i8").tobytes())
+    digest.update(sampled.astype("<i8").tobytes())
+    return digest.hexdigest()
+
+
+def cancelled_completion() -> Completion:
+    return Completion(
+        tokens=np.zeros(0, np.int64),
+        logprobs=np.zeros(0, np.float32),
+        weight_versions=np.zeros(0, np.int32),
+        text="",
+        stop_reason="cancelled",
+    )

@@ -18,21 +18,16 @@ no reward, and no other worker.
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tandem.engine.worker_pool.fork_server import LONG_CALL_S, repeated, start
-from tandem.engine.worker_pool.protocol import (
-    completion_message,
-    error_message,
-    identity_of,
-    read_request,
-)
+from tandem.engine.dispatch import identity_of
+from tandem.rollout_workers.protocol import completion_message, read_request
 from tandem.runtime import numerics
-from tandem.runtime.errors import UserError
-from tandem.runtime.worker_channel import Channel, Message
 from tandem.types import Array, Completion, Request
+from tandem.workers.channel import Channel, Message
+from tandem.workers.fork_server import start
+from tandem.workers.serve import serve_from_start, signs_of_life
 
 if TYPE_CHECKING:  # torch is imported when there are signs of life already
     from torch import Tensor
@@ -48,7 +43,7 @@ PRELOADED = (
     "tandem.engine.sync_check",
     "tandem.model.load",
     "tandem.model.tokenizer",
-    "tandem.plugins.cluster.delta",
+    "tandem.weights.delta",
     "tandem.weights.transports",
 )
 
@@ -182,11 +177,6 @@ class Server:
         self._channel.send({"applied": version, "hash": combine(found), "differ": differ[:3]})
 
 
-def signs_of_life(channel: Channel, beat_s: float) -> AbstractContextManager[None]:
-    """Give signs of life from another thread while this one is in a long call."""
-    return repeated(lambda: channel.send({"alive": True}), beat_s)
-
-
 def load_engine(start: dict[str, Any]) -> "Engine":
     """Load the engine of a model directory, without an adapter: published weights are merged."""
     numerics.prepare(threads=1)
@@ -231,25 +221,6 @@ def run(
     serve_from_start(channel, load_all)
 
 
-def serve_from_start(channel: Channel, load: Callable[[Message], Callable[[], None]]) -> None:
-    """Serve from the message that starts the worker to the end of the channel. A UserError is sent
-    to the pool. load: returns what serves until EOFError."""
-    try:
-        messages: list[Message] = []
-        while not messages:
-            channel.wait(LONG_CALL_S)
-            messages = list(channel.receive())
-        [start] = [message["start"] for message in messages]
-        with signs_of_life(channel, start["beat_s"]):
-            serve = load(start)
-        channel.send({"ready": True})
-        serve()
-    except UserError as error:
-        channel.send(error_message(error))
-    except EOFError:  # the pool is gone
-        return
-
-
 def preload(model_path: str) -> None:
     """Import what `load_engine` and a first sync need for a model; compute nothing."""
     for module in PRELOADED:
@@ -260,4 +231,4 @@ def preload(model_path: str) -> None:
 
 
 if __name__ == "__main__":
-    start(run, preload)
+    start(lambda channel, _: run(channel), preload)
