@@ -13,13 +13,15 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from chaos.calls import deaths_at_calls
 from chaos.results import Case, Result, tally
-from tandem.run_folder.async_save import Saver
 from tandem.run_folder.checkpoint import (
+    Contents,
+    Saver,
     Tensors,
     find_damage,
     latest_checkpoint,
@@ -132,7 +134,11 @@ def section() -> list[Result]:
 # ---- what is saved
 
 
-def content(step: int, run: int = 0) -> tuple[Tensors, dict[str, object]]:
+def contents(step: int, tensors: Tensors, state: dict[str, Any], **more: Any) -> Contents:
+    return Contents(step=step, tensors=tensors, state=state, config="[run]\n", **more)
+
+
+def content(step: int, run: int = 0) -> tuple[Tensors, dict[str, Any]]:
     """Make weights of four pages, with other values for each step and run."""
     generator = torch.Generator().manual_seed(1000 * run + step)
     weight, moment = torch.randn(2, 64, 64, generator=generator)
@@ -144,14 +150,14 @@ def content(step: int, run: int = 0) -> tuple[Tensors, dict[str, object]]:
 
 
 def at_once(folder: Path, step: int, disk: Disk = DISK, *, run: int = 0, keep: int = 2) -> Path:
-    return save_checkpoint(folder, step, *content(step, run), keep, config="[run]\n", disk=disk)
+    return save_checkpoint(folder, contents(step, *content(step, run), keep=keep), disk)
 
 
 def beside(folder: Path, step: int, disk: Disk = DISK) -> None:
     """Save through the Saver, and change the tensors at once."""
     with Saver(disk) as saver:
         tensors, state = content(step)
-        saver.save(folder, step, tensors, state, 2, config="[run]\n")
+        saver.save(folder, contents(step, tensors, state))
         tensors["policy"]["a.weight"].zero_()
         state["step"] = -1
 

@@ -65,7 +65,7 @@ MIXES: dict[str, list[tuple[str, list[str]]]] = {
 # A thread is in the first phase of which its stack has a line; one that is in none waits, or is not
 # the run's.
 PHASES = (
-    ("save", r'async_save\.py", line \d+ in (run|_snapshot)'),
+    ("save", r'checkpoint\.py", line \d+ in (run|_snapshot)'),
     ("journal written", r"in write_episodes|journal\.py\", line \d+ in _write"),
     ("journal read", r'journal\.py", line \d+ in (read|_read|clean)'),
     ("eval", r"rollout/evaluate\.py"),

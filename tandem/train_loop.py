@@ -15,16 +15,22 @@ from typing import Any, Protocol
 from tandem.config.recipe import to_toml
 from tandem.config.schema import Eval
 from tandem.model.load import ExactModel
-from tandem.run_folder.async_save import Saver
 from tandem.run_folder.best import Best, BestTracker
-from tandem.run_folder.checkpoint import checkpoint_step
+from tandem.run_folder.checkpoint import Contents, Saver, checkpoint_step
 from tandem.run_folder.episode_files import episode_file
-from tandem.run_folder.errors import not_written
 from tandem.run_folder.folder import RunFolder
 from tandem.run_folder.metrics import MetricsWriter, metrics_row, peak_rss_mb, read_metrics
 from tandem.run_folder.resume import check_weights, resumable
 from tandem.run_folder.samples import as_markdown, brief, page, read_samples, sample_file
-from tandem.run_folder.shards import Boxes, Entry, SavedTensors, Shard, Tensors, unfinished_name
+from tandem.run_folder.shards import (
+    Boxes,
+    Entry,
+    SavedTensors,
+    Shard,
+    Tensors,
+    not_written,
+    unfinished_name,
+)
 from tandem.run_folder.status import write_status
 from tandem.run_folder.trackers.links import Trackers
 from tandem.runtime import signals, watchdog
@@ -291,18 +297,18 @@ class _TrainLoop:
             # as text: the order is the row's, and NaN may be in it
             "pending_metrics": json.dumps(self.pending_metrics),
         }
-        self.saver.save(
-            self.run.checkpoints,
-            done,
-            tensors,
-            state,
-            self.run.config.run.keep_checkpoints,
+        contents = Contents(
+            step=done,
+            tensors=tensors,
+            state=state,
             config=to_toml(self.run.config),
-            before_write=lambda: job.wait_until_durable(done),
-            shard=shard,
-            wait_for_others=lambda: {} if shard is None else _wait_for_others(ranks, shard),
+            keep=self.run.config.run.keep_checkpoints,
             best=self.best.kept_step,
+            shard=shard,
+            before_write=lambda: job.wait_until_durable(done),
+            wait_for_others=lambda: {} if shard is None else _wait_for_others(ranks, shard),
         )
+        self.saver.save(self.run.checkpoints, contents)
         self.saved_step = done
 
     def _fingerprint(self) -> list[int]:

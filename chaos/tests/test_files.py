@@ -19,7 +19,12 @@ from tandem.data.renderer import ChatRenderer, load_renderer
 from tandem.model.config_file import check_model
 from tandem.model.load import load_model
 from tandem.model.tokenizer import load_tokenizer
-from tandem.run_folder.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from tandem.run_folder.checkpoint import (
+    Contents,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
 from tandem.run_folder.folder import open_run
 from tandem.run_folder.metrics import MetricsWriter
 from tandem.runtime.errors import UserError
@@ -78,7 +83,9 @@ def past_run(tmp_path_factory):
 
 def save(run, step):
     tensors = {"policy": {"w": torch.zeros(4)}}
-    save_checkpoint(run.checkpoints, step, tensors, {"step": step}, 3, config=to_toml(run.config))
+    config = to_toml(run.config)
+    contents = Contents(step=step, tensors=tensors, state={"step": step}, config=config, keep=3)
+    save_checkpoint(run.checkpoints, contents)
 
 
 def resume(folder, report):

@@ -5,23 +5,56 @@ number of learning.
     ledger.jsonl            weights; and whether the files of each run are still those that it wrote
     episodes/, metrics      of the first unequal step: who, where, both values
 
-Reads two run folders, also of runs in progress and of different length. It does not know the cause:
-`tandem why` and `replay` find it.
+A comparison is a generator that yields a Divergence for each pair of values that are not equal. Its
+reader takes the first one and stops, so nothing behind it is computed. Runs may be in progress, and
+of different length. It does not know the cause: `tandem why` and `replay` find it.
 
     tandem diff runs/a runs/b
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain, zip_longest
 
 import numpy as np
 
-from tandem.audit.divergence import ABSENT, Divergence, compare, compare_items
-from tandem.run_folder.past_run import Altered, PastRun, altered, read_step, without_evaluation
+from tandem.run_folder.read import Altered, PastRun, altered, read_step, without_evaluation
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import UserError
 from tandem.types import Array, Episode, Group
+
+ABSENT = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence:
+    """A value that is not the same on both sides. A is the run as recorded, B the other run or the
+    replay."""
+
+    what: str
+    a: str
+    b: str
+    also: str = ""  # the other differences
+
+
+def compare(what: str, a: object, b: object) -> Iterator[Divergence]:
+    """Yield a Divergence unless the values are equal. A string is shown as it is, another value by
+    its repr."""
+    if a != b:
+        yield Divergence(what=what, a=_text(a), b=_text(b))
+
+
+def compare_items(
+    a: Mapping[str, object], b: Mapping[str, object], what: str = "{}"
+) -> Iterator[Divergence]:
+    """Compare the values of each key; what: the text of a Divergence, with {} for the key."""
+    for key in {**a, **b}:
+        yield from compare(what.format(key), a.get(key, ABSENT), b.get(key, ABSENT))
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else repr(value)
+
 
 _ARRAYS = {
     "tokens": "token",
@@ -57,7 +90,13 @@ def compare_runs(a: PastRun, b: PastRun) -> Comparison:
     damaged."""
     both = sorted(set(a.metrics) & set(b.metrics))
     if not both:
-        raise _no_common_step(a, b)
+        raise UserError(
+            "there is nothing to compare yet",
+            where=f"{a.folder}, {b.folder}",
+            found="no step that both have ended",
+            expected="a row in both of metrics.jsonl",
+            next="wait for them",
+        )
     other_bytes: list[int] = []
     divergences = chain(
         ((step, one) for step in both for one in _compare_step(a, b, step, other_bytes)),
@@ -174,13 +213,3 @@ def _first_difference(a: Array, b: Array) -> int | None:
 
 def _entry(array: Array, place: int) -> str:
     return repr(array[place].item()) if place < len(array) else "its end"
-
-
-def _no_common_step(a: PastRun, b: PastRun) -> UserError:
-    return UserError(
-        "there is nothing to compare yet",
-        where=f"{a.folder}, {b.folder}",
-        found="no step that both have ended",
-        expected="a row in both of metrics.jsonl",
-        next="wait for them",
-    )

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from torch import Tensor
 
-from tandem.audit.divergence import Divergence, compare, compare_items
+from tandem.audit.diff import Divergence, compare, compare_items
 from tandem.audit.replay_run import ReplayRun, open_replay_run
 from tandem.audit.rescore import rescore
 from tandem.choices import Report, why_gap
@@ -29,7 +29,7 @@ from tandem.run_folder.checkpoint import checkpoint_step, find_damage, load_chec
 from tandem.run_folder.episode_files import read_note
 from tandem.run_folder.folder import read_machine
 from tandem.run_folder.metrics import metrics_row, read_metrics
-from tandem.run_folder.past_run import PastRun, altered, read_step, require_step, without_evaluation
+from tandem.run_folder.read import PastRun, altered, read_step, require_step, without_evaluation
 from tandem.runtime import numerics
 from tandem.runtime.disk import file_hash
 from tandem.train.batch import pack_batch

@@ -24,7 +24,7 @@ from tandem.jobs.offline import open_offline_job
 from tandem.rollout.collect import Progress, make_rollout_batch, step_metrics
 from tandem.rollout.evaluate import sampling_params
 from tandem.run_folder.folder import MACHINE, RunFolder
-from tandem.run_folder.past_run import PastRun, read_step
+from tandem.run_folder.read import PastRun, read_step
 from tandem.runtime.errors import UserError
 from tandem.step import learn_step
 from tandem.train.learn import LearnStage, Observe
@@ -153,18 +153,14 @@ def changed_inputs(past: PastRun, now: dict[str, str]) -> list[str]:
         if not key.startswith(_MAY_DIFFER)
     ]
     if needed:
-        raise _other_inputs(needed)
+        raise UserError(
+            "a data file or a starting model is not the one that the run began with",
+            where=", ".join(needed),
+            expected="the same bytes, under the paths in config.toml, seen from the working "
+            "directory of the run",
+            next="restore it, or replay where it is",
+        )
     return [
         f"{key} is {'not the file' if present else 'not there'} that the run began with"
         for key, present in changed.items()
     ]
-
-
-def _other_inputs(inputs: list[str]) -> UserError:
-    return UserError(
-        "a data file or a starting model is not the one that the run began with",
-        where=", ".join(inputs),
-        expected="the same bytes, under the paths in config.toml, seen from the working directory "
-        "of the run",
-        next="restore it, or replay where it is",
-    )

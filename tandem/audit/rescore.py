@@ -10,7 +10,7 @@ does not know how a step learns.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tandem.audit.divergence import Divergence, compare
+from tandem.audit.diff import Divergence, compare
 from tandem.config.schema import Config
 from tandem.jobs.inputs import read_data
 from tandem.jobs.reward_workers import build_reward_pool
@@ -50,7 +50,13 @@ def rescore(config: Config, groups: Sequence[Group], step: int) -> Scoring:
         notes.append(f"episodes whose scoring failed are read back: {failed}")
     problems = {problem.uid: problem for problem in read_data(config, "data.train")}
     if missing := [e.uid for e in episodes if e.uid not in problems]:
-        raise _no_such_problem(missing[0])
+        raise UserError(
+            "a problem of the step is not in the data",
+            where="data.train",
+            found=f"no {missing[0]}",
+            expected="the data that the run began with",
+            next="restore it",
+        )
     with build_reward_pool(_without_judge(config) if JUDGE in functions else config) as pool:
         scores = [pool.submit(problems[e.uid], e.attempt()) for e in episodes]
         pairs = (
@@ -92,13 +98,3 @@ def _compare_scores(
     for part in parts:
         pair = [episode.reward_parts.get(part) for episode in (recorded, computed)]
         yield from compare(f"reward part {part} of {name}", *pair)
-
-
-def _no_such_problem(uid: str) -> UserError:
-    return UserError(
-        "a problem of the step is not in the data",
-        where="data.train",
-        found=f"no {uid}",
-        expected="the data that the run began with",
-        next="restore it",
-    )

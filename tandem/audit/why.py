@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.audit.divergence import Divergence
+from tandem.audit.diff import Divergence
 from tandem.audit.replay import replay
 from tandem.choices import Report
 from tandem.config.schema import RL
 from tandem.model.tokenizer import load_tokenizer
 from tandem.plugins.vision.image_tokens import IMAGE
-from tandem.run_folder.past_run import PastRun, holds, read_step
+from tandem.run_folder.read import PastRun, holds, read_step
 from tandem.runtime.errors import UserError
 from tandem.train.batch import TokenTensors, pack_batch
 from tandem.train.learn import policy_loss
@@ -110,7 +110,15 @@ def find_episodes(past: PastRun, name: str) -> list[EpisodeRef]:
         if having:
             refs_of_last = _refs_of_step(past, having[-1])
             return [ref for ref in refs_of_last if ref.episode.key == int(name)]
-    raise _no_such_episode(past, name)
+    last = [ref for step in steps[-1:] for ref in _refs_of_step(past, step)]
+    raise UserError(
+        "the journal has no such episode",
+        where=str(past.episodes),
+        found=name or "nothing",
+        expected="STEP:UID:SAMPLE, UID:SAMPLE, UID, STEP or KEY, e.g. "
+        f"{last[0].name if last else '12:algebra/17:3'}",
+        next=f"tandem why {past.folder} --episode STEP lists those of a step",
+    )
 
 
 def _readings(name: str) -> Iterator[tuple[int | None, str, int | None]]:
@@ -284,15 +292,3 @@ def _ratio(
     _, sums = policy_loss(rl, alone, logprobs[which], torch.zeros_like(part.engine))
     size = len(part.engine)
     return (sums["ratio"] / size, sums["clip_share"] == size) if "ratio" in sums else (None, None)
-
-
-def _no_such_episode(past: PastRun, name: str) -> UserError:
-    refs = [ref for step in past.journaled()[-1:] for ref in _refs_of_step(past, step)]
-    example = refs[0].name if refs else "12:algebra/17:3"
-    return UserError(
-        "the journal has no such episode",
-        where=str(past.episodes),
-        found=name or "nothing",
-        expected=f"STEP:UID:SAMPLE, UID:SAMPLE, UID, STEP or KEY, e.g. {example}",
-        next=f"tandem why {past.folder} --episode STEP lists those of a step",
-    )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tandem.audit.diff import Comparison, compare_runs
 from tandem.cli.progress import print_lines
-from tandem.run_folder.past_run import open_past
+from tandem.run_folder.read import open_past
 from tandem.runtime.wording import counted
 
 

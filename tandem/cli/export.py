@@ -22,7 +22,7 @@ from tandem.run_folder.checkpoint import (
 from tandem.run_folder.export import Provenance, export, export_adapter, model_card
 from tandem.run_folder.hub import push, require_token
 from tandem.run_folder.metrics import read_metrics
-from tandem.run_folder.past_run import PastRun, entered
+from tandem.run_folder.read import PastRun, entered
 from tandem.runtime.errors import UserError
 
 

@@ -4,8 +4,7 @@ and then elsewhere and in log.txt, and warnings.
     step 12/100  reward 0.512 ↑  3.10 s/step  entropy 1.20  gap 0  left 4 min 31 s
 
 A line fits into 80 columns; the arrow compares the last steps with those before them. The time left
-is the median of recent steps times the steps to come, and the evaluations to come besides. It does
-not know what a step does.
+is the median of recent steps times the steps to come. It does not know what a step does.
 """
 
 import time
@@ -16,9 +15,8 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
-from rich.text import Text
 
 from tandem.run_folder.symptoms import HISTORY, symptoms
 from tandem.types import Row
@@ -56,13 +54,12 @@ class StepProgress:
         title: str,
         steps: int,
         *,
-        eval_every: int = 0,
         log: Callable[[str], None] = lambda line: None,
         output: Console = console,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.steps, self.log, self.output, self.clock = steps, log, output, clock
-        self.time_left = TimeLeft(steps, eval_every, clock)
+        self.recent: deque[float] = deque(maxlen=RECENT)  # seconds of steps
         self.last_line = float("-inf")  # when the last step line was written
         self.rows: deque[Row] = deque(maxlen=HISTORY)  # metrics and timings
         self.warned: set[str] = set()
@@ -72,13 +69,13 @@ class StepProgress:
             TextColumn("{task.description}"),
             BarColumn(bar_width=width),
             TextColumn("{task.completed}/{task.total}"),
-            _LeftColumn(self.time_left),
+            TextColumn("{task.fields[left]}"),
             TextColumn("{task.fields[text]}", markup=False),
             console=output,
             transient=True,
             disable=not output.is_terminal,
         )
-        self.task = self.bar.add_task(title, total=steps, text="")
+        self.task = self.bar.add_task(title, total=steps, left="", text="")
 
     def __enter__(self) -> "StepProgress":
         self.bar.start()
@@ -95,17 +92,20 @@ class StepProgress:
             self.output.print("interrupted; the same command goes on")
 
     def __call__(self, done: int, metrics: Row, timings: Row) -> None:
-        self.time_left.add(done, timings)
         if "step_s" in timings:
             self.rows.append({**metrics, **timings})
-        parts, held_out = summary(metrics, timings, self.time_left.step_s), evaluation(metrics)
+            self.recent.append(timings["step_s"] + timings.get("ledger_s", 0.0))
+        step_s = median(self.recent) if self.recent else None
+        left = "" if step_s is None else f"left {duration((self.steps - done) * step_s)}"
+        parts, held_out = summary(metrics, timings, step_s), evaluation(metrics)
         if "reward" in metrics:
             parts[0] += trend([row["reward"] for row in self.rows if "reward" in row])
-        self.bar.update(self.task, completed=done, text=fitting(parts, self.room), refresh=True)
+        self.bar.update(
+            self.task, completed=done, left=left, text=fitting(parts, self.room), refresh=True
+        )
         step = f"step {done:{len(str(self.steps))}d}/{self.steps}  "
         if parts and (held_out or self._is_due(done)):
-            left = self.time_left() if done < self.steps else None
-            ending = f"  left {duration(left)}" if left else ""
+            ending = f"  {left}" if left and done < self.steps else ""
             line = step + fitting(parts, WIDTH - len(step + ending)) + ending
             self._print(line, shown=bool(held_out) or not self.output.is_terminal)
         if held_out:
@@ -127,45 +127,6 @@ class StepProgress:
         self.log(line)
         if shown:
             self.output.print(line, style=style, markup=False)
-
-
-class TimeLeft:
-    """The seconds that a run still needs, from the times of its steps; None before the first step.
-    The live line's thread may read it while another one adds."""
-
-    def __init__(self, steps: int, eval_every: int, clock: Callable[[], float]):
-        self.steps, self.eval_every, self.clock = steps, eval_every or steps, clock
-        self.recent: deque[float] = deque(maxlen=RECENT)
-        self.eval_s = 0.0
-        self.step_s: float | None = None  # the median of the recent steps
-        self.end: float | None = None  # the clock's time then
-
-    def add(self, done: int, timings: Row) -> None:
-        self.eval_s = timings.get("eval_s", self.eval_s)
-        if "step_s" in timings:
-            self.recent.append(timings["step_s"] + timings.get("ledger_s", 0.0))
-        if self.recent:
-            self.step_s = median(self.recent)
-            # the evaluation after the last step
-            last = self.steps % self.eval_every and done < self.steps
-            evaluations = self.steps // self.eval_every - done // self.eval_every + bool(last)
-            self.end = self.clock() + (self.steps - done) * self.step_s + evaluations * self.eval_s
-
-    def __call__(self) -> float | None:
-        """Estimate the seconds from now on."""
-        return None if self.end is None else max(0.0, self.end - self.clock())
-
-
-class _LeftColumn(ProgressColumn):
-    """The time left on the live line."""
-
-    def __init__(self, time_left: TimeLeft):
-        super().__init__()
-        self.time_left = time_left
-
-    def render(self, task: Task) -> Text:
-        seconds = self.time_left()
-        return Text("" if seconds is None else f"left {duration(seconds)}")
 
 
 def duration(seconds: float) -> str:

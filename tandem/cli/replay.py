@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tandem.audit.replay import ReplayReport, replay
 from tandem.cli.progress import console, print_lines
-from tandem.run_folder.past_run import entered
+from tandem.run_folder.read import entered
 
 _SHOWN = ("reward", "policy_loss", "nll", "loss", "teacher_kl", "grad_norm", "critic/grad_norm")
 

@@ -36,7 +36,7 @@ from tandem.rollout.episode_metrics import episode_metrics
 from tandem.rollout.evaluate import sampling_params
 from tandem.rollout.score import generate_and_score
 from tandem.run_folder.episode_files import cut_episodes, episode_file, json_lines, write_episodes
-from tandem.run_folder.errors import unreadable_file
+from tandem.run_folder.files import read_file
 from tandem.run_folder.folder import RunFolder, open_run
 from tandem.run_folder.metrics import MetricsWriter, peak_rss_mb, read_metrics
 from tandem.run_folder.status import ROLLOUT, write_status
@@ -220,21 +220,23 @@ class Output:
     def check(self) -> None:
         """Raise UserError if something else is at the path. open_run checks that the folder belongs
         to a run."""
-        if not self.is_jsonl:
-            if self.path.exists() and not self.path.is_dir():
-                wanted = "a folder of an earlier rollout, none, or a name that ends in .jsonl"
-                raise self._foreign("a file", wanted)
-            if self.path.name.endswith(BESIDE_JSONL):
-                found = f"the name of the folder beside a JSONL file ({BESIDE_JSONL})"
-                raise self._foreign(found, "another name")
-            return
-        wanted = "a file of an earlier rollout, or none"
-        if self.path.is_dir():
-            raise self._foreign("a folder", wanted)
+        found = ""
+        if self.is_jsonl and self.path.is_dir():
+            found = "a folder"
+        elif self.path.exists() and not self.is_jsonl and not self.path.is_dir():
+            found = "a file"
         # A kill in the middle of --fresh leaves the file beside the old run folder only.
-        siblings = (place.name for place in self.path.parent.iterdir())
-        if self.path.exists() and not any(n.startswith(self.folder.name) for n in siblings):
-            raise self._foreign(f"a file without {self.folder.name} beside it", wanted)
+        elif self.path.is_file() and not any(self.path.parent.glob(f"{self.folder.name}*")):
+            found = f"a file without {self.folder.name} beside it"
+        if found:
+            raise UserError(
+                "the output would overwrite something else",
+                where=str(self.path),
+                found=found,
+                expected="a name that ends in .jsonl, or a folder; that of an earlier rollout, or "
+                "a new one",
+                next="choose another --out",
+            )
 
     def count(self, rows: Sequence[Row]) -> int:
         """Count the batches that have a row and their file, up to the first without them."""
@@ -273,15 +275,6 @@ class Output:
             with disk_errors(target):
                 self.path.rename(target)
                 DISK.fsync(target.parent)  # before rollout.json claims the name
-
-    def _foreign(self, found: str, expected: str) -> UserError:
-        return UserError(
-            "the output would overwrite something else",
-            where=str(self.path),
-            found=found,
-            expected=expected,
-            next="choose another --out",
-        )
 
 
 @contextmanager
@@ -326,34 +319,23 @@ def is_complete(output: Output, inputs: dict[str, str]) -> bool:
     rows = read_metrics(output.folder)
     if not rows:
         return False
-    batches, recorded = _read_about(output.folder / ROLLOUT)
+
+    def parse(text: str) -> tuple[int, dict[str, str]]:
+        about = json.loads(text)
+        return int(about["batches"]), dict(about["inputs"])
+
+    batches, recorded = read_file(output.folder / ROLLOUT, parse, f"restore it, or {FRESH}")
     changed = [key for key in {**recorded, **inputs} if recorded.get(key) != inputs.get(key)]
     if changed:
-        raise _other_inputs(changed, recorded, inputs)
+        before, now = (
+            f"sha256 {values[changed[0]][:12]}" if changed[0] in values else "nothing"
+            for values in (recorded, inputs)
+        )
+        raise UserError(
+            "a data file, the model or the reward function has changed since the rollout began",
+            where=", ".join(changed),
+            found=f"{now} as the hash of {changed[0]}",
+            expected=f"{before}: the episodes that are there were made from that",
+            next=f"restore it, choose another --out PATH, or {FRESH}",
+        )
     return output.count(rows) == batches
-
-
-def _read_about(path: Path) -> tuple[int, dict[str, str]]:
-    try:
-        about = json.loads(path.read_text(encoding="utf-8"))
-        return int(about["batches"]), dict(about["inputs"])
-    # absent, damaged, or of another shape
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise unreadable_file(path, error, next=f"restore it, or {FRESH}") from error
-
-
-def _other_inputs(
-    changed: list[str], recorded: dict[str, str], inputs: dict[str, str]
-) -> UserError:
-    key = changed[0]
-    before, now = (
-        f"sha256 {values[key][:12]}" if key in values else "nothing"
-        for values in (recorded, inputs)
-    )
-    return UserError(
-        "a data file, the model or the reward function has changed since the rollout began",
-        where=", ".join(changed),
-        found=f"{now} as the hash of {key}",
-        expected=f"{before}: the episodes that are there were made from that",
-        next=f"restore it, choose another --out PATH, or {FRESH}",
-    )

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tandem.cli.progress import console, print_lines
-from tandem.run_folder.past_run import PastRun, open_past
+from tandem.run_folder.read import PastRun, open_past
 from tandem.run_folder.samples import page, read_samples, sample_file
 from tandem.runtime.errors import UserError
 from tandem.runtime.wording import counted

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from tandem.cli.progress import print_lines, print_table
-from tandem.run_folder.errors import require_run
+from tandem.run_folder.files import require_run
 from tandem.run_folder.lock import holder
-from tandem.run_folder.notes import read_notes
+from tandem.run_folder.read import read_notes
 from tandem.run_folder.status import (
     ROLLOUT,
     parse_worker_count,

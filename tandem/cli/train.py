@@ -17,7 +17,7 @@ from tandem.run_folder.checkpoint import step_name, versions
 from tandem.run_folder.export import Provenance, export, keep_model, model_card
 from tandem.run_folder.folder import open_run
 from tandem.run_folder.metrics import read_metrics
-from tandem.run_folder.past_run import KEPT_MODEL
+from tandem.run_folder.read import KEPT_MODEL
 from tandem.run_folder.trackers.links import require_trackers
 from tandem.runtime.wording import counted
 from tandem.train_loop import TrainingEnd, run_training, trained_model
@@ -47,7 +47,7 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
         with (
             explain_out_of_memory(config, command),
             find("jobs", command, key="command")(config, run, report) as job,
-            StepProgress(command, job.steps, eval_every=job.eval_every, log=run.log) as progress,
+            StepProgress(command, job.steps, log=run.log) as progress,
         ):
             model = trained_model(job)
             find("resources", "disk", key="run.folder")(config, command, folder)

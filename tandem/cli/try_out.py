@@ -23,9 +23,8 @@ from tandem.jobs.inputs import read_data
 from tandem.model.config_file import check_model
 from tandem.registry import names
 from tandem.rollout.episode_builder import new_groups
-from tandem.rollout.episodes import run_episodes
 from tandem.rollout.evaluate import sampling_params
-from tandem.rollout.score import RolloutRunner, generate_and_score
+from tandem.rollout.score import generate_and_score
 from tandem.runtime.errors import UserError
 from tandem.runtime.image_parts import message_text
 from tandem.runtime.timer import Timer
@@ -66,8 +65,6 @@ def try_out(config: Config, answers: Sequence[str], rows: int) -> int:
     with open_envs_and_rewards(config) as (envs, rewards):
         engine, renderer, sampling = _model_or_typist(config, problems, answers)
         runner = build_runner(config, engine, renderer, envs, rewards)
-        if config.env.name not in ("single_turn", "agent", "verifiers"):
-            _check_openings(runner, problems)
         failed = dict[str, list[str]]()  # the problems of each error
         for number, problem in enumerate(problems):
             start = time.perf_counter()
@@ -87,19 +84,6 @@ def try_out(config: Config, answers: Sequence[str], rows: int) -> int:
     for first, *others in failed.values():
         print_lines([f"the same error as of {first}: {', '.join(others)}"] * bool(others))
     return sum(map(len, failed.values()))
-
-
-def _check_openings(runner: RolloutRunner, problems: Sequence[Problem]) -> None:
-    """Begin two episodes of each problem and end them. Raises UserError, as training would, if they
-    begin differently."""
-    groups = new_groups(problems, 2, ("try", "openings"))
-    run_episodes(
-        groups,
-        engine=Mute([]),
-        renderer=runner.renderer,
-        envs=runner.envs,
-        sampling=SamplingParams(max_new_tokens=1),
-    )
 
 
 def _model_or_typist(
@@ -200,13 +184,6 @@ class Typist:
             )
         self._shown = len(request.prompt) + len(text) + 1
         return _completion(text, "stop")
-
-
-class Mute(Typist):
-    """An engine whose completions are truncated before their first word, which ends the episode."""
-
-    def _answer(self, request: Request) -> Completion:
-        return _completion("", "length")
 
 
 def _completion(text: str, stop_reason: Literal["stop", "length"]) -> Completion:

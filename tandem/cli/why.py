@@ -19,7 +19,7 @@ from tandem.audit.why import (
     with_history,
 )
 from tandem.cli.progress import console, print_lines
-from tandem.run_folder.past_run import PastRun, entered
+from tandem.run_folder.read import PastRun, entered
 from tandem.runtime.disk import disk_errors, write_atomic
 from tandem.runtime.image_parts import message_text
 

@@ -46,6 +46,8 @@ class ChatTemplate:
         sandbox.globals["strftime_now"] = TODAY.strftime
         try:
             self._template = sandbox.from_string(source)
+            # copied for each chat, and a copy of Jinja's chain of dicts takes longer than all else
+            self._template.globals = dict(self._template.globals)
         except TemplateSyntaxError as error:
             raise self._no_jinja(str(error.message), f", line {error.lineno}") from None
         except (RecursionError, SyntaxError) as error:  # limits of the parsers of Jinja and Python

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tandem.model.linear import Adapter, Part
 from tandem.model.load import ExactModel
-from tandem.run_folder.errors import not_written
 from tandem.run_folder.export import save_index, save_part
+from tandem.run_folder.shards import not_written
 from tandem.runtime.disk import disk_errors, os_error
 from tandem.runtime.errors import UserError
 from tandem.train.learner import Learner

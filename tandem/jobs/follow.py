@@ -27,8 +27,7 @@ from tandem.jobs.streams import JournalStream
 from tandem.registry import find
 from tandem.rollout.collect import RolloutBatch
 from tandem.rollout.evaluate import sampling_params
-from tandem.run_folder.async_save import Saver
-from tandem.run_folder.checkpoint import load_checkpoint
+from tandem.run_folder.checkpoint import Saver, load_checkpoint
 from tandem.run_folder.journal import Journal
 from tandem.run_folder.shards import Shard
 from tandem.runtime import watchdog

@@ -24,11 +24,25 @@ def check_groups(batch: RolloutBatch, max_truncated: float) -> None:
         first = next((e for e in group.episodes if e.trainable), group.episodes[0])
         for number, episode in enumerate(group.episodes):
             if not _belongs(episode, number, group, first):
-                raise _foreign_episode(episode, number, group, batch.step)
+                found = f"sample {episode.sample_index} of {episode.uid}"
+                raise InvariantError(
+                    "an episode is not of the problem it is trained for",
+                    where=f"step {batch.step + 1}",
+                    found=f"{found}, with {len(_prompt(episode))} prompt tokens",
+                    expected=f"sample {number} of {group.problem.uid}, with the prompt of the "
+                    "others",
+                    next=REPORT,
+                )
     truncated = [e.stop_reason in TRUNCATED for group in batch.fresh for e in group.episodes]
     share = sum(truncated) / max(len(truncated), 1)
     if share > max_truncated:
-        raise _too_many_truncated(share, max_truncated, batch.step)
+        raise UserError(
+            "too many completions were truncated",
+            where=f"step {batch.step + 1}",
+            found=f"{share:.0%} of them",
+            expected=f"at most {max_truncated:.0%} (rl.max_truncated)",
+            next="raise rl.max_truncated and go on, or rollout.max_new_tokens in a new run.folder",
+        )
 
 
 def _belongs(episode: Episode, number: int, group: Group, first: Episode) -> bool:
@@ -82,17 +96,6 @@ def check_progress(progress: Progress, journal: Journal, step: int) -> None:
         )
 
 
-def _foreign_episode(episode: Episode, number: int, group: Group, step: int) -> InvariantError:
-    found = f"sample {episode.sample_index} of {episode.uid}"
-    return InvariantError(
-        "an episode is not of the problem it is trained for",
-        where=f"step {step + 1}",
-        found=f"{found}, with {len(_prompt(episode))} prompt tokens",
-        expected=f"sample {number} of {group.problem.uid}, with the prompt of the others",
-        next=REPORT,
-    )
-
-
 def _wrong_tokens(found: str, step: int) -> InvariantError:
     return InvariantError(
         "a step would train other tokens than its own",
@@ -100,14 +103,4 @@ def _wrong_tokens(found: str, step: int) -> InvariantError:
         found=found,
         expected="every token that its weights sampled, and no other",
         next=REPORT,
-    )
-
-
-def _too_many_truncated(share: float, max_truncated: float, step: int) -> UserError:
-    return UserError(
-        "too many completions were truncated",
-        where=f"step {step + 1}",
-        found=f"{share:.0%} of them",
-        expected=f"at most {max_truncated:.0%} (rl.max_truncated)",
-        next="raise rl.max_truncated and go on, or rollout.max_new_tokens in a new run.folder",
     )

@@ -168,6 +168,15 @@ class Collector:
         return replace(self, progress=Progress(batches=batches), beside_others=True)
 
     def collect(self, step: int, timer: Timer) -> list[Group]:
+        """Return the scored groups of a step: those of one batch of problems, all of them trained
+        on, unless dynamic sampling or partial rollouts say when a step is full."""
+        if self.config.rl.max_gen_batches or self.config.rollout.token_budget:
+            return self._collect_until_full(step, timer)
+        # beside others the step's own file does not follow at once
+        played = self._play(step, 0, self.begin_batch(), timer, last=not self.beside_others)
+        return [replace(group, outcome="train") for group in played]
+
+    def _collect_until_full(self, step: int, timer: Timer) -> list[Group]:
         """Return the scored groups of a step, the carried ones first.
 
         Batches of problems begin, and episodes go on, tick by tick, until enough groups can be
@@ -186,25 +195,30 @@ class Collector:
             for _ in range(self._new_batches(num_ready + len(running))):
                 self._check_limit(step, progress.batches - first_batch, num_ready)
                 running += self.begin_batch()
-            # beside others its file does not follow at once
-            is_last = not (budget or config.rl.max_gen_batches or self.beside_others)
-            problems = [group.problem for group in running]
-            with self.journal.parts(step + 1, tick, problems, is_last) as parts:
-                played = generate_and_score(
-                    self.runner,
-                    running,
-                    sampling=self.sampling,
-                    shaping=config.reward,
-                    timer=timer,
-                    token_budget=budget,
-                    parts=parts,
-                )
+            played = self._play(step, tick, running, timer)
             running = [group for group in played if _is_paused(group)]
-            ended = [group for group in played if not _is_paused(group)]
-            for group in ended:
-                is_left_out = config.rl.max_gen_batches and not self._is_kept(group)
-                done.append(replace(group, outcome="no_signal" if is_left_out else "train"))
+            for group in played:
+                if not _is_paused(group):
+                    is_left_out = config.rl.max_gen_batches and not self._is_kept(group)
+                    done.append(replace(group, outcome="no_signal" if is_left_out else "train"))
         return [*_carry_beyond(done, wanted), *(replace(g, outcome="unfinished") for g in running)]
+
+    def _play(
+        self, step: int, tick: int, groups: list[Group], timer: Timer, last: bool = False
+    ) -> list[Group]:
+        """Have the paused episodes of groups played and scored; last: the step is over with
+        them."""
+        problems = [group.problem for group in groups]
+        with self.journal.parts(step + 1, tick, problems, last) as parts:
+            return generate_and_score(
+                self.runner,
+                groups,
+                sampling=self.sampling,
+                shaping=self.config.reward,
+                timer=timer,
+                token_budget=self.config.rollout.token_budget,
+                parts=parts,
+            )
 
     def end_step(
         self, progress: Progress, step: int, groups: list[Group], state: Any, timer: Timer
@@ -258,7 +272,14 @@ class Collector:
         begin a few more in their first step."""
         limit = self.config.rl.max_gen_batches
         if limit and drawn >= limit + _batches_in_flight(self.config) - 1:
-            raise _could_not_fill(step, drawn, num_ready, self.config.rl.prompts_per_step)
+            raise UserError(
+                "dynamic sampling could not fill a step",
+                where=f"step {step + 1}, after {drawn} batches (rl.max_gen_batches)",
+                found=f"{num_ready} groups whose rewards differ",
+                expected=f"{self.config.rl.prompts_per_step} (rl.prompts_per_step)",
+                next="raise rl.max_gen_batches, lower rl.prompts_per_step, or take problems that "
+                "are neither solved nor hopeless",
+            )
 
 
 def steps_at_once(config: Config) -> int:
@@ -293,14 +314,3 @@ def _carry_beyond(groups: Sequence[Group], wanted: int) -> list[Group]:
 
 def _is_paused(group: Group) -> bool:
     return any(episode.stop_reason == "paused" for episode in group.episodes)
-
-
-def _could_not_fill(step: int, drawn: int, num_ready: int, wanted: int) -> UserError:
-    return UserError(
-        "dynamic sampling could not fill a step",
-        where=f"step {step + 1}, after {drawn} batches (rl.max_gen_batches)",
-        found=f"{num_ready} groups whose rewards differ",
-        expected=f"{wanted} (rl.prompts_per_step)",
-        next="raise rl.max_gen_batches, lower rl.prompts_per_step, or take problems that are "
-        "neither solved nor hopeless",
-    )

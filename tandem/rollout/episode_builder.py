@@ -118,7 +118,13 @@ class EpisodeBuilder:
         """Return the episode. Raises InvariantError if a token has changed since it was
         appended."""
         if self._digest.digest() != hashlib.blake2b(self.tokens().tobytes()).digest():
-            raise _changed_token(self.uid, self.sample)
+            raise InvariantError(
+                "a token of an episode has changed since it was sampled or read",
+                where=f"problem {self.uid}, sample {self.sample}",
+                found="other tokens at a turn's end",
+                expected="a turn only appends",
+                next="report this, with the environment in use",
+            )
         spans = list(self._spans)
         if self.unfinished_turn is not None:
             spans.append(_span(self.unfinished_turn))
@@ -152,13 +158,3 @@ class EpisodeBuilder:
 def _span(turn: Completion) -> tuple[Array, Array, Array, Array]:
     no_penalty = np.zeros(len(turn.tokens), np.float32)
     return turn.tokens, turn.logprobs, turn.weight_versions, no_penalty
-
-
-def _changed_token(uid: str, sample: int) -> InvariantError:
-    return InvariantError(
-        "a token of an episode has changed since it was sampled or read",
-        where=f"problem {uid}, sample {sample}",
-        found="other tokens at a turn's end",
-        expected="a turn only appends",
-        next="report this, with the environment in use",
-    )

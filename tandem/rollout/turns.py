@@ -98,7 +98,13 @@ class Turns:
             limit = f"an episode has at most {self.max_tokens:,}"
             raise EnvironmentFailed(f"a prompt of {len(prompt):,} tokens, where {limit}")
         if not np.array_equal(prompt, self._first_prompts.setdefault(row, prompt)):
-            raise _different_openings(self.envs.limits.name, builder.uid)
+            raise UserError(
+                "the episodes of a problem begin differently",
+                where=f"reset of env.name = {self.envs.limits.name}",
+                found=f"two different prompts for problem {builder.uid!r}",
+                expected="one: advantages compare episodes that began alike",
+                next="take randomness from the problem (its uid or metadata), not from a generator",
+            )
         builder.num_prompt_tokens = len(prompt)
         builder.append_prompt_tokens(prompt)
 
@@ -153,7 +159,13 @@ class Turns:
         )
         completion = await self.ask(request)
         if resumed and not np.array_equal(completion.tokens[: len(resumed.tokens)], resumed.tokens):
-            raise _other_continuation(builder.uid)
+            raise InvariantError(
+                "a turn that was paused went on with other tokens",
+                where=f"problem {builder.uid}",
+                found="another beginning",
+                expected="the tokens it had",
+                next="report this",
+            )
         return completion
 
     def _render_answer(self, completion: Completion, messages: Sequence[Message]) -> Array:
@@ -162,7 +174,13 @@ class Turns:
         with _template_errors():
             tokens = self.renderer.turn(messages)
         if tokens[0] not in self.renderer.stop_token_ids:
-            raise _turn_without_end(int(tokens[0]), self.renderer.stop_token_ids)
+            raise UserError(
+                "a turn of the model would not be ended",
+                where="the chat template",
+                found=f"token {int(tokens[0])} behind it",
+                expected=f"one of {self.renderer.stop_token_ids}",
+                next="report this, with the model's chat template",
+            )
         return tokens[1:] if completion.tokens[-1] in self.renderer.stop_token_ids else tokens
 
 
@@ -173,33 +191,3 @@ def _template_errors() -> Iterator[None]:
         yield
     except UserError as error:
         raise EnvironmentFailed(str(error)) from error
-
-
-def _different_openings(name: str, uid: str) -> UserError:
-    return UserError(
-        "the episodes of a problem begin differently",
-        where=f"reset of env.name = {name}",
-        found=f"two different prompts for problem {uid!r}",
-        expected="one: advantages compare episodes that began alike",
-        next="take randomness from the problem (its uid or metadata), not from a generator",
-    )
-
-
-def _other_continuation(uid: str) -> InvariantError:
-    return InvariantError(
-        "a turn that was paused went on with other tokens",
-        where=f"problem {uid}",
-        found="another beginning",
-        expected="the tokens it had",
-        next="report this",
-    )
-
-
-def _turn_without_end(token: int, stop_token_ids: tuple[int, ...]) -> UserError:
-    return UserError(
-        "a turn of the model would not be ended",
-        where="the chat template",
-        found=f"token {token} behind it",
-        expected=f"one of {stop_token_ids}",
-        next="report this, with the model's chat template",
-    )

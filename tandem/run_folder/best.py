@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tandem.run_folder.errors import RESTORE_OR_FRESH, unreadable_file
+from tandem.run_folder.files import RESTORE_OR_FRESH, read_file
 from tandem.run_folder.metrics import Metrics
-from tandem.runtime.disk import read_regular_file, write_atomic
+from tandem.runtime.disk import write_atomic
 from tandem.runtime.errors import UserError
 
 BEST = "best.json"
@@ -98,8 +98,9 @@ def read_best(folder: Path) -> Best:
             expected="a run with eval.keep_best=true that has evaluated",
             next="name a checkpoint with --step",
         )
-    try:
-        found = json.loads(read_regular_file(path))
+
+    def parse(text: str) -> Best:
+        found = json.loads(text)
         return Best(step=int(found["step"]), reward=float(found["reward"]), misses=found["misses"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise unreadable_file(path, error, next=RESTORE_OR_FRESH) from None
+
+    return read_file(path, parse, next=RESTORE_OR_FRESH)

@@ -8,9 +8,25 @@ is written last.
                                      ones are pruned
 
 A kill leaves a `.tmp-` folder, which nobody reads, or a whole checkpoint. `sha256sum` checks one
-too. Of several processes each writes its own tensor files (shards.py), and this one the manifest.
-async_save.py does this beside training. It does not know what the tensors and the state mean. No
-pickle is read or written.
+too. Of several processes each writes its own tensor files (shards.py), and rank 0 the manifest.
+`Saver` does this beside training:
+
+    trainer                                thread "saver", one for each save
+    -------                                ---------------------------------
+    save(step 12)
+      wait()   <- no save under way
+      snapshot: clone tensors and state
+      start    --------------------------> write and fsync tensors and state
+    train step 13 ...                      before_write()  <- blocks until the caller's part
+                                                              is durable
+    train step 14 ...                      manifest, fsync, rename, fsync, prune older ones
+    save(step 20)
+      wait()   <-------------------------- ends, durable or with an error,
+      snapshot ...                         which wait() raises once
+
+A snapshot costs the memory of what is saved until it is written. A program that ends without
+close() is not held up, and leaves a `.tmp-` folder, as a kill does. It does not know what the
+tensors and the state mean. No pickle is read or written.
 """
 
 import hashlib
@@ -20,82 +36,106 @@ import platform
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from types import TracebackType
+from typing import Any, Self
 
 from safetensors import SafetensorError
 
 from tandem import __version__
-from tandem.run_folder.errors import RESTORE_OR_FRESH
+from tandem.run_folder.files import RESTORE_OR_FRESH
 from tandem.run_folder.shards import (
+    SUFFIX,
     Entry,
     SavedTensors,
     Shard,
     Tensors,
     file_entry,
     open_tensors,
+    write_shard,
     write_tensors,
 )
-from tandem.runtime.disk import DISK, Disk, disk_errors, human_bytes, make_folder, read_regular_file
+from tandem.runtime.disk import DISK, Disk, disk_errors, make_folder, read_regular_file
 from tandem.runtime.errors import UserError
-from tandem.runtime.watchdog import heartbeat
+from tandem.runtime.watchdog import heartbeat, waiting_for
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
 _LIBRARIES = ("torch", "transformers", "safetensors", "numpy")
 _UNREADABLE = (SafetensorError, OSError, ValueError, TypeError, RecursionError)
 _GONE = ".tmp-gone-"
-_HEADROOM = 1 << 20  # bytes beyond the tensors: headers, manifest, file system blocks
+
+# Called in the saver's thread of a process after rank 0: with the name of each file, and its entry
+# in the manifest once it is durable, or the fields of a UserError.
+Report = Callable[[str, dict[str, Any]], None]
 
 
-def save_checkpoint(
-    folder: Path,
-    step: int,
-    tensors: Tensors,
-    state: dict[str, Any],
-    keep: int,
-    *,
-    config: str,
-    before_write: Callable[[], None] = lambda: None,
-    shard: Shard | None = None,
-    wait_for_others: Callable[[], dict[str, Entry]] = dict,
-    best: int | None = None,
-    disk: Disk = DISK,
-) -> Path:
-    """Write `folder/step_N`, durable on return, and keep the newest `keep` and that of step `best`.
-    Only one process may save into a folder.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """What a checkpoint is made of.
 
-    tensors, e.g. {"policy": {"embed.weight": ...}, "optimizer": {"embed.weight.exp_avg": ...}},
-    hold no tensor twice; state is JSON; config is the text of the run's config.toml, whose hash
-    goes into the manifest. before_write is called when all but the manifest is written: the
-    checkpoint cannot be seen before it returns.
-
-    shard: of this process, if others write the rest; wait_for_others returns, once the others'
-    files are durable, their entries in the manifest. Raises UserError when the disk is full or
-    read-only, and every error of before_write and wait_for_others; checkpoints already there stay
-    intact.
+    before_write is called when all but the manifest is written: the checkpoint cannot be seen
+    before it returns. wait_for_others returns, once the files of the other processes are durable,
+    their entries in the manifest. Example: Contents(step=12, tensors={"policy": {"embed.weight":
+    ...}, "optimizer": {"embed.weight.exp_avg": ...}}, state={"step": 12}, config="[run]...")
     """
-    state_text = json.dumps(plain_state(state), sort_keys=True).encode()
-    target, temporary = folder / step_name(step), folder / f".tmp-{step_name(step)}"
-    if shard is not None:
-        temporary = folder / shard.folder
+
+    step: int
+    tensors: Tensors  # by the stem of their file; no tensor twice
+    state: dict[str, Any]  # JSON
+    config: str  # the text of the run's config.toml, whose hash goes into the manifest
+    keep: int = 2  # the newest so many checkpoints stay
+    best: int | None = None  # a step whose checkpoint stays too
+    shard: Shard | None = None  # of this process, if others write the rest
+    before_write: Callable[[], None] = lambda: None
+    wait_for_others: Callable[[], dict[str, Entry]] = dict
+
+
+def save_checkpoint(folder: Path, contents: Contents, disk: Disk = DISK) -> Path:
+    """Write `folder/step_N`, durable on return, and prune older ones. Only one process may save
+    into a folder.
+
+    Raises UserError when the disk is full or read-only, and every error of before_write and
+    wait_for_others; checkpoints already there stay intact.
+    """
+    step, shard = contents.step, contents.shard
+    state = json.dumps(plain_state(contents.state), sort_keys=True).encode()
+    temporary = folder / (f".tmp-{step_name(step)}" if shard is None else shard.folder)
     with disk_errors(folder):
         make_folder(folder, disk)
-        _sweep(folder, disk, temporary if shard is not None else None)
-        _check_space(folder, tensors, len(state_text), shard.size if shard else 1, disk)
+        _sweep(folder, disk, None if shard is None else temporary)
         try:
-            files = _write_files(temporary, tensors, state_text, shard, disk)
-            before_write()
-            others = wait_for_others()
-            _write_manifest(temporary, _manifest(step, config, files, others), disk)
+            temporary.mkdir(exist_ok=shard is not None)
+            files = write_tensors(temporary, contents.tensors, shard, disk)
+            disk.write(temporary / STATE, lambda path: path.write_bytes(state))
+            files = sorted([*files, temporary / STATE])
+            for file in files:
+                disk.fsync(file)
+                heartbeat()
+            contents.before_write()
+            body = {
+                "step": step,
+                "versions": versions(),
+                # as `sha256sum config.toml` prints it
+                "config_sha256": hashlib.sha256(contents.config.encode()).hexdigest(),
+                # hashed as they can be read back, now that they are durable
+                "files": {f.name: file_entry(f) for f in files} | contents.wait_for_others(),
+            }
+            manifest = _sealed(body)
+            disk.write(temporary / MANIFEST, lambda path: path.write_bytes(manifest))
+            disk.fsync(temporary / MANIFEST)
+            disk.fsync(temporary)
         except (OSError, UserError):
             with suppress(OSError):  # the error to raise is the first one
                 disk.remove(temporary)  # it takes the space that the user is about to look for
             raise
-        _put_in_place(temporary, target, disk)
-        _prune(folder, step, keep, best, disk)
-    return target
+        _put_in_place(temporary, folder / step_name(step), disk)
+        _prune(folder, contents, disk)
+    return folder / step_name(step)
 
 
 def latest_checkpoint(folder: Path, report: Callable[[str], None]) -> Path | None:
@@ -112,7 +152,13 @@ def latest_checkpoint(folder: Path, report: Callable[[str], None]) -> Path | Non
         damaged += [f"{path.name}/{line}" for line in damage]
         report(f"checkpoint {path.name} is damaged, trying the one before: {'; '.join(damage)}")
     if damaged:
-        raise _all_damaged(folder, damaged)
+        raise UserError(
+            "every checkpoint of the run is damaged",
+            where=str(folder),
+            found="; ".join(damaged),
+            expected="one whose files have the sizes and hashes of its manifest.json",
+            next=RESTORE_OR_FRESH,
+        )
     return None
 
 
@@ -141,7 +187,6 @@ def load_checkpoint(
             "the checkpoint is not one of Tandem's",
             where=str(path),
             found=str(error)[:300],
-            expected="safetensors and JSON",
             next="take another step_N",
         ) from None
 
@@ -188,36 +233,6 @@ def plain_state(state: dict[str, Any]) -> dict[str, Any]:
     return copy
 
 
-def _check_space(folder: Path, tensors: Tensors, state_bytes: int, size: int, disk: Disk) -> None:
-    """Raise UserError if there is no room for a checkpoint of so many processes, each of which is
-    taken to have as much as this one."""
-    needed, free = state_bytes + _HEADROOM, disk.free_bytes(folder)
-    own = sum(t.numel() * t.element_size() for part in tensors.values() for t in part.values())
-    needed += size * own
-    if free < needed:
-        raise _no_space(folder, free, needed)
-
-
-def _write_files(
-    temporary: Path, tensors: Tensors, state_text: bytes, shard: Shard | None, disk: Disk
-) -> list[Path]:
-    """Write the files of this process; return their paths."""
-    temporary.mkdir(exist_ok=shard is not None)
-    files = write_tensors(temporary, tensors, shard, disk)
-    disk.write(temporary / STATE, lambda path: path.write_bytes(state_text))
-    files = sorted([*files, temporary / STATE])
-    for file in files:
-        disk.fsync(file)
-        heartbeat()
-    return files
-
-
-def _write_manifest(temporary: Path, manifest: bytes, disk: Disk) -> None:
-    disk.write(temporary / MANIFEST, lambda path: path.write_bytes(manifest))
-    disk.fsync(temporary / MANIFEST)
-    disk.fsync(temporary)
-
-
 def _put_in_place(temporary: Path, target: Path, disk: Disk) -> None:
     """Rename. A target that is already there (a resumed run saves a step again) steps aside, and is
     the checkpoint until then."""
@@ -230,17 +245,17 @@ def _put_in_place(temporary: Path, target: Path, disk: Disk) -> None:
         _discard(aside, disk)
 
 
-def _prune(folder: Path, step: int, keep: int, best: int | None, disk: Disk) -> None:
+def _prune(folder: Path, contents: Contents, disk: Disk) -> None:
     """Keep the newest whole ones up to this step, and the best one. Sizes are checked, not hashes:
     that would read gigabytes each save.
 
     Steps after this one are left: a resume from before a damaged checkpoint reaches them again.
     """
-    older = [path for path in _newest_first(folder) if checkpoint_step(path) <= step]
+    older = [path for path in _newest_first(folder) if checkpoint_step(path) <= contents.step]
     intact = [path for path in older if not find_damage(path, hashed=False)]
-    if len(intact) >= keep:
-        for path in older[older.index(intact[keep - 1]) + 1 :]:
-            if checkpoint_step(path) != best:
+    if len(intact) >= contents.keep:
+        for path in older[older.index(intact[contents.keep - 1]) + 1 :]:
+            if checkpoint_step(path) != contents.best:
                 _discard(path, disk)
 
 
@@ -274,18 +289,6 @@ def _newest_first(folder: Path) -> list[Path]:
     """List the checkpoints by falling step, with any that a killed save had moved aside."""
     names = [path for path in folder.glob("*") if re.fullmatch(r"(\.aside-)?step_\d+", path.name)]
     return sorted(names, key=lambda path: (checkpoint_step(path), path.name), reverse=True)
-
-
-def _manifest(step: int, config: str, files: list[Path], others: dict[str, Entry]) -> bytes:
-    """Hash the files as they can be read back, now that they are durable; return the manifest."""
-    body = {
-        "step": step,
-        "versions": versions(),
-        # as `sha256sum config.toml` prints it
-        "config_sha256": hashlib.sha256(config.encode()).hexdigest(),
-        "files": {file.name: file_entry(file) for file in files} | others,
-    }
-    return _sealed(body)
 
 
 def _sealed(body: dict[str, Any]) -> bytes:
@@ -346,21 +349,109 @@ def _file_damage(file: Path, entry: dict[str, Any], hashed: bool) -> list[str]:
     return []
 
 
-def _all_damaged(folder: Path, damaged: list[str]) -> UserError:
-    return UserError(
-        "every checkpoint of the run is damaged",
-        where=str(folder),
-        found="; ".join(damaged),
-        expected="one whose files have the sizes and hashes of its manifest.json",
-        next=RESTORE_OR_FRESH,
-    )
+# ---- beside training
 
 
-def _no_space(folder: Path, free: int, needed: int) -> UserError:
-    return UserError(
-        "not enough space for a checkpoint",
-        where=str(folder),
-        found=f"{human_bytes(free)} free",
-        expected=f"{human_bytes(needed)}",
-        next="free space; the same command again goes on from the last checkpoint",
-    )
+class Saver:
+    """The saves of a run, one at a time. A context manager: leaving it finishes the save under way,
+    also on an error.
+
+    with Saver() as saver:
+        saver.save(folder, Contents(step=12, tensors={"policy": weights}, state={}, config=toml))
+    """
+
+    def __init__(self, disk: Disk = DISK):
+        self._disk = disk
+        self._under_way: _Save | None = None
+
+    def save(self, folder: Path, contents: Contents) -> None:
+        """Save a snapshot taken now, as save_checkpoint does; wait for the save before, and raise
+        its error if it failed.
+
+        before_write runs in the saver's thread.
+        """
+        self.wait()
+        snapshot = replace(
+            contents, tensors=_snapshot(contents.tensors), state=plain_state(contents.state)
+        )
+        write = partial(save_checkpoint, folder, snapshot, self._disk)
+        self._under_way = _Save(contents.step, write)
+        self._under_way.start()
+
+    def save_shard(
+        self, folder: Path, step: int, tensors: Tensors, shard: Shard, report: Report
+    ) -> None:
+        """Save a snapshot taken now of what a process after rank 0 has, as write_shard does."""
+        self.wait()
+        write = partial(_write_and_report, folder, _snapshot(tensors), shard, report, self._disk)
+        self._under_way = _Save(step, write)
+        self._under_way.start()
+
+    def wait(self) -> None:
+        """Wait until the save under way is durable. Raises its UserError (disk full ...) once: the
+        checkpoint before is intact."""
+        if self._under_way is None:
+            return
+        with waiting_for("saver", f"the checkpoint of step {self._under_way.step}"):
+            self._under_way.join()
+        ended, self._under_way = self._under_way, None
+        ended.raise_error()
+
+    def close(self) -> None:
+        self.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception as unsaved:
+            if error is None:
+                raise
+            # the error to raise is the first cause
+            error.add_note(f"and the checkpoint under way was not saved: {unsaved}")
+
+
+class _Save(Thread):
+    """One save under way, and how it ended."""
+
+    def __init__(self, step: int, write: Callable[[], object]):
+        super().__init__(name="saver", daemon=True)
+        self.step, self._write = step, write
+        self._durable = False
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self._write()
+            self._durable = True
+        except Exception as error:  # carried to the trainer's thread, all of them
+            self._error = error
+
+    def raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if not self._durable:  # by a panic of a library, which Python has printed
+            raise RuntimeError(f"the thread that saved step {self.step} died")
+
+
+def _snapshot(tensors: Tensors) -> Tensors:
+    return {
+        stem: {name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items()}
+        for stem, named in tensors.items()
+    }
+
+
+def _write_and_report(
+    folder: Path, tensors: Tensors, shard: Shard, report: Report, disk: Disk
+) -> None:
+    for stem, named in tensors.items():
+        name = f"{shard.stem(stem)}{SUFFIX}"
+        try:
+            report(name, write_shard(folder, stem, named, shard, disk))
+        except Exception as error:  # all of them are rank 0's, which raises them
+            report(name, vars(error) if isinstance(error, UserError) else {"what": repr(error)})
+            return

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.parallel import DIMENSIONS
-from tandem.run_folder.errors import KEPT
+from tandem.run_folder.files import KEPT
 from tandem.runtime.errors import UserError
 
 THREADS = "run.threads"  # free if the exactness probe has found that it changes no bit
@@ -86,7 +86,13 @@ def allowed_changes(
     if THREADS in refused and (old[THREADS] == 0 or any_threads):
         refused.remove(THREADS)
     if refused:
-        raise _other_config(path, [changed[key] for key in refused])
+        raise UserError(
+            "the config differs from that of the run in the folder (its value -> the value now)\n"
+            + "\n".join(f"  - {change}" for change in [changed[key] for key in refused]),
+            where=str(path),
+            expected="the same values; docs/determinism.md lists the keys that may change",
+            next=f"take the old values, another run.folder=PATH, or --fresh {KEPT}",
+        )
     return list(changed.values())
 
 
@@ -110,13 +116,3 @@ def _extends(key: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
             and not new["rollout.staleness"]
         )
     return key in _BOUNDS and new[key] > old.get(key, 0) >= _BOUNDS[key]
-
-
-def _other_config(path: Path, changes: list[str]) -> UserError:
-    return UserError(
-        "the config differs from that of the run in the folder (its value -> the value now)\n"
-        + "\n".join(f"  - {change}" for change in changes),
-        where=str(path),
-        expected="the same values; docs/determinism.md lists the keys that may change",
-        next=f"take the old values, another run.folder=PATH, or --fresh {KEPT}",
-    )

@@ -157,7 +157,13 @@ def read_groups(path: Path, problems: Mapping[str, Problem] | None = None) -> li
     if problems is not None and (
         unknown := {row["uid"] for row, _ in groups.values()} - problems.keys()
     ):
-        raise _other_problems(path, sorted(unknown))
+        raise UserError(
+            "the episodes are of problems that the data does not have",
+            where=str(path),
+            found=", ".join(sorted(unknown)[:3]),
+            expected="problems of the run's data",
+            next="restore the run's data",
+        )
     return [
         Group(
             problem=_problem(row) if problems is None else problems[row["uid"]],
@@ -333,16 +339,6 @@ def read_table(
         return file.read(columns=list(columns), use_threads=False).select(columns)
     except (OSError, KeyError, pa.ArrowException) as error:
         raise _unreadable(path, error) from error
-
-
-def _other_problems(path: Path, unknown: list[str]) -> UserError:
-    return UserError(
-        "the episodes are of problems that the data does not have",
-        where=str(path),
-        found=", ".join(unknown[:3]),
-        expected="problems of the run's data",
-        next="restore the run's data",
-    )
 
 
 def _unreadable(path: Path, error: Exception) -> UserError:

@@ -16,7 +16,7 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +31,9 @@ from tandem.run_folder.config_changes import (
     identifying_values,
     toml_values,
 )
-from tandem.run_folder.errors import FRESH, OTHER_FOLDER, unreadable_file
+from tandem.run_folder.files import FRESH, OTHER_FOLDER, read_file
 from tandem.run_folder.lock import check_unlocked, locked, now
-from tandem.run_folder.notes import FAILED, reason_of
+from tandem.run_folder.read import FAILED, reason_of
 from tandem.run_folder.status import STATUS, forget_status
 from tandem.runtime import numerics
 from tandem.runtime.disk import (
@@ -42,13 +42,13 @@ from tandem.runtime.disk import (
     disk_errors,
     existing_parent,
     open_regular_file,
-    read_regular_file,
     write_atomic,
 )
 from tandem.runtime.errors import InvariantError, UserError
 from tandem.runtime.place import share_of_threads
 
 MACHINE = "machine.json"
+_RESTORE = f"restore it, or {FRESH}"
 # What a kill during the first start can leave; config.toml, which comes last, marks the folder as a
 # run.
 _REPLACED = ("config.toml", MACHINE, STATUS)
@@ -130,7 +130,11 @@ def open_run(folder: Path, config: Config, *, fresh: bool, command: str) -> Iter
     with locked(folder) as lock_news:
         if fresh and _is_run(folder):
             _bring_back(folder)
-            old = _move_aside(folder)
+            number = 1
+            while (old := folder.with_name(f"{folder.name}.old-{number}")).exists():
+                number += 1
+            with disk_errors(folder):
+                folder.rename(old)
             try:
                 # The lock has moved with the old folder: the new one is locked before it is let go.
                 with locked(folder) as no_news, _opened(folder, config, command, no_news) as run:
@@ -160,8 +164,9 @@ def _opened(
     else:
         changes = [f"config changed: {change}" for change in _changes(folder, config, command)]
     with disk_errors(folder):
-        if not begins:
-            _put_aside(folder)
+        if not begins:  # a start that is refused leaves what it replaces as it was
+            for name in (name for name in _REPLACED if (folder / name).exists()):
+                write_atomic(_before(folder, name), (folder / name).read_bytes())
         forget_status(folder)
     if begins or changes:
         write_atomic(folder / "config.toml", to_toml(config).encode())
@@ -194,13 +199,6 @@ def _kept(folder: Path, name: str) -> Path:
     """Return a file as it was before a start that was killed before it began."""
     before = _before(folder, name)
     return before if before.exists() else folder / name
-
-
-def _put_aside(folder: Path) -> None:
-    """Copy what a start replaces, until `note_start`: one that is refused leaves it as it was."""
-    for name in _REPLACED:
-        if (folder / name).exists():
-            write_atomic(_before(folder, name), (folder / name).read_bytes())
 
 
 def _bring_back(folder: Path) -> None:
@@ -239,8 +237,7 @@ def read_machine(folder: Path) -> dict[str, Any] | None:
         machine = json.loads(text)
         return {"matmul": str(machine.get("matmul", ""))} | {name: machine[name] for name in names}
 
-    machine: dict[str, Any] = _read(path, parse)
-    return machine
+    return read_file(path, parse, _RESTORE)
 
 
 def identity(config: Config, inputs: dict[str, str]) -> str:
@@ -287,7 +284,9 @@ def resolved(config: Config, folder: Path) -> Config:
     """Resolve run.threads = 0 and model.dtype = "auto": to those of the run in the folder, or of
     this machine if it has not recorded."""
     run, model = config.run, config.model
-    recorded = _read(_kept(folder, "config.toml"), toml_values) if has_steps(folder) else {}
+    recorded = {}
+    if has_steps(folder):
+        recorded = read_file(_kept(folder, "config.toml"), toml_values, _RESTORE)
     if not run.threads:
         threads = recorded.get(THREADS) or share_of_threads(
             numerics.prepare(), os.environ, config.parallel.processes
@@ -297,15 +296,6 @@ def resolved(config: Config, folder: Path) -> Config:
         dtype = recorded.get("model.dtype") or place_models(model.device, "auto").dtype_name
         model = model.model_copy(update={"dtype": dtype})
     return config.model_copy(update={"run": run, "model": model})
-
-
-def _move_aside(folder: Path) -> Path:
-    number = 1
-    while (target := folder.with_name(f"{folder.name}.old-{number}")).exists():
-        number += 1
-    with disk_errors(folder):
-        folder.rename(target)
-    return target
 
 
 def _changes(folder: Path, config: Config, command: str) -> list[str]:
@@ -322,7 +312,7 @@ def _changes(folder: Path, config: Config, command: str) -> list[str]:
         )
     path, machine = _kept(folder, "config.toml"), read_machine(folder)
     any_threads = machine is not None and machine["any_threads"]
-    old, new = _read(path, toml_values), toml_values(to_toml(config))
+    old, new = read_file(path, toml_values, _RESTORE), toml_values(to_toml(config))
     return allowed_changes(old, new, any_threads=any_threads, path=path)
 
 
@@ -332,16 +322,8 @@ def _write_about(folder: Path, about: dict[str, Any]) -> None:
 
 
 def _read_about(folder: Path) -> dict[str, Any]:
-    about: dict[str, Any] = _read(
+    return read_file(
         folder / "run.json",
         lambda text: {"command": json.loads(text)["command"], **json.loads(text)},
+        _RESTORE,
     )
-    return about
-
-
-def _read(path: Path, parse: Callable[[str], Any]) -> Any:
-    try:
-        return parse(read_regular_file(path).decode())
-    # absent, or of another shape
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise unreadable_file(path, error, next=f"restore it, or {FRESH}") from error

@@ -6,33 +6,16 @@ from tandem.runtime.errors import UserError
 
 
 def require_token(name: str) -> None:
-    """Raise UserError if nothing can be pushed under that name from here, before any work."""
+    """Raise UserError if nothing can be pushed from here, before any work."""
     from huggingface_hub import constants, get_token
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils._validators import validate_repo_id
 
-    try:
-        validate_repo_id(name)
-    except HFValidationError as error:
+    if constants.is_offline_mode() or get_token() is None:
         raise UserError(
-            "this is no name of a model on the hub",
+            "nothing can be pushed to the hub",
             where=f"--push {name}",
-            found=str(error),
-            expected="NAME, or OWNER/NAME",
-        ) from None
-    if constants.is_offline_mode():
-        raise UserError(
-            "the hub cannot be reached: it is switched off",
-            where=f"--push {name}",
-            found="HF_HUB_OFFLINE is set",
-            next="unset it for this command",
-        )
-    if get_token() is None:
-        raise UserError(
-            "there is no token for the hub",
-            where=f"--push {name}",
-            expected="a token that may write",
-            next="`hf auth login`, or set HF_TOKEN",
+            found="HF_HUB_OFFLINE is set" if constants.is_offline_mode() else "no token",
+            expected="a token that may write, and a hub that can be reached",
+            next="unset HF_HUB_OFFLINE; `hf auth login`, or set HF_TOKEN",
         )
 
 
@@ -40,7 +23,7 @@ def push(folder: Path, name: str) -> str:
     """Make a model repository, private if it is new, hold the files of a folder and no others: an
     adapter of an export before would change the model. Return its address. Raises UserError."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     api, retry = HfApi(), f"the export stays where it is: hf upload {name} {folder}"
     try:
@@ -61,6 +44,14 @@ def push(folder: Path, name: str) -> str:
             found=str(error).strip().splitlines()[0],
             next=next,
         ) from error
+    except HFValidationError as error:
+        raise UserError(
+            "this is no name of a model on the hub",
+            where=f"--push {name}",
+            found=str(error),
+            expected="NAME, or OWNER/NAME",
+            next=retry,
+        ) from None
     # whatever the hub's client raises for a network, by version: httpx's errors, or requests'
     except Exception as error:
         raise UserError(

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tandem.run_folder.errors import OTHER_FOLDER
+from tandem.run_folder.files import OTHER_FOLDER
 from tandem.runtime.disk import disk_errors, open_regular_file
 from tandem.runtime.errors import UserError
 

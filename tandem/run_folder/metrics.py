@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tandem.run_folder.errors import RESTORE_OR_FRESH
+from tandem.run_folder.files import RESTORE_OR_FRESH
 from tandem.runtime.disk import (
     append_line,
     disk_errors,
@@ -43,7 +43,15 @@ class MetricsWriter:
         paths = [run_folder / f"{name}.jsonl" for name in ("metrics", "timings", "ledger")]
         self._last_step = _truncate(paths[0], resume_step)
         if resume_step > 0 and self._last_step != resume_step:
-            raise _missing(paths[0], self._last_step, resume_step)
+            raise UserError(
+                "the metrics end before the checkpoint",
+                where=str(paths[0]),
+                found="no row"
+                if self._last_step is None
+                else f"step {self._last_step} as the last row up to there",
+                expected=f"the row of step {resume_step}, which the run resumes from",
+                next=RESTORE_OR_FRESH,
+            )
         for path in paths[1:]:
             _truncate(path, resume_step)
         self._metrics, self._timings, self._ledger = map(_Lines, paths)
@@ -186,29 +194,15 @@ def _read_rows(path: Path) -> Iterator[tuple[bytes, Metrics]]:
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             if number == len(lines) and not line.endswith(b"\n"):
                 return
-            raise _broken(path, number, line) from error
+            raise UserError(
+                "a row of the metrics cannot be read",
+                where=f"{path}:{number}",
+                found=repr(line[:80]),
+                expected="a JSON object with a step, as Tandem wrote it",
+                next=RESTORE_OR_FRESH,
+            ) from error
         if line.endswith(b"\n"):
             yield line, row
-
-
-def _broken(path: Path, number: int, line: bytes) -> UserError:
-    return UserError(
-        "a row of the metrics cannot be read",
-        where=f"{path}:{number}",
-        found=repr(line[:80]),
-        expected="a JSON object with a step, as Tandem wrote it",
-        next=RESTORE_OR_FRESH,
-    )
-
-
-def _missing(path: Path, last: int | None, resume_step: int) -> UserError:
-    return UserError(
-        "the metrics end before the checkpoint",
-        where=str(path),
-        found="no row" if last is None else f"step {last} as the last row up to there",
-        expected=f"the row of step {resume_step}, which the run resumes from",
-        next=RESTORE_OR_FRESH,
-    )
 
 
 class _EventFile:

@@ -9,9 +9,9 @@ from typing import Any
 from tandem.config.schema import Config
 from tandem.model.load import ExactModel
 from tandem.run_folder.checkpoint import checkpoint_step, latest_checkpoint, load_checkpoint
-from tandem.run_folder.errors import FRESH, RESTORE_OR_FRESH
+from tandem.run_folder.files import FRESH, RESTORE_OR_FRESH
 from tandem.run_folder.metrics import read_metrics
-from tandem.run_folder.past_run import LEDGER, altered
+from tandem.run_folder.read import LEDGER, altered
 from tandem.run_folder.shards import SavedTensors
 from tandem.runtime.errors import UserError
 from tandem.weights.hashing import weight_hash
@@ -26,22 +26,31 @@ def resumable(
     files are still those of the run. Raises UserError."""
     path = latest_checkpoint(folder / "checkpoints", report)
     if path is None:
-        _require_no_progress(folder, config)
+        rows, every = read_metrics(folder), config.run.save_every
+        # a save waits for the one before: a run that has gone on from its second one has had one
+        if rows and rows[-1]["step"] > 2 * every:
+            raise UserError(
+                "the checkpoints of the run are gone",
+                where=str(folder / "checkpoints"),
+                found="none",
+                expected=f"some: metrics.jsonl ends at step {rows[-1]['step']}, with "
+                f"run.save_every = {every}",
+                next="restore them, or set back a run.save_every that was lowered before the first "
+                f"save, or {FRESH}",
+            )
         return None
     tensors, state = load_checkpoint(path, verify=False)  # latest_checkpoint has just verified it
     if changed := [k for k in {**state["data"], **data} if state["data"].get(k) != data.get(k)]:
-        raise _other_data(changed)
+        raise UserError(
+            "a data file, a function of yours or the starting model has changed since the run "
+            "began",
+            where=", ".join(changed),
+            expected="the same bytes: the rest of the run would not be the same run",
+            next=f"restore it, take another run.folder=PATH, or {FRESH}",
+        )
     logged = checkpoint_step(path) - (json.loads(state["pending_metrics"]) is not None)
     _check_past(folder, logged, report)
     return path, tensors, state
-
-
-def _require_no_progress(folder: Path, config: Config) -> None:
-    """Raise UserError if metrics prove that a checkpoint existed: a save waits for the one before,
-    so a run that has gone on from its second one has had a checkpoint."""
-    rows, every = read_metrics(folder), config.run.save_every
-    if rows and rows[-1]["step"] > 2 * every:
-        raise _no_checkpoints(folder, int(rows[-1]["step"]), every)
 
 
 def _check_past(folder: Path, done: int, report: Report) -> None:
@@ -79,24 +88,4 @@ def _not_as_written(folder: Path, found: str) -> UserError:
         found=found,
         expected=f"the bytes that {LEDGER} has the hashes of",
         next=RESTORE_OR_FRESH,
-    )
-
-
-def _no_checkpoints(folder: Path, last: int, every: int) -> UserError:
-    return UserError(
-        "the checkpoints of the run are gone",
-        where=str(folder / "checkpoints"),
-        found="none",
-        expected=f"some: metrics.jsonl ends at step {last}, with run.save_every = {every}",
-        next="restore them, or set back a run.save_every that was lowered before the first save, "
-        f"or {FRESH}",
-    )
-
-
-def _other_data(changed: list[str]) -> UserError:
-    return UserError(
-        "a data file, a function of yours or the starting model has changed since the run began",
-        where=", ".join(changed),
-        expected="the same bytes: the rest of the run would not be the same run",
-        next=f"restore it, take another run.folder=PATH, or {FRESH}",
     )

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tandem.run_folder.errors import unreadable_file
+from tandem.run_folder.files import read_file
 from tandem.run_folder.lock import now
 from tandem.runtime.disk import disk_errors
 from tandem.runtime.errors import UserError
@@ -36,11 +36,12 @@ def read_status(folder: Path) -> dict[str, Any] | None:
     path = folder / STATUS
     if not path.exists():
         return None
-    try:
-        status = json.loads(path.read_text())
-        return {name: status[name] for name in ("time", "step", "steps", "processes")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise unreadable_file(path, error, next="the run writes it anew at its next step") from None
+    names = ("time", "step", "steps", "processes")
+    return read_file(
+        path,
+        lambda text: {name: json.loads(text)[name] for name in names},
+        next="the run writes it anew at its next step",
+    )
 
 
 def forget_status(folder: Path) -> None:

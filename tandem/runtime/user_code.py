@@ -66,7 +66,19 @@ def find_user_object(spec: str, *, key: str) -> Any:
     try:
         return getattr(module, name)  # not vars(): a package may import its members on demand
     except AttributeError:
-        raise _no_such_name(spec, module, key) from None
+        own = [
+            n
+            for n, value in vars(module).items()
+            if (inspect.isclass(value) or inspect.isfunction(value))
+            and value.__module__ == module.__name__
+        ]
+        raise UserError(
+            f"no {name!r} in {source}",
+            where=f"{key} = {spec}",
+            found=", ".join(own) or "nothing to call",
+            expected="a name that is defined there",
+            next=run_by_hand(source),
+        ) from None
 
 
 @cache  # two functions of one file share its module, as those of a module do
@@ -140,20 +152,3 @@ def describe(error: BaseException) -> str:
 def run_by_hand(source: str) -> str:
     """Return the command that shows the whole error of a file or module."""
     return f"python {source}" if source.endswith(".py") else f'python -c "import {source}"'
-
-
-def _no_such_name(spec: str, module: ModuleType, key: str) -> UserError:
-    source, _, name = spec.rpartition(":")
-    own = [
-        n
-        for n, value in vars(module).items()
-        if (inspect.isclass(value) or inspect.isfunction(value))
-        and value.__module__ == module.__name__
-    ]
-    return UserError(
-        f"no {name!r} in {source}",
-        where=f"{key} = {spec}",
-        found=", ".join(own) or "nothing to call",
-        expected="a name that is defined there",
-        next=run_by_hand(source),
-    )

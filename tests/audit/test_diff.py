@@ -10,7 +10,7 @@ from tandem.audit.diff import compare_episodes, compare_runs
 from tandem.cli.diff import diff
 from tandem.run_folder.episode_files import episode_file, read_note, write_episodes
 from tandem.run_folder.metrics import read_metrics
-from tandem.run_folder.past_run import open_past, read_step
+from tandem.run_folder.read import open_past, read_step
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import UserError
 from tandem.types import Episode
@@ -60,21 +60,6 @@ def test_equal_episodes_in_other_bytes_are_equal(tmp_path):
     assert (found.divergence, found.other_bytes) == (None, [2])
 
 
-def test_other_group_size_diverges_in_the_first_group():
-    a, b = past_run("ema"), past_run("train")
-    uid = read_step(episode_file(a / "episodes", 1))[0].problem.uid
-    found = compare_runs(open_past(a), open_past(b))
-    assert (found.step, found.divergence.what, found.divergence.a, found.divergence.b) == (
-        1,
-        f"episodes of {uid}",
-        "2",
-        "4",
-    )
-    assert ("rl.group_size", "2", "4") in [(p.what, p.a, p.b) for p in found.config]
-    # the same data, other folders
-    assert [p.what for p in found.inputs if p.a != "none" and p.b != "none"] == []
-
-
 def test_the_first_token_that_differs_is_named_with_both(tmp_path):
     run = past_run("ema")
     other = copy_of(run, tmp_path)
@@ -94,17 +79,6 @@ def test_the_first_token_that_differs_is_named_with_both(tmp_path):
     what = f"episode {seen['uid']}:1, position {seen['at']}: token"
     assert first_divergence(run, other) == (3, what, str(seen["token"]), "0")
     assert diff(run, other) == 1
-
-
-def test_runs_without_a_ledger_are_compared_by_their_files(tmp_path):
-    run = past_run("ema")
-    other = copy_of(run, tmp_path)
-    (other / "ledger.jsonl").unlink()
-    assert compare_runs(open_past(run), open_past(other)).divergence is None
-    rewrite(other, 4, lambda row, place, e: replace(e, reward=2.0) if (row, place) == (0, 1) else e)
-    step, what, _, y = first_divergence(run, other)
-    uid = read_step(episode_file(run / "episodes", 4))[0].problem.uid
-    assert (step, what, y) == (4, f"episode {uid}:1: reward", "2.0")
 
 
 def test_equal_episodes_with_another_metric_diverge_in_it(tmp_path):
@@ -135,17 +109,6 @@ def test_shorter_run_is_compared_up_to_its_last_whole_row(tmp_path, capsys):
     assert (found.divergence, found.steps, found.last) == (None, 2, (4, 2))
     assert diff(run, other) == 0
     assert "equal to the last bit over 2 steps, all that both have" in capsys.readouterr().out
-
-
-def test_evaluation_of_one_run_only_is_no_divergence(tmp_path):
-    run = past_run("ema")
-    other = copy_of(run, tmp_path)
-    row = next(row for row in read_metrics(run) if row["step"] == 4)
-    name = next(name for name in row if name.startswith("eval/"))
-    edit(other / "metrics.jsonl", f'"{name}"', '"eval/another"')
-    text = (other / "metrics.jsonl").read_text()
-    assert text != (run / "metrics.jsonl").read_text()
-    assert compare_runs(open_past(run), open_past(other)).divergence is None
 
 
 def test_other_evaluation_diverges_after_everything_else(tmp_path):

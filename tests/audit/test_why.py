@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tandem.audit.why import EpisodeRef, find_episodes, tokens, trace_updates, with_history
-from tandem.cli.why import table, why
+from tandem.cli.why import why
 from tandem.run_folder.episode_files import episode_file
-from tandem.run_folder.past_run import open_past, read_step
+from tandem.run_folder.read import open_past, read_step
 from tandem.runtime.errors import UserError
 from tests.support.past_runs import PARTIAL, copy_of, edit, past_run, rewrite
 
@@ -153,19 +153,6 @@ def test_a_step_that_trains_the_critic_only_is_named():
     assert {row.masked for row in learned_rows(past, found)} == {"critic.warmup_steps"}
 
 
-def test_episode_rolled_out_ahead_of_training_says_so(tmp_path):
-    run = copy_of(past_run("ema"), tmp_path)
-    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text("".join(lines[:4]))  # to step 3
-    past = open_past(run)
-    found = with_history(
-        past, EpisodeRef(step=4, row=0, place=0, group=read_step(past.journal(4))[0])
-    )
-    assert {row.masked for row in learned_rows(past, found)} == {
-        "the step that trains it is not made yet"
-    }
-
-
 def test_episode_is_found_by_step_uid_sample_or_key():
     past, found = of("ema", "train", 3)
     uid = found.episode.uid
@@ -203,16 +190,6 @@ def test_a_list_of_a_step_has_texts_no_keys_and_as_many_lines_as_asked_for(capsy
     assert len(lines) == 2 and rest == f"  and {number - 2} more: --count {number}"
     episode = find_episodes(past, lines[0].split()[0])[0].episode
     assert f"{episode.text!r:.40}" in lines[0] and str(episode.key) not in lines[0]
-
-
-def test_table_has_a_line_for_each_sampled_token():
-    past, found = of("ema", "train")
-    rows = tokens(past, found, None)
-    lines = table(rows)
-    assert len(lines) == 2 + sum(row.sampled for row in rows)
-    assert (
-        lines[1].strip().startswith(f"0 ... {found.episode.num_prompt_tokens - 1}, read: '<|user|>")
-    )
 
 
 def test_json_has_all_of_it(tmp_path, capsys):

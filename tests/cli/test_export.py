@@ -53,8 +53,11 @@ def test_export_is_pushed_with_a_card_of_its_origin(run):
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
-        ({}, ["there is no token for the hub", "HF_TOKEN"]),
-        ({"HF_TOKEN": "x", "HF_HUB_OFFLINE": "1"}, ["switched off", "HF_HUB_OFFLINE is set"]),
+        ({}, ["nothing can be pushed to the hub", "HF_TOKEN"]),
+        (
+            {"HF_TOKEN": "x", "HF_HUB_OFFLINE": "1"},
+            ["nothing can be pushed", "HF_HUB_OFFLINE is set"],
+        ),
         (
             {"HF_TOKEN": "x", "HF_ENDPOINT": "http://127.0.0.1:9"},
             ["the hub cannot be reached", "127.0.0.1:9"],

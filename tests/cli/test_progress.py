@@ -36,9 +36,7 @@ def shown(steps, *, of=100, terminal=False, eval_every=0, resumed=0, row=ROW):
         file=io.StringIO(), width=80, force_terminal=terminal, soft_wrap=True, highlight=False
     )
     live = Console(file=io.StringIO(), width=80)
-    with StepProgress(
-        "distill", of, eval_every=eval_every, log=log.append, output=output, clock=clock
-    ) as progress:
+    with StepProgress("distill", of, log=log.append, output=output, clock=clock) as progress:
         for done, seconds in enumerate(steps, start=resumed + 1):
             clock.now += seconds
             held_out = eval_every and done % eval_every == 0

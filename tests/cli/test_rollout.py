@@ -193,15 +193,6 @@ def test_other_config_is_refused_and_fresh_keeps_the_old_output(name, undisturbe
     assert contents(output.path) != contents(undisturbed[name].path)
 
 
-def test_fresh_killed_between_two_renames_keeps_the_old_file(undisturbed, tmp_path):
-    output = copied(undisturbed["episodes.jsonl"], tmp_path)
-    output.folder.rename(tmp_path / f"{output.folder.name}.old-1")
-    write(output.path, seed=1, make=lambda number, clock: batch(number + 7, clock))
-    assert contents(tmp_path / "episodes.jsonl.old-1") == contents(
-        undisturbed["episodes.jsonl"].path
-    )
-
-
 @OUTPUTS
 def test_two_at_once_are_refused(name, tmp_path):
     def meanwhile(number, clock):
@@ -410,7 +401,6 @@ def test_impossible_output_is_refused_before_any_work(home, tmp_path):
         "folder.jsonl": "a folder",
         "other/notes.txt": "a file",
         "other": "holds something else",
-        "x.jsonl.rollout": "beside a JSONL file",
     }.items():
         for fresh in (False, True):
             with pytest.raises(UserError, match=r".") as caught:

@@ -114,13 +114,6 @@ def test_mistakes_are_told_before_anything_is_played(data, tmp_path):
     )
 
 
-def test_environment_with_a_random_opening_is_refused(data, tmp_path):
-    env = f"{tmp_path}/my_env.py:Random"
-    assert "the episodes of a problem begin differently" in mistake(
-        "try", env, "--data", data, "--answer", "a"
-    )
-
-
 def test_rows_of_one_exception_are_one_block_and_others_stay_blocks(data, tmp_path):
     (tmp_path / "bad.py").write_text(
         "def score(problem, completion):\n    return 1 / (problem.metadata['level'] == 1)\n"

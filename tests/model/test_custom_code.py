@@ -14,7 +14,7 @@ from tandem.model.load import load_model
 from tandem.model.tiny import make_tiny
 from tandem.model.tokenizer import load_tokenizer
 from tandem.plugins.plan.plan_time import random_directory
-from tandem.run_folder.past_run import open_past
+from tandem.run_folder.read import open_past
 from tandem.runtime.errors import UserError
 from tests.support.home import invoke, make_home, mistake
 from tests.support.tiny import stock_logits

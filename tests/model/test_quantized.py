@@ -17,7 +17,7 @@ from tandem.model.load import load_model, make_exact
 from tandem.model.lora import Lora
 from tandem.model.quantized import NF4, QuantizedWeight, quantize, quantized_bytes
 from tandem.plugins.plan.footprint import model_sizes, needs
-from tandem.run_folder.past_run import open_past
+from tandem.run_folder.read import open_past
 from tandem.runtime.errors import UserError
 from tests.support.architectures import stock
 from tests.support.parity import engine_for, largest_gap, random_requests

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from tandem.model.load import load_model
 from tandem.model.weight_files import INDEX, check_sums
 from tandem.run_folder.export import export
-from tandem.run_folder.past_run import open_past
+from tandem.run_folder.read import open_past
 from tandem.runtime.errors import UserError
 from tests.support.home import invoke, make_home, mistake
 

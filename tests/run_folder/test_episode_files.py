@@ -106,16 +106,6 @@ def test_groups_are_read_back_to_the_bit_and_in_order(tmp_path):
         assert_same(one.episodes, other.episodes)
 
 
-def test_a_groups_outcome_is_a_plain_column(tmp_path):
-    groups = [
-        replace(g, outcome=kind)
-        for g, kind in zip(some_groups(), ("train", "no_signal"), strict=True)
-    ]
-    table = pq.read_table(write_episodes(tmp_path, 1, groups))
-    assert table.column("outcome").to_pylist() == ["train"] * 3 + ["no_signal"] * 3
-    assert table.column("group").to_pylist() == [0] * 3 + [1] * 3
-
-
 def test_zeros_of_both_signs_and_nans_of_one_column_stay_apart(tmp_path):
     rng = np.random.default_rng(0)
     patterns = np.array([0x0, 0x80000000, 0x7FC00000, 0x7FC00001, 0xFFC00000], np.uint32)

@@ -95,17 +95,6 @@ def test_an_episode_is_durable_soon_after_it_was_scored(tmp_path):
         assert parts.ended == {}  # another tick of the step
 
 
-def test_rest_of_an_unfinished_step_is_written_on_close(tmp_path):
-    train_step(stages(tmp_path / "whole"), 0)
-    groups = read_groups(episode_file(tmp_path / "whole", 1), BY_UID)
-    journal = Journal(tmp_path / "run", "run", PROBLEMS)
-    for last in (True, False):
-        with journal.parts(1, 0, [g.problem for g in groups], last) as parts:
-            parts.add(1, groups[1].episodes[0])
-        with journal.parts(1, 0, [g.problem for g in groups], True) as parts:
-            assert list(parts.ended) == ([] if last else [groups[1].episodes[0].key])
-
-
 def test_a_damaged_part_costs_its_episodes_only(tmp_path):
     train_step(stages(tmp_path / "whole"), 0)
     groups = read_groups(episode_file(tmp_path / "whole", 1), BY_UID)

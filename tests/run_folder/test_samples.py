@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tandem.run_folder.past_run import open_past, read_step
+from tandem.run_folder.read import open_past, read_step
 from tandem.run_folder.samples import brief, page, read_samples, sample_file
 from tandem.runtime.errors import UserError
 from tests.support.home import invoke, make_home
@@ -72,13 +72,6 @@ def test_what_is_shown_changes_no_byte_of_what_is_kept(home, tmp_path):
     assert len(files) == 8
     for name in files:
         assert (tmp_path / "0" / name).read_bytes() == (tmp_path / "3" / name).read_bytes()
-
-
-def test_a_resume_may_show_more_samples(home, tmp_path):
-    trained(home, tmp_path / "run")
-    assert "held-out sample 3:" in trained(
-        home, tmp_path / "run", "run.show_samples=2", "run.steps=3"
-    )
 
 
 # ---- tandem show
@@ -155,17 +148,3 @@ def test_what_cannot_be_shown_is_a_users_error(arguments, said):
 
 
 # ---- tandem why with a step
-
-
-def test_why_lists_every_episode_of_a_step_to_choose_from():
-    result = invoke("why", past_run("train"), "--episode", "2")
-    lines = result.output.splitlines()
-    episodes = [
-        e for group in read_step(open_past(past_run("train")).journal(2)) for e in group.episodes
-    ]
-    assert result.exit_code == 0 and len(lines) == 1 + len(episodes)
-    for line, episode in zip(lines[1:], episodes, strict=True):
-        assert line.startswith(
-            f"  2:{episode.uid}:{episode.sample_index}  reward {episode.reward:g}, "
-        )
-        assert f", {episode.stop_reason}, " in line and repr(episode.text)[1:8] in line

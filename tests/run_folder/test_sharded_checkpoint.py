@@ -9,9 +9,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from chaos.checkpoints import contents
 from tandem.model.boxes import Box, whole_box
-from tandem.run_folder.async_save import Saver
 from tandem.run_folder.checkpoint import (
+    Saver,
     find_damage,
     latest_checkpoint,
     load_checkpoint,
@@ -71,7 +72,7 @@ def save(folder, step, kind="rows", size=3, lost=(), disk=DISK):
         if shard.rank not in lost
     }
     return save_checkpoint(
-        folder, step, tensors, {}, 2, config="", shard=first, wait_for_others=lambda: entries
+        folder, contents(step, tensors, {}, shard=first, wait_for_others=lambda: entries)
     )
 
 
@@ -101,7 +102,7 @@ def test_any_division_is_read_whole_and_by_the_parts_of_any_other(tmp_path, kind
 
 
 def test_one_process_writes_the_plain_file_that_it_always_wrote(tmp_path):
-    path = save_checkpoint(tmp_path, 1, {"policy": WHOLE}, {}, 2, config="")
+    path = save_checkpoint(tmp_path, contents(1, {"policy": WHOLE}, {}))
     save_file(WHOLE, tmp_path / "plain")
     assert (path / "policy.safetensors").read_bytes() == (tmp_path / "plain").read_bytes()
     saved = load_checkpoint(path)[0]["policy"]
@@ -173,7 +174,7 @@ def test_a_full_disk_of_another_process_is_reported_and_the_checkpoint_before_st
 
     with pytest.raises(UserError, match="the disk is full"):
         save_checkpoint(
-            tmp_path, 2, tensors, {}, 2, config="", shard=first, wait_for_others=wait_for_others
+            tmp_path, contents(2, tensors, {}, shard=first, wait_for_others=wait_for_others)
         )
     assert latest_checkpoint(tmp_path, fail) == before
     assert [path.name for path in tmp_path.iterdir()] == [before.name]
@@ -187,20 +188,6 @@ def test_a_process_saves_a_snapshot_of_what_it_has_when_asked(tmp_path):
         saver.save_shard(tmp_path, 1, own, second, reports.__setitem__)
         own["policy"]["w"].zero_()
     path = save_checkpoint(
-        tmp_path, 1, tensors, {}, 2, config="", shard=first, wait_for_others=lambda: reports
+        tmp_path, contents(1, tensors, {}, shard=first, wait_for_others=lambda: reports)
     )
     assert_equal(load_checkpoint(path)[0]["policy"]["w"], WHOLE["w"])
-
-
-def test_the_shards_of_all_processes_must_have_room(tmp_path):
-    class Small(Disk):
-        def free_bytes(self, folder):
-            return 2 << 20
-
-    tensors = {"policy": {"w": torch.zeros(1 << 17)}}  # 512 KiB, of each of four
-    shard = Shard(
-        rank=0, size=4, folder=unfinished_name(1), boxes={"policy": {"w": whole_box((1 << 17,))}}
-    )
-    with pytest.raises(UserError, match="not enough space") as caught:
-        save_checkpoint(tmp_path, 1, tensors, {}, 2, config="", disk=Small(), shard=shard)
-    assert caught.value.expected == "3.0 MiB"

@@ -10,7 +10,7 @@ from pathlib import Path
 from tandem.cli.train import train
 from tandem.config.recipe import load_config
 from tandem.run_folder.episode_files import episode_file, read_note, write_episodes
-from tandem.run_folder.past_run import read_step
+from tandem.run_folder.read import read_step
 from tests.support.runs import KINDS, prepare
 
 STEPS = 4  # checkpoints after 3 and 4

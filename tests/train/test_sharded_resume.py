@@ -14,7 +14,7 @@ from tandem.model.forward import batch_logprobs
 from tandem.model.load import make_exact
 from tandem.model.lora import Lora
 from tandem.plugins.optim.adamw_8bit import Optimizer8bit
-from tandem.run_folder.checkpoint import load_checkpoint, save_checkpoint
+from tandem.run_folder.checkpoint import Contents, load_checkpoint, save_checkpoint
 from tandem.run_folder.shards import SUFFIX, Shard, write_shard
 from tandem.runtime.disk import DISK
 from tandem.train.learner import Learner
@@ -79,16 +79,17 @@ def save(learner, folder, gather):
             }
         )
         return
-    save_checkpoint(
-        folder,
-        1,
-        tensors,
-        state,
-        1,
+    others = {k: v for part in gather({}) for k, v in part.items()}
+    contents = Contents(
+        step=1,
+        tensors=tensors,
+        state=state,
         config="",
+        keep=1,
         shard=shard,
-        wait_for_others=lambda: {k: v for part in gather({}) for k, v in part.items()},
+        wait_for_others=lambda: others,
     )
+    save_checkpoint(folder, contents)
 
 
 def load(learner, folder):

@@ -48,7 +48,7 @@ from tandem.plugins.plan.plan_memory import Batch, batch_of, rows_here
 from tandem.registry import find
 from tandem.run_folder.folder import check_run, has_steps, resolved
 from tandem.run_folder.metrics import Metrics, read_metrics
-from tandem.run_folder.past_run import open_past
+from tandem.run_folder.read import open_past
 from tandem.run_folder.resume import resumable
 from tandem.run_folder.trackers.links import require_trackers
 from tandem.runtime.disk import human_bytes, write_atomic

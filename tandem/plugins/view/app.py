@@ -39,7 +39,7 @@ from tandem.plugins.view.access import COOKIE, HEADERS, refusal
 from tandem.plugins.view.episode import read_episode, read_image, read_step
 from tandem.plugins.view.episodes import KINDS, EpisodeTable, parse_query
 from tandem.plugins.view.runs import Run, Runs
-from tandem.run_folder.past_run import open_past
+from tandem.run_folder.read import open_past
 from tandem.runtime.errors import UserError
 
 STATIC = Path(__file__).parent / "static"

@@ -13,7 +13,7 @@ from tandem.plugins.view.report import panels
 from tandem.plugins.view.report import report as report_page
 from tandem.plugins.view.runs import Run, Runs
 from tandem.plugins.view.svg import figure
-from tandem.run_folder.errors import require_run
+from tandem.run_folder.files import require_run
 from tandem.runtime.disk import write_atomic
 from tandem.runtime.errors import UserError
 from tandem.runtime.wording import counted

@@ -11,6 +11,7 @@ function where the rewards are all it needs. It does not replay a step: that is 
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from string import hexdigits
@@ -67,8 +68,8 @@ def read_episode(run: Run, kind: str, step: int, row: int) -> dict[str, Any]:
         "name": f"{step}:{record['uid']}:{record['sample_index']}",
         "outcome_text": OUTCOMES.get(record["outcome"], "") if kind == "train" else "",
         "conversation": _conversation(record, values),
-        "tools": _json(record["tools"], []),
-        "metadata": _json(record["metadata"], {}),
+        "tools": json.loads(record["tools"]),
+        "metadata": json.loads(record["metadata"]),
         "reward_parts": dict(record["reward_parts"]),
         "env_rewards": dict(record["env_rewards"]),
         "advantage": own,
@@ -98,16 +99,14 @@ def _conversation(record: dict[str, Any], values: dict[str, Any]) -> list[dict[s
     """List the messages; those of the model's own attempt are marked as `sampled`. A turn with
     tool calls has them as `calls`, and its other text as `text`; an answer to one has its name as
     `result_of`; one with images has their names as `images`."""
-    opening = _json(record["opening"], []) or _json(record["messages"], [])
-    own, tools = _json(record["transcript"], []), _json(record["tools"], [])
+    opening = json.loads(record["opening"]) or json.loads(record["messages"])
+    own, tools = json.loads(record["transcript"]), json.loads(record["tools"])
     options = values.get("env.options")
     known = options.get("format", "auto") if isinstance(options, dict) else "auto"
     written: Any = known if known in get_args(Format) else "auto"
     acts = bool(tools) or values.get("env.name", "single_turn") != "single_turn"
     shown, open_calls = list[dict[str, Any]](), list[dict[str, Any]]()
     for place, message in enumerate([*opening, *own]):
-        if not isinstance(message, dict):
-            continue
         message = {**message, "sampled": False}
         if shows_images(message):
             message |= {"text": message_text(message), "images": images_of([message])}
@@ -149,7 +148,8 @@ def _structured_call(call: Any) -> dict[str, Any]:
     match call:
         case {"function": {"name": str(name), "arguments": arguments}}:
             if isinstance(arguments, str):
-                arguments = _json(arguments, arguments)
+                with suppress(ValueError, RecursionError):
+                    arguments = json.loads(arguments)
             named = arguments if isinstance(arguments, dict) else {"": arguments}
             return {"name": name, "arguments": named}
     return {"name": "", "arguments": {"": call}, "bad": "not a call in OpenAI's form"}
@@ -299,10 +299,3 @@ _SETTINGS = (
     *("rl.kl_in", "rl.entropy_coef"),
     *("rl.prompts_per_step", "rl.group_size", "rollout.staleness", "train.learning_rate"),
 )
-
-
-def _json(text: str, default: Any) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return default

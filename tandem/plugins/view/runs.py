@@ -16,7 +16,6 @@ import socket
 import sys
 import threading
 import time
-import tomllib
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
@@ -28,7 +27,9 @@ from typing import Any
 import numpy as np
 
 from tandem.run_folder.best import BEST, read_best
-from tandem.run_folder.notes import Notes, read_notes
+from tandem.run_folder.config_changes import toml_values
+from tandem.run_folder.files import read_file
+from tandem.run_folder.read import Notes, read_notes
 from tandem.runtime.errors import UserError
 from tandem.runtime.processes import started_at
 
@@ -252,16 +253,9 @@ class Run:
 
     def config_values(self) -> dict[str, Any]:
         """Read the resolved config as {"rl.group_size": 8, ...}; empty if it cannot be read."""
-        try:
-            tree = tomllib.loads((self.folder / "config.toml").read_text())
-        except (OSError, ValueError, RecursionError):
-            return {}
-        return {
-            f"{section}.{name}": value
-            for section, fields in tree.items()
-            if isinstance(fields, dict)
-            for name, value in fields.items()
-        }
+        with suppress(UserError):
+            return read_file(self.folder / "config.toml", toml_values)
+        return {}
 
     def stamp(self) -> tuple[Any, ...]:
         """Return what changes when the run has written something."""

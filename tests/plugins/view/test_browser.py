@@ -106,6 +106,25 @@ def test_hostile_texts_stay_texts_and_nothing_leaves_the_machine(opened, path, r
     )
 
 
+def test_directions_and_controls_are_named_where_they_stand(opened):
+    page = visit(opened, "episode/RUN/train/1/3", "document.querySelectorAll('.peer').length === 4")
+    text = page.run("return document.querySelector('.message.sampled pre').textContent")
+    assert "abcU+202Edef" in text and "bell␇" in text and "null␀" in text and "U+200B" in text
+    shown = page.run("return document.body.innerText")
+    assert not {"\u202e", "\u2066", "\x00", "\x1b", "\x07"} & set(shown)
+    assert HOSTILE[0] in visit(opened, *PAGES[4]).run("return document.body.innerText")
+
+
+def test_a_command_to_copy_is_safe_in_a_shell_whatever_the_names_are(opened):
+    page = visit(opened, "episode/RUN/train/1/2", "document.querySelectorAll('.peer').length === 4")
+    shown = page.run("return [...document.querySelectorAll('details pre')].pop().textContent")
+    assert shown.startswith("tandem why ")
+    script = shown.replace("tandem", "printf '%s\\n'", 1)
+    words = subprocess.run(["sh", "-c", script], capture_output=True, text=True).stdout.splitlines()
+    assert words[:-1] == ["why", NAME, "--episode", f"1:{HOSTILE[0]}:2", "--json"]
+    assert words[-1].startswith(f"{NAME}/why/")
+
+
 def test_a_row_of_a_run_under_way_appears_by_itself(opened):
     page = visit(opened, "episodes/RUN", f"{ROWS} === 12")
     add_step(opened[2], 3, [group("new", ["brand new text"], [1.0])], reward=0.9)

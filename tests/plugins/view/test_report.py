@@ -123,9 +123,13 @@ def test_png_without_its_package_names_the_extra(tmp_path, monkeypatch):
     assert_is_a_users_error(result, "tandem-rl[png]", ".svg")
 
 
-def test_a_file_that_cannot_be_written_is_told_by_its_name(tmp_path):
-    add_step(make_run(tmp_path / "run"), 1, reward=0.5)
-    for command, target in ((["plot", "run", "-o"], "x.svg"), (["report", "run", "--out"], "x")):
-        result = tandem(*command, f"none/{target}", cwd=tmp_path)
-        assert_is_a_users_error(result, f"none/{target}", "name another file")
-        assert ".tmp-" not in result[2] and "run.folder" not in result[2]
+def test_plots_of_runs_without_steps_and_of_one_value(tmp_path):
+    flat = make_run(tmp_path / "flat")
+    add_step(flat, 1, reward=0.5)
+    empty = make_run(tmp_path / "empty")
+    assert [panel.title for panel in panels([opened(flat), opened(empty, "e")])] == ["Reward"]
+    ElementTree.fromstring(figure(panels([opened(flat)])))
+    for key, near in (("rewrad", "reward"), ("LOSS", "policy_loss"), ("loss", "policy_loss")):
+        with pytest.raises(UserError, match=f"(?s)no run has such numbers.*did you mean {near}.$"):
+            panels([opened(past_run("train"))], [key])
+    assert "no step yet" in report(opened(empty))

@@ -32,7 +32,7 @@ from tandem.model.tokenizer import decode_text, load_tokenizer
 from tandem.plugins.vllm import worker as vllm_worker
 from tandem.rollout_workers.process import EngineSpec
 from tandem.run_folder.metrics import read_metrics
-from tandem.run_folder.past_run import open_past
+from tandem.run_folder.read import open_past
 from tandem.runtime.errors import UserError
 from tandem.train.parity import MAX_MEAN
 from tandem.types import SamplingParams

@@ -1,9 +1,10 @@
-"""Advice in the errors of a run folder, in the same words everywhere."""
+"""The small files of a run folder, read with one error, and the advice of the errors here."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
+from tandem.runtime.disk import read_regular_file
 from tandem.runtime.errors import UserError
 from tandem.runtime.wording import look_for
 
@@ -13,16 +14,22 @@ FRESH = f"start over with --fresh {KEPT}"
 RESTORE = "restore it from a copy"
 RESTORE_OR_FRESH = f"{RESTORE}, or {FRESH}"
 
+T = TypeVar("T")
 
-def unreadable_file(path: Path, found: Exception | str, next: str = RESTORE) -> UserError:
-    """Make the error for a file that is absent, damaged or of another shape."""
-    return UserError(
-        "a file of the run folder cannot be read",
-        where=str(path),
-        found=f"{type(found).__name__}: {found}" if isinstance(found, Exception) else found,
-        expected="the file as Tandem wrote it",
-        next=next,
-    )
+
+def read_file(path: Path, parse: Callable[[str], T], next: str = RESTORE) -> T:
+    """Read a file and parse its text. Raises UserError if it is absent, damaged or of another
+    shape."""
+    try:
+        return parse(read_regular_file(path).decode())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(
+            "a file of the run folder cannot be read",
+            where=str(path),
+            found=f"{type(error).__name__}: {error}",
+            expected="the file as Tandem wrote it",
+            next=next,
+        ) from error
 
 
 def require_run(folder: Path) -> None:
@@ -39,10 +46,3 @@ def require_run(folder: Path) -> None:
             expected="a folder made by a command that trains",
             next=f"did you mean {inside.parent}?" if inside else look,
         )
-
-
-def not_written(rank: int, error: Mapping[str, Any]) -> UserError:
-    """Return rank 0's error for what another rank could not write; error: the fields of its
-    UserError."""
-    fields = {name: error.get(name, "") for name in ("where", "found", "expected", "next")}
-    return UserError(f"rank {rank} could not write its part: {error['what']}", **fields)

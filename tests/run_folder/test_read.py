@@ -1,6 +1,5 @@
 """A run folder, read: rows of steps that are told, the episodes of a step, and what is refused."""
 
-import hashlib
 import json
 
 import numpy as np
@@ -10,7 +9,7 @@ from tandem.config.recipe import to_toml
 from tandem.config.schema import Config
 from tandem.run_folder.episode_files import write_episodes
 from tandem.run_folder.metrics import MetricsWriter
-from tandem.run_folder.past_run import altered, holds, open_past, read_step, require_step
+from tandem.run_folder.read import altered, holds, open_past, read_step, require_step
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import UserError
 from tandem.types import Episode, Group, Problem
@@ -57,13 +56,6 @@ def run(tmp_path):
     return tmp_path
 
 
-def test_ledger_has_only_steps_with_a_metrics_row(run):
-    past = open_past(run)
-    assert past.command == "train" and past.config == Config()
-    assert list(past.metrics) == list(past.ledger) == [0, 1, 2]
-    assert past.metrics[2]["reward"] == 0.5 and past.ledger[2]["weights"] == "w2"
-
-
 def test_a_step_that_is_not_told_is_refused(run):
     past = open_past(run)
     require_step(past, 2)
@@ -86,12 +78,6 @@ def test_step_is_read_in_order_with_outcomes_and_problems(run):
     assert [[e.tokens.tolist() for e in g.episodes] for g in found] == [
         [[5, 9, 7], [1, 2, 3, 4]]
     ] * 3
-
-
-def test_a_file_is_searched_by_uid_or_key(run):
-    path = write_episodes(run / "episodes", 1, [a_group("a")])
-    assert [holds(path, "uid", uid) for uid in ("a", "b")] == [True, False]
-    assert [holds(path, "key", key) for key in (2, 3)] == [True, False]
 
 
 def test_what_is_no_run_folder_is_refused(tmp_path):
@@ -131,11 +117,6 @@ def test_inputs_are_those_of_the_newest_readable_checkpoint(run):
     assert open_past(run).inputs() == {"data.train": "new"}
     (folder / "state.json").write_text("{")
     assert open_past(run).inputs() == {"data.train": "old"}
-
-
-def test_the_hash_of_a_file_is_what_sha256sum_prints(tmp_path):
-    (tmp_path / "x").write_bytes(b"abc")
-    assert file_hash(tmp_path / "x") == hashlib.sha256(b"abc").hexdigest()
 
 
 @pytest.fixture
@@ -190,9 +171,4 @@ def test_changed_or_missing_row_of_metrics_or_ledger_is_named(kept):
 def test_steps_from_before_the_ledger_are_taken_as_they_are(kept):
     rows = (kept / "ledger.jsonl").read_text().splitlines(keepends=True)
     (kept / "ledger.jsonl").write_text("".join(rows[2:]))
-    assert altered(kept, 2) == []
-
-
-def test_a_run_without_a_ledger_is_taken_as_it_is(kept):
-    (kept / "ledger.jsonl").unlink()
     assert altered(kept, 2) == []

@@ -1,10 +1,13 @@
-"""A run folder, read: its rows by step, the episodes of a step, its checkpoints, and the ledger's
-row of each step.
+"""A run folder, read: its rows by step, the episodes of a step, its checkpoints, the ledger's row
+of each step, and what log.txt notes.
 
     ledger.jsonl    {"step": 12, "weights": "<hash of the weights after it>",
                      "episodes": "<SHA-256 of its journal file>",
                      "eval_greedy": "<of the file of its evaluation>", ...,
                      "metrics": "<of its line in metrics.jsonl>"}
+    log.txt         2026-01-31T12:00:00Z resumed by pid 4711: tandem train
+                    2026-01-31T12:03:10Z warning at step 12: the reward is falling, 0.61 -> 0.38
+                    2026-01-31T12:04:02Z failed: the engine cannot be reached
 
 `altered` compares the folder with it. Reading changes nothing and works while the run goes on. It
 does not know how a step is made: that is audit/replay_run.py.
@@ -14,26 +17,32 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Iterator
 from contextlib import chdir, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from tandem.config.recipe import load_config
 from tandem.config.schema import Config
 from tandem.model import custom_code
 from tandem.plugins.vision.image_store import keep_in
 from tandem.run_folder.episode_files import episode_file, read_columns, read_groups
-from tandem.run_folder.errors import require_run, unreadable_file
+from tandem.run_folder.files import read_file, require_run
 from tandem.run_folder.metrics import Metrics, read_lines, read_metrics
-from tandem.runtime.disk import file_hash, read_regular_file
-from tandem.runtime.errors import UserError
+from tandem.runtime.disk import file_hash
+from tandem.runtime.errors import InvariantError, UserError
 from tandem.types import Group
 
 LEDGER = "ledger.jsonl"
 KEPT_MODEL = "model"  # in a run folder: config and tokenizer of its model
+FAILED = "failed: "
+LONGEST = 300  # characters of a reason
+MOST_WARNINGS = 50
+TAIL = 1 << 20  # bytes of a log that are read
+_START = re.compile(r"(started|resumed) by pid \d+: ")
+_WARNING = re.compile(r"warning[ :]")
 
 
 @dataclass(frozen=True)
@@ -91,8 +100,8 @@ class PastRun:
         """Read the SHA-256 by key of the data, reward functions and models that the run began with,
         from the newest readable checkpoint; None without one."""
         for path in sorted(self.checkpoints.glob("step_*/state.json"), reverse=True):
-            with suppress(UserError, KeyError):  # damaged, or pruned by the run just now
-                inputs: dict[str, str] = _read_json(path)["data"]
+            with suppress(UserError):  # damaged, or pruned by the run just now
+                inputs: dict[str, str] = read_file(path, lambda text: json.loads(text)["data"])
                 return inputs
         return None
 
@@ -101,12 +110,11 @@ def open_past(folder: Path) -> PastRun:
     """Read the config and the command of a run folder. Raises UserError for another folder, or a
     config that this version does not read."""
     require_run(folder)
-    about = _read_json(folder / "run.json")
-    if not (isinstance(about, dict) and isinstance(about.get("command"), str)):
-        raise unreadable_file(folder / "run.json", str(about)[:80])
+    about = read_file(folder / "run.json", json.loads)
+    command = read_file(folder / "run.json", lambda text: str(json.loads(text)["command"]))
     directory = str(about.get("directory", ""))  # runs of older versions have none
     config = load_config(folder / "config.toml", [])
-    return PastRun(folder, config, about["command"], directory if os.path.isdir(directory) else "")
+    return PastRun(folder, config, command, directory if os.path.isdir(directory) else "")
 
 
 @contextmanager
@@ -206,8 +214,41 @@ def holds(path: Path, column: str, value: str | int) -> bool:
     return any(row[column] == value for row in read_columns(path, [column]))
 
 
-def _read_json(path: Path) -> Any:
+# ---- log.txt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notes:
+    """Notes of a log. warnings: of all starts, each once, the newest last."""
+
+    failed: str = ""  # the reason, of the last start
+    warnings: tuple[str, ...] = ()
+
+
+def reason_of(error: Exception) -> str:
+    """Say in a line why a run failed: the first one of the error."""
+    first, kind = next(iter(str(error).splitlines()), ""), type(error).__name__
+    is_users = isinstance(error, UserError) and not isinstance(error, InvariantError)
+    text = first if is_users else f"{kind}: {first}" if first else kind
+    return text[:LONGEST]
+
+
+def read_notes(folder: Path) -> Notes:
+    """Read the end of log.txt; empty notes if there is none."""
     try:
-        return json.loads(read_regular_file(path))
-    except (OSError, ValueError, RecursionError) as error:
-        raise unreadable_file(path, error) from error
+        with (folder / "log.txt").open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - TAIL))
+            lines = file.read().decode(errors="replace").split("\n")
+    except OSError:
+        return Notes()
+    failed, warnings = "", dict[str, None]()
+    for line in lines:
+        text = line.partition(" ")[2]
+        if text.startswith(FAILED):
+            failed = text.removeprefix(FAILED)
+        elif _START.match(text):
+            failed = ""
+        elif _WARNING.match(text):
+            warnings.pop(text, None)
+            warnings[text] = None
+    return Notes(failed=failed, warnings=tuple(warnings)[-MOST_WARNINGS:])
