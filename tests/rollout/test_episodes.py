@@ -495,6 +495,25 @@ def test_engine_and_trainer_agree_bit_for_bit_across_turns():
     assert all(np.array_equal(mine, theirs) for mine, theirs in zip(logprobs, engine, strict=True))
 
 
+def test_draws_of_a_turn_go_on_where_the_turn_before_ended():
+    """A completion in one request, and as two turns without anything between them."""
+    engine, prompt = real_engine(exact_model("qwen3")), np.array([90, 0])
+
+    def sampled(prompt, count, num_sampled):
+        params = SamplingParams(max_new_tokens=count)
+        ticket = engine.submit(
+            Request(key=7, prompt=prompt, params=params, num_sampled=num_sampled)
+        )
+        while ticket.completion is None:
+            engine.step()
+        return ticket.completion.tokens
+
+    whole = sampled(prompt, 8, num_sampled=0)
+    for done in (1, 5):
+        rest = sampled(np.concatenate([prompt, whole[:done]]), 8 - done, num_sampled=done)
+        assert rest.tolist() == whole[done:].tolist()
+
+
 def test_episodes_do_not_depend_on_batch_or_concurrency():
     model = exact_model("qwen3")
     whole = real_episodes(model, real_engine(model))

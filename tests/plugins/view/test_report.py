@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tandem.plugins.view.report import report
+from tandem.plugins.view.report import panels, report
 from tandem.plugins.view.runs import Run
 from tandem.plugins.view.svg import Line, Panel, figure
 from tandem.run_folder.metrics import read_metrics
+from tandem.runtime.errors import UserError
 from tests.support.command import assert_is_a_users_error, tandem
 from tests.support.past_runs import past_run
 from tests.support.viewing import add_step, group, keep_image, make_run
