@@ -19,7 +19,15 @@ from tandem.envs.observations import malformed_thinking
 from tandem.model.forward import batch_logprobs
 from tandem.runtime.errors import UserError
 from tandem.train.pack import join, pack
-from tandem.types import Completion, Env, Observation, Sample, SamplingDistribution, SamplingParams
+from tandem.types import (
+    Completion,
+    Env,
+    Observation,
+    Request,
+    Sample,
+    SamplingDistribution,
+    SamplingParams,
+)
 from tests.support.playing import PROBLEMS, Counting, TurnEngine, play, user
 from tests.support.tiny import exact_model
 from tests.support.waiting import WAIT_S, eventually
