@@ -31,10 +31,11 @@ from tandem.config.schema import Config
 from tandem.engine.engine import Engine
 from tandem.engine.page_cache import page_bytes
 from tandem.model.forward import batch_logprobs
+from tandem.model.kernels import kernels_for
 from tandem.model.load import ExactModel
 from tandem.model.paged_attention import PAGE
 from tandem.model.probe import fastest_exact, try_matmuls
-from tandem.model.triton.dispatch import triton_everywhere
+from tandem.model.triton.plans import TRITON
 from tandem.plugins.plan.footprint import model_sizes
 from tandem.plugins.plan.footprint import needs as plan_memory
 from tandem.run_folder.metrics import read_metrics
@@ -89,7 +90,7 @@ def matmul(bench: Bench, name: str) -> Figures:
     if find_spec("triton") is None:
         return dict.fromkeys((*(f"{kernel}, ms" for kernel in MATMULS), "taken"), "no Triton")
     on_gpu, model = bench.place.device.type == "cuda", bench.model(name)
-    with nullcontext() if on_gpu else triton_everywhere():
+    with nullcontext() if on_gpu else kernels_for("cpu", TRITON):
         clock = None if on_gpu else lambda work: 1e3 * bench.seconds(work)
         trials = try_matmuls(model, time_ms=clock)
     found = {f"{t.kernel}, ms": t.findings[0] if t.findings else t.ms for t in trials}

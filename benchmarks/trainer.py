@@ -35,8 +35,8 @@ from transformers import AutoModelForCausalLM
 
 from tandem.config.schema import Config
 from tandem.jobs.engines import prepare_process
+from tandem.model.cpu_kernels import CPU
 from tandem.model.forward import batch_logprobs
-from tandem.model.linear import pack as pack_weight
 from tandem.model.load import ExactModel, load_model
 from tandem.model.logprobs import token_logprobs
 from tandem.train.optimizer import Optimizer, Settings
@@ -164,7 +164,7 @@ def in_chunks(hidden: Tensor, weight: Tensor, targets: Tensor, above: Tensor) ->
     token_logprobs(
         hidden,
         weight,
-        pack_weight(weight),
+        CPU.pack(weight),
         targets,
         SamplingDistribution(),
         None,
@@ -176,7 +176,7 @@ def in_chunks(hidden: Tensor, weight: Tensor, targets: Tensor, above: Tensor) ->
 
 def computed_again(hidden: Tensor, weight: Tensor, targets: Tensor, above: Tensor) -> None:
     token_logprobs(
-        hidden, weight, pack_weight(weight), targets, SamplingDistribution(), entropy=False
+        hidden, weight, CPU.pack(weight), targets, SamplingDistribution(), entropy=False
     )[0].backward(above)
     hidden.grad = weight.grad = None
 

@@ -22,6 +22,30 @@ from tandem.runtime.errors import UserError
 from tandem.runtime.wording import nearest
 
 BUILT_IN: dict[str, dict[str, str]] = {
+    "model_paths": {  # model/paths.py: ModelPath; the first that has nothing against a config
+        "lean": "tandem.model.lean:LEAN",
+        "general": "tandem.model.trial:GENERAL",
+        "inexact": "tandem.model.trial:INEXACT",
+    },
+    "multimodal_paths": dict.fromkeys(  # the same for types of models that also read images
+        ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3"),
+        "tandem.plugins.vision.image_model:VISION",
+    ),
+    "row_parts": {  # what fills chats with parts of a row: (messages, row) -> messages
+        "images": "tandem.plugins.vision.image_rows:with_images"
+    },
+    "tiny_models": {  # what `tandem tiny` writes
+        "text": "tandem.model.tiny:make_tiny",
+        "images": "tandem.plugins.vision.tiny_images:make_tiny_images",
+    },
+    "kernels": {  # model/kernels.py: Kernels, by the type of a device
+        "cpu": "tandem.model.cpu_kernels:CPU",
+        "cuda": "tandem.model.triton.plans:TRITON",
+    },
+    "model_engines": {  # what samples from the models of a path: an engine.engine.Engine
+        "paged": "tandem.engine.engine:Engine",
+        "unpaged": "tandem.engine.inexact_engine:InexactEngine",
+    },
     "commands": {  # cli/first_steps.py: Commands
         "generate": "tandem.plugins.tasks.cli:generate",
         "plan": "tandem.plugins.plan.cli:plan",

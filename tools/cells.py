@@ -297,16 +297,18 @@ def tried(shape: Shape, seed: int) -> dict[str, Any]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, logging
 
-    from tandem.model.inexact_trial import why_inexact
     from tandem.model.load import make_exact
+    from tandem.model.paths import path_of
     from tandem.model.probe import probe
-    from tandem.model.trial import random_module
+    from tandem.model.random_models import random_module
 
     logging.set_verbosity_error()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = AutoConfig.for_model(shape.architecture, **shape.config)
-        unfit = [reason] if (reason := why_inexact(config, shape.name)) else []
+        unfit = (
+            [reason] if (reason := path_of(config, shape.name).exactness(config, None).gap) else []
+        )
         if shape.variant:
             dtype = torch.bfloat16 if shape.variant.endswith("bfloat16") else torch.float32
             module = random_module(config, seed, dtype)
@@ -374,7 +376,7 @@ def passed(model: Any, batch: Any, sampling: Any, *, gradients: bool) -> tuple[n
     import torch
 
     from tandem.model.forward import batch_logprobs
-    from tandem.model.trial import threads_of
+    from tandem.model.schedule import threads_of
 
     made = {}
     for threads in (1, 2):

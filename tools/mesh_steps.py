@@ -9,8 +9,8 @@ import torch
 from tandem.config.parallel import Parallel
 from tandem.model.forward import batch_logprobs
 from tandem.model.load import load_model
+from tandem.model.schedule import threads_of
 from tandem.model.tiny import make_tiny
-from tandem.model.trial import threads_of
 from tandem.runtime.errors import UserError
 from tandem.train.parallel.checks import check_mesh
 from tandem.train.parallel.ranks import ParallelRanks

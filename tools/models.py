@@ -35,9 +35,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import machine  # noqa: E402
 
-from tandem.model.config_file import is_lean  # noqa: E402
 from tandem.model.load import ExactModel, make_exact  # noqa: E402
 from tandem.model.lora import Lora  # noqa: E402
+from tandem.model.paths import divisible  # noqa: E402
 from tandem.model.tiny import make_tokenizer  # noqa: E402
 from tandem.run_folder.export import export  # noqa: E402
 from tandem.runtime import numerics  # noqa: E402
@@ -95,7 +95,7 @@ def try_out(name: str) -> Found:
         return try_inexact(name)
     model = exact(name)
     tokens, gap = parity_of_model(model, SCHEDULES)
-    found = {"lean": is_lean(model.config), "tokens": tokens, "gap": gap, "schedules": SCHEDULES}
+    found = {"lean": divisible(model.config), "tokens": tokens, "gap": gap, "schedules": SCHEDULES}
     return {**found, "export": exported(name, model), "adapters": adapted(name)}
 
 

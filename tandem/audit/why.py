@@ -25,9 +25,9 @@ from tandem.audit.replay import replay
 from tandem.choices import Report
 from tandem.config.schema import RL
 from tandem.model.tokenizer import load_tokenizer
-from tandem.plugins.vision.image_tokens import IMAGE
 from tandem.run_folder.read import PastRun, holds, read_step
 from tandem.runtime.errors import UserError
+from tandem.runtime.image_tokens import IMAGE
 from tandem.train.batch import TokenTensors, pack_batch
 from tandem.train.learn import policy_loss
 from tandem.types import Episode, Group, Microbatch, Outcome

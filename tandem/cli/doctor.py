@@ -167,7 +167,6 @@ def _exactness(device: str, dtype: str) -> Finding:
     from tandem.model.onednn import has_bfloat16_tiles
     from tandem.model.placement import place_models
     from tandem.model.probe import fastest_exact, probe, try_matmuls
-    from tandem.model.triton.dispatch import matmul_kernel, use_matmul
 
     place = place_models(device, dtype)
 
@@ -184,8 +183,8 @@ def _exactness(device: str, dtype: str) -> Finding:
         model, kernels = make_exact(module.to(place.device)), ""
         if device == "cuda":
             trials = try_matmuls(model)
-            use_matmul(fastest_exact(trials))
-            kernels = f"; matmul kernel: {matmul_kernel()} of {', '.join(map(str, trials))}"
+            model.kernels.use_matmul(fastest_exact(trials))
+            kernels = f"; matmul kernel: {model.kernels.chosen} of {', '.join(map(str, trials))}"
         exactness = probe(model)
     if exactness.parity:
         operators = "; ".join(exactness.parity)

@@ -30,7 +30,6 @@ from tandem.jobs.engines import build_runner, load_engine, open_envs_and_rewards
 from tandem.jobs.input_hashes import image_hashes, input_hashes
 from tandem.jobs.inputs import read_data
 from tandem.model.config_file import check_model
-from tandem.plugins.vision.image_store import copy_to
 from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episode_metrics import episode_metrics
 from tandem.rollout.evaluate import sampling_params
@@ -43,6 +42,7 @@ from tandem.run_folder.status import ROLLOUT, write_status
 from tandem.runtime.disk import DISK, disk_errors, open_regular_file, write_atomic
 from tandem.runtime.errors import UserError
 from tandem.runtime.image_parts import images_of
+from tandem.runtime.image_store import copy_to
 from tandem.runtime.timer import Timer
 from tandem.runtime.wording import counted
 from tandem.types import Group, Problem, Row

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.cli.progress import print_lines
+from tandem.registry import find
 from tandem.runtime.disk import DISK, disk_errors
 from tandem.runtime.errors import UserError
 
@@ -26,8 +27,7 @@ def tiny(folder: Path, *, sources: Sequence[str], vocab: str, images: bool, **si
             expected="a new folder",
             next="name another",
         )
-    from tandem.model.tiny import CHARACTERS, make_tiny
-    from tandem.plugins.vision.tiny_images import make_tiny_images
+    from tandem.model.tiny import CHARACTERS
 
     characters = characters_of(sources, vocab) or CHARACTERS
     unfinished = folder.with_name(f".tmp-{folder.name}")
@@ -35,7 +35,7 @@ def tiny(folder: Path, *, sources: Sequence[str], vocab: str, images: bool, **si
         folder.parent.mkdir(parents=True, exist_ok=True)
         if unfinished.exists():  # of a killed start
             DISK.remove(unfinished)
-        make = make_tiny_images if images else make_tiny
+        make = find("tiny_models", "images" if images else "text", key="--images")
         parameters = make(unfinished, characters=characters, **sizes)
         DISK.rename(unfinished, folder)
     size = f"{parameters:,} random parameters over {len(characters)} characters"

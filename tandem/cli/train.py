@@ -10,7 +10,6 @@ from tandem.data.chat_template import read_template
 from tandem.jobs.export import weights_saver
 from tandem.jobs.out_of_memory import explain_out_of_memory
 from tandem.jobs.ranks import is_follower
-from tandem.plugins.vision.image_store import keep_in
 from tandem.registry import find
 from tandem.run_folder.best import Best
 from tandem.run_folder.checkpoint import step_name, versions
@@ -19,6 +18,7 @@ from tandem.run_folder.folder import open_run
 from tandem.run_folder.metrics import read_metrics
 from tandem.run_folder.read import KEPT_MODEL
 from tandem.run_folder.trackers.links import require_trackers
+from tandem.runtime.image_store import keep_in
 from tandem.runtime.wording import counted
 from tandem.train_loop import TrainingEnd, run_training, trained_model
 

@@ -5,10 +5,9 @@ sets of TRL, ShareGPT or Alpaca (docs/data.md). Does not know tokens or chat tem
 decides what carries loss.
 """
 
-from tandem.data.messages import chat_messages, prompt_messages, require_user_first
+from tandem.data.messages import chat_messages, prompt_messages, require_user_first, with_images
 from tandem.data.prompt_columns import with_opening
 from tandem.data.readers import Row, RowError, column, show
-from tandem.plugins.vision.image_rows import with_images
 from tandem.types import Message
 
 FITS = 'write a row as {"prompt": "1 + 1 =", "response": "2"}'

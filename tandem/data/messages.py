@@ -6,8 +6,9 @@ Knows roles and text. Does not know files, nor which roles a model's chat templa
 from collections.abc import Sequence
 from typing import Any
 
-from tandem.data.readers import RowError, show
-from tandem.runtime.image_parts import shows_images
+from tandem.data.readers import Row, RowError, show
+from tandem.registry import find
+from tandem.runtime.image_parts import image_column, shows_images
 from tandem.types import Message
 
 Part = dict[str, Any]  # of content: text, or an image
@@ -108,3 +109,11 @@ def _part(part: Any, field: str, images: bool) -> Part:
             return {"type": "text", "text": text}
     expected = 'a part {"type": "text", "text": ...}'
     raise RowError(show(part), expected + ", or of an image" * images, field=field)
+
+
+def with_images(messages: tuple[Message, ...], row: Row) -> tuple[Message, ...]:
+    """Return the chat with its images, and those of the row's column, as parts that name them."""
+    if not (image_column(row.values) or any(map(shows_images, messages))):
+        return messages
+    found: tuple[Message, ...] = find("row_parts", "images", key="data")(messages, row)
+    return found

@@ -10,7 +10,7 @@ from typing import Any
 from tandem.data.messages import chat_messages, prompt_messages, require_user_first
 from tandem.data.prompt_columns import with_opening
 from tandem.data.readers import Row, RowError, column, show
-from tandem.plugins.vision.image_rows import image_column
+from tandem.runtime.image_parts import image_column
 from tandem.types import Message
 
 Messages = tuple[Message, ...]
@@ -36,7 +36,7 @@ def parse_preference(row: Row) -> Preference:
     """Return the row's preference. Raises RowError."""
     chosen = column(row, "chosen", rename="rename {} to chosen", otherwise=FITS)
     rejected = column(row, "rejected", rename="rename {} to rejected", otherwise=FITS)
-    if name := image_column(row):
+    if name := image_column(row.values):
         raise RowError("images", "a pair of texts", field=name, next="leave the column out")
     if row.values.get("prompt") is None and not isinstance(chosen, str):
         chats = _messages(chosen, field="chosen"), _messages(rejected, field="rejected")

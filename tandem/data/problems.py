@@ -10,7 +10,7 @@ from functools import cache, partial
 from typing import Any
 
 from tandem.config.schema import Data
-from tandem.data.messages import prompt_messages
+from tandem.data.messages import prompt_messages, with_images
 from tandem.data.mixture import Mixture
 from tandem.data.prompt_columns import OF_PROBLEMS, refuse_columns, with_opening
 from tandem.data.readers import (
@@ -23,9 +23,8 @@ from tandem.data.readers import (
     tell_repeats,
     uid_prefixes,
 )
-from tandem.plugins.vision.image_rows import image_column, with_images
 from tandem.runtime.errors import UserError
-from tandem.runtime.image_parts import shows_images
+from tandem.runtime.image_parts import image_column, shows_images
 from tandem.types import Problem
 
 DEFAULT_ANSWER = Data.model_fields["answer_column"].default
@@ -179,7 +178,7 @@ def _metadata(row: Row, config: Data, answer_path: tuple[str, ...]) -> dict[str,
     """
     elsewhere = _elsewhere(config.prompt_column, config.category_column, answer_path)
     rest = {name: value for name, value in row.values.items() if name not in elsewhere}
-    rest.pop(image_column(row), None)
+    rest.pop(image_column(row.values), None)
     if answer_path == VERL_ANSWER:
         reward_model = dict(rest.pop("reward_model"))
         del reward_model["ground_truth"]

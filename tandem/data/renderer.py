@@ -7,7 +7,7 @@ imported when a renderer is loaded, not with this module.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any, Literal
@@ -25,16 +25,16 @@ from tandem.data.chat_template import (
 from tandem.data.prompt_columns import NOTHING, TemplateInputs
 from tandem.data.unknown_tokens import UnknownTokens
 from tandem.model.config_file import CONFIG, read_json
+from tandem.model.paths import parts_of, reads_more_than_text
 from tandem.model.tokenizer import (
     decode_text,
     has_at_most_a_token_a_byte,
     load_tokenizer,
     require_tokenizer,
 )
-from tandem.plugins.vision.image_prompts import ImagePrompts, require_no_images
-from tandem.plugins.vision.image_tokens import text_tokens
-from tandem.plugins.vision.images import ImageReader, load_image_reader
 from tandem.runtime.errors import UserError
+from tandem.runtime.image_parts import require_no_images
+from tandem.runtime.image_tokens import text_tokens
 from tandem.types import Array, Message, Problem, Tool
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,8 @@ def load_renderer(model_path: str, template_file: str = "") -> "ChatRenderer":
             "data.chat_template=FILE",
         )
     ends = _eos_ids(model_path, tokenizer)
-    images = load_image_reader(model_path, tokenizer)
+    kind = (read_json(model_path, CONFIG) or {}).get("model_type")
+    images = parts_of(kind).prompts(model_path, tokenizer) if reads_more_than_text(kind) else None
     return ChatRenderer(tokenizer, template, ends, template_file or model_path, images)
 
 
@@ -110,14 +111,14 @@ class ChatRenderer:
         template: str,
         eos_ids: set[int],
         name: str,
-        images: ImageReader | None = None,
+        images: Callable[[str, str], Any] | None = None,
     ):
         self.tokenizer, self.name = tokenizer, name
         if tokenizer.is_fast:  # its file may pad and truncate
             tokenizer.backend_tokenizer.no_padding()
             tokenizer.backend_tokenizer.no_truncation()
         self._template = ChatTemplate(template, name)
-        self._images = images and ImagePrompts(images, template, self._template.where)
+        self._images = images and images(template, self._template.where)
         self.stop_token_ids = tuple(sorted(eos_ids | self._end_of_turn()))
         if not self.stop_token_ids:
             raise UserError(

@@ -16,10 +16,9 @@ from torch import Tensor
 from tandem.engine.graphs import HostCopy, NewCapture, StepGraphs, upload
 from tandem.engine.page_cache import PageCache
 from tandem.engine.sampler import device_uniforms, sample, sampling_key
-from tandem.model.decode_rows import DecodeRows
 from tandem.model.expert_choices import RecordedExperts
 from tandem.model.load import ExactModel
-from tandem.model.paged_attention import PAGE, Runs
+from tandem.model.paged_attention import PAGE, DecodeRows, Runs
 from tandem.model.rope import positions_of
 from tandem.types import SamplingParams
 

@@ -34,14 +34,21 @@ from tandem.model.load import ExactModel
 from tandem.model.logprobs import SeenTokens
 from tandem.model.paged_attention import PAGE, Runs
 from tandem.model.rope import positions_of
-from tandem.plugins.vision.image_tokens import text_tokens
+from tandem.registry import find
 from tandem.runtime import watchdog
 from tandem.runtime.errors import UserError
+from tandem.runtime.image_tokens import text_tokens
 from tandem.runtime.rng import uniforms
 from tandem.types import Completion, CompletionStop, Request
 from tandem.weights.hashing import tensor_digests, weight_hash
 
 OnUpdate = Literal["finish", "restart", "continue"]
+
+
+def make_engine(model: ExactModel, decode: Callable[[np.ndarray], str], **sizes: Any) -> "Engine":
+    """Make the engine of a model, of the class that its path names. sizes: as Engine's."""
+    engine: Engine = find("model_engines", model.engine, key="model.path")(model, decode, **sizes)
+    return engine
 
 
 class Engine:
@@ -211,8 +218,11 @@ class Engine:
         if not self.cache.keys:  # given back for an update
             self.cache.restore()
         work = self.scheduler.schedule(only_started=only_started)
-        if not work:
-            return ended
+        return ended + self._record(*self._run(work)) if work else ended
+
+    def _run(self, work: Work) -> tuple[list[RunningSequence], list[Sampled]]:
+        """Run the new tokens of each sequence. Return the sequences that get a token, and these
+        tokens."""
         # the order of paged attention, where no rows are moved then, and sequences that share pages
         # stand beside each other
         work.sort(key=lambda part: (-len(part[0].page_table), part[0].page_table))
@@ -225,6 +235,12 @@ class Engine:
         if ahead is not None:
             ahead.launch(taken, sampled)
             sampled += taken.read()
+        return ready, sampled
+
+    def _record(
+        self, ready: list[RunningSequence], sampled: list[Sampled]
+    ) -> list[RunningSequence]:
+        """Append the tokens to their sequences, and end those that end; return all of `ready`."""
         for members, results in sampled:
             columns = (column.tolist() for column in results)
             for sequence, token, logprob, top, top_logprobs in zip(members, *columns, strict=True):
@@ -237,7 +253,7 @@ class Engine:
         for sequence in ready:
             if (ending := self._ending(sequence)) is not None:
                 self._end(sequence, *ending)
-        return ended + ready
+        return ready
 
     def _forward(self, work: Work, taken: Taken) -> tuple[list[RunningSequence], Tensor | None]:
         """Run the new tokens, whose keys and values go into the cache, but for those that ran

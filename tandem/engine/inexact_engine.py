@@ -14,8 +14,7 @@ paused or preempted sequence is computed again.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -26,16 +25,10 @@ from tandem.engine.lookahead import Taken
 from tandem.engine.page_cache import page_bytes
 from tandem.engine.scheduler import QueueFull, RunningSequence, Work
 from tandem.model.inexact import InexactModel, SequenceStates
-from tandem.model.load import ExactModel
 from tandem.model.paged_attention import PAGE
 from tandem.types import Array
 
 ROWS = 8  # of every pass of running sequences
-
-
-def make_engine(model: ExactModel, decode: Callable[[Array], str], **sizes: Any) -> Engine:
-    """Make the engine of a model. sizes: as Engine's."""
-    return (InexactEngine if model.inexact else Engine)(model, decode, **sizes)
 
 
 class InexactEngine(Engine):

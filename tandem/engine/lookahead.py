@@ -29,7 +29,6 @@ from tandem.engine.sampler import SampledTokens, sampling_key
 from tandem.engine.scheduler import RunningSequence, Work
 from tandem.model.load import ExactModel
 from tandem.model.paged_attention import PAGE, Runs
-from tandem.model.triton.dispatch import triton_for
 
 Sampled = tuple[list[RunningSequence], SampledTokens]  # sequences and their next tokens
 
@@ -173,7 +172,7 @@ def lookahead_for(model: ExactModel, cache: PageCache, max_batch: int) -> Lookah
 
     Experts are not captured: their batches have sizes that the host must know.
     """
-    if not triton_for(model.head.weight):
+    if not model.kernels.runs_ahead:
         return None
     experts = any(layer.sparse for layer in model.module.model.layers)
     captured = model.device.type == "cuda" and not experts

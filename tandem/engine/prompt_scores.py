@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from tandem.model.kernels import kernels_of
 from tandem.model.linear import ExactLinear
-from tandem.model.logprobs import chunks, likeliest, log_distribution
+from tandem.model.logprobs import chunks, log_distribution
 from tandem.types import Array, SamplingDistribution
 
 
@@ -32,6 +33,6 @@ def score_tokens(
     for rows in chunks(len(targets), head.weight):
         table = log_distribution(head(hidden[rows]).float(), SamplingDistribution())
         own = table.gather(1, targets[rows, None])
-        top_logprobs, top_tokens = likeliest(table, top)
+        top_logprobs, top_tokens = kernels_of(table).likeliest(table, top)
         columns = own[:, 0], (table >= own).sum(-1), top_tokens, top_logprobs
         yield PromptScores(*(column.cpu().numpy() for column in columns))

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tandem.model.inverse_cdf import inverse_cdf
-from tandem.model.logprobs import SeenTokens, likeliest, log_distribution, penalize
+from tandem.model.kernels import kernels_of
+from tandem.model.logprobs import SeenTokens, log_distribution, penalize
 from tandem.types import SamplingDistribution
 
 # Fields of SamplingParams that are equal in sequences sampled in one call.
@@ -42,9 +42,10 @@ def sample(
         assert seen is not None, "a repetition penalty needs the tokens seen before"
         penalize(logits, sampling.repetition_penalty, seen)
     table = log_distribution(logits, sampling)
-    tokens = table.argmax(-1) if sampling.temperature == 0 else inverse_cdf(table, uniform)
+    kernels = kernels_of(table)
+    tokens = table.argmax(-1) if sampling.temperature == 0 else kernels.inverse_cdf(table, uniform)
     logprobs = table.gather(1, tokens[:, None])[:, 0]
-    top_logprobs, top_tokens = likeliest(table, top)
+    top_logprobs, top_tokens = kernels.likeliest(table, top)
     return SampledTokens(tokens, logprobs, top_tokens, top_logprobs)
 
 

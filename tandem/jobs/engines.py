@@ -13,13 +13,12 @@ import torch
 from tandem.choices import Report, engine_of
 from tandem.config.schema import Config
 from tandem.data.renderer import ChatRenderer, load_renderer
-from tandem.engine.engine import Engine, check_room
-from tandem.engine.inexact_engine import make_engine
+from tandem.engine.engine import Engine, check_room, make_engine
 from tandem.engine.page_cache import page_bytes
 from tandem.envs.load import load_env
 from tandem.jobs.here import Here
 from tandem.jobs.models import (
-    check_image_engine,
+    check_parts,
     check_reward_model,
     check_tokenizer,
     placement,
@@ -27,11 +26,11 @@ from tandem.jobs.models import (
 )
 from tandem.jobs.reward_workers import build_reward_pool
 from tandem.model import custom_code
-from tandem.model.config_file import check_model, inner_size, reads_images
+from tandem.model.config_file import check_model, inner_size
 from tandem.model.load import ExactModel, load_model
+from tandem.model.paths import Gap
 from tandem.model.probe import Exactness, fastest_exact, probe, try_matmuls
-from tandem.model.trial import random_model
-from tandem.model.triton.dispatch import matmul_kernel, triton_for, use_matmul
+from tandem.model.schedule import random_model
 from tandem.rewards.pool import ScorePool
 from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.score import RewardModel, RolloutRunner
@@ -77,18 +76,20 @@ def probe_exactness(
     these weights.
     """
     processor = placement(config).processor()
-    if model.inexact:
-        return _not_exact(model, report, processor)
+    on_gpu = model.device.type == "cuda"
+    if isinstance(model.exactness, Gap):
+        found = _not_exact(model.exactness, report, processor)
+        return replace(found, matmul=model.kernels.chosen if on_gpu else "")
     seed, microbatch = config.run.seed, config.train.tokens_per_microbatch
-    if model.device.type == "cuda":
+    if on_gpu:
         before = "" if folder is None else read_matmul(folder, processor)
         alone = alone and config.parallel.processes == 1 and engine_of(config).multiplies_here
         choose_matmul(model, seed, report, before, alone=alone, microbatch=microbatch)
     free = max(1, min(torch.get_num_threads(), numerics.cores() - workers))
     found, seen = probe(model, seed, [free], microbatch), [_shape(model)]
     for other in others:
-        if other.inexact:
-            found.thread_dependent.append(f"a model that is not exact, {other.inexact}")
+        if isinstance(other.exactness, Gap):
+            found.thread_dependent.append(f"a model that is not exact, {other.exactness.gap}")
         elif _shape(other) not in seen:
             seen.append(_shape(other))
             alike = random_model(other, seed, placement(config).dtype)
@@ -102,16 +103,16 @@ def probe_exactness(
         threads = ", with any number of threads" * (not found.parity)
         report(f"exactness probe: {parity}{threads} ({processor})")
         torch.set_num_threads(free)
-    return found
+    return replace(found, matmul=model.kernels.chosen if on_gpu else "")
 
 
-def _not_exact(model: ExactModel, report: Report, processor: str) -> Exactness:
+def _not_exact(gap: Gap, report: Report, processor: str) -> Exactness:
     """Report a model of the inexact path, whose operators nobody probes."""
     report(
-        f"NOT exact: engine and trainer compute differently ({model.inexact}), gap measured each "
+        f"NOT exact: engine and trainer compute differently ({gap.gap}), gap measured each "
         f"step; bits depend on the thread count, {torch.get_num_threads()} are kept; {processor}"
     )
-    return Exactness(parity=[], thread_dependent=[model.inexact], inexact=model.inexact)
+    return Exactness(parity=[], thread_dependent=[gap.gap], inexact=gap.gap)
 
 
 def choose_matmul(
@@ -126,15 +127,15 @@ def choose_matmul(
     """Take the kernel of the run before, or the fastest exact one on this GPU at the model's
     shapes. Processes that are not alone do not know each other's choice, so each takes one of those
     with the same bits. microbatch: tokens of an update's pass."""
-    triton = triton_for(model.head.weight)
-    kernels = triton.MATMULS if alone else triton.OWN_MATMULS
+    own = model.kernels
+    kernels = own.matmuls if alone else own.own_matmuls
     if before in kernels:
-        use_matmul(before)
+        own.use_matmul(before)
         return
     trials = try_matmuls(model, seed, kernels=kernels, microbatch=microbatch)
-    use_matmul(fastest_exact(trials))
+    own.use_matmul(fastest_exact(trials))
     tried = ", ".join(map(str, trials))
-    report(f"matmul kernel: {matmul_kernel()}, the fastest exact one of {tried}")
+    report(f"matmul kernel: {own.chosen}, the fastest exact one of {tried}")
 
 
 def _shape(model: ExactModel) -> tuple[Any, ...]:
@@ -173,8 +174,7 @@ def load_engine(
 ) -> Generate:
     """Load the engine of a command that only generates; every prompt has room."""
     shape = check_model(config.model.path)
-    if reads_images(shape):
-        check_image_engine(config, shape)
+    check_parts(config, shape)
     foreign: Generate | None = engine_of(config).load(config, renderer, report)
     if foreign is not None:
         return foreign

@@ -22,7 +22,7 @@ from tandem.jobs.engines import require_room
 from tandem.jobs.exactness import require_correction
 from tandem.jobs.input_hashes import image_hashes
 from tandem.jobs.models import check_models, check_tokenizer, placement
-from tandem.model.inexact_trial import why_inexact
+from tandem.model.paths import path_of
 from tandem.model.rope import positions_of
 from tandem.model.tokenizer import load_tokenizer
 from tandem.rl.user_functions import try_functions, try_user_metric
@@ -152,7 +152,8 @@ def _problem_inputs(config: Config, *others: str, exact: bool) -> ProblemInputs:
         )
     shape = check_models(config, *others)
     where = f"model.path = {config.model.path}"
-    reason = why_inexact(shape, where, placement(config))
+    place = placement(config)
+    reason = path_of(shape, where, place).exactness(shape, place).gap
     require_correction(config, reason and f"{where}, {reason}")
     renderer = load_renderer(config.model.path, config.data.chat_template)
     check_tokenizer(config, shape, renderer)

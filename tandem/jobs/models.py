@@ -9,17 +9,11 @@ import torch
 from tandem.choices import choices, machine_of, trainer_of
 from tandem.config.schema import SFT, Config, Preference, Train
 from tandem.data.renderer import ChatRenderer, load_renderer
-from tandem.model.config_file import (
-    LEAN_ARCHITECTURES,
-    check_model,
-    has_experts,
-    is_lean,
-    reads_images,
-)
+from tandem.model.config_file import LEAN_ARCHITECTURES, check_model, has_experts
 from tandem.model.general import logit_softcap
-from tandem.model.inexact_trial import why_inexact
 from tandem.model.load import ExactModel, empty_model, load_model
 from tandem.model.lora import Lora, require_peft
+from tandem.model.paths import divisible, path_of, reads_more_than_text
 from tandem.model.placement import Placement, place_models
 from tandem.model.weight_files import check_weights
 from tandem.registry import find
@@ -168,7 +162,7 @@ def check_models(config: Config, *others: str, head: Head = "tokens") -> Any:
     shape = check_model(config.model.path, head=head)
     check_weights(config.model.path)
     check_shape(config, shape, "model.path", head)
-    why_inexact(shape, f"model.path = {config.model.path}", placement(config))
+    path_of(shape, f"model.path = {config.model.path}", placement(config))
     for key in others:
         section, field = key.split(".")
         if path := getattr(getattr(config, section), field):
@@ -179,7 +173,7 @@ def check_models(config: Config, *others: str, head: Head = "tokens") -> Any:
                 raise _other_vocabulary(key, path, size, expected)
             check_weights(path)
             check_shape(config, other, key, kind)
-            why_inexact(other, f"{key} = {path}", placement(config))
+            path_of(other, f"{key} = {path}", placement(config))
             if key == "distill.teacher" and config.distill.estimator == "exact":
                 _check_logits(path, other, key)
                 _check_logits(config.model.path, shape, "model.path")
@@ -187,7 +181,7 @@ def check_models(config: Config, *others: str, head: Head = "tokens") -> Any:
         _check_scored(shape, "model.path")
     if config.lora.rank:
         require_peft()
-    if not (is_lean(shape) and has_experts(shape)):
+    if not (divisible(shape) and has_experts(shape)):
         if config.train.router_aux_loss_coef:
             raise _no_experts(config, "train.router_aux_loss_coef", "to balance", "0")
         if config.rl.router_replay:
@@ -213,10 +207,9 @@ def check_reward_model(path: str) -> None:
 def check_shape(config: Config, shape: Any, key: str, head: Head = "tokens") -> None:
     """Raise UserError if the mesh cannot divide a model of this transformers config, or its backend
     cannot train it. key: that names the model."""
-    if not is_lean(shape):
+    if not divisible(shape):
         _check_general(config, shape, key)
-    if reads_images(shape):
-        check_image_engine(config, shape, key)
+    check_parts(config, shape, key)
     if head == "value":
         _check_scored(shape, key)
     if config.parallel.processes > 1:
@@ -240,8 +233,10 @@ def _check_general(config: Config, shape: Any, key: str) -> None:
         )
 
 
-def check_image_engine(config: Config, shape: Any, key: str = "model.path") -> None:
+def check_parts(config: Config, shape: Any, key: str = "model.path") -> None:
     """Raise UserError for rollouts that do not find the images of a run."""
+    if not reads_more_than_text(shape.model_type):
+        return
     if found := [one.where(config) for one in choices(config) if not one.shares_files]:
         raise UserError(
             "a model that reads images samples on this machine, with Tandem's engine",
@@ -271,8 +266,6 @@ def _check_scored(shape: Any, key: str) -> None:
 def _check_logits(path: str, shape: Any, key: str) -> None:
     """Raise UserError for a divergence of a model whose logits are not its last states times the
     output projection alone."""
-    if is_lean(shape):
-        return
     softcap = logit_softcap(shape)
     if softcap or empty_model(path, shape).get_output_embeddings().bias is not None:
         raise UserError(

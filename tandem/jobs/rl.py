@@ -22,7 +22,6 @@ from tandem.jobs.ranks import open_ranks
 from tandem.jobs.rl_job import RLJob
 from tandem.jobs.rollouts import RolloutPool, Rollouts, RolloutStage
 from tandem.model.probe import Exactness
-from tandem.model.triton.dispatch import matmul_kernel
 from tandem.registry import find
 from tandem.rollout.collect import Collector, RolloutBatch
 from tandem.rollout.evaluate import Evaluator, sampling_params
@@ -150,6 +149,5 @@ def _before_updates(
 def note_machine(run: RunFolder, found: Exactness, report: Report) -> None:
     """Write the processor and its kernel to machine.json; report it if the processor changed."""
     place = placement(run.config)
-    kernel = matmul_kernel() if place.device.type == "cuda" else ""
-    if news := run.note_machine(place.processor(), not found.thread_dependent, kernel):
+    if news := run.note_machine(place.processor(), not found.thread_dependent, found.matmul):
         report(news)

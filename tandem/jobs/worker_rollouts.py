@@ -13,7 +13,6 @@ from tandem.engine.sync_check import Probe
 from tandem.jobs.models import placement
 from tandem.jobs.rollouts import Lane, Report, Rollouts, RolloutStage
 from tandem.model.placement import place_models
-from tandem.model.triton.dispatch import matmul_kernel
 from tandem.rollout.collect import steps_at_once
 from tandem.rollout_workers.client import Client, PoolThread
 from tandem.rollout_workers.pool import Workers
@@ -95,7 +94,7 @@ def _start(
         dtype=placement(config).dtype_name,
         splits=model.splits,
         tensor_parallel=rollout.tensor_parallel,
-        matmul=matmul_kernel(),
+        matmul=model.kernels.chosen,
         cache_mb=rollout.cache_mb,
         max_batch=rollout.max_batch,
         longest=stage.engine.longest,

@@ -127,7 +127,7 @@ class PackedPlan:
         self._before: list[Tensor] = []  # `_rows_before` for a lag of 1, 2 and so on
 
     def earlier(self, layer: int, x: Tensor, count: int) -> list[Tensor]:
-        """Look up rows as short_conv.History."""
+        """Look up rows as general_parts.History."""
         for lag in range(len(self._before) + 1, count + 1):
             self._before.append(torch.from_numpy(_rows_before(self._segments, len(x), lag)))
         return [picked(x, rows) for rows in self._before[:count]]

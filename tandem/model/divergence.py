@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.model.linear import multiply
+from tandem.model.kernels import kernels_of
 from tandem.model.logprobs import chunks, log_distribution
 from tandem.model.onednn import gradient_product, weight_gradient
 from tandem.types import SamplingDistribution
@@ -63,6 +63,6 @@ def _tables(
 ) -> tuple[Tensor, Tensor]:
     """Compute the log-probs of student and teacher, each [n, V]."""
     hidden, _, packed, teacher_hidden, _, teacher_packed = tensors
-    student = log_distribution(multiply(hidden[rows], packed).float(), sampling)
-    teacher = multiply(teacher_hidden[rows], teacher_packed).float()
+    student = log_distribution(kernels_of(hidden).matmul(hidden[rows], packed).float(), sampling)
+    teacher = kernels_of(hidden).matmul(teacher_hidden[rows], teacher_packed).float()
     return student, log_distribution(teacher, sampling)

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tandem.model.linear import PackedWeight, linear, sum_in_order, swiglu
+from tandem.model.kernels import kernels_of
+from tandem.model.linear import PackedWeight, linear, sum_in_order
 
 Expert = Callable[[Tensor], Tensor]  # maps the rows of its tokens [n, D] to [n, D]
 # What one expert says: its tokens int64 [n], its place among the k of each int64 [n], and its
@@ -94,7 +95,7 @@ class ExactExperts(nn.Module):
 def _run(
     up_weight: Tensor, down_weight: Tensor, packs: tuple[PackedWeight, PackedWeight], x: Tensor
 ) -> Tensor:
-    inner = swiglu(linear(x, up_weight, None, packs[0].of(up_weight)))
+    inner = kernels_of(x).swiglu(linear(x, up_weight, None, packs[0].of(up_weight)))
     return linear(inner, down_weight, None, packs[1].of(down_weight))
 
 

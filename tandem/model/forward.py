@@ -8,16 +8,15 @@ from functools import partial
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.model.attention import Plan
 from tandem.model.divergence import Divergence, Head, divergences
 from tandem.model.expert_choices import ExpertChoices
+from tandem.model.kernels import kernels_of
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import SeenTokens, token_logprobs
-from tandem.model.triton.dispatch import triton_for
-from tandem.plugins.vision.image_tokens import text_tokens
+from tandem.runtime.image_tokens import text_tokens
 from tandem.types import Array, Microbatch, SamplingDistribution
 
 
@@ -114,11 +113,8 @@ def _hidden(model: ExactModel, batch: Microbatch, choices: ExpertChoices | None 
     """Compute the states that predict this process's targets, [n, D] of the model's type."""
     hidden = model.hidden(*_inputs(model, batch), choices)
     rows = torch.from_numpy(model.row_parts.targets(batch)[1]).to(model.device)
-    if triton_for(hidden):
-        # a row before several responses is there several times; on a GPU index_select would sum
-        # its gradients in no fixed order, the embedding sorts them
-        return F.embedding(rows, hidden)
-    return hidden.index_select(0, rows)
+    # a row before several responses is there several times
+    return kernels_of(hidden).rows(hidden, rows)
 
 
 def _seen(

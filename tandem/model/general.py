@@ -1,11 +1,11 @@
 """The general exact path: transformers' own forward pass of any causal language model, made exact.
 
 Replacements make it so: linears (linear.py), attention (through transformers' AttentionInterface,
-over the plans of attention.py and paged_attention.py), linear biases (alibi.py), activations
-(activations.py), short convolutions (short_conv.py). Positions, rotary embeddings, windows and
+over the plans of attention.py and paged_attention.py), activations (activations.py), layer norms,
+linear biases and short convolutions (general_parts.py). Positions, rotary embeddings, windows and
 scales stay transformers' own. A pass is a batch of one: its rows are those of all sequences, with
 their position ids. Whether a model is exact so, and computes what transformers computes, its trial
-decides (trial.general_fault).
+decides (trial.py).
 """
 
 from collections.abc import Callable, Iterator
@@ -20,20 +20,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tandem.model.activations import KINDS, ExactActivation, soft_cap
-from tandem.model.alibi import put_linear_biases
 from tandem.model.attention import Bends, PackedPlan, Plan
 from tandem.model.config_file import BIAS_SIZE
-from tandem.model.conv1d import ExactConv1D, is_conv1d
 from tandem.model.expert_choices import ExpertChoices
 from tandem.model.general_experts import ExactFunctions, make_experts_exact
-from tandem.model.layer_norm import CLASSES as NORMS
-from tandem.model.layer_norm import ExactLayerNorm
-from tandem.model.linear import ExactLinear, PackedWeight
+from tandem.model.general_parts import NORMS, ExactLayerNorm, put_linear_biases, put_short_convs
+from tandem.model.linear import ExactConv1D, ExactLinear, PackedWeight, is_conv1d
 from tandem.model.load import ExactModel
 from tandem.model.lora import Lora, exact_adapted, quantize_base
 from tandem.model.onednn import padded_rows
 from tandem.model.paged_attention import PagedPlan
-from tandem.model.short_conv import put_short_convs
 
 ATTENTION = "tandem_exact"  # its name in transformers' AttentionInterface
 HARMLESS = ("position_ids",)  # which are the plan's too
@@ -56,6 +52,7 @@ class GeneralModel(ExactModel):
     A factor of the logits is applied to the last hidden states, before the output projection.
     """
 
+    path = "general"
     window = None  # transformers' layers know their own
 
     def __init__(self, module: Any, lora: Lora | None, functions: ExactFunctions | None):

@@ -22,9 +22,11 @@ from tandem.model.expert_choices import ExpertChoices
 from tandem.model.general import GeneralModel, Pass, put_exact_parts
 from tandem.model.general_experts import ExactFunctions
 from tandem.model.lora import Lora, add_adapter
+from tandem.model.paths import Gap
 from tandem.model.rope import has_static_ropes
 
 BATCH_TOKENS = 4096  # of a padded batch, unless one sequence is longer
+UNTRIED = Gap("it runs by transformers' own operators")
 CACHES = ("past_key_values", "cache_params")  # names that forward passes have for their cache
 
 
@@ -79,19 +81,21 @@ NO_PASS = Pass(UnpackedPlan(np.zeros((0, 4), np.int64)), (0, 0, 0), torch.zeros(
 class InexactModel(GeneralModel):
     """transformers' causal language model with its own attention and states.
 
-    reason: why it is not exact; caches: whether transformers' cache continues a sequence.
+    gap: why it is not exact; caches: whether transformers' cache continues a sequence.
     """
+
+    path, engine = "inexact", "unpaged"
 
     def __init__(
         self,
         module: Any,
         lora: Lora | None,
         functions: ExactFunctions | None,
-        reason: str,
+        gap: Gap,
         caches: bool,
     ):
         super().__init__(module, lora, functions)
-        self.inexact = reason
+        self.exactness = gap
         # a rotary embedding may depend on the longest sequence of a batch
         self._pads = has_static_ropes(self.config)
         names = inspect.signature(module.base_model.forward).parameters
@@ -157,11 +161,11 @@ class SequenceStates:
 
 
 def make_inexact(
-    module: Any, lora: Lora | None = None, *, reason: str = "", caches: bool = True
+    module: Any, lora: Lora | None = None, *, gap: Gap = UNTRIED, caches: bool = True
 ) -> InexactModel:
     """Put exact parts into a transformers module in place, where it has any, and with lora a new
-    adapter. reason, caches: as in InexactModel."""
+    adapter. gap, caches: as in InexactModel."""
     if lora is not None:
         add_adapter(module, lora)
     functions = put_exact_parts(module, lora)
-    return InexactModel(module.eval(), lora, functions, reason, caches)
+    return InexactModel(module.eval(), lora, functions, gap, caches)

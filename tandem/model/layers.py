@@ -17,10 +17,8 @@ from torch import Tensor, nn
 
 from tandem.model.attention import Plan
 from tandem.model.expert_choices import ExpertChoices
-from tandem.model.linear import FusedLinear, PackedWeight, swiglu
-from tandem.model.triton.dispatch import triton_for
-
-Rotation = tuple[Tensor, Tensor]  # cosine and signed sine, each [T, 1, E]
+from tandem.model.kernels import Rotation, kernels_of
+from tandem.model.linear import FusedLinear, PackedWeight
 
 
 class ExactLayer(nn.Module):
@@ -75,6 +73,7 @@ class ExactLayer(nn.Module):
             return x + self._experts(normed, choices)
         with made_again(normed, partial(norm, self.post_attention_layernorm, x), again):
             both = self.gate_up(normed)
+        swiglu = kernels_of(both).swiglu
         inner = swiglu(both)
         with made_again(inner, partial(swiglu, both), again):
             return x + self.mlp.down_proj(inner)
@@ -84,6 +83,7 @@ class ExactLayer(nn.Module):
         attention, kv_heads = self.self_attn, self.kv_heads
         heads = x.view(len(x), -1, attention.head_dim)
         each = heads.shape[1] - 2 * kv_heads, kv_heads
+        rotate = kernels_of(x).rotate
         if self.normed:
             q, k, v = heads.split((*each, kv_heads), 1)
             q = rotate(norm(attention.q_norm, q), rotation)
@@ -146,61 +146,19 @@ class _Embed(torch.autograd.Function):
 
 def norm(module: Any, x: Tensor) -> Tensor:
     """Compute transformers' RMSNorm of x [..., D], in float32."""
-    weight, epsilon = module.weight, module.variance_epsilon
-    if triton := triton_for(x):
-        return triton.rms_norm(x, weight, epsilon)  # type: ignore[no-any-return]
-    if torch.is_grad_enabled():
-        return _RMSNorm.apply(x, weight, epsilon)  # type: ignore[no-any-return]
-    return _rms_norm(x, weight, epsilon)[0]
-
-
-def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Return the norm of x and its factors, float32 [..., 1]."""
-    wide = x.float()
-    factors = wide.square().mean(-1, keepdim=True).add_(epsilon).rsqrt_()
-    return (wide * factors).mul_(weight.float()).to(x.dtype), factors
-
-
-class _RMSNorm(torch.autograd.Function):
-    """The autograd function of `norm`: it keeps x and factors, not x times its factors too."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        out, factors = _rms_norm(x, weight, epsilon)
-        ctx.save_for_backward(x, weight, factors)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, factors = ctx.saved_tensors
-        above, scaled = grads[0].float(), x.float() * factors
-        grad_weight = (above * scaled).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
-        slope = above * weight.float()
-        mean = (slope * scaled).mean(-1, keepdim=True)
-        return slope.addcmul_(scaled, mean, value=-1).mul_(factors).to(x.dtype), grad_weight, None
+    return kernels_of(x).rms_norm(x, module.weight, module.variance_epsilon)
 
 
 def add_norm(module: Any, x: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
     """Compute x + change [T, D] and transformers' RMSNorm of it."""
-    if triton := triton_for(x):
-        return triton.add_rms_norm(x, change, module.weight, module.variance_epsilon)  # type: ignore[no-any-return]
-    x = x + change
-    return x, norm(module, x)
+    return kernels_of(x).add_rms_norm(x, change, module.weight, module.variance_epsilon)
 
 
 def rotation_of(rotary: Any, x: Tensor, positions: Tensor) -> Rotation:
     """Compute cosine and sine of x's dtype for positions int64 [T].
 
-    The first half of the sine is negated for `rotate`.
+    The first half of the sine is negated for Kernels.rotate.
     """
     cos, sin = (t[0, :, None] for t in rotary(x, positions[None]))
     half = sin.shape[-1] // 2
     return cos, torch.cat((-sin[..., :half], sin[..., half:]), -1)
-
-
-def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Apply the rotary embedding to x [T, n, E]: the bits of x * cos + rotate_half(x) * sin."""
-    cos, sin = rotation
-    if triton := triton_for(x):
-        return triton.rotate(x, cos, sin)  # type: ignore[no-any-return]
-    return (x * cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(sin))

@@ -1,72 +1,19 @@
 """The exact linear shared by engine and trainer: a row's output bits do not depend on other rows.
 
-Forward runs oneDNN on a prepacked weight, which keeps an output row independent of the number of
-rows for every count but one: with AVX-512 and more than 1,024 inputs a *single* row takes another
-kernel. oneDNN compiles a kernel for every row count it meets, so counts are rounded up to few
-values (`onednn.padded_rows`), at least 4: four rows are no slower than one.
-
-Backward is onednn.py's: gradients are deterministic, not batch-invariant, and made only where
-wanted. A pack is renewed by the version counters of the weight and of its adapter, so a stale one
-cannot be used. If oneDNN's operators are missing, rows are padded to a multiple of 4 for plain
-`F.linear`; `probe` tells whether that is exact on the machine at hand. This file knows no layers.
-
-bfloat16 on a CPU: with AMX the product itself is in bfloat16, summed in float32, for TILE_ROWS rows
-at a time, because other counts take other kernels. Where many rows at once give the same bits,
-which is tried once for a shape, they are taken together. Any other CPU multiplies the same numbers
-in float32 and rounds the result once.
+The product is the kernels' (kernels.py). Backward is onednn.py's: gradients are deterministic, not
+batch-invariant, and made only where wanted. A pack is renewed by the version counters of the weight
+and of its adapter, so a stale one cannot be used. This file knows no layers.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tandem.model.onednn import (
-    HAS_PREPACKED,
-    TILE_TERMS,
-    gradient_product,
-    in_float32,
-    padded_rows,
-    product,
-    weight_gradient,
-)
+from tandem.model.kernels import kernels_of
+from tandem.model.onednn import TILE_TERMS, gradient_product, in_float32, product, weight_gradient
 from tandem.model.quantized import dequantized
-from tandem.model.tiles import PACK_ROWS_HINT, TILE_ROWS, tile_sizes
-from tandem.model.triton.dispatch import triton_for
-
-
-def pack(weight: Tensor) -> Tensor:
-    """Reorder the weight [O, I] for `multiply`, if the kernel at hand wants another order."""
-    weight = weight.detach().contiguous()
-    if triton_for(weight):
-        return weight
-    if weight.dtype != torch.float32 and in_float32(weight):
-        weight = weight.float()
-    if not HAS_PREPACKED:
-        return weight
-    return torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS_HINT)
-
-
-def multiply(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply x [N, I] with a packed weight, without gradients, to [N, O]."""
-    if triton := triton_for(x):
-        return triton.matmul(x, packed, bias)  # type: ignore[no-any-return]
-    if x.dtype != torch.float32 and in_float32(x):
-        return multiply(x.float(), packed, None if bias is None else bias.float()).to(x.dtype)
-    rows = x.shape[0]
-    if not HAS_PREPACKED:
-        return F.linear(F.pad(x, (0, 0, 0, -rows % 4)), packed, bias)[:rows]
-    padded, run = padded_rows(rows, x.dtype), torch.ops.mkldnn._linear_pointwise
-    if padded != rows:
-        x = F.pad(x, (0, 0, 0, padded - rows))
-    if x.dtype == torch.float32 or padded <= TILE_ROWS:
-        out = run(x, packed, bias, "none", [], "")
-    else:
-        sizes = tile_sizes(padded, packed.shape[1], packed.shape[0], torch.get_num_threads())
-        out = torch.cat([run(part, packed, bias, "none", [], "") for part in x.split(sizes)])
-    return out if padded == rows else out[:rows]  # a module may write into what is no view
 
 
 class Adapter(NamedTuple):
@@ -140,7 +87,8 @@ class PackedWeight:
 
 def _pack_parts(parts: Sequence[Part]) -> Tensor:
     merged = [part.merged() for part in parts]
-    return pack(merged[0] if len(merged) == 1 else torch.cat(merged))
+    weight = merged[0] if len(merged) == 1 else torch.cat(merged)
+    return kernels_of(weight).pack(weight)
 
 
 class ExactLinear(nn.Module):
@@ -204,6 +152,23 @@ class ExactLinear(nn.Module):
         return Part(self.weight, self.bias, adapter)
 
 
+class ExactConv1D(ExactLinear):
+    """transformers' Conv1D (GPT-2), a linear whose weight is [I, O], with the exact forward on the
+    same parameters; an adapter's factors are as those of other linears."""
+
+    def active_part(self) -> Part:
+        return Part(self.weight.t(), self.bias) if self.base_only else self.adapted_part()
+
+    def adapted_part(self) -> Part:
+        part = super().adapted_part()
+        return part._replace(weight=part.weight.t())
+
+
+def is_conv1d(module: Any) -> bool:
+    """Tell whether a module is transformers' Conv1D, without importing transformers."""
+    return type(module).__name__ == "Conv1D"
+
+
 class FusedLinear:
     """Several ExactLinears of the same input run as one: x [N, I] to [N, sum of outputs].
 
@@ -234,7 +199,7 @@ def fused_linear(x: Tensor, parts: Sequence[Part], packed: Tensor) -> Tensor:
     packed is the pack of the parts' merged weights. Differentiable while gradients are on.
     """
     if not torch.is_grad_enabled():
-        return multiply(x, packed, _bias(parts))
+        return kernels_of(x).matmul(x, packed, _bias(parts))
     tensors: list[Tensor | None] = []
     scalings = []
     for part in parts:
@@ -269,7 +234,7 @@ class _FusedLinear(torch.autograd.Function):
         # frozen parameters do not keep the activations alive
         ctx.save_for_backward(x if any(ctx.needs_input_grad[3:]) else None, *tensors)
         ctx.scalings = scalings
-        return multiply(x, packed, _bias(_parts(tensors, scalings)))
+        return kernels_of(x).matmul(x, packed, _bias(_parts(tensors, scalings)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -325,40 +290,3 @@ def _part_gradients(
     grad_a = product(product(grad, b).t(), x).mul_(scaling) if wanted[2] else None
     grad_b = product(grad.t(), product(x, a.t())).mul_(scaling) if wanted[3] else None
     return *own, grad_a, grad_b
-
-
-def swiglu(x: Tensor) -> Tensor:
-    """Compute silu(gate) * up [N, I] of x [N, 2I] = (gate, up) by `exp`, add, divide and multiply.
-
-    torch's own silu computes the last few elements of a chunk with another exp, so its bits depend
-    on how many elements there are and on the thread count (measured: 1 element in 25 of a short
-    tail differs).
-    """
-    if triton := triton_for(x):
-        return triton.swiglu(x)  # type: ignore[no-any-return]
-    return _SwiGLU.apply(x) if torch.is_grad_enabled() else _swiglu(x)  # type: ignore[no-any-return]
-
-
-def _swiglu(x: Tensor) -> Tensor:
-    gate, up = x.float().chunk(2, -1)
-    inner = gate.neg().exp_().add_(1.0)
-    return torch.div(gate, inner, out=inner).mul_(up).to(x.dtype)
-
-
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return _swiglu(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        x, above = ctx.saved_tensors[0].float(), grads[0].float()
-        (gate, up), grad = x.chunk(2, -1), torch.empty_like(x)
-        # written in place: at few features this is memory traffic only
-        grad_gate, grad_up = grad.chunk(2, -1)
-        torch.ops.aten.silu_backward.grad_input(
-            torch.mul(above, up, out=grad_up), gate, grad_input=grad_gate
-        )
-        torch.mul(above, F.silu(gate), out=grad_up)
-        return grad.to(grads[0].dtype)

@@ -1,5 +1,5 @@
-"""A Hugging Face causal language model with Tandem's exact layer, linear and attention. Models of
-other architectures than that layer's are general.py's, and inexact.py's if they cannot be exact.
+"""A Hugging Face causal language model with Tandem's exact layer, linear and attention, and the
+models of all paths (paths.py) from their directories.
 
 With `head="value"` it is a value model, whose head gives one number a token and which no engine
 runs. The module stays transformers' own, parameter names included, so a checkpoint is a plain
@@ -9,6 +9,7 @@ Hugging Face directory. This file knows no sampling or training.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,31 +18,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tandem.model.attention import PackedPlan, Plan
+from tandem.model.attention import Plan
 from tandem.model.config_file import (
     HeadKind,
     check_model,
     first_line,
     head_size,
     heads_of,
-    is_lean,
     kv_heads_of,
-    reads_images,
-    window_of,
 )
 from tandem.model.custom_code import from_config
-from tandem.model.decode_rows import DecodeRows
 from tandem.model.expert_choices import ExpertChoices
 from tandem.model.experts import ExactExperts, ExactRouter
-from tandem.model.layers import ExactLayer, Rotation, embed, norm, rotation_of
+from tandem.model.kernels import Kernels, Rotation, kernels_of
+from tandem.model.layers import ExactLayer, embed, norm, rotation_of
 from tandem.model.linear import ExactLinear, PackedWeight, Part
-from tandem.model.lora import Lora, Merged, add_adapter, exact_adapted, quantize_base
+from tandem.model.lora import Lora, Merged
 from tandem.model.onednn import padded_rows
-from tandem.model.paged_attention import PAGE, PagedPlan, Runs
+from tandem.model.paged_attention import DecodeRows, Runs
+from tandem.model.paths import Exact, Exactness, divisible, named_path, path_of
 from tandem.model.placement import CPU_FLOAT32, Placement
 from tandem.model.row_parts import WHOLE
 from tandem.model.stock import load_stock, stock_class
-from tandem.model.triton.dispatch import triton_for
 from tandem.model.weight_files import check_sums, check_weights
 from tandem.runtime.errors import UserError
 
@@ -59,7 +57,9 @@ class ExactModel(nn.Module):
     """
 
     softcap = 0.0  # of the logits, as in logprobs.token_logprobs
-    inexact = ""  # why the engine's passes have other bits than the trainer's (inexact.py)
+    path = "lean"  # its name (paths.py)
+    engine = "paged"  # what samples from it, in registry.py
+    exactness: Exactness = Exact()  # of the engine's passes and the trainer's
 
     def __init__(self, module: Any, lora: Lora | None = None):
         super().__init__()
@@ -150,26 +150,24 @@ class ExactModel(nn.Module):
         owners = [part for part in self.modules() if isinstance(part, OWNERS_OF_PACKS)]
         return [pack for owner in owners for pack in owner.packs()]
 
+    @property
+    def kernels(self) -> Kernels:
+        return kernels_of(self.head.weight)
+
     def packed_plan(self, segments: np.ndarray) -> Plan:
         """Plan the attention of packed segments, int64 [S, 4] as in types.Microbatch."""
-        if triton := triton_for(self.head.weight):
-            return triton.TritonPackedPlan(segments, self.device)  # type: ignore[no-any-return]
         heads, kv_heads, _ = self.heads
-        return PackedPlan(segments, group=heads // kv_heads, kv_heads=kv_heads)
+        return self.kernels.packed_plan(segments, self.device, heads, kv_heads)
 
     def paged_plan(self, keys: Sequence[Tensor], values: Sequence[Tensor], runs: Runs) -> Plan:
         """Plan the attention of new tokens over a paged cache, as paged_attention.PagedPlan."""
-        if triton := triton_for(self.head.weight):
-            return triton.TritonPagedPlan(keys, values, runs, self.heads[0])  # type: ignore[no-any-return]
-        return PagedPlan(keys, values, runs, self.heads[0])
+        return self.kernels.paged_plan(keys, values, runs, self.heads[0])
 
     def decode_plan(
         self, keys: Sequence[Tensor], values: Sequence[Tensor], rows: DecodeRows
     ) -> Plan:
         """Plan as `paged_plan` for a decode step over static tensors."""
-        if triton := triton_for(self.head.weight):
-            return triton.TritonDecodePlan(keys, values, rows)  # type: ignore[no-any-return]
-        return PagedPlan(keys, values, rows.runs(), self.heads[0])
+        return self.kernels.decode_plan(keys, values, rows, self.heads[0])
 
     @property
     def window(self) -> int | None:
@@ -178,11 +176,9 @@ class ExactModel(nn.Module):
         return None if None in windows else max(windows)
 
     def shared_tiles(self, runs: Runs) -> np.ndarray | None:
-        """Plan which pages the sequences of a decode step read together, int32 [4, splits, S] as
-        `split_tiles`; None if they share none, or on a CPU, whose plan sees to it."""
+        """Plan which pages the sequences of a decode step read together, as Kernels do."""
         heads, kv_heads, _ = self.heads
-        triton, group = triton_for(self.head.weight), heads // kv_heads
-        return triton.split_tiles(runs.table, runs.starts, PAGE, group) if triton else None
+        return self.kernels.shared_tiles(runs, heads // kv_heads)
 
     @cached_property
     def heads(self) -> tuple[int, int, int]:
@@ -240,6 +236,9 @@ class ExactModel(nn.Module):
         for part in self.adapted.values():
             part.base_only = base_only
 
+    def save_reader(self, source: str, folder: Path) -> None:
+        """Copy what a model reads beside text with from the model directory `source`: nothing."""
+
     @property
     def device(self) -> torch.device:
         return self.head.weight.device
@@ -296,10 +295,10 @@ def load_model(
     UserError if the model is missing or cannot run.
     """
     config = check_model(path, head=head)
-    make = _maker(path, config, place)
+    make = path_of(config, f"model.path = {path}", place).maker(path, config, place)
+    check_weights(path)
     check_sums(path)
-    check_weights(path, sum(p.numel() for p in empty_model(path, config, head=head).parameters()))
-    return make(load_stock(path, config, head, place), lora)
+    return make(load_stock(path, config, head, place), lora)  # type: ignore[no-any-return]
 
 
 def unfilled_model(
@@ -312,20 +311,8 @@ def unfilled_model(
     module = from_config(stock_class(head, config), config, dtype=dtype)
     if head == "tokens":
         module.generation_config = GenerationConfig.from_pretrained(path)
-    return _maker(path, config, CPU_FLOAT32)(module)
-
-
-def _maker(path: str, config: Any, place: Placement) -> Callable[..., ExactModel]:
-    """Return what makes a model of a stock module. Raises UserError if nothing can."""
-    if is_lean(config):  # the others' files are not imported for it
-        return make_exact
-    if reads_images(config):
-        from tandem.plugins.vision.image_model import image_maker
-
-        return image_maker(path, config)
-    from tandem.model.inexact_trial import choose_path
-
-    return choose_path(config, f"model.path = {path}", place)
+    chosen = path_of(config, f"model.path = {path}", CPU_FLOAT32)
+    return chosen.maker(path, config, CPU_FLOAT32)(module)  # type: ignore[no-any-return]
 
 
 def weight_conversions(module: Any) -> list[Any]:
@@ -355,32 +342,7 @@ def empty_model(path: str, config: Any, *, head: HeadKind = "tokens") -> Any:
 
 
 def make_exact(module: Any, lora: Lora | None = None) -> ExactModel:
-    """Put the exact parts into a transformers module in place, and with lora a new adapter."""
-    if lora is not None:
-        add_adapter(module, lora)
-    if not is_lean(module.config):
-        from tandem.model.general import make_general
-
-        return make_general(module, lora)
-    for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
-            setattr(parent, name, _exact_module(child))
-    config, layers = module.config, module.model.layers
-    for number, layer in enumerate(layers):
-        layers[number] = ExactLayer(layer, number, window_of(config, number))
-    quantize_base(module, lora)
-    return ExactModel(module.eval(), lora)
-
-
-def _exact_module(child: Any) -> nn.Module:
-    match type(child).__name__:
-        case "Linear" if not isinstance(child, nn.Linear):  # PEFT's lora Linear has the same name
-            return exact_adapted(child)
-        case "Linear":
-            return ExactLinear(child.weight, child.bias)
-        case "Qwen3MoeTopKRouter":
-            return ExactRouter(child)
-        case "Qwen3MoeExperts":
-            return ExactExperts(child)
-        case _:
-            return child  # type: ignore[no-any-return]
+    """Put the parts of the exact path for its config into a transformers module in place, and with
+    lora a new adapter. Nothing is tried."""
+    path = named_path("lean" if divisible(module.config) else "general")
+    return path.build(module, lora)  # type: ignore[no-any-return]

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from tandem.model.activations import soft_cap
-from tandem.model.linear import multiply
+from tandem.model.kernels import kernels_of
 from tandem.model.onednn import gradient_product, weight_gradient
-from tandem.model.triton.dispatch import triton_for
 from tandem.types import SamplingDistribution
 
 CHUNK_BYTES = 1 << 25  # logits held at once
@@ -67,7 +66,8 @@ def log_distribution(
     pass, whose sets are equal. Ties at the edge are all kept, so no sort order matters. A row's
     bits depend on that row only: log_softmax works row by row, unlike logsumexp of a single row.
     """
-    logprobs = _log_softmax(logits, sampling.temperature or 1.0)
+    kernels = kernels_of(logits)
+    logprobs = kernels.log_softmax(logits, sampling.temperature or 1.0)
     if not _is_filtered(sampling):
         return logprobs
     keep = torch.ones_like(logprobs, dtype=torch.bool)
@@ -75,45 +75,17 @@ def log_distribution(
         keep &= logprobs >= logprobs.topk(sampling.top_k, -1).values[:, -1:]
     if sampling.top_p < 1.0:
         least = max(sampling.top_p, torch.finfo(logprobs.dtype).tiny)  # 0 would keep nothing
-        keep &= logprobs >= _top_p_edge(logprobs.masked_fill(~keep, float("-inf")), least)
+        keep &= logprobs >= kernels.top_p_edge(logprobs.masked_fill(~keep, float("-inf")), least)
     if sampling.min_p:
         keep &= logprobs >= logprobs.amax(-1, keepdim=True) + math.log(sampling.min_p)
     if forced is not None:
         keep.scatter_(1, forced[:, None], True)
-    return _log_softmax(logprobs.masked_fill(~keep, float("-inf")), 1.0)
+    return kernels.log_softmax(logprobs.masked_fill(~keep, float("-inf")), 1.0)
 
 
 def _is_filtered(sampling: SamplingDistribution) -> bool:
     filtered = sampling.top_k or sampling.top_p < 1.0 or sampling.min_p
     return sampling.temperature != 0.0 and bool(filtered)
-
-
-def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    if triton := triton_for(logits):
-        return triton.log_softmax(logits, temperature)  # type: ignore[no-any-return]
-    return (logits if temperature == 1.0 else logits / temperature).log_softmax(-1)
-
-
-def _top_p_edge(logprobs: Tensor, top_p: float) -> Tensor:
-    """Find the smallest log-prob [N, 1] in the least set of likeliest tokens that reaches top_p."""
-    ranked = logprobs.sort(-1, descending=True).values
-    if triton := triton_for(ranked):
-        return triton.top_p_edge(ranked, top_p)  # type: ignore[no-any-return]
-    probs = ranked.softmax(-1)
-    before = probs.cumsum(-1) - probs
-    return ranked.masked_fill(before >= top_p, float("inf")).amin(-1, keepdim=True)
-
-
-def likeliest(table: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Find the likeliest tokens of log-probs [N, V]: theirs float32 [N, count], tokens int64.
-
-    On a GPU the first of equal ones: its `topk` takes kernels by the number of rows, which differ
-    in that.
-    """
-    if count and triton_for(table):
-        values, tokens = table.sort(stable=True, dim=-1, descending=True)
-        return values[:, :count], tokens[:, :count]
-    return table.topk(count, -1)
 
 
 def token_logprobs(
@@ -168,7 +140,12 @@ class _TokenLogprobs(torch.autograd.Function):
         grads = _Gradients(hidden, weight, bias, wanted)
         for rows in chunks(len(targets), weight):
             table, backwards = _chunk_table(
-                multiply(hidden[rows], packed, bias).float(), targets, sampling, seen, rows, softcap
+                kernels_of(hidden).matmul(hidden[rows], packed, bias).float(),
+                targets,
+                sampling,
+                seen,
+                rows,
+                softcap,
             )
             logprobs[rows], entropies = _values(table, targets[rows], sampling, with_entropy)
             if entropies is not None:
@@ -198,7 +175,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for rows in chunks(len(targets), weight):
             options = ctx.sampling, ctx.seen, rows, ctx.softcap
             table, backwards = _chunk_table(
-                multiply(hidden[rows], packed, bias).float(), targets, *options
+                kernels_of(hidden).matmul(hidden[rows], packed, bias).float(), targets, *options
             )
             parts = (None if grad is None else grad[rows, None] for grad in above)
             slope = _slope(table, targets[rows], ctx.sampling, entropy[rows], *parts)
@@ -234,18 +211,18 @@ class _Gradients:
             weight_gradient(slope, hidden[rows], self.weight)
 
 
-def _fused(table: Tensor, sampling: SamplingDistribution) -> Any:
-    """Return Triton's module if its kernels read logits, as they do without filters, else None."""
-    return None if _is_filtered(sampling) else triton_for(table)
+def _fused(table: Tensor, sampling: SamplingDistribution) -> bool:
+    """Tell whether kernels read logits in place of a table of log-probs."""
+    return kernels_of(table).fused and not _is_filtered(sampling)
 
 
 def _values(
     table: Tensor, targets: Tensor, sampling: SamplingDistribution, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Compute (log-probs of targets, entropies) [n] from a table of `_chunk_table`."""
-    if triton := _fused(table, sampling):
+    if _fused(table, sampling):
         temperature = sampling.temperature or 1.0
-        return triton.target_logprobs(table, targets, temperature, entropy=with_entropy)  # type: ignore[no-any-return]
+        return kernels_of(table).target_logprobs(table, targets, temperature, entropy=with_entropy)
     logprobs = table.gather(1, targets[:, None])[:, 0]
     return logprobs, -row_sums(table.clamp_min(-1e4).mul_(table.exp())) if with_entropy else None
 
@@ -262,9 +239,9 @@ def _slope(
 
     d logprob = onehot - p and d entropy = -p (log p + entropy) on the kept set, 0 outside it.
     """
-    if triton := _fused(table, sampling):
+    if _fused(table, sampling):
         temperature = sampling.temperature or 1.0
-        return triton.logprob_slope(table, targets, temperature, above, above_entropy)  # type: ignore[no-any-return]
+        return kernels_of(table).logprob_slope(table, targets, temperature, above, above_entropy)
     if above_entropy is None:
         slope = table.exp_().mul_(-above)  # type: ignore[operator]
     else:

@@ -1,7 +1,7 @@
 """LoRA adapters (Hu et al. 2021, arXiv 2106.09685): made and saved with PEFT, run by Tandem.
 
-A PEFT layer exists only between `add_adapter` and `make_exact`, in which `exact_adapted` replaces
-it. No other file knows PEFT. It is imported for the first adapter.
+A PEFT layer exists only from `add_adapter` until `exact_adapted` replaces it. No other file knows
+PEFT. It is imported for the first adapter.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,8 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from tandem.model.conv1d import ExactConv1D, is_conv1d
-from tandem.model.linear import ExactLinear, Part
+from tandem.model.linear import ExactConv1D, ExactLinear, Part, is_conv1d
 from tandem.model.quantized import Base, QuantizedWeight, quantize
 from tandem.runtime.errors import UserError
 
@@ -72,19 +71,15 @@ def add_adapter(module: Any, lora: Lora) -> None:
         try:
             peft.inject_adapter_in_model(config, module)
         except ValueError as error:  # some linears of Mamba
-            raise _no_adapter(error) from None
+            raise UserError(
+                "PEFT makes no adapter of these linears",
+                where="lora.targets",
+                found=str(error).split("\n")[0],
+                expected="linears that PEFT can adapt",
+                next="name others in lora.targets",
+            ) from None
     if module.get_output_embeddings() is None:
         module.score.requires_grad_(True)  # a new head is always trained
-
-
-def _no_adapter(error: ValueError) -> UserError:
-    return UserError(
-        "PEFT makes no adapter of these linears",
-        where="lora.targets",
-        found=str(error).split("\n")[0],
-        expected="linears that PEFT can adapt",
-        next="name others in lora.targets",
-    )
 
 
 def exact_adapted(layer: Any) -> ExactLinear:

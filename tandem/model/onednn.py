@@ -15,13 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.model.tiles import TILE_ROWS
-
 # The one place that looks for private PyTorch operators.
 HAS_PREPACKED = torch.backends.mkldnn.is_available() and hasattr(
     torch.ops.mkldnn, "_linear_pointwise"
 )
 LONGEST = 4096  # terms of a sum; with 49,152 and few outputs bits depend on the threads
+PACK_ROWS_HINT = 32  # the row count that weights are packed for
+TILE_ROWS = 32  # rows of a bfloat16 product in AMX tiles
+_MANY_ROWS = (2048, 1024, 512, 256, 128, 64)  # those that may have the same bits
 TILE_TERMS = 256  # of a sum in AMX tiles: of more, for few outputs, threads take a part each
 ROWS, FEW_ROWS = 1024, 64  # rows of a product summed over rows; the last has a multiple of FEW_ROWS
 OUTPUTS = 4096  # rows of a product that is added to a total: it is small beside the total
@@ -121,3 +122,30 @@ def _float32_product(above: Tensor, x: Tensor) -> Tensor:
 def _dense(rows: Tensor) -> Tensor:
     missing = -len(rows) % FEW_ROWS
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows.contiguous()
+
+
+@cache
+def tile_sizes(rows: int, inputs: int, outputs: int, threads: int) -> list[int]:
+    """Split a bfloat16 product of so many rows, a multiple of TILE_ROWS, into products with the
+    bits of TILE_ROWS rows each."""
+    sizes = []
+    for many in _MANY_ROWS:
+        if rows >= many and _same_bits(many, inputs, outputs, threads):
+            sizes += [many] * (rows // many)
+            rows %= many
+    return sizes + [TILE_ROWS] * (rows // TILE_ROWS)
+
+
+@cache
+def _same_bits(rows: int, inputs: int, outputs: int, threads: int) -> bool:
+    """Try whether a bfloat16 product of so many rows has the bits of TILE_ROWS rows at a time. The
+    kernel that oneDNN takes depends on the shape and the threads alone."""
+    random = torch.Generator().manual_seed(0)
+    weight, x = (
+        torch.randn(shape, generator=random).bfloat16()
+        for shape in ((outputs, inputs), (rows, inputs))
+    )
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS_HINT)
+    run = torch.ops.mkldnn._linear_pointwise
+    tiles = [run(part, packed, None, "none", [], "") for part in x.split(TILE_ROWS)]
+    return torch.equal(run(x, packed, None, "none", [], ""), torch.cat(tiles))

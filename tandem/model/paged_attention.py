@@ -30,9 +30,8 @@ from tandem.model.attention import (
     rows_first,
     weigh,
 )
-from tandem.model.config_file import head_size, kv_heads_of
+from tandem.model.config_file import conv_layers, head_size, kv_heads_of
 from tandem.model.page_columns import Column, column_of
-from tandem.model.short_conv import conv_layers
 
 PAGE = KEY_BLOCK
 
@@ -80,6 +79,33 @@ class Runs:
         return np.where(at >= 0, pages * PAGE + at % PAGE, -1)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeRows:
+    """Rows of at most one new token each. A row of count 0 is padding: it reads and writes no page.
+
+    Two sequences, of 130 and of 4 tokens, and padding up to four rows: DecodeRows(
+    tables=[[7, 2], [4, 0], [0, 0], [0, 0]], counts=[1, 1, 0, 0], positions=[129, 3, 0, 0],
+    max_length=512)
+    """
+
+    tables: Tensor  # int32 [B, M], the pages of each sequence in order
+    counts: Tensor  # int32 [B], 1 or 0; padding comes last
+    positions: Tensor  # int64 [B], of the new tokens
+    max_length: int  # greater than every position; it never changes a result
+    tiles: Tensor | None = None  # int32, what the rows read together: ExactModel.shared_tiles
+
+    def slots(self) -> Tensor:
+        """Compute where each key goes, int64 [B]: page * PAGE + offset, or -1 for padding."""
+        pages = self.tables.gather(1, (self.positions // PAGE)[:, None])[:, 0].long()
+        return torch.where(self.counts > 0, pages * PAGE + self.positions % PAGE, -1)
+
+    def runs(self) -> Runs:
+        """Read the live rows back into the form that the CPU's plan takes."""
+        live = int(self.counts.sum())
+        starts = self.positions[:live].numpy().copy()
+        return Runs(self.tables[:live].tolist(), starts, np.ones(live, np.int64))
+
+
 class PagedPlan:
     """Plan that writes the new tokens' keys and values into their pages, then attends.
 
@@ -97,7 +123,7 @@ class PagedPlan:
         self.buckets = _buckets(runs, heads, kv_heads)
 
     def earlier(self, layer: int, x: Tensor, count: int) -> list[Tensor]:
-        """Write the rows' own x, then look up rows as short_conv.History."""
+        """Write the rows' own x, then look up rows as general_parts.History."""
         for lag in range(len(self._slots), count + 1):
             self._slots.append(torch.from_numpy(self._runs.slots(lag)))
         held, padding = self.keys[layer].view(-1, x.shape[1]), (0, 0, 0, len(x) - self._new)

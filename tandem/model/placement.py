@@ -47,50 +47,40 @@ def place_models(device: str, dtype: str) -> Placement:
     and for other words.
     """
     if not re.fullmatch(DEVICES, device) or dtype not in DTYPES:
-        raise _not_a_place(device, dtype)
+        raise UserError(
+            "models cannot be placed so",
+            where="device and dtype",
+            found=f"{device}, {dtype}",
+            expected=f"auto, cpu, cuda or cuda:N, and one of {', '.join(DTYPES)}",
+        )
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     kind, _, number = device.partition(":")
     if kind == "cuda" and int(number or 0) >= count:
-        raise _no_such_gpu(device, count)
+        raise UserError(
+            "there is no such GPU",
+            where=f"model.device = {device}",
+            found=f"{count or 'none'} that this PyTorch can use",
+            expected=f"a number below {count}"
+            if count
+            else "a CUDA GPU, its driver and a CUDA build",
+            next="set model.device=auto; `tandem doctor` says what is missing",
+        )
     on_gpu = kind == "cuda" or (device == "auto" and count > 0)
     place = torch.device("cuda", int(number or 0)) if on_gpu else torch.device("cpu")
     if dtype == "float8":
         raise _float8_of(place)
     if on_gpu and dtype != "float32" and not torch.cuda.is_bf16_supported(False):
         if dtype == "bfloat16":
-            raise _no_bfloat16(place)
+            raise UserError(
+                "the GPU has no bfloat16",
+                where="model.dtype = bfloat16",
+                found=torch.cuda.get_device_name(place),
+                expected="compute capability 8.0 or more (A100, RTX 30 and later)",
+                next="set model.dtype=float32",
+            )
         dtype = "float32"
     auto = "bfloat16" if on_gpu else "float32"
     return Placement(place, getattr(torch, auto if dtype == "auto" else dtype))
-
-
-def _not_a_place(device: str, dtype: str) -> UserError:
-    return UserError(
-        "models cannot be placed so",
-        where="device and dtype",
-        found=f"{device}, {dtype}",
-        expected=f"auto, cpu, cuda or cuda:N, and one of {', '.join(DTYPES)}",
-    )
-
-
-def _no_such_gpu(device: str, count: int) -> UserError:
-    return UserError(
-        "there is no such GPU",
-        where=f"model.device = {device}",
-        found=f"{count} that this PyTorch can use" if count else "none that this PyTorch can use",
-        expected=f"a number below {count}" if count else "a CUDA GPU, its driver and a CUDA build",
-        next="set model.device=auto; `tandem doctor` says what is missing",
-    )
-
-
-def _no_bfloat16(device: torch.device) -> UserError:
-    return UserError(
-        "the GPU has no bfloat16",
-        where="model.dtype = bfloat16",
-        found=torch.cuda.get_device_name(device),
-        expected="compute capability 8.0 or more (A100, RTX 30 and later)",
-        next="set model.dtype=float32",
-    )
 
 
 def _float8_of(device: torch.device) -> UserError:

@@ -4,7 +4,7 @@ Two questions. *Parity*: does a token have the same bits in the trainer's packed
 engine's prefill and decode? *Threads*: do forward and backward pass have the same bits with one
 thread and with several? The probe runs every linear, SwiGLU, log-softmax, top-p, sampling and the
 attention of the model, at row counts that take different kernels somewhere, and a random model of
-the same shapes in a random schedule (trial.py). It names each operator that differs: two seconds
+the same shapes in a random schedule (schedule.py). It names each operator that differs: two seconds
 for 135M parameters and two cores. On a GPU it finds the fastest exact kernel too (`try_matmuls`).
 """
 
@@ -20,24 +20,22 @@ import torch
 from torch import Tensor, nn
 
 from tandem.model.attention import Plan
-from tandem.model.config_file import first_line, is_lean
-from tandem.model.inverse_cdf import inverse_cdf
-from tandem.model.layers import ExactLayer
-from tandem.model.linear import ExactLinear, swiglu
+from tandem.model.config_file import first_line
+from tandem.model.linear import ExactLinear
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import chunks, log_distribution
-from tandem.model.onednn import HAS_PREPACKED, gradient_product, padded_rows, weight_gradient
-from tandem.model.trial import (
+from tandem.model.onednn import gradient_product, padded_rows, weight_gradient
+from tandem.model.paths import named_path
+from tandem.model.random_models import VOCABULARY
+from tandem.model.schedule import (
     LONG,
     SHORT,
-    VOCABULARY,
     Cache,
     Schedule,
     random_like,
     random_model,
     threads_of,
 )
-from tandem.model.triton.dispatch import triton_for, use_matmul
 from tandem.runtime import numerics
 from tandem.types import SamplingDistribution
 
@@ -49,9 +47,6 @@ GPU_ROWS = (
     *range(96, PACKED_ROWS + 1, 32),
     *(rows + beside for rows in (1024, 2048, 4096, 8192) for beside in (-1, 0, 1)),
 )
-# Rows of the output projection: one costs as much as a layer. A chunk's rows are added.
-HEAD_ROWS = (4, 32)
-CPU_RANKED = 4096  # tokens for top-p: a CPU sorts a whole vocabulary for a second
 FEW_ROWS, MANY_ROWS = 37, 1100
 WHOLE_ROWS: tuple[int, ...] = (
     FEW_ROWS,
@@ -74,6 +69,7 @@ class Exactness:
     # operators on which engine and trainer differ; empty: they agree to the last bit
     parity: list[str]
     thread_dependent: list[str]  # results whose bits change with the number of threads
+    matmul: str = ""  # the kernel that multiplies on a GPU
     inexact: str = ""  # why the model cannot be exact on any machine (model/inexact.py)
 
 
@@ -154,13 +150,13 @@ def try_matmuls(
     for (_, inputs), linear in _linears(model).items():
         for rows in (DECODE_ROWS, PACKED_ROWS)[: 1 if linear is model.head else 2]:
             work.append((linear, random_like(model, noise, rows, inputs)))
-    triton = triton_for(model.head.weight)
+    own = model.kernels
     return try_kernels(
-        kernels or triton.MATMULS,
-        use_matmul,
+        kernels or own.matmuls,
+        own.use_matmul,
         lambda: _linears_differ(model, torch.Generator().manual_seed(seed), microbatch),
         lambda: [linear(x) for linear, x in work],
-        time_ms or triton.do_bench_cudagraph,
+        time_ms or own.time_ms,
     )
 
 
@@ -179,7 +175,7 @@ def probe(
         parity = _linears_differ(model, noise, microbatch)
         parity += _rowwise_differ(model, noise)
         parity += _attention_differs(small, noise)
-        parity += [] if is_lean(model.config) else _part_differs(small)
+        parity += _part_differs(small, named_path(model.path).foreign_parts(small))
     schedule, passes = Schedule(small, seed), []
     for count in counts:
         with threads_of(count):
@@ -199,9 +195,8 @@ def probe(
     return Exactness(parity=unfit + parity, thread_dependent=unfit + dependent)
 
 
-def _part_differs(model: ExactModel) -> list[str]:
-    """Name the first part of transformers' forward pass whose rows differ with the row count."""
-    parts = dict(model.module.base_model.named_modules())
+def _part_differs(model: ExactModel, parts: dict[str, nn.Module]) -> list[str]:
+    """Name the first of a model's parts whose rows differ with the row count."""
     # an expert has the rows of its own tokens
     inside = tuple(f"{n}." for n, part in parts.items() if hasattr(part, "is_transposed"))
     names = {part: name for name, part in parts.items() if not name.startswith(inside)}
@@ -211,6 +206,8 @@ def _part_differs(model: ExactModel) -> list[str]:
         if isinstance(out, Tensor):
             outputs[part] = out
 
+    if not parts:
+        return []
     hooks = [part.register_forward_hook(keep) for part in names]
     tokens = torch.randint(VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(0))
 
@@ -241,7 +238,7 @@ def _linears_differ(model: ExactModel, noise: torch.Generator, microbatch: int) 
     for (outputs, inputs), linear in _linears(model).items():
         many = {*GPU_ROWS, microbatch} if model.device.type == "cuda" else set()
         if linear is model.head:
-            few = ROWS if triton_for(model.head.weight) else HEAD_ROWS
+            few = model.kernels.head_rows or ROWS
             chunk = chunks(max((PACKED_ROWS, *many)), model.head.weight)[0].stop
             last = {microbatch % chunk} if many else set()
             more = (rows for rows in (many | last) - {*few} if 0 < rows < chunk)
@@ -249,9 +246,7 @@ def _linears_differ(model: ExactModel, noise: torch.Generator, microbatch: int) 
         else:
             drawn = torch.randint(1, PACKED_ROWS, (3,), generator=noise).tolist()
             counts = [*ROWS, *drawn, PACKED_ROWS, *sorted(many - {0, PACKED_ROWS, *ROWS})]
-        # on a CPU counts that round up to the same number are the same product
-        if HAS_PREPACKED and not triton_for(model.head.weight):
-            counts = sorted({padded_rows(rows, model.dtype): rows for rows in counts}.values())
+        counts = model.kernels.distinct(counts, model.dtype)
         x = random_like(model, noise, counts[-1], inputs)
         counts = _differing_counts(linear, x, counts[:-1])
         differing += _findings(f"linear {inputs} -> {outputs}", counts)
@@ -261,27 +256,27 @@ def _linears_differ(model: ExactModel, noise: torch.Generator, microbatch: int) 
 def _rowwise_differ(
     model: ExactModel,
     noise: torch.Generator,
-    sampler: Callable[[Tensor, Tensor], Tensor] = inverse_cdf,
+    sampler: Callable[[Tensor, Tensor], Tensor] | None = None,
     filtered: Callable[[Tensor, SamplingDistribution], Tensor] = log_distribution,
 ) -> list[str]:
     """Name which of SwiGLU, log-softmax, top-p and sampling differ with the row count."""
     vocabulary, plain = model.config.vocab_size, SamplingDistribution()
-    ranked = vocabulary if triton_for(model.head.weight) else min(vocabulary, CPU_RANKED)
+    ranked = min(vocabulary, model.kernels.most_ranked)
     # among tokens so improbable that a sum's last bit moves the edge
     edged = SamplingDistribution(temperature=0.3, top_p=0.999)
 
     def sampled(x: Tensor) -> Tensor:
         # equal probabilities, and uniforms at their edges: a sum's last bit decides
         uniform = ((x[:, 0].float().abs() % 1.0) * vocabulary).floor() / vocabulary
-        return sampler(log_distribution(torch.zeros_like(x, dtype=torch.float32), plain), uniform)
+        draw = sampler or model.kernels.inverse_cdf
+        return draw(log_distribution(torch.zeros_like(x, dtype=torch.float32), plain), uniform)
 
     operators: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
         "log-softmax": (lambda x: log_distribution(x.float(), plain), vocabulary),
         "top-p": (lambda x: filtered(x.float(), edged), ranked),
         "sampling": (sampled, vocabulary),
     }
-    if is_lean(model.config):
-        operators["SwiGLU"] = swiglu, 2 * model.config.intermediate_size
+    operators |= named_path(model.path).rowwise(model.config)
     differing = []
     for name, (function, width) in operators.items():
         x = random_like(model, noise, 40, width)
@@ -312,18 +307,7 @@ def _findings(name: str, counts: Sequence[int]) -> list[str]:
 def _linears(model: ExactModel) -> dict[tuple[int, int], Callable[[Tensor], Tensor]]:
     """Pick one linear of each shape (outputs, inputs), as the layers run them."""
     runs: list[tuple[Any, Sequence[ExactLinear]]] = []
-    if not is_lean(model.config):
-        parts = model.module.base_model.modules()
-        runs += [(part, [part]) for part in parts if isinstance(part, ExactLinear)]
-        layers = []
-    else:
-        layers = model.module.model.layers
-    for layer in layers:
-        assert isinstance(layer, ExactLayer)
-        runs += [(fused, fused.parts) for fused in (layer.qkv, layer.gate_up) if fused is not None]
-        single = [layer.self_attn.o_proj] + ([] if layer.sparse else [layer.mlp.down_proj])
-        runs += [(linear, [linear]) for linear in single]
-    runs.append((model.head, [model.head]))
+    runs += [*named_path(model.path).linears(model), (model.head, [model.head])]
     weights = [([p.active_part().weight for p in parts], linear) for linear, parts in runs]
     return {(sum(map(len, own)), own[0].shape[1]): linear for own, linear in weights}
 

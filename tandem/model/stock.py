@@ -13,11 +13,10 @@ from tandem.model.config_file import (
     first_line,
     is_text_part,
     read_json,
-    reads_images,
 )
 from tandem.model.custom_code import is_custom
 from tandem.model.placement import Placement
-from tandem.model.text_part import NAMES, forget_names
+from tandem.model.text_part import NAMES, forget_names, is_language_model
 from tandem.model.weight_files import cannot_load
 
 
@@ -34,7 +33,8 @@ def stock_class(head: HeadKind, config: Any) -> Any:
     logging.disable_progress_bar()
     if head == "value":
         return AutoModelForSequenceClassification
-    return AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
+    is_text = is_custom(config) or is_language_model(config.model_type)
+    return AutoModelForCausalLM if is_text else AutoModelForImageTextToText
 
 
 def import_stock(path: str) -> None:
@@ -58,7 +58,7 @@ def load_stock(path: str, config: Any, head: HeadKind, place: Placement) -> Any:
         config.num_labels = 1
     quantizer = (read_json(path, CONFIG) or {}).get("quantization_config")
     is_part = is_text_part(path, config)
-    if quantizer is not None:  # of quantized_files.DEQUANTIZED
+    if quantizer is not None:  # of config_file.DEQUANTIZED
         config = copy.deepcopy(config)
         config.quantization_config = {**quantizer, "dequantize": True}
     try:

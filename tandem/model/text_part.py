@@ -1,7 +1,7 @@
 """The language model in a checkpoint that also reads images or sound, as a model of its own.
 
-Vision and audio parts are neither loaded nor trained, and not exported. The five kinds of
-config_file.IMAGE_ARCHITECTURES are not taken apart. This file knows no run.
+Vision and audio parts are neither loaded nor trained, and not exported. Kinds that run with their
+parts for images (paths.py) are not taken apart. This file knows no run.
 """
 
 import logging

@@ -11,8 +11,8 @@ from typing import Any
 
 from tandem.model.config_file import first_line, read_json
 from tandem.model.custom_code import is_allowed, require_allowed
-from tandem.plugins.vision.image_tokens import IMAGE
 from tandem.runtime.errors import UserError
+from tandem.runtime.image_tokens import IMAGE
 from tandem.types import Array
 
 VOCABULARY_FILES = (

@@ -23,7 +23,9 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NoReturn
 
 from tandem.types import Tool
@@ -73,24 +75,9 @@ def read_calls(text: str, format: Format = "auto", tools: Collection[str] = ()) 
     thoughts, end, spoken = text.rpartition("</think>")
     if spoken.lstrip().startswith("<think>"):
         return Reading(before=text)
-    reading = _read(spoken, _detect_format(spoken, tools) if format == "auto" else format)
+    chosen = _detect_format(spoken, tools) if format == "auto" else format
+    reading = READERS[chosen](spoken)
     return replace(reading, before=thoughts + end + reading.before)
-
-
-def _read(text: str, format: Format) -> Reading:
-    match format:
-        case "hermes":
-            return _read_tagged(text, _json_body)
-        case "qwen3_coder":
-            return _read_tagged(text, _xml_body)
-        case "llama3":
-            return _read_llama3(text)
-        case "pythonic":
-            return _read_pythonic(text)
-        case "mistral":
-            return _read_mistral(text)
-        case "auto":  # no format was detected
-            return Reading(before=text)
 
 
 def split_calls(text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]]:
@@ -114,11 +101,8 @@ def _argument_types(tool: Tool) -> dict[str, object]:
     """Look up the JSON type of each of a tool's parameters that its schema gives one."""
     match tool:
         case {"function": {"parameters": {"properties": dict(properties)}}}:
-            return {
-                name: schema.get("type")
-                for name, schema in properties.items()
-                if isinstance(schema, dict)
-            }
+            schemas = {name: own for name, own in properties.items() if isinstance(own, dict)}
+            return {name: schema.get("type") for name, schema in schemas.items()}
     return {}
 
 
@@ -126,28 +110,18 @@ def _with_types(call: Call, types: dict[str, object]) -> Call:
     """Turn arguments written as text into JSON values, unless the schema wants text."""
     if call.typed:
         return call
-    arguments = {
-        name: _parse_argument(text, types.get(name)) for name, text in call.arguments.items()
-    }
-    return Call(name=call.name, arguments=arguments)
-
-
-def _parse_argument(text: str, json_type: object) -> Any:
-    if json_type in (None, "string"):
-        return text
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+    wanted = {n: t for n, t in call.arguments.items() if types.get(n) not in (None, "string")}
+    values: dict[str, Any] = {}
+    for name, text in wanted.items():
+        with suppress(ValueError, RecursionError):
+            values[name] = json.loads(text)
+    return Call(name=call.name, arguments=call.arguments | values)
 
 
 def write_calls(calls: Sequence[Call]) -> str:
     """Write calls in the hermes format; read_calls gives them back."""
-    return "\n".join(f"{OPEN}\n{_to_json(call)}\n{CLOSE}" for call in calls)
-
-
-def _to_json(call: Call) -> str:
-    return json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
+    objects = ({"name": call.name, "arguments": call.arguments} for call in calls)
+    return "\n".join(f"{OPEN}\n{json.dumps(o, ensure_ascii=False)}\n{CLOSE}" for o in objects)
 
 
 # ---------------------------------------------------------------- which format
@@ -177,11 +151,10 @@ def _detect_format(text: str, tools: Collection[str]) -> Format:
 
 # ---------------------------------------------------------------- between tags
 
-# Reads the text behind an opening tag into (call, text behind the closing tag).
-Body = Callable[[str], tuple[Call | BadCall, str]]
 
-
-def _read_tagged(text: str, body: Body) -> Reading:
+def _read_tagged(body: Callable[[str], tuple[Call | BadCall, str]], text: str) -> Reading:
+    """Read calls between tags. body: reads the text behind an opening tag into (call, text behind
+    the closing tag)."""
     before, tag, rest = text.partition(OPEN)
     if not tag and CLOSE in text:
         before, _, after = text.partition(CLOSE)
@@ -246,46 +219,28 @@ def _xml_body(rest: str) -> tuple[Call | BadCall, str]:
 _BROKEN_CALL = re.compile(r'\[?\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:')
 
 
-def _read_llama3(text: str) -> Reading:
-    before, tag, body = text.partition(PYTHON_TAG)
-    if not tag:
-        before, body = "", text
-    body = body.strip()
-    if not tag and not body.startswith("{"):
+def _read_bare(tag: str, opening: str, text: str) -> Reading:
+    """Read JSON of calls behind the tag, or a whole text that begins as one: objects, or a list if
+    `opening` is a bracket."""
+    before, tag, body = text.partition(tag) if tag in text else ("", "", text)
+    body, calls = body.strip(), list[Call | BadCall]()
+    if not tag and not body.startswith(opening):
         return Reading(before=text)
-    calls: list[Call | BadCall] = []
-    while body.startswith("{") or not calls:
+    while not calls or (opening == "{" and body.startswith("{")):
         try:
             value, end = _DECODER.raw_decode(body)
         except (ValueError, RecursionError) as error:
             if not (tag or calls or _BROKEN_CALL.match(body)):
                 return Reading(before=text)
             calls.append(BadCall(reason=_json_error(error)))
-            body = ""
-            break
-        if not (tag or calls or _looks_like_call(value)):
+            return Reading(before=before, calls=tuple(calls))
+        values = value if opening == "[" and isinstance(value, list) else [value]
+        if not (tag or calls) and not (values and all(map(_looks_like_call, values))):
             return Reading(before=text)  # an answer that happens to be JSON
-        calls.append(_call(value))
-        body = body[end:].lstrip(" \n;,")
+        listed = opening == "{" or (isinstance(value, list) and values)
+        calls += map(_call, values) if listed else [BadCall(reason="not a JSON list of calls")]
+        body = body[end:].lstrip(" \n;,") if opening == "{" else body[end:]
     return Reading(before=before, calls=tuple(calls), after=body)
-
-
-def _read_mistral(text: str) -> Reading:
-    before, tag, body = text.partition(MISTRAL_TAG)
-    if not tag:
-        before, body = "", text
-    body = body.strip()
-    try:
-        values, end = _DECODER.raw_decode(body)
-    except (ValueError, RecursionError) as error:
-        if not (tag or (body.startswith("[") and _BROKEN_CALL.match(body))):
-            return Reading(before=text)
-        return Reading(before=before, calls=(BadCall(reason=_json_error(error)),))
-    listed = isinstance(values, list) and len(values) > 0
-    if not tag and not (listed and all(map(_looks_like_call, values))):
-        return Reading(before=text)
-    calls = tuple(map(_call, values)) if listed else (BadCall(reason="not a JSON list of calls"),)
-    return Reading(before=before, calls=calls, after=body[end:])
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -330,8 +285,11 @@ def _call(value: Any) -> Call | BadCall:
 _JSON_NAMES = {"true": True, "false": False, "null": None}  # Llama 4 sometimes writes them
 
 
-class _NotLiteral(Exception):
-    """An argument that is more than a plain value."""
+class _Names(ast.NodeTransformer):
+    """Puts values in place of JSON's names for them."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
 
 
 def _read_pythonic(text: str) -> Reading:
@@ -356,29 +314,31 @@ def _python_call(node: ast.expr) -> Call | BadCall:
     if not re.fullmatch(r"[\w.]+", name) or node.args or len(named) < len(node.keywords):
         return BadCall(reason="arguments must have names: name(argument=value)")
     try:
-        return Call(name=name, arguments={key: _literal(value) for key, value in named.items()})
-    except _NotLiteral:
+        values = {key: ast.literal_eval(_Names().visit(value)) for key, value in named.items()}
+        return Call(name=name, arguments=_plain(values))
+    except (ValueError, TypeError):
         return BadCall(reason=f"an argument of {name} is not a plain value")
 
 
-def _literal(node: ast.expr) -> Any:
-    match node:
-        case ast.Constant(value=float() as value) if not math.isfinite(value):
-            raise _NotLiteral
-        case ast.Constant(value=str() | int() | float() | None as value):
+def _plain(value: Any) -> Any:
+    """Return a Python value as JSON has it. Raises ValueError if it has none."""
+    match value:
+        case dict() if all(isinstance(key, str) for key in value):
+            return {key: _plain(own) for key, own in value.items()}
+        case list() | tuple():
+            return [_plain(item) for item in value]
+        case str() | bool() | int() | None:
             return value
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)) if (
-            math.isfinite(value)
-        ):
-            return -value
-        case ast.Name(id=name) if name in _JSON_NAMES:
-            return _JSON_NAMES[name]
-        case ast.List(elts=items) | ast.Tuple(elts=items):
-            return [_literal(item) for item in items]
-        case ast.Dict(keys=keys, values=values) if all(
-            isinstance(key, ast.Constant) for key in keys
-        ):
-            named = {key.value: _literal(value) for key, value in zip(keys, values, strict=True)}  # type: ignore[union-attr]
-            if all(isinstance(key, str) for key in named):
-                return named
-    raise _NotLiteral
+        case float() if math.isfinite(value):
+            return value
+    raise ValueError
+
+
+READERS: dict[Format, Callable[[str], Reading]] = {
+    "auto": lambda text: Reading(before=text),  # no format was detected
+    "hermes": partial(_read_tagged, _json_body),
+    "qwen3_coder": partial(_read_tagged, _xml_body),
+    "llama3": partial(_read_bare, PYTHON_TAG, "{"),
+    "mistral": partial(_read_bare, MISTRAL_TAG, "["),
+    "pythonic": _read_pythonic,
+}

@@ -180,18 +180,17 @@ class Server:
 def load_engine(start: dict[str, Any]) -> "Engine":
     """Load the engine of a model directory, without an adapter: published weights are merged."""
     numerics.prepare(threads=1)
-    from tandem.engine.inexact_engine import make_engine
+    from tandem.engine.engine import make_engine
     from tandem.model import custom_code
     from tandem.model.load import load_model
     from tandem.model.placement import place_models
     from tandem.model.tokenizer import decode_text, load_tokenizer
-    from tandem.model.triton.dispatch import use_matmul
 
     custom_code.allow(start["trust_remote_code"])
     place = place_models(start["device"], start["dtype"])
     model = load_model(start["model_path"], place=place)
     model.split(start["splits"])
-    use_matmul(start["matmul"])
+    model.kernels.use_matmul(start["matmul"])
     tokenizer, size = load_tokenizer(start["model_path"]), start["max_batch"]
     return make_engine(
         model,

@@ -23,7 +23,6 @@ from tandem.model.load import ExactModel
 from tandem.model.lora import write_adapter_config
 from tandem.model.tokenizer import load_tokenizer
 from tandem.model.weight_files import INDEX, SUMS, WEIGHTS
-from tandem.plugins.vision.images import copy_processor
 from tandem.runtime.disk import disk_errors, file_hash, os_error
 from tandem.runtime.errors import UserError
 from tandem.types import Row
@@ -62,7 +61,7 @@ def export(
             (folder / WEIGHTS).unlink(missing_ok=True)
             save_weights(folder)
         load_tokenizer(source).save_pretrained(folder)
-        copy_processor(source, folder)
+        model.save_reader(source, folder)
 
     return _write_folder(folder, write, card)
 
@@ -101,7 +100,7 @@ def keep_model(model: ExactModel, source: str, folder: Path, chat_template: str 
         tokenizer = load_tokenizer(source)
         tokenizer.chat_template = chat_template or tokenizer.chat_template
         tokenizer.save_pretrained(folder)
-        copy_processor(source, folder)
+        model.save_reader(source, folder)
 
     if not folder.exists():
         card = f"# Config and tokenizer of {source}; the weights are in ../checkpoints\n"
@@ -189,7 +188,7 @@ def model_card(
         f"# {Path(base).name}, after `tandem {command}`\n\n"
         f"Trained from `{base}` by Tandem {__version__}, {step} steps, seed {config.run.seed}. "
         f"Weight hash `{weight_hash(model.merged())}`.\n\n"
-        f"{quantized * (config.lora.base != 'float')}"
+        f"{quantized * config.lora.is_quantized}"
         f"Last metrics of the run:\n{_block('json', json.dumps(numbers, indent=2))}\n"
         f"## Recipe\n\nEvery key that differs from its default:\n{_block('toml', lines)}\n"
         f"## Inputs\n\nSHA-256 of the data, functions and weights that the run began with:\n"

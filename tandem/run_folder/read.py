@@ -27,12 +27,12 @@ from pathlib import Path
 from tandem.config.recipe import load_config
 from tandem.config.schema import Config
 from tandem.model import custom_code
-from tandem.plugins.vision.image_store import keep_in
 from tandem.run_folder.episode_files import episode_file, read_columns, read_groups
 from tandem.run_folder.files import read_file, require_run
 from tandem.run_folder.metrics import Metrics, read_lines, read_metrics
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import InvariantError, UserError
+from tandem.runtime.image_store import keep_in
 from tandem.types import Group
 
 LEDGER = "ledger.jsonl"

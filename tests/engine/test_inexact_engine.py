@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.engine.inexact_engine import InexactEngine, make_engine
+from tandem.engine.engine import make_engine
+from tandem.engine.inexact_engine import InexactEngine
 from tandem.model.inexact import make_inexact
 from tandem.types import Request, SamplingParams
 from tests.support.architectures import INEXACT, by_need, inexact, stock
@@ -122,7 +123,7 @@ def test_cancelled_request_leaves_its_batch():
 
 
 def test_model_without_a_cache_computes_whole_sequences():
-    model = make_inexact(stock("qwen3_5_text"), reason="tried", caches=False)
+    model = make_inexact(stock("qwen3_5_text"), caches=False)
     [found] = engine_of(model).generate(requests_of(4, prompts=1, group=1))
     [expected] = engine_of(inexact("qwen3_5_text")).generate(requests_of(4, prompts=1, group=1))
     assert found.tokens.tolist() == expected.tokens.tolist()

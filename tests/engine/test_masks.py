@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.engine.ending import find_ending
 from tandem.model.logprobs import log_distribution
-from tandem.types import SamplingDistribution, SamplingParams
-from tests.support.engines import MODEL, decode, engine_of, facts, mixed_requests, request
+from tandem.types import SamplingDistribution
+from tests.support.engines import MODEL, engine_of, facts, mixed_requests, request
 from tests.support.tiny import VOCAB, exact_logits
 
 ENDS = tuple(range(VOCAB // 2))  # half of the vocabulary ends a turn
@@ -68,14 +67,3 @@ def test_masks_leave_other_requests_their_bits(fields):
     assert [facts(completion) for completion in both[::2]] == alone
     # the check against the trainer, which knows no masks, takes a request without one
     assert not engine._to_check.masked and engine.logprob_gap() == 0.0
-
-
-def test_stop_string_counts_behind_min_tokens():
-    params = SamplingParams(max_new_tokens=9, stop=("ab", "b"), min_tokens=2)
-    for tokens, ending in (
-        ([0, 1], None),
-        ([0, 1, 0], None),
-        ([0, 1, 0, 1], ("ab", "stop")),
-        ([2, 0, 1], ("c", "stop")),  # it begins before, and ends behind
-    ):
-        assert find_ending(params, tokens, 0, decode) == ending

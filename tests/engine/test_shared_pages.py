@@ -21,7 +21,6 @@ class WatchedModel(CountingModel):
         super().__init__(model)
         self.packed_plan, self.row_parts, self.widths = model.packed_plan, model.row_parts, []
         self.paged_plan, self.softcap = self.watched_plan, model.softcap
-        self.inexact = model.inexact
 
     def __call__(self, compute):
         return self.model(compute)

@@ -17,10 +17,10 @@ from tandem.engine.page_cache import PageCache
 from tandem.engine.sampler import device_uniforms
 from tandem.model.load import make_exact
 from tandem.model.paged_attention import Runs
-from tandem.model.triton.dispatch import triton_everywhere
 from tandem.runtime.rng import uniforms
 from tandem.types import SamplingParams
 from tests.support.engines import facts, request
+from tests.support.kernels import triton_everywhere
 from tests.support.parity import words
 from tests.support.tiny import random_tokens, stock_model, tiny_config
 

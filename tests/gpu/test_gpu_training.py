@@ -10,11 +10,10 @@ pytest.importorskip("triton", reason="triton is not installed")
 from tandem.engine.engine import Engine
 from tandem.model.forward import batch_logprobs
 from tandem.model.load import make_exact
-from tandem.model.triton.dispatch import triton_everywhere
 from tandem.runtime.rng import address
 from tandem.train.pack import join, pack
 from tandem.types import Request, SamplingDistribution, SamplingParams
-from tests.support.kernels import BF16, DEVICE, FP32
+from tests.support.kernels import BF16, DEVICE, FP32, triton_everywhere
 from tests.support.parity import sample_of, words
 from tests.support.tiny import random_tokens, stock_model, tiny_config
 

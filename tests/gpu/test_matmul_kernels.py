@@ -6,12 +6,11 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from tandem.jobs.engines import choose_matmul
-from tandem.model.linear import Adapter, ExactLinear, Part, fused_linear, multiply, pack
+from tandem.model.linear import Adapter, ExactLinear, Part, fused_linear
 from tandem.model.load import make_exact
 from tandem.model.probe import try_matmuls
-from tandem.model.triton.dispatch import matmul_kernel, triton_everywhere, use_matmul
 from tandem.model.triton.ops import matmul
-from tandem.model.triton.plans import MATMULS
+from tandem.model.triton.plans import TRITON
 from tests.support.kernels import (
     BF16,
     DEVICE,
@@ -20,6 +19,7 @@ from tests.support.kernels import (
     gradients,
     random,
     same_bits,
+    triton_everywhere,
 )
 from tests.support.tiny import stock_model, tiny_config
 
@@ -48,7 +48,7 @@ def test_rows_that_no_descriptor_describes_are_read_through_pointers():
 @pytest.fixture
 def plain_again():
     yield
-    use_matmul("plain")
+    TRITON.use_matmul("plain")
 
 
 def small_model():
@@ -60,7 +60,7 @@ def small_model():
 def test_the_probe_tries_every_kernel_on_the_linears_of_a_model(plain_again):
     with triton_everywhere():
         trials = try_matmuls(small_model(), time_ms=lambda work: 1.0 if work() else 0.0)
-    assert [trial.kernel for trial in trials] == list(MATMULS) and matmul_kernel() == "plain"
+    assert [trial.kernel for trial in trials] == list(TRITON.matmuls) and TRITON.chosen == "plain"
     assert not any(trial.findings for trial in trials[:3]), trials
 
 
@@ -84,15 +84,15 @@ def test_a_run_goes_on_with_the_kernel_that_it_has_taken(plain_again):
     told = []
     with triton_everywhere():
         choose_matmul(small_model(), 0, told.append, before="persistent")
-    assert matmul_kernel() == "persistent" and told == []
+    assert TRITON.chosen == "persistent" and told == []
 
 
-@pytest.mark.parametrize("kernel", MATMULS)
+@pytest.mark.parametrize("kernel", TRITON.matmuls)
 def test_a_linear_takes_the_kernel_in_use(kernel, plain_again):
     x, weight, bias = random(1, 5, 40), random(2, 7, 40), random(3, 7)
-    use_matmul(kernel)
+    TRITON.use_matmul(kernel)
     with triton_everywhere():
-        found = multiply(x, weight, bias)
+        found = TRITON.matmul(x, weight, bias)
     if kernel == "cublas":
         assert same_bits(found, torch.nn.functional.linear(x, weight, bias))
     else:
@@ -111,7 +111,7 @@ def test_gradients_of_the_linear_are_near_float64(dtype):
 
     def run(x, first, second, both, bias, a, b):
         parts = Part(first, both), Part(second, bias, Adapter(a, b, 0.5))
-        return fused_linear(x, parts, pack(torch.cat([part.merged() for part in parts])))
+        return fused_linear(x, parts, TRITON.pack(torch.cat([part.merged() for part in parts])))
 
     def plain(x, first, second, both, bias, a, b):
         return torch.cat((x @ first.t() + both, x @ (second + 0.5 * b @ a).t() + bias), 1)

@@ -130,12 +130,6 @@ def test_swiglu_is_near_float64(shape, dtype):
     check(swiglu, plain, (x,), above, dtype)
 
 
-def test_swiglu_of_large_gates_is_finite():
-    x = torch.tensor([[-200.0, 200.0, 2.0, 2.0]]).to(random(0, 1).device)
-    found, (gradient,) = gradients(swiglu, x, above=torch.ones(1, 2).to(x.device))
-    assert found[0].tolist() == [[0.0, 400.0]] and gradient.tolist() == [[0.0, 2.0, 0.0, 200.0]]
-
-
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("width", [96, 520])
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(width, dtype):

@@ -8,12 +8,11 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from tandem.model.decode_rows import DecodeRows
-from tandem.model.paged_attention import PAGE, Runs
+from tandem.model.paged_attention import PAGE, DecodeRows, Runs
 from tandem.model.triton.attention_kernels import SPLIT_KEYS
 from tandem.model.triton.ops import attention
 from tandem.model.triton.plans import TritonDecodePlan, TritonPagedPlan
-from tandem.model.triton.shared_splits import shared_attention, split_tiles
+from tandem.model.triton.shared_splits import split_tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -109,20 +108,3 @@ def test_of_nested_prefixes_the_longest_is_shared():
     _, count, end, own = split_tiles(table, starts, PAGE, 2)
     assert count[0].tolist() == [2, 2, 0, 0, 0] and end[0].tolist() == [384, 256, 0, 0, 0]
     assert own[0].tolist() == [384, 384, 0, 256, 256]
-
-
-@pytest.mark.parametrize("group", [9, 16, 17])
-def test_a_group_that_fills_a_tile_alone_shares_none(group):
-    tables, starts, _ = tables_of([(4, PAGES, 0)])
-    table = Runs(tables, starts, np.ones(4, np.int64)).table
-    assert split_tiles(table, starts, PAGE, group) is None
-
-
-def test_partial_results_stay_within_their_bound():
-    tables, starts, pages = tables_of([(2, PAGES, 0)])
-    cache, q = torch.zeros(pages, 1, PAGE, 16, device=DEVICE), random(1, 2, 2, 16)
-    plan = TritonPagedPlan([cache], [cache], Runs(tables, starts, np.ones(2, np.int64)), 2)
-    needed = 4 * 2 * 2 * 2 * (16 + 2)  # bytes, splits, tokens, heads, numbers
-    arguments = q, cache, cache, plan.rows, plan.tiles, 0.25
-    assert shared_attention(*arguments, scratch_bytes=needed - 1) is None
-    assert shared_attention(*arguments, scratch_bytes=needed) is not None

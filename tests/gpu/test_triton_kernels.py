@@ -172,17 +172,6 @@ def test_split_order_and_surplus_splits_change_no_bit(window):
     )
 
 
-def test_three_splits_join_in_one_order_whoever_joins_them():
-    q, k, v = (random(s, 1100, h, WIDTH) for s, h in ((1, HEADS), (2, KV_HEADS), (3, KV_HEADS)))
-    in_turn = segment_attention(q, k, v, int32((1097, 3, 0, 1097)), SCALE, scratch_bytes=0)[1097:]
-    table = tuple(range(9))
-    rows = PagedRows(
-        tables=int32(table), first=int32(0), count=int32(1), start=int32(1099), max_length=1536
-    )
-    assert same_bits(attention(q[1099:], *pages_of([(k, v)], [table], 9), rows, SCALE), in_turn[2:])
-    assert_near(in_turn, in_float64(q[1097:], k, v, SCALE, None), FP32)
-
-
 def test_sequences_are_found_among_hundreds_of_unused_places():
     q, k, v = (t[:4] for t in sequence())
     first, start, table = (
@@ -194,18 +183,6 @@ def test_sequences_are_found_among_hundreds_of_unused_places():
     rows = PagedRows(tables=table[:, None], first=first, count=count, start=start, max_length=128)
     assert same_bits(
         attention(q, *pages_of([(k, v)], [(0,)], 1), rows, SCALE), packed_pass(None, BF16)[:4]
-    )
-
-
-def test_numbers_and_size_of_pages_change_no_bit():
-    _, k, v = sequence()
-    expected = packed_pass(None, BF16)[FROM:]
-    for table in ((0, 1, 2, 3, 4), (6, 5, 4, 3, 2)):
-        assert same_bits(new_tokens(FROM, LENGTH, table=table), expected)
-    small = tuple(reversed(range(9)))
-    assert same_bits(
-        new_tokens(FROM, LENGTH, table=small, pages=pages_of([(k, v)], [small], 9, page=64)),
-        expected,
     )
 
 

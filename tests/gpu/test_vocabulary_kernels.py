@@ -6,12 +6,20 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from tandem.model.linear import pack
 from tandem.model.logprobs import SeenTokens, token_logprobs
-from tandem.model.triton.dispatch import triton_everywhere
+from tandem.model.triton.plans import TRITON
 from tandem.model.triton.vocabulary import log_softmax, logprob_slope, target_logprobs
 from tandem.types import SamplingDistribution
-from tests.support.kernels import BF16, DEVICE, FP32, assert_near, gradients, random, same_bits
+from tests.support.kernels import (
+    BF16,
+    DEVICE,
+    FP32,
+    assert_near,
+    gradients,
+    random,
+    same_bits,
+    triton_everywhere,
+)
 
 SIZES = pytest.mark.parametrize("size", [1, 97, 4096, 5001])  # 5001: two blocks
 TEMPERATURES = pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -110,7 +118,8 @@ def test_token_logprobs_and_their_gradients_are_near_those_of_the_cpu(sampling, 
 
         expected = above[0].to(hidden.device) if known else None
         return token_logprobs(
-            *(hidden, weight, pack(weight), place % 5, sampling, seen, expected), entropy=not known
+            *(hidden, weight, TRITON.pack(weight), place % 5, sampling, seen, expected),
+            entropy=not known,
         )[: len(above)]
 
     with triton_everywhere():

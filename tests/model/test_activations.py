@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from tandem.model.activations import QUICK, ExactActivation
-from tandem.model.trial import threads_of
+from tandem.model.schedule import threads_of
 
 STOCK = {
     "silu": F.silu,

@@ -5,15 +5,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tandem.model.inexact_trial import why_inexact
+from tandem.model.cpu_kernels import CPU
 from tandem.model.layers import embed
-from tandem.model.linear import Part, fused_linear, multiply, pack, swiglu
+from tandem.model.linear import Part, fused_linear
 from tandem.model.load import make_exact
-from tandem.model.onednn import gradient_product
+from tandem.model.onednn import TILE_ROWS, gradient_product
 from tandem.model.placement import Placement
 from tandem.model.probe import probe
-from tandem.model.tiles import TILE_ROWS
-from tests.support.architectures import architecture, stock
+from tests.support.architectures import architecture, stock, why_inexact
 from tests.support.parity import engine_for, largest_gap, random_requests
 from tests.support.tiny import exact_logits, random_tokens, stock_logits
 
@@ -26,26 +25,26 @@ def random(*shape, seed=0):
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(16, 40), (96, 172), (576, 1536), (1536, 49)])
 def test_a_row_has_the_same_bits_in_any_company(inputs, outputs):
-    x, packed = random(130, inputs), pack(random(outputs, inputs, seed=1))
-    whole = multiply(x, packed)
+    x, packed = random(130, inputs), CPU.pack(random(outputs, inputs, seed=1))
+    whole = CPU.matmul(x, packed)
     for start, count in [(0, 1), (7, 3), (31, 2), (0, 32), (64, 33), (2, 100), (129, 1)]:
         part = slice(start, start + count)
-        assert torch.equal(multiply(x[part].contiguous(), packed), whole[part])
+        assert torch.equal(CPU.matmul(x[part].contiguous(), packed), whole[part])
 
 
 @pytest.mark.parametrize("inputs, outputs", [(96, 288), (576, 576), (700, 96), (1536, 576)])
 def test_many_rows_at_once_have_the_bits_of_a_tile(inputs, outputs):
     weight, x = random(outputs, inputs), random(2 * 2048 + 5 * TILE_ROWS, inputs)
-    packed = pack(weight)
-    tiles = torch.cat([multiply(part, packed) for part in x.split(TILE_ROWS)])
+    packed = CPU.pack(weight)
+    tiles = torch.cat([CPU.matmul(part, packed) for part in x.split(TILE_ROWS)])
     for rows in (len(x), 2048, 1024 + 512, 7 * TILE_ROWS):
-        assert torch.equal(multiply(x[:rows], packed), tiles[:rows])
+        assert torch.equal(CPU.matmul(x[:rows], packed), tiles[:rows])
 
 
 def test_products_are_rounded_once():
     x, weight, bias = random(40, 96), random(50, 96, seed=1), random(50, seed=2)
     expected = F.linear(x.double(), weight.double(), bias.double())
-    found = multiply(x, pack(weight), bias)
+    found = CPU.matmul(x, CPU.pack(weight), bias)
     assert found.dtype == BF16
     torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-3)
 
@@ -55,7 +54,7 @@ def test_gradients_of_a_fused_linear_are_those_of_float32():
     weights = [random(24, 48, seed=1).requires_grad_(), random(16, 48, seed=2).requires_grad_()]
     parts = [Part(weight) for weight in weights]
     above = random(37, 40, seed=3)
-    fused_linear(x, parts, pack(torch.cat(weights))).backward(above)
+    fused_linear(x, parts, CPU.pack(torch.cat(weights))).backward(above)
     exact = above.float() @ torch.cat(weights).float()
     torch.testing.assert_close(x.grad.float(), exact, rtol=2e-2, atol=5e-2)
     for weight, grad in zip(weights, above.float().split([24, 16], 1), strict=True):
@@ -66,7 +65,7 @@ def test_swiglu_and_its_gradient_are_those_of_float32():
     x = random(9, 26).requires_grad_()
     twin = x.detach().float().requires_grad_()
     above = random(9, 13, seed=1)
-    out, expected = swiglu(x), swiglu(twin)
+    out, expected = CPU.swiglu(x), CPU.swiglu(twin)
     assert torch.equal(out, expected.to(BF16))
     out.backward(above)
     expected.backward(above.float())
@@ -89,7 +88,7 @@ def test_gradient_products_have_the_type_of_the_second_factor_or_float32():
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt2", "gpt_oss", "opt", "deepseek_v3"])
 def test_general_path_is_exact_and_as_close_to_float32_as_transformers(name):
-    assert not why_inexact(architecture(name), "here", Placement(torch.device("cpu"), BF16))
+    assert not why_inexact(architecture(name), Placement(torch.device("cpu"), BF16))
     model, whole, theirs = make_exact(stock(name).to(BF16)), stock(name), stock(name).to(BF16)
     theirs.set_experts_implementation("eager")
     assert probe(model, 1).parity == []

@@ -13,7 +13,6 @@ from tandem.model import custom_code
 from tandem.model.load import load_model
 from tandem.model.tiny import make_tiny
 from tandem.model.tokenizer import load_tokenizer
-from tandem.plugins.plan.plan_time import random_directory
 from tandem.run_folder.read import open_past
 from tandem.runtime.errors import UserError
 from tests.support.home import invoke, make_home, mistake
@@ -181,23 +180,3 @@ def test_past_run_needs_its_own_copy_of_the_files_only(trained, home, tmp_path):
         assert (tmp_path / "out" / name).read_bytes() == (first / name).read_bytes(), name
     replayed = invoke("replay", trained, "--step", 2)
     assert replayed.exit_code == 0, replayed.output
-
-
-def test_changed_file_is_another_run(trained, home, tmp_path):
-    run = shutil.copytree(trained, tmp_path / "run")
-    path = home / "model" / "scale_halved.py"
-    path.write_text("FACTOR = 0.25\n")
-    try:
-        result = train(home, run, "rollout.workers=1", "rl.kl_coef=0.05", "run.steps=3")
-    finally:
-        path.write_text(FILES["scale_halved"])
-    assert isinstance(result.exception, UserError), result.output
-    assert "model.path/scale_halved.py" in str(result.exception)
-
-
-def test_plan_and_its_timing_run_the_files(home, tmp_path):
-    command = ["plan", home / "recipe.toml", f"run.folder={tmp_path / 'run'}", TRUSTED]
-    result = invoke(*command)
-    assert result.exit_code == 0 and "ready: " in result.output, result.output
-    random_directory(str(home / "model"), tmp_path / "random", 1)
-    assert type(load_model(str(tmp_path / "random")).module).__name__ == "HalvedForCausalLM"

@@ -6,26 +6,33 @@ import json
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig
 from transformers.activations import ACT2FN
 
 from tandem.config.schema import Config
 from tandem.jobs.models import check_models
-from tandem.model.config_file import check_model, is_lean
+from tandem.model.config_file import check_model
 from tandem.model.forward import batch_logprobs
 from tandem.model.general import make_general
-from tandem.model.inexact_trial import why_inexact
 from tandem.model.load import load_model
-from tandem.model.lora import Lora, add_adapter, chosen_shapes
+from tandem.model.lora import Lora, add_adapter
+from tandem.model.paths import divisible
 from tandem.model.placement import Placement
 from tandem.model.probe import Exactness, probe
 from tandem.model.tiny import make_tokenizer
-from tandem.run_folder.export import export, export_adapter
+from tandem.run_folder.export import export
 from tandem.runtime.errors import UserError
 from tandem.train.pack import pack
 from tandem.types import SamplingDistribution
-from tests.support.architectures import ARCHITECTURES, LEAN, architecture, by_need, exact, stock
+from tests.support.architectures import (
+    ARCHITECTURES,
+    LEAN,
+    architecture,
+    by_need,
+    exact,
+    stock,
+    why_inexact,
+)
 from tests.support.parity import engine_for, largest_gap, random_requests
 from tests.support.tiny import exact_logits, random_samples, random_tokens, stock_logits
 
@@ -50,16 +57,6 @@ def test_packed_documents_have_the_logits_of_transformers(name):
             scaled = stock_logits(twin, document)
             assert (found - scaled).abs().max() <= 2e-5 * scaled.abs().max()
             assert torch.equal(exact_logits(model, [document])[0], found)
-
-
-@pytest.mark.parametrize("heads", [6, 8])
-def test_linear_biases_are_those_of_transformers_at_far_positions(heads):
-    """A position has two digits, of which the higher begins at 256."""
-    sizes, tokens = {"num_attention_heads": heads}, random_tokens(np.random.default_rng(3), 700)
-    with torch.no_grad():
-        found = exact_logits(exact("bloom", **sizes), [tokens])[0]
-        expected = stock_logits(stock("bloom", **sizes), tokens)
-    assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize("name", by_need(KINDS))
@@ -218,39 +215,6 @@ def test_export_has_the_weights_that_ran(name, rank, tmp_path):
     assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
-@pytest.mark.parametrize(
-    ("name", "targets"),
-    [("gpt2", ("c_attn", "c_proj")), ("deepseek_v3", ("all-linear",)), ("phimoe", ("all-linear",))],
-    ids=["Conv1D", "PEFT gives names of a dense layer to experts", "a router that is a linear"],
-)
-def test_adapter_is_read_by_peft_without_a_warning(name, targets, tmp_path, recwarn):
-    path = saved(name, tmp_path / "model")
-    model = load_model(path, Lora(rank=4, alpha=8.0, targets=targets, seed=7))
-    noise = torch.Generator().manual_seed(1)
-    model.load_weights(
-        {n: 0.1 * torch.randn(w.shape, generator=noise) for n, w in model.trainable().items()}
-    )
-    export_adapter(model, path, tmp_path / "adapter", "# An adapter\n")
-    base = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
-    tokens = random_tokens(np.random.default_rng(0), 50)
-    expected = stock_logits(PeftModel.from_pretrained(base, tmp_path / "adapter"), tokens)
-    shapes = [(len(p.lora_B.weight), p.lora_A.weight.shape[1]) for p in model.adapted.values()]
-    assert sorted(chosen_shapes(stock(name), targets)) == sorted(shapes)
-    found = exact_logits(model, [tokens])[0]
-    assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
-    with model.adapter_off():
-        assert torch.equal(
-            exact_logits(model, [tokens])[0], exact_logits(load_model(path), [tokens])[0]
-        )
-    assert not [w for w in recwarn if "peft" in w.filename]
-
-
-def test_experts_take_no_adapter():
-    with pytest.raises(UserError, match="targets are not in this model") as error:
-        exact("deepseek_v3", Lora(rank=4, alpha=8.0, targets=("gate_proj",), seed=7))
-    assert "q_a_proj" in error.value.expected
-
-
 def test_model_without_linear_modules_takes_no_adapter():
     class Bare(torch.nn.Module):
         base_model_prefix, config = "model", architecture("olmo2")
@@ -266,7 +230,7 @@ def test_lean_layer_and_general_path_have_the_same_bits(name):
     """Gradients do not: the lean layer sums those of its fused linears in another order, and has
     torch's own derivative of SiLU."""
     lean, general = exact(name), make_general(stock(name))
-    assert is_lean(lean.config)
+    assert divisible(lean.config)
     documents = [random_tokens(np.random.default_rng(3), length) for length in (1, 30, 7, 161)]
     pairs = zip(exact_logits(lean, documents), exact_logits(general, documents), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
@@ -285,7 +249,7 @@ def test_lean_layer_and_general_path_have_the_same_bits(name):
 
 
 def test_architectures_of_the_lean_layer_keep_it():
-    assert not any(is_lean(architecture(name)) for name in ARCHITECTURES)
+    assert not any(divisible(architecture(name)) for name in ARCHITECTURES)
 
 
 def test_a_model_that_would_be_wrong_is_refused(tmp_path):
@@ -300,7 +264,7 @@ def test_a_model_that_would_be_wrong_is_refused(tmp_path):
 
 def test_a_model_that_sees_a_little_of_its_neighbours_is_refused(leaky):
     with pytest.raises(UserError, match="this model cannot run") as error:
-        why_inexact(architecture("olmo2", hidden_act=leaky), "here")
+        why_inexact(architecture("olmo2", hidden_act=leaky))
     assert "depend on later tokens" in error.value.found
     assert "report its config.json" in error.value.next  # olmo2 is listed
 
@@ -314,7 +278,7 @@ def test_a_model_that_sees_a_little_of_its_neighbours_is_refused(leaky):
     ],
 )
 def test_experts_of_any_width_are_tried_and_exact(name, sizes):
-    assert why_inexact(architecture(name, **sizes), "here") == ""
+    assert why_inexact(architecture(name, **sizes)) == ""
 
 
 @pytest.fixture
@@ -339,7 +303,7 @@ def test_mesh_is_refused_for_the_general_path(tmp_path):
 
 def test_a_gpu_has_no_general_exact_path():
     gpu = Placement(torch.device("cuda", 0), torch.bfloat16)
-    assert "it runs on cuda" in why_inexact(architecture("olmo2"), "here", gpu)
+    assert "it runs on cuda" in why_inexact(architecture("olmo2"), gpu)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ from transformers import AutoModelForCausalLM, FalconConfig, MambaConfig
 
 from tandem.model.config_file import check_model
 from tandem.model.forward import batch_logprobs
-from tandem.model.inexact_trial import StockTrial, stock_trial, why_inexact
 from tandem.model.load import load_model
 from tandem.model.lora import Lora
+from tandem.model.paths import Gap
+from tandem.model.trial import StockTrial, stock_trial
 from tandem.run_folder.export import export
 from tandem.runtime.errors import UserError
 from tandem.train.pack import pack
@@ -22,6 +23,7 @@ from tests.support.architectures import (
     inexact,
     save_architecture,
     stock,
+    why_inexact,
 )
 from tests.support.tiny import random_samples, random_tokens, stock_logits, tiny_config
 
@@ -29,7 +31,7 @@ from tests.support.tiny import random_samples, random_tokens, stock_logits, tiny
 @pytest.mark.parametrize("name", by_need(INEXACT))
 def test_trial_finds_it_causal_and_its_cache_good(name):
     config = architecture(name)
-    assert why_inexact(config, "here").startswith(f"architecture {name}: ")
+    assert why_inexact(config).startswith(f"architecture {name}: ")
     assert stock_trial(config) == StockTrial("", caches=True)
 
 
@@ -48,7 +50,7 @@ def test_trial_finds_it_causal_and_its_cache_good(name):
 )
 def test_reason_is_named(config, reason, tmp_path):
     config.save_pretrained(tmp_path)
-    assert reason in why_inexact(check_model(str(tmp_path)), "here")
+    assert reason in why_inexact(check_model(str(tmp_path)))
 
 
 def groups_packed(budget):
@@ -99,7 +101,7 @@ def test_export_loads_in_transformers(name, rank, tmp_path):
     save_architecture(name, tmp_path / "model")
     lora = Lora(rank=rank, alpha=8.0, targets=("all-linear",), seed=7) if rank else None
     model, noise = load_model(str(tmp_path / "model"), lora), torch.Generator().manual_seed(1)
-    assert model.inexact
+    assert isinstance(model.exactness, Gap)
     model.load_weights(
         {n: w + 0.05 * torch.randn(w.shape, generator=noise) for n, w in model.trainable().items()}
     )

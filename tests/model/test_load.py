@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, T5Config
 
 from tandem.model.attention import PackedPlan
-from tandem.model.config_file import check_model, is_lean, why_not_exact
+from tandem.model.config_file import check_model, why_not_exact
 from tandem.model.load import load_model, make_exact
 from tandem.model.lora import Lora
 from tandem.model.tiny import make_tokenizer
@@ -20,7 +20,6 @@ from tandem.runtime.errors import UserError
 from tests.support.architectures import save_architecture
 from tests.support.tiny import (
     CONFIGS,
-    SHAPE,
     exact_logits,
     exact_model,
     random_tokens,
@@ -31,7 +30,6 @@ from tests.support.tiny import (
 )
 
 LENGTHS = (1, 2, 17, 40)
-DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 
 
 def documents(seed=0):
@@ -116,17 +114,6 @@ def test_load_weights_partial_or_unknown_names():
     assert torch.equal(model.named_weights()[name], new)
 
 
-def test_plain_model_all_trainable_and_merged_is_itself():
-    model = exact_model("qwen3")
-    assert (
-        model.trainable() == dict(model.module.named_parameters()) and model.adapter_weights() == {}
-    )
-    merged = model.merged_weights()
-    assert list(merged) == list(model.named_weights())
-    # no copy is made
-    assert all(w.data_ptr() == merged[name].data_ptr() for name, w in model.named_weights().items())
-
-
 class CountingPlan:
     """A packed plan that counts the layers that attend through it."""
 
@@ -197,32 +184,6 @@ def test_model_without_a_path_is_refused_by_name_without_weights(tmp_path):
         assert "architecture t5" in error.value.found and str(tmp_path) in error.value.where
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_the_supported_architectures_have_nothing_against_them(kind):
-    assert is_lean(tiny_config(kind)) and not why_not_exact(tiny_config(kind))
-
-
-def test_missing_model_message_says_what_lies_there(tmp_path):
-    with pytest.raises(UserError, match="no model is named"):
-        check_model("")
-    with pytest.raises(UserError, match="does not exist") as error:
-        check_model(str(tmp_path / "nowhere"))
-    assert error.value.found == "no such directory"
-    (tmp_path / "notes.txt").write_text("")
-    with pytest.raises(UserError, match="not a model directory") as error:
-        check_model(str(tmp_path))
-    assert error.value.found == "a directory without config.json: notes.txt"
-
-
-@pytest.mark.parametrize(
-    "text", ["{", "[]", json.dumps({"hidden_size": 96}), json.dumps({"model_type": "nonsense"})]
-)
-def test_a_broken_config_is_a_users_error(text, tmp_path):
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(UserError):
-        check_model(str(tmp_path))
-
-
 @pytest.mark.parametrize("content", [None, b"", b"not safetensors"])
 def test_missing_and_broken_weights_are_a_users_error(content, tmp_path):
     tiny_config("llama").save_pretrained(tmp_path)
@@ -241,21 +202,6 @@ def test_checkpoint_lacking_a_tensor_refused(tmp_path):
     with pytest.raises(UserError, match="cannot be loaded") as error:
         load_model(str(tmp_path))
     assert "model.layers.1.mlp.up_proj.weight" in error.value.found
-
-
-def test_the_head_sizes_are_read_from_the_config():
-    assert exact_model("llama").heads == (6, 2, SHAPE["hidden_size"] // 6)
-    assert exact_model("qwen3", head_dim=32).heads == (6, 2, 32)
-
-
-def test_the_config_is_the_one_that_transformers_reads(tmp_path):
-    for kind in CONFIGS:
-        tiny_config(
-            kind, rope_parameters={"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
-        ).save_pretrained(tmp_path)
-        assert check_model(str(tmp_path)).to_dict() == AutoConfig.from_pretrained(
-            tmp_path
-        ).to_dict() | {"_name_or_path": ""}
 
 
 def test_old_config_read_as_transformers_reads_it(tmp_path):

@@ -7,14 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.model.linear import multiply, pack
-from tandem.model.logprobs import (
-    CHUNK_BYTES,
-    SeenTokens,
-    log_distribution,
-    penalize,
-    token_logprobs,
-)
+from tandem.model.cpu_kernels import CPU
+from tandem.model.logprobs import CHUNK_BYTES, SeenTokens, log_distribution, token_logprobs
 from tandem.types import SamplingDistribution
 from tests.support.operators import Operators
 
@@ -91,29 +85,11 @@ def test_a_forced_token_is_kept_and_the_rest_of_the_set_stays(sampling):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("sampling", FILTERS, ids=str)
-def test_forcing_a_token_that_is_in_the_set_changes_no_bit(sampling):
-    table = logits()
-    assert torch.equal(
-        log_distribution(table, sampling, table.argmax(-1)), log_distribution(table, sampling)
-    )
-
-
 def test_ties_at_the_edge_are_all_kept():
     tied = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]])
     kept = [False, False, False, False, True]
     assert log_distribution(tied, SamplingDistribution(top_k=2)).isinf().tolist() == [kept]
     assert log_distribution(tied, SamplingDistribution(top_p=0.5)).isinf().tolist() == [kept]
-
-
-def test_smallest_filters_keep_one_token_largest_keep_all():
-    table = logits()
-    for filtered in ({"top_k": 1}, {"top_p": 1e-6}, {"top_p": 5e-324}):
-        sampling = SamplingDistribution(**filtered)
-        assert torch.equal(log_distribution(table, sampling).argmax(-1), table.argmax(-1))
-        assert ((log_distribution(table, sampling) == 0.0).sum(-1) == 1).all()
-    for size in (40, 41):
-        assert not log_distribution(table, SamplingDistribution(top_k=size)).isinf().any()
 
 
 @pytest.mark.parametrize("sampling", FILTERS, ids=str)
@@ -138,10 +114,10 @@ def test_several_chunks_give_the_bits_of_one_pass():
     vocabulary = 40_000
     rows = 2 * CHUNK_BYTES // (4 * vocabulary) + 7
     hidden, weight, targets = case(rows, vocabulary)
-    packed = pack(weight)
+    packed = CPU.pack(weight)
     for sampling in (SamplingDistribution(), SamplingDistribution(temperature=0.8, top_k=50)):
         found, entropy = token_logprobs(hidden, weight, packed, targets, sampling)
-        table = log_distribution(multiply(hidden, packed), sampling, targets)
+        table = log_distribution(CPU.matmul(hidden, packed), sampling, targets)
         assert torch.equal(found, table.gather(1, targets[:, None])[:, 0])
         assert entropy.shape == found.shape and (entropy > 0).all()
 
@@ -151,7 +127,9 @@ def test_gradient_of_several_chunks_is_autograds():
     hidden, weight, targets = case(CHUNK_BYTES // (4 * vocabulary) + 30, vocabulary)
     above = noise(len(targets), seed=3)
     ours = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-    found, _ = token_logprobs(*ours, pack(weight), targets, SamplingDistribution(temperature=0.8))
+    found, _ = token_logprobs(
+        *ours, CPU.pack(weight), targets, SamplingDistribution(temperature=0.8)
+    )
     (found * above).sum().backward()
     theirs = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
     table = ((theirs[0] @ theirs[1].t()) / 0.8).log_softmax(-1)
@@ -166,7 +144,7 @@ def test_the_gradient_is_that_of_log_softmax_over_the_kept_set(sampling):
     hidden, weight, targets = case(12, 40)
     above = noise(12, seed=3)
     ours = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-    found, _ = token_logprobs(*ours, pack(weight), targets, sampling)
+    found, _ = token_logprobs(*ours, CPU.pack(weight), targets, sampling)
     (found * above).sum().backward()
     theirs = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
     scaled = theirs[0] @ theirs[1].t() / (sampling.temperature or 1.0)
@@ -188,7 +166,7 @@ def test_the_gradient_is_that_of_log_softmax_over_the_kept_set(sampling):
 @pytest.mark.parametrize("sampling", FILTERS, ids=str)
 def test_the_entropy_is_that_of_the_distribution_sampled_from(sampling):
     hidden, weight, targets = case(12, 40)
-    _, entropy = token_logprobs(hidden, weight, pack(weight), targets, sampling)
+    _, entropy = token_logprobs(hidden, weight, CPU.pack(weight), targets, sampling)
     expected = []
     for row, target in zip((hidden @ weight.t()).tolist(), targets, strict=True):
         logprobs = by_definition(row, sampling, target)
@@ -219,7 +197,7 @@ def assert_gradients_with_entropy(hidden, weight, targets, sampling, *, of_logpr
     """Compare the gradients of logprobs x noise (or 0) + entropy x other noise with autograd's."""
     above, above_entropy = noise(len(targets), seed=3) * of_logprobs, noise(len(targets), seed=4)
     ours = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-    found, entropy = token_logprobs(*ours, pack(weight), targets, sampling)
+    found, entropy = token_logprobs(*ours, CPU.pack(weight), targets, sampling)
     loss = (entropy * above_entropy).sum()
     (loss + (found * above).sum() if of_logprobs else loss).backward()
     theirs, table = tables_in_float64(hidden, weight, targets, sampling)
@@ -239,67 +217,19 @@ def test_the_gradient_of_the_entropy_is_autograds(sampling, of_logprobs):
     assert_gradients_with_entropy(*case(12, 40), sampling, of_logprobs=of_logprobs)
 
 
-@pytest.mark.parametrize("beyond", [0, 1])
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        SamplingDistribution(temperature=0.7),
-        SamplingDistribution(temperature=0.7, top_k=50, top_p=0.9),
-    ],
-    ids=str,
-)
-def test_entropy_gradient_at_a_chunk_edge_is_autograds(sampling, beyond):
-    vocabulary = 40_000
-    assert_gradients_with_entropy(
-        *case(CHUNK_BYTES // (4 * vocabulary) + beyond, vocabulary), sampling, of_logprobs=1.0
-    )
-
-
-def test_unused_entropy_changes_logprob_gradient_by_rounding():
-    gradients = []
-    for share in (None, 0.0):
-        hidden, weight, targets = case(12, 40)
-        hidden.requires_grad_(), weight.requires_grad_()
-        found, entropy = token_logprobs(
-            hidden, weight, pack(weight.detach()), targets, SamplingDistribution(temperature=0.7)
-        )
-        (found.sum() if share is None else found.sum() + share * entropy.sum()).backward()
-        gradients.append((hidden.grad, weight.grad))
-    for one, other in zip(*gradients, strict=True):
-        # p (0 - g) + g and g - p g are rounded apart
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-
-
 def test_no_targets_give_no_logprobs_and_a_gradient_of_zero():
     hidden, weight, _ = case(0, 40)
     weight.requires_grad_()
     found, _ = token_logprobs(
-        hidden, weight, pack(weight), torch.zeros(0, dtype=torch.int64), SamplingDistribution()
+        hidden, weight, CPU.pack(weight), torch.zeros(0, dtype=torch.int64), SamplingDistribution()
     )
     found.sum().backward()
     assert len(found) == 0 and not weight.grad.any()
 
 
-def penalized_by_definition(row, penalty, seen):
-    return [
-        x if i not in seen else x / penalty if x > 0 else x * penalty for i, x in enumerate(row)
-    ]
-
-
 def seen_by(rows):
     index = torch.tensor([row for row, tokens in enumerate(rows) for _ in tokens])
     return SeenTokens(index, torch.tensor([token for tokens in rows for token in tokens]))
-
-
-@pytest.mark.parametrize("penalty", [1.3, 0.8])
-def test_repetition_penalty_weakens_seen_tokens_only(penalty):
-    table, rows = logits(3), [[0, 5, 39, 5], [], [7]]
-    expected = [
-        penalized_by_definition(row, penalty, set(seen))
-        for row, seen in zip(table.tolist(), rows, strict=True)
-    ]
-    penalize(table, penalty, seen_by(rows))
-    torch.testing.assert_close(table, torch.tensor(expected))
 
 
 @pytest.mark.parametrize(
@@ -315,7 +245,7 @@ def test_the_gradient_goes_through_the_repetition_penalty(sampling):
     above, rows = noise(12, seed=3), [list(range(n, 40, n + 2)) for n in range(12)]
     ours = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
     found, _ = token_logprobs(
-        *ours, pack(weight), targets, sampling, lambda start, stop: seen_by(rows[start:stop])
+        *ours, CPU.pack(weight), targets, sampling, lambda start, stop: seen_by(rows[start:stop])
     )
     (found * above).sum().backward()
     theirs = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
@@ -349,7 +279,7 @@ def test_frozen_output_projection_gets_no_gradient(frozen):
         noise(40, WIDTH, seed=1).requires_grad_(not frozen),
     )
     logprobs, _ = token_logprobs(
-        hidden, weight, pack(weight), torch.arange(8), SamplingDistribution()
+        hidden, weight, CPU.pack(weight), torch.arange(8), SamplingDistribution()
     )
     with Operators() as run:
         logprobs.sum().backward()
@@ -376,7 +306,7 @@ def test_expected_gradient_same_bits_other_gradient_its_own(sampling, frozen):
     def gradients(expected, arriving):
         hidden = start.clone().requires_grad_()
         logprobs, entropy = token_logprobs(
-            hidden, weight, pack(weight), targets, sampling, None, expected
+            hidden, weight, CPU.pack(weight), targets, sampling, None, expected
         )
         logprobs.backward(arriving)
         head, weight.grad = weight.grad, None
@@ -397,7 +327,13 @@ def test_expected_gradient_saves_the_second_logits(shift, products):
         torch.randn(6),
     )
     logprobs, _ = token_logprobs(
-        hidden, weight, pack(weight), torch.arange(6), SamplingDistribution(), None, above + shift
+        hidden,
+        weight,
+        CPU.pack(weight),
+        torch.arange(6),
+        SamplingDistribution(),
+        None,
+        above + shift,
     )
     with Operators() as ran:
         logprobs.backward(above)

@@ -12,7 +12,7 @@ from tandem.model.onednn import (
     product,
     weight_gradient,
 )
-from tandem.model.trial import threads_of
+from tandem.model.schedule import threads_of
 
 THREADS = (1, 2, 3, 6)
 

@@ -117,10 +117,6 @@ def test_pages_of_their_own_are_read_as_before():
     assert gathered.pages.tolist() == [4, 9, 2] and consecutive.pages == slice(6, 9)
 
 
-def test_two_of_many_sequences_that_share_are_left_alone():
-    assert column_of(np.array([1, 1, *range(2, 20)]), 128, 4).width == 1
-
-
 def test_tile_has_no_more_rows_than_a_block_of_queries():
     column = column_of(np.zeros(200, np.int64), 128, 12)
     assert column.width == 256 // 12 and len(column.pages) == -(-200 // 21)

@@ -14,9 +14,6 @@ from tandem.model.load import make_exact
 from tandem.model.logprobs import log_distribution
 from tandem.model.onednn import weight_gradient
 from tandem.model.probe import (
-    GPU_ROWS,
-    PACKED_ROWS,
-    ROWS,
     SHARERS,
     Trial,
     _attention_differs,
@@ -26,7 +23,7 @@ from tandem.model.probe import (
     probe,
     try_kernels,
 )
-from tandem.model.trial import Schedule, random_model, threads_of
+from tandem.model.schedule import Schedule, random_model, threads_of
 from tandem.train.pack import pack
 from tandem.types import SamplingDistribution
 from tests.support.parity import CONFIGS
@@ -117,13 +114,6 @@ def test_top_p_that_keeps_another_set_for_some_rows_is_named():
     assert _rowwise_differ(model, noise, filtered=odd) == ["top-p: 8 rows"]
 
 
-def test_every_row_count_that_is_said_to_be_tried_is():
-    assert {*range(1, 9), 20, 28, 32, 64, *range(255, 261)} == set(ROWS) and PACKED_ROWS > 512
-    on_gpu = {*ROWS, *GPU_ROWS}
-    assert {*range(32, 641, 32)} <= on_gpu
-    assert {n + d for n in (1024, 2048, 4096, 8192) for d in (-1, 0, 1)} <= on_gpu
-
-
 def test_random_model_has_every_kind_of_layer_and_its_shapes():
     config = CONFIGS["qwen2"]()
     config.use_sliding_window, config.sliding_window, config.max_window_layers = True, 40, 1
@@ -141,20 +131,6 @@ def test_random_model_has_every_kind_of_layer_and_its_shapes():
     assert all(
         parameter.std() > 0.005 for parameter in small.module.parameters() if parameter.numel() > 1
     )
-
-
-def test_random_mixture_has_a_dense_layer_if_the_model_has():
-    config = CONFIGS["qwen3_moe"]()
-    config.mlp_only_layers, config.num_experts, config.num_experts_per_tok = [0, 1], 24, 3
-    model = make_exact(AutoModelForCausalLM.from_config(config))
-    assert [layer.sparse for layer in model.module.model.layers] == [False, False, True]
-    small = random_model(model, seed=0)
-    assert [layer.sparse for layer in small.module.model.layers] == [
-        False,
-        True,
-    ] and small.config.num_experts == 8
-    found = probe(model)
-    assert (found.parity, found.thread_dependent) == ([], [])
 
 
 def test_schedule_differs_by_seed_and_its_passes_agree():
@@ -203,13 +179,6 @@ def test_decode_from_shared_pages_that_rounds_otherwise_is_named():
     found = _attention_differs(model, torch.Generator().manual_seed(0))
     batches = " ".join(map(str, SHARERS))
     assert found == [f"attention decode from shared pages: {batches} rows"]
-
-
-def test_threads_are_as_before_afterwards():
-    before = torch.get_num_threads()
-    with pytest.raises(ArithmeticError), threads_of(before + 1):
-        raise ArithmeticError
-    assert torch.get_num_threads() == before
 
 
 class Candidates:
@@ -267,9 +236,3 @@ def test_a_kernel_that_is_hardly_faster_is_not_taken():
     assert fastest_exact([own, Trial(kernel="other", ms=9.6)]) == "own"
     assert fastest_exact([own, Trial(kernel="other", ms=9.4)]) == "other"
     assert fastest_exact([own, Trial(kernel="x", ms=9.4), Trial(kernel="y", ms=9.0)]) == "x"
-
-
-def test_an_exact_kernel_is_taken_before_one_that_is_not_however_slow():
-    inexact = Trial(kernel="own", findings=["linear"])
-    assert fastest_exact([inexact, Trial(kernel="other", ms=99.0)]) == "other"
-    assert fastest_exact([inexact, Trial(kernel="other", findings=["linear"])]) == "own"

@@ -11,18 +11,16 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tandem.cli.train import train
-from tandem.config.recipe import load_config
 from tandem.jobs.models import build_model
 from tandem.model.load import load_model, make_exact
 from tandem.model.lora import Lora
-from tandem.model.quantized import NF4, QuantizedWeight, quantize, quantized_bytes
-from tandem.plugins.plan.footprint import model_sizes, needs
+from tandem.model.quantized import NF4, quantize, quantized_bytes
 from tandem.run_folder.read import open_past
 from tandem.runtime.errors import UserError
 from tests.support.architectures import stock
 from tests.support.parity import engine_for, largest_gap, random_requests
-from tests.support.past_runs import SMALLER, past_run
-from tests.support.runs import KINDS, fingerprint, prepare
+from tests.support.past_runs import past_run
+from tests.support.runs import KINDS, fingerprint
 from tests.support.tiny import exact_logits, random_tokens
 
 LORA = Lora(rank=4, alpha=8.0, targets=("all-linear",), seed=7)
@@ -153,13 +151,6 @@ def finished():
     return past_run("lora, nf4")
 
 
-def trained_again(folder, *changes):
-    _, _, _, command, recipe, *overrides = prepare(folder, 4, "lora, nf4")
-    run = folder / "run"
-    config = load_config(recipe, [*overrides, *SMALLER, *changes, f"run.folder={run}"])
-    return train(command, config, run), run
-
-
 def test_resumed_run_has_the_bits_of_one_never_stopped(finished, tmp_path):
     folder = shutil.copytree(finished.parent, tmp_path / "again")
     run = folder / "run"
@@ -168,24 +159,6 @@ def test_resumed_run_has_the_bits_of_one_never_stopped(finished, tmp_path):
     past = open_past(run)
     train("train", past.config.model_copy(update={}), run)
     assert fingerprint(run) == fingerprint(finished)
-
-
-def test_rollout_workers_sample_with_the_same_weights(finished, tmp_path):
-    _, run = trained_again(tmp_path, "rollout.workers=1")
-    assert open_past(run).ledger[4]["weights"] == open_past(finished).ledger[4]["weights"]
-
-
-def test_plan_counts_the_bytes_that_the_base_holds(finished):
-    config = open_past(finished).config
-    rows = {name: size for name, size, _ in needs(model_sizes(config, "train"), config, "train", 0)}
-    held = 0
-    model = build_model(config, config.model.path)
-    for name, weight in model.module.named_parameters():
-        if isinstance(weight, QuantizedWeight):
-            held += weight.codes.nbytes + weight.scales.nbytes
-        elif "lora" not in name:
-            held += weight.nbytes
-    assert rows["weights"] == held
 
 
 def test_export_is_the_merged_model_and_its_card_names_the_base(finished):

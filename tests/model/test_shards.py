@@ -14,7 +14,7 @@ from tandem.model.weight_files import INDEX, check_sums
 from tandem.run_folder.export import export
 from tandem.run_folder.read import open_past
 from tandem.runtime.errors import UserError
-from tests.support.home import invoke, make_home, mistake
+from tests.support.home import invoke, make_home
 
 
 def reshape(folder, *, tied, size="20KB"):
@@ -96,8 +96,3 @@ def test_damaged_and_missing_file_of_several_is_named(run, tmp_path):
     with pytest.raises(UserError, match="cannot be loaded") as error:
         load_model(str(folder))
     assert second.name in str(error.value)
-
-
-@pytest.mark.parametrize("size", ["5", "GB", "0MB", "5gb"])
-def test_size_that_is_none_is_a_users_error(size, run):
-    assert "e.g. 5GB" in mistake("export", run, "--max-shard-size", size)

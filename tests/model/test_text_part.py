@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
 from tandem.config.schema import Config
-from tandem.data.renderer import load_renderer
 from tandem.jobs.models import check_models
 from tandem.model.config_file import check_model
 from tandem.model.load import load_model
+from tandem.model.paths import Gap
 from tandem.model.weight_files import WEIGHTS
 from tandem.run_folder.export import export
 from tandem.runtime.errors import UserError
@@ -42,7 +42,7 @@ def test_text_has_the_logits_of_the_whole_model(saved):
     whole = AutoModelForMultimodalLM.from_pretrained(path, attn_implementation="eager").eval()
     model, tokens = load_model(path), random_tokens(np.random.default_rng(0), 90)
     assert model.config.model_type == PARTS[kind]
-    assert bool(model.inexact) == (PARTS[kind] in (*INEXACT, "llama4_text"))
+    assert isinstance(model.exactness, Gap) == (PARTS[kind] in (*INEXACT, "llama4_text"))
     expected, found = stock_logits(whole, tokens), logits_of(model, tokens)
     assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
 
@@ -105,21 +105,6 @@ def test_an_output_projection_is_tied_unless_the_files_have_one(tied, tmp_path):
     model = load_model(path)
     assert (model.head.weight is model.module.get_input_embeddings().weight) == tied
     assert model.module.config.tie_word_embeddings == tied
-
-
-def test_user_is_told_once_that_images_are_left_out(tmp_path, caplog):
-    path = save_whole("mistral3", tmp_path)
-    for _ in range(2):
-        check_model(path)
-    [record] = caplog.records
-    assert "runs without those parts" in record.getMessage()
-
-
-def test_a_prompt_with_an_image_is_refused(tmp_path):
-    renderer = load_renderer(save_whole("gemma3", tmp_path))
-    content = [{"type": "image", "image": "7.png"}, {"type": "text", "text": "How many?"}]
-    with pytest.raises(UserError, match="image"):
-        renderer.prompts([({"role": "user", "content": content},)])
 
 
 def test_vllm_is_refused(tmp_path):

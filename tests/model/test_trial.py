@@ -19,9 +19,10 @@ from transformers.masking_utils import create_chunked_causal_mask
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tandem.model.load import make_exact
+from tandem.model.random_models import lower_thresholds
 from tandem.model.rope import positions_of
-from tandem.model.thresholds import lower_thresholds
-from tandem.model.trial import general_fault, random_model
+from tandem.model.schedule import random_model
+from tandem.model.trial import general_fault
 from tandem.runtime.errors import UserError
 from tests.support.architectures import GROUPED, SHAPE, architecture, exact, stock
 from tests.support.parity import engine_for, largest_gap, random_requests

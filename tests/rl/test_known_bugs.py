@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.model.linear import pack
+from tandem.model.cpu_kernels import CPU
 from tandem.model.logprobs import log_distribution, token_logprobs
 from tandem.rl.corrections import correction
 from tandem.rl.losses import ppo_clip
@@ -28,7 +28,9 @@ def trainer_table(how, logits=LOGITS):
     head is the identity."""
     rows, weight = logits.repeat_interleave(VOCABULARY, 0), torch.eye(VOCABULARY)
     targets = torch.arange(VOCABULARY).repeat(len(logits))
-    return token_logprobs(rows, weight, pack(weight), targets, how)[0].view(len(logits), VOCABULARY)
+    return token_logprobs(rows, weight, CPU.pack(weight), targets, how)[0].view(
+        len(logits), VOCABULARY
+    )
 
 
 def mean_ratio(engine, trainer):
@@ -109,9 +111,9 @@ def test_logprobs_of_the_sampling_temperature_make_first_ratio_1(temperature):
 def test_logprob_gradient_is_divided_by_the_temperature_too():
     hidden = LOGITS.clone().requires_grad_()
     weight, targets = torch.eye(VOCABULARY), LOGITS.argmax(-1)
-    token_logprobs(hidden, weight, pack(weight), targets, SamplingDistribution(temperature=0.5))[
-        0
-    ].sum().backward()
+    token_logprobs(
+        hidden, weight, CPU.pack(weight), targets, SamplingDistribution(temperature=0.5)
+    )[0].sum().backward()
     right = (torch.eye(VOCABULARY)[targets] - (LOGITS / 0.5).softmax(-1)) / 0.5
     torch.testing.assert_close(hidden.grad, right)
     assert (hidden.grad - right * 0.5).abs().max() > 0.1
@@ -124,7 +126,7 @@ def test_token_moved_out_of_top_p_keeps_ratio_and_gradient():
     before, after = torch.tensor([[2.0, 1.0, 0.9]]), torch.tensor([[2.0, 0.9, 1.0]])
     engine = log_distribution(before, how)[:, 1]
     hidden, weight = after.clone().requires_grad_(), torch.eye(3)
-    policy, _ = token_logprobs(hidden, weight, pack(weight), torch.tensor([1]), how)
+    policy, _ = token_logprobs(hidden, weight, CPU.pack(weight), torch.tensor([1]), how)
     ppo_clip(policy, engine, -torch.ones(1), clip_low=0.9, clip_high=0.9)[0].sum().backward()
     ratio = (
         math.exp(0.9)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tandem.model.inexact_trial import choose_path
 from tandem.model.load import make_exact
+from tandem.model.paths import path_of
 from tandem.model.tiny import make_tokenizer
 
 VOCAB = 97
@@ -296,4 +296,10 @@ def save_architecture(name, folder, **changes):
 
 def inexact(name, lora=None, seed=0, **changes):
     """The model of the inexact path, and why it is there."""
-    return choose_path(architecture(name), "here")(stock(name, seed, **changes), lora)
+    config = architecture(name)
+    return path_of(config, "here").maker("", config, None)(stock(name, seed, **changes), lora)
+
+
+def why_inexact(config, place=None):
+    """Why a model of a transformers config cannot be exact; "" if it is."""
+    return path_of(config, "here", place).exactness(config, place).gap

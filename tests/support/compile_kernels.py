@@ -19,7 +19,7 @@ from triton.runtime import driver
 
 from tandem.model.triton import cumulative, ops, rowwise, vocabulary
 from tandem.model.triton.packed_attention import PackedSegments, packed_attention
-from tandem.model.triton.plans import OWN_MATMULS
+from tandem.model.triton.plans import TRITON
 from tandem.model.triton.shared_splits import shared_attention
 
 SHARED_BYTES = {80: 166_912, 90: 232_448, 100: 232_448}  # of a block, by compute capability
@@ -128,7 +128,9 @@ def main():
             driver.set_active(gpu)
             # a float32 matmul takes long to compile, and descriptors change how it is read only
             kernels = ("plain", "persistent", *["tma"] * (dtype == torch.bfloat16))
-            run_everything(dtype, WIDTHS[dtype], kernels if capability != 90 else OWN_MATMULS)
+            run_everything(
+                dtype, WIDTHS[dtype], kernels if capability != 90 else TRITON.own_matmuls
+            )
             for width in (WIDTHS[dtype], *PAGED_WIDTHS.get((capability, dtype), ())):
                 if width != WIDTHS[dtype]:
                     attend(partial(new_of, dtype), width)

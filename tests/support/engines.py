@@ -22,7 +22,7 @@ class CountingModel:
             model.head,
         )
         self.changes, self.paged_plan, self.device = model.changes, model.paged_plan, model.device
-        self.window = model.window
+        self.window, self.engine, self.kernels = model.window, model.engine, model.kernels
         self.passes = []
 
     def hidden(self, tokens, positions, plan, choices=None):

@@ -23,9 +23,9 @@ from transformers import (
 from tandem.data.renderer import load_renderer
 from tandem.model.tiny import CHARACTERS, TEMPLATE, make_tokenizer
 from tandem.model.tokenizer import load_tokenizer
-from tandem.plugins.vision.image_tokens import IMAGE
 from tandem.plugins.vision.images import load_image_reader
 from tandem.plugins.vision.tiny_images import IMAGE_TEMPLATE, PROCESSOR, VISION, make_tiny_images
+from tandem.runtime.image_tokens import IMAGE
 
 KINDS = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm", "idefics3")
 TEXT = {

@@ -9,6 +9,8 @@ import torch
 import triton.language as tl
 from triton.runtime import JITFunction
 
+from tandem.model.kernels import kernels_for
+
 ON_GPU = torch.cuda.is_available()
 if not ON_GPU and isinstance(tl.cdiv, JITFunction):
     pytest.skip(
@@ -56,3 +58,10 @@ def gradients(function, *inputs, above):
     results = results if isinstance(results, tuple) else (results,)
     above = above if isinstance(above, tuple) else (above,)
     return [t.detach() for t in results], torch.autograd.grad(results, inputs, above)
+
+
+def triton_everywhere():
+    """Use Triton's kernels on the CPU too, in its interpreter."""
+    from tandem.model.triton.plans import TRITON
+
+    return kernels_for("cpu", TRITON)

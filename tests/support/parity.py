@@ -12,8 +12,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from tandem.engine.engine import Engine
-from tandem.engine.inexact_engine import make_engine
+from tandem.engine.engine import Engine, make_engine
 from tandem.model.forward import batch_logprobs
 from tandem.model.load import ExactModel, make_exact
 from tandem.runtime.rng import address

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from tandem.model.forward import batch_logprobs
-from tandem.model.trial import threads_of
+from tandem.model.schedule import threads_of
 from tandem.train.learner import Learner
 from tandem.train.optimizer import Optimizer, Settings
 from tandem.train.pack import pack

@@ -14,8 +14,8 @@ from PIL import Image
 from tandem.config.recipe import to_toml
 from tandem.config.schema import Config
 from tandem.plugins.view.app import make_server
-from tandem.plugins.vision.image_tokens import name_of
 from tandem.run_folder.episode_files import write_episodes
+from tandem.runtime.image_tokens import name_of
 from tandem.types import Episode, Group, Problem
 from tests.support.waiting import WAIT_S
 

@@ -9,7 +9,7 @@ import torch
 
 import tandem
 from tandem.model.forward import batch_logprobs
-from tandem.model.trial import threads_of
+from tandem.model.schedule import threads_of
 from tandem.train.parallel.ranks import ParallelRanks
 from tests.support.meshes import on_mesh
 from tests.support.tiny import exact_model

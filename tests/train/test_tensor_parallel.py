@@ -8,7 +8,7 @@ import torch
 from tandem.model.load import make_exact
 from tandem.model.lora import Lora
 from tandem.model.probe import probe
-from tandem.model.trial import random_model
+from tandem.model.schedule import random_model
 from tandem.train.parallel.ranks import ParallelRanks
 from tandem.train.ranks import ALONE
 from tests.support.meshes import on_mesh

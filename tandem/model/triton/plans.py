@@ -1,44 +1,25 @@
-"""The operators of the GPU path: attention plans like `PackedPlan` and `PagedPlan` on the CPU, and
-by their names those of linear, layers and log-probs.
+"""The kernels of a GPU, with attention plans like `PackedPlan` and `PagedPlan` on the CPU.
 
 Cache and shapes are the same, the arithmetic is another: engine and trainer agree with each other
 to the bit, and with the CPU closely.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from triton.testing import do_bench_cudagraph as do_bench_cudagraph
+from triton.testing import do_bench_cudagraph
 
-from tandem.model.decode_rows import DecodeRows
-from tandem.model.paged_attention import PAGE, Runs
-from tandem.model.triton import ops
-from tandem.model.triton.cumulative import inverse_cdf as inverse_cdf
-from tandem.model.triton.cumulative import top_p_edge as top_p_edge
-from tandem.model.triton.dispatch import matmul_kernel
+from tandem.model.attention import Plan
+from tandem.model.kernels import Kernels, Rotation
+from tandem.model.paged_attention import PAGE, DecodeRows, Runs
+from tandem.model.triton import cumulative, ops, rowwise, vocabulary
 from tandem.model.triton.ops import PagedRows, attention, write_cache
 from tandem.model.triton.packed_attention import PackedSegments, packed_attention
-from tandem.model.triton.rowwise import add_rms_norm as add_rms_norm
-from tandem.model.triton.rowwise import rms_norm as rms_norm
-from tandem.model.triton.rowwise import rotate as rotate
-from tandem.model.triton.rowwise import swiglu as swiglu
 from tandem.model.triton.shared_splits import shared_attention, split_tiles
-from tandem.model.triton.vocabulary import log_softmax as log_softmax
-from tandem.model.triton.vocabulary import logprob_slope as logprob_slope
-from tandem.model.triton.vocabulary import target_logprobs as target_logprobs
-
-# Candidates for a linear, which the probe tries (probe.py); the default comes first.
-OWN_MATMULS = ("plain", "persistent", "tma")  # of one order of additions: the same bits
-MATMULS = (*OWN_MATMULS, "cublas")
-
-
-def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply as `ops.matmul` by the kernel that this process uses."""
-    kernel = matmul_kernel()
-    return F.linear(x, weight, bias) if kernel == "cublas" else ops.matmul(x, weight, bias, kernel)
 
 
 class TritonPackedPlan:
@@ -103,3 +84,96 @@ class TritonDecodePlan(TritonPagedPlan):
             max_length=rows.max_length,
         )
         self.slots, self.tiles = rows.slots(), rows.tiles
+
+
+class TritonKernels(Kernels):
+    own_matmuls = ("plain", "persistent", "tma")
+    matmuls = (*own_matmuls, "cublas")
+    fused = runs_ahead = True
+
+    def on(self, device: torch.device) -> "TritonKernels":
+        if device.type == "cuda" and torch.cuda.current_device() != device.index:
+            torch.cuda.set_device(device)
+        return self
+
+    def pack(self, weight: Tensor) -> Tensor:
+        return weight.detach().contiguous()
+
+    def matmul(self, x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self.chosen == "cublas":
+            return F.linear(x, packed, bias)
+        return ops.matmul(x, packed, bias, self.chosen)
+
+    def time_ms(self, work: Callable[[], Any]) -> float:
+        return float(do_bench_cudagraph(work))
+
+    def packed_plan(
+        self, segments: np.ndarray, device: torch.device, heads: int, kv_heads: int
+    ) -> Plan:
+        return TritonPackedPlan(segments, device)
+
+    def paged_plan(
+        self, keys: Sequence[Tensor], values: Sequence[Tensor], runs: Runs, heads: int
+    ) -> Plan:
+        return TritonPagedPlan(keys, values, runs, heads)
+
+    def decode_plan(
+        self, keys: Sequence[Tensor], values: Sequence[Tensor], rows: DecodeRows, heads: int
+    ) -> Plan:
+        return TritonDecodePlan(keys, values, rows)
+
+    def shared_tiles(self, runs: Runs, group: int) -> np.ndarray | None:
+        return split_tiles(runs.table, runs.starts, PAGE, group)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        return rowwise.rms_norm(x, weight, epsilon)
+
+    def add_rms_norm(
+        self, x: Tensor, change: Tensor, weight: Tensor, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
+        return rowwise.add_rms_norm(x, change, weight, epsilon)
+
+    def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
+        return rowwise.rotate(x, *rotation)
+
+    def swiglu(self, x: Tensor) -> Tensor:
+        return rowwise.swiglu(x)
+
+    def rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        # index_select would sum gradients in no fixed order, the embedding sorts them
+        return F.embedding(rows, x)
+
+    def log_softmax(self, logits: Tensor, temperature: float) -> Tensor:
+        return vocabulary.log_softmax(logits, temperature)
+
+    def top_p_edge(self, logprobs: Tensor, top_p: float) -> Tensor:
+        return cumulative.top_p_edge(logprobs.sort(-1, descending=True).values, top_p)
+
+    def likeliest(self, table: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Find the first of equal ones: `topk` takes kernels by the number of rows, which differ in
+        that."""
+        if not count:
+            return table.topk(count, -1)
+        values, tokens = table.sort(stable=True, dim=-1, descending=True)
+        return values[:, :count], tokens[:, :count]
+
+    def inverse_cdf(self, table: Tensor, uniform: Tensor) -> Tensor:
+        return cumulative.inverse_cdf(table, uniform)
+
+    def target_logprobs(
+        self, logits: Tensor, targets: Tensor, temperature: float, *, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        return vocabulary.target_logprobs(logits, targets, temperature, entropy=entropy)
+
+    def logprob_slope(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        temperature: float,
+        above: Tensor | None,
+        above_entropy: Tensor | None,
+    ) -> Tensor:
+        return vocabulary.logprob_slope(logits, targets, temperature, above, above_entropy)
+
+
+TRITON = TritonKernels()

@@ -14,13 +14,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tandem.model.attention import PackedPlan, Plan
+from tandem.model.attention import Plan
 from tandem.model.expert_choices import ExpertChoices
+from tandem.model.kernels import Kernels, kernels_of
 from tandem.model.linear import PackedWeight
 from tandem.model.load import ExactModel
 from tandem.model.onednn import padded_rows
 from tandem.model.row_parts import WHOLE
-from tandem.model.triton.dispatch import triton_for
 from tandem.plugins.megatron.weights import Slot
 from tandem.train.parallel.mesh import Group
 
@@ -117,9 +117,11 @@ class MegatronModel(ExactModel):
 
     def packed_plan(self, segments: Any) -> Plan:
         heads, kv_heads, _ = (count // self.tensor.size for count in self.heads)
-        if triton := triton_for(next(self.module.parameters())):
-            return triton.TritonPackedPlan(segments, self.device)
-        return PackedPlan(segments, group=heads // kv_heads, kv_heads=kv_heads)
+        return self.kernels.packed_plan(segments, self.device, heads, kv_heads)
+
+    @property
+    def kernels(self) -> Kernels:
+        return kernels_of(next(self.module.parameters()))
 
     @torch.no_grad()
     def _fill(self) -> None:

@@ -9,15 +9,9 @@ from typing import Any
 
 import torch
 
-from tandem.model.config_file import (
-    head_size,
-    heads_of,
-    inner_size,
-    is_lean,
-    is_sparse,
-    kv_heads_of,
-)
+from tandem.model.config_file import head_size, heads_of, inner_size, is_sparse, kv_heads_of
 from tandem.model.onednn import padded_rows
+from tandem.model.paths import divisible
 
 FLOAT32, INT64 = 4, 8  # bytes
 
@@ -51,7 +45,7 @@ def outer_bytes(shape: Any, tokens: int, dtype: torch.dtype, *, head: bool = Tru
     states before the output projection with their gradient, log-probs and indices."""
     width, vocabulary = dtype.itemsize, FLOAT32 * shape.vocab_size * shape.hidden_size * head
     rotation, states = 2 * width * head_size(shape), 2 * width * shape.hidden_size
-    norm = _norm_bytes(shape.hidden_size, width if is_lean(shape) else 2 * FLOAT32)
+    norm = _norm_bytes(shape.hidden_size, width if divisible(shape) else 2 * FLOAT32)
     each = rotation + norm + states + 2 * FLOAT32 + 3 * INT64
     return int(padded_rows(tokens, dtype) * each + vocabulary)
 
@@ -61,7 +55,7 @@ def _layer_bytes(shape: Any, number: int, width: int, *, whole: bool) -> int:
     (`made_again`)."""
     hidden, size = shape.hidden_size, head_size(shape)
     query, keys = heads_of(shape) * size, kv_heads_of(shape) * size
-    if not is_lean(shape):  # a bound of dense layers: operators differ from model to model
+    if not divisible(shape):  # a bound of dense layers: operators differ from model to model
         return int(width * (13 * hidden + 2 * (query + keys) + 4 * inner_size(shape)))
     rotated, values, attended = query + keys, keys, query
     kept = 2 * _norm_bytes(hidden, width) + width * (whole * hidden + rotated + values + attended)

@@ -21,7 +21,8 @@ from tandem.config.schema import Config
 from tandem.jobs.exactness import require_correction
 from tandem.jobs.models import check_shape
 from tandem.model import custom_code
-from tandem.model.config_file import LEAN_ARCHITECTURES, is_lean
+from tandem.model.config_file import LEAN_ARCHITECTURES
+from tandem.model.paths import divisible
 from tandem.model.placement import FLOAT8_CAPABILITY, Placement, no_float8
 from tandem.plugins.plan.footprint import Sizes, loading_memory, model_sizes, rank_memory, work_of
 from tandem.plugins.plan.gpus import GPUS, Assumptions, Gpu
@@ -158,7 +159,7 @@ def plan_gpus(config: Config, command: str, count: int, kind: str) -> None:
         require_correction(config)
     custom_code.allow(config.model.trust_remote_code)
     sizes, longest = _sizes(config, command), _longest(config, command)
-    if not is_lean(sizes.shape):
+    if not divisible(sizes.shape):
         raise UserError(
             "there is no arithmetic for meshes of this architecture",
             where=f"--gpus, model.path = {config.model.path}",

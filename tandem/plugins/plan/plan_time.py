@@ -23,8 +23,9 @@ import torch
 from tandem.config.recipe import to_toml
 from tandem.config.schema import Config
 from tandem.data.renderer import GENERATION
-from tandem.model.config_file import check_model, read_json, reads_images
+from tandem.model.config_file import check_model, read_json
 from tandem.model.custom_code import from_config
+from tandem.model.paths import reads_more_than_text
 from tandem.model.tokenizer import load_tokenizer
 from tandem.run_folder.metrics import read_metrics
 from tandem.runtime.errors import UserError
@@ -57,7 +58,7 @@ class StepTime:
 
 def step_time(config: Config, command: str, layers: int) -> StepTime:
     """Measure a step. Raises UserError if a trial fails."""
-    if reads_images(check_model(config.model.path)):
+    if reads_more_than_text(check_model(config.model.path).model_type):
         raise UserError(
             "the time of a step with images is not measured",
             where=f"tandem plan --time, model.path = {config.model.path}",

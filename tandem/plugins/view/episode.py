@@ -22,13 +22,13 @@ import numpy as np
 from tandem.model.tool_calls import Call, Format, read_calls
 from tandem.plugins.view.episodes import EpisodeTable
 from tandem.plugins.view.runs import Run, read_json
-from tandem.plugins.vision.image_store import media_type
-from tandem.plugins.vision.image_tokens import IMAGE, NAME_DIGITS
 from tandem.registry import built_in
 from tandem.rl.algorithms import estimator
 from tandem.run_folder.episode_files import episode_file, read_table
 from tandem.runtime.errors import UserError
 from tandem.runtime.image_parts import images_of, message_text, shows_images
+from tandem.runtime.image_store import media_type
+from tandem.runtime.image_tokens import IMAGE, NAME_DIGITS
 
 PEER_TEXT = 4000  # characters of another attempt
 OUTCOMES = {

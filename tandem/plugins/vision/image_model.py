@@ -8,27 +8,29 @@ rows and columns, are computed from the sequence itself, never from what the mod
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.model.config_file import image_reason
 from tandem.model.general import put_exact_parts
 from tandem.model.inexact import NO_PASS, InexactModel
 from tandem.model.lora import Lora, add_adapter
+from tandem.model.paths import Gap, ModelPath
 from tandem.model.tokenizer import load_tokenizer
-from tandem.plugins.vision.image_tokens import IMAGE, MOST_PLACES, PLACE_BITS, name_from
-from tandem.plugins.vision.images import ImageReader, load_image_reader
+from tandem.plugins.vision.image_prompts import ImagePrompts
+from tandem.plugins.vision.images import ImageReader, copy_processor, load_image_reader
 from tandem.runtime.errors import UserError
+from tandem.runtime.image_tokens import IMAGE, MOST_PLACES, PLACE_BITS, name_from
 
 
 class ImageModel(InexactModel):
     """transformers' model of images and text."""
 
-    def __init__(self, module: Any, lora: Lora | None, reason: str, reader: ImageReader):
-        super().__init__(module, lora, put_exact_parts(module, lora), reason, caches=True)
+    def __init__(self, module: Any, lora: Lora | None, gap: Gap, reader: ImageReader):
+        super().__init__(module, lora, put_exact_parts(module, lora), gap, caches=True)
         self._reader = reader
         self._counts_rows = hasattr(module.base_model, "get_rope_index")
 
@@ -48,6 +50,9 @@ class ImageModel(InexactModel):
         if not self._counts_rows:
             return 0
         return int(self._rotary_positions(tokens).max()) + 1 - tokens.shape[1]
+
+    def save_reader(self, source: str, folder: Path) -> None:
+        copy_processor(source, folder)
 
     def _positions(self, tokens: Tensor, past: int, shift: int) -> Tensor:
         """Compute rotary positions, int64 [3, B, L]. past, shift: of tokens in the cache."""
@@ -117,18 +122,31 @@ def _names(tokens: Tensor) -> list[str]:
     return [name_from(number) for number in ((tokens - IMAGE) >> PLACE_BITS).tolist()]
 
 
-def image_maker(path: str, config: Any) -> Callable[..., ImageModel]:
-    """Return what makes the ImageModel of a directory from a stock module and Lora."""
-    reader = load_image_reader(path, load_tokenizer(path))
-    assert reader is not None
-    return partial(make_image_model, reader=reader, reason=image_reason(config))
+class Vision(ModelPath):
+    name = "vision"
+
+    def why_not(self, config: Any, place: Any) -> str:
+        return ""  # registry.py has the types of models
+
+    def exactness(self, config: Any, place: Any) -> Gap:
+        return Gap(f"architecture {config.model_type}: it reads images")
+
+    def maker(self, folder: str, config: Any, place: Any) -> Callable[..., ImageModel]:
+        reader = load_image_reader(folder, load_tokenizer(folder))
+        return partial(make_image_model, reader=reader, gap=self.exactness(config, place))
+
+    def prompts(self, folder: str, tokenizer: Any) -> Callable[[str, str], ImagePrompts]:
+        return partial(ImagePrompts, load_image_reader(folder, tokenizer))
+
+
+VISION = Vision()
 
 
 def make_image_model(
-    module: Any, lora: Lora | None = None, *, reader: ImageReader, reason: str
+    module: Any, lora: Lora | None = None, *, reader: ImageReader, gap: Gap
 ) -> ImageModel:
     """Put exact parts into a transformers module in place, and with lora a new adapter in its
     language model."""
     if lora is not None:
         add_adapter(module, lora)
-    return ImageModel(module.eval(), lora, reason, reader)
+    return ImageModel(module.eval(), lora, gap, reader)

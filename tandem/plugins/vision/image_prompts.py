@@ -2,7 +2,7 @@
 
     template    <|vision_start|><|image_pad|><|vision_end|>How many?      one place an image
     text        ... as many <|image_pad|> as the image has tokens ...     as transformers' processor
-    tokens      the ids of these places become the image's (plugins/vision/image_tokens.py)
+    tokens      the ids of these places become the image's (runtime/image_tokens.py)
 
 Knows no pixels: those are plugins/vision/images.py.
 """
@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tandem.plugins.vision.image_tokens import image_run
 from tandem.plugins.vision.images import ImageReader
 from tandem.runtime.errors import UserError
 from tandem.runtime.image_parts import images_of
+from tandem.runtime.image_tokens import image_run
 from tandem.types import Array, Message
 
 Chats = Sequence[Sequence[Message]]
@@ -59,21 +59,6 @@ class ImagePrompts:
         if runs:
             row[row == self._reader.token_id] = np.concatenate(runs)
         return row
-
-
-def require_no_images(chats: Chats, where: str) -> None:
-    """Raise UserError for a chat with images: the model of `where` reads text."""
-    for chat in chats:
-        for message in chat:
-            if isinstance(message.get("content"), list):  # as shows_images, for many messages
-                raise UserError(
-                    "a chat has images, and this model reads text alone",
-                    where=where,
-                    found=f"a message from {message['role']!r} with images",
-                    expected="chats of text, or a model that reads images",
-                    next="leave the images out, or set model.path to one that docs/data.md "
-                    "names under images",
-                )
 
 
 def _in_parts(message: Message) -> Message:

@@ -14,43 +14,22 @@ from pathlib import Path
 from typing import Any
 
 from tandem.data.readers import Row, RowError, show
-from tandem.plugins.vision.image_store import FORMATS, put
-from tandem.runtime.image_parts import shows_images
+from tandem.runtime.image_parts import image_column, is_data_uri, shows_images
+from tandem.runtime.image_store import FORMATS, put
 from tandem.types import Message
 
-COLUMNS = ("images", "image")
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
 MARK = "<image>"  # verl's place of an image in a text
 EXPECTED = "a path, a data: URI, or an object {bytes, path}, of a PNG, JPEG, GIF, BMP or WebP file"
 
 Messages = tuple[Message, ...]
 
 
-def image_column(row: Row) -> str:
-    """Return the name of the row's column of images; "" without one.
-
-    `image` may be another column of a data set: it counts if it holds an image's file.
-    """
-    for name in COLUMNS:
-        value = row.values.get(name)
-        if value is None:  # of most data sets: a million rows come by here
-            continue
-        if isinstance(value, list) and value:
-            return name
-        is_file = isinstance(value, str) and value.lower().endswith(SUFFIXES)
-        if is_file or _is_data(value) or (isinstance(value, dict) and "path" in value):
-            return name
-    return ""
-
-
 def with_images(messages: Messages, row: Row) -> Messages:
     """Return the chat with all its images, and those of the row's column, as parts that name them.
     Raises RowError for one that cannot be read, or has no place."""
-    name = image_column(row)
+    name = image_column(row.values)
     value = row.values[name] if name else []
     given = value if isinstance(value, list) else [value]
-    if not (given or any(map(shows_images, messages))):
-        return messages
     messages = tuple([{**message} for message in messages])
     if given and not _places(messages):
         if any(map(shows_images, messages)):
@@ -105,10 +84,6 @@ def _user_text(message: Message) -> str:
     return str(message["content"]) if is_text else ""
 
 
-def _is_data(value: Any) -> bool:
-    return isinstance(value, str) and value.startswith("data:")
-
-
 def _kept(value: Any, row: Row, field: str) -> str:
     """Put an image's file into the store; return its name."""
     data = _bytes(value, row, field)
@@ -134,7 +109,7 @@ def _bytes(value: Any, row: Row, field: str) -> bytes:
     match value:
         case {"bytes": str() as found} | {"path": str() as found}:
             return _bytes(found, row, field)
-        case str() if _is_data(value):
+        case str() if is_data_uri(value):
             try:
                 return base64.b64decode(value.partition(",")[2], validate=True)
             except ValueError as error:

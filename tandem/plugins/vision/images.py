@@ -14,17 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from tandem.model.config_file import (
-    CONFIG,
-    IMAGE_ARCHITECTURES,
-    check_model,
-    find_file,
-    first_line,
-    read_json,
-)
-from tandem.plugins.vision import image_store
-from tandem.plugins.vision.image_tokens import MOST_PLACES
+from tandem.model.config_file import check_model, find_file, first_line
+from tandem.runtime import image_store
 from tandem.runtime.errors import UserError
+from tandem.runtime.image_tokens import MOST_PLACES
 from tandem.types import Array
 
 FILES = (  # of a model directory, that say how it reads images
@@ -134,12 +127,8 @@ def _bytes(arrays: dict[str, Array] | None) -> int:
     return sum(array.nbytes for array in (arrays or {}).values())
 
 
-def load_image_reader(path: str, tokenizer: Any) -> ImageReader | None:
-    """Load what reads images for a model directory or hub name; None for a model of text. Raises
-    UserError."""
-    values = read_json(path, CONFIG) or {}
-    if values.get("model_type") not in IMAGE_ARCHITECTURES:
-        return None
+def load_image_reader(path: str, tokenizer: Any) -> ImageReader:
+    """Load what reads images for a model directory or hub name. Raises UserError."""
     config = check_model(path)
     try:
         from transformers import AutoImageProcessor

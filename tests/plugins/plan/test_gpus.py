@@ -11,6 +11,7 @@ from tandem.config.recipe import load_config
 from tandem.jobs import engines
 from tandem.jobs.models import placement, releases_cache
 from tandem.jobs.rl import note_machine
+from tandem.model.paths import Exact
 from tandem.model.placement import Placement, place_models
 from tandem.model.probe import Exactness
 from tandem.plugins.plan.footprint import gpu_memory, model_sizes
@@ -63,15 +64,18 @@ def test_cache_leaves_a_gpu_for_an_update(gpus, home):
 
 def test_matmul_kernel_of_a_gpu_is_chosen_before_the_probe_and_noted(gpus, home, monkeypatch):
     config, chosen = config_of(home, "model.device=cuda:1"), []
-    exact = Exactness(parity=[], thread_dependent=[])
-    monkeypatch.setattr(engines, "probe", lambda *_: exact)
+    monkeypatch.setattr(engines, "probe", lambda *_: Exactness(parity=[], thread_dependent=[]))
     monkeypatch.setattr(
         engines, "choose_matmul", lambda model, *_, alone, microbatch: chosen.append(alone)
     )
     model = SimpleNamespace(
-        inexact="", device=SECOND.device, heads=(2, 1, 8), config=model_sizes(config, "sft").shape
+        exactness=Exact(),
+        device=SECOND.device,
+        heads=(2, 1, 8),
+        config=model_sizes(config, "sft").shape,
+        kernels=SimpleNamespace(chosen="plain"),
     )
-    engines.probe_exactness(config, model, print)
+    exact = engines.probe_exactness(config, model, print)
     engines.probe_exactness(config, model, print, alone=False)
     assert chosen == [True, False]
     noted = []

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tandem.model.load import load_model
-from tandem.plugins.vision import image_store
 from tandem.run_folder.metrics import read_metrics
+from tandem.runtime import image_store
 from tests.support.home import invoke, mistake
 from tests.support.image_models import picture, prompts_of, stock_logits
 
@@ -89,12 +89,6 @@ def test_export_is_a_stock_model_with_its_processor(trained):
         found = model.head(model.run(torch.from_numpy(prompt[None])))[0]
     expected = stock_logits(str(target), [name], prompt)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
-
-
-def test_replay_learns_a_step_again(trained):
-    folder, _ = trained
-    result = invoke("replay", folder, "--step", STEPS)
-    assert result.exit_code == 0, result.exception or result.output
 
 
 def test_other_commands_read_the_same_rows(home, trained, tmp_path):

@@ -3,7 +3,6 @@ tokens they stand as transformers' processors write them."""
 
 import io
 import json
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pyarrow as pa
@@ -17,11 +16,11 @@ from tandem.data.chats import parse_chat
 from tandem.data.problems import read_problems
 from tandem.data.readers import read_rows
 from tandem.data.renderer import load_renderer
-from tandem.plugins.vision import image_store
-from tandem.plugins.vision.image_tokens import IMAGE, name_from, name_of
 from tandem.plugins.vision.images import TILED
+from tandem.runtime import image_store
 from tandem.runtime.errors import UserError
 from tandem.runtime.image_parts import images_of, message_text
+from tandem.runtime.image_tokens import IMAGE, name_from, name_of
 from tests.support.image_models import KINDS, data_uri, picture, save_image_model
 
 A, B = picture(1), picture(2, width=56)
@@ -161,19 +160,6 @@ def test_row_that_cannot_be_used_is_one_error(row, found, folder):
     assert found in str(caught.value) and "rows.jsonl:1" in str(caught.value)
 
 
-def test_threads_put_the_same_images(tmp_path):
-    images, before = [bytes([n]) * 100 for n in range(40)], image_store.image_folder()
-    image_store.keep_in(tmp_path / "images")
-    try:
-        with ThreadPoolExecutor(4) as pool:
-            several = list(pool.map(lambda _: [image_store.put(own) for own in images], range(4)))
-    finally:
-        image_store.keep_in(before)
-    assert several == [[name_of(own) for own in images]] * 4
-    kept = {file.name: file.read_bytes() for file in (tmp_path / "images").iterdir()}
-    assert kept == dict(zip(several[0], images, strict=True))
-
-
 # ---- tokens
 
 
@@ -214,14 +200,6 @@ def test_loss_is_on_the_answer_alone(kind, models):
     whole = (*chat(NAMES[0]), {"role": "assistant", "content": "two"})
     [(tokens, mask)] = renderer.training_samples([whole])
     assert renderer.decode(tokens[mask]) == "two" and not (tokens[mask] >= IMAGE).any()
-
-
-def test_text_with_a_placeholder_of_its_own_is_refused(models):
-    renderer = load_renderer(models["qwen2_5_vl"])
-    [own] = chat(NAMES[0])
-    own["content"].append(text("<|image_pad|>"))
-    with pytest.raises(UserError, match="one place for each image"):
-        renderer.prompts([[own]])
 
 
 def test_text_for_a_model_that_reads_images_has_none(models):

@@ -12,9 +12,9 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-from tandem.plugins.vision.image_tokens import name_of
 from tandem.runtime.disk import DISK, disk_errors, make_folder, write_atomic
 from tandem.runtime.errors import UserError
+from tandem.runtime.image_tokens import name_of
 
 VARIABLE = "TANDEM_IMAGES"
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP")  # that are read; PIL runs programs for others
