@@ -7,13 +7,14 @@ from pydantic import Field, model_validator
 
 from tandem.config.section import OR_FUNCTION, Section, name_of, off_or
 from tandem.config.training import LearningRate
-from tandem.registry import names
-from tandem.rl.algorithms import Estimator, PolicyLoss, algorithm, estimator, policy_loss
+from tandem.registry import find, names
+from tandem.rl.algorithms import Estimator, PolicyLoss, estimator, policy_loss
 
 
 def settings_of(name: str) -> dict[str, Any]:
     """Return the values of [rl] that an algorithm stands for; none of a name that is not known."""
-    return algorithm(name).settings if name in names("algorithms") else {}
+    known = name in names("algorithms")
+    return dict(find("algorithms", name, key="rl.algorithm").settings) if known else {}
 
 
 _MEAN = "at least 1, as the mean of exp|difference| is"

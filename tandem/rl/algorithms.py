@@ -90,8 +90,7 @@ def estimator(name: str) -> Estimator:
     if ":" in name:
         function = "tandem.rl.user_functions:user_advantage"
         return Estimator(name, function, settings=("k",), equal_is_zero=None)
-    found: Estimator = find("advantages", name, key="rl.advantage")
-    return found
+    return find("advantages", name, key="rl.advantage")  # type: ignore[no-any-return]
 
 
 @cache
@@ -100,14 +99,7 @@ def policy_loss(name: str) -> PolicyLoss:
     if ":" in name:
         function = "tandem.rl.user_functions:user_loss"
         return PolicyLoss(name, function, settings=(*CLIPS, "dual_clip"))
-    found: PolicyLoss = find("losses", name, key="rl.loss")
-    return found
-
-
-def algorithm(name: str) -> Algorithm:
-    """Return the algorithm of a name."""
-    found: Algorithm = find("algorithms", name, key="rl.algorithm")
-    return found
+    return find("losses", name, key="rl.loss")  # type: ignore[no-any-return]
 
 
 def counts_with(chosen: Estimator, loss: PolicyLoss) -> Iterator[tuple[str, str, tuple[str, ...]]]:

@@ -32,6 +32,9 @@ from tandem.runtime.errors import UserError
 from tandem.runtime.user_code import describe, load_user_object, user_line
 from tandem.types import Group
 
+# rewards and lengths of two groups of three
+SMALL_GROUPS = np.array([[0.0, 1.0, 0.5], [1.0, 1.0, 1.0]]), np.full((2, 3), 2)
+
 
 def sampled_lengths(groups: Sequence[Group]) -> np.ndarray:
     """Count the sampled tokens of the episodes of groups of one size, int64 [P, G]."""
@@ -86,20 +89,15 @@ def user_metric(name: str, offered: Mapping[str, Any]) -> Metrics:
 
 def try_user_metric(name: str) -> None:
     """Load a user's metric, and try it on small arrays. Raises UserError for a mistake."""
-    rewards, lengths = _small_groups()
+    rewards, lengths = SMALL_GROUPS
     completions = [["one", "two", "two"], ["one", "one", "one"]]
     user_metric(name, {"rewards": rewards, "lengths": lengths, "completions": completions})
-
-
-def _small_groups() -> tuple[np.ndarray, np.ndarray]:
-    """Return rewards and lengths of two groups of three."""
-    return np.array([[0.0, 1.0, 0.5], [1.0, 1.0, 1.0]]), np.full((2, 3), 2)
 
 
 def try_functions(loss: PolicyLoss, advantage: Estimator, keep: str) -> None:
     """Load the functions of an algorithm and of a filter, and try them on small arrays. Raises
     UserError for the first mistake of a user's."""
-    rewards, lengths = _small_groups()
+    rewards, lengths = SMALL_GROUPS
     logprobs = torch.linspace(-2.0, -0.1, 12).requires_grad_()
     plain = logprobs.detach()
     names = ("proximal_logprobs", "engine_logprobs", "reference_logprobs", "entropy")

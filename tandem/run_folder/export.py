@@ -188,7 +188,7 @@ def model_card(
         f"# {Path(base).name}, after `tandem {command}`\n\n"
         f"Trained from `{base}` by Tandem {__version__}, {step} steps, seed {config.run.seed}. "
         f"Weight hash `{weight_hash(model.merged())}`.\n\n"
-        f"{quantized * (config.lora.base != 'float')}"
+        f"{quantized * config.lora.is_quantized}"
         f"Last metrics of the run:\n{_block('json', json.dumps(numbers, indent=2))}\n"
         f"## Recipe\n\nEvery key that differs from its default:\n{_block('toml', lines)}\n"
         f"## Inputs\n\nSHA-256 of the data, functions and weights that the run began with:\n"

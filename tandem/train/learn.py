@@ -91,8 +91,7 @@ def token_advantages(
             np.full(len(e), table[at])
             for at, e in zip(batch.sample_index, batch.engine, strict=True)
         ]
-    returns: TokenArrays = []
-    advantages = found
+    advantages, returns = found, list[Array]()
     if estimator.needs_critic:
         advantages, returns = [a for a, _ in found], [r.astype(np.float32) for _, r in found]
     if estimator.whitens:

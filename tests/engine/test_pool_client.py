@@ -185,10 +185,3 @@ def test_a_cancelled_request_ends_empty_and_changes_no_other():
         until(old, lambda: all(ticket.completion is not None for ticket in tickets))
         ended = {ticket.completion.stop_reason for ticket in tickets[:4]}
         assert "cancelled" in ended and ended <= {"cancelled", "length"}
-
-
-def test_a_request_too_long_for_an_engine_is_refused_at_once():
-    with shared_pool(count=1) as (_, (old, _)):
-        old.apply(0)
-        with pytest.raises(UserError, match="longer than an engine can hold"):
-            old.submit(request(0, range(237)))

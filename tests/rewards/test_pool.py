@@ -178,27 +178,6 @@ def test_the_reward_is_its_own_value_or_the_sum_of_its_parts():
     assert (total.reward, total.parts) == (2.0, {"format": 0.5})
 
 
-def test_three_workers_give_the_scores_of_one():
-    acts = [act for act, (_, kind) in HARMS.items() if kind != "timeout" and act != "forge"] + list(
-        HARMLESS
-    )
-    runs = []
-    for workers in (1, 3):
-        with hostile_pool(workers) as pool:
-            runs.append((scores_of(pool, PROBLEM, acts * 3), pool.failures))
-    assert runs[0] == runs[1]
-
-
-def test_scores_of_several_workers_keep_the_order_of_the_items():
-    problems = [Problem(uid=str(i), messages=(), answer=str(i)) for i in range(600)]
-    items = [(problem, f"Answer: {i - i % 2}") for i, problem in enumerate(problems)]
-    with RewardPool("answer", timeout_s=30.0, workers=3) as pool:
-        rewards = [score.reward for score in score_all(pool, items)]
-        again = [score.reward for score in score_all(pool, items[::-1])][::-1]
-    assert rewards == again == [1.0 - i % 2 for i in range(600)]
-    assert not any(pool.failures.values())
-
-
 def test_every_worker_works(mine, server):
     """Three texts that end only when all of them are under way."""
     with RewardPool(mine("wait"), timeout_s=WAIT_S, workers=3) as pool:
@@ -230,11 +209,6 @@ def test_a_forged_answer_that_is_not_finite_is_refused():
     assert forged.reward == 0.0
     assert forged.error.startswith("worker died: it wrote what is not an answer")
     assert fine.reward == 0.25
-
-
-def test_no_items_give_no_scores():
-    with hostile_pool() as pool:
-        assert score_all(pool, []) == []
 
 
 # ---------------------------------------------------------------- several functions
@@ -588,11 +562,6 @@ def test_a_storm_takes_no_other_score_and_leaves_no_process():
     assert pool.failures == {"timeout": 20, "died": 10, "exception": 20, "bad_value": 20}
 
 
-def test_a_pool_scores_with_no_more_processes_than_workers(mine):
-    with RewardPool(mine("slow"), timeout_s=WAIT_S, workers=2) as pool:
-        assert len({score.reward for score in scores_of(pool, PROBLEM, ["0.5"] * 8)}) == 2
-
-
 # ---------------------------------------------------------------- what crosses the pipe
 
 
@@ -672,11 +641,6 @@ def test_a_function_that_does_not_exist_is_a_user_error(function):
         RewardPool(function)
 
 
-def test_a_function_is_found_by_its_module():
-    with RewardPool("tandem.rewards.builtin:exact", timeout_s=30.0) as pool:
-        assert scores_of(pool, PROBLEM, ["a"])[0].reward == 0.0
-
-
 def test_a_file_that_changes_while_in_use_is_not_read_again(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(FILE.read_text())
@@ -711,15 +675,6 @@ def test_a_module_with_threads_loads_in_every_worker(tmp_path):
 
 
 # ---------------------------------------------------------------- processes
-
-
-def test_a_worker_that_died_idle_is_replaced_without_a_failure():
-    with hostile_pool(timeout_s=30.0) as pool:
-        pid = int(scores_of(pool, PROBLEM, ["pid"])[0].reward)
-        os.kill(pid, signal.SIGKILL)
-        assert gone(pid)
-        assert scores_of(pool, PROBLEM, ["fine"] * 3) == scores_of(pool, PROBLEM, ["fine"] * 3)
-    assert not any(pool.failures.values())
 
 
 @LINUX

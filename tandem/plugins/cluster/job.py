@@ -157,7 +157,10 @@ class Nodes(Here):
             with super().start_ranks(config, command, place, report) as started:
                 yield started
             return
-        with closing(self.cluster.open_ranks(command, place.size - 1, report)) as others:
+        from tandem.plugins.cluster.trainer_ranks import TrainerRanks
+
+        ranks = TrainerRanks(self.cluster, command, place.size - 1, report)
+        with closing(ranks) as others:
             yield others.start, others.meet(place)
 
 

@@ -23,7 +23,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -48,7 +48,6 @@ from tandem.plugins.cluster.this_machine import (
     short_folder,
     start_nodes,
 )
-from tandem.plugins.cluster.trainer_ranks import TrainerRanks
 from tandem.rollout_workers.process import ENVIRONMENT
 from tandem.runtime import numerics
 from tandem.runtime.processes import descendants
@@ -65,7 +64,6 @@ try:
 except ModuleNotFoundError:
     raise no_ray() from None
 
-Report = Callable[[str], None]
 
 STACK_S = 2.0
 RAY_CONFIG: Any = ray._raylet.Config  # type: ignore[attr-defined]
@@ -173,6 +171,7 @@ class RayCluster:
         cpus: int = 1,
         logs: LogFiles | None = None,
     ):
+        self.ray: Any = ray  # for trainer_ranks.py
         self.home = str(ray.get_runtime_context().get_node_id())  # the node of this process
         self.listener = Listener(self.address_of(self.home))
         self.gpus, self.logs, self.role = gpus, logs, worker.role
@@ -222,10 +221,6 @@ class RayCluster:
         for name in placement if isinstance(placement, list) else ():
             named_nodes(ray.nodes(), [name])
         self.placement = placement
-
-    def open_ranks(self, command: Sequence[str], count: int, report: Report) -> TrainerRanks:
-        """Reserve room for ranks after 0, which run Python with that command; `close` it."""
-        return TrainerRanks(ray, self, command, count, report)
 
     def nodes(self) -> dict[str, str]:
         """Return the addresses of the nodes that live, by their ids."""

@@ -1,5 +1,5 @@
-"""The trainer's ranks after 0 on the nodes of a Ray cluster. Is given the module ray, which only
-ray_cluster.py imports.
+"""The trainer's ranks after 0 on the nodes of a Ray cluster. Has the module ray from RayCluster, as
+only ray_cluster.py imports it.
 
     driver, rank 0                                 a node
     --------------                                 ------
@@ -100,17 +100,16 @@ class TrainerRanks:
 
     def __init__(
         self,
-        ray: Any,
         cluster: "RayCluster",
         command: Sequence[str],
         count: int,
         report: Callable[[str], None],
     ):
-        self._ray, self._cluster, self._command = ray, cluster, command
+        self._ray, self._cluster, self._command = cluster.ray, cluster, command
         self.address = cluster.address_of(cluster.home)
-        self._actor = ray.remote(concurrency_groups={"side": 1})(RankProcess)
+        self._actor = cluster.ray.remote(concurrency_groups={"side": 1})(RankProcess)
         self._group, packed = self._reserve(count)
-        places = ray.util.placement_group_table(self._group)["bundles_to_node_id"]
+        places = cluster.ray.util.placement_group_table(self._group)["bundles_to_node_id"]
         self._nodes = [cluster.address_of(places[number]) for number in range(count)]
         if not packed:
             where = ", ".join(f"{rank} on {node}" for rank, node in enumerate(self._nodes, 1))

@@ -27,7 +27,7 @@ from tandem.model.placement import Placement
 from tandem.model.quantized import quantized_bytes
 from tandem.plugins.plan.activations import FLOAT32, activation_bytes
 from tandem.plugins.plan.shards import Work, largest_layer, memory
-from tandem.registry import find, names
+from tandem.registry import find
 from tandem.runtime.disk import existing_parent, human_bytes
 from tandem.runtime.errors import UserError
 from tandem.runtime.place import here
@@ -166,7 +166,8 @@ def _saved_in_moments(module: Any, lora: Lora, optimizer: type[Optimizer]) -> in
 
 def _saved_in_base(module: Any, config: Config) -> int:
     """Count the bytes that the linears of a module's layers save in fewer bits (lora.base)."""
-    if (base := config.lora.base) == "float":
+    base = config.lora.base
+    if base == "float":
         return 0
     width, parts = placement(config).dtype.itemsize, module.base_model.modules()
     weights = [part.weight for part in parts if isinstance(part, torch.nn.Linear)]
@@ -438,7 +439,7 @@ def savings(sizes: Sizes, config: Config, command: str, longest: int) -> list[tu
         ("train", "offload_optimizer", True),
         ("rollout", "cache_mb", max(1, config.rollout.cache_mb // 2)),
     ):
-        if key == "offload_optimizer" and train.optimizer not in names("offload"):
+        if key == "offload_optimizer" and not train.can_offload:
             continue
         part = getattr(config, section).model_copy(update={key: value})
         other = needs(sizes, config.model_copy(update={section: part}), command, longest)

@@ -5,7 +5,6 @@ import os
 import signal
 import threading
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -89,20 +88,6 @@ def test_scores_are_those_of_the_pool_on_one_machine(tmp_path):
     assert [score.parts for score in found] == [score.parts for score in expected]
     assert [bool(score.error) for score in found] == [bool(score.error) for score in expected]
     assert row["role"] == "reward worker 0" and row["requests"] == len(TEXTS)
-
-
-def test_calls_of_a_killed_worker_are_served_again(tmp_path):
-    gate = tmp_path / "gate"
-    with pool_of(tmp_path) as (pool, nodes, reports):
-        futures = submit(pool, [f"wait {gate}", *TEXTS])
-        assert eventually(gate.with_suffix(".begun").exists)
-        os.kill(nodes.hosts[0].pid, signal.SIGKILL)
-        assert eventually(lambda: len(nodes.hosts) > 1)
-        gate.touch()
-        first, *others = scores(futures)
-    assert first.reward == sum(map(ord, f"wait {gate}")) / 7 and not first.error
-    assert [score.reward for score in others[:3]] == [sum(map(ord, t)) / 7 for t in TEXTS[:3]]
-    assert any("was lost while serving" in text for text in reports)
 
 
 def test_a_stopped_worker_is_lost_and_its_calls_are_served_again(tmp_path):
@@ -203,29 +188,3 @@ def test_a_node_without_the_working_directory_is_a_users_error(tmp_path):
         pytest.raises(UserError, match="working directory"),
     ):
         scores(submit(pool, TEXTS[:1]))
-
-
-def test_calls_of_a_closed_pool_end(tmp_path):
-    with pool_of(tmp_path) as (pool, *_):
-        [future] = submit(pool, [f"wait {tmp_path / 'never'}"])
-    with pytest.raises(RuntimeError, match="closed"):
-        future.result(WAIT_S)
-    with pytest.raises(RuntimeError, match="closed"):
-        submit(pool, ["late"])
-
-
-def test_no_reward_process_outlives_its_worker(tmp_path):
-    with pool_of(tmp_path) as (pool, nodes, _):
-        scores(submit(pool, TEXTS[:1]))
-        tree = [
-            int(p.name) for p in Path("/proc").glob("[0-9]*") if _parent(p) == nodes.hosts[0].pid
-        ]
-        assert tree
-    assert eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in tree))
-
-
-def _parent(process):
-    try:
-        return int((process / "stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
