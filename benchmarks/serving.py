@@ -5,7 +5,7 @@
 Starts `tandem serve` for a tiny model of that context, or for a model directory, and sends one
 hostile request after another. Meanwhile a small completion of one token is asked for again and
 again; its slowest answer is compared with the slowest of the quiet server. Resident memory is the
-server's after the hostile request. Prints a table for docs/serving.md.
+server's after the hostile request. Prints a table.
 """
 
 import argparse

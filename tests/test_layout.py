@@ -121,13 +121,15 @@ def test_a_room_imports_only_the_rooms_below_it(room):
         assert rooms_of(path) <= allowed, f"{name(path)} imports {sorted(rooms_of(path) - allowed)}"
 
 
-def test_environments_and_the_server_share_openai_api_alone():
-    """It brings neither an engine nor an HTTP server with it."""
+def test_environments_share_the_application_and_the_schema_with_the_server():
+    """Neither brings an engine with it."""
     used = set().union(*(imported(path) for path in (PACKAGE / "envs").rglob("*.py")))
     assert {module for module in used if module.startswith("tandem.serve")} == {
-        "tandem.serve.openai_api"
+        "tandem.serve.app",
+        "tandem.serve.listen",
+        "tandem.serve.openai",
     }
-    shared = imported(PACKAGE / "serve" / "openai_api.py")
+    shared = imported(PACKAGE / "serve" / "openai.py")
     assert {module for module in shared if module.startswith("tandem.")} == {"tandem.types"}
 
 
@@ -163,15 +165,19 @@ def test_the_map_in_the_docstring_names_what_is_there():
 
 
 def test_an_optional_stack_is_imported_in_one_file_of_a_room():
-    """Both HTTP servers, serve/ and plugins/view/, are of starlette and uvicorn; no other stack has two."""
+    """All HTTP servers are serve/app.py, which alone runs uvicorn; no other stack has two files."""
     users = {
         stack: sorted(name(p) for p in FILES if stack in {m.split(".")[0] for m in imported(p)})
         for stack in OPTIONAL
     }
     twice = {stack: files for stack, files in users.items() if len(files) > 1}
     assert twice == {
-        "starlette": ["plugins/view/app.py", "serve/endpoints.py"],
-        "uvicorn": ["plugins/view/app.py", "serve/server.py"],
+        "starlette": [
+            "envs/agent/server.py",
+            "plugins/view/app.py",
+            "serve/app.py",
+            "serve/endpoints.py",
+        ]
     }
 
 

@@ -3,10 +3,9 @@ first, the weights last."""
 
 import gc
 import re
-import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,18 +15,16 @@ import numpy as np
 
 from tandem.config.schema import Config, Model, Rollout
 from tandem.runtime.errors import UserError
-from tandem.serve.auth import is_loopback
 from tandem.serve.json_masks import JsonGrammars, JsonMask
-from tandem.serve.openai_api import ApiError
-from tandem.serve.openai_requests import Served
+from tandem.serve.listen import address_errors, bound, require_token, url_of
+from tandem.serve.openai import ApiError
+from tandem.serve.requests import Served
 from tandem.types import Array, Message, Tool
 
 if TYPE_CHECKING:  # torch, transformers and the server come after the checks that need none of them
     from tandem.data.renderer import ChatRenderer
     from tandem.engine.engine import Engine
-    from tandem.serve.server import Server
 
-OPTIONAL = ("starlette", "uvicorn")
 # digits, the smallest limit of Python: longer numbers make a request slow to parse
 LONGEST_INTEGER = 640
 CHUNK_TOKENS = 256  # of a pass: how long a prompt may hold up the streams of other requests
@@ -55,26 +52,28 @@ class Options:
 
 def serve(options: Options) -> None:
     """Serve until SIGINT or SIGTERM."""
-    check_key(options)
-    make_server = _server_class()
-    with _bound(options.host, options.port) as sock:
+    require_token(options.host, options.api_key, "TANDEM_API_KEY")
+    with bound(options.host, options.port) as sock:
+        from tandem.serve.endpoints import EngineServer
+
         engine, renderer = _load(options)
         texts = RendererTexts(renderer)
         texts.prepare_json(engine.model.config.vocab_size)
-        server = make_server(
+        server = EngineServer(
             engine,
             texts,
             served(options, engine, texts),
+            ready=lambda: print(f"serving {options.model} on {url_of(sock)}", flush=True),
             api_key=options.api_key,
             update=load_weights if options.allow_weight_updates else None,
         )
-        with _address_errors(options.host, options.port):  # another server may have been faster
+        with address_errors(options.host, options.port):  # another server may have been faster
             sock.listen()
         sys.set_int_max_str_digits(LONGEST_INTEGER)
         gc.collect()
         gc.freeze()  # a full collection of all loaded objects stops everything for 0.3 s
         with suppress(KeyboardInterrupt):  # uvicorn raises the signal again when it has stopped
-            server.run(sock, lambda: print(f"serving {options.model} on {_url(sock)}", flush=True))
+            server.run(sockets=[sock])
 
 
 def load_weights(path: str) -> Callable[[Any, int], None]:
@@ -95,65 +94,6 @@ def load_weights(path: str) -> Callable[[Any, int], None]:
             expected="a safetensors file on a disk that trainer and server share",
         ) from None
     return lambda engine, version: engine.apply(version, lambda: engine.model.load_weights(weights))
-
-
-def check_key(options: Options) -> None:
-    """Raise UserError for a port that other machines reach without a key."""
-    if not options.api_key and not is_loopback(options.host):
-        raise UserError(
-            "a server that other machines can reach needs an API key",
-            where=f"--host {options.host}",
-            found="no key",
-            expected="a key, or a loopback host such as 127.0.0.1",
-            next="export TANDEM_API_KEY=$(openssl rand -hex 24)",
-        )
-
-
-def _server_class() -> "Callable[..., Server]":
-    try:
-        from tandem.serve.server import Server
-    except ModuleNotFoundError as error:
-        if error.name not in OPTIONAL:
-            raise
-        raise UserError(
-            "the server's packages are not installed",
-            found=f"no {error.name}",
-            expected=" and ".join(OPTIONAL),
-            next="pip install 'tandem-rl[serve]'",
-        ) from None
-    return Server
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    """Take the port now, before minutes of loading; connections are refused until the server
-    listens."""
-    with _address_errors(host, port), ExitStack() as undo:
-        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = min(infos, key=lambda info: info[0] != socket.AF_INET)
-        sock = undo.enter_context(socket.socket(family, kind, protocol))
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        undo.pop_all()
-    return sock
-
-
-@contextmanager
-def _address_errors(host: str, port: int) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            "the server cannot use this address",
-            where=f"--host {host} --port {port}",
-            found=str(error),
-            expected="a free port of this machine",
-            next="choose another --port; 0 takes any",
-        ) from None
-
-
-def _url(sock: socket.socket) -> str:
-    host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _load(options: Options) -> "tuple[Engine, ChatRenderer]":
@@ -207,7 +147,7 @@ def served(options: Options, engine: "Engine", texts: "RendererTexts") -> Served
 
 
 class RendererTexts:
-    """A ChatRenderer for the server. Implements serve.openai_requests.ChatTokenizer."""
+    """A ChatRenderer for the server. Implements serve.requests.ChatTokenizer."""
 
     def __init__(self, renderer: "ChatRenderer"):
         tokenizer: Any = renderer.tokenizer

@@ -16,7 +16,7 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from tandem.config.schema import Env as EnvConfig
 from tandem.config.schema import Sandbox
-from tandem.registry import BUILT_IN, find, names
+from tandem.registry import find, names
 from tandem.runtime.errors import UserError
 from tandem.runtime.user_code import load_user_object, source_file, user_line
 from tandem.types import Env
@@ -40,7 +40,15 @@ def load_env(config: EnvConfig, sandbox: Sandbox) -> Callable[[], Env]:
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # a user's constructor may raise anything
-        raise _cannot_make(cls, config.name, error) from error
+        line = user_line(error)
+        raise UserError(
+            "the environment cannot be made",
+            where=f"env.name = {config.name}" + (f" ({line})" if line else ""),
+            found=f"{type(error).__name__}: {error}",
+            expected=f"{cls.__name__}{inspect.signature(cls)}, which costs little: "
+            "reset may cost more",
+            next="set env.options, or mend the constructor",
+        ) from error
     return make
 
 
@@ -53,14 +61,28 @@ def source_files(config: EnvConfig) -> list[Path]:
 
 
 def _class(name: str) -> type[Env]:
-    if name in BUILT_IN["envs"] or (":" not in name and name in names("envs")):
+    if name in (known := names("envs")):
         return find("envs", name, key="env.name")  # type: ignore[no-any-return]
-    if ":" not in name:
-        raise _no_such_env(name)
+    source, colon, own = name.rpartition(":")
+    if not colon:
+        raise UserError(
+            "there is no such environment",
+            where="env.name",
+            found=repr(name),
+            expected=f"one of {', '.join(known)}, or your own as file.py:Class or module:Class",
+            next='tandem plan RECIPE env.name="single_turn"',
+        )
     loaded = load_user_object(name, key="env.name")
-    if inspect.isclass(loaded) and issubclass(loaded, Env):
-        return loaded
-    raise _not_an_env(name, loaded)
+    is_class = inspect.isclass(loaded)
+    if is_class and issubclass(loaded, Env):
+        return loaded  # type: ignore[no-any-return]
+    raise UserError(
+        "this is not an environment",
+        where=f"env.name = {name}",
+        found=f"the class {loaded.__name__}" if is_class else f"{type(loaded).__name__} {loaded!r}",
+        expected="a subclass of tandem.types.Env",
+        next=f"write `class {own}(Env):` in {source}",
+    )
 
 
 def _checked_options(cls: type[Env], config: EnvConfig, sandbox: Sandbox) -> dict[str, Any]:
@@ -117,39 +139,3 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
             found=repr(value),
             expected=f"{inspect.formatannotation(hint)}: {reason}",
         ) from None
-
-
-# ---------------------------------------------------------------- errors
-
-
-def _no_such_env(name: str) -> UserError:
-    return UserError(
-        "there is no such environment",
-        where="env.name",
-        found=repr(name),
-        expected=f"one of {', '.join(names('envs'))}, or your own as file.py:Class or module:Class",
-        next='tandem plan RECIPE env.name="single_turn"',
-    )
-
-
-def _not_an_env(name: str, loaded: Any) -> UserError:
-    source, _, own = name.rpartition(":")
-    is_class = inspect.isclass(loaded)
-    return UserError(
-        "this is not an environment",
-        where=f"env.name = {name}",
-        found=f"the class {loaded.__name__}" if is_class else f"{type(loaded).__name__} {loaded!r}",
-        expected="a subclass of tandem.types.Env",
-        next=f"write `class {own}(Env):` in {source}",
-    )
-
-
-def _cannot_make(cls: type[Env], name: str, error: BaseException) -> UserError:
-    line = user_line(error)
-    return UserError(
-        "the environment cannot be made",
-        where=f"env.name = {name}" + (f" ({line})" if line else ""),
-        found=f"{type(error).__name__}: {error}",
-        expected=f"{cls.__name__}{inspect.signature(cls)}, which costs little: reset may cost more",
-        next="set env.options, or mend the constructor",
-    )

@@ -5,6 +5,7 @@ Data is checked first, then models are loaded, then workers start.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from tandem.choices import Report, machine_of
@@ -24,7 +25,6 @@ from tandem.jobs.models import build_learner, build_reference
 from tandem.jobs.offline_inputs import Pairs
 from tandem.jobs.ranks import open_ranks
 from tandem.jobs.rl import note_machine
-from tandem.model.load import ExactModel
 from tandem.registry import find
 from tandem.rl.losses import Metrics
 from tandem.rollout.evaluate import Evaluator
@@ -50,8 +50,6 @@ class OfflineJob:
     """A job for train_loop.py over fixed items, in addressed shuffles; a subclass learns from them.
     sync and evaluator: of the engine that evaluates, if there is one."""
 
-    learner_name = "policy"
-
     def __init__(
         self,
         config: Config,
@@ -61,7 +59,7 @@ class OfflineJob:
         data: dict[str, str],
     ):
         self.config, self.settings, self.learner, self.items = config, settings, learner, items
-        self.learners, self.data = {self.learner_name: learner}, data
+        self.learners, self.data = {learner.name: learner}, data
         self.steps, self.eval_every = settings.steps, config.eval.every
         self.sync: InlineSync | None = None
         self.evaluator: Evaluator | None = None
@@ -127,27 +125,25 @@ class SFTJob(OfflineJob):
 
 
 class PairJob(OfflineJob):
-    """A job that learns from pairs. test: held-out pairs."""
+    """A job that learns from whole pairs: `tandem dpo` and `tandem rm`.
 
-    settings: Preference
+    update: makes one optimizer step; measure: returns the metrics of each microbatch, as sums;
+    test: held-out pairs; watch: looks at each step's metrics.
+    """
 
-    def __init__(self, *arguments: Any, test: Pairs, report: Report):
+    def __init__(
+        self,
+        *arguments: Any,
+        update: Callable[[list[Microbatch]], Metrics],
+        measure: Callable[[list[Microbatch]], list[Metrics]],
+        test: Pairs,
+        watch: "LossWatch",
+    ):
         super().__init__(*arguments)
-        self.test = test
-        self._loss_watch = LossWatch(
-            self.settings.learning_rate, self.settings.warmup_steps, report
-        )
-
-    def update(self, batches: list[Microbatch]) -> Metrics:
-        """Make one optimizer step on whole pairs."""
-        raise NotImplementedError
-
-    def pair_metrics(self, batches: list[Microbatch]) -> list[Metrics]:
-        """Return the metrics of each microbatch of whole pairs, as sums."""
-        raise NotImplementedError
+        self.update, self.measure, self.test, self.watch = update, measure, test, watch
 
     def learn(self, items: Pairs) -> Metrics:
-        return self._loss_watch(self.update(self._pack(items)))
+        return self.watch(self.update(self._pack(items)))
 
     def evaluate(self, done: int) -> Row:
         """Return means over the held-out pairs, under "eval/", and the evaluation on eval.data."""
@@ -161,7 +157,7 @@ class PairJob(OfflineJob):
     def pair_means(self) -> Row:
         """Return means over the held-out pairs, on any rank."""
         sums: Row = {}
-        for metrics in self.pair_metrics(self._pack(self.test)):
+        for metrics in self.measure(self._pack(self.test)):
             for name, part in metrics.items():
                 sums[name] = sums.get(name, 0.0) + part
         return {f"eval/{name}": part / len(self.test) for name, part in sums.items()}
@@ -170,32 +166,6 @@ class PairJob(OfflineJob):
         samples = [sample for pair in pairs for sample in pair]
         budget, shares = self.config.train.tokens_per_microbatch, self.learner.ranks.shares
         return pack(samples, budget, keep_groups=True, shares=shares)
-
-
-class DPOJob(PairJob):
-    """`tandem dpo`."""
-
-    def __init__(self, *arguments: Any, reference: ExactModel, **pairs: Any):
-        super().__init__(*arguments, **pairs)
-        self.reference = reference
-
-    def update(self, batches: list[Microbatch]) -> Metrics:
-        return preference_step(self.learner, self.reference, batches, self.settings)
-
-    def pair_metrics(self, batches: list[Microbatch]) -> list[Metrics]:
-        return pair_metrics(self.learner, self.reference, batches, self.settings)
-
-
-class RewardModelJob(PairJob):
-    """`tandem rm`: a sequence classifier with one label, its score read at the last token."""
-
-    learner_name = "scorer"
-
-    def update(self, batches: list[Microbatch]) -> Metrics:
-        return reward_model_step(self.learner, batches)
-
-    def pair_metrics(self, batches: list[Microbatch]) -> list[Metrics]:
-        return score_metrics(self.learner, batches)
 
 
 class LossWatch:
@@ -229,30 +199,40 @@ def sft_job(config: Config, inputs: Any, ranks: Ranks, report: Report) -> Offlin
 
 
 def dpo_job(config: Config, inputs: Any, ranks: Ranks, report: Report) -> OfflineJob:
-    settings, data = config.preference, input_hashes(config, *KEYS["dpo"])
+    settings = config.preference
     policy = build_learner(config, config.model.path, settings, settings.steps, ranks)
-    return DPOJob(
+    reference = build_reference(config, policy.model, ranks)
+    return PairJob(
         config,
         settings,
         policy,
         inputs.train,
-        data,
+        input_hashes(config, *KEYS["dpo"]),
+        update=lambda batches: preference_step(policy, reference, batches, settings),
+        measure=lambda batches: pair_metrics(policy, reference, batches, settings),
         test=inputs.test,
-        report=report,
-        reference=build_reference(config, policy.model, ranks),
+        watch=LossWatch(settings.learning_rate, settings.warmup_steps, report),
     )
 
 
 def rm_job(config: Config, inputs: Any, ranks: Ranks, report: Report) -> OfflineJob:
+    """Make the job of a sequence classifier with one label, its score read at the last token."""
     path, settings = config.model.path, config.preference
     scorer = build_learner(
         config, path, settings, settings.steps, ranks, name="scorer", head="value"
     )
     # stock transformers finds the last token by it
     scorer.whole.config.pad_token_id = inputs.renderer.tokenizer.pad_token_id
-    data = input_hashes(config, *KEYS["rm"])
-    return RewardModelJob(
-        config, settings, scorer, inputs.train, data, test=inputs.test, report=report
+    return PairJob(
+        config,
+        settings,
+        scorer,
+        inputs.train,
+        input_hashes(config, *KEYS["rm"]),
+        update=partial(reward_model_step, scorer),
+        measure=partial(score_metrics, scorer),
+        test=inputs.test,
+        watch=LossWatch(settings.learning_rate, settings.warmup_steps, report),
     )
 
 

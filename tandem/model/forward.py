@@ -5,6 +5,7 @@ numbers, and their sums have a fixed order there.
 """
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,14 +15,16 @@ from tandem.model.attention import Plan
 from tandem.model.divergence import Divergence, Head, divergences
 from tandem.model.expert_choices import ExpertChoices
 from tandem.model.kernels import kernels_of
-from tandem.model.load import ExactModel
 from tandem.model.logprobs import SeenTokens, token_logprobs
 from tandem.runtime.image_tokens import text_tokens
 from tandem.types import Array, Microbatch, SamplingDistribution
 
+if TYPE_CHECKING:
+    from tandem.model.load import ExactModel
+
 
 def batch_logprobs(
-    model: ExactModel,
+    model: "ExactModel",
     batch: Microbatch,
     sampling: SamplingDistribution,
     expected: Tensor | None = None,
@@ -51,14 +54,14 @@ def batch_logprobs(
 
 @torch.no_grad()
 def reference_logprobs(
-    reference: ExactModel, batch: Microbatch, sampling: SamplingDistribution
+    reference: "ExactModel", batch: Microbatch, sampling: SamplingDistribution
 ) -> Tensor:
     """Compute log-probs float32 [N] of the targets under the model without its adapter, if any."""
     with reference.adapter_off():
         return batch_logprobs(reference, batch, sampling, entropy=False)[0]
 
 
-def batch_values(model: ExactModel, batch: Microbatch) -> Tensor:
+def batch_values(model: "ExactModel", batch: Microbatch) -> Tensor:
     """Compute a value model's value of the state before each target, float32 [N]."""
 
     def compute() -> Tensor:
@@ -71,8 +74,8 @@ def batch_values(model: ExactModel, batch: Microbatch) -> Tensor:
 
 
 def teacher_divergences(
-    student: ExactModel,
-    teacher: ExactModel,
+    student: "ExactModel",
+    teacher: "ExactModel",
     batch: Microbatch,
     temperature: float,
     divergence: Divergence,
@@ -92,24 +95,24 @@ def teacher_divergences(
     return found.cpu()
 
 
-def _head(model: ExactModel, batch: Microbatch, choices: ExpertChoices | None = None) -> Head:
+def _head(model: "ExactModel", batch: Microbatch, choices: ExpertChoices | None = None) -> Head:
     weight = model.head.weight
     return _hidden(model, batch, choices), weight, model.head.pack.of(weight)
 
 
-def batch_states(model: ExactModel, batch: Microbatch) -> Tensor:
+def batch_states(model: "ExactModel", batch: Microbatch) -> Tensor:
     """Compute the states [T', D] that a stage of a pipeline gives to the next one."""
     found: Tensor = model(lambda: model.states(*_inputs(model, batch)))
     return found
 
 
-def _inputs(model: ExactModel, batch: Microbatch) -> tuple[Tensor, Tensor, Plan]:
+def _inputs(model: "ExactModel", batch: Microbatch) -> tuple[Tensor, Tensor, Plan]:
     """Return (tokens, positions, plan) of the rows that this process computes."""
     tokens, positions = map(torch.from_numpy, model.row_parts.rows(batch))
     return tokens, positions, model.row_parts.plan(model.packed_plan(batch.segments))
 
 
-def _hidden(model: ExactModel, batch: Microbatch, choices: ExpertChoices | None = None) -> Tensor:
+def _hidden(model: "ExactModel", batch: Microbatch, choices: ExpertChoices | None = None) -> Tensor:
     """Compute the states that predict this process's targets, [n, D] of the model's type."""
     hidden = model.hidden(*_inputs(model, batch), choices)
     rows = torch.from_numpy(model.row_parts.targets(batch)[1]).to(model.device)

@@ -3,8 +3,8 @@ by llguidance.
 
     JsonGrammars.mask(schema) --> JsonMask.copy, one a choice --> allowed(tokens), once a token
 
-A schema is compiled in the lane of its request, within llguidance's limits of work. White space is
-bounded, or a model could write it up to its last token. Knows no engine and no requests.
+A schema is compiled within llguidance's limits of work. White space is bounded, or a model could
+write it up to its last token. Knows no engine and no requests.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tandem.serve.openai_api import ApiError, Json
+from tandem.serve.openai import ApiError, Json
 from tandem.types import Array, Tool
 
 _MOVED = "#/$defs/"  # where references of the tools' schemas may lead
@@ -32,11 +32,12 @@ def calls_schema(tools: Sequence[Tool], *, single: bool) -> Json:
     calls = []
     for tool in tools:
         function = tool["function"]
-        arguments = {"type": "object"} | (function.get("parameters") or {})
-        own_definitions = arguments.pop("$defs", {})
-        if wrong := _cannot_move([arguments, own_definitions]):
+        parameters = function.get("parameters") or {}
+        if wrong := _cannot_move(parameters):
             message = f"tools: parameters of {function['name']!r}: {wrong}"
             raise ApiError(400, message, param="tools")
+        arguments = {"type": "object"} | parameters
+        own_definitions = arguments.pop("$defs", {})
         for name, own in own_definitions.items():
             if definitions.setdefault(name, own) != own:
                 message = f"tools: two schemas define {name} in different ways"
@@ -48,22 +49,19 @@ def calls_schema(tools: Sequence[Tool], *, single: bool) -> Json:
     return {"type": "array", "items": {"anyOf": calls}, "$defs": definitions} | count
 
 
-def _cannot_move(schema: list[Any]) -> str:
-    """Say what in [arguments, definitions] means something else in a list of calls, or ""."""
-    arguments, definitions = schema
-    if arguments["type"] != "object":
+def _cannot_move(parameters: Json) -> str:
+    """Say what in a tool's schema means something else in a list of calls, or ""."""
+    if parameters.get("type", "object") != "object":
         return 'arguments are an object, {"type": "object", ...}'
-    if not isinstance(definitions, dict):
+    if not isinstance(parameters.get("$defs", {}), dict):
         return '"$defs" is no object'
-    level: list[Any] = [schema]
-    while level:
-        inner = [one for one in level if isinstance(one, dict)]
-        for one in inner:  # a property of that name has a schema, not a text
-            reference = one.get("$ref")
-            if isinstance(reference, str) and not reference.startswith(_MOVED):
-                return f'"$ref" {reference!r:.60} leads elsewhere than {_MOVED}NAME'
-        lists = (one for one in level if isinstance(one, list))
-        level = [child for one in (*(own.values() for own in inner), *lists) for child in one]
+    try:
+        text = json.dumps(parameters)
+    except RecursionError:
+        return "nested too deeply"
+    for reference in re.findall(r'"\$ref": "(.*?)"', text):
+        if not reference.startswith(_MOVED):
+            return f'"$ref" {reference!r:.60} leads elsewhere than {_MOVED}NAME'
     return ""
 
 

@@ -18,7 +18,7 @@
 
 Everything but the inbox belongs to one side: the engine and `_live` to the thread, the rest to the
 loop. Data that crosses is copied. When the engine raises, or the server stops, _end gives
-EngineStopped to every client that waits, and to all later ones. It knows no HTTP.
+EngineStopped to every client that waits, and to all later ones.
 """
 
 import asyncio
@@ -34,6 +34,7 @@ from typing import Any, Protocol, TypeVar
 
 from tandem.engine.prompt_scores import PromptScores
 from tandem.engine.scheduler import RunningSequence
+from tandem.serve.openai import ApiError
 from tandem.types import Completion, Request
 
 logger = logging.getLogger(__name__)
@@ -63,8 +64,11 @@ class ServedEngine(Protocol):
     def weight_hash(self) -> str: ...
 
 
-class EngineStopped(Exception):
+class EngineStopped(ApiError):
     """The engine has stopped: it failed, or the server stops."""
+
+    def __init__(self, reason: str):
+        super().__init__(503, reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +153,7 @@ class EngineService:
 
     # ---- event loop
 
-    def start(self) -> None:
+    async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 

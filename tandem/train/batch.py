@@ -8,6 +8,7 @@ tensors of a microbatch of it.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,7 +17,6 @@ from torch import Tensor
 from tandem.config.schema import RL, Config
 from tandem.model.expert_choices import replayed_experts
 from tandem.model.forward import batch_logprobs, batch_values, reference_logprobs
-from tandem.model.load import ExactModel
 from tandem.rl.aggregation import sequence_weights
 from tandem.rl.losses import Metrics
 from tandem.train.checks import require_experts, require_frozen
@@ -24,6 +24,10 @@ from tandem.train.learner import Learner
 from tandem.train.pack import join, pack, split
 from tandem.train.ranks import ALONE, Compute, Ranks
 from tandem.types import Array, Episode, Group, Microbatch, Sample, SamplingDistribution
+
+if TYPE_CHECKING:
+    from tandem.model.load import ExactModel
+
 
 TokenArrays = list[Array]  # one array a sample, one entry a loss token
 Place = tuple[int, int]  # (group of a step, episode of the group)
@@ -35,11 +39,11 @@ class Models:
 
     policy: Learner
     critic: Learner | None = None
-    reference: ExactModel | None = None
-    teacher: ExactModel | None = None
+    reference: "ExactModel | None" = None
+    teacher: "ExactModel | None" = None
 
     @property
-    def others(self) -> list[ExactModel]:
+    def others(self) -> "list[ExactModel]":
         """All but the policy."""
         critic = None if self.critic is None else self.critic.model
         return [model for model in (critic, self.reference, self.teacher) if model is not None]
@@ -83,7 +87,7 @@ class TrainBatch:
         """Episodes of the samples, in order."""
         return [self.groups[group].episodes[number] for group, number in self.sample_index]
 
-    def forward_all(self, model: ExactModel, compute: Compute) -> TokenArrays:
+    def forward_all(self, model: "ExactModel", compute: Compute) -> TokenArrays:
         """Return the value that `compute` gives every loss token by the model, without
         gradients."""
         microbatches = list(chain.from_iterable(self.minibatches))

@@ -1,16 +1,20 @@
 """Checks of an update before it moves a weight: the right tensors are trained, with the gradient of
 the algorithm. And the errors that end a run whose steps make no update."""
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from tandem.model.load import ExactModel
 from tandem.runtime.errors import InvariantError, UserError
 from tandem.train.learner import Learner
 from tandem.types import Array, Episode, Row
 
+if TYPE_CHECKING:
+    from tandem.model.load import ExactModel
 
-def require_frozen(reference: ExactModel, policy: Learner) -> None:
+
+def require_frozen(reference: "ExactModel", policy: Learner) -> None:
     """Raise InvariantError if the reference shares a tensor with the policy's optimizer: its KL
     would stay 0 for ever."""
     ranks, adapter = policy.ranks, reference.adapter_weights()

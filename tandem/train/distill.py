@@ -3,6 +3,7 @@ teacher. Rewards are logged and not trained on."""
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -10,7 +11,6 @@ from torch import Tensor
 
 from tandem.model.expert_choices import replayed_experts
 from tandem.model.forward import reference_logprobs, teacher_divergences
-from tandem.model.load import ExactModel
 from tandem.rl.distillation import divergence, sampled_advantages
 from tandem.rl.losses import Metrics, total
 from tandem.train.batch import Models, TrainBatch, compute_logprobs, pack_batch, token_weights
@@ -25,10 +25,13 @@ from tandem.train.learn import (
 from tandem.train.pack import join
 from tandem.types import Group, Microbatch, Row
 
+if TYPE_CHECKING:
+    from tandem.model.load import ExactModel
+
 
 def distill(
     stage: LearnStage,
-    teacher: ExactModel,
+    teacher: "ExactModel",
     groups: Sequence[Group],
     version: int,
     observe: Observe | None = None,
@@ -63,7 +66,7 @@ def distill(
 
 
 def _update_exact(
-    stage: LearnStage, teacher: ExactModel, batch: TrainBatch, minibatch: Sequence[Microbatch]
+    stage: LearnStage, teacher: "ExactModel", batch: TrainBatch, minibatch: Sequence[Microbatch]
 ) -> Metrics:
     """Make one optimizer step on the divergence over the whole vocabulary."""
     settings, student = stage.config.distill, stage.models.policy

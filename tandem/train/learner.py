@@ -3,17 +3,20 @@ NaN never reaches a weight."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from tandem.model.boxes import Box
-from tandem.model.load import ExactModel
 from tandem.rl.losses import Metrics
 from tandem.train.optimizer import Optimizer
 from tandem.train.ranks import ALONE, Loss, Ranks
 from tandem.train.routing import observe_routers
 from tandem.types import Microbatch
+
+if TYPE_CHECKING:
+    from tandem.model.load import ExactModel
 
 
 @dataclass(frozen=True)
@@ -21,16 +24,16 @@ class Learner:
     """A model with its optimizer: the policy, the critic, or a model that learns from fixed
     data."""
 
-    model: ExactModel
+    model: "ExactModel"
     optimizer: Optimizer
     ranks: Ranks = ALONE  # the processes that run it
     name: str = "policy"
     # of rank 0, if the model is divided: a whole one, which engines run and exports hold
-    copy: ExactModel | None = None
+    copy: "ExactModel | None" = None
     router_aux_loss_coef: float = 0.0  # of a mixture of experts
 
     @property
-    def whole(self) -> ExactModel:
+    def whole(self) -> "ExactModel":
         """The whole model, as of the last `publish`."""
         return self.copy or self.model
 
@@ -77,7 +80,7 @@ class Learner:
         loss: Loss,
         *,
         count: int = 0,
-        frozen: Sequence[ExactModel] = (),
+        frozen: "Sequence[ExactModel]" = (),
     ) -> Metrics:
         """Make one optimizer step on the sum of the microbatches' losses; return means over `count`
         things, by default the loss tokens. frozen: other models that `loss` runs.

@@ -8,17 +8,20 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from tandem.model.boxes import Box
-from tandem.model.load import ExactModel
 from tandem.rl.losses import Metrics
 from tandem.runtime import watchdog
 from tandem.train.optimizer import MapWhole, Norm, global_norm, map_each
 from tandem.types import Array, Microbatch
+
+if TYPE_CHECKING:
+    from tandem.model.load import ExactModel
+
 
 # Runs the model on a microbatch; returns one value for each loss token.
 Compute = Callable[[Microbatch], Tensor]
@@ -62,38 +65,38 @@ class Ranks:
         """Return the machine and the pid of each rank."""
         return [(socket.gethostname(), os.getpid())]
 
-    def divide(self, model: ExactModel, dtype: torch.dtype) -> ExactModel:
+    def divide(self, model: "ExactModel", dtype: torch.dtype) -> "ExactModel":
         """Divide a model among the processes, with float32 weights; return what they train.
         dtype: of the weights that run."""
         return model
 
-    def running_dtype(self, model: ExactModel) -> torch.dtype:
+    def running_dtype(self, model: "ExactModel") -> torch.dtype:
         """Return the type of the weights that run; of a divided model it need not be that of the
         parts."""
         return model.dtype
 
-    def publish(self, model: ExactModel, whole: ExactModel | None) -> None:
+    def publish(self, model: "ExactModel", whole: "ExactModel | None") -> None:
         """Copy a divided model's weights into the whole one of rank 0."""
 
-    def load_weights(self, model: ExactModel, weights: Mapping[str, Tensor]) -> None:
+    def load_weights(self, model: "ExactModel", weights: Mapping[str, Tensor]) -> None:
         """Copy weights into a model; of a divided one the optimizer does it, and they are only
         checked. Raises UserError if they are another model's."""
         model.load_weights(weights)
 
-    def boxes(self, model: ExactModel) -> Mapping[str, Box] | None:
+    def boxes(self, model: "ExactModel") -> Mapping[str, Box] | None:
         """Return which part of each weight this process holds; None: all of each."""
         return None
 
-    def counts(self, model: ExactModel, name: str) -> bool:
+    def counts(self, model: "ExactModel", name: str) -> bool:
         """Tell whether it is this process that saves its part of a weight."""
         return True
 
-    def shapes(self, model: ExactModel) -> dict[str, tuple[int, ...]]:
+    def shapes(self, model: "ExactModel") -> dict[str, tuple[int, ...]]:
         """Return the shapes of a model's whole weights, by name."""
         return {name: tuple(weight.shape) for name, weight in model.named_weights().items()}
 
     def collect(
-        self, model: ExactModel, names: Sequence[str], to: int
+        self, model: "ExactModel", names: Sequence[str], to: int
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield whole weights on rank `to`, one at a time, in the type that runs. All processes
         must go through to the end; the others get nothing."""
@@ -104,25 +107,25 @@ class Ranks:
         """Return the values of all processes, in their order."""
         return [value]
 
-    def parts(self, model: ExactModel) -> Mapping[str, Tensor]:
+    def parts(self, model: "ExactModel") -> Mapping[str, Tensor]:
         """Return what this process holds of each weight, by name."""
         return model.named_weights()
 
-    def trainable(self, model: ExactModel) -> dict[str, nn.Parameter]:
+    def trainable(self, model: "ExactModel") -> dict[str, nn.Parameter]:
         """Return what an optimizer of this process may change, by name."""
         return model.trainable()
 
-    def norm(self, model: ExactModel) -> Norm:
+    def norm(self, model: "ExactModel") -> Norm:
         """Return the norm of gradients of `trainable`."""
         return lambda gradients: global_norm(gradients.values())
 
-    def map_whole(self, model: ExactModel) -> MapWhole:
+    def map_whole(self, model: "ExactModel") -> MapWhole:
         """Return how a function of whole matrices is applied to what `trainable` names."""
         return map_each
 
     @torch.no_grad()
     def forward(
-        self, model: ExactModel, microbatches: Sequence[Microbatch], compute: Compute
+        self, model: "ExactModel", microbatches: Sequence[Microbatch], compute: Compute
     ) -> list[Array]:
         """Return the values of all microbatches, without gradients."""
         found = []
@@ -133,10 +136,10 @@ class Ranks:
 
     def backward(
         self,
-        model: ExactModel,
+        model: "ExactModel",
         microbatches: Sequence[Microbatch],
         loss: Loss,
-        frozen: Sequence[ExactModel] = (),
+        frozen: "Sequence[ExactModel]" = (),
     ) -> Totals:
         """Add the gradients of all microbatches' losses to the model's parameters. frozen: other
         models that `loss` runs."""

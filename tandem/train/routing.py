@@ -8,16 +8,19 @@ statistics nor the loss's weight depend on who runs which.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from tandem.model.experts import ExactRouter
-from tandem.model.load import ExactModel
 from tandem.model.row_parts import WHOLE
 from tandem.rl.losses import Metrics
 from tandem.train.ranks import Loss
 from tandem.types import Microbatch
+
+if TYPE_CHECKING:
+    from tandem.model.load import ExactModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ class Routing:
 
 
 def observe_routers(
-    model: ExactModel, loss: Loss, microbatches: Sequence[Microbatch], divisor: int, coef: float
+    model: "ExactModel", loss: Loss, microbatches: Sequence[Microbatch], divisor: int, coef: float
 ) -> Loss:
     """Let a loss of an update's microbatches also report on the model's routers, and balance them.
 

@@ -8,6 +8,7 @@ prefix.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,13 +16,16 @@ from torch import Tensor
 
 from tandem.config.schema import Preference
 from tandem.model.forward import batch_logprobs, batch_values, reference_logprobs
-from tandem.model.load import ExactModel
 from tandem.rl.losses import Metrics, negative_log_likelihood, sequence_means, sequence_sums, total
 from tandem.rl.preference import bradley_terry, dpo, ipo, margins
 from tandem.train.learner import Learner
 from tandem.train.pack import join, pack, split
 from tandem.train.ranks import Ranks
 from tandem.types import Array, Microbatch, Sample, SamplingDistribution
+
+if TYPE_CHECKING:
+    from tandem.model.load import ExactModel
+
 
 UNTEMPERED = SamplingDistribution()  # fixed data was sampled by nobody
 
@@ -51,7 +55,7 @@ def _read_at_end(sample: Sample) -> Sample:
 
 
 @torch.no_grad()
-def scores(scorer: ExactModel, chats: Sequence[Array], tokens_per_microbatch: int) -> list[float]:
+def scores(scorer: "ExactModel", chats: Sequence[Array], tokens_per_microbatch: int) -> list[float]:
     """Return a reward model's score of each chat, tokens int64 [T]."""
     samples = [Sample(tokens=tokens, loss_mask=np.zeros(len(tokens), bool)) for tokens in chats]
     batches = pack([_read_at_end(sample) for sample in samples], tokens_per_microbatch)
@@ -73,7 +77,7 @@ def sft_step(policy: Learner, batches: Sequence[Microbatch]) -> Metrics:
 
 
 def preference_step(
-    policy: Learner, reference: ExactModel, batches: Sequence[Microbatch], settings: Preference
+    policy: Learner, reference: "ExactModel", batches: Sequence[Microbatch], settings: Preference
 ) -> Metrics:
     """Make one optimizer step of DPO or IPO, mean over pairs."""
     fixed = reference_answers(reference, batches, policy.ranks)
@@ -98,7 +102,7 @@ def _pair_step(
 
 
 def pair_metrics(
-    policy: Learner, reference: ExactModel, batches: Sequence[Microbatch], settings: Preference
+    policy: Learner, reference: "ExactModel", batches: Sequence[Microbatch], settings: Preference
 ) -> list[Metrics]:
     """Return the metrics of each microbatch of whole pairs, as sums, without an update."""
     fixed = reference_answers(reference, batches, policy.ranks)
@@ -109,13 +113,13 @@ def pair_metrics(
     ]
 
 
-def answers(model: ExactModel, batch: Microbatch) -> Tensor:
+def answers(model: "ExactModel", batch: Microbatch) -> Tensor:
     """Return the log-probs of the answers' tokens, [N]."""
     return batch_logprobs(model, batch, UNTEMPERED, entropy=False)[0]
 
 
 def reference_answers(
-    reference: ExactModel, batches: Sequence[Microbatch], ranks: Ranks
+    reference: "ExactModel", batches: Sequence[Microbatch], ranks: Ranks
 ) -> dict[int, Array]:
     """Return the reference's log-probs of every answer's tokens, by the answer's number."""
     with reference.adapter_off():  # also in processes that do not run the lambda

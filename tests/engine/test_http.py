@@ -16,7 +16,7 @@ from tandem.engine.http import CHECK_S, TOKEN_S, HttpEngines
 from tandem.jobs.http_engines import FileSync
 from tandem.runtime.errors import UserError
 from tandem.runtime.http import ServerLost, ask, start
-from tandem.serve.openai_requests import Served
+from tandem.serve.requests import Served
 from tandem.step import train_step
 from tandem.types import Score
 from tests.support.engines import decode, engine_of, facts, mixed_requests, request
@@ -41,6 +41,7 @@ class Letters:
     """The tokenizer of tests.support.engines, as far as a server of token ids needs one."""
 
     stop_token_ids, byte_tokens = (), frozenset()
+    encode = encode_chat = None  # of texts
 
     def decode(self, tokens):
         return decode(tokens)
@@ -144,6 +145,12 @@ def odd(completion=None, status=200, **model):
         server.server_close()
 
 
+def serve_weights(server, sha256):
+    """Have an odd server say that it has weights, as Tandem's does."""
+    has = {"weight_version": 0, "sha256": sha256, "takes_updates": True}
+    server.answers["/weights"] = 200, has
+
+
 def choice(tokens, finish="length", **more):
     logprobs = {"token_logprobs": [-0.5] * len(tokens)}
     fields = {"token_ids": tokens, "logprobs": logprobs, "finish_reason": finish} | more
@@ -184,10 +191,7 @@ def test_requests_of_a_lost_server_go_to_another_with_the_reason_in_the_log(url,
     expected = engine_of(exact_model("qwen3")).generate(asked)
     for completion, status in ((None, 200), ({"error": "out of memory"}, 503)):
         with odd(completion, status, owned_by="tandem") as (broken, server):
-            server.answers["/weights"] = (
-                200,
-                {"weight_version": 0, "sha256": sha256, "takes_updates": True},
-            )
+            serve_weights(server, sha256)
             with connected(broken, url) as engines:
                 found = run(engines, asked)
                 assert list(map(facts, found)) == list(map(facts, expected))
@@ -202,10 +206,7 @@ def test_both_servers_get_requests_and_a_prompt_stays_at_one(sha256):
     answer = choice([5, 6], weight_versions=[0, 0])
     with odd(answer, owned_by="tandem") as (a, one), odd(answer, owned_by="tandem") as (b, two):
         for server in (one, two):
-            server.answers["/weights"] = (
-                200,
-                {"weight_version": 0, "sha256": sha256, "takes_updates": True},
-            )
+            serve_weights(server, sha256)
         with connected(a, b) as engines:
             for _ in range(3):
                 run(engines, [request(n, [9, n % 2], max_new_tokens=2) for n in range(8)])
@@ -346,10 +347,7 @@ def test_a_bug_in_the_thread_of_a_request_is_raised_to_the_caller(url):
 def test_a_server_that_comes_back_serves_again(sha256):
     answer = choice([5, 6], weight_versions=[0, 0])
     with odd(None, owned_by="tandem") as (url, server):
-        server.answers["/weights"] = (
-            200,
-            {"weight_version": 0, "sha256": sha256, "takes_updates": True},
-        )
+        serve_weights(server, sha256)
         with connected(url) as engines:
             ticket = engines.submit(request(0, max_new_tokens=2))
             assert eventually(lambda: engines.step() or engines.servers[0].lost)
@@ -444,10 +442,7 @@ def test_more_tokens_than_until_the_pause_are_refused_and_fewer_too(url):
 def test_versions_that_a_server_leaves_empty_are_those_that_it_serves(sha256):
     answer = choice([5, 6], weight_versions=None)
     with odd(answer, owned_by="tandem") as (url, server):
-        server.answers["/weights"] = (
-            200,
-            {"weight_version": 0, "sha256": sha256, "takes_updates": True},
-        )
+        serve_weights(server, sha256)
         with connected(url) as engines:
             [completion] = run(engines, [request(0, max_new_tokens=2)])
     assert completion.weight_versions.tolist() == [0, 0]
@@ -462,10 +457,7 @@ def test_servers_of_other_weights_are_refused(url):
 def test_tokens_of_weights_that_changed_are_refused(sha256):
     answer = choice([5, 6], weight_versions=[0, 1])
     with odd(answer, owned_by="tandem") as (url, server):
-        server.answers["/weights"] = (
-            200,
-            {"weight_version": 0, "sha256": sha256, "takes_updates": True},
-        )
+        serve_weights(server, sha256)
         with (
             connected(url) as engines,
             pytest.raises(UserError, match="changed while it") as caught,

@@ -12,7 +12,6 @@ import numpy as np
 import openai
 import pytest
 
-from tandem.config.schema import Config
 from tandem.config.schema import Env as EnvConfig
 from tandem.engine.engine import Engine
 from tandem.envs.agent.chat import (
@@ -23,26 +22,18 @@ from tandem.envs.agent.chat import (
     parse_reward,
     read_request,
 )
-from tandem.envs.agent.env import AgentDrivenEnv, AgentEnv
-from tandem.envs.agent.run import AgentFailed
+from tandem.envs.agent.env import AgentDrivenEnv, AgentEnv, AgentFailed
 from tandem.envs.agent.server import the_server
-from tandem.rollout.collect import Collector
 from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episodes import run_episodes
-from tandem.rollout.score import RolloutRunner
 from tandem.run_folder.episode_files import read_episodes
-from tandem.run_folder.journal import Journal
 from tandem.runtime.errors import UserError
-from tandem.serve.openai_api import ApiError, ChatMessage
-from tandem.step import Stages, train_step
-from tandem.train.batch import Models
-from tandem.train.learner import Learner
-from tandem.train.optimizer import Optimizer, Settings
-from tandem.train.parity import ExactCheck
+from tandem.serve.openai import ApiError, ChatMessage
+from tandem.step import train_step
 from tandem.types import Problem, SamplingParams, Score
-from tandem.weights.in_process import InlineSync
 from tests.support.scripted import DigitRenderer, ScriptedReward
+from tests.support.stages import PROBLEMS, config, stages_in, with_runner
 from tests.support.tiny import exact_model
 from tests.support.waiting import WAIT_S, eventually
 
@@ -59,6 +50,9 @@ ADD = {
     },
 }
 CALL = '<tool_call>\n{"name": "add", "arguments": {"b": 4, "a": 3}}\n</tool_call>'
+
+
+CHAT = [ChatMessage(role="system", content="s"), ChatMessage(role="user", content="u")]
 
 
 def user(text):
@@ -176,7 +170,7 @@ def test_a_streamed_answer_is_the_whole_answer(text, tools):
             answers.append(stream.get_final_completion().choices[0])
 
     play(run, text)
-    reply = Reply.to(ChatRequest(messages=(), tools=tools), text, 1)
+    reply = Reply.to(ChatRequest(messages=CHAT, tools=list(tools)), text, 1)
     message = answers[0].message
     assert (message.content or "") == reply.content
     calls = [(c.id, c.function.name, c.function.arguments) for c in message.tool_calls or []]
@@ -213,26 +207,25 @@ def test_tool_calls_are_recognized_when_they_come_back(back):
 def test_arguments_written_as_text_get_the_schemas_types():
     arguments = "<parameter=a>\n3\n</parameter>\n<parameter=b>\nx\n</parameter>"
     text = f"<tool_call>\n<function=add>\n{arguments}\n</function>\n</tool_call>"
-    [call] = Reply.to(ChatRequest(messages=(), tools=(ADD,)), text, 1).calls
+    [call] = Reply.to(ChatRequest(messages=CHAT, tools=[ADD]), text, 1).calls
     # what is no integer stays what was said
     assert call.function.arguments == {"a": 3, "b": "x"}
 
 
 def test_a_call_that_cannot_be_read_stays_text():
-    reply = Reply.to(ChatRequest(messages=(), tools=(ADD,)), f"{CALL}<tool_call>{{", 1)
+    reply = Reply.to(ChatRequest(messages=CHAT, tools=[ADD]), f"{CALL}<tool_call>{{", 1)
     assert (reply.calls, reply.content) == ((), reply.text)
 
 
 # ---- one conversation
 
 
-CHAT = (ChatMessage(role="system", content="s"), ChatMessage(role="user", content="u"))
 SPOKE = ChatMessage(role="assistant", content="a")
 MORE = ChatMessage(role="user", content="v")
 
 
 def test_a_conversation_goes_on_with_what_is_new():
-    asked = ChatRequest(messages=(*CHAT, SPOKE, MORE, ChatMessage(role="tool", content="t")))
+    asked = ChatRequest(messages=[*CHAT, SPOKE, MORE, ChatMessage(role="tool", content="t")])
     new = continuation(ChatRequest(messages=CHAT), Reply(text=" a\n", content=" a\n"), asked)
     assert new == [user("v"), {"role": "tool", "content": "t"}]
 
@@ -241,22 +234,22 @@ def test_a_conversation_goes_on_with_what_is_new():
     ("now", "complaint"),
     [
         (
-            ChatRequest(messages=(ChatMessage(role="system", content="S"), CHAT[1], SPOKE, MORE)),
+            ChatRequest(messages=[ChatMessage(role="system", content="S"), CHAT[1], SPOKE, MORE]),
             "message 1 of a later request",
         ),
         (ChatRequest(messages=CHAT), "2 messages, and 2 were said before"),
         (
-            ChatRequest(messages=(MORE,)),
+            ChatRequest(messages=[MORE]),
             "message 1 of a later request is user's 'v', and was system's 's'",
         ),
-        (ChatRequest(messages=(*CHAT, MORE)), "message 3 .* and the model had said 'a'"),
+        (ChatRequest(messages=[*CHAT, MORE]), "message 3 .* and the model had said 'a'"),
         (
-            ChatRequest(messages=(*CHAT, ChatMessage(role="assistant", content="b"), MORE)),
+            ChatRequest(messages=[*CHAT, ChatMessage(role="assistant", content="b"), MORE]),
             "message 3 .* had said 'a'",
         ),
-        (ChatRequest(messages=(*CHAT, SPOKE)), "is nothing"),
-        (ChatRequest(messages=(*CHAT, SPOKE, MORE, SPOKE, MORE)), "is user, assistant, user"),
-        (ChatRequest(messages=(*CHAT, SPOKE, MORE), tools=(ADD,)), "other tools"),
+        (ChatRequest(messages=[*CHAT, SPOKE]), "is nothing"),
+        (ChatRequest(messages=[*CHAT, SPOKE, MORE, SPOKE, MORE]), "is user, assistant, user"),
+        (ChatRequest(messages=[*CHAT, SPOKE, MORE], tools=[ADD]), "other tools"),
     ],
 )
 def test_request_that_does_not_continue_breaks_the_episode(now, complaint):
@@ -282,9 +275,9 @@ def test_second_conversation_costs_the_episode_with_a_reason():
 
 
 def test_tools_may_be_left_out_later():
-    asked = ChatRequest(messages=(*CHAT, SPOKE, MORE))
+    asked = ChatRequest(messages=[*CHAT, SPOKE, MORE])
     assert continuation(
-        ChatRequest(messages=CHAT, tools=(ADD,)), Reply(text="a", content="a"), asked
+        ChatRequest(messages=CHAT, tools=[ADD]), Reply(text="a", content="a"), asked
     ) == [user("v")]
 
 
@@ -361,7 +354,7 @@ def test_fields_of_sampling_are_ignored():
         "n": 1,
     }
     assert read_request(json.dumps(body).encode()) == ChatRequest(
-        messages=(ChatMessage(role="system", content="Hi"),)
+        messages=[ChatMessage(role="system", content="Hi")]
     )
 
 
@@ -381,18 +374,13 @@ def test_a_body_that_is_no_json_object_is_refused(raw):
         {"reward": None},
         {"reward": 1, "parts": {"a": "b"}},
         {"reward": 1, "x": 1},
+        {"reward": 1, "parts": None},
         {"reward": 1, "parts": {"env": 2}},
     ],
 )
 def test_reward_that_is_not_finite_is_refused(value):
     with pytest.raises(ValueError, match="reward"):
         parse_reward(value)
-
-
-def test_numbers_of_all_kinds_are_rewards():
-    assert [
-        parse_reward(value).reward for value in (True, 1, np.float32(0.5), {"reward": np.int64(2)})
-    ] == [1.0, 1.0, 0.5, 2.0]
 
 
 def test_the_server_knows_its_endpoints_and_its_episodes():
@@ -407,6 +395,8 @@ def test_the_server_knows_its_endpoints_and_its_episodes():
                 f"{root}x/v1/chat/completions", json={}
             ).status_code
             codes["outside"] = http.get(httpx.URL(base_url).copy_with(path="/")).status_code
+            foreign = {"Host": "evil.example"}
+            codes["foreign name"] = http.get(f"{base_url}/models", headers=foreign).status_code
             codes["bad reward"] = http.post(f"{base_url}/reward", json={"reward": "x"}).status_code
         with suppress(openai.BadRequestError):
             ask(base_url, list(problem.messages), n=2)
@@ -418,6 +408,7 @@ def test_the_server_knows_its_endpoints_and_its_episodes():
         "completions": 404,
         "no such episode": 404,
         "outside": 404,
+        "foreign name": 403,
         "bad reward": 400,
     }
 
@@ -449,7 +440,7 @@ def test_an_agent_that_asks_for_nothing_is_an_error():
 
 
 def test_text_as_a_reward_is_an_error():
-    with raising(ValueError, match="a reward is a number"):
+    with raising(ValueError, match="a reward is a finite number"):
         play(lambda problem, base_url, api_key: ask(base_url, list(problem.messages)).content, "7")
 
 
@@ -547,7 +538,6 @@ def test_the_example_answers_checks_itself_and_is_scored():
 # ---- in a rollout
 
 
-PROBLEMS = [Problem(uid=f"p{n}", messages=(user(str(n)),), answer=str(n)) for n in range(4)]
 PARAMS = SamplingParams(max_new_tokens=40, temperature=0.9, stop_token_ids=(91, *range(30)))
 
 
@@ -583,27 +573,10 @@ class Given(ScriptedReward):
 
 
 def test_training_step_with_an_agent_is_exactly_on_policy(tmp_path):
-    tree = Config().model_dump()
-    tree["rl"] |= {"prompts_per_step": 2, "group_size": 3}
-    tree["env"] |= {"name": "agent", "timeout_s": WAIT_S}
-    config, model = Config.model_validate(tree), exact_model("qwen3")
-    engine = real_engine(model)
-    optimizer = Optimizer(model.trainable(), Settings(learning_rate=1e-3, total_steps=10))
-    envs = EnvPool(make=lambda: AgentDrivenEnv(chatty), limits=config.env)
-    runner = RolloutRunner(
-        engine=engine, renderer=DigitRenderer(), envs=envs, rewards=Given(), reward_model=None
-    )
-    journal = Journal(tmp_path, "run", PROBLEMS)
-    stages = Stages(
-        config=config,
-        models=Models(policy=Learner(model, optimizer)),
-        sampling=PARAMS,
-        parity=ExactCheck(),
-        collector=Collector(
-            config=config, problems=PROBLEMS, runner=runner, sampling=PARAMS, journal=journal
-        ),
-        sync=InlineSync(engine),
-    )
+    settings = config(env__name="agent", env__timeout_s=WAIT_S)
+    stages = stages_in(tmp_path, settings, reward=Given(), sampling=PARAMS)
+    envs = EnvPool(make=lambda: AgentDrivenEnv(chatty), limits=settings.env)
+    stages = with_runner(stages, envs=envs)
     metrics = train_step(stages, 0).metrics
     assert (metrics["logprob_gap"], metrics["ratio"]) == (0.0, 1.0) and metrics["grad_norm"] > 0
     episodes = read_episodes(next(tmp_path.glob("*.parquet")))
@@ -614,7 +587,7 @@ def test_training_step_with_an_agent_is_exactly_on_policy(tmp_path):
             episode.tokens, np.flatnonzero(np.diff(episode.loss_mask.astype(int))) + 1
         )[1::2]
         assert said == [
-            str(turn[: len(json.loads(text))].tolist())
+            str(turn[: len(text.strip("[]").split())])
             for turn, text in zip(sampled, said, strict=True)
         ]
         heard = [m["content"] for m in episode.messages[1::2]]
@@ -634,7 +607,7 @@ def test_order_of_concurrent_agents_changes_no_episode():
         limits = EnvConfig(concurrency=concurrency, timeout_s=WAIT_S)
         envs = EnvPool(make=lambda: AgentDrivenEnv(chatty), limits=limits)
         return run_episodes(
-            new_groups(PROBLEMS, 8, ("test",)),
+            new_groups(PROBLEMS[:4], 8, ("test",)),
             engine=real_engine(model),
             renderer=DigitRenderer(),
             envs=envs,

@@ -19,7 +19,15 @@ from tandem.envs.observations import malformed_thinking
 from tandem.model.forward import batch_logprobs
 from tandem.runtime.errors import UserError
 from tandem.train.pack import join, pack
-from tandem.types import Completion, Env, Observation, Sample, SamplingDistribution, SamplingParams
+from tandem.types import (
+    Completion,
+    Env,
+    Observation,
+    Request,
+    Sample,
+    SamplingDistribution,
+    SamplingParams,
+)
 from tests.support.playing import PROBLEMS, Counting, TurnEngine, play, user
 from tests.support.tiny import exact_model
 from tests.support.waiting import WAIT_S, eventually
@@ -36,17 +44,6 @@ class PatientEngine(TurnEngine):
             self._tickets = tickets
             return super().step()
         return []
-
-
-class Blocking(Counting):
-    """The same as plain methods, which run in threads."""
-
-    def reset(self, problem):
-        return list(problem.messages)
-
-    def step(self, text):
-        assert threading.current_thread() is not threading.main_thread()
-        return asyncio.run(super().step(text))
 
 
 def test_turn_appends_and_answers_of_the_world_carry_no_loss():
@@ -72,6 +69,15 @@ def test_turn_appends_and_answers_of_the_world_carry_no_loss():
         and episode.stop_reason == "stop"
         and episode.num_prompt_tokens == 2
     )
+
+
+def test_turns_draw_from_one_key_without_repeating_a_position():
+    engine = TurnEngine()
+    play(Counting, engine, problems=PROBLEMS[:2], group_size=2)
+    by_key = {}
+    for request in engine.requests:
+        by_key.setdefault(request.key, []).append(request.num_sampled)
+    assert list(by_key.values()) == [[0, 2, 4]] * 4
 
 
 def aside():
@@ -495,6 +501,25 @@ def test_engine_and_trainer_agree_bit_for_bit_across_turns():
         ]
     engine = join(batches, [e.engine_logprobs[e.loss_mask] for e in episodes])
     assert all(np.array_equal(mine, theirs) for mine, theirs in zip(logprobs, engine, strict=True))
+
+
+def test_draws_of_a_turn_go_on_where_the_turn_before_ended():
+    """A completion in one request, and as two turns without anything between them."""
+    engine, prompt = real_engine(exact_model("qwen3")), np.array([90, 0])
+
+    def sampled(prompt, count, num_sampled):
+        params = SamplingParams(max_new_tokens=count)
+        ticket = engine.submit(
+            Request(key=7, prompt=prompt, params=params, num_sampled=num_sampled)
+        )
+        while ticket.completion is None:
+            engine.step()
+        return ticket.completion.tokens
+
+    whole = sampled(prompt, 8, num_sampled=0)
+    for done in (1, 5):
+        rest = sampled(np.concatenate([prompt, whole[:done]]), 8 - done, num_sampled=done)
+        assert rest.tolist() == whole[done:].tolist()
 
 
 def test_episodes_do_not_depend_on_batch_or_concurrency():

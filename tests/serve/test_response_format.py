@@ -2,7 +2,6 @@
 answers stay what they were."""
 
 import json
-import subprocess
 import sys
 
 import httpx
@@ -14,7 +13,7 @@ from tandem.cli.serve import RendererTexts
 from tandem.data.renderer import load_renderer
 from tandem.model.tiny import CHARACTERS, make_tiny
 from tandem.serve.json_masks import JsonGrammars
-from tandem.serve.openai_api import ApiError
+from tandem.serve.openai import ApiError
 from tests.support.byte_models import make_model
 from tests.support.serving import post, running
 from tests.support.tiny_server import TinyServer
@@ -249,21 +248,10 @@ def test_mask_begins_again_with_its_sequence(tiny):
     assert np.array_equal(mask.allowed(tokens), later)
 
 
-WITHOUT = """
-import sys
-sys.modules["llguidance"] = None  # as if it were not installed
-from tandem.cli.serve import RendererTexts
-from tandem.data.renderer import load_renderer
-texts = RendererTexts(load_renderer(sys.argv[1]))
-texts.prepare_json(300)  # as the server does at its start
-try:
-    texts.json_mask({}, 300)
-except Exception as error:
-    print(error.status, error.param, error)
-"""
-
-
-def test_missing_package_is_named(tmp_path):
-    command = [sys.executable, "-c", WITHOUT, make_model(tmp_path)]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert said.startswith("400 response_format ") and "pip install 'tandem-rl[json]'" in said
+def test_missing_package_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    texts = RendererTexts(load_renderer(make_model(tmp_path)))
+    texts.prepare_json(300)  # as the server does at its start
+    with pytest.raises(ApiError, match="pip install 'tandem-rl") as caught:
+        texts.json_mask({}, 300)
+    assert (caught.value.status, caught.value.param) == (400, "response_format")

@@ -13,7 +13,7 @@ from tandem.cli.serve import RendererTexts
 from tandem.data.renderer import load_renderer
 from tandem.envs.tools import ToolEnv
 from tandem.model.tool_calls import Call, write_calls
-from tandem.serve.openai_api import FunctionCall
+from tandem.serve.openai import FunctionCall
 from tests.support.byte_models import CHATML, make_model
 from tests.support.fake_engine import FAKE, FakeEngine, FakeTexts
 from tests.support.serving import post, running
@@ -128,6 +128,16 @@ def test_tools_are_shown_unless_none_is_to_be_called():
             assert bytes(answer["prompt_token_ids"]).decode() == f"{shown}user:{ASK['content']}\n"
 
 
+@pytest.fixture(scope="module")
+def url():
+    with answering("x") as url:
+        yield url
+
+
+def called(function):
+    return {"messages": [ASK, {"role": "assistant", "tool_calls": [{"function": function}]}]}
+
+
 @pytest.mark.usefixtures("no_collection")
 @pytest.mark.parametrize(
     ("fields", "param"),
@@ -149,56 +159,17 @@ def test_tools_are_shown_unless_none_is_to_be_called():
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0]"),
         ({"functions": [{"name": "f"}]}, "functions"),
+        (called({"name": "f", "arguments": "{"}), "messages[1].tool_calls[0].function.arguments"),
+        (called({"name": "f", "arguments": "[]"}), "messages[1].tool_calls[0].function.arguments"),
         (
-            {
-                "messages": [
-                    ASK,
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"function": {"name": "f", "arguments": "{"}}],
-                    },
-                ]
-            },
+            called({"name": "f", "arguments": "[" * 60_000}),
             "messages[1].tool_calls[0].function.arguments",
         ),
-        (
-            {
-                "messages": [
-                    ASK,
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}],
-                    },
-                ]
-            },
-            "messages[1].tool_calls[0].function.arguments",
-        ),
-        (
-            {
-                "messages": [
-                    ASK,
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"function": {"name": "f", "arguments": "[" * 60_000}}],
-                    },
-                ]
-            },
-            "messages[1].tool_calls[0].function.arguments",
-        ),
-        (
-            {
-                "messages": [
-                    ASK,
-                    {"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]},
-                ]
-            },
-            "messages[1].tool_calls[0].function.name",
-        ),
+        (called({"arguments": "{}"}), "messages[1].tool_calls[0].function.name"),
     ],
 )
-def test_unsupported_tool_field_is_named(fields, param):
-    with answering("x") as url:
-        answer = post(f"{url}/v1/chat/completions", json={"messages": [ASK], **fields})
+def test_unsupported_tool_field_is_named(url, fields, param):
+    answer = post(f"{url}/v1/chat/completions", json={"messages": [ASK], **fields})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param
     assert param.partition("[")[0] in answer.json()["error"]["message"]
 

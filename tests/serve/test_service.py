@@ -17,7 +17,7 @@ from tests.support.waiting import WAIT_S
 @asynccontextmanager
 async def service_of(engine):
     service = EngineService(engine)
-    service.start()
+    await service.start()
     try:
         yield service
     finally:

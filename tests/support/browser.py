@@ -102,12 +102,6 @@ class Browser:
         assert found, f"never: {script}"
         return found
 
-    def press(self, key):
-        self.run(
-            f"document.activeElement.dispatchEvent(new KeyboardEvent('keydown', "
-            f"{{key: {json.dumps(key)}, bubbles: true, cancelable: true}}))"
-        )
-
     def cdp(self, command, **parameters):
         return self._post("goog/cdp/execute", cmd=command, params=parameters)
 

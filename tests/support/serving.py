@@ -7,7 +7,7 @@ from functools import partial
 
 import httpx
 
-from tandem.serve.server import Server
+from tandem.serve.endpoints import EngineServer
 from tests.support.waiting import WAIT_S
 
 get, post = partial(httpx.get, timeout=WAIT_S), partial(httpx.post, timeout=WAIT_S)
@@ -20,14 +20,15 @@ def running(engine, texts, served, **options):
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        server, ready = Server(engine, texts, served, **options), threading.Event()
-        thread = threading.Thread(target=server.run, args=(sock, ready.set))
+        ready = threading.Event()
+        server = EngineServer(engine, texts, served, ready=ready.set, **options)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
         thread.start()
         try:
             assert ready.wait(WAIT_S)
             yield url
         finally:
-            server.stop()
+            server.should_exit = True
             thread.join(WAIT_S)
             assert not thread.is_alive()
             assert not [

@@ -11,12 +11,12 @@ import math
 import time
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from tandem.model.tool_calls import split_calls
-from tandem.serve.openai_api import (
+from tandem.serve.openai import (
     DONE,
     ApiError,
     ChatMessage,
@@ -31,7 +31,7 @@ from tandem.serve.openai_api import (
     read_object,
     validate,
 )
-from tandem.types import Message, Tool
+from tandem.types import Message
 
 ROLES = ("system", "user", "assistant", "tool")
 MODEL = "policy"
@@ -60,20 +60,12 @@ class ConversationBroken(Exception):
 # ---- requests
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatRequest:
-    """A request for a completion. Example: ChatRequest(messages=(ChatMessage(role="user",
-    content="Hi"),))"""
+class ChatRequest(Strict):
+    """A request for a completion. Example: ChatRequest(messages=[ChatMessage(role="user",
+    content="Hi")])"""
 
-    messages: tuple[ChatMessage, ...]
-    tools: tuple[Tool, ...] = ()
-    stream: bool = False
-    model: str = MODEL
-
-
-class _Body(Strict):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    tools: list[FunctionTool] | None = None
+    tools: Annotated[list[FunctionTool], Field(default_factory=list)]
     stream: bool = False
     model: str = MODEL
 
@@ -87,17 +79,12 @@ def read_request(raw: bytes) -> ChatRequest:
             f"{name} = {fields[name]!r} is not possible in an episode; leave it out",
             param=name,
         )
-    body = validate(_Body, fields, lenient=True)
-    for place, message in enumerate(body.messages):
+    request = validate(ChatRequest, fields, lenient=True)
+    for place, message in enumerate(request.messages):
         if message.role not in ROLES:
             param = f"messages[{place}].role"
             raise ApiError(400, f"{param}: expected one of {', '.join(ROLES)}", param=param)
-    return ChatRequest(
-        messages=tuple(body.messages),
-        tools=tuple(body.tools or ()),
-        stream=body.stream,
-        model=body.model or MODEL,
-    )
+    return request
 
 
 # ---- rewards
@@ -112,35 +99,24 @@ class AgentReward:
     parts: dict[str, float] = field(default_factory=dict)
 
 
-def read_reward(raw: bytes) -> AgentReward:
-    """Read the body of POST /reward. Raises ApiError."""
-    try:
-        return parse_reward(read_object(raw))
-    except ValueError as error:
-        raise ApiError(400, str(error)) from None
-
-
 def parse_reward(value: object) -> AgentReward:
     """Read a number, or {"reward": number, "parts": {name: number}}. Raises ValueError."""
-    match value:
-        case Real():
-            return AgentReward(reward=_finite(value))
-        case {"reward": _, "parts": {"env": _}}:
-            raise ValueError(
-                "a part of a reward cannot be called env: that is the reward's own name"
-            )
-        case {"reward": reward, "parts": dict(parts), **rest} if not rest:
-            numbers = {str(name): _finite(part) for name, part in parts.items()}
-            return AgentReward(reward=_finite(reward), parts=numbers)
-        case {"reward": reward, **rest} if not rest:
-            return AgentReward(reward=_finite(reward))
-    raise ValueError(f"a reward is a number or {{reward, parts}}, found {str(value)[:SHORT]!r}")
-
-
-def _finite(value: object) -> float:
-    if not isinstance(value, Real) or not math.isfinite(value):
-        raise ValueError(f"a reward and its parts are finite numbers, found {str(value)[:SHORT]!r}")
-    return float(value)
+    fields = {"reward": value} if isinstance(value, Real) else value
+    match fields:
+        case {"reward": reward, **rest} if rest.keys() <= {"parts"}:
+            parts: Any = rest.get("parts", {})
+            numbers = [reward, *parts.values()] if isinstance(parts, dict) else [None]
+            if isinstance(parts, dict) and "env" in parts:
+                raise ValueError(
+                    "a part of a reward cannot be called env: that is the reward's own name"
+                )
+            if all(isinstance(number, Real) and math.isfinite(number) for number in numbers):
+                named = {str(name): float(part) for name, part in parts.items()}
+                return AgentReward(reward=float(reward), parts=named)
+    raise ValueError(
+        "a reward is a finite number, or {reward, parts} of finite numbers, found "
+        f"{str(value)[:SHORT]!r}"
+    )
 
 
 # ---- answers
@@ -234,7 +210,7 @@ def continuation(before: ChatRequest, reply: Reply, now: ChatRequest) -> list[Me
     num_before = len(before.messages)
     for place, (old, new) in enumerate(zip(before.messages, now.messages, strict=False)):
         if _key(old) != _key(new):
-            raise _broken(f"message {place + 1}", f"{_short(new)}, and was {_short(old)}")
+            raise _broken(place, f"{_short(new)}, and was {_short(old)}")
     if len(now.messages) <= num_before:
         raise ConversationBroken(
             f"a later request has {len(now.messages)} messages, and {num_before} were said before: "
@@ -243,7 +219,7 @@ def continuation(before: ChatRequest, reply: Reply, now: ChatRequest) -> list[Me
     answer, *added = now.messages[num_before:]
     if not reply.is_message(answer):
         difference = f"{_short(answer)}, and the model had said {reply.text[:SHORT]!r}"
-        raise _broken(f"message {num_before + 1}", difference)
+        raise _broken(num_before, difference)
     if not added or any(message.role == "assistant" for message in added):
         roles = ", ".join(message.role for message in added) or "nothing"
         raise ConversationBroken(
@@ -256,8 +232,10 @@ def continuation(before: ChatRequest, reply: Reply, now: ChatRequest) -> list[Me
     return [_plain(message) for message in added]
 
 
-def _broken(place: str, difference: str) -> ConversationBroken:
-    return ConversationBroken(f"{place} of a later request is {difference}: {ONE_CONVERSATION}")
+def _broken(place: int, difference: str) -> ConversationBroken:
+    return ConversationBroken(
+        f"message {place + 1} of a later request is {difference}: {ONE_CONVERSATION}"
+    )
 
 
 def _short(message: ChatMessage) -> str:

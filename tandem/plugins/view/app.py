@@ -13,40 +13,54 @@ Functions that read files run in threads. Knows no format of a file: that is the
 import asyncio
 import json
 import math
-import socket
 import tempfile
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict
-from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
-import uvicorn
-from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.audit.diff import compare_runs
-from tandem.plugins.view.access import COOKIE, HEADERS, refusal
 from tandem.plugins.view.episode import read_episode, read_image, read_step
 from tandem.plugins.view.episodes import KINDS, EpisodeTable, parse_query
 from tandem.plugins.view.runs import Run, Runs
 from tandem.run_folder.read import open_past
 from tandem.runtime.errors import UserError
+from tandem.serve.app import Server, make_app
+from tandem.serve.openai import ApiError
 
 STATIC = Path(__file__).parent / "static"
 OPEN_TABLES = 4  # runs whose episodes are kept in memory
 FORMATS = ("jsonl", "parquet")  # of an export
 LIMIT, MOST_POINTS, MOST_RUNS = 500, 20_000, 50
 POLL_S, LIFE_S, FIND_S = 0.25, 15.0, 2.0  # of the events: look, say that one lives, find new runs
+
+COOKIE = "tandem_view"  # no script reads it
+# No script, style or address but this server's own; no text becomes markup (trusted types).
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
 
 Answer = Callable[[Request], Any]  # JSON, from a thread
 
@@ -259,11 +273,11 @@ def _finite(value: Any) -> Any:
     return str(value)
 
 
-class _Guard:
-    """ASGI middleware: refuses what access.py refuses, and adds the headers to every answer."""
+class _Headers:
+    """ASGI middleware: adds the headers to every answer."""
 
-    def __init__(self, app: ASGIApp, *, token: str):
-        self._app, self._token = app, token
+    def __init__(self, app: ASGIApp):
+        self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def with_headers(message: Message) -> None:
@@ -273,64 +287,47 @@ class _Guard:
                     headers.setdefault(name, value)
             await send(message)
 
-        if scope["type"] != "http":
-            return
-        request, headers = Request(scope), Headers(scope=scope)
-        asked = request.query_params.get("token", "")
-        refused = refusal(scope["method"], headers, asked or _cookie(headers), self._token)
-        if refused:
-            status, text = refused
-            await PlainTextResponse(f"{text}\n", status)(scope, receive, with_headers)
-        elif self._token and asked:  # the token leaves the address, and stays in the cookie
-            answer = Response(status_code=303, headers={"Location": "/"})
-            answer.set_cookie(COOKIE, self._token, httponly=True, samesite="strict")
-            await answer(scope, receive, with_headers)
-        else:
-            await self._app(scope, receive, with_headers)
+        await self._app(scope, receive, with_headers)
 
 
-def _cookie(headers: Headers) -> str:
-    try:
-        found = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
-    except CookieError:
-        return ""
-    return found.value if found else ""
+def _sent_token(request: Request) -> bytes:
+    """Return the token of the address, or of the cookie."""
+    sent = request.query_params.get("token") or request.cookies.get(COOKIE, "")
+    return sent.encode()
 
 
-def make_server(root: Path, token: str, ready: Callable[[], None]) -> uvicorn.Server:
+def _refused(request: Request, error: Exception) -> Response:
+    match error:
+        case ApiError():
+            return _Json({"error": error.message}, error.status)
+        case HTTPException():
+            return _Json({"error": error.detail}, error.status_code)
+    return _Json({"error": "the server failed on this request; its log says how"}, 500)
+
+
+def make_server(root: Path, token: str, ready: Callable[[], None]) -> Server:
     """Make the server over a folder of runs; `run(sockets=[...])` serves until SIGINT, SIGTERM or
     `should_exit`. ready is called once it listens."""
-    files = Mount("/", StaticFiles(directory=STATIC, html=True))
-    app = Starlette(
-        routes=[*Api(root).routes(), files], middleware=[Middleware(_Guard, token=token)]
-    )
-    app.state.closing = False
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        proxy_headers=False,
-        server_header=False,
-        timeout_graceful_shutdown=1,
-    )
-    return _Server(config, ready)
 
+    async def page(request: Request) -> Response:
+        if not (token and request.query_params.get("token")):
+            return FileResponse(STATIC / "index.html")
+        # the token leaves the address, and stays in the cookie
+        answer = Response(status_code=303, headers={"Location": "/"})
+        answer.set_cookie(COOKIE, token, httponly=True, samesite="strict")
+        return answer
 
-class _Server(uvicorn.Server):
-    """uvicorn that says when it listens, and ends the events when it stops."""
-
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]):
-        super().__init__(config)
-        self._ready = ready
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._ready()
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        app: Any = self.config.app
+    async def end_events() -> None:
         app.state.closing = True
         await asyncio.sleep(2 * POLL_S)
-        await super().shutdown(sockets)
+
+    files = Mount("/", StaticFiles(directory=STATIC))
+    app = make_app(
+        [*Api(root).routes(), Route("/", page), files],
+        [Middleware(_Headers)],
+        _refused,
+        token=token,
+        sent=_sent_token,
+    )
+    app.state.closing = False
+    return Server(app, ready=ready, stop=end_events)

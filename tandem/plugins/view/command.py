@@ -1,6 +1,5 @@
 """`tandem view`, `tandem report` and `tandem plot`: runs as pages, as a file and as pictures."""
 
-import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,9 +16,7 @@ from tandem.run_folder.files import require_run
 from tandem.runtime.disk import write_atomic
 from tandem.runtime.errors import UserError
 from tandem.runtime.wording import counted
-from tandem.serve.auth import is_loopback
-
-OPTIONAL = ("starlette", "uvicorn")
+from tandem.serve.listen import bound, require_token, url_of
 
 
 def view(root: Path, host: str, port: int, token: str) -> None:
@@ -32,54 +29,15 @@ def view(root: Path, host: str, port: int, token: str) -> None:
             expected="a folder of runs, or a run",
             next="tandem demo makes one; or tandem view FOLDER",
         )
-    if not token and not is_loopback(host):
-        raise UserError(
-            "a page that other machines can reach needs a token",
-            where=f"--host {host}",
-            found="no token",
-            expected="a token, or a loopback host such as 127.0.0.1",
-            next="export TANDEM_VIEW_TOKEN=$(openssl rand -hex 24)",
-        )
-    try:
-        from tandem.plugins.view.app import make_server
-    except ModuleNotFoundError as error:
-        if error.name not in OPTIONAL:
-            raise
-        raise UserError(
-            "the page's packages are not installed",
-            found=f"no {error.name}",
-            expected=" and ".join(OPTIONAL),
-            next="pip install 'tandem-rl[serve]'",
-        ) from None
-    with _bound(host, port) as sock:
-        name, port = sock.getsockname()[:2]
-        name = f"[{name}]" if ":" in name else name
+    require_token(host, token, "TANDEM_VIEW_TOKEN")
+    from tandem.plugins.view.app import make_server  # after the mistakes: it takes half a second
+
+    with bound(host, port) as sock:
         end = f"/?token={quote(token, safe='')}" if token else "/"
-        line = f"{counted(len(Runs(root).list()), 'runs')} of {root} on http://{name}:{port}{end}"
+        line = f"{counted(len(Runs(root).list()), 'runs')} of {root} on {url_of(sock)}{end}"
         server = make_server(root, token, lambda: print(line, flush=True))
         with suppress(KeyboardInterrupt):  # uvicorn raises the signal again when it has stopped
             server.run(sockets=[sock])
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind((host, port))
-        except (OSError, UnicodeError):
-            sock.close()
-            raise
-        return sock
-    except (OSError, UnicodeError) as error:  # UnicodeError: of a name that is no host's
-        raise UserError(
-            "the page cannot use this address",
-            where=f"--host {host} --port {port}",
-            found=str(error),
-            expected="a free port of this machine",
-            next="choose another --port; 0 takes any",
-        ) from None
 
 
 def report(folder: Path, out: Path | None) -> None:

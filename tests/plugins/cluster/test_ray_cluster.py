@@ -257,20 +257,6 @@ def test_only_a_run_that_lives_can_be_scaled(tmp_path):
     assert_is_a_users_error(result, "no process that runs it")
 
 
-@pytest.mark.parametrize("command", [("status",), ("scale", "rollout=2")])
-def test_a_folder_without_a_run_is_refused(tmp_path, command):
-    name, *count = command
-    result = tandem(name, tmp_path, *count, cwd=tmp_path)
-    assert_is_a_users_error(result, "not a run folder", str(tmp_path))
-
-
-def test_a_broken_status_is_a_users_error(tmp_path):
-    (tmp_path / "config.toml").write_text("")
-    (tmp_path / "status.json").write_text('{"step": 1}')
-    result = tandem("status", tmp_path, cwd=tmp_path)
-    assert_is_a_users_error(result, "status.json")
-
-
 # ---- the listener
 
 

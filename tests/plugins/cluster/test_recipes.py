@@ -6,9 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config.recipe import load_config
-from tandem.runtime.errors import UserError
-
 FOLDER = Path(__file__).parents[3] / "recipes" / "cluster"
 # fields of KubeRay's CRDs (ray.io/v1, KubeRay 1.5.1) and of the pods in them, by where they stand
 JOB = {
@@ -112,29 +109,3 @@ def shell(line):
     line = f'words() {{ printf "%s\n" "$@"; }}; {line}'
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
     return done.stdout.splitlines()
-
-
-def test_the_recipe_is_one_of_two_nodes():
-    config = load_config(str(FOLDER / "two_nodes.toml"), ["cluster.address=10.0.0.1:6379"])
-    assert config.cluster.nodes == config.rollout.workers == 2
-
-
-@pytest.mark.parametrize(
-    ("override", "word"),
-    [
-        ("cluster.address=nowhere", "HOST:PORT"),
-        ("rollout.workers=0", "rollout.workers=0 has none"),
-        ("weights.transport=shm", "cluster.nodes need ray"),
-        ("rollout.engine=vllm", "only tandem runs"),
-    ],
-)
-def test_a_contradiction_of_the_cluster_is_refused(override, word):
-    with pytest.raises(UserError) as caught:
-        load_config(str(FOLDER / "two_nodes.toml"), [override])
-    assert word in str(caught.value)
-
-
-def test_an_address_without_nodes_is_refused():
-    overrides = ["cluster.nodes=0", "cluster.address=10.0.0.1:6379"]
-    with pytest.raises(UserError, match=r"cluster\.address: has no effect"):
-        load_config(str(FOLDER / "two_nodes.toml"), overrides)

@@ -1,9 +1,6 @@
 """Episodes as metadata and arrays apart: a step planned from metadata, and trained by ranks that
 have the arrays of their own share, ends in the same bits."""
 
-import pickle
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -12,9 +9,7 @@ from tandem.plugins.cluster.rows import (
     COMPARED,
     FIELDS,
     groups_of,
-    key_of,
     pack_arrays,
-    place_of,
     tag_of,
     unpack_arrays,
 )
@@ -26,14 +21,7 @@ from tandem.train.learner import Learner
 from tandem.train.ranks import Ranks
 from tests.support.episodes import changed, episodes_of
 from tests.support.meshes import on_mesh
-from tests.support.streams import (
-    RowStream,
-    config_of,
-    groups_to_learn,
-    learn_through,
-    through_memory_on,
-    through_rows_on,
-)
+from tests.support.streams import config_of, groups_to_learn, through_memory_on, through_rows_on
 
 TIMES = {"correction": "tis", "max_logprob_error": 1.2}
 CONFIGS = {
@@ -70,10 +58,6 @@ def shares_of(groups, config):
     return [plan_share(placeholders(groups), config, m) for m in models]
 
 
-def test_a_key_names_its_place():
-    assert place_of(key_of((12, 3))) == (12, 3) and key_of((12, 3)) == "12/3"
-
-
 def test_packed_arrays_are_the_episodes_in_type_and_bytes():
     for episode in episodes_of(groups_to_learn()):
         found = unpack_arrays(pack_arrays(episode), len(episode.tokens))
@@ -82,14 +66,6 @@ def test_packed_arrays_are_the_episodes_in_type_and_bytes():
             own = getattr(episode, name)
             assert array.dtype == own.dtype and array.tobytes() == own.tobytes()
             assert array.ctypes.data % array.itemsize == 0
-
-
-@pytest.mark.parametrize("more", [1, -1])
-def test_a_row_of_another_length_is_refused(more):
-    episode = groups_to_learn()[0].episodes[0]
-    for field, data in pack_arrays(episode).items():
-        with pytest.raises(ValueError, match=r"buffer|tokens"):
-            unpack_arrays({field: data}, len(episode.tokens) + more)
 
 
 def test_placeholders_pass_for_the_episodes_in_all_but_their_values():
@@ -165,14 +141,6 @@ def test_a_placeholder_has_no_prompt_of_another_group_whose_checksum_is_the_same
     assert set(found[3].episodes[0].tokens.tolist()) == {7}
 
 
-def test_penalties_of_turns_travel_with_the_rows():
-    """And not for nothing: without them the weights are others."""
-    groups, config = groups_to_learn(), config_of()
-    plain = changed(groups, (2, 0), penalties=np.zeros_like(groups[2].episodes[0].penalties))
-    penalized, without = (learn_through(RowStream(), g, config)[1] for g in (groups, plain))
-    assert groups[2].episodes[0].penalties.any() and penalized != without
-
-
 @pytest.mark.parametrize("name", ["engine_logprobs", "penalties"])
 def test_a_value_that_is_not_finite_is_seen_by_a_rank_that_has_not_fetched_it(name):
     groups = groups_to_learn()
@@ -200,11 +168,3 @@ def test_a_prompt_that_is_not_the_groups_is_seen_without_its_tokens():
                 assert fails
             else:
                 assert not fails
-
-
-def test_metadata_of_an_episode_does_not_grow_with_it():
-    group = groups_to_learn()[0]
-    short = group.episodes[0]
-    long = replace(short, **{n: np.tile(getattr(short, n), 1000) for n in ARRAYS})
-    sizes = [len(pickle.dumps(tag_of(group, episode))) for episode in (short, long)]
-    assert len(long.tokens) > 5000 and sizes[1] - sizes[0] <= 8 and sizes[1] < 400

@@ -11,7 +11,7 @@ import pytest
 
 from tandem.config.schema import Env as EnvConfig
 from tandem.envs.agent.chat import Reply, chat_completion, read_request
-from tandem.envs.agent.run import AgentFailed, agents_loop
+from tandem.envs.agent.env import AgentFailed, agents_loop
 from tandem.envs.agent.server import the_server
 from tandem.plugins.verifiers.env import VerifiersEnv, host_of, rows
 from tandem.rollout.env_pool import EnvPool

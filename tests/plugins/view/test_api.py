@@ -88,13 +88,6 @@ def test_series_are_the_rows_of_the_files(server):
     assert zoomed["demo/train"]["series"]["reward"]["x"] == [2, 3]
 
 
-def test_more_runs_than_are_shown_are_refused(server):
-    names = [("run", "made")] * 51
-    assert "51 runs; at most 50" in get(server, "series", *names, status=400)["error"]
-    assert "51 runs; at most 50" in get(server, "config", *names, status=400)["error"]
-    assert get(server, "series", *names[:50], ("key", "reward")).keys() == {"made"}
-
-
 def test_thinning_keeps_ends_and_extremes():
     values = np.sin(np.arange(100_003) / 5000)
     values[77_777], values[12_345] = 9.0, -9.0

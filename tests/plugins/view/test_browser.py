@@ -106,21 +106,6 @@ def test_hostile_texts_stay_texts_and_nothing_leaves_the_machine(opened, path, r
     )
 
 
-def test_a_tool_call_and_its_result_are_blocks_of_their_own(opened):
-    page = visit(opened, TOOLS, "document.querySelectorAll('.call').length === 1")
-
-    def read(query):
-        texts = f"[...document.querySelectorAll('{query}')].map(e => e.textContent)"
-        return page.run(f"return {texts}")
-
-    assert read(".call code") == [HOSTILE[0]] and read(".call dt") == [HOSTILE[1], "n"]
-    first, second = read(".call dd pre")
-    assert first.startswith("abcU+202Edef") and json.loads(second) == CALL["arguments"]["n"]
-    assert read(".message.sampled > pre") == ["So."]
-    [result] = read(".message.tool")
-    assert result == f"result of {HOSTILE[0]}{HOSTILE[1]}"
-
-
 def test_directions_and_controls_are_named_where_they_stand(opened):
     page = visit(opened, "episode/RUN/train/1/3", "document.querySelectorAll('.peer').length === 4")
     text = page.run("return document.querySelector('.message.sampled pre').textContent")
@@ -227,52 +212,6 @@ def test_two_runs_share_a_chart_with_an_interval_each_and_can_be_smoothed(compar
     ]
 
 
-def test_diff_names_the_first_step_episode_and_token_where_runs_part(compared):
-    page, url, root = compared
-    page.open(f"{url}/#/diff/a/b")
-    page.until("return document.body.innerText.includes('They part at step 2')")
-    assert words_of(page, ".sides pre")[0] != words_of(page, ".sides pre")[1]
-    add_step(root / "a", 40, [group("p", ["first"], [1.0])], reward=1.0)
-    page.until("return document.body.innerText.includes('A has 40 steps')")
-
-
-def test_a_drag_zooms_every_chart_and_a_double_click_shows_the_whole_run(opened):
-    for step in range(4, 60):
-        add_step(opened[2], step, reward=step / 60, entropy=1.0 / step)
-    page = visit(opened, *PAGES[2])
-    page.until("return document.querySelector('button[hidden]') !== null")
-    box = page.run(
-        "const b = document.querySelector('.u-over').getBoundingClientRect(); return [b.x, b.y, b.width, b.height]"
-    )
-    x, y = box[0] + box[2] * 0.25, box[1] + box[3] / 2
-    page.mouse("mousePressed", x, y)
-    page.mouse("mouseMoved", x + box[2] / 4, y)
-    page.mouse("mouseReleased", x + box[2] / 4, y)
-    page.until(
-        "return [...document.querySelectorAll('.bar button')].some((b) => !b.hidden && b.textContent === 'whole run')"
-    )
-    page.mouse("mousePressed", x, y, clickCount=2)
-    page.mouse("mouseReleased", x, y, clickCount=2)
-    page.until("return [...document.querySelectorAll('.bar button')].every((b) => b.hidden)")
-
-
-def test_keys_move_open_and_search(opened):
-    page = visit(opened, "episodes/RUN", f"{ROWS} >= 12")
-    for key in ("j", "ArrowDown", "k", "j", "Enter"):
-        page.press(key)
-    page.until("return location.hash.startsWith('#/episode/')")
-    page.until("return document.querySelectorAll('.token').length > 0")
-    before = page.run("return location.hash")
-    page.press("ArrowRight")
-    page.until(f"return location.hash !== {before!r}")
-    visit(opened, "episodes/RUN", f"{ROWS} >= 12").press("/")
-    assert page.run("return document.activeElement.type") == "search"
-    page.run(
-        "const box = document.activeElement; box.value = 'BOLD'; box.dispatchEvent(new Event('input'))"
-    )
-    page.until(f"return {ROWS} === 2 && location.hash.includes('q=BOLD')")
-
-
 @pytest.mark.parametrize(("path", "ready"), PAGES)
 def test_a_narrow_screen_needs_no_scrolling_sideways(opened, path, ready):
     page = opened[0]
@@ -287,13 +226,6 @@ def test_a_narrow_screen_needs_no_scrolling_sideways(opened, path, ready):
         page.run("localStorage.clear(); delete document.documentElement.dataset.theme")
     finally:
         page.resize(1440, 900)
-
-
-def test_image_of_a_prompt_is_shown(opened):
-    page, url, _ = opened
-    page.open(f"{url}#/episode/{quote('tools/run', safe='')}/train/2/0")
-    size = "const i = document.querySelector('.message.user img'); return i && [i.naturalWidth, i.naturalHeight]"
-    assert page.until(f"{size.replace('return i &&', 'return i?.complete &&')}") == [64, 32]
 
 
 def test_rows_of_a_training_beside_the_page_appear_in_it(tmp_path):

@@ -2,8 +2,7 @@
 engine.
 
 Both are made of the same updates: the texts, token ids and log-probs of the chunks, joined, are
-those of the full answer. A chunk is of one choice, as OpenAI's are. A full answer is written in
-slices, so that a large one holds up no other.
+those of the full answer. A chunk is of one choice, as OpenAI's are.
 """
 
 import json
@@ -12,14 +11,22 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import accumulate, count, islice
+from itertools import accumulate, count
 
 from tandem.engine.ending import REPLACEMENT
 from tandem.engine.prompt_scores import PromptScores
 from tandem.model.tool_calls import Call, split_calls
 from tandem.serve.detokenizer import Detokenizer
-from tandem.serve.openai_api import ApiError, Json, ToolCall, assistant_message, call_deltas
-from tandem.serve.openai_requests import Body, ChatBody, ChatTokenizer, CompletionBody, Served
+from tandem.serve.openai import (
+    ApiError,
+    Body,
+    ChatBody,
+    Json,
+    ToolCall,
+    assistant_message,
+    call_deltas,
+)
+from tandem.serve.requests import ChatTokenizer
 from tandem.serve.service import Update
 from tandem.serve.tool_stream import ToolStream
 from tandem.types import Request
@@ -28,37 +35,14 @@ from tandem.types import Request
 SampledToken = tuple[int, float, dict[int, float]]
 
 LEAST_LOGPROB = -9999.0  # of filtered tokens: JSON has no infinity, and OpenAI writes this
-ROWS = 64  # of log-probs, written in one slice
 
 
 def new_answer(
-    body: Body, requests: Sequence[Request], tokenizer: ChatTokenizer, served: Served
+    body: Body, requests: Sequence[Request], tokenizer: ChatTokenizer, model: str
 ) -> "Answer":
-    match body:
-        case ChatBody():
-            return _ChatAnswer(body, requests, tokenizer, served)
-        case CompletionBody():
-            return _CompletionAnswer(body, requests, tokenizer, served)
-    raise TypeError(body)
-
-
-def write_json(value: object) -> Iterator[str]:
-    """Write JSON in small slices. An iterator becomes a list, its items made as they are
-    written."""
-    match value:
-        case dict():
-            for index, (name, inner) in enumerate(value.items()):
-                yield f"{',' if index else '{'}{json.dumps(name)}:"
-                yield from write_json(inner)
-            yield "}" if value else "{}"
-        case Iterator():
-            opening = "["
-            while rows := list(islice(value, ROWS)):
-                yield opening + json.dumps(rows)[1:-1]
-                opening = ","
-            yield "[]" if opening == "[" else "]"
-        case _:
-            yield json.dumps(value)
+    if isinstance(body, ChatBody):
+        return _ChatAnswer(body, requests, tokenizer, model)
+    return _CompletionAnswer(body, requests, tokenizer, model)
 
 
 class _Choice:
@@ -82,10 +66,14 @@ class _Choice:
 class Answer(ABC):
     """An answer in the making, fed with every update: by `chunks`, or by `add` and then `full`."""
 
+    prefix: str
+    full_object: str
+    chunk_object: str
+
     def __init__(
-        self, body: Body, requests: Sequence[Request], tokenizer: ChatTokenizer, served: Served
+        self, body: Body, requests: Sequence[Request], tokenizer: ChatTokenizer, model: str
     ):
-        self._body, self._tokenizer, self._model = body, tokenizer, served.name
+        self._body, self._tokenizer, self._model = body, tokenizer, model
         self._prompts = [request.prompt for request in requests[:: body.n]]
         self._choices = [
             _Choice(request, tokenizer, number // body.n) for number, request in enumerate(requests)
@@ -95,14 +83,6 @@ class Answer(ABC):
         self._head_sent, self._version = False, -1  # the newest token's
 
     # ---- differences of the two endpoints
-
-    prefix: str
-    full_object: str
-    chunk_object: str
-
-    def _full_fields(self) -> Json:
-        """Return more fields of a full answer."""
-        return {}
 
     @abstractmethod
     def _full_choice(self, choice: _Choice) -> Json:
@@ -114,7 +94,11 @@ class Answer(ABC):
 
     @abstractmethod
     def _logprobs(self, sampled: Sequence[SampledToken], offsets: Sequence[int]) -> Json:
-        """Make columns of rows, as iterators; offsets: where each token begins in the text."""
+        """Make columns of rows; offsets: where each token begins in the text."""
+
+    def _full_fields(self) -> Json:
+        """Return more fields of a full answer."""
+        return {}
 
     def _end(self, choice: _Choice, text: str, reason: str) -> None:
         choice.text, choice.finish_reason = text, reason
@@ -132,7 +116,7 @@ class Answer(ABC):
         choice.tokens += update.tokens
         choice.weight_versions += update.weight_versions
         self._version = max([self._version, *update.weight_versions])
-        if self._body.top_logprobs_wanted() is not None:
+        if self._body.top_logprobs_wanted is not None:
             tops = (
                 dict(zip(*top, strict=True))
                 for top in update.top or [([], [])] * len(update.tokens)
@@ -145,34 +129,29 @@ class Answer(ABC):
                 raise ApiError(400, f"{mask.field}: {mask.error}", param=mask.field)
             self._end(choice, update.completion.text, update.completion.stop_reason)
 
-    def full(self) -> Iterator[str]:
-        """Yield the answer in slices, once every choice has ended."""
-        yield json.dumps(self._head(self.full_object))[:-1] + ", "
-        for name, value in self._full_fields().items():
-            yield f'"{name}": '
-            yield from write_json(value)
-            yield ", "
-        yield '"choices": ['
-        for index, choice in enumerate(self._choices):
-            yield "," if index else ""
-            ending = {"index": index, "finish_reason": choice.finish_reason}
-            token_ids = self._token_ids(choice.tokens, choice.weight_versions)
-            yield from write_json(self._full_choice(choice) | ending | token_ids)
-        yield f'], "usage": {json.dumps(self._usage())}}}'
+    def full(self) -> Json:
+        """Return the answer, once every choice has ended."""
+        choices = [
+            self._full_choice(choice)
+            | {"index": index, "finish_reason": choice.finish_reason}
+            | self._token_ids(choice.tokens, choice.weight_versions)
+            for index, choice in enumerate(self._choices)
+        ]
+        body = {"choices": choices, "usage": self._usage()}
+        return self._head(self.full_object) | self._full_fields() | body
 
-    def chunks(self, updates: Sequence[Update]) -> Iterator[str]:
+    def chunks(self, updates: Sequence[Update]) -> Iterator[Json]:
         """Yield the chunks that the updates of a pass add, at most one a choice."""
         usage: Json = {"usage": None} if self._body.stream_options.include_usage else {}
         for update in updates:
             if (fields := self._chunk_of(update)) is not None:
-                head = json.dumps(self._head(self.chunk_object) | usage)[:-1]
-                yield f'{head}, "choices": [{"".join(write_json(fields))}]}}'
+                yield self._head(self.chunk_object) | usage | {"choices": [fields]}
 
-    def usage_chunk(self) -> str | None:
-        """Write the usage, if it was asked for."""
+    def usage_chunk(self) -> Json | None:
+        """Return the chunk of the usage, if it was asked for."""
         if not self._body.stream_options.include_usage:
             return None
-        return json.dumps(self._head(self.chunk_object) | {"choices": [], "usage": self._usage()})
+        return self._head(self.chunk_object) | {"choices": [], "usage": self._usage()}
 
     def _chunk_of(self, update: Update) -> Json | None:
         choice = self._choices[update.choice]
@@ -212,15 +191,13 @@ class Answer(ABC):
         """Return the scores of a prompt, if they were asked for, by token id as vLLM has them."""
         if self._body.prompt_logprobs is None:
             return {}
-        return {"prompt_logprobs": self._scored_tokens(prompt)}
-
-    def _scored_tokens(self, prompt: int) -> Iterator[Json | None]:
-        yield None  # nothing predicts the first token
+        found: list[Json | None] = [None]  # nothing predicts the first token
         tokens = iter(self._prompts[prompt][1:].tolist())
         for part in self._scores.get(prompt, ()):
             for logprob, rank, *likeliest in zip(*(c.tolist() for c in part), strict=True):
                 scores = [(next(tokens), logprob, rank), *zip(*likeliest, count(1), strict=False)]
-                yield {str(token): self._score(token, *values) for token, *values in scores}
+                found.append({str(token): self._score(token, *values) for token, *values in scores})
+        return {"prompt_logprobs": found}
 
     def _score(self, token: int, logprob: float, rank: int) -> Json:
         text, logprob = self._tokenizer.token_text(token), max(logprob, LEAST_LOGPROB)
@@ -228,7 +205,7 @@ class Answer(ABC):
 
     def _logprobs_field(self, choice: _Choice) -> Json | None:
         """Take the log-probs that are not written yet."""
-        if self._body.top_logprobs_wanted() is None:
+        if self._body.top_logprobs_wanted is None:
             return None
         sampled, choice.sampled = choice.sampled, []
         lengths = (len(self._tokenizer.token_text(token)) for token, _, _ in sampled)
@@ -247,10 +224,10 @@ class _CompletionAnswer(Answer):
 
     def _logprobs(self, sampled: Sequence[SampledToken], offsets: Sequence[int]) -> Json:
         return {
-            "tokens": (self._tokenizer.token_text(token) for token, _, _ in sampled),
-            "token_logprobs": (logprob for _, logprob, _ in sampled),
-            "top_logprobs": (self._likeliest(*one) for one in sampled),
-            "text_offset": iter(offsets),
+            "tokens": [self._tokenizer.token_text(token) for token, _, _ in sampled],
+            "token_logprobs": [logprob for _, logprob, _ in sampled],
+            "top_logprobs": [self._likeliest(*one) for one in sampled],
+            "text_offset": offsets,
         }
 
     def _likeliest(self, token: int, logprob: float, top: dict[int, float]) -> dict[str, float]:
@@ -275,9 +252,9 @@ class _ChatAnswer(Answer):
     prefix, full_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(
-        self, body: ChatBody, requests: Sequence[Request], tokenizer: ChatTokenizer, served: Served
+        self, body: ChatBody, requests: Sequence[Request], tokenizer: ChatTokenizer, model: str
     ):
-        super().__init__(body, requests, tokenizer, served)
+        super().__init__(body, requests, tokenizer, model)
         self._tools, self._forced = body.callable_tools, body.forces_calls
 
     def _end(self, choice: _Choice, text: str, reason: str) -> None:
@@ -317,10 +294,10 @@ class _ChatAnswer(Answer):
     def _logprobs(self, sampled: Sequence[SampledToken], offsets: Sequence[int]) -> Json:
         entry = self._entry
         return {
-            "content": (
+            "content": [
                 entry(token, logprob) | {"top_logprobs": [entry(*other) for other in top.items()]}
                 for token, logprob, top in sampled
-            )
+            ]
         }
 
     def _entry(self, token: int, logprob: float) -> Json:

@@ -1,0 +1,228 @@
+"""The engine's requests for a body of openai.py.
+
+What needs no tokenizer is refused before the first token is made: the number of sequences, texts
+that cannot fit the context however they are tokenized, token ids. Knows no threads and no HTTP.
+"""
+
+import itertools
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from tandem.runtime.rng import address
+from tandem.serve.json_masks import JsonMask, calls_schema
+from tandem.serve.openai import ApiError, Body, ChatBody, CompletionBody, Json, NamedTool
+from tandem.types import Array, Message, Request, SamplingParams, Tool
+
+MAX_SCORES = 1 << 18  # log-probs of prompts in an answer: other requests wait for their passes
+
+
+class ChatTokenizer(Protocol):
+    """A tokenizer with a chat template. byte_tokens: see Detokenizer."""
+
+    stop_token_ids: tuple[int, ...]
+    byte_tokens: frozenset[int]
+
+    def encode(self, text: str) -> Array: ...
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Tool], variables: Json
+    ) -> str: ...
+
+    def encode_chat(self, text: str) -> Array: ...
+
+    def json_mask(self, schema: Json, vocabulary: int, field: str) -> JsonMask: ...
+
+    def decode(self, tokens: Array) -> str: ...
+
+    def token_text(self, token: int) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """The served model's name and limits. Example: Served(name="demo", context=4096,
+    vocabulary=151936, ...)"""
+
+    name: str
+    context: int  # tokens, prompt and completion
+    longest_text: int  # characters of a prompt: the context full of the longest token
+    vocabulary: int  # token ids are below it
+    default_max_tokens: int
+    max_choices: int  # of one request, over all its prompts
+
+    @property
+    def longest_body(self) -> int:
+        """Bytes of the largest body: 16 of the longest prompts, at least 1 and at most 16 MiB."""
+        return min(max(16 * self.longest_text, 1 << 20), 16 << 20)
+
+
+class DrawKeys:
+    """Addresses of random draws: the same for the same seed, and new ones without a seed."""
+
+    def __init__(self) -> None:
+        self._secret, self._count = secrets.token_hex(16), itertools.count()
+
+    def next_keys(self, seed: int | None, choices: int) -> list[int]:
+        if seed is None:
+            return [address(self._secret, "serve", next(self._count)) for _ in range(choices)]
+        return [address(seed, "serve", choice) for choice in range(choices)]
+
+
+def source_field(body: Body) -> str:
+    """Return the field of the prompts."""
+    if isinstance(body, ChatBody):
+        return "messages" if body.prompt_token_ids is None else "prompt_token_ids"
+    return "prompt"
+
+
+def to_requests(
+    body: Body, tokenizer: ChatTokenizer, served: Served, keys: DrawKeys
+) -> list[Request]:
+    """Make n requests for each prompt, side by side. Raises ApiError and UserError for prompts that
+    cannot run."""
+    field = source_field(body)
+    count = _count(body)
+    if count * body.n > served.max_choices:
+        raise ApiError(
+            400,
+            f"{count} prompts with n = {body.n} are more than {served.max_choices} sequences "
+            "in one request",
+            param="n" if body.n > 1 else field,
+        )
+    _require_in_vocabulary(body.stop_token_ids, "stop_token_ids", served)
+    texts = _prompts(body, tokenizer)
+    for text in texts:
+        if isinstance(text, str):
+            _require_text(text, field, served)
+        else:
+            _require_tokens(text, field, served)
+    mask = _mask(body, tokenizer, served)
+    encode = tokenizer.encode_chat if isinstance(body, ChatBody) else tokenizer.encode
+    prompts = [encode(text) if isinstance(text, str) else text for text in texts]
+    likeliest = body.prompt_logprobs
+    scores = sum(map(len, prompts)) * body.n * (0 if likeliest is None else 1 + likeliest)
+    if scores > MAX_SCORES and count * body.n > 1:
+        message = f"prompt_logprobs: at most {MAX_SCORES:,} in one answer; send fewer prompts"
+        raise ApiError(400, message, param="prompt_logprobs")
+    requests: list[Request] = []
+    for prompt in prompts:
+        _require_tokens(prompt, field, served)
+        params = _params(body, prompt, tokenizer, served)
+        scoring = replace(params, prompt_logprobs=likeliest)  # once a prompt
+        own = keys.next_keys(body.seed, body.n) if body.draw_key is None else [body.draw_key]
+        requests += [
+            Request(
+                key=key,
+                prompt=prompt,
+                params=params if number else scoring,
+                num_sampled=body.draw_start,
+                mask=mask and mask.copy(),
+            )
+            for number, key in enumerate(own)
+        ]
+    return requests
+
+
+def _count(body: Body) -> int:
+    """Count the prompts."""
+    match body:
+        case CompletionBody(prompt=[str() | list(), *_]):
+            return len(body.prompt)
+    return 1
+
+
+def _prompts(body: Body, tokenizer: ChatTokenizer) -> Sequence[str | Array]:
+    """Return the prompts: texts, or token ids int64 [T]. Raises UserError if the chat template
+    refuses the messages."""
+    match body:
+        case ChatBody(prompt_token_ids=None):
+            messages = [message.model_dump(exclude_none=True) for message in body.messages]
+            return [tokenizer.render(messages, body.callable_tools, body.chat_template_kwargs)]
+        case ChatBody():
+            return [np.array(body.prompt_token_ids, np.int64)]
+        case CompletionBody(prompt=[str() | list(), *_] as several):
+            return [one if isinstance(one, str) else np.array(one, np.int64) for one in several]
+        case CompletionBody(prompt=str() as text):
+            return [text]
+        case CompletionBody():
+            return [np.array(body.prompt, np.int64)]
+    raise TypeError(body)
+
+
+def _mask(body: Body, tokenizer: ChatTokenizer, served: Served) -> JsonMask | None:
+    """Compile the mask of the JSON that an answer is to be; None: any text. Raises ApiError."""
+    if isinstance(body, ChatBody) and body.forces_calls:
+        single = isinstance(body.tool_choice, NamedTool) or not body.parallel_tool_calls
+        asking, schema = "tool_choice", calls_schema(body.forced_tools, single=single)
+    elif body.response_format is not None:
+        asking, schema = "response_format", body.response_format
+    else:
+        return None
+    if body.ignore_eos or body.min_tokens:
+        message = f"{asking} ends an answer with its JSON, without ignore_eos and min_tokens"
+        raise ApiError(400, message, param=asking)
+    return tokenizer.json_mask(schema, served.vocabulary, asking)
+
+
+def _require_text(text: str, field: str, served: Served) -> None:
+    if len(text) > served.longest_text:
+        raise _too_long(f"{len(text):,} characters", field, served)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ApiError(400, f"{field}: half of a surrogate pair is no text", param=field) from None
+
+
+def _too_long(found: str, field: str, served: Served) -> ApiError:
+    message = f"{field}: {found} leave no room for a completion; the context is {served.context}"
+    return ApiError(400, message, param=field, code="context_length_exceeded")
+
+
+def _require_tokens(prompt: Array, field: str, served: Served) -> None:
+    if not len(prompt):
+        raise ApiError(400, f"{field}: the prompt has no tokens", param=field)
+    if len(prompt) >= served.context:
+        raise _too_long(f"{len(prompt)} tokens", field, served)
+    _require_in_vocabulary(prompt, field, served)
+
+
+def _require_in_vocabulary(tokens: Sequence[int] | Array, field: str, served: Served) -> None:
+    if len(tokens) and np.max(tokens) >= served.vocabulary:
+        raise ApiError(
+            400, f"{field}: token ids are from 0 to {served.vocabulary - 1}", param=field
+        )
+
+
+def _params(body: Body, prompt: Array, tokenizer: ChatTokenizer, served: Served) -> SamplingParams:
+    room = served.context - len(prompt)
+    ends = {*body.stop_token_ids, *(() if body.ignore_eos else tokenizer.stop_token_ids)}
+    if body.max_tokens is not None and body.max_tokens > room:
+        raise ApiError(
+            400,
+            f"max_tokens: {len(prompt)} tokens of prompt leave {room} of the context of "
+            f"{served.context}",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    max_new_tokens = body.max_tokens or min(served.default_max_tokens, room)
+    if body.min_tokens > max_new_tokens:
+        found = f"{body.min_tokens} are more than the {max_new_tokens} that a completion may have"
+        raise ApiError(400, f"min_tokens: {found}", param="min_tokens")
+    if body.min_tokens and len(ends) >= served.vocabulary:
+        message = "min_tokens: every token of the vocabulary ends the completion"
+        raise ApiError(400, message, param="min_tokens")
+    return SamplingParams(
+        max_new_tokens=max_new_tokens,
+        temperature=body.temperature,
+        top_k=min(body.top_k, served.vocabulary),
+        top_p=body.top_p,
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        stop=tuple(body.stop),
+        stop_token_ids=tuple(sorted(ends)),
+        min_tokens=body.min_tokens,
+        top_logprobs=body.top_logprobs_wanted or 0,
+    )
