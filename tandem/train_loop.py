@@ -234,7 +234,15 @@ class _TrainLoop:
         self.write_status()
         never_evaluates = not (self.run.config.eval.data or every)
         if evaluates or (never_evaluates and self.done % max(1, steps // SHOWN) == 0):
-            self._show_samples()
+            count = self.run.config.run.show_samples
+            path = sample_file(self.run.episodes, self.done, held_out=True)
+            if count and path is not None:
+                samples = read_samples(path)[:count]
+                for sample in samples:
+                    self.report(brief(sample))
+                pages = as_markdown([page(sample) for sample in samples])
+                self.writer.write_text(self.done, "samples", pages)
+                self.trackers.log_samples(self.done, samples)
         is_kept = bool(self.done) and is_best and self.best.keep
         if is_kept:
             self._save()
@@ -264,19 +272,6 @@ class _TrainLoop:
             for rank, (node, pid) in enumerate(_ranks(self.job).where())
         ]
         write_status(self.run.path, self.done, steps, [*ranks, *self.job.workers()])
-
-    def _show_samples(self) -> None:
-        """Show held-out episodes of the step, else its training episodes, the same problems each
-        time."""
-        count = self.run.config.run.show_samples
-        path = sample_file(self.run.episodes, self.done, held_out=True)
-        if count and path is not None:
-            samples = read_samples(path)[:count]
-            for sample in samples:
-                self.report(brief(sample))
-            pages = as_markdown([page(sample) for sample in samples])
-            self.writer.write_text(self.done, "samples", pages)
-            self.trackers.log_samples(self.done, samples)
 
     def _save(self) -> None:
         job, done, ranks = self.job, self.done, _ranks(self.job)

@@ -104,7 +104,7 @@ class Engine:
     def cancel(self, sequence: RunningSequence) -> None:
         """End a request now with the tokens it has, unless it has ended, and free its pages."""
         if sequence.completion is None:
-            self._end(sequence, self._text(sequence.tokens), "cancelled")
+            self._end(sequence, self.decode(np.array(sequence.tokens, np.int64)), "cancelled")
 
     @property
     def has_work(self) -> bool:
@@ -251,7 +251,9 @@ class Engine:
                     sequence.top.append((top, top_logprobs))
         self._generated += len(ready)
         for sequence in ready:
-            if (ending := self._ending(sequence)) is not None:
+            params = sequence.request.params
+            ending = find_ending(params, sequence.tokens, sequence.pause_at, self.decode)
+            if ending is not None:
                 self._end(sequence, *ending)
         return ready
 
@@ -310,14 +312,6 @@ class Engine:
             results = sample(logits[part], sampling, draws[part], seen, sampling.top_logprobs)
             sampled.append((members, results))
         return sampled
-
-    def _ending(self, sequence: RunningSequence) -> tuple[str, CompletionStop] | None:
-        """Return (text, stop reason) if the sequence has ended."""
-        params = sequence.request.params
-        return find_ending(params, sequence.tokens, sequence.pause_at, self.decode)
-
-    def _text(self, tokens: list[int]) -> str:
-        return self.decode(np.array(tokens, np.int64))
 
     def _end(self, sequence: RunningSequence, text: str, reason: CompletionStop) -> None:
         rows = sequence.length - 1 if sequence.tokens else 0
@@ -390,7 +384,13 @@ def check_room(config: Any, pages: int, page_bytes: int, longest: int) -> None:
     if longest > limit:
         raise _too_long(longest, limit, config)
     if needed > pages:
-        raise _cache_too_small(pages * page_bytes, needed * page_bytes, longest)
+        raise UserError(
+            "the key/value cache cannot hold one sequence",
+            where="rollout.cache_mb",
+            found=f"{pages * page_bytes / 2**20:.0f} MiB",
+            expected=f"at least {-(-(needed * page_bytes) >> 20)} MiB for {longest} tokens",
+            next="raise rollout.cache_mb, or lower rollout.max_new_tokens",
+        )
 
 
 def _too_long(longest: int, limit: int, config: Any) -> UserError:
@@ -401,14 +401,4 @@ def _too_long(longest: int, limit: int, config: Any) -> UserError:
         found=f"{longest} tokens, prompt and completion",
         expected=f"at most {limit} (the model's {beyond}max_position_embeddings)",
         next="lower rollout.max_new_tokens; or data.max_prompt_tokens, with data.long_prompts=drop",
-    )
-
-
-def _cache_too_small(cache_bytes: int, needed_bytes: int, longest: int) -> UserError:
-    return UserError(
-        "the key/value cache cannot hold one sequence",
-        where="rollout.cache_mb",
-        found=f"{cache_bytes / 2**20:.0f} MiB",
-        expected=f"at least {-(-needed_bytes >> 20)} MiB for {longest} tokens",
-        next="raise rollout.cache_mb, or lower rollout.max_new_tokens",
     )

@@ -85,7 +85,19 @@ def _read_config(path: str, where: str) -> Any:
     elif not (known or parts[1:]):
         raise _cannot_run(where, f"architecture {model_type!s:.60}")
     for part in parts:
-        _require_float(part, f"{where}, {CONFIG}")
+        for key in QUANTIZERS:
+            if (quantizer := part.get(key)) is not None:
+                about = quantizer if isinstance(quantizer, dict) else {}
+                method = str(about.get("quant_method", "unknown"))[:40]
+                if method not in DEQUANTIZED or key != QUANTIZERS[0]:
+                    raise UserError(
+                        "the model's weights are quantized",
+                        where=f"{where}, {CONFIG}",
+                        found=f"{key} of {method}",
+                        expected=f"float weights, or {' or '.join(DEQUANTIZED)}, which become float",
+                        next="name the model that it was quantized from, and quantize it here with "
+                        "lora.rank=16 lora.base=nf4",
+                    )
     if not own and any(p.get("model_type") == "mistral" and "layer_types" in p for p in parts):
         raise _cannot_run(where, "architecture ministral")
     try:
@@ -120,24 +132,6 @@ def _is_known(model_type: Any) -> bool:
     """Tell whether a model of this type may run, by its name, without a look at most models."""
     known = model_type in LEAN_ARCHITECTURES or reads_more_than_text(model_type)
     return known or is_language_model(model_type)
-
-
-def _require_float(values: dict[str, Any], where: str) -> None:
-    """Raise UserError for a config.json of weights that stay quantized."""
-    for key in QUANTIZERS:
-        if (quantizer := values.get(key)) is not None:
-            about = quantizer if isinstance(quantizer, dict) else {}
-            method = str(about.get("quant_method", "unknown"))[:40]
-            if method not in DEQUANTIZED or key != QUANTIZERS[0]:
-                raise UserError(
-                    "the model's weights are quantized",
-                    where=where,
-                    found=f"{key} of {method}",
-                    expected=f"float weights in safetensors; or {' or '.join(DEQUANTIZED)}, which "
-                    "become float",
-                    next="name the model that it was quantized from, and quantize it here with "
-                    "lora.rank=16 lora.base=nf4",
-                )
 
 
 def is_text_part(path: str, config: Any) -> bool:

@@ -214,7 +214,10 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Attend by the plan of the pass: query [1, H, T, E], key and value [1, K, T, E] to
     [1, T, H, E]. transformers calls it, with its own names."""
-    _refuse_choices(attention_mask, others)
+    found = ["attention_mask"] if attention_mask is not None else []
+    found += [n for n, v in others.items() if isinstance(v, Tensor) and n not in HARMLESS]
+    if found:
+        raise NotImplementedError(f"attention by {', '.join(found)}")
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     plan, (_, kv_heads, size), _ = _pass.get()
@@ -227,11 +230,3 @@ def _attend(
     bends = Bends(softcap or 0.0, s_aux)
     out = plan.attend(module.layer_idx, q, k, v, scale, sliding_window, bends)
     return out[None, ..., :width], None
-
-
-def _refuse_choices(mask: Tensor | None, others: dict[str, Any]) -> None:
-    """Refuse keys that a model chooses itself, as it may do in long sequences only."""
-    found = ["attention_mask"] if mask is not None else []
-    found += [n for n, v in others.items() if isinstance(v, Tensor) and n not in HARMLESS]
-    if found:
-        raise NotImplementedError(f"attention by {', '.join(found)}")

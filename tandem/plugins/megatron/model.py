@@ -79,7 +79,9 @@ class MegatronModel(ExactModel):
         weight = self.module.output_layer.weight
         if weight is None:
             weight = self.module.shared_embedding_or_output_weight()
-        self.head.gathered = _gather(weight, self.tensor)[: self.config.vocab_size]
+        self.head.gathered = (
+            weight if self.tensor.size == 1 else _Gather.apply(weight, self.tensor)
+        )[: self.config.vocab_size]
         try:
             return compute()
         finally:
@@ -165,11 +167,6 @@ class MegatronModel(ExactModel):
     @property
     def dtype(self) -> torch.dtype:
         return next(self.module.parameters()).dtype
-
-
-def _gather(weight: Tensor, group: Group) -> Tensor:
-    """Join the rows of a weight [V / size, D] of all processes of a group, [V, D]."""
-    return weight if group.size == 1 else _Gather.apply(weight, group)
 
 
 class _Gather(torch.autograd.Function):
