@@ -94,7 +94,7 @@ def _read_config(path: str, where: str) -> Any:
                         "the model's weights are quantized",
                         where=f"{where}, {CONFIG}",
                         found=f"{key} of {method}",
-                        expected=f"float weights, or {' or '.join(DEQUANTIZED)}, which become float",
+                        expected=f"float weights; or {' or '.join(DEQUANTIZED)}, read as float",
                         next="name the model that it was quantized from, and quantize it here with "
                         "lora.rank=16 lora.base=nf4",
                     )

@@ -77,22 +77,19 @@ class ExactExperts(nn.Module):
 
     def forward(self, x: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
         """Map x [T, D] to [T, D]; chosen int64 [T, k] and scores [T, k] are the router's."""
-        weights = zip(
-            self.gate_up_proj.unbind(), self.down_proj.unbind(), self.expert_packs, strict=True
-        )
-        experts, dispatch = (
-            [partial(_run, up, down, packs) for up, down, packs in weights],
-            self.dispatch or _run_all,
-        )
+        experts, dispatch = self._experts(), self.dispatch or _run_all
         count = len(experts) // self.splits
         sums = []
         for first in range(0, len(experts), count):
             outputs = dispatch(experts[first : first + count], x, chosen - first)
-            out = torch.zeros(x.shape, device=x.device)
-            for token, place, value in outputs:
-                out = out.index_add(0, token, value * scores[token, place, None])
-            sums.append(out.to(x.dtype))
+            sums.append(_weighted_sum(outputs, x, scores))
         return sum_in_order(sums)
+
+    def _experts(self) -> list[Expert]:
+        weights = zip(
+            self.gate_up_proj.unbind(), self.down_proj.unbind(), self.expert_packs, strict=True
+        )
+        return [partial(_run, up, down, packs) for up, down, packs in weights]
 
 
 def _run(
@@ -108,3 +105,11 @@ def _run_all(experts: Sequence[Expert], x: Tensor, chosen: Tensor) -> Iterator[O
         token, place = torch.where(chosen == number)
         if len(token):
             yield token, place, expert(x[token])
+
+
+def _weighted_sum(outputs: Iterable[Output], x: Tensor, scores: Tensor) -> Tensor:
+    """Sum experts' outputs for x [T, D], each times its score."""
+    out = torch.zeros(x.shape, device=x.device)
+    for token, place, value in outputs:
+        out = out.index_add(0, token, value * scores[token, place, None])
+    return out.to(x.dtype)

@@ -214,6 +214,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Attend by the plan of the pass: query [1, H, T, E], key and value [1, K, T, E] to
     [1, T, H, E]. transformers calls it, with its own names."""
+    # keys that a model chooses itself, as it may do in long sequences only
     found = ["attention_mask"] if attention_mask is not None else []
     found += [n for n, v in others.items() if isinstance(v, Tensor) and n not in HARMLESS]
     if found:

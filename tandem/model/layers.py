@@ -72,7 +72,7 @@ class ExactLayer(nn.Module):
         if self.gate_up is None:
             choose = None if choices is None else partial(choices.choose, self.number)
             _, scores, chosen = self.mlp.gate(normed, choose)
-            return x + self.mlp.experts(normed, chosen, scores)
+            return x + self.mlp.experts(normed, chosen, scores)  # type: ignore[no-any-return]
         with made_again(normed, partial(norm, self.post_attention_layernorm, x), again):
             both = self.gate_up(normed)
         swiglu = kernels_of(both).swiglu
@@ -97,9 +97,6 @@ class ExactLayer(nn.Module):
                 v = v.contiguous()
         out = plan.attend(self.number, q, k, v, attention.scaling, self.window)
         return attention.o_proj(out.reshape(len(x), -1))
-
-
-# type: ignore[no-any-return]
 
 
 def made_again(

@@ -51,11 +51,13 @@ class Column:
         read = cache[pages] if isinstance(pages, slice) else cache.index_select(0, pages)
         if self.width == 1:
             return product(rows[: self.sequences], read.float())
+        return self._split(product(self._tile(rows), read.float()))
+
+    def _tile(self, rows: Tensor) -> Tensor:
+        """Put rows [n, K, R, x] of the sequences into tiles [tiles, K, width * R, x]."""
         at = self.members
         rows = rows[: self.sequences] if at is None else rows.index_select(0, at)
-        return self._split(
-            product(rows.unflatten(0, (-1, self.width)).transpose(1, 2).flatten(2, 3), read.float())
-        )
+        return rows.unflatten(0, (-1, self.width)).transpose(1, 2).flatten(2, 3)
 
     def _split(self, tiles: Tensor) -> Tensor:
         """Take the rows [m, K, R, x] of the sequences out of tiles [tiles, K, width * R, x]."""
@@ -76,10 +78,7 @@ def column_of(pages: np.ndarray, used: int, rows: int) -> Column:
         if total > sequences:  # else they are in order
             moved = width * (np.cumsum(tiles) - tiles) - firsts  # padding before a group's first
             at = np.arange(sequences) + moved.repeat(counts)
-            members, places = (
-                torch.from_numpy(np.searchsorted(at, np.arange(total), side="right") - 1),
-                torch.from_numpy(at),
-            )
+            members, places = torch.from_numpy(_members(at, total)), torch.from_numpy(at)
     first, is_run = int(pages[0]), bool((np.diff(pages) == 1).all())
     return Column(
         sequences=sequences,
@@ -89,6 +88,11 @@ def column_of(pages: np.ndarray, used: int, rows: int) -> Column:
         members=members,
         places=places,
     )
+
+
+def _members(places: np.ndarray, total: int) -> np.ndarray:
+    """Find the sequence at each of the places, or the last one before a place of padding."""
+    return np.searchsorted(places, np.arange(total), side="right") - 1
 
 
 def _width(counts: np.ndarray, rows: int) -> int:

@@ -66,11 +66,10 @@ class Runs:
     def __init__(self, tables: Sequence[Sequence[int]], starts: np.ndarray, counts: np.ndarray):
         self.starts, self.counts = starts, counts
         lengths = np.array([len(table) for table in tables])
-        out = np.zeros((len(tables), lengths.max()), np.int64)
-        out[np.arange(out.shape[1]) < lengths[:, None]] = np.fromiter(
+        self.table = np.zeros((len(tables), lengths.max()), np.int64)
+        self.table[np.arange(lengths.max()) < lengths[:, None]] = np.fromiter(
             chain.from_iterable(tables), np.int64, lengths.sum()
         )
-        self.table = out
         self.firsts = np.cumsum(counts) - counts
         self.positions = np.arange(counts.sum()) + (starts - self.firsts).repeat(counts)
         self.pages = self.table[np.arange(len(counts)).repeat(counts), self.positions // PAGE]
