@@ -229,7 +229,17 @@ class _TrainLoop:
             with signals.allow_interrupts():
                 metrics = metrics | self.job.evaluate(self.done)
             timings = timings | {"eval_s": time.perf_counter() - start}
-        self._log(metrics, timings)
+        began = time.perf_counter()
+        ledger = {"weights": weight_hash(trained_model(self.job).merged()), "episodes": ""}
+        for name, kind in EPISODE_FILES.items():
+            if (place := episode_file(self.run.episodes, self.done, kind)).exists():
+                ledger[name] = file_hash(place)
+        timings |= {"ledger_s": time.perf_counter() - began, "rss_mb": peak_rss_mb()}
+        timings["processes"] = float(_ranks(self.job).size)
+        self.writer.write(self.done, metrics, timings, ledger)
+        self.pending_metrics = None
+        self.trackers.log(self.done, metrics, timings)
+        self.show(self.done, metrics, timings)
         is_best = self.best.update([metrics_row(self.done, metrics)])
         self.write_status()
         never_evaluates = not (self.run.config.eval.data or every)
@@ -249,19 +259,6 @@ class _TrainLoop:
         self._stop_if_hopeless(metrics)
         if self.done and not is_kept and (self.is_over or self.done % run.save_every == 0):
             self._save()
-
-    def _log(self, metrics: Row, timings: Row) -> None:
-        start = time.perf_counter()
-        ledger = {"weights": weight_hash(trained_model(self.job).merged()), "episodes": ""}
-        for name, kind in EPISODE_FILES.items():
-            if (path := episode_file(self.run.episodes, self.done, kind)).exists():
-                ledger[name] = file_hash(path)
-        timings |= {"ledger_s": time.perf_counter() - start, "rss_mb": peak_rss_mb()}
-        timings["processes"] = float(_ranks(self.job).size)
-        self.writer.write(self.done, metrics, timings, ledger)
-        self.pending_metrics = None
-        self.trackers.log(self.done, metrics, timings)
-        self.show(self.done, metrics, timings)
 
     def write_status(self) -> None:
         """Write who runs where and does what, for `tandem status`."""

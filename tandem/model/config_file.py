@@ -78,7 +78,8 @@ def _read_config(path: str, where: str) -> Any:
         raise _unreadable(path, CONFIG, where, found)
     model_type = values.get("model_type")
     parts = [part for part in (values, values.get(TEXT)) if isinstance(part, dict)]
-    known = _is_known(model_type)
+    listed = model_type in LEAN_ARCHITECTURES or reads_more_than_text(model_type)
+    known = listed or is_language_model(model_type)
     own = custom_code.brings_model(values) and (custom_code.is_allowed() or not known)
     if own:
         custom_code.require_allowed(path, values, f"{where}, {CONFIG}")
@@ -128,10 +129,10 @@ def _plain_config(model_type: Any, values: dict[str, Any]) -> Any:
     return CONFIG_MAPPING[model_type].from_dict(plain(values))
 
 
-def _is_known(model_type: Any) -> bool:
-    """Tell whether a model of this type may run, by its name, without a look at most models."""
-    known = model_type in LEAN_ARCHITECTURES or reads_more_than_text(model_type)
-    return known or is_language_model(model_type)
+def logit_softcap(config: Any) -> float:
+    """Return the soft cap of a model's logits, 0 without one."""
+    names = ("final_logit_softcapping", "output_logit_soft_cap")  # Gemma, xLSTM
+    return next((cap for name in names if (cap := getattr(config, name, None))), 0.0)
 
 
 def is_text_part(path: str, config: Any) -> bool:

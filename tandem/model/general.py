@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tandem.model.activations import KINDS, ExactActivation, soft_cap
 from tandem.model.attention import Bends, PackedPlan, Plan
-from tandem.model.config_file import BIAS_SIZE
+from tandem.model.config_file import BIAS_SIZE, logit_softcap
 from tandem.model.expert_choices import ExpertChoices
 from tandem.model.general_experts import ExactFunctions, make_experts_exact
 from tandem.model.general_parts import NORMS, ExactLayerNorm, put_linear_biases, put_short_convs
@@ -183,12 +183,6 @@ def logit_factor(config: Any) -> float:
     """Return what a model multiplies its logits with."""
     factor: float = getattr(config, "logit_scale", None) or 1.0  # Cohere
     return factor / (getattr(config, "logits_scaling", None) or 1.0)  # Granite
-
-
-def logit_softcap(config: Any) -> float:
-    """Return the soft cap of a model's logits, 0 without one."""
-    names = ("final_logit_softcapping", "output_logit_soft_cap")  # Gemma, xLSTM
-    return next((cap for name in names if (cap := getattr(config, name, None))), 0.0)
 
 
 @contextmanager

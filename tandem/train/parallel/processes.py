@@ -93,7 +93,12 @@ class Processes:
     def announce(self, what: str, ranks: Sequence[int]) -> Iterator[None]:
         """Record that this process waits for others in a collective."""
         self._count += 1
-        own = {"id": self._count, "what": what, "ranks": list(ranks), "since": time.monotonic()}
+        own: dict[str, Any] = {
+            "id": self._count,
+            "what": what,
+            "ranks": list(ranks),
+            "since": time.monotonic(),
+        }
         self._waits.append(own)
         try:
             with watchdog.waiting_for("other ranks", what):
