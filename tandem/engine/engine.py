@@ -218,11 +218,8 @@ class Engine:
         if not self.cache.keys:  # given back for an update
             self.cache.restore()
         work = self.scheduler.schedule(only_started=only_started)
-        return ended + self._record(*self._run(work)) if work else ended
-
-    def _run(self, work: Work) -> tuple[list[RunningSequence], list[Sampled]]:
-        """Run the new tokens of each sequence. Return the sequences that get a token, and these
-        tokens."""
+        if not work:
+            return ended
         # the order of paged attention, where no rows are moved then, and sequences that share pages
         # stand beside each other
         work.sort(key=lambda part: (-len(part[0].page_table), part[0].page_table))
@@ -235,12 +232,6 @@ class Engine:
         if ahead is not None:
             ahead.launch(taken, sampled)
             sampled += taken.read()
-        return ready, sampled
-
-    def _record(
-        self, ready: list[RunningSequence], sampled: list[Sampled]
-    ) -> list[RunningSequence]:
-        """Append the tokens to their sequences, and end those that end; return all of `ready`."""
         for members, results in sampled:
             columns = (column.tolist() for column in results)
             for sequence, token, logprob, top, top_logprobs in zip(members, *columns, strict=True):
@@ -255,7 +246,7 @@ class Engine:
             ending = find_ending(params, sequence.tokens, sequence.pause_at, self.decode)
             if ending is not None:
                 self._end(sequence, *ending)
-        return ready
+        return ended + ready
 
     def _forward(self, work: Work, taken: Taken) -> tuple[list[RunningSequence], Tensor | None]:
         """Run the new tokens, whose keys and values go into the cache, but for those that ran
