@@ -79,8 +79,8 @@ def _rows(
             next="name several files in data.train, with data.weights",
         )
     if task.startswith(VERIFIERS):  # which copies a fixed list, and draws nothing
-        options = (("--split", split, "train"), ("--difficulty", difficulty, None))
-        options += (("--seed", seed, 0),)
+        options: list[tuple[str, object, object]] = [("--split", split, "train")]
+        options += [("--difficulty", difficulty, None), ("--seed", seed, 0)]
         given = [f"{option} {value}" for option, value, default in options if value != default]
         if given:
             raise UserError(
