@@ -57,7 +57,16 @@ def generate_and_score(
     parts: keeps the scored episodes on disk; episodes that it already holds are not generated
     again. Raises UserError if every episode fails, in its environment or in scoring.
     """
-    groups = [_with_recalled(group, parts) for group in groups]
+    recalled = {} if parts is None else parts.ended  # seen to end by an earlier start of the run
+    groups = [
+        replace(
+            group,
+            episodes=tuple(
+                recalled.get(e.key, e) if e.stop_reason == "paused" else e for e in group.episodes
+            ),
+        )
+        for group in groups
+    ]
     scoring = _Scoring(runner.rewards, groups, shaping, sampling.max_new_tokens, parts)
     paused = {
         (row, e.sample_index)
@@ -121,18 +130,15 @@ class _Scoring:
 
         def finish(score: Future[Score]) -> None:
             try:
-                scored.set_result(self._finish(row, episode, score.result()))
+                rewarded = with_reward(episode, score.result(), self._shaping, self._max_new_tokens)
+                if self._parts is not None:
+                    self._parts.add(row, rewarded)
+                scored.set_result(rewarded)
             except Exception as error:  # raised again by `results`
                 scored.set_exception(error)
 
         self._futures[row, episode.sample_index] = scored
         self._rewards.submit(self._groups[row].problem, episode.attempt()).add_done_callback(finish)
-
-    def _finish(self, row: int, episode: Episode, score: Score) -> Episode:
-        rewarded = with_reward(episode, score, self._shaping, self._max_new_tokens)
-        if self._parts is not None:
-            self._parts.add(row, rewarded)
-        return rewarded
 
     def results(self, generated: Sequence[tuple[Episode, ...]]) -> list[Group]:
         """Wait for the scores; return the groups. Episodes not scored now stay as they were
@@ -145,13 +151,6 @@ class _Scoring:
             )
             for row, group in enumerate(self._groups)
         ]
-
-
-def _with_recalled(group: Group, parts: Parts | None) -> Group:
-    """Replace paused episodes by those that an earlier start of the run has seen end."""
-    ended = {} if parts is None else parts.ended
-    episodes = (ended.get(e.key, e) if e.stop_reason == "paused" else e for e in group.episodes)
-    return replace(group, episodes=tuple(episodes))
 
 
 def _require_some_success(errors: Sequence[str], what: str, where: str) -> None:
