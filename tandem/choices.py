@@ -123,8 +123,8 @@ class Plane(Choice):
 
 
 class Transport(Choice):
-    """The way of weights to rollout workers: weights/transports.py, plugins/cluster, or of a package
-    with an entry point `tandem.transports`."""
+    """The way of weights to rollout workers: weights/transports.py, plugins/cluster, or of a
+    package with an entry point `tandem.transports`."""
 
     crosses_machines = False
     stages = False  # a worker receives all of a version into a copy of its own
