@@ -73,6 +73,9 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "vllm": "tandem.plugins.vllm.backend:VLLM",
         "http": "tandem.jobs.http_backend:Servers",
     },
+    "reward_options": {  # what a run gives a reward besides the recipe's: config -> options
+        "code": "tandem.plugins.graders.code:code_options"
+    },
     "envs": {  # types.py: Env
         "single_turn": "tandem.types:Env",
         "tools": "tandem.envs.tools:ToolEnv",

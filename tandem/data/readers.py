@@ -73,7 +73,7 @@ def read_rows(source: str, build: Callable[[Row], T], *, key: str) -> list[T]:
     """Call `build` with every row of a source and return the results in order.
 
     key: the config key that names the source. Raises UserError with up to MAX_MISTAKES different
-    mistakes; a mistake of many rows is told once.
+    mistakes; a mistake of many rows stands there once.
     """
     path = Path(source if Path(source).exists() else source.rpartition("#")[0])
     folder = path if path.is_dir() else path.parent if path.is_file() else Path()
@@ -123,15 +123,17 @@ def _mistakes(
     """Write the one error of (field, found, expected) -> (first place, number of rows)."""
     rows = sum(count for _, count in mistakes.values())
     what = f"{key} has {'a row' if rows == 1 else f'{rows:,} rows'} that cannot be used"
-    told = []
+    places = []
     for (field, found, expected), (place, count) in mistakes.items():
         more = f" (and {count - 1:,} more)" if count > 1 else ""
-        told.append((f"{source}{place}{', ' * bool(field)}{field}{more}", found, expected))
-    if len(told) == 1:
-        [(where, found, expected)] = told
+        places.append((f"{source}{place}{', ' * bool(field)}{field}{more}", found, expected))
+    if len(places) == 1:
+        [(where, found, expected)] = places
         return UserError(what, where=where, found=found, expected=expected, next=advice)
-    what += " (reading stopped there)" if len(told) == MAX_MISTAKES else ""
-    lines = [f"  - {where}: found {found}, expected {expected}" for where, found, expected in told]
+    what += " (reading stopped there)" if len(places) == MAX_MISTAKES else ""
+    lines = [
+        f"  - {where}: found {found}, expected {expected}" for where, found, expected in places
+    ]
     return UserError("\n".join([what, *lines]), next=advice or "correct these rows")
 
 

@@ -356,7 +356,13 @@ class HttpEngines:
     ) -> None:
         if isinstance(found, ServerBusy):
             self._queue.waiting.appendleft(ticket)
-            self._let_rest(server, self.answer_s(ticket), str(found))
+            # It gets no request for a moment, and is lost once it was busy for too long.
+            now, longest_s = self._clock(), self.answer_s(ticket)
+            server.rests_until = now + BUSY_S
+            if server.busy_since is None:
+                server.busy_since = now
+            elif now - server.busy_since > longest_s:
+                self._lose(server, f"{found} for {longest_s:g} s")
             return
         if isinstance(found, UserError):
             raise found
@@ -369,15 +375,6 @@ class HttpEngines:
         self._ended.append(ticket)
         if self.to_check is None or request.key < self.to_check[0].key:
             self.to_check = request, completion
-
-    def _let_rest(self, server: Server, longest_s: float, reason: str) -> None:
-        """Give a busy server no request for a moment; it is lost once it was busy for longest_s."""
-        now = self._clock()
-        server.rests_until = now + BUSY_S
-        if server.busy_since is None:
-            server.busy_since = now
-        elif now - server.busy_since > longest_s:
-            self._lose(server, f"{reason} for {longest_s:g} s")
 
 
 def _result(call: "Future[Any]") -> Any:

@@ -55,7 +55,14 @@ class LoopPulse:
             self._asked_at = now
             environment_loop().call_soon_threadsafe(self._answered.set)
         elif now - self._asked_at > self._limit_s:
-            raise _blocked_loop(now - self._asked_at)
+            thread = next(thread for thread in threading.enumerate() if thread.name == LOOP)
+            raise UserError(
+                "an environment blocks the event loop that all environments share",
+                where=line_of_thread(thread) or "the environments' loop",
+                found=f"no life for {now - self._asked_at:.0f} s, longer than env.timeout_s",
+                expected="`async def` methods that await what takes time",
+                next="make the method a plain `def`, which runs in a thread",
+            )
 
 
 # of the single turn, which neither wait nor fail: most of an episode's time was their limits
@@ -89,9 +96,8 @@ class Caller:
             task = asyncio.current_task()
             if task is not None and task.cancelling():  # it is the episode that was cancelled
                 raise
-            raise EnvironmentFailed(
-                "CancelledError, of something that the environment waited for"
-            ) from None
+            waited = "CancelledError, of something that the environment waited for"
+            raise EnvironmentFailed(waited) from None
         except (Exception, SystemExit) as error:  # recovery is the feature: it costs one episode
             if isinstance(error, TimeoutError) and limit.expired():
                 raise
@@ -162,14 +168,3 @@ class _Thread:
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             work()
-
-
-def _blocked_loop(seconds: float) -> UserError:
-    thread = next(thread for thread in threading.enumerate() if thread.name == LOOP)
-    return UserError(
-        "an environment blocks the event loop that all environments share",
-        where=line_of_thread(thread) or "the environments' loop",
-        found=f"no life for {seconds:.0f} s, longer than env.timeout_s",
-        expected="`async def` methods that await what takes time",
-        next="make the method a plain `def`, which runs in a thread",
-    )

@@ -66,23 +66,24 @@ class GymEnv(Env):
     def reset(self, problem: Problem) -> Sequence[Message]:  # type: ignore[override]  # plain, as worlds may block
         drawn = {"render_mode": "ansi"} if self._draws else {}
         self._world = _gymnasium().make(self._id, **{**self._kwargs, **drawn})
-        observation, _ = self._world.reset(seed=_seed(problem))
-        last = problem.messages[-1]
-        return (
-            *problem.messages[:-1],
-            {**last, "content": f"{last['content']}\n\n{self._shown(observation)}"},
-        )
+        match problem.metadata:
+            case {"seed": int(seed)}:
+                pass
+            case _:
+                seed = address("gymnasium", problem.uid) % 2**31
+        observation, _ = self._world.reset(seed=seed)
+        *before, last = problem.messages
+        return *before, {**last, "content": f"{last['content']}\n\n{self._shown(observation)}"}
 
     def step(self, text: str) -> Observation:  # type: ignore[override]
         self.turns += 1
         action = self._action(text)
         if action is None:
             self.bad_actions += 1
-            return Observation(
-                messages=_user(self._help()),
-                parts=self._parts(),
-                penalty=self.invalid_action_penalty,
-            )
+            choices = f"one of {', '.join(self._choices)}" if self._choices else ""
+            help = f"That is no action. An action is {choices or self._world.action_space}."
+            penalty = self.invalid_action_penalty
+            return Observation(messages=_user(help), parts=self._parts(), penalty=penalty)
         observation, reward, terminated, truncated, _ = self._world.step(action)
         if terminated or truncated:
             return Observation(done=True, reward=float(reward), parts=self._parts())
@@ -102,10 +103,6 @@ class GymEnv(Env):
         mentions = re.findall(rf"(?<![\w.-])(?:{names})(?![\w-]|\.\d)", text.casefold())
         return self._choices[mentions[-1]] if mentions else None
 
-    def _help(self) -> str:
-        choices = f"one of {', '.join(self._choices)}" if self._choices else ""
-        return f"That is no action. An action is {choices or self._world.action_space}."
-
     def _shown(self, observation: Any) -> str:
         return plain(str(self._world.render())) if self._draws else str(observation)
 
@@ -121,13 +118,6 @@ def plain(picture: str) -> str:
 
 def _user(text: str) -> tuple[Message, ...]:
     return ({"role": "user", "content": text},)
-
-
-def _seed(problem: Problem) -> int:
-    match problem.metadata:
-        case {"seed": int(seed)}:
-            return seed
-    return address("gymnasium", problem.uid) % 2**31
 
 
 def _gymnasium() -> ModuleType:
@@ -162,13 +152,8 @@ def _inspect_env(
     spaces, has_picture = gymnasium.spaces, "ansi" in world.metadata.get("render_modes", ())
     is_text = isinstance(world.observation_space, spaces.Text)
     if render and not has_picture:
-        raise UserError(
-            "the environment draws no text",
-            where="env.options.render",
-            found=f"{id}: {world.metadata}",
-            expected="the render mode ansi",
-            next="leave render out",
-        )
+        found = f"{id}: {world.metadata}, without ansi"
+        raise UserError("the environment draws no text", where="env.options.render", found=found)
     choices = {}
     if not isinstance(world.action_space, spaces.Text):
         choices = _choices(id, world.action_space, actions, spaces)
@@ -187,10 +172,7 @@ def _choices(id: str, space: Any, actions: tuple[str, ...], spaces: Any) -> dict
         )
     values = range(int(space.start), int(space.start + space.n))
     if actions and len(set(map(str.casefold, actions))) != len(values):
-        raise UserError(
-            "the actions have other names",
-            where="env.options.actions",
-            found=", ".join(actions),
-            expected=f"{len(values)} different names",
-        )
+        expected, found = f"{len(values)} different names", ", ".join(actions)
+        where = "env.options.actions"
+        raise UserError("the actions have other names", where=where, found=found, expected=expected)
     return dict(zip([name.casefold() for name in actions] or map(str, values), values, strict=True))

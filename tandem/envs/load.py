@@ -112,18 +112,14 @@ def _checked_options(cls: type[Env], config: EnvConfig, sandbox: Sandbox) -> dic
             expected=f"{cls.__name__}{signature}",
             found=", ".join(config.options) or "no options",
         )
-    hints = {} if bare else _hints(cls)
+    try:
+        hints = {} if bare else get_type_hints(cls.__init__)
+    except (NameError, TypeError):  # a hint for the type checker only
+        hints = {}
     return {
         name: _typed(name, value, hints[name]) if name in hints else value
         for name, value in options.items()
     }
-
-
-def _hints(cls: type[Env]) -> dict[str, Any]:
-    try:
-        return get_type_hints(cls.__init__)
-    except (NameError, TypeError):  # a hint for the type checker only
-        return {}
 
 
 def _typed(name: str, value: Any, hint: Any) -> Any:

@@ -25,7 +25,13 @@ def check_observation(observation: Any) -> Observation:
     if not isinstance(observation, Observation):
         raise EnvironmentFailed(f"step returned {_short(observation)}, expected an Observation")
     if not observation.done or observation.messages:
-        _check_messages(observation.messages)
+        messages: Any = observation.messages
+        if not _is_chat(messages) or any(m["role"] == "assistant" for m in messages):
+            found = _short(messages) if messages else "none"
+            raise EnvironmentFailed(
+                f"step returned messages {found}; expected some with role and content that are not "
+                "the assistant's, or done"
+            )
     parts = observation.parts
     if not isinstance(parts, dict) or not all(isinstance(n, str) and n != "env" for n in parts):
         raise EnvironmentFailed(
@@ -39,15 +45,6 @@ def check_observation(observation: Any) -> Observation:
                 f"step returned {name} = {_short(value)}, expected a finite number{bound}"
             )
     return observation
-
-
-def _check_messages(messages: Any) -> None:
-    if not _is_chat(messages) or any(m["role"] == "assistant" for m in messages):
-        found = _short(messages) if messages else "none"
-        raise EnvironmentFailed(
-            f"step returned messages {found}; expected some with role and content that are not "
-            "the assistant's, or done"
-        )
 
 
 def malformed_thinking(text: str) -> bool:
@@ -69,20 +66,14 @@ def _is_chat(messages: Any) -> bool:
 
 
 def _is_message(message: Any) -> bool:
-    return (
-        isinstance(message, dict)
-        and {"role", "content"} <= message.keys()
-        and all(map(_is_text, _texts(message)))
-    )
-
-
-def _texts(message: dict[str, Any]) -> list[Any]:
-    """List what must be text in a message; of content with images in each of its parts."""
-    if not shows_images(message):
-        return list(message.values())
-    others = [value for name, value in message.items() if name != "content"]
-    parts = [part if isinstance(part, dict) else {} for part in message["content"]]
-    return others + [part.get("text", part.get("image")) for part in parts]
+    if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+        return False
+    texts = list(message.values())
+    if shows_images(message):
+        texts = [value for name, value in message.items() if name != "content"]
+        parts = [part if isinstance(part, dict) else {} for part in message["content"]]
+        texts += [part.get("text", part.get("image")) for part in parts]
+    return all(map(_is_text, texts))
 
 
 def _is_text(value: Any) -> bool:

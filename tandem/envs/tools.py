@@ -25,7 +25,7 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from tandem.envs.calls import in_thread
 from tandem.model.tool_calls import BadCall, Call, Format, Reading, read_calls
-from tandem.registry import find, names
+from tandem.registry import find
 from tandem.runtime.errors import UserError
 from tandem.runtime.user_code import load_user_object
 from tandem.types import Env, Message, Observation, Tool
@@ -196,7 +196,10 @@ def _read_tools(tools: Sequence[str | ToolFunction]) -> dict[str, _Tool]:
     """Return the tools by name. Raises UserError for one that a model could not call."""
     by_name: dict[str, _Tool] = {}
     for tool in tools:
-        function = _load(tool) if isinstance(tool, str) else tool
+        function: Any = tool
+        if isinstance(tool, str):
+            load = load_user_object if ":" in tool else partial(find, "tools")
+            function = load(tool, key="env.options.tools")
         plain = function.__func__ if inspect.ismethod(function) else function
         if not inspect.isfunction(plain):
             raise UserError(
@@ -206,13 +209,8 @@ def _read_tools(tools: Sequence[str | ToolFunction]) -> dict[str, _Tool]:
                 expected="a function or a method, plain or `async def`",
             )
         if plain.__name__ in by_name:
-            raise UserError(
-                "two tools have the same name",
-                where="env.options.tools",
-                found=repr(plain.__name__),
-                expected="a name of its own for each",
-                next="rename one of the functions",
-            )
+            found, where = repr(plain.__name__), "env.options.tools"
+            raise UserError("two tools have the same name", where=where, found=found)
         _parameters(plain)
         by_name[plain.__name__] = _Tool(function=function, plain=plain)
     if not by_name:
@@ -223,19 +221,6 @@ def _read_tools(tools: Sequence[str | ToolFunction]) -> dict[str, _Tool]:
             expected="`calculator`, file.py:function, module:function, or a list of them",
         )
     return by_name
-
-
-def _load(name: str) -> ToolFunction:
-    if ":" in name:
-        return load_user_object(name, key="env.options.tools")
-    if name in names("tools"):
-        return find("tools", name, key="env.options.tools")  # type: ignore[no-any-return]
-    raise UserError(
-        "there is no such built-in tool",
-        where="env.options.tools",
-        found=repr(name),
-        expected="`calculator`, or your own as file.py:function or module:function",
-    )
 
 
 @cache  # environments are made by the hundred, of a few functions

@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tandem import registry
-from tandem.rewards.parts import BadFunction, BadValue
-from tandem.rewards.schema import check_schema
+from tandem.rewards.parts import BadFunction, BadValue, checked_by
 from tandem.rewards.thoughts import behind_thoughts
 from tandem.types import Attempt, Problem
 
@@ -36,25 +35,6 @@ def find(name: str) -> Function:
     raise BadFunction(f"no built-in {name!r}{hint} The built-in ones are {', '.join(known)}")
 
 
-def check(name: str, options: Mapping[str, Any]) -> None:
-    """Refuse impossible values of options, before the first item; raises BadFunction."""
-    match name:
-        case "regex":
-            try:
-                re.compile(options.get("pattern", ""))
-            except re.error as error:
-                raise BadFunction(f"regex: {options['pattern']!r} is no pattern: {error}") from None
-        case "length":
-            if not 0 <= options.get("target", 0) < options.get("limit", 0):
-                raise BadFunction(f"length: found {dict(options)}, expected 0 <= target < limit")
-        case "json_schema":
-            check_schema(options.get("schema", {}))
-        case "judge":
-            from tandem.rewards.judge import check_judge
-
-            check_judge(options)
-
-
 # ---------------------------------------------------------------- is it the answer?
 
 
@@ -69,6 +49,14 @@ def exact(
     return float(one == other)
 
 
+def _check_pattern(options: Mapping[str, Any]) -> None:
+    try:
+        re.compile(options.get("pattern", ""))
+    except re.error as error:
+        raise BadFunction(f"regex: {options['pattern']!r} is no pattern: {error}") from None
+
+
+@checked_by(_check_pattern)
 def regex(problem: Problem, completion: str, *, pattern: str = "", full: bool = False) -> float:
     """Return 1 if the pattern is found (full: matches all of the stripped completion).
 
@@ -106,6 +94,12 @@ def format_of_tags(
     return float(bool(text.strip()) == rest)
 
 
+def _check_sizes(options: Mapping[str, Any]) -> None:
+    if not 0 <= options.get("target", 0) < options.get("limit", 0):
+        raise BadFunction(f"length: found {dict(options)}, expected 0 <= target < limit")
+
+
+@checked_by(_check_sizes)
 def length(
     problem: Problem, completion: str, *, target: int = 0, limit: int = 0, unit: str = "characters"
 ) -> float:

@@ -18,8 +18,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from tandem.rewards.parts import BadFunction, BadValue
-from tandem.runtime.http import Json, Refused, ServerBusy, ServerLost, ask, start, with_retries
+from tandem.rewards.parts import BadFunction, BadValue, checked_by
+from tandem.runtime.http import Refused, ServerBusy, ServerLost, ask, start, with_retries
 from tandem.runtime.image_parts import message_text
 from tandem.types import Problem
 
@@ -45,6 +45,17 @@ _SCORE = re.compile(
 _PLACE = re.compile(r"\{(question|answer|completion|scale)\}")
 
 
+def check_judge(options: Mapping[str, Any]) -> None:
+    """Refuse options that cannot work; raises BadFunction."""
+    if not options["base_url"].startswith(("http://", "https://")):
+        raise BadFunction(
+            f"judge: base_url is {options['base_url']!r}, expected http://... or https://..."
+        )
+    if options.get("scale", 1.0) <= 0:
+        raise BadFunction(f"judge: scale is {options['scale']}, expected above 0")
+
+
+@checked_by(check_judge)
 def judge(
     problem: Problem,
     completion: str,
@@ -82,14 +93,19 @@ def judge(
     key = os.environ.get(api_key_env, "")
 
     def score() -> float:
-        reply = ask(
+        call = ask(
             f"{base_url.rstrip('/')}/chat/completions",
             {**body, "max_tokens": max_tokens},
             key=key,
             connect_s=request_s,
             answer_s=request_s,
         )
-        return read_score(_text(start(reply).result()), scale)
+        reply = start(call).result()
+        try:
+            text = str(reply["choices"][0]["message"]["content"])
+        except (LookupError, TypeError) as error:
+            raise BadValue(f"the judge's reply is no chat completion: {error!r}") from None
+        return read_score(text, scale)
 
     try:
         return with_retries(score, retries, pause_s)
@@ -97,13 +113,6 @@ def judge(
         raise BadValue(f"the judge gave no score in {retries + 1} requests: {error}") from None
     except Refused as error:
         raise BadValue(f"the judge refused: {error}") from None
-
-
-def _text(reply: Json) -> str:
-    try:
-        return str(reply["choices"][0]["message"]["content"])
-    except (LookupError, TypeError) as error:
-        raise BadValue(f"the judge's reply is no chat completion: {error!r}") from None
 
 
 def read_score(reply: str, scale: float) -> float:
@@ -119,13 +128,3 @@ def read_score(reply: str, scale: float) -> float:
     if not 0 <= score <= 1:
         raise ServerBusy(f"a score of {verdict} is not from 0 to {scale:g}")
     return score
-
-
-def check_judge(options: Mapping[str, Any]) -> None:
-    """Refuse options that cannot work; raises BadFunction."""
-    if not options["base_url"].startswith(("http://", "https://")):
-        raise BadFunction(
-            f"judge: base_url is {options['base_url']!r}, expected http://... or https://..."
-        )
-    if options.get("scale", 1.0) <= 0:
-        raise BadFunction(f"judge: scale is {options['scale']}, expected above 0")

@@ -59,7 +59,7 @@ def load(name: str, options: Arguments, part: str = "") -> Scorer:
         function = builtin.find(name)
         _check_types(function, name, options)
         scorer = _adapt(function, part, name, options)
-        builtin.check(name, options)
+        getattr(function, "check_options", lambda _: None)(options)
         return scorer
     try:
         function = find_user_object(name, key="reward.function")

@@ -8,7 +8,7 @@ Knows neither processes nor how a function is called.
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from numbers import Real
 from operator import add
@@ -35,6 +35,19 @@ class BadFunction(Exception):
 
 class BadValue(Exception):
     """A result that is not a reward, or a row that a reward function cannot read."""
+
+
+def checked_by(
+    check: Callable[[Mapping[str, Any]], None],
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a built-in function a check of its options before the first item; it raises
+    BadFunction."""
+
+    def give(function: Callable[..., Any]) -> Callable[..., Any]:
+        function.check_options = check  # type: ignore[attr-defined]
+        return function
+
+    return give
 
 
 def part_name(function: str) -> str:

@@ -31,8 +31,19 @@ _PROBLEM = ("uid", "messages", "answer", "category", "metadata", "conversational
 
 def request_line(index: int, problem: Problem, attempt: Attempt) -> bytes:
     """Encode one request. Raises as `encode_request`."""
-    fields = {"problem": problem_fields(problem), "attempt": _attempt_fields(attempt)}
-    return encode_request({"id": index, **fields})
+    # A single message that repeats the text is left out; the worker makes it again.
+    repeated = [{"role": "assistant", "content": attempt.text}]
+    messages = () if list(attempt.messages) == repeated else attempt.messages
+    cut = {
+        "text": attempt.text[-MAX_CHARS:],
+        "messages": [
+            {key: value[-MAX_CHARS:] for key, value in message.items()} for message in messages
+        ],
+        "stop_reason": attempt.stop_reason,
+        "tokens": attempt.tokens[-MAX_TOKENS:],
+        "env_rewards": attempt.env_rewards,
+    }
+    return encode_request({"id": index, "problem": problem_fields(problem), "attempt": cut})
 
 
 def problem_fields(problem: Problem) -> Message:
@@ -54,22 +65,6 @@ def encode_request(request: Message) -> bytes:
     return line
 
 
-def _attempt_fields(attempt: Attempt) -> dict[str, Any]:
-    """Cut the attempt to size. A single message that repeats the text is left out; the worker makes
-    it again."""
-    repeated = [{"role": "assistant", "content": attempt.text}]
-    messages = () if list(attempt.messages) == repeated else attempt.messages
-    return {
-        "text": attempt.text[-MAX_CHARS:],
-        "messages": [
-            {key: value[-MAX_CHARS:] for key, value in message.items()} for message in messages
-        ],
-        "stop_reason": attempt.stop_reason,
-        "tokens": attempt.tokens[-MAX_TOKENS:],
-        "env_rewards": attempt.env_rewards,
-    }
-
-
 def _numpy_value(value: Any) -> Any:
     if isinstance(value, (np.generic, np.ndarray)):  # as Parquet gives them
         return value.tolist()
@@ -79,7 +74,7 @@ def _numpy_value(value: Any) -> Any:
 def read_request(request: Message) -> Scoring:
     """Return what a request asks to score."""
     attempt = request["attempt"]
-    # _attempt_fields left out a single message that repeats the text
+    # request_line left out a single message that repeats the text
     messages = attempt.get("messages") or [{"role": "assistant", "content": attempt["text"]}]
     return (
         read_problem(request["problem"]),

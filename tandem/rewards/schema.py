@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from tandem.rewards.parts import BadFunction, BadValue
+from tandem.rewards.parts import BadFunction, BadValue, checked_by
 from tandem.rewards.thoughts import behind_thoughts
 from tandem.types import Problem
 
@@ -20,6 +20,23 @@ JSON_CHARS = 20_000  # of the end of a completion
 NOTHING = object()  # no JSON in a text
 
 
+def check_schema(options: Mapping[str, Any]) -> None:
+    """Refuse an invalid schema, and a machine without jsonschema; raises BadFunction."""
+    try:
+        from jsonschema import SchemaError  # type: ignore[import-untyped]
+        from jsonschema.validators import validator_for
+    except ImportError:
+        raise BadFunction(
+            "json_schema needs the package jsonschema: pip install 'tandem-rl[schema]'"
+        ) from None
+    schema = options.get("schema", {})
+    try:
+        validator_for(schema).check_schema(schema)
+    except SchemaError as error:
+        raise BadFunction(f"json_schema: the option is no schema: {error.message}") from None
+
+
+@checked_by(check_schema)
 @behind_thoughts
 def json_schema(problem: Problem, completion: str, *, schema: dict[str, Any] = {}) -> float:  # noqa: B006
     """Return 1 if the last JSON value of the completion is valid under the option `schema`, or,
@@ -28,9 +45,7 @@ def json_schema(problem: Problem, completion: str, *, schema: dict[str, Any] = {
 
     wanted = schema or problem.metadata.get("schema")
     if not isinstance(wanted, (dict, bool)):
-        raise BadValue(
-            f"json_schema: problem {problem.uid!r} has no `schema`, and no option has one"
-        )
+        raise BadValue(f"json_schema: {problem.uid!r} has no `schema`, and no option has one")
     value = last_json(completion)
     return 0.0 if value is NOTHING else float(validator_for(wanted)(wanted).is_valid(value))
 
@@ -64,18 +79,3 @@ def _last_inside(text: str) -> Any:
 
 def _refuse(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
-
-
-def check_schema(schema: Mapping[str, Any]) -> None:
-    """Refuse an invalid schema, and a machine without jsonschema; raises BadFunction."""
-    try:
-        from jsonschema import SchemaError  # type: ignore[import-untyped]
-        from jsonschema.validators import validator_for
-    except ImportError:
-        raise BadFunction(
-            "json_schema needs the package jsonschema: pip install 'tandem-rl[schema]'"
-        ) from None
-    try:
-        validator_for(schema).check_schema(schema)
-    except SchemaError as error:
-        raise BadFunction(f"json_schema: the option is no schema: {error.message}") from None

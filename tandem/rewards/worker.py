@@ -12,7 +12,6 @@ import json
 import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 from tandem.rewards.load import Scorer, load
 from tandem.rewards.parts import BadValue, Result, as_it_is, cannot_load, part_name, weigh
@@ -30,7 +29,11 @@ Functions = Mapping[str, Scorer]  # by name, in the order of the config
 def load_functions(spec: Message) -> Functions:
     """Limit this process's memory and load the functions, by name. Raises UserError. spec: the
     message that starts a worker."""
-    _limit_memory(spec["memory_mb"] * 2**20)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform == "linux":  # which honours a bound of the address space
+        limit, hard = spec["memory_mb"] * 2**20, resource.getrlimit(resource.RLIMIT_AS)[1]
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     lone, loaded = as_it_is(spec["functions"], spec["weights"]), {}
     for function in spec["functions"]:
         name = part_name(function)
@@ -49,20 +52,19 @@ def run(channel: Channel, loaded: Functions | None) -> None:
     def load_rest(spec: Message) -> Callable[[], None]:
         functions = load_functions(spec) if loaded is None else loaded
         weights = spec["weights"] or ([1.0] * len(functions) if len(functions) > 1 else [])
-        return partial(_serve, channel, functions, weights)
+
+        def serve() -> None:  # until the pool is gone or the process should not go on
+            while True:
+                channel.wait(None)
+                for request in channel.receive():
+                    answer = score(functions, weights, request, channel.send)
+                    channel.send(answer)
+                    if answer["last"]:
+                        return
+
+        return serve
 
     serve_from_start(channel, load_rest)
-
-
-def _serve(channel: Channel, functions: Functions, weights: Sequence[float]) -> None:
-    """Answer requests in order, until the pool is gone or the process should not go on."""
-    while True:
-        channel.wait(None)
-        for request in channel.receive():
-            answer = score(functions, weights, request, channel.send)
-            channel.send(answer)
-            if answer["last"]:
-                return
 
 
 def score(
@@ -101,15 +103,6 @@ def score(
 def _failure(index: int, kind: str, error: str, last: bool = False) -> Message:
     fields = {"kind": kind, "error": error[:ERROR_CHARS], "last": last}
     return {"id": index, "reward": 0.0, "parts": {}, **fields}
-
-
-def _limit_memory(memory_bytes: int) -> None:
-    """Bound the address space (Linux honours it) and leave no core files."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if sys.platform == "linux":
-        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        limit = memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 if __name__ == "__main__":

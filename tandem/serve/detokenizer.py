@@ -4,11 +4,13 @@ That part never ends in half a character or in the beginning of a stop string, s
 starts with all that was sent. A window of tokens is decoded, not the whole. Does not know requests.
 """
 
+import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from tandem.engine.ending import REPLACEMENT
+from tandem.model.tool_calls import CLOSE, MISTRAL_TAG, OPEN, PYTHON_TAG
 from tandem.types import Array
 
 
@@ -46,7 +48,11 @@ class Detokenizer:
 
     def _complete(self) -> str:
         """Decode the whole characters since the last call."""
-        if self._byte_tokens and self._in_byte_run():
+        last = self._tokens[-1]
+        # A token without text, such as a special one, never reaches the decoder and ends no run.
+        if self._byte_tokens and (
+            last in self._byte_tokens or not self._decode(np.array([last], np.int64))
+        ):
             return ""
         before = self._decode(np.array(self._tokens[self._start : self._read], np.int64))
         text = self._decode(np.array(self._tokens[self._start :], np.int64))
@@ -55,14 +61,49 @@ class Detokenizer:
         self._start, self._read = self._read, len(self._tokens)
         return text[len(before) :]
 
-    def _in_byte_run(self) -> bool:
-        """Tell whether the last token leaves a run of byte tokens open. One without text, such as a
-        special one, never reaches the decoder and ends no run."""
-        last = self._tokens[-1]
-        return last in self._byte_tokens or not self._decode(np.array([last], np.int64))
-
 
 def overlap(text: str, stop: str) -> int:
     """Measure the longest end of text that begins stop and is shorter than it."""
     sizes = range(min(len(text), len(stop) - 1), 0, -1)
     return next((size for size in sizes if text.endswith(stop[:size])), 0)
+
+
+# ---------------------------------------------------------------- with tools
+
+MARKERS = (OPEN, CLOSE, PYTHON_TAG, MISTRAL_TAG)
+END_OF_THOUGHTS = "</think>"
+_BARE = ("{", "[")  # how a call without a marker begins a turn, or follows its thoughts
+
+
+class ToolStream:
+    """The part of an answer with tools that is content whatever follows.
+
+    A call is read once its turn is whole (model/tool_calls.py). Content before it goes out at once:
+    up to the first marker of a call, or what may become one, and without the white space there,
+    which a call would strip.
+    """
+
+    def __init__(self) -> None:
+        self.sent = ""
+        self._rest, self._held = "", False  # text behind it; whether a call may have begun there
+
+    def add(self, text: str) -> str:
+        """Return what may be sent after some more text."""
+        self._rest += text
+        # white space before everything would be stripped too
+        if self._held or (not self.sent and self._rest[:1].isspace()):
+            return ""
+        new = self._rest[: self._end()].rstrip()
+        self.sent, self._rest = self.sent + new, self._rest[len(new) :]
+        return new
+
+    def _end(self) -> int:
+        """Find where a call may begin in the rest."""
+        rest, spoken = self._rest, [m.end() for m in re.finditer(END_OF_THOUGHTS, self._rest)]
+        if not self.sent or self.sent.endswith(END_OF_THOUGHTS):
+            spoken.append(0)
+        ends = [rest.index(marker) for marker in MARKERS if marker in rest]
+        ends += [start for start in spoken if rest[start:].lstrip().startswith(_BARE)]
+        self._held = bool(ends)
+        partial = max(overlap(rest, marker) for marker in (*MARKERS, END_OF_THOUGHTS))
+        return min(ends, default=len(rest) - partial)

@@ -127,8 +127,14 @@ class Endpoints:
         updates = self._timed(generation, arrival)
         if body.stream:
             return _Stream(_events(answer, updates), generation, self.while_there)
+
+        async def collect() -> None:
+            async for several in updates:
+                for update in several:
+                    answer.add(update)
+
         try:
-            await self.while_there(request.receive, _collect(answer, updates))
+            await self.while_there(request.receive, collect())
         finally:
             generation.cancel()
         # in a thread: log-probs may be many megabytes
@@ -136,7 +142,12 @@ class Endpoints:
 
     async def while_there(self, receive: Receive, work: Awaitable[T]) -> T:
         """Await work; cancel it and raise ClientDisconnect if the client leaves first."""
-        tasks = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+
+        async def disconnected() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        tasks = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if tasks[0].done():
@@ -150,7 +161,15 @@ class Endpoints:
 
     async def _start(self, kind: type[Body], raw: bytes) -> tuple[Body, Generation]:
         loop = asyncio.get_running_loop()
-        body, requests = await loop.run_in_executor(self._threads, self._prepare, kind, raw)
+
+        def prepare() -> tuple[Body, list[Request]]:
+            body = parse(kind, raw, self._served.name)
+            try:
+                return body, to_requests(body, self._tokenizer, self._served, self._keys)
+            except UserError as error:
+                raise _bad_request(error, source_field(body)) from None
+
+        body, requests = await loop.run_in_executor(self._threads, prepare)
         try:
             return body, await self._service.submit(requests)
         except QueueFull as error:
@@ -158,13 +177,6 @@ class Endpoints:
             raise ApiError(429, message, code="queue_full", headers=headers) from None
         except UserError as error:
             raise _bad_request(error, "max_tokens") from None
-
-    def _prepare(self, kind: type[Body], raw: bytes) -> tuple[Body, list[Request]]:
-        body = parse(kind, raw, self._served.name)
-        try:
-            return body, to_requests(body, self._tokenizer, self._served, self._keys)
-        except UserError as error:
-            raise _bad_request(error, source_field(body)) from None
 
     async def _timed(self, generation: Generation, arrival: float) -> AsyncIterator[list[Update]]:
         first = True
@@ -190,12 +202,6 @@ async def _read(request: HttpRequest, longest: int) -> bytes:
     if content_type != "application/json":
         raise ApiError(415, "the Content-Type of a POST must be application/json")
     return await read_body(request, longest)
-
-
-async def _collect(answer: Answer, updates: AsyncIterator[list[Update]]) -> None:
-    async for several in updates:
-        for update in several:
-            answer.add(update)
 
 
 async def _events(answer: Answer, updates: AsyncIterator[list[Update]]) -> AsyncIterator[str]:
@@ -232,11 +238,6 @@ class _Stream(StreamingResponse):
             pass  # it is counted
         finally:
             self._generation.cancel()
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 class _Counted:

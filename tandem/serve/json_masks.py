@@ -89,7 +89,11 @@ class JsonMask:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         allowed = np.unpackbits(bits, bitorder="little")[: self._vocabulary].astype(bool)
         if self._matcher.is_error() or not allowed.any():
-            self.error = _in_words(self._matcher.get_error().partition("\n")[0])
+            self.error = self._matcher.get_error().partition("\n")[0]
+            if missing := re.search("forced bytes: got (.+?);", self.error):
+                self.error = f"this tokenizer has no token for {missing[1]}"
+            elif self.error in ("", "NoExtensionBias"):
+                self.error = "no token of this tokenizer can follow"
             allowed = np.zeros(self._vocabulary, bool)
             allowed[list(self._ends)] = True
         return allowed
@@ -137,14 +141,6 @@ class JsonGrammars:
             return from_tokenizer(self._tokenizer, **size)
         except ValueError:  # a decoder that it does not know: tokens are plain texts
             return LLTokenizer(_PlainTokens(self._tokenizer, self._token_text), **size)
-
-
-def _in_words(found: str) -> str:
-    """Say in plain words what llguidance has found, if a token is missing."""
-    if missing := re.search("forced bytes: got (.+?);", found):
-        return f"this tokenizer has no token for {missing[1]}"
-    dead_end = found in ("", "NoExtensionBias")
-    return "no token of this tokenizer can follow" if dead_end else found
 
 
 def _bad_schema(found: str, field: str) -> ApiError:

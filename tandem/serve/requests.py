@@ -5,6 +5,7 @@ that cannot fit the context however they are tokenized, token ids. Knows no thre
 """
 
 import itertools
+import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -86,19 +87,18 @@ def to_requests(
     field = source_field(body)
     count = _count(body)
     if count * body.n > served.max_choices:
-        raise ApiError(
-            400,
-            f"{count} prompts with n = {body.n} are more than {served.max_choices} sequences "
-            "in one request",
-            param="n" if body.n > 1 else field,
-        )
+        found = f"{count} prompts with n = {body.n}"
+        message = f"{found} are more than {served.max_choices} sequences in one request"
+        raise ApiError(400, message, param="n" if body.n > 1 else field)
     _require_in_vocabulary(body.stop_token_ids, "stop_token_ids", served)
     texts = _prompts(body, tokenizer)
     for text in texts:
-        if isinstance(text, str):
-            _require_text(text, field, served)
-        else:
+        if not isinstance(text, str):
             _require_tokens(text, field, served)
+        elif len(text) > served.longest_text:
+            raise _too_long(f"{len(text):,} characters", field, served)
+        elif re.search("[\ud800-\udfff]", text):
+            raise ApiError(400, f"{field}: half of a surrogate pair is no text", param=field)
     mask = _mask(body, tokenizer, served)
     encode = tokenizer.encode_chat if isinstance(body, ChatBody) else tokenizer.encode
     prompts = [encode(text) if isinstance(text, str) else text for text in texts]
@@ -167,15 +167,6 @@ def _mask(body: Body, tokenizer: ChatTokenizer, served: Served) -> JsonMask | No
     return tokenizer.json_mask(schema, served.vocabulary, asking)
 
 
-def _require_text(text: str, field: str, served: Served) -> None:
-    if len(text) > served.longest_text:
-        raise _too_long(f"{len(text):,} characters", field, served)
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ApiError(400, f"{field}: half of a surrogate pair is no text", param=field) from None
-
-
 def _too_long(found: str, field: str, served: Served) -> ApiError:
     message = f"{field}: {found} leave no room for a completion; the context is {served.context}"
     return ApiError(400, message, param=field, code="context_length_exceeded")
@@ -191,22 +182,17 @@ def _require_tokens(prompt: Array, field: str, served: Served) -> None:
 
 def _require_in_vocabulary(tokens: Sequence[int] | Array, field: str, served: Served) -> None:
     if len(tokens) and np.max(tokens) >= served.vocabulary:
-        raise ApiError(
-            400, f"{field}: token ids are from 0 to {served.vocabulary - 1}", param=field
-        )
+        message = f"{field}: token ids are from 0 to {served.vocabulary - 1}"
+        raise ApiError(400, message, param=field)
 
 
 def _params(body: Body, prompt: Array, tokenizer: ChatTokenizer, served: Served) -> SamplingParams:
     room = served.context - len(prompt)
     ends = {*body.stop_token_ids, *(() if body.ignore_eos else tokenizer.stop_token_ids)}
     if body.max_tokens is not None and body.max_tokens > room:
-        raise ApiError(
-            400,
-            f"max_tokens: {len(prompt)} tokens of prompt leave {room} of the context of "
-            f"{served.context}",
-            param="max_tokens",
-            code="context_length_exceeded",
-        )
+        left = f"{len(prompt)} tokens of prompt leave {room} of the context of {served.context}"
+        code = "context_length_exceeded"
+        raise ApiError(400, f"max_tokens: {left}", param="max_tokens", code=code)
     max_new_tokens = body.max_tokens or min(served.default_max_tokens, room)
     if body.min_tokens > max_new_tokens:
         found = f"{body.min_tokens} are more than the {max_new_tokens} that a completion may have"

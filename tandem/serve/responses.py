@@ -16,7 +16,7 @@ from itertools import accumulate, count
 from tandem.engine.ending import REPLACEMENT
 from tandem.engine.prompt_scores import PromptScores
 from tandem.model.tool_calls import Call, split_calls
-from tandem.serve.detokenizer import Detokenizer
+from tandem.serve.detokenizer import Detokenizer, ToolStream
 from tandem.serve.openai import (
     ApiError,
     Body,
@@ -28,7 +28,6 @@ from tandem.serve.openai import (
 )
 from tandem.serve.requests import ChatTokenizer
 from tandem.serve.service import Update
-from tandem.serve.tool_stream import ToolStream
 from tandem.types import Request
 
 # a token, its log-prob, and the likeliest ones with theirs, nats
@@ -144,25 +143,22 @@ class Answer(ABC):
         """Yield the chunks that the updates of a pass add, at most one a choice."""
         usage: Json = {"usage": None} if self._body.stream_options.include_usage else {}
         for update in updates:
-            if (fields := self._chunk_of(update)) is not None:
-                yield self._head(self.chunk_object) | usage | {"choices": [fields]}
+            choice = self._choices[update.choice]
+            self.add(update)
+            text = self._next_text(choice, update)
+            token_ids = self._token_ids(update.tokens, update.weight_versions)
+            if choice.started and not (text or update.completion or token_ids or choice.sampled):
+                continue
+            fields = self._chunk_choice(choice, text)
+            choice.started = True
+            fields |= {"index": update.choice, "finish_reason": choice.finish_reason} | token_ids
+            yield self._head(self.chunk_object) | usage | {"choices": [fields]}
 
     def usage_chunk(self) -> Json | None:
         """Return the chunk of the usage, if it was asked for."""
         if not self._body.stream_options.include_usage:
             return None
         return self._head(self.chunk_object) | {"choices": [], "usage": self._usage()}
-
-    def _chunk_of(self, update: Update) -> Json | None:
-        choice = self._choices[update.choice]
-        self.add(update)
-        text = self._next_text(choice, update)
-        token_ids = self._token_ids(update.tokens, update.weight_versions)
-        if choice.started and not (text or update.completion or token_ids or choice.sampled):
-            return None
-        fields = self._chunk_choice(choice, text)
-        choice.started = True
-        return fields | {"index": update.choice, "finish_reason": choice.finish_reason} | token_ids
 
     def _head(self, kind: str) -> Json:
         head = {"id": self._id, "object": kind, "created": self._created, "model": self._model}
@@ -196,12 +192,17 @@ class Answer(ABC):
         for part in self._scores.get(prompt, ()):
             for logprob, rank, *likeliest in zip(*(c.tolist() for c in part), strict=True):
                 scores = [(next(tokens), logprob, rank), *zip(*likeliest, count(1), strict=False)]
-                found.append({str(token): self._score(token, *values) for token, *values in scores})
+                found.append(
+                    {
+                        str(token): {
+                            "logprob": max(value, LEAST_LOGPROB),
+                            "rank": place,
+                            "decoded_token": self._tokenizer.token_text(token),
+                        }
+                        for token, value, place in scores
+                    }
+                )
         return {"prompt_logprobs": found}
-
-    def _score(self, token: int, logprob: float, rank: int) -> Json:
-        text, logprob = self._tokenizer.token_text(token), max(logprob, LEAST_LOGPROB)
-        return {"logprob": logprob, "rank": rank, "decoded_token": text}
 
     def _logprobs_field(self, choice: _Choice) -> Json | None:
         """Take the log-probs that are not written yet."""

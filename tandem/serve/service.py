@@ -184,7 +184,14 @@ class EngineService:
     def cancel(self, generation: Generation) -> None:
         if generation in self._generations:
             self._generations.remove(generation)
-            self._inbox.put(partial(self._drop, generation))
+
+            def drop() -> None:  # on the engine thread
+                for sequence, live in list(self._live.items()):
+                    if live.generation is generation:
+                        del self._live[sequence]
+                        self._engine.cancel(sequence)
+
+            self._inbox.put(drop)
 
     async def ask(self, question: Callable[[ServedEngine], T]) -> T:
         """Call question(engine) between two passes. Raises its errors, and EngineStopped."""
@@ -192,7 +199,15 @@ class EngineService:
             raise EngineStopped(self.stopped)
         future: asyncio.Future[T] = self._loop.create_future()
         self._questions.add(future)
-        self._inbox.put(partial(self._answer, question, future))
+
+        def answer() -> None:  # on the engine thread
+            try:
+                settle = partial(future.set_result, question(self._engine))
+            except Exception as error:  # belongs to the client; the engine goes on
+                settle = partial(future.set_exception, error)
+            self._loop.call_soon_threadsafe(_settle, settle, future)
+
+        self._inbox.put(answer)
         try:
             return await future
         finally:
@@ -241,13 +256,6 @@ class EngineService:
             command()
         return True
 
-    def _answer(self, question: Callable[[ServedEngine], T], future: asyncio.Future[T]) -> None:
-        try:
-            settle = partial(future.set_result, question(self._engine))
-        except Exception as error:  # belongs to the client; the engine goes on
-            settle = partial(future.set_exception, error)
-        self._loop.call_soon_threadsafe(_settle, settle, future)
-
     def _admit(self, generation: Generation, engine: ServedEngine) -> None:
         with ExitStack() as undo:
             sequences = []
@@ -257,12 +265,6 @@ class EngineService:
             undo.pop_all()
         for choice, sequence in enumerate(sequences):
             self._live[sequence] = _Live(generation, choice)
-
-    def _drop(self, generation: Generation) -> None:
-        for sequence, live in list(self._live.items()):
-            if live.generation is generation:
-                del self._live[sequence]
-                self._engine.cancel(sequence)
 
     def _deliver(self, sequences: Sequence[RunningSequence]) -> None:
         updates: defaultdict[Generation, list[Update]] = defaultdict(list)

@@ -274,7 +274,7 @@ def odd_type(a: threading.Thread) -> None:
         (odd_type, ["odd_type", "'a: threading.Thread'", "JSON"]),
         ([add, add], ["same name", "'add'"]),
         ([], ["no tools", "calculator"]),
-        ("calc", ["no such built-in tool", "'calc'", "file.py:function"]),
+        ("calc", ["no 'calc' among the tools", "calculator"]),
         (len, ["not a function"]),
         ("no_such_file.py:add", ["no file no_such_file.py", "working directory"]),
         (

@@ -323,14 +323,14 @@ def test_json_schema_validates_the_last_json_value():
     with pytest.raises(BadValue, match="has no `schema`"):
         score(problem(), "{}")
     with pytest.raises(BadFunction, match="the option is no schema"):
-        builtin.check("json_schema", {"schema": {"type": "objekt"}})
+        load("json_schema", {"schema": {"type": "objekt"}})
 
 
 def test_json_schema_without_its_package_says_what_to_install():
     if "jsonschema" in sys.modules:
         pytest.skip("jsonschema is installed")
     with pytest.raises(BadFunction, match=r"pip install 'tandem-rl\[schema\]'"):
-        builtin.check("json_schema", {})
+        load("json_schema", {})
 
 
 # ---------------------------------------------------------------- the judge

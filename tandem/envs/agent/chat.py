@@ -74,11 +74,8 @@ def read_request(raw: bytes) -> ChatRequest:
     """Read the body of POST /chat/completions. Raises ApiError."""
     fields = read_object(raw)
     if (name := first_unsupported(fields, NEUTRAL)) is not None:
-        raise ApiError(
-            400,
-            f"{name} = {fields[name]!r} is not possible in an episode; leave it out",
-            param=name,
-        )
+        found = f"{name} = {fields[name]!r}"
+        raise ApiError(400, f"{found} is not possible in an episode; leave it out", param=name)
     request = validate(ChatRequest, fields, lenient=True)
     for place, message in enumerate(request.messages):
         if message.role not in ROLES:

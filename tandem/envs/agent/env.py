@@ -21,14 +21,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from tandem.envs.agent.chat import (
-    ChatRequest,
-    ConversationBroken,
-    Reply,
-    continuation,
-    opening,
-    parse_reward,
-)
+from tandem.envs.agent.chat import ConversationBroken, Reply, continuation, opening, parse_reward
 from tandem.envs.agent.server import Pending, Session, the_server
 from tandem.runtime.errors import UserError
 from tandem.runtime.user_code import load_user_object
@@ -83,9 +76,16 @@ class AgentDrivenEnv(Env):
         before = request.model_copy(update={"tools": list(self.tools)})
         reply = Reply.to(before, text, self._turn)
         self._pending.answer.set_result(reply)
-        event = await self._next_event(request, reply)
+        while isinstance(event := await self._events.get(), Pending):
+            if not (event.is_retry and event.request == request):
+                break
+            event.answer.set_result(reply)  # the agent lost the last answer, and asks again
         if isinstance(event, Future):
-            return self._end(event.result())
+            returned = event.result()
+            given = self._session.posted if returned is None else parse_reward(returned)
+            if given is None:
+                return Observation(done=True)
+            return Observation(done=True, reward=given.reward, parts=given.parts)
         self._pending = event
         try:
             return Observation(messages=continuation(before, reply, event.request))
@@ -100,20 +100,6 @@ class AgentDrivenEnv(Env):
         session.close(OVER)
         the_server().close(base_url)
         await agent.stop()
-
-    async def _next_event(self, before: ChatRequest, reply: Reply) -> Event:
-        """Wait for the agent; repeat the last answer if the agent lost it and asks again."""
-        while True:
-            event = await self._events.get()
-            if not (isinstance(event, Pending) and event.is_retry and event.request == before):
-                return event
-            event.answer.set_result(reply)
-
-    def _end(self, returned: Any) -> Observation:
-        agent_reward = self._session.posted if returned is None else parse_reward(returned)
-        if agent_reward is None:
-            return Observation(done=True)
-        return Observation(done=True, reward=agent_reward.reward, parts=agent_reward.parts)
 
 
 class AgentEnv(AgentDrivenEnv):
@@ -155,17 +141,14 @@ class AgentRun:
         """Cancel an `async def` and wait for it. A thread ends only at its next request, which is
         refused."""
         if self._is_async:
-            agents_loop().call_soon_threadsafe(self._cancel)
+            # _start_task comes first: calls into a loop keep their order
+            agents_loop().call_soon_threadsafe(lambda: self._task and self._task.cancel())
             with suppress(AgentFailed):
                 await asyncio.wrap_future(self.ended)
 
     def _start_task(self) -> None:
         self._task = asyncio.create_task(self._play())
         self._task.add_done_callback(self._on_done)
-
-    def _cancel(self) -> None:
-        if self._task is not None:  # started before: calls into a loop keep their order
-            self._task.cancel()
 
     async def _play(self) -> Any:
         try:

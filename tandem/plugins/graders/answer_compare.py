@@ -72,8 +72,10 @@ def equal(found: str, truth: str, loading: Loading = ignore_loading) -> bool:
         return True
     if max(len(one), len(other)) > NUMBER_CHARS:
         return False
-    if _key(other) in _VERDICTS:
-        return _same_verdict(_key(one), _key(other))
+    if (verdict := _key(other)) in _VERDICTS:  # or the beginning of a text, "yes, because ..."
+        words = re.findall(r"[a-z]+", stated := _key(one))
+        alone = words[:1] == [verdict] and _VERDICTS.isdisjoint(words[1:])
+        return alone and stated[len(verdict)] in ",;:."
     if _CHOICE.fullmatch(without_fonts(other)):
         return _same_choice(without_fonts(one).strip(" ."), without_fonts(other), loading)
     return _same(_LEAD.sub("", one, count=1), other, loading)
@@ -87,12 +89,6 @@ def _key(text: str) -> str:
     if re.search(r"[0-9\\]", text):
         return text
     return re.sub(r"^(?:an?|the) (?=..)", "", text.casefold())
-
-
-def _same_verdict(one: str, other: str) -> bool:
-    """Compare yes, no, true or false with the beginning of a text, "yes, because ..."."""
-    words = re.findall(r"[a-z]+", one)
-    return words[:1] == [other] and _VERDICTS.isdisjoint(words[1:]) and one[len(words[0])] in ",;:."
 
 
 def _same_choice(one: str, other: str, loading: Loading) -> bool:
@@ -110,7 +106,11 @@ def _same_choice(one: str, other: str, loading: Loading) -> bool:
 
 
 def _same(one: str, other: str, loading: Loading) -> bool:
-    one, other = _without_conditions(one, other)
+    # "for any constant c" and its like are cut off: off the truth if the other says nothing of the
+    # kind, off both if they are the same or exclude nothing
+    (plain, own), (true, condition) = _split_condition(one), _split_condition(other)
+    if own in ("", condition) or (_FREE.fullmatch(own) and _FREE.fullmatch(condition)):
+        one, other = plain, true
     ones, others = _members(one), _members(other)
     if len(ones) > 1 and len(others) == 1:
         ones = _by_name(ones)
@@ -171,14 +171,11 @@ def _members(text: str) -> list[str]:
     braces = _BRACES.fullmatch(text)
     if braces and len(_split(text)) == 1:
         text = (braces[1] or braces[2] or "").strip()
-    items = [sign for item in _split(text) for sign in _signs(item)]
+    items = list[str]()
+    for item in _split(text):
+        signs = [normal(item.replace(r"\pm", sign)).removeprefix("+") for sign in "+-"]
+        items += signs if item.count(r"\pm") == 1 else [item]
     return items if items and len(items) <= MEMBERS else [text]
-
-
-def _signs(item: str) -> list[str]:
-    if item.count(r"\pm") != 1:
-        return [item]
-    return [normal(item.replace(r"\pm", sign)).removeprefix("+") for sign in "+-"]
 
 
 def _split(text: str) -> list[str]:
@@ -261,14 +258,6 @@ _FREE = re.compile(
     r"(?:[\s,;()]|\\forall|\b(?:for|where|with|all|any|every|each|is|are|an|the|be|real|arbitrary"
     r"|constants?|numbers?|values?|of|and|[A-Za-z])\b)*"
 )
-
-
-def _without_conditions(one: str, other: str) -> tuple[str, str]:
-    r"""Cut "for any constant c" and its like off two answers: off the truth if the other says
-    nothing of the kind, off both if they are the same or exclude nothing."""
-    (guess, own), (truth, condition) = _split_condition(one), _split_condition(other)
-    free = _FREE.fullmatch(own) and _FREE.fullmatch(condition)
-    return (guess, truth) if own in ("", condition) or free else (one, other)
 
 
 def _split_condition(text: str) -> tuple[str, str]:

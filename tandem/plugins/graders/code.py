@@ -21,6 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tandem.config.schema import Config
 from tandem.config.schema import Sandbox as SandboxConfig
 from tandem.plugins.graders import code_asserts
 from tandem.plugins.graders.code_asserts import CallTest
@@ -91,6 +92,11 @@ def code_reward(
     }
 
 
+def code_options(config: Config) -> dict[str, Any]:
+    """Return the options that a run gives the reward."""
+    return {"sandbox": config.sandbox.model_dump()}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TestRun:
     """One program and its tests. deadline: of time.monotonic, for all tests."""
@@ -141,31 +147,24 @@ class _TestRun:
         verdicts: list[bool] = []
         right_bytes = sum(map(reply_bytes, tests))
         while len(verdicts) < len(tests) and (limits := self._next_limits(right_bytes)):
-            some, in_time = self._call(tests[len(verdicts) :], limits)
-            verdicts += some
-            if in_time or all_or_nothing:
+            left = tests[len(verdicts) :]
+            requests = "".join(repr(test.expression) + "\n" for test in left)
+            files = self._solver_files()
+            result = self.sandbox.run(_SOLVE, files=files, stdin=requests, limits=limits)
+            self.stops.append(result.stop_reason)
+            # a reply is trusted to be a value, and no more
+            replies = zip(left, result.stdout.split("\n")[:-1], strict=False)
+            verdicts += [holds(test, reply, self.tolerance or 0.0) for test, reply in replies]
+            if result.stop_reason != "timeout" or all_or_nothing:
                 break
             verdicts.append(False)  # the one that took the time
         return (verdicts + [False] * len(tests))[: len(tests)]
-
-    def _call(self, tests: Sequence[CallTest], limits: Limits) -> tuple[list[bool], bool]:
-        """Return verdicts on the answered calls, and whether time sufficed for all. A reply is
-        trusted to be a value, and no more."""
-        requests = "".join(repr(test.expression) + "\n" for test in tests)
-        files = self._solver_files()
-        result = self.sandbox.run(_SOLVE, files=files, stdin=requests, limits=limits)
-        self.stops.append(result.stop_reason)
-        replies = zip(tests, result.stdout.split("\n")[:-1], strict=False)
-        passed = [holds(test, reply, self.tolerance or 0.0) for test, reply in replies]
-        return passed, result.stop_reason != "timeout"
 
     def _run_scripts(self, scripts: Sequence[str]) -> list[bool]:
         """Run scripts and solution in two sandboxes; the verdicts come on a stream that the
         solution does not have."""
         if not isinstance(self.sandbox, Bubblewrap | Unisolated):
-            found = (
-                "needs a sandbox on this machine, as it is more than asserts of call == constant"
-            )
+            found = "needs a sandbox on this machine: it is more than asserts of call == constant"
             raise _cannot_run(self.uid, scripts[0], found)
         limits = self._next_limits()
         if limits is None:

@@ -91,15 +91,6 @@ def _test(call: ast.expr, constant: ast.expr, names: set[str]) -> CallTest | Non
     return CallTest(expression=ast.unparse(call), expected=(expected,))
 
 
-def _imported(tree: ast.AST) -> set[str]:
-    """List the names that a script imports from the module `solution`, or reads from it."""
-    paths = _paths(tree)
-    read = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute | ast.Name))
-    found = {_path(node, paths) for node in read} | set(paths.values())
-    names = (path.split(".")[1] for path in found if path.startswith("solution."))
-    return set(names) - {"*"}
-
-
 def _paths(tree: ast.AST) -> dict[str, str]:
     """Map the names that a script imports to where they come from: {"patch":
     "unittest.mock.patch"}."""
@@ -156,7 +147,10 @@ def needed(script: str, entry_point: str = "", before: Sequence[str] = ()) -> se
     text, and functions that an assert calls around a call, `same(f(1), 2)`.
     """
     tree = ast.parse(script)
-    if imported := _imported(tree):
+    paths = _paths(tree)  # names that it imports from the module `solution`, or reads from it
+    reading = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute | ast.Name))
+    found = {_path(node, paths) for node in reading} | set(paths.values())
+    if imported := {p.split(".")[1] for p in found if p.startswith("solution.")} - {"*"}:
         return imported
     if entry_point:
         return _names(ast.parse(entry_point))

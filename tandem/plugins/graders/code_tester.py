@@ -360,7 +360,12 @@ def _run_script(script: str, provided: dict[str, Any], tests: dict[str, Any]) ->
         own["check"](provided[tests["entry_point"]])
         return
     if "unittest" in sys.modules:
-        _run_cases(module)
+        import unittest
+
+        result = unittest.TestResult()
+        unittest.defaultTestLoader.loadTestsFromModule(module).run(result)
+        for _, trace in [*result.errors, *result.failures]:
+            raise AssertionError(trace.strip().rpartition("\n")[2])
     for name, value in own.items():
         if _is_test(name, value):
             _run_test(value)
@@ -385,15 +390,6 @@ def _run_test(test: Any) -> None:
     """Call a test function, once for each row of its `pytest.mark.parametrize`."""
     for arguments in getattr(test, "cases", [{}]):
         test(**arguments)
-
-
-def _run_cases(module: ModuleType) -> None:
-    import unittest
-
-    result = unittest.TestResult()
-    unittest.defaultTestLoader.loadTestsFromModule(module).run(result)
-    for _, trace in [*result.errors, *result.failures]:
-        raise AssertionError(trace.strip().rpartition("\n")[2])
 
 
 if __name__ == "__main__":

@@ -191,17 +191,16 @@ def _helpers(problem: Problem, entry_point: str) -> tuple[str, ...]:
         body = ast.parse(extract_code("".join(prompts[-1:]))).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ()
-    return tuple(ast.unparse(statement) for statement in body if _is_helper(statement, entry_point))
-
-
-def _is_helper(statement: ast.stmt, entry_point: str) -> bool:
-    match statement:
-        case ast.Import() | ast.ImportFrom():
-            return True
-        case ast.FunctionDef(name, _, body) | ast.ClassDef(name, _, _, body):
-            stub = all(isinstance(line, ast.Pass | ast.Expr) for line in body)
-            return not stub and name != entry_point
-    return False
+    helpers = []
+    for statement in body:
+        match statement:
+            case ast.Import() | ast.ImportFrom():
+                helpers.append(ast.unparse(statement))
+            case ast.FunctionDef(name, _, lines) | ast.ClassDef(name, _, _, lines):
+                stub = all(isinstance(line, ast.Pass | ast.Expr) for line in lines)
+                if not stub and name != entry_point:
+                    helpers.append(ast.unparse(statement))
+    return tuple(helpers)
 
 
 def _unquoted(value: Any) -> Any:

@@ -35,22 +35,16 @@ def numeric(
     parsed = parse_number(problem.answer)
     if parsed is None:
         raise _bad_answer(problem, "a number")
-    number, truth = _number(completion), _value(parsed)
+    final, truth = extract(completion), _value(parsed)
+    if final is None:
+        written = written_numbers(completion[-TEXT_CHARS:])[-1:]
+    else:  # in an answer with words ("about 3.1 cm") the only number, as two are two guesses
+        written = [final] if parse_number(final) else written_numbers(final)
+    number = parse_number(written[0]) if len(written) == 1 else None
     if number is None:
         return 0.0
     allowed = max(Fraction(str(tolerance)), Fraction(str(relative)) * abs(truth))
     return float(abs(_value(number) - truth) <= allowed)
-
-
-def _number(completion: str) -> Number | None:
-    """Read the number of the final answer; in an answer with words ("about 3.1 cm") the only
-    number, as two are two guesses."""
-    final = extract(completion)
-    if final is None:
-        written = written_numbers(completion[-TEXT_CHARS:])[-1:]
-    else:
-        written = [final] if parse_number(final) else written_numbers(final)
-    return parse_number(written[0]) if len(written) == 1 else None
 
 
 def _value(number: Number) -> Fraction:

@@ -135,7 +135,14 @@ class _Plan:
             )
         if self.command in ("train", "distill"):
             with self._checked():
-                self._workers()
+                _say("rollout workers that keep the trainer busy")
+                if (found := measured(self.folder)) is None:
+                    _say(f"  not measured: there are no timings of a run in {self.folder}")
+                    return
+                speed = f"{found.worker_tokens_per_s:,.0f} tokens/s of a worker"
+                formula = f"{found.tokens:,.0f} tokens a step / ({found.trainer_s:.3g} s x {speed})"
+                medians = f"medians of {counted(found.steps, 'steps')} in {self.folder}"
+                _say(f"  {found.workers}  {formula}, {medians}")
 
     def show_time(self) -> None:
         """Measure the seconds of a step. A trial that fails says nothing against the run: its
@@ -157,7 +164,14 @@ class _Plan:
     def show_verdict(self) -> None:
         news = "a new run"
         with self._checked():
-            news = self._folder()
+            if check_run(self.folder, self.config, self.command) and not self.reasons:
+                hashes = input_hashes(self.config, *KEYS[self.command]) | self.images
+                checkpoint = resumable(
+                    self.folder, self.config, hashes, lambda line: _say(f"  {line}")
+                )
+                news = (
+                    f"resumed from {checkpoint[0].name}" if checkpoint else "a run to begin again"
+                )
         if self.reasons:
             _say(f"not ready: {'; '.join(self.reasons)}")
         else:
@@ -233,26 +247,6 @@ class _Plan:
             self.reasons.append(
                 f"{title}: {human_bytes(needed)} needed, {human_bytes(there)} {where}"
             )
-
-    def _workers(self) -> None:
-        _say("rollout workers that keep the trainer busy")
-        if (found := measured(self.folder)) is None:
-            _say(f"  not measured: there are no timings of a run in {self.folder}")
-            return
-        speed = f"{found.worker_tokens_per_s:,.0f} tokens/s of a worker"
-        formula = f"{found.tokens:,.0f} tokens a step / ({found.trainer_s:.3g} s x {speed})"
-        medians = f"medians of {counted(found.steps, 'steps')} in {self.folder}"
-        _say(f"  {found.workers}  {formula}, {medians}")
-
-    def _folder(self) -> str:
-        """Describe where the run would go on, or that it would begin."""
-        if not check_run(self.folder, self.config, self.command) or self.reasons:
-            return "a new run"
-        hashes = input_hashes(self.config, *KEYS[self.command]) | self.images
-        checkpoint = resumable(self.folder, self.config, hashes, lambda line: _say(f"  {line}"))
-        if checkpoint is None:
-            return "a run to begin again"
-        return f"resumed from {checkpoint[0].name}"
 
 
 def _say(text: str) -> None:

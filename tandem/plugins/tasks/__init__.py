@@ -6,7 +6,7 @@ and no problem is in both splits. docs/data.md lists the tasks, CONTRIBUTING.md 
     algebra, arithmetic, calculator, countdown, guess, squares   one file each, with a TASK
     reasoning_gym.py   the generators and scorers of the package reasoning-gym, an extra
     generate.py        what the tasks share: addressed draws, splits, no duplicates
-    command.py, cli.py `tandem generate`
+    cli.py             `tandem generate`
 
 It plugs in as tasks, commands, rewards (`countdown`, `reasoning_gym`), envs (`guess`) and tools
 (`calculator`) of tandem/registry.py.

@@ -60,16 +60,13 @@ def _combine(rng: Generator, terms: list[Term]) -> Term:
     while len(terms) > 1:
         first, second = (int(place) for place in rng.permutation(len(terms))[:2])
         rest = [term for place, term in enumerate(terms) if place not in (first, second)]
-        terms = [*rest, _pair(rng, terms[first], terms[second])]
+        one, other = terms[first], terms[second]
+        (a, left), (b, right) = max(one, other), min(one, other)
+        choices = [(a + b, f"({left}+{right})"), (a * b, f"({left}*{right})")]
+        choices += [(a - b, f"({left}-{right})")] if a > b else []
+        choices += [(a // b, f"({left}/{right})")] if a % b == 0 else []
+        terms = [*rest, choices[randint(rng, 0, len(choices) - 1)]]
     return terms[0]
-
-
-def _pair(rng: Generator, one: Term, other: Term) -> Term:
-    (a, left), (b, right) = max(one, other), min(one, other)
-    choices = [(a + b, f"({left}+{right})"), (a * b, f"({left}*{right})")]
-    choices += [(a - b, f"({left}-{right})")] if a > b else []
-    choices += [(a // b, f"({left}/{right})")] if a % b == 0 else []
-    return choices[randint(rng, 0, len(choices) - 1)]
 
 
 # ---------------------------------------------------------------- the checker
@@ -101,7 +98,14 @@ def check(
     `= 24` may follow it. use_all: every number once; else at most once. Raises ValueError for a
     problem without numbers.
     """
-    numbers, target = _read(problem)
+    metadata = problem.metadata
+    given: Any = metadata.get("numbers", metadata.get("nums"))
+    wanted = metadata.get("target", problem.answer)
+    try:
+        numbers, target = [int(number) for number in given], Fraction(str(wanted))
+    except (TypeError, ValueError, ZeroDivisionError):
+        found = f"numbers {given!r} and target {wanted!r}"[:200]
+        raise ValueError(f"problem {problem.uid!r} has {found}, expected whole numbers") from None
     tagged = _TAGGED.findall(completion[-TEXT_CHARS:])
     text = tagged[-1] if tagged else extract(completion) or ""
     for sign, spellings in _SPELLINGS.items():
@@ -112,17 +116,6 @@ def check(
         return 0.0
     used, available = Counter(value[1]), Counter(numbers)
     return float(used == available if use_all else used <= available)
-
-
-def _read(problem: Problem) -> tuple[list[int], Fraction]:
-    metadata = problem.metadata
-    numbers: Any = metadata.get("numbers", metadata.get("nums"))
-    target = metadata.get("target", problem.answer)
-    try:
-        return [int(number) for number in numbers], Fraction(str(target))
-    except (TypeError, ValueError, ZeroDivisionError):
-        found = f"numbers {numbers!r} and target {target!r}"[:200]
-        raise ValueError(f"problem {problem.uid!r} has {found}, expected whole numbers") from None
 
 
 def value_of(text: str) -> tuple[Fraction, list[int]] | None:

@@ -70,7 +70,20 @@ def rows(
     "leg_counting", "difficulty": None, "entry": {...}}}
     """
     check_split("reasoning_gym", split)
-    _check_names(datasets, weights)
+    unknown = [name for name in datasets if name not in names()]
+    if unknown or len(set(datasets)) < len(datasets) or not datasets:
+        found = unknown[0] if unknown else ",".join(datasets) or "no name"
+        expected = f"different names out of {', '.join(names())}"
+        raise UserError(
+            "there is no such data set in reasoning-gym", found=found, expected=expected
+        )
+    if weights and (len(weights) != len(datasets) or min(weights) <= 0):
+        raise UserError(
+            "the weights do not fit the data sets",
+            where="--weights",
+            found=str(list(weights)),
+            expected=f"{len(datasets)} numbers above 0",
+        )
     shares = [Fraction(str(weight)) for weight in weights or [1.0] * len(datasets)]
     sources = [_rows_of(name, split, seed, difficulty) for name in datasets]
     rows: list[Row] = []
@@ -82,42 +95,9 @@ def rows(
     return rows
 
 
-def _check_names(datasets: Sequence[str], weights: Sequence[float]) -> None:
-    unknown = [name for name in datasets if name not in names()]
-    if unknown or len(set(datasets)) < len(datasets) or not datasets:
-        found = unknown[0] if unknown else ",".join(datasets) or "no name"
-        raise UserError(
-            "there is no such data set in reasoning-gym",
-            found=found,
-            expected=f"different names out of {', '.join(names())}",
-        )
-    if weights and (len(weights) != len(datasets) or min(weights) <= 0):
-        raise UserError(
-            "the weights do not fit the data sets",
-            where="--weights",
-            found=str(list(weights)),
-            expected=f"{len(datasets)} numbers above 0",
-        )
-
-
 def _rows_of(name: str, split: str, seed: int, difficulty: int | None) -> Iterator[Row]:
-    level = "" if difficulty is None else f"/{difficulty}"
-    for number, entry in enumerate(_new_entries(name, split, seed, difficulty)):
-        yield {
-            "uid": f"{name}{level}/{split}/{number}",
-            "prompt": entry["question"],
-            # some puzzles come without a solution, and their scorer works a given one through
-            "answer": str(entry["answer"] or ""),
-            "data_source": name,
-            "reasoning_gym": {"dataset": name, "difficulty": difficulty, "entry": _to_json(entry)},
-        }
-
-
-def _new_entries(
-    name: str, split: str, seed: int, difficulty: int | None
-) -> Iterator[dict[str, Any]]:
-    """Make entries of the split, no question twice."""
-    seen: set[str] = set()
+    """Make rows of the split, no question twice."""
+    level, seen = "" if difficulty is None else f"/{difficulty}", set[str]()
     chunk = barren = 0
     while barren < BARREN:
         chunk_seed = rng.address(seed, "reasoning_gym", name, chunk) % 2**31
@@ -127,9 +107,18 @@ def _new_entries(
             question = entry["question"]
             is_new = question not in seen and is_test(question) == (split == "test")
             barren = 0 if is_new else barren + 1
-            if is_new:
-                seen.add(question)
-                yield entry
+            if not is_new:
+                continue
+            made = {"dataset": name, "difficulty": difficulty, "entry": _to_json(entry)}
+            yield {
+                "uid": f"{name}{level}/{split}/{len(seen)}",
+                "prompt": question,
+                # some puzzles come without a solution, and their scorer works a given one through
+                "answer": str(entry["answer"] or ""),
+                "data_source": name,
+                "reasoning_gym": made,
+            }
+            seen.add(question)
         chunk += 1
 
 
@@ -157,6 +146,9 @@ def _dataset(name: str, difficulty: int | None, seed: int, size: int) -> Any:
         ) from None
 
 
+_scorer = cache(_dataset)
+
+
 # ---------------------------------------------------------------- the scorer
 
 
@@ -172,14 +164,9 @@ def score(problem: Problem, completion: str) -> float:
     entry, answer = _from_json(column["entry"]), answer_of(completion)
     if answer != entry["answer"] and not _is_harmless(column["dataset"], answer or ""):
         answer = None
-    return float(_scorer(column["dataset"], column["difficulty"]).score_answer(answer, entry))
-
-
-@cache
-def _scorer(name: str, difficulty: int | None) -> Any:
-    """Make a data set to score with; some scorers read the entry's config, none its seed and
-    size."""
-    return _dataset(name, difficulty, 0, 1)
+    # some scorers read the entry's config, none its seed and size
+    scorer = _scorer(column["dataset"], column["difficulty"], 0, 1)
+    return float(scorer.score_answer(answer, entry))
 
 
 def answer_of(completion: str) -> str | None:

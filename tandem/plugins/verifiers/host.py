@@ -74,7 +74,15 @@ class Chat(NullHarness):  # type: ignore[misc]
                 if not message.tool_calls:
                     break
                 messages.append(message.model_dump(exclude_none=True))
-                messages += [await _result(call, names, connections) for call in message.tool_calls]
+                for call in message.tool_calls:
+                    name = call.function.name
+                    content: Any = f"error: unknown tool {name!r}"
+                    if name in names:
+                        # the server makes no call of arguments that are not an object
+                        given = json.loads(call.function.arguments)
+                        content = await call_mcp(connections, names, name, given)
+                    answer = {"role": "tool", "tool_call_id": call.id, "name": name}
+                    messages.append({**answer, "content": content})
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
     def _messages(self, data: Any) -> list[Json]:
@@ -84,15 +92,6 @@ class Chat(NullHarness):  # type: ignore[misc]
         else:
             opening = [_wire(m) for m in prompt or ()]
         return [{"role": "system", "content": system}, *opening] if system else opening
-
-
-async def _result(call: Any, names: dict[str, Any], connections: dict[str, Any]) -> Json:
-    answer = {"role": "tool", "tool_call_id": call.id, "name": call.function.name}
-    if call.function.name not in names:
-        return {**answer, "content": f"error: unknown tool {call.function.name!r}"}
-    # the server makes no call of arguments that are not an object
-    arguments = json.loads(call.function.arguments)
-    return {**answer, "content": await call_mcp(connections, names, call.function.name, arguments)}
 
 
 def _wire(message: Any) -> Json:

@@ -12,7 +12,7 @@ import pytest
 from tandem.config.schema import Data
 from tandem.data.problems import read_problems
 from tandem.plugins.tasks import algebra, arithmetic, calculator, countdown, guess, squares
-from tandem.plugins.tasks.command import generate
+from tandem.plugins.tasks.cli import generate
 from tandem.plugins.tasks.generate import is_test
 from tandem.registry import BUILT_IN, find
 from tandem.runtime.errors import UserError

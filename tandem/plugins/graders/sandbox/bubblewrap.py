@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from tandem.config.schema import Sandbox as SandboxConfig
 from tandem.plugins.graders.sandbox.local import (
     ADOPTION,
     ENVIRONMENT,
@@ -31,7 +32,6 @@ from tandem.plugins.graders.sandbox.protocol import (
     Limits,
     Program,
     Sandbox,
-    SandboxConfig,
     SandboxFailed,
     check_name,
     trouble_of,
@@ -75,7 +75,11 @@ class Bubblewrap(LocalSandbox):
 
     def __init__(self, bwrap: str = "bwrap"):
         self.bwrap = shutil.which(bwrap) or bwrap
-        self.python = _interpreter()
+        # this Python, without its virtual environment, if the unprivileged uid can reach it
+        own = os.path.realpath(sys.executable)
+        places = [Path(own), *Path(own).parents]
+        reachable = os.geteuid() != 0 or all(place.stat().st_mode & 0o5 == 0o5 for place in places)
+        self.python = own if reachable else "/usr/bin/python3"
 
     def about(self) -> str:
         command = [self.bwrap, "--version"]
@@ -207,12 +211,3 @@ def _without_root() -> list[str]:
         uid = NOBODY
     ids = [f"--reuid={uid}", f"--regid={uid}"]
     return ["setpriv", *ids, "--clear-groups", "--inh-caps=-all", "--"]
-
-
-def _interpreter() -> str:
-    """Find this Python, without its virtual environment; the system's, if the unprivileged uid
-    cannot reach this one."""
-    own = os.path.realpath(sys.executable)
-    places = [Path(own), *Path(own).parents]
-    reachable = os.geteuid() != 0 or all(place.stat().st_mode & 0o5 == 0o5 for place in places)
-    return own if reachable else "/usr/bin/python3"

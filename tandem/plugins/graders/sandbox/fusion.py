@@ -7,11 +7,11 @@ import base64
 import shlex
 from collections.abc import Mapping, Sequence
 
+from tandem.config.schema import Sandbox as SandboxConfig
 from tandem.plugins.graders.sandbox.protocol import (
     LIMITS,
     Limits,
     Result,
-    SandboxConfig,
     SandboxFailed,
     StopReason,
     check_name,
@@ -62,7 +62,24 @@ class SandboxFusion:
             "run_timeout": limits.wall_s,
             "files": others,
         }
-        return _result(self._post("/run_code", request, limits.wall_s), limits)
+        run = self._post("/run_code", request, limits.wall_s)["run_result"]
+        streams = [run.get(name) or "" for name in ("stdout", "stderr")]
+        cut = (text.encode()[: limits.output_bytes].decode(errors="ignore") for text in streams)
+        out, err = cut
+        exit_code = run.get("return_code")
+        if run.get("status") == "TimeLimitExceeded":
+            reason: StopReason = "timeout"
+        elif [out, err] != streams:
+            reason = "output"
+        else:
+            reason = reason_of_end(exit_code, err)
+        return Result(
+            stdout=out,
+            stderr=err,
+            exit_code=None if reason in ("timeout", "output") else exit_code,
+            stop_reason=reason,
+            seconds=float(run.get("execution_time") or 0.0),
+        )
 
     def _post(self, path: str, request: Json, wall_s: float) -> Json:
         seconds = 2 * wall_s + 30  # its queue comes before its clock
@@ -83,23 +100,3 @@ class SandboxFusion:
                 f"the sandbox at {self.url} did not run the program: {str(answer)[:500]}"
             )
         return answer
-
-
-def _result(answer: Json, limits: Limits) -> Result:
-    run = answer["run_result"]
-    streams = [run.get(name) or "" for name in ("stdout", "stderr")]
-    out, err = (text.encode()[: limits.output_bytes].decode(errors="ignore") for text in streams)
-    exit_code = run.get("return_code")
-    if run.get("status") == "TimeLimitExceeded":
-        reason: StopReason = "timeout"
-    elif [out, err] != streams:
-        reason = "output"
-    else:
-        reason = reason_of_end(exit_code, err)
-    return Result(
-        stdout=out,
-        stderr=err,
-        exit_code=None if reason in ("timeout", "output") else exit_code,
-        stop_reason=reason,
-        seconds=float(run.get("execution_time") or 0.0),
-    )

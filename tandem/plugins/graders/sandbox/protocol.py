@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import PurePosixPath
 from typing import Literal, Protocol, runtime_checkable
 
+from tandem.config.schema import Sandbox as SandboxConfig
 from tandem.registry import find
 
 # a command, and the files it finds in its working directory
@@ -56,21 +57,6 @@ class Result:
 
 class SandboxFailed(RuntimeError):
     """A failure of the sandbox itself, not of the program."""
-
-
-class SandboxConfig(Protocol):
-    """The [sandbox] section of a config."""
-
-    def __hash__(self) -> int: ...
-
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def url(self) -> str: ...
-
-    @property
-    def run_untrusted_code_without_isolation(self) -> bool: ...
 
 
 @runtime_checkable
