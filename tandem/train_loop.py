@@ -8,7 +8,7 @@ again with the same bits. Ctrl-C and SIGTERM save first.
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -32,7 +32,6 @@ from tandem.run_folder.shards import (
     unfinished_name,
 )
 from tandem.run_folder.status import write_status
-from tandem.run_folder.trackers.links import Trackers
 from tandem.runtime import signals, watchdog
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import InvariantError
@@ -173,8 +172,13 @@ class _TrainLoop:
     def writing(self) -> Iterator[None]:
         """Open the writers of metrics and checkpoints."""
         logged = self.done if self.pending_metrics is None else self.done - 1
+        trackers: AbstractContextManager[Any] = nullcontext()
+        if self.run.config.run.trackers:
+            from tandem.run_folder.trackers.links import Trackers
+
+            trackers = Trackers(self.run.config, self.run.path, self.report)
         with (
-            Trackers(self.run.config, self.run.path, self.report) as self.trackers,
+            trackers as self.trackers,
             MetricsWriter(self.run.path, logged) as self.writer,
             Saver() as self.saver,
         ):
@@ -229,36 +233,32 @@ class _TrainLoop:
             with signals.allow_interrupts():
                 metrics = metrics | self.job.evaluate(self.done)
             timings = timings | {"eval_s": time.perf_counter() - start}
-        began = time.perf_counter()
-        ledger = {"weights": weight_hash(trained_model(self.job).merged()), "episodes": ""}
-        for name, kind in EPISODE_FILES.items():
-            if (place := episode_file(self.run.episodes, self.done, kind)).exists():
-                ledger[name] = file_hash(place)
-        timings |= {"ledger_s": time.perf_counter() - began, "rss_mb": peak_rss_mb()}
-        timings["processes"] = float(_ranks(self.job).size)
-        self.writer.write(self.done, metrics, timings, ledger)
-        self.pending_metrics = None
-        self.trackers.log(self.done, metrics, timings)
-        self.show(self.done, metrics, timings)
+        self._log(metrics, timings)
         is_best = self.best.update([metrics_row(self.done, metrics)])
         self.write_status()
         never_evaluates = not (self.run.config.eval.data or every)
         if evaluates or (never_evaluates and self.done % max(1, steps // SHOWN) == 0):
-            count = self.run.config.run.show_samples
-            path = sample_file(self.run.episodes, self.done, held_out=True)
-            if count and path is not None:
-                samples = read_samples(path)[:count]
-                for sample in samples:
-                    self.report(brief(sample))
-                pages = as_markdown([page(sample) for sample in samples])
-                self.writer.write_text(self.done, "samples", pages)
-                self.trackers.log_samples(self.done, samples)
+            self._show_samples()
         is_kept = bool(self.done) and is_best and self.best.keep
         if is_kept:
             self._save()
         self._stop_if_hopeless(metrics)
         if self.done and not is_kept and (self.is_over or self.done % run.save_every == 0):
             self._save()
+
+    def _log(self, metrics: Row, timings: Row) -> None:
+        start = time.perf_counter()
+        ledger = {"weights": weight_hash(trained_model(self.job).merged()), "episodes": ""}
+        for name, kind in EPISODE_FILES.items():
+            if (path := episode_file(self.run.episodes, self.done, kind)).exists():
+                ledger[name] = file_hash(path)
+        timings |= {"ledger_s": time.perf_counter() - start, "rss_mb": peak_rss_mb()}
+        timings["processes"] = float(_ranks(self.job).size)
+        self.writer.write(self.done, metrics, timings, ledger)
+        self.pending_metrics = None
+        if self.trackers is not None:
+            self.trackers.log(self.done, metrics, timings)
+        self.show(self.done, metrics, timings)
 
     def write_status(self) -> None:
         """Write who runs where and does what, for `tandem status`."""
@@ -269,6 +269,20 @@ class _TrainLoop:
             for rank, (node, pid) in enumerate(_ranks(self.job).where())
         ]
         write_status(self.run.path, self.done, steps, [*ranks, *self.job.workers()])
+
+    def _show_samples(self) -> None:
+        """Show held-out episodes of the step, else its training episodes, the same problems each
+        time."""
+        count = self.run.config.run.show_samples
+        path = sample_file(self.run.episodes, self.done, held_out=True)
+        if count and path is not None:
+            samples = read_samples(path)[:count]
+            for sample in samples:
+                self.report(brief(sample))
+            pages = as_markdown([page(sample) for sample in samples])
+            self.writer.write_text(self.done, "samples", pages)
+            if self.trackers is not None:
+                self.trackers.log_samples(self.done, samples)
 
     def _save(self) -> None:
         job, done, ranks = self.job, self.done, _ranks(self.job)
