@@ -373,7 +373,15 @@ def check_room(config: Any, pages: int, page_bytes: int, longest: int) -> None:
     (config: transformers) or a cache of that many pages."""
     limit, needed = positions_of(config), -(-longest // PAGE)
     if longest > limit:
-        raise _too_long(longest, limit, config)
+        beyond = "original_" * (limit < getattr(config, "max_position_embeddings", limit))
+        raise UserError(
+            "a sequence would be longer than the model can place",
+            where="rollout.max_new_tokens",
+            found=f"{longest} tokens, prompt and completion",
+            expected=f"at most {limit} (the model's {beyond}max_position_embeddings)",
+            next="lower rollout.max_new_tokens; "
+            "or data.max_prompt_tokens, with data.long_prompts=drop",
+        )
     if needed > pages:
         raise UserError(
             "the key/value cache cannot hold one sequence",
@@ -382,14 +390,3 @@ def check_room(config: Any, pages: int, page_bytes: int, longest: int) -> None:
             expected=f"at least {-(-(needed * page_bytes) >> 20)} MiB for {longest} tokens",
             next="raise rollout.cache_mb, or lower rollout.max_new_tokens",
         )
-
-
-def _too_long(longest: int, limit: int, config: Any) -> UserError:
-    beyond = "original_" * (limit < getattr(config, "max_position_embeddings", limit))
-    return UserError(
-        "a sequence would be longer than the model can place",
-        where="rollout.max_new_tokens",
-        found=f"{longest} tokens, prompt and completion",
-        expected=f"at most {limit} (the model's {beyond}max_position_embeddings)",
-        next="lower rollout.max_new_tokens; or data.max_prompt_tokens, with data.long_prompts=drop",
-    )

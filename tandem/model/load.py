@@ -30,7 +30,7 @@ from tandem.model.config_file import (
 from tandem.model.custom_code import from_config
 from tandem.model.expert_choices import ExpertChoices
 from tandem.model.experts import ExactExperts, ExactRouter
-from tandem.model.kernels import Kernels, Rotation, kernels_of
+from tandem.model.kernels import Kernels, kernels_of
 from tandem.model.layers import ExactLayer, embed, norm, rotation_of
 from tandem.model.linear import ExactLinear, PackedWeight, Part
 from tandem.model.onednn import padded_rows
@@ -128,33 +128,24 @@ class ExactModel(nn.Module):
             tokens = F.pad(tokens, padding).to(table.device)
             x = F.embedding(tokens, table) if table.dtype == torch.float32 else embed(table, tokens)
         rotation = rotation_of(inner.rotary_emb, x, F.pad(positions, padding).to(self.device))
-        for layer in inner.layers:
-            x = self._layer(layer, x, rotation, plan, choices)
-        return x
-
-    def _layer(
-        self,
-        layer: ExactLayer,
-        x: Tensor,
-        rotation: Rotation,
-        plan: Plan,
-        choices: ExpertChoices | None,
-    ) -> Tensor:
-        if not (self.checkpointing and torch.is_grad_enabled()):
-            return layer(x, rotation, plan, choices)  # type: ignore[no-any-return]
         # a backward pass may run outside the `adapter_off` of its forward pass
         base_only = self._base_only
-        return checkpoint(  # type: ignore[no-any-return]
-            layer,
-            x,
-            rotation,
-            plan,
-            choices,
-            False,  # all of it is computed again
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=lambda: (nullcontext(), self._running(base_only)),
-        )
+        for layer in inner.layers:
+            if not (self.checkpointing and torch.is_grad_enabled()):
+                x = layer(x, rotation, plan, choices)
+                continue
+            x = checkpoint(
+                layer,
+                x,
+                rotation,
+                plan,
+                choices,
+                False,  # all of it is computed again
+                use_reentrant=False,
+                preserve_rng_state=False,
+                context_fn=lambda: (nullcontext(), self._running(base_only)),
+            )
+        return x
 
     def split(self, count: int) -> None:
         """Give log-probs the bits of `count` tensor-parallel processes, whose sums over heads and
