@@ -12,6 +12,7 @@ from tandem.jobs.exactness import require_correction
 from tandem.rl.algorithms import policy_loss
 from tandem.run_folder.metrics import read_metrics
 from tandem.train.batch import Models
+from tests.support.command import assert_is_a_users_error, tandem
 from tests.support.episodes import bits, learn, sampled_groups, settings, trained
 from tests.support.home import make_home
 from tests.support.tiny import exact_model
@@ -32,7 +33,7 @@ def install(tmp_path, monkeypatch):
 
     yield write
     registry._foreign.cache_clear()
-    for name in ("steep_loss", "slow_engine", "list_tracker"):
+    for name in ("steep_loss", "slow_engine", "list_tracker", "no_command"):
         sys.modules.pop(name, None)
 
 
@@ -139,3 +140,10 @@ def test_a_tracker_of_a_package_gets_every_row(install, home, tmp_path):
     train("train", load_config(home / "recipe.toml", keys), tmp_path / "run")
     *rows, end = sys.modules["list_tracker"].rows
     assert [step for step, _ in rows] == [0, 1] and end == "closed"
+
+
+def test_a_broken_command_of_a_package_leaves_help_to_the_others(install, tmp_path):
+    install("no_command", "", "[tandem.commands]\nbroken = no_command:missing\n")
+    code, stdout, _ = tandem("--help", cwd=tmp_path)
+    assert code == 0 and "broken" in stdout and "its package cannot be loaded" in stdout
+    assert_is_a_users_error(tandem("broken", cwd=tmp_path), "no_command", "AttributeError")

@@ -72,7 +72,7 @@ def main() -> int:
     over = [
         f"over: {what}: {size:,}, limit {limit:,}" for what, size, limit in limits if size > limit
     ]
-    print("\n".join(over) or "within every limit")
+    print("\n".join(over) or "within what is held")
     return bool(over)
 
 

@@ -47,8 +47,16 @@ class Commands(TyperGroup):
         if cmd_name not in BUILT_IN["commands"] and (own or cmd_name not in names("commands")):
             return own
         alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-        alone.command(cmd_name)(find("commands", cmd_name, key="command"))
+        try:
+            alone.command(cmd_name)(find("commands", cmd_name, key="tandem COMMAND"))
+        except UserError as error:  # --help asks for every command: one package must not end it
+            broken = error
+            alone.command(cmd_name, help="(its package cannot be loaded)")(lambda: _raise(broken))
         return typer.main.get_command(alone)
+
+
+def _raise(error: UserError) -> None:
+    raise error
 
 
 app = typer.Typer(

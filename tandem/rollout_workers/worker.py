@@ -58,7 +58,7 @@ class Running(Protocol):
 
 
 class ServedEngine(Protocol):
-    """An engine as a worker serves it: engine/engine.py, or vLLM's (vllm_engine.py)."""
+    """An engine as a worker serves it: engine/engine.py, or vLLM's (plugins/vllm/engine.py)."""
 
     # load_weights takes the published weights, tensors by name; named_weights has those that run
     model: Any

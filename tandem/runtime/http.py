@@ -24,6 +24,7 @@ T = TypeVar("T")
 
 ANSWER_BYTES = 1 << 28
 BUSY, LOST = (408, 409, 425, 429), (500, 502, 503, 504)
+_starting = threading.Lock()
 HERE = ("127.0.0.1", "localhost", "[::1]")  # reached without the environment's proxy
 
 
@@ -92,7 +93,9 @@ def _message(found: bytearray) -> str:
 
 def start(work: Coroutine[Any, Any, T]) -> "Future[T]":
     """Run a coroutine in the client's thread."""
-    return asyncio.run_coroutine_threadsafe(work, _loop())
+    with _starting:
+        loop = _loop()
+    return asyncio.run_coroutine_threadsafe(work, loop)
 
 
 def with_retries(call: Callable[[], T], retries: int, pause_s: float) -> T:
@@ -106,7 +109,7 @@ def with_retries(call: Callable[[], T], retries: int, pause_s: float) -> T:
     return call()
 
 
-@cache
+@cache  # start holds a lock: two threads may be the first to ask
 def _loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="http client", daemon=True).start()

@@ -232,9 +232,8 @@ class ForkServerProcess(LocalProcess):
                             self._pids[number] = pid
                         case {"exited": int(number), "status": int(status)}:
                             self._statuses[number] = status
-            except EOFError:
+            except EOFError:  # `end` closes the channel: another thread may be about to send
                 self._ended = True
-                self._channel.close()
 
 
 class ForkedProcess:

@@ -1,6 +1,7 @@
 """The channel between a pool and its workers, whatever the other side writes."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import sys
 import pytest
 
 from tandem.workers.channel import Channel, ProtocolError
-from tandem.workers.host import describe_exit, spawn
+from tandem.workers.host import LocalHosts, describe_exit, spawn
 from tandem.workers.pool import RestartLimit
 
 MAX_LINE = 1 << 20
@@ -117,3 +118,18 @@ def test_worker_has_no_place_among_the_trainers_processes(monkeypatch):
     process, channel = spawn([sys.executable, "-c", code], stdout=subprocess.PIPE)
     channel.close()
     assert process.communicate()[0] == b"['NODE']\n"
+
+
+def test_a_fork_server_that_was_killed_takes_further_requests():
+    """What is sent to it is lost, and its end is seen by who asks."""
+    hosts = LocalHosts([sys.executable, "-m", "tandem.rewards.worker"], preload="{}", log=False)
+    try:
+        host = hosts.open(0)
+        [server] = hosts._servers
+        os.kill(server.pid, signal.SIGKILL)
+        server.process.wait()
+        assert host.pid and server.has_ended()
+        hosts.import_ahead("json")
+        host.end()
+    finally:
+        hosts.close()

@@ -1,5 +1,5 @@
 """vLLM as the engine of a rollout worker. The one file that imports vllm; it runs in vLLM's
-interpreter (vllm_worker.py), in one process, with the loop of worker.py around it.
+interpreter (worker.py), in one process, with the loop of worker.py around it.
 
     Request   token ids      --> add_request: one seed a request, n samples share a cached prompt
     step      LLMEngine.step --> new tokens and log-probs of the distribution sampled from
