@@ -41,10 +41,10 @@ def measure_unordered(file: str) -> None:
 
 
 def _measure(prefetcher: "type[Timed]", file: str) -> None:
-    from tandem.jobs import rl
+    from tandem.jobs import rl_ahead
 
     Timed.file = Path(file)
-    rl.RolloutPrefetcher = prefetcher  # type: ignore[attr-defined, misc]
+    rl_ahead.RolloutPrefetcher = prefetcher  # type: ignore[attr-defined, misc]
 
 
 class Timed(RolloutPrefetcher):

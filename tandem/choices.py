@@ -1,4 +1,4 @@
-"""What a run chooses by a name, as objects that answer for themselves: base classes and look-up.
+"""Choices of a run as objects that answer for themselves: base classes, and how they are found.
 
     kind         key                  base class        what it decides
     ----         ---                  ----------        ---------------
@@ -53,7 +53,7 @@ class Choice:
 
 
 class RolloutBackend(Choice):
-    """Who samples episodes: jobs/tandem_engine.py, jobs/http_backend.py, plugins/vllm, or of a
+    """Sampler of episodes: jobs/tandem_engine.py, jobs/http_backend.py, plugins/vllm, or of a
     package with an entry point `tandem.engines`."""
 
     on_nodes = False  # its workers run on the nodes of a cluster
@@ -91,7 +91,7 @@ class RolloutBackend(Choice):
 
 
 class Trainer(Choice):
-    """Who runs the trained models: jobs/tandem_trainer.py, plugins/megatron, or of a package with
+    """Runner of the trained models: jobs/tandem_trainer.py, plugins/megatron, or of a package with
     an entry point `tandem.trainers`."""
 
     runs_alone = True  # one process is no mesh
@@ -105,7 +105,7 @@ class Trainer(Choice):
 
 
 class Plane(Choice):
-    """How a step's groups come from the rollouts to the ranks: jobs/streams.py, plugins/cluster,
+    """The way of a step's groups from the rollouts to the ranks: jobs/streams.py, plugins/cluster,
     or of a package with an entry point `tandem.streams`."""
 
     needs_nodes = False  # it runs on the nodes of a cluster
@@ -123,8 +123,8 @@ class Plane(Choice):
 
 
 class Transport(Choice):
-    """How weights come to rollout workers: weights/transports.py, plugins/cluster, or of a package
-    with an entry point `tandem.transports`."""
+    """The way of weights to rollout workers: weights/transports.py, plugins/cluster, or of a
+    package with an entry point `tandem.transports`."""
 
     crosses_machines = False
     stages = False  # a worker receives all of a version into a copy of its own

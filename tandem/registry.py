@@ -46,12 +46,27 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "paged": "tandem.engine.engine:Engine",
         "unpaged": "tandem.engine.inexact_engine:InexactEngine",
     },
-    "commands": {  # cli/first_steps.py: Commands
+    "commands": {  # cli/main.py: Commands
+        "demo": "tandem.cli.first_steps:demo",
+        "diff": "tandem.cli.of_runs:diff",
+        "doctor": "tandem.cli.first_steps:doctor",
+        "eval": "tandem.cli.of_runs:evaluate",
+        "export": "tandem.cli.of_runs:export",
         "generate": "tandem.plugins.tasks.cli:generate",
+        "init": "tandem.cli.first_steps:init",
         "plan": "tandem.plugins.plan.cli:plan",
         "plot": "tandem.plugins.view.cli:plot",
+        "replay": "tandem.cli.of_runs:replay",
         "report": "tandem.plugins.view.cli:report",
+        "rollout": "tandem.cli.of_runs:rollout",
+        "scale": "tandem.cli.of_runs:scale",
+        "serve": "tandem.cli.of_runs:serve",
+        "show": "tandem.cli.of_runs:show",
+        "status": "tandem.cli.of_runs:status",
+        "tiny": "tandem.cli.first_steps:tiny",
+        "try": "tandem.cli.first_steps:try_out",
         "view": "tandem.plugins.view.cli:view",
+        "why": "tandem.cli.of_runs:why",
     },
     "engines": {  # choices.py: RolloutBackend
         "tandem": "tandem.jobs.tandem_engine:TandemEngine",
@@ -126,6 +141,12 @@ BUILT_IN: dict[str, dict[str, str]] = {
     "streams": {  # choices.py: Plane
         "memory": "tandem.jobs.streams:Memory",
         "transfer_queue": "tandem.plugins.cluster.stream:TransferQueue",
+    },
+    "tables": {  # data/readers.py: what reads rows of a Source
+        "csv": "tandem.data.tables:csv_rows",
+        "parquet": "tandem.data.tables:parquet_rows",
+        "dataset": "tandem.data.tables:dataset_rows",
+        "dataset_files": "tandem.data.tables:dataset_files",
     },
     "tasks": {  # plugins/tasks/generate.py: Task
         "algebra": "tandem.plugins.tasks.algebra:TASK",

@@ -8,7 +8,7 @@ again with the same bits. Ctrl-C and SIGTERM save first.
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -32,7 +32,6 @@ from tandem.run_folder.shards import (
     unfinished_name,
 )
 from tandem.run_folder.status import write_status
-from tandem.run_folder.trackers.links import Trackers
 from tandem.runtime import signals, watchdog
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import InvariantError
@@ -173,8 +172,13 @@ class _TrainLoop:
     def writing(self) -> Iterator[None]:
         """Open the writers of metrics and checkpoints."""
         logged = self.done if self.pending_metrics is None else self.done - 1
+        trackers: AbstractContextManager[Any] = nullcontext()
+        if self.run.config.run.trackers:
+            from tandem.run_folder.trackers.links import Trackers
+
+            trackers = Trackers(self.run.config, self.run.path, self.report)
         with (
-            Trackers(self.run.config, self.run.path, self.report) as self.trackers,
+            trackers as self.trackers,
             MetricsWriter(self.run.path, logged) as self.writer,
             Saver() as self.saver,
         ):
@@ -252,7 +256,8 @@ class _TrainLoop:
         timings["processes"] = float(_ranks(self.job).size)
         self.writer.write(self.done, metrics, timings, ledger)
         self.pending_metrics = None
-        self.trackers.log(self.done, metrics, timings)
+        if self.trackers is not None:
+            self.trackers.log(self.done, metrics, timings)
         self.show(self.done, metrics, timings)
 
     def write_status(self) -> None:
@@ -276,7 +281,8 @@ class _TrainLoop:
                 self.report(brief(sample))
             pages = as_markdown([page(sample) for sample in samples])
             self.writer.write_text(self.done, "samples", pages)
-            self.trackers.log_samples(self.done, samples)
+            if self.trackers is not None:
+                self.trackers.log_samples(self.done, samples)
 
     def _save(self) -> None:
         job, done, ranks = self.job, self.done, _ranks(self.job)

@@ -325,7 +325,7 @@ class Sync(Protocol):
 
 
 class ParityCheck(Protocol):
-    """How a run makes sure that the engine samples from the trainer's model (train/parity.py)."""
+    """Check of a run that the engine samples from the trainer's model (train/parity.py)."""
 
     exact: bool  # the two agree bit for bit here (P1), so any log-prob gap is an error
 

@@ -1,4 +1,4 @@
-"""What the pages say of the configuration is true of it."""
+"""README and the pages name keys, links, recipes and commands that are there."""
 
 import ast
 import re

@@ -1,5 +1,5 @@
-"""What a package of anybody's adds by its entry points: it is written into a temporary folder, as
-pip would leave it, and a run takes it by its name."""
+"""Packages of anybody's and what they add by entry points: each is written into a temporary folder,
+as pip would leave it, and a run takes it by its name."""
 
 import sys
 

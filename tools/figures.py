@@ -5,6 +5,7 @@ Nothing in those places is typed by hand; what has not been measured says so. Ex
 docs/ are copied from their files.
 """
 
+import ast
 import json
 import re
 import sys
@@ -48,8 +49,19 @@ def main() -> None:
     determinism_md.write_text(
         fill(determinism_md.read_text(), "asynchronous", "\n".join(asynchronous()))
     )
+    extend_md = ROOT / "docs" / "extend.md"
+    extend_md.write_text(fill(extend_md.read_text(), "plugins", plugins()))
     for page in (ROOT / "docs").glob("*.md"):
         page.write_text(re.sub(FILE_BLOCK, show_file, page.read_text()))
+
+
+def plugins() -> str:
+    """Show the docstring of each plugin."""
+    pages = []
+    for path in sorted((ROOT / "tandem" / "plugins").glob("*/__init__.py")):
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        pages.append(f"### {path.parent.name}\n\n```text\n{text}\n```\n")
+    return "\n".join(pages)
 
 
 FILE_BLOCK = re.compile(r"<!-- file (\S+) -->\n.*?<!-- /file -->", re.S)

@@ -1,55 +1,16 @@
-"""The commands that come before a first run of one's own: `demo`, `init`, `generate`, `tiny`, `try`
-and `doctor`. They need no recipe. main.py adds the others to `app`."""
+"""The commands that come before a first run of one's own. They need no recipe. The registry has
+them by name."""
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import typer
 from typer import Option
-from typer.core import TyperGroup
 
 from tandem.cli.arguments import Fresh, Overrides, argument, unset
 from tandem.config.recipe import load_config
-from tandem.registry import BUILT_IN, find, names
 
 
-class Commands(TyperGroup):
-    """The commands of the core, and those of the registry, which are imported when they are used.
-
-    A plugin's command is a function with typer's annotations.
-    """
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        own = super().list_commands(ctx)
-        return [*own, *(name for name in names("commands") if name not in own)]
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        own = super().get_command(ctx, cmd_name)
-        if cmd_name not in BUILT_IN["commands"] and (own or cmd_name not in names("commands")):
-            return own
-        alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-        alone.command(cmd_name)(find("commands", cmd_name, key="command"))
-        return typer.main.get_command(alone)
-
-
-app = typer.Typer(
-    cls=Commands,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    help="Reinforcement learning for language models; training and inference on one model code.",
-)
-
-
-def hold_place(*commands: str) -> None:
-    """Give commands of plugins their places in `tandem --help`."""
-    for command in commands:
-        app.command(command)(lambda: None)
-
-
-@app.command()
 def demo(
     overrides: Overrides = None,
     folder: Annotated[Path, Option(help="where data, model and runs go")] = Path("runs/demo"),
@@ -62,7 +23,6 @@ def demo(
     demo(folder, seed, fresh, overrides or [])
 
 
-@app.command()
 def init(
     folder: Annotated[Path, argument(help="the project: a new folder")],
     model: Annotated[str, unset(help="Hugging Face directory or hub name to train")] = "",
@@ -76,10 +36,6 @@ def init(
     init(folder, model, tiny)
 
 
-hold_place("generate")
-
-
-@app.command()
 def tiny(
     folder: Annotated[Path, argument(help="where the model goes: a new folder")],
     sources: Annotated[
@@ -115,7 +71,6 @@ def tiny(
     )
 
 
-@app.command("try")
 def try_out(
     what: Annotated[
         str,
@@ -140,7 +95,6 @@ def try_out(
     sys.exit(1 if try_out.try_out(config, answer or [], rows) else 0)
 
 
-@app.command()
 def doctor(
     as_json: Annotated[bool, Option("--json", help="print one JSON document instead")] = False,
 ) -> None:

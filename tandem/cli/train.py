@@ -14,10 +14,9 @@ from tandem.registry import find
 from tandem.run_folder.best import Best
 from tandem.run_folder.checkpoint import step_name, versions
 from tandem.run_folder.export import Provenance, export, keep_model, model_card
+from tandem.run_folder.files import KEPT_MODEL
 from tandem.run_folder.folder import open_run
 from tandem.run_folder.metrics import read_metrics
-from tandem.run_folder.read import KEPT_MODEL
-from tandem.run_folder.trackers.links import require_trackers
 from tandem.runtime.image_store import keep_in
 from tandem.runtime.wording import counted
 from tandem.train_loop import TrainingEnd, run_training, trained_model
@@ -30,7 +29,10 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
 
         follow(config, command)
         return folder
-    require_trackers(config.run.trackers)
+    if config.run.trackers:
+        from tandem.run_folder.trackers.links import require_trackers
+
+        require_trackers(config.run.trackers)
     with open_run(folder, config, fresh=fresh, command=command) as run:
 
         def report(text: str) -> None:

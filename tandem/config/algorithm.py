@@ -179,12 +179,12 @@ class RL(Section):
 
     @property
     def estimator(self) -> Estimator:
-        """What rl.advantage names."""
+        """The estimator that rl.advantage names."""
         return estimator(self.advantage)
 
     @property
     def policy_loss(self) -> PolicyLoss:
-        """What rl.loss names."""
+        """The loss that rl.loss names."""
         return policy_loss(self.loss)
 
 

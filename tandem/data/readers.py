@@ -7,23 +7,18 @@ of the hub (needs the extra `datasets`). Rows are read one by one or in small ba
 what a row means, nor what a message, a problem or a training chat is.
 """
 
-import base64
-import csv
 import difflib
 import gc
 import io
 import json
 import logging
-import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-import numpy as np
-
+from tandem.registry import find
 from tandem.runtime.errors import UserError
 from tandem.runtime.wording import look_for
 
@@ -41,11 +36,9 @@ ALIASES = {
 
 MANY = 100_000  # rows; of fewer a search for garbage takes milliseconds
 MAX_MISTAKES = 10
-BATCH = 1024  # rows of a table
-LONGEST_CELL = 16 << 20  # characters; a quote that never ends would take the rest of a file
 COMPRESSED = (".gz", ".zst")
-# in the folder of one split, and of several
-STATE, SPLITS = "state.json", "dataset_dict.json"
+TEXT = (".jsonl", ".json", ".csv", ".tsv")
+SUFFIXES = (*(kind + end for kind in TEXT for end in ("", *COMPRESSED)), ".parquet")
 # OWNER/NAME or OWNER/NAME:CONFIGURATION, without the split
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(:[\w.-]+)?")
 
@@ -80,7 +73,7 @@ def read_rows(source: str, build: Callable[[Row], T], *, key: str) -> list[T]:
     """Call `build` with every row of a source and return the results in order.
 
     key: the config key that names the source. Raises UserError with up to MAX_MISTAKES different
-    mistakes; a mistake of many rows is told once.
+    mistakes; a mistake of many rows stands there once.
     """
     path = Path(source if Path(source).exists() else source.rpartition("#")[0])
     folder = path if path.is_dir() else path.parent if path.is_file() else Path()
@@ -130,15 +123,17 @@ def _mistakes(
     """Write the one error of (field, found, expected) -> (first place, number of rows)."""
     rows = sum(count for _, count in mistakes.values())
     what = f"{key} has {'a row' if rows == 1 else f'{rows:,} rows'} that cannot be used"
-    told = []
+    places = []
     for (field, found, expected), (place, count) in mistakes.items():
         more = f" (and {count - 1:,} more)" if count > 1 else ""
-        told.append((f"{source}{place}{', ' * bool(field)}{field}{more}", found, expected))
-    if len(told) == 1:
-        [(where, found, expected)] = told
+        places.append((f"{source}{place}{', ' * bool(field)}{field}{more}", found, expected))
+    if len(places) == 1:
+        [(where, found, expected)] = places
         return UserError(what, where=where, found=found, expected=expected, next=advice)
-    what += " (reading stopped there)" if len(told) == MAX_MISTAKES else ""
-    lines = [f"  - {where}: found {found}, expected {expected}" for where, found, expected in told]
+    what += " (reading stopped there)" if len(places) == MAX_MISTAKES else ""
+    lines = [
+        f"  - {where}: found {found}, expected {expected}" for where, found, expected in places
+    ]
     return UserError("\n".join([what, *lines]), next=advice or "correct these rows")
 
 
@@ -216,24 +211,23 @@ def source_rows(name: str, key: str) -> Placed:
     """Yield (place, payload) for every row. key: the config key that names the source. Raises
     UserError."""
     source = _locate(name, key)
-    if not (source.on_hub or source.path.is_dir()):
-        return READERS[source.suffix](source.path, key)
-    batches: Iterator[Any]
-    if source.on_hub:
-        tables = _hub_dataset(source, key).with_format("arrow").iter(batch_size=BATCH)
-        batches = (batch for table in tables for batch in table.to_batches())
+    if source.on_hub or source.path.is_dir():
+        kind = "dataset"
+    elif source.suffix.startswith(".json"):
+        return _jsonl_rows(source.path, key)
     else:
-        batches = _arrow_batches(_folder_files(source, key))
-    what = "from the hub" if source.on_hub else "as a Hugging Face dataset"
-    return _table_rows(batches, f"{key} cannot be read {what}", str(source.path))
+        kind = "parquet" if source.suffix == ".parquet" else "csv"
+    rows: Placed = find("tables", kind, key=key)(source, key)
+    return rows
 
 
 def source_files(name: str, key: str) -> list[Path]:
     """Return the files that the rows of a source are in. Raises UserError."""
     source = _locate(name, key)
-    if source.on_hub:
-        return [Path(file["filename"]) for file in _hub_dataset(source, key).cache_files]
-    return _folder_files(source, key) if source.path.is_dir() else [source.path]
+    if not (source.on_hub or source.path.is_dir()):
+        return [source.path]
+    files: list[Path] = find("tables", "dataset_files", key=key)(source, key)
+    return files
 
 
 def _locate(name: str, key: str) -> Source:
@@ -265,7 +259,7 @@ def _split(name: str) -> Source:
     base, mark, split = name.rpartition("#")
     if Path(name).exists() or not mark:
         base, split = name, ""
-    suffix = next(filter(base.endswith, READERS), "")
+    suffix = next(filter(base.endswith, SUFFIXES), "")
     on_hub = not Path(base).exists() and HUB_NAME.fullmatch(base) and not suffix
     return Source(Path(base), split, bool(on_hub), suffix)
 
@@ -298,10 +292,10 @@ def uid_prefixes(names: Sequence[str], key: str) -> list[str]:
     ]
 
 
-# ---- JSONL and CSV, in UTF-8
+# ---- JSONL, in UTF-8
 
 
-def _open(file: Path, key: str) -> io.TextIOWrapper:
+def open_text(file: Path, key: str) -> io.TextIOWrapper:
     """Open a text file, also a compressed one; bytes that are not UTF-8 become surrogates. Raises
     UserError for UTF-16 and for a JSON array, which would give one mistake per line."""
     if file.suffix in COMPRESSED:
@@ -323,7 +317,7 @@ def _open(file: Path, key: str) -> io.TextIOWrapper:
 
 
 def _jsonl_rows(file: Path, key: str) -> Placed:
-    with _open(file, key) as lines:
+    with open_text(file, key) as lines:
         for number, line in enumerate(lines, start=1):
             if not (line := line.rstrip()):
                 continue
@@ -364,219 +358,3 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 _DECODE = json.JSONDecoder(parse_constant=_refuse_constant).decode
-
-
-def _csv_rows(file: Path, key: str) -> Placed:
-    """Yield the records below the header. All values are text, and an empty cell is null. The mark
-    between cells is the one that gives the header most names.
-
-    Reading ends at a cell that is too long and at a quote that never ends: the start of the next
-    record is unknown.
-    """
-    csv.field_size_limit(LONGEST_CELL)  # of the whole process: the module has no other setting
-    marks = "\t" if ".tsv" in file.suffixes[-2:] and file.suffix != ".csv" else ",;\t"
-    with _open(file, key) as lines:
-        head: list[str] = []
-        names: list[str] = []
-        while not "".join(head).strip() and (line := next(lines, "")):
-            head.append(line)
-        mark, end = marks[0], 0  # end: the last line of the record before
-        try:
-            mark = max(marks, key=lambda mark: len(next(csv.reader(head[-1:], delimiter=mark), ())))
-            reader = csv.reader(chain(head, lines), delimiter=mark, strict=True)
-            for cells in reader:
-                start, end = end + 1, reader.line_num
-                if cells and names:
-                    yield f":{start}", _record(names, cells)
-                elif cells and ("" in cells or len(set(cells)) < len(cells)):
-                    raise UserError(
-                        f"{key} has no usable CSV header",
-                        where=f"{file}:{start}",
-                        found=", ".join(map(show, cells[:12])),
-                        expected="a different name for every column",
-                    )
-                names = names or cells
-        except csv.Error as error:
-            expected = f'cells with {mark!r} between them, one with that, quotes or lines as "..."'
-            yield f":{end + 1}", RowError(f"broken CSV: {error}", expected)
-
-
-def _record(names: list[str], cells: list[str]) -> Payload:
-    if len(cells) != len(names):
-        return RowError(f"{len(cells)} cells", f"{len(names)}, as in the header")
-    try:
-        "".join((*names, *cells)).encode()
-    except UnicodeEncodeError:
-        return RowError("invalid UTF-8", "UTF-8 text")
-    return {name: cell or None for name, cell in zip(names, cells, strict=True)}, ""
-
-
-# ---- Parquet, folders of `datasets`, the hub
-
-
-def _parquet_rows(file: Path, key: str) -> Placed:
-    def batches() -> Iterator[Any]:
-        import pyarrow.parquet as pq
-
-        # One thread, because the thread count of the process is fixed; it is fast enough.
-        yield from pq.ParquetFile(file).iter_batches(batch_size=BATCH, use_threads=False)
-
-    return _table_rows(batches(), f"{key} cannot be read as Parquet", str(file))
-
-
-_TEXT = {".jsonl": _jsonl_rows, ".json": _jsonl_rows, ".csv": _csv_rows, ".tsv": _csv_rows}
-READERS = {suffix + end: rows for suffix, rows in _TEXT.items() for end in ("", *COMPRESSED)}
-READERS[".parquet"] = _parquet_rows
-
-
-def _arrow_batches(files: list[Path]) -> Iterator[Any]:
-    import pyarrow as pa
-
-    for file in files:
-        with pa.memory_map(str(file)) as mapped, pa.ipc.open_stream(mapped) as stream:
-            for batch in stream:
-                yield from (batch.slice(start, BATCH) for start in range(0, batch.num_rows, BATCH))
-
-
-def _folder_files(source: Source, key: str) -> list[Path]:
-    """Return the Arrow files of a save_to_disk folder. Raises UserError if it is another folder, or
-    the split is not clear."""
-    folder = source.path
-    if source.split or (folder / SPLITS).is_file():
-        folder /= _choose_split(_read_json(folder / SPLITS, "splits", key), source, key)
-    return [
-        folder / str(file["filename"]) for file in _read_json(folder / STATE, "_data_files", key)
-    ]
-
-
-def _choose_split(names: list[str], source: Source, key: str) -> str:
-    """Return the split asked for, or the only one. Raises UserError that lists the splits."""
-    if source.split in names:
-        return source.split
-    if not source.split and len(names) == 1:
-        return names[0]
-    raise UserError(
-        f"{key} names no split of its dataset",
-        where=str(source.path),
-        found=f"no split {source.split!r}"
-        if source.split
-        else f"{len(names)} splits and none chosen",
-        expected=f"one of {', '.join(names[:12])}",
-        next=f"{key}='{source.path}#{names[0]}'" if names else "",
-    )
-
-
-def _read_json(file: Path, field: str, key: str) -> list[Any]:
-    try:
-        return list(json.loads(file.read_bytes())[field])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{key} is not a file, and cannot be read as a Hugging Face dataset",
-            where=str(file.parent),
-            found=f"{file.name}: {error.strerror if isinstance(error, OSError) else repr(error)}",
-            expected=f"a folder written by datasets' save_to_disk, with {field} in {file.name}",
-            next=f"name a JSONL, Parquet or CSV file; ls {file.parent}",
-        ) from None
-
-
-def _hub_dataset(source: Source, key: str) -> Any:
-    """Load a data set of the hub, downloaded once and mapped from the cache."""
-    name = str(source.path)
-    try:
-        import datasets
-    except ModuleNotFoundError:
-        raise UserError(
-            f"{key} names no file, and a hub name needs the package datasets",
-            where=key,
-            found=repr(name),
-            expected="a file, or the extra",
-            next="pip install 'tandem-rl[datasets]'",
-        ) from None
-    path, _, configuration = name.partition(":")
-    datasets.disable_progress_bars()
-    try:
-        splits = datasets.load_dataset(path, configuration or None)
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        raise UserError(
-            f"{key} names no file, and no dataset of the hub that can be had",
-            where=f"{key}, {name!r}",
-            found=(str(error).splitlines() or [type(error).__name__])[0],
-            expected="a file, or a dataset that is on the hub or in its cache (HF_HUB_OFFLINE=1)",
-            next=f"ls {Path(name).parent}",
-        ) from None
-    return splits[_choose_split([str(each) for each in splits], source, key)]
-
-
-def _table_rows(batches: Iterable[Any], mistake: str, where: str) -> Placed:
-    """Yield the rows of record batches. mistake: the message for a damaged file."""
-    import pyarrow as pa
-
-    number = 0
-    try:
-        for batch in batches:
-            names = batch.schema.names
-            if len(set(names)) < len(names):  # a row would hold either
-                twice = next(name for name in names if names.count(name) > 1)
-                raise ValueError(f"two columns {twice!r}")
-            for payload in _batch_rows(batch):
-                number += 1
-                yield f":row {number}", payload
-    except (pa.ArrowException, OSError, ValueError) as error:
-        found = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(mistake, where=f"{where}, after row {number}", found=found) from None
-
-
-def _batch_rows(batch: Any) -> Iterator[Payload]:
-    from pyarrow import types
-
-    try:
-        rows = batch.to_pylist()
-    except UnicodeDecodeError:
-        if batch.num_rows == 1:
-            yield RowError("invalid UTF-8", "UTF-8 text")
-        else:
-            for i in range(batch.num_rows):
-                yield from _batch_rows(batch.slice(i, 1))
-        return
-    plain = types.is_string, types.is_large_string, types.is_integer, types.is_boolean
-    odd = [f for f in batch.schema if not any(is_plain(f.type) for is_plain in plain)]
-    for row in rows:
-        try:
-            for field in odd:
-                row[field.name] = _json_value(row[field.name], str(field.type))
-            yield row, ""
-        except RowError as error:
-            error.field = field.name
-            yield error
-
-
-def _json_value(value: Any, kind: str) -> Any:
-    """Convert a value of a column of this Arrow type to one that JSON can write, without null keys:
-    Arrow gives all objects of a column the same keys. Decimals and times become their text, which
-    keeps all digits of a decimal; a float32 becomes the number with the same shortest text, 0.1 and
-    not 0.10000000149011612."""
-    match value:
-        case None | str() | int():
-            return value
-        case float():
-            if not math.isfinite(value):
-                raise RowError(str(value), "a finite number")
-            if "float" not in kind:
-                return value
-            short = np.float16 if "halffloat" in kind else np.float32
-            with np.errstate(over="ignore"):  # of a double beside it
-                return float(str(short(value))) if short(value) == value else value
-        case {"bytes": bytes() as data}:  # an image of datasets
-            return f"data:;base64,{base64.b64encode(data).decode()}"
-        case dict():
-            return {k: _json_value(v, kind) for k, v in value.items() if v is not None}
-        case list() | tuple():  # Arrow's maps are lists of pairs
-            return [_json_value(child, kind) for child in value]
-        case bytes():
-            raise RowError(
-                f"{len(value)} bytes that are no text",
-                "text, numbers, lists or objects",
-                next="leave the column out of the data",
-            )
-        case _:
-            return str(value)

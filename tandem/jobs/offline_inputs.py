@@ -8,6 +8,7 @@ import numpy as np
 
 from tandem.config.schema import Config
 from tandem.data.chats import parse_chat
+from tandem.data.loss_mask import training_samples
 from tandem.data.preferences import parse_preference
 from tandem.data.prompt_columns import template_inputs
 from tandem.data.readers import read_rows, tell_repeats
@@ -53,7 +54,7 @@ def sft_inputs(config: Config) -> ChatInputs:
     check_tokenizer(config, shape, renderer)
     samples = [
         Sample(tokens=t, loss_mask=mask)
-        for t, mask in renderer.training_samples(chats, loss=config.sft.loss_on, inputs=inputs)
+        for t, mask in training_samples(renderer, chats, loss=config.sft.loss_on, inputs=inputs)
     ]
     tell_repeats((sample.tokens.tobytes() for sample in samples), "sft.train")
     longest = _check_fit(samples, shape, "a chat", "sft.train, chat")
@@ -119,7 +120,7 @@ def _pair_inputs(
     for key, rows in read.items():
         chats = [(*pair.prompt, *end) for pair, _ in rows for end in (pair.chosen, pair.rejected)]
         inputs = [inputs for _, inputs in rows for _ in range(2)]
-        rendered = renderer.training_samples(chats, loss="last", key=key, inputs=inputs)
+        rendered = training_samples(renderer, chats, loss="last", key=key, inputs=inputs)
         pairs = [rendered[at : at + 2] for at in range(0, len(rendered), 2)]
         # their texts differ in what the template leaves out, as spaces at an end
         equal = [n for n, (a, b) in enumerate(pairs, start=1) if np.array_equal(a[0], b[0])]

@@ -1,4 +1,4 @@
-"""What samples a run's episodes: given to the engine's object, and opened by it."""
+"""Rollouts of a run: what the engine's object is given, and what it opens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ Lane = tuple[RolloutRunner, Sync]  # of a step's rollouts: what plays them, and 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutStage:
-    """What a RolloutBackend has to open its rollouts with."""
+    """All that a RolloutBackend opens its rollouts with."""
 
     config: Config
     engine: Engine  # the trainer's own, over the policy; it evaluates

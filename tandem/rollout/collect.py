@@ -192,16 +192,27 @@ class Collector:
             num_ready = sum(group.outcome == "train" for group in done)
             if num_ready >= wanted and (tick or not budget):
                 break
-            for _ in range(self._new_batches(num_ready + len(running))):
+            # one batch begins, or as many as there is room for beside the groups under way
+            size, under_way = _batches_in_flight(config) * wanted, num_ready + len(running)
+            for _ in range(max((size - under_way) // wanted, 0) if budget else 1):
                 self._check_limit(step, progress.batches - first_batch, num_ready)
                 running += self.begin_batch()
             played = self._play(step, tick, running, timer)
             running = [group for group in played if _is_paused(group)]
             for group in played:
-                if not _is_paused(group):
-                    is_left_out = config.rl.max_gen_batches and not self._is_kept(group)
-                    done.append(replace(group, outcome="no_signal" if is_left_out else "train"))
-        return [*_carry_beyond(done, wanted), *(replace(g, outcome="unfinished") for g in running)]
+                if _is_paused(group):
+                    continue
+                is_kept = not config.rl.max_gen_batches or carries_signal(group)
+                if config.rl.max_gen_batches and config.rl.filter:
+                    lengths = sampled_lengths([group])[0]
+                    is_kept = user_filter(config.rl.filter, group.rewards, lengths)
+                done.append(replace(group, outcome="train" if is_kept else "no_signal"))
+        ranks = np.cumsum([group.outcome == "train" for group in done])
+        ended = [
+            replace(group, outcome="carry") if rank > wanted and group.outcome == "train" else group
+            for group, rank in zip(done, ranks, strict=True)
+        ]
+        return [*ended, *(replace(group, outcome="unfinished") for group in running)]
 
     def _play(
         self, step: int, tick: int, groups: list[Group], timer: Timer, last: bool = False
@@ -253,20 +264,6 @@ class Collector:
         progress.batches += 1
         return new_groups(problems, config.rl.group_size, (seed, "rollout", number))
 
-    def _new_batches(self, under_way: int) -> int:
-        """Return how many batches begin in a tick: one, or with a token budget as many as there is
-        room for beside the groups under way."""
-        if not self.config.rollout.token_budget:
-            return 1
-        size = self.config.rl.prompts_per_step
-        return max((_batches_in_flight(self.config) * size - under_way) // size, 0)
-
-    def _is_kept(self, group: Group) -> bool:
-        """Tell whether dynamic sampling trains on a group."""
-        if self.config.rl.filter:
-            return user_filter(self.config.rl.filter, group.rewards, sampled_lengths([group])[0])
-        return carries_signal(group)
-
     def _check_limit(self, step: int, drawn: int, num_ready: int) -> None:
         """Raise UserError if dynamic sampling has used up rl.max_gen_batches; partial rollouts may
         begin a few more in their first step."""
@@ -301,15 +298,6 @@ def _batches_in_flight(config: Config) -> int:
     if not config.rollout.token_budget:
         return 1
     return max(2, -(-config.rollout.max_new_tokens // config.rollout.token_budget))
-
-
-def _carry_beyond(groups: Sequence[Group], wanted: int) -> list[Group]:
-    """Mark the trainable groups beyond the first `wanted` as carried to the next step."""
-    ranks = np.cumsum([group.outcome == "train" for group in groups])
-    return [
-        replace(group, outcome="carry") if rank > wanted and group.outcome == "train" else group
-        for group, rank in zip(groups, ranks, strict=True)
-    ]
 
 
 def _is_paused(group: Group) -> bool:

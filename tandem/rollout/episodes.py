@@ -169,18 +169,26 @@ class _Rollout:
 
     def deliver(self, ticket: Ticket, completion: Completion) -> None:
         """Hand a completion to its episode."""
-        self._loop.call_soon_threadsafe(_set_result, self.generating.pop(ticket), completion)
+        future = self.generating.pop(ticket)
+        self._loop.call_soon_threadsafe(
+            lambda: None if future.done() else future.set_result(completion)
+        )
 
     def submit_requests(self) -> None:
         """Submit the requests of episodes, after those that can go on have done so. If none
         generates, wait for a request or the end of the last episode."""
-        if self.generating:
-            self._settle()
-        elif (asked := self._wait_for_request()) is None:
-            return
-        else:
+        what, asked = "a turn to generate, or the end of the last episode", None
+        if not self.generating:
+            with watchdog.waiting_for("environments", what):
+                while True:
+                    with suppress(queue.Empty):
+                        asked = self._inbox.get(timeout=ALIVE_S)
+                        break
+                    self._pulse.require()
+            if asked is None:
+                return
             self._submit(asked)
-            self._settle()  # the others that ask at this moment
+        self._settle()  # the others that ask at this moment
         with suppress(queue.Empty):
             while True:
                 if (asked := self._inbox.get_nowait()) is not None:
@@ -197,15 +205,6 @@ class _Rollout:
         self._loop.call_soon_threadsafe(self._loop.call_soon, settled.set)
         if not settled.wait(SETTLE_S):
             self._pulse.require()
-
-    def _wait_for_request(self) -> "_Asked | None":
-        what = "a turn to generate, or the end of the last episode"
-        with watchdog.waiting_for("environments", what):
-            while True:
-                try:
-                    return self._inbox.get(timeout=ALIVE_S)
-                except queue.Empty:
-                    self._pulse.require()
 
     # The environments' thread.
 
@@ -237,8 +236,3 @@ class _Rollout:
 
 
 _Asked = tuple[Request, "asyncio.Future[Completion]"]
-
-
-def _set_result(future: "asyncio.Future[Completion]", completion: Completion) -> None:
-    if not future.done():
-        future.set_result(completion)

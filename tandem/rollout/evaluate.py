@@ -53,7 +53,15 @@ class Evaluator:
         row = _summary("sampled", groups)
         if config.eval.greedy:
             row |= _summary("greedy", self._evaluation_pass(step, "greedy", greedy, 1))
-        row |= _pass_rates(groups, config.eval.success)
+        # the unbiased chance that one of k passes (arXiv 2107.03374)
+        size = len(groups[0].episodes)
+        passed = [
+            sum(e.reward >= config.eval.success and not e.env_error for e in group.episodes)
+            for group in groups
+        ]
+        for k in (2**i for i in range(size.bit_length())):
+            chances = [1.0 - comb(size - n, k) / comb(size, k) for n in passed]
+            row[f"eval/pass@{k}"] = float(np.mean(chances))
         return row | self._own_metrics(groups, taken=row)
 
     def _own_metrics(self, groups: Sequence[Group], taken: Row) -> Row:
@@ -125,16 +133,3 @@ def _summary(name: str, groups: Sequence[Group]) -> Row:
             row[f"eval/{name}_{failure}"] = value
     truncated = [e.stop_reason in TRUNCATED for e in episodes]
     return row | {f"eval/{name}_truncated": float(np.mean(truncated))}
-
-
-def _pass_rates(groups: Sequence[Group], success: float) -> Row:
-    """Return eval/pass@k for k = 1, 2, 4, ... up to the samples: the unbiased chance that one of k
-    passes (arXiv 2107.03374)."""
-    size = len(groups[0].episodes)
-    passed = [
-        sum(e.reward >= success and not e.env_error for e in group.episodes) for group in groups
-    ]
-    return {
-        f"eval/pass@{k}": float(np.mean([1.0 - comb(size - n, k) / comb(size, k) for n in passed]))
-        for k in (2**i for i in range(size.bit_length()))
-    }

@@ -121,18 +121,15 @@ class _Scoring:
 
         def finish(score: Future[Score]) -> None:
             try:
-                scored.set_result(self._finish(row, episode, score.result()))
+                rewarded = with_reward(episode, score.result(), self._shaping, self._max_new_tokens)
+                if self._parts is not None:
+                    self._parts.add(row, rewarded)
+                scored.set_result(rewarded)
             except Exception as error:  # raised again by `results`
                 scored.set_exception(error)
 
         self._futures[row, episode.sample_index] = scored
         self._rewards.submit(self._groups[row].problem, episode.attempt()).add_done_callback(finish)
-
-    def _finish(self, row: int, episode: Episode, score: Score) -> Episode:
-        rewarded = with_reward(episode, score, self._shaping, self._max_new_tokens)
-        if self._parts is not None:
-            self._parts.add(row, rewarded)
-        return rewarded
 
     def results(self, generated: Sequence[tuple[Episode, ...]]) -> list[Group]:
         """Wait for the scores; return the groups. Episodes not scored now stay as they were

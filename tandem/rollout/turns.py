@@ -25,7 +25,6 @@ from tandem.types import (
     Episode,
     EpisodeStop,
     Group,
-    Message,
     Renderer,
     Request,
     SamplingParams,
@@ -61,7 +60,12 @@ class Turns:
         try:
             if env is None:
                 env = make_env(self.envs.make)
-                await self._take_up(env, row, builder, caller)
+                chat = await caller.call(env.reset, self.groups[row].problem)
+                if not builder.length:
+                    self._begin(row, builder, chat, env)
+                elif not env.stateless:  # brought to where it stands; its earlier answers count
+                    for text in builder.turns:
+                        await caller.call(env.step, text)
             stop_reason = await self._run_turns(env, builder, caller)
         except TimeoutError:
             stop_reason = "time"
@@ -78,22 +82,16 @@ class Turns:
             stop_reason, error, masked=failed and self.envs.limits.on_error == "mask"
         )
 
-    async def _take_up(self, env: Env, row: int, builder: EpisodeBuilder, caller: Caller) -> None:
-        """Begin the episode, or bring a new environment to where it stands. The environment's
-        earlier answers count, not those of now."""
-        chat = await caller.call(env.reset, self.groups[row].problem)
-        if not builder.length:
-            self._begin(row, builder, chat, env)
-        elif not env.stateless:
-            for text in builder.turns:
-                await caller.call(env.step, text)
-
     def _begin(self, row: int, builder: EpisodeBuilder, chat: Any, env: Env) -> None:
         check_opening(chat)
         if type(env) is not Env:  # a single turn gives no reward
             builder.env_rewards["env"] = 0.0
             builder.opening, builder.tools = tuple(chat), tuple(env.tools)
-        prompt = self._render(chat, env)
+        key = repr((chat, env.tools))
+        if key not in self._prompts:
+            with _template_errors():
+                self._prompts[key] = self.renderer.prompts([chat], env.tools)[0]
+        prompt = self._prompts[key]
         if len(prompt) >= self.max_tokens:
             limit = f"an episode has at most {self.max_tokens:,}"
             raise EnvironmentFailed(f"a prompt of {len(prompt):,} tokens, where {limit}")
@@ -107,13 +105,6 @@ class Turns:
             )
         builder.num_prompt_tokens = len(prompt)
         builder.append_prompt_tokens(prompt)
-
-    def _render(self, chat: Sequence[Message], env: Env) -> Array:
-        key = repr((chat, env.tools))
-        if key not in self._prompts:
-            with _template_errors():
-                self._prompts[key] = self.renderer.prompts([chat], env.tools)[0]
-        return self._prompts[key]
 
     async def _run_turns(self, env: Env, builder: EpisodeBuilder, caller: Caller) -> EpisodeStop:
         """Run turns to the end or the next pause; return the stop reason. Raises EnvironmentFailed,
@@ -138,7 +129,10 @@ class Turns:
             if observation.done:
                 return "stop"
             if turn < self.envs.limits.max_turns:
-                answer = self._render_answer(completion, observation.messages)
+                with _template_errors():  # from the end of the turn to the next one's header
+                    answer = self.renderer.turn(observation.messages)
+                if completion.tokens[-1] in self.renderer.stop_token_ids:  # sampled already
+                    answer = answer[1:]
                 if builder.length + len(answer) >= self.max_tokens:
                     return "tokens"
                 builder.append_prompt_tokens(answer)
@@ -167,21 +161,6 @@ class Turns:
                 next="report this",
             )
         return completion
-
-    def _render_answer(self, completion: Completion, messages: Sequence[Message]) -> Array:
-        """Return the tokens behind a completion: the end of its turn, unless it sampled that
-        itself, the messages, and the header of the next turn."""
-        with _template_errors():
-            tokens = self.renderer.turn(messages)
-        if tokens[0] not in self.renderer.stop_token_ids:
-            raise UserError(
-                "a turn of the model would not be ended",
-                where="the chat template",
-                found=f"token {int(tokens[0])} behind it",
-                expected=f"one of {self.renderer.stop_token_ids}",
-                next="report this, with the model's chat template",
-            )
-        return tokens[1:] if completion.tokens[-1] in self.renderer.stop_token_ids else tokens
 
 
 @contextmanager

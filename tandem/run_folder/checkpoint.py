@@ -76,7 +76,7 @@ Report = Callable[[str, dict[str, Any]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """What a checkpoint is made of.
+    """Parts of a checkpoint.
 
     before_write is called when all but the manifest is written: the checkpoint cannot be seen
     before it returns. wait_for_others returns, once the files of the other processes are durable,

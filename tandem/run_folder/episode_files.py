@@ -164,24 +164,17 @@ def read_groups(path: Path, problems: Mapping[str, Problem] | None = None) -> li
             expected="problems of the run's data",
             next="restore the run's data",
         )
-    return [
-        Group(
-            problem=_problem(row) if problems is None else problems[row["uid"]],
-            episodes=tuple(episodes),
-            outcome=row["outcome"],
+    found = []
+    for row, episodes in groups.values():
+        problem = (problems or {}).get(row["uid"]) or Problem(
+            uid=row["uid"],
+            messages=tuple(json.loads(row["messages"])),
+            answer=row["answer"],
+            category=row["category"],
+            metadata=json.loads(row["metadata"]),
         )
-        for row, episodes in groups.values()
-    ]
-
-
-def _problem(row: dict[str, Any]) -> Problem:
-    return Problem(
-        uid=row["uid"],
-        messages=tuple(json.loads(row["messages"])),
-        answer=row["answer"],
-        category=row["category"],
-        metadata=json.loads(row["metadata"]),
-    )
+        found.append(Group(problem=problem, episodes=tuple(episodes), outcome=row["outcome"]))
+    return found
 
 
 def read_columns(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
@@ -209,7 +202,13 @@ def _episodes(table: pa.Table) -> list[Episode]:
     plain = table.select(
         ["uid", "sample_index", "opening", "tools", "transcript", *_SCALARS, *_MAPS]
     )
-    episodes, experts = [], _read_experts(table)
+    # of an episode without any, the default's shape
+    episodes, experts = [], [np.zeros((0, 0, 0), np.int16)] * len(table)
+    if EXPERTS in table.column_names:
+        shape = json.loads(table.schema.field(EXPERTS).metadata[b"layers, k"])
+        for number, part in enumerate(table.column(EXPERTS).to_pylist()):
+            if part:
+                experts[number] = np.frombuffer(part, "<i2").astype(np.int16).reshape(-1, *shape)
     for number, row in enumerate(plain.to_pylist()):
         fields: dict[str, Any] = {
             **row,
@@ -231,17 +230,13 @@ def cut_episodes(folder: Path, after_step: int) -> list[Path]:
     later = [
         path
         for path in sorted(set(folder.glob("*.parquet")) - unfinished)
-        if _step(path) > after_step
+        if (match := re.fullmatch(r".*_step_(\d+)(_\d+)*", path.stem))
+        and int(match[1]) > after_step
     ]
     with disk_errors(folder):
         for path in [*later, *unfinished]:
             path.unlink()
     return later
-
-
-def _step(path: Path) -> int:
-    match = re.fullmatch(r".*_step_(\d+)(_\d+)*", path.stem)
-    return int(match[1]) if match else -1
 
 
 def _table(step: int, groups: Sequence[Group]) -> pa.Table:
@@ -259,27 +254,13 @@ def _table(step: int, groups: Sequence[Group]) -> pa.Table:
         for field in SCHEMA
     }
     table = pa.table(columns, schema=SCHEMA)
-    return _with_experts(table, experts) if any(map(len, experts)) else table
-
-
-def _with_experts(table: pa.Table, experts: Sequence[Array]) -> pa.Table:
-    """Add the column of experts, int16 [T - 1, layers, k] each, in bytes of little-endian rows."""
+    if not any(map(len, experts)):
+        return table
+    # int16 [T - 1, layers, k] of each episode, in bytes of little-endian rows
     [shape] = {array.shape[1:] for array in experts if len(array)}
     field = pa.field(EXPERTS, pa.binary(), metadata={"layers, k": json.dumps(shape)})
     column = pa.array([array.astype("<i2").tobytes() for array in experts], pa.binary())
     return table.append_column(field, column)
-
-
-def _read_experts(table: pa.Table) -> list[Array]:
-    if EXPERTS not in table.column_names:
-        return [np.zeros((0, 0, 0), np.int16)] * len(table)
-    shape = json.loads(table.schema.field(EXPERTS).metadata[b"layers, k"])
-    parts = [np.frombuffer(part, "<i2") for part in table.column(EXPERTS).to_pylist()]
-    # of an episode without any, the default's shape
-    return [
-        part.astype(np.int16).reshape(-1, *shape) if len(part) else np.zeros((0, 0, 0), np.int16)
-        for part in parts
-    ]
 
 
 def _row(step: int, number: int, group: Group, episode: Episode) -> dict[str, Any]:

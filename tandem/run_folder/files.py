@@ -1,4 +1,4 @@
-"""The small files of a run folder, read with one error, and the advice of the errors here."""
+"""Names in a run folder, its small files, read with one error, and the advice of errors."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +13,10 @@ KEPT = "(the old run is kept beside it)"
 FRESH = f"start over with --fresh {KEPT}"
 RESTORE = "restore it from a copy"
 RESTORE_OR_FRESH = f"{RESTORE}, or {FRESH}"
+
+LEDGER = "ledger.jsonl"
+KEPT_MODEL = "model"  # in a run folder: config and tokenizer of its model
+FAILED = "failed: "  # a line of log.txt
 
 T = TypeVar("T")
 

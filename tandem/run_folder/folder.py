@@ -31,9 +31,8 @@ from tandem.run_folder.config_changes import (
     identifying_values,
     toml_values,
 )
-from tandem.run_folder.files import FRESH, OTHER_FOLDER, read_file
+from tandem.run_folder.files import FAILED, FRESH, OTHER_FOLDER, read_file
 from tandem.run_folder.lock import check_unlocked, locked, now
-from tandem.run_folder.read import FAILED, reason_of
 from tandem.run_folder.status import STATUS, forget_status
 from tandem.runtime import numerics
 from tandem.runtime.disk import (
@@ -48,6 +47,7 @@ from tandem.runtime.errors import InvariantError, UserError
 from tandem.runtime.place import share_of_threads
 
 MACHINE = "machine.json"
+LONGEST = 300  # characters of the reason of a failure
 _RESTORE = f"restore it, or {FRESH}"
 # What a kill during the first start can leave; config.toml, which comes last, marks the folder as a
 # run.
@@ -180,9 +180,11 @@ def _opened(
         try:
             yield run
         except Exception as error:
-            with suppress(UserError):  # a full disk: the error itself says more
-                run.log(f"{FAILED}{reason_of(error)}")
             is_users = isinstance(error, UserError) and not isinstance(error, InvariantError)
+            first, kind = next(iter(str(error).splitlines()), ""), type(error).__name__
+            reason = first if is_users else f"{kind}: {first}" if first else kind
+            with suppress(UserError):  # a full disk: the error itself says more
+                run.log(f"{FAILED}{reason[:LONGEST]}")
             if is_new and is_users and {path.name for path in folder.iterdir()} <= _OF_A_START:
                 DISK.remove(folder)
             raise

@@ -28,17 +28,13 @@ from tandem.config.recipe import load_config
 from tandem.config.schema import Config
 from tandem.model import custom_code
 from tandem.run_folder.episode_files import episode_file, read_columns, read_groups
-from tandem.run_folder.files import read_file, require_run
+from tandem.run_folder.files import FAILED, KEPT_MODEL, LEDGER, read_file, require_run
 from tandem.run_folder.metrics import Metrics, read_lines, read_metrics
 from tandem.runtime.disk import file_hash
-from tandem.runtime.errors import InvariantError, UserError
+from tandem.runtime.errors import UserError
 from tandem.runtime.image_store import keep_in
 from tandem.types import Group
 
-LEDGER = "ledger.jsonl"
-KEPT_MODEL = "model"  # in a run folder: config and tokenizer of its model
-FAILED = "failed: "
-LONGEST = 300  # characters of a reason
 MOST_WARNINGS = 50
 TAIL = 1 << 20  # bytes of a log that are read
 _START = re.compile(r"(started|resumed) by pid \d+: ")
@@ -223,14 +219,6 @@ class Notes:
 
     failed: str = ""  # the reason, of the last start
     warnings: tuple[str, ...] = ()
-
-
-def reason_of(error: Exception) -> str:
-    """Say in a line why a run failed: the first one of the error."""
-    first, kind = next(iter(str(error).splitlines()), ""), type(error).__name__
-    is_users = isinstance(error, UserError) and not isinstance(error, InvariantError)
-    text = first if is_users else f"{kind}: {first}" if first else kind
-    return text[:LONGEST]
 
 
 def read_notes(folder: Path) -> Notes:

@@ -9,9 +9,8 @@ from typing import Any
 from tandem.config.schema import Config
 from tandem.model.load import ExactModel
 from tandem.run_folder.checkpoint import checkpoint_step, latest_checkpoint, load_checkpoint
-from tandem.run_folder.files import FRESH, RESTORE_OR_FRESH
+from tandem.run_folder.files import FRESH, LEDGER, RESTORE_OR_FRESH
 from tandem.run_folder.metrics import read_metrics
-from tandem.run_folder.read import LEDGER, altered
 from tandem.run_folder.shards import SavedTensors
 from tandem.runtime.errors import UserError
 from tandem.weights.hashing import weight_hash
@@ -57,6 +56,8 @@ def _check_past(folder: Path, done: int, report: Report) -> None:
     """Raise UserError if a row or a file is not as the ledger has it, of steps after `done` too:
     their rows are cut and made again, from their episodes. Missing episodes are no error, and only
     reported up to `done`; nor are metrics after it, which a kill leaves out."""
+    from tandem.run_folder.read import altered
+
     changed = altered(folder)
     gone = [one for one in changed if not one.found and one.what.startswith("episodes/")]
     cut = [one for one in changed if not one.found and one.what.endswith("metrics.jsonl")]

@@ -1,5 +1,4 @@
-"""Whether the engine that samples and the trainer compute the same log-probs, and how a run makes
-sure of it.
+"""Checks that the engine that samples and the trainer compute the same log-probs.
 
     ExactCheck     the same model code: equal to the last bit, else the run stops (P1)
     MeasuredGap    other kernels, or a model that is not exact: the mean gap on a step's own tokens

@@ -27,7 +27,7 @@ BEATS = 4  # signs of life at least in silent_s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a pool puts up with, in seconds and counts.
+    """Bounds of what a pool puts up with, in seconds and counts.
 
     silent_s: without a sign of life, until a worker is lost. start_s: until one is ready. restarts:
     workers that may be lost; calls.py counts them anew with each answer. losses: workers that are

@@ -48,7 +48,7 @@ def signs_of_life(channel: Channel, beat_s: float) -> AbstractContextManager[Non
 
 
 class Service(Protocol):
-    """What serves calls, several at once; open until the channel ends."""
+    """Server of calls, several at once; open until the channel ends."""
 
     def __enter__(self) -> Any: ...
 

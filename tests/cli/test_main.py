@@ -28,7 +28,7 @@ def test_help_version_and_mistakes_in_a_recipe_come_before_torch(tmp_path):
         "plan none.toml": ["the recipe does not exist", "none.toml"],
         "sft r.toml run.seed=x": mistakes,
         "eval r.toml run.seed=x": mistakes,
-        "serve no/model --host 0.0.0.0": ["needs an API key", "0.0.0.0", "TANDEM_API_KEY"],
+        "serve no/model --host 0.0.0.0": ["needs a token", "0.0.0.0", "TANDEM_API_KEY"],
         "init there": ["there", "a new folder"],
         "init two --tiny --model x": ["--model x and --tiny"],
         "view no-such-folder": ["no runs to view", "no-such-folder"],

@@ -9,6 +9,7 @@ from tokenizers import normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
 from tandem.config.schema import Data
+from tandem.data.loss_mask import training_samples
 from tandem.data.renderer import load_renderer, most_bytes
 from tandem.model.tokenizer import has_at_most_a_token_a_byte
 from tandem.runtime.errors import UserError
@@ -41,7 +42,7 @@ def prompt_of(renderer, messages):
 
 
 def training_of(renderer, messages, loss="assistant"):
-    return renderer.training_samples([messages], loss)[0]
+    return training_samples(renderer, [messages], loss)[0]
 
 
 def ids(renderer, *tokens):

@@ -3,6 +3,7 @@
 import pytest
 
 from tandem.config.schema import Data
+from tandem.data.loss_mask import training_samples
 from tandem.data.renderer import ChatRenderer, load_renderer
 from tandem.model.tiny import make_tokenizer
 from tandem.types import Problem
@@ -39,7 +40,7 @@ def test_chats_with_unknown_characters_are_counted_in_one_warning(tiny, caplog):
         [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]
         for text in ("b", "é", "c")
     ]
-    tiny.training_samples(chats)
+    training_samples(tiny, chats)
     [record] = caplog.records
     assert record.getMessage().startswith("1 of 3 chats of sft.train have text")
 

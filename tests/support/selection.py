@@ -1,4 +1,4 @@
-"""Which tests run when, by two lists.
+"""Tests that run when, by two lists.
 
 tests/long.txt     functions that take long: `make test` leaves them out, `make check` runs them.
                    `make long-tests` makes the list anew from the seconds of a whole run.

@@ -73,9 +73,9 @@ def equal(found: str, truth: str, loading: Loading = ignore_loading) -> bool:
     if max(len(one), len(other)) > NUMBER_CHARS:
         return False
     if (verdict := _key(other)) in _VERDICTS:  # or the beginning of a text, "yes, because ..."
-        words = re.findall(r"[a-z]+", said := _key(one))
+        words = re.findall(r"[a-z]+", stated := _key(one))
         alone = words[:1] == [verdict] and _VERDICTS.isdisjoint(words[1:])
-        return alone and said[len(verdict)] in ",;:."
+        return alone and stated[len(verdict)] in ",;:."
     if _CHOICE.fullmatch(without_fonts(other)):
         return _same_choice(without_fonts(one).strip(" ."), without_fonts(other), loading)
     return _same(_LEAD.sub("", one, count=1), other, loading)

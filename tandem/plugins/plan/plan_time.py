@@ -102,13 +102,13 @@ def _trial(config: Config, command: str, count: int, layers: int) -> tuple[list[
         words = [sys.executable, "-m", "tandem", command, str(recipe)]
         try:
             done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S)
-            said, failed = done.stderr.splitlines(), done.returncode != 0
+            errors, failed = done.stderr.splitlines(), done.returncode != 0
         except subprocess.TimeoutExpired:
-            said, failed = [f"no end after {LIMIT_S:.0f} s"], True
+            errors, failed = [f"no end after {LIMIT_S:.0f} s"], True
         rows = [] if failed else read_metrics(folder / "run", "timings.jsonl")
         seconds = [row["step_s"] for row in rows if "step_s" in row][SKIPPED:]
         if not seconds:
-            found = "; ".join(line.strip() for line in said if line.strip())
+            found = "; ".join(line.strip() for line in errors if line.strip())
             raise UserError(
                 "the time of a step could not be measured",
                 where="tandem plan --time",

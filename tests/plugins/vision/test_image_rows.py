@@ -13,6 +13,7 @@ from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_stri
 
 from tandem.config.schema import Data
 from tandem.data.chats import parse_chat
+from tandem.data.loss_mask import training_samples
 from tandem.data.problems import read_problems
 from tandem.data.readers import read_rows
 from tandem.data.renderer import load_renderer
@@ -198,7 +199,7 @@ def test_tokens_are_those_of_transformers_processor(kind, models):
 def test_loss_is_on_the_answer_alone(kind, models):
     renderer = load_renderer(models[kind])
     whole = (*chat(NAMES[0]), {"role": "assistant", "content": "two"})
-    [(tokens, mask)] = renderer.training_samples([whole])
+    [(tokens, mask)] = training_samples(renderer, [whole])
     assert renderer.decode(tokens[mask]) == "two" and not (tokens[mask] >= IMAGE).any()
 
 

@@ -1,0 +1,254 @@
+"""Rows of tables: CSV, Parquet, folders of Hugging Face's `datasets`, data sets of its hub.
+
+readers.py finds the functions here by the registry.
+"""
+
+import base64
+import csv
+import json
+import math
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tandem.data.readers import Payload, Placed, RowError, Source, open_text, show
+from tandem.runtime.errors import UserError
+
+BATCH = 1024  # rows of a table
+LONGEST_CELL = 16 << 20  # characters; a quote that never ends would take the rest of a file
+# in the folder of one split, and of several
+STATE, SPLITS = "state.json", "dataset_dict.json"
+
+
+def csv_rows(source: Source, key: str) -> Placed:
+    """Yield the records below the header. All values are text, and an empty cell is null. The mark
+    between cells is the one that gives the header most names.
+
+    Reading ends at a cell that is too long and at a quote that never ends: the start of the next
+    record is unknown.
+    """
+    file = source.path
+    csv.field_size_limit(LONGEST_CELL)  # of the whole process: the module has no other setting
+    marks = "\t" if ".tsv" in file.suffixes[-2:] and file.suffix != ".csv" else ",;\t"
+    with open_text(file, key) as lines:
+        head: list[str] = []
+        names: list[str] = []
+        while not "".join(head).strip() and (line := next(lines, "")):
+            head.append(line)
+        mark, end = marks[0], 0  # end: the last line of the record before
+        try:
+            mark = max(marks, key=lambda mark: len(next(csv.reader(head[-1:], delimiter=mark), ())))
+            reader = csv.reader(chain(head, lines), delimiter=mark, strict=True)
+            for cells in reader:
+                start, end = end + 1, reader.line_num
+                if cells and names:
+                    yield f":{start}", _record(names, cells)
+                elif cells and ("" in cells or len(set(cells)) < len(cells)):
+                    raise UserError(
+                        f"{key} has no usable CSV header",
+                        where=f"{file}:{start}",
+                        found=", ".join(map(show, cells[:12])),
+                        expected="a different name for every column",
+                    )
+                names = names or cells
+        except csv.Error as error:
+            expected = f'cells with {mark!r} between them, one with that, quotes or lines as "..."'
+            yield f":{end + 1}", RowError(f"broken CSV: {error}", expected)
+
+
+def _record(names: list[str], cells: list[str]) -> Payload:
+    if len(cells) != len(names):
+        return RowError(f"{len(cells)} cells", f"{len(names)}, as in the header")
+    try:
+        "".join((*names, *cells)).encode()
+    except UnicodeEncodeError:
+        return RowError("invalid UTF-8", "UTF-8 text")
+    return {name: cell or None for name, cell in zip(names, cells, strict=True)}, ""
+
+
+# ---- Parquet, folders of `datasets`, the hub
+
+
+def parquet_rows(source: Source, key: str) -> Placed:
+    def batches() -> Iterator[Any]:
+        import pyarrow.parquet as pq
+
+        # One thread, because the thread count of the process is fixed; it is fast enough.
+        yield from pq.ParquetFile(source.path).iter_batches(batch_size=BATCH, use_threads=False)
+
+    return _table_rows(batches(), f"{key} cannot be read as Parquet", str(source.path))
+
+
+def dataset_rows(source: Source, key: str) -> Placed:
+    """Yield the rows of a data set of the hub, or of one that save_to_disk wrote."""
+    what = "from the hub" if source.on_hub else "as a Hugging Face dataset"
+    batches: Iterator[Any]
+    if source.on_hub:
+        tables = _hub_dataset(source, key).with_format("arrow").iter(batch_size=BATCH)
+        batches = (batch for table in tables for batch in table.to_batches())
+    else:
+        batches = _arrow_batches(_folder_files(source, key))
+    return _table_rows(batches, f"{key} cannot be read {what}", str(source.path))
+
+
+def dataset_files(source: Source, key: str) -> list[Path]:
+    """Return the Arrow files of a data set. Raises UserError."""
+    if source.on_hub:
+        return [Path(file["filename"]) for file in _hub_dataset(source, key).cache_files]
+    return _folder_files(source, key)
+
+
+def _arrow_batches(files: list[Path]) -> Iterator[Any]:
+    import pyarrow as pa
+
+    for file in files:
+        with pa.memory_map(str(file)) as mapped, pa.ipc.open_stream(mapped) as stream:
+            for batch in stream:
+                yield from (batch.slice(start, BATCH) for start in range(0, batch.num_rows, BATCH))
+
+
+def _folder_files(source: Source, key: str) -> list[Path]:
+    """Return the Arrow files of a save_to_disk folder. Raises UserError if it is another folder, or
+    the split is not clear."""
+    folder = source.path
+    if source.split or (folder / SPLITS).is_file():
+        folder /= _choose_split(_read_json(folder / SPLITS, "splits", key), source, key)
+    return [
+        folder / str(file["filename"]) for file in _read_json(folder / STATE, "_data_files", key)
+    ]
+
+
+def _choose_split(names: list[str], source: Source, key: str) -> str:
+    """Return the split asked for, or the only one. Raises UserError that lists the splits."""
+    if source.split in names:
+        return source.split
+    if not source.split and len(names) == 1:
+        return names[0]
+    raise UserError(
+        f"{key} names no split of its dataset",
+        where=str(source.path),
+        found=f"no split {source.split!r}"
+        if source.split
+        else f"{len(names)} splits and none chosen",
+        expected=f"one of {', '.join(names[:12])}",
+        next=f"{key}='{source.path}#{names[0]}'" if names else "",
+    )
+
+
+def _read_json(file: Path, field: str, key: str) -> list[Any]:
+    try:
+        return list(json.loads(file.read_bytes())[field])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{key} is not a file, and cannot be read as a Hugging Face dataset",
+            where=str(file.parent),
+            found=f"{file.name}: {error.strerror if isinstance(error, OSError) else repr(error)}",
+            expected=f"a folder written by datasets' save_to_disk, with {field} in {file.name}",
+            next=f"name a JSONL, Parquet or CSV file; ls {file.parent}",
+        ) from None
+
+
+def _hub_dataset(source: Source, key: str) -> Any:
+    """Load a data set of the hub, downloaded once and mapped from the cache."""
+    name = str(source.path)
+    try:
+        import datasets
+    except ModuleNotFoundError:
+        raise UserError(
+            f"{key} names no file, and a hub name needs the package datasets",
+            where=key,
+            found=repr(name),
+            expected="a file, or the extra",
+            next="pip install 'tandem-rl[datasets]'",
+        ) from None
+    path, _, configuration = name.partition(":")
+    datasets.disable_progress_bars()
+    try:
+        splits = datasets.load_dataset(path, configuration or None)
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise UserError(
+            f"{key} names no file, and no dataset of the hub that can be had",
+            where=f"{key}, {name!r}",
+            found=(str(error).splitlines() or [type(error).__name__])[0],
+            expected="a file, or a dataset that is on the hub or in its cache (HF_HUB_OFFLINE=1)",
+            next=f"ls {Path(name).parent}",
+        ) from None
+    return splits[_choose_split([str(each) for each in splits], source, key)]
+
+
+def _table_rows(batches: Iterable[Any], mistake: str, where: str) -> Placed:
+    """Yield the rows of record batches. mistake: the message for a damaged file."""
+    import pyarrow as pa
+
+    number = 0
+    try:
+        for batch in batches:
+            names = batch.schema.names
+            if len(set(names)) < len(names):  # a row would hold either
+                twice = next(name for name in names if names.count(name) > 1)
+                raise ValueError(f"two columns {twice!r}")
+            for payload in _batch_rows(batch):
+                number += 1
+                yield f":row {number}", payload
+    except (pa.ArrowException, OSError, ValueError) as error:
+        found = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(mistake, where=f"{where}, after row {number}", found=found) from None
+
+
+def _batch_rows(batch: Any) -> Iterator[Payload]:
+    from pyarrow import types
+
+    try:
+        rows = batch.to_pylist()
+    except UnicodeDecodeError:
+        if batch.num_rows == 1:
+            yield RowError("invalid UTF-8", "UTF-8 text")
+        else:
+            for i in range(batch.num_rows):
+                yield from _batch_rows(batch.slice(i, 1))
+        return
+    plain = types.is_string, types.is_large_string, types.is_integer, types.is_boolean
+    odd = [f for f in batch.schema if not any(is_plain(f.type) for is_plain in plain)]
+    for row in rows:
+        try:
+            for field in odd:
+                row[field.name] = _json_value(row[field.name], str(field.type))
+            yield row, ""
+        except RowError as error:
+            error.field = field.name
+            yield error
+
+
+def _json_value(value: Any, kind: str) -> Any:
+    """Convert a value of a column of this Arrow type to one that JSON can write, without null keys:
+    Arrow gives all objects of a column the same keys. Decimals and times become their text, which
+    keeps all digits of a decimal; a float32 becomes the number with the same shortest text, 0.1 and
+    not 0.10000000149011612."""
+    match value:
+        case None | str() | int():
+            return value
+        case float():
+            if not math.isfinite(value):
+                raise RowError(str(value), "a finite number")
+            if "float" not in kind:
+                return value
+            short = np.float16 if "halffloat" in kind else np.float32
+            with np.errstate(over="ignore"):  # of a double beside it
+                return float(str(short(value))) if short(value) == value else value
+        case {"bytes": bytes() as data}:  # an image of datasets
+            return f"data:;base64,{base64.b64encode(data).decode()}"
+        case dict():
+            return {k: _json_value(v, kind) for k, v in value.items() if v is not None}
+        case list() | tuple():  # Arrow's maps are lists of pairs
+            return [_json_value(child, kind) for child in value]
+        case bytes():
+            raise RowError(
+                f"{len(value)} bytes that are no text",
+                "text, numbers, lists or objects",
+                next="leave the column out of the data",
+            )
+        case _:
+            return str(value)
