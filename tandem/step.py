@@ -24,7 +24,6 @@ from tandem.runtime import signals
 from tandem.runtime.timer import Timer
 from tandem.stream.stream import MemoryStream, Stream
 from tandem.train.batch import compute_logprobs, not_finite, pack_batch
-from tandem.train.distill import distill
 from tandem.train.learn import (
     SKIPPED,
     LearnStage,
@@ -110,6 +109,8 @@ def learn_step(stage: LearnStage, rollouts: RolloutBatch, observe: Observe | Non
     check_groups(rollouts, config.rl.max_truncated)
     check_batch(rollouts, config)
     if models.teacher is not None:
+        from tandem.train.distill import distill
+
         return distill(stage, models.teacher, rollouts.trained, step, observe)
     batch = pack_batch(rollouts.trained, config, models.policy.ranks)
     if not batch.sample_index:

@@ -51,7 +51,23 @@ def load_config(recipe: str | Path | None, overrides: list[str]) -> Config:
     """
     tree, origin = merged(recipe, overrides)
     source = str(recipe or "command line")
-    _refuse_bad_texts(tree, source)
+    rest = [(tree, "", 0)]
+    while rest:
+        value, key, depth = rest.pop()
+        if isinstance(value, dict | list):
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            rest += [(child, f"{key}.{name}".lstrip("."), depth + 1) for name, child in pairs]
+        # a lone surrogate is Python's form of a shell's other bytes
+        bad = isinstance(value, str) and re.search("[\0\ud800-\udfff]", value)
+        if bad or depth > MAX_DEPTH:
+            found = f"{value!r:.80}" if bad else f"more than {MAX_DEPTH} levels of nesting"
+            expected = "text in UTF-8 without a zero character" if bad else "a flatter value"
+            raise UserError(
+                "a value cannot be used",
+                where=f"{key[:80]} ({source})",
+                found=found,
+                expected=expected,
+            )
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -131,28 +147,6 @@ def _not_toml(path: Path, rows: list[str], message: str) -> UserError:
         expected="TOML: [section] and key = value",
         next=next(cure for pattern, cure in _CURES.items() if re.search(pattern, message)),
     )
-
-
-def _refuse_bad_texts(tree: dict[str, Any], source: str) -> None:
-    """Raise UserError for a value that cannot be written back: text that is not UTF-8, or tables
-    that are too deep."""
-    rest = [(tree, "", 0)]
-    while rest:
-        value, key, depth = rest.pop()
-        if isinstance(value, dict | list):
-            pairs = value.items() if isinstance(value, dict) else enumerate(value)
-            rest += [(child, f"{key}.{name}".lstrip("."), depth + 1) for name, child in pairs]
-        # a lone surrogate is Python's form of a shell's other bytes
-        bad = isinstance(value, str) and re.search("[\0\ud800-\udfff]", value)
-        if bad or depth > MAX_DEPTH:
-            found = f"{value!r:.80}" if bad else f"more than {MAX_DEPTH} levels of nesting"
-            expected = "text in UTF-8 without a zero character" if bad else "a flatter value"
-            raise UserError(
-                "a value cannot be used",
-                where=f"{key[:80]} ({source})",
-                found=found,
-                expected=expected,
-            )
 
 
 def _apply(tree: dict[str, Any], text: str, origin: dict[str, str]) -> None:

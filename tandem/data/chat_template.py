@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from tandem.model.config_file import read_json
-from tandem.model.tool_calls import Call, write_calls
 from tandem.runtime.errors import UserError
 from tandem.types import Message, Tool
 
@@ -146,6 +145,8 @@ def with_calls(message: Message) -> Message:
     """Write the message's `tool_calls`, if any, into its content, as Hermes models do."""
     if "tool_calls" not in message:
         return message
+    from tandem.model.tool_calls import Call, write_calls
+
     functions = [call["function"] for call in message["tool_calls"]]
     calls = [Call(name=function["name"], arguments=function["arguments"]) for function in functions]
     content = "\n".join(filter(None, [message["content"], write_calls(calls)]))

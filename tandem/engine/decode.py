@@ -92,18 +92,17 @@ class DecodeStep:
             tiles=self.tiles[:, : max_length // SHORTEST, :rows] if self.sharing else None,
         )
         plan = self.model.decode_plan(self.cache.keys, self.cache.values, places)
-        choices = self._recorded(places.slots()[:live]) if self.cache.experts is not None else None
+        choices = None
+        if (experts := self.cache.experts) is not None:
+            # such a model is not captured, so `live` may differ from step to step
+            slots = places.slots()[:live]
+            choices = RecordedExperts(experts, slots // PAGE, slots % PAGE)
         logits = self.model.head(self.model.hidden(tokens, positions, plan, choices))
         sampled = sample(logits, sampling, device_uniforms(self.keys[:rows], draws))
         tokens.copy_(sampled.tokens)
         self.logprobs[:rows].copy_(sampled.logprobs)
         positions.add_(counts)
         draws.add_(counts)
-
-    def _recorded(self, slots: Tensor) -> RecordedExperts:
-        # a model with experts is not captured, so `live` may differ from step to step
-        assert self.cache.experts is not None
-        return RecordedExperts(self.cache.experts, slots // PAGE, slots % PAGE)
 
 
 def padded_batch(rows: int) -> int:

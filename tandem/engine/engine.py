@@ -104,7 +104,7 @@ class Engine:
     def cancel(self, sequence: RunningSequence) -> None:
         """End a request now with the tokens it has, unless it has ended, and free its pages."""
         if sequence.completion is None:
-            self._end(sequence, self._text(sequence.tokens), "cancelled")
+            self._end(sequence, self.decode(np.array(sequence.tokens, np.int64)), "cancelled")
 
     @property
     def has_work(self) -> bool:
@@ -218,11 +218,8 @@ class Engine:
         if not self.cache.keys:  # given back for an update
             self.cache.restore()
         work = self.scheduler.schedule(only_started=only_started)
-        return ended + self._record(*self._run(work)) if work else ended
-
-    def _run(self, work: Work) -> tuple[list[RunningSequence], list[Sampled]]:
-        """Run the new tokens of each sequence. Return the sequences that get a token, and these
-        tokens."""
+        if not work:
+            return ended
         # the order of paged attention, where no rows are moved then, and sequences that share pages
         # stand beside each other
         work.sort(key=lambda part: (-len(part[0].page_table), part[0].page_table))
@@ -235,12 +232,6 @@ class Engine:
         if ahead is not None:
             ahead.launch(taken, sampled)
             sampled += taken.read()
-        return ready, sampled
-
-    def _record(
-        self, ready: list[RunningSequence], sampled: list[Sampled]
-    ) -> list[RunningSequence]:
-        """Append the tokens to their sequences, and end those that end; return all of `ready`."""
         for members, results in sampled:
             columns = (column.tolist() for column in results)
             for sequence, token, logprob, top, top_logprobs in zip(members, *columns, strict=True):
@@ -251,9 +242,11 @@ class Engine:
                     sequence.top.append((top, top_logprobs))
         self._generated += len(ready)
         for sequence in ready:
-            if (ending := self._ending(sequence)) is not None:
+            params = sequence.request.params
+            ending = find_ending(params, sequence.tokens, sequence.pause_at, self.decode)
+            if ending is not None:
                 self._end(sequence, *ending)
-        return ready
+        return ended + ready
 
     def _forward(self, work: Work, taken: Taken) -> tuple[list[RunningSequence], Tensor | None]:
         """Run the new tokens, whose keys and values go into the cache, but for those that ran
@@ -310,14 +303,6 @@ class Engine:
             results = sample(logits[part], sampling, draws[part], seen, sampling.top_logprobs)
             sampled.append((members, results))
         return sampled
-
-    def _ending(self, sequence: RunningSequence) -> tuple[str, CompletionStop] | None:
-        """Return (text, stop reason) if the sequence has ended."""
-        params = sequence.request.params
-        return find_ending(params, sequence.tokens, sequence.pause_at, self.decode)
-
-    def _text(self, tokens: list[int]) -> str:
-        return self.decode(np.array(tokens, np.int64))
 
     def _end(self, sequence: RunningSequence, text: str, reason: CompletionStop) -> None:
         rows = sequence.length - 1 if sequence.tokens else 0
@@ -388,27 +373,20 @@ def check_room(config: Any, pages: int, page_bytes: int, longest: int) -> None:
     (config: transformers) or a cache of that many pages."""
     limit, needed = positions_of(config), -(-longest // PAGE)
     if longest > limit:
-        raise _too_long(longest, limit, config)
+        beyond = "original_" * (limit < getattr(config, "max_position_embeddings", limit))
+        raise UserError(
+            "a sequence would be longer than the model can place",
+            where="rollout.max_new_tokens",
+            found=f"{longest} tokens, prompt and completion",
+            expected=f"at most {limit} (the model's {beyond}max_position_embeddings)",
+            next="lower rollout.max_new_tokens; "
+            "or data.max_prompt_tokens, with data.long_prompts=drop",
+        )
     if needed > pages:
-        raise _cache_too_small(pages * page_bytes, needed * page_bytes, longest)
-
-
-def _too_long(longest: int, limit: int, config: Any) -> UserError:
-    beyond = "original_" * (limit < getattr(config, "max_position_embeddings", limit))
-    return UserError(
-        "a sequence would be longer than the model can place",
-        where="rollout.max_new_tokens",
-        found=f"{longest} tokens, prompt and completion",
-        expected=f"at most {limit} (the model's {beyond}max_position_embeddings)",
-        next="lower rollout.max_new_tokens; or data.max_prompt_tokens, with data.long_prompts=drop",
-    )
-
-
-def _cache_too_small(cache_bytes: int, needed_bytes: int, longest: int) -> UserError:
-    return UserError(
-        "the key/value cache cannot hold one sequence",
-        where="rollout.cache_mb",
-        found=f"{cache_bytes / 2**20:.0f} MiB",
-        expected=f"at least {-(-needed_bytes >> 20)} MiB for {longest} tokens",
-        next="raise rollout.cache_mb, or lower rollout.max_new_tokens",
-    )
+        raise UserError(
+            "the key/value cache cannot hold one sequence",
+            where="rollout.cache_mb",
+            found=f"{pages * page_bytes / 2**20:.0f} MiB",
+            expected=f"at least {-(-(needed * page_bytes) >> 20)} MiB for {longest} tokens",
+            next="raise rollout.cache_mb, or lower rollout.max_new_tokens",
+        )

@@ -72,7 +72,13 @@ class PageCache:
         self.page_bytes = page_bytes(model.config, weight.element_size())
         count = budget // self.page_bytes
         if not count:
-            raise _budget_too_small(budget, self.page_bytes)
+            raise UserError(
+                "the key/value cache cannot hold one page",
+                where="rollout.cache_mb",
+                found=f"{budget / 2**20:.1f} MiB",
+                expected=f"at least {-(-self.page_bytes >> 20)} MiB for {PAGE} tokens",
+                next="raise rollout.cache_mb",
+            )
         self._config, self._like = model.config, weight
         self._held: list[Tensor] = []  # the pages' memory, of which keys and values are views
         self.keys: tuple[Tensor, ...] = ()
@@ -315,13 +321,3 @@ def _discard(index: dict[bytes, dict[int, None]], key: bytes, page: int) -> None
     index[key].pop(page, None)
     if not index[key]:
         del index[key]
-
-
-def _budget_too_small(budget: int, page_bytes: int) -> UserError:
-    return UserError(
-        "the key/value cache cannot hold one page",
-        where="rollout.cache_mb",
-        found=f"{budget / 2**20:.1f} MiB",
-        expected=f"at least {-(-page_bytes >> 20)} MiB for {PAGE} tokens of this model",
-        next="raise rollout.cache_mb",
-    )

@@ -138,7 +138,11 @@ class Scheduler:
             sequence.num_cached += count
             for at in range(full, sequence.num_cached // PAGE):
                 sequence.page_table[at] = self.cache.merge(sequence.page_table[at])
-            self._leave_behind(sequence)
+            # pages that no further token sees stay in the table; attention masks them
+            before, window = sequence.num_unseen, self.cache.window
+            if window and (unseen := (sequence.num_cached + 1 - window) // PAGE) > before:
+                self.cache.release(sequence.page_table[before:unseen])
+                sequence.num_unseen = unseen
 
     def preempt_all(self) -> None:
         """Put every running sequence back into the queue with its tokens; its keys and values are
@@ -214,14 +218,6 @@ class Scheduler:
             sequence.prompt_scores.clear()
         self.running.remove(sequence)
         insort(self.waiting, sequence, key=_ARRIVAL)
-
-    def _leave_behind(self, sequence: RunningSequence) -> None:
-        """Give up pages that no further token sees. They stay in the table; attention masks them,
-        whatever others write there."""
-        before, window = sequence.num_unseen, self.cache.window
-        if window and (unseen := (sequence.num_cached + 1 - window) // PAGE) > before:
-            self.cache.release(sequence.page_table[before:unseen])
-            sequence.num_unseen = unseen
 
     def _give_up_pages(self, sequence: RunningSequence) -> None:
         self.cache.release(sequence.page_table[sequence.num_unseen :])

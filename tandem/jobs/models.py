@@ -9,10 +9,8 @@ import torch
 from tandem.choices import choices, machine_of, trainer_of
 from tandem.config.schema import SFT, Config, Preference, Train
 from tandem.data.renderer import ChatRenderer, load_renderer
-from tandem.model.config_file import LEAN_ARCHITECTURES, check_model, has_experts
-from tandem.model.general import logit_softcap
+from tandem.model.config_file import LEAN_ARCHITECTURES, check_model, has_experts, logit_softcap
 from tandem.model.load import ExactModel, empty_model, load_model
-from tandem.model.lora import Lora, require_peft
 from tandem.model.paths import divisible, path_of, reads_more_than_text
 from tandem.model.placement import Placement, place_models
 from tandem.model.weight_files import check_weights
@@ -59,15 +57,18 @@ def build_model(
 
 
 def _load(config: Config, path: str, place: Placement, head: Head) -> ExactModel:
-    lora = config.lora
-    adapters = Lora(
-        rank=lora.rank,
-        alpha=lora.alpha,
-        targets=tuple(lora.targets),
-        seed=address(config.run.seed, "lora") >> 1,
-        base=lora.base,
-    )
-    model = load_model(path, adapters if lora.rank else None, head=head, place=place)
+    lora, adapter = config.lora, None
+    if lora.rank:
+        from tandem.model.lora import Lora
+
+        adapter = Lora(
+            rank=lora.rank,
+            alpha=lora.alpha,
+            targets=tuple(lora.targets),
+            seed=address(config.run.seed, "lora") >> 1,
+            base=lora.base,
+        )
+    model = load_model(path, adapter, head=head, place=place)
     model.split(config.parallel.tensor)
     return model
 
@@ -180,6 +181,8 @@ def check_models(config: Config, *others: str, head: Head = "tokens") -> Any:
     if "critic.path" in others and not config.critic.path:
         _check_scored(shape, "model.path")
     if config.lora.rank:
+        from tandem.model.lora import require_peft
+
         require_peft()
     if not (divisible(shape) and has_experts(shape)):
         if config.train.router_aux_loss_coef:

@@ -129,7 +129,15 @@ class PackedPlan:
     def earlier(self, layer: int, x: Tensor, count: int) -> list[Tensor]:
         """Look up rows as general_parts.History."""
         for lag in range(len(self._before) + 1, count + 1):
-            self._before.append(torch.from_numpy(_rows_before(self._segments, len(x), lag)))
+            counts = self._segments[:, 1]
+            first, _, prefix_first, prefix = self._segments.repeat(counts, 0).T
+            place = np.arange(len(first)) - (np.cumsum(counts) - counts).repeat(counts)
+            own, shared = place - lag, prefix + place - lag
+            found = np.full(len(x), -1)
+            found[first + place] = np.where(
+                own >= 0, first + own, np.where(shared >= 0, prefix_first + shared, -1)
+            )
+            self._before.append(torch.from_numpy(found))
         return [picked(x, rows) for rows in self._before[:count]]
 
     def attend(
@@ -145,19 +153,6 @@ class PackedPlan:
         if torch.is_grad_enabled():
             return _PackedAttention.apply(q, k, v, self.buckets, scale, window, *bends)  # type: ignore[no-any-return]
         return _forward(q, k, v, self.buckets, scale, window, bends)
-
-
-def _rows_before(segments: np.ndarray, rows: int, lag: int) -> np.ndarray:
-    """Find the row `lag` tokens before each of the rows, int64 [rows]; -1 for none."""
-    counts = segments[:, 1]
-    first, _, prefix_first, prefix = segments.repeat(counts, 0).T
-    place = np.arange(len(first)) - (np.cumsum(counts) - counts).repeat(counts)
-    own, shared = place - lag, prefix + place - lag
-    found = np.full(rows, -1)
-    found[first + place] = np.where(
-        own >= 0, first + own, np.where(shared >= 0, prefix_first + shared, -1)
-    )
-    return found
 
 
 def picked(x: Tensor, rows: Tensor) -> Tensor:

@@ -78,14 +78,27 @@ def _read_config(path: str, where: str) -> Any:
         raise _unreadable(path, CONFIG, where, found)
     model_type = values.get("model_type")
     parts = [part for part in (values, values.get(TEXT)) if isinstance(part, dict)]
-    known = _is_known(model_type)
+    listed = model_type in LEAN_ARCHITECTURES or reads_more_than_text(model_type)
+    known = listed or is_language_model(model_type)
     own = custom_code.brings_model(values) and (custom_code.is_allowed() or not known)
     if own:
         custom_code.require_allowed(path, values, f"{where}, {CONFIG}")
     elif not (known or parts[1:]):
         raise _cannot_run(where, f"architecture {model_type!s:.60}")
     for part in parts:
-        _require_float(part, f"{where}, {CONFIG}")
+        for key in QUANTIZERS:
+            if (quantizer := part.get(key)) is not None:
+                about = quantizer if isinstance(quantizer, dict) else {}
+                method = str(about.get("quant_method", "unknown"))[:40]
+                if method not in DEQUANTIZED or key != QUANTIZERS[0]:
+                    raise UserError(
+                        "the model's weights are quantized",
+                        where=f"{where}, {CONFIG}",
+                        found=f"{key} of {method}",
+                        expected=f"float weights; or {' or '.join(DEQUANTIZED)}, read as float",
+                        next="name the model that it was quantized from, and quantize it here with "
+                        "lora.rank=16 lora.base=nf4",
+                    )
     if not own and any(p.get("model_type") == "mistral" and "layer_types" in p for p in parts):
         raise _cannot_run(where, "architecture ministral")
     try:
@@ -116,28 +129,10 @@ def _plain_config(model_type: Any, values: dict[str, Any]) -> Any:
     return CONFIG_MAPPING[model_type].from_dict(plain(values))
 
 
-def _is_known(model_type: Any) -> bool:
-    """Tell whether a model of this type may run, by its name, without a look at most models."""
-    known = model_type in LEAN_ARCHITECTURES or reads_more_than_text(model_type)
-    return known or is_language_model(model_type)
-
-
-def _require_float(values: dict[str, Any], where: str) -> None:
-    """Raise UserError for a config.json of weights that stay quantized."""
-    for key in QUANTIZERS:
-        if (quantizer := values.get(key)) is not None:
-            about = quantizer if isinstance(quantizer, dict) else {}
-            method = str(about.get("quant_method", "unknown"))[:40]
-            if method not in DEQUANTIZED or key != QUANTIZERS[0]:
-                raise UserError(
-                    "the model's weights are quantized",
-                    where=where,
-                    found=f"{key} of {method}",
-                    expected=f"float weights in safetensors; or {' or '.join(DEQUANTIZED)}, which "
-                    "become float",
-                    next="name the model that it was quantized from, and quantize it here with "
-                    "lora.rank=16 lora.base=nf4",
-                )
+def logit_softcap(config: Any) -> float:
+    """Return the soft cap of a model's logits, 0 without one."""
+    names = ("final_logit_softcapping", "output_logit_soft_cap")  # Gemma, xLSTM
+    return next((cap for name in names if (cap := getattr(config, name, None))), 0.0)
 
 
 def is_text_part(path: str, config: Any) -> bool:

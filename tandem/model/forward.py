@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from tandem.model.attention import Plan
-from tandem.model.divergence import Divergence, Head, divergences
 from tandem.model.expert_choices import ExpertChoices
 from tandem.model.kernels import kernels_of
 from tandem.model.logprobs import SeenTokens, token_logprobs
@@ -20,6 +19,7 @@ from tandem.runtime.image_tokens import text_tokens
 from tandem.types import Array, Microbatch, SamplingDistribution
 
 if TYPE_CHECKING:
+    from tandem.model.divergence import Divergence, Head
     from tandem.model.load import ExactModel
 
 
@@ -78,11 +78,12 @@ def teacher_divergences(
     teacher: "ExactModel",
     batch: Microbatch,
     temperature: float,
-    divergence: Divergence,
+    divergence: "Divergence",
     choices: ExpertChoices | None = None,
 ) -> Tensor:
     """Compute the divergence over the vocabulary at the place of each target, float32 [N].
     choices: of the student's experts."""
+    from tandem.model.divergence import divergences
 
     def compute() -> Tensor:
         with torch.no_grad():
@@ -95,7 +96,7 @@ def teacher_divergences(
     return found.cpu()
 
 
-def _head(model: "ExactModel", batch: Microbatch, choices: ExpertChoices | None = None) -> Head:
+def _head(model: "ExactModel", batch: Microbatch, choices: ExpertChoices | None = None) -> "Head":
     weight = model.head.weight
     return _hidden(model, batch, choices), weight, model.head.pack.of(weight)
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tandem.model.activations import KINDS, ExactActivation, soft_cap
 from tandem.model.attention import Bends, PackedPlan, Plan
-from tandem.model.config_file import BIAS_SIZE
+from tandem.model.config_file import BIAS_SIZE, logit_softcap
 from tandem.model.expert_choices import ExpertChoices
 from tandem.model.general_experts import ExactFunctions, make_experts_exact
 from tandem.model.general_parts import NORMS, ExactLayerNorm, put_linear_biases, put_short_convs
@@ -185,12 +185,6 @@ def logit_factor(config: Any) -> float:
     return factor / (getattr(config, "logits_scaling", None) or 1.0)  # Granite
 
 
-def logit_softcap(config: Any) -> float:
-    """Return the soft cap of a model's logits, 0 without one."""
-    names = ("final_logit_softcapping", "output_logit_soft_cap")  # Gemma, xLSTM
-    return next((cap for name in names if (cap := getattr(config, name, None))), 0.0)
-
-
 @contextmanager
 def _attending(own: Pass) -> Iterator[None]:
     token = _pass.set(own)
@@ -214,7 +208,11 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Attend by the plan of the pass: query [1, H, T, E], key and value [1, K, T, E] to
     [1, T, H, E]. transformers calls it, with its own names."""
-    _refuse_choices(attention_mask, others)
+    # keys that a model chooses itself, as it may do in long sequences only
+    found = ["attention_mask"] if attention_mask is not None else []
+    found += [n for n, v in others.items() if isinstance(v, Tensor) and n not in HARMLESS]
+    if found:
+        raise NotImplementedError(f"attention by {', '.join(found)}")
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     plan, (_, kv_heads, size), _ = _pass.get()
@@ -227,11 +225,3 @@ def _attend(
     bends = Bends(softcap or 0.0, s_aux)
     out = plan.attend(module.layer_idx, q, k, v, scale, sliding_window, bends)
     return out[None, ..., :width], None
-
-
-def _refuse_choices(mask: Tensor | None, others: dict[str, Any]) -> None:
-    """Refuse keys that a model chooses itself, as it may do in long sequences only."""
-    found = ["attention_mask"] if mask is not None else []
-    found += [n for n, v in others.items() if isinstance(v, Tensor) and n not in HARMLESS]
-    if found:
-        raise NotImplementedError(f"attention by {', '.join(found)}")

@@ -70,7 +70,9 @@ class ExactLayer(nn.Module):
             heads = self.qkv(normed)
         x, normed = add_norm(self.post_attention_layernorm, x, self._attend(heads, rotation, plan))
         if self.gate_up is None:
-            return x + self._experts(normed, choices)
+            choose = None if choices is None else partial(choices.choose, self.number)
+            _, scores, chosen = self.mlp.gate(normed, choose)
+            return x + self.mlp.experts(normed, chosen, scores)  # type: ignore[no-any-return]
         with made_again(normed, partial(norm, self.post_attention_layernorm, x), again):
             both = self.gate_up(normed)
         swiglu = kernels_of(both).swiglu
@@ -95,11 +97,6 @@ class ExactLayer(nn.Module):
                 v = v.contiguous()
         out = plan.attend(self.number, q, k, v, attention.scaling, self.window)
         return attention.o_proj(out.reshape(len(x), -1))
-
-    def _experts(self, x: Tensor, choices: ExpertChoices | None) -> Tensor:
-        choose = None if choices is None else partial(choices.choose, self.number)
-        _, scores, chosen = self.mlp.gate(x, choose)
-        return self.mlp.experts(x, chosen, scores)  # type: ignore[no-any-return]
 
 
 def made_again(

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from tandem.model.kernels import kernels_of
 from tandem.model.onednn import TILE_TERMS, gradient_product, in_float32, product, weight_gradient
-from tandem.model.quantized import dequantized
 
 
 class Adapter(NamedTuple):
@@ -37,7 +36,9 @@ class Part(NamedTuple):
     def merged(self) -> Tensor:
         """Compute the weight [O, I] with its adapter, detached; a plain one is not copied."""
         if self.adapter is None:
-            return dequantized(self.weight.detach())
+            weight = self.weight.detach()
+            numbers = getattr(weight, "numbers", None)  # of a QuantizedWeight
+            return weight if numbers is None else numbers()  # type: ignore[no-any-return]
         a, b, scaling = self.adapter
         weight, a, b = (t.detach().float().contiguous() for t in (self.weight, a, b))
         return torch.addmm(weight, b, a, alpha=scaling).to(self.weight.dtype)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,10 +30,9 @@ from tandem.model.config_file import (
 from tandem.model.custom_code import from_config
 from tandem.model.expert_choices import ExpertChoices
 from tandem.model.experts import ExactExperts, ExactRouter
-from tandem.model.kernels import Kernels, Rotation, kernels_of
+from tandem.model.kernels import Kernels, kernels_of
 from tandem.model.layers import ExactLayer, embed, norm, rotation_of
 from tandem.model.linear import ExactLinear, PackedWeight, Part
-from tandem.model.lora import Lora, Merged
 from tandem.model.onednn import padded_rows
 from tandem.model.paged_attention import DecodeRows, Runs
 from tandem.model.paths import Exact, Exactness, divisible, named_path, path_of
@@ -43,8 +42,27 @@ from tandem.model.stock import load_stock, stock_class
 from tandem.model.weight_files import check_sums, check_weights
 from tandem.runtime.errors import UserError
 
+if TYPE_CHECKING:
+    from tandem.model.lora import Lora
+
 T = TypeVar("T")
 OWNERS_OF_PACKS = (ExactLinear, ExactLayer, ExactRouter, ExactExperts)
+
+
+class Merged(Mapping[str, Tensor]):
+    """Weights with their adapters, each merged as it is asked for: not all are there at once."""
+
+    def __init__(self, parts: dict[str, Part]):
+        self._parts = parts
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._parts[name].merged()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
 
 
 class ExactModel(nn.Module):
@@ -61,7 +79,7 @@ class ExactModel(nn.Module):
     engine = "paged"  # what samples from it, in registry.py
     exactness: Exactness = Exact()  # of the engine's passes and the trainer's
 
-    def __init__(self, module: Any, lora: Lora | None = None):
+    def __init__(self, module: Any, lora: "Lora | None" = None):
         super().__init__()
         self.module, self.lora = module, lora
         self.config = module.config.get_text_config()
@@ -110,33 +128,24 @@ class ExactModel(nn.Module):
             tokens = F.pad(tokens, padding).to(table.device)
             x = F.embedding(tokens, table) if table.dtype == torch.float32 else embed(table, tokens)
         rotation = rotation_of(inner.rotary_emb, x, F.pad(positions, padding).to(self.device))
-        for layer in inner.layers:
-            x = self._layer(layer, x, rotation, plan, choices)
-        return x
-
-    def _layer(
-        self,
-        layer: ExactLayer,
-        x: Tensor,
-        rotation: Rotation,
-        plan: Plan,
-        choices: ExpertChoices | None,
-    ) -> Tensor:
-        if not (self.checkpointing and torch.is_grad_enabled()):
-            return layer(x, rotation, plan, choices)  # type: ignore[no-any-return]
         # a backward pass may run outside the `adapter_off` of its forward pass
         base_only = self._base_only
-        return checkpoint(  # type: ignore[no-any-return]
-            layer,
-            x,
-            rotation,
-            plan,
-            choices,
-            False,  # all of it is computed again
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=lambda: (nullcontext(), self._running(base_only)),
-        )
+        for layer in inner.layers:
+            if not (self.checkpointing and torch.is_grad_enabled()):
+                x = layer(x, rotation, plan, choices)
+                continue
+            x = checkpoint(
+                layer,
+                x,
+                rotation,
+                plan,
+                choices,
+                False,  # all of it is computed again
+                use_reentrant=False,
+                preserve_rng_state=False,
+                context_fn=lambda: (nullcontext(), self._running(base_only)),
+            )
+        return x
 
     def split(self, count: int) -> None:
         """Give log-probs the bits of `count` tensor-parallel processes, whose sums over heads and
@@ -283,7 +292,7 @@ class ExactModel(nn.Module):
 
 def load_model(
     path: str,
-    lora: Lora | None = None,
+    lora: "Lora | None" = None,
     *,
     head: HeadKind = "tokens",
     place: Placement = CPU_FLOAT32,
@@ -341,7 +350,7 @@ def empty_model(path: str, config: Any, *, head: HeadKind = "tokens") -> Any:
         ) from None
 
 
-def make_exact(module: Any, lora: Lora | None = None) -> ExactModel:
+def make_exact(module: Any, lora: "Lora | None" = None) -> ExactModel:
     """Put the parts of the exact path for its config into a transformers module in place, and with
     lora a new adapter. Nothing is tried."""
     path = named_path("lean" if divisible(module.config) else "general")

@@ -4,15 +4,15 @@ A PEFT layer exists only from `add_adapter` until `exact_adapted` replaces it. N
 PEFT. It is imported for the first adapter.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from tandem.model.linear import ExactConv1D, ExactLinear, Part, is_conv1d
+from tandem.model.linear import ExactConv1D, ExactLinear, is_conv1d
 from tandem.model.quantized import Base, QuantizedWeight, quantize
 from tandem.runtime.errors import UserError
 
@@ -37,22 +37,6 @@ class Lora:
     targets: tuple[str, ...]
     seed: int
     base: Literal["float"] | Base = "float"
-
-
-class Merged(Mapping[str, Tensor]):
-    """Weights with their adapters, each merged as it is asked for: not all are there at once."""
-
-    def __init__(self, parts: dict[str, Part]):
-        self._parts = parts
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._parts[name].merged()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parts)
-
-    def __len__(self) -> int:
-        return len(self._parts)
 
 
 def add_adapter(module: Any, lora: Lora) -> None:

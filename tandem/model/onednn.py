@@ -100,7 +100,10 @@ def weight_gradient(above: Tensor, x: Tensor, total: Tensor | None = None) -> Te
     if total is not None:
         outputs = GPU_OUTPUTS if x.is_cuda else OUTPUTS
         for part, own in zip(above.split(outputs, 1), total.split(outputs), strict=True):
-            own += _float32_product(part, x) if x.is_cuda else weight_gradient(part, x)
+            if x.is_cuda:  # to float32: products of chunks add up unrounded
+                own += torch.mm(part.to(x.dtype).t(), x, out_dtype=torch.float32)
+            else:
+                own += weight_gradient(part, x)
         return total
     in_tiles = x.dtype != torch.float32 and not in_float32(x)
     if x.is_cuda or not HAS_PREPACKED or in_tiles or not len(x):
@@ -112,11 +115,6 @@ def weight_gradient(above: Tensor, x: Tensor, total: Tensor | None = None) -> Te
     products = (gradient_product(_dense(part).t(), _dense(own)) for part, own in pairs)
     product = reduce(Tensor.add_, products)
     return product.t() if turned else product
-
-
-def _float32_product(above: Tensor, x: Tensor) -> Tensor:
-    """Multiply on a GPU as weight_gradient, to float32: products of chunks add up unrounded."""
-    return torch.mm(above.to(x.dtype).t(), x, out_dtype=torch.float32)
 
 
 def _dense(rows: Tensor) -> Tensor:

@@ -65,7 +65,11 @@ class Runs:
 
     def __init__(self, tables: Sequence[Sequence[int]], starts: np.ndarray, counts: np.ndarray):
         self.starts, self.counts = starts, counts
-        self.table = _rectangle(tables)
+        lengths = np.array([len(table) for table in tables])
+        self.table = np.zeros((len(tables), lengths.max()), np.int64)
+        self.table[np.arange(lengths.max()) < lengths[:, None]] = np.fromiter(
+            chain.from_iterable(tables), np.int64, lengths.sum()
+        )
         self.firsts = np.cumsum(counts) - counts
         self.positions = np.arange(counts.sum()) + (starts - self.firsts).repeat(counts)
         self.pages = self.table[np.arange(len(counts)).repeat(counts), self.positions // PAGE]
@@ -187,16 +191,6 @@ def page_numbers(config: Any) -> int:
     convs = len(conv_layers(config))
     attended = 2 * (config.num_hidden_layers - convs) * kv_heads_of(config) * head_size(config)
     return PAGE * int(attended + convs * config.hidden_size)
-
-
-def _rectangle(tables: Sequence[Sequence[int]]) -> np.ndarray:
-    """Pad the tables with zeros to int64 [S, M]."""
-    lengths = np.array([len(table) for table in tables])
-    out = np.zeros((len(tables), lengths.max()), np.int64)
-    out[np.arange(out.shape[1]) < lengths[:, None]] = np.fromiter(
-        chain.from_iterable(tables), np.int64, lengths.sum()
-    )
-    return out
 
 
 def _attend(

@@ -68,7 +68,10 @@ def place_models(device: str, dtype: str) -> Placement:
     on_gpu = kind == "cuda" or (device == "auto" and count > 0)
     place = torch.device("cuda", int(number or 0)) if on_gpu else torch.device("cpu")
     if dtype == "float8":
-        raise _float8_of(place)
+        if not on_gpu:
+            raise no_float8(numerics.processor(), None)
+        capability = torch.cuda.get_device_capability(place)
+        raise no_float8(torch.cuda.get_device_name(place), capability)
     if on_gpu and dtype != "float32" and not torch.cuda.is_bf16_supported(False):
         if dtype == "bfloat16":
             raise UserError(
@@ -81,13 +84,6 @@ def place_models(device: str, dtype: str) -> Placement:
         dtype = "float32"
     auto = "bfloat16" if on_gpu else "float32"
     return Placement(place, getattr(torch, auto if dtype == "auto" else dtype))
-
-
-def _float8_of(device: torch.device) -> UserError:
-    if device.type == "cpu":
-        return no_float8(numerics.processor(), None)
-    capability = torch.cuda.get_device_capability(device)
-    return no_float8(torch.cuda.get_device_name(device), capability)
 
 
 def no_float8(processor: str, capability: tuple[int, int] | None) -> UserError:

@@ -94,8 +94,3 @@ def quantized_bytes(weight: Tensor, base: Base) -> int:
     if base == "int8":
         return weight.numel() + 4 * len(weight)
     return -(-weight.numel() // BLOCK) * (BLOCK // 2 + 4)
-
-
-def dequantized(weight: Tensor) -> Tensor:
-    """Return a weight as a plain tensor."""
-    return weight.numbers() if isinstance(weight, QuantizedWeight) else weight

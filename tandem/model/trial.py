@@ -126,7 +126,11 @@ def _fault(config_class: Any, text: str, name: str) -> str:
                 np.array([[0, TRIED, 0, 0]]), group=heads // kv_heads, kv_heads=kv_heads
             )
             found = exact.head(exact.hidden(tokens, torch.arange(TRIED), plan))
-            beside_far = _beside_far_positions(exact, tokens)
+            rows, last = len(tokens), positions_of(exact.config)
+            far_plan = exact.packed_plan(np.array([[0, rows, 0, 0], [rows, FAR, 0, 0]]))
+            positions = torch.cat([torch.arange(rows), torch.arange(last - FAR, last)])
+            hidden = exact.hidden(F.pad(tokens, (0, FAR)), positions, far_plan)
+            beside_far = exact.head(hidden[:rows])
         schedule = Schedule(exact, 0)
         apart = float((schedule.paged((1,)) - schedule.packed()[0]).abs().max())
     except Exception as error:  # any class of any model runs here
@@ -141,15 +145,6 @@ def _fault(config_class: Any, text: str, name: str) -> str:
     if not float((beside_far - found).abs().max()) <= MOST_APART * scale:
         return "a result that depends on the longest position of the pass"
     return ""
-
-
-def _beside_far_positions(model: ExactModel, tokens: Tensor) -> Tensor:
-    """Compute the logits of tokens int64 [T] in a pass with others at the last positions."""
-    rows, last = len(tokens), positions_of(model.config)
-    plan = model.packed_plan(np.array([[0, rows, 0, 0], [rows, FAR, 0, 0]]))
-    positions = torch.cat([torch.arange(rows), torch.arange(last - FAR, last)])
-    hidden = model.hidden(F.pad(tokens, (0, FAR)), positions, plan)
-    return model.head(hidden[:rows])
 
 
 def _keeps_state(config: Any) -> bool:

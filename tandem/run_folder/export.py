@@ -20,7 +20,6 @@ from tandem.config.recipe import changed
 from tandem.config.schema import Config
 from tandem.model.custom_code import is_custom, save_files
 from tandem.model.load import ExactModel
-from tandem.model.lora import write_adapter_config
 from tandem.model.tokenizer import load_tokenizer
 from tandem.model.weight_files import INDEX, SUMS, WEIGHTS
 from tandem.runtime.disk import disk_errors, file_hash, os_error
@@ -115,6 +114,8 @@ def export_adapter(model: ExactModel, source: str, folder: Path, card: str) -> P
     The score of a value model goes with it. Raises UserError for a model without an adapter.
     """
     lora = model.lora
+    from tandem.model.lora import write_adapter_config
+
     if lora is None:
         raise UserError(
             "the model has no adapter to export",

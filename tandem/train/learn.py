@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -72,7 +71,18 @@ def token_advantages(
     rl, kl, estimator = config.rl, _kl_rewards(batch, config.rl), config.rl.estimator
     rewards = np.array([group.rewards for group in batch.groups])
     if estimator.by_token:
-        found = _advantages_by_token(batch, rl, rewards, kl)
+        values = batch.values or [np.empty(0, np.float32)] * len(kl)
+        found = [
+            rl.estimator.bind(
+                {
+                    "rewards": token_rewards(rewards[at], k, rl.kl_coef),
+                    "values": v.astype(np.float64),
+                    "gamma": rl.gamma,
+                    "lam": rl.gae_lambda,
+                }
+            )()
+            for at, k, v in zip(batch.sample_index, kl, values, strict=True)
+        ]
     else:
         for at, k in zip(batch.sample_index, kl, strict=True):
             rewards[at] -= rl.kl_coef * k.sum()
@@ -101,23 +111,6 @@ def token_advantages(
         for a, e in zip(advantages, batch.episodes, strict=True)
     ]
     return advantages, returns
-
-
-def _advantages_by_token(batch: TrainBatch, rl: RL, rewards: Array, kl: TokenArrays) -> list[Any]:
-    """Return the advantages of each sample, or (advantages, returns) with a critic. kl: the part of
-    the reward that is KL."""
-    values = batch.values or [np.empty(0, np.float32)] * len(kl)
-    return [
-        rl.estimator.bind(
-            {
-                "rewards": token_rewards(rewards[at], k, rl.kl_coef),
-                "values": v.astype(np.float64),
-                "gamma": rl.gamma,
-                "lam": rl.gae_lambda,
-            }
-        )()
-        for at, k, v in zip(batch.sample_index, kl, values, strict=True)
-    ]
 
 
 def _kl_rewards(batch: TrainBatch, rl: RL) -> TokenArrays:

@@ -9,6 +9,9 @@ from tandem.runtime.errors import UserError
 
 def check_megatron(shape: Any, parallel: Parallel, head: HeadKind = "tokens") -> None:
     """Raise UserError for a model of this transformers config that Megatron does not train."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    kind = shape.rope_parameters["rope_type"]
     reasons = [
         (head == "value", "a value or reward model"),
         (getattr(shape, "attention_bias", False), "a bias in attention_bias"),
@@ -20,7 +23,10 @@ def check_megatron(shape: Any, parallel: Parallel, head: HeadKind = "tokens") ->
             shape.num_hidden_layers % parallel.pipeline > 0,
             f"{shape.num_hidden_layers} layers in {parallel.pipeline} equal stages",
         ),
-        (_scales_attention(shape), "a rotary embedding that scales attention (yarn)"),
+        (
+            (kind != "default" and float(ROPE_INIT_FUNCTIONS[kind](shape, "cpu")[1]) != 1.0),
+            "a rotary embedding that scales attention (yarn)",
+        ),
     ]
     if found := [reason for wrong, reason in reasons if wrong]:
         raise UserError(
@@ -30,11 +36,3 @@ def check_megatron(shape: Any, parallel: Parallel, head: HeadKind = "tokens") ->
             expected="Llama, Mistral, Qwen2, Qwen3 or Qwen3-MoE with all weights trained",
             next="train.backend=tandem",
         )
-
-
-def _scales_attention(shape: Any) -> bool:
-    """Tell whether the rotary embedding scales attention, as transformers computes it."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    kind = shape.rope_parameters["rope_type"]
-    return kind != "default" and float(ROPE_INIT_FUNCTIONS[kind](shape, "cpu")[1]) != 1.0

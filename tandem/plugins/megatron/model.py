@@ -79,7 +79,9 @@ class MegatronModel(ExactModel):
         weight = self.module.output_layer.weight
         if weight is None:
             weight = self.module.shared_embedding_or_output_weight()
-        self.head.gathered = _gather(weight, self.tensor)[: self.config.vocab_size]
+        self.head.gathered = (
+            weight if self.tensor.size == 1 else _Gather.apply(weight, self.tensor)
+        )[: self.config.vocab_size]
         try:
             return compute()
         finally:
@@ -91,7 +93,8 @@ class MegatronModel(ExactModel):
         """Compute the last hidden states [T, D] of tokens and positions, int64 [T]. choices: none;
         Megatron's routers choose themselves."""
         decoder, x, peers = self.module.decoder, None, self.peers
-        angles = self._angles(positions.to(self.device))
+        turns = positions.to(self.device)[:, None].float() * self.rotary_frequencies
+        angles = torch.cat((turns, turns), -1)[:, None, None]
         with peers.announce("Megatron's layers", peers.ranks) if peers.size > 1 else nullcontext():
             if self.entering is None:
                 x = self.module.embedding(input_ids=tokens[None].to(self.device), position_ids=None)
@@ -109,11 +112,6 @@ class MegatronModel(ExactModel):
         padding; it is zero."""
         x, rows = self.hidden(tokens, positions, plan, choices), len(tokens)
         return F.pad(x, (0, 0, 0, padded_rows(rows, self.dtype) - rows))
-
-    def _angles(self, positions: Tensor) -> Tensor:
-        """Compute the angles of the rotary embedding, float32 [T, 1, 1, E]."""
-        angles = positions[:, None].float() * self.rotary_frequencies
-        return torch.cat((angles, angles), -1)[:, None, None]
 
     def packed_plan(self, segments: Any) -> Plan:
         heads, kv_heads, _ = (count // self.tensor.size for count in self.heads)
@@ -165,11 +163,6 @@ class MegatronModel(ExactModel):
     @property
     def dtype(self) -> torch.dtype:
         return next(self.module.parameters()).dtype
-
-
-def _gather(weight: Tensor, group: Group) -> Tensor:
-    """Join the rows of a weight [V / size, D] of all processes of a group, [V, D]."""
-    return weight if group.size == 1 else _Gather.apply(weight, group)
 
 
 class _Gather(torch.autograd.Function):

@@ -8,13 +8,12 @@ order.
 """
 
 import torch
-from torch import Tensor
 
 from tandem.model.load import ExactModel, weight_conversions
 from tandem.plugins.megatron import core
 from tandem.plugins.megatron.checks import check_megatron
 from tandem.plugins.megatron.model import MegatronModel
-from tandem.plugins.megatron.weights import Place, Slot, find_slots
+from tandem.plugins.megatron.weights import Place, find_slots
 from tandem.train.parallel.context import divide_rows
 from tandem.train.parallel.mesh import EXPERTS, WEIGHTS, Mesh
 from tandem.train.parallel.pipeline import make_stage
@@ -59,13 +58,10 @@ class MegatronRanks(ParallelRanks):
         zeros = {p: torch.zeros_like(p) for p in model.module.parameters() if p.grad is None}
         for name, slot in model.slots.items():
             gradient = slot.read(lambda p: zeros[p] if p.grad is None else p.grad)
-            model.parts[name].grad = self._sum_gradient(name, slot, gradient)
+            if slot.of_own_heads:
+                gradient = self.mesh.group("tensor").sum(gradient, name)
+            dimensions = EXPERTS if slot.is_expert else WEIGHTS
+            model.parts[name].grad = self.mesh.group(*dimensions).sum(gradient, name)
         for parameter in model.module.parameters():
             parameter.grad = None
         self.sum_tied(self._divided[model])
-
-    def _sum_gradient(self, name: str, slot: Slot, gradient: Tensor) -> Tensor:
-        if slot.of_own_heads:
-            gradient = self.mesh.group("tensor").sum(gradient, name)
-        dimensions = EXPERTS if slot.is_expert else WEIGHTS
-        return self.mesh.group(*dimensions).sum(gradient, name)

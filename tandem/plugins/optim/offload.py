@@ -115,18 +115,14 @@ class OffloadedState:
             if master is not parameter:
                 parameter.copy_(master)
                 master.grad = None  # it is the parameter's, on the device
-            self._store(master, host)
-
-    def _store(self, master: nn.Parameter, host: dict[str, Tensor]) -> None:
-        """Begin to copy the state of a master to where it was; a first one gets its place."""
-        on_device = self._state_of(master)
-        with self._beside(list(on_device.values())):
-            for name, tensor in on_device.items():
-                if name in host:
-                    host[name].copy_(tensor, non_blocking=True)
-                else:
-                    host[name] = self.to_host(tensor)
-        self._place(master, host)
+            on_device = self._state_of(master)
+            with self._beside(list(on_device.values())):
+                for name, tensor in on_device.items():
+                    if name in host:
+                        host[name].copy_(tensor, non_blocking=True)
+                    else:
+                        host[name] = self.to_host(tensor)
+            self._place(master, host)
 
     def _state_of(self, master: nn.Parameter) -> dict[str, Tensor]:
         """Return the tensors of a master that leave the device: its moments, once there are any,

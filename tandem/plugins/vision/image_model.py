@@ -64,7 +64,8 @@ class ImageModel(InexactModel):
     def _rotary_positions(self, tokens: Tensor) -> Tensor:
         of_images = (tokens >= IMAGE).to(self.device)
         first = tokens[(tokens >= IMAGE) & (tokens % MOST_PLACES == 0)]
-        grids = [self._reader.arrays(name)["image_grid_thw"][0] for name in _names(first)]
+        names = [name_from(number) for number in ((first - IMAGE) >> PLACE_BITS).tolist()]
+        grids = [self._reader.arrays(name)["image_grid_thw"][0] for name in names]
         positions, _ = self.module.base_model.get_rope_index(
             tokens.to(self.device),
             mm_token_type_ids=of_images.int(),
@@ -116,10 +117,6 @@ class ImageModel(InexactModel):
                 next="copy preprocessor_config.json of the base model",
             )
         return features
-
-
-def _names(tokens: Tensor) -> list[str]:
-    return [name_from(number) for number in ((tokens - IMAGE) >> PLACE_BITS).tolist()]
 
 
 class Vision(ModelPath):

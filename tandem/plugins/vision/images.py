@@ -73,7 +73,32 @@ class ImageReader:
             found = self._kept.pop(name, None)
             self._kept_bytes -= _bytes(found)
         if found is None:
-            found = self._process(name)
+            from PIL import Image, ImageOps
+
+            options = {"return_row_col_info": True} if self._tiled else {}
+            try:
+                file = Image.open(io.BytesIO(image_store.get(name)), formats=image_store.FORMATS)
+                image = ImageOps.exif_transpose(file).convert("RGB")  # as transformers loads one
+                made = dict(self._processor(images=[image], return_tensors="np", **options))
+            except (OSError, ValueError) as error:
+                raise UserError(
+                    "an image cannot be read",
+                    where=str(image_store.image_folder() / name),
+                    found=first_line(error),
+                    expected="an image that the model's image processor takes",
+                    next="leave its row out",
+                ) from None
+            self._layouts[name] = self._layout_of(made)
+            if self.count(name) > MOST_PLACES:
+                raise UserError(
+                    "an image has too many tokens",
+                    where=str(image_store.image_folder() / name),
+                    found=f"{self.count(name):,}",
+                    expected=f"at most {MOST_PLACES:,}",
+                    next="lower the size in the model's preprocessor_config.json",
+                )
+            names = self._processor.model_input_names
+            found = {key: np.asarray(made[key]) for key in names if key in made}
         with self._lock:
             self._kept_bytes += _bytes(found) - _bytes(self._kept.get(name))  # another thread's
             self._kept[name] = found
@@ -85,34 +110,6 @@ class ImageReader:
         if name not in self._layouts:
             self.arrays(name)
         return self._layouts[name]
-
-    def _process(self, name: str) -> dict[str, Array]:
-        from PIL import Image, ImageOps
-
-        options = {"return_row_col_info": True} if self._tiled else {}
-        try:
-            file = Image.open(io.BytesIO(image_store.get(name)), formats=image_store.FORMATS)
-            image = ImageOps.exif_transpose(file).convert("RGB")  # as transformers loads one
-            found = dict(self._processor(images=[image], return_tensors="np", **options))
-        except (OSError, ValueError) as error:
-            raise UserError(
-                "an image cannot be read",
-                where=str(image_store.image_folder() / name),
-                found=first_line(error),
-                expected="an image that the model's image processor takes",
-                next="leave its row out",
-            ) from None
-        self._layouts[name] = self._layout_of(found)
-        if self.count(name) > MOST_PLACES:
-            raise UserError(
-                "an image has too many tokens",
-                where=str(image_store.image_folder() / name),
-                found=f"{self.count(name):,}",
-                expected=f"at most {MOST_PLACES:,}",
-                next="lower the size in the model's preprocessor_config.json",
-            )
-        names = self._processor.model_input_names
-        return {key: np.asarray(found[key]) for key in names if key in found}
 
     def _layout_of(self, found: dict[str, Any]) -> Layout:
         if not self._tiled:

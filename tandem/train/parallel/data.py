@@ -45,7 +45,12 @@ def shard_model(model: ExactModel, mesh: Mesh, dtype: torch.dtype) -> None:
         model.list_weights()  # its list has kept the whole ones
     _shard(model, mesh.shards, mesh.replicas, dtype, is_root=True)
     if dtype != torch.float32:
-        _keep_float32_gradients(model)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+                for weight in module.parameters():
+                    weight.grad_dtype = torch.float32
+                module.reshard()
 
 
 def _shard(
@@ -124,13 +129,3 @@ def free_gathered(model: ExactModel) -> None:
     """Free what the root has gathered and keeps for a backward pass."""
     if isinstance(model, FSDPModule):
         model.reshard()
-
-
-def _keep_float32_gradients(model: ExactModel) -> None:
-    """Let the gathered bfloat16 weights have float32 gradients, as weights of one process have."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.unshard()
-            for parameter in module.parameters():
-                parameter.grad_dtype = torch.float32
-            module.reshard()

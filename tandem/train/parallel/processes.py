@@ -93,7 +93,12 @@ class Processes:
     def announce(self, what: str, ranks: Sequence[int]) -> Iterator[None]:
         """Record that this process waits for others in a collective."""
         self._count += 1
-        own = {"id": self._count, "what": what, "ranks": list(ranks), "since": time.monotonic()}
+        own: dict[str, Any] = {
+            "id": self._count,
+            "what": what,
+            "ranks": list(ranks),
+            "since": time.monotonic(),
+        }
         self._waits.append(own)
         try:
             with watchdog.waiting_for("other ranks", what):
@@ -104,7 +109,15 @@ class Processes:
             # a lost connection: rank 0 is told, finds whose it was, and ends this process
             self._lost = True
             self._over.wait(self.timeout_s + CIRCLE_S)
-            self.fail(self._why_failed(own, error))
+            now, seen = time.monotonic(), dict[int, tuple[Any, float]]()
+            with suppress(dist.DistError):  # rank 0 may be gone, and the store with it
+                for rank in own["ranks"]:
+                    if self._last_words.check([f"sign/{rank}"]):
+                        seen[rank] = json.loads(self._last_words.get(f"sign/{rank}")), now
+            others = [rank for rank in absent_from(waits_of(seen, now), own) if rank != self.rank]
+            absent = f"not in it: rank {', '.join(map(str, others))}" if others else "all are in it"
+            reason = str(error).strip().partition("\n")[0]
+            self.fail(f"`{own['what']}` failed on rank {self.rank}; {absent} ({reason})")
         finally:
             self._waits.remove(own)
 
@@ -231,7 +244,14 @@ class Processes:
             count += 1
             self._silent_looks = 0
             try:
-                store.set(f"sign/{self.rank}", json.dumps([count, self._now()]))
+                host = self.place.node or socket.gethostname()
+                sign: dict[str, Any] = {"pid": os.getpid(), "host": host}
+                sign |= {"lost": self._lost, "wait": {}}
+                with suppress(IndexError):  # it has just ended
+                    wait = self._waits[-1]
+                    for_s = time.monotonic() - wait["since"]
+                    sign["wait"] = {"what": wait["what"], "ranks": wait["ranks"], "for_s": for_s}
+                store.set(f"sign/{self.rank}", json.dumps([count, sign]))
                 if store.check(["failed"]):
                     text, code = json.loads(store.get("failed"))
                     if code != REFUSED or self.rank == 0:
@@ -253,17 +273,6 @@ class Processes:
                 text = f"rank {self.rank} ends: rank 0 has not answered for {self.timeout_s:g} s"
                 write_report(text + "\n", self.log)
                 self._end(STALLED)
-
-    def _now(self) -> dict[str, Any]:
-        """Return the pid, and the innermost wait, if this process waits."""
-        host = self.place.node or socket.gethostname()
-        sign: dict[str, Any] = {"pid": os.getpid(), "host": host}
-        sign |= {"lost": self._lost, "wait": {}}
-        with suppress(IndexError):  # it has just ended
-            wait = self._waits[-1]
-            for_s = time.monotonic() - wait["since"]
-            sign["wait"] = {"what": wait["what"], "ranks": wait["ranks"], "for_s": for_s}
-        return sign
 
     def _find_culprit(self, store: Any, seen: dict[int, tuple[Any, float]]) -> str:
         """Return who keeps the others waiting, "" if nobody does: rank 0 looks at all, the others
@@ -298,18 +307,6 @@ class Processes:
             names = " and ".join(self._name(rank, seen) for rank in late)
             return f"{names} did not come to `{what}` in {EARLY * self.stall_s:.0f} s (run.stall_s)"
         return find_circle({n: w for n, w in waits.items() if w and w["for_s"] > CIRCLE_S})
-
-    def _why_failed(self, wait: dict[str, Any], error: RuntimeError) -> str:
-        """Name who is not in a collective that has failed here, by the others' last signs."""
-        now, seen = time.monotonic(), dict[int, tuple[Any, float]]()
-        with suppress(dist.DistError):  # rank 0 may be gone, and the store with it
-            for rank in wait["ranks"]:
-                if self._last_words.check([f"sign/{rank}"]):
-                    seen[rank] = json.loads(self._last_words.get(f"sign/{rank}")), now
-        others = [rank for rank in absent_from(waits_of(seen, now), wait) if rank != self.rank]
-        absent = f"not in it: rank {', '.join(map(str, others))}" if others else "all are in it"
-        reason = str(error).strip().partition("\n")[0]
-        return f"`{wait['what']}` failed on rank {self.rank}; {absent} ({reason})"
 
     def _name(self, rank: int, seen: Mapping[int, tuple[Any, float]]) -> str:
         sign = seen.get(rank, (None, 0.0))[0]

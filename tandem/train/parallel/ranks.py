@@ -180,7 +180,10 @@ class ParallelRanks(Ranks):
         for other in frozen:
             free_gathered(other)
         self.take_gradients(model)
-        return self._sum(totals)
+        result = Totals()
+        for part in self.gather(totals):
+            result.add(part.num_loss_tokens, part.finite, part.metrics)
+        return result
 
     def take_gradients(self, model: ExactModel) -> None:
         """Give the gradients of a backward pass to the parts that the optimizer steps."""
@@ -215,13 +218,6 @@ class ParallelRanks(Ranks):
         most = -(-len(microbatches) // self.shares)
         idle = list(microbatches[:1]) * (most - len(own))
         return [(True, batch) for batch in own] + [(False, batch) for batch in idle]
-
-    def _sum(self, totals: Totals) -> Totals:
-        """Sum the totals of all shares, in rank order."""
-        result = Totals()
-        for part in self.gather(totals):
-            result.add(part.num_loss_tokens, part.finite, part.metrics)
-        return result
 
 
 @dataclass(frozen=True)
