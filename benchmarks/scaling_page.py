@@ -12,7 +12,8 @@ from tandem.config.schema import Config
 from tandem.model.placement import Placement
 from tandem.plugins.plan.footprint import Sizes, work_of
 from tandem.plugins.plan.gpus import GPUS, Assumptions
-from tandem.plugins.plan.meshes import plans, rollout_of, smallest, times_of_rollout
+from tandem.plugins.plan.meshes import plans, rollout_of, smallest
+from tandem.plugins.plan.scaling import rollout_time
 from tandem.plugins.plan.shards import parameters
 
 ROOT = Path(__file__).parent.parent
@@ -138,7 +139,7 @@ def row(sizes: Sizes, config: Config, count: int) -> str:
         f"{best.times.bubble / total:.0%}",
         f"{best.needed / GIB:.0f} GiB",
         best.times.bound,
-        f"{times_of_rollout(rollout, count, GPU, ASSUMED):.3g} s",
+        f"{rollout_time(rollout, min(count, rollout.prompts), GPU, ASSUMED):.3g} s",
     ]
     return f"| {' | '.join(cells)} |"
 

@@ -100,7 +100,9 @@ class _Replay:
         if self.replayed.learning is not None:
             groups = _trained(read_step(self.past.journal(self.step)))
         # a replay must pass each version of the weights that sampled a token, to compare log-probs
-        first = self._load_start(min([self.step - 1, *_weight_versions(groups)]))
+        episodes = [episode for group in groups for episode in group.episodes]
+        oldest = [e.weight_versions[e.loss_mask].min() for e in episodes if e.loss_mask.any()]
+        first = self._load_start(min([self.step - 1, *map(int, oldest)]))
         yield from self._compare_weights(first)
         for done in range(first, self.step):
             yield from self._compare_logprobs(groups, self.step, version=done)
@@ -136,11 +138,20 @@ class _Replay:
         require_step(self.past, step)
         if self.replayed.learning is not None:
             groups = read_step(self.past.journal(step))
-            rewritten = next(self._compare_file(step), None)
+            path, rewritten = self.past.journal(step), None
+            if step in self.past.ledger:
+                recorded = self.past.ledger[step]["episodes"]
+                what = f"SHA-256 of episodes/{path.name}"
+                rewritten = next(compare(what, recorded, file_hash(path)), None)
             if not last and (rewritten or other_machine):
                 yield from self._compare_logprobs(_trained(groups), step, version=done)
             if rewritten or (last and self.score):
-                yield from self._compare_scores(groups, step)
+                scoring = rescore(self.past.config, groups, step)
+                if last:
+                    self.result.episodes = scoring.episodes
+                    self.result.notes += scoring.notes
+                if scoring.divergence is not None:
+                    yield scoring.divergence
             if rewritten:  # and nothing in it was found wrong
                 yield rewritten
         row = metrics_row(step, self.replayed.step(done, self.observe if last else None))
@@ -194,20 +205,6 @@ class _Replay:
                 f"({where}): {len(gap)} tokens differ by {gap.mean():.2g} nats in the mean, "
                 f"{gap.max():.2g} at most"
             )
-
-    def _compare_file(self, step: int) -> Iterator[Divergence]:
-        path = self.past.journal(step)
-        if step in self.past.ledger:
-            recorded = self.past.ledger[step]["episodes"]
-            yield from compare(f"SHA-256 of episodes/{path.name}", recorded, file_hash(path))
-
-    def _compare_scores(self, groups: Sequence[Group], step: int) -> Iterator[Divergence]:
-        scoring = rescore(self.past.config, groups, step)
-        if step == self.step:
-            self.result.episodes = scoring.episodes
-            self.result.notes += scoring.notes
-        if scoring.divergence is not None:
-            yield scoring.divergence
 
     def _compare_metrics(self, step: int, row: Row) -> Iterator[Divergence]:
         recorded = without_evaluation(self.past.metrics[step])
@@ -269,12 +266,6 @@ class _Replay:
 
 def _trained(groups: Sequence[Group]) -> list[Group]:
     return [group for group in groups if group.outcome == "train"]
-
-
-def _weight_versions(groups: Sequence[Group]) -> list[int]:
-    """Return the oldest version of the weights that sampled each episode."""
-    episodes = [episode for group in groups for episode in group.episodes]
-    return [int(e.weight_versions[e.loss_mask].min()) for e in episodes if e.loss_mask.any()]
 
 
 def _hashes(tensors: Mapping[str, Tensor]) -> dict[str, str]:

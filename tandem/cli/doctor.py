@@ -11,7 +11,7 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -45,17 +45,19 @@ Check = tuple[str, Callable[[], Finding]]
 def doctor(as_json: bool = False) -> int:
     """Print what each check finds; return the exit code."""
     numerics.prepare()
+    free = shutil.disk_usage(".").free
+    text = f"{free / 2**30:.1f} GiB free here"
     checks: list[Check] = [
-        ("python", _python),
+        ("python", lambda: versioned("python", platform.python_version())),
         ("torch", _torch),
-        ("transformers", _transformers),
+        ("transformers", lambda: versioned("transformers", version("transformers"))),
         ("gpu", _gpu),
         ("exactness", lambda: _exactness("cpu", "float32")),
         ("bfloat16", lambda: _exactness("cpu", "bfloat16")),
         *_gpu_checks(),
         ("reward workers", _rewards),
         ("sandbox", _sandbox),
-        ("disk", _disk),
+        ("disk", lambda: Finding(free > 1 << 30, text, {"free_bytes": free})),
     ]
     found: dict[str, Finding] = {}
     for name, check in checks:
@@ -65,16 +67,12 @@ def doctor(as_json: bool = False) -> int:
             console.print(f"{state}  {name:<15} {one.detail}", markup=False)
     passed = all(one.ok for one in found.values())
     if as_json:
-        print(json.dumps(_document(passed, found), indent=1))
+        shown = {
+            name.replace(" ", "_"): {"ok": one.ok, "detail": one.detail, **one.facts}
+            for name, one in found.items()
+        }
+        print(json.dumps({"ok": passed, "tandem": __version__, "checks": shown}, indent=1))
     return 0 if passed else 1
-
-
-def _document(passed: bool, found: Mapping[str, Finding]) -> dict[str, Any]:
-    checks = {
-        name.replace(" ", "_"): {"ok": one.ok, "detail": one.detail, **one.facts}
-        for name, one in found.items()
-    }
-    return {"ok": passed, "tandem": __version__, "checks": checks}
 
 
 def versioned(name: str, found: str, others: str = "", **facts: Any) -> Finding:
@@ -88,10 +86,6 @@ def versioned(name: str, found: str, others: str = "", **facts: Any) -> Finding:
 def _numbers(version: str) -> tuple[int, ...]:
     """Read the first two numbers of a version: "2.13.0+cpu" -> (2, 13)."""
     return tuple(map(int, re.findall(r"\d+", version)[:2]))
-
-
-def _python() -> Finding:
-    return versioned("python", platform.python_version())
 
 
 def _torch() -> Finding:
@@ -150,12 +144,6 @@ def _gpu_checks() -> list[Check]:
         return []  # the check of the GPUs says which
     types = ("float32", "bfloat16")
     return [(f"gpu {dtype}", partial(_exactness, "cuda", dtype)) for dtype in types]
-
-
-def _transformers() -> Finding:
-    from transformers import __version__ as found
-
-    return versioned("transformers", found)
 
 
 def _exactness(device: str, dtype: str) -> Finding:
@@ -224,8 +212,3 @@ def _sandbox() -> Finding:
         return Finding(True, find("sandboxes", section.kind, key="sandbox")(section).state())
     except UserError as error:
         return Finding(True, f"none: {error.found}; next: apt-get install bubblewrap")
-
-
-def _disk() -> Finding:
-    free = shutil.disk_usage(".").free
-    return Finding(free > 1 << 30, f"{free / 2**30:.1f} GiB free here", {"free_bytes": free})

@@ -1,7 +1,6 @@
 """`tandem status` and `tandem scale`: a run looked at, and grown or shrunk, while it goes on."""
 
 from pathlib import Path
-from typing import Any
 
 from tandem.cli.progress import print_lines, print_table
 from tandem.run_folder.files import require_run
@@ -23,7 +22,10 @@ def status(folder: Path) -> None:
     """Print whether a run lives, how far it is, and who runs where and does what."""
     require_run(folder)
     alive, written = holder(folder), read_status(folder)
-    is_over = written and _is_over(folder, written["step"], written["steps"])
+    is_over = False
+    if written and written["step"] == written["steps"]:  # and exported; a rollout has no model
+        model = folder / "hf" / f"step_{written['steps']:06d}"
+        is_over = (folder / ROLLOUT).exists() or model.exists()
     stands = "has finished" if is_over else "does not run; the same command goes on"
     print_lines([f"{folder}: {f'runs: {alive}' if alive else stands}"])
     if not alive and (failed := read_notes(folder).failed):
@@ -36,13 +38,10 @@ def status(folder: Path) -> None:
     if wanted := requested_workers(folder):
         print_lines([f"{wanted} rollout workers from the next rollout on (tandem scale)"])
     if alive:
-        print_table(COLUMNS, [_cells(process) for process in written["processes"]])
-
-
-def _is_over(folder: Path, step: int, steps: int) -> bool:
-    """Tell whether the last step is made and its model exported; a rollout has none."""
-    is_rollout = (folder / ROLLOUT).exists()
-    return step == steps and (is_rollout or (folder / "hf" / f"step_{steps:06d}").exists())
+        print_table(
+            COLUMNS,
+            [[str(process.get(name, "")) for name in COLUMNS] for process in written["processes"]],
+        )
 
 
 def scale(folder: Path, wanted: str) -> None:
@@ -72,7 +71,3 @@ def scale(folder: Path, wanted: str) -> None:
         )
     request_workers(folder, count)
     print_lines([f"{folder}: {len(workers)} rollout workers now, {count} from the next rollout on"])
-
-
-def _cells(process: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(str(process[name]) if name in process else "" for name in COLUMNS)

@@ -11,7 +11,7 @@ As in training, rollout/episodes.py plays the episodes and reward workers score 
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -183,18 +183,14 @@ class Typist:
                 next="add --answer TEXT, once for each turn, or --model DIR",
             )
         self._shown = len(request.prompt) + len(text) + 1
-        return _completion(text, "stop")
-
-
-def _completion(text: str, stop_reason: Literal["stop", "length"]) -> Completion:
-    tokens = np.array([*map(ord, text), END], np.int64)
-    return Completion(
-        tokens=tokens,
-        logprobs=np.zeros(len(tokens), np.float32),
-        weight_versions=np.zeros(len(tokens), np.int32),
-        text=text,
-        stop_reason=stop_reason,
-    )
+        tokens = np.array([*map(ord, text), END], np.int64)
+        return Completion(
+            tokens=tokens,
+            logprobs=np.zeros(len(tokens), np.float32),
+            weight_versions=np.zeros(len(tokens), np.int32),
+            text=text,
+            stop_reason="stop",
+        )
 
 
 def _ask() -> Iterator[str]:

@@ -40,38 +40,27 @@ def why(folder: Path, name: str, count: int, *, learning: bool, out: Path | None
     with entered(folder) as past:
         refs = find_episodes(past, name)
         if len(refs) == 1:
-            _explain(past, with_history(past, refs[0]), learning, target)
-        else:
-            _list(refs, count)
-
-
-def _list(refs: Sequence[EpisodeRef], count: int) -> None:
+            ref = with_history(past, refs[0])
+            replays = learning and past.command == "train"
+            update = trace_updates(past, ref, console.print) if replays else None
+            rows = tokens(past, ref, update)
+            print_lines([*_account(past, ref, update), *table(rows)])
+            if target is not None:
+                text = json.dumps(_as_json(ref, update, rows), indent=1, default=str)
+                with disk_errors(target):
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                write_atomic(target, text.encode() + b"\n")
+                console.print(f"all of it in {target}")
+            return
     times = Counter(ref.name for ref in refs)
     print_lines([f"{len(refs)} episodes; ask for one of them:"])
-    print_lines(_line(ref, times[ref.name] > 1) for ref in refs[:count])
+    for ref in refs[:count]:
+        episode = ref.episode
+        text = f"reward {episode.reward:g}, {episode.stop_reason}, {ref.group.outcome}"
+        key = f"  key {episode.key}" * (times[ref.name] > 1)
+        print_lines([f"  {ref.name}  {text}{key}  {episode.text!r:.{_TEXT}}"])
     if len(refs) > count:
         print_lines([f"  and {len(refs) - count} more: --count {len(refs)}"])
-
-
-def _line(ref: EpisodeRef, with_key: bool) -> str:
-    """Describe an episode in a line; with_key: another has its name."""
-    episode = ref.episode
-    text = f"reward {episode.reward:g}, {episode.stop_reason}, {ref.group.outcome}"
-    key = f"  key {episode.key}" * with_key
-    return f"  {ref.name}  {text}{key}  {episode.text!r:.{_TEXT}}"
-
-
-def _explain(past: PastRun, ref: EpisodeRef, learning: bool, out: Path | None) -> None:
-    replays = learning and past.command == "train"
-    update = trace_updates(past, ref, console.print) if replays else None
-    rows = tokens(past, ref, update)
-    print_lines([*_account(past, ref, update), *table(rows)])
-    if out is not None:
-        text = json.dumps(_as_json(ref, update, rows), indent=1, default=str)
-        with disk_errors(out):
-            out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(out, text.encode() + b"\n")
-        console.print(f"all of it in {out}")
 
 
 def _account(past: PastRun, ref: EpisodeRef, update: EpisodeUpdate | None) -> list[str]:
@@ -115,22 +104,23 @@ def table(rows: Sequence[Token]) -> list[str]:
     for sampled, stretch in groupby(rows, key=lambda row: row.sampled):
         part = list(stretch)
         if sampled:
-            lines += [_row(token) for token in part]
+            for token in part:
+                numbers = (
+                    *(token.version, token.engine_logprob),
+                    *(token.advantage, token.ratio, token.weight),
+                )
+                texts = ["-" if number is None else f"{number:.5g}" for number in numbers]
+                remarks = ["clipped"] * bool(token.clipped)
+                remarks += [f"masked by {token.masked}"] * bool(token.masked)
+                remarks += [f"penalty {token.penalty:g}"] * bool(token.penalty)
+                cells = _cells([str(token.position), str(token.token), *texts])
+                more = f"  {', '.join(remarks)}" * bool(remarks)
+                lines.append(f"{cells}  {token.text!r}{more}")
         else:
             text = "".join(token.text for token in part)
             shown = text if len(text) <= 60 else f"{text[:28]} ... {text[-28:]}"
             lines.append(f"{part[0].position:>8} ... {part[-1].position}, read: {shown!r}")
     return lines
-
-
-def _row(token: Token) -> str:
-    numbers = (token.version, token.engine_logprob, token.advantage, token.ratio, token.weight)
-    texts = ["-" if number is None else f"{number:.5g}" for number in numbers]
-    remarks = ["clipped"] * bool(token.clipped)
-    remarks += [f"masked by {token.masked}"] * bool(token.masked)
-    remarks += [f"penalty {token.penalty:g}"] * bool(token.penalty)
-    line = f"{_cells([str(token.position), str(token.token), *texts])}  {token.text!r}"
-    return f"{line}  {', '.join(remarks)}" if remarks else line
 
 
 def _cells(texts: Sequence[str]) -> str:

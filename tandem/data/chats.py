@@ -25,7 +25,11 @@ def _chat(row: Row) -> tuple[Message, ...]:
             chat = with_opening(chat_messages(row.values[name], field=name, images=True), row)
             return _whole_chat(chat, field=name)
     if row.values.keys() >= {"instruction", "output"}:
-        prompt, answer = _instruction(row), "output"
+        # Alpaca's prompt: the instruction, an empty line, and its input
+        pair, answer = [row.values["instruction"], row.values.get("input") or ""], "output"
+        if not all(isinstance(part, str) for part in pair):
+            raise RowError(show(pair), "text", field="instruction and input")
+        prompt = "\n\n".join(part for part in pair if part)
     else:
         if "prompt" not in row.values:
             column(row, "messages", rename="rename {} to messages", otherwise=FITS)
@@ -40,14 +44,6 @@ def _chat(row: Row) -> tuple[Message, ...]:
             "empty text" if response == "" else show(response), "the assistant's text", field=answer
         )
     return (*messages, {"role": "assistant", "content": response})
-
-
-def _instruction(row: Row) -> str:
-    """Join Alpaca's prompt: the instruction, an empty line, and its input."""
-    parts = [row.values["instruction"], row.values.get("input") or ""]
-    if not all(isinstance(part, str) for part in parts):
-        raise RowError(show(parts), "text", field="instruction and input")
-    return "\n\n".join(part for part in parts if part)
 
 
 def _whole_chat(messages: tuple[Message, ...], *, field: str) -> tuple[Message, ...]:

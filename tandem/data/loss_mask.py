@@ -65,8 +65,19 @@ def _sample_chunk(
     turns = [[i for i, m in enumerate(chat) if m["role"] == "assistant"] for chat in chats]
     if loss == "last":
         turns = [at[-1:] for at in turns]
-    parts = [_prefixes(messages, at) for messages, at in zip(chats, turns, strict=True)]
-    renderings = iter(_renderings(renderer, [prefix for chat in parts for prefix in chat], given))
+    parts = list[list[Prefix]]()
+    for messages, at in zip(chats, turns, strict=True):
+        # up to the header of each of the assistant's turns and up to its end; then the whole chat
+        parts.append([(messages[: i + ended], not ended) for i in at for ended in (False, True)])
+        if messages[-1]["role"] != "assistant":
+            parts[-1].append((messages, False))
+    prefixes, texts_of = [prefix for chat in parts for prefix in chat], {}
+    for open_turn in (True, False):
+        alike = [chat for chat, is_open in prefixes if is_open == open_turn]
+        texts_of[open_turn] = iter(renderer.texts(alike, open_turn, given.tools, given.variables))
+    ordered = [next(texts_of[open_turn]) for _, open_turn in prefixes]
+    rows = renderer.encode_all(ordered, [chat for chat, _ in prefixes])
+    renderings = map(_Rendering, ordered, rows)
     samples, texts = [], []
     for at, chat in zip(turns, parts, strict=True):
         rendered = [next(renderings) for _ in chat]
@@ -77,19 +88,6 @@ def _sample_chunk(
         samples.append((tokens, loss_mask))
     unknown.look(texts, [tokens for tokens, _ in samples])
     return samples
-
-
-def _renderings(
-    renderer: ChatRenderer, prefixes: list[Prefix], given: TemplateInputs
-) -> list[_Rendering]:
-    """Return the texts and tokens of prefixes."""
-    texts = {}
-    for open_turn in (True, False):
-        chats = [chat for chat, is_open in prefixes if is_open == open_turn]
-        texts[open_turn] = iter(renderer.texts(chats, open_turn, given.tools, given.variables))
-    ordered = [next(texts[open_turn]) for _, open_turn in prefixes]
-    rows = renderer.encode_all(ordered, [chat for chat, _ in prefixes])
-    return [_Rendering(*pair) for pair in zip(ordered, rows, strict=True)]
 
 
 def _sample(
@@ -142,10 +140,3 @@ def _require_prefix(
         expected=renderer.around(before.tokens, at),
         next=advice,
     )
-
-
-def _prefixes(messages: Sequence[Message], turns: list[int]) -> list[Prefix]:
-    """Return the chat up to the header of each of the assistant's turns and up to its end; then the
-    whole chat."""
-    found = [(messages[: i + ended], not ended) for i in turns for ended in (False, True)]
-    return found if messages[-1]["role"] == "assistant" else [*found, (messages, False)]

@@ -74,7 +74,13 @@ def _message(value: Any, field: str, images: bool) -> Message:
         role, content = message.pop("from"), message.pop("value")
         message = {"role": _SHAREGPT_ROLES.get(role, role), "content": content, **message}
     if isinstance(message.get("content"), list):
-        message["content"] = _content(message["content"], f"{field}.content", images)
+        parts = [
+            _part(part, f"{field}.content[{number}]", images)
+            for number, part in enumerate(message["content"])
+        ]
+        # with images they stay parts
+        has_images = any(part["type"] == "image" for part in parts)
+        message["content"] = parts if has_images else "".join(part["text"] for part in parts)
     for name in ("role", "content"):
         if name not in message:
             raise RowError(
@@ -86,14 +92,6 @@ def _message(value: Any, field: str, images: bool) -> Message:
     if message["role"] not in ROLES:
         raise RowError(show(message["role"]), f"one of {', '.join(ROLES)}", field=f"{field}.role")
     return message
-
-
-def _content(parts: list[Any], field: str, images: bool) -> str | list[Part]:
-    """Join the text of OpenAI's content in parts; with images they stay parts."""
-    read = [_part(part, f"{field}[{number}]", images) for number, part in enumerate(parts)]
-    if any(part["type"] == "image" for part in read):
-        return read
-    return "".join(part["text"] for part in read)
 
 
 def _part(part: Any, field: str, images: bool) -> Part:

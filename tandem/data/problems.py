@@ -6,7 +6,7 @@ templates or models.
 
 import json
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from tandem.config.schema import Data
@@ -87,7 +87,12 @@ def _problem(
     if config.system and not any(message["role"] == "system" for message in messages):
         messages = ({"role": "system", "content": config.system}, *messages)
     answer_path = _answer_path(row, config.answer_column)
-    uid, category = _uid(row, prefix), ""
+    uid, category = f"{prefix}/{row.number}", ""
+    extra = row.values.get("extra_info")
+    if row.values.get("uid") is not None:
+        uid = _text(row.values["uid"], field="uid")
+    elif isinstance(extra, dict) and extra.get("uid") is not None:
+        uid = _text(extra["uid"], field="extra_info.uid")
     name = config.category_column
     if name != DEFAULT_CATEGORY or row.values.get(name) is not None:
         category = _text(column(row, name, rename="set data.category_column={}"), field=name)
@@ -153,15 +158,6 @@ def _value(row: Row, path: tuple[str, ...]) -> Any:
     return value
 
 
-def _uid(row: Row, prefix: str) -> str:
-    if row.values.get("uid") is not None:
-        return _text(row.values["uid"], field="uid")
-    extra = row.values.get("extra_info")
-    if isinstance(extra, dict) and extra.get("uid") is not None:
-        return _text(extra["uid"], field="extra_info.uid")
-    return f"{prefix}/{row.number}"
-
-
 def _text(value: Any, *, field: str) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
         found = "empty text" if value == "" else show(value)
@@ -176,7 +172,11 @@ def _metadata(row: Row, config: Data, answer_path: tuple[str, ...]) -> dict[str,
     An answer or category of a column that the config names is here as well, for functions that ask
     for columns by name; so is the answer's value if Problem.answer is its text.
     """
-    elsewhere = _elsewhere(config.prompt_column, config.category_column, answer_path)
+    elsewhere = {config.prompt_column, "uid"}
+    if answer_path == (DEFAULT_ANSWER,):
+        elsewhere.add(DEFAULT_ANSWER)
+    if config.category_column == DEFAULT_CATEGORY:
+        elsewhere.add(DEFAULT_CATEGORY)
     rest = {name: value for name, value in row.values.items() if name not in elsewhere}
     rest.pop(image_column(row.values), None)
     if answer_path == VERL_ANSWER:
@@ -185,11 +185,3 @@ def _metadata(row: Row, config: Data, answer_path: tuple[str, ...]) -> dict[str,
         rest |= {"reward_model": reward_model} if reward_model else {}
     raw = _value(row, answer_path) if answer_path else ""
     return rest if isinstance(raw, str) else {RAW_ANSWER: raw, **rest}
-
-
-@cache
-def _elsewhere(prompt_column: str, category_column: str, answer_path: tuple[str, ...]) -> set[str]:
-    """Return the columns that fields of the Problem have."""
-    found = {prompt_column, "uid"}
-    found |= {DEFAULT_ANSWER} if answer_path == (DEFAULT_ANSWER,) else set()
-    return found | ({DEFAULT_CATEGORY} if category_column == DEFAULT_CATEGORY else set())

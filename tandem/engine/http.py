@@ -209,13 +209,9 @@ class HttpEngines:
                 url, body, key=self._key, connect_s=deadline_s, answer_s=answer_s or deadline_s
             )
         except Refused as error:
-            raise UserError(
-                "a rollout server refuses a request",
-                where=url,
-                found=str(error),
-                expected="an answer",
-                next="set TANDEM_API_KEY to its key" if error.status == 401 else "",
-            ) from None
+            hint = "set TANDEM_API_KEY to its key" if error.status == 401 else ""
+            what = "a rollout server refuses a request"
+            raise UserError(what, where=url, found=str(error), next=hint) from None
 
     async def _describe(self, server: Server, published: Published | None) -> ServedModel:
         """Ask a server what it serves, after it was given the published weights, if there are

@@ -18,7 +18,6 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-from tandem.envs.tools import negative_penalty
 from tandem.runtime.errors import UserError
 from tandem.runtime.rng import address
 from tandem.types import Env, Message, Observation, Problem
@@ -55,7 +54,8 @@ class GymEnv(Env):
         invalid_action_penalty: of a turn that names no action.
         """
         if invalid_action_penalty < 0:
-            raise negative_penalty("invalid_action_penalty", invalid_action_penalty)
+            where, found = "env.options.invalid_action_penalty", str(invalid_action_penalty)
+            raise UserError("a penalty below 0", where=where, found=found)
         self.invalid_action_penalty, self.turns, self.bad_actions = invalid_action_penalty, 0, 0
         self._id, self._kwargs = id, dict(kwargs or {})
         self._draws, self._choices = _inspect_env(

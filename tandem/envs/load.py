@@ -70,7 +70,6 @@ def _class(name: str) -> type[Env]:
             where="env.name",
             found=repr(name),
             expected=f"one of {', '.join(known)}, or your own as file.py:Class or module:Class",
-            next='tandem plan RECIPE env.name="single_turn"',
         )
     loaded = load_user_object(name, key="env.name")
     is_class = inspect.isclass(loaded)
@@ -116,22 +115,17 @@ def _checked_options(cls: type[Env], config: EnvConfig, sandbox: Sandbox) -> dic
         hints = {} if bare else get_type_hints(cls.__init__)
     except (NameError, TypeError):  # a hint for the type checker only
         hints = {}
-    return {
-        name: _typed(name, value, hints[name]) if name in hints else value
-        for name, value in options.items()
-    }
-
-
-def _typed(name: str, value: Any, hint: Any) -> Any:
-    try:
-        return TypeAdapter(hint).validate_python(value)
-    except PydanticUserError:  # a type of the user's own, which only the constructor can judge
-        return value
-    except ValidationError as error:
-        reason = error.errors(include_url=False)[0]["msg"]
-        raise UserError(
-            "an option of the environment has the wrong type",
-            where=f"env.options.{name}",
-            found=repr(value),
-            expected=f"{inspect.formatannotation(hint)}: {reason}",
-        ) from None
+    for name in options.keys() & hints.keys():
+        try:
+            options[name] = TypeAdapter(hints[name]).validate_python(options[name])
+        except PydanticUserError:  # a type of the user's own, which only the constructor can judge
+            pass
+        except ValidationError as error:
+            reason = error.errors(include_url=False)[0]["msg"]
+            raise UserError(
+                "an option of the environment has the wrong type",
+                where=f"env.options.{name}",
+                found=repr(options[name]),
+                expected=f"{inspect.formatannotation(hints[name])}: {reason}",
+            ) from None
+    return options

@@ -83,7 +83,8 @@ class ToolEnv(Env):
                 expected=", ".join(get_args(Format)),
             )
         if invalid_call_penalty < 0:
-            raise negative_penalty("invalid_call_penalty", invalid_call_penalty)
+            where, found = "env.options.invalid_call_penalty", str(invalid_call_penalty)
+            raise UserError("a penalty below 0", where=where, found=found)
         self.format, self.invalid_call_penalty = format, invalid_call_penalty
         self.max_result_chars = max_result_chars
         self.num_calls = self.num_bad_calls = 0
@@ -202,24 +203,15 @@ def _read_tools(tools: Sequence[str | ToolFunction]) -> dict[str, _Tool]:
             function = load(tool, key="env.options.tools")
         plain = function.__func__ if inspect.ismethod(function) else function
         if not inspect.isfunction(plain):
-            raise UserError(
-                "a tool is not a function",
-                where="env.options.tools",
-                found=repr(tool),
-                expected="a function or a method, plain or `async def`",
-            )
+            raise UserError("a tool is not a function", where="env.options.tools", found=repr(tool))
         if plain.__name__ in by_name:
             found, where = repr(plain.__name__), "env.options.tools"
             raise UserError("two tools have the same name", where=where, found=found)
         _parameters(plain)
         by_name[plain.__name__] = _Tool(function=function, plain=plain)
     if not by_name:
-        raise UserError(
-            "the environment has no tools",
-            where="env.options.tools",
-            next='env.options.tools="calculator"',
-            expected="`calculator`, file.py:function, module:function, or a list of them",
-        )
+        what, next = "the environment has no tools", 'env.options.tools="calculator"'
+        raise UserError(what, where="env.options.tools", next=next)
     return by_name
 
 
@@ -283,13 +275,4 @@ def _not_a_tool(function: ToolFunction, found: str, expected: str) -> UserError:
         found=found,
         expected=expected,
         next="mend its signature",
-    )
-
-
-def negative_penalty(option: str, found: float) -> UserError:
-    return UserError(
-        "a penalty below 0",
-        where=f"env.options.{option}",
-        found=str(found),
-        expected="at least 0: it is subtracted",
     )

@@ -91,7 +91,6 @@ def check_functions(functions: Sequence[str], weights: Sequence[float], options:
             where="reward.function",
             found=", ".join(functions) or "no function",
             expected="one function or more, each with a name of its own behind the colon",
-            next="rename one, or remove it",
         )
     if weights and (len(weights) != len(names) or not all(map(math.isfinite, weights))):
         raise UserError(
@@ -105,7 +104,6 @@ def check_functions(functions: Sequence[str], weights: Sequence[float], options:
             raise UserError(
                 "the options are for a reward function that is not used",
                 where=f"reward.options.{name}",
-                found=name,
                 expected=", ".join(names),
             )
 

@@ -78,10 +78,14 @@ def allowed_changes(
     Raises UserError for a change that is not allowed.
     """
     changed = {
-        key: f"{key}: {old.get(key, 'unset')!r} -> {new.get(key, 'unset')!r}{_note(key, old)}"
+        key: f"{key}: {old.get(key, 'unset')!r} -> {new.get(key, 'unset')!r}"
         for key in {**old, **new}
         if old.get(key) != new.get(key)
     }
+    for key in changed.keys() & MESH & old.keys():  # before there were meshes, one process
+        changed[key] += (
+            " (gradients are added up in another order: from here on the bits are this mesh's)"
+        )
     refused = [key for key in changed if key not in _FREE | MESH and not _extends(key, old, new)]
     if THREADS in refused and (old[THREADS] == 0 or any_threads):
         refused.remove(THREADS)
@@ -94,12 +98,6 @@ def allowed_changes(
             next=f"take the old values, another run.folder=PATH, or --fresh {KEPT}",
         )
     return list(changed.values())
-
-
-def _note(key: str, old: dict[str, Any]) -> str:
-    if key not in MESH or key not in old:  # a run from before there were meshes had one process
-        return ""
-    return " (gradients are added up in another order: from here on the bits are this mesh's)"
 
 
 def _extends(key: str, old: dict[str, Any], new: dict[str, Any]) -> bool:

@@ -183,9 +183,11 @@ def model_card(
         "merged weights are those that ran, dequantized.\n\n"
     )
     lines = [f"{key} = {value}" for key, value, _ in changed(config)]
+    on_hub = re.fullmatch(r"(?!runs/)\w[\w.-]*/\w[\w.-]*", base, re.ASCII)
+    linked = f'base_model: "{base}"\n' if on_hub and not Path(base).exists() else ""
     return (
         f"---\nlibrary_name: transformers\npipeline_tag: {task}\ntags: [tandem, {method}]\n"
-        f"{_base_model(base)}---\n"
+        f"{linked}---\n"
         f"# {Path(base).name}, after `tandem {command}`\n\n"
         f"Trained from `{base}` by Tandem {__version__}, {step} steps, seed {config.run.seed}. "
         f"Weight hash `{weight_hash(model.merged())}`.\n\n"
@@ -196,14 +198,6 @@ def model_card(
         f"{_block('', [f'{digest}  {key}' for key, digest in sorted(about.inputs.items())])}\n"
         f"## Versions\n\n{_block('', [f'{name} {v}' for name, v in about.versions.items()])}"
     )
-
-
-def _base_model(name: str) -> str:
-    """Return the line of a card's head that links the base on the hub; none for a directory."""
-    pattern = r"(?!runs/)\w[\w.-]*/\w[\w.-]*"
-    if Path(name).exists() or not re.fullmatch(pattern, name, re.ASCII):
-        return ""
-    return f'base_model: "{name}"\n'
 
 
 def _block(kind: str, text: str | list[str]) -> str:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import cache
 from typing import Any, TypeVar
 
@@ -74,7 +75,10 @@ async def ask(
     if status in LOST:
         raise ServerLost(f"HTTP {status}: {found[:200].decode(errors='replace')}")
     if status != 200:
-        raise Refused(status, _message(found))
+        message = found[:200].decode(errors="replace")
+        with suppress(ValueError, LookupError, TypeError):
+            message = str(json.loads(found)["error"]["message"])
+        raise Refused(status, message)
     try:
         answer = json.loads(found)
     except ValueError as error:
@@ -82,13 +86,6 @@ async def ask(
     if not isinstance(answer, dict):
         raise ServerLost("an answer that is no JSON object")
     return answer
-
-
-def _message(found: bytearray) -> str:
-    try:
-        return str(json.loads(found)["error"]["message"])
-    except (ValueError, LookupError, TypeError):
-        return found[:200].decode(errors="replace")
 
 
 def start(work: Coroutine[Any, Any, T]) -> "Future[T]":

@@ -35,7 +35,17 @@ def place_from(environment: Mapping[str, str]) -> Place | None:
     """Return the place that torchrun or Slurm gave this process, or the one that started it; None
     if nobody did."""
     if "RANK" in environment and "WORLD_SIZE" in environment:
-        return _by_torchrun(environment)
+        rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        return Place(
+            rank=rank,
+            size=size,
+            local_rank=int(environment.get("LOCAL_RANK", rank)),
+            local_size=int(environment.get("LOCAL_WORLD_SIZE", size)),
+            address=environment.get("MASTER_ADDR", "127.0.0.1"),
+            port=int(environment.get("MASTER_PORT", PORT)),
+            job=environment.get("TORCHELASTIC_RUN_ID", ""),
+            node=environment.get(NODE, ""),
+        )
     if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:  # of srun, not of a batch script
         return _by_slurm(environment)
     return None
@@ -61,48 +71,25 @@ def share_of_threads(at_hand: int, environment: Mapping[str, str], size: int) ->
     return max(1, at_hand // place.local_size)
 
 
-def _by_torchrun(environment: Mapping[str, str]) -> Place:
-    rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-    return Place(
-        rank=rank,
-        size=size,
-        local_rank=int(environment.get("LOCAL_RANK", rank)),
-        local_size=int(environment.get("LOCAL_WORLD_SIZE", size)),
-        address=environment.get("MASTER_ADDR", "127.0.0.1"),
-        port=int(environment.get("MASTER_PORT", PORT)),
-        job=environment.get("TORCHELASTIC_RUN_ID", ""),
-        node=environment.get(NODE, ""),
-    )
-
-
 def _by_slurm(environment: Mapping[str, str]) -> Place:
     """Return the place of a task of a step. Its port is that of no other step on the node, unless
     MASTER_PORT names one."""
     rank, size = int(environment["SLURM_PROCID"]), int(environment["SLURM_STEP_NUM_TASKS"])
-    tasks = _tasks_by_node(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    # the tasks of each node, "4,2(x3)" -> [4, 2, 2, 2]
+    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    tasks = [int(tasks) for tasks, nodes in counts for _ in range(int(nodes or 1))]
     node = int(environment.get("SLURM_NODEID", "0"))
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST", "")
+    found = re.match(r"([^,\[]*)(?:\[(\w+))?", nodes)  # the first host, "gpu[07-09,12]" -> "gpu07"
+    first = "".join(found.groups("")) if found else ""
     job, step = int(environment.get("SLURM_JOB_ID", "0")), environment.get("SLURM_STEP_ID", "0")
     return Place(
         rank=rank,
         size=size,
         local_rank=int(environment.get("SLURM_LOCALID", rank)),
         local_size=tasks[node] if node < len(tasks) else size,
-        address=environment.get("MASTER_ADDR") or _first_host(nodes),
+        address=environment.get("MASTER_ADDR") or first or "127.0.0.1",
         port=int(environment.get("MASTER_PORT") or 20000 + (job + int(step)) % 10000),
         job=f"{job}.{step}",
         by_slurm=True,
     )
-
-
-def _tasks_by_node(text: str) -> list[int]:
-    """Read Slurm's number of tasks of each node. Example: "4,2(x3)" -> [4, 2, 2, 2]"""
-    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return [int(tasks) for tasks, nodes in counts for _ in range(int(nodes or 1))]
-
-
-def _first_host(nodes: str) -> str:
-    """Return the first host of a Slurm list. Example: "gpu[07-09,12]" -> "gpu07" """
-    found = re.match(r"([^,\[]*)(?:\[(\w+))?", nodes)
-    name, number = found.groups("") if found else ("", "")
-    return name + number or "127.0.0.1"

@@ -132,12 +132,11 @@ def user_line(error: BaseException) -> str:
     """Find file:line of the deepest frame outside of Tandem and the import system; "" if none."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_ours(f.filename)]
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-
-
-def _is_ours(file: str) -> bool:
-    return file.startswith("<frozen") or Path(__file__).parents[1] in Path(file).parents
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        is_ours = Path(__file__).parents[1] in Path(frame.filename).parents
+        if not (is_ours or frame.filename.startswith("<frozen")):
+            return f"{frame.filename}:{frame.lineno}"
+    return ""
 
 
 def describe(error: BaseException) -> str:

@@ -166,7 +166,10 @@ class _Watchdog:
         last_look, reported = time.monotonic(), False
         while not self.over.wait(self._look_s):
             now = time.monotonic()
-            self._forgive(now - last_look - 2 * self._look_s, now)
+            # seconds in which nobody looked are taken back; a later sign of life stays
+            if (missed_s := now - last_look - 2 * self._look_s) > 0:
+                for actor in list(self._actors.values()):
+                    actor.last_sign = min(now, actor.last_sign + missed_s)
             last_look = now
             self.say_still_here()
             if not reported and (finding := self._find_stall(now)):
@@ -175,12 +178,6 @@ class _Watchdog:
 
     def say_still_here(self) -> None:
         faulthandler.dump_traceback_later(self._deadline_s + SLACK_S, exit=True, file=2)
-
-    def _forgive(self, missed_s: float, now: float) -> None:
-        """Take back the seconds in which nobody looked; a later sign of life stays."""
-        if missed_s > 0:
-            for actor in list(self._actors.values()):
-                actor.last_sign = min(now, actor.last_sign + missed_s)
 
     def _find_stall(self, now: float) -> str:
         """Say who stalled and who is to blame, or "". Forgets ended threads nobody waits for."""
@@ -209,7 +206,9 @@ class _Watchdog:
                 return f"{text}{which}shows no sign of life, at {_line_of(last.thread)}"
             wait = waits[-1]
             text += f"{which}waits for `{wait.target}` ({wait.what})"
-            target = self._actor_named(wait.target)
+            named = [actor for actor in list(self._actors.values()) if actor.name == wait.target]
+            # of several the liveliest
+            target = max(named, key=lambda a: (a.thread.is_alive(), a.last_sign), default=None)
             if target is None:
                 return text + self._outside(wait)
             if not target.thread.is_alive():
@@ -220,11 +219,6 @@ class _Watchdog:
                 names = [f"`{actor.name}`" for actor in chain[chain.index(target) :]]
                 return f"{text}: a deadlock of {' and '.join(names)}"
             chain.append(target)
-
-    def _actor_named(self, name: str) -> _Actor | None:
-        """Return the actor of that name, of several the liveliest; None without one."""
-        actors = [actor for actor in list(self._actors.values()) if actor.name == name]
-        return max(actors, key=lambda a: (a.thread.is_alive(), a.last_sign), default=None)
 
     def _outside(self, wait: _Wait) -> str:
         """Describe a target outside the actors."""

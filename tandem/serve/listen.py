@@ -28,7 +28,6 @@ def require_token(host: str, token: str, variable: str) -> None:
         raise UserError(
             "a server that other machines can reach needs a token",
             where=f"--host {host}",
-            found="none",
             expected="a token, or a loopback host such as 127.0.0.1",
             next=f"export {variable}=$(openssl rand -hex 24)",
         )
@@ -57,7 +56,6 @@ def address_errors(host: str, port: int) -> Iterator[None]:
             "the server cannot use this address",
             where=f"--host {host} --port {port}",
             found=str(error),
-            expected="a free port of this machine",
             next="choose another --port; 0 takes any",
         ) from None
 

@@ -26,7 +26,7 @@ import logging
 import queue
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -224,11 +224,6 @@ class EngineService:
             generation.deliver(reason)
         self._generations.clear()
 
-    def _hand_out(self, updates: Mapping[Generation, list[Update]]) -> None:
-        for generation, new in updates.items():
-            if generation in self._generations:  # not cancelled meanwhile
-                generation.deliver(new)
-
     # ---- engine thread
 
     def _run(self) -> None:
@@ -275,8 +270,14 @@ class EngineService:
             updates[live.generation].append(live.update(sequence))
             if sequence.completion is not None:
                 del self._live[sequence]
+
+        def hand_out() -> None:  # in the event loop
+            for generation, new in updates.items():
+                if generation in self._generations:  # not cancelled meanwhile
+                    generation.deliver(new)
+
         if updates:
-            self._loop.call_soon_threadsafe(self._hand_out, updates)
+            self._loop.call_soon_threadsafe(hand_out)
 
 
 def _settle(settle: Callable[[], None], future: asyncio.Future[T]) -> None:

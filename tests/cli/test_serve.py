@@ -84,14 +84,8 @@ def test_it_says_where_it_serves_and_ends_soon_after_a_signal(model, ending):
     ) as it:
         try:
             url = re.search(r"http://127\.0\.0\.1:\d+", it.stdout.readline()).group()
-            body = {
-                "model": "m",
-                "prompt": "x",
-                "max_tokens": 255,
-                "n": 64,
-                "stream": True,
-                "temperature": 0.01,
-            }
+            body = {"model": "m", "prompt": "x", "max_tokens": 255, "n": 64, "stream": True}
+            body["temperature"] = 0.01
             headers = {"Authorization": "Bearer k"}
             with httpx.stream(
                 "POST", f"{url}/v1/completions", json=body, headers=headers, timeout=WAIT_S

@@ -311,21 +311,15 @@ def test_an_answer_has_a_time_of_its_own_once_there_is_a_connection():
             start(ask(f"{url}/models", connect_s=WAIT_S, answer_s=0.1)).result()
 
 
-@pytest.mark.parametrize(("url", "reason"), [("http://127.0.0.1:80a", "InvalidURL")])
-def test_an_address_that_cannot_be_is_a_server_that_does_not_answer(url, reason):
-    refused = pytest.raises(UserError, match="none of the servers answers")
-    with refused as caught, connected(url):
-        pass
-    assert f"{url}/v1: {reason}" in caught.value.found
-
-
-def test_weights_that_a_server_does_not_describe_are_a_loss():
+def test_an_address_that_cannot_be_and_weights_that_are_not_described_are_losses():
+    nowhere = "http://127.0.0.1:80a"
     with odd(owned_by="tandem") as (url, server):
         server.answers["/weights"] = 200, {"weight_version": 0}
         refused = pytest.raises(UserError, match="none of the servers answers")
-        with refused as caught, connected(url):
+        with refused as caught, connected(nowhere, url):
             pass
-    assert "does not describe a model" in caught.value.found
+    assert f"{nowhere}/v1: InvalidURL" in caught.value.found
+    assert f"{url}/v1: GET /models or /weights does not describe" in caught.value.found
 
 
 def test_a_bug_in_the_thread_of_a_request_is_raised_to_the_caller(url):

@@ -135,26 +135,24 @@ def test_async_agent_has_its_own_loop_and_returns_parts():
     assert loops[0].is_running()  # that of all agents, which the rollout's end does not end
 
 
-@pytest.mark.parametrize(("returned", "reward"), [(None, 0.5), (0.75, 0.75)])
-def test_a_posted_reward_counts_where_the_agent_returns_none(returned, reward):
+@pytest.mark.parametrize(
+    ("posted", "returned", "reward", "parts"),
+    [
+        ((0.1, 0.5), None, 0.5, {"a": 2.0}),  # the last one
+        ((0.1, 0.5), 0.75, 0.75, {}),
+        ((), None, 0.0, {}),  # the reward function's matter
+    ],
+)
+def test_a_posted_reward_counts_where_the_agent_returns_none(posted, returned, reward, parts):
     def run(problem, base_url, api_key):
         ask(base_url, list(problem.messages))
-        for value in (0.1, 0.5):  # the last one
-            httpx.post(
-                f"{base_url}/reward", json={"reward": value, "parts": {"a": 2}}
-            ).raise_for_status()
+        for value in posted:
+            body = {"reward": value, "parts": {"a": 2}}
+            httpx.post(f"{base_url}/reward", json=body).raise_for_status()
         return returned
 
     (_, last), _ = play(run, "7")
-    assert (last.done, last.reward) == (True, reward)
-    assert last.parts == ({"a": 2.0} if returned is None else {})
-
-
-def test_agent_without_reward_leaves_it_to_the_function():
-    (_, last), _ = play(
-        lambda problem, base_url, api_key: ask(base_url, list(problem.messages)) and None, "7"
-    )
-    assert (last.done, last.reward, last.parts) == (True, 0.0, {})
+    assert (last.done, last.reward, last.parts) == (True, reward, parts)
 
 
 @pytest.mark.parametrize("tools", [(), (ADD,)])
@@ -226,8 +224,10 @@ MORE = ChatMessage(role="user", content="v")
 
 def test_a_conversation_goes_on_with_what_is_new():
     asked = ChatRequest(messages=[*CHAT, SPOKE, MORE, ChatMessage(role="tool", content="t")])
-    new = continuation(ChatRequest(messages=CHAT), Reply(text=" a\n", content=" a\n"), asked)
-    assert new == [user("v"), {"role": "tool", "content": "t"}]
+    for tools in ([], [ADD]):  # which may be left out later
+        before = ChatRequest(messages=CHAT, tools=tools)
+        new = continuation(before, Reply(text=" a\n", content=" a\n"), asked)
+        assert new == [user("v"), {"role": "tool", "content": "t"}]
 
 
 @pytest.mark.parametrize(
@@ -274,13 +274,6 @@ def test_second_conversation_costs_the_episode_with_a_reason():
     assert told[0][0] == 503 and "one conversation that only grows" in told[0][1]
 
 
-def test_tools_may_be_left_out_later():
-    asked = ChatRequest(messages=[*CHAT, SPOKE, MORE])
-    assert continuation(
-        ChatRequest(messages=CHAT, tools=[ADD]), Reply(text="a", content="a"), asked
-    ) == [user("v")]
-
-
 def test_tools_left_out_once_are_still_those_of_the_conversation():
     called = []
 
@@ -311,11 +304,6 @@ def test_a_request_that_a_client_repeats_is_answered_again():
 
     play(run, "7")
     assert answers[0] == answers[1] and answers[0][0]["message"]["content"] == "7"
-
-
-def test_the_same_question_asked_twice_is_a_second_conversation():
-    with raising(ConversationBroken, match="1 messages, and 1 were said before"):
-        play(lambda problem, url, key: [ask(url, list(problem.messages)) for _ in range(2)], "7")
 
 
 # ---- what is refused

@@ -103,15 +103,7 @@ def test_frozen_lake_is_a_picture_and_its_moves_have_names():
 
 @pytest.mark.parametrize(
     ("text", "action"),
-    [
-        ("1", 1),
-        ("0, no: 1.", 1),
-        ("-1", None),
-        ("1.5", None),
-        ("2", None),
-        ("10", None),
-        ("x1", None),
-    ],
+    [("1", 1), ("0, no: 1.", 1), *((none, None) for none in ("-1", "1.5", "2", "10", "x1"))],
 )
 def test_a_choice_is_the_last_number_that_is_one(text, action):
     env = GymEnv(id="Blackjack-v1", invalid_action_penalty=0.3)

@@ -10,7 +10,6 @@ import pytest
 from tandem.config.schema import Env as EnvConfig
 from tandem.config.schema import Sandbox
 from tandem.envs.load import load_env, source_files
-from tandem.envs.tools import ToolEnv
 from tandem.plugins.tasks.guess import GuessTheNumber
 from tandem.runtime.errors import UserError
 from tandem.types import Env
@@ -56,12 +55,6 @@ def refusal(name, **options):
     with pytest.raises(UserError) as error:
         load_env(EnvConfig(name=name, options=options), Sandbox())
     return error.value
-
-
-def test_the_built_in_environments_have_names():
-    assert type(made("single_turn")) is Env
-    assert type(made("guess")) is GuessTheNumber
-    assert type(made("tools", tools="calculator", show_tools=False)) is ToolEnv
 
 
 def test_a_class_of_ones_own_is_loaded_from_a_file_or_a_module(own):

@@ -61,9 +61,17 @@ def test_numeric_allows_a_tolerance(truth, text, options, reward):
     assert rewards.numeric(problem(truth), text, **options) == reward
 
 
-def test_numeric_needs_a_number_as_answer():
-    with pytest.raises(BadValue, match="'five' of problem 'p' is not a number"):
-        rewards.numeric(problem("five"), "5")
+@pytest.mark.parametrize(
+    ("name", "truth", "metadata", "found"),
+    [
+        ("numeric", "five", {}, "'five' of problem 'p' is not a number"),
+        ("countdown", "24", {}, "numbers None and target '24'"),
+        ("countdown", "24", {"numbers": ["x"]}, r"numbers \['x'\] and target '24'"),
+    ],
+)
+def test_a_row_that_cannot_be_scored_is_named(name, truth, metadata, found):
+    with pytest.raises(BadValue, match=found):
+        builtin.find(name)(problem(truth, **metadata), "Answer: 5")
 
 
 def test_numbers_of_prose_are_whole():
@@ -226,38 +234,15 @@ def test_countdown_wants_the_target_from_each_number_once(text, reward):
 
 
 def test_countdown_may_leave_numbers_out_where_that_is_allowed():
-    task = problem("24", numbers=[6, 4, 9])
-    assert (countdown(task, "Answer: 6*4"), countdown(task, "Answer: 6*4", use_all=False)) == (
-        0.0,
-        1.0,
-    )
+    task, some = problem("24", numbers=[6, 4, 9]), "Answer: 6*4"
+    assert [countdown(task, some, use_all=whole) for whole in (True, False)] == [0.0, 1.0]
     assert countdown(problem("24", numbers=[6, 4]), "Answer: 4*(3+3)", use_all=False) == 0.0
 
 
 def test_nothing_of_an_expression_is_evaluated_by_python():
-    for text in (
-        "9**9**9**9",
-        "1 if 1 else 1",
-        "[1]*10**9",
-        "1e9",
-        "1.0",
-        "0x10",
-        "1_0",
-        "1//2",
-        "a",
-        "1,2",
-        "True",
-        "",
-    ):
-        assert value_of(text) is None
+    texts = "9**9**9**9; 1 if 1 else 1; [1]*10**9; 1e9; 1.0; 0x10; 1_0; 1//2; a; 1,2; True; "
+    assert [value_of(text) for text in texts.split("; ")] == [None] * 12
     assert value_of("1/3 + 1/3 + 1/3") == (1, [1, 3, 1, 3, 1, 3])
-
-
-def test_countdown_needs_numbers():
-    with pytest.raises(BadValue, match="numbers None and target '24'"):
-        countdown(problem("24"), "Answer: 24")
-    with pytest.raises(BadValue, match=r"numbers \['x'\] and target '24'"):
-        countdown(problem("24", numbers=["x"]), "Answer: 24")
 
 
 def test_code_is_scored_in_a_worker_like_the_others():

@@ -170,14 +170,6 @@ def test_memory_is_limited_and_held_memory_freed_for_the_next():
     assert pool.failures == {"timeout": 0, "died": 0, "exception": 1, "bad_value": 0}
 
 
-def test_the_reward_is_its_own_value_or_the_sum_of_its_parts():
-    with hostile_pool() as pool:
-        fine, parts, total = scores_of(pool, PROBLEM, ["fine", "parts", "total"])
-    assert (fine.reward, fine.parts) == (0.25, {"score": 0.25})
-    assert (parts.reward, parts.parts) == (1.5, {"format": 0.5, "answer": 1.0})
-    assert (total.reward, total.parts) == (2.0, {"format": 0.5})
-
-
 def test_every_worker_works(mine, server):
     """Three texts that end only when all of them are under way."""
     with RewardPool(mine("wait"), timeout_s=WAIT_S, workers=3) as pool:
@@ -201,14 +193,6 @@ def test_each_text_of_a_worker_has_the_whole_timeout(mine, server):
             clock.advance(pool, 20.0)
             connection.sendall(b".")
             assert future.result(WAIT_S).error == ""
-
-
-def test_a_forged_answer_that_is_not_finite_is_refused():
-    with hostile_pool() as pool:
-        forged, fine = scores_of(pool, PROBLEM, ["forge NaN as 0", "fine"])
-    assert forged.reward == 0.0
-    assert forged.error.startswith("worker died: it wrote what is not an answer")
-    assert fine.reward == 0.25
 
 
 # ---------------------------------------------------------------- several functions
@@ -299,15 +283,21 @@ def begun(server):
     return connection, int(connection.recv(100))
 
 
-@pytest.mark.parametrize(
-    "functions", [HOSTILE, [HOSTILE], (HOSTILE,)], ids=["text", "list", "tuple"]
-)
-def test_one_function_without_weights_keeps_reward_and_parts(functions):
-    with RewardPool(functions, timeout_s=30.0) as pool:
-        fine, parts, nan = scores_of(pool, PROBLEM, ["fine", "parts", "nan"])
+def test_one_function_without_weights_keeps_its_own_reward_or_the_sum_of_its_parts():
+    with RewardPool([HOSTILE], timeout_s=30.0) as pool:
+        fine, parts, total, nan = scores_of(pool, PROBLEM, ["fine", "parts", "total", "nan"])
     assert (fine.reward, fine.parts) == (0.25, {"score": 0.25})
     assert (parts.reward, parts.parts) == (1.5, {"format": 0.5, "answer": 1.0})
+    assert (total.reward, total.parts) == (2.0, {"format": 0.5})
     assert nan.error == "the reward is nan, expected a finite number"
+
+
+def test_forged_answers_and_places_are_refused(mine):
+    for function, text in ((HOSTILE, "forge NaN as 0"), (mine("forge")[0], "x")):
+        with RewardPool(function, timeout_s=30.0) as pool:
+            [score] = scores_of(pool, PROBLEM, [text])
+        assert score.reward == 0.0
+        assert score.error.startswith("worker died: it wrote what is not an answer")
 
 
 def test_several_functions_give_a_weighted_sum_and_named_parts(mine):
@@ -365,12 +355,6 @@ def test_one_failing_function_fails_the_text_and_is_named(mine, harm, first):
     assert pool.failures == {"timeout": 0, "died": 0, "exception": 0, "bad_value": 0} | {kind: 1}
     assert before == after
     assert (after.reward, after.error) == (4.25, "")
-
-
-def test_a_forged_place_behind_the_last_function_is_refused(mine):
-    with RewardPool(mine("forge"), timeout_s=30.0) as pool:
-        [score] = scores_of(pool, PROBLEM, ["x"])
-    assert score.error.startswith("worker died: it wrote what is not an answer")
 
 
 def test_the_name_of_a_failure_is_that_of_its_own_text(mine):

@@ -210,25 +210,12 @@ def test_trl_functions_get_the_whole_chat_behind_the_prompt(score):
     assert seen()["completions"] == [list(turns)]
 
 
-def test_trl_functions_get_the_answer_as_solution_too(score):
-    score("trl", "x", problem=Problem(uid="p", messages=CHAT.messages, answer="7"))
-    assert (seen()["answer"], seen()["solution"]) == (["7"], ["7"])
-
-
-def test_trl_functions_get_the_rows_own_answer_once(score):
-    score(
-        "trl",
-        "x",
-        problem=Problem(
-            uid="p", messages=CHAT.messages, answer="3", metadata={"raw_answer": 3, "a": 1}
-        ),
-    )
-    assert {key: seen()[key] for key in ("answer", "solution", "a")} == {
-        "answer": [3],
-        "solution": [3],
-        "a": [1],
-    }
-    assert "raw_answer" not in seen()
+@pytest.mark.parametrize(("metadata", "answer"), [({}, "7"), ({"raw_answer": 3, "a": 1}, 3)])
+def test_trl_functions_get_the_rows_own_answer_once_and_as_solution(score, metadata, answer):
+    problem = Problem(uid="p", messages=CHAT.messages, answer=str(answer), metadata=metadata)
+    score("trl", "x", problem=problem)
+    assert (seen()["answer"], seen()["solution"]) == ([answer], [answer])
+    assert seen().get("a") == ([1] if metadata else None) and "raw_answer" not in seen()
 
 
 def test_trl_functions_may_be_async_or_name_their_columns(score):
@@ -301,28 +288,16 @@ def test_a_file_named_like_a_package_does_not_hide_it(tmp_path):
 # ---------------------------------------------------------------- names
 
 
-@pytest.mark.parametrize("name", ["deepeyes", "prime"])
-def test_verls_other_names_for_the_completion_are_known(score, name):
-    assert (score(name, "1/3")[0], score(name, "1/2")[0]) == (1.0, 0.0)
-
-
-def test_a_parameter_unknown_to_verl_is_refused_at_the_start(score):
-    with pytest.raises(
-        BadFunction, match=r"one_more takes \(solution_str, ground_truth, extra\), expected"
-    ):
-        score("one_more", "1/3")
-
-
-@pytest.mark.parametrize("name", ["swapped", "openrlhf"])
-def test_unknown_parameter_names_are_refused(score, name):
-    with pytest.raises(
-        BadFunction, match=rf"{name} takes \(.*\), expected \(problem, completion\), or TRL"
-    ):
-        score(name, "1/3")
-
-
-def test_a_parameter_that_is_not_used_may_be_an_underscore(score):
+def test_verls_other_names_for_the_completion_and_an_underscore_are_known(score):
+    for name in ("deepeyes", "prime"):
+        assert (score(name, "1/3")[0], score(name, "1/2")[0]) == (1.0, 0.0)
     assert score("ignores", "abc")[0] == 3.0
+
+
+@pytest.mark.parametrize("name", ["swapped", "openrlhf", "one_more"])
+def test_unknown_parameter_names_are_refused(score, name):
+    with pytest.raises(BadFunction, match=rf"{name} takes \(.*\), expected \("):
+        score(name, "1/3")
 
 
 # ---------------------------------------------------------------- verl

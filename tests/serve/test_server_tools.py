@@ -52,13 +52,8 @@ def ask(url, **fields):
     with openai.OpenAI(
         base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=WAIT_S
     ) as client:
-        fields = {
-            "model": "fake",
-            "messages": [ASK],
-            "tools": [CALCULATOR],
-            "max_tokens": 400,
-            **fields,
-        }
+        ours = {"model": "fake", "messages": [ASK], "tools": [CALCULATOR], "max_tokens": 400}
+        fields = {**ours, **fields}
         if not fields.get("stream"):
             return client.chat.completions.create(**fields).choices[0]
         return [piece.choices[0] for piece in client.chat.completions.create(**fields)]
@@ -182,12 +177,7 @@ def test_served_conversation_with_tools_has_training_tokens(template, tmp_path):
     sampled = renderer.encode(SAID)
     trained = [*renderer.prompts([[ASK]], env.tools), sampled, renderer.turn(observation.messages)]
     served = replace(FAKE, vocabulary=len(renderer.tokenizer))
-    body = {
-        "messages": [ASK],
-        "tools": list(env.tools),
-        "return_token_ids": True,
-        "max_tokens": 400,
-    }
+    body = {"messages": [ASK], "tools": [*env.tools], "return_token_ids": True, "max_tokens": 400}
     texts = RendererTexts(renderer)
     texts.stop_token_ids = FakeTexts.stop_token_ids  # the engine's tokens are bytes
     with answering(SAID, texts, served) as url:

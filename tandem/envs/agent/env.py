@@ -110,12 +110,8 @@ class AgentEnv(AgentDrivenEnv):
         or `module:function`."""
         function = load_user_object(run, key="env.options.run")
         if not callable(function):
-            raise UserError(
-                "the agent is no function",
-                where="env.options.run",
-                found=f"{run} = {function!r}",
-                expected="def run(problem, base_url, api_key), or async def",
-            )
+            found = f"{run} = {function!r}"
+            raise UserError("the agent is no function", where="env.options.run", found=found)
         super().__init__(function)
 
 

@@ -113,7 +113,10 @@ def _same(one: str, other: str, loading: Loading) -> bool:
         one, other = plain, true
     ones, others = _members(one), _members(other)
     if len(ones) > 1 and len(others) == 1:
-        ones = _by_name(ones)
+        named = sorted(split_name(item) for item in ones)
+        names = {name for name, _ in named}
+        if "" not in names and len(names) == len(ones):  # a point, as x=3 and y=-1
+            ones = [f"({','.join(value for _, value in named)})"]
     if max(len(ones), len(others)) > 1:
         return len(ones) == len(others) and _matched(ones, others, loading)
     one, other = ones[0], others[0]
@@ -136,15 +139,6 @@ def _matched(ones: list[str], others: list[str], loading: Loading) -> bool:
             return False
         left.remove(partner)
     return True
-
-
-def _by_name(items: list[str]) -> list[str]:
-    """Return the point of coordinates named one by one, ["(3,-1)"] for x=3 and y=-1; any other list
-    unchanged."""
-    named = sorted(split_name(item) for item in items)
-    names = {name for name, _ in named}
-    point = "" not in names and len(names) == len(items)
-    return [f"({','.join(value for _, value in named)})"] if point else items
 
 
 _SEPARATOR = (

@@ -367,7 +367,9 @@ def _run_script(script: str, provided: dict[str, Any], tests: dict[str, Any]) ->
         for _, trace in [*result.errors, *result.failures]:
             raise AssertionError(trace.strip().rpartition("\n")[2])
     for name, value in own.items():
-        if _is_test(name, value):
+        # pytest's functions; a helper `test(x, y)` is called by the script
+        alone = isinstance(value, FunctionType) and not value.__code__.co_argcount
+        if name.startswith("test") and (alone or (name[4:5] == "_" and callable(value))):
             _run_test(value)
         elif name.startswith("Test") and isinstance(value, type) and not hasattr(value, "run"):
             for method in [name for name in dir(value) if name.startswith("test")]:
@@ -376,14 +378,6 @@ def _run_script(script: str, provided: dict[str, Any], tests: dict[str, Any]) ->
                     # pytest gives the method, if wanted
                     setup(*[None] * (setup.__code__.co_argcount - 1))
                 _run_test(getattr(case, method))
-
-
-def _is_test(name: str, value: Any) -> bool:
-    """Tell whether pytest collects a function; a helper `test(x, y)` is called by the script."""
-    if name.startswith("test_"):
-        return callable(value)
-    takes_nothing = isinstance(value, FunctionType) and not value.__code__.co_argcount
-    return name.startswith("test") and takes_nothing
 
 
 def _run_test(test: Any) -> None:

@@ -61,19 +61,16 @@ def choice(problem: Problem, completion: str) -> float:
     truth = _CHOICE.match(problem.answer.strip())
     if truth is None:
         raise _bad_answer(problem, "a letter")
-    return float(_letter(completion[-TEXT_CHARS:]) == truth[1].upper())
-
-
-def _letter(text: str) -> str:
-    final = extract(text)
-    if final is not None:
+    text = completion[-TEXT_CHARS:]
+    if (final := extract(text)) is not None:
         chosen = _CHOICE.match(re.sub(r"\\(?:text|mathrm|textbf)\{|[}$*_`]", "", final).strip())
-        return chosen[1].upper() if chosen else ""
-    in_parentheses = re.findall(r"\(([A-Z])\)", text)
-    if in_parentheses:
-        return str(in_parentheses[-1])
-    last = text.strip().rpartition("\n")[2].strip(" .*_`")
-    return last.upper() if len(last) == 1 else ""
+        letter = chosen[1] if chosen else ""
+    elif in_parentheses := re.findall(r"\(([A-Z])\)", text):
+        letter = in_parentheses[-1]
+    else:
+        last = text.strip().rpartition("\n")[2].strip(" .*_`")
+        letter = last if len(last) == 1 else ""
+    return float(letter.upper() == truth[1].upper())
 
 
 def _bad_answer(problem: Problem, expected: str) -> BadValue:

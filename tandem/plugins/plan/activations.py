@@ -63,18 +63,14 @@ def _layer_bytes(shape: Any, number: int, width: int, *, whole: bool) -> int:
         heads = shape.num_attention_heads + shape.num_key_value_heads
         kept += heads * _norm_bytes(size, width)
     if is_sparse(shape, number):
-        return int(kept + _experts_bytes(shape, width))
+        # of each of its experts the input, gate and up, their product, the value, also weighted
+        chosen = shape.num_experts_per_tok
+        expert = width * (2 * hidden + 3 * shape.moe_intermediate_size) + FLOAT32 * hidden
+        indices = INT64 * 2 + FLOAT32 * 2
+        kept += width * hidden + FLOAT32 * shape.num_experts + chosen * (expert + indices)
+        return int(kept)
     return int(kept + width * (whole * hidden + (2 + whole) * shape.intermediate_size))
 
 
 def _norm_bytes(features: int, width: int) -> int:
     return width * features + FLOAT32
-
-
-def _experts_bytes(shape: Any, width: int) -> int:
-    """Return bytes of a token in a mixture of experts: for each of its experts the input, gate and
-    up, their product, the value and the weighted value."""
-    hidden, chosen = shape.hidden_size, shape.num_experts_per_tok
-    expert = width * (2 * hidden + 3 * shape.moe_intermediate_size) + FLOAT32 * hidden
-    indices = INT64 * 2 + FLOAT32 * 2
-    return int(width * hidden + FLOAT32 * shape.num_experts + chosen * (expert + indices))

@@ -33,12 +33,8 @@ def plan(
     """Check whether a run could start (exit code 0, else 2): values and their origin, data, memory,
     disk. No weights are loaded."""
     if gpus is not None and recipe is None:
-        raise UserError(
-            "meshes are computed for the model of a recipe",
-            where="tandem plan --gpus",
-            expected="a recipe",
-            next=f"tandem plan RECIPE --gpus {gpus}",
-        )
+        what = "meshes are computed for the model of a recipe"
+        raise UserError(what, where="--gpus", next=f"tandem plan RECIPE --gpus {gpus}")
     if keys or recipe is None:
         from tandem.cli.progress import print_table
 

@@ -134,20 +134,14 @@ def rollout_of(sizes: Sizes, config: Config, longest: int) -> Rollout:
     )
 
 
-def times_of_rollout(work: Rollout, count: int, gpu: Gpu, assumed: Assumptions) -> float:
-    """Return the seconds of a rollout by so many engines, at most one a prompt."""
-    return rollout_time(work, min(count, work.prompts), gpu, assumed)
-
-
 # ---------------------------------------------------------------- the command
 
 
 def plan_gpus(config: Config, command: str, count: int, kind: str) -> None:
     """Print the fastest meshes of so many GPUs for a command that trains."""
     if kind not in GPUS:
-        raise UserError(
-            "no numbers of this GPU", where="--gpu", found=kind, expected=", ".join(GPUS)
-        )
+        expected = ", ".join(GPUS)
+        raise UserError("no numbers of this GPU", where="--gpu", found=kind, expected=expected)
     if not 1 <= count <= LARGEST:
         expected = f"1 to {LARGEST}"
         raise UserError("not a number of GPUs", where="--gpus", found=str(count), expected=expected)
@@ -256,7 +250,8 @@ def _print_rollout(
 ) -> None:
     work = rollout_of(sizes, config, longest)
     engines = max(1, config.rollout.workers)
-    seconds = {n: times_of_rollout(work, n, gpu, assumed) for n in (engines, count)}
+    # at most one engine a prompt
+    seconds = {n: rollout_time(work, min(n, work.prompts), gpu, assumed) for n in (engines, count)}
     lines = [f"{s:.3g} s by {number} engine{'s' * (number > 1)}" for number, s in seconds.items()]
     held = f"at most {work.batch} sequences in an engine (rollout.max_batch, rollout.cache_mb)"
     print_lines([f"rollout of {work.episodes:,} episodes: {', '.join(lines)}; {held}"])
@@ -269,10 +264,8 @@ def _no_fit(
     if fits := smallest(sizes, config, work, gpu, assumed):
         text = f"smallest number of GPUs that fits: {fits} (of powers of two)"
     else:
-        text = (
-            f"it fits on no power of two up to {LARGEST}: train.activation_checkpointing=true, or "
-        )
-        text += "a smaller train.tokens_per_microbatch"
+        text = f"it fits on no power of two up to {LARGEST}: "
+        text += "train.activation_checkpointing=true, or a smaller train.tokens_per_microbatch"
     return UserError(
         "the run fits on no mesh of these GPUs",
         where=f"--gpus {count}, {gpu.name}",

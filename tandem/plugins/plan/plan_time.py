@@ -63,7 +63,6 @@ def step_time(config: Config, command: str, layers: int) -> StepTime:
             "the time of a step with images is not measured",
             where=f"tandem plan --time, model.path = {config.model.path}",
             found="a model that reads images",
-            expected="a model of text",
             next="tandem plan without --time; or run.steps=3, and timings.jsonl",
         )
     counts, times, tokens = [1, 2] if layers > 2 else [layers], dict[int, list[float]](), 0.0
@@ -81,7 +80,13 @@ def _trial(config: Config, command: str, count: int, layers: int) -> tuple[list[
     of each, and the tokens of a completion."""
     with tempfile.TemporaryDirectory(prefix="tandem-plan-") as temporary:
         folder = Path(temporary)
-        trial = _shorter(config, folder)
+        steps = {"steps": STEPS}  # and no evaluation, save or tracker
+        run = {**steps, "folder": str(folder / "run"), "save_every": 1 << 30, "trackers": []}
+        trial = _with(config, "run", **run, show_samples=0)
+        trial = _with(trial, "eval", data="", every=0, metric="", keep_best=False, patience=0)
+        trial = _with(trial, "critic", warmup_steps=0)
+        trial = _with(trial, "rl", max_flat_steps=0, max_truncated=1.0)
+        trial = _with(_with(trial, "sft", **steps), "preference", **steps)
         for key in MODELS:
             section, name = key.split(".")
             path = getattr(getattr(config, section), name)
@@ -94,36 +99,24 @@ def _trial(config: Config, command: str, count: int, layers: int) -> tuple[list[
                 trial = _with(trial, section, **{name: str(target)})
         recipe = folder / "recipe.toml"
         recipe.write_text(to_toml(trial))
-        run = [sys.executable, "-m", "tandem", command, str(recipe)]
+        words = [sys.executable, "-m", "tandem", command, str(recipe)]
         try:
-            done = subprocess.run(run, capture_output=True, text=True, timeout=LIMIT_S)
+            done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S)
             errors, failed = done.stderr.splitlines(), done.returncode != 0
         except subprocess.TimeoutExpired:
             errors, failed = [f"no end after {LIMIT_S:.0f} s"], True
         rows = [] if failed else read_metrics(folder / "run", "timings.jsonl")
-        steps = [row["step_s"] for row in rows if "step_s" in row][SKIPPED:]
-        if not steps:
+        seconds = [row["step_s"] for row in rows if "step_s" in row][SKIPPED:]
+        if not seconds:
             found = "; ".join(line.strip() for line in errors if line.strip())
             raise UserError(
                 "the time of a step could not be measured",
                 where="tandem plan --time",
                 found=found[:300] or "no steps",
-                expected="steps of a small random model",
                 next="tandem plan without --time says what stops the run itself",
             )
         metrics = read_metrics(folder / "run")[-1]
-        return steps, float(metrics.get("completion_tokens", 0.0))
-
-
-def _shorter(config: Config, folder: Path) -> Config:
-    """Return the config of a trial: a few steps, no evaluation, save or tracker."""
-    steps = {"steps": STEPS}
-    run = {**steps, "folder": str(folder / "run"), "save_every": 1 << 30, "trackers": []}
-    trial = _with(config, "run", **run, show_samples=0)
-    trial = _with(trial, "eval", data="", every=0, metric="", keep_best=False, patience=0)
-    trial = _with(trial, "critic", warmup_steps=0)
-    trial = _with(trial, "rl", max_flat_steps=0, max_truncated=1.0)
-    return _with(_with(trial, "sft", **steps), "preference", **steps)
+        return seconds, float(metrics.get("completion_tokens", 0.0))
 
 
 def _with(config: Config, section: str, **values: Any) -> Config:

@@ -43,7 +43,21 @@ def rows(split: str, count: int, seed: int, difficulty: int) -> list[Row]:
             if problem is None:
                 left.remove(template)
             else:
-                rows.append(_row(problem, template, split, level, number))
+                rows.append(
+                    {
+                        "data_source": template,
+                        "prompt": [_message("user", problem.prompt)],
+                        "ability": "math",
+                        "reward_model": {"style": "rule", "ground_truth": problem.answer},
+                        "extra_info": {
+                            "uid": f"algebra/{level}/{split}/{number}",
+                            "split": split,
+                            "level": level,
+                            "template": template,
+                            **problem.columns,
+                        },
+                    }
+                )
         number += 1
     return rows
 
@@ -78,22 +92,6 @@ def _train_problem(seed: int, level: str, use: str, number: int) -> TaskProblem:
     problem = _first_new(TEMPLATES[template][level], place, "train", set())
     assert problem is not None, "every template has problems in both splits"
     return problem
-
-
-def _row(problem: TaskProblem, template: str, split: str, level: str, number: int) -> Row:
-    return {
-        "data_source": template,
-        "prompt": [_message("user", problem.prompt)],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": problem.answer},
-        "extra_info": {
-            "uid": f"algebra/{level}/{split}/{number}",
-            "split": split,
-            "level": level,
-            "template": template,
-            **problem.columns,
-        },
-    }
 
 
 def _message(role: str, content: str) -> dict[str, str]:

@@ -72,23 +72,15 @@ def _rows(
         chosen = [name for name in task.removeprefix(REASONING).split(",") if name]
         return reasoning_gym.rows(chosen, weights, split, count, seed, difficulty)
     if weights:
-        raise UserError(
-            "weights mix the data sets of reasoning-gym",
-            where="--weights",
-            found=f"weights for {task}",
-            next="name several files in data.train, with data.weights",
-        )
+        what = "weights mix the data sets of reasoning-gym; of files, data.weights mixes them"
+        raise UserError(what, where="--weights", found=task)
     if task.startswith(VERIFIERS):  # which copies a fixed list, and draws nothing
         options: list[tuple[str, object, object]] = [("--split", split, "train")]
         options += [("--difficulty", difficulty, None), ("--seed", seed, 0)]
         given = [f"{option} {value}" for option, value, default in options if value != default]
         if given:
-            raise UserError(
-                "the tasks of a verifiers environment are its own: they are not drawn",
-                where=task,
-                found=" ".join(given),
-                expected="--count only, for the first ones",
-            )
+            what = "the tasks of a verifiers environment are its own: they are not drawn"
+            raise UserError(what, where=task, found=" ".join(given))
         rows = find("sources", "verifiers", key="TASK")
         return list(rows(task.removeprefix(VERIFIERS), limit=count))
     if task in names("tasks"):

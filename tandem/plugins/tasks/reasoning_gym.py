@@ -27,7 +27,6 @@ except ModuleNotFoundError as missing:
     raise UserError(
         "the package reasoning-gym is not installed",
         found=f"no {missing.name}",
-        expected="reasoning-gym",
         next="pip install 'tandem-rl[reasoning-gym]'",
     ) from None
 
@@ -130,7 +129,6 @@ def _dataset(name: str, difficulty: int | None, seed: int, size: int) -> Any:
             "there is no such difficulty",
             where=name,
             found=str(difficulty),
-            next="leave --difficulty out",
             expected="1 or more" if name in CURRICULA else "none: it has no curriculum",
         )
     curriculum = create_curriculum(name)
@@ -195,8 +193,7 @@ def _is_harmless(dataset: str, answer: str) -> bool:
 
 _FUNCTIONS = {"sqrt", "exp", "log", "ln", "sin", "cos", "tan", "asin", "acos", "atan"}
 _FUNCTIONS |= {"sinh", "cosh", "tanh", "Abs"}
-_NODES = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop)
-_LEAVES = (ast.Constant, ast.Name, ast.Call, ast.Load)
+_NODES = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Load)
 
 
 def _is_arithmetic(text: str) -> bool:
@@ -205,19 +202,19 @@ def _is_arithmetic(text: str) -> bool:
         nodes = list(ast.walk(ast.parse(text.strip(), mode="eval")))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
-    return all(isinstance(node, _NODES + _LEAVES) and _is_known(node) for node in nodes)
-
-
-def _is_known(node: ast.AST) -> bool:
-    match node:
-        case ast.Constant(value=value):
-            return type(value) in (int, float)
-        case ast.Name(id=name):
-            return len(name) == 1 or name in _FUNCTIONS | {"pi"}
-        case ast.Call(func=function, keywords=keywords):
-            return isinstance(function, ast.Name) and function.id in _FUNCTIONS and not keywords
-        case _:
-            return True
+    for node in nodes:
+        match node:
+            case ast.Constant(value=value):
+                known = type(value) in (int, float)
+            case ast.Name(id=name):
+                known = len(name) == 1 or name in _FUNCTIONS | {"pi"}
+            case ast.Call(func=ast.Name(id=name), keywords=[]):
+                known = name in _FUNCTIONS
+            case _:
+                known = isinstance(node, _NODES)
+        if not known:
+            return False
+    return True
 
 
 # ---------------------------------------------------------------- entries as JSON

@@ -161,7 +161,8 @@ class Api:
             return _problem(error)
         table = self.table(run)
         name = f"{run.name.replace('/', '-')}-episodes.{kind}"
-        headers = {"Content-Disposition": f'attachment; filename="{_plain(name)}"'}
+        plain = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in name)
+        headers = {"Content-Disposition": f'attachment; filename="{plain}"'}
         if kind == "jsonl":
             lines = table.export_lines(query)
             return StreamingResponse(lines, media_type="application/jsonl", headers=headers)
@@ -221,10 +222,6 @@ def _stamps(runs: list[Run]) -> dict[str, Any]:
 
 def _event(value: Any) -> bytes:
     return f"data: {json.dumps(value)}\n\n".encode()
-
-
-def _plain(name: str) -> str:
-    return "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in name)
 
 
 def _parquet(write: Callable[[Any], None]) -> Iterator[bytes]:
@@ -290,12 +287,6 @@ class _Headers:
         await self._app(scope, receive, with_headers)
 
 
-def _sent_token(request: Request) -> bytes:
-    """Return the token of the address, or of the cookie."""
-    sent = request.query_params.get("token") or request.cookies.get(COOKIE, "")
-    return sent.encode()
-
-
 def _refused(request: Request, error: Exception) -> Response:
     match error:
         case ApiError():
@@ -327,7 +318,10 @@ def make_server(root: Path, token: str, ready: Callable[[], None]) -> Server:
         [Middleware(_Headers)],
         _refused,
         token=token,
-        sent=_sent_token,
+        # of the address, or of the cookie
+        sent=lambda request: (
+            request.query_params.get("token") or request.cookies.get(COOKIE, "")
+        ).encode(),
     )
     app.state.closing = False
     return Server(app, ready=ready, stop=end_events)

@@ -91,14 +91,10 @@ def _open(folders: Sequence[Path]) -> list[Run]:
     runs = []
     for folder in folders:
         require_run(folder)
-        run = Run(folder, _name(folder))
+        name = "/".join(part for part in folder.resolve().parts[-2:] if part != "runs")
+        run = Run(folder, name)
         run.refresh()
         if broken := run.metrics.broken + run.timings.broken:
             print(f"{folder}: {broken} rows cannot be read, and are left out", file=sys.stderr)
         runs.append(run)
     return runs
-
-
-def _name(folder: Path) -> str:
-    parts = folder.resolve().parts[-2:]
-    return "/".join(part for part in parts if part != "runs")

@@ -74,7 +74,18 @@ def read_episode(run: Run, kind: str, step: int, row: int) -> dict[str, Any]:
         "env_rewards": dict(record["env_rewards"]),
         "advantage": own,
         "advantage_kind": values.get("rl.advantage"),
-        "peers": [_peer(peer, place) for peer, place in zip(peers, places, strict=True)],
+        "peers": [
+            {
+                "row": place,
+                "sample": peer["sample_index"],
+                "reward": peer["reward"],
+                "stop": peer["stop_reason"],
+                "tokens": sum(peer["loss_mask"]),
+                "text": peer["text"][:PEER_TEXT],
+                "error": peer["env_error"],
+            }
+            for peer, place in zip(peers, places, strict=True)
+        ],
         "tokens": _tokens(run, values, record, own),
     }
 
@@ -105,6 +116,8 @@ def _conversation(record: dict[str, Any], values: dict[str, Any]) -> list[dict[s
     known = options.get("format", "auto") if isinstance(options, dict) else "auto"
     written: Any = known if known in get_args(Format) else "auto"
     acts = bool(tools) or values.get("env.name", "single_turn") != "single_turn"
+    functions = [tool.get("function") for tool in tools if isinstance(tool, dict)]
+    names = [str(one["name"]) for one in functions if isinstance(one, dict) and "name" in one]
     shown, open_calls = list[dict[str, Any]](), list[dict[str, Any]]()
     for place, message in enumerate([*opening, *own]):
         message = {**message, "sampled": False}
@@ -112,7 +125,7 @@ def _conversation(record: dict[str, Any], values: dict[str, Any]) -> list[dict[s
             message |= {"text": message_text(message), "images": images_of([message])}
         if message.get("role") == "assistant":
             message["sampled"] = place >= len(opening)
-            message |= _with_calls(message, written, _tool_names(tools), acts)
+            message |= _with_calls(message, written, names, acts)
             open_calls = list(message["calls"])
         elif message.get("role") == "tool":
             call = open_calls.pop(0) if open_calls else {}
@@ -153,24 +166,6 @@ def _structured_call(call: Any) -> dict[str, Any]:
             named = arguments if isinstance(arguments, dict) else {"": arguments}
             return {"name": name, "arguments": named}
     return {"name": "", "arguments": {"": call}, "bad": "not a call in OpenAI's form"}
-
-
-def _tool_names(tools: Any) -> list[str]:
-    """List the names of tools in OpenAI's form; what has no name is left out."""
-    functions = [tool.get("function") for tool in tools if isinstance(tool, dict)]
-    return [str(each["name"]) for each in functions if isinstance(each, dict) and "name" in each]
-
-
-def _peer(peer: dict[str, Any], place: int) -> dict[str, Any]:
-    return {
-        "row": place,
-        "sample": peer["sample_index"],
-        "reward": peer["reward"],
-        "stop": peer["stop_reason"],
-        "tokens": sum(peer["loss_mask"]),
-        "text": peer["text"][:PEER_TEXT],
-        "error": peer["env_error"],
-    }
 
 
 def _advantages(values: dict[str, Any], peers: Sequence[dict[str, Any]]) -> list[float] | None:

@@ -120,7 +120,11 @@ class Rows:
         mask = np.ones(len(table), bool)
         for name in (*FACETS, "uid"):
             if wanted := getattr(query, name):
-                mask &= _equals(table.column(name), wanted)
+                parts = [
+                    _bools(pc.equal(chunk.dictionary, wanted))[chunk.indices.to_numpy()]
+                    for chunk in table.column(name).chunks
+                ]
+                mask &= np.concatenate(parts) if parts else False
         for name in ("step", "reward"):
             low, high = getattr(query, f"{name}_from"), getattr(query, f"{name}_to")
             column = self.columns[name]
@@ -152,20 +156,20 @@ class EpisodeTable:
     def refresh(self, seconds: float = SLICE_S) -> bool:
         """Read new files for so long; tell whether all are read."""
         with self._lock:
-            there = {path.name: _stamp(path) for path in self._files()}
+            paths = [p for kind in KINDS for p in self.folder.glob(f"{kind}_step_*.parquet")]
+            places = {path.name: place for path in paths if (place := _place(path.name))}
+            there = {name: _stamp(self.folder / name) for name in places}
             if any(there.get(name) != stamp for name, stamp in self._read.items()):
                 self._forget()  # a resume has removed or replaced some
             until = time.monotonic() + seconds
-            for name in sorted(there.keys() - self._read.keys(), key=_newest_first):
+            for name in sorted(
+                there.keys() - self._read.keys(), key=lambda n: (-places[n][1], places[n][0])
+            ):
                 if time.monotonic() > until:
                     return False
                 self._add(self.folder / name)
                 self._read[name] = there[name]
         return True
-
-    def _files(self) -> list[Path]:
-        paths = [p for kind in KINDS for p in self.folder.glob(f"{kind}_step_*.parquet")]
-        return [path for path in paths if _place(path.name) is not None]
 
     def _add(self, path: Path) -> None:
         self._rows = None
@@ -185,10 +189,15 @@ class EpisodeTable:
                 table = pa.concat_tables(self._parts).combine_chunks()
                 self._parts = [table]
                 columns = {n: table.column(n).to_numpy() for n in (*SORTS, "row")}
+                texts = {n: table.column(n).cast(pa.string()) for n in FACETS}
+                kinds = pc.index_in(texts["kind"], pa.array(KINDS))
                 self._rows = Rows(
                     table=table,
-                    columns={**columns, "kind": _ranks(table.column("kind"))},
-                    facets={n: _values(table.column(n)) for n in FACETS},
+                    columns={**columns, "kind": np.asarray(kinds.to_numpy())},
+                    facets={
+                        name: sorted(filter(None, pc.unique(column).to_pylist()))
+                        for name, column in texts.items()
+                    },
                     damaged=dict(self._damaged),
                 )
             return self._rows
@@ -261,49 +270,38 @@ def search(table: pa.Table, text: str) -> np.ndarray:
     """Tell for each row whether its completion, prompt or uid has the text, in any case."""
     found = _bools(pc.match_substring(table.column("text"), text, ignore_case=True))
     for name in ("prompt", "uid"):
-        column = table.column(name)
-        found |= np.concatenate([_in_dictionary(chunk, text) for chunk in column.chunks])
+        parts = [
+            _bools(pc.match_substring(chunk.dictionary, text, ignore_case=True))[
+                chunk.indices.to_numpy()
+            ]
+            for chunk in table.column(name).chunks
+        ]
+        found |= np.concatenate(parts)
     return found
-
-
-def _in_dictionary(chunk: pa.DictionaryArray, wanted: str) -> np.ndarray:
-    matches = _bools(pc.match_substring(chunk.dictionary, wanted, ignore_case=True))
-    return matches[chunk.indices.to_numpy()]
-
-
-def _equals(column: pa.ChunkedArray, wanted: str) -> np.ndarray:
-    parts = [
-        _bools(pc.equal(chunk.dictionary, wanted))[chunk.indices.to_numpy()]
-        for chunk in column.chunks
-    ]
-    return np.concatenate(parts) if parts else np.zeros(0, bool)
-
-
-def _ranks(kinds: pa.ChunkedArray) -> np.ndarray:
-    """Number the kinds in the order of KINDS."""
-    return np.asarray(pc.index_in(kinds.cast(pa.string()), pa.array(KINDS)).to_numpy())
 
 
 def _bools(values: Any) -> np.ndarray:
     return np.asarray(values.to_numpy(zero_copy_only=False), bool)
 
 
-def _values(column: pa.ChunkedArray) -> list[str]:
-    return sorted(value for value in pc.unique(column.cast(pa.string())).to_pylist() if value)
-
-
 def _index(path: Path) -> pa.Table:
     """Read the rows of a file as the table has them."""
     table = read_table(path, _READ)
     kind, _ = _place(path.name) or ("", 0)
+    # the last message of each prompt, which attempts at a problem share
+    chats = _repeated(table.column("messages"))
+    prompts = [message_text(json.loads(text)[-1]) for text in chats.dictionary.to_pylist()]
+    masks = table.column("loss_mask").combine_chunks()
+    sums = np.concatenate([[0], np.cumsum(_bools(masks.values))])
+    offsets = masks.offsets.to_numpy()
     columns = {
         **{name: table.column(there).combine_chunks() for name, there in _PLAIN.items()},
         **{name: _repeated(table.column(there)) for name, there in _REPEATED.items()},
         "kind": _repeated(pa.chunked_array([[kind] * len(table)], pa.string())),
         "row": pa.array(np.arange(len(table))),
-        "prompt": _prompts(table.column("messages")),
+        "prompt": pa.DictionaryArray.from_arrays(chats.indices, pa.array(prompts, pa.string())),
         "text": table.column("text").combine_chunks(),
-        "tokens": pa.array(_counts(table.column("loss_mask").combine_chunks())),
+        "tokens": pa.array(np.asarray(sums[offsets[1:]] - sums[offsets[:-1]], np.int64)),
         "error": pc.if_else(
             pc.equal(table.column("env_error"), ""),
             table.column("reward_error"),
@@ -317,29 +315,10 @@ def _repeated(column: pa.ChunkedArray) -> pa.DictionaryArray:
     return column.combine_chunks().dictionary_encode()
 
 
-def _prompts(column: pa.ChunkedArray) -> pa.DictionaryArray:
-    """Return the last message of each prompt; attempts at a problem share it."""
-    encoded = _repeated(column)
-    texts = [message_text(json.loads(text)[-1]) for text in encoded.dictionary.to_pylist()]
-    return pa.DictionaryArray.from_arrays(encoded.indices, pa.array(texts, pa.string()))
-
-
-def _counts(masks: pa.ListArray) -> np.ndarray:
-    """Count the sampled tokens of each row."""
-    sums = np.concatenate([[0], np.cumsum(_bools(masks.values))])
-    offsets = masks.offsets.to_numpy()
-    return np.asarray(sums[offsets[1:]] - sums[offsets[:-1]], np.int64)
-
-
 def _place(name: str) -> tuple[str, int] | None:
     """Read (kind, step) of the name of a file; None for another file."""
     match = re.fullmatch(rf"({'|'.join(KINDS)})_step_(\d+)\.parquet", name)
     return (match[1], int(match[2])) if match else None
-
-
-def _newest_first(name: str) -> tuple[int, str]:
-    kind, step = _place(name) or ("", 0)
-    return -step, kind
 
 
 def _stamp(path: Path) -> tuple[int, int]:

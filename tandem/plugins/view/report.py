@@ -11,6 +11,7 @@ import difflib
 import json
 from base64 import b64encode
 from collections.abc import Sequence
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -91,14 +92,20 @@ def report(run: Run) -> str:
     summary = run.summary()
     title = f"{run.name}: tandem {summary['command']}"
     curves = figure(panels([run])) if run.metrics.steps else "<p>It has made no step yet.</p>"
+    notes = [f"failed: {summary['failed']}"] * bool(summary["failed"]) + summary["warnings"]
+    config = "".join(
+        f"<tr><td>{_text(name)}</td><td>{_text(str(value))}</td></tr>"
+        for name, value in run.config_values().items()
+    )
     sections = [
         f"<h1>{_text(run.name)}</h1><p class=dim>tandem {_text(summary['command'])}, "
         f"{_text(summary['created'])}, {_text(summary['state'])}</p>",
         _figures(summary),
-        _notes(summary),
+        *(f"<article><p>{_text(note)}</p></article>" for note in notes),
         f"<h2>Curves</h2>{curves}",
         *_episode_sections(run),
-        _config(run.config_values()),
+        "<h2>Configuration</h2><details><summary>every key</summary>",
+        f"<table>{config}</table></details>",
     ]
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     return (
@@ -123,12 +130,6 @@ def _figures(summary: dict[str, Any]) -> str:
     return f"<dl>{''.join(cells)}</dl>"
 
 
-def _notes(summary: dict[str, Any]) -> str:
-    """Write why the run failed, and its warnings."""
-    lines = [f"failed: {summary['failed']}"] * bool(summary["failed"]) + summary["warnings"]
-    return "".join(f"<article><p>{_text(line)}</p></article>" for line in lines)
-
-
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
@@ -147,20 +148,17 @@ def _episode_sections(run: Run) -> list[str]:
             found.append(_section(run, f"{name} of step {last}", chosen[:CHOSEN]))
     kind = "eval_greedy" if steps["eval_greedy"] else "eval_sampled"
     if len(steps[kind]) > 1:
-        found.append(_before_and_after(run, folder, kind, steps[kind][0], steps[kind][-1]))
+        first, last = steps[kind][0], steps[kind][-1]
+        before, after = (
+            {(s.name.partition(":")[2]): s for s in read_samples(episode_file(folder, step, kind))}
+            for step in (first, last)
+        )
+        both = [name for name in after if name in before]
+        both.sort(key=lambda name: -abs(after[name].reward - before[name].reward))
+        pairs = [sample for name in both[:CHOSEN] for sample in (before[name], after[name])]
+        title = f"Held-out problems, before (step {first}) and after (step {last})"
+        found.append(_section(run, title, pairs))
     return found
-
-
-def _before_and_after(run: Run, folder: Path, kind: str, first: int, last: int) -> str:
-    """Show held-out problems whose reward has changed most, at both evaluations."""
-    before, after = (
-        {(s.name.partition(":")[2]): s for s in read_samples(episode_file(folder, step, kind))}
-        for step in (first, last)
-    )
-    both = [name for name in after if name in before]
-    both.sort(key=lambda name: -abs(after[name].reward - before[name].reward))
-    pairs = [sample for name in both[:CHOSEN] for sample in (before[name], after[name])]
-    return _section(run, f"Held-out problems, before (step {first}) and after (step {last})", pairs)
 
 
 def _section(run: Run, title: str, samples: Sequence[Sample]) -> str:
@@ -168,33 +166,20 @@ def _section(run: Run, title: str, samples: Sequence[Sample]) -> str:
 
 
 def _article(run: Run, sample: Sample) -> str:
-    messages = "".join(
-        f"<pre><b>{_text(message['role'])}</b> {_text(message_text(message)[:LONGEST])}</pre>"
-        + "".join(_image(run, name) for name in images_of([message]))
-        for message in (*sample.prompt, *sample.transcript)
-    )
+    messages = ""
+    for message in (*sample.prompt, *sample.transcript):
+        text = _text(message_text(message)[:LONGEST])
+        messages += f"<pre><b>{_text(message['role'])}</b> {text}</pre>"
+        for name in images_of([message]):
+            with suppress(KeyError):
+                data, kind = read_image(run, name)
+                source = f"data:{kind};base64,{b64encode(data).decode()}"
+                messages += f'<img alt="{_text(name)}" src="{source}">'
     notes = [f"expected answer: {sample.answer}"] * bool(sample.answer)
     notes += [f"error: {error}" for error in sample.errors]
     lines = "".join(f"<br>{_text(note)}" for note in notes)
     heading = f"<b>{_text(sample.name)}</b> <span class=dim>{_text(sample.summary)}</span>{lines}"
     return f"<article><p>{heading}</p>{messages}</article>"
-
-
-def _image(run: Run, name: str) -> str:
-    try:
-        data, kind = read_image(run, name)
-    except KeyError:
-        return ""
-    return f'<img alt="{_text(name)}" src="data:{kind};base64,{b64encode(data).decode()}">'
-
-
-def _config(values: dict[str, Any]) -> str:
-    rows = "".join(
-        f"<tr><td>{_text(name)}</td><td>{_text(str(value))}</td></tr>"
-        for name, value in values.items()
-    )
-    table = f"<details><summary>every key</summary><table>{rows}</table></details>"
-    return f"<h2>Configuration</h2>{table}"
 
 
 def _text(value: str) -> str:

@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
@@ -180,10 +179,17 @@ class Run:
         """Describe the run in the columns of the list of runs."""
         self.refresh()
         about, status = read_json(self.folder / "run.json"), self.status()
-        metrics, last = self.metrics, self.metrics.last
+        metrics, last, best = self.metrics, self.metrics.last, dict[str, Any]()
+        with suppress(UserError, OverflowError):
+            best = asdict(read_best(self.folder))
         done, steps = self.progress(status)
         state = self.state(done, steps)
-        failures = sum(sum(_known(metrics.values.get(name, ()))) for name in FAILURES)
+        failures = sum(
+            value
+            for name in FAILURES
+            for value in metrics.values.get(name, ())
+            if not math.isnan(value)
+        )
         reward = next((n for n in ("reward", "loss", "nll") if n in metrics.values), "reward")
         return {
             "name": self.name,
@@ -197,7 +203,7 @@ class Run:
             "reward": last(reward),
             "trend": self.series(reward, points=60)["y"],
             "held_out": last("eval/sampled"),
-            "best": _best(self.folder),
+            "best": best,
             "interval": last("eval/sampled_interval"),
             "step_s": self.timings.last(f"{TIMES}step_s"),
             "tokens_s": self.timings.last(f"{TIMES}generated_tokens_per_s"),
@@ -236,7 +242,9 @@ class Run:
         with suppress(OSError, UnicodeDecodeError):
             holder = (self.folder / "lock").read_text().strip()
         lives = _lives(holder) if holder else False
-        if lives or (lives is None and self._is_fresh()):
+        stamps = [stat[1] for stat in self._stats(*_LIVELY)]
+        fresh = any(time.time_ns() - stamp < FRESH_S * 10**9 for stamp in stamps)
+        if lives or (lives is None and fresh):
             return "running"
         if not holder and self.notes().failed:
             return "failed"
@@ -247,9 +255,6 @@ class Run:
         if holder:
             return "killed"
         return "stopped" if done else "not begun"
-
-    def _is_fresh(self) -> bool:
-        return any(time.time_ns() - stat[1] < FRESH_S * 10**9 for stat in self._stats(*_LIVELY))
 
     def config_values(self) -> dict[str, Any]:
         """Read the resolved config as {"rl.group_size": 8, ...}; empty if it cannot be read."""
@@ -271,10 +276,6 @@ class Run:
         return found
 
 
-def _known(values: Sequence[float]) -> list[float]:
-    return [value for value in values if not math.isnan(value)]
-
-
 def _lives(holder: str) -> bool | None:
     """Tell whether the process that a lock names, "pid 4711 on HOST since TIME", is alive; None for
     one of another machine. A younger process than the lock only has its number."""
@@ -284,12 +285,6 @@ def _lives(holder: str) -> bool | None:
             since, started = datetime.fromisoformat(words[5]), started_at(int(words[1]))
             return started is not None and started < since.timestamp() + CLOCKS_S
     return None
-
-
-def _best(folder: Path) -> dict[str, Any]:
-    with suppress(UserError, OverflowError):
-        return asdict(read_best(folder))
-    return {}
 
 
 def read_json(path: Path) -> dict[str, Any]:

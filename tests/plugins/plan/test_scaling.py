@@ -47,6 +47,11 @@ def home(tmp_path_factory):
     return make_home(tmp_path_factory.mktemp("home"), steps=2)
 
 
+def sizes_of(config, **changes):
+    place = Placement(torch.device("cuda"), torch.bfloat16)
+    return replace(model_sizes(config, "train"), place=place, **changes)
+
+
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_parameters_are_those_of_the_model(kind):
     model = exact_model(kind)
@@ -90,9 +95,7 @@ def test_gradients_of_several_microbatches_add_up_undivided():
 def test_one_process_has_the_memory_of_its_plan_and_no_communication(home):
     for override in ("train.offload_optimizer=true", "train.activation_checkpointing=true", None):
         config = load_config(home / "recipe.toml", [override] if override else [])
-        sizes = replace(
-            model_sizes(config, "train"), place=Placement(torch.device("cuda"), torch.bfloat16)
-        )
+        sizes = sizes_of(config)
         one = work_of(sizes, config, "train", 20)
         found = rank_memory(sizes, config, one, ALONE)
         # the config says "auto", which is for the device of the models
@@ -254,19 +257,13 @@ def test_meshes_of_four_gpus_by_hand():
 
 def test_a_larger_model_needs_more_gpus_and_plans_are_sorted_by_time(home):
     config = load_config(home / "recipe.toml", ["rollout.cache_mb=1"])
-    place = Placement(torch.device("cuda"), torch.bfloat16)
-    sizes = replace(model_sizes(config, "train"), place=place)
+    sizes = sizes_of(config)
     step = work_of(sizes, config, "train", 20)
     found = plans(sizes, config, step, 4, H200, Assumptions())
     assert [plan.times.total for plan in found] == sorted(plan.times.total for plan in found)
     alone = rank_memory(sizes, config, step, ALONE)
     less = replace(H200, memory=(sum(alone.values()) - 1) / Assumptions().memory)
     assert smallest(sizes, config, step, less, Assumptions()) > 1
-
-
-def sizes_of(config, **changes):
-    place = Placement(torch.device("cuda"), torch.bfloat16)
-    return replace(model_sizes(config, "train"), place=place, **changes)
 
 
 def test_a_model_that_fits_once_divided_must_fit_while_it_is_loaded(home):

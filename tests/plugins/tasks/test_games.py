@@ -75,15 +75,10 @@ def test_halving_finds_the_number_within_the_default_limit(low, high):
     assert [halve(number) for number in range(low, high + 1)] == [1.0] * (high - low + 1)
 
 
-@pytest.mark.parametrize("text", ["", "nine", "9.5", "1e", "9" * 30])
+@pytest.mark.parametrize("text", ["", "nine", "9.5", "9" * 30])
 def test_a_turn_without_a_whole_number_is_told_so_and_counts(text):
     env = GuessTheNumber(limit=2, invalid_guess_penalty=0.5)
-    _, [turn, last] = play(
-        env,
-        problem(9, low=1, high=100),
-        text if text != "1e" else "one",
-        text if text != "1e" else "",
-    )
+    _, [turn, last] = play(env, problem(9, low=1, high=100), text, text)
     assert said([turn]) == ["a number?"]
     assert (turn.penalty, last.penalty, last.done, last.reward) == (0.5, 0.5, True, 0.0)
     assert last.parts == {"turns": 2.0, "bad_guesses": 2.0}
@@ -104,13 +99,7 @@ def block(code):
 
 def test_fenced_blocks_of_python_are_one_program():
     assert fenced_code(block("x = 1") + "\n```py\nprint(x)\n```") == "x = 1\n\nprint(x)\n"
-    for none in (
-        "print(1)",
-        "```\nprint(1)\n```",
-        "```json\n{}\n```",
-        "```python\nprint(1)",
-        "Answer: 3",
-    ):
+    for none in ("print(1)", "```\nprint(1)\n```", "```json\n{}\n```", "```python\nprint(1)"):
         assert fenced_code(none) == ""
 
 

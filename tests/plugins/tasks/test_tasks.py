@@ -164,15 +164,7 @@ def test_a_secret_lies_in_its_range_and_not_in_the_prompt(level):
 
 
 def write(out, task="guess", **changed):
-    arguments = {
-        "count": 5,
-        "difficulty": None,
-        "seed": 0,
-        "split": "train",
-        "weights": "",
-        "force": False,
-    }
-    generate(task, out, **{**arguments, **changed})
+    generate(task, out, **{"count": 5, **changed})
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
