@@ -121,7 +121,7 @@ def test_worker_has_no_place_among_the_trainers_processes(monkeypatch):
 
 
 def test_a_fork_server_that_was_killed_takes_further_requests():
-    """What is sent to it is lost, and its end is seen by who asks."""
+    """Messages to it are lost, and its end is seen by who asks."""
     hosts = LocalHosts([sys.executable, "-m", "tandem.rewards.worker"], preload="{}", log=False)
     try:
         host = hosts.open(0)
