@@ -48,7 +48,7 @@ from tandem.step import Stages, learn_step, rollout_step
 from tandem.step_async import RolloutPrefetcher
 from tandem.train.batch import Models, pack_batch
 from tandem.train.learner import Learner
-from tandem.train.optimizer import Optimizer
+from tandem.train.optimizer import Optimizer, Settings
 from tandem.train_loop import run_training
 from tandem.types import Env, Observation, Problem, SamplingParams, Score, StepResult
 from tandem.weights.hashing import weight_hash
@@ -214,17 +214,8 @@ def train(
 
 
 def learner_of(model: ExactModel, optimizer: type[Optimizer] = Optimizer) -> Learner:
-    made = optimizer(
-        model.trainable(),
-        learning_rate=1e-4,
-        schedule="linear",
-        warmup_steps=2,
-        total_steps=50,
-        weight_decay=0.0,
-        betas=(0.9, 0.95),
-        max_grad_norm=1.0,
-    )
-    return Learner(model, made)
+    settings = Settings(learning_rate=1e-4, schedule="linear", warmup_steps=2, total_steps=50)
+    return Learner(model, optimizer(model.trainable(), settings))
 
 
 def with_policy(stages: Stages, policy: Learner) -> Stages:

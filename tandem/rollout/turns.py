@@ -131,6 +131,14 @@ class Turns:
             if turn < self.envs.limits.max_turns:
                 with _template_errors():  # from the end of the turn to the next one's header
                     answer = self.renderer.turn(observation.messages)
+                if answer[0] not in self.renderer.stop_token_ids:
+                    raise UserError(
+                        "a turn of the model would not be ended",
+                        where="the chat template",
+                        found=f"token {answer[0]} behind it",
+                        expected=f"one of {self.renderer.stop_token_ids}",
+                        next="report this, with the model's chat template",
+                    )
                 if completion.tokens[-1] in self.renderer.stop_token_ids:  # sampled already
                     answer = answer[1:]
                 if builder.length + len(answer) >= self.max_tokens:

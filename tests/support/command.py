@@ -10,7 +10,7 @@ import sys
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 
-from tandem.cli import main
+from tandem.cli import main, progress
 
 ROOT = Path(__file__).parents[2]
 # Its last line on stdout has the result of each command and whether torch was there after it.
@@ -27,6 +27,7 @@ def tandem(*arguments, cwd):
     stdout, stderr = io.StringIO(), io.StringIO()
     before = sys.argv, signal.getsignal(signal.SIGTERM), os.environ.get("COLUMNS", "80")
     sys.argv, os.environ["COLUMNS"] = ["tandem", *map(str, arguments)], "200"
+    progress.console.width = 200  # it may be older than the variable
     try:
         with chdir(cwd), redirect_stdout(stdout), redirect_stderr(stderr):
             main.run()

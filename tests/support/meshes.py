@@ -7,6 +7,7 @@ the first imports cost is paid once.
 import gc
 import math
 import multiprocessing
+import sys
 import tempfile
 import traceback
 from contextlib import contextmanager
@@ -91,6 +92,8 @@ def _run(folder, rank, port):
         dist.init_process_group("gloo", store=store, rank=rank, world_size=config.processes)
         mesh = make_mesh(config, torch.device("cpu"), _unannounced)
         torch.save(function(mesh, *arguments), folder / f"{rank}.pt")
+        if megatron := sys.modules.get("megatron.core.parallel_state"):
+            megatron.destroy_model_parallel()
         dist.destroy_process_group()
         return ""
     except BaseException:
