@@ -35,19 +35,19 @@ BARS = {
     "lines of tests": 34_000,
 }
 HELD = {
-    "lines of the core, without tandem/plugins": 43_534,
-    "lines with plugins": 58_260,
-    "lines that tandem.step imports": 10_200,
-    "lines that a plain `tandem train` imports": 27_020,
-    "conditions on a backend's name": 60,
+    "lines of the core, without tandem/plugins": 42_251,
+    "lines with plugins": 56_408,
+    "lines that tandem.step imports": 9_783,
+    "lines that a plain `tandem train` imports": 22_952,
+    "conditions on a backend's name": 10,
     "of them on the step page": 0,
-    "files that name rollout.engine": 4,
-    "circles of files": 4,
-    "imports of a plugin from outside": 19,
-    "private functions with one use": 761,
-    "functions with 8 or more parameters": 31,
-    "yields in tandem/config": 45,
-    "lines of tests": 54_040,
+    "files that name rollout.engine": 3,
+    "circles of files": 0,
+    "imports of a plugin from outside": 0,
+    "private functions with one use": 520,
+    "functions with 8 or more parameters": 25,
+    "yields in tandem/config": 27,
+    "lines of tests": 46_412,
 }
 
 
