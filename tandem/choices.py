@@ -4,7 +4,7 @@
     ----         ---                  ----------        ---------------
     engines      rollout.engine       RolloutBackend    who samples, and how exactly
     trainers     train.backend        Trainer           who runs the trained models
-    streams      stream.kind          Plane             how a step's groups come to all ranks
+    streams      stream.kind          StreamBackend     how a step's groups come to all ranks
     transports   weights.transport    Transport         how weights come to rollout workers
     machines     cluster.nodes        jobs/here.py      where workers and ranks run
 
@@ -16,6 +16,7 @@ the config asks for contradictions.
                print(choices(Config()))"
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -26,15 +27,15 @@ Report = Callable[[str], None]
 ENGINE = "rollout.engine"  # the key, in messages
 
 
-class Choice:
+class Choice(ABC):
     """An object that a name of the config stands for."""
 
     gap = ""  # the setting by which trainer and rollouts compute with other kernels, or ""
     shares_files = True  # all who need the run's files find them where this process writes them
 
+    @abstractmethod
     def where(self, config: Config) -> str:
         """Return the setting that has chosen it, e.g. "stream.kind = memory"."""
-        raise NotImplementedError
 
     def conflicts(self, config: Config) -> Iterator[str]:
         """Yield "section.key: reason" for settings that do not go with it."""
@@ -42,10 +43,12 @@ class Choice:
 
     def check(self, config: Config) -> None:
         """Raise UserError, before a model is loaded, if what it needs is not there."""
+        return  # it needs nothing
 
     def check_model(self, config: Config, shape: Any, key: str, head: str) -> None:
         """Raise UserError for a model of this transformers config that it cannot run. key: that
         names the model; head: "tokens" or "value"."""
+        return  # it runs every model
 
     def describe(self, config: Config) -> str:
         """Return its part of a run's first line, "" for none."""
@@ -75,15 +78,15 @@ class RolloutBackend(Choice):
         equal: not where a correction allows for another machine."""
         return True
 
+    @abstractmethod
     def parity(self, config: Config, exact: bool, inexact: str) -> Any:
         """Choose how trainer and engine are compared, a types.ParityCheck. exact: they must agree
         to the last bit; inexact: why the model cannot, or ""."""
-        raise NotImplementedError
 
+    @abstractmethod
     def open(self, stage: Any) -> Any:
         """Open what samples for training, of a jobs.rollouts.RolloutStage, as a context of
         jobs.rollouts.Rollouts."""
-        raise NotImplementedError
 
     def load(self, config: Config, renderer: Any, report: Report) -> Any:
         """Load the engine of a command that only generates, a types.Generate; None for Tandem's."""
@@ -99,12 +102,12 @@ class Trainer(Choice):
     def where(self, config: Config) -> str:
         return f"train.backend = {config.train.backend}"
 
+    @abstractmethod
     def make_ranks(self, mesh: Any, processes: Any) -> Any:
         """Return the train.ranks.Ranks of a train.parallel mesh of joined processes."""
-        raise NotImplementedError
 
 
-class Plane(Choice):
+class StreamBackend(Choice):
     """The way of a step's groups from the rollouts to the ranks: jobs/streams.py, plugins/cluster,
     or of a package with an entry point `tandem.streams`."""
 
@@ -113,12 +116,13 @@ class Plane(Choice):
     def where(self, config: Config) -> str:
         return f"stream.kind = {config.stream.kind}"
 
+    @abstractmethod
     def open(self, config: Config, ranks: Any, report: Report) -> Any:
         """Open rank 0's end as a context of a stream.stream.Stream; have the other ranks join."""
-        raise NotImplementedError
 
     def join(self, config: Config, ranks: Any, servers: Mapping[str, Any]) -> Any:
-        """Join the stream that rank 0 has opened; the caller closes it."""
+        """Join the stream that rank 0 has opened; the caller closes it. Asked of those alone whose
+        `open` has had the ranks join."""
         raise NotImplementedError
 
 
@@ -147,25 +151,21 @@ def engine_name(engine: str) -> str:
 
 
 def engine_of(config: Config) -> RolloutBackend:
-    found: RolloutBackend = find("engines", engine_name(config.rollout.engine), key=ENGINE)()
-    return found
+    return find("engines", engine_name(config.rollout.engine), key=ENGINE)()
 
 
 def trainer_of(config: Config) -> Trainer:
-    found: Trainer = find("trainers", config.train.backend, key="train.backend")()
-    return found
+    return find("trainers", config.train.backend, key="train.backend")()
 
 
-def plane_of(config: Config) -> Plane:
-    found: Plane = find("streams", config.stream.kind, key="stream.kind")()
-    return found
+def stream_of(config: Config) -> StreamBackend:
+    return find("streams", config.stream.kind, key="stream.kind")()
 
 
 def transport_of(config: Config) -> Transport:
     name = config.weights.transport
     name = machine_of(config).usual_transport if name == "auto" else name
-    found: Transport = find("transports", name, key="weights.transport")()
-    return found
+    return find("transports", name, key="weights.transport")()
 
 
 def machine_of(config: Config) -> Any:
@@ -175,8 +175,8 @@ def machine_of(config: Config) -> Any:
 
 def choices(config: Config) -> list[Choice]:
     """Return every choice of a run."""
-    finders = trainer_of, engine_of, transport_of, machine_of, plane_of
-    return [find(config) for find in finders]
+    finders = trainer_of, engine_of, transport_of, machine_of, stream_of
+    return [choice_of(config) for choice_of in finders]
 
 
 def why_gap(config: Config, inexact: str) -> str:

@@ -138,7 +138,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "fusion": "tandem.plugins.graders.sandbox.fusion:open_fusion",
     },
     "sources": {"verifiers": "tandem.plugins.verifiers.env:rows"},  # (id, limit=) -> rows
-    "streams": {  # choices.py: Plane
+    "streams": {  # choices.py: StreamBackend
         "memory": "tandem.jobs.streams:Memory",
         "transfer_queue": "tandem.plugins.cluster.stream:TransferQueue",
     },

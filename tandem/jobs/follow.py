@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem.choices import engine_of, plane_of
+from tandem.choices import engine_of, stream_of
 from tandem.config.recipe import load_config
 from tandem.config.schema import Config
 from tandem.jobs.engines import prepare_process
@@ -115,7 +115,7 @@ def _rl_orders(
 
     def join(servers: Mapping[str, Any]) -> None:
         nonlocal stream
-        stream = opened.enter_context(closing(plane_of(config).join(config, ranks, servers)))
+        stream = opened.enter_context(closing(stream_of(config).join(config, ranks, servers)))
 
     def learn(step: int, num_carried: int, baseline: float, exact: bool) -> None:
         parity = engine_of(config).parity(config, exact, models.policy.model.exactness.gap)

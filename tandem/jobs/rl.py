@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from tandem.choices import Report, choices, engine_of, machine_of, plane_of
+from tandem.choices import Report, choices, engine_of, machine_of, stream_of
 from tandem.config.schema import Config
 from tandem.jobs.engines import (
     build_engine,
@@ -73,7 +73,7 @@ def open_rl_job(config: Config, run: RunFolder, report: Report) -> Iterator[RLJo
         )
         with (
             engine_of(config).open(stage) as rollouts,
-            plane_of(config).open(config, ranks, report) as stream,
+            stream_of(config).open(config, ranks, report) as stream,
         ):
             sampling = sampling_params(config.rollout, stop_token_ids)
             runner, sync = rollouts.lanes[0]

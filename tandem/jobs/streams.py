@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem.choices import Plane, Report
+from tandem.choices import Report, StreamBackend
 from tandem.config.schema import Config
 from tandem.runtime.errors import UserError
 from tandem.stream.stream import MemoryStream, Plan, Stream
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tandem.train.ranks import Ranks
 
 
-class Memory(Plane):
+class Memory(StreamBackend):
     """The memory of rank 0. No rank joins it."""
 
     def open(

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem.choices import ENGINE, Report, engine_of, plane_of, transport_of
+from tandem.choices import ENGINE, Report, engine_of, stream_of, transport_of
 from tandem.config.schema import Config
 from tandem.jobs.here import Here
 from tandem.registry import find
@@ -34,7 +34,7 @@ class Nodes(Here):
         if on_ray and config.parallel.processes == 1:
             yield "cluster.trainers: ray starts the ranks after 0, and [parallel] has one process"
         calls = cluster.reward_workers + cluster.env_workers
-        if not (rollout.workers or plane_of(config).needs_nodes or on_ray or calls):
+        if not (rollout.workers or stream_of(config).needs_nodes or on_ray or calls):
             yield (
                 "cluster.nodes: rollout workers run on them, and rollout.workers=0 has none; e.g. "
                 f"rollout.workers={cluster.nodes}"

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from tandem.choices import Plane, Report
+from tandem.choices import Report, StreamBackend
 from tandem.config.schema import Config
 from tandem.plugins.cluster.errors import no_transfer_queue
 
@@ -18,7 +18,7 @@ START_S = 240.0  # for Ray to place and start three processes that import torch,
 MIN_STALL_S = 20
 
 
-class TransferQueue(Plane):
+class TransferQueue(StreamBackend):
     """Rows in storage units on a Ray cluster, of which the driver holds the metadata alone."""
 
     shares_files = False
