@@ -28,7 +28,7 @@ Around them
   run_folder/    what a run writes: metrics, journal, checkpoints, exports
   audit/         a finished run read again: replay, why, diff
   workers/       the one way to run something in another process: channel, host, fork server, pool
-  runtime/       this machine: processes, signals, files, sandbox, random numbers, errors
+  runtime/       this machine: signals, files, HTTP client, random numbers, errors
   serve/         the OpenAI-compatible server
   cli/           the commands
 
