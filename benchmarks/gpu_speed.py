@@ -258,9 +258,9 @@ def run_without_a_save(command: list[str], folder: Path, rows: int) -> None:
 
 def never_saves() -> None:
     """Let the run of this process begin where a save would not fit on the disk."""
-    import tandem.plugins.plan.footprint
+    import tandem.cli.train
 
-    tandem.plugins.plan.footprint.require_disk = lambda *_: None
+    tandem.cli.train.require_disk = lambda *_: None
 
 
 def inexact(bench: Bench, name: str, count: int, length: int) -> Figures:

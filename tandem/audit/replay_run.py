@@ -22,13 +22,12 @@ from tandem.jobs.input_hashes import IMAGES, input_hashes
 from tandem.jobs.models import build_distill_models, build_rl_models, check_models
 from tandem.jobs.offline import open_offline_job
 from tandem.rollout.collect import Progress, make_rollout_batch, step_metrics
-from tandem.rollout.evaluate import sampling_params
+from tandem.rollout.score import sampling_params
 from tandem.run_folder.folder import MACHINE, RunFolder
 from tandem.run_folder.read import PastRun, read_step
 from tandem.runtime.errors import UserError
 from tandem.step import learn_step
 from tandem.train.learn import LearnStage, Observe
-from tandem.train.learner import Learner
 from tandem.train_loop import TrainJob
 from tandem.types import Row
 from tandem.weights.hashing import weight_hash
@@ -86,8 +85,7 @@ class JournalReplayRun(ReplayRun):
                 config, probe_exactness(config, models.policy.model, report, folder=past.folder)
             ),
         )
-        critic = {} if models.critic is None else {"critic": models.critic}
-        self.learners: dict[str, Learner] = {"policy": models.policy, **critic}
+        self.learners = models.learners
 
     def step(self, done: int, observe: Observe | None) -> Row:
         progress, config = self._progress, self._past.config

@@ -32,8 +32,7 @@ from tandem.jobs.inputs import read_data
 from tandem.model.config_file import check_model
 from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episode_metrics import episode_metrics
-from tandem.rollout.evaluate import sampling_params
-from tandem.rollout.score import generate_and_score
+from tandem.rollout.score import generate_and_score, sampling_params
 from tandem.run_folder.episode_files import cut_episodes, episode_file, json_lines, write_episodes
 from tandem.run_folder.files import read_file
 from tandem.run_folder.folder import RunFolder, open_run

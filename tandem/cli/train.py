@@ -1,25 +1,30 @@
 """The commands that train: `tandem train`, `sft`, `dpo`, `rm` and `distill`."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tandem.choices import choices
 from tandem.cli.progress import StepProgress, console, evaluation, print_lines
 from tandem.config.schema import Config
 from tandem.data.chat_template import read_template
-from tandem.jobs.export import weights_saver
 from tandem.jobs.out_of_memory import explain_out_of_memory
 from tandem.jobs.ranks import is_follower
 from tandem.registry import find
-from tandem.run_folder.best import Best
 from tandem.run_folder.checkpoint import step_name, versions
 from tandem.run_folder.export import Provenance, export, keep_model, model_card
 from tandem.run_folder.files import KEPT_MODEL
 from tandem.run_folder.folder import open_run
 from tandem.run_folder.metrics import read_metrics
+from tandem.runtime.disk import human_bytes
+from tandem.runtime.errors import UserError
 from tandem.runtime.image_store import keep_in
 from tandem.runtime.wording import counted
-from tandem.train_loop import TrainingEnd, run_training, trained_model
+from tandem.train_loop import TrainingEnd, TrainJob, run_training, trained_model
+
+if TYPE_CHECKING:
+    from tandem.run_folder.best import Best
 
 
 def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Path:
@@ -52,7 +57,7 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
             StepProgress(command, job.steps, log=run.log) as progress,
         ):
             model = trained_model(job)
-            find("resources", "disk", key="run.folder")(config, command, folder)
+            require_disk(job, config, folder)
             template = read_template(config.data.chat_template)
             keep_model(model, config.model.path, folder / KEPT_MODEL, template)
             end = run_training(run, job, progress, report)
@@ -62,7 +67,11 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
             card = model_card(
                 model, config, command=command, step=end.step, metrics=rows[-1], about=about
             )
-            weights = weights_saver(next(iter(job.learners.values())))
+            weights, learner = None, next(iter(job.learners.values()))
+            if learner.ranks.size > 1:
+                from tandem.jobs.export import weights_saver
+
+                weights = weights_saver(learner)
             export(model, str(folder / KEPT_MODEL), target, card, weights)
         report(f"done: {counted(end.step, 'steps')}, weights {end.weights[:16]}, model in {target}")
         evals = [text for row in rows if (text := evaluation(row))]
@@ -75,8 +84,31 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
     return target
 
 
+def require_disk(job: TrainJob, config: Config, folder: Path, free: int | None = None) -> None:
+    """Raise UserError if checkpoints and export do not fit on the disk of the run folder, where old
+    checkpoints give their space back. free: bytes on it, if not as they are."""
+    kept = config.run.keep_checkpoints + config.eval.keep_best + 1  # one more while it is written
+    needed = sum(weight.nbytes for weight in trained_model(job).named_weights().values())
+    for learner in job.learners.values():
+        optimizer = learner.optimizer
+        for name, weight in optimizer.weights().items():
+            has_one = optimizer.has_momentum(name, weight)
+            moments = weight.nbytes if has_one else optimizer.moment_bytes(weight.shape)
+            needed += kept * learner.ranks.size * (weight.nbytes + moments)
+    held = sum(file.stat().st_size for file in (folder / "checkpoints").glob("step_*/*"))
+    there = shutil.disk_usage(folder).free + held if free is None else free
+    if needed > there:
+        raise UserError(
+            "the run would not fit on the disk",
+            where=str(folder),
+            found=f"{human_bytes(there)} free",
+            expected=f"{human_bytes(needed)} for checkpoints and export",
+            next="free some, or another run.folder; fewer run.keep_checkpoints need less",
+        )
+
+
 def about_best(
-    end: TrainingEnd, best: Best, steps: int, config: Config, folder: Path
+    end: TrainingEnd, best: "Best", steps: int, config: Config, folder: Path
 ) -> Iterator[str]:
     """Say why a run stopped early, and where its best checkpoint is."""
     if end.step < steps:

@@ -23,10 +23,10 @@ from tandem.jobs.input_hashes import require_same_functions
 from tandem.jobs.offline import OFFLINE, PairJob
 from tandem.jobs.ranks import make_ranks, require_size
 from tandem.jobs.rl import MODELS
+from tandem.jobs.stage import read_inputs
 from tandem.jobs.streams import JournalStream
-from tandem.registry import find
 from tandem.rollout.collect import RolloutBatch
-from tandem.rollout.evaluate import sampling_params
+from tandem.rollout.score import sampling_params
 from tandem.run_folder.checkpoint import Saver, load_checkpoint
 from tandem.run_folder.journal import Journal
 from tandem.run_folder.shards import Shard
@@ -94,8 +94,7 @@ def _orders(
     closed."""
     prepare_process(config)
     if command in OFFLINE:
-        inputs = find("inputs", command, key="command")(config)
-        job = OFFLINE[command](config, inputs, ranks, lambda text: None)
+        job = OFFLINE[command](config, read_inputs(config, command), ranks, lambda text: None)
         orders: dict[str, Callable[..., object]] = {"learn": job.learn_step}
         if isinstance(job, PairJob):
             orders["evaluate"] = job.pair_means
@@ -106,7 +105,7 @@ def _orders(
 def _rl_orders(
     config: Config, command: str, folder: Path, run_id: str, ranks: Ranks, opened: ExitStack
 ) -> Orders:
-    inputs = find("inputs", command, key="command")(config, exact=False)
+    inputs = read_inputs(config, command)
     journal = Journal(folder / "episodes", run_id, inputs.problems)
     models = MODELS[command](config, ranks)
     sampling = sampling_params(config.rollout, inputs.renderer.stop_token_ids)
@@ -126,10 +125,8 @@ def _rl_orders(
         )
         learn_step(stage, rollouts)
 
-    learners = {"policy": models.policy}
-    if models.critic is not None:
-        learners["critic"] = models.critic
-    return {"learn": learn, "join_stream": join, **_learner_orders(learners, folder, ranks)}
+    learners = _learner_orders(models.learners, folder, ranks)
+    return {"learn": learn, "join_stream": join, **learners}
 
 
 def _learner_orders(

@@ -25,7 +25,7 @@ from tandem.jobs.models import check_models, check_tokenizer, placement
 from tandem.model.paths import path_of
 from tandem.model.rope import positions_of
 from tandem.model.tokenizer import load_tokenizer
-from tandem.rl.user_functions import try_functions, try_user_metric
+from tandem.registry import built_in
 from tandem.runtime.errors import UserError
 from tandem.runtime.wording import counted
 from tandem.types import Problem
@@ -140,7 +140,11 @@ def _problem_inputs(config: Config, *others: str, exact: bool) -> ProblemInputs:
     """Read and check problems. others: further keys that name models."""
     require_correction(config)
     engine_of(config).check(config)
-    try_functions(config.rl.policy_loss, config.rl.estimator, config.rl.filter)
+    named = {"losses": config.rl.loss, "advantages": config.rl.advantage}
+    if config.rl.filter or any(name not in built_in(kind) for kind, name in named.items()):
+        from tandem.rl.user_functions import try_functions
+
+        try_functions(config.rl.policy_loss, config.rl.estimator, config.rl.filter)
     data, held_out = read_data(config, "data.train"), read_data(config, "eval.data")
     if "answer" in config.reward.functions and not any(problem.answer for problem in data):
         raise UserError(
@@ -182,6 +186,8 @@ def held_out_of(
     if not problems:
         return [], {}
     if config.eval.metric:
+        from tandem.rl.user_functions import try_user_metric
+
         try_user_metric(config.eval.metric)
     return _fitting(config, problems, "eval.data", shape, renderer, exact)
 

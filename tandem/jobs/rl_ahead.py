@@ -1,15 +1,14 @@
 """`tandem train` and `tandem distill` with rollouts ahead of the training (rollout.staleness)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 
 from tandem.jobs.rl_job import RLJob
 from tandem.jobs.rollouts import RolloutPool, Rollouts
-from tandem.rollout.evaluate import Evaluator
 from tandem.step import Stages
 from tandem.step_async import RolloutPrefetcher, train_step_async
-from tandem.types import StepResult
+from tandem.types import Row, StepResult
 
 
 class AsyncRLJob(RLJob):
@@ -18,7 +17,7 @@ class AsyncRLJob(RLJob):
     def __init__(
         self,
         stages: Stages,
-        evaluate: Evaluator,
+        evaluate: Callable[[int], Row],
         data: dict[str, str],
         prefetcher: RolloutPrefetcher,
         pools: Sequence[RolloutPool] = (),

@@ -1,14 +1,13 @@
 """The job of `tandem train` and `tandem distill`, as train_loop.py repeats it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tandem.jobs.rollouts import RolloutPool
-from tandem.rollout.evaluate import Evaluator
 from tandem.run_folder.journal import Journal
 from tandem.runtime.errors import UserError
 from tandem.step import Stages, train_step
-from tandem.types import StepResult
+from tandem.types import Row, StepResult
 
 
 class RLJob:
@@ -17,15 +16,12 @@ class RLJob:
     def __init__(
         self,
         stages: Stages,
-        evaluate: Evaluator,
+        evaluate: Callable[[int], Row],
         data: dict[str, str],
         pools: Sequence[RolloutPool] = (),
     ):
-        config, models, self.pools = stages.config, stages.models, pools
+        config, self.pools, self.learners = stages.config, pools, stages.models.learners
         self.stages, self.evaluate, self.data = stages, evaluate, data
-        self.learners = {"policy": models.policy}
-        if models.critic is not None:
-            self.learners["critic"] = models.critic
         self.steps, self.eval_every = config.run.steps, config.eval.every
 
     def start(self, done: int) -> None:

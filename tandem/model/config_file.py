@@ -267,6 +267,8 @@ def is_sparse(config: Any, layer: int) -> bool:
 
 def has_experts(config: Any) -> bool:
     """Tell whether any layer is a mixture of experts."""
+    if config.model_type != "qwen3_moe":
+        return False
     return any(is_sparse(config, layer) for layer in range(config.num_hidden_layers))
 
 

@@ -53,7 +53,7 @@ def best_so_far(rows: Iterable[Metrics], best: Best | None = None) -> Best | Non
 
 
 class BestTracker:
-    """The best evaluation while a run goes on, in best.json; nothing without keep and patience.
+    """The best evaluation while a run goes on, in best.json.
 
     keep: its checkpoint is kept; patience: evaluations without a better one that end the run, 0:
     none do.
@@ -65,8 +65,6 @@ class BestTracker:
 
     def update(self, rows: Iterable[Metrics]) -> bool:
         """Take up the rows that follow; return whether one of them is the best so far."""
-        if not (self.keep or self.patience):
-            return False
         before, self.best = self.best, best_so_far(rows, self.best)
         if self.best is not None and self.best != before:
             write_best(self.folder, self.best)

@@ -11,6 +11,6 @@ with runs, docs/scaling.md the formulas of meshes with published numbers.
     scaling.py, gpus.py, meshes.py   communication, time, and which meshes are possible
     command.py, cli.py   the command
 
-It plugs in as a command, and as `resources` of tandem/registry.py: a run asks it for the disk
-before it trains, and for advice when memory is out.
+It plugs in as a command, and as `resources` of tandem/registry.py: a run asks it for
+advice when memory is out.
 """

@@ -393,22 +393,6 @@ def disk(sizes: Sizes, config: Config) -> list[Need]:
     ]
 
 
-def require_disk(
-    config: Config, command: str, folder: Path, machine: Machine | None = None
-) -> None:
-    """Raise UserError if checkpoints and export do not fit on the disk of the run folder."""
-    there = (machine or Machine.here(folder)).disk
-    needed = sum(size for _, size, _ in disk(model_sizes(config, command), config))
-    if needed > there:
-        raise UserError(
-            "the run would not fit on the disk",
-            where=str(folder),
-            found=f"{human_bytes(there)} free",
-            expected=f"{human_bytes(needed)} for checkpoints and export",
-            next="free some, or another run.folder; fewer run.keep_checkpoints need less",
-        )
-
-
 def out_of_memory(error: Exception, config: Config, command: str) -> UserError:
     """Make the error of an allocation that failed: the settings that would save most, and how
     much."""

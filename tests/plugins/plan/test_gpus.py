@@ -10,7 +10,7 @@ from tandem.cli import doctor
 from tandem.config.recipe import load_config
 from tandem.jobs import engines
 from tandem.jobs.models import placement, releases_cache
-from tandem.jobs.rl import note_machine
+from tandem.jobs.stage import note_machine
 from tandem.model.paths import Exact
 from tandem.model.placement import Placement, place_models
 from tandem.model.probe import Exactness
