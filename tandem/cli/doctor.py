@@ -11,12 +11,15 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Any
+from typing import Annotated, Any
+
+from typer import Option
 
 from tandem import __version__
 from tandem.cli.progress import console
@@ -42,8 +45,10 @@ class Finding:
 Check = tuple[str, Callable[[], Finding]]
 
 
-def doctor(as_json: bool = False) -> int:
-    """Print what each check finds; return the exit code."""
+def doctor(
+    as_json: Annotated[bool, Option("--json", help="print one JSON document instead")] = False,
+) -> None:
+    """Check this machine: versions, exactness of the operators, reward workers, disk."""
     numerics.prepare()
     free = shutil.disk_usage(".").free
     text = f"{free / 2**30:.1f} GiB free here"
@@ -72,7 +77,7 @@ def doctor(as_json: bool = False) -> int:
             for name, one in found.items()
         }
         print(json.dumps({"ok": passed, "tandem": __version__, "checks": shown}, indent=1))
-    return 0 if passed else 1
+    sys.exit(0 if passed else 1)
 
 
 def versioned(name: str, found: str, others: str = "", **facts: Any) -> Finding:

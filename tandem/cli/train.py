@@ -1,9 +1,7 @@
 """The commands that train: `tandem train`, `sft`, `dpo`, `rm` and `distill`."""
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tandem.choices import choices
 from tandem.cli.progress import StepProgress, console, evaluation, print_lines
@@ -21,10 +19,7 @@ from tandem.runtime.disk import human_bytes
 from tandem.runtime.errors import UserError
 from tandem.runtime.image_store import keep_in
 from tandem.runtime.wording import counted
-from tandem.train_loop import TrainingEnd, TrainJob, run_training, trained_model
-
-if TYPE_CHECKING:
-    from tandem.run_folder.best import Best
+from tandem.train_loop import TrainJob, run_training, trained_model
 
 
 def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Path:
@@ -79,7 +74,9 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
             report(f"before: {evals[0]}")
             report(f"after:  {evals[-1]}")
         if end.best is not None:
-            for line in about_best(end, end.best, job.steps, config, folder):
+            from tandem.run_folder.best import about_best
+
+            for line in about_best(end.best, folder, config.eval, step=end.step, steps=job.steps):
                 report(line)
     return target
 
@@ -105,20 +102,6 @@ def require_disk(job: TrainJob, config: Config, folder: Path, free: int | None =
             expected=f"{human_bytes(needed)} for checkpoints and export",
             next="free some, or another run.folder; fewer run.keep_checkpoints need less",
         )
-
-
-def about_best(
-    end: TrainingEnd, best: "Best", steps: int, config: Config, folder: Path
-) -> Iterator[str]:
-    """Say why a run stopped early, and where its best checkpoint is."""
-    if end.step < steps:
-        yield (
-            f"stopped early, at step {end.step} of {steps}: {best.misses} evaluations in a row "
-            f"were no better than the best (eval.patience={config.eval.patience})"
-        )
-    is_kept = config.eval.keep_best and (folder / "checkpoints" / step_name(best.step)).exists()
-    kept = f"; tandem export {folder} --best" if is_kept else ""
-    yield f"best: {best}{kept}"
 
 
 def processes_of(config: Config) -> str:

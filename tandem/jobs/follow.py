@@ -10,9 +10,8 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tandem.choices import engine_of, stream_of
 from tandem.config.recipe import load_config
@@ -22,9 +21,9 @@ from tandem.jobs.export import save_weights
 from tandem.jobs.input_hashes import require_same_functions
 from tandem.jobs.offline import OFFLINE, PairJob
 from tandem.jobs.ranks import make_ranks, require_size
-from tandem.jobs.rl import MODELS
 from tandem.jobs.stage import read_inputs
 from tandem.jobs.streams import JournalStream
+from tandem.registry import find
 from tandem.rollout.collect import RolloutBatch
 from tandem.rollout.score import sampling_params
 from tandem.run_folder.checkpoint import Saver, load_checkpoint
@@ -39,9 +38,6 @@ from tandem.train.learn import LearnStage
 from tandem.train.learner import Learner
 from tandem.train.ranks import Ranks
 from tandem.train_loop import load_learners, saved_boxes, saved_tensors
-
-if TYPE_CHECKING:
-    from tandem.train.parallel.processes import Processes
 
 WAIT_S = 5.0  # for rank 0 to end by the same error, whose text is the better one
 
@@ -68,8 +64,12 @@ def follow(config: Config, command: str) -> None:
             require_same_functions(config, begin["functions"])
             ranks, run_id = make_ranks(config, processes), begin["run_id"]
             orders = _orders(config, command, folder, run_id, ranks, opened)
+
+            def fail(finding: str) -> None:  # the rest of the report is in stderr
+                processes.fail(f"rank {processes.rank}: {finding.partition(chr(10))[0]}")
+
             # from the load to the export, as rank 0
-            with watchdog.watching(stall_s, on_stall=partial(_fail, processes)):
+            with watchdog.watching(stall_s, on_stall=fail):
                 name, arguments = processes.next_order()
                 while name not in ("export", "stop"):
                     orders[name](**arguments)
@@ -80,11 +80,6 @@ def follow(config: Config, command: str) -> None:
         except UserError:
             time.sleep(WAIT_S)
             raise
-
-
-def _fail(processes: "Processes", report: str) -> None:
-    """End all ranks with the watchdog's finding; the rest of its report is in stderr."""
-    processes.fail(f"rank {processes.rank}: {report.partition(chr(10))[0]}")
 
 
 def _orders(
@@ -107,7 +102,7 @@ def _rl_orders(
 ) -> Orders:
     inputs = read_inputs(config, command)
     journal = Journal(folder / "episodes", run_id, inputs.problems)
-    models = MODELS[command](config, ranks)
+    models = find("models", command, key="command")(config, ranks)
     sampling = sampling_params(config.rollout, inputs.renderer.stop_token_ids)
 
     stream: StreamReader = JournalStream(journal, folder)

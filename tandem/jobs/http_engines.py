@@ -42,7 +42,15 @@ def open_servers(stage: RolloutStage) -> Iterator[Rollouts]:
     with closing(connect(stage.config, renderer, stage.report)) as engines:
         for server in engines.servers:
             if server.served is not None and not server.served.takes_updates:
-                raise _foreign_weights(server.url, server.served.is_tandem)
+                own = server.served.is_tandem
+                raise UserError(
+                    "the new weights of a training cannot reach this server",
+                    where=f"{ENGINE} = {server.url}",
+                    found="it keeps its weights" if own else "a server that is not Tandem's",
+                    expected="`tandem serve MODEL --allow-weight-updates`",
+                    next="train with that, or with vLLM; `tandem rollout` and `tandem eval` can "
+                    "use this one",
+                )
         sync = FileSync(engines, stage.engine, folder, stage.config.rollout.staleness)
         try:
             lane = replace(stage.local, engine=engines), sync
@@ -145,13 +153,3 @@ class FileSync:
 
     def _path(self, version: int) -> Path:
         return self.folder / f"version_{version:06d}.safetensors"
-
-
-def _foreign_weights(url: str, is_tandem: bool) -> UserError:
-    return UserError(
-        "the new weights of a training cannot reach this server",
-        where=f"{ENGINE} = {url}",
-        found="it keeps its weights" if is_tandem else "a server that is not Tandem's",
-        expected="`tandem serve MODEL --allow-weight-updates`",
-        next="train with that, or with vLLM; `tandem rollout` and `tandem eval` can use this one",
-    )

@@ -2,32 +2,27 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 from tandem.choices import Report, engine_of, stream_of
 from tandem.config.schema import Config
 from tandem.jobs.engines import make_room
 from tandem.jobs.exactness import require_parity
-from tandem.jobs.models import build_distill_models, build_rl_models
 from tandem.jobs.rl_job import RLJob
 from tandem.jobs.rollouts import RolloutPool, Rollouts, RolloutStage
 from tandem.jobs.stage import open_stage
+from tandem.registry import find
 from tandem.rollout.collect import Collector, RolloutBatch
 from tandem.rollout.score import sampling_params
 from tandem.run_folder.folder import RunFolder
 from tandem.step import Stages
-from tandem.train.ranks import Ranks
-from tandem.types import ParityCheck, Row
-
-# What loads a command's models, on every rank.
-MODELS = {"train": build_rl_models, "distill": build_distill_models}
+from tandem.types import Row
 
 
 @contextmanager
 def open_rl_job(config: Config, run: RunFolder, report: Report) -> Iterator[RLJob]:
     """Open the job of `tandem train` or `tandem distill`."""
     with open_stage(config, run, report) as stage:
-        models = MODELS[run.command](config, stage.ranks)
+        models = find("models", run.command, key="command")(config, stage.ranks)
         found = stage.probe(models.policy.whole, models.others, config.rollout.workers)
         parity = require_parity(config, found)
         engine, local = stage.open_engine(models.policy.whole)
@@ -46,7 +41,19 @@ def open_rl_job(config: Config, run: RunFolder, report: Report) -> Iterator[RLJo
         ):
             sampling = sampling_params(config.rollout, stage.inputs.renderer.stop_token_ids)
             runner, sync = rollouts.lanes[0]
-            room = make_room(config, engine)
+            leave_memory = make_room(config, engine)
+
+            def before_updates(rollouts: RolloutBatch) -> None:
+                """Make room on the device; order the other ranks to learn from the same."""
+                leave_memory()
+                stage.ranks.order(
+                    "learn",
+                    step=rollouts.step,
+                    num_carried=rollouts.num_carried,
+                    baseline=rollouts.baseline,
+                    exact=parity.exact,
+                )
+
             stages = Stages(
                 config=config,
                 models=models,
@@ -61,7 +68,7 @@ def open_rl_job(config: Config, run: RunFolder, report: Report) -> Iterator[RLJo
                 ),
                 sync=sync,
                 stream=stream,
-                before_updates=partial(_before_updates, stage.ranks, parity, room),
+                before_updates=before_updates,
             )
             stages.journal.clean()
             pools = [pool for pool in (rollouts.pool, *(stage.workers or ())) if pool is not None]
@@ -85,17 +92,3 @@ def _open_job(
 
     with open_prefetcher(stages, rollouts) as prefetcher:
         yield AsyncRLJob(stages, evaluate, data, prefetcher, pools)
-
-
-def _before_updates(
-    ranks: Ranks, parity: ParityCheck, make_room: Callable[[], None], rollouts: RolloutBatch
-) -> None:
-    """Make room on the device, and order the other ranks to learn from the same rollouts."""
-    make_room()
-    ranks.order(
-        "learn",
-        step=rollouts.step,
-        num_carried=rollouts.num_carried,
-        baseline=rollouts.baseline,
-        exact=parity.exact,
-    )

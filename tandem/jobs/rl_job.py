@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tandem.jobs.rollouts import RolloutPool
-from tandem.run_folder.journal import Journal
 from tandem.runtime.errors import UserError
 from tandem.step import Stages, train_step
 from tandem.types import Row, StepResult
@@ -38,7 +37,14 @@ class RLJob:
         config, journal, groups = self.stages.config, self.stages.journal, []
         if done and (config.rl.max_gen_batches or config.rollout.token_budget):
             if (recorded := journal.read(done)) is None:
-                raise _not_in_journal(journal, done)
+                raise UserError(
+                    "the journal does not have what the checkpoint's step left to the next",
+                    where=str(journal.folder),
+                    found=f"no file of this run for step {done}",
+                    expected=f"train_step_{done:06d}.parquet",
+                    next="restore it from a copy, or start over with --fresh (the old run is kept "
+                    "beside it)",
+                )
             groups = recorded[0]
         self.stages.collector.progress.restore(state, groups)
 
@@ -50,13 +56,3 @@ class RLJob:
 
     def stop_soon(self) -> None:
         """Do nothing: no thread waits."""
-
-
-def _not_in_journal(journal: Journal, done: int) -> UserError:
-    return UserError(
-        "the journal does not have what the checkpoint's step left to the next",
-        where=str(journal.folder),
-        found=f"no file of this run for step {done}",
-        expected=f"train_step_{done:06d}.parquet",
-        next="restore it from a copy, or start over with --fresh (the old run is kept beside it)",
-    )
