@@ -89,7 +89,7 @@ def _orders(
     closed."""
     prepare_process(config)
     if command in OFFLINE:
-        job = OFFLINE[command](config, read_inputs(config, command), ranks, lambda text: None)
+        job = OFFLINE[command](config, read_inputs(config, command), ranks)
         orders: dict[str, Callable[..., object]] = {"learn": job.learn_step}
         if isinstance(job, PairJob):
             orders["evaluate"] = job.pair_means

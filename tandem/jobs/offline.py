@@ -111,7 +111,7 @@ class PairJob(OfflineJob):
     """A job that learns from whole pairs: `tandem dpo` and `tandem rm`.
 
     update: makes one optimizer step; measure: returns the metrics of each microbatch, as sums;
-    test: held-out pairs; watch: looks at each step's metrics.
+    test: held-out pairs.
     """
 
     def __init__(
@@ -120,13 +120,12 @@ class PairJob(OfflineJob):
         update: Callable[[list[Microbatch]], Metrics],
         measure: Callable[[list[Microbatch]], list[Metrics]],
         test: Pairs,
-        watch: "LossWatch",
     ):
         super().__init__(*arguments)
-        self.update, self.measure, self.test, self.watch = update, measure, test, watch
+        self.update, self.measure, self.test = update, measure, test
 
     def learn(self, items: Pairs) -> Metrics:
-        return self.watch(self.update(self._pack(items)))
+        return self.update(self._pack(items))
 
     def evaluate(self, done: int) -> Row:
         """Return means over the held-out pairs, under "eval/", and the evaluation on eval.data."""
@@ -151,36 +150,12 @@ class PairJob(OfflineJob):
         return pack(samples, budget, keep_groups=True, shares=shares)
 
 
-class LossWatch:
-    """Warning, given once, if the loss of pairs has not moved: at a learning rate too small for the
-    model it stays at ln 2 = 0.693."""
-
-    STEPS, MOVED = 10, 1e-3  # steps after the warm-up, and share of the first loss
-
-    def __init__(self, learning_rate: float, warmup_steps: int, report: Report):
-        self._rate, self._report, self._warmup = learning_rate, report, warmup_steps
-        self._losses: list[float] = []
-
-    def __call__(self, metrics: Metrics) -> Metrics:
-        """Look at a step's metrics, and return them."""
-        self._losses.append(metrics["loss"])
-        if len(self._losses) == self._warmup + self.STEPS:
-            first = self._losses[0]
-            if max(abs(loss - first) for loss in self._losses) < self.MOVED * abs(first):
-                self._report(
-                    f"warning: the loss is still {first:.3f} after {len(self._losses)} steps; "
-                    f"preference.learning_rate = {self._rate:g} is probably too small for this "
-                    "model (docs/algorithms.md, learning rates)"
-                )
-        return metrics
-
-
-def sft_job(config: Config, inputs: Any, ranks: Ranks, report: Report) -> OfflineJob:
+def sft_job(config: Config, inputs: Any, ranks: Ranks) -> OfflineJob:
     policy = build_learner(config, config.model.path, config.sft, config.sft.steps, ranks)
     return SFTJob(config, config.sft, policy, inputs.samples)
 
 
-def dpo_job(config: Config, inputs: Any, ranks: Ranks, report: Report) -> OfflineJob:
+def dpo_job(config: Config, inputs: Any, ranks: Ranks) -> OfflineJob:
     settings = config.preference
     policy = build_learner(config, config.model.path, settings, settings.steps, ranks)
     reference = build_reference(config, policy.model, ranks)
@@ -192,11 +167,10 @@ def dpo_job(config: Config, inputs: Any, ranks: Ranks, report: Report) -> Offlin
         update=lambda batches: preference_step(policy, reference, batches, settings),
         measure=lambda batches: pair_metrics(policy, reference, batches, settings),
         test=inputs.test,
-        watch=LossWatch(settings.learning_rate, settings.warmup_steps, report),
     )
 
 
-def rm_job(config: Config, inputs: Any, ranks: Ranks, report: Report) -> OfflineJob:
+def rm_job(config: Config, inputs: Any, ranks: Ranks) -> OfflineJob:
     """Make the job of a sequence classifier with one label, its score read at the last token."""
     path, settings = config.model.path, config.preference
     scorer = build_learner(
@@ -212,7 +186,6 @@ def rm_job(config: Config, inputs: Any, ranks: Ranks, report: Report) -> Offline
         update=partial(reward_model_step, scorer),
         measure=partial(score_metrics, scorer),
         test=inputs.test,
-        watch=LossWatch(settings.learning_rate, settings.warmup_steps, report),
     )
 
 
@@ -224,7 +197,7 @@ def open_offline_job(config: Config, run: RunFolder, report: Report) -> Iterator
     """Open the job of `tandem sft`, `dpo` or `rm`; with eval.data an engine over its model
     evaluates."""
     with open_stage(config, run, report) as stage:
-        job = OFFLINE[run.command](config, stage.inputs, stage.ranks, report)
+        job = OFFLINE[run.command](config, stage.inputs, stage.ranks)
         job.data = stage.data
         stage.probe(job.learner.whole)
         if stage.workers is not None:
