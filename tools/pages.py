@@ -1,4 +1,4 @@
-"""What README and the pages of docs/ and results/ hold: links, headings, code blocks, commands.
+"""Contents of README and of the pages of docs/ and results/: links, headings, code blocks, commands.
 
 tests/test_docs.py checks them.
 """

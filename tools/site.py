@@ -35,7 +35,7 @@ def source_of(page: Path) -> Path:
 
 
 def place(target: str, source: Path, repository: str) -> str:
-    """Where a link of a source leads on the site."""
+    """Return the target of a link as it is on the site."""
     if "://" in target:
         return target
     file = Path(os.path.normpath(source.parent / target))
