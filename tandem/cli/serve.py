@@ -65,7 +65,7 @@ class Options:
 
 
 def serve(options: Options) -> None:
-    """Serve a model over HTTP, compatible with OpenAI's clients: see docs/serving.md."""
+    """Serve a model over HTTP, compatible with OpenAI's clients: see docs/guide/serving.md."""
     require_token(options.host, options.api_key, "TANDEM_API_KEY")
     with bound(options.host, options.port) as sock:
         from tandem.serve.endpoints import EngineServer
