@@ -1,5 +1,5 @@
-"""What rank 0 of a command that trains opens before its models, in this order: inputs are checked,
-workers start, then the other ranks (follow.py)."""
+"""The stage of a command that trains: all that rank 0 opens before the models, in this order. Inputs
+are checked, workers start, then the other ranks (follow.py)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -36,7 +36,7 @@ SAMPLING = ("train", "distill")  # commands whose episodes are sampled on the wa
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """What is open before a command's models."""
+    """Everything that is open before a command's models."""
 
     config: Config
     run: RunFolder
