@@ -1,21 +1,25 @@
 """`tandem train` and `tandem distill`: jobs whose episodes are sampled on the way."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from tandem.choices import Report, engine_of, stream_of
 from tandem.config.schema import Config
 from tandem.jobs.engines import make_room
 from tandem.jobs.exactness import require_parity
 from tandem.jobs.rl_job import RLJob
-from tandem.jobs.rollouts import RolloutPool, Rollouts, RolloutStage
+from tandem.jobs.rollouts import Rollouts, RolloutStage
 from tandem.jobs.stage import open_stage
 from tandem.registry import find
 from tandem.rollout.collect import Collector, RolloutBatch
 from tandem.rollout.score import sampling_params
 from tandem.run_folder.folder import RunFolder
 from tandem.step import Stages
-from tandem.types import Row
+
+if TYPE_CHECKING:
+    from tandem.step_async import RolloutPrefetcher
 
 
 @contextmanager
@@ -72,23 +76,23 @@ def open_rl_job(config: Config, run: RunFolder, report: Report) -> Iterator[RLJo
             )
             stages.journal.clean()
             pools = [pool for pool in (rollouts.pool, *(stage.workers or ())) if pool is not None]
-            with _open_job(stages, rollouts, stage.evaluation(local), stage.data, pools) as job:
-                yield job
+            with _open_ahead(stages, rollouts) as ahead:
+                yield RLJob(stages, stage.evaluation(local), stage.data, pools, ahead)
 
 
 @contextmanager
-def _open_job(
-    stages: Stages,
-    rollouts: Rollouts,
-    evaluate: Callable[[int], Row],
-    data: dict[str, str],
-    pools: Sequence[RolloutPool],
-) -> Iterator[RLJob]:
-    """Open the job of these stages; with rollout.staleness its rollouts are ahead."""
+def _open_ahead(stages: Stages, rollouts: Rollouts) -> Iterator["RolloutPrefetcher | None"]:
+    """Open the rollouts of coming steps, with rollout.staleness. Their lanes share progress,
+    journal and rewards."""
     if not stages.config.rollout.staleness:
-        yield RLJob(stages, evaluate, data, pools)
+        yield None
         return
-    from tandem.jobs.rl_ahead import AsyncRLJob, open_prefetcher
+    from tandem import step_async
 
-    with open_prefetcher(stages, rollouts) as prefetcher:
-        yield AsyncRLJob(stages, evaluate, data, prefetcher, pools)
+    lanes = [
+        replace(stages, sync=sync, collector=replace(stages.collector, runner=runner))
+        for runner, sync in rollouts.lanes
+    ]
+    steps = stages.config.run.steps
+    with closing(step_async.RolloutPrefetcher(stages, steps, rollouts.stop, lanes)) as ahead:
+        yield ahead

@@ -1,16 +1,20 @@
 """The job of `tandem train` and `tandem distill`, as train_loop.py repeats it."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tandem.jobs.rollouts import RolloutPool
 from tandem.runtime.errors import UserError
 from tandem.step import Stages, train_step
 from tandem.types import Row, StepResult
 
+if TYPE_CHECKING:
+    from tandem.step_async import RolloutPrefetcher
+
 
 class RLJob:
-    """A job for train_loop.py that repeats `train_step`."""
+    """A job for train_loop.py that repeats `train_step`, or `train_step_async` with rollouts ahead
+    of the training."""
 
     def __init__(
         self,
@@ -18,9 +22,10 @@ class RLJob:
         evaluate: Callable[[int], Row],
         data: dict[str, str],
         pools: Sequence[RolloutPool] = (),
+        ahead: "RolloutPrefetcher | None" = None,
     ):
         config, self.pools, self.learners = stages.config, pools, stages.models.learners
-        self.stages, self.evaluate, self.data = stages, evaluate, data
+        self.stages, self.evaluate, self.data, self.ahead = stages, evaluate, data, ahead
         self.steps, self.eval_every = config.run.steps, config.eval.every
 
     def start(self, done: int) -> None:
@@ -28,9 +33,15 @@ class RLJob:
         self.stages.journal.drop_other_meshes(done, staleness)
         self.stages.models.policy.publish()
         self.stages.sync.publish(done)
+        if self.ahead is not None:
+            self.ahead.start(done)
 
     def step(self, done: int) -> StepResult:
-        return train_step(self.stages, done)
+        if self.ahead is None:
+            return train_step(self.stages, done)
+        from tandem.step_async import train_step_async
+
+        return train_step_async(self.ahead, done)
 
     def restore(self, done: int, state: dict[str, Any]) -> None:
         """Take up the state that step `done` has left; groups that it left are in the journal."""
@@ -49,10 +60,13 @@ class RLJob:
         self.stages.collector.progress.restore(state, groups)
 
     def wait_until_durable(self, done: int) -> None:
-        """Return at once: the episodes of a step are in the journal before it is trained."""
+        """Wait for episodes ahead; those of a step are in the journal before it is trained."""
+        if self.ahead is not None:
+            self.ahead.wait_until_durable(done)
 
     def workers(self) -> list[dict[str, Any]]:
         return [row for pool in self.pools for row in pool.status()]
 
     def stop_soon(self) -> None:
-        """Do nothing: no thread waits."""
+        if self.ahead is not None:
+            self.ahead.stop_soon()

@@ -1,4 +1,4 @@
-"""The stage of a command that trains: all that rank 0 opens before the models, in this order. Inputs
+"""The stage of a command that trains: all that rank 0 opens before the models. In this order inputs
 are checked, workers start, then the other ranks (follow.py)."""
 
 from collections.abc import Callable, Iterator, Sequence
