@@ -22,7 +22,6 @@ from pydantic import (
     model_validator,
 )
 
-from tandem.model.tool_calls import Call
 from tandem.types import Tool
 
 Json = dict[str, Any]
@@ -379,9 +378,9 @@ class WeightsBody(Strict):
 # ---------------------------------------------------------------- answers
 
 
-def call_json(id: str, call: Call) -> Json:
+def call_json(id: str, name: str, arguments: Json) -> Json:
     """Write a call of the model as a message holds it."""
-    function = {"name": call.name, "arguments": json.dumps(call.arguments)}
+    function = {"name": name, "arguments": json.dumps(arguments)}
     return {"id": id, "type": "function", "function": function}
 
 

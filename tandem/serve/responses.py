@@ -265,7 +265,10 @@ class _ChatAnswer(Answer):
         content, calls = read(text) if reason == "stop" else (text, [])
         if calls:
             choice.text, choice.finish_reason = content, "tool_calls"
-            choice.calls = [call_json(f"call_{secrets.token_hex(12)}", call) for call in calls]
+            choice.calls = [
+                call_json(f"call_{secrets.token_hex(12)}", call.name, call.arguments)
+                for call in calls
+            ]
 
     def _next_text(self, choice: _Choice, update: Update) -> str:
         """Return, with tools, the text before what may become a call, and the rest at the end."""

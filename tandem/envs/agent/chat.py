@@ -135,7 +135,10 @@ class Reply:
     @property
     def written_calls(self) -> list[Json]:
         """The calls as a message holds them."""
-        return [call_json(f"call_{self.turn}_{n}", call) for n, call in enumerate(self.calls)]
+        return [
+            call_json(f"call_{self.turn}_{number}", call.name, call.arguments)
+            for number, call in enumerate(self.calls)
+        ]
 
     @property
     def finish_reason(self) -> str:

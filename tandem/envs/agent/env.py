@@ -14,7 +14,6 @@ to BASE_URL/reward. Knows neither tokens nor agents.
 
 import asyncio
 import inspect
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cache
@@ -24,6 +23,7 @@ from tandem.envs.agent.chat import ConversationBroken, Reply, continuation, open
 from tandem.envs.agent.server import Pending, Session, the_server
 from tandem.envs.calls import in_thread
 from tandem.runtime.errors import UserError
+from tandem.runtime.threads import loop_in_thread
 from tandem.runtime.user_code import load_user_object
 from tandem.types import Env, Message, Observation, Problem, Tool
 
@@ -141,6 +141,4 @@ class AgentRun:
 @cache
 def agents_loop() -> asyncio.AbstractEventLoop:
     """Return the loop of all agents, in a daemon thread from its first use to the process's end."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="agents", daemon=True).start()
-    return loop
+    return loop_in_thread("agents")
