@@ -76,7 +76,8 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
         if end.best is not None:
             from tandem.run_folder.best import about_best
 
-            for line in about_best(end.best, folder, config.eval, step=end.step, steps=job.steps):
+            kept = folder / "checkpoints" / step_name(end.best.step)
+            for line in about_best(end.best, kept, config.eval, step=end.step, steps=job.steps):
                 report(line)
     return target
 

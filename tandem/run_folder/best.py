@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tandem.config.schema import Eval
-from tandem.run_folder.checkpoint import step_name
 from tandem.run_folder.files import RESTORE_OR_FRESH, read_file
 from tandem.run_folder.metrics import Metrics
 from tandem.runtime.disk import write_atomic
@@ -82,15 +81,18 @@ class BestTracker:
         return self.best.step if self.keep and self.best is not None else None
 
 
-def about_best(best: Best, folder: Path, settings: Eval, *, step: int, steps: int) -> Iterator[str]:
-    """Say why a run ended at a step before its last, and where its best checkpoint is."""
+def about_best(
+    best: Best, checkpoint: Path, settings: Eval, *, step: int, steps: int
+) -> Iterator[str]:
+    """Say why a run ended at a step before its last, and where its best checkpoint is, if it was
+    kept."""
     if step < steps:
         yield (
             f"stopped early, at step {step} of {steps}: {best.misses} evaluations in a row "
             f"were no better than the best (eval.patience={settings.patience})"
         )
-    is_kept = settings.keep_best and (folder / "checkpoints" / step_name(best.step)).exists()
-    kept = f"; tandem export {folder} --best" if is_kept else ""
+    is_kept = settings.keep_best and checkpoint.exists()
+    kept = f"; tandem export {checkpoint.parents[1]} --best" if is_kept else ""
     yield f"best: {best}{kept}"
 
 
