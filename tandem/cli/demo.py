@@ -117,15 +117,9 @@ def report(folder: Path, final: Path) -> None:
 
     rows = [row for row in read_metrics(folder / "train") if "eval/sampled" in row]
     table = Table("held-out reward, sampled", "before", "after")
-    for name in (
-        []
-        if not rows
-        else [  # a changed eval.data may be empty
-            key
-            for key in rows[0]
-            if key.startswith("eval/sampled") and not key.endswith(("interval", "truncated"))
-        ]
-    ):
+    for name in rows[0] if rows else ():  # a changed eval.data may be empty
+        if not name.startswith("eval/sampled") or name.endswith(("interval", "truncated")):
+            continue
         table.add_row(
             name.removeprefix("eval/sampled").strip("/") or "all",
             f"{rows[0][name]:.3f}",

@@ -125,21 +125,17 @@ def _gpu() -> Finding:
     if find_spec("triton") is None:
         missing = f"{'; '.join(found)}; Triton is missing (the kernels): pip install triton"
         return Finding(False, missing, _gpus(len(found)))
-    driver, triton = _driver(), version("triton")
+    driver, triton = "unknown (no nvidia-smi)", version("triton")
+    if shutil.which("nvidia-smi") is not None:
+        command = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        driver = (asked.stdout.splitlines() or ["unknown"])[0]
     detail = f"{'; '.join(found)}; driver {driver}, Triton {triton}"
     return Finding(True, detail, _gpus(len(found), driver, triton))
 
 
 def _gpus(count: int, driver: str = "", triton: str = "") -> dict[str, Any]:
     return {"count": count, "driver": driver, "triton": triton}
-
-
-def _driver() -> str:
-    command = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    if shutil.which(command[0]) is None:
-        return "unknown (no nvidia-smi)"
-    asked = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    return (asked.stdout.splitlines() or ["unknown"])[0]
 
 
 def _gpu_checks() -> list[Check]:
