@@ -126,7 +126,7 @@ def _model(path: str, config: Config, *, trained: bool = True) -> Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """What a run of a command takes of its machine.
+    """Memory and disk that a run of a command takes.
 
     longest: tokens of the longest prompt, chat or answer, which all are taken to have.
     """
@@ -174,12 +174,12 @@ class Footprint:
 
     @property
     def samples(self) -> bool:
-        """Whether the command plays episodes to learn from."""
+        """Tell whether the command plays episodes to learn from."""
         return self.command in ("train", "distill")
 
     @property
     def divided(self) -> bool:
-        """Whether the trainer's weights are others than the engine's."""
+        """Tell whether trainer and engine have weights of their own."""
         return self.mesh.processes > 1 or not trainer_of(self.config).runs_alone
 
     # ------------------------------------------------------------ memory

@@ -290,7 +290,7 @@ def test_meshes_that_train_refuses_are_not_suggested(home):
 
 
 def test_a_mesh_divides_the_state_of_other_optimizers_too(home):
-    """Of Muon one moment, of 8 bits the bytes of one process."""
+    """Muon has one moment, 8 bits the bytes of one process."""
     muon, in_8bit = (run_of(home, f"train.optimizer={name}") for name in ("muon", "adamw_8bit"))
     whole, halves = muon.of_rank_0(), muon.on(Parallel(data=2)).of_rank_0()
     assert 2 * halves["Muon momentum"] == whole["Muon momentum"] > 0
