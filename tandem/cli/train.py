@@ -1,12 +1,12 @@
 """The commands that train: `tandem train`, `sft`, `dpo`, `rm` and `distill`."""
 
-import shutil
 from pathlib import Path
 
 from tandem.choices import choices
 from tandem.cli.progress import StepProgress, console, evaluation, print_lines
 from tandem.config.schema import Config
 from tandem.data.chat_template import read_template
+from tandem.jobs.disk_space import require_disk
 from tandem.jobs.out_of_memory import explain_out_of_memory
 from tandem.jobs.ranks import is_follower
 from tandem.registry import find
@@ -15,11 +15,9 @@ from tandem.run_folder.export import Provenance, export, keep_model, model_card
 from tandem.run_folder.files import KEPT_MODEL
 from tandem.run_folder.folder import open_run
 from tandem.run_folder.metrics import read_metrics
-from tandem.runtime.disk import human_bytes
-from tandem.runtime.errors import UserError
 from tandem.runtime.image_store import keep_in
 from tandem.runtime.wording import counted
-from tandem.train_loop import TrainJob, run_training, trained_model
+from tandem.train_loop import run_training, trained_model
 
 
 def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Path:
@@ -52,7 +50,7 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
             StepProgress(command, job.steps, log=run.log) as progress,
         ):
             model = trained_model(job)
-            require_disk(job, config, folder)
+            require_disk(config, job.learners.values(), folder)
             template = read_template(config.data.chat_template)
             keep_model(model, config.model.path, folder / KEPT_MODEL, template)
             end = run_training(run, job, progress, report)
@@ -80,29 +78,6 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
             for line in about_best(end.best, kept, config.eval, step=end.step, steps=job.steps):
                 report(line)
     return target
-
-
-def require_disk(job: TrainJob, config: Config, folder: Path, free: int | None = None) -> None:
-    """Raise UserError if checkpoints and export do not fit on the disk of the run folder, where old
-    checkpoints give their space back. free: bytes on it, if not as they are."""
-    kept = config.run.keep_checkpoints + config.eval.keep_best + 1  # one more while it is written
-    needed = sum(weight.nbytes for weight in trained_model(job).named_weights().values())
-    for learner in job.learners.values():
-        optimizer = learner.optimizer
-        for name, weight in optimizer.weights().items():
-            has_one = optimizer.has_momentum(name, weight)
-            moments = weight.nbytes if has_one else optimizer.moment_bytes(weight.shape)
-            needed += kept * learner.ranks.size * (weight.nbytes + moments)
-    held = sum(file.stat().st_size for file in (folder / "checkpoints").glob("step_*/*"))
-    there = shutil.disk_usage(folder).free + held if free is None else free
-    if needed > there:
-        raise UserError(
-            "the run would not fit on the disk",
-            where=str(folder),
-            found=f"{human_bytes(there)} free",
-            expected=f"{human_bytes(needed)} for checkpoints and export",
-            next="free some, or another run.folder; fewer run.keep_checkpoints need less",
-        )
 
 
 def processes_of(config: Config) -> str:

@@ -2,14 +2,12 @@
 
 import pytest
 
-from tandem.cli.train import require_disk
 from tandem.config.recipe import load_config
 from tandem.jobs.offline import OfflineJob
 from tandem.plugins.optim.offload import OffloadedOptimizer
 from tandem.registry import find
 from tandem.rollout.collect import RolloutBatch
 from tandem.run_folder.folder import open_run
-from tandem.runtime.errors import UserError
 from tests.support.home import make_home
 
 NO_ROLLOUTS = RolloutBatch(step=0, groups=[], num_carried=0, baseline=0.0, state={})
@@ -39,8 +37,6 @@ def test_cache_and_optimizer_leave_the_device_where_the_config_says_so(
             else (job.evaluate, lambda: job.stages.before_updates(NO_ROLLOUTS))
         )
         make_room()
-        with pytest.raises(UserError, match=r"would not fit on the disk(.|\n)*1.0 KiB free"):
-            require_disk(job, run.config, run.path, free=1 << 10)
         leaves = value == "true"
         assert (evaluator.runner.engine.cache.keys == ()) is leaves
         assert isinstance(job.learners["policy"].optimizer, OffloadedOptimizer) is leaves
