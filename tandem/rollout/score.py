@@ -57,7 +57,12 @@ def generate_and_score(
     parts: keeps the scored episodes on disk; episodes that it already holds are not generated
     again. Raises UserError if every episode fails, in its environment or in scoring.
     """
-    groups = [_with_recalled(group, parts) for group in groups]
+    # those that an earlier start of the run has seen end
+    recalled = {} if parts is None else parts.ended
+    groups = [
+        replace(group, episodes=tuple(recalled.get(e.key, e) for e in group.episodes))
+        for group in groups
+    ]
     scoring = _Scoring(runner.rewards, groups, shaping, sampling.max_new_tokens, parts)
     paused = {
         (row, e.sample_index)
@@ -142,13 +147,6 @@ class _Scoring:
             )
             for row, group in enumerate(self._groups)
         ]
-
-
-def _with_recalled(group: Group, parts: Parts | None) -> Group:
-    """Replace paused episodes by those that an earlier start of the run has seen end."""
-    ended = {} if parts is None else parts.ended
-    episodes = (ended.get(e.key, e) if e.stop_reason == "paused" else e for e in group.episodes)
-    return replace(group, episodes=tuple(episodes))
 
 
 def _require_some_success(errors: Sequence[str], what: str, where: str) -> None:

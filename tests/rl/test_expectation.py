@@ -14,7 +14,7 @@ import torch
 from benchmarks import bias
 from tandem.rl import advantages as adv
 from tandem.rl.aggregation import sequence_weights
-from tandem.rl.corrections import correction, importance
+from tandem.rl.corrections import correction
 from tandem.rl.distillation import sampled_advantages
 from tandem.rl.kl import kl_estimate
 from tandem.rl.losses import cispo, gspo, ppo_clip, reinforce, value_clip
@@ -403,7 +403,7 @@ def test_unbounded_ppo_and_cispo_are_reinforce_with_token_ratio(world):
     batch, behaviour = groups_of(world, 2), stale(world)
     engine = world.logprobs(behaviour)[batch.rows]
     advantages = batch.per_token(adv.rloo(rewards_of(world, batch)))
-    ratio = importance(world.logprobs()[batch.rows] - engine)
+    ratio = (world.logprobs()[batch.rows] - engine).exp()
     expected = policy_gradient(world, batch, advantages, behaviour=behaviour, corrections=ratio)
     for loss in (ppo_clip, cispo):
         moves = toy.estimates(
@@ -598,7 +598,7 @@ def test_token_ratio_climbs_the_surrogate_of_the_behaviour(world):
 def test_token_ratio_is_unbiased_for_sequences_of_one_token():
     world = toy.world(toy.process(4, 1), toy.table_policy, binary=False, seed=6)
     batch, behaviour = toy.all_groups(world, 2), stale(world)
-    weights = importance(world.logprobs()[batch.rows] - world.logprobs(behaviour)[batch.rows])
+    weights = (world.logprobs()[batch.rows] - world.logprobs(behaviour)[batch.rows]).exp()
     advantages = batch.per_token(adv.rloo(rewards_of(world, batch)))
     found = policy_gradient(world, batch, advantages, behaviour=behaviour, corrections=weights)
     assert_equal(found, world.gradient(toy.expected_reward(world)))
