@@ -326,22 +326,6 @@ def test_others_generate_while_an_environment_waits():
     assert sorted(ended[:3]) == ["p1", "p2", "p3"] and ended[3] == "p0"
 
 
-def test_concurrency_limits_the_episodes_under_way():
-    under_way, most = set(), []
-
-    class Watched(Counting):
-        async def reset(self, problem):
-            under_way.add(id(self))
-            most.append(len(under_way))
-            return problem.messages
-
-        async def close(self):
-            under_way.discard(id(self))
-
-    play(Watched, TurnEngine(), problems=PROBLEMS, group_size=3, concurrency=5)
-    assert max(most) == 5 and len(most) == 12 and not under_way
-
-
 def test_async_method_that_blocks_ends_the_rollout_and_is_named():
     """In a process of its own, as the loop is lost."""
     code = """

@@ -2,11 +2,9 @@
 incomplete, and on a full disk."""
 
 import errno
-import json
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from chaos.checkpoints import contents
@@ -108,11 +106,6 @@ def test_one_process_writes_the_plain_file_that_it_always_wrote(tmp_path):
     for _, boxes in divided("columns", 2):
         for name, box in boxes.items():
             assert_equal(saved.parts(boxes)[name], WHOLE[name][box.slices])
-
-
-def test_boxes_stand_in_the_metadata_of_each_file(tmp_path):
-    file = safe_open(save(tmp_path, 1, "rows", 3) / "policy-00002-of-00003.safetensors", "pt")
-    assert json.loads(file.metadata()["boxes"])["w"] == [[3, 0], [7, 6]]
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
