@@ -31,7 +31,7 @@ def correction(
     decoupled      r: with `ppo_clip` around the proximal policy this is decoupled PPO (arXiv
                    2110.00641, eq. 5; AReaL, arXiv 2505.24298, eq. 5). It corrects each token given
                    its prefix; prefixes and returns stay the engine's. So it is biased beyond one
-                   token (docs/bias.md), and its variance is unbounded.
+                   token (results/bias.md), and its variance is unbounded.
     tis            min(r, cap) (truncated importance sampling, Ionides 2008; Yao et al. 2025 for
                    engines)
     tis_sequence   min(R, cap)

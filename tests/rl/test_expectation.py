@@ -507,7 +507,7 @@ def test_token_ratio_climbs_the_surrogate_of_the_behaviour(world):
     )
 
 
-# What docs/bias.md shows.
+# What results/bias.md shows.
 
 
 @cache
