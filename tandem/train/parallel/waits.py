@@ -25,13 +25,13 @@ def find_circle(waits: Waits) -> str:
         for rank, wait in waits.items()
         if wait
     }
-    circles = blocking.keys()
+    circles = set(blocking)
     while outside := [
         rank
         for rank in circles
         if not blocking[rank] & circles or not any(rank in blocking[other] for other in circles)
     ]:
-        circles = circles - set(outside)
+        circles -= set(outside)
     if not circles:
         return ""
     *most, last = sorted(circles)
