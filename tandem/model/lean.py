@@ -31,7 +31,8 @@ class Lean(ModelPath):
             return "its layers are not alike, or have another activation than silu"
         if kinds_with_rope(config) or not has_static_ropes(config):
             return "rotary embeddings that depend on the length, or on the kind of layer"
-        if not set(getattr(config, "layer_types", None) or KINDS) <= KINDS:
+        kinds = getattr(config, "layer_types", None)  # transformers' Mistral does not look at them
+        if not set(kinds or KINDS) <= KINDS or (kinds and config.model_type == "mistral"):
             return "layers of other kinds"
         return why_not_exact(config)
 

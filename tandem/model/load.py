@@ -39,7 +39,6 @@ from tandem.model.paths import Exact, Exactness, divisible, named_path, path_of
 from tandem.model.placement import CPU_FLOAT32, Placement
 from tandem.model.row_parts import WHOLE
 from tandem.model.stock import load_stock, stock_class
-from tandem.model.weight_files import check_sums, check_weights
 from tandem.runtime.errors import UserError
 
 if TYPE_CHECKING:
@@ -305,8 +304,6 @@ def load_model(
     """
     config = check_model(path, head=head)
     make = path_of(config, f"model.path = {path}", place).maker(path, config, place)
-    check_weights(path)
-    check_sums(path)
     return make(load_stock(path, config, head, place), lora)  # type: ignore[no-any-return]
 
 
