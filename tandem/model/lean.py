@@ -11,7 +11,7 @@ from tandem.model.config_file import LEAN_ARCHITECTURES, is_sparse, why_not_exac
 from tandem.model.experts import ExactExperts, ExactRouter
 from tandem.model.kernels import kernels_of
 from tandem.model.layers import ExactLayer
-from tandem.model.linear import ExactLinear
+from tandem.model.linear import ExactLinear, replace_parts
 from tandem.model.load import ExactModel
 from tandem.model.lora import Lora, add_adapter, exact_adapted, quantize_base
 from tandem.model.paths import ModelPath
@@ -39,9 +39,7 @@ class Lean(ModelPath):
     def build(self, module: Any, lora: Lora | None = None) -> ExactModel:
         if lora is not None:
             add_adapter(module, lora)
-        for parent in list(module.modules()):
-            for name, child in list(parent.named_children()):
-                setattr(parent, name, _exact_module(child))
+        replace_parts(module, _exact_module)
         config, layers = module.config, module.model.layers
         for number, layer in enumerate(layers):
             layers[number] = ExactLayer(layer, number, window_of(config, number))

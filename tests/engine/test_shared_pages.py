@@ -6,8 +6,6 @@ import pytest
 from tandem.engine.engine import Engine
 from tandem.engine.page_cache import PageCache
 from tests.support.engines import CountingModel, decode, facts, request
-from tests.support.parity import engine_for, largest_gap, random_requests
-from tests.support.parity import random_model as model_of
 from tests.support.tiny import exact_model, random_tokens
 
 MODELS = {kind: exact_model(kind) for kind in ("qwen3", "mistral", "llama")}
@@ -66,21 +64,6 @@ def test_samples_of_two_prompts_in_turns_read_their_pages_together():
     assert max(model.widths) == 4
 
 
-def test_samples_that_join_late_give_what_they_give_alone():
-    model, shared = WatchedModel(MODELS["qwen3"]), prompt(300)
-    requests = [request(n, shared, max_new_tokens=6 + 5 * n) for n in range(7)]
-    engine = engine_of(model)
-    running = [engine.submit(one) for one in requests[:2]]
-    for one in requests[2:]:
-        for _ in range(3):
-            engine.step()
-        running.append(engine.submit(one))
-    while engine.has_work:
-        engine.step()
-    assert [facts(r.completion) for r in running] == alone(MODELS["qwen3"], requests)
-    assert max(model.widths) >= 4
-
-
 def test_preempted_samples_give_what_they_give_alone():
     model, shared = WatchedModel(MODELS["qwen3"]), prompt(230)
     requests = [request(n, shared, max_new_tokens=40) for n in range(5)]
@@ -88,15 +71,6 @@ def test_preempted_samples_give_what_they_give_alone():
     assert [facts(c) for c in engine.generate(requests)] == alone(MODELS["qwen3"], requests)
     assert engine.stats()["preemptions"] > 0 and max(model.widths) >= 3
     assert engine.stats()["pages_in_use"] == 0
-
-
-def test_the_trainers_logprobs_of_a_group_are_the_engines():
-    model = model_of("qwen3")
-    requests = random_requests(np.random.default_rng(1), prompts=5, longest=400, group=6)
-    watched = WatchedModel(model)
-    completions = engine_for(watched).generate(requests)
-    assert largest_gap(model, requests, completions, 4000, gradients=False) == 0.0
-    assert max(watched.widths) >= 6
 
 
 def test_samples_hold_one_copy_of_a_page_that_each_has_filled():

@@ -14,7 +14,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.graphs import StepGraphs
 from tandem.engine.lookahead import Lookahead
 from tandem.model.load import make_exact
-from tandem.model.triton import ops
+from tandem.model.triton.matmul import matmul
 from tandem.plugins.optim.offload import OffloadedOptimizer
 from tandem.train.muon import orthogonalized
 from tandem.train.optimizer import Optimizer
@@ -91,7 +91,7 @@ def test_memory_of_descriptors_is_on_the_gpu_of_the_product():
     with FakeCuda():
         x = torch.ones(16, 32, device=SECOND)
         with torch.cuda.device(1):
-            ops.matmul(x, x, kernel="tma")
+            matmul(x, x, kernel="tma")
         assert _allocator.get()(128, 128, None).device == SECOND
 
 

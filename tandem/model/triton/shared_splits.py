@@ -14,13 +14,14 @@ import torch
 import triton
 from torch import Tensor
 
-from tandem.model.triton.attention_kernels import (
+from tandem.model.triton.attention import (
     BLOCK_Q,
+    SCRATCH_BYTES,
     SPLIT_KEYS,
+    PagedRows,
     attend_split_kernel,
     merge_kernel,
 )
-from tandem.model.triton.ops import SCRATCH_BYTES, PagedRows
 
 
 def split_tiles(tables: np.ndarray, starts: np.ndarray, page: int, group: int) -> np.ndarray | None:
@@ -67,7 +68,7 @@ def shared_attention(
     window: int | None = None,
     scratch_bytes: int = SCRATCH_BYTES,
 ) -> Tensor | None:
-    """Attend as `ops.attention` with the same bits, by the tiles of `split_tiles`.
+    """Attend as `attention.attention` with the same bits, by the tiles of `split_tiles`.
 
     tiles [4, splits, S] may have fewer sequences than rows, whose others are padding (count 0).
     Returns None if the splits' partial results are more than scratch_bytes.
