@@ -170,18 +170,3 @@ def test_a_closed_pool_is_an_error_and_its_thread_ends():
         assert not isinstance(caught.value, AssertionError)
         old._pool._thread.join(DEADLINE_S)
         assert not old._pool._thread.is_alive()
-
-
-def test_a_cancelled_request_ends_empty_and_changes_no_other():
-    with shared_pool(max_batch=2) as (workers, (old, _)):
-        old.apply(0)
-        requests = groups(2)
-        tickets = [old.submit(one) for one in requests]
-        old.cancel(tickets[0])  # not handed over yet
-        old.step()
-        for ticket in tickets[1:4]:
-            old.cancel(ticket)
-        assert finish(old, tickets[4:]) == expected(workers, 0, requests)[4:]
-        until(old, lambda: all(ticket.completion is not None for ticket in tickets))
-        ended = {ticket.completion.stop_reason for ticket in tickets[:4]}
-        assert "cancelled" in ended and ended <= {"cancelled", "length"}
