@@ -214,13 +214,11 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attend by the plan of the pass: query [1, H, T, E], key and value [1, K, T, E] to
     [1, T, H, E]. transformers calls it, with its own names."""
+    window, softcap, sinks = (others.pop(n, None) for n in ("sliding_window", "softcap", "s_aux"))
     # keys that a model chooses itself, as it may do in long sequences only
     found = ["attention_mask"] if attention_mask is not None else []
     found += [n for n, v in others.items() if isinstance(v, Tensor) and n not in HARMLESS]
@@ -234,6 +232,6 @@ def _attend(
     q, k, v = (F.pad(t, (0, size - t.shape[-1])) if t.shape[-1] < size else t for t in (q, k, v))
     if k.shape[1] < kv_heads:
         k, v = (t.repeat_interleave(kv_heads // t.shape[1], 1) for t in (k, v))
-    scoring = Scoring(scale, sliding_window, softcap or 0.0, s_aux)
+    scoring = Scoring(scale, window, softcap or 0.0, sinks)
     out = plan.attend(module.layer_idx, q, k, v, scoring)
     return out[None, ..., :width], None

@@ -57,7 +57,7 @@ def test_tokens_of_a_shared_split_have_the_bits_they_have_alone(
     assert plan.tiles[1].max() == min(6, 16 // group)
     assert plan.tiles[3].tolist() == [[512] * 6 + [0] + [256] * 2 + [512] * 3, [0] * 9 + [640] * 3]
     found = plan.attend(0, q, k, v, Scoring(scale, window))
-    assert same_bits(found, attention(q, keys, values, plan.rows, scale, window))
+    assert same_bits(found, attention(q, keys, values, plan.rows, Scoring(scale, window)))
 
 
 def test_three_splits_of_which_two_are_shared():
@@ -67,7 +67,7 @@ def test_three_splits_of_which_two_are_shared():
     plan = TritonPagedPlan([keys], [values], Runs(tables, starts, np.ones(5, np.int64)), 2)
     assert [row[row > 0].tolist() for row in plan.tiles[1]] == [[3, 2], [3, 2], [], []]
     found = plan.attend(0, q, *new, Scoring(0.25))
-    assert same_bits(found, attention(q, keys, values, plan.rows, 0.25, None))
+    assert same_bits(found, attention(q, keys, values, plan.rows, Scoring(0.25)))
 
 
 def test_rows_of_static_tables_have_the_bits_of_the_plan_of_their_sequences():

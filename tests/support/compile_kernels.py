@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime import driver
 
+from tandem.model.attention import Scoring
 from tandem.model.triton import rowwise, vocabulary
 from tandem.model.triton.attention import PagedRows, attention, write_cache
 from tandem.model.triton.matmul import matmul
@@ -91,7 +92,7 @@ def run_everything(dtype, width, kernels):
         matmul(x, weight, new(256).detach(), kernel)
     q, k, v = attend(new, width)
     plan = PackedSegments(np.array(SEGMENTS), torch.device("cpu"))
-    packed_attention(q, k, v, plan, 0.1, None).backward(torch.zeros_like(q))
+    packed_attention(q, k, v, plan, Scoring(0.1)).backward(torch.zeros_like(q))
     head, weight = new(ROWS, 6, width), new(width)
     for results in (
         (rowwise.rms_norm(head[:, :4], weight, 1e-6),),
@@ -114,9 +115,9 @@ def attend(new, width):
     keys, values = (new(4, 2, 128, width).detach() for _ in range(2))
     first, count, start = torch.zeros(3, 1, dtype=torch.int32)
     rows = PagedRows(tables=first[:, None], first=first, count=count, start=start, max_length=1024)
-    attention(q.detach(), keys, values, rows, 0.1)
+    attention(q.detach(), keys, values, rows, Scoring(0.1))
     tiles = torch.zeros(4, 2, 1, dtype=torch.int32)
-    shared_attention(q.detach(), keys, values, rows, tiles, 0.1)
+    shared_attention(q.detach(), keys, values, rows, tiles, Scoring(0.1))
     write_cache(k.detach(), v.detach(), keys, values, torch.zeros(ROWS, dtype=torch.int64))
     return q, k, v
 

@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.model.attention import Scoring
 from tandem.model.triton.matmul import dot, need_contiguous_rows
 
 # Partial results of one attention call; beyond it one program walks all splits of a tile.
@@ -363,6 +364,7 @@ class PagedRows:
     start: Tensor  # int32 [S]
     # at least every start + count; it sets the number of splits launched, never a result
     max_length: int
+    paged: bool = True  # of packed rows a table holds the first row of the prefix
 
 
 def attention(
@@ -370,13 +372,12 @@ def attention(
     keys: Tensor,
     values: Tensor,
     rows: PagedRows,
-    scale: float,
-    window: int | None = None,
+    scoring: Scoring,
     scratch_bytes: int = SCRATCH_BYTES,
 ) -> Tensor:
     """Attend q [T, H, E] over keys and values [P, K, PAGE, E], PAGE a multiple of 64, to [T, H, E].
 
-    Rows of no sequence are zero. With a window w a token sees itself and the w - 1 before it.
+    Rows of no sequence are zero. scoring: without a soft cap and sinks, which no kernel knows.
     scratch_bytes bounds the partial results of splits that run beside each other; it changes time
     and memory, never a bit. The launch depends on shapes and on max_length only, so it can be
     captured in a CUDA graph.
@@ -385,7 +386,7 @@ def attention(
         raise ValueError(
             f"a page holds {keys.shape[2]} tokens, expected a multiple of {BLOCK_KEYS.value}"
         )
-    return _attend(q, keys, values, rows, True, scale, window, scratch_bytes)
+    return _attend(q, keys, values, rows, scoring, scratch_bytes)
 
 
 def segment_attention(
@@ -393,8 +394,7 @@ def segment_attention(
     keys: Tensor,
     values: Tensor,
     segments: Tensor,
-    scale: float,
-    window: int | None = None,
+    scoring: Scoring,
     scratch_bytes: int = SCRATCH_BYTES,
     lse: Tensor | None = None,
 ) -> Tensor:
@@ -407,10 +407,15 @@ def segment_attention(
     """
     first, count, prefix_first, prefix = segments.to(q.device, torch.int32).t().contiguous()
     rows = PagedRows(
-        tables=prefix_first[:, None], first=first, count=count, start=prefix, max_length=len(q)
+        tables=prefix_first[:, None],
+        first=first,
+        count=count,
+        start=prefix,
+        max_length=len(q),
+        paged=False,
     )
     keys, values = (t.transpose(0, 1)[None] for t in (keys, values))  # one page [1, K, T, E]
-    return _attend(q, keys, values, rows, False, scale, window, scratch_bytes, lse)
+    return _attend(q, keys, values, rows, scoring, scratch_bytes, lse)
 
 
 def write_cache(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
@@ -438,21 +443,21 @@ def write_cache(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tenso
     )
 
 
+def scale_and_window(scoring: Scoring) -> tuple[float, int]:
+    """Return them as the kernels take them: of a base-2 exponential, and a number for no window."""
+    return scoring.scale * math.log2(math.e), scoring.window or 1 << 30
+
+
 def _attend(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
     rows: PagedRows,
-    paged: bool,
-    scale: float,
-    window: int | None,
+    scoring: Scoring,
     scratch_bytes: int,
     lse: Tensor | None = None,
 ) -> Tensor:
-    """Attend over pages [P, K, PAGE, E], or over packed rows [1, K, T, E].
-
-    Of packed rows a table holds the first row of the prefix.
-    """
+    """Attend over pages [P, K, PAGE, E], or over packed rows [1, K, T, E]."""
     need_contiguous_rows(q, keys, values)
     (tokens, heads, width), kv_heads = q.shape, keys.shape[1]
     splits = triton.cdiv(rows.max_length, SPLIT_KEYS.value)
@@ -483,11 +488,10 @@ def _attend(
         *q.stride()[:2],
         *keys.stride()[:3],
         *values.stride()[:3],
-        scale * math.log2(math.e),
-        (1 << 30) if window is None else window,
+        *scale_and_window(scoring),
         GROUP=heads // kv_heads,
-        PAGE=keys.shape[2] if paged else 1,
-        PAGED=paged,
+        PAGE=keys.shape[2] if rows.paged else 1,
+        PAGED=rows.paged,
         APART=apart,
         **shape,
         num_warps=4,

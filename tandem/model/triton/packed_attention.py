@@ -12,7 +12,6 @@ the contiguous dimension of q, k and v. Knows no layers.
 # Code that @triton.jit compiles is not typed Python.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.model.triton.attention import locate, segment_attention
+from tandem.model.attention import Scoring
+from tandem.model.triton.attention import locate, scale_and_window, segment_attention
 from tandem.model.triton.matmul import dot
 
 # packed rows for which one list of segments says who sees them; a multiple of every key block
@@ -243,15 +243,15 @@ def viewers_of(segments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def packed_attention(
-    q: Tensor, k: Tensor, v: Tensor, segments: PackedSegments, scale: float, window: int | None
+    q: Tensor, k: Tensor, v: Tensor, segments: PackedSegments, scoring: Scoring
 ) -> Tensor:
     """Attend q [T, H, E] over k and v [T, K, E] to [T, H, E], as `segment_attention`.
 
     Differentiable while gradients are on, with the same bits.
     """
     if not torch.is_grad_enabled():
-        return segment_attention(q, k, v, segments.rows, scale, window)
-    return _PackedAttention.apply(q, k, v, segments, scale, window)  # type: ignore[no-any-return]
+        return segment_attention(q, k, v, segments.rows, scoring)
+    return _PackedAttention.apply(q, k, v, segments, scoring)  # type: ignore[no-any-return]
 
 
 class _PackedAttention(torch.autograd.Function):
@@ -259,32 +259,22 @@ class _PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        segments: PackedSegments,
-        scale: float,
-        window: int | None,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: PackedSegments, scoring: Scoring
     ) -> Tensor:
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        out = segment_attention(q, k, v, segments.rows, scale, window, lse=lse)
+        out = segment_attention(q, k, v, segments.rows, scoring, lse=lse)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call = (segments, scale, window)
+        ctx.call = (segments, scoring)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gradients = _gradients(ctx.saved_tensors, grads[0].contiguous(), *ctx.call)
-        return *gradients, None, None, None
+        return *gradients, None, None
 
 
 def _gradients(
-    saved: Sequence[Tensor],
-    above: Tensor,
-    segments: PackedSegments,
-    scale: float,
-    window: int | None,
+    saved: Sequence[Tensor], above: Tensor, segments: PackedSegments, scoring: Scoring
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of q, k and v from `above` [T, H, E]; rows of no segment get zeros."""
     q, k, v, out, lse = saved
@@ -294,14 +284,9 @@ def _gradients(
     deltas = torch.empty_like(lse)
     block_e = max(16, triton.next_power_of_2(width))
     side = 32 if block_e * q.element_size() > WIDE_BYTES else 64
-    numbers = (
-        *q.stride()[:2],
-        *k.stride()[:2],
-        *v.stride()[:2],
-        scale * math.log2(math.e),
-        scale,
-        (1 << 30) if window is None else window,
-    )
+    scale, window = scale_and_window(scoring)
+    strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]
+    numbers = *strides, scale, scoring.scale, window
     tile = {"GROUP": group, "WIDTH": width, "BLOCK_E": block_e, "PAIRS": side, "KEYS": side}
     options = {"num_warps": 8, "num_stages": 1}
     query_gradient_kernel[tokens * group // side + sequences, kv_heads](

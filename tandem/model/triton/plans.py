@@ -30,7 +30,7 @@ class TritonPackedPlan:
         self.segments = PackedSegments(segments, device)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        return packed_attention(q, k, v, self.segments, scoring.scale, scoring.window)
+        return packed_attention(q, k, v, self.segments, scoring)
 
 
 class TritonPagedPlan:
@@ -58,18 +58,13 @@ class TritonPagedPlan:
         self.tiles: Tensor | None = None if tiles is None else int32(tiles)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        (scale, window, *_), keys, values, new = (
-            scoring,
-            self.keys[layer],
-            self.values[layer],
-            len(self.slots),
-        )
+        keys, values, new = self.keys[layer], self.values[layer], len(self.slots)
         write_cache(k[:new], v[:new], keys, values, self.slots)
         if self.tiles is not None:
-            out = shared_attention(q, keys, values, self.rows, self.tiles, scale, window)
+            out = shared_attention(q, keys, values, self.rows, self.tiles, scoring)
             if out is not None:
                 return out
-        return attention(q, keys, values, self.rows, scale, window)
+        return attention(q, keys, values, self.rows, scoring)
 
 
 class TritonDecodePlan(TritonPagedPlan):
