@@ -37,12 +37,13 @@ from tandem.runtime.processes import ZOMBIE, state_of
 from tandem.types import Completion, Request, SamplingParams
 from tandem.weights.shared import SharedWeights
 from tandem.workers.channel import ProtocolError, decode, encode
-from tests.support.odd_worker import POISON, LightEngine
+from tests.support.odd_worker import POISON
 from tests.support.working import (
     DEADLINE_S,
     all_idle,
     bits,
     groups,
+    inline_bits,
     odd_workers,
     open_workers,
     processes,
@@ -156,19 +157,11 @@ def test_a_malformed_completion_is_a_protocol_error():
 
 
 def expected(workers, requests):
-    """Return the results of one engine in this process for the same requests."""
-    engine = LightEngine()
-    engine.version = workers.weight_version
-    engine.weights = workers.published.hash_of(engine.version)
-    running = [engine.submit(request) for request in requests]
-    while engine.has_work:
-        for one in list(engine.running):
-            engine.sample(one)
-    return [bits(one.completion) for one in running]
+    return inline_bits(workers, workers.weight_version, requests)
 
 
-def require_same_bits(workers, requests, between=lambda: None):
-    assert [bits(completion) for completion in run(workers, requests, between)] == expected(
+def require_same_bits(workers, requests):
+    assert [bits(completion) for completion in run(workers, requests)] == expected(
         workers, requests
     )
 

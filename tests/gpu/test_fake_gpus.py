@@ -20,7 +20,7 @@ from tandem.train.muon import orthogonalized
 from tandem.train.optimizer import Optimizer
 from tandem.train.pack import pack
 from tandem.train.ranks import ALONE
-from tests.support.engines import facts, request
+from tests.support.engines import Replayed, facts, request
 from tests.support.fake_cuda import FakeCuda
 from tests.support.kernels import BF16, FP32, ON_GPU, triton_everywhere
 from tests.support.parity import words
@@ -32,16 +32,6 @@ pytestmark = pytest.mark.skipif(ON_GPU, reason="there is a GPU")
 SHAPE = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 72, "num_attention_heads": 2}
 SHAPE |= {"num_key_value_heads": 1, "num_hidden_layers": 1}
 SECOND = torch.device("cuda", 1)
-
-
-class Replayed:
-    """A captured step: the function as it was when it was captured."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def replay(self):
-        self.step()
 
 
 def model_on(device, dtype=FP32):

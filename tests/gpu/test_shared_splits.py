@@ -13,19 +13,9 @@ from tandem.model.paged_attention import PAGE, DecodeRows, Runs
 from tandem.model.triton.attention import SPLIT_KEYS, attention
 from tandem.model.triton.plans import TritonDecodePlan, TritonPagedPlan
 from tandem.model.triton.shared_splits import split_tiles
+from tests.support.kernels import BF16, DEVICE, FP32, random, same_bits
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FP32, BF16 = torch.float32, torch.bfloat16
 SPLIT, PAGES = SPLIT_KEYS.value, SPLIT_KEYS.value // PAGE
-
-
-def random(seed, *shape, dtype=FP32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
-
-
-def same_bits(a, b):
-    bits = torch.int32 if a.dtype == FP32 else torch.int16
-    return a.dtype == b.dtype and torch.equal(a.view(bits), b.view(bits))
 
 
 def tables_of(groups):
