@@ -86,7 +86,7 @@ class DecodeRows:
     counts: Tensor  # int32 [B], 1 or 0; padding comes last
     positions: Tensor  # int64 [B], of the new tokens
     max_length: int  # greater than every position; it never changes a result
-    tiles: Tensor | None = None  # int32, what the rows read together: ExactModel.shared_tiles
+    tiles: Tensor | None = None  # int32, what the rows read together: Kernels.shared_tiles
 
     def slots(self) -> Tensor:
         """Compute where each key goes, int64 [B]: page * PAGE + offset, or -1 for padding."""
