@@ -43,7 +43,8 @@ def query_key(query: Tensor, keys: Tensor) -> Tensor:
 
 
 class Scoring(NamedTuple):
-    """How a layer's scores of queries and keys become probabilities."""
+    """Scale, window, cap and sinks by which a layer's scores of queries and keys become
+    probabilities."""
 
     scale: float
     window: int | None = None  # a query sees this many keys, its own among them; None: all before

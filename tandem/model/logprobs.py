@@ -123,7 +123,7 @@ def token_logprobs(
 
 
 class _Call(NamedTuple):
-    """What `token_logprobs` was asked for."""
+    """Arguments of `token_logprobs`."""
 
     targets: Tensor
     sampling: SamplingDistribution
