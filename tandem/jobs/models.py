@@ -13,7 +13,7 @@ from tandem.model.config_file import LEAN_ARCHITECTURES, check_model, has_expert
 from tandem.model.load import ExactModel, load_model
 from tandem.model.paths import divisible, path_of, reads_more_than_text
 from tandem.model.placement import Placement, place_models
-from tandem.model.weight_files import check_weights
+from tandem.model.stock import check_weights
 from tandem.registry import find
 from tandem.runtime.errors import UserError
 from tandem.runtime.place import here

@@ -37,12 +37,13 @@ from tandem.runtime.processes import ZOMBIE, state_of
 from tandem.types import Completion, Request, SamplingParams
 from tandem.weights.shared import SharedWeights
 from tandem.workers.channel import ProtocolError, decode, encode
-from tests.support.odd_worker import POISON, LightEngine
+from tests.support.odd_worker import POISON
 from tests.support.working import (
     DEADLINE_S,
     all_idle,
     bits,
     groups,
+    inline_bits,
     odd_workers,
     open_workers,
     processes,
@@ -156,59 +157,13 @@ def test_a_malformed_completion_is_a_protocol_error():
 
 
 def expected(workers, requests):
-    """Return the results of one engine in this process for the same requests."""
-    engine = LightEngine()
-    engine.version = workers.weight_version
-    engine.weights = workers.published.hash_of(engine.version)
-    running = [engine.submit(request) for request in requests]
-    while engine.has_work:
-        for one in list(engine.running):
-            engine.sample(one)
-    return [bits(one.completion) for one in running]
+    return inline_bits(workers, workers.weight_version, requests)
 
 
-def require_same_bits(workers, requests, between=lambda: None):
-    assert [bits(completion) for completion in run(workers, requests, between)] == expected(
+def require_same_bits(workers, requests):
+    assert [bits(completion) for completion in run(workers, requests)] == expected(
         workers, requests
     )
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_any_number_of_workers_gives_the_same_bits(count):
-    with odd_workers(count=count) as workers:
-        require_same_bits(workers, groups(6))
-        workers.apply(1)
-        require_same_bits(workers, groups(6))
-        assert expected(workers, groups(6)) != [
-            bits(c) for c in run(workers, groups(6, max_new_tokens=19))
-        ]
-        assert workers.restarts.used == 0 and workers.weight_version == 1
-
-
-def test_work_is_spread_evenly_and_a_prefix_stays_together():
-    with odd_workers(max_batch=64) as workers:
-        until(workers, lambda: all_idle(workers))
-        made_by = [completion.text for completion in run(workers, groups(4))]
-        assert all(len(set(made_by[at : at + 4])) == 1 for at in range(0, 16, 4))
-        assert sorted(made_by.count(who) for who in set(made_by)) == [8, 8]
-        later = [
-            replace(r, prompt=np.arange(n + 9), num_sampled=20) for n, r in enumerate(groups(4))
-        ]
-        assert [completion.text for completion in run(workers, later)] == made_by
-        # but nobody is idle for the sake of it
-        one_prompt = [request(100 + n, (7, 7)) for n in range(8)]
-        alone = [completion.text for completion in run(workers, one_prompt)]
-        assert sorted(alone.count(who) for who in set(alone)) == [4, 4]
-
-
-def test_a_worker_has_no_more_requests_than_it_runs_at_once():
-    with odd_workers(max_batch=3) as workers:
-        until(workers, lambda: all_idle(workers))
-        seen = []
-        require_same_bits(
-            workers, groups(5), lambda: seen.append(max(len(w.tickets) for w in processes(workers)))
-        )
-        assert max(seen) == 3
 
 
 def test_a_request_too_long_for_an_engine_is_refused_at_once():
@@ -466,28 +421,6 @@ def test_closing_leaves_no_process_and_no_descriptor():
     assert set(os.listdir("/dev/fd")) <= before
 
 
-def test_generating_on_closed_workers_is_an_error():
-    with odd_workers(restarts=100) as workers:
-        until(workers, lambda: all_idle(workers))
-        pids = [worker.pid for worker in processes(workers)]
-        errors = []
-
-        def generate():
-            try:
-                run(workers, groups(50, max_new_tokens=200))
-            except Exception as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=generate)
-        thread.start()
-        while not all(worker.state == "serving" for worker in processes(workers)):
-            time.sleep(0.001)
-        workers.close()
-        thread.join(DEADLINE_S)
-        assert len(errors) == 1 and not isinstance(errors[0], AssertionError)
-        assert processes(workers) == [] and not any(Path(f"/proc/{pid}").exists() for pid in pids)
-
-
 # ---- workers with a model
 
 
@@ -524,18 +457,6 @@ def test_the_largest_gap_of_all_workers_is_told(fault, gap):
     with odd_workers(fault=fault) as workers:
         run(workers, groups(3))
         np.testing.assert_equal(workers.logprob_gap(), gap)
-        run(workers, groups(2))
-
-
-def test_a_worker_lost_while_it_checks_is_left_out():
-    with odd_workers(restarts=1) as workers:
-        run(workers, groups(3))
-        os.kill(processes(workers)[0].pid, signal.SIGSTOP)
-        killer = threading.Timer(0.3, os.kill, (processes(workers)[0].pid, signal.SIGKILL))
-        killer.start()
-        assert workers.logprob_gap() == 0.0
-        killer.join()
-        assert workers.restarts.used == 1
         run(workers, groups(2))
 
 
@@ -600,13 +521,6 @@ def test_workers_give_the_bits_of_the_inline_engine(real):
     assert [bits(c, text=True) for c in run(workers, going_on)] == [
         bits(c, text=True) for c in engine.generate(going_on)
     ]
-
-
-def test_every_worker_checks_a_completion_of_its_own(real):
-    workers, _, _ = real
-    assert workers.logprob_gap() == 0.0
-    run(workers, every_kind())
-    assert workers.logprob_gap() == 0.0
 
 
 def test_workers_score_a_probe_with_the_bits_of_the_inline_engine(real):
