@@ -277,47 +277,36 @@ def uid_prefixes(names: Sequence[str], key: str) -> list[str]:
         end = "/".join(path.parts[-parts:]) if parts else path.name.removesuffix(source.suffix)
         return f"{end}#{source.split}" if source.split else end
 
-    sources = [_split(name) for name in names]
+    sources, prefixes = [_split(name) for name in names], []
     longest = max(len(source.path.parts) for source in sources)
-    ends = [[end(source, parts) for parts in range(longest + 1)] for source in sources]
-    for number, name in enumerate(names):
-        if ends[number][-1] in [other[-1] for other in ends[:number]]:
+    for source, name in zip(sources, names, strict=True):
+        for parts in range(longest + 1):
+            if [end(other, parts) for other in sources].count(end(source, parts)) == 1:
+                prefixes.append(end(source, parts))
+                break
+        else:
             raise UserError(
                 f"{key} names a source twice", where=key, found=name, expected="each source once"
             )
-    columns = list(zip(*ends, strict=True))
-    return [
-        next(column[number] for column in columns if column.count(column[number]) == 1)
-        for number in range(len(names))
-    ]
+    return prefixes
 
 
 # ---- JSONL, in UTF-8
 
 
-def open_text(file: Path, key: str) -> io.TextIOWrapper:
-    """Open a text file, also a compressed one; bytes that are not UTF-8 become surrogates. Raises
-    UserError for UTF-16 and for a JSON array, which would give one mistake per line."""
+def open_text(file: Path) -> io.TextIOWrapper:
+    """Open a text file, also a compressed one; bytes that are not UTF-8 become surrogates."""
     if file.suffix in COMPRESSED:
         import pyarrow as pa
 
         stream = io.BufferedReader(pa.input_stream(str(file), compression="detect"))
     else:
         stream = file.open("rb")
-    start = stream.peek(16)
-    if start.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise UserError(
-            f"{key} is not UTF-8",
-            where=str(file),
-            found="a UTF-16 byte order mark",
-            expected="text in UTF-8",
-            next=f"iconv -f UTF-16 -t UTF-8 {file} > {file.stem}-utf8{file.suffix}",
-        )
     return io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="\n")
 
 
 def _jsonl_rows(file: Path, key: str) -> Placed:
-    with open_text(file, key) as lines:
+    with open_text(file) as lines:
         for number, line in enumerate(lines, start=1):
             if not (line := line.rstrip()):
                 continue

@@ -79,17 +79,17 @@ def test_the_sandbox_section_goes_to_a_class_that_asks_for_it(own):
     "name, options, where, words",
     [
         ("gues", {}, "env.name", ["no such environment", "single_turn", "guess", "file.py:Class"]),
-        ("guess", {"limt": 3}, "env.options", ["no option 'limt'", "limit: int = 0"]),
+        ("guess", {"limt": 3}, "env.options", ["'limt'", "limit: int = 0"]),
         ("guess", {"limit": "many"}, "env.options.limit", ["'many'", "int"]),
         ("guess", {"limit": -2}, "env.options.limit", ["-2"]),
-        ("single_turn", {"limit": 3}, "env.options", ["no option 'limit'", "Env()"]),
+        ("single_turn", {"limit": 3}, "env.options", ["'limit'", "Env()"]),
         ("tools", {}, "env.options.tools", ["no tools", "calculator"]),
         ("tools", {"tools": ["calculator"], "format": "xml"}, "env.options.format", ["hermes"]),
         (
             "own_envs.py:Mine",
             {},
             "env.options",
-            ["needs the option 'names'", "Mine(names: list[str], size: int = 3)"],
+            ["missing a required argument: 'names'", "Mine(names: list[str], size: int = 3)"],
         ),
         ("own_envs.py:Mine", {"names": "a"}, "env.options.names", ["list[str]", "'a'"]),
         (
