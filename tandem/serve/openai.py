@@ -1,7 +1,7 @@
 """OpenAI's API as the server (endpoints.py) and the server of agents (envs/agent) speak it: bodies
 of requests, errors, messages with tool calls, and the frames of answers.
 
-Bodies are pydantic models shaped like openai.types.chat, with the extensions of docs/serving.md. A
+Bodies are pydantic models shaped like openai.types.chat, with docs/guide/serving.md's extensions. A
 field that is not supported has the type of the values that ask for nothing, so any other value is
 refused by the field's name. Answers are plain dicts: which fields they have depends on the request.
 Knows no HTTP server and no engine.
