@@ -120,8 +120,8 @@ def _dataset(source: Source, key: str) -> Any:
             "the hub or in its cache (HF_HUB_OFFLINE=1)",
             next=f"ls {Path(name).parent}",
         ) from None
-    if not isinstance(splits, dict):
-        splits = {source.split and "": splits}
+    if not isinstance(splits, dict):  # one without a name
+        splits = {"": splits}
     return splits[_choose_split([str(each) for each in splits], source, key)]
 
 
@@ -138,7 +138,7 @@ def _choose_split(names: list[str], source: Source, key: str) -> str:
         if source.split
         else f"{len(names)} splits and none chosen",
         expected=f"one of {', '.join(names[:12])}",
-        next=f"{key}='{source.path}#{names[0]}'" if names else "",
+        next=f"{key}='{source.path}#{names[0]}'" if any(names) else "",
     )
 
 

@@ -40,7 +40,7 @@ from tandem.serve.openai import (
 from tandem.serve.prometheus import ServerMetrics
 from tandem.serve.requests import ChatTokenizer, DrawKeys, Served, to_requests
 from tandem.serve.responses import Answer, new_answer
-from tandem.serve.service import JOIN_S, EngineService, Generation, ServedEngine, Update
+from tandem.serve.service import EngineService, Generation, ServedEngine, Update
 from tandem.types import Request
 
 T = TypeVar("T")
@@ -259,10 +259,9 @@ class EngineServer(Server):
         *,
         ready: Callable[[], None],
         api_key: str = "",
-        join_s: float = JOIN_S,
         update: ReadWeights | None = None,
     ):
-        service = EngineService(engine, join_s=join_s)
+        service = EngineService(engine)
         endpoints = Endpoints(service, tokenizer, served, update)
         routes = endpoints.routes()
         paths = {route.path for route in routes}

@@ -2,24 +2,21 @@
 each format."""
 
 import json
-import os
-import subprocess
-import sys
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
 
 import datasets
+import huggingface_hub
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from tandem.config.schema import Data
+from tandem.data import readers
 from tandem.data.problems import read_problems
-from tandem.data.readers import source_files
 from tandem.runtime.errors import UserError
 
-ROOT = Path(__file__).parents[2]
 GOOD = {"prompt": "1 + 1 =", "answer": "2"}
 FORMATS = ("jsonl", "csv", "parquet", "arrow")
 
@@ -63,17 +60,6 @@ def place(form, row):
     return places.get(form, f"rows:row {row}")
 
 
-def python(code, folder, arguments=(), **environment):
-    env = {**os.environ, "HF_HOME": str(folder / "home"), "PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=folder,
-        env=env,
-        capture_output=True,
-        text=True,
-    )
-
-
 # ---- the same rows
 
 
@@ -108,7 +94,7 @@ def test_a_folder_of_datasets_is_read_as_datasets_wrote_it(tmp_path):
     for name in ("one", "two#train"):
         assert [(p.answer, p.metadata) for p in read(tmp_path / name)] == expected
     assert [p.uid for p in read(tmp_path / "two#test")] == ["two#test/1"]
-    assert [file.name for file in source_files(str(tmp_path / "one"), "data.train")] == [
+    assert [file.name for file in readers.source_files(str(tmp_path / "one"), "data.train")] == [
         f"data-0000{i}-of-00003.arrow" for i in range(3)
     ]
 
@@ -240,46 +226,42 @@ def test_a_broken_csv_file_is_told_with_its_line(tmp_path, content, where, said)
 # ---- the hub
 
 
-READ = """
-from tandem.config.schema import Data
-from tandem.data.problems import read_problems
-from tandem.runtime.errors import UserError
-try:
-    read_problems("nobody/nothing:main#train", Data(), key="data.train")
-except UserError as error:
-    print(error)
-"""
+@pytest.fixture
+def offline(monkeypatch, tmp_path):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
 
 
-def test_a_hub_name_that_is_not_cached_offline_is_one_error(tmp_path):
-    said = python(READ, tmp_path, HF_HUB_OFFLINE="1").stdout
+@pytest.mark.usefixtures("offline")
+def test_a_hub_name_that_is_not_cached_offline_is_one_error():
+    said = error_of("nobody/nothing:main#train")
     assert "data.train is no file, and no data set that can be had" in said
     assert "where:    data.train, 'nobody/nothing:main'" in said
 
 
-def test_what_load_dataset_finds_is_read_by_split(tmp_path):
+@pytest.mark.usefixtures("offline")
+def test_what_load_dataset_finds_is_read_by_split(tmp_path, monkeypatch):
     """load_dataset takes a folder of this name in the working directory for the hub's data set."""
     (tmp_path / "some/sums").mkdir(parents=True)
     for split, answers in (("train", "234"), ("test", "5")):
-        rows = [
-            json.dumps(GOOD | {"answer": answer, "prompt": [{"role": "user", "content": "?"}]})
-            for answer in answers
-        ]
+        rows = [json.dumps(GOOD | {"answer": answer}) for answer in answers]
         (tmp_path / f"some/sums/{split}.jsonl").write_text("\n".join(rows))
-    code = """
-from pathlib import Path
-from tandem.data import readers
-def located(name, key):
-    name, _, split = name.partition("#")
-    return readers.Source(Path(name), split, True, "")
-readers._locate = located
-rows = readers.source_rows("some/sums#train", "data.train")
-print([values["answer"] for (place, (values, line)) in rows])
-print([place for place, payload in readers.source_rows("some/sums#test", "data.train")])
-print([file.suffix for file in readers.source_files("some/sums#test", "data.train")])
-"""
-    result = python(code, tmp_path, HF_HUB_OFFLINE="1")
-    assert result.stdout == "['2', '3', '4']\n[':row 1']\n['.arrow']\n", result.stderr
+
+    def located(name, key):
+        name, _, split = name.partition("#")
+        return readers.Source(Path(name), split, True, "")
+
+    monkeypatch.setattr(readers, "_locate", located)
+    rows = readers.source_rows("some/sums#train", "data.train")
+    assert [(place, values["answer"]) for place, (values, _) in rows] == [
+        (":row 1", "2"),
+        (":row 2", "3"),
+        (":row 3", "4"),
+    ]
+    [file] = readers.source_files("some/sums#test", "data.train")
+    assert file.suffix == ".arrow"
 
 
 @pytest.mark.parametrize(

@@ -142,9 +142,9 @@ def test_a_run_depends_on_the_files_of_ones_own(own):
     assert files("tools", tools="my.py:add") == [Path("my.py")]
 
 
-def test_invalid_options_are_refused_without_importing_torch():
+def test_data_are_read_and_invalid_options_refused_without_importing_torch():
     code = """
-import sys
+import sys, tandem.data.problems, tandem.data.chats
 from tandem.config.schema import Env, Sandbox
 from tandem.envs.load import load_env
 try:

@@ -15,8 +15,7 @@ from tandem.model.tiny import CHARACTERS, make_tiny
 from tandem.serve.json_masks import JsonGrammars
 from tandem.serve.openai import ApiError
 from tests.support.byte_models import make_model
-from tests.support.serving import post, running
-from tests.support.tiny_server import TinyServer
+from tests.support.serving import post
 from tests.support.waiting import WAIT_S
 
 HELLO = [{"role": "user", "content": "Solve 2x = 6."}]
@@ -37,17 +36,6 @@ HEAVY = {"type": "string", "pattern": "^(a?){5000}a{5000}$"}
 def wanted(schema):
     named = {"name": "answer", "schema": schema, "strict": True}
     return {"type": "json_schema", "json_schema": named}
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return TinyServer(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def url(tiny):
-    with running(tiny.engine, tiny.texts, tiny.served) as url:
-        yield url
 
 
 def chat(url, **fields):
