@@ -78,7 +78,7 @@ def read_rows(source: str, build: Callable[[Row], T], *, key: str) -> list[T]:
     path = Path(source if Path(source).exists() else source.rpartition("#")[0])
     folder = path if path.is_dir() else path.parent if path.is_file() else Path()
     built: list[T] = []
-    mistakes: dict[tuple[str, str, str], tuple[str, int]] = {}  # -> first place, rows
+    mistakes: dict[tuple[str, str, str], list[str]] = {}  # field, found, expected -> places
     advice = ""
     was_enabled = gc.isenabled()
     gc.disable()  # all rows are kept, and searching them for garbage takes a third of the time
@@ -91,8 +91,7 @@ def read_rows(source: str, build: Callable[[Row], T], *, key: str) -> list[T]:
                 built.append(build(Row(number=number, values=values, line=line, folder=folder)))
             except RowError as error:
                 mistake = (error.field, error.found, error.expected)
-                first, count = mistakes.get(mistake, (place, 0))
-                mistakes[mistake] = (first, count + 1)
+                mistakes.setdefault(mistake, []).append(place)
                 advice = advice or error.next
                 if len(mistakes) == MAX_MISTAKES:
                     break
@@ -118,23 +117,19 @@ def read_rows(source: str, build: Callable[[Row], T], *, key: str) -> list[T]:
 
 
 def _mistakes(
-    source: str, key: str, mistakes: dict[tuple[str, str, str], tuple[str, int]], advice: str
+    source: str, key: str, mistakes: dict[tuple[str, str, str], list[str]], advice: str
 ) -> UserError:
-    """Write the one error of (field, found, expected) -> (first place, number of rows)."""
-    rows = sum(count for _, count in mistakes.values())
+    """Write the one error of (field, found, expected) -> places."""
+    rows = sum(map(len, mistakes.values()))
     what = f"{key} has {'a row' if rows == 1 else f'{rows:,} rows'} that cannot be used"
-    places = []
-    for (field, found, expected), (place, count) in mistakes.items():
-        more = f" (and {count - 1:,} more)" if count > 1 else ""
-        places.append((f"{source}{place}{', ' * bool(field)}{field}{more}", found, expected))
-    if len(places) == 1:
-        [(where, found, expected)] = places
-        return UserError(what, where=where, found=found, expected=expected, next=advice)
-    what += " (reading stopped there)" if len(places) == MAX_MISTAKES else ""
-    lines = [
-        f"  - {where}: found {found}, expected {expected}" for where, found, expected in places
-    ]
-    return UserError("\n".join([what, *lines]), next=advice or "correct these rows")
+    what += " (reading stopped there)" if len(mistakes) == MAX_MISTAKES else ""
+    for (field, found, expected), places in mistakes.items():
+        more = f" (and {len(places) - 1:,} more)" if len(places) > 1 else ""
+        where = f"{source}{places[0]}{', ' * bool(field)}{field}{more}"
+        if len(mistakes) == 1:
+            return UserError(what, where=where, found=found, expected=expected, next=advice)
+        what += f"\n  - {where}: found {found}, expected {expected}"
+    return UserError(what, next=advice or "correct these rows")
 
 
 def tell_repeats(contents: Iterable[Hashable], key: str) -> None:
