@@ -307,7 +307,7 @@ def test_program_that_dies_before_it_reads_the_gates_answer_is_a_result():
 def test_interrupted_run_is_killed(sandbox, world):
     def watched():
         stack = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident])
-        return world.survivors() and "_read" in [frame.f_code.co_name for frame, _ in stack]
+        return world.survivors() and "supervise" in [frame.f_code.co_name for frame, _ in stack]
 
     def interrupt():
         eventually(watched)
@@ -440,9 +440,9 @@ def test_failing_server_is_not_the_programs_failure(answer):
 # ---------------------------------------------------------------- the filter of system calls
 
 
-def verdict(program, arch, number, argument=0):
+def verdict(program, arch, number, argument=0, flags=0):
     """Decide as the kernel would: classic BPF over struct seccomp_data."""
-    data = struct.pack("=iIQ6Q", number, arch, 0, argument, 0, 0, 0, 0, 0)
+    data = struct.pack("=iIQ6Q", number, arch, 0, argument, 0, 0, flags, 0, 0)
     instructions = [struct.unpack_from("=HBBI", program, at) for at in range(0, len(program), 8)]
     at = held = 0
     while True:
@@ -455,6 +455,8 @@ def verdict(program, arch, number, argument=0):
                 at += yes if held == k else no
             case 0x35:
                 at += yes if held >= k else no
+            case 0x54:
+                held &= k
             case 0x06:
                 return k
 
@@ -473,5 +475,11 @@ def test_filter_refuses_what_it_lists_and_nothing_else(machine):
         if verdict(program, arch, seccomp.SOCKET[column], family) == seccomp.ALLOW
     }
     assert families == {1}  # AF_UNIX
+    private, shared, validated, of_a_file = 0x22, 0x21, 0x23, 0x01
+    mapped = [
+        verdict(program, arch, seccomp.MMAP[column], flags=flags) == seccomp.ALLOW
+        for flags in (private, of_a_file, shared, validated)
+    ]
+    assert mapped == [True, True, False, False]
     assert verdict(program, arch ^ 1, 0) == seccomp.KILL
     assert verdict(program, arch, 0x40000001) == seccomp.ERRNO | 38
