@@ -364,11 +364,13 @@ class Unisolated(LocalSandbox):
             path = Path(scratch.name, name)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
+        # it may have been killed before
+        watched = ["bash", "-c", f'[ $PPID = {os.getpid()} ] && exec "$@"', "bash"]
         # the user's other processes would count too
         alone = [word for word in limited(limits) if not word.startswith("--nproc")]
         out, err = output_files(stdout)
         process = subprocess.Popen(
-            ["/usr/bin/setpriv", "--pdeathsig", "KILL", *alone, *argv],
+            ["/usr/bin/setpriv", "--pdeathsig", "KILL", *watched, *alone, *argv],
             stdin=stdin,
             stdout=out if stdout is None else stdout,
             stderr=err,
