@@ -1,7 +1,7 @@
-"""`make scaling`: docs/scaling.md, with tokens/s and memory of 1, 2 and 4 trainer processes.
+"""`make scaling`: results/scaling.md, with tokens/s and memory of 1, 2 and 4 trainer processes.
 
     python benchmarks/scaling.py            measures (a quiet machine, minutes), then writes the page
-    python benchmarks/scaling.py --page     writes the page from docs/scaling.json
+    python benchmarks/scaling.py --page     writes the page from results/scaling.json
     python benchmarks/scaling.py --tiny     tries it: a tiny model, nothing is written
 
 Processes train over data, with one thread each, pinned to a core where there are as many. The
@@ -34,7 +34,7 @@ from tandem.config.parallel import Parallel
 from tandem.model.forward import batch_logprobs
 from tandem.model.load import make_exact
 from tandem.plugins.plan.scaling import communication
-from tandem.plugins.plan.shards import Work, memory, parameters
+from tandem.plugins.plan.shards import Work, memory, model_of, parameters
 from tandem.runtime import numerics
 from tandem.train.learner import Learner
 from tandem.train.optimizer import Optimizer, Settings
@@ -121,7 +121,7 @@ def work_of(tiny: bool) -> Work:
     """Return an update of two microbatches in one process of four."""
     length = TINY_LENGTH if tiny else LENGTH
     return Work(
-        shape=Qwen3Config(**_shape(tiny)),
+        model=model_of(Qwen3Config(**_shape(tiny))),
         dtype=torch.float32,
         clusters=SEQUENCES,
         cluster=length,

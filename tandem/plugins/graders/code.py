@@ -186,7 +186,7 @@ class _TestRun:
             where=f"problem {self.uid}: {script.strip()[:200]}",
             found=found,
             expected="Python's own library, and names of a solution in another process",
-            next="mend the row, or leave it out; see docs/sandbox.md",
+            next="mend the row, or leave it out; see docs/guide/sandbox.md",
         )
 
     def _tester_files(self, scripts: Sequence[str]) -> dict[str, str]:

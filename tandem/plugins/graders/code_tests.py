@@ -145,7 +145,7 @@ def read_tests(problem: Problem) -> tuple[list[Test], Columns]:
             found=found or "nothing",
             expected='[{"input": ..., "output": ...}], '
             '[{"function": ..., "args": [...], "expected": ...}] or asserts',
-            next="see docs/sandbox.md",
+            next="see docs/guide/sandbox.md",
         )
     return tests, columns
 
