@@ -67,17 +67,17 @@ def test_a_longer_set_begins_with_the_shorter_seeds_differ(task, level):
     assert rows_of(task, "train", 15, 8, level) != rows_of(task, "train", 15, 7, level)
 
 
+def told(row):
+    return json.dumps([row["prompt"], row.get("answer"), row.get("images")])
+
+
 @pytest.mark.parametrize(("task", "level"), CASES)
 def test_train_and_test_never_meet_whatever_the_seed(task, level):
-    sides = [
-        {
-            json.dumps([row["prompt"], row.get("answer"), row.get("images")])
-            for seed in range(3)
-            for row in rows_of(task, split, 20, seed, level)
-        }
+    train, test = (
+        {told(row) for seed in range(3) for row in rows_of(task, split, 20, seed, level)}
         for split in ("train", "test")
-    ]
-    assert not sides[0] & sides[1]
+    )
+    assert not train & test
 
 
 @pytest.mark.parametrize(("task", "level"), CASES)
@@ -102,8 +102,7 @@ def test_other_difficulties_and_splits_are_refused(module):
 def test_a_task_with_too_few_problems_gives_all_of_them(task):
     rows = rows_of(task, "test", 1000, 0, LEVELS[task][0])
     assert rows[:20] == rows_of(task, "test", 20, 0, LEVELS[task][0])
-    prompts = [json.dumps([row["prompt"], row.get("answer"), row.get("images")]) for row in rows]
-    assert len(set(prompts)) == len(rows) and (len(rows) == 1000) == (task in PLENTY)
+    assert len(set(map(told, rows))) == len(rows) and (len(rows) == 1000) == (task in PLENTY)
 
 
 # ---- each task
