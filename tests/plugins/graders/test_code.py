@@ -143,6 +143,21 @@ assert x == [1, 2, 3]
 
 
 @needs_bubblewrap
+@pytest.mark.parametrize(
+    "script",
+    [
+        "from solution import *\ndef test_f(): assert f([1]) == 1",
+        "import solution as s\nassert s.f([1]) + len(s.LIST) == 3",
+        "a = [2, 1, 1]\nk = f(a)\nassert a[:k] == [1, 2]",  # seen from the next statement on
+        "a = [2, 1, 1]\nassert math.floor(f(a)) == 2 and len(a) == 3\nassert a == [1, 2]",
+    ],
+)
+def test_names_are_found_as_a_script_reads_them_and_changes_are_seen_later(script):
+    code = "LIST = [1, 2]\ndef f(x):\n    x[:] = sorted(set(x))\n    return len(x)"
+    assert reward(script, f"```python\n{code}\n```")["reward"] == 1.0
+
+
+@needs_bubblewrap
 def test_a_script_that_never_uses_the_solution_proves_nothing():
     assert reward("result = 1\nassert result == 1", ADD, entry_point="add")["reward"] == 0.0
 
