@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.plugins.cluster.errors import last_line, no_ray, not_joined, too_small
+from tandem.plugins.cluster.errors import last_line, no_ray, not_joined
 from tandem.plugins.cluster.listener import Listener
 from tandem.plugins.cluster.logs import LogFiles
 from tandem.plugins.cluster.node_worker import NodeWorker
@@ -50,6 +50,7 @@ from tandem.plugins.cluster.this_machine import (
 )
 from tandem.rollout_workers.process import ENVIRONMENT
 from tandem.runtime import numerics
+from tandem.runtime.errors import UserError
 from tandem.runtime.processes import descendants
 from tandem.weights.shared import Delta
 from tandem.workers.channel import Channel, Message
@@ -371,7 +372,14 @@ def join_cluster(address: str, nodes: int, gpus: int = 0) -> Iterator[RayCluster
         until = time.monotonic() + NODES_S
         while (found := sum(node["Alive"] for node in ray.nodes())) < nodes:
             if time.monotonic() > until:
-                raise too_small(address, found, nodes)
+                raise UserError(
+                    "the Ray cluster is smaller than the config says",
+                    where=f"cluster.address = {address}",
+                    found=f"{found} living nodes",
+                    expected=f"cluster.nodes = {nodes}",
+                    next="start the other nodes (`ray start --address=...`), or lower "
+                    "cluster.nodes",
+                )
             time.sleep(0.5)
         yield leaving.enter_context(closing(RayCluster(gpus, {"env_vars": worker_variables()})))
 
