@@ -357,7 +357,7 @@ class Saver:
     def __init__(self, disk: Disk = DISK):
         self._disk = disk
         self._under_way: tuple[int, Thread] | None = None
-        self._error: BaseException | None = None  # of the save under way
+        self._error: Exception | None = None  # of the save under way
 
     def save(self, folder: Path, contents: Contents) -> None:
         """Save a snapshot taken now, as save_checkpoint does; wait for the save before, and raise
@@ -389,9 +389,12 @@ class Saver:
         def run() -> None:
             try:
                 write()
-            except BaseException as error:  # also a panic of a library; `wait` raises it
+                self._error = None
+            except Exception as error:  # `wait` raises it
                 self._error = error
 
+        # if a panic of a library ends the thread, which Python has printed
+        self._error = RuntimeError(f"the thread that saved step {step} died")
         self._under_way = step, Thread(target=run, name="saver", daemon=True)
         self._under_way[1].start()
 

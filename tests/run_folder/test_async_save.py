@@ -157,10 +157,14 @@ def test_saver_thread_that_dies_is_an_error(tmp_path):
     def before_write():
         raise Panic
 
-    saver = Saver()
-    saver.save(tmp_path, contents(1, *content(1), before_write=before_write))
-    with pytest.raises(Panic):
-        saver.wait()
+    hook, threading.excepthook = threading.excepthook, lambda _: None
+    try:
+        saver = Saver()
+        saver.save(tmp_path, contents(1, *content(1), before_write=before_write))
+        with pytest.raises(RuntimeError, match="step 1 died"):
+            saver.wait()
+    finally:
+        threading.excepthook = hook
 
 
 def test_gradients_strides_and_types_are_kept(tmp_path):
