@@ -64,8 +64,11 @@ class Trackers:
         self._close_s = close_s
         self._links: list[Link] = []
         for name in dict.fromkeys(config.run.trackers):
-            # imported in the tracker's own thread
-            self.add(name, lambda run, name=name: find("trackers", name, key="run.trackers")(run))
+
+            def opens(run: TrackedRun, name: str = name) -> Tracker:  # in the tracker's own thread
+                return find("trackers", name, key="run.trackers")(run)  # type: ignore[no-any-return]
+
+            self.add(name, opens)
 
     def add(self, name: str, opens: Callable[[TrackedRun], Tracker]) -> None:
         """Open a tracker in a thread of its own."""
