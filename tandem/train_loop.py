@@ -32,8 +32,7 @@ from tandem.run_folder.shards import (
 from tandem.run_folder.status import write_status
 from tandem.runtime import signals, watchdog
 from tandem.runtime.disk import file_hash
-from tandem.runtime.errors import InvariantError
-from tandem.train.checks import too_many_bad_steps, too_many_flat_steps
+from tandem.runtime.errors import InvariantError, UserError
 from tandem.train.learner import Learner
 from tandem.train.ranks import Ranks
 from tandem.types import Row, StepResult
@@ -346,8 +345,24 @@ class _TrainLoop:
         saved = sorted(path.name for path in self.run.checkpoints.glob("step_*"))
         last = f"last checkpoint: {saved[-1] if saved else 'none yet'}"
         if too_bad:
-            raise too_many_bad_steps(self.done, bad, metrics, config.train.max_bad_steps, last)
-        raise too_many_flat_steps(self.done, flat, metrics["reward"], last)
+            names = sorted(n.removeprefix("bad/") for n in metrics if n.startswith("bad/"))
+            raise UserError(
+                "training stops: NaN or infinity, step after step",
+                where=f"step {self.done} and the {bad - 1} before it",
+                found=f"not finite: {', '.join(names)}",
+                expected=f"at most {config.train.max_bad_steps} such steps in a row "
+                "(train.max_bad_steps)",
+                next=f"the weights are as before them; {last}. Look at metrics.jsonl; go on with a "
+                "larger train.max_bad_steps, or in a new run.folder with other settings",
+            )
+        raise UserError(
+            "training stops: no episode has had an advantage",
+            where=f"step {self.done} and the {flat - 1} before it",
+            found=f"equal rewards in every group, mean {metrics['reward']:.3g}",
+            expected="some groups whose rewards differ (rl.max_flat_steps)",
+            next=f"{last}. Look at episodes/ and at the reward (`tandem try`), take problems that "
+            "are sometimes solved, or go on with a larger rl.max_flat_steps",
+        )
 
 
 def _ranks(job: TrainJob) -> Ranks:

@@ -59,7 +59,7 @@ def follow(config: Config, command: str) -> None:
     ):
         _, begin = processes.next_order()
         folder = Path(begin["folder"])
-        config = load_config(folder / "config.toml", [])
+        config = load_config(Path(begin["recipe"]), [])
         try:
             require_same_functions(config, begin["functions"])
             ranks, run_id = make_ranks(config, processes), begin["run_id"]
