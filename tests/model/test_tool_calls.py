@@ -154,7 +154,7 @@ def test_pythonic_arguments_are_literals_and_nothing_is_evaluated():
         "lambda: 0",
     ):
         assert isinstance(read_calls(f"[add(a={evil})]", "pythonic").calls[0], BadCall), evil
-    for evil in ("[add(1)]", "[add(**{})]", "[add(a=1), 3]", "[add(a=1)", "[add(a=1)] so"):
+    for evil in ("[add(1)]", "[add(**{})]", "[add(a=1), 3]", "[add(a=1)"):
         assert isinstance(read_calls(evil, "pythonic").calls[-1], BadCall), evil
 
 
@@ -169,7 +169,10 @@ def test_pythonic_arguments_are_literals_and_nothing_is_evaluated():
             "broken JSON: Expecting property name enclosed in double quotes at character 31",
         ),
         ("<tool_call></tool_call>", "broken JSON: Expecting value at character 1"),
-        ('<tool_call>{"name": "add"} or so</tool_call>', "there is text behind the JSON object"),
+        (
+            '<tool_call>{"name": "add"} or so</tool_call>',
+            "there is text between the arguments and </tool_call>",
+        ),
         ("<tool_call>[]</tool_call>", "the call is not a JSON object"),
         ('<tool_call>{"arguments": {}}</tool_call>', 'the call has no "name"'),
         (
@@ -185,10 +188,13 @@ def test_pythonic_arguments_are_literals_and_nothing_is_evaluated():
             '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
             "broken JSON: NaN is not JSON",
         ),
-        ("<tool_call><function=add></tool_call>", "not <function=NAME>...</function>"),
+        (
+            "<tool_call><function=add></tool_call>",
+            "the call is not closed by </function></tool_call>",
+        ),
         (
             "<tool_call><function=add>3</function></tool_call>",
-            "not one <parameter=NAME>...</parameter> for each argument",
+            "there is text between the arguments and </function></tool_call>",
         ),
         (
             '{"name": "add", "parameters": {',
@@ -207,7 +213,7 @@ def test_one_bad_call_does_not_hide_the_good_ones_beside_it():
     unclosed = "<tool_call>{"
     kinds = [
         type(call)
-        for call in read_calls(good + unclosed + good + "<tool_call>x</tool_call>" + good).calls
+        for call in read_calls(good + unclosed + good + "<tool_call>x y</tool_call>" + good).calls
     ]
     assert kinds == [Call, BadCall, Call, BadCall, Call]
 
