@@ -1,7 +1,7 @@
 """Rows of chats for supervised fine-tuning: read_rows(path, parse_chat, key="sft.train").
 
 A row holds `messages`, or a `prompt` (text or messages) and a `response`; or it follows the data
-sets of TRL, ShareGPT, Alpaca or xLAM (docs/data.md). Does not know tokens or chat templates:
+sets of TRL, ShareGPT, Alpaca or xLAM (docs/guide/data.md). Does not know tokens or chat templates:
 renderer.py decides what carries loss.
 """
 

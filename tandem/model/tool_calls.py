@@ -497,7 +497,8 @@ def _gemma_value(value: Any, strings: Sequence[str]) -> Any:
 # ---------------------------------------------------------------- calls without a mark
 
 _BARE = re.compile(
-    r"""^[^\S\n]* (?: (?P<json>\[?\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?
+    r"""^[^\S\n]* (?:<\|python_(?:start|end)\|>)*
+                      (?: (?P<json>\[?\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?
                           "name"\s*:\s*"(?P<of_json>[^"]*)")
                     | (?P<python>\[\s*(?P<of_python>[A-Za-z_][\w.]*)\s*\() )""",
     re.VERBOSE | re.MULTILINE,
@@ -517,7 +518,7 @@ def _read_bare(
         )
         if kind not in formats or (tools is not None and name not in tools):
             continue
-        start = re.compile(r"\s*").match(text, found.start())
+        start = re.compile(r"\s*(?:<\|python_\w+\|>)*\s*").match(text, found.start())
         assert start is not None
         calls: Sequence[Call | BadCall]
         try:
@@ -659,7 +660,8 @@ FORMATS = (
     CallFormat(
         name="deepseek",
         mark="<｜tool▁call▁begin｜>",
-        opening=rf"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?{_NAME}(?:<｜tool▁sep｜>|\s*```json)\s*",
+        opening=rf"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?{_NAME}"
+        r"(?:<｜tool▁sep｜>|\s*```json)\s*",
         body=_json_body,
         closing=r"\s*(?:```)?<｜tool▁call▁end｜>",
         wrappers=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),

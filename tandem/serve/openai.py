@@ -1,8 +1,8 @@
 """OpenAI's API as the server (endpoints.py) and the server of agents (envs/agent) speak it: bodies
 of requests, errors, messages with tool calls, and the frames of answers.
 
-Bodies are pydantic models shaped like openai.types.chat, with the extensions of docs/serving.md. An
-unsupported field is refused by name if it would change the output; otherwise it is accepted and
+Bodies are pydantic models shaped like openai.types.chat, with docs/guide/serving.md's extensions.
+An unsupported field is refused by name if it would change the output; otherwise it is accepted and
 ignored. Validated as `lenient`, a model ignores what an agent's framework adds. Answers are plain
 dicts: which fields they have depends on the request, and a text may be half a surrogate pair, which
 pydantic does not write. Knows no HTTP server and no engine.

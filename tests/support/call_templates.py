@@ -14,7 +14,7 @@ ENDS = (
     *("<|tool_response>", "<｜end▁of▁sentence｜>", "<|END_OF_TURN_TOKEN|>", "[e~[", "<|calls|>"),
     *("<|message_sep|>", "[|endofturn|]", "<|role_end|>", "<|call|>", "<|end_of_text|>", "<sep>"),
     *("<SPECIAL_12>", "<seed:eos>", "<end_of_sentence>", "</assistant>", "<|assistant_end|>"),
-    *("<｜hy_eos:opensource｜>", "<|end_of_msg|>", "<|observation|>"),
+    *("<｜hy_eos:opensource｜>", "<|end_of_msg|>", "<|observation|>", "<|user|>", "<|return|>"),
 )
 
 
