@@ -73,9 +73,6 @@ class ToolEnv(Env):
         invalid_call_penalty: of a turn with a call that could not be answered.
         max_result_chars: a longer result is truncated before the model reads it.
         """
-        alone = isinstance(tools, str) or callable(tools)
-        self._tools = _read_tools([tools] if alone else tools)  # type: ignore[list-item, arg-type]
-        self.tools = [_schema(tool.plain) for tool in self._tools.values()] if show_tools else ()
         formats = dict.fromkeys(("auto", *(row.name for row in FORMATS)))
         if format not in formats:
             raise UserError(
@@ -84,6 +81,9 @@ class ToolEnv(Env):
                 found=repr(format),
                 expected=", ".join(formats),
             )
+        alone = isinstance(tools, str) or callable(tools)
+        self._tools = _read_tools([tools] if alone else tools)  # type: ignore[list-item, arg-type]
+        self.tools = [_schema(tool.plain) for tool in self._tools.values()] if show_tools else ()
         if invalid_call_penalty < 0:
             where, found = "env.options.invalid_call_penalty", str(invalid_call_penalty)
             raise UserError("a penalty below 0", where=where, found=found)
