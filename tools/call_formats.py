@@ -15,9 +15,8 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT)]
 
 from tandem.data.own_calls import EXAMPLE, NAME, sampled_turn, unread_calls  # noqa: E402
-from tandem.model.tokenizer import SPOKEN  # noqa: E402
 from tandem.runtime.errors import UserError  # noqa: E402
-from tests.support.call_templates import call_templates, template_renderer  # noqa: E402
+from tests.support.call_templates import call_marks, call_templates, template_renderer  # noqa: E402
 
 JSON, PAGE = ROOT / "results" / "tool_calls.json", ROOT / "results" / "tool_calls.md"
 TYPED = {"text": "\n'x'\\ \"y\"{}[1]é", "count": -3, "exact": False, "fields": {"k": [1, 'b"']}}
@@ -47,7 +46,7 @@ def try_out(name: str, template: str) -> dict[str, str]:
     except UserError as error:
         said = str(error.found or error.what).partition(";")[0]
         return {"one": f"no call is written: {said[:90]}", "two": "", "typed": "", "marks": ""}
-    marks = sorted({mark for mark in SPOKEN if mark in template} | MARKS)
+    marks = sorted(call_marks(template) | MARKS)
     lost = [m for m in marks if unread_calls(renderer, [{"text": f"a {m} b", "count": 1}])]
     return {
         "one": unread_calls(renderer) or "read",

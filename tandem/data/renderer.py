@@ -29,7 +29,6 @@ from tandem.data.unknown_tokens import UnknownTokens
 from tandem.model.config_file import CONFIG, read_json
 from tandem.model.paths import parts_of, reads_more_than_text
 from tandem.model.tokenizer import (
-    SPOKEN,
     decode_text,
     has_at_most_a_token_a_byte,
     load_tokenizer,
@@ -300,10 +299,12 @@ class ChatRenderer:
     def _end_of_turn(self, exchange: Sequence[Message]) -> set[int]:
         """Return the first added token that the template writes after what the assistant says, if
         any."""
+        from tandem.model.call_forms import spoken
+
         [text] = self.texts([exchange], open_turn=False)
         [tail] = self.encode_all([text.rpartition(_ANSWER)[2]])
         added = self.tokenizer.added_tokens_decoder
-        ends = [t for t in tail.tolist() if t in added and str(added[t]) not in SPOKEN]
+        ends = [t for t in tail.tolist() if t in added and not spoken(str(added[t]))]
         return set(ends[:1])
 
     @cached_property

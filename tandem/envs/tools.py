@@ -25,7 +25,8 @@ from typing import Any, get_type_hints
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from tandem.envs.calls import in_thread
-from tandem.model.tool_calls import FORMATS, BadCall, Call, Format, Reading, plain_value, read_calls
+from tandem.model.call_forms import NAMES
+from tandem.model.tool_calls import BadCall, Call, Format, Reading, plain_value, read_calls
 from tandem.registry import find
 from tandem.runtime.errors import UserError
 from tandem.runtime.user_code import load_user_object
@@ -73,13 +74,12 @@ class ToolEnv(Env):
         invalid_call_penalty: of a turn with a call that could not be answered.
         max_result_chars: a longer result is truncated before the model reads it.
         """
-        formats = dict.fromkeys(("auto", *(row.name for row in FORMATS)))
-        if format not in formats:
+        if format not in NAMES:
             raise UserError(
                 "there is no such format of tool calls",
                 where="env.options.format",
                 found=repr(format),
-                expected=", ".join(formats),
+                expected=", ".join(NAMES),
             )
         alone = isinstance(tools, str) or callable(tools)
         self._tools = _read_tools([tools] if alone else tools)  # type: ignore[list-item, arg-type]

@@ -95,57 +95,26 @@ def _settings(part: Any) -> dict[str, Any]:
     return {} if part is None else json.loads(part.__getstate__())
 
 
-# special tokens that are part of what a model says: marks of tool calls (tool_calls.py), thoughts
-# and channels
-SPOKEN = frozenset(
-    {
-        *("<tool_call>", "</tool_call>", "<tool_calls>", "</tool_calls>", "<TOOLCALL>"),
-        *("</TOOLCALL>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|tool_call|>", "<|/tool_call|>"),
-        *("<|python_tag|>", "<|python_start|>", "<|python_end|>", "<|function_call|>"),
-        *("<|role_sep|>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_call_start|>"),
-        *("<|tool_call_end|>", "<|START_ACTION|>", "<|END_ACTION|>", "<|tools_prefix|>"),
-        *("<|tools_suffix|>", "<seed:tool_call>", "</seed:tool_call>", "<minimax:tool_call>"),
-        *("</minimax:tool_call>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
-        *("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "｜DSML｜"),
-        *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"),
-        *("<|tool_call_argument_begin|>", "<|tool_calls|>", "<|tool_call:begin|>"),
-        *("<|tool_call:name|>", "<|tool_call:args|>", "<|tool_call:end|>", "<|open|>"),
-        *("<|close|>", "<|sep|>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-        *("<think>", "</think>", "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"),
-        *("<|end|>", "<|channel>", "<channel|>"),
-    }
-)
-# marks of thoughts, which a text has under their usual names
-THOUGHTS = {
-    "[THINK]": "<think>",
-    "[/THINK]": "</think>",
-    "<|START_THINKING|>": "<think>",
-    "<|END_THINKING|>": "</think>",
-    "<seed:think>": "<think>",
-    "</seed:think>": "</think>",
-}
-
-
 @lru_cache(maxsize=8)
-def _spoken_tokens(tokenizer: Any) -> tuple[frozenset[int], frozenset[int]]:
-    """Return a tokenizer's special tokens, and those of them that are part of a text."""
+def _special_tokens(tokenizer: Any) -> dict[int, tuple[str, str]]:
+    """Return a tokenizer's special tokens, and what each says in a text: marks of tool calls and of
+    thoughts say something."""
+    from tandem.model.call_forms import spoken
+
     added = tokenizer.added_tokens_decoder
-    special = frozenset(tokenizer.all_special_ids) | {
-        n for n, token in added.items() if token.special
-    }
-    spoken = SPOKEN | THOUGHTS.keys()
-    return special, frozenset(n for n in special if n in added and added[n].content in spoken)
+    return {n: (str(t), spoken(str(t))) for n, t in added.items() if t.special}
 
 
 def decode_text(tokenizer: Any, tokens: Array) -> str:
     """Decode tokens int64 [T] to text, without images and the special tokens that say nothing."""
     ids = tokens[tokens < IMAGE].tolist()
-    special, spoken = _spoken_tokens(tokenizer)
-    if spoken.isdisjoint(ids):
+    special = _special_tokens(tokenizer)
+    saying = {special[n] for n in ids if n in special and special[n][1]}
+    if not saying:
         return _decode(tokenizer, ids, skip_special_tokens=True)
-    text = _decode(tokenizer, [n for n in ids if n in spoken or n not in special])
-    for mark, usual in THOUGHTS.items():
-        text = text.replace(mark, usual)
+    text = _decode(tokenizer, [n for n in ids if n not in special or special[n][1]])
+    for token, said in saying:
+        text = text.replace(token, said)
     return text
 
 

@@ -1,16 +1,8 @@
-"""The tool calls in a model's text, in each family's own format.
+"""The tool calls in a model's text, in each family's own form (call_forms.py).
 
-A format is a row of FORMATS: the mark that announces a call, what opens its arguments, how these
-are read, and what closes the call. "auto" takes the row whose mark the text has. Marks may be
-special tokens; decode_text (tokenizer.py) keeps them. A call without a mark must name a known tool,
-and begin a line.
-
-    hermes       <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>
-    qwen3_coder  <tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n
-                 </tool_call>
-    mistral      [TOOL_CALLS]add[ARGS]{"a": 1}, or [TOOL_CALLS][{"name": "add", "arguments": ...}]
-    llama3       {"name": "add", "parameters": {"a": 1}}; several with `;` between
-    pythonic     [add(a=1), add(a=2)]
+"auto" takes the form whose mark the text has. Marks may be special tokens; decode_text
+(tokenizer.py) keeps them. A call without a mark, as Llama 3's {"name": ..., "parameters": ...} and
+[add(a=1)], must name a known tool and begin a line.
 
 No error is raised: a malformed call is a BadCall with a reason for the model. Thoughts are not
 read. A mark inside a call's own string is text. Environments and the server share this reader, so
@@ -24,13 +16,16 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any, NoReturn
 
+from tandem.model.call_forms import FORMS, UNMARKED, CallForm
 from tandem.types import Tool
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-Format = str  # "auto", or the name of a row of FORMATS
+Format = str  # of call_forms.NAMES
+# how what is no content begins: calls, and what stands around them
+MARKERS = tuple({mark for form in FORMS for mark in (form.mark, *form.around)} | {CLOSE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,39 +57,18 @@ class Reading:
     after: str = ""  # the text between and after the calls
 
 
-# reads the arguments behind what opened a call: (its calls, where they end). Raises ValueError
-# with a reason for the model
-Body = Callable[[str, "re.Match[str]"], tuple[Sequence[Call | BadCall], int]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallFormat:
-    """A way to write calls; `opening` (behind `mark`) and `closing` are regular expressions.
-
-    opening: has the group `name` if the name stands before the arguments. wrappers: texts that may
-    stand around calls and say nothing.
-    """
-
-    name: str
-    mark: str
-    opening: str
-    body: Body
-    closing: str = ""
-    wrappers: tuple[str, ...] = ()
-
-
 def read_calls(text: str, format: Format = "auto", tools: Collection[str] = ()) -> Reading:
     """Read the calls of a text.
 
     tools: the known names, by which "auto" tells a bare call from an answer in JSON.
     """
-    rows = tuple(row for row in FORMATS if format in ("auto", row.name))
-    start = _end_of_thoughts(text, rows)
+    forms = tuple(form for form in FORMS if format in ("auto", form.name))
+    start = _end_of_thoughts(text, forms)
     spoken = text[start:]
     if spoken.lstrip().startswith("<think>"):
         return Reading(before=text)
-    known, bare = (None, (format,)) if format in _BARE_BODIES else (tools, _BARE_BODIES)
-    reading = _read_bare(spoken, bare, known) or _read_marked(spoken, rows)
+    known, bare = (None, (format,)) if format in UNMARKED else (tools, UNMARKED)
+    reading = _read_bare(spoken, bare, known) or _read_marked(spoken, forms)
     if not reading.calls and CLOSE in spoken:
         before, _, after = spoken.partition(CLOSE)
         unopened = BadCall(reason=f"{CLOSE} without {OPEN} before it")
@@ -171,14 +145,17 @@ def _with_types(call: Call, types: dict[str, frozenset[str]]) -> Call:
 
 
 @cache
-def _marks(rows: tuple[CallFormat, ...]) -> "re.Pattern[str]":
-    return re.compile("|".join(dict.fromkeys(row.mark for row in rows)) or r"(?!)")
+def _any_of(texts: tuple[str, ...]) -> "re.Pattern[str]":
+    longest_first = sorted(set(texts), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
-@cache
-def _wrappers(rows: tuple[CallFormat, ...]) -> "re.Pattern[str]":
-    texts = [re.escape(text) for row in rows for text in row.wrappers]
-    return re.compile("|".join(texts) or r"(?!)")
+def _marks(forms: tuple[CallForm, ...]) -> "re.Pattern[str]":
+    return _any_of(tuple(form.mark for form in forms))
+
+
+def _without_around(text: str, forms: tuple[CallForm, ...]) -> str:
+    return _any_of(tuple(part for form in forms for part in form.around)).sub("", text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,54 +171,76 @@ class _Found:
         return all(isinstance(call, Call) for call in self.calls)
 
 
-def _find(text: str, at: int, rows: tuple[CallFormat, ...]) -> _Found | None:
+def _find(text: str, at: int, forms: tuple[CallForm, ...]) -> _Found | None:
     """Find the next call from a position on; None without one."""
-    mark = _marks(rows).search(text, at)
-    if mark is None:
-        return None
-    marked = [row for row in rows if re.compile(row.mark).match(text, mark.start())]
-    opened = ((row, re.compile(row.opening).match(text, mark.start())) for row in marked)
-    row, opening = next(((row, found) for row, found in opened if found), (marked[-1], None))
-    closing = re.compile(row.closing)
+    for mark in _marks(forms).finditer(text, at):
+        marked = [form for form in forms if mark[0].startswith(form.mark)]
+        opened = ((form, re.compile(form.opening).match(text, mark.start())) for form in marked)
+        form, opening = next(((form, found) for form, found in opened if found), (marked[-1], None))
+        if opening or mark[0][0] in "<[":  # other marks are words, too
+            return _call_at(text, mark, form, opening)
+    return None
+
+
+def _call_at(
+    text: str, mark: "re.Match[str]", form: CallForm, opening: "re.Match[str] | None"
+) -> _Found:
     try:
         if opening is None:
             raise ValueError(f"not a call in the form that {mark[0]} opens")
-        calls, end = row.body(text, opening)
-        if (closed := closing.match(text, end)) is None:
-            raise ValueError(_not_closed(text, end, closing))
+        calls, end = _read_body(text, opening, form)
+        if (closed := re.compile(form.closing).match(text, end)) is None:
+            raise ValueError(f"there is text between the arguments and {form.close_text}")
         return _Found(mark.start(), closed.end(), calls)
     except (ValueError, RecursionError) as error:
-        deep = isinstance(error, RecursionError)
-        reason = "broken JSON: nested too deeply" if deep else str(error)
+        reason = _reason(error)
         # it ends at its last tag, or where the next call begins
-        another = re.compile(row.mark).search(text, mark.end())
-        end = another.start() if another else len(text)
-        if row.closing and opening is not None:
-            tag = re.compile(row.closing.rpartition(r"\s*")[2])
-            closed = tag.search(text, mark.end(), end)
-            reason = reason if closed else _not_closed(text, len(text), closing)
-            end = closed.end() if closed else end
+        another = text.find(form.mark, mark.end())
+        end = another if another >= 0 else len(text)
+        if form.closing and opening is not None:
+            tag = re.compile(form.closing.rpartition(r"\s*")[2])
+            if closed := tag.search(text, mark.end(), end):
+                end = closed.end()
+            if not closed or form.close_text not in re.sub(r"\s", "", text[mark.end() : end]):
+                reason = f"the call is not closed by {form.close_text}"
         return _Found(mark.start(), end, [BadCall(reason=reason)])
 
 
-def _not_closed(text: str, end: int, closing: "re.Pattern[str]") -> str:
-    tag = re.sub(r"\\s\*|\\|\(\?:.*?\)\?", "", closing.pattern)
-    if closing.search(text, end):
-        return f"there is text between the arguments and {tag}"
-    return f"the call is not closed by {tag}"
+def _reason(error: Exception) -> str:
+    deep = isinstance(error, RecursionError)
+    return "broken JSON: nested too deeply" if deep else str(error)
 
 
-def _read_marked(text: str, rows: tuple[CallFormat, ...]) -> Reading:
+def _read_body(
+    text: str, opening: "re.Match[str]", form: CallForm
+) -> tuple[Sequence[Call | BadCall], int]:
+    """Read the arguments behind what opened a call; return (its calls, where they end). Raises
+    ValueError with a reason for the model."""
+    match form.body:
+        case "xml":
+            return _xml_body(text, opening, form)
+        case "python":
+            return _python_body(text, opening.end())
+        case "gemma":
+            arguments, end = _gemma_body(text, opening.end())
+            return [Call(name=opening["name"], arguments=arguments)], end
+        case "json":
+            value, end = _decode(text, opening.end())
+            return [_named(opening["name"], value)], end
+    return _json_body(text, opening.end(), listed=form.body == "list")
+
+
+def _read_marked(text: str, forms: tuple[CallForm, ...]) -> Reading:
     calls: list[Call | BadCall] = []
     outside, at = [], 0
-    while found := _find(text, at, rows):
+    while found := _find(text, at, forms):
         outside.append(text[at : found.start])
         calls += found.calls
         at = found.end
     outside.append(text[at:])
     if not calls:
         return Reading(before=text)
-    before, *between = [_wrappers(rows).sub("", part) for part in outside]
+    before, *between = [_without_around(part, forms) for part in outside]
     return Reading(before=before, calls=tuple(calls), after="".join(between))
 
 
@@ -251,13 +250,13 @@ _THOUGHT = re.compile(
 )
 
 
-def _end_of_thoughts(text: str, rows: tuple[CallFormat, ...]) -> int:
+def _end_of_thoughts(text: str, forms: tuple[CallForm, ...]) -> int:
     """Return where thoughts end: behind the last </think> that is no part of a call's string. The
     opening tag may be in the prompt, put there by the chat template."""
     start = 0
     for thought in _THOUGHT.finditer(text):
         at, inside = start, False
-        while (found := _find(text, at, rows)) and found.start < thought.start():
+        while (found := _find(text, at, forms)) and found.start < thought.start():
             inside = found.good and thought.end() <= found.end
             at = found.end
         if not inside:
@@ -293,16 +292,9 @@ def _decode(text: str, at: int, what: str = "") -> tuple[Any, int]:
         raise ValueError(f"{what}broken JSON: {error}") from None
 
 
-def _json_body(
-    text: str, opening: "re.Match[str]", listed: bool = False
-) -> tuple[Sequence[Call | BadCall], int]:
-    """Read the arguments of a call whose name is known, or one or several whole calls.
-
-    listed: they are a list.
-    """
-    value, end = _decode(text, opening.end())
-    if name := opening.groupdict().get("name"):
-        return [_named(name, value)], end
+def _json_body(text: str, at: int, listed: bool = False) -> tuple[Sequence[Call | BadCall], int]:
+    """Read one or several whole calls; listed: they are a list."""
+    value, end = _decode(text, at)
     if listed and not (isinstance(value, list) and value):
         raise ValueError("not a JSON list of calls")
     if value == []:
@@ -343,39 +335,32 @@ def _named(name: str, arguments: Any) -> Call | BadCall:
 # ---------------------------------------------------------------- XML
 
 
-def _xml_body(argument: str, end: str, closing: str) -> Body:
-    """Make the reader of arguments between tags.
-
-    argument: the opening tag, with the group `key`, and `text` (or `json`) if it says that the
-    value is text (or JSON); end: the closing tag. A value ends where another argument or `closing`
-    follows, so that a tag inside of it is text.
-    """
-    opened = re.compile(rf"\s*{argument}")
-    ended = re.compile(
-        rf"(?P<line>\n)?{end}(?=\s*(?:{re.sub('[(][?]P<[a-z]+>', '(?:', argument)}|{closing}))"
-    )
-
-    def read(text: str, opening: "re.Match[str]") -> tuple[Sequence[Call | BadCall], int]:
-        values: dict[str, Any] = {}
-        at, typed = opening.end(), False
-        while start := opened.match(text, at):
-            key, groups = start["key"], start.groupdict()
-            stop = ended.search(text, start.end())
-            if stop is None:
-                raise ValueError(f"the argument {key!r} is not closed by {end}")
-            if key in values:
-                raise ValueError(f"the argument {key!r} stands there twice")
-            value: Any = text[start.end() : stop.start()]
-            if not groups.get("line") and stop["line"]:
-                value += "\n"
-            if value.startswith("<![CDATA[") and value.endswith("]]>"):
-                value = value[9:-3]
-            typed = typed or bool(groups.get("text") or groups.get("json"))
-            values[key] = plain_value(value) if groups.get("json") else value
-            at = stop.end()
-        return [Call(name=opening["name"], arguments=values, typed=typed)], at
-
-    return read
+def _xml_body(
+    text: str, opening: "re.Match[str]", form: CallForm
+) -> tuple[Sequence[Call | BadCall], int]:
+    """Read arguments between tags. A value ends where another argument or the end of the call
+    follows, so that a tag inside of it is text."""
+    begin = re.compile(r"\s*" + form.argument)
+    another = re.sub(r"\(\?P<\w+>", "(?:", form.argument)
+    stop = re.compile(rf"{form.end}(?=\s*{another}|{form.closing})")
+    values: dict[str, Any] = {}
+    at, typed = opening.end(), False
+    while start := begin.match(text, at):
+        key, found = start["key"], stop.search(text, start.end())
+        if found is None:
+            raise ValueError(f"the argument {key!r} is not closed by {form.end_text}")
+        if key in values:
+            raise ValueError(f"the argument {key!r} stands there twice")
+        value = text[start.end() : found.start()]
+        if found.groupdict().get("line") and not start["line"]:
+            value += "\n"
+        if value.startswith("<![CDATA[") and value.endswith("]]>"):
+            value = value[9:-3]
+        kind = start.groupdict().get("kind")
+        typed = kind is not None
+        values[key] = value if kind in (None, "true", "string") else plain_value(value)
+        at = found.end()
+    return [Call(name=opening["name"], arguments=values, typed=typed)], at
 
 
 # ---------------------------------------------------------------- Python and Gemma
@@ -410,12 +395,10 @@ def _balanced(
     raise ValueError(f"the bracket {text[start : start + 1]} is not closed")
 
 
-def _python_body(text: str, opening: "re.Match[str]") -> tuple[Sequence[Call | BadCall], int]:
+def _python_body(text: str, at: int) -> tuple[Sequence[Call | BadCall], int]:
     try:
         # LFM2 writes line ends into strings as they are
-        source, end = _balanced(
-            text, opening.end(), _PYTHON, lambda found: found[0].replace("\n", r"\n")
-        )
+        source, end = _balanced(text, at, _PYTHON, lambda found: found[0].replace("\n", r"\n"))
         tree = ast.parse(source.strip(), mode="eval").body
         calls = list(map(_python_call, tree.elts)) if isinstance(tree, ast.List) else []
     # too deep a nesting raises any of them
@@ -462,7 +445,7 @@ def _plain(value: Any) -> Any:
     raise ValueError
 
 
-def _gemma_body(text: str, opening: "re.Match[str]") -> tuple[Sequence[Call | BadCall], int]:
+def _gemma_body(text: str, at: int) -> tuple[dict[str, Any], int]:
     """Read {a:1,b:<|"|>text<|"|>}: strings between special tokens, keys without quotes."""
     strings: list[str] = []
 
@@ -472,11 +455,12 @@ def _gemma_body(text: str, opening: "re.Match[str]") -> tuple[Sequence[Call | Ba
         strings.append(found["string"])
         return f'"{len(strings) - 1}"'
 
-    source, end = _balanced(text, opening.end(), _GEMMA, write)
+    source, end = _balanced(text, at, _GEMMA, write)
     source = re.sub(r"([{,]\s*)([^\s\"{}\[\],:]+)\s*:", r'\1"k\2":', source)
     source = re.sub(r"\b(?:None|True|False)\b", lambda found: _PYTHON_NAMES[found[0]], source)
     value, _ = _decode(source, 0)
-    return [Call(name=opening["name"], arguments=_gemma_value(value, strings))], end
+    arguments: dict[str, Any] = _gemma_value(value, strings)
+    return arguments, end
 
 
 def _gemma_value(value: Any, strings: Sequence[str]) -> Any:
@@ -496,6 +480,7 @@ def _gemma_value(value: Any, strings: Sequence[str]) -> Any:
 
 # ---------------------------------------------------------------- calls without a mark
 
+_ARGUMENTS = {"arguments", "parameters"}
 _BARE = re.compile(
     r"""^[^\S\n]* (?:<\|python_(?:start|end)\|>)*
                       (?: (?P<json>\[?\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?
@@ -503,7 +488,6 @@ _BARE = re.compile(
                     | (?P<python>\[\s*(?P<of_python>[A-Za-z_][\w.]*)\s*\() )""",
     re.VERBOSE | re.MULTILINE,
 )
-_BARE_BODIES = ("llama3", "pythonic")
 
 
 def _read_bare(
@@ -511,235 +495,24 @@ def _read_bare(
 ) -> Reading | None:
     """Read calls that begin a line, before any mark; None without one. tools: those that may be
     called; None: any."""
-    mark = _marks(FORMATS).search(text)
+    mark = _marks(FORMS).search(text)
     for found in _BARE.finditer(text, 0, mark.start() if mark else len(text)):
-        kind, name = (
-            ("llama3", found["of_json"]) if found["json"] else ("pythonic", found["of_python"])
-        )
+        kind = "llama3" if found["json"] else "pythonic"
+        name = found["of_json"] or found["of_python"]
         if kind not in formats or (tools is not None and name not in tools):
             continue
-        start = re.compile(r"\s*(?:<\|python_\w+\|>)*\s*").match(text, found.start())
-        assert start is not None
+        start = found.start("json") if found["json"] else found.start("python")
         calls: Sequence[Call | BadCall]
         try:
             if found["json"]:
-                value, _ = _decode(text, start.end())
+                value, _ = _decode(text, start)
                 items = value if isinstance(value, list) else [value]
-                if not all(
-                    isinstance(i, dict) and {"arguments", "parameters"} & {*i} for i in items
-                ):
+                if not all(isinstance(i, dict) and _ARGUMENTS & i.keys() for i in items):
                     continue  # an answer that happens to be JSON
-                calls, end = _json_body(text, start)
-            else:
-                calls, end = _python_body(text, start)
+            body = _json_body if found["json"] else _python_body
+            calls, end = body(text, start)
         except (ValueError, RecursionError) as error:
-            deep = isinstance(error, RecursionError)
-            reason = "broken JSON: nested too deeply" if deep else str(error)
-            calls, end = [BadCall(reason=reason)], len(text)
-        before = _wrappers(FORMATS).sub("", text[: found.start()])
+            calls, end = [BadCall(reason=_reason(error))], len(text)
+        before = _without_around(text[: found.start()], FORMS)
         return Reading(before=before, calls=tuple(calls), after=text[end:])
     return None
-
-
-# ---------------------------------------------------------------- the table
-
-_NAME = r"(?P<name>[\w.\-]+)"
-
-
-def _json_row(
-    name: str, mark: str, closing: str = "", listed: bool = False, wrappers: Sequence[str] = ()
-) -> CallFormat:
-    """Make the row of a format whose mark is followed by whole calls in JSON."""
-    return CallFormat(
-        name=name,
-        mark=mark,
-        opening=rf"{mark}\s*",
-        body=partial(_json_body, listed=listed),
-        closing=closing,
-        wrappers=tuple(wrappers),
-    )
-
-
-def _xml_row(
-    name: str,
-    mark: str,
-    opening: str,
-    argument: str,
-    end: str,
-    closing: str,
-    wrappers: Sequence[str] = (),
-) -> CallFormat:
-    return CallFormat(
-        name=name,
-        mark=mark,
-        opening=opening,
-        body=_xml_body(argument, end, closing.split(r"\s*", 2)[1]),
-        closing=closing,
-        wrappers=tuple(wrappers),
-    )
-
-
-# rows with the same mark: the first whose opening fits, else the last
-FORMATS = (
-    _xml_row(
-        "qwen3_coder",
-        "<tool_call>",
-        rf"<tool_call>\s*<function={_NAME}>",
-        r"<parameter=(?P<key>[^>\s]+)>(?P<line>\n)?",
-        "</parameter>",
-        r"\s*</function>\s*</tool_call>",
-    ),
-    _xml_row(
-        "glm",
-        "<tool_call(?::\\w+)?>",
-        rf"<tool_call(?::\w+)?>\s*{_NAME}\s*(?:<tool_sep:\w+>)?(?=\s*</?(?:arg_key|tool_call))",
-        r"<arg_key(?::\w+)?>(?P<key>.*?)</arg_key(?::\w+)?>\s*<arg_value(?::\w+)?>",
-        r"</arg_value(?::\w+)?>",
-        r"\s*</tool_call(?::\w+)?>",
-        wrappers=("<tool_calls:opensource>", "</tool_calls:opensource>"),
-    ),
-    _json_row("hermes", "<tool_call>", r"\s*</tool_call>"),
-    _xml_row(
-        "seed",
-        "<seed:tool_call>",
-        rf"<seed:tool_call>\s*<function={_NAME}>",
-        r"<parameter=(?P<key>[^>\s]+)>",
-        "</parameter>",
-        r"\s*</function>\s*</seed:tool_call>",
-    ),
-    *(
-        _xml_row(
-            "invoke",
-            f"<{space}invoke name=",
-            rf"<{space}invoke name=\"(?P<name>[^\"]+)\">",
-            rf"<{space}parameter name=\"(?P<key>[^\"]+)\""
-            r"(?: string=\"(?:(?P<text>true)|(?P<json>false))\")?>",
-            f"</{space}parameter>",
-            rf"\s*</{space}invoke>",
-            wrappers=wrappers,
-        )
-        for space, *wrappers in (  # MiniMax M2, Muse, DeepSeek V3.2 and 4
-            ("", "<minimax:tool_call>", "</minimax:tool_call>"),
-            ("atem:", "<atem:function_calls>", "</atem:function_calls>"),
-            (
-                "｜DSML｜",
-                *("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
-                *("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),
-            ),
-        )
-    ),
-    _xml_row(
-        "minicpm",
-        "<function name=",
-        r"<function name=\"(?P<name>[^\"]+)\">",
-        r"<param name=\"(?P<key>[^\"]+)\">",
-        "</param>",
-        r"\s*</function>",
-    ),
-    _xml_row(
-        "kimi_k3",
-        r"<\|open\|>call tool=",
-        r"<\|open\|>call tool=\"(?P<name>[^\"]+)\"[^<]*<\|sep\|>",
-        r"<\|open\|>argument key=\"(?P<key>[^\"]+)\""
-        r" type=\"(?:(?P<text>string)|(?P<json>\w+))\"<\|sep\|>",
-        r"<\|close\|>argument<\|sep\|>",
-        r"\s*<\|close\|>call<\|sep\|>",
-        wrappers=tuple(
-            f"<|{kind}|>{part}<|sep|>"
-            for kind in ("open", "close")
-            for part in ("tools", "response", "message")
-        ),
-    ),
-    CallFormat(
-        name="mistral",
-        mark=r"\[TOOL_CALLS\]",
-        opening=rf"\[TOOL_CALLS\]\s*{_NAME}(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{{)",
-        body=_json_body,
-    ),
-    _json_row("mistral", r"\[TOOL_CALLS\]", listed=True),
-    CallFormat(
-        name="deepseek",
-        mark="<｜tool▁call▁begin｜>",
-        opening=rf"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?{_NAME}"
-        r"(?:<｜tool▁sep｜>|\s*```json)\s*",
-        body=_json_body,
-        closing=r"\s*(?:```)?<｜tool▁call▁end｜>",
-        wrappers=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
-    ),
-    CallFormat(
-        name="kimi_k2",
-        mark=r"<\|tool_call_begin\|>",
-        opening=r"<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[\w.\-]+?)(?::\d+)?\s*"
-        r"<\|tool_call_argument_begin\|>\s*",
-        body=_json_body,
-        closing=r"\s*<\|tool_call_end\|>",
-        wrappers=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
-    ),
-    *(
-        CallFormat(
-            name="gpt_oss",
-            mark=mark,
-            opening=rf"{mark}{_NAME}[^<]*(?:<\|c\w+\|>[^<]*)*<\|message\|>\s*",
-            body=_json_body,
-        )
-        for mark in (r"<\|channel\|>commentary to=functions\.", r" to=functions\.")
-    ),
-    CallFormat(
-        name="solar",
-        mark=r"<\|tool_call:begin\|>",
-        opening=rf"<\|tool_call:begin\|>[^<]*<\|tool_call:name\|>{_NAME}<\|tool_call:args\|>\s*",
-        body=_json_body,
-        closing=r"\s*<\|tool_call:end\|>",
-        wrappers=("<|tool_calls|>",),
-    ),
-    CallFormat(
-        name="functionary",
-        mark="<function=",
-        opening=rf"<function={_NAME}>\s*",
-        body=_json_body,
-        closing=r"\s*</function>",
-    ),
-    CallFormat(
-        name="gemma4",
-        mark=r"<\|tool_call>",
-        opening=rf"<\|tool_call>call:{_NAME}(?=\{{)",
-        body=_gemma_body,
-        closing=r"<tool_call\|>",
-    ),
-    CallFormat(
-        name="lfm2",
-        mark=r"<\|tool_call_start\|>",
-        opening=r"<\|tool_call_start\|>\s*(?=\[)",
-        body=_python_body,
-        closing=r"\s*<\|tool_call_end\|>",
-    ),
-    _json_row("cohere", r"<\|START_ACTION\|>", r"\s*<\|END_ACTION\|>", listed=True),
-    _json_row("cohere", "Action:\\s*```json", r"\s*```", listed=True),
-    _json_row("apertus", r"<\|tools_prefix\|>", r"\s*<\|tools_suffix\|>", listed=True),
-    _json_row("tool_calls", "<tool_calls>", r"\s*</tool_calls>"),
-    _json_row("nemotron", "<TOOLCALL>", r"\s*</TOOLCALL>", listed=True),
-    _json_row("phi4", r"<\|tool_call\|>", r"(?:\s*<\|/tool_call\|>)?", listed=True),
-    _json_row("gigachat", r"<\|function_call\|>"),
-    _json_row("gigachat", r"function call<\|role_sep\|>"),
-    _json_row("firefunction", r"functools(?=\[)", listed=True),
-    _json_row("llama3", r"<\|python_tag\|>", wrappers=("<|python_start|>", "<|python_end|>")),
-    # its calls have no mark; see _read_bare
-    CallFormat(name="pythonic", mark="(?!)", opening="(?!)", body=_python_body),
-)
-
-
-def _literal_start(pattern: str) -> str:
-    """Return what every text that the regular expression matches begins with."""
-    literal = re.match(r"(?:\\[^\w]|[^\\\[\](){}?*+|.^$])*", pattern)
-    assert literal is not None
-    return literal[0].replace("\\", "")
-
-
-# how what is no content begins: calls, and what stands around them
-MARKERS = tuple(
-    {
-        *(_literal_start(row.mark) for row in FORMATS if row.mark != "(?!)"),
-        *(text for row in FORMATS for text in row.wrappers),
-        CLOSE,
-    }
-)

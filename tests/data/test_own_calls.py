@@ -1,14 +1,12 @@
 """Calls in a model's own form: rendered by its template, cut out, decoded and read back."""
 
-import json
 import logging
 
 import pytest
 
 from tandem.data.own_calls import EXAMPLE, NAME, sampled_turn, unread_calls
-from tandem.model.tokenizer import SPOKEN
-from tandem.model.tool_calls import FORMATS, read_calls
-from tests.support.call_templates import call_templates, template_renderer
+from tandem.model.tool_calls import read_calls
+from tests.support.call_templates import call_marks, call_templates, template_renderer
 
 TEMPLATES = call_templates()
 ONE_CALL = {"llama3_1", "llama3_2", "gptoss", "muse_glimmer"}  # templates that write one a turn
@@ -29,7 +27,7 @@ def test_calls_that_a_template_writes_are_read_back_byte_for_byte(name):
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_mark_inside_a_string_is_text(name):
     renderer = template_renderer(name, TEMPLATES[name])
-    own = {mark for mark in SPOKEN if mark in TEMPLATES[name]}
+    own = call_marks(TEMPLATES[name])
     unescaped = next((own for start, own in UNESCAPED.items() if name.startswith(start)), set())
     for mark in {*own, "</parameter>", "</function>", "<tool_call>", "</tool_call>"} - unescaped:
         assert unread_calls(renderer, [{"text": f"a {mark} b", "count": 1}]) == "", mark
@@ -69,13 +67,3 @@ def test_a_format_that_is_not_read_is_said_once(caplog):
             renderer.prompts([[{"role": "user", "content": "a"}]], tools)
     [said] = [r.getMessage() for r in caplog.records if "own form are not read" in r.getMessage()]
     assert "chat template of odd" in said
-
-
-def test_every_mark_of_a_format_survives_decoding():
-    lost = {
-        text
-        for row in FORMATS
-        for text in row.wrappers
-        if text.startswith("<|") and text.count("|>") == 1 and text not in SPOKEN
-    }
-    assert not lost, json.dumps(sorted(lost))

@@ -1,12 +1,13 @@
 """Chat templates that installed packages ship, each with a byte-level tokenizer of its marks."""
 
+import re
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tandem.data.renderer import ChatRenderer
-from tandem.model.tokenizer import SPOKEN, THOUGHTS
+from tandem.model.call_forms import spoken
 
 # what ends a turn, by the generation configs of the families
 ENDS = (
@@ -32,13 +33,19 @@ def call_templates(folder=None):
     }
 
 
+def call_marks(template):
+    """The special tokens of a template that are part of what a model says."""
+    tokens = re.findall(r"<[^<>\s]+>|\[/?[A-Z_]+\]|｜DSML｜", template)
+    return {token for token in tokens if spoken(token)}
+
+
 def template_renderer(name, template):
     """The renderer of a template, in whose tokenizer every byte is a token, and every mark one."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
-    marks = [m for m in sorted({*SPOKEN, *THOUGHTS, *ENDS}) if m in template + "</s>"]
+    marks = sorted({m for m in ENDS if m in template + "</s>"} | call_marks(template))
     core.add_special_tokens([AddedToken(m, special=True, normalized=False) for m in marks])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", bos_token="<s>")
     ends = {tokenizer.convert_tokens_to_ids(mark) for mark in marks if mark in ENDS}
