@@ -4,7 +4,9 @@ A turn with calls is rendered, cut out as the engine would have sampled it, deco
 comes back must be what was written, byte for byte.
 """
 
+import logging
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,8 @@ from tandem.data.renderer import ChatRenderer, first_difference
 from tandem.model.tool_calls import BadCall, read_calls, split_calls
 from tandem.runtime.errors import UserError
 from tandem.types import Tool
+
+logger = logging.getLogger(__name__)
 
 Arguments = dict[str, Any]
 
@@ -31,6 +35,18 @@ TOOL: Tool = {
     },
 }
 EXAMPLE: Arguments = {"text": 'a "b"\n<c>', "count": 7, "exact": True, "fields": {"d": [1, "e"]}}
+
+
+@lru_cache(maxsize=8)
+def warn_of_unread_calls(renderer: Any) -> None:
+    """Say once if tool calls in the own form of a renderer's model are not read."""
+    if isinstance(renderer, ChatRenderer) and (reason := unread_calls(renderer)):
+        logger.warning(
+            "tool calls in this model's own form are not read (%s; found: %s): show the model "
+            "another form in data.chat_template",
+            renderer.template.where,
+            reason,
+        )
 
 
 def unread_calls(renderer: ChatRenderer, calls: Sequence[Arguments] = (EXAMPLE,)) -> str:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
@@ -127,21 +127,7 @@ class ChatRenderer:
         self, chats: Sequence[Sequence[Message]], tools: Sequence[Tool] = ()
     ) -> list[Array]:
         """Return int64 [T] of every chat and the header of the assistant's turn."""
-        if tools:
-            self._warn_of_unread_calls()
         return self.encode_all(self.prompt_texts(chats, tools), chats)
-
-    @cache  # noqa: B019 - once for a renderer
-    def _warn_of_unread_calls(self) -> None:
-        from tandem.data.own_calls import unread_calls
-
-        if reason := unread_calls(self):
-            logger.warning(
-                "tool calls in this model's own form are not read (%s; found: %s): show the model "
-                "another form in data.chat_template",
-                self.template.where,
-                reason,
-            )
 
     def prompt_texts(
         self,

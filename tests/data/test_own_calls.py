@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from tandem.data.own_calls import EXAMPLE, NAME, sampled_turn, unread_calls
+from tandem.data.own_calls import EXAMPLE, NAME, sampled_turn, unread_calls, warn_of_unread_calls
 from tandem.model.tool_calls import read_calls
 from tests.support.call_templates import call_marks, call_templates, template_renderer
 
@@ -61,9 +61,8 @@ def test_a_call_of_a_template_is_never_content_if_it_is_cut():
 def test_a_format_that_is_not_read_is_said_once(caplog):
     template = TEMPLATES["qwen3"].replace('{"name": "', '{"do": "')
     renderer = template_renderer("odd", template)
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            renderer.prompts([[{"role": "user", "content": "a"}]], tools)
+            warn_of_unread_calls(renderer)
     [said] = [r.getMessage() for r in caplog.records if "own form are not read" in r.getMessage()]
     assert "chat template of odd" in said
