@@ -141,7 +141,7 @@ def _do(future: "Future[Any]", function: Callable[[], Any]) -> None:
 
 class Client:
     """One caller of a pool: requests by one version of the weights at a time. Implements
-    types.RolloutEngine for one thread."""
+    types.Generate for one thread."""
 
     def __init__(self, pool: PoolThread, number: int):
         self.longest = pool.workers.longest

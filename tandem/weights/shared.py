@@ -152,7 +152,7 @@ class SharedWeights:
         self._room = self.layout.size * (1 if isinstance(delta, bool) else 2)
         self.sent_bytes = 0  # of tensors offered to workers, all together
         self._lock = threading.Lock()  # of the tables only: nothing waits for a copy or a hash
-        self._traffic: dict[int, Row] = {}  # by version, what `traffic` has not returned
+        self._stats: dict[int, Row] = {}  # by version, what `stats` has not returned
         self._published: dict[int, Any] = {}  # by version: what `_store` keeps, Memory
         self._probes: dict[int, dict[str, Any] | None] = {}
         # by version: its base, and what is behind it in memory
@@ -259,14 +259,14 @@ class SharedWeights:
     def loaded(self, version: int, seconds: float) -> None:
         """Note how long it took from the offer of a version until the worker ran it."""
         with self._lock:
-            row = self._traffic.setdefault(version, {})
+            row = self._stats.setdefault(version, {})
             row["load_s"] = max(seconds, row.get("load_s", 0.0))
 
-    def traffic(self, version: int) -> Row:
+    def stats(self, version: int) -> Row:
         """Return what was sent of a version since the last call: `sync_bytes`, and if a worker came
         to run it `load_s`, the longest that one took."""
         with self._lock:
-            return {"sync_bytes": 0, **self._traffic.pop(version, {})}
+            return {"sync_bytes": 0, **self._stats.pop(version, {})}
 
     @property
     def versions(self) -> list[int]:
@@ -280,7 +280,7 @@ class SharedWeights:
                 self._drop(self._published.pop(version))
                 del self._probes[version]
                 self._differences.pop(version, None)
-                self._traffic.pop(version, None)
+                self._stats.pop(version, None)
             for version in [v for v in self._digests if v < below - KEPT_DIGESTS]:
                 del self._digests[version]
 
@@ -294,7 +294,7 @@ class SharedWeights:
         """Return what every transport's offer has; count the bytes of so many copies."""
         with self._lock:
             nbytes = copies * sent.only.tensor_bytes
-            row = self._traffic.setdefault(version, {})
+            row = self._stats.setdefault(version, {})
             row["sync_bytes"] = row.get("sync_bytes", 0) + nbytes
             self.sent_bytes += nbytes
             digests, probe = self._digests[version], self._probes[version]

@@ -200,6 +200,14 @@ class ForkServerProcess(LocalProcess):
     def import_ahead(self, module: str) -> None:
         self._channel.send({"import": module})
 
+    def end(self) -> None:
+        """Have it end its workers, and then itself; kill it if it still loads, or does not."""
+        self._channel.close()
+        if self._pids:
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(EXIT_S)
+        super().end()
+
     def has_ended(self) -> bool:
         self._read()
         return self._ended

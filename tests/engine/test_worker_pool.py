@@ -143,13 +143,13 @@ def test_a_line_that_is_not_a_message_is_a_protocol_error(line):
 
 def test_a_malformed_completion_is_a_protocol_error():
     message = completion_message(7, "", everything().resume_from)
-    for broken in (
-        {**message, "tokens": message["weight_versions"][:8]},
-        {**message, "logprobs": "?"},
-        {"text": ""},
-    ):
+    fields = message["is"]
+    short = {"tokens": ["<i8", [1], fields["tokens"][2][:12]]}
+    for broken in (short, {"logprobs": "?"}, {"logprobs": ["<f4", [2], "?"]}, {"text": 7}):
         with pytest.raises(ProtocolError):
-            read_completion(broken)
+            read_completion({**message, "is": {**fields, **broken}})
+    with pytest.raises(ProtocolError):
+        read_completion({"text": ""})
 
 
 # ---- workers without a model
@@ -276,7 +276,7 @@ def require_replaced(workers, hit):
     """The witness: that process is gone, and another has its number."""
     [worker] = hit
     until(workers, lambda: processes(workers)[worker.number].pid != worker.pid)
-    assert not Path(f"/proc/{worker.pid}").exists()
+    until(workers, lambda: not Path(f"/proc/{worker.pid}").exists())
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -485,7 +485,8 @@ def test_generating_on_closed_workers_is_an_error():
         workers.close()
         thread.join(DEADLINE_S)
         assert len(errors) == 1 and not isinstance(errors[0], AssertionError)
-        assert processes(workers) == [] and not any(Path(f"/proc/{pid}").exists() for pid in pids)
+        assert processes(workers) == []
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 # ---- workers with a model

@@ -229,7 +229,7 @@ def test_a_sync_tells_bytes_when_the_rollouts_of_its_version_have_let_go_of_it()
         while ticket not in client.step():
             pass
         client.rest()
-        assert sync.traffic()["sync_bytes"] >= published.layout.tensor_bytes
+        assert sync.stats()["sync_bytes"] >= published.layout.tensor_bytes
 
 
 def test_a_sync_tells_bytes_and_seconds_of_what_workers_were_offered(workers):
@@ -246,11 +246,11 @@ def test_a_sync_tells_bytes_and_seconds_of_what_workers_were_offered(workers):
         sync.sync_to(version)
         sync.sync_to(version)
         until(workers, lambda: all_idle(workers))
-        row = sync.traffic()
+        row = sync.stats()
         sent.append(row["sync_bytes"])
         # a worker of these tests loads a tensor in LOAD_S or longer
         seconds.append((LOAD_S, row["load_s"], time.monotonic() - start))
-        assert sync.traffic() == {"sync_bytes": 0}
+        assert sync.stats() == {"sync_bytes": 0}
         weights["norm"] = weights["norm"] + 1
     assert sent == [2 * whole, 2 * 14] and applied == [first, first + 1]
     assert all(least <= loaded <= passed for least, loaded, passed in seconds)
