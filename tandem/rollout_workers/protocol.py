@@ -20,7 +20,8 @@
                    {"error": {"what", "where", "found", "expected", "next"}}   a UserError: it ends
 
 Every request is answered by exactly one completion or one cancelled. Arrays travel as [dtype,
-shape, base64 of their bytes], so a float32 keeps every bit, a NaN's included. Knows neither processes nor engines.
+shape, base64 of their bytes], so a float32 keeps every bit, a NaN's included. Knows neither
+processes nor engines.
 """
 
 import base64

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tandem.rollout_workers.client import PoolThread
+from tandem.rollout_workers.client import Client
 from tandem.runtime.errors import UserError
 from tests.support.odd_worker import POISON, LightEngine
 from tests.support.working import DEADLINE_S, bits, groups, odd_workers, processes, request
@@ -17,8 +17,8 @@ from tests.support.working import DEADLINE_S, bits, groups, odd_workers, process
 @contextmanager
 def shared_pool(number=2, checks=False, **options):
     """A pool that its thread runs, and clients of it."""
-    with odd_workers(version=None, **options) as workers, PoolThread(workers, checks) as pool:
-        yield workers, [pool.client(n) for n in range(number)]
+    with odd_workers(version=None, **options) as workers:
+        yield workers, [Client(workers._pool, n, checks=checks) for n in range(number)]
 
 
 def finish(client, tickets, others=()):
@@ -168,8 +168,8 @@ def test_a_closed_pool_is_an_error_and_its_thread_ends():
         with pytest.raises(Exception) as caught:
             finish(old, [ticket])
         assert not isinstance(caught.value, AssertionError)
-        old._pool._thread.join(DEADLINE_S)
-        assert not old._pool._thread.is_alive()
+        old._pool.thread.join(DEADLINE_S)
+        assert not old._pool.thread.is_alive()
 
 
 def test_a_cancelled_request_ends_empty_and_changes_no_other():

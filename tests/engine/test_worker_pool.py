@@ -226,24 +226,16 @@ def test_a_cancelled_request_ends_empty_and_changes_no_other():
         workers.step()
         for ticket in tickets[:6]:  # four of them are with a worker
             workers.cancel(ticket)
+        until(workers, lambda: all(ticket.completion for ticket in tickets))
         assert {(t.completion.stop_reason, len(t.completion.tokens)) for t in tickets[:6]} == {
             ("cancelled", 0)
         }
-        until(workers, lambda: all(ticket.completion for ticket in tickets))
         assert [bits(ticket.completion) for ticket in tickets[6:]] == expected(workers, requests)[
             6:
         ]
         until(workers, lambda: all_idle(workers))  # every cancelled one was answered for
         workers.apply(1)
         require_same_bits(workers, requests)
-
-
-def test_new_weights_under_a_running_request_are_a_bug():
-    with odd_workers() as workers:
-        ticket = workers.submit(request(0))
-        with pytest.raises(RuntimeError, match="under way"):
-            workers.apply(1)
-        until(workers, lambda: ticket.completion)
 
 
 # ---- faults
@@ -331,7 +323,7 @@ def test_a_driver_that_was_busy_takes_no_worker_for_silent():
     with odd_workers(heartbeat_s=1.2, restarts=20) as workers:
         until(workers, lambda: all_idle(workers))
         used = workers.restarts.used  # a start may take longer on a busy machine
-        time.sleep(1.5)
+        workers.call(lambda: time.sleep(1.5))
         require_same_bits(workers, groups(4))
         assert workers.restarts.used == used
 
@@ -631,6 +623,7 @@ def test_weights_that_are_not_the_trainers_are_found_by_name(real):
     shared.crossed = True
     with pytest.raises(UserError, match="the engine's weights differ from the trainer's") as caught:
         workers.apply(3)
+        until(workers, lambda: False)
     assert caught.value.found == shared.hash_of(2) and caught.value.expected == shared.hash_of(3)
     first = next(iter(shared.layout.parts))[0]
     assert f"weight version 3: {first}, " in caught.value.where
