@@ -110,7 +110,7 @@ class Client:
 
     def _look(self) -> None:
         """Raise the pool's error, if there is one, and pass on its signs of life."""
-        self._pool.raise_error()
+        self._pool.require_open()
         if self._last_life != (last_life := self._pool.last_life):
             self._last_life = last_life
             watchdog.heartbeat()

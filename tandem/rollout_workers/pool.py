@@ -23,7 +23,6 @@ has the same bits; chance decides only which worker makes it.
 On Linux workers of this machine end with the thread that started the first, which made the pool.
 """
 
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -48,7 +47,6 @@ from tandem.workers.host import Host, OpenHost
 from tandem.workers.pool import Limits, Pool, RestartLimit
 
 WAIT_S = 0.05  # in one step
-END_S = 3.0  # for the thread to end, once the workers are closed
 
 T = TypeVar("T")
 
@@ -61,7 +59,7 @@ class Workers(Pool[WorkerProcess]):
     the run with a UserError. Others are those of Pool.
     """
 
-    role = "rollout worker"
+    role, thread = "rollout worker", "rollout workers"
 
     def __init__(
         self,
@@ -82,18 +80,9 @@ class Workers(Pool[WorkerProcess]):
         self._lost: Counter[int] = Counter()  # restarts, by the worker's number
         self._posted: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
         self._ended: dict[RequestQueue, SimpleQueue[Ticket]] = {}  # for the client of each queue
-        self._error: Exception | None = None  # that has ended the thread
         for number in range(count):
             self._begin(number)
-        self.thread = threading.Thread(target=self._run, name="rollout workers", daemon=True)
-        self.thread.start()
-
-    def __enter__(self) -> "Workers":
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
-        self.thread.join(END_S)
+        self.start()
 
     def resize(self, count: int) -> None:
         """Start or end workers until there are count; the requests of those that end go to
@@ -123,7 +112,7 @@ class Workers(Pool[WorkerProcess]):
         while True:
             with suppress(TimeoutError):
                 return future.result(WAIT_S)
-            self.raise_error()
+            self.require_open()
 
     def post(self, function: Callable[[], T]) -> "Future[T]":
         """Have the thread call a function soon."""
@@ -132,19 +121,7 @@ class Workers(Pool[WorkerProcess]):
         self.wake()
         return future
 
-    def raise_error(self) -> None:
-        """Raise the error that has ended the thread, if it has."""
-        if self._error is not None:
-            raise self._error
-
     # ---------------------------------------------------------------- the thread
-
-    def _run(self) -> None:
-        try:
-            while True:
-                self.step()
-        except Exception as error:  # every client raises it
-            self._error = error
 
     def step(self) -> None:
         """Do what was posted, dispatch, and wait a moment for messages."""
@@ -155,7 +132,6 @@ class Workers(Pool[WorkerProcess]):
                     future.set_result(function())
                 except Exception as error:  # who has posted it raises it
                     future.set_exception(error)
-        self._require_open()
         self._dispatch()
         self._listen(WAIT_S)
 

@@ -133,20 +133,6 @@ def test_a_worker_checks_its_completions_before_it_leaves_their_version():
             assert new.logprob_gap() == gap and len(new._check.gaps) == 2
 
 
-def test_a_worker_lost_after_it_was_asked_is_left_out():
-    with shared_pool(checks=True, restarts=1) as (workers, (old, _)):
-        old.apply(0)
-        until(old, lambda: len(serving(workers, 0)) == 2)
-        finish(old, [old.submit(one) for one in groups(2)])
-        stopped = processes(workers)[0]
-        os.kill(stopped.pid, signal.SIGSTOP)
-        old._pool.call(lambda: old._pool.ask(old._check))
-        until(old, lambda: old._check.num_asked == 1)
-        os.kill(stopped.pid, signal.SIGKILL)
-        until(old, lambda: old._check.num_asked == 0)
-        assert len(old._check.gaps) == 1 and old._check.gap == 0.0
-
-
 def test_an_error_of_the_pool_reaches_every_caller():
     with shared_pool(fault="poison", restarts=1) as (_, (old, new)):
         for version, client in enumerate((old, new)):
@@ -157,31 +143,3 @@ def test_an_error_of_the_pool_reaches_every_caller():
                 finish(client, tickets, [old, new])
             with pytest.raises(UserError, match="again and again"):
                 client.apply(1)
-
-
-def test_a_closed_pool_is_an_error_and_its_thread_ends():
-    with shared_pool() as (workers, (old, _)):
-        old.apply(0)
-        ticket = old.submit(request(0, max_new_tokens=200))
-        until(old, lambda: serving(workers, 0))
-        workers.close()
-        with pytest.raises(Exception) as caught:
-            finish(old, [ticket])
-        assert not isinstance(caught.value, AssertionError)
-        old._pool.thread.join(DEADLINE_S)
-        assert not old._pool.thread.is_alive()
-
-
-def test_a_cancelled_request_ends_empty_and_changes_no_other():
-    with shared_pool(max_batch=2) as (workers, (old, _)):
-        old.apply(0)
-        requests = groups(2)
-        tickets = [old.submit(one) for one in requests]
-        old.cancel(tickets[0])  # not handed over yet
-        old.step()
-        for ticket in tickets[1:4]:
-            old.cancel(ticket)
-        assert finish(old, tickets[4:]) == expected(workers, 0, requests)[4:]
-        until(old, lambda: all(ticket.completion is not None for ticket in tickets))
-        ended = {ticket.completion.stop_reason for ticket in tickets[:4]}
-        assert "cancelled" in ended and ended <= {"cancelled", "length"}

@@ -85,6 +85,11 @@ def requests_served_again(reports):
 class PoolOfOne(Client):
     """A pool with one client: it has the attributes of both."""
 
+    def apply(self, version):
+        """Return once the workers that are up are told."""
+        super().apply(version)
+        self._pool.call(self._pool._dispatch)
+
     def __getattr__(self, name):
         return getattr(self._pool, name)
 
