@@ -34,7 +34,7 @@ from torch import Tensor
 
 from tandem.types import Array, Row
 from tandem.weights.delta import encode
-from tandem.weights.hashing import begin_digest, combine, raw_bytes, tensor_digests
+from tandem.weights.hashing import begin_digest, combine, raw_bytes
 
 ALIGNMENT = 64  # bytes: a cache line, and more than any type needs
 CHUNK = 1 << 18  # bytes that are copied and then digested while a cache has them
@@ -164,19 +164,12 @@ class SharedWeights:
     def publish(
         self, version: int, tensors: dict[str, Tensor], probe: dict[str, Any] | None = None
     ) -> str:
-        """Keep a copy of the weights under that number; return hash_of(version). probe: told to
-        the workers that are offered them.
-
-        The same weights may be published again under their number; others are an error.
-        """
+        """Keep a copy of the weights under a new number; return hash_of(version). probe: told to
+        the workers that are offered them."""
         with self._lock:
-            is_published = version in self._published
+            if version in self._published:
+                raise ValueError(f"weights are published as version {version} already")
             base = max(self._published, default=-1)
-        if is_published:
-            digest = combine(tensor_digests(tensors))
-            if digest != self.hash_of(version):
-                raise ValueError(f"other weights are published as version {version} already")
-            return digest
         if Layout.of(tensors) != self.layout:
             raise ValueError("the tensors are not those of the layout: other names, types, shapes")
         stored, digests, difference = self._store(tensors, self._published.get(base))
