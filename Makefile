@@ -56,11 +56,11 @@ test: $(DEV)
 
 # What a commit needs: all but those of the night; these too where the kernels or their tests have changed since the night.
 test-all: $(DEV)
-	@commit=$$(sed -n 's/^| kernels .* | \([0-9a-f]\{12\}\) | .*/\1/p' docs/nightly.md); \
+	@commit=$$(sed -n 's/^| kernels .* | \([0-9a-f]\{12\}\) | .*/\1/p' results/nightly.md); \
 		git diff --quiet "$$commit" -- tandem/model/triton tests/gpu 2>/dev/null || $(TESTS)/gpu -m nightly
 	@$(TESTS) -m "not nightly"
 
-# Everything, with the result in docs/nightly.md; `make nightly only="tests kernels"` runs these parts.
+# Everything, with the result in results/nightly.md; `make nightly only="tests kernels"` runs these parts.
 nightly: $(DEV)
 	@$(TEST_ENV) $(BIN)/python tools/nightly.py $(only)
 
@@ -86,15 +86,15 @@ size: $(DEV)
 same-bits: $(DEV)
 	@$(BIN)/python tools/same_bits.py $(old) $(or $(new),.) $(if $(only),--only $(only))
 
-# All that only a GPU can show, into docs/gpu.md; `make gpu only="kernels decode"` runs these sections.
+# All that only a GPU can show, into results/gpu.md; `make gpu only="kernels decode"` runs these sections.
 gpu: $(DEV)
 	@$(TEST_ENV) $(BIN)/python benchmarks/gpu.py $(only)
 
-# The long proofs; their results are committed under docs/.
+# The long proofs; their results are committed under results/.
 invariants: $(DEV)
 	@$(BIN)/python tools/invariants.py $(only)
 
-# Architectures, tried one by one: docs/models.md; `make models only="gemma2 phi"`, and speeds=1 on a quiet machine.
+# Architectures, tried one by one: results/models.md; `make models only="gemma2 phi"`, and speeds=1 on a quiet machine.
 models: $(DEV)
 	@$(TEST_ENV) $(BIN)/python tools/models.py $(only) $(if $(speeds),--speeds)
 
@@ -102,7 +102,7 @@ models: $(DEV)
 chaos: $(DEV)
 	@$(TEST_ENV) $(BIN)/python tools/chaos.py $(only)
 
-# README's and docs' figures, from what was measured.
+# README's figures and the pages of results/, from what was measured.
 figures: $(DEV)
 	@$(BIN)/python tools/figures.py
 	@$(BIN)/python tools/config_page.py
@@ -124,6 +124,7 @@ docs: site
 	@$(BIN)/pdoc -o build/docs tandem '!tandem.plugins.graders.code_inside' '!tandem.plugins.graders.code_tester'
 
 site: $(DEV)
+	@$(BIN)/python tools/site.py
 	@$(BIN)/zensical build --strict
 
 learning: $(DEV)
@@ -135,15 +136,15 @@ bench: $(DEV)
 	@$(BIN)/python benchmarks/run.py $(only)
 	@$(if $(only),,$(BIN)/python benchmarks/asynchronous.py)
 
-# docs/plan_accuracy.md: memory and seconds that `tandem plan` says of recipes, and what they take.
+# results/plan_accuracy.md: memory and seconds that `tandem plan` says of recipes, and what they take.
 plan-accuracy: $(DEV)
 	@HF_HUB_OFFLINE=1 OMP_WAIT_POLICY=passive $(BIN)/python benchmarks/plan_accuracy.py $(only)
 
-# docs/scaling.md: tokens/s and memory of 1, 2 and 4 trainer processes, and plans of GPUs by arithmetic.
+# results/scaling.md: tokens/s and memory of 1, 2 and 4 trainer processes, and plans of GPUs by arithmetic.
 scaling: $(DEV)
 	@HF_HUB_OFFLINE=1 OMP_WAIT_POLICY=passive $(BIN)/python benchmarks/scaling.py $(only)
 
-# Engines for clusters, for real: docs/cluster.md; `make cluster only="vllm"` runs these sections. vLLM has an environment of its own.
+# Engines for clusters, for real: results/cluster.md; `make cluster only="vllm"` runs these sections. vLLM has an environment of its own.
 cluster: $(DEV) .venv-vllm/.ready
 	@HF_HUB_OFFLINE=1 OMP_WAIT_POLICY=passive $(BIN)/python benchmarks/cluster.py $(only)
 
@@ -159,7 +160,7 @@ smollm2-model: $(DEV)
 	@$(BIN)/python examples/smollm2.py --only-model
 
 # The newest release of every requirement, in an environment of its own and without constraints.txt: the tests' core and a
-# short demo, and a row for docs/versions.md. `make newest PYTHON=python3.13`.
+# short demo, and a row for docs/reference/versions.md. `make newest PYTHON=python3.13`.
 newest:
 	@$(PYTHON) -m venv --clear .venv-newest
 	@.venv-newest/bin/pip install --quiet --disable-pip-version-check -e '.[gguf,serve,lora,dev]'

@@ -1,7 +1,7 @@
 """Throughput of asynchronous rollouts where the reward is slow: whole runs of `tandem train`, one
 pinned thread for each process.
 
-    python benchmarks/asynchronous.py [STEPS [ROUNDS]]        default: 12 steps, 3 rounds; writes docs/asynchronous.json
+    python benchmarks/asynchronous.py [STEPS [ROUNDS]]        default: 12 steps, 3 rounds; writes results/asynchronous.json
 
 The demo's model, problems and sizes (recipes/demo.toml: 64 prompts x 8 samples, 32 tokens), with
 random weights, which fill every completion, and a reward that waits as for a remote judge: it
@@ -81,7 +81,7 @@ def main(steps: int, rounds: int) -> int:
         "steps": steps,
         "rounds": rounds,
     }
-    (ROOT / "docs" / "asynchronous.json").write_text(
+    (ROOT / "results" / "asynchronous.json").write_text(
         json.dumps({**about, **results}, indent=1) + "\n"
     )
     return 0

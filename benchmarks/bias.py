@@ -1,7 +1,7 @@
 """`.venv/bin/python benchmarks/bias.py`: bias and noise of each off-policy correction against
 staleness, enumerated.
 
-Writes docs/bias.md. The episodes are of a toy policy some gradient steps ago
+Writes results/bias.md. The episodes are of a toy policy some gradient steps ago
 (tests/support/toy.py); the mean and the standard deviation are over *all* groups of two episodes,
 so the table has no sampling error. The estimates come out of tandem.rl.
 """
@@ -105,7 +105,7 @@ ROWS: dict[str, Losses] = {
 
 def main() -> int:
     numerics.prepare(threads=1)  # tensors are tiny: a second thread only waits
-    (ROOT / "docs" / "bias.md").write_text(document(measure_all()))
+    (ROOT / "results" / "bias.md").write_text(document(measure_all()))
     return 0
 
 

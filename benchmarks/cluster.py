@@ -1,7 +1,7 @@
-"""`make cluster`: docs/cluster.md, what ran here of the engines for clusters and what did not.
+"""`make cluster`: results/cluster.md, what ran here of the engines for clusters and what did not.
 
     python benchmarks/cluster.py [vllm ...]   these sections, default all; rows of others are kept
-    python benchmarks/cluster.py --page       writes the page from docs/cluster.json
+    python benchmarks/cluster.py --page       writes the page from results/cluster.json
 
 A section is a function that runs something for real and returns its rows (what, result, how);
 cluster_page.py renders them below the hand-written text.

@@ -1,4 +1,4 @@
-"""Section "model" of docs/cluster.md: rollouts of many replicas by simulation: the real dispatcher
+"""Section "model" of results/cluster.md: rollouts of many replicas by simulation: the real dispatcher
 (engine/dispatch.py) and the rules of lanes (step_async.py) on a virtual clock.
 
     python benchmarks/cluster_model.py [8 64 512]     prints the rows

@@ -1,4 +1,4 @@
-"""Section "stream" of docs/cluster.md: what TransferQueue carries a second, and what the driver
+"""Section "stream" of results/cluster.md: what TransferQueue carries a second, and what the driver
 holds and sends of it for each sample.
 
     python benchmarks/cluster_stream.py     prints the rows

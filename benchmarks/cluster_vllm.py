@@ -1,4 +1,4 @@
-"""Sections "vllm" and "smollm2" of docs/cluster.md: the demo and SmolLM2 with vLLM's rollouts, each
+"""Sections "vllm" and "smollm2" of results/cluster.md: the demo and SmolLM2 with vLLM's rollouts, each
 with a kill and a resume.
 
 The demo's data and warm model are made as `make demo` makes them. SmolLM2 takes part if

@@ -1,7 +1,7 @@
 """Are turns and tools learned? The guessing game and the calculator task on three seeds each, from
 the demo's tiny model.
 
-    python benchmarks/environments.py [guess] [calculator]     default: both; rewrites docs/environments.json
+    python benchmarks/environments.py [guess] [calculator]     default: both; rewrites results/environments.json
 
 Reward is of held-out problems, sampled at temperature 1, before and after `tandem train`; `gap` is
 the largest difference between the log-probs of engine and trainer in any turn of the run.
@@ -21,7 +21,7 @@ from tandem.run_folder.metrics import read_metrics
 
 ROOT = Path(__file__).parent.parent
 RUNS = ROOT / "runs" / "environments"
-RESULTS = ROOT / "docs" / "environments.json"
+RESULTS = ROOT / "results" / "environments.json"
 TASKS = ("guess", "calculator")
 SEEDS = range(3)
 

@@ -1,5 +1,5 @@
-"""`make gpu`: all that only a GPU can show, section by section; results in docs/gpu.json, and
-docs/gpu.md from it.
+"""`make gpu`: all that only a GPU can show, section by section; results in results/gpu.json, and
+results/gpu.md from it.
 
     make gpu                             every section
     make gpu only="kernels decode"       these; the results of the others stay as they are
@@ -40,7 +40,7 @@ from tandem.model.placement import place_models  # noqa: E402
 from tandem.runtime import numerics  # noqa: E402
 from tests.support.parity import CONFIGS  # noqa: E402
 
-JSON, PAGE = ROOT / "docs" / "gpu.json", ROOT / "docs" / "gpu.md"
+JSON, PAGE = ROOT / "results" / "gpu.json", ROOT / "results" / "gpu.md"
 NOT_MEASURED = "not measured"
 CODE = ("tandem/**/*.py", "benchmarks/gpu*.py")  # a section's results are of
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -310,7 +310,7 @@ def page(kept: dict[str, Any]) -> str:
     lines = [
         "# On a GPU",
         "",
-        "Written by `make gpu`, section by section (benchmarks/gpu.py), from docs/gpu.json. Models have random weights at the",
+        "Written by `make gpu`, section by section (benchmarks/gpu.py), from results/gpu.json. Models have random weights at the",
         "shapes of Qwen3, so nothing is downloaded. Times are medians after a warm-up. No GPU has run what is not measured.",
     ]
     for name, section in SECTIONS.items():

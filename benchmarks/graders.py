@@ -1,5 +1,5 @@
-"""The reward `answer` beside other graders, on 300 pairs graded by hand; writes docs/graders.json
-and docs/rewards.md.
+"""The reward `answer` beside other graders, on 300 pairs graded by hand; writes results/graders.json
+and results/graders.md.
 
     python benchmarks/graders.py                 # Tandem, Math-Verify, TRL's accuracy_reward; a minute
     python benchmarks/graders.py --verl DIR      # also verl's, from its unpacked wheel; pylatexenc in DIR/extra
@@ -26,9 +26,10 @@ import machine  # noqa: E402
 from tandem.plugins.graders import answer  # noqa: E402
 
 PAIRS = [
-    ROOT / "tests" / "rewards" / name for name in ("graded_answers.toml", "graded_answers_2.toml")
+    ROOT / "tests/plugins/graders" / name
+    for name in ("graded_answers.toml", "graded_answers_2.toml")
 ]
-RESULTS, DOCUMENT = ROOT / "docs" / "graders.json", ROOT / "docs" / "rewards.md"
+RESULTS, DOCUMENT = ROOT / "results" / "graders.json", ROOT / "results" / "graders.md"
 FALSE_POSITIVES, FALSE_NEGATIVES = 3, 20  # most that Tandem may have
 
 
@@ -55,16 +56,25 @@ def main():
     }
     RESULTS.write_text(json.dumps({**figures, "graders": rows}, indent=1) + "\n")
     text = table(rows)
-    before, mark, rest = DOCUMENT.read_text().partition("<!-- graders -->\n")
-    DOCUMENT.write_text(
-        before + mark + text + "<!-- /graders -->" + rest.partition("<!-- /graders -->")[2]
-    )
+    DOCUMENT.write_text(HEAD + text)
     print(text)
     ours = rows[0]["sets"][0]
     if ours["paid_wrong"] > FALSE_POSITIVES or ours["refused_right"] > FALSE_NEGATIVES:
         sys.exit(
             f"error: missed: at most {FALSE_POSITIVES} wrong answers paid and {FALSE_NEGATIVES} right ones refused"
         )
+
+
+HEAD = """# The verifier `answer` beside other graders
+
+Written by `python benchmarks/graders.py`: pairs of a ground truth and the end of a completion in 20 kinds, graded by hand and
+without a look at the code (tests/plugins/graders/graded_answers.toml, 300 pairs; graded_answers_2.toml, 100). Each grader gets
+the answer in the form that it looks for.
+
+- First set: Tandem's mistakes were fixed, so its row is not a blind figure.
+- Second set: Tandem first accepted 1 wrong answer and rejected 7 right ones. Only the wrong acceptance was fixed.
+
+"""
 
 
 def mistakes(grade, pairs, show):

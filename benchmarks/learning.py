@@ -1,10 +1,10 @@
 """`make learning`: does everything learn? The demo on five seeds, every algorithm on three, and
 what needs no reward.
 
-    python benchmarks/learning.py [demo] [bfloat16] [grpo] [ppo ...] [preferences] [distillation]     default: all; rewrites docs/learning.md
+    python benchmarks/learning.py [demo] [bfloat16] [grpo] [ppo ...] [preferences] [distillation]     default: all; rewrites results/learning.md
 
 All start from the demo's warm models (runs/learning/seed-N, made by `demo`). Numbers are kept in
-docs/learning.json.
+results/learning.json.
 """
 
 import json
@@ -23,7 +23,7 @@ from tandem.run_folder.metrics import read_metrics
 
 ROOT = Path(__file__).parent.parent
 RUNS = ROOT / "runs" / "learning"
-RESULTS = ROOT / "docs" / "learning.json"
+RESULTS = ROOT / "results" / "learning.json"
 SEEDS = range(5)
 FEW = range(3)  # seeds of everything but the demo
 STEPS = 30
@@ -70,7 +70,7 @@ def main() -> int:
             }[name]()
         results["machine"], results["date"] = machine.describe(), str(date.today())
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-        (ROOT / "docs" / "learning.md").write_text(table(results))
+        (ROOT / "results" / "learning.md").write_text(table(results))
     return 0
 
 

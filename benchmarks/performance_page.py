@@ -1,11 +1,11 @@
-"""docs/performance.md from docs/performance.json: the ratios of all processors side by side, and the
+"""results/performance.md from results/performance.json: the ratios of all processors side by side, and the
 tables of each. `python benchmarks/performance_page.py` writes it anew."""
 
 import json
 from pathlib import Path
 
-DOCS = Path(__file__).parent.parent / "docs"
-RESULTS, PAGE = DOCS / "performance.json", DOCS / "performance.md"
+FOLDER = Path(__file__).parent.parent / "results"
+RESULTS, PAGE = FOLDER / "performance.json", FOLDER / "performance.md"
 
 
 def write_page(results: dict) -> None:

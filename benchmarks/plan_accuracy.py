@@ -1,8 +1,8 @@
-"""`make plan-accuracy`: docs/plan_accuracy.md, with what `tandem plan` says of recipes and what they take.
+"""`make plan-accuracy`: results/plan_accuracy.md, with what `tandem plan` says of recipes and what they take.
 
     python benchmarks/plan_accuracy.py            measures (a quiet machine, minutes), then writes the page
     python benchmarks/plan_accuracy.py lora dpo   these recipes alone, and nothing is written
-    python benchmarks/plan_accuracy.py --page     writes the page from docs/plan_accuracy.json
+    python benchmarks/plan_accuracy.py --page     writes the page from results/plan_accuracy.json
     python benchmarks/plan_accuracy.py --memory   in spite of other processes; keeps the seconds measured before
 
 A recipe is planned and then run for a few steps, each by its command in a process of its own. The
@@ -33,7 +33,7 @@ from tandem.runtime.processes import descendants  # noqa: E402
 from tests.support.datasets import write_algebra  # noqa: E402
 from tests.support.runs import pair  # noqa: E402
 
-JSON, PAGE = ROOT / "docs" / "plan_accuracy.json", ROOT / "docs" / "plan_accuracy.md"
+JSON, PAGE = ROOT / "results" / "plan_accuracy.json", ROOT / "results" / "plan_accuracy.md"
 SMOLLM2 = ROOT / "runs" / "smollm2" / "model"
 STEPS, SAVED, SKIPPED, LIMIT_S = 9, 4, 2, 1800  # a save slows the step beside it
 EARLIER = ", measured before the memory, with an earlier commit"

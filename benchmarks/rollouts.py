@@ -8,7 +8,7 @@ for SmolLM2-135M (runs/smollm2/model, see `make smollm2`) and the demo's model.
 Turns are of a fixed length, so only the waiting differs. Three ways: 64 episodes under way; 96
 under way for a batch of 64; and lock-step, where a turn begins when every episode has its answer,
 as loops without concurrency do. The batch is measured at every pass, by the seconds it takes, from
-the first to the last moment at which there are episodes to fill it. Writes docs/rollouts.json.
+the first to the last moment at which there are episodes to fill it. Writes results/rollouts.json.
 """
 
 import asyncio
@@ -148,7 +148,7 @@ def main() -> int:
                 rows[f"{name}, {way}"] = measure(model, renderer, **schedule)
                 print(name, way, rows[f"{name}, {way}"], flush=True)
     about = {"machine": machine.describe(), "date": str(date.today()), "rows": rows}
-    (ROOT / "docs" / "rollouts.json").write_text(json.dumps(about, indent=1) + "\n")
+    (ROOT / "results" / "rollouts.json").write_text(json.dumps(about, indent=1) + "\n")
     return 0
 
 

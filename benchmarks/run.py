@@ -1,9 +1,9 @@
-"""`make bench`: every ratio of docs/performance.md, baseline and Tandem alternating on this
+"""`make bench`: every ratio of results/performance.md, baseline and Tandem alternating on this
 machine, in one run.
 
     python benchmarks/run.py [decode] [long] [ragged] [prefixes] [bfloat16] [trainer] [tiny] [smollm2] [commands] [vllm]     default: all but vllm
 
-vllm needs vLLM's own environment (`make .venv-vllm/.ready`). It rewrites docs/performance.md, where each processor keeps its own results.
+vllm needs vLLM's own environment (`make .venv-vllm/.ready`). It rewrites results/performance.md, where each processor keeps its own results.
 
 Every side runs with the allocator settings that Tandem gives itself (memory stays with the
 process), and with as many threads as there are cores. Refuses to judge while other processes use

@@ -1,5 +1,5 @@
 """The sandbox measured: what the hostile programs got, and what a run costs; writes
-docs/sandbox.json and its table.
+results/sandbox.json and its table.
 
     python benchmarks/sandbox.py     # two to three minutes; bubblewrap must be installed
 
@@ -30,7 +30,7 @@ from tandem.types import Problem  # noqa: E402
 
 RUNS = 200
 RUN_MS = 80  # a run's median must not take longer
-RESULTS, DOCUMENT = ROOT / "docs" / "sandbox.json", ROOT / "docs" / "sandbox.md"
+RESULTS, DOCUMENT = ROOT / "results" / "sandbox.json", ROOT / "results" / "sandbox.md"
 
 
 def main():
@@ -45,10 +45,7 @@ def main():
     }
     RESULTS.write_text(lines_of(figures))
     text = table(figures)
-    before, mark, rest = DOCUMENT.read_text().partition("<!-- measured -->\n")
-    DOCUMENT.write_text(
-        before + mark + text + "<!-- /measured -->" + rest.partition("<!-- /measured -->")[2]
-    )
+    DOCUMENT.write_text(HEAD + text)
     print(text)
     misses = missed(figures)
     if misses:
@@ -152,6 +149,11 @@ def table(figures):
     return "\n".join(lines)
 
 
+HEAD = """# Hostile programs in the sandbox
+
+[sandbox.md](../docs/guide/sandbox.md#how-it-was-tested) says what was tried. Every row is in [sandbox.json](sandbox.json).
+
+"""
 KINDS = {
     "run": "a run of `pass` as a script",
     "run_bare": "a run of `python -I -S -c pass`",

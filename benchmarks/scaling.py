@@ -1,7 +1,7 @@
-"""`make scaling`: docs/scaling.md, with tokens/s and memory of 1, 2 and 4 trainer processes.
+"""`make scaling`: results/scaling.md, with tokens/s and memory of 1, 2 and 4 trainer processes.
 
     python benchmarks/scaling.py            measures (a quiet machine, minutes), then writes the page
-    python benchmarks/scaling.py --page     writes the page from docs/scaling.json
+    python benchmarks/scaling.py --page     writes the page from results/scaling.json
     python benchmarks/scaling.py --tiny     tries it: a tiny model, nothing is written
 
 Processes train over data, with one thread each, pinned to a core where there are as many. The

@@ -1,4 +1,4 @@
-"""Formulas of `tandem plan --gpus` against published numbers: rows for docs/scaling.md."""
+"""Formulas of `tandem plan --gpus` against published numbers: rows for results/scaling.md."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

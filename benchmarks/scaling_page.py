@@ -1,4 +1,4 @@
-"""docs/scaling.md: formulas in words, plans of public models, checks, and what was measured."""
+"""results/scaling.md: formulas in words, plans of public models, checks, and what was measured."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from tandem.plugins.plan.scaling import rollout_time
 from tandem.plugins.plan.shards import parameters
 
 ROOT = Path(__file__).parent.parent
-JSON, PAGE = ROOT / "docs" / "scaling.json", ROOT / "docs" / "scaling.md"
+JSON, PAGE = ROOT / "results" / "scaling.json", ROOT / "results" / "scaling.md"
 GPU, ASSUMED, COUNTS, GIB = GPUS["h200"], Assumptions(), (1, 8, 64, 512), 2**30
 PROMPT, NEW = 256, 512
 CONFIG = {

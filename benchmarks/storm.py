@@ -14,7 +14,7 @@ medians are compared:
 Processes and memory (of this process and of the pool's) are compared after a first storm and after
 the last. The exit status is 1 where a process is left or, with the samples and the time of BAR,
 less than KEPT of the throughput is kept or memory grows by GROWN or more. --write adds the row to
-docs/storm.json.
+results/storm.json.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from tandem.rewards.pool import RewardPool
 from tandem.types import Attempt, Problem
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "docs" / "storm.json"
+RESULTS = ROOT / "results" / "storm.json"
 FUNCTIONS = ("answer", f"{Path(__file__).with_name('storm_reward.py')}:reward")
 HARMS = ("power", "factorial", "loop", "allocate", "nan", "wrong length", "exception", "100 MB")
 FACTORIAL = r"\boxed{\frac{3000000!}{2999999!}}"

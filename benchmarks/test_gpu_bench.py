@@ -1,4 +1,4 @@
-"""`make gpu` without a GPU: what it says, that docs/gpu.md is made of docs/gpu.json, and that every
+"""`make gpu` without a GPU: what it says, that results/gpu.md is made of results/gpu.json, and that every
 section runs."""
 
 import json

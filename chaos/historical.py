@@ -9,7 +9,7 @@ config. Model, engine, journal, checkpoints and driver are real.
     stopped  the step in which the run ended; the weights must then still be those of the last good
              step
 
-docs/tripwires.md has the table. It does not know how the tripwires work.
+docs/concepts/tripwires.md has the table. It does not know how the tripwires work.
 """
 
 import re

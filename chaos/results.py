@@ -1,5 +1,5 @@
-"""The results of the chaos harness: a `Result` is a row of docs/chaos.md; `tally` counts cases into
-one.
+"""The results of the chaos harness: a `Result` is a row of results/chaos.md; `tally` counts
+cases into one.
 
 A case is (was the fault seen to fire, what is wrong afterwards or ""); a bar is met when every
 fault fired and all survived.
@@ -14,7 +14,7 @@ Case = tuple[bool, str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """One row of docs/chaos.md.
+    """One row of results/chaos.md.
 
     injected: faults; witnessed: of these, those seen to have fired; survived: cases with the right
     end, of which expected is the least; note: other findings, and the first wrong cases.

@@ -1,4 +1,4 @@
-"""Functions of your own in place of Tandem's; docs/algorithms.md tells what each is given.
+"""Functions of your own in place of Tandem's; docs/guide/algorithms.md tells what each is given.
 
     tandem train recipes/demo.toml rl.loss=examples/own_functions.py:loss \
         rl.advantage=examples/own_functions.py:advantage \

@@ -238,7 +238,7 @@ def test_the_examples_that_docs_show_are_the_files():
     """`make figures` copies them."""
     shown = [
         block
-        for page in (ROOT / "docs").glob("*.md")
+        for page in (ROOT / "docs").rglob("*.md")
         for block in figures.FILE_BLOCK.finditer(page.read_text())
     ]
     assert len(shown) >= 4 and all(figures.show_file(block) == block[0] for block in shown)

@@ -25,7 +25,7 @@ NO_VERB = f"{VAGUE} The A An Each One All Every It Its This No Some"
 
 
 def test_words_that_were_dropped_do_not_come_back():
-    """Names that only this project used; docs/architecture.md has those of today."""
+    """Names that only this project used; docs/develop/architecture.md has those of today."""
     found = {
         f"{path.relative_to(ROOT)}:{token.start[0]}: {token.string}"
         for path in FILES

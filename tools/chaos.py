@@ -1,4 +1,4 @@
-"""`make chaos`: inject real faults, section by section; write docs/chaos.json and docs/chaos.md.
+"""`make chaos`: inject real faults, section by section; write results/chaos.json and results/chaos.md.
 
     make chaos                              every section
     make chaos only="checkpoints kills"     these; the results of the others stay as they are
@@ -36,7 +36,7 @@ from chaos import (  # noqa: E402
 from chaos.harness import Outcome, Section, run_section  # noqa: E402
 from chaos.results import Result  # noqa: E402
 
-# In the order of docs/chaos.md. A new one is an import and a line.
+# In the order of results/chaos.md. A new one is an import and a line.
 SECTIONS = (
     Section(name="checkpoints", run=checkpoints.section, deadline_s=900),
     Section(name="deadlocks", run=deadlocks.section, deadline_s=1800),
@@ -52,7 +52,7 @@ SECTIONS = (
     Section(name="soak", run=soak.section, deadline_s=5400),
 )
 
-JSON, PAGE = ROOT / "docs" / "chaos.json", ROOT / "docs" / "chaos.md"
+JSON, PAGE = ROOT / "results" / "chaos.json", ROOT / "results" / "chaos.md"
 
 
 def main(only: list[str]) -> int:
@@ -74,7 +74,7 @@ def main(only: list[str]) -> int:
 
 
 def keep(name: str, outcome: Outcome) -> None:
-    """Write the outcome of a section into docs/chaos.json, over the one before."""
+    """Write the outcome of a section into results/chaos.json, over the one before."""
     entry = {
         "command": f"make chaos only={name}",
         "date": str(date.today()),

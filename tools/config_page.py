@@ -1,4 +1,4 @@
-"""Write docs/config.md: every configuration key with its default and meaning, made from the schema.
+"""Write docs/reference/config.md: every configuration key with its default and meaning, made from the schema.
 
 python tools/config_page.py
 """
@@ -12,7 +12,7 @@ from tandem.config.recipe import describe
 from tandem.config.schema import SHORTHANDS, Config
 from tandem.registry import built_in
 
-PAGE = Path(__file__).parent.parent / "docs" / "config.md"
+PAGE = Path(__file__).parent.parent / "docs" / "reference" / "config.md"
 PIPE = r"\|"
 HEAD = """# Configuration
 
@@ -26,7 +26,7 @@ tandem train my.toml rl.group_size=8 data.shuffle=false 'data.train=["a.jsonl", 
 
 A key of no section, in a file or on the command line, is short for a longer one: {shorthands}.
 `tandem plan RECIPE` shows which values are not the default, each with its origin: the recipe's line,
-the command line, or `rl.algorithm`, which sets several at once ([algorithms.md](algorithms.md)); and
+the command line, or `rl.algorithm`, which sets several at once ([algorithms.md](../guide/algorithms.md)); and
 what `auto` becomes here. `tandem plan RECIPE --values` shows all of them.
 """
 

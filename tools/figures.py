@@ -1,5 +1,5 @@
-"""`make figures`: write docs/smollm2.md from the run folder, and from docs/*.json docs/measured.md and the
-measured blocks of README.md and docs/.
+"""`make figures`: write the pages of results/ and the measured blocks of README.md from results/*.json,
+results/smollm2.md from its run folder, and docs/reference/plugins.md from docstrings.
 
 Nothing in those places is typed by hand; what has not been measured says so. Examples shown in
 docs/ are copied from their files.
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "results"
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import machine  # noqa: E402
@@ -25,7 +26,7 @@ DEMO, SMOLLM2 = ROOT / "runs" / "learning" / "seed-0" / "train", ROOT / "runs" /
 
 def main() -> None:
     if (SMOLLM2 / "metrics.jsonl").exists():
-        (ROOT / "docs" / "smollm2.md").write_text(smollm2())
+        (RESULTS / "smollm2.md").write_text(smollm2())
     readme = ROOT / "README.md"
     text = readme.read_text()
     if (DEMO / "metrics.jsonl").exists():
@@ -38,32 +39,33 @@ def main() -> None:
         if w == what
     ]
     readme.write_text(fill(text, "measured", "\n".join(table(few))))
-    (ROOT / "docs" / "measured.md").write_text("\n".join([MEASURED_HEAD, *table(rows), ""]))
-    environments_md = ROOT / "docs" / "environments.md"
-    environments_md.write_text(
-        fill(environments_md.read_text(), "environments", "\n".join(environments()))
-    )
-    rewards_md = ROOT / "docs" / "rewards.md"
-    rewards_md.write_text(fill(rewards_md.read_text(), "storm", "\n".join(storm())))
-    determinism_md = ROOT / "docs" / "determinism.md"
-    determinism_md.write_text(
-        fill(determinism_md.read_text(), "asynchronous", "\n".join(asynchronous()))
-    )
-    extend_md = ROOT / "docs" / "extend.md"
-    extend_md.write_text(fill(extend_md.read_text(), "plugins", plugins()))
-    for page in (ROOT / "docs").glob("*.md"):
+    pages = {
+        "measured": [MEASURED_HEAD, *table(rows)],
+        "environments": ["# Turns and tools", "", *environments()],
+        "storm": ["# Rewards in a storm of hostile samples", "", *storm()],
+        "asynchronous": ["# Asynchronous rollouts", "", *asynchronous()],
+    }
+    for name, lines in pages.items():
+        (RESULTS / f"{name}.md").write_text("\n".join([*lines, ""]))
+    (ROOT / "docs" / "reference" / "plugins.md").write_text(plugins())
+    for page in (ROOT / "docs").rglob("*.md"):
         page.write_text(re.sub(FILE_BLOCK, show_file, page.read_text()))
 
 
 def plugins() -> str:
-    """Show the docstring of each plugin."""
-    pages = []
+    """Return docs/reference/plugins.md: the docstring of each plugin."""
+    pages = [PLUGINS_HEAD]
     for path in sorted((ROOT / "tandem" / "plugins").glob("*/__init__.py")):
         text = ast.get_docstring(ast.parse(path.read_text())) or ""
-        pages.append(f"### {path.parent.name}\n\n```text\n{text}\n```\n")
+        pages.append(f"## {path.parent.name}\n\n```text\n{text}\n```\n")
     return "\n".join(pages)
 
 
+PLUGINS_HEAD = """# Plugins
+
+Written by `make figures` from the docstring of each package in `tandem/plugins/`. [extend.md](../develop/extend.md) tells how to
+write one.
+"""
 FILE_BLOCK = re.compile(r"<!-- file (\S+) -->\n.*?<!-- /file -->", re.S)
 
 
@@ -128,7 +130,7 @@ def smollm2() -> str:
 
 
 def recorded(name: str) -> Any:
-    path = ROOT / "docs" / f"{name}.json"
+    path = RESULTS / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
 
@@ -210,7 +212,7 @@ def asynchronous() -> list[str]:
     return lines
 
 
-Row = tuple[str, str, str, str]  # of docs/measured.md: what, figure, machine, page
+Row = tuple[str, str, str, str]  # of results/measured.md: what, figure, machine, page
 
 
 def asynchronous_rows() -> list[Row]:
@@ -221,7 +223,7 @@ def asynchronous_rows() -> list[Row]:
             f"{label}, {base}",
             f"{row[f'ratio to sync, {base}']:.2f}x",
             found["machine"],
-            "determinism",
+            "asynchronous",
         )
         for name, row in found.get("rows", {}).get("each", {}).items()
         if name == "async, staleness 1"
@@ -229,7 +231,7 @@ def asynchronous_rows() -> list[Row]:
     ]
 
 
-SURVIVED = {  # section of docs/chaos.json: what README says of it
+SURVIVED = {  # section of results/chaos.json: what README says of it
     "kills": "`kill -9` of a run at random moments: ends byte-equal",
     "workers": "rollout workers killed, stopped or crashed: byte-equal",
     "ray": "rollout, reward and env workers and nodes of a Ray cluster killed: healed, byte-equal",
@@ -282,7 +284,7 @@ def environment_rows() -> list[Row]:
     for row in recorded("storm"):
         what = f"{row['cost_ms']:g} ms each, timeout {row['timeout_s']:g} s"
         label = f"rewards: throughput kept with 10% hostile samples, {what} (target 80%)"
-        rows.append((label, f"{row['throughput_kept']:.0%}", row["machine"], "rewards"))
+        rows.append((label, f"{row['throughput_kept']:.0%}", row["machine"], "storm"))
     return rows
 
 
@@ -334,7 +336,7 @@ def invariant_rows() -> list[Row]:
     return rows
 
 
-HEADLINES = {  # rows of docs/measured.md that README has, with its words for them
+HEADLINES = {  # rows of results/measured.md that README has, with its words for them
     "decode, SmolLM2-135M, batch 32, against transformers `generate`": "decoding SmolLM2-135M at batch 32, against transformers",
     "a GRPO step, SmolLM2-135M, all sequences at once on both sides, against TRL 1.16": "a GRPO step of SmolLM2-135M, against TRL 1.16",
     "demo, held-out reward, five seeds": "the demo's held-out reward, five seeds",
@@ -349,7 +351,7 @@ processors stand in the same order. "0.89x the speed" is slower than the baselin
 
 
 def measured() -> list[Row]:
-    """Return what has been measured: all rows of docs/measured.md."""
+    """Return what has been measured: all rows of results/measured.md."""
     return [
         *performance_rows(),
         *learning_rows(),
@@ -362,7 +364,7 @@ def measured() -> list[Row]:
 
 
 def table(rows: list[Row]) -> list[str]:
-    where = "{page}.md" if len(rows) > len(HEADLINES) else "docs/{page}.md"
+    where = "{page}.md" if len(rows) > len(HEADLINES) else "results/{page}.md"
     return [
         "| what | figure | processor | where |",
         "|---|---|---|---|",

@@ -1,5 +1,5 @@
-"""`make invariants`: the long proofs of P1, P2 and P3; results in docs/invariants.json, and
-docs/invariants.md from it.
+"""`make invariants`: the long proofs of P1, P2 and P3; results in results/invariants.json, and
+results/invariants.md from it.
 
     make invariants                        every section
     make invariants only="cells kills"     these; the results of the others stay as they are
@@ -47,7 +47,7 @@ from tests.support.runs import fingerprint, prepare, run  # noqa: E402
 from tests.support.schedules import Schedule, schedules  # noqa: E402
 from tests.support.schedules import run as live  # noqa: E402
 
-JSON, PAGE = ROOT / "docs" / "invariants.json", ROOT / "docs" / "invariants.md"
+JSON, PAGE = ROOT / "results" / "invariants.json", ROOT / "results" / "invariants.md"
 LIVES = 1000
 SOAK = 10_000  # requests
 SCHEDULES = 40  # for each architecture

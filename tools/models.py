@@ -1,5 +1,5 @@
 """`make models`: every architecture that tests/support/architectures.py has, as a tiny random model;
-results in docs/models.json, and docs/models.md from it.
+results in results/models.json, and results/models.md from it.
 
     make models                               gap, export and adapters of all
     make models only="gemma2 phi"             of these; the results of the others stay as they are
@@ -46,7 +46,7 @@ from tandem.types import Request, SamplingParams  # noqa: E402
 from tests.support.architectures import ARCHITECTURES, INEXACT, LEAN, MORE, exact, inexact, stock  # noqa: E402
 from tests.support.parity import engine_for, gaps_of_model, parity_of_model  # noqa: E402
 
-JSON, PAGE = ROOT / "docs" / "models.json", ROOT / "docs" / "models.md"
+JSON, PAGE = ROOT / "results" / "models.json", ROOT / "results" / "models.md"
 SCHEDULES, LORA_SCHEDULES, INEXACT_SCHEDULES = 50, 5, 9  # the tenth has long prompts
 BATCH, PROMPT, NEW, ROUNDS = 8, 64, 48, 3
 LORA = Lora(rank=4, alpha=8.0, targets=("all-linear",), seed=7)
@@ -198,7 +198,7 @@ def page() -> str:
         "Where the layer is \"transformers', inexact\", attention, states and cache are transformers' "
         "own: the gap is rounding, in nats, the largest and the mean.",
         "Training such a model needs an off-policy correction "
-        "([architecture.md](architecture.md#models-that-cannot-be-exact)).",
+        "([exactness](../docs/concepts/exactness.md#models-that-cannot-be-exact)).",
         "",
         "| `model_type` | layer | schedules | tokens | gap | export equal | gap with adapters | "
         "tok/s | `generate` |",

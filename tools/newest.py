@@ -1,5 +1,5 @@
 """`make newest`: the core of the tests and a short demo with the versions that this environment has,
-which are the newest ones; prints a row for docs/versions.md.
+which are the newest ones; prints a row for docs/reference/versions.md.
 
     python tools/newest.py -n 0 -x      options for pytest, by default -n 2 --dist loadfile
 

@@ -1,5 +1,5 @@
 """Runs what takes too long for a commit, each part in a process of its own, and writes how it ended
-into docs/nightly.md.
+into results/nightly.md.
 
     make nightly                   every part
     make nightly only="tests"      these parts; the others keep the row that they have
@@ -18,7 +18,7 @@ from pathlib import Path
 from tandem.runtime.numerics import processor
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "nightly.md"
+PAGE = ROOT / "results" / "nightly.md"
 PYTEST = ("-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 PARTS = {  # name: what it runs
     "tests": (*PYTEST, "tests", "--ignore=tests/gpu"),

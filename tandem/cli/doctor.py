@@ -26,7 +26,7 @@ from tandem.runtime.disk import human_bytes
 from tandem.runtime.errors import UserError
 
 # The versions that the tests have run with: all of them with those of constraints.txt, their core
-# with the others (`make newest`, docs/versions.md).
+# with the others (`make newest`, docs/reference/versions.md).
 TESTED = {"python": ("3.11", "3.12", "3.13"), "torch": ("2.13", "2.15"), "transformers": ("5.23",)}
 
 

@@ -163,7 +163,7 @@ def serve(
         bool, Option(help="let clients have it load new weights, as `tandem train` does")
     ] = False,
 ) -> None:
-    """Serve a model over HTTP, compatible with OpenAI's clients: see docs/serving.md."""
+    """Serve a model over HTTP, compatible with OpenAI's clients: see docs/guide/serving.md."""
     from tandem.cli import serve
 
     serve.serve(

@@ -25,7 +25,7 @@ class RL(Section):
     alone."""
 
     algorithm: Annotated[str, name_of("algorithms")] = Field(
-        "grpo", description="fills in what is not set below; docs/algorithms.md has the table"
+        "grpo", description="fills in what is not set below; docs/guide/algorithms.md has the table"
     )
     prompts_per_step: int = Field(32, ge=1, description="problems in a step")
     group_size: int = Field(8, ge=1, description="episodes of each problem")

@@ -35,8 +35,8 @@ class Run(Section):
     )
     trackers: list[Annotated[str, name_of("trackers")]] = Field(
         [],
-        description="where metrics and samples go besides the run folder (docs/trackers.md); each "
-        "needs the extra of its name; one that fails does not stop the run; wandb, trackio, "
+        description="where metrics and samples go besides the run folder (docs/guide/trackers.md); "
+        "each needs the extra of its name; one that fails does not stop the run; wandb, trackio, "
         "mlflow, or of a package with an entry point `tandem.trackers`",
     )
     stall_s: float = Field(
@@ -112,8 +112,8 @@ class Data(Section):
 
     train: str | list[str] = Field(
         "",
-        description="problems (docs/data.md): JSONL, Parquet, CSV, a Hugging Face dataset; or a "
-        "list of several",
+        description="problems (docs/guide/data.md): JSONL, Parquet, CSV, a Hugging Face dataset; "
+        "or a list of several",
     )
     weights: list[Annotated[float, Field(gt=0)]] = Field(
         [], description="share of each source in the data; empty: all rows of each"
@@ -287,8 +287,8 @@ class Reward(Section):
 
     function: str | list[str] = Field(
         "answer",
-        description="a built-in (docs/environments.md) or your own as `file.py:function`; or a "
-        "list of several",
+        description="a built-in (docs/guide/environments.md) or your own as `file.py:function`; or "
+        "a list of several",
     )
     weights: list[float] = Field([], description="weight of each function; empty: 1 each")
     options: dict[str, dict[str, Any]] = Field(

@@ -243,7 +243,7 @@ def _explain(error: ValidationError, path: str, origin: dict[str, str]) -> UserE
     return UserError(
         f"the configuration has {len(lines)} mistake{'s' * (len(lines) > 1)}\n"
         + "\n".join(f"  - {line}" for line in lines),
-        next="tandem plan --keys lists every key, as docs/config.md does",
+        next="tandem plan --keys lists every key, as docs/reference/config.md does",
     )
 
 

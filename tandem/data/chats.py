@@ -1,8 +1,8 @@
 """Rows of chats for supervised fine-tuning: read_rows(path, parse_chat, key="sft.train").
 
 A row holds `messages`, or a `prompt` (text or messages) and a `response`; or it follows the data
-sets of TRL, ShareGPT or Alpaca (docs/data.md). Does not know tokens or chat templates: renderer.py
-decides what carries loss.
+sets of TRL, ShareGPT or Alpaca (docs/guide/data.md). Does not know tokens or chat templates:
+renderer.py decides what carries loss.
 """
 
 from tandem.data.messages import chat_messages, prompt_messages, require_user_first, with_images

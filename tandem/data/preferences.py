@@ -1,7 +1,7 @@
 """Rows of preferences: read_rows(path, parse_preference, key="preference.train").
 
 A row holds `prompt`, `chosen` and `rejected`, or `chosen` and `rejected` as whole chats whose
-common start is the prompt (docs/data.md). Does not know tokens, chat templates or losses.
+common start is the prompt (docs/guide/data.md). Does not know tokens, chat templates or losses.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Problems from files: a row's prompt and answer, by the columns of [data], become a Problem.
 
-Reads Tandem's own rows and verl's (docs/data.md). Does not know file formats (readers.py), tokens,
-templates or models.
+Reads Tandem's own rows and verl's (docs/guide/data.md). Does not know file formats (readers.py),
+tokens, templates or models.
 """
 
 import json

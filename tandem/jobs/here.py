@@ -39,7 +39,7 @@ class Here(Choice):
                 found=f"{size} processes on {numerics.cores()} cores",
                 expected=f"at most {most}",
                 next="take a smaller mesh, or start it on more machines with torchrun "
-                "(docs/parallel.md)",
+                "(docs/guide/parallel.md)",
             )
 
     def open(

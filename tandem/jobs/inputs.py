@@ -73,7 +73,7 @@ def read_data(config: Config, key: Literal["data.train", "eval.data"]) -> Sequen
         raise UserError(
             "no training problems are named",
             where=key,
-            expected="a source of problems, see docs/data.md",
+            expected="a source of problems, see docs/guide/data.md",
             next="add data.train=FILE",
         )
     return read_problems(source, config.data, key=key, weights=weights) if source else []

@@ -187,7 +187,7 @@ class LossWatch:
                 self._report(
                     f"warning: the loss is still {first:.3f} after {len(self._losses)} steps; "
                     f"preference.learning_rate = {self._rate:g} is probably too small for this "
-                    "model (docs/algorithms.md, learning rates)"
+                    "model (docs/guide/algorithms.md, learning rates)"
                 )
         return metrics
 

@@ -2,10 +2,10 @@
 
 Gradients need determinism, not batch invariance: the same bits twice, with any number of threads.
 torch's own matmul is MKL's, which multiplies at half the speed on AMD processors with AVX-512
-(docs/architecture.md, "Gradients by oneDNN"). oneDNN may divide a long sum among threads, one of
-many more than LONGEST terms, in AMX tiles of more than TILE_TERMS: such a sum is made of several.
-It copies a slice of columns a number at a time: blocks of rows are made dense first. It compiles a
-kernel for each row count, about 0.6 MB: rows are rounded to few counts (runtime/numerics.py).
+(docs/concepts/exactness.md). oneDNN may divide a long sum among threads, one of many more
+than LONGEST terms, in AMX tiles of more than TILE_TERMS: such a sum is made of several. It copies a
+slice of columns a number at a time: blocks of rows are made dense first. It compiles a kernel for
+each row count, about 0.6 MB: rows are rounded to few counts (runtime/numerics.py).
 """
 
 import os

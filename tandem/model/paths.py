@@ -94,7 +94,7 @@ def path_of(config: Any, where: str, place: Any = None) -> ModelPath:
         where=f"{where}, architecture {config.model_type}",
         found=reason,
         expected="a causal language model, whose logits depend on the tokens up to their own",
-        next="take one that docs/models.md lists; if it lists this one, report its config.json",
+        next="take one of docs/reference/models.md; if it is there, report its config.json",
     )
 
 

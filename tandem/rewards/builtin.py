@@ -1,4 +1,4 @@
-"""The short reward functions among the built-in ones; docs/rewards.md shows each, and the
+"""The short reward functions among the built-in ones; docs/guide/rewards.md shows each, and the
 registry has the names of all.
 
 Each is a Tandem reward function: score(problem, completion), some with `attempt`, options as

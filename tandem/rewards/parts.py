@@ -62,7 +62,7 @@ def cannot_load(function: str, found: str, where: str) -> UserError:
     source = function.rpartition(":")[0]
     look = run_by_hand(source)
     if reason != found:
-        look = "docs/rewards.md has an example of each form, and of every built-in"
+        look = "docs/guide/rewards.md has an example of each form, and of every built-in"
     if source.endswith(".py") and not Path(source).is_file():
         look = look_for(Path(source))
     return UserError(
@@ -70,7 +70,7 @@ def cannot_load(function: str, found: str, where: str) -> UserError:
         where=f"reward.function = {function}" + (f" ({where})" if where else ""),
         found=reason,
         expected="a built-in, `module:function` or `file.py:function`, "
-        "with a signature of docs/rewards.md",
+        "with a signature of docs/guide/rewards.md",
         next=look,
     )
 

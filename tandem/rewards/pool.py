@@ -65,7 +65,7 @@ class ScorePool(CallPool[V, Scoring], Generic[V]):
 
 class RewardPool(ScorePool[RewardWorker]):
     """A pool that scores attempts with functions: built-ins, `module:function` or
-    `file.py:function`; see rewards/load.py and docs/rewards.md.
+    `file.py:function`; see rewards/load.py and docs/guide/rewards.md.
 
     Example: RewardPool("answer").submit(problem, Attempt(text="Answer: 3")).result() gives
     Score(reward=1.0, parts={"answer": 1.0}). With several functions, or weights, the reward is the

@@ -4,7 +4,7 @@ An `Algorithm` is a set of values of [rl]. `rl.advantage` names an `Estimator` a
 `PolicyLoss`: facts beside a function, which is imported when it is first used, so that a config is
 checked without torch. A package adds its own by entry points in the groups `tandem.algorithms`,
 `tandem.advantages` and `tandem.losses`. A user's function, "my.py:NAME", has an object of what is
-known about it, which is nothing. Equations and papers of the parts: docs/algorithms.md.
+known about it, which is nothing. Equations and papers of the parts: docs/guide/algorithms.md.
 """
 
 import inspect

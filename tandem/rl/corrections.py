@@ -21,7 +21,7 @@ def importance(log_ratio: Tensor) -> Tensor:
     2110.00641, eq. 5; AReaL, arXiv 2505.24298, eq. 5).
 
     It corrects each token given its prefix; prefixes and returns stay the engine's. So it is
-    biased beyond one token (docs/bias.md), and its variance is unbounded.
+    biased beyond one token (results/bias.md), and its variance is unbounded.
     """
     return log_ratio.exp()
 

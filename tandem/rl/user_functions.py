@@ -184,5 +184,5 @@ def _wrong(key: str, name: str, found: str, expected: str) -> UserError:
         where=f"{key} = {name}",
         found=found,
         expected=expected,
-        next="docs/algorithms.md, `Your own functions`, has an example of each",
+        next="docs/guide/algorithms.md, `Your own functions`, has an example of each",
     )

@@ -94,7 +94,7 @@ def allowed_changes(
             "the config differs from that of the run in the folder (its value -> the value now)\n"
             + "\n".join(f"  - {change}" for change in [changed[key] for key in refused]),
             where=str(path),
-            expected="the same values; docs/determinism.md lists the keys that may change",
+            expected="the same values; docs/concepts/durability.md lists the keys that may change",
             next=f"take the old values, another run.folder=PATH, or --fresh {KEPT}",
         )
     return list(changed.values())

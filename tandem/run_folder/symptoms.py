@@ -1,7 +1,7 @@
 """Symptoms of a training that goes wrong, each with the key to turn: pure functions over its newest
 rows, in order, each the metrics of a step with its timings.
 
-docs/warnings.md has the thresholds below. It does not know how the numbers come about.
+docs/guide/warnings.md has the thresholds below. It does not know how the numbers come about.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -39,7 +39,7 @@ def require_no_images(chats: Iterable[Sequence[Message]], where: str) -> None:
                     where=where,
                     found=f"a message from {message['role']!r} with images",
                     expected="chats of text, or a model that reads images",
-                    next="leave the images out, or set model.path to one that docs/data.md "
+                    next="leave the images out, or set model.path to one that docs/guide/data.md "
                     "names under images",
                 )
 

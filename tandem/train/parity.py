@@ -25,7 +25,7 @@ from tandem.train.learner import Learner
 from tandem.types import Generate, Row
 
 # Bounds of the mean gap, nats a token, without rl.max_logprob_error: far above rounding (float32:
-# docs/cluster.md; bfloat16 spaces logits of 8 to 16 by 0.06), far below another model's.
+# docs/guide/cluster.md; bfloat16 spaces logits of 8 to 16 by 0.06), far below another model's.
 MAX_MEAN = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 OTHER_KERNELS = (
     "stale weights, a tied head that the engine did not process again after an update, or a "

@@ -44,7 +44,7 @@ def test_each_pin_is_within_the_bounds_of_its_requirement_and_the_page_has_both(
     assert len(bounds) > 25 and bounds.keys() >= {"torch", "transformers", "tokenizers"}
     outside = {n: str(b) for n, b in bounds.items() if pins[canonicalize_name(n)] not in b}
     assert outside == {}
-    page = (ROOT / "docs/versions.md").read_text()
+    page = (ROOT / "docs/reference/versions.md").read_text()
     assert re.search(
         rf"every commit .* torch {pins['torch']}, transformers {pins['transformers']}", page
     )
@@ -55,7 +55,7 @@ def test_each_pin_is_within_the_bounds_of_its_requirement_and_the_page_has_both(
 
 def test_tested_versions_are_those_that_are_pinned_and_those_of_the_page():
     pins = dict(re.findall(r"^(\S+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
-    page = (ROOT / "docs/versions.md").read_text()
+    page = (ROOT / "docs/reference/versions.md").read_text()
     for name in ("torch", "transformers"):
         assert versioned(name, pins[name]).facts["tested"], name
         assert all(f"{name} {version}." in page for version in TESTED[name]), name

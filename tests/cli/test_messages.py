@@ -52,8 +52,8 @@ train rl.group_size=abc | rl.group_size
 train rl.group_size=0 | rl.group_size
 train rl.loss=ppo_clipp | rl.loss | ppo_clip?
 train rl.loss=nope.py:loss | rl.loss = nope.py:loss
-train rl.loss=mine.py:swapped | rl.loss = mine.py:swapped | docs/algorithms.md
-train rl.advantage=mine.py:ragged | rl.advantage = mine.py:ragged | docs/algorithms.md
+train rl.loss=mine.py:swapped | rl.loss = mine.py:swapped | docs/guide/algorithms.md
+train rl.advantage=mine.py:ragged | rl.advantage = mine.py:ragged | docs/guide/algorithms.md
 train rl.filter=mine.py:swapped | rl.filter
 train rl.kl_coef=-1 | rl.kl_coef
 train eval.metric=mine.py:broken | eval.metric = mine.py:broken | mine.py:3

@@ -380,7 +380,7 @@ def test_a_real_kill_loses_nothing(home, outputs, tmp_path):
     assert first.stat().st_mtime_ns == before
 
 
-# Read again, as docs/data.md says
+# Read again, as docs/guide/data.md says
 # ------------------------------------------------------------------------------
 
 

@@ -435,7 +435,9 @@ def test_text_with_brackets_is_text_where_the_key_takes_text(text):
 def test_the_next_command_of_an_error_exists(tmp_path):
     with pytest.raises(UserError) as error:
         load(tmp_path, "zzzz = 4\n")
-    assert error.value.next == "tandem plan --keys lists every key, as docs/config.md does"
+    assert (
+        error.value.next == "tandem plan --keys lists every key, as docs/reference/config.md does"
+    )
 
 
 def test_every_default_survives_the_round_trip_through_toml(tmp_path):

@@ -1,4 +1,4 @@
-"""docs/rewards.md does what it says: its functions run, its settings load, its table of examples is
+"""docs/guide/rewards.md does what it says: its functions run, its settings load, its table of examples is
 so."""
 
 import ast
@@ -15,7 +15,7 @@ from tandem.rewards.load import load
 from tandem.rewards.parts import check_functions, part_name
 from tandem.types import Attempt, Problem
 
-TEXT = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+TEXT = (Path(__file__).parents[2] / "docs" / "guide" / "rewards.md").read_text()
 FILES = {
     block.split()[1]: block
     for block in re.findall(r"```python\n(# \w+\.py\n.*?)```", TEXT, re.DOTALL)

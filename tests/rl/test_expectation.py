@@ -604,7 +604,7 @@ def test_token_ratio_is_unbiased_for_sequences_of_one_token():
     assert_equal(found, world.gradient(toy.expected_reward(world)))
 
 
-# What docs/bias.md shows.
+# What results/bias.md shows.
 
 
 @cache

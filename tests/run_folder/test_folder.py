@@ -340,7 +340,7 @@ def free_keys():
 
 
 def test_the_page_on_determinism_lists_the_keys_that_may_change():
-    free, text = set(free_keys()), (ROOT / "docs/determinism.md").read_text()
+    free, text = set(free_keys()), (ROOT / "docs/concepts/durability.md").read_text()
     listed, others = re.search(r"(?s)These may change: (.*?); (.*?)\n\n", text).groups()
     mesh = {key for key in free if key.startswith("parallel.") and key != "parallel.timeout_s"}
     named = re.findall(r"`(\w+\.\w+)`", listed)
@@ -408,7 +408,7 @@ def test_a_path_through_a_file_is_refused(tmp_path):
         for attempt in (start, lambda folder: check_run(folder, config(), "train")):
             with pytest.raises(UserError, match="cannot be written") as caught:
                 attempt(folder)
-            assert caught.value.expected == "a folder, or nothing yet, at this path and above it"
+            assert caught.value.what == "the path cannot be written"
             assert "free" not in caught.value.found
 
 

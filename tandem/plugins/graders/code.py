@@ -223,5 +223,5 @@ def _cannot_run(uid: str, script: str, found: str) -> UserError:
         where=f"problem {uid}: {script.strip()[:200]}",
         found=found,
         expected="Python's own library, pytest's basics and names of a solution in another process",
-        next="mend the row, or leave it out; see docs/sandbox.md",
+        next="mend the row, or leave it out; see docs/guide/sandbox.md",
     )

@@ -269,5 +269,5 @@ def _unreadable(problem: Problem, found: str) -> UserError:
         found=found,
         expected='[{"input": ..., "output": ...}], '
         '[{"function": ..., "args": [...], "expected": ...}] or asserts',
-        next="see docs/sandbox.md",
+        next="see docs/guide/sandbox.md",
     )

@@ -1,8 +1,8 @@
 """`tandem plan`: could a run start here, and what does it take?
 
 For who asks before he waits: values with their origin, data, memory, disk, the seconds of a step
-(`--time`), and the fastest meshes of so many GPUs (`--gpus`). docs/plan_accuracy.md compares plans
-with runs, docs/scaling.md the formulas of meshes with published numbers.
+(`--time`), and the fastest meshes of so many GPUs (`--gpus`). results/plan_accuracy.md compares
+plans with runs, results/scaling.md the formulas of meshes with published numbers.
 
     footprint.py    memory and disk of one process or of a mesh, and what a setting saves
     shards.py, activations.py   the bytes of a rank, and what autograd keeps

@@ -2,7 +2,7 @@
 rank 0 of a mesh and the ranks beside it.
 
 No weights are loaded. Microbatches and the cache count as large as they may become. Passing tensors
-of a step come on top (plan_memory.py has them for the CPU). docs/scaling.md has the formulas of
+of a step come on top (plan_memory.py has them for the CPU). results/scaling.md has the formulas of
 meshes in words, with their checks against published numbers.
 """
 

@@ -5,7 +5,7 @@
 
 No GPU is needed and no weights are read; where the recipe has data.max_prompt_tokens, prompts are
 taken to be so long and no data is read, so that a directory with a config.json is enough.
-Formulas, and what they were checked against, are in docs/scaling.md; they know neither latencies
+Formulas, and what they were checked against, are in results/scaling.md; they know neither latencies
 nor stragglers.
 """
 

@@ -1,8 +1,8 @@
 """Memory that a run takes of this machine, for `tandem plan`: the arithmetic of footprint.py
 for as many tokens as a step has, and what comes besides: Python, passing tensors, other processes.
 
-docs/plan_accuracy.md compares it with runs. Completions count as long as they may become. It does
-not know what a user's reward function or environment holds.
+results/plan_accuracy.md compares it with runs. Completions count as long as they may become. It
+does not know what a user's reward function or environment holds.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """Memory of a rank in a mesh of GPUs, by arithmetic over the shapes.
 
-Formulas are of what train/parallel does; docs/scaling.md has them in words, with their checks
+Formulas are of what train/parallel does; results/scaling.md has them in words, with their checks
 against published numbers. Bytes are of one rank. They know no run.
 """
 

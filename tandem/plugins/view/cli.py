@@ -18,7 +18,7 @@ def view(
         str, unset(envvar="TANDEM_VIEW_TOKEN", help="what a browser must send once")
     ] = "",
 ) -> None:
-    """Look at runs in a browser, live: curves, every episode and token; see docs/view.md."""
+    """Look at runs in a browser, live: curves, every episode and token; see docs/guide/view.md."""
     from tandem.plugins.view import command as view
 
     view.view(runs, host, port, token)
