@@ -10,8 +10,16 @@ import pytest
 
 from tandem.rollout_workers.client import Client
 from tandem.runtime.errors import UserError
-from tests.support.odd_worker import POISON, LightEngine
-from tests.support.working import DEADLINE_S, bits, groups, odd_workers, processes, request
+from tests.support.odd_worker import POISON
+from tests.support.working import (
+    DEADLINE_S,
+    bits,
+    expected_of,
+    groups,
+    odd_workers,
+    processes,
+    request,
+)
 
 
 @contextmanager
@@ -38,17 +46,6 @@ def until(client, condition):
         client.step()
 
 
-def expected(workers, version, requests):
-    """The results of one engine in this process."""
-    engine = LightEngine()
-    engine.version, engine.weights = version, workers.published.hash_of(version)
-    running = [engine.submit(request) for request in requests]
-    while engine.has_work:
-        for one in list(engine.running):
-            engine.sample(one)
-    return [bits(one.completion) for one in running]
-
-
 def test_a_straggler_does_not_keep_the_next_versions_requests_waiting():
     with shared_pool(heartbeat_s=600.0) as (workers, (old, new)):
         old.apply(0)
@@ -58,10 +55,10 @@ def test_a_straggler_does_not_keep_the_next_versions_requests_waiting():
         os.kill(home.pid, signal.SIGSTOP)
         new.apply(1)
         tickets = [new.submit(one) for one in groups(3)]
-        assert finish(new, tickets) == expected(workers, 1, groups(3))
+        assert finish(new, tickets) == expected_of(workers, 1, groups(3))
         assert long.completion is None and home.version == 0
         os.kill(home.pid, signal.SIGCONT)
-        assert finish(old, [long]) == expected(workers, 0, [request(1000)])
+        assert finish(old, [long]) == expected_of(workers, 0, [request(1000)])
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -71,9 +68,9 @@ def test_any_number_of_workers_gives_the_same_bits(count):
             client.apply(version)
         tickets = [(old.submit(one), new.submit(one)) for one in groups(4)]
         olds, news = zip(*tickets, strict=True)
-        assert finish(old, olds) == expected(workers, 0, groups(4))
+        assert finish(old, olds) == expected_of(workers, 0, groups(4))
         old.rest()
-        assert finish(new, news) == expected(workers, 1, groups(4))
+        assert finish(new, news) == expected_of(workers, 1, groups(4))
         assert workers.restarts.used == 0
 
 
@@ -89,10 +86,10 @@ def test_a_worker_killed_while_two_versions_run_changes_no_bit():
             victim = serving(workers, version)[0]
             struck.add(victim.pid)
             os.kill(victim.pid, signal.SIGKILL)
-        whole = expected(workers, 0, groups(4, max_new_tokens=60))
+        whole = expected_of(workers, 0, groups(4, max_new_tokens=60))
         assert finish(old, olds, [new]) == whole
         old.rest()
-        assert finish(new, news) == expected(workers, 1, groups(4, max_new_tokens=60))
+        assert finish(new, news) == expected_of(workers, 1, groups(4, max_new_tokens=60))
         until(new, lambda: workers.restarts.used == len(struck))
         assert not struck & {worker.pid for worker in processes(workers)}
 
@@ -111,9 +108,9 @@ def test_workers_join_and_leave_while_two_versions_run():
         new.step()
         old._pool.resize(3)
         until(new, lambda: serving(workers, 1))
-        assert finish(new, news) == expected(workers, 1, groups(4))
+        assert finish(new, news) == expected_of(workers, 1, groups(4))
         old._pool.resize(1)
-        whole = expected(workers, 0, groups(4, max_new_tokens=60))
+        whole = expected_of(workers, 0, groups(4, max_new_tokens=60))
         assert finish(old, olds) == whole and workers.count == 1
         assert workers.restarts.used == 0
 

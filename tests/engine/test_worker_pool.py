@@ -37,11 +37,12 @@ from tandem.runtime.processes import ZOMBIE, state_of
 from tandem.types import Completion, Request, SamplingParams
 from tandem.weights.shared import SharedWeights
 from tandem.workers.channel import ProtocolError, decode, encode
-from tests.support.odd_worker import POISON, LightEngine
+from tests.support.odd_worker import POISON
 from tests.support.working import (
     DEADLINE_S,
     all_idle,
     bits,
+    expected_of,
     groups,
     odd_workers,
     open_workers,
@@ -135,12 +136,6 @@ def test_the_identity_depends_on_prompt_key_turn_and_beginning():
     assert len({identity_of(request) for request in (whole, *others)}) == 5
 
 
-@pytest.mark.parametrize("line", [b"", b"{", b"7", b"\xff\x00"])
-def test_a_line_that_is_not_a_message_is_a_protocol_error(line):
-    with pytest.raises(ProtocolError):
-        decode(line)
-
-
 def test_a_malformed_completion_is_a_protocol_error():
     message = completion_message(7, "", everything().resume_from)
     fields = message["is"]
@@ -156,15 +151,7 @@ def test_a_malformed_completion_is_a_protocol_error():
 
 
 def expected(workers, requests):
-    """Return the results of one engine in this process for the same requests."""
-    engine = LightEngine()
-    engine.version = workers.weight_version
-    engine.weights = workers.published.hash_of(engine.version)
-    running = [engine.submit(request) for request in requests]
-    while engine.has_work:
-        for one in list(engine.running):
-            engine.sample(one)
-    return [bits(one.completion) for one in running]
+    return expected_of(workers, workers.weight_version, requests)
 
 
 def require_same_bits(workers, requests, between=lambda: None):

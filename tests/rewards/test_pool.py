@@ -578,29 +578,18 @@ def test_a_problem_that_cannot_be_sent_costs_its_own_samples(metadata):
 
 
 @pytest.mark.parametrize(
-    ("source", "function", "found"),
+    ("source", "found"),
     [
-        (
-            "import no_such_module\n",
-            "score",
-            "ModuleNotFoundError: No module named 'no_such_module'",
-        ),
-        ("def score(problem, completion)\n", "score", "SyntaxError: expected ':'"),
-        ("def score(problem, completion): ...\n", "scor", "no 'scor' in"),
-        (
-            "def score(completion): ...\n",
-            "score",
-            "takes (completion), expected (problem, completion)",
-        ),
-        ("raise SystemExit(0)\n", "score", "SystemExit: 0"),
-        ("import os\nos._exit(3)\n", "score", "it ended with exit code 3"),
+        ("import no_such_module\n", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("raise SystemExit(0)\n", "SystemExit: 0"),
+        ("import os\nos._exit(3)\n", "it ended with exit code 3"),
     ],
 )
-def test_a_function_that_fails_to_load_is_a_user_error_at_once(tmp_path, source, function, found):
+def test_a_function_that_fails_to_load_is_a_user_error_at_once(tmp_path, source, found):
     file = tmp_path / "mine.py"
     file.write_text(source)
     with pytest.raises(UserError) as error:
-        RewardPool(f"{file}:{function}")
+        RewardPool(f"{file}:score")
     assert found in error.value.found
     assert str(file) in error.value.where
     assert error.value.expected and error.value.next

@@ -13,7 +13,7 @@ from tandem.runtime.rng import address
 from tandem.types import Request, SamplingParams
 from tandem.workers.host import LocalHosts
 from tandem.workers.pool import Limits
-from tests.support.odd_worker import LightWeights, odd_command
+from tests.support.odd_worker import LightEngine, LightWeights, odd_command
 
 DEADLINE_S = 120.0
 LONGEST = 256
@@ -107,6 +107,17 @@ def open_workers(spec, weights, reports, command=COMMAND, *, count=1, limits=LIM
         workers = PoolOfOne(pool, checks=False)
         workers.reports = reports
         yield workers
+
+
+def expected_of(workers, version, requests):
+    """The results of one engine in this process for the same requests, by that version."""
+    engine = LightEngine()
+    engine.version, engine.weights = version, workers.published.hash_of(version)
+    running = [engine.submit(request) for request in requests]
+    while engine.has_work:
+        for one in list(engine.running):
+            engine.sample(one)
+    return [bits(one.completion) for one in running]
 
 
 @contextmanager
