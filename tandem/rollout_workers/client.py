@@ -48,16 +48,20 @@ class Client:
         """Have requests served by the published weights of that version from now on. No request of
         this client may be under way."""
         self.rest()
-        pool, check = self._pool, Check(version)
-        self._queue = pool.call(lambda: pool.open(version, self._number, self._ended))
-        self._check = check
+        self._check = check = Check(version)
+        self._open()
         if self._checks:
-            pool.post(lambda: pool.checks.watch(check))
+            self._pool.post(lambda: self._pool.checks.watch(check))
+
+    def _open(self) -> RequestQueue:
+        pool, version = self._pool, self._check.version
+        self._queue = pool.call(lambda: pool.open(version, self._number, self._ended))
+        return self._queue
 
     def submit(self, request: Request) -> Ticket:
-        """Take a request. Raises UserError if no engine has room for it."""
-        assert self._queue is not None
-        ticket = self._pool.dispatcher.ticket(request, self._queue)
+        """Take a request, after a rest by the version of before. Raises UserError if no engine has
+        room for it."""
+        ticket = self._pool.dispatcher.ticket(request, self._queue or self._open())
         self._asked.append(ticket)
         return ticket
 
@@ -80,7 +84,8 @@ class Client:
         self._pool.post(lambda: self._pool.cancel(ticket))
 
     def rest(self) -> None:
-        """Ask for nothing until the next `apply`: its workers may take up other versions."""
+        """Ask for nothing until the next `apply` or `submit`: its workers may take up other
+        versions."""
         if self._queue is not None:
             queue, self._queue = self._queue, None
             self._pool.post(lambda: self._pool.close_queue(queue))

@@ -140,3 +140,13 @@ def test_an_error_of_the_pool_reaches_every_caller():
                 finish(client, tickets, [old, new])
             with pytest.raises(UserError, match="again and again"):
                 client.apply(1)
+
+
+def test_a_rest_ends_with_the_next_request():
+    with shared_pool(number=1) as (workers, [client]):
+        client.apply(1)
+        for _ in range(2):
+            tickets = [client.submit(one) for one in groups(2)]
+            assert finish(client, tickets) == expected_of(workers, 1, groups(2))
+            client.rest()
+            assert client.weight_version == -1
