@@ -640,6 +640,7 @@ def test_a_text_whose_worker_was_killed_from_outside_is_scored_again():
         assert eventually(lambda: in_flight(pool) == [(1, "loop", 0)])
         os.kill(first, signal.SIGKILL)
         assert gone(first)
+        assert eventually(lambda: first not in {worker.pid for worker in pool.workers})
         assert eventually(lambda: in_flight(pool) == [(1, "loop", 0)]) and not hung.done()
         clock.advance(pool, LIMIT_S + 1)
         assert hung.result(WAIT_S).error == "timeout after 30.0 s"
