@@ -166,6 +166,9 @@ class Typist:
             typed.completion = self._answer(typed.request)
         return waiting
 
+    def logprob_gap(self) -> float:
+        return 0.0
+
     def _answer(self, request: Request) -> Completion:
         if self._given and not request.num_sampled:
             self._answers = iter(self._given)  # the same for every row

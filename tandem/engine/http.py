@@ -31,6 +31,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from tandem.engine.dispatch import Dispatcher, Ticket, cancelled_completion
+from tandem.engine.engine import Engine
 from tandem.engine.http_api import (
     ServedModel,
     check_request,
@@ -40,6 +41,7 @@ from tandem.engine.http_api import (
     read_completion,
     served_model,
 )
+from tandem.engine.packed import packed_gap
 from tandem.runtime import watchdog
 from tandem.runtime.errors import UserError
 from tandem.runtime.http import Json, Refused, ServerBusy, ServerLost, ask, start
@@ -115,6 +117,7 @@ class HttpEngines:
         self._answers: SimpleQueue[Answer] = SimpleQueue()
         # of the completions by these weights the one with the least key
         self.to_check: tuple[Request, Completion] | None = None
+        self.reference: Engine | None = None  # the trainer's, whose model these are compared with
         for server in self.servers:
             self._take_up(server, _result(start(self._describe(server, None))))
         if not self.serving:
@@ -123,6 +126,14 @@ class HttpEngines:
         self.longest = min([longest, *(s.served.longest or longest for s in self._known)])  # type: ignore[union-attr]
         self._dispatcher: Dispatcher[Server] = Dispatcher(max_batch, self.longest)
         self._queue = self._dispatcher.open(0)
+
+    def logprob_gap(self) -> float:
+        """Return the gap of a completion to the model of `reference`; 0 if that has newer
+        weights."""
+        version, reference = self.weight_version, self.reference
+        if self.to_check is None or reference is None or version != reference.weight_version:
+            return 0.0
+        return packed_gap(reference.model, *self.to_check, version)
 
     def close(self) -> None:
         """Abort every request."""

@@ -19,7 +19,6 @@ from tandem.config.schema import Config
 from tandem.data.renderer import ChatRenderer
 from tandem.engine.engine import Engine
 from tandem.engine.http import HttpEngines
-from tandem.engine.packed import packed_gap
 from tandem.jobs.models import check_tokenizer
 from tandem.jobs.rollouts import Report, Rollouts, RolloutStage
 from tandem.model.config_file import check_model
@@ -51,6 +50,7 @@ def open_servers(stage: RolloutStage) -> Iterator[Rollouts]:
                     next="train with that, or with vLLM; `tandem rollout` and `tandem eval` can "
                     "use this one",
                 )
+        engines.reference = stage.engine
         sync = FileSync(engines, stage.engine, folder, stage.config.rollout.staleness)
         try:
             lane = replace(stage.local, engine=engines), sync
@@ -138,18 +138,9 @@ class FileSync:
         path = str(self._path(version).resolve())
         self.servers.load(path, version, self.hashes[version])
 
-    def traffic(self) -> Row:
+    def stats(self) -> Row:
         """Return 0 bytes, as servers read files."""
         return {"sync_bytes": 0}
-
-    def logprob_gap(self) -> float:
-        """Return the gap of a completion of the servers to the model of `engine`; 0 if that has
-        newer weights."""
-        version = self.servers.weight_version
-        if self.servers.to_check is None or version != self.engine.weight_version:
-            return 0.0
-        request, completion = self.servers.to_check
-        return packed_gap(self.engine.model, request, completion, version)
 
     def _path(self, version: int) -> Path:
         return self.folder / f"version_{version:06d}.safetensors"

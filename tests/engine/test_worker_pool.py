@@ -42,8 +42,8 @@ from tests.support.working import (
     DEADLINE_S,
     all_idle,
     bits,
+    expected_of,
     groups,
-    inline_bits,
     odd_workers,
     open_workers,
     processes,
@@ -136,28 +136,22 @@ def test_the_identity_depends_on_prompt_key_turn_and_beginning():
     assert len({identity_of(request) for request in (whole, *others)}) == 5
 
 
-@pytest.mark.parametrize("line", [b"", b"{", b"7", b"\xff\x00"])
-def test_a_line_that_is_not_a_message_is_a_protocol_error(line):
-    with pytest.raises(ProtocolError):
-        decode(line)
-
-
 def test_a_malformed_completion_is_a_protocol_error():
     message = completion_message(7, "", everything().resume_from)
-    for broken in (
-        {**message, "tokens": message["weight_versions"][:8]},
-        {**message, "logprobs": "?"},
-        {"text": ""},
-    ):
+    fields = message["is"]
+    short = {"tokens": ["<i8", [1], fields["tokens"][2][:12]]}
+    for broken in (short, {"logprobs": "?"}, {"logprobs": ["<f4", [2], "?"]}, {"text": 7}):
         with pytest.raises(ProtocolError):
-            read_completion(broken)
+            read_completion({**message, "is": {**fields, **broken}})
+    with pytest.raises(ProtocolError):
+        read_completion({"text": ""})
 
 
 # ---- workers without a model
 
 
 def expected(workers, requests):
-    return inline_bits(workers, workers.weight_version, requests)
+    return expected_of(workers, workers.weight_version, requests)
 
 
 def require_same_bits(workers, requests):
@@ -178,27 +172,20 @@ def test_a_cancelled_request_ends_empty_and_changes_no_other():
         until(workers, lambda: all_idle(workers))
         requests = groups(2, max_new_tokens=200)  # none of them ends in one step
         tickets = [workers.submit(request) for request in requests]
+        workers.cancel(tickets[0])  # not handed over yet
         workers.step()
-        for ticket in tickets[:6]:  # four of them are with a worker
+        for ticket in tickets[1:6]:  # four of them are with a worker
             workers.cancel(ticket)
+        until(workers, lambda: all(ticket.completion for ticket in tickets))
         assert {(t.completion.stop_reason, len(t.completion.tokens)) for t in tickets[:6]} == {
             ("cancelled", 0)
         }
-        until(workers, lambda: all(ticket.completion for ticket in tickets))
         assert [bits(ticket.completion) for ticket in tickets[6:]] == expected(workers, requests)[
             6:
         ]
         until(workers, lambda: all_idle(workers))  # every cancelled one was answered for
         workers.apply(1)
         require_same_bits(workers, requests)
-
-
-def test_new_weights_under_a_running_request_are_a_bug():
-    with odd_workers() as workers:
-        ticket = workers.submit(request(0))
-        with pytest.raises(RuntimeError, match="under way"):
-            workers.apply(1)
-        until(workers, lambda: ticket.completion)
 
 
 # ---- faults
@@ -231,7 +218,7 @@ def require_replaced(workers, hit):
     """The witness: that process is gone, and another has its number."""
     [worker] = hit
     until(workers, lambda: processes(workers)[worker.number].pid != worker.pid)
-    assert not Path(f"/proc/{worker.pid}").exists()
+    until(workers, lambda: not Path(f"/proc/{worker.pid}").exists())
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -286,7 +273,7 @@ def test_a_driver_that_was_busy_takes_no_worker_for_silent():
     with odd_workers(heartbeat_s=1.2, restarts=20) as workers:
         until(workers, lambda: all_idle(workers))
         used = workers.restarts.used  # a start may take longer on a busy machine
-        time.sleep(1.5)
+        workers.call(lambda: time.sleep(1.5))
         require_same_bits(workers, groups(4))
         assert workers.restarts.used == used
 
@@ -421,6 +408,29 @@ def test_closing_leaves_no_process_and_no_descriptor():
     assert set(os.listdir("/dev/fd")) <= before
 
 
+def test_generating_on_closed_workers_is_an_error():
+    with odd_workers(restarts=100) as workers:
+        until(workers, lambda: all_idle(workers))
+        pids = [worker.pid for worker in processes(workers)]
+        errors = []
+
+        def generate():
+            try:
+                run(workers, groups(50, max_new_tokens=200))
+            except Exception as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=generate)
+        thread.start()
+        while not all(worker.state == "serving" for worker in processes(workers)):
+            time.sleep(0.001)
+        workers.close()
+        thread.join(DEADLINE_S)
+        assert len(errors) == 1 and not isinstance(errors[0], AssertionError)
+        assert processes(workers) == []
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
 # ---- workers with a model
 
 
@@ -544,6 +554,7 @@ def test_weights_that_are_not_the_trainers_are_found_by_name(real):
     shared.crossed = True
     with pytest.raises(UserError, match="the engine's weights differ from the trainer's") as caught:
         workers.apply(3)
+        until(workers, lambda: False)
     assert caught.value.found == shared.hash_of(2) and caught.value.expected == shared.hash_of(3)
     first = next(iter(shared.layout.parts))[0]
     assert f"weight version 3: {first}, " in caught.value.where
