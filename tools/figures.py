@@ -57,7 +57,9 @@ def plugins() -> str:
     pages = [PLUGINS_HEAD]
     for path in sorted((ROOT / "tandem" / "plugins").glob("*/__init__.py")):
         text = ast.get_docstring(ast.parse(path.read_text())) or ""
-        pages.append(f"## {path.parent.name}\n\n```text\n{text}\n```\n")
+        pages.append(
+            f"## {path.parent.name}\n\n<!-- file {path.relative_to(ROOT)} -->\n```text\n{text}\n```\n"
+        )
     return "\n".join(pages)
 
 

@@ -1,3 +1,4 @@
+# examples/environments/agent.py
 """An agent: any program that speaks the OpenAI API, here one that answers, and is made to check its
 answer."""
 

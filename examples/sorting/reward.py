@@ -1,3 +1,4 @@
+# examples/sorting/reward.py
 """1 for the very answer."""
 
 
