@@ -42,7 +42,7 @@ def test_the_documentation_stays_short():
 
 
 def test_every_page_is_in_the_site():
-    listed = re.findall(r'"([\w/]+\.md)"', (ROOT / "zensical.toml").read_text())
+    listed = re.findall(r'"([\w/-]+\.md)"', (ROOT / "zensical.toml").read_text())
     assert sorted(listed) == sorted(name(page).removeprefix("docs/") for page in PAGES[3:])
 
 
