@@ -137,7 +137,7 @@ bench: $(DEV)
 	@$(BIN)/python benchmarks/run.py $(only)
 	@$(if $(only),,$(BIN)/python benchmarks/asynchronous.py)
 
-# results/plan_accuracy.md: memory and seconds that `tandem plan` says of recipes, and what they take.
+# results/plan_accuracy.md: memory that `tandem plan` says of recipes, and what they take.
 plan-accuracy: $(DEV)
 	@HF_HUB_OFFLINE=1 OMP_WAIT_POLICY=passive $(BIN)/python benchmarks/plan_accuracy.py $(only)
 

@@ -36,8 +36,7 @@ from tandem.model.load import ExactModel
 from tandem.model.paged_attention import PAGE
 from tandem.model.probe import fastest_exact, try_matmuls
 from tandem.model.triton.plans import TRITON
-from tandem.plugins.plan.footprint import model_sizes
-from tandem.plugins.plan.footprint import needs as plan_memory
+from tandem.plugins.plan.footprint import Footprint, model_sizes
 from tandem.run_folder.metrics import read_metrics
 from tandem.train.optimizer import Optimizer
 from tandem.train.pack import pack
@@ -258,9 +257,9 @@ def run_without_a_save(command: list[str], folder: Path, rows: int) -> None:
 
 def never_saves() -> None:
     """Let the run of this process begin where a save would not fit on the disk."""
-    import tandem.plugins.plan.footprint
+    import tandem.cli.train
 
-    tandem.plugins.plan.footprint.require_disk = lambda *_: None
+    tandem.cli.train.require_disk = lambda *_: None
 
 
 def inexact(bench: Bench, name: str, count: int, length: int) -> Figures:
@@ -294,7 +293,8 @@ def memory(bench: Bench, name: str) -> Figures:
         bench.config(name).save_pretrained(folder)
         place = {"path": folder, "device": str(bench.place.device), "dtype": bench.place.dtype_name}
         config = Config.model_validate({"model": place, **settings})
-        planned = plan_memory(model_sizes(config, "sft"), config, "sft", 0)
+        sizes = model_sizes(config, "sft")
+        planned = Footprint(sizes=sizes, config=config, command="sft", longest=0).needs()
     forget_models()
 
     def work() -> None:

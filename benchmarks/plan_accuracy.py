@@ -1,19 +1,16 @@
 """`make plan-accuracy`: results/plan_accuracy.md, with what `tandem plan` says of recipes and what they take.
 
-    python benchmarks/plan_accuracy.py            measures (a quiet machine, minutes), then writes the page
+    python benchmarks/plan_accuracy.py            measures (minutes), then writes the page
     python benchmarks/plan_accuracy.py lora dpo   these recipes alone, and nothing is written
     python benchmarks/plan_accuracy.py --page     writes the page from results/plan_accuracy.json
-    python benchmarks/plan_accuracy.py --memory   in spite of other processes; keeps the seconds measured before
 
 A recipe is planned and then run for a few steps, each by its command in a process of its own. The
-memory is the sum of the peaks (VmHWM) of all processes of the run; the seconds are the median of a
-step, without the first two.
+memory is the sum of the peaks (VmHWM) of all processes of the run.
 """
 
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,16 +25,14 @@ sys.path.insert(0, str(ROOT))
 import machine  # noqa: E402
 
 from tandem.model.tiny import make_tiny  # noqa: E402
-from tandem.run_folder.metrics import read_metrics  # noqa: E402
 from tandem.runtime.processes import descendants  # noqa: E402
 from tests.support.datasets import write_algebra  # noqa: E402
 from tests.support.runs import pair  # noqa: E402
 
 JSON, PAGE = ROOT / "results" / "plan_accuracy.json", ROOT / "results" / "plan_accuracy.md"
 SMOLLM2 = ROOT / "runs" / "smollm2" / "model"
-STEPS, SAVED, SKIPPED, LIMIT_S = 9, 4, 2, 1800  # a save slows the step beside it
-EARLIER = ", measured before the memory, with an earlier commit"
-MEMORY_BAR, TIME_BAR = 0.15, 0.30
+STEPS, SAVED, LIMIT_S = 9, 4, 1800
+BAR = 0.15
 SHAPE = {"hidden": 384, "layers": 6, "heads": 6, "kv_heads": 3, "intermediate": 1536}
 RECIPE = f"""
 [run]
@@ -103,30 +98,21 @@ def main(*arguments: str) -> int:
     if "--page" in arguments:
         write_page(json.loads(JSON.read_text()))
         return 0
-    timed = "--memory" not in arguments
-    others = machine.others_cpu_share()
-    if timed and others > 0.10:
-        print("error: other processes use the CPU\n  next:     stop them, or --memory")
-        return 2
-    names = [name for name in arguments if name != "--memory"] or list(RECIPES)
+    names = list(arguments) or list(RECIPES)
     names = [name for name in names if name != "smollm2" or SMOLLM2.is_dir()]
     with tempfile.TemporaryDirectory() as temporary:
         make_inputs(folder := Path(temporary))
-        rows, before = {}, json.loads(JSON.read_text())["rows"]
+        rows = {}
         for name in names:
-            rows[name] = measure(folder, timed, *RECIPES[name])
-            if not timed and name in before:
-                rows[name] |= {key: before[name][key] for key in ("planned_s", "measured_s")}
-            print(f"{name:<14}", summary(rows[name]), f"load {os.getloadavg()[0]:.1f}", flush=True)
+            rows[name] = measure(folder, *RECIPES[name])
+            print(f"{name:<14}", summary(rows[name]), flush=True)
     result = {
         "machine": machine.describe(),
         "date": str(date.today()),
         "steps": STEPS,
         "saved": SAVED,
         "threads": os.environ.get("OMP_NUM_THREADS", "not set"),
-        "others_cpu_share": others,
         "rows": rows,
-        "seconds_kept": not timed,
     }
     if names == [name for name in RECIPES if name in names] and len(names) >= 10:
         JSON.write_text(json.dumps(result, indent=1) + "\n")
@@ -147,30 +133,24 @@ def make_inputs(folder: Path) -> None:
     (folder / "recipe.toml").write_text(RECIPE)
 
 
-def measure(folder: Path, timed: bool, command: str, overrides: list[str]) -> dict[str, Any]:
+def measure(folder: Path, command: str, overrides: list[str]) -> dict[str, Any]:
     """Plan a recipe, then run it; return what was planned and measured."""
     arguments = ["recipe.toml", *overrides, "run.folder=run"]
     plan = [sys.executable, "-m", "tandem", "plan", *arguments, "--for", command]
     shutil.rmtree(folder / "run", ignore_errors=True)
     quiet = {"cwd": folder, "env": os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}}
-    options = ["--time"] * timed + ["--json", "plan.json"]
-    subprocess.run([*plan, *options], check=True, capture_output=True, **quiet)
+    subprocess.run([*plan, "--json", "plan.json"], check=True, capture_output=True, **quiet)
     planned = json.loads((folder / "plan.json").read_text())
     process = subprocess.Popen(
         [sys.executable, "-m", "tandem", command, *arguments], stdout=subprocess.DEVNULL, **quiet
     )
     peaks = watch(process)
-    steps = [
-        row["step_s"] for row in read_metrics(folder / "run", "timings.jsonl") if "step_s" in row
-    ]
     return {
         "command": " ".join(["tandem", command, *overrides]).replace(f"{ROOT}/", ""),
         "planned_bytes": sum(planned["memory"].values()),
         "planned": planned["memory"],
         "measured_bytes": sum(peaks.values()),
         "processes": len(peaks),
-        "planned_s": planned.get("step_s"),
-        "measured_s": statistics.median(steps[SKIPPED:]) if timed else None,
     }
 
 
@@ -201,49 +181,33 @@ def peak_bytes(pid: int) -> int:
 
 def summary(row: dict[str, Any]) -> str:
     planned, measured = row["planned_bytes"] / 2**20, row["measured_bytes"] / 2**20
-    text = f"{planned:8,.0f} MiB planned, {measured:8,.0f} measured, {planned / measured:.2f}x"
-    if row["measured_s"] is None:
-        return text
-    share = row["planned_s"] / row["measured_s"]
-    return (
-        f"{text}; {row['planned_s']:.3f} s planned, {row['measured_s']:.3f} measured, {share:.2f}x"
-    )
+    return f"{planned:8,.0f} MiB planned, {measured:8,.0f} measured, {planned / measured:.2f}x"
 
 
 def write_page(result: dict[str, Any]) -> None:
     """Write the page of what was measured."""
     rows = result["rows"]
     shares = {name: row["planned_bytes"] / row["measured_bytes"] for name, row in rows.items()}
-    within = sum(abs(share - 1) <= MEMORY_BAR for share in shares.values())
-    times = [row["planned_s"] / row["measured_s"] for row in rows.values() if row["measured_s"]]
-    timed = (
-        f"{sum(abs(share - 1) <= TIME_BAR for share in times)} of {len(times)} within {TIME_BAR:.0%}"
-        if times
-        else "not measured yet: it needs a machine that nobody else uses"
-    )
+    within = sum(abs(share - 1) <= BAR for share in shares.values())
+    farthest = max(shares.values(), key=lambda share: abs(share - 1))
     lines = [
         "# What `tandem plan` says, and what runs take",
         "",
         "Written by `make plan-accuracy` (benchmarks/plan_accuracy.py). Each recipe is planned and then run, by its command in a process of",
-        f"its own: {result['steps']} steps, a checkpoint at step {result['saved']}. Memory is the sum of the peaks (`VmHWM`) of all processes of the run; seconds",
-        "are the median of a step. All models but `smollm2`'s are random: what matters are the shapes.",
+        f"its own: {result['steps']} steps, a checkpoint at step {result['saved']}. Memory is the sum of the peaks (`VmHWM`) of all processes of the run.",
+        "All models but `smollm2`'s are random: what matters are the shapes.",
         "",
         f"{result['machine']}; OMP_NUM_THREADS {result['threads']}; {result['date']}.",
         "",
-        f"- Memory: {within} of {len(rows)} within {MEMORY_BAR:.0%}, the farthest {max(shares.values(), key=lambda share: abs(share - 1)):.2f}x.",
-        f"- Seconds of a step (`--time`): {timed}{EARLIER * result['seconds_kept']}.",
+        f"Memory: {within} of {len(rows)} within {BAR:.0%}, the farthest {farthest:.2f}x.",
         "",
-        "| recipe | command | planned, MiB | measured, MiB | planned / measured | planned, s | measured, s | planned / measured |",
-        "|---|---|---|---|---|---|---|---|",
+        "| recipe | command | planned, MiB | measured, MiB | planned / measured |",
+        "|---|---|---|---|---|",
     ]
     for name, row in rows.items():
         planned, measured = (row[key] / 2**20 for key in ("planned_bytes", "measured_bytes"))
-        seconds = "| | | |"
-        if row["measured_s"]:
-            share = row["planned_s"] / row["measured_s"]
-            seconds = f"| {row['planned_s']:.3g} | {row['measured_s']:.3g} | {share:.2f} |"
         lines.append(
-            f"| {name} | `{row['command']}` | {planned:,.0f} | {measured:,.0f} | {shares[name]:.2f} {seconds}"
+            f"| {name} | `{row['command']}` | {planned:,.0f} | {measured:,.0f} | {shares[name]:.2f} |"
         )
     PAGE.write_text("\n".join([*lines, "", *ABOUT]) + "\n")
 
@@ -259,9 +223,7 @@ ABOUT = [
     "they are a fit to the recipes above, but for `smollm2`, which came after. Memory of a reward function or an environment of yours is not",
     "counted. On a GPU the plan has the whole cache and microbatch.",
     "",
-    "Seconds (`tandem plan --time`) are those of the run itself with random models of one and of two layers, and as much again for each further",
-    "layer. A random model hardly ever ends its turn early; a trained one may, and its steps are shorter then. The line says how long the",
-    "completions were.",
+    "The seconds of a step are not planned: `run.steps=3` in a folder of its own measures them (timings.jsonl).",
 ]
 
 

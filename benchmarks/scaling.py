@@ -34,7 +34,7 @@ from tandem.config.parallel import Parallel
 from tandem.model.forward import batch_logprobs
 from tandem.model.load import make_exact
 from tandem.plugins.plan.scaling import communication
-from tandem.plugins.plan.shards import Work, memory, parameters
+from tandem.plugins.plan.shards import Work, memory, model_of, parameters
 from tandem.runtime import numerics
 from tandem.train.learner import Learner
 from tandem.train.optimizer import Optimizer, Settings
@@ -121,7 +121,7 @@ def work_of(tiny: bool) -> Work:
     """Return an update of two microbatches in one process of four."""
     length = TINY_LENGTH if tiny else LENGTH
     return Work(
-        shape=Qwen3Config(**_shape(tiny)),
+        model=model_of(Qwen3Config(**_shape(tiny))),
         dtype=torch.float32,
         clusters=SEQUENCES,
         cluster=length,

@@ -17,7 +17,7 @@ from tandem.plugins.plan.scaling import (
     rollout_time,
     update_time,
 )
-from tandem.plugins.plan.shards import Work, memory, parameters
+from tandem.plugins.plan.shards import Work, memory, model_of, parameters
 
 BF16, GIB = torch.bfloat16, 2**30
 WHOLE = Assumptions(products=1.0, links=1.0, decode=1.0, memory=1.0)
@@ -129,7 +129,12 @@ def _training() -> Iterator[Check]:
 
 def _update(shape: Any, clusters: int, cluster: int) -> float:
     work = Work(
-        shape=shape, dtype=BF16, clusters=clusters, cluster=cluster, length=768, microbatch=8192
+        model=model_of(shape),
+        dtype=BF16,
+        clusters=clusters,
+        cluster=cluster,
+        length=768,
+        microbatch=8192,
     )
     return update_time(work, Parallel(), MEASURED_H200, replace(WHOLE, products=0.5)).total
 
@@ -174,7 +179,7 @@ def _rate(shape: Any, mesh: Parallel, local: int, microbatch: int) -> float:
 def _work(shape: Any, mesh: Parallel, local: int, microbatch: int, *, checkpointing: bool) -> Work:
     """Return an update of `local` sequences of 8,192 tokens a data rank."""
     return Work(
-        shape=shape,
+        model=model_of(shape),
         dtype=BF16,
         clusters=local * mesh.data,
         cluster=8192,

@@ -10,11 +10,11 @@ from scaling_models import QWEN3
 from tandem.config.parallel import DIMENSIONS, Parallel
 from tandem.config.schema import Config
 from tandem.model.placement import Placement
-from tandem.plugins.plan.footprint import Sizes, work_of
+from tandem.plugins.plan.footprint import Footprint, Sizes
 from tandem.plugins.plan.gpus import GPUS, Assumptions
 from tandem.plugins.plan.meshes import plans, rollout_of, smallest
 from tandem.plugins.plan.scaling import rollout_time
-from tandem.plugins.plan.shards import parameters
+from tandem.plugins.plan.shards import model_of, parameters
 
 ROOT = Path(__file__).parent.parent
 JSON, PAGE = ROOT / "results" / "scaling.json", ROOT / "results" / "scaling.md"
@@ -116,19 +116,19 @@ def tables() -> list[str]:
         ]
         lines += ["|---|---|---|---|---|---|---|---|---|"]
         place = Placement(torch.device("cuda"), torch.bfloat16)
-        sizes = Sizes(place=place, shape=shape, policy=parameters(shape), adapters=0, others={})
-        lines += [row(sizes, config, count) for count in COUNTS] + [""]
+        sizes = Sizes(place=place, policy=model_of(shape))
+        run = Footprint(sizes=sizes, config=config, command="train", longest=PROMPT)
+        lines += [row(run, count) for count in COUNTS] + [""]
     return lines
 
 
-def row(sizes: Sizes, config: Config, count: int) -> str:
-    work = work_of(sizes, config, "train", PROMPT)
-    found = plans(sizes, config, work, count, GPU, ASSUMED)
+def row(run: Footprint, count: int) -> str:
+    work, found = run.work, plans(run, count, GPU, ASSUMED)
     if not found:
-        least = smallest(sizes, config, work, GPU, ASSUMED)
+        least = smallest(run, GPU, ASSUMED)
         return f"| {count} | does not fit; the smallest power of two that does: {least} | | | | | | | |"
     best = found[0]
-    total, rollout = best.times.total, rollout_of(sizes, config, PROMPT)
+    total, rollout = best.times.total, rollout_of(run)
     rate = work.clusters * work.cluster / total / count
     cells = [
         str(count),

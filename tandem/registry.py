@@ -113,9 +113,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "muon": "tandem.train.muon:Muon",
     },
     "resources": {  # of a run, by arithmetic over its config
-        "disk": "tandem.plugins.plan.footprint:require_disk",
-        "memory": "tandem.plugins.plan.footprint:out_of_memory",
-        "sizes": "tandem.plugins.plan.footprint:model_sizes",
+        "memory": "tandem.plugins.plan.footprint:out_of_memory"
     },
     "rewards": {  # rewards/load.py: functions with one of its signatures
         "answer": "tandem.plugins.graders.rewards:answer",

@@ -35,10 +35,10 @@ BARS = {
     "lines of tests": 34_000,
 }
 HELD = {
-    "lines of the core, without tandem/plugins": 42_251,
+    "lines of the core, without tandem/plugins": 42_301,
     "lines with plugins": 56_408,
     "lines that tandem.step imports": 9_783,
-    "lines that a plain `tandem train` imports": 22_952,
+    "lines that a plain `tandem train` imports": 23_002,
     "conditions on a backend's name": 10,
     "of them on the step page": 0,
     "files that name rollout.engine": 3,

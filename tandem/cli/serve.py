@@ -25,8 +25,6 @@ if TYPE_CHECKING:  # torch, transformers and the server come after the checks th
     from tandem.data.renderer import ChatRenderer
     from tandem.engine.engine import Engine
 
-# digits, the smallest limit of Python: longer numbers make a request slow to parse
-LONGEST_INTEGER = 640
 CHUNK_TOKENS = 256  # of a pass: how long a prompt may hold up the streams of other requests
 
 
@@ -62,14 +60,13 @@ def serve(options: Options) -> None:
         server = EngineServer(
             engine,
             texts,
-            served(options, engine, texts),
+            served(options, engine),
             ready=lambda: print(f"serving {options.model} on {url_of(sock)}", flush=True),
             api_key=options.api_key,
             update=load_weights if options.allow_weight_updates else None,
         )
         with address_errors(options.host, options.port):  # another server may have been faster
             sock.listen()
-        sys.set_int_max_str_digits(LONGEST_INTEGER)
         gc.collect()
         gc.freeze()  # a full collection of all loaded objects stops everything for 0.3 s
         with suppress(KeyboardInterrupt):  # uvicorn raises the signal again when it has stopped
@@ -123,7 +120,7 @@ def _load(options: Options) -> "tuple[Engine, ChatRenderer]":
     return build_engine(config, model, renderer, **sizes), renderer
 
 
-def served(options: Options, engine: "Engine", texts: "RendererTexts") -> Served:
+def served(options: Options, engine: "Engine") -> Served:
     from tandem.model.paged_attention import PAGE
     from tandem.model.rope import positions_of
 
@@ -135,11 +132,9 @@ def served(options: Options, engine: "Engine", texts: "RendererTexts") -> Served
             f"{positions:,}; more with --cache-mb",
             file=sys.stderr,
         )
-    context = min(positions, room)
     return Served(
         name=options.served_name or options.model,
-        context=context,
-        longest_text=context * texts.longest_token,
+        context=min(positions, room),
         vocabulary=config.vocab_size,
         default_max_tokens=options.max_new_tokens,
         max_choices=options.max_queue,
@@ -156,8 +151,6 @@ class RendererTexts:
         self.byte_tokens = frozenset(
             i for token, i in vocabulary.items() if re.fullmatch(r"<0x[0-9A-F]{2}>", token)
         )
-        # characters, or bytes if the vocabulary is of bytes
-        self.longest_token = max(map(len, vocabulary))
         self._renderer, self._tokenizer = renderer, tokenizer
         self._texts: dict[int, str] = {}
         self._grammars: JsonGrammars | None = None  # made for the first that asks

@@ -7,6 +7,7 @@ from tandem.choices import choices
 from tandem.cli.progress import StepProgress, console, evaluation, print_lines
 from tandem.config.schema import Config
 from tandem.data.chat_template import read_template
+from tandem.jobs.disk_space import require_disk
 from tandem.jobs.export import weights_saver
 from tandem.jobs.out_of_memory import explain_out_of_memory
 from tandem.jobs.ranks import is_follower
@@ -52,7 +53,7 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
             StepProgress(command, job.steps, log=run.log) as progress,
         ):
             model = trained_model(job)
-            find("resources", "disk", key="run.folder")(config, command, folder)
+            require_disk(config, job.learners.values(), folder)
             template = read_template(config.data.chat_template)
             keep_model(model, config.model.path, folder / KEPT_MODEL, template)
             end = run_training(run, job, progress, report)

@@ -8,16 +8,16 @@ episodes nor engines.
 
 import asyncio
 import inspect
-import queue
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from typing import Any
 
 from tandem.runtime.errors import UserError
 from tandem.runtime.processes import line_of_thread
+from tandem.runtime.threads import CallThread, loop_in_thread
 from tandem.runtime.user_code import describe
 from tandem.types import Env
 
@@ -33,9 +33,7 @@ class EnvironmentFailed(Exception):
 @cache
 def environment_loop() -> asyncio.AbstractEventLoop:
     """Return the loop of all environments in this process; the first call starts it."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name=LOOP, daemon=True).start()
-    return loop
+    return loop_in_thread(LOOP)
 
 
 class LoopPulse:
@@ -75,7 +73,7 @@ class Caller:
 
     def __init__(self, seconds: float):
         self.seconds_left = seconds
-        self._thread: _Thread | None = None
+        self._thread: CallThread | None = None
 
     async def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
         """Call a method and return its result. Raises EnvironmentFailed for its exceptions, and
@@ -89,7 +87,7 @@ class Caller:
                 if inspect.iscoroutinefunction(method):
                     result = await method(*arguments)
                 else:
-                    self._thread = self._thread or _Thread()
+                    self._thread = self._thread or CallThread("environment")
                     result = await self._thread.run(method, *arguments)
                 return await result if inspect.isawaitable(result) else result
         except asyncio.CancelledError:
@@ -128,43 +126,9 @@ async def close_env(env: Env, caller: Caller) -> None:
 
 
 async def in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function in a thread of its own and return its result, or raise its exception;
-    StopIteration comes as EnvironmentFailed."""
-    thread = _Thread()
+    """Call a function in a thread of its own and return its result, or raise its exception."""
+    thread = CallThread("environment")
     try:
         return await thread.run(function, *arguments)
     finally:
         thread.end()
-
-
-class _Thread:
-    """A daemon thread for one call after the other. A call that never returns holds up its own
-    caller only."""
-
-    def __init__(self) -> None:
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="environment", daemon=True).start()
-
-    def run(self, function: Callable[..., Any], *arguments: Any) -> Awaitable[Any]:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Any] = loop.create_future()
-
-        def work() -> None:
-            try:
-                settle, value = future.set_result, function(*arguments)
-            except StopIteration:  # a future cannot hold it
-                settle, value = future.set_exception, EnvironmentFailed("StopIteration")
-            except (Exception, SystemExit) as error:
-                settle, value = future.set_exception, error
-            with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(lambda: None if future.done() else settle(value))
-
-        self._work.put(work)
-        return future
-
-    def end(self) -> None:
-        self._work.put(None)
-
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            work()

@@ -20,35 +20,23 @@ from typing import Any
 from tandem.runtime.errors import UserError
 
 _RESUME = "the same command again goes on from the last checkpoint"
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # EFBIG: ulimit -f, or a small file system
-_READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
-_IN_THE_WAY = {errno.ENOTDIR, errno.EEXIST}
-_BAD_PATH = {
-    *(errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EINVAL)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # EFBIG: ulimit -f, or a small file system
+# what the system's refusal of a path means, and what to do
+_CAUSES = {
+    **dict.fromkeys(_FULL, ("the disk is full", f"free space; {_RESUME}")),
+    **dict.fromkeys(
+        (errno.EROFS, errno.EACCES, errno.EPERM),
+        ("the disk refuses to be written", f"allow writing; {_RESUME}"),
+    ),
+    **dict.fromkeys(
+        {
+            *(errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG),
+            *(errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EINVAL),
+        },
+        ("the path cannot be written", "choose another path"),
+    ),
+    errno.EIO: ("the disk fails", f"check the disk; {_RESUME}"),
 }
-# error numbers, what, expected, next
-_CAUSES = (
-    (_FULL, "the disk is full", "space for this file", f"free space; {_RESUME}"),
-    (
-        _READ_ONLY,
-        "the disk refuses to be written",
-        "a folder this user may write to",
-        f"allow writing; {_RESUME}",
-    ),
-    (
-        _IN_THE_WAY,
-        "the path cannot be written",
-        "a folder, or nothing yet, at this path and above it",
-        "choose another path",
-    ),
-    (
-        _BAD_PATH,
-        "the path cannot be written",
-        "a place that takes new files; where a file is replaced, no folder, link or pipe",
-        "choose another path",
-    ),
-    ({errno.EIO}, "the disk fails", "a working disk", f"check the disk; {_RESUME}"),
-)
 
 
 class Disk:
@@ -149,17 +137,16 @@ def disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        for numbers, what, expected, next_step in _CAUSES:
-            if error.errno in numbers:
-                free = f"; {human_bytes(DISK.free_bytes(existing_parent(path)))} free"
-                raise UserError(
-                    what,
-                    where=str(path if error.filename is None else error.filename),
-                    found=f"{error.strerror}{free if numbers is _FULL else ''}",
-                    expected=expected,
-                    next=next_step,
-                ) from error
-        raise
+        if error.errno not in _CAUSES:
+            raise
+        what, advice = _CAUSES[error.errno]
+        free = f"; {human_bytes(DISK.free_bytes(existing_parent(path)))} free"
+        raise UserError(
+            what,
+            where=str(path if error.filename is None else error.filename),
+            found=f"{error.strerror}{free if error.errno in _FULL else ''}",
+            next=advice,
+        ) from error
 
 
 def os_error(error: Exception, path: Path) -> OSError | None:

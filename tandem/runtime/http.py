@@ -20,10 +20,11 @@ from typing import Any, TypeVar
 
 import httpx
 
+from tandem.runtime.threads import loop_in_thread
+
 Json = dict[str, Any]
 T = TypeVar("T")
 
-ANSWER_BYTES = 1 << 28
 BUSY, LOST = (408, 409, 425, 429), (500, 502, 503, 504)
 _starting = threading.Lock()
 HERE = ("127.0.0.1", "localhost", "[::1]")  # reached without the environment's proxy
@@ -57,30 +58,24 @@ async def ask(
     headers |= {"Authorization": f"Bearer {key}"} if key else {}
     content = None if body is None else json.dumps(body).encode()
     timeout = httpx.Timeout(answer_s, connect=connect_s, pool=None)
-    found = bytearray()
     try:
-        client, method = _client(), "GET" if body is None else "POST"
-        async with client.stream(
+        method = "GET" if body is None else "POST"
+        response = await _client().request(
             method, url, content=content, headers=headers, timeout=timeout
-        ) as response:
-            async for part in response.aiter_bytes():
-                found += part
-                if len(found) > ANSWER_BYTES:
-                    raise ServerLost(f"an answer of more than {ANSWER_BYTES:,} bytes")
+        )
     except (httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError) as error:
         raise ServerLost(f"{type(error).__name__}: {error}") from None
-    status = response.status_code
+    status, message = response.status_code, response.text[:200]
     if status in BUSY:
         raise ServerBusy(f"HTTP {status}")
     if status in LOST:
-        raise ServerLost(f"HTTP {status}: {found[:200].decode(errors='replace')}")
+        raise ServerLost(f"HTTP {status}: {message}")
     if status != 200:
-        message = found[:200].decode(errors="replace")
         with suppress(ValueError, LookupError, TypeError):
-            message = str(json.loads(found)["error"]["message"])
+            message = str(response.json()["error"]["message"])
         raise Refused(status, message)
     try:
-        answer = json.loads(found)
+        answer = response.json()
     except ValueError as error:
         raise ServerLost(f"an answer that is no JSON: {error}") from None
     if not isinstance(answer, dict):
@@ -108,9 +103,7 @@ def with_retries(call: Callable[[], T], retries: int, pause_s: float) -> T:
 
 @cache  # start holds a lock: two threads may be the first to ask
 def _loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="http client", daemon=True).start()
-    return loop
+    return loop_in_thread("http client")
 
 
 @cache

@@ -1,19 +1,18 @@
 """This machine's processes, seen from outside: descendants, their activity, and killing them.
 
-The watchdog and the second Ctrl-C need it. It does not know the purpose of any process. Without
-/proc (macOS) it asks `ps`, and knows less.
+The watchdog and the second Ctrl-C need it. It reads /proc, and does not know the purpose of any
+process.
 """
 
 import ctypes
 import os
 import signal
-import subprocess
 import sys
 import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +55,12 @@ class Process:
 
 def descendants(pid: int, excluded: Collection[int] = ()) -> list[Process]:
     """List the children of a process, then theirs, zombies included."""
-    processes, pids = _all_processes(), [pid]
+    processes, pids = dict[int, Process](), [pid]
+    for other in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        state, parent = _stat(f"/proc/{other}/stat")
+        if state:
+            command = _read(f"/proc/{other}/cmdline").replace("\0", " ").strip()
+            processes[other] = Process(pid=other, parent=parent, state=state, command=command)
     for parent in pids:
         pids += [
             process.pid
@@ -100,90 +104,52 @@ def catches(pid: int, signal_number: int) -> bool:
     return False
 
 
-def innermost_line(stack: Iterable[tuple[str, int | str, str]]) -> str:
-    """Find the first line outside of the standard library, as "file:line, function", or "".
-
-    stack: (file, line, function) of each call, the innermost first. The standard library only
-    waits; the cause is in the program or a package.
-    """
+def line_of_thread(thread: threading.Thread) -> str:
+    """Find the innermost line of a thread outside of the standard library, as "file:line,
+    function", or "". The standard library only waits; the cause is in the program or a package."""
     packages = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
     library = ("<frozen", sysconfig.get_path("stdlib"))
-    for file, line, function in stack:
-        if file.startswith(packages) or not file.startswith(library):
-            return f"{file}:{line}, {function}"
-    return ""
-
-
-def line_of_thread(thread: threading.Thread) -> str:
-    """Find the innermost_line of a thread of this process, or ""."""
     frame = sys._current_frames().get(thread.ident or 0)
-    frames = traceback.walk_stack(frame) if frame is not None else ()
-    return innermost_line((f.f_code.co_filename, line, f.f_code.co_name) for f, line in frames)
+    for called, line in traceback.walk_stack(frame) if frame is not None else ():
+        file = called.f_code.co_filename
+        if file.startswith(packages) or not file.startswith(library):
+            return f"{file}:{line}, {called.f_code.co_name}"
+    return ""
 
 
 def end_with_starter() -> None:
     """End this process when the one that started it has, if that one asks for it by STARTER."""
-    if starter := os.environ.pop(STARTER, ""):
-        threading.Thread(
-            target=_wait_for_end, args=(int(starter),), name="starter", daemon=True
-        ).start()
+    starter = int(os.environ.pop(STARTER, "0"))
 
+    def wait() -> None:
+        while os.getppid() == starter:
+            time.sleep(0.5)
+        text = f"process {os.getpid()} ends: {starter}, which has started it, has ended\n"
+        write_report(text, None)
+        kill_descendants(os.getpid())
+        os._exit(3)
 
-def _wait_for_end(starter: int) -> None:
-    while os.getppid() == starter:
-        time.sleep(0.5)
-    write_report(f"process {os.getpid()} ends: {starter}, which has started it, has ended\n", None)
-    kill_descendants(os.getpid())
-    os._exit(3)
+    if starter:
+        threading.Thread(target=wait, name="starter", daemon=True).start()
 
 
 def write_report(text: str, log: Path | None) -> None:
     """Write to stderr and to the end of the log. Gives up on one that hangs and ignores errors."""
-    _within(WRITE_S, lambda: os.write(2, text.encode(errors="replace")))
-    if log is not None:
-        _within(WRITE_S, lambda: _append(log, text))
 
+    def append() -> None:
+        if log is not None:
+            with log.open("a", encoding="utf-8", errors="replace") as file:
+                file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {text}")
 
-def _within(seconds: float, action: Callable[[], object]) -> None:
-    """Run the action in a thread, which may hang without harm."""
+    for action in (lambda: os.write(2, text.encode(errors="replace")), append):
 
-    def run() -> None:
-        with suppress(OSError):
-            action()
+        def run(action: Callable[[], object] = action) -> None:
+            with suppress(OSError):
+                action()
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-
-
-def _append(log: Path, text: str) -> None:
-    with log.open("a", encoding="utf-8", errors="replace") as file:
-        file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {text}")
-
-
-def _all_processes() -> dict[int, Process]:
-    if not Path("/proc/self/stat").exists():
-        return _all_by_ps()
-    processes = {}
-    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-        state, parent = _stat(f"/proc/{pid}/stat")
-        if state:
-            command = _read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
-            processes[pid] = Process(pid=pid, parent=parent, state=state, command=command)
-    return processes
-
-
-def _all_by_ps() -> dict[int, Process]:
-    listed = subprocess.run(
-        ["ps", "-A", "-o", "pid=,ppid=,stat=,command="], capture_output=True, text=True, timeout=5
-    )
-    processes = {}
-    for line in listed.stdout.splitlines():
-        pid, parent, state, *command = line.split(None, 3)
-        processes[int(pid)] = Process(
-            pid=int(pid), parent=int(parent), state=state[0], command=" ".join(command)
-        )
-    return processes
+        thread = threading.Thread(target=run, daemon=True)  # which may hang without harm
+        thread.start()
+        thread.join(WRITE_S)
 
 
 def _stat(path: str) -> tuple[str, int]:
@@ -193,8 +159,6 @@ def _stat(path: str) -> tuple[str, int]:
 
 
 def _read(path: str) -> str:
-    if sys.platform != "linux":
-        return ""
     try:
         return Path(path).read_text(errors="replace")
     except OSError:  # the process is gone, or another user's
@@ -207,5 +171,4 @@ def adopt_orphans(wanted: bool = True) -> None:
     Bubblewrap ends before its namespace, which would then wait for process 1 to take note of its
     end; in a container that is often a program that never does.
     """
-
     ctypes.CDLL(None).prctl(36, int(wanted), 0, 0, 0)  # PR_SET_CHILD_SUBREAPER

@@ -174,7 +174,10 @@ class _Watchdog:
             self.say_still_here()
             if not reported and (finding := self._find_stall(now)):
                 reported = True
-                self._report_and_stop(finding)
+                faulthandler.dump_traceback_later(REPORT_S, exit=True, file=2)
+                report = self._report(finding)
+                self.say_still_here()
+                self._on_stall(report)
 
     def say_still_here(self) -> None:
         faulthandler.dump_traceback_later(self._deadline_s + SLACK_S, exit=True, file=2)
@@ -235,19 +238,6 @@ class _Watchdog:
         )
 
     # ---- the report
-
-    def _report_and_stop(self, finding: str) -> None:
-        """Report and stop, even if the report hangs; the timer is set again meanwhile."""
-        reports: list[str] = []
-        thread = threading.Thread(
-            target=lambda: reports.append(self._report(finding)), name=NAME, daemon=True
-        )
-        thread.start()
-        until = time.monotonic() + REPORT_S
-        while thread.is_alive() and time.monotonic() < until:
-            thread.join(self._look_s)
-            self.say_still_here()
-        self._on_stall(reports[0] if reports else finding)
 
     def _report(self, finding: str) -> str:
         """Write the report part by part, the culprit first, because a later part may hang."""

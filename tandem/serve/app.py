@@ -29,6 +29,7 @@ from tandem.serve.openai import ApiError
 
 GRACE_S = 3  # for answers on their way out when the server stops
 CONNECTIONS = 4096
+LONGEST_BODY = 16 << 20  # bytes
 CLIENT_LEFT = 499  # never read; for the metrics
 
 
@@ -65,17 +66,18 @@ def bearer_token(request: Request) -> bytes:
     return token.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
 
 
-async def read_body(request: Request, longest: int) -> bytes:
-    """Read the body of a request. Raises ApiError 413 for more bytes than that."""
-    length, body = request.headers.get("content-length", "0"), bytearray()
-    if not (length.isdecimal() and int(length) > longest):
-        async for part in request.stream():
-            body += part
-            if len(body) > longest:
-                break
-        else:
-            return bytes(body)
-    raise ApiError(413, f"the body is larger than {longest:,} bytes")
+async def read_json(request: Request) -> bytes:
+    """Read a body of JSON: a web page cannot send that to another site without asking first, and
+    no such question is answered here. Raises ApiError."""
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise ApiError(415, "the Content-Type of a POST must be application/json")
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > LONGEST_BODY:
+            raise ApiError(413, f"the body is larger than {LONGEST_BODY:,} bytes")
+    return bytes(body)
 
 
 class Access:
@@ -166,7 +168,7 @@ class Server(uvicorn.Server):
         self,
         app: ASGIApp,
         *,
-        ready: Callable[[], None],
+        ready: Callable[[], None] = lambda: None,
         start: Callable[[], Awaitable[None]] = _nothing,
         stop: Callable[[], Awaitable[None]] = _nothing,
         connections: int | None = CONNECTIONS,

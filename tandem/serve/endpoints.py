@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.engine.scheduler import QueueFull
 from tandem.runtime.errors import UserError
-from tandem.serve.app import JsonResponse, Server, make_app, read_body
+from tandem.serve.app import JsonResponse, Server, make_app, read_json
 from tandem.serve.openai import (
     DONE,
     ApiError,
@@ -35,12 +35,10 @@ from tandem.serve.openai import (
     WeightsBody,
     event,
     model_list,
-    parse,
-    read_object,
-    validate,
+    read_body,
 )
 from tandem.serve.prometheus import ServerMetrics
-from tandem.serve.requests import ChatTokenizer, DrawKeys, Served, source_field, to_requests
+from tandem.serve.requests import ChatTokenizer, DrawKeys, Served, to_requests
 from tandem.serve.responses import Answer, new_answer
 from tandem.serve.service import JOIN_S, EngineService, Generation, ServedEngine, Update
 from tandem.types import Request
@@ -110,8 +108,7 @@ class Endpoints:
         if self._update is None:
             message = "this server keeps its weights; start it with --allow-weight-updates"
             raise ApiError(403, message)
-        raw, loop = await _read(request, self._served.longest_body), asyncio.get_running_loop()
-        body = validate(WeightsBody, read_object(raw))
+        body, loop = read_body(WeightsBody, await read_json(request)), asyncio.get_running_loop()
         try:
             apply = await loop.run_in_executor(self._reading, self._update, body.path)
             await self._service.ask(lambda engine: apply(engine, body.version))
@@ -121,7 +118,7 @@ class Endpoints:
 
     async def _generate(self, kind: type[Body], request: HttpRequest) -> Response:
         arrival = time.monotonic()
-        raw = await _read(request, self._served.longest_body)
+        raw = await read_json(request)
         body, generation = await self.while_there(request.receive, self._start(kind, raw))
         answer = new_answer(body, generation.requests, self._tokenizer, self._served.name)
         updates = self._timed(generation, arrival)
@@ -163,11 +160,14 @@ class Endpoints:
         loop = asyncio.get_running_loop()
 
         def prepare() -> tuple[Body, list[Request]]:
-            body = parse(kind, raw, self._served.name)
+            body, name = read_body(kind, raw), self._served.name
+            if body.model not in (None, name):
+                message = f"the model {body.model!r} does not exist; this server has {name!r}"
+                raise ApiError(404, message, param="model", code="model_not_found")
             try:
                 return body, to_requests(body, self._tokenizer, self._served, self._keys)
             except UserError as error:
-                raise _bad_request(error, source_field(body)) from None
+                raise _bad_request(error, body.source) from None
 
         body, requests = await loop.run_in_executor(self._threads, prepare)
         try:
@@ -193,15 +193,6 @@ def _bad_request(error: UserError, param: str) -> ApiError:
     found = f"; found {error.found}" if error.found else ""
     expected = f"; expected {error.expected}" if error.expected else ""
     return ApiError(400, error.what + found + expected, param=param)
-
-
-async def _read(request: HttpRequest, longest: int) -> bytes:
-    """Read a body of JSON: a web page cannot send that to another site without asking first, and
-    no such question is answered here."""
-    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content_type != "application/json":
-        raise ApiError(415, "the Content-Type of a POST must be application/json")
-    return await read_body(request, longest)
 
 
 async def _events(answer: Answer, updates: AsyncIterator[list[Update]]) -> AsyncIterator[str]:

@@ -18,51 +18,24 @@ import numpy as np
 from tandem.serve.openai import ApiError, Json
 from tandem.types import Array, Tool
 
-_MOVED = "#/$defs/"  # where references of the tools' schemas may lead
 WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 
 
 def calls_schema(tools: Sequence[Tool], *, single: bool) -> Json:
     """Return the schema of a list of calls, {"name": ..., "arguments": {...}} each.
 
-    Definitions of the tools' schemas go to its root, where their references lead. Raises ApiError
-    for two of one name that differ.
+    The schemas of the tools' arguments stand at #/$defs/NUMBER, and their references begin there.
     """
-    definitions: Json = {}
-    calls = []
-    for tool in tools:
-        function = tool["function"]
-        parameters = function.get("parameters") or {}
-        if wrong := _cannot_move(parameters):
-            message = f"tools: parameters of {function['name']!r}: {wrong}"
-            raise ApiError(400, message, param="tools")
-        arguments = {"type": "object"} | parameters
-        own_definitions = arguments.pop("$defs", {})
-        for name, own in own_definitions.items():
-            if definitions.setdefault(name, own) != own:
-                message = f"tools: two schemas define {name} in different ways"
-                raise ApiError(400, message, param="tools")
-        call = {"name": {"const": function["name"]}, "arguments": arguments}
+    definitions, calls = {}, []
+    for number, tool in enumerate(tools):
+        function, place = tool["function"], f"#/$defs/{number}"
+        own = json.dumps((function.get("parameters") or {}) | {"type": "object"})
+        definitions[str(number)] = json.loads(own.replace('"$ref": "#', f'"$ref": "{place}'))
+        call = {"name": {"const": function["name"]}, "arguments": {"$ref": place}}
         closed = {"required": list(call), "additionalProperties": False}
         calls.append({"type": "object", "properties": call} | closed)
     count = {"minItems": 1} | ({"maxItems": 1} if single else {})
     return {"type": "array", "items": {"anyOf": calls}, "$defs": definitions} | count
-
-
-def _cannot_move(parameters: Json) -> str:
-    """Say what in a tool's schema means something else in a list of calls, or ""."""
-    if parameters.get("type", "object") != "object":
-        return 'arguments are an object, {"type": "object", ...}'
-    if not isinstance(parameters.get("$defs", {}), dict):
-        return '"$defs" is no object'
-    try:
-        text = json.dumps(parameters)
-    except RecursionError:
-        return "nested too deeply"
-    for reference in re.findall(r'"\$ref": "(.*?)"', text):
-        if not reference.startswith(_MOVED):
-            return f'"$ref" {reference!r:.60} leads elsewhere than {_MOVED}NAME'
-    return ""
 
 
 class JsonMask:

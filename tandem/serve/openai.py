@@ -1,11 +1,10 @@
 """OpenAI's API as the server (endpoints.py) and the server of agents (envs/agent) speak it: bodies
 of requests, errors, messages with tool calls, and the frames of answers.
 
-Bodies are pydantic models shaped like openai.types.chat, with docs/guide/serving.md's extensions.
-An unsupported field is refused by name if it would change the output; otherwise it is accepted and
-ignored. Validated as `lenient`, a model ignores what an agent's framework adds. Answers are plain
-dicts: which fields they have depends on the request, and a text may be half a surrogate pair, which
-pydantic does not write. Knows no HTTP server and no engine.
+Bodies are pydantic models shaped like openai.types.chat, with docs/guide/serving.md's extensions. A
+field that is not supported has the type of the values that ask for nothing, so any other value is
+refused by the field's name. Answers are plain dicts: which fields they have depends on the request.
+Knows no HTTP server and no engine.
 """
 
 import json
@@ -20,7 +19,6 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
-    ValidationInfo,
     model_validator,
 )
 
@@ -28,27 +26,9 @@ from tandem.types import Tool
 
 Json = dict[str, Any]
 
-MAX_MESSAGES, MAX_TOOLS = 2048, 128  # as OpenAI has them
-MAX_ERROR_TEXT = 1000  # characters
-IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-# fields that are not supported, with the values that ask for nothing
-NEUTRAL: dict[str, tuple[object, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "tools": ([],),
-    "functions": ([],),
-    "tool_choice": ("none", "auto"),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-}
 # what a template is given besides chat_template_kwargs, and what it is
 RESERVED = ("messages", "tools", "add_generation_prompt", "chat_template")
+# fields whose types make a message of pydantic that says too little
 _EXPECTED = {
     "prompt": "text, a list of texts, a list of token ids, or a list of such lists",
     "stop": "a text that is not empty, or a list of at most 16 of them",
@@ -69,8 +49,8 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ):
         super().__init__(message)
-        self.status, self.code, self.headers = status, code, dict(headers or {})
-        self.message, self.param = _shortened(message), param and _shortened(param)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
 
     def body(self) -> Json:
         kinds = {401: "authentication_error", 429: "rate_limit_error"}
@@ -81,106 +61,60 @@ class ApiError(Exception):
         }
 
 
-def _shortened(text: str) -> str:
-    """Shorten a text that quotes a client's."""
-    return text if len(text) <= MAX_ERROR_TEXT else f"{text[:MAX_ERROR_TEXT]}..."
-
-
 # ---------------------------------------------------------------- reading
 
 
-class Strict(BaseModel):
-    """An object of a request; a null counts as a missing field."""
+class Lenient(BaseModel):
+    """An object of a request. It has more fields where a client adds some; a null, which clients
+    send back as they got it, counts as a missing field."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _select_fields(cls, fields: object, info: ValidationInfo) -> object:
-        """Leave out nulls, which clients send back as they got them, and unknown fields but one for
-        the error to name: a million errors would fill the memory."""
+    def _leave_out_nulls(cls, fields: object) -> object:
         if not isinstance(fields, dict):
             return fields
-        given = {name: value for name, value in fields.items() if value is not None}
-        unknown = [name for name in given if name not in cls.model_fields]
-        for name in unknown if info.context else unknown[1:]:
-            del given[name]
-        return given
+        return {name: value for name, value in fields.items() if value is not None}
 
 
-M = TypeVar("M", bound=Strict)
+class Strict(Lenient):
+    """An object of a request without other fields."""
+
+    model_config = ConfigDict(extra="forbid")
 
 
-def read_object(raw: bytes) -> Json:
+M = TypeVar("M", bound=Lenient)
+
+
+def read_body(kind: type[M], raw: bytes) -> M:
+    """Read the body of a request. Raises ApiError, which names the field."""
     try:
-        fields = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise ApiError(400, "the body is not a JSON object")
-    return fields
-
-
-def first_unsupported(fields: Json, neutral: Mapping[str, tuple[object, ...]]) -> str | None:
-    """Find the first field that asks for something not done here. neutral: such fields, with the
-    values that ask for nothing."""
-    for name in sorted(fields.keys() & neutral.keys()):
-        if fields[name] is not None and fields[name] not in neutral[name]:
-            return name
-    return None
-
-
-def validate(kind: type[M], fields: Json, *, lenient: bool = False) -> M:
-    """Validate fields. Raises ApiError, which names the field."""
-    try:
-        return kind.model_validate(fields, context="lenient" if lenient else None)
+        return kind.model_validate_json(raw)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-    message = str(first["msg"]).removeprefix("Value error, ")
-    if not first["loc"]:  # a check over several fields; its text begins with the field's name
-        raise ApiError(400, message, param=message.split()[0])
-    field, *inner = first["loc"]
-    if field in _EXPECTED and first["type"] != "missing":
-        raise ApiError(400, f"{field}: expected {_EXPECTED[str(field)]}", param=str(field))
-    param = f"{field}" + "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in inner)
-    if first["type"] == "extra_forbidden":
-        message = f"{param} is not a field that this server knows"
-        raise ApiError(400, message, param=param, code="unknown_parameter")
-    raise ApiError(400, f"{param}: {message}", param=param)
-
-
-B = TypeVar("B", bound="Body")
-
-
-def parse(kind: type[B], raw: bytes, model: str) -> B:
-    """Parse the body of a request to the server of a model. Raises ApiError, which names the
-    field."""
-    fields = read_object(raw)
-    neutral = {name: NEUTRAL[name] for name in NEUTRAL.keys() - kind.model_fields.keys()}
-    if (name := first_unsupported(fields, neutral)) is not None:
-        message = f"{name} is not supported by this server"
-        raise ApiError(400, message, param=name, code="unsupported_parameter")
-    ignored = IGNORED | neutral.keys()
-    body = validate(kind, {name: fields[name] for name in fields if name not in ignored})
-    if body.model not in (None, model):
-        message = f"the model {body.model!r} does not exist; this server has {model!r}"
-        raise ApiError(404, message, param="model", code="model_not_found")
-    return body
+    message, place = str(first["msg"]).removeprefix("Value error, "), first["loc"]
+    if not place:  # no JSON object, or a check over fields, whose text begins with one's name
+        checked = first["type"] == "value_error"
+        raise ApiError(400, message, param=message.split()[0] if checked else None)
+    if place[0] in _EXPECTED and first["type"] != "missing":
+        place, message = place[:1], f"expected {_EXPECTED[str(place[0])]}"
+    param = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in place)[1:]
+    code = "unknown_parameter" if first["type"] == "extra_forbidden" else None
+    raise ApiError(400, f"{param}: {message}", param=param, code=code)
 
 
 # ---------------------------------------------------------------- messages and tools
 
 
-def _join_parts(content: object, info: ValidationInfo) -> object:
+def _join_parts(content: object) -> object:
     """Join parts such as {"type": "text", "text": "Hi"}; leave the rest to the field."""
     if not isinstance(content, list):
         return content
     texts = []
     for part in content:
         match part:
-            case {"type": "text" | "input_text", "text": str(text), **rest} if (
-                info.context or not rest
-            ):
+            case {"type": "text" | "input_text", "text": str(text)}:
                 texts.append(text)
             case _:
                 raise ValueError("only parts of type text are supported")
@@ -195,43 +129,28 @@ def _parse_arguments(arguments: object) -> object:
         raise ValueError("nested too deeply") from None
 
 
-class FunctionCall(Strict):
+class FunctionCall(Lenient):
     name: Annotated[str, Field(min_length=1)]
     # keys of any kind: a model may write half of a surrogate pair, which pydantic takes for no text
     arguments: Annotated[dict[Any, Any], BeforeValidator(_parse_arguments)]
 
 
-class ToolCall(Strict):
+class ToolCall(Lenient):
     """A call as a message holds it, the arguments parsed."""
 
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
-    @classmethod
-    def of(cls, id: str, name: str, arguments: Json) -> "ToolCall":
-        """Make a call by the model; it is not validated."""
-        function = FunctionCall.model_construct(name=name, arguments=arguments)
-        return cls.model_construct(id=id, function=function)
 
-    def to_json(self) -> Json:
-        arguments = json.dumps(self.function.arguments)
-        function = {"name": self.function.name, "arguments": arguments}
-        return {"id": self.id, "type": self.type, "function": function}
-
-
-class ChatMessage(Strict):
+class ChatMessage(Lenient):
     """A message of a request. Example: ChatMessage(role="user", content="Hi")"""
 
-    role: Annotated[
-        str,
-        Field(max_length=64),
-        AfterValidator(lambda role: "system" if role == "developer" else role),
-    ]
+    role: Annotated[str, AfterValidator(lambda role: "system" if role == "developer" else role)]
     content: Annotated[str, BeforeValidator(_join_parts)] = ""
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
 
@@ -264,6 +183,12 @@ class NamedTool(Strict):
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]  # requests.py checks it against the vocabulary
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 
+# values that ask for nothing
+Zero = Annotated[float, Field(ge=0, le=0)]
+NoList = Annotated[list[Any], Field(max_length=0)]
+NoObject = Annotated[dict[str, Any], Field(max_length=0)]
+NoChoice = Literal["none", "auto"]
+
 
 class _StreamOptions(Strict):
     include_usage: bool = False
@@ -295,7 +220,7 @@ class Body(Strict):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=1024)]],
-        Field(fail_fast=True, max_length=16, default_factory=list),
+        Field(max_length=16, default_factory=list),
         BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
     ]
     stream: bool = False
@@ -313,6 +238,24 @@ class Body(Strict):
     draw_key: Annotated[int, Field(ge=0, lt=2**64)] | None = None
     draw_start: Annotated[int, Field(ge=0, lt=2**31)] = 0
 
+    # ignored
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    # not supported
+    presence_penalty: Zero | None = None
+    frequency_penalty: Zero | None = None
+    logit_bias: NoObject | None = None
+    best_of: Literal[1] | None = None
+    echo: Literal[False] | None = None
+    suffix: Literal[""] | None = None
+    functions: NoList | None = None
+    function_call: NoChoice | None = None
+    modalities: list[Literal["text"]] | None = None
+
     @model_validator(mode="after")
     def _check_both(self) -> Self:
         if self.draw_key is not None and (self.n > 1 or self.seed is not None):
@@ -327,20 +270,33 @@ class Body(Strict):
 
     @property
     @abstractmethod
+    def source(self) -> str:
+        """The field of the prompts."""
+
+    @property
+    @abstractmethod
     def top_logprobs_wanted(self) -> int | None:
         """Number of the likeliest tokens to report with each log-prob; None: no log-probs."""
+
+
+def _as_prompts(prompt: object) -> object:
+    """Return a list of prompts: of one text or of one list of token ids, it alone."""
+    several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+    return prompt if several else [prompt]
 
 
 class CompletionBody(Body):
     """POST /v1/completions"""
 
-    prompt: (
-        str
-        | Annotated[list[str], Field(fail_fast=True)]
-        | TokenIds
-        | Annotated[list[TokenIds], Field(fail_fast=True)]
-    )
+    prompt: Annotated[list[str] | list[TokenIds], BeforeValidator(_as_prompts)]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: NoList | None = None
+    tool_choice: NoChoice | None = None
+    chat_template_kwargs: NoObject | None = None
+
+    @property
+    def source(self) -> str:
+        return "prompt"
 
     @property
     def top_logprobs_wanted(self) -> int | None:
@@ -356,13 +312,9 @@ def _check_variables(variables: Json) -> Json:
 class ChatBody(Body):
     """POST /v1/chat/completions; prompt_token_ids takes the place of the rendered messages."""
 
-    messages: Annotated[
-        list[ChatMessage], Field(fail_fast=True, max_length=MAX_MESSAGES, default_factory=list)
-    ]
+    messages: Annotated[list[ChatMessage], Field(default_factory=list)]
     prompt_token_ids: TokenIds | None = None
-    tools: Annotated[
-        list[FunctionTool], Field(fail_fast=True, max_length=MAX_TOOLS, default_factory=list)
-    ]
+    tools: Annotated[list[FunctionTool], Field(default_factory=list)]
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: Annotated[
@@ -387,6 +339,10 @@ class ChatBody(Body):
         if self.forces_calls and not self.forced_tools:
             raise ValueError("tool_choice wants a call of a tool that is not among the tools")
         return self
+
+    @property
+    def source(self) -> str:
+        return "messages" if self.prompt_token_ids is None else "prompt_token_ids"
 
     @property
     def callable_tools(self) -> Sequence[Tool]:
@@ -422,16 +378,21 @@ class WeightsBody(Strict):
 # ---------------------------------------------------------------- answers
 
 
-def assistant_message(content: str, calls: Sequence[ToolCall]) -> Json:
+def call_json(id: str, name: str, arguments: Json) -> Json:
+    """Write a call of the model as a message holds it."""
+    function = {"name": name, "arguments": json.dumps(arguments)}
+    return {"id": id, "type": "function", "function": function}
+
+
+def assistant_message(content: str, calls: Sequence[Json]) -> Json:
     if not calls:
         return {"role": "assistant", "content": content}
-    written = [call.to_json() for call in calls]
-    return {"role": "assistant", "content": content or None, "tool_calls": written}
+    return {"role": "assistant", "content": content or None, "tool_calls": [*calls]}
 
 
-def call_deltas(calls: Sequence[ToolCall]) -> list[Json]:
+def call_deltas(calls: Sequence[Json]) -> list[Json]:
     """Write calls as a piece of a streamed answer holds them."""
-    return [{"index": index} | call.to_json() for index, call in enumerate(calls)]
+    return [{"index": index} | call for index, call in enumerate(calls)]
 
 
 def model_list(name: str, created: int = 0, **more: object) -> Json:

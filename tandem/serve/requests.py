@@ -1,11 +1,9 @@
 """The engine's requests for a body of openai.py.
 
-What needs no tokenizer is refused before the first token is made: the number of sequences, texts
-that cannot fit the context however they are tokenized, token ids. Knows no threads and no HTTP.
+Knows no threads and no HTTP.
 """
 
 import itertools
-import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,8 +15,6 @@ from tandem.runtime.rng import address
 from tandem.serve.json_masks import JsonMask, calls_schema
 from tandem.serve.openai import ApiError, Body, ChatBody, CompletionBody, Json, NamedTool
 from tandem.types import Array, Message, Request, SamplingParams, Tool
-
-MAX_SCORES = 1 << 18  # log-probs of prompts in an answer: other requests wait for their passes
 
 
 class ChatTokenizer(Protocol):
@@ -49,15 +45,9 @@ class Served:
 
     name: str
     context: int  # tokens, prompt and completion
-    longest_text: int  # characters of a prompt: the context full of the longest token
     vocabulary: int  # token ids are below it
     default_max_tokens: int
     max_choices: int  # of one request, over all its prompts
-
-    @property
-    def longest_body(self) -> int:
-        """Bytes of the largest body: 16 of the longest prompts, at least 1 and at most 16 MiB."""
-        return min(max(16 * self.longest_text, 1 << 20), 16 << 20)
 
 
 class DrawKeys:
@@ -72,46 +62,46 @@ class DrawKeys:
         return [address(seed, "serve", choice) for choice in range(choices)]
 
 
-def source_field(body: Body) -> str:
-    """Return the field of the prompts."""
-    if isinstance(body, ChatBody):
-        return "messages" if body.prompt_token_ids is None else "prompt_token_ids"
-    return "prompt"
-
-
 def to_requests(
     body: Body, tokenizer: ChatTokenizer, served: Served, keys: DrawKeys
 ) -> list[Request]:
     """Make n requests for each prompt, side by side. Raises ApiError and UserError for prompts that
     cannot run."""
-    field = source_field(body)
-    count = _count(body)
-    if count * body.n > served.max_choices:
-        found = f"{count} prompts with n = {body.n}"
+    field, encode = body.source, tokenizer.encode
+    texts: Sequence[str | list[int]]
+    match body:
+        case ChatBody(prompt_token_ids=None):
+            messages = [message.model_dump(exclude_none=True) for message in body.messages]
+            variables = body.chat_template_kwargs
+            texts = [tokenizer.render(messages, body.callable_tools, variables)]
+            encode = tokenizer.encode_chat
+        case ChatBody(prompt_token_ids=list(tokens)):
+            texts = [tokens]
+        case CompletionBody():
+            texts = body.prompt
+        case _:
+            raise TypeError(body)
+    if len(texts) * body.n > served.max_choices:
+        found = f"{len(texts)} prompts with n = {body.n}"
         message = f"{found} are more than {served.max_choices} sequences in one request"
         raise ApiError(400, message, param="n" if body.n > 1 else field)
     _require_in_vocabulary(body.stop_token_ids, "stop_token_ids", served)
-    texts = _prompts(body, tokenizer)
-    for text in texts:
-        if not isinstance(text, str):
-            _require_tokens(text, field, served)
-        elif len(text) > served.longest_text:
-            raise _too_long(f"{len(text):,} characters", field, served)
-        elif re.search("[\ud800-\udfff]", text):
-            raise ApiError(400, f"{field}: half of a surrogate pair is no text", param=field)
     mask = _mask(body, tokenizer, served)
-    encode = tokenizer.encode_chat if isinstance(body, ChatBody) else tokenizer.encode
-    prompts = [encode(text) if isinstance(text, str) else text for text in texts]
-    likeliest = body.prompt_logprobs
-    scores = sum(map(len, prompts)) * body.n * (0 if likeliest is None else 1 + likeliest)
-    if scores > MAX_SCORES and count * body.n > 1:
-        message = f"prompt_logprobs: at most {MAX_SCORES:,} in one answer; send fewer prompts"
-        raise ApiError(400, message, param="prompt_logprobs")
     requests: list[Request] = []
-    for prompt in prompts:
-        _require_tokens(prompt, field, served)
+    for text in texts:
+        try:
+            prompt = encode(text) if isinstance(text, str) else np.array(text, np.int64)
+        except (UnicodeEncodeError, TypeError):  # as tokenizers say it
+            message = f"{field}: half of a surrogate pair is no text"
+            raise ApiError(400, message, param=field) from None
+        if not len(prompt):
+            raise ApiError(400, f"{field}: the prompt has no tokens", param=field)
+        if len(prompt) >= served.context:
+            room = f"leave no room for a completion; the context is {served.context}"
+            raise _too_long(f"{field}: {len(prompt)} tokens {room}", field)
+        _require_in_vocabulary(prompt, field, served)
         params = _params(body, prompt, tokenizer, served)
-        scoring = replace(params, prompt_logprobs=likeliest)  # once a prompt
+        scoring = replace(params, prompt_logprobs=body.prompt_logprobs)  # once a prompt
         own = keys.next_keys(body.seed, body.n) if body.draw_key is None else [body.draw_key]
         requests += [
             Request(
@@ -124,32 +114,6 @@ def to_requests(
             for number, key in enumerate(own)
         ]
     return requests
-
-
-def _count(body: Body) -> int:
-    """Count the prompts."""
-    match body:
-        case CompletionBody(prompt=[str() | list(), *_]):
-            return len(body.prompt)
-    return 1
-
-
-def _prompts(body: Body, tokenizer: ChatTokenizer) -> Sequence[str | Array]:
-    """Return the prompts: texts, or token ids int64 [T]. Raises UserError if the chat template
-    refuses the messages."""
-    match body:
-        case ChatBody(prompt_token_ids=None):
-            messages = [message.model_dump(exclude_none=True) for message in body.messages]
-            return [tokenizer.render(messages, body.callable_tools, body.chat_template_kwargs)]
-        case ChatBody():
-            return [np.array(body.prompt_token_ids, np.int64)]
-        case CompletionBody(prompt=[str() | list(), *_] as several):
-            return [one if isinstance(one, str) else np.array(one, np.int64) for one in several]
-        case CompletionBody(prompt=str() as text):
-            return [text]
-        case CompletionBody():
-            return [np.array(body.prompt, np.int64)]
-    raise TypeError(body)
 
 
 def _mask(body: Body, tokenizer: ChatTokenizer, served: Served) -> JsonMask | None:
@@ -167,17 +131,8 @@ def _mask(body: Body, tokenizer: ChatTokenizer, served: Served) -> JsonMask | No
     return tokenizer.json_mask(schema, served.vocabulary, asking)
 
 
-def _too_long(found: str, field: str, served: Served) -> ApiError:
-    message = f"{field}: {found} leave no room for a completion; the context is {served.context}"
+def _too_long(message: str, field: str) -> ApiError:
     return ApiError(400, message, param=field, code="context_length_exceeded")
-
-
-def _require_tokens(prompt: Array, field: str, served: Served) -> None:
-    if not len(prompt):
-        raise ApiError(400, f"{field}: the prompt has no tokens", param=field)
-    if len(prompt) >= served.context:
-        raise _too_long(f"{len(prompt)} tokens", field, served)
-    _require_in_vocabulary(prompt, field, served)
 
 
 def _require_in_vocabulary(tokens: Sequence[int] | Array, field: str, served: Served) -> None:
@@ -191,15 +146,11 @@ def _params(body: Body, prompt: Array, tokenizer: ChatTokenizer, served: Served)
     ends = {*body.stop_token_ids, *(() if body.ignore_eos else tokenizer.stop_token_ids)}
     if body.max_tokens is not None and body.max_tokens > room:
         left = f"{len(prompt)} tokens of prompt leave {room} of the context of {served.context}"
-        code = "context_length_exceeded"
-        raise ApiError(400, f"max_tokens: {left}", param="max_tokens", code=code)
+        raise _too_long(f"max_tokens: {left}", "max_tokens")
     max_new_tokens = body.max_tokens or min(served.default_max_tokens, room)
     if body.min_tokens > max_new_tokens:
         found = f"{body.min_tokens} are more than the {max_new_tokens} that a completion may have"
         raise ApiError(400, f"min_tokens: {found}", param="min_tokens")
-    if body.min_tokens and len(ends) >= served.vocabulary:
-        message = "min_tokens: every token of the vocabulary ends the completion"
-        raise ApiError(400, message, param="min_tokens")
     return SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=body.temperature,

@@ -22,9 +22,9 @@ from tandem.serve.openai import (
     Body,
     ChatBody,
     Json,
-    ToolCall,
     assistant_message,
     call_deltas,
+    call_json,
 )
 from tandem.serve.requests import ChatTokenizer
 from tandem.serve.service import Update
@@ -57,7 +57,7 @@ class _Choice:
         self.offset = 0  # of the first of them in the text of all tokens
         # set at the end, as are calls and finish_reason
         self.text = ""
-        self.calls: list[ToolCall] = []
+        self.calls: list[Json] = []
         self.finish_reason: str | None = None
         self.started = False  # a chunk of it was sent
 
@@ -266,7 +266,7 @@ class _ChatAnswer(Answer):
         if calls:
             choice.text, choice.finish_reason = content, "tool_calls"
             choice.calls = [
-                ToolCall.of(f"call_{secrets.token_hex(12)}", call.name, call.arguments)
+                call_json(f"call_{secrets.token_hex(12)}", call.name, call.arguments)
                 for call in calls
             ]
 

@@ -1,39 +1,36 @@
 """The engine for many clients at once: one thread steps it, an event loop waits for its updates.
 
-    event loop                                                  engine thread
-    ----------                                                  -------------
-    submit(requests) --admit--+                            +--> _run_commands: waits there
-    ask(question) ------------+--> inbox (a SimpleQueue) --+    while the engine has no work
-    Generation.cancel --------+                            |    |
-    stop --None---------------+                                 v
-                                                                engine.step()
-    async for updates in generation <-+                         |
-    await ask(...)                  <-+- call_soon_threadsafe --+ _deliver, one call a pass
+    event loop                            engine thread, one call after the other
+    ----------                            ---------------------------------------
+    submit(requests) ----- _admit ------> engine.submit
+    ask(question) -----------------------> question(engine)
+    Generation.cancel ---- drop --------> engine.cancel
+    _step, as long as      _pass -------> engine.step()
+    there is work    <---- updates -----
+    async for updates in generation <- _step
 
     who            takes                    waits for             unblocked by
     submit, ask    the answer               its future            the thread's answer; _end
-    Generation     the updates of a pass    its queue             _deliver; _end
-    engine thread  commands, then one step  the inbox, when idle  any command; None ends it
+    Generation     the updates of a pass    its queue             _step; _end
+    _step          updates                  an event, when idle   submit and ask
     stop           -                        the thread, join_s    the end of the pass that runs
 
-Everything but the inbox belongs to one side: the engine and `_live` to the thread, the rest to the
-loop. Data that crosses is copied. When the engine raises, or the server stops, _end gives
-EngineStopped to every client that waits, and to all later ones.
+The engine and `_live` belong to the thread, the rest to the loop. Data that crosses is copied. When
+the engine raises, or the server stops, _end gives EngineStopped to every client that waits, and to
+all later ones.
 """
 
 import asyncio
 import logging
-import queue
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from tandem.engine.prompt_scores import PromptScores
 from tandem.engine.scheduler import RunningSequence
+from tandem.runtime.threads import CallThread
 from tandem.serve.openai import ApiError
 from tandem.types import Completion, Request
 
@@ -145,24 +142,22 @@ class EngineService:
     def __init__(self, engine: ServedEngine, *, join_s: float = JOIN_S):
         self.stopped = ""  # the reason, once it has
         self._engine, self._join_s = engine, join_s
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread, self._work = CallThread("engine"), asyncio.Event()
         self._live: dict[RunningSequence, _Live] = {}
         self._generations: set[Generation] = set()
         self._questions: set[asyncio.Future[Any]] = set()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # ---- event loop
 
     async def start(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._thread.start()
+        self._stepping = asyncio.create_task(self._step())
 
     async def stop(self) -> None:
         """Refuse new requests, end the running ones, and wait for the thread."""
         self._end("the server is stopping")
-        self._inbox.put(None)
-        await asyncio.to_thread(self._thread.join, self._join_s)
-        if self._thread.is_alive():
+        self._stepping.cancel()
+        self._thread.run(self._drop, lambda live: True)
+        if not await asyncio.to_thread(self._thread.end, self._join_s):
             logger.warning(
                 "the engine is still in a pass after %g seconds and is left behind", self._join_s
             )
@@ -174,7 +169,7 @@ class EngineService:
         self._generations.add(generation)
         admitted = False
         try:
-            await self.ask(partial(self._admit, generation))
+            await self.ask(lambda engine: self._admit(generation, engine))
             admitted = True
         finally:  # also when the client left before the answer came
             if not admitted:
@@ -184,72 +179,66 @@ class EngineService:
     def cancel(self, generation: Generation) -> None:
         if generation in self._generations:
             self._generations.remove(generation)
-
-            def drop() -> None:  # on the engine thread
-                for sequence, live in list(self._live.items()):
-                    if live.generation is generation:
-                        del self._live[sequence]
-                        self._engine.cancel(sequence)
-
-            self._inbox.put(drop)
+            self._thread.run(self._drop, lambda live: live.generation is generation)
 
     async def ask(self, question: Callable[[ServedEngine], T]) -> T:
         """Call question(engine) between two passes. Raises its errors, and EngineStopped."""
         if self.stopped:
             raise EngineStopped(self.stopped)
-        future: asyncio.Future[T] = self._loop.create_future()
-        self._questions.add(future)
-
-        def answer() -> None:  # on the engine thread
-            try:
-                settle = partial(future.set_result, question(self._engine))
-            except Exception as error:  # belongs to the client; the engine goes on
-                settle = partial(future.set_exception, error)
-            self._loop.call_soon_threadsafe(_settle, settle, future)
-
-        self._inbox.put(answer)
+        answer: asyncio.Future[T] = self._thread.run(question, self._engine)
+        self._questions.add(answer)
         try:
-            return await future
+            return await answer
         finally:
-            self._questions.discard(future)
+            self._questions.discard(answer)
+            self._work.set()
+
+    async def _step(self) -> None:
+        """Run passes and hand out their updates. Calls that came meanwhile run between two
+        passes."""
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            try:
+                updates = await self._thread.run(self._pass)
+            # clients must not wait for ever after a failure of the engine
+            except Exception as error:
+                logger.exception("the engine failed")
+                return self._end(f"the engine failed: {type(error).__name__}: {error}")
+            if updates is None:
+                continue
+            self._work.set()
+            for generation, new in updates.items():
+                if generation in self._generations:  # not cancelled meanwhile
+                    generation.deliver(new)
 
     def _end(self, reason: str) -> None:
         """Raise EngineStopped in every client, now and later; the first reason stands."""
         if self.stopped:
             return
         self.stopped = reason
-        for future in self._questions:
-            _settle(partial(future.set_exception, EngineStopped(reason)), future)
+        for answer in self._questions:
+            if not answer.done():
+                answer.set_exception(EngineStopped(reason))
         for generation in self._generations:
             generation.deliver(reason)
         self._generations.clear()
 
     # ---- engine thread
 
-    def _run(self) -> None:
-        try:
-            while self._run_commands():
-                self._deliver(self._engine.step())
-            for sequence in self._live:
-                self._engine.cancel(sequence)
-        # clients must not wait for ever after a failure of the engine
-        except Exception as error:
-            logger.exception("the engine failed")
-            reason = f"the engine failed: {type(error).__name__}: {error}"
-            self._loop.call_soon_threadsafe(self._end, reason)
-
-    def _run_commands(self) -> bool:
-        """Run the waiting commands, and wait for one while the engine has no work; return False if
-        told to stop."""
-        # later commands wait for a pass, so that questions cannot stop generation
-        waiting = self._inbox.qsize()
-        while waiting or not self._engine.has_work:
-            waiting = max(waiting - 1, 0)
-            command = self._inbox.get()
-            if command is None:
-                return False
-            command()
-        return True
+    def _pass(self) -> dict[Generation, list[Update]] | None:
+        """Return the updates of a pass; None without work."""
+        if not self._engine.has_work:
+            return None
+        updates: defaultdict[Generation, list[Update]] = defaultdict(list)
+        for sequence in self._engine.step():
+            if sequence not in self._live:
+                continue  # the engine's owner runs requests of its own beside ours
+            live = self._live[sequence]
+            updates[live.generation].append(live.update(sequence))
+            if sequence.completion is not None:
+                del self._live[sequence]
+        return updates
 
     def _admit(self, generation: Generation, engine: ServedEngine) -> None:
         with ExitStack() as undo:
@@ -261,26 +250,8 @@ class EngineService:
         for choice, sequence in enumerate(sequences):
             self._live[sequence] = _Live(generation, choice)
 
-    def _deliver(self, sequences: Sequence[RunningSequence]) -> None:
-        updates: defaultdict[Generation, list[Update]] = defaultdict(list)
-        for sequence in sequences:
-            if sequence not in self._live:
-                continue  # the engine's owner runs requests of its own beside ours
-            live = self._live[sequence]
-            updates[live.generation].append(live.update(sequence))
-            if sequence.completion is not None:
+    def _drop(self, which: Callable[[_Live], bool]) -> None:
+        for sequence, live in list(self._live.items()):
+            if which(live):
                 del self._live[sequence]
-
-        def hand_out() -> None:  # in the event loop
-            for generation, new in updates.items():
-                if generation in self._generations:  # not cancelled meanwhile
-                    generation.deliver(new)
-
-        if updates:
-            self._loop.call_soon_threadsafe(hand_out)
-
-
-def _settle(settle: Callable[[], None], future: asyncio.Future[T]) -> None:
-    """Settle a future, unless its client has left."""
-    if not future.done():
-        settle()
+                self._engine.cancel(sequence)

@@ -27,14 +27,7 @@ from tests.support.tiny import VOCAB, exact_model
 from tests.support.waiting import WAIT_S, eventually
 from tests.support.working import run
 
-SERVED = Served(
-    name="tiny",
-    context=512,
-    longest_text=512,
-    vocabulary=VOCAB,
-    default_max_tokens=16,
-    max_choices=8,
-)
+SERVED = Served(name="tiny", context=512, vocabulary=VOCAB, default_max_tokens=16, max_choices=8)
 
 
 class Letters:

@@ -20,16 +20,16 @@ from tandem.envs.agent.chat import (
     Reply,
     continuation,
     parse_reward,
-    read_request,
 )
 from tandem.envs.agent.env import AgentDrivenEnv, AgentEnv, AgentFailed
 from tandem.envs.agent.server import the_server
+from tandem.envs.calls import environment_loop
 from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episodes import run_episodes
 from tandem.run_folder.episode_files import read_episodes
 from tandem.runtime.errors import UserError
-from tandem.serve.openai import ApiError, ChatMessage
+from tandem.serve.openai import ApiError, ChatMessage, read_body
 from tandem.step import train_step
 from tandem.types import Problem, SamplingParams, Score
 from tests.support.scripted import DigitRenderer, ScriptedReward
@@ -83,15 +83,19 @@ def play(run, *texts, problem=PROBLEM):
         finally:
             await env.close()
 
-    return asyncio.run(driver())
+    return in_loop(driver())
+
+
+def in_loop(work):
+    """Return the result of a coroutine in the loop of environments."""
+    return asyncio.run_coroutine_threadsafe(work, environment_loop()).result()
 
 
 @contextmanager
 def raising(error, match):
-    before = the_server().sessions
     with pytest.raises(error, match=match):
         yield
-    assert the_server().sessions == before  # closed all the same
+    assert not the_server().sessions  # closed all the same
 
 
 # ---- what an agent says and hears
@@ -207,7 +211,7 @@ def test_arguments_written_as_text_get_the_schemas_types():
     text = f"<tool_call>\n<function=add>\n{arguments}\n</function>\n</tool_call>"
     [call] = Reply.to(ChatRequest(messages=CHAT, tools=[ADD]), text, 1).calls
     # what is no integer stays what was said
-    assert call.function.arguments == {"a": 3, "b": "x"}
+    assert call.arguments == {"a": 3, "b": "x"}
 
 
 def test_a_call_that_cannot_be_read_stays_text():
@@ -312,14 +316,14 @@ def test_a_request_that_a_client_repeats_is_answered_again():
 @pytest.mark.parametrize(
     ("body", "complaint"),
     [
-        ({"n": 2}, "n = 2"),
+        ({"n": 2}, "^n: "),
         ({"logprobs": True}, "logprobs"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
         ({"prompt_logprobs": 0}, "prompt_logprobs"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "nobody", "content": "x"}]}, r"messages\[0\]\.role"),
+        ({"messages": [{"role": "nobody", "content": "x"}]}, r"messages\[0\]: role"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "parts of type text",
@@ -329,7 +333,7 @@ def test_a_request_that_a_client_repeats_is_answered_again():
 )
 def test_a_request_that_would_need_another_answer_is_refused(body, complaint):
     with pytest.raises(ApiError, match=complaint):
-        read_request(json.dumps({"messages": [user("Hi")], **body}).encode())
+        read_body(ChatRequest, json.dumps({"messages": [user("Hi")], **body}).encode())
 
 
 def test_fields_of_sampling_are_ignored():
@@ -341,16 +345,8 @@ def test_fields_of_sampling_are_ignored():
         "seed": 1,
         "n": 1,
     }
-    assert read_request(json.dumps(body).encode()) == ChatRequest(
-        messages=[ChatMessage(role="system", content="Hi")]
-    )
-
-
-@pytest.mark.usefixtures("no_collection")
-@pytest.mark.parametrize("raw", [b"", b"[]", b"{", b"\xff", b"[" * 100_000])
-def test_a_body_that_is_no_json_object_is_refused(raw):
-    with pytest.raises(ApiError, match="the body is not"):
-        read_request(raw)
+    request = read_body(ChatRequest, json.dumps(body).encode())
+    assert request.messages == [ChatMessage(role="system", content="Hi")]
 
 
 @pytest.mark.parametrize(
@@ -433,7 +429,7 @@ def test_text_as_a_reward_is_an_error():
 
 
 def test_episode_out_of_time_ends_its_agent_and_leaves_nothing():
-    told, ended, before = [], [], the_server().sessions
+    told, ended = [], []
 
     async def slow(problem, base_url, api_key):
         try:
@@ -463,33 +459,15 @@ def test_episode_out_of_time_ends_its_agent_and_leaves_nothing():
             )
             raise
 
-    asyncio.run(driver())
+    in_loop(driver())
     play(blocked)  # closed while it waits for the model
     assert eventually(lambda: told)
     assert (
         told == [(503, "false", "Error code: 503 - " + told[0][2].partition(" - ")[2])]
         and "is over" in told[0][2]
     )
-    assert the_server().sessions == before
-    assert eventually(lambda: not [t for t in threading.enumerate() if t.name == "agent"])
-
-
-def test_an_agent_of_a_rollout_that_died_is_let_go():
-    """Cancelled between two turns, a rollout has no time to close anything."""
-    told = []
-
-    def run(problem, base_url, api_key):
-        try:
-            ask(base_url, list(problem.messages))
-        except openai.APIStatusError as error:
-            told.append(error.status_code)
-
-    async def driver():
-        env = AgentDrivenEnv(run)
-        await env.reset(PROBLEM)
-
-    asyncio.run(driver())
-    assert eventually(lambda: told) and told == [503]
+    assert not the_server().sessions
+    assert eventually(lambda: not [t for t in threading.enumerate() if t.name == "environment"])
 
 
 def test_run_that_names_no_function_is_a_user_error(tmp_path):
@@ -518,7 +496,7 @@ def test_the_example_answers_checks_itself_and_is_scored():
         await env.close()
         return seen
 
-    chat, check, last = asyncio.run(driver())
+    chat, check, last = in_loop(driver())
     assert chat == list(PROBLEM.messages) and [m["role"] for m in check.messages] == ["user"]
     assert (last.done, last.reward, last.parts) == (True, 1.0, {"right_at_once": 0.0})
 
@@ -602,6 +580,5 @@ def test_order_of_concurrent_agents_changes_no_episode():
             sampling=PARAMS,
         )
 
-    before = the_server().sessions
     assert repr(played(32)) == repr(played(5))
-    assert the_server().sessions == before
+    assert not the_server().sessions

@@ -408,7 +408,7 @@ def test_a_path_through_a_file_is_refused(tmp_path):
         for attempt in (start, lambda folder: check_run(folder, config(), "train")):
             with pytest.raises(UserError, match="cannot be written") as caught:
                 attempt(folder)
-            assert caught.value.expected == "a folder, or nothing yet, at this path and above it"
+            assert caught.value.what == "the path cannot be written"
             assert "free" not in caught.value.found
 
 

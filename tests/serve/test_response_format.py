@@ -109,7 +109,11 @@ def tool(name, parameters):
 
 MEASURE = {
     "type": "object",
-    "properties": {"unit": {"$ref": "#/$defs/Unit"}, "$ref": {"enum": ["a name as any other"]}},
+    "properties": {
+        "unit": {"$ref": "#/$defs/Unit"},
+        "other": {"$ref": "#/properties/unit"},
+        "$ref": {"enum": ["a name as any other"]},
+    },
     "required": ["unit"],
     "additionalProperties": False,
     "$defs": {"Unit": {"enum": ["m", "kg"]}},
@@ -153,11 +157,7 @@ def test_forced_calls_of_a_stream_come_in_its_last_piece(url):
     ("schemas", "param", "said"),
     [
         ({"f": {"properties": {"a": {"type": "nope"}}}}, "tool_choice", "Invalid type: nope"),
-        ({"f": MEASURE, "g": {**MEASURE, "$defs": {"Unit": {}}}}, "tools", "define Unit"),
-        ({"f": {"properties": {"a": {"$ref": "#"}}}}, "tools", "'f': \"$ref\" '#'"),
-        ({"f": {"$defs": {"a": {"$ref": "#/properties/b"}}}}, "tools", "leads elsewhere"),
-        ({"f": {"$defs": None}}, "tools", "no object"),
-        ({"f": {"type": "integer"}}, "tools", "arguments are an object"),
+        ({"f": {"properties": {"a": {"$ref": "http://127.0.0.1/x"}}}}, "tool_choice", "not fetch"),
     ],
 )
 def test_forced_calls_that_no_mask_can_hold_are_refused(url, schemas, param, said):
@@ -176,7 +176,6 @@ def test_forced_calls_that_no_mask_can_hold_are_refused(url, schemas, param, sai
         ({"response_format": wanted({"enum": []})}, "Unsatisfiable"),
         ({"response_format": wanted({"$ref": "#"})}, "cannot be used"),
         ({"response_format": wanted({"uniqueItems": True, "type": "array"})}, "uniqueItems"),
-        ({"response_format": wanted({"const": "\ud83e"})}, "cannot be used"),
         ({"response_format": wanted(SCHEMA), "ignore_eos": True}, "ignore_eos"),
         ({"response_format": wanted(SCHEMA), "min_tokens": 3}, "min_tokens"),
         (

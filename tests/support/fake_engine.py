@@ -11,14 +11,7 @@ from tandem.serve.requests import Served
 from tandem.types import Completion
 from tests.support.waiting import WAIT_S
 
-FAKE = Served(
-    name="fake",
-    context=4096,
-    longest_text=4096,
-    vocabulary=256,
-    default_max_tokens=16,
-    max_choices=8,
-)
+FAKE = Served(name="fake", context=4096, vocabulary=256, default_max_tokens=16, max_choices=8)
 
 
 class FakeEngine:

@@ -32,7 +32,7 @@ class TinyServer:
             device="cpu",
             dtype="auto",
         )
-        self.served = served(options, self.engine, self.texts)
+        self.served = served(options, self.engine)
 
     def new_engine(self, model):
         return Engine(model, self.renderer.decode, cache_bytes=8 << 20, max_batch=64, max_queue=256)

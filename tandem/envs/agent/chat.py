@@ -2,34 +2,35 @@
 continues the one before.
 
 Fields that only change how tokens are sampled (temperature, top_p, stop, seed, max_tokens) are
-accepted and ignored, as sampling is the trainer's; those that would change the answer are refused.
-Does not know HTTP, agents or tokens.
+ignored, as sampling is the trainer's; those that would change the answer are refused. Does not know
+HTTP, agents or tokens.
 """
 
 import json
 import math
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from tandem.model.tool_calls import split_calls
+from tandem.model.tool_calls import Call, split_calls
 from tandem.serve.openai import (
     DONE,
-    ApiError,
     ChatMessage,
+    FunctionCall,
     FunctionTool,
     Json,
-    Strict,
-    ToolCall,
+    Lenient,
+    NoChoice,
+    NoList,
+    NoObject,
     assistant_message,
     call_deltas,
+    call_json,
     event,
-    first_unsupported,
-    read_object,
-    validate,
 )
 from tandem.types import Message
 
@@ -37,19 +38,6 @@ ROLES = ("system", "user", "assistant", "tool")
 MODEL = "policy"
 SHORT = 60  # characters of a text that are shown
 ONE_CONVERSATION = "an episode is one conversation that only grows"
-
-# fields that are not supported, with the values that ask for nothing
-NEUTRAL: dict[str, tuple[object, ...]] = {
-    "n": (1,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "prompt_logprobs": (),
-    "chat_template_kwargs": ({},),
-    "response_format": ({"type": "text"},),
-    "functions": ([],),
-    "tool_choice": ("auto", "none"),
-    "modalities": (["text"],),
-}
 
 
 class ConversationBroken(Exception):
@@ -60,28 +48,36 @@ class ConversationBroken(Exception):
 # ---- requests
 
 
-class ChatRequest(Strict):
-    """A request for a completion. Example: ChatRequest(messages=[ChatMessage(role="user",
+def _check_role(message: ChatMessage) -> ChatMessage:
+    if message.role not in ROLES:
+        raise ValueError(f"role: expected one of {', '.join(ROLES)}")
+    return message
+
+
+class _TextFormat(Lenient):
+    type: Literal["text"]
+
+
+class ChatRequest(Lenient):
+    """The body of POST /chat/completions. Example: ChatRequest(messages=[ChatMessage(role="user",
     content="Hi")])"""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[
+        list[Annotated[ChatMessage, AfterValidator(_check_role)]], Field(min_length=1)
+    ]
     tools: Annotated[list[FunctionTool], Field(default_factory=list)]
     stream: bool = False
     model: str = MODEL
-
-
-def read_request(raw: bytes) -> ChatRequest:
-    """Read the body of POST /chat/completions. Raises ApiError."""
-    fields = read_object(raw)
-    if (name := first_unsupported(fields, NEUTRAL)) is not None:
-        found = f"{name} = {fields[name]!r}"
-        raise ApiError(400, f"{found} is not possible in an episode; leave it out", param=name)
-    request = validate(ChatRequest, fields, lenient=True)
-    for place, message in enumerate(request.messages):
-        if message.role not in ROLES:
-            param = f"messages[{place}].role"
-            raise ApiError(400, f"{param}: expected one of {', '.join(ROLES)}", param=param)
-    return request
+    # would change the answer
+    n: Literal[1] | None = None
+    logprobs: Literal[False] | None = None
+    top_logprobs: Literal[0] | None = None
+    prompt_logprobs: None = None
+    chat_template_kwargs: NoObject | None = None
+    response_format: _TextFormat | None = None
+    functions: NoList | None = None
+    tool_choice: NoChoice | None = None
+    modalities: list[Literal["text"]] | None = None
 
 
 # ---- rewards
@@ -98,21 +94,16 @@ class AgentReward:
 
 def parse_reward(value: object) -> AgentReward:
     """Read a number, or {"reward": number, "parts": {name: number}}. Raises ValueError."""
-    fields = {"reward": value} if isinstance(value, Real) else value
-    match fields:
-        case {"reward": reward, **rest} if rest.keys() <= {"parts"}:
-            parts: Any = rest.get("parts", {})
-            numbers = [reward, *parts.values()] if isinstance(parts, dict) else [None]
-            if isinstance(parts, dict) and "env" in parts:
-                raise ValueError(
-                    "a part of a reward cannot be called env: that is the reward's own name"
-                )
-            if all(isinstance(number, Real) and math.isfinite(number) for number in numbers):
-                named = {str(name): float(part) for name, part in parts.items()}
-                return AgentReward(reward=float(reward), parts=named)
+    fields: dict[str, Any] = value if isinstance(value, dict) else {"reward": value}
+    parts = fields.get("parts", {})
+    if "reward" in fields and fields.keys() <= {"reward", "parts"} and isinstance(parts, dict):
+        numbers = [fields["reward"], *parts.values()]
+        if "env" not in parts and all(isinstance(n, Real) and math.isfinite(n) for n in numbers):
+            named = {str(name): float(part) for name, part in parts.items()}
+            return AgentReward(reward=float(fields["reward"]), parts=named)
     raise ValueError(
-        "a reward is a finite number, or {reward, parts} of finite numbers, found "
-        f"{str(value)[:SHORT]!r}"
+        "a reward is a finite number, or {reward, parts} of finite numbers, no part of them called "
+        f"env (the reward's own name); found {str(value)[:SHORT]!r}"
     )
 
 
@@ -125,7 +116,7 @@ class Reply:
 
     text: str  # all of it, tool calls included
     content: str  # without the calls
-    calls: tuple[ToolCall, ...] = ()
+    calls: tuple[Call, ...] = ()
     turn: int = 0  # numbers the ids of calls, so that they are the same in every run
 
     @classmethod
@@ -136,11 +127,18 @@ class Reply:
             text=text,
             content=content,
             calls=tuple(
-                ToolCall.of(f"call_{turn}_{number}", call.name, json.loads(_sorted(call.arguments)))
-                for number, call in enumerate(calls)
+                replace(call, arguments=json.loads(_sorted(call.arguments))) for call in calls
             ),
             turn=turn,
         )
+
+    @property
+    def written_calls(self) -> list[Json]:
+        """The calls as a message holds them."""
+        return [
+            call_json(f"call_{self.turn}_{number}", call.name, call.arguments)
+            for number, call in enumerate(self.calls)
+        ]
 
     @property
     def finish_reason(self) -> str:
@@ -149,7 +147,7 @@ class Reply:
     def is_message(self, message: ChatMessage) -> bool:
         """Tell whether an agent's message is this reply, up to surrounding space and the spelling
         of arguments."""
-        content, calls = message.content.strip(), message.tool_calls or ()
+        content, calls = message.content.strip(), _calls_of(message)
         if message.role != "assistant":
             return False
         if not calls and content == self.text.strip():
@@ -159,7 +157,7 @@ class Reply:
 
 def chat_completion(reply: Reply, request: ChatRequest) -> Json:
     """Return the answer to a request that does not stream, without `usage`: no tokens are known."""
-    message = assistant_message(reply.content, reply.calls)
+    message = assistant_message(reply.content, reply.written_calls)
     choice = {"message": message, "logprobs": None, "finish_reason": reply.finish_reason}
     return {**_head(reply, request, "chat.completion"), "choices": [{"index": 0, **choice}]}
 
@@ -167,9 +165,9 @@ def chat_completion(reply: Reply, request: ChatRequest) -> Json:
 def completion_events(reply: Reply, request: ChatRequest) -> bytes:
     """Return the answer to a streaming request as server-sent events: the whole turn in one
     event."""
-    delta = assistant_message(reply.content, reply.calls)
+    delta = assistant_message(reply.content, reply.written_calls)
     if reply.calls:
-        delta["tool_calls"] = call_deltas(reply.calls)
+        delta["tool_calls"] = call_deltas(reply.written_calls)
     choices: list[Json] = [
         {"index": 0, "delta": delta, "finish_reason": None},
         {"index": 0, "delta": {}, "finish_reason": reply.finish_reason},
@@ -246,11 +244,15 @@ def _plain(message: ChatMessage) -> Message:
 
 def _key(message: ChatMessage) -> tuple[object, ...]:
     """Return the part of a message that is compared: all but names and ids."""
-    return message.role, message.content, _keys(message.tool_calls or ())
+    return message.role, message.content, _keys(_calls_of(message))
 
 
-def _keys(calls: "list[ToolCall] | tuple[ToolCall, ...]") -> list[tuple[str, str]]:
-    return [(call.function.name, _sorted(call.function.arguments)) for call in calls]
+def _calls_of(message: ChatMessage) -> list[FunctionCall]:
+    return [call.function for call in message.tool_calls or ()]
+
+
+def _keys(calls: Sequence[Call | FunctionCall]) -> list[tuple[str, str]]:
+    return [(call.name, _sorted(call.arguments)) for call in calls]
 
 
 def _sorted(arguments: Json) -> str:

@@ -14,23 +14,21 @@ to BASE_URL/reward. Knows neither tokens nor agents.
 
 import asyncio
 import inspect
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import cache
 from typing import Any
 
 from tandem.envs.agent.chat import ConversationBroken, Reply, continuation, opening, parse_reward
 from tandem.envs.agent.server import Pending, Session, the_server
+from tandem.envs.calls import in_thread
 from tandem.runtime.errors import UserError
+from tandem.runtime.threads import loop_in_thread
 from tandem.runtime.user_code import load_user_object
 from tandem.types import Env, Message, Observation, Problem, Tool
 
 API_KEY = "episode"  # OpenAI's clients insist on one; the secret is in the URL
-OVER = "the episode is over"
 
-Event = Pending | Future[Any]  # the agent's next request, or its end
 # (problem, base URL, API key) -> reward; may be `async def`
 Run = Callable[[Problem, str, str], Any]
 
@@ -47,22 +45,14 @@ class AgentDrivenEnv(Env):
     def __init__(self, run: Run):
         self._run_agent = run
         self._turn = 0
-        self._open: tuple[Session, str, AgentRun] | None = None  # from reset to close
+        self._session: Session | None = None  # from reset to close
 
     async def reset(self, problem: Problem) -> Sequence[Message]:
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-
-        def put(event: Event) -> None:
-            with suppress(RuntimeError):  # the rollout's loop is closed: nobody waits
-                loop.call_soon_threadsafe(self._events.put_nowait, event)
-
-        self._session = Session(put, alive=lambda: not loop.is_closed())
-        base_url = the_server().open(self._session)
-        agent = AgentRun(self._run_agent, problem, base_url, API_KEY)
-        self._open = self._session, base_url, agent
-        agent.ended.add_done_callback(put)
-        event = await self._events.get()
+        session = self._session = the_server().open()
+        self._agent = AgentRun(self._run_agent, problem, session.base_url)
+        put, loop = session.events.put_nowait, asyncio.get_running_loop()
+        self._agent.ended.add_done_callback(lambda ended: loop.call_soon_threadsafe(put, ended))
+        event = await session.events.get()
         if isinstance(event, Future):
             event.result()
             raise AgentFailed("the agent ended without asking for a completion")
@@ -70,13 +60,14 @@ class AgentDrivenEnv(Env):
         return opening(event.request)
 
     async def step(self, text: str) -> Observation:
+        assert self._session is not None, "reset comes first"
         self._turn += 1
         request = self._pending.request
         # the tools of the first request stand in the prompt; later requests may leave them out
         before = request.model_copy(update={"tools": list(self.tools)})
         reply = Reply.to(before, text, self._turn)
         self._pending.answer.set_result(reply)
-        while isinstance(event := await self._events.get(), Pending):
+        while isinstance(event := await self._session.events.get(), Pending):
             if not (event.is_retry and event.request == request):
                 break
             event.answer.set_result(reply)  # the agent lost the last answer, and asks again
@@ -94,12 +85,10 @@ class AgentDrivenEnv(Env):
             raise
 
     async def close(self) -> None:
-        if self._open is None:
-            return
-        (session, base_url, agent), self._open = self._open, None
-        session.close(OVER)
-        the_server().close(base_url)
-        await agent.stop()
+        if self._session is not None:
+            the_server().close(self._session, "the episode is over")
+            self._session = None
+            await self._agent.stop()
 
 
 class AgentEnv(AgentDrivenEnv):
@@ -123,59 +112,33 @@ class AgentRun:
     ends its episode.
     """
 
-    def __init__(self, run: Run, problem: Problem, base_url: str, api_key: str):
-        self.ended: Future[Any] = Future()
-        self._start = lambda: run(problem, base_url, api_key)
-        self._task: asyncio.Task[None] | None = None
-        self._is_async = inspect.iscoroutinefunction(run)
-        if self._is_async:
-            agents_loop().call_soon_threadsafe(self._start_task)
-        else:
-            threading.Thread(target=self._run_in_thread, name="agent", daemon=True).start()
+    def __init__(self, run: Run, problem: Problem, base_url: str):
+        playing = self._play(run, problem, base_url)
+        self.ended: Future[Any] = asyncio.run_coroutine_threadsafe(playing, agents_loop())
+
+    async def _play(self, run: Run, problem: Problem, base_url: str) -> Any:
+        self._task = asyncio.current_task()
+        try:
+            if inspect.iscoroutinefunction(run):
+                return await run(problem, base_url, API_KEY)
+            return await in_thread(run, problem, base_url, API_KEY)
+        # a failure costs one episode, and never the loop
+        except (Exception, SystemExit) as error:
+            raise AgentFailed(f"{type(error).__name__}: {error}") from error
 
     async def stop(self) -> None:
         """Cancel an `async def` and wait for it. A thread ends only at its next request, which is
         refused."""
-        if self._is_async:
-            # _start_task comes first: calls into a loop keep their order
-            agents_loop().call_soon_threadsafe(lambda: self._task and self._task.cancel())
-            with suppress(AgentFailed):
-                await asyncio.wrap_future(self.ended)
 
-    def _start_task(self) -> None:
-        self._task = asyncio.create_task(self._play())
-        self._task.add_done_callback(self._on_done)
+        async def cancel() -> None:  # in the agents' loop, so _play has begun
+            assert self._task is not None
+            self._task.cancel()
+            await asyncio.wait([self._task])
 
-    async def _play(self) -> Any:
-        try:
-            return await self._start()
-        # a failure costs one episode, and never the loop
-        except (Exception, SystemExit) as error:
-            raise _failed(error) from error
-
-    def _on_done(self, task: "asyncio.Task[Any]") -> None:
-        error = AgentFailed("the agent was cancelled") if task.cancelled() else task.exception()
-        if error is None:
-            self.ended.set_result(task.result())
-        else:
-            self.ended.set_exception(error)
-
-    def _run_in_thread(self) -> None:
-        try:
-            result = self._start()
-        except (Exception, SystemExit) as error:  # as in _play
-            self.ended.set_exception(_failed(error))
-        else:
-            self.ended.set_result(result)
-
-
-def _failed(error: BaseException) -> AgentFailed:
-    return AgentFailed(f"{type(error).__name__}: {error}")
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(cancel(), agents_loop()))
 
 
 @cache
 def agents_loop() -> asyncio.AbstractEventLoop:
     """Return the loop of all agents, in a daemon thread from its first use to the process's end."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="agents", daemon=True).start()
-    return loop
+    return loop_in_thread("agents")

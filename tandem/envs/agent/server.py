@@ -5,22 +5,22 @@ each episode.
     POST BASE/reward             {"reward": 1.0, "parts": {"format": 1.0}}
     GET  BASE/models
 
-    the server's thread                    the environment, in its event loop
-    -------------------                    ----------------------------------
-    Session.ask    -- arrived(Pending) --> AgentEnv waits for it
-    waits          <- pending.answer ----  AgentEnv.step, or Session.close: a 503
+    an agent's request                   its environment
+    ------------------                   ---------------
+    Session.ask -- events: Pending --->  AgentDrivenEnv waits for it
+    waits       <- pending.answer -----  its step, or Session.close: a 503
 
-One server on loopback, of serve/app.py, serves every episode of the process; it starts with the
-first one. The base URL is the key: it cannot be guessed. Does not know problems or tokens.
+One server on loopback, of serve/app.py, serves every episode of the process, in the loop of the
+environments; it starts with the first one. The base URL is the key: it cannot be guessed. Does not
+know problems or tokens.
 """
 
 import asyncio
 import secrets
-import threading
-from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -28,13 +28,11 @@ from starlette.routing import Route
 
 from tandem.envs.agent import chat
 from tandem.envs.agent.chat import MODEL, AgentReward, ChatRequest, Reply
-from tandem.serve.app import JsonResponse, Server, make_app, read_body
+from tandem.envs.calls import environment_loop
+from tandem.serve.app import JsonResponse, Server, make_app, read_json
 from tandem.serve.listen import bound, url_of
-from tandem.serve.openai import ApiError, model_list, read_object
+from tandem.serve.openai import ApiError, model_list, read_body
 
-LONGEST_BODY = 16 << 20  # bytes
-ALIVE_CHECK_S = 1.0  # between two checks that the rollout still runs
-PREFIX = "/episodes/"
 # where OpenAI's clients count their retries of a request
 RETRY_HEADER = "x-stainless-retry-count"
 
@@ -45,41 +43,38 @@ class Pending:
 
     request: ChatRequest
     is_retry: bool  # the client did not get the answer to the same request before
-    answer: "Future[Reply]" = field(default_factory=Future)
+    answer: "asyncio.Future[Reply]"
 
 
 class Session:
-    """An episode as the server sees it. arrived: takes a request, in the server's thread; alive:
-    whether the rollout still runs."""
+    """An episode as the server sees it.
 
-    def __init__(self, arrived: Callable[[Pending], None], alive: Callable[[], bool]):
-        self.posted: AgentReward | None = None  # the last reward
-        self._arrived, self._alive = arrived, alive
-        self._waiting: set[Pending] = set()
+    events: the agent's requests, and its end, which the environment puts there; posted: the last
+    reward.
+    """
+
+    def __init__(self, base_url: str):
+        self.base_url = base_url
+        self.events: asyncio.Queue[Pending | Future[Any]] = asyncio.Queue()
+        self.posted: AgentReward | None = None
+        self._answers: list[asyncio.Future[Reply]] = []
         self._over = ""  # why, once it is
 
     async def ask(self, request: ChatRequest, is_retry: bool) -> Reply:
         """Wait for the answer. Raises ApiError when the episode ends first."""
-        pending = Pending(request=request, is_retry=is_retry)
-        self._waiting.add(pending)  # before the look: close may come in between
-        try:
-            if self._over:
-                raise _over(self._over)
-            self._arrived(pending)
-            answer = asyncio.wrap_future(pending.answer)
-            while not (await asyncio.wait([answer], timeout=ALIVE_CHECK_S))[0]:
-                if not self._alive():
-                    raise _over("the rollout is over")
-            return answer.result()
-        finally:
-            self._waiting.discard(pending)
+        if self._over:
+            raise _over(self._over)
+        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._answers.append(answer)
+        self.events.put_nowait(Pending(request=request, is_retry=is_retry, answer=answer))
+        return await answer
 
     def close(self, reason: str) -> None:
         """Refuse all requests, waiting and later ones."""
         self._over = reason
-        for pending in list(self._waiting):
-            if not pending.answer.done():
-                pending.answer.set_exception(_over(reason))
+        for answer in self._answers:
+            if not answer.done():
+                answer.set_exception(_over(reason))
 
 
 def _over(reason: str) -> ApiError:
@@ -87,11 +82,11 @@ def _over(reason: str) -> ApiError:
 
 
 class AgentServer:
-    """An HTTP server of the open sessions, in a thread."""
+    """The HTTP server of the open sessions, by their keys."""
 
     def __init__(self) -> None:
-        self._by_key: dict[str, Session] = {}
-        base, ready, sock = f"{PREFIX}{{key}}/v1", threading.Event(), bound("127.0.0.1", 0)
+        self.sessions: dict[str, Session] = {}
+        base, sock = "/episodes/{key}/v1", bound("127.0.0.1", 0)
         app = make_app(
             [
                 Route(f"{base}/chat/completions", self._complete, methods=["POST"]),
@@ -99,35 +94,28 @@ class AgentServer:
                 Route(f"{base}/models", self._models),
             ]
         )
-        server = Server(app, ready=ready.set, connections=None)
-        threading.Thread(
-            target=lambda: server.run(sockets=[sock]), name="agent server", daemon=True
-        ).start()
-        ready.wait()
+        sock.listen()  # connections wait for the server
         self._url = url_of(sock)
+        serving = Server(app, connections=None).serve(sockets=[sock])
+        asyncio.run_coroutine_threadsafe(serving, environment_loop())
 
-    def open(self, session: Session) -> str:
-        """Serve an episode; returns its base URL."""
+    def open(self) -> Session:
+        """Serve an episode."""
         key = secrets.token_urlsafe(16)
-        self._by_key[key] = session
-        return f"{self._url}{PREFIX}{key}/v1"
+        return self.sessions.setdefault(key, Session(f"{self._url}/episodes/{key}/v1"))
 
-    def close(self, base_url: str) -> None:
-        del self._by_key[base_url.partition(PREFIX)[2].partition("/")[0]]
-
-    @property
-    def sessions(self) -> int:
-        """The number of open sessions."""
-        return len(self._by_key)
+    def close(self, session: Session, reason: str) -> None:
+        session.close(reason)
+        self.sessions = {key: other for key, other in self.sessions.items() if other != session}
 
     def _session(self, request: Request) -> Session:
-        if session := self._by_key.get(request.path_params["key"]):
+        if session := self.sessions.get(request.path_params["key"]):
             return session
         raise ApiError(404, "there is no such episode, or it is over")
 
     async def _complete(self, http: Request) -> Response:
         session = self._session(http)
-        request = chat.read_request(await read_body(http, LONGEST_BODY))
+        request = read_body(ChatRequest, await read_json(http))
         reply = await session.ask(request, is_retry=http.headers.get(RETRY_HEADER, "0") != "0")
         if request.stream:
             events = chat.completion_events(reply, request)
@@ -136,9 +124,8 @@ class AgentServer:
 
     async def _reward(self, http: Request) -> Response:
         session = self._session(http)
-        body = read_object(await read_body(http, LONGEST_BODY))
         try:
-            session.posted = chat.parse_reward(body)
+            session.posted = chat.parse_reward(await http.json())
         except ValueError as error:
             raise ApiError(400, str(error)) from None
         return JsonResponse({})

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from tandem.choices import ENGINE, Report, engine_of, stream_of, transport_of
 from tandem.config.schema import Config
 from tandem.jobs.here import Here
-from tandem.registry import find
 from tandem.runtime.place import Place
 
 if TYPE_CHECKING:
@@ -169,6 +168,12 @@ def _object_bytes(config: Config) -> int:
     and one that a worker still loads; of each what changed, too."""
     if not config.rollout.workers:
         return 0
-    sizes = find("resources", "sizes", key="cluster")(config, "train")
+    from tandem.jobs.models import placement
+    from tandem.model.config_file import check_model
+    from tandem.model.load import empty_model
+
+    path, width = config.model.path, placement(config).dtype.itemsize
+    module = empty_model(path, check_model(path))
+    count = sum(parameter.numel() for parameter in module.parameters())
     versions = (config.rollout.staleness + 3) * (1 + bool(config.weights.delta))
-    return int(versions * sizes.policy * sizes.place.dtype.itemsize)
+    return versions * count * width

@@ -1,16 +1,15 @@
 """`tandem plan`: could a run start here, and what does it take?
 
-For who asks before he waits: values with their origin, data, memory, disk, the seconds of a step
-(`--time`), and the fastest meshes of so many GPUs (`--gpus`). results/plan_accuracy.md compares
-plans with runs, results/scaling.md the formulas of meshes with published numbers.
+For who asks before he waits: values with their origin, data, memory, disk, and the fastest meshes
+of so many GPUs (`--gpus`). results/plan_accuracy.md compares plans with runs, results/scaling.md
+the formulas of meshes with published numbers.
 
     footprint.py    memory and disk of one process or of a mesh, and what a setting saves
     shards.py, activations.py   the bytes of a rank, and what autograd keeps
     plan_memory.py  what a run takes of this machine besides: Python, passing tensors, workers
-    plan_time.py    seconds of a step, measured on small random models
     scaling.py, gpus.py, meshes.py   communication, time, and which meshes are possible
     command.py, cli.py   the command
 
-It plugs in as a command, and as `resources` of tandem/registry.py: a run asks it for the disk
-before it trains, and for advice when memory is out.
+It plugs in as a command, and as `resources` of tandem/registry.py: a run asks it for advice when
+memory is out.
 """

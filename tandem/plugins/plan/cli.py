@@ -21,9 +21,6 @@ def plan(
     values: Annotated[
         bool, Option("--values", help="every value of the run with its origin, the default too")
     ] = False,
-    time: Annotated[
-        bool, Option("--time", help="also the seconds of a step, measured on small random models")
-    ] = False,
     json: Annotated[Path | None, unset(help="also write the figures to this file")] = None,
     gpus: Annotated[
         int | None, Option(help="instead: the fastest meshes of so many GPUs, by arithmetic")
@@ -51,4 +48,4 @@ def plan(
 
     found = origins(recipe, overrides or [])
     folder = run_folder(config, recipe, command)
-    sys.exit(plan.plan(config, command, folder, found, every=values, timed=time, out=json))
+    sys.exit(plan.plan(config, command, folder, found, every=values, out=json))

@@ -4,51 +4,37 @@ origin, data, memory, disk, and the verdict.
     tandem plan my.toml                of `tandem train`; exit code 0 if it could start, else 2
     tandem plan my.toml --for sft      of another command that trains
     tandem plan my.toml --values       every value, those too that are the default
-    tandem plan my.toml --time         the seconds of a step too, measured in small
 
 It makes the checks of the run itself before its weights (jobs/inputs.py, run_folder/folder.py,
-train_loop.py). Memory is arithmetic over the shapes. It does not know whether anything is learned.
-
-Rollout workers that keep a trainer busy are told by what a run in the folder has measured
-(timings.jsonl): ceil(generated tokens a step / (trainer seconds a step * tokens/s of a worker)).
-These are medians over steps, without the first two, as processes start in them.
+train_loop.py). Memory is arithmetic over the shapes. It does not know whether anything is learned,
+nor how long a step takes: that says a run with run.steps=3, in its timings.jsonl.
 """
 
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from tandem.choices import machine_of, trainer_of
+import torch
+
+from tandem.choices import machine_of
 from tandem.cli.progress import WIDTH, console
 from tandem.config.recipe import describe, toml_value
 from tandem.config.schema import Config
+from tandem.jobs.disk_space import free_for
 from tandem.jobs.engines import open_envs_and_rewards
 from tandem.jobs.input_hashes import KEYS, input_hashes
 from tandem.jobs.inputs import ProblemInputs
 from tandem.jobs.models import placement, releases_cache
 from tandem.model import custom_code
-from tandem.model.config_file import check_model
 from tandem.model.rope import positions_of
-from tandem.plugins.plan.footprint import (
-    Machine,
-    Need,
-    disk,
-    gpu_memory,
-    host_memory,
-    model_sizes,
-    needs,
-)
+from tandem.plugins.plan.footprint import Footprint, Need, model_sizes
 from tandem.plugins.plan.plan_memory import Batch, batch_of, rows_here
 from tandem.registry import find
 from tandem.run_folder.folder import check_run, has_steps, resolved
-from tandem.run_folder.metrics import Metrics, read_metrics
-from tandem.run_folder.read import open_past
 from tandem.run_folder.resume import resumable
 from tandem.run_folder.trackers.links import require_trackers
 from tandem.runtime.disk import human_bytes, write_atomic
@@ -56,7 +42,24 @@ from tandem.runtime.errors import UserError
 from tandem.runtime.wording import counted
 from tandem.types import Attempt, Problem
 
-SKIPPED = 2  # steps of timings
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Memory and disk that a run may use, in bytes."""
+
+    memory: int  # of the machine, or of the container
+    disk: int  # free for the run folder, with the space that its old checkpoints give back
+
+    @classmethod
+    def here(cls, folder: Path) -> "Machine":
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        limits = [
+            Path("/sys/fs/cgroup/memory.max"),
+            Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+        ]
+        texts = [limit.read_text().strip() for limit in limits if limit.is_file()]
+        memory = min([memory, *(int(text) for text in texts if text.isdecimal())])
+        return cls(memory=memory, disk=free_for(folder))
 
 
 def plan(
@@ -66,23 +69,20 @@ def plan(
     origins: Mapping[str, str],
     *,
     every: bool = False,
-    timed: bool = False,
     out: Path | None = None,
     machine: Machine | None = None,
 ) -> int:
     """Print the plan of a command that trains in a run folder; return the exit code, 0 if the run
     could start.
 
-    origins: of the values (config/origins.py); every: print all of them. timed: measure the seconds
-    of a step. out: a JSON file for the figures.
+    origins: of the values (config/origins.py); every: print all of them. out: a JSON file for the
+    figures.
     """
     find("inputs", command, key="--for")  # raises for a command without a plan
     custom_code.allow(config.model.trust_remote_code)
     made = _Plan(config, command, folder, machine or Machine.here(folder))
     made.show_values(origins, every)
     made.show_needs()
-    if timed and not made.reasons:
-        made.show_time()
     made.show_verdict()
     if out is not None:
         write_atomic(out, json.dumps(made.figures, indent=1).encode() + b"\n")
@@ -119,47 +119,22 @@ class _Plan:
             require_trackers(self.config.run.trackers)
         with self._checked():
             sizes = model_sizes(self.config, self.command)
-            rows = needs(sizes, self.config, self.command, self.longest)
+            run = Footprint(
+                sizes=sizes, config=self.config, command=self.command, longest=self.longest
+            )
             there = self.machine.memory
-            # several processes, or another backend, divide the model
-            divided = self.config.parallel.processes > 1 or not trainer_of(self.config).runs_alone
-            if self.batch and not sizes.on_gpu and not divided:
-                rows = rows_here(rows, sizes, self.config, self.command, self.batch)
-            if host := host_memory(sizes, self.config):
-                self._need("memory of the GPU", rows, gpu_memory(sizes.place), "of this GPU")
+            if host := run.on_host():
+                gpu = torch.cuda.get_device_properties(sizes.place.device).total_memory
+                self._need("memory of the GPU", run.needs(), gpu, "of this GPU")
                 self._need("memory", host, there, "in this machine")
             else:
+                # several processes, or another backend, divide the model
+                if self.batch is None or run.divided:
+                    rows = run.needs()
+                else:
+                    rows = rows_here(run, self.batch)
                 self._need("memory", rows, there, "in this machine")
-            self._need(
-                "disk", disk(sizes, self.config), self.machine.disk, f"free for {self.folder}"
-            )
-        if self.command in ("train", "distill"):
-            with self._checked():
-                _say("rollout workers that keep the trainer busy")
-                if (found := measured(self.folder)) is None:
-                    _say(f"  not measured: there are no timings of a run in {self.folder}")
-                    return
-                speed = f"{found.worker_tokens_per_s:,.0f} tokens/s of a worker"
-                formula = f"{found.tokens:,.0f} tokens a step / ({found.trainer_s:.3g} s x {speed})"
-                medians = f"medians of {counted(found.steps, 'steps')} in {self.folder}"
-                _say(f"  {found.workers}  {formula}, {medians}")
-
-    def show_time(self) -> None:
-        """Measure the seconds of a step. A trial that fails says nothing against the run: its
-        models are random."""
-        from tandem.plugins.plan.plan_time import step_time
-
-        _say("seconds of a step")
-        layers = (
-            check_model(self.config.model.path, head="value").get_text_config().num_hidden_layers
-        )
-        try:
-            found = step_time(self.config, self.command, layers)
-        except UserError as error:
-            _say("\n".join(f"  {line}" for line in f"not measured: {error}".splitlines()))
-            return
-        self.figures["step_s"] = found.seconds
-        _say(f"  {found}")
+            self._need("disk", run.disk(), self.machine.disk, f"free for {self.folder}")
 
     def show_verdict(self) -> None:
         news = "a new run"
@@ -175,13 +150,25 @@ class _Plan:
         if self.reasons:
             _say(f"not ready: {'; '.join(self.reasons)}")
         else:
-            if self.command in ("train", "distill"):
-                tokens = _episodes(self.config) * self.config.rollout.max_new_tokens
-                updates = self.config.rl.minibatches * self.config.rl.epochs
-                done = f"{counted(tokens, 'sampled tokens')} at most, {counted(updates, 'updates')}"
-                _say(f"a step\n  {done}")
-            _say(f"ready: {work(self.config, self.command)}, {news} in {self.folder}")
+            _say(f"ready: {self._work()}, {news} in {self.folder}")
         self.figures |= {"ready": not self.reasons, "reasons": self.reasons}
+
+    def _work(self) -> str:
+        """Describe the run in a few words, and print what a step of it is."""
+        config = self.config
+        if self.command in ("train", "distill"):
+            rl = config.rl
+            episodes = rl.prompts_per_step * rl.group_size * max(1, rl.max_gen_batches)
+            tokens, updates = episodes * config.rollout.max_new_tokens, rl.minibatches * rl.epochs
+            _say("a step")
+            _say(f"  {counted(tokens, 'sampled tokens')} at most, {counted(updates, 'updates')}")
+            bound = "at most " if rl.max_gen_batches else ""
+            return f"{counted(config.run.steps, 'steps')} of {bound}{counted(episodes, 'episodes')}"
+        if self.command == "sft":
+            size = counted(config.sft.batch_size, "chats")
+            return f"{counted(config.sft.steps, 'steps')} of {size}"
+        size = counted(config.preference.batch_size, "pairs")
+        return f"{counted(config.preference.steps, 'steps')} of {size}"
 
     @contextmanager
     def _checked(self) -> Iterator[None]:
@@ -251,20 +238,6 @@ class _Plan:
 
 def _say(text: str) -> None:
     console.print(text, markup=False)
-
-
-def _episodes(config: Config) -> int:
-    """Count the episodes of a step, at most."""
-    return config.rl.prompts_per_step * config.rl.group_size * max(1, config.rl.max_gen_batches)
-
-
-def work(config: Config, command: str) -> str:
-    """Describe the work of a run in a few words."""
-    if command in ("train", "distill"):
-        episodes, bound = _episodes(config), "at most " if config.rl.max_gen_batches else ""
-        return f"{counted(config.run.steps, 'steps')} of {bound}{counted(episodes, 'episodes')}"
-    settings, unit = (config.sft, "chats") if command == "sft" else (config.preference, "pairs")
-    return f"{counted(settings.steps, 'steps')} of {counted(settings.batch_size, unit)}"
 
 
 # ---------------------------------------------------------------- values and their origin
@@ -340,48 +313,3 @@ def values_here(config: Config, command: str, folder: Path) -> dict[str, str]:
         for key, unset, text, used in open_values
         if used and tree[key.partition(".")[0]][key.partition(".")[2]] == unset
     }
-
-
-# ---------------------------------------------------------------- rollout workers
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Throughput:
-    """Measured medians of a step, and of one rollout worker."""
-
-    steps: int  # measured
-    tokens: float  # generated in a step
-    trainer_s: float  # of a step: updates and publication
-    worker_tokens_per_s: float
-
-    @property
-    def workers(self) -> int:
-        """Workers that generate a step's tokens while the trainer makes a step."""
-        return math.ceil(self.tokens / (self.trainer_s * self.worker_tokens_per_s))
-
-
-def measured(folder: Path) -> Throughput | None:
-    """Read what a run folder has measured; None if it has no run, or too few steps."""
-    if not (folder / "config.toml").exists():
-        return None
-    workers = max(1, open_past(folder).config.rollout.workers)  # without: the trainer's own engine
-    rows = [row for row in read_metrics(folder, "timings.jsonl") if row.get("rollout_s")]
-    rows = rows[SKIPPED:]
-    if not rows:
-        return None
-    tokens = [row["generated_tokens_per_s"] * row["rollout_s"] for row in rows]
-    return Throughput(
-        steps=len(rows),
-        tokens=median(tokens),
-        trainer_s=median(row["learn_s"] + row["sync_s"] for row in rows),
-        worker_tokens_per_s=median(
-            count / busy_s(row) / workers for count, row in zip(tokens, rows, strict=True)
-        ),
-    )
-
-
-def busy_s(row: Metrics) -> float:
-    """Return the seconds of the workers on a step, at most: those of its rollouts, or those between
-    two steps where several are rolled out at once."""
-    between = row["wait_s"] + row["learn_s"] + row["sync_s"] if "wait_s" in row else math.inf
-    return min(row["rollout_s"], between)

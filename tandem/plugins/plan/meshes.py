@@ -11,7 +11,6 @@ nor stragglers.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import prod
 
 import torch
 
@@ -24,10 +23,9 @@ from tandem.model import custom_code
 from tandem.model.config_file import LEAN_ARCHITECTURES
 from tandem.model.paths import divisible
 from tandem.model.placement import FLOAT8_CAPABILITY, Placement, no_float8
-from tandem.plugins.plan.footprint import Sizes, loading_memory, model_sizes, rank_memory, work_of
+from tandem.plugins.plan.footprint import Footprint, model_sizes
 from tandem.plugins.plan.gpus import GPUS, Assumptions, Gpu
 from tandem.plugins.plan.scaling import Rollout, Times, cached_bytes, rollout_time, update_time
-from tandem.plugins.plan.shards import Work
 from tandem.registry import find
 from tandem.runtime.disk import human_bytes
 from tandem.runtime.errors import UserError
@@ -50,31 +48,41 @@ class Plan:
     def needed(self) -> int:
         return max(self.loading, sum(self.memory.values()))
 
+    @property
+    def sizes(self) -> list[tuple[str, int]]:
+        """The sizes of the mesh beyond 1."""
+        return sizes_of(self.mesh)
 
-def why_refused(sizes: Sizes, config: Config, mesh: Parallel) -> str:
-    """Return why a run could not begin on a mesh, "" if it could."""
-    config = config.model_copy(update={"parallel": mesh})
-    for reason in (*mesh.contradictions(), *config.contradictions()):
+
+def sizes_of(mesh: Parallel) -> list[tuple[str, int]]:
+    """List the sizes of a mesh beyond 1, outermost first."""
+    sizes = [(name, int(getattr(mesh, name))) for name in (*DIMENSIONS, "shard")]
+    return [(name, size) for name, size in sizes if size > 1]
+
+
+def why_refused(run: Footprint) -> str:
+    """Return why a run could not begin on its mesh, "" if it could."""
+    for reason in (*run.mesh.contradictions(), *run.config.contradictions()):
         return reason
-    divided = {"model.path": sizes.shape, **sizes.shapes}
+    divided = {"model.path": run.sizes.policy, **run.sizes.others}
     divided.pop("reward.model", None)  # it is whole, on rank 0
-    for key, shape in divided.items():
+    for key, model in divided.items():
         try:
-            check_shape(config, shape, key)  # as the run does
+            check_shape(run.config, model.shape, key)  # as the run does
         except UserError as error:
             return f"{error.where}: {error.found}, expected {error.expected}"
     return ""
 
 
-def possible_meshes(sizes: Sizes, config: Config, count: int, node: int = 8) -> Iterator[Parallel]:
-    """Yield the meshes of so many GPUs on which a run could begin. HSDP has the shards of a
+def possible_meshes(run: Footprint, count: int, node: int = 8) -> Iterator[Footprint]:
+    """Yield a run on the meshes of so many GPUs on which it could begin. HSDP has the shards of a
     node."""
     for chosen in _factors(count, len(DIMENSIONS)):
         mesh = Parallel(**dict(zip(DIMENSIONS, chosen, strict=True)))
         meshes, shard = [mesh], node // mesh.tensor
         if mesh.expert == 1 and 1 < shard < mesh.replicas and mesh.replicas % shard == 0:
             meshes.append(mesh.model_copy(update={"shard": shard}))
-        yield from (mesh for mesh in meshes if not why_refused(sizes, config, mesh))
+        yield from (on for mesh in meshes if not why_refused(on := run.on(mesh)))
 
 
 def _factors(number: int, length: int) -> Iterator[tuple[int, ...]]:
@@ -88,47 +96,39 @@ def _factors(number: int, length: int) -> Iterator[tuple[int, ...]]:
                 yield (first, *rest)
 
 
-def plans(
-    sizes: Sizes, config: Config, work: Work, count: int, gpu: Gpu, assumed: Assumptions
-) -> list[Plan]:
+def plans(run: Footprint, count: int, gpu: Gpu, assumed: Assumptions) -> list[Plan]:
     """Return the plans on all possible meshes of so many GPUs that fit, the fastest first."""
     found = [
         Plan(
-            mesh=mesh,
-            memory=rank_memory(sizes, config, work, mesh),
-            loading=loading_memory(sizes, config, work, mesh),
-            times=update_time(work, mesh, gpu, assumed),
+            mesh=on.mesh,
+            memory=on.of_rank_0(),
+            loading=on.loading(),
+            times=update_time(on.work, on.mesh, gpu, assumed),
         )
-        for mesh in possible_meshes(sizes, config, count, gpu.node)
+        for on in possible_meshes(run, count, gpu.node)
     ]
     fitting = [plan for plan in found if plan.needed <= gpu.memory * assumed.memory]
     return sorted(fitting, key=lambda plan: (plan.times.total, plan.needed))
 
 
-def smallest(
-    sizes: Sizes, config: Config, work: Work, gpu: Gpu, assumed: Assumptions
-) -> int | None:
+def smallest(run: Footprint, gpu: Gpu, assumed: Assumptions) -> int | None:
     """Return the smallest power of two of GPUs on which a run fits; None above LARGEST."""
-    count = 1
-    while count <= LARGEST:
-        if plans(sizes, config, work, count, gpu, assumed):
-            return count
-        count *= 2
-    return None
+    counts = (1 << power for power in range(LARGEST.bit_length()))
+    return next((count for count in counts if plans(run, count, gpu, assumed)), None)
 
 
-def rollout_of(sizes: Sizes, config: Config, longest: int) -> Rollout:
+def rollout_of(run: Footprint) -> Rollout:
     """Return the rollout of a step. An engine holds as many sequences as its cache, which shares a
     prompt's pages between the samples of its group."""
-    rl, rollout, width = config.rl, config.rollout, sizes.place.dtype.itemsize
-    tokens = longest / rl.group_size + rollout.max_new_tokens
-    held = int((rollout.cache_mb << 20) / (tokens * cached_bytes(sizes.shape, width)))
+    rl, rollout, shape = run.config.rl, run.config.rollout, run.sizes.policy.shape
+    width, tokens = run.work.dtype.itemsize, run.longest / rl.group_size + rollout.max_new_tokens
+    held = int((rollout.cache_mb << 20) / (tokens * cached_bytes(shape, width)))
     return Rollout(
-        shape=sizes.shape,
+        shape=shape,
         width=width,
         prompts=rl.prompts_per_step,
-        episodes=prod((rl.prompts_per_step, rl.group_size)),
-        prompt=longest,
+        episodes=rl.prompts_per_step * rl.group_size,
+        prompt=run.longest,
         new=rollout.max_new_tokens,
         batch=max(1, min(rollout.max_batch, held)),
     )
@@ -152,74 +152,84 @@ def plan_gpus(config: Config, command: str, count: int, kind: str) -> None:
     if command in ("train", "distill"):
         require_correction(config)
     custom_code.allow(config.model.trust_remote_code)
-    sizes, longest = _sizes(config, command), _longest(config, command)
-    if not divisible(sizes.shape):
+    run = _run(config, command)
+    if not divisible(run.sizes.policy.shape):
         raise UserError(
             "there is no arithmetic for meshes of this architecture",
             where=f"--gpus, model.path = {config.model.path}",
-            found=sizes.shape.model_type,
+            found=run.sizes.policy.shape.model_type,
             expected=f"one of {', '.join(LEAN_ARCHITECTURES)}",
             next="leave --gpus out: it runs in one process",
         )
-    work = work_of(sizes, config, command, longest)
-    found = plans(sizes, config, work, count, gpu, assumed)
+    found, work = plans(run, count, gpu, assumed), run.work
     if not found:
-        raise _no_fit(sizes, config, work, count, gpu, assumed)
+        fits = smallest(run, gpu, assumed)
+        there = f"{human_bytes(int(gpu.memory * assumed.memory))} of each GPU"
+        raise UserError(
+            "the run fits on no mesh of these GPUs",
+            where=f"--gpus {count}, {gpu.name}",
+            found=f"{run.sizes.policy.count:,} parameters",
+            expected=f"at most {there} (assumed: {assumed.memory:.0%} of its memory)",
+            next=f"smallest number of GPUs that fits: {fits} (of powers of two)"
+            if fits
+            else f"it fits on no power of two up to {LARGEST}: "
+            "train.activation_checkpointing=true, or a smaller train.tokens_per_microbatch",
+        )
     print_lines(
         [
             f"{count} x {gpu.name}: {gpu.flops / 1e12:,.0f} TFLOP/s, {gpu.memory / 1e9:,.0f} GB at "
             f"{gpu.bandwidth / 1e9:,.0f} GB/s, NVLink {gpu.nvlink / 1e9:,.0f} GB/s, network "
             f"{gpu.network / 1e9:,.0f} GB/s ({gpu.source})",
             f"assumed: {assumed}",
-            f"{config.model.path}: {sizes.policy:,} parameters; {work.updates} x "
+            f"{config.model.path}: {run.sizes.policy.count:,} parameters; {work.updates} x "
             f"{work.clusters * work.cluster:,} tokens a step, all as long as the longest",
         ]
     )
-    _print_meshes(found, work, config.parallel)
-    if command in ("train", "distill"):
-        _print_rollout(sizes, config, longest, count, gpu, assumed)
+    _print_meshes(found, work.updates, config.parallel)
+    if run.samples:
+        _print_rollout(run, count, gpu, assumed)
     best = found[0]
     rows = ", ".join(f"{name} {human_bytes(size)}" for name, size in best.memory.items() if size)
     rows += f"; {human_bytes(best.loading)} while it loads the models"
     print_lines([f"memory of the first mesh, on rank 0: {rows}"])
-    if sizes.others:
-        print_lines([f"not in the times: passes of {', '.join(sizes.others)}"])
+    if run.sizes.others:
+        print_lines([f"not in the times: passes of {', '.join(run.sizes.others)}"])
 
 
-def _sizes(config: Config, command: str) -> Sizes:
-    """Count the models as they would be on a GPU."""
-    dtype = torch.float32 if config.model.dtype == "float32" else torch.bfloat16
-    sizes = model_sizes(_here(config), command)
-    place = Placement(torch.device("cuda"), dtype)
-    return replace(sizes, place=place, saved_in_base=0, saved_in_base_critic=0)
-
-
-def _here(config: Config) -> Config:
-    """Return the config of a run of one process on this machine's CPU, for what does not depend on
-    the machine."""
+def _run(config: Config, command: str) -> Footprint:
+    """Return a run as it would be on a GPU. Models and data are read as by one process on this
+    machine's CPU, as neither depends on the machine."""
     model = config.model.model_copy(update={"device": "cpu", "dtype": "float32"})
     train = config.train.model_copy(update={"backend": "tandem"})
-    return config.model_copy(update={"model": model, "train": train, "parallel": Parallel()})
+    changes = {"model": model, "train": train, "parallel": Parallel()}
+    here = config.model_copy(update=changes)
+    sizes = model_sizes(here, command)
+    dtype = torch.float32 if config.model.dtype == "float32" else torch.bfloat16
+    sizes = replace(
+        sizes,
+        place=Placement(torch.device("cuda"), dtype),
+        policy=replace(sizes.policy, saved_in_base=0),
+        others={key: replace(other, saved_in_base=0) for key, other in sizes.others.items()},
+    )
+    longest = config.data.max_prompt_tokens
+    if not (
+        command in ("train", "distill") and "max_prompt_tokens" in config.data.model_fields_set
+    ):
+        counts = find("inputs", command, key="--for")(here).counts
+        longest = next(n.longest for key, n in counts.items() if key.endswith(".train"))
+    return Footprint(sizes=sizes, config=config, command=command, longest=longest)
 
 
-def _longest(config: Config, command: str) -> int:
-    """Return the tokens of the longest prompt, chat or answer."""
-    if command in ("train", "distill") and "max_prompt_tokens" in config.data.model_fields_set:
-        return config.data.max_prompt_tokens
-    counts = find("inputs", command, key="--for")(_here(config)).counts
-    return next(count.longest for key, count in counts.items() if key.endswith(".train"))
-
-
-def _print_meshes(found: list[Plan], work: Work, of_recipe: Parallel) -> None:
+def _print_meshes(found: list[Plan], updates: int, of_recipe: Parallel) -> None:
     """Print the fastest meshes, and that of the recipe if it has several processes."""
-    own = [plan for plan in found if _sizes_of(plan.mesh) == _sizes_of(of_recipe)]
+    own = [plan for plan in found if plan.sizes == sizes_of(of_recipe)]
     shown = found[:SHOWN] + [plan for plan in own if plan not in found[:SHOWN]]
     print_table(
         ["mesh", "seconds", "messages", "bubble", "memory", "bound by"],
         [
             [
                 _name(plan.mesh) + " *" * (plan in own and of_recipe.processes > 1),
-                f"{work.updates * plan.times.total:.3g}",
+                f"{updates * plan.times.total:.3g}",
                 f"{plan.times.communication:.0%}",
                 f"{plan.times.bubble / plan.times.total:.0%}",
                 human_bytes(plan.needed),
@@ -229,7 +239,7 @@ def _print_meshes(found: list[Plan], work: Work, of_recipe: Parallel) -> None:
         ],
         title=f"updates of a step: the fastest of {len(found)} meshes that fit",
     )
-    if settings := [f"parallel.{name}={size}" for name, size in _sizes_of(found[0].mesh)]:
+    if settings := [f"parallel.{name}={size}" for name, size in found[0].sizes]:
         print_lines([f"the first one: {' '.join(settings)}"])
     if of_recipe.processes > 1:
         stands = "is *" if own else f"is not among them: {_name(of_recipe)}"
@@ -237,39 +247,14 @@ def _print_meshes(found: list[Plan], work: Work, of_recipe: Parallel) -> None:
 
 
 def _name(mesh: Parallel) -> str:
-    return " x ".join(f"{name} {size}" for name, size in _sizes_of(mesh)) or "one GPU"
+    return " x ".join(f"{name} {size}" for name, size in sizes_of(mesh)) or "one GPU"
 
 
-def _sizes_of(mesh: Parallel) -> list[tuple[str, int]]:
-    sizes = [(name, int(getattr(mesh, name))) for name in (*DIMENSIONS, "shard")]
-    return [(name, size) for name, size in sizes if size > 1]
-
-
-def _print_rollout(
-    sizes: Sizes, config: Config, longest: int, count: int, gpu: Gpu, assumed: Assumptions
-) -> None:
-    work = rollout_of(sizes, config, longest)
-    engines = max(1, config.rollout.workers)
+def _print_rollout(run: Footprint, count: int, gpu: Gpu, assumed: Assumptions) -> None:
+    """Print the time of a rollout by the recipe's engines, and by as many as there are GPUs."""
+    work, engines = rollout_of(run), max(1, run.config.rollout.workers)
     # at most one engine a prompt
     seconds = {n: rollout_time(work, min(n, work.prompts), gpu, assumed) for n in (engines, count)}
     lines = [f"{s:.3g} s by {number} engine{'s' * (number > 1)}" for number, s in seconds.items()]
     held = f"at most {work.batch} sequences in an engine (rollout.max_batch, rollout.cache_mb)"
     print_lines([f"rollout of {work.episodes:,} episodes: {', '.join(lines)}; {held}"])
-
-
-def _no_fit(
-    sizes: Sizes, config: Config, work: Work, count: int, gpu: Gpu, assumed: Assumptions
-) -> UserError:
-    there = f"{human_bytes(int(gpu.memory * assumed.memory))} of each GPU"
-    if fits := smallest(sizes, config, work, gpu, assumed):
-        text = f"smallest number of GPUs that fits: {fits} (of powers of two)"
-    else:
-        text = f"it fits on no power of two up to {LARGEST}: "
-        text += "train.activation_checkpointing=true, or a smaller train.tokens_per_microbatch"
-    return UserError(
-        "the run fits on no mesh of these GPUs",
-        where=f"--gpus {count}, {gpu.name}",
-        found=f"{sizes.policy:,} parameters",
-        expected=f"at most {there} (assumed: {assumed.memory:.0%} of its memory)",
-        next=text,
-    )

@@ -15,7 +15,7 @@ from tandem.model.config_file import has_experts, head_size, inner_size, kv_head
 from tandem.model.logprobs import CHUNK_BYTES
 from tandem.model.paged_attention import PAGE
 from tandem.plugins.plan.activations import FLOAT32
-from tandem.plugins.plan.footprint import Need, Sizes, activations
+from tandem.plugins.plan.footprint import Footprint, Need, Sizes
 from tandem.run_folder.metrics import peak_rss_mb
 
 MIB = 1 << 20
@@ -52,29 +52,35 @@ def batch_of(config: Config, command: str, counts: Mapping[str, Count]) -> Batch
     )
 
 
-def rows_here(
-    rows: list[Need], sizes: Sizes, config: Config, command: str, batch: Batch
-) -> list[Need]:
-    """Return the memory of a run of one process on the CPU. rows: of footprint.py, for the
-    most tokens and the whole cache."""
-    train, workers = config.train, config.rollout.workers
-    named = {name: (size, text) for name, size, text in rows}
-    width, tokens = sizes.place.dtype.itemsize, min(train.tokens_per_microbatch, batch.update)
-    kept = activations(sizes, config, tokens_per_microbatch=tokens)
+def rows_here(run: Footprint, batch: Batch) -> list[Need]:
+    """Return the memory of a run of one process on the CPU, of as many tokens and pages as a step
+    has."""
+    config, workers, sizes = run.config, run.config.rollout.workers, run.sizes
+    named = {name: (size, text) for name, size, text in run.needs()}
+    width = sizes.place.dtype.itemsize
+    tokens = min(config.train.tokens_per_microbatch, batch.update)
+    kept = run.activations(tokens_per_microbatch=tokens)
     named["activations"] = (
         kept,
         f"{tokens:,} tokens{named['activations'][1].partition('tokens')[2]}",
     )
-    used = min(config.rollout.cache_mb * MIB, batch.pages * page_bytes(sizes.shape, width))
+    used = min(config.rollout.cache_mb * MIB, batch.pages * page_bytes(sizes.policy.shape, width))
     named["key/value cache"] = 0 if workers else used, "the pages of a step's episodes"
-    if workers and command in ("train", "distill"):
+    if workers and run.samples:
+        # they divide the episodes and their pages; one more process forks them
+        each = python_bytes() - UNMAPPED + KERNELS + ENGINE
+        each += (width + sizes.packed) * sizes.policy.count
         named["rollout workers"] = (
-            worker_bytes(sizes, config, batch, used),
+            python_bytes() + workers * each + DECODE_ROW * batch.sequences + used,
             f"{workers + 1} x Python, {workers} x weights, packs and pages",
         )
     named["passing tensors"] = passing_bytes(sizes, tokens, batch), "of a layer, and of logits"
-    named["Python"] = python_bytes() + kernels(batch, workers), "libraries, data, kernels"
-    named["other processes"] = helper_bytes(config, command), "watchdog, templates, rewards"
+    engine = ENGINE + DECODE_ROW * batch.sequences if batch.sequences and not workers else 0
+    kernels = KERNELS + GRADIENTS * bool(batch.update) + engine
+    named["Python"] = python_bytes() + kernels, "libraries, data, kernels"
+    rewards = FORK_SERVER + REWARD_WORKER * config.reward.workers
+    helpers = WATCHDOG + (rewards if run.command != "rm" else 0)
+    named["other processes"] = helpers, "watchdog, templates, rewards"
     return [(name, size, text) for name, (size, text) in named.items() if size]
 
 
@@ -83,17 +89,10 @@ def python_bytes() -> int:
     return round(peak_rss_mb() * MIB)
 
 
-def kernels(batch: Batch, workers: int) -> int:
-    """Return the bytes of libraries and kernels; those of gradients and of an engine where there
-    are some."""
-    engine = ENGINE + DECODE_ROW * batch.sequences if batch.sequences and not workers else 0
-    return KERNELS + GRADIENTS * bool(batch.update) + engine
-
-
 def passing_bytes(sizes: Sizes, tokens: int, batch: Batch) -> int:
     """Return the bytes that are held for a moment: gradients of a layer's activations, a chunk of
     logits with its probabilities and slope, and a block of keys and values in decode."""
-    shape, width = sizes.shape, sizes.place.dtype.itemsize
+    shape, width = sizes.policy.shape, sizes.place.dtype.itemsize
     inner = inner_size(shape)
     if has_experts(shape):
         inner = shape.moe_intermediate_size * shape.num_experts_per_tok
@@ -101,17 +100,3 @@ def passing_bytes(sizes: Sizes, tokens: int, batch: Batch) -> int:
     logits = 3 * min(CHUNK_BYTES, FLOAT32 * tokens * shape.vocab_size)
     block = 2 * width * PAGE * kv_heads_of(shape) * head_size(shape)
     return max(layer, logits) + 2 * block * batch.sequences
-
-
-def worker_bytes(sizes: Sizes, config: Config, batch: Batch, pages: int) -> int:
-    """Return the bytes of the rollout workers, which divide the episodes and their pages, and of
-    the process that forks them."""
-    workers, width = config.rollout.workers, sizes.place.dtype.itemsize
-    each = python_bytes() - UNMAPPED + KERNELS + ENGINE + (width + sizes.packed) * sizes.policy
-    return python_bytes() + workers * each + DECODE_ROW * batch.sequences + pages
-
-
-def helper_bytes(config: Config, command: str) -> int:
-    """Return the bytes of processes that compute nothing of the model."""
-    rewards = FORK_SERVER + REWARD_WORKER * config.reward.workers
-    return WATCHDOG + (rewards if command != "rm" else 0)

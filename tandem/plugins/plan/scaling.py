@@ -17,7 +17,7 @@ from tandem.config.parallel import DIMENSIONS, Parallel
 from tandem.model.config_file import head_size, is_sparse
 from tandem.plugins.plan.activations import FLOAT32
 from tandem.plugins.plan.gpus import Assumptions, Gpu
-from tandem.plugins.plan.shards import Work, layer_parameters, parameters, part_of
+from tandem.plugins.plan.shards import Work, layer_parameters, part_of
 
 WEIGHTS = ("data", "expert", "context")  # dimensions whose ranks have copies of the weights
 
@@ -50,7 +50,7 @@ def communication(work: Work, mesh: Parallel) -> dict[str, float]:
     chosen = shape.num_experts_per_tok if sparse else 0
     shards = mesh.shard or mesh.replicas
     copies = mesh.replicas // shards
-    trained = FLOAT32 * (work.adapters / parameters(shape) if work.adapters else 1.0)
+    trained = FLOAT32 * work.model.trained / work.model.count
     dense = width * count * (2 * part.dense - part.root)
     experts = width * count * 2 * part.experts
     owners = shards if mesh.shard else mesh.data * mesh.context
@@ -161,7 +161,7 @@ def update_time(work: Work, mesh: Parallel, gpu: Gpu, assumed: Assumptions) -> T
     """
     layers = -(-work.shape.num_hidden_layers // mesh.pipeline)  # of the largest stage
     layer, head = flops_per_token(
-        work.shape, work.length, adapters=work.adapters, again=work.checkpointing
+        work.shape, work.length, adapters=work.model.adapters, again=work.checkpointing
     )
     stage = layer * layers / mesh.tensor + head
     products = work.tokens(mesh) / mesh.context * stage / (gpu.flops * assumed.products)

@@ -18,24 +18,47 @@ from tandem.train.optimizer import BUCKET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A model without its storage: parameters, and bytes that it takes less than AdamW in its
+    type."""
+
+    shape: Any  # transformers config
+    count: int  # parameters
+    adapters: int = 0  # parameters of LoRA; 0: all weights are trained
+    momentum: int = 0  # parameters that Muon steps, which has one moment where AdamW has two
+    saved_in_8bit: int = 0  # bytes that moments of 8 bits save
+    saved_in_base: int = 0  # bytes that lora.base saves
+
+    @property
+    def trained(self) -> int:
+        """Parameters that are trained, if it is."""
+        return self.adapters or self.count
+
+    @property
+    def moments(self) -> int:
+        """Bytes of the moments of all that is trained."""
+        return 8 * self.trained - 4 * self.momentum - self.saved_in_8bit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """Updates of one step. A cluster is tokens that are trained together (a prompt and its samples,
     a chat); it stays on one rank."""
 
-    shape: Any  # transformers config
+    model: Model
     dtype: torch.dtype  # of the weights that run
-    whole: int = 0  # parameters; 0: counted by the shape
     clusters: int  # in an update
     cluster: int  # tokens of one
     length: float  # tokens of a sequence
     microbatch: int  # tokens at most, but for a larger cluster
     checkpointing: bool = False
     offload: bool = False  # the optimizer's state is in host memory
-    adapters: int = 0  # parameters of LoRA; 0: all weights are trained
-    muon: int = 0  # parameters that Muon steps, which has one moment where AdamW has two
-    saved_in_8bit: int = 0  # bytes that moments of 8 bits save
     megatron: bool = False  # whose ranks of data keep all weights and their optimizer's state
     updates: int = 1
+
+    @property
+    def shape(self) -> Any:
+        return self.model.shape
 
     def tokens(self, mesh: Parallel) -> int:
         """Return the tokens of a rank in an update, those of the ranks of one share together."""
@@ -122,17 +145,17 @@ def memory(work: Work, mesh: Parallel) -> dict[str, int]:
 
 def _stage_memory(work: Work, mesh: Parallel, stage: int) -> dict[str, int]:
     divided, width = mesh.replicas > 1 and not work.megatron, work.dtype.itemsize
-    if mesh.processes == 1 and work.whole:  # of any architecture
-        part = Part(dense=work.whole, experts=0, layer=0, root=0)
+    model = work.model
+    if mesh.processes == 1:  # of any architecture
+        part = Part(dense=model.count, experts=0, layer=0, root=0)
     else:
         part = part_of(work.shape, mesh, stage)
-    count = work.whole or parameters(work.shape)
     held = part.held(mesh) if divided else part.whole
     passing = 2 * part.layer + part.root if divided else 0.0
-    share = work.adapters / count if work.adapters else 1.0
+    share = model.adapters / model.count if model.adapters else 1.0
     is_master = divided or (width == FLOAT32 and not work.megatron)
     masters = 0.0 if is_master else FLOAT32 * share * held
-    muon, saved = work.muon / count, work.saved_in_8bit / count
+    muon, saved = model.momentum / model.count, model.saved_in_8bit / model.count
     moments, momentum = (8 * share * (1 - muon) - saved) * held, 4 * muon * held
     gradients = FLOAT32 * share * (held + passing)
     if divided and work.microbatches(mesh) > 1:
@@ -156,6 +179,11 @@ def parameters(shape: Any) -> int:
     return round(part_of(shape, Parallel(), 0).whole)
 
 
+def model_of(shape: Any) -> Model:
+    """Count a model that is trained whole, by AdamW."""
+    return Model(shape=shape, count=parameters(shape))
+
+
 def _activations(work: Work, mesh: Parallel, stage: int) -> int:
     """Return the bytes that wait for a backward pass: of 1F1B's first stage those of as many
     microbatches as there are stages (Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1)."""
@@ -170,7 +198,7 @@ def _activations(work: Work, mesh: Parallel, stage: int) -> int:
     )
     if stage < mesh.pipeline - 1:
         return layers
-    return layers + outer_bytes(work.shape, tokens, work.dtype, head=not work.adapters)
+    return layers + outer_bytes(work.shape, tokens, work.dtype, head=not work.model.adapters)
 
 
 def _local_shape(shape: Any, mesh: Parallel) -> Any:

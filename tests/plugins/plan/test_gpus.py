@@ -9,12 +9,13 @@ import torch
 from tandem.cli import doctor
 from tandem.config.recipe import load_config
 from tandem.jobs import engines
-from tandem.jobs.models import placement, releases_cache
+from tandem.jobs.models import releases_cache
 from tandem.jobs.rl import note_machine
 from tandem.model.paths import Exact
 from tandem.model.placement import Placement, place_models
 from tandem.model.probe import Exactness
-from tandem.plugins.plan.footprint import gpu_memory, model_sizes
+from tandem.plugins.plan.footprint import model_sizes
+from tandem.runtime.disk import human_bytes
 from tandem.runtime.errors import UserError
 from tests.support.fake_cuda import MEMORY, FakeCuda
 from tests.support.home import invoke, make_home
@@ -72,7 +73,7 @@ def test_matmul_kernel_of_a_gpu_is_chosen_before_the_probe_and_noted(gpus, home,
         exactness=Exact(),
         device=SECOND.device,
         heads=(2, 1, 8),
-        config=model_sizes(config, "sft").shape,
+        config=model_sizes(config, "sft").policy.shape,
         kernels=SimpleNamespace(chosen="plain"),
     )
     exact = engines.probe_exactness(config, model, print)
@@ -85,11 +86,10 @@ def test_matmul_kernel_of_a_gpu_is_chosen_before_the_probe_and_noted(gpus, home,
 
 
 def test_plan_compares_a_run_with_the_memory_of_the_gpu(gpus, home):
-    config = config_of(home)
-    assert gpu_memory(placement(config)) == MEMORY
     result = invoke("plan", home / "recipe.toml", "--values")
     assert result.exit_code == 0, result.output
-    assert "memory of the GPU" in result.output and "of this GPU" in result.output
+    assert "memory of the GPU" in result.output
+    assert f"of {human_bytes(MEMORY)} of this GPU" in result.output
     for words in ("cuda:0, the first GPU", "bfloat16, that of a GPU", "a GPU's memory"):
         assert words in " ".join(result.output.split())
 

@@ -4,18 +4,16 @@ and loads no weights."""
 import json
 import re
 import shutil
-from contextlib import chdir
 
 import pytest
-import torch
 
 from tandem.config.origins import origins
 from tandem.config.recipe import load_config
-from tandem.model.config_file import check_model
-from tandem.model.load import load_model
-from tandem.plugins.plan.command import plan
-from tandem.plugins.plan.footprint import Machine, require_disk
-from tandem.plugins.plan.plan_time import random_directory
+from tandem.jobs import disk_space
+from tandem.jobs.disk_space import require_disk
+from tandem.jobs.models import build_learner
+from tandem.plugins.plan.command import Machine, plan, value_lines
+from tandem.plugins.plan.footprint import Footprint, model_sizes
 from tandem.run_folder.metrics import read_metrics
 from tandem.runtime.errors import UserError
 from tests.support.command import tandem
@@ -70,16 +68,17 @@ def test_plan_warns_of_problems_that_come_several_times_a_step(
     assert [line.partition(" times")[0] for line in said] == [about] * bool(times)
 
 
-def test_plan_lists_values_of_its_own_command_and_with_values_all(home, tmp_path):
-    sections = {"train": {"rl"}, "sft": {"sft"}, "dpo": {"preference"}, "distill": {"rl"}}
+@pytest.mark.parametrize(
+    ("command", "own"),
+    [("train", {"rl"}), ("sft", {"sft"}), ("dpo", {"preference"}), ("distill", {"rl"})],
+)
+def test_plan_lists_values_of_its_own_command_and_with_values_all(home, command, own):
     keys = ["sft.batch_size=3", "preference.beta=0.3", "rl.kl_coef=0.0", "rl.clip_low=0.1"]
-    for command, own in sections.items():
-        for options, expected in ([], own), (["--values"], {"rl", "sft", "preference", "distill"}):
-            with chdir(home):
-                output = invoke("plan", "recipe.toml", "--for", command, *options, *keys).output
-            lines = output.partition("\ndata\n")[0].splitlines()[1:]
-            shown = {line.split(".")[0].strip() for line in lines if " = " in line}
-            assert shown & {"rl", "sft", "preference", "distill"} == expected, command
+    config, named = load_config(home / "recipe.toml", keys), origins(home / "recipe.toml", keys)
+    sections = {"rl", "sft", "preference", "distill"}
+    for every, expected in ((False, own), (True, sections)):
+        lines = value_lines(config, command, named, {}, every=every)
+        assert {line.split(".")[0].strip() for line in lines} & sections == expected
 
 
 @pytest.mark.parametrize(
@@ -201,50 +200,26 @@ def test_planned_memory_is_what_a_run_takes(home, tmp_path):
     assert planned_mb == pytest.approx(measured, rel=0.15)
 
 
-def test_time_of_a_step_is_measured_on_random_models_and_leaves_nothing(home, tmp_path):
-    out = tmp_path / "plan.json"
-    code, _, text = planned(home, tmp_path / "run", "--time", "--json", out)
-    assert code == 0 and not (tmp_path / "run").exists()
-    assert f"seconds of a step\n  {json.loads(out.read_text())['step_s']:.3g}, of a random" in text
-
-
-def test_a_trial_that_fails_says_nothing_against_the_run(home, tmp_path):
-    """The reward works on the first problem's answer, and on nothing that a random model says."""
-    (tmp_path / "mine.py").write_text(
-        "def score(problem, completion):\n"
-        "    return 1 / (completion == 'Answer: ' + problem.answer)\n"
-    )
-    reward = f"reward={tmp_path}/mine.py:score"
-    code, last, text = planned(home, tmp_path / "run", reward, "--time")
-    assert code == 0 and last.startswith("ready: ")
-    assert "  not measured: the time of a step" in text and "ZeroDivisionError" in text
-
-
-def test_a_random_model_has_the_shapes_of_another_with_fewer_layers(home, tmp_path):
-    random_directory(f"{home}/model", tmp_path / "small", 1)
-    shape, small = check_model(f"{home}/model"), check_model(f"{tmp_path}/small")
-    assert (shape.num_hidden_layers, small.num_hidden_layers) == (2, 1)
-    assert small.intermediate_size == shape.intermediate_size
-    weights, others = (
-        dict(load_model(str(path)).module.named_parameters())
-        for path in (tmp_path / "small", home / "model")
-    )
-    assert {name: w.shape for name, w in weights.items()} == {n: others[n].shape for n in weights}
-    assert not torch.equal(*(each["model.embed_tokens.weight"] for each in (weights, others)))
-
-
 def test_checkpoints_that_the_disk_cannot_take_are_not_ready(home, tmp_path, capsys):
     config = load_config(home / "recipe.toml", [])
-    small = Machine(memory=1 << 40, disk=1 << 10)
+    small, large = (Machine(memory=1 << 40, disk=disk) for disk in (1 << 10, 1 << 30))
     named = origins(home / "recipe.toml", [])
     assert plan(config, "train", tmp_path / "run", named, machine=small) == 2
     assert capsys.readouterr().out.splitlines()[-1].startswith("not ready: disk: ")
-    large = Machine(memory=1 << 40, disk=1 << 30)
     assert plan(config, "train", tmp_path / "run", named, machine=large) == 0
-    with pytest.raises(
-        UserError, match=r"would not fit on the disk(.|\n)*1.0 KiB free"
-    ):  # the run itself says so at its start
-        require_disk(config, "train", tmp_path / "run", small)
+
+
+@pytest.mark.parametrize("changes", [[], ["lora.rank=4"], ["train.optimizer=muon"]])
+def test_a_run_asks_at_its_start_for_the_disk_of_its_plan(home, tmp_path, monkeypatch, changes):
+    config = load_config(home / "recipe.toml", changes)
+    run = Footprint(sizes=model_sizes(config, "train"), config=config, command="train", longest=20)
+    learner = build_learner(config, config.model.path, config.train, 1)
+    needed = sum(size for _, size, _ in run.disk())
+    monkeypatch.setattr(disk_space, "free_for", lambda folder: needed)
+    require_disk(config, [learner], tmp_path)
+    monkeypatch.setattr(disk_space, "free_for", lambda folder: needed - 1)
+    with pytest.raises(UserError, match="would not fit on the disk"):
+        require_disk(config, [learner], tmp_path)
 
 
 def test_a_run_that_is_there_is_held_against_the_plan(home, tmp_path):

@@ -11,18 +11,19 @@ from tandem.config.recipe import load_config
 from tandem.config.schema import Config
 from tandem.model.forward import batch_logprobs
 from tandem.model.placement import Placement
-from tandem.plugins.plan.footprint import (
-    Sizes,
-    loading_memory,
-    model_sizes,
-    needs,
-    rank_memory,
-    work_of,
-)
+from tandem.plugins.plan.footprint import Footprint, Sizes, model_sizes
 from tandem.plugins.plan.gpus import GPUS, Assumptions
 from tandem.plugins.plan.meshes import plans, possible_meshes, smallest, why_refused
 from tandem.plugins.plan.scaling import communication, flops_per_token, rate, update_time
-from tandem.plugins.plan.shards import Work, largest_layer, memory, parameters, part_of
+from tandem.plugins.plan.shards import (
+    Model,
+    Work,
+    largest_layer,
+    memory,
+    model_of,
+    parameters,
+    part_of,
+)
 from tandem.train.pack import pack
 from tandem.train.parallel.ranks import ParallelRanks
 from tandem.types import SamplingDistribution
@@ -39,7 +40,7 @@ def work(kind="qwen3", dtype=torch.bfloat16, **changes):
     if kind == "qwen3_moe":
         shape.num_experts = 8
     values = {"clusters": 64, "cluster": 100, "length": 100.0, "microbatch": 1600}
-    return Work(shape=shape, dtype=dtype, **(values | changes))
+    return Work(model=model_of(shape), dtype=dtype, **(values | changes))
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +48,12 @@ def home(tmp_path_factory):
     return make_home(tmp_path_factory.mktemp("home"), steps=2)
 
 
-def sizes_of(config, **changes):
+def run_of(home, *changes, longest=20):
+    """The Footprint of a recipe with changes, on a GPU."""
+    config = load_config(home / "recipe.toml", list(changes))
     place = Placement(torch.device("cuda"), torch.bfloat16)
-    return replace(model_sizes(config, "train"), place=place, **changes)
+    sizes = replace(model_sizes(config, "train"), place=place)
+    return Footprint(sizes=sizes, config=config, command="train", longest=longest)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -92,21 +96,14 @@ def test_gradients_of_several_microbatches_add_up_undivided():
     assert one < several == whole
 
 
-def test_one_process_has_the_memory_of_its_plan_and_no_communication(home):
-    for override in ("train.offload_optimizer=true", "train.activation_checkpointing=true", None):
-        config = load_config(home / "recipe.toml", [override] if override else [])
-        sizes = sizes_of(config)
-        one = work_of(sizes, config, "train", 20)
-        found = rank_memory(sizes, config, one, ALONE)
-        # the config says "auto", which is for the device of the models
-        config = config.model_copy(
-            update={"rollout": config.rollout.model_copy(update={"release_cache": True})}
-        )
-        expected = {name: size for name, size, _ in needs(sizes, config, "train", 20)}
-        assert {name: size for name, size in found.items() if size} == expected
-        assert set(communication(one, ALONE).values()) == {0.0}
-        times = update_time(one, ALONE, H200, Assumptions())
-        assert times.total == times.products and times.communication == 0
+@pytest.mark.parametrize(
+    "override", ["train.offload_optimizer=true", "train.activation_checkpointing=true"]
+)
+def test_one_process_has_no_communication(home, override):
+    work = run_of(home, override).work
+    assert set(communication(work, ALONE).values()) == {0.0}
+    times = update_time(work, ALONE, H200, Assumptions())
+    assert times.total == times.products and times.communication == 0
 
 
 def fsdp_bytes(step, mesh):
@@ -139,7 +136,12 @@ def test_fsdp_sends_as_much_as_its_formula_says():
     (count, sent), (_, other) = on_mesh(bytes_of_update, data=2)
     shape = tiny_config("qwen3", vocab_size=98)
     step = Work(
-        shape=shape, dtype=torch.float32, clusters=count, cluster=60, length=60, microbatch=60
+        model=model_of(shape),
+        dtype=torch.float32,
+        clusters=count,
+        cluster=60,
+        length=60,
+        microbatch=60,
     )
     assert step.microbatches(Parallel(data=2)) == 2
     assert sent == other == fsdp_bytes(step, Parallel(data=2))
@@ -177,7 +179,7 @@ def test_layers_send_as_much_as_their_formulas_say(kind, extra, dimension):
     by_rank = on_mesh(bytes_in_layers, kind, extra, **{dimension: 2})
     tokens = by_rank[0][0]
     step = Work(
-        shape=tiny_config(kind, **SHAPE, **extra),
+        model=model_of(tiny_config(kind, **SHAPE, **extra)),
         dtype=torch.float32,
         clusters=2,
         cluster=tokens,
@@ -230,17 +232,15 @@ def test_frozen_weights_take_four_flops_a_parameter_and_checkpointing_two_more()
 
 def of_shape(shape):
     place = Placement(torch.device("cuda"), torch.bfloat16)
-    return Sizes(place=place, shape=shape, policy=parameters(shape), adapters=0, others={})
+    sizes = Sizes(place=place, policy=model_of(shape))
+    return Footprint(sizes=sizes, config=Config(), command="train", longest=20)
 
 
 def test_meshes_of_four_gpus_by_hand():
     """Two heads of keys, two layers, no experts: tensor x context <= 2, pipeline <= 2."""
-    shape = tiny_config("qwen3", num_attention_heads=4)
-    found = {
-        (mesh.data, mesh.tensor, mesh.context, mesh.pipeline)
-        for mesh in possible_meshes(of_shape(shape), Config(), 4)
-        if not mesh.shard
-    }
+    run = of_shape(tiny_config("qwen3", num_attention_heads=4))
+    meshes = [on.mesh for on in possible_meshes(run, 4)]
+    found = {(m.data, m.tensor, m.context, m.pipeline) for m in meshes if not m.shard}
     assert found == {
         (4, 1, 1, 1),
         (2, 2, 1, 1),
@@ -249,90 +249,64 @@ def test_meshes_of_four_gpus_by_hand():
         (1, 2, 1, 2),
         (1, 1, 2, 2),
     }
-    assert why_refused(of_shape(shape), Config(), Parallel(tensor=3)) == (
+    assert why_refused(run.on(Parallel(tensor=3))) == (
         "parallel.tensor = 3, model.path: 4 attention heads, 2 key/value heads, "
         "172 inner features, expected multiples of 3"
     )
 
 
 def test_a_larger_model_needs_more_gpus_and_plans_are_sorted_by_time(home):
-    config = load_config(home / "recipe.toml", ["rollout.cache_mb=1"])
-    sizes = sizes_of(config)
-    step = work_of(sizes, config, "train", 20)
-    found = plans(sizes, config, step, 4, H200, Assumptions())
+    run = run_of(home, "rollout.cache_mb=1")
+    found = plans(run, 4, H200, Assumptions())
     assert [plan.times.total for plan in found] == sorted(plan.times.total for plan in found)
-    alone = rank_memory(sizes, config, step, ALONE)
-    less = replace(H200, memory=(sum(alone.values()) - 1) / Assumptions().memory)
-    assert smallest(sizes, config, step, less, Assumptions()) > 1
+    less = replace(H200, memory=(sum(run.of_rank_0().values()) - 1) / Assumptions().memory)
+    assert smallest(run, less, Assumptions()) > 1
 
 
 def test_a_model_that_fits_once_divided_must_fit_while_it_is_loaded(home):
-    config = load_config(home / "recipe.toml", ["rollout.cache_mb=1", "rl.kl_coef=0.1"])
-    sizes = sizes_of(config)
-    step, mesh = work_of(sizes, config, "train", 20), Parallel(data=2)
-    layer = 4 * largest_layer(sizes.shape)
-    held = memory(step, mesh)["weights"]
+    run = run_of(home, "rollout.cache_mb=1", "rl.kl_coef=0.1").on(Parallel(data=2))
+    policy, held = run.sizes.policy, memory(run.work, run.mesh)["weights"]
     # the policy in parts, the engine's copy of it, and the reference before it is divided
-    assert loading_memory(sizes, config, step, mesh) == held + 2 * 2 * sizes.policy + layer
-    shapes = {"model.reference": sizes.shape}
-    huge = replace(sizes, others={"model.reference": 10**9}, shapes=shapes)
+    assert run.loading() == held + 2 * 2 * policy.count + 4 * largest_layer(policy.shape)
+    others = {"model.reference": Model(shape=policy.shape, count=10**9)}
+    huge = replace(run, sizes=replace(run.sizes, others=others))
     small = replace(H200, memory=1.9e9 / Assumptions().memory)  # the reference has 2 GB
-    assert sum(rank_memory(huge, config, step, Parallel(data=4)).values()) < 1.9e9
-    assert not plans(huge, config, step, 4, small, Assumptions())
-    assert plans(huge, config, step, 4, H200, Assumptions())
+    assert sum(huge.on(Parallel(data=4)).of_rank_0().values()) < 1.9e9
+    assert not plans(huge, 4, small, Assumptions())
+    assert plans(huge, 4, H200, Assumptions())
 
 
 def test_meshes_that_train_refuses_are_not_suggested(home):
-    changes = ["train.backend=megatron", "rl.correction=tis"]
-    config = load_config(home / "recipe.toml", changes)
-    sizes = sizes_of(config)
-    step = work_of(sizes, config, "train", 20)
-    plain = load_config(home / "recipe.toml", [])
-    by_megatron, by_tandem = (
-        [plan.mesh for plan in plans(sizes, of, step, 16, H200, Assumptions())]
-        for of in (config, plain)
-    )
+    def meshes(run, count=16):
+        return [plan.mesh for plan in plans(run, count, H200, Assumptions())]
+
+    by_megatron = meshes(run_of(home, "train.backend=megatron", "rl.correction=tis"))
+    run = run_of(home)
     assert by_megatron and not any(mesh.shard for mesh in by_megatron)
-    assert any(mesh.shard for mesh in by_tandem)
-    teacher = sizes_of(plain, shapes={"critic.path": tiny_config("qwen3", num_attention_heads=3)})
-    assert "tensor=2" not in [
-        p.mesh.mesh for p in plans(teacher, plain, step, 2, H200, Assumptions())
-    ]
+    assert any(mesh.shard for mesh in meshes(run))
+    critic = model_of(tiny_config("qwen3", num_attention_heads=3))
+    three_heads = replace(run, sizes=replace(run.sizes, others={"critic.path": critic}))
+    assert "tensor=2" not in [mesh.mesh for mesh in meshes(three_heads, 2)]
 
 
-def test_muon_has_one_moment_where_adamw_has_two(home):
-    config = load_config(home / "recipe.toml", ["train.optimizer=muon"])
-    sizes = sizes_of(config)
-    one = work_of(sizes, config, "train", 20)
-    expected = {name: size for name, size, _ in needs(sizes, config, "train", 20)}
-    found = rank_memory(sizes, config, one, ALONE)
-    names = ("Adam moments", "Muon momentum")
-    assert [found[name] for name in names] == [expected[name] for name in names]
-    halves = rank_memory(sizes, config, one, Parallel(data=2))
-    assert 2 * halves["Muon momentum"] == found["Muon momentum"] > 0
-
-
-def test_moments_of_8_bits_are_those_of_one_process_and_are_divided(home):
-    config = load_config(home / "recipe.toml", ["train.optimizer=adamw_8bit"])
-    sizes = sizes_of(config)
-    one = work_of(sizes, config, "train", 20)
-    expected = {name: size for name, size, _ in needs(sizes, config, "train", 20)}
-    found, halves = (rank_memory(sizes, config, one, mesh) for mesh in (ALONE, Parallel(data=2)))
-    assert found["Adam moments"] == expected["Adam moments"] == 2 * halves["Adam moments"] > 0
-    meshes = [p.mesh for p in plans(sizes, config, one, 4, H200, Assumptions())]
+def test_a_mesh_divides_the_state_of_other_optimizers_too(home):
+    """Muon has one moment, 8 bits the bytes of one process."""
+    muon, in_8bit = (run_of(home, f"train.optimizer={name}") for name in ("muon", "adamw_8bit"))
+    whole, halves = muon.of_rank_0(), muon.on(Parallel(data=2)).of_rank_0()
+    assert 2 * halves["Muon momentum"] == whole["Muon momentum"] > 0
+    whole, halves = in_8bit.of_rank_0(), in_8bit.on(Parallel(data=2)).of_rank_0()
+    assert whole["Adam moments"] == 2 * halves["Adam moments"] > 0
+    meshes = [plan.mesh for plan in plans(in_8bit, 4, H200, Assumptions())]
     assert meshes and all(mesh.tensor == 1 for mesh in meshes)
 
 
 def test_rank_0_has_no_whole_copy_of_a_critic_nor_a_reference_of_its_own_beside_adapters(home):
-    config = load_config(home / "recipe.toml", ["rl.algorithm=ppo"])
-    sizes = sizes_of(config)
-    step = work_of(sizes, config, "train", 20)
-    found = rank_memory(sizes, config, step, Parallel(data=2))
-    assert found["whole weights of rank 0"] == 2 * sizes.policy
-    assert found["critic"] == (4 + 12) * sizes.others["critic.path"] / 2
-    config = load_config(home / "recipe.toml", ["rl.kl_coef=0.1", "lora.rank=2"])
-    sizes = sizes_of(config)
-    assert "reference" not in rank_memory(sizes, config, step, Parallel(data=2))
+    run = run_of(home, "rl.algorithm=ppo").on(Parallel(data=2))
+    found = run.of_rank_0()
+    assert found["whole weights of rank 0"] == 2 * run.sizes.policy.count
+    assert found["critic"] == (4 + 12) * run.sizes.others["critic.path"].count / 2
+    run = run_of(home, "rl.kl_coef=0.1", "lora.rank=2").on(Parallel(data=2))
+    assert "reference" not in run.of_rank_0()
 
 
 def test_plan_of_gpus_names_what_it_assumes(home):
