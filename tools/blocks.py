@@ -10,6 +10,7 @@ import json
 import re
 import runpy
 import shlex
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +81,7 @@ def write_files(page: Path, folder: Path) -> None:
 def prepare(tandem: Callable[[list[str]], str]) -> None:
     """Put into this folder what the pages' commands name: a model, data, examples and recipes."""
     for folder in ("examples", "recipes"):
-        Path(folder).symlink_to(ROOT / folder)
+        shutil.copytree(ROOT / folder, folder)
     tandem(["tiny", "Qwen/Qwen3-0.6B"])
     tandem(["generate", "algebra", "--count", "600", "--out", "problems.jsonl"])
     tandem(["generate", "algebra", "--count", "60", "--split", "test", "--out", "held_out.jsonl"])

@@ -1,4 +1,3 @@
-# examples/environments/agent.py
 """An agent: any program that speaks the OpenAI API, here one that answers, and is made to check its
 answer."""
 

@@ -1,4 +1,3 @@
-# examples/environments/hangman.py
 """An environment: guess the problem's answer, a word, letter by letter, with at most six misses."""
 
 from tandem.types import Env, Observation

@@ -1,4 +1,3 @@
-# examples/environments/reward.py
 """A reward: 1 if the completion ends with the answer, less for every character."""
 
 

@@ -1,4 +1,3 @@
-# examples/sorting/reward.py
 """1 for the very answer."""
 
 
