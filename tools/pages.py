@@ -20,6 +20,13 @@ LINK = re.compile(r"\]\(([^)#\s]*)(#[^)\s]*)?\)")
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.M | re.S)
 
 
+def written_lines(page: Path) -> int:
+    """Count the lines of a page without comments and the files that `make figures` copies into it."""
+    text = page.read_text(encoding="utf-8")
+    text = re.sub(r"(?ms)^<!-- file .*?^<!-- /file -->\n|^<!-- [^\n]*-->\n", "", text)
+    return len(text.splitlines())
+
+
 def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
