@@ -24,7 +24,7 @@ from tandem.run_folder.resume import check_weights, resumable
 from tandem.run_folder.samples import as_markdown, brief, page, read_samples, sample_file
 from tandem.run_folder.shards import (
     Boxes,
-    Entry,
+    Entries,
     SavedTensors,
     Shard,
     Tensors,
@@ -312,7 +312,7 @@ class _TrainLoop:
             best=self.best.kept_step,
             shard=shard,
             before_write=lambda: job.wait_until_durable(done),
-            wait_for_others=lambda: {} if shard is None else _wait_for_others(ranks, shard),
+            wait_for_others=lambda: {} if shard is None else _wait_for_others(ranks, shard.folder),
         )
         self.saver.save(self.run.checkpoints, contents)
         self.saved_step = done
@@ -392,12 +392,12 @@ def load_learners(
             )
 
 
-def _wait_for_others(ranks: Ranks, shard: Shard) -> dict[str, Entry]:
+def _wait_for_others(ranks: Ranks, folder: str) -> Entries:
     """Wait until the other processes' files are durable; return their entries in the manifest."""
-    entries = {}
-    for rank, file in shard.others():
-        found = ranks.take(f"{shard.folder}/{file}") or {"what": f"no word of {file}"}
+    entries: Entries = {}
+    for rank in range(1, ranks.size):
+        found = ranks.take(f"{folder}/{rank}") or {"what": "no word of it"}
         if "what" in found:
             raise not_written(rank, found)
-        entries[file] = found
+        entries |= found
     return entries

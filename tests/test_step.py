@@ -378,8 +378,9 @@ def test_curriculum_keeps_last_success_rate_of_each_problem(tmp_path):
     assert stages.collector.progress.rates == last and {0.5} < set(last.values())
 
 
-def test_ema_baseline_is_from_before_the_step(tmp_path):
-    reward, settings = ConstantReward(0.0), config(rl__advantage="ema", rl__ema_decay=0.75)
+@pytest.mark.parametrize("advantage", ["ema", "examples/own_functions.py:advantage"])
+def test_ema_baseline_is_from_before_the_step(advantage, tmp_path):
+    reward, settings = ConstantReward(0.0), config(rl__advantage=advantage, rl__ema_decay=0.75)
     stages = stages_in(tmp_path, settings, engine=NumberedEngine(), reward=reward)
     baselines = []
     for step, reward.reward in enumerate((1.0, 3.0, 5.0)):

@@ -1,9 +1,10 @@
 """Private functions and methods whose name is used once outside of their definition:
 `python tools/one_caller.py` lists the shortest. One is written where it is called, unless its name explains
-something."""
+something. A method that a subclass overrides is none of them: it is a place to differ."""
 
 import ast
 from collections import Counter
+from collections.abc import Iterator
 
 from closure import FILES, tree_of
 
@@ -19,7 +20,27 @@ def one_callers() -> dict[tuple[str, str], int]:
                         defined[module, name] = node.end_lineno - node.lineno + 1
                 case ast.Name(id=name) | ast.Attribute(attr=name):
                     used[module, name] += 1
-    return {key: size for key, size in defined.items() if used[key] == 1}
+    places = set(overridden())
+    return {key: n for key, n in defined.items() if used[key] == 1 and key not in places}
+
+
+def overridden() -> Iterator[tuple[str, str]]:
+    """Yield (module, method) of methods that a subclass overrides, and of those that override."""
+    own, bases = dict[str, tuple[str, set[str]]](), dict[str, list[str]]()
+    for module in FILES:
+        for node in ast.walk(tree_of(module)):
+            if isinstance(node, ast.ClassDef):
+                functions = ast.FunctionDef | ast.AsyncFunctionDef
+                own[node.name] = module, {f.name for f in node.body if isinstance(f, functions)}
+                bases[node.name] = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
+    for name, (module, methods) in own.items():
+        above, seen = list(bases[name]), {name}
+        while above:
+            if (base := above.pop()) in own and base not in seen:
+                seen.add(base)
+                above += bases[base]
+                place, others = own[base]
+                yield from ((where, m) for m in methods & others for where in (module, place))
 
 
 if __name__ == "__main__":

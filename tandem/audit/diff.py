@@ -138,7 +138,12 @@ def _compare_step(
 ) -> Iterator[Divergence]:
     """Compare episodes, metrics and the weights after the step, in this order. Adds the step to
     other_bytes if only the bytes of its journal files differ."""
-    files = [_journal_hash(past, step) for past in (a, b)]
+    files = [  # the hash of its journal file; if that was removed, the ledger's
+        file_hash(past.journal(step))
+        if past.journal(step).is_file()
+        else str(past.ledger.get(step, {"episodes": ""})["episodes"])
+        for past in (a, b)
+    ]
     if files[0] != files[1]:
         if "" in files:
             yield from compare("episodes", *(file or ABSENT for file in files))
@@ -161,13 +166,6 @@ def _compare_evaluations(a: PastRun, b: PastRun, step: int) -> Iterator[Divergen
     x, y = a.metrics[step], b.metrics[step]
     names = [name for name in x if name.startswith("eval/") and name in y]
     yield from compare_items({name: x[name] for name in names}, {name: y[name] for name in names})
-
-
-def _journal_hash(past: PastRun, step: int) -> str:
-    """Hash the journal file of a step; if it was removed, return the ledger's hash of it."""
-    if past.journal(step).is_file():
-        return file_hash(past.journal(step))
-    return str(past.ledger[step]["episodes"]) if step in past.ledger else ""
 
 
 def _compare_groups(a: Sequence[Group], b: Sequence[Group]) -> Iterator[Divergence]:
@@ -193,8 +191,9 @@ def compare_episodes(a: Episode, b: Episode) -> Iterator[Divergence]:
     }
     if places:
         field = min(places, key=lambda field: places[field])
-        values = [_entry(getattr(episode, field), places[field]) for episode in (a, b)]
-        what = f"{name}, position {places[field]}: {_ARRAYS[field]}"
+        place, arrays = places[field], (getattr(episode, field) for episode in (a, b))
+        values = [repr(x[place].item()) if place < len(x) else "its end" for x in arrays]
+        what = f"{name}, position {place}: {_ARRAYS[field]}"
         yield Divergence(what=what, a=values[0], b=values[1])
     for field in _OTHER_FIELDS:
         yield from compare(f"{name}: {field}", repr(getattr(a, field)), repr(getattr(b, field)))
@@ -204,12 +203,6 @@ def _first_difference(a: Array, b: Array) -> int | None:
     """Return the first position at which the bits differ, or one array ends; None if there is
     none."""
     shorter = min(len(a), len(b))
-    bits = [
-        np.ascontiguousarray(array[:shorter]).view(f"V{array.dtype.itemsize}") for array in (a, b)
-    ]
+    bits = [np.ascontiguousarray(x[:shorter]).view(f"V{x.dtype.itemsize}") for x in (a, b)]
     unequal = np.flatnonzero(bits[0] != bits[1])
     return int(unequal[0]) if len(unequal) else None if len(a) == len(b) else shorter
-
-
-def _entry(array: Array, place: int) -> str:
-    return repr(array[place].item()) if place < len(array) else "its end"

@@ -67,25 +67,22 @@ def replay(
     if not past.ledger:
         report("this run has no ledger: weights can be compared only where there is a checkpoint")
     with open_replay_run(past, report) as run:
-        return _Replay(past, run, step, report, observe, score).run()
+        result = ReplayReport(step=step)
+        return _Replay(past, run, step, report, observe, score, result).run()
 
 
+@dataclass
 class _Replay:
     """One replay under way. Each `_compare_*` yields the differences; nothing is computed after the
     first one."""
 
-    def __init__(
-        self,
-        past: PastRun,
-        run: ReplayRun,
-        step: int,
-        report: Report,
-        observe: Observe | None,
-        score: bool,
-    ):
-        self.past, self.replayed, self.step, self.report = past, run, step, report
-        self.observe, self.score = observe, score
-        self.result = ReplayReport(step=step)
+    past: PastRun
+    replayed: ReplayRun
+    step: int
+    report: Report
+    observe: Observe | None
+    score: bool
+    result: ReplayReport
 
     def run(self) -> ReplayReport:
         other_machine = _other_machine(self.past)

@@ -40,7 +40,10 @@ class RL(Section):
         4, ge=1, description="max_at_k: the group is rewarded for the best of k episodes (pass@k)"
     )
     ema_decay: float = Field(
-        0.9, ge=0, lt=1, description="ema: decay of the running mean reward that is the baseline"
+        0.9,
+        ge=0,
+        lt=1,
+        description="decay of the running mean reward that is the baseline of ema, or of your own",
     )
     gamma: float = Field(
         1.0, gt=0, le=1, description="gae, reinforce_pp: discount per sampled token"

@@ -29,8 +29,6 @@ def load_env(config: EnvConfig, sandbox: Sandbox) -> Callable[[], Env]:
     """
     cls = _class(config.name)
     options = _checked_options(cls, config, sandbox)
-    if cls is Env:  # the single turn, which run_episodes knows by its class
-        return Env
 
     def make() -> Env:
         return cls(**copy.deepcopy(options))  # no episode sees what another did to its options

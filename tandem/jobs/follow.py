@@ -152,7 +152,7 @@ def _learner_orders(
             step,
             saved_tensors(learners),
             shard,
-            lambda file, found: ranks.post(f"{folder}/{file}", found),
+            lambda found: ranks.post(f"{folder}/{ranks.rank}", found),
         )
 
     def export(learner: str, folder: str) -> None:

@@ -89,7 +89,8 @@ def estimator(name: str) -> Estimator:
     """Return the estimator of a name, or of a user's function."""
     if ":" in name:
         function = "tandem.rl.user_functions:user_advantage"
-        return Estimator(name, function, settings=("k",), equal_is_zero=None)
+        settings = ("k", "ema_decay")
+        return Estimator(name, function, settings=settings, equal_is_zero=None, keeps_baseline=True)
     return find("advantages", name, key="rl.advantage")  # type: ignore[no-any-return]
 
 

@@ -11,7 +11,7 @@ from tandem.rollout.episode_metrics import TRUNCATED
 from tandem.run_folder.episode_files import episode_file, read_note
 from tandem.run_folder.journal import Journal
 from tandem.runtime.errors import InvariantError, UserError
-from tandem.types import Episode, Group
+from tandem.types import Episode
 
 REPORT = "report this; the journal has the episodes"
 UNTOUCHED = "report this; the last checkpoint and the journal are as they were"
@@ -23,7 +23,9 @@ def check_groups(batch: RolloutBatch, max_truncated: float) -> None:
     for group in batch.trained:
         first = next((e for e in group.episodes if e.trainable), group.episodes[0])
         for number, episode in enumerate(group.episodes):
-            if not _belongs(episode, number, group, first):
+            is_own = (episode.uid, episode.sample_index) == (group.problem.uid, number)
+            compared = episode.trainable and first.trainable
+            if not is_own or (compared and not np.array_equal(_prompt(episode), _prompt(first))):
                 found = f"sample {episode.sample_index} of {episode.uid}"
                 raise InvariantError(
                     "an episode is not of the problem it is trained for",
@@ -43,16 +45,6 @@ def check_groups(batch: RolloutBatch, max_truncated: float) -> None:
             expected=f"at most {max_truncated:.0%} (rl.max_truncated)",
             next="raise rl.max_truncated and go on, or rollout.max_new_tokens in a new run.folder",
         )
-
-
-def _belongs(episode: Episode, number: int, group: Group, first: Episode) -> bool:
-    """Tell whether it is the group's episode `number`, with the same prompt as `first`, its first
-    trainable one."""
-    if (episode.uid, episode.sample_index) != (group.problem.uid, number):
-        return False
-    if not (episode.trainable and first.trainable):
-        return True
-    return np.array_equal(_prompt(episode), _prompt(first))
 
 
 def _prompt(episode: Episode) -> np.ndarray:

@@ -13,9 +13,6 @@
     episodes that can go on do so (at most SETTLE_S). An episode waits for that thread, for its
     environment (at most env.timeout_s in all), and at first for its place among env.concurrency.
 
-Episodes of the single turn, which wait for the engine only, are the same coroutines, but the
-caller's thread runs them itself: handing 256 of them over took 5 ms.
-
 With a token budget an episode pauses after so many tokens; a later call goes on with it, in its
 environment if that is still there, otherwise in a new one brought to the same place.
 """
@@ -23,8 +20,7 @@ environment if that is still there, otherwise in a new one brought to the same p
 import asyncio
 import queue
 import threading
-from collections import deque
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from tandem.envs.calls import ALIVE_S, CLOSE_S, LoopPulse, environment_loop
@@ -34,7 +30,6 @@ from tandem.rollout.turns import Turns
 from tandem.runtime import watchdog
 from tandem.types import (
     Completion,
-    Env,
     Episode,
     Generate,
     Group,
@@ -48,7 +43,6 @@ SETTLE_S = 0.05  # longest wait for episodes that can go on, before a pass witho
 
 OnEnd = Callable[[int, Episode], None]  # (row of the group, the episode)
 Rows = Sequence[tuple[int, Episode]]  # each episode with the row of its group
-Run = Coroutine[Request, Completion | None, Episode]  # of an episode, by hand
 
 
 def run_episodes(
@@ -70,8 +64,7 @@ def run_episodes(
     max_tokens = min(envs.limits.max_tokens or engine.longest, engine.longest)
     turns = Turns(groups, renderer, envs, sampling, max_tokens, token_budget)
     episodes = [(row, episode) for row, group in enumerate(groups) for episode in group.episodes]
-    rollout_type = _SingleTurns if envs.make is Env else _Rollout
-    rollout = rollout_type(episodes, engine, turns, on_end or (lambda row, episode: None))
+    rollout = _Rollout(episodes, engine, turns, on_end or (lambda row, episode: None))
     try:
         while not rollout.done():
             rollout.submit_requests()
@@ -82,58 +75,6 @@ def run_episodes(
     finally:  # after Ctrl-C, too
         rollout.cancel()
     return [tuple(next(results) for _ in group.episodes) for group in groups]
-
-
-class _SingleTurns:
-    """Episodes that wait for the engine only: the caller's thread runs them."""
-
-    def __init__(self, episodes: Rows, engine: Generate, turns: Turns, on_end: OnEnd):
-        self.rows, self.engine, self.turns, self.on_end = episodes, engine, turns, on_end
-        self.episodes = [episode for _, episode in episodes]
-        paused = (n for n, episode in enumerate(self.episodes) if episode.stop_reason == "paused")
-        self._to_begin, turns.ask = deque(paused), _AskCaller
-        self.generating: dict[Ticket, tuple[int, Run]] = {}
-
-    def done(self) -> bool:
-        return not (self._to_begin or self.generating)
-
-    def results(self) -> list[Episode]:
-        return self.episodes
-
-    def submit_requests(self) -> None:
-        """Begin as many episodes as may be under way."""
-        while self._to_begin and len(self.generating) < self.turns.envs.limits.concurrency:
-            row, episode = self.rows[number := self._to_begin.popleft()]
-            self._go_on(number, self.turns.run(row, EpisodeBuilder(episode)), None)
-
-    def deliver(self, ticket: Ticket, completion: Completion) -> None:
-        """Go on with the episode of a completion."""
-        self._go_on(*self.generating.pop(ticket), completion)
-
-    def _go_on(self, number: int, run: Run, completion: Completion | None) -> None:
-        try:
-            self.generating[self.engine.submit(run.send(completion))] = number, run
-        except StopIteration as end:
-            self.episodes[number] = episode = end.value
-            if episode.stop_reason != "paused":
-                self.on_end(self.rows[number][0], episode)
-
-    def cancel(self) -> None:
-        """Cancel the episodes that have not ended."""
-        for ticket, (_, run) in self.generating.items():
-            self.engine.cancel(ticket)
-            run.close()
-
-
-class _AskCaller:
-    """An awaitable by which a coroutine yields a request to who runs it, who sends the
-    completion."""
-
-    def __init__(self, request: Request):
-        self.request = request
-
-    def __await__(self) -> Generator[Request, Completion, Completion]:
-        return (yield self.request)
 
 
 class _Rollout:
@@ -188,7 +129,11 @@ class _Rollout:
             if asked is None:
                 return
             self._submit(asked)
-        self._settle()  # the others that ask at this moment
+        # the others that ask at this moment: twice soon, behind those whose completion is being set
+        settled = threading.Event()
+        self._loop.call_soon_threadsafe(self._loop.call_soon, settled.set)
+        if not settled.wait(SETTLE_S):
+            self._pulse.require()
         with suppress(queue.Empty):
             while True:
                 if (asked := self._inbox.get_nowait()) is not None:
@@ -198,19 +143,22 @@ class _Rollout:
         request, future = asked
         self.generating[self.engine.submit(request)] = future
 
-    def _settle(self) -> None:
-        """Let the episodes that can go on do so, for SETTLE_S at most."""
-        settled = threading.Event()
-        # twice soon: behind those whose completion is only being set
-        self._loop.call_soon_threadsafe(self._loop.call_soon, settled.set)
-        if not settled.wait(SETTLE_S):
-            self._pulse.require()
-
     # The environments' thread.
 
     async def _run_all(self, episodes: Rows) -> list[Episode]:
         places = asyncio.Semaphore(self.limits.concurrency)
-        tasks = [asyncio.create_task(self._run(*each, places)) for each in episodes]
+
+        async def run(row: int, episode: Episode) -> Episode:
+            if episode.stop_reason != "paused":
+                return episode
+            async with places:
+                episode = await self.turns.run(row, EpisodeBuilder(episode))
+            self._inbox.put(None)  # a sign of life for the thread that waits
+            if episode.stop_reason != "paused":
+                self.on_end(row, episode)
+            return episode
+
+        tasks = [asyncio.create_task(run(*each)) for each in episodes]
         try:
             return await asyncio.gather(*tasks)
         finally:
@@ -218,16 +166,6 @@ class _Rollout:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._over.set()
-
-    async def _run(self, row: int, episode: Episode, places: asyncio.Semaphore) -> Episode:
-        if episode.stop_reason != "paused":
-            return episode
-        async with places:
-            episode = await self.turns.run(row, EpisodeBuilder(episode))
-        self._inbox.put(None)  # a sign of life for the thread that waits
-        if episode.stop_reason != "paused":
-            self.on_end(row, episode)
-        return episode
 
     def _ask(self, request: Request) -> "asyncio.Future[Completion]":
         future: asyncio.Future[Completion] = self._loop.create_future()

@@ -57,14 +57,14 @@ def generate_and_score(
     parts: keeps the scored episodes on disk; episodes that it already holds are not generated
     again. Raises UserError if every episode fails, in its environment or in scoring.
     """
-    groups = [_with_recalled(group, parts) for group in groups]
+    # those that an earlier start of the run has seen end
+    recalled = {} if parts is None else parts.ended
+    groups = [
+        replace(group, episodes=tuple(recalled.get(e.key, e) for e in group.episodes))
+        for group in groups
+    ]
     scoring = _Scoring(runner.rewards, groups, shaping, sampling.max_new_tokens, parts)
-    paused = {
-        (row, e.sample_index)
-        for row, group in enumerate(groups)
-        for e in group.episodes
-        if e.stop_reason == "paused"
-    }
+    ended = [list[Episode]() for _ in groups]  # for the reward model
     with timer("rollout_s"):
         generated = run_episodes(
             groups,
@@ -72,7 +72,11 @@ def generate_and_score(
             renderer=runner.renderer,
             envs=runner.envs,
             sampling=sampling,
-            on_end=None if runner.reward_model else scoring.submit,
+            on_end=(
+                (lambda row, episode: ended[row].append(episode))
+                if runner.reward_model
+                else scoring.submit
+            ),
             token_budget=token_budget,
         )
     runner.after_generation()
@@ -81,16 +85,9 @@ def generate_and_score(
     _require_some_success(errors, "every episode failed in its environment", where=env_name)
     with timer("reward_s"):
         if runner.reward_model is not None:
-            ended = [
-                tuple(
-                    e
-                    for e in episodes
-                    if (row, e.sample_index) in paused and e.stop_reason != "paused"
-                )
-                for row, episodes in enumerate(generated)
-            ]
             problems = [group.problem for group in groups]
-            for row, episodes in enumerate(runner.reward_model(problems, ended)):
+            ordered = [tuple(sorted(e, key=lambda e: e.sample_index)) for e in ended]
+            for row, episodes in enumerate(runner.reward_model(problems, ordered)):
                 for episode in episodes:
                     scoring.submit(row, episode)
         scored = scoring.results(generated)
@@ -142,13 +139,6 @@ class _Scoring:
             )
             for row, group in enumerate(self._groups)
         ]
-
-
-def _with_recalled(group: Group, parts: Parts | None) -> Group:
-    """Replace paused episodes by those that an earlier start of the run has seen end."""
-    ended = {} if parts is None else parts.ended
-    episodes = (ended.get(e.key, e) if e.stop_reason == "paused" else e for e in group.episodes)
-    return replace(group, episodes=tuple(episodes))
 
 
 def _require_some_success(errors: Sequence[str], what: str, where: str) -> None:

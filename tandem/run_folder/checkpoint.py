@@ -49,19 +49,19 @@ from safetensors import SafetensorError
 from tandem import __version__
 from tandem.run_folder.files import RESTORE_OR_FRESH
 from tandem.run_folder.shards import (
-    SUFFIX,
-    Entry,
+    Entries,
     SavedTensors,
     Shard,
     Tensors,
     file_entry,
     open_tensors,
+    write_file,
     write_shard,
     write_tensors,
 )
 from tandem.runtime.disk import DISK, Disk, disk_errors, make_folder, read_regular_file
 from tandem.runtime.errors import UserError
-from tandem.runtime.watchdog import heartbeat, waiting_for
+from tandem.runtime.watchdog import waiting_for
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -69,9 +69,9 @@ _LIBRARIES = ("torch", "transformers", "safetensors", "numpy")
 _UNREADABLE = (SafetensorError, OSError, ValueError, TypeError, RecursionError)
 _GONE = ".tmp-gone-"
 
-# Called in the saver's thread of a process after rank 0: with the name of each file, and its entry
-# in the manifest once it is durable, or the fields of a UserError.
-Report = Callable[[str, dict[str, Any]], None]
+# Called in the saver's thread of a process after rank 0: with the entries of its files once they
+# are durable, or the fields of a UserError.
+Report = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class Contents:
     best: int | None = None  # a step whose checkpoint stays too
     shard: Shard | None = None  # of this process, if others write the rest
     before_write: Callable[[], None] = lambda: None
-    wait_for_others: Callable[[], dict[str, Entry]] = dict
+    wait_for_others: Callable[[], Entries] = dict
 
 
 def save_checkpoint(folder: Path, contents: Contents, disk: Disk = DISK) -> Path:
@@ -111,23 +111,17 @@ def save_checkpoint(folder: Path, contents: Contents, disk: Disk = DISK) -> Path
         try:
             temporary.mkdir(exist_ok=shard is not None)
             files = write_tensors(temporary, contents.tensors, shard, disk)
-            disk.write(temporary / STATE, lambda path: path.write_bytes(state))
-            files = sorted([*files, temporary / STATE])
-            for file in files:
-                disk.fsync(file)
-                heartbeat()
+            files[STATE] = write_file(temporary / STATE, lambda path: path.write_bytes(state), disk)
             contents.before_write()
             body = {
                 "step": step,
                 "versions": versions(),
                 # as `sha256sum config.toml` prints it
                 "config_sha256": hashlib.sha256(contents.config.encode()).hexdigest(),
-                # hashed as they can be read back, now that they are durable
-                "files": {f.name: file_entry(f) for f in files} | contents.wait_for_others(),
+                "files": files | contents.wait_for_others(),
             }
             manifest = _sealed(body)
-            disk.write(temporary / MANIFEST, lambda path: path.write_bytes(manifest))
-            disk.fsync(temporary / MANIFEST)
+            write_file(temporary / MANIFEST, lambda path: path.write_bytes(manifest), disk)
             disk.fsync(temporary)
         except (OSError, UserError):
             with suppress(OSError):  # the error to raise is the first one
@@ -362,7 +356,8 @@ class Saver:
 
     def __init__(self, disk: Disk = DISK):
         self._disk = disk
-        self._under_way: _Save | None = None
+        self._under_way: tuple[int, Thread] | None = None
+        self._error: Exception | None = None  # of the save under way
 
     def save(self, folder: Path, contents: Contents) -> None:
         """Save a snapshot taken now, as save_checkpoint does; wait for the save before, and raise
@@ -371,34 +366,49 @@ class Saver:
         before_write runs in the saver's thread.
         """
         self.wait()
-        snapshot = replace(
-            contents, tensors=_snapshot(contents.tensors), state=plain_state(contents.state)
-        )
-        write = partial(save_checkpoint, folder, snapshot, self._disk)
-        self._under_way = _Save(contents.step, write)
-        self._under_way.start()
+        tensors, state = _snapshot(contents.tensors), plain_state(contents.state)
+        snapshot = replace(contents, tensors=tensors, state=state)
+        self._start(contents.step, partial(save_checkpoint, folder, snapshot, self._disk))
 
     def save_shard(
         self, folder: Path, step: int, tensors: Tensors, shard: Shard, report: Report
     ) -> None:
         """Save a snapshot taken now of what a process after rank 0 has, as write_shard does."""
         self.wait()
-        write = partial(_write_and_report, folder, _snapshot(tensors), shard, report, self._disk)
-        self._under_way = _Save(step, write)
-        self._under_way.start()
+        snapshot = _snapshot(tensors)
+
+        def write() -> None:
+            try:
+                report(write_shard(folder, snapshot, shard, self._disk))
+            except Exception as error:  # all of them are rank 0's, which raises them
+                report(vars(error) if isinstance(error, UserError) else {"what": repr(error)})
+
+        self._start(step, write)
+
+    def _start(self, step: int, write: Callable[[], object]) -> None:
+        def run() -> None:
+            try:
+                write()
+                self._error = None
+            except Exception as error:  # `wait` raises it
+                self._error = error
+
+        # if a panic of a library ends the thread, which Python has printed
+        self._error = RuntimeError(f"the thread that saved step {step} died")
+        self._under_way = step, Thread(target=run, name="saver", daemon=True)
+        self._under_way[1].start()
 
     def wait(self) -> None:
         """Wait until the save under way is durable. Raises its UserError (disk full ...) once: the
         checkpoint before is intact."""
         if self._under_way is None:
             return
-        with waiting_for("saver", f"the checkpoint of step {self._under_way.step}"):
-            self._under_way.join()
-        ended, self._under_way = self._under_way, None
-        ended.raise_error()
-
-    def close(self) -> None:
-        self.wait()
+        step, thread = self._under_way
+        with waiting_for("saver", f"the checkpoint of step {step}"):
+            thread.join()
+        error, self._under_way, self._error = self._error, None, None
+        if error is not None:
+            raise error
 
     def __enter__(self) -> Self:
         return self
@@ -407,7 +417,7 @@ class Saver:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         try:
-            self.close()
+            self.wait()
         except Exception as unsaved:
             if error is None:
                 raise
@@ -415,43 +425,8 @@ class Saver:
             error.add_note(f"and the checkpoint under way was not saved: {unsaved}")
 
 
-class _Save(Thread):
-    """One save under way, and how it ended."""
-
-    def __init__(self, step: int, write: Callable[[], object]):
-        super().__init__(name="saver", daemon=True)
-        self.step, self._write = step, write
-        self._durable = False
-        self._error: Exception | None = None
-
-    def run(self) -> None:
-        try:
-            self._write()
-            self._durable = True
-        except Exception as error:  # carried to the trainer's thread, all of them
-            self._error = error
-
-    def raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
-        if not self._durable:  # by a panic of a library, which Python has printed
-            raise RuntimeError(f"the thread that saved step {self.step} died")
-
-
 def _snapshot(tensors: Tensors) -> Tensors:
     return {
         stem: {name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items()}
         for stem, named in tensors.items()
     }
-
-
-def _write_and_report(
-    folder: Path, tensors: Tensors, shard: Shard, report: Report, disk: Disk
-) -> None:
-    for stem, named in tensors.items():
-        name = f"{shard.stem(stem)}{SUFFIX}"
-        try:
-            report(name, write_shard(folder, stem, named, shard, disk))
-        except Exception as error:  # all of them are rank 0's, which raises them
-            report(name, vars(error) if isinstance(error, UserError) else {"what": repr(error)})
-            return

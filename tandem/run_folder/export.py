@@ -144,7 +144,14 @@ def _write_folder(folder: Path, write: Callable[[Path], None], card: str) -> Pat
     temporary = folder.with_name(f".tmp-{folder.name}")
     with disk_errors(folder):
         try:
-            _fill(temporary, write, card)
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            write(temporary)
+            (temporary / "README.md").write_text(card, encoding="utf-8")
+            sums = [f"{file_hash(file)}  {file.name}\n" for file in sorted(temporary.iterdir())]
+            (temporary / SUMS).write_text("".join(sums))
+            for file in temporary.iterdir():
+                file.chmod(0o644)  # safetensors writes files that only their owner can read
         except (OSError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise os_error(error, temporary) or error from None
@@ -155,17 +162,6 @@ def _write_folder(folder: Path, write: Callable[[Path], None], card: str) -> Pat
         temporary.rename(folder)
         shutil.rmtree(aside, ignore_errors=True)
     return folder
-
-
-def _fill(folder: Path, write: Callable[[Path], None], card: str) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    write(folder)
-    (folder / "README.md").write_text(card, encoding="utf-8")
-    sums = [f"{file_hash(file)}  {file.name}\n" for file in sorted(folder.iterdir())]
-    (folder / SUMS).write_text("".join(sums))
-    for file in folder.iterdir():
-        file.chmod(0o644)  # safetensors writes files that only their owner can read
 
 
 def model_card(

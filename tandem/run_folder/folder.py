@@ -215,7 +215,12 @@ def check_run(folder: Path, config: Config, command: str) -> bool:
     """Check that open_run would take the folder, and change nothing; return whether there is a run
     to go on with. Raises UserError as open_run."""
     _refuse_foreign(folder)
-    _check_writable(folder)
+    with disk_errors(folder):
+        for place in (folder, *folder.parents):
+            if place.exists() and not place.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(place))
+        if not os.access(parent := existing_parent(folder), os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(parent))
     check_unlocked(folder)
     if has_steps(folder):
         _changes(folder, resolved(config, folder), command)
@@ -269,17 +274,6 @@ def _refuse_foreign(folder: Path) -> None:
             expected="a folder of an earlier run, an empty one, or none",
             next=OTHER_FOLDER,
         )
-
-
-def _check_writable(folder: Path) -> None:
-    """Raise the UserError that creating the folder would end in."""
-    parent = existing_parent(folder)
-    with disk_errors(folder):
-        for place in (folder, *folder.parents):
-            if place.exists() and not place.is_dir():
-                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(place))
-        if not os.access(parent, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(parent))
 
 
 def resolved(config: Config, folder: Path) -> Config:

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 
 from tandem.run_folder.files import OTHER_FOLDER
@@ -17,7 +18,6 @@ from tandem.runtime.disk import disk_errors, open_regular_file
 from tandem.runtime.errors import UserError
 
 _open_locks: set[int] = set()
-_fork_hook: list[bool] = []
 
 
 @contextmanager
@@ -25,7 +25,8 @@ def locked(folder: Path) -> Iterator[str]:
     """Hold the lock; yield news of a holder that was killed, or "". Creates the folder. Raises
     UserError if another process has it."""
     descriptor = _acquire(folder)
-    _close_in_forks(descriptor)
+    _open_locks.add(descriptor)
+    _close_in_forks()
     try:
         killed = _holder(descriptor)
         with disk_errors(folder / "lock"):
@@ -97,14 +98,12 @@ def _holder(descriptor: int) -> str:
     return os.pread(descriptor, 4096, 0).decode(errors="replace").strip()
 
 
-def _close_in_forks(descriptor: int) -> None:
-    """Let a forked worker close its copy: it would keep the lock after the run is killed."""
-    _open_locks.add(descriptor)
-    if not _fork_hook:
-        os.register_at_fork(after_in_child=_close_locks)
-        _fork_hook.append(True)
+@cache
+def _close_in_forks() -> None:
+    """Let forked workers close their copies: they would keep a lock after the run is killed."""
 
+    def close() -> None:
+        while _open_locks:
+            os.close(_open_locks.pop())
 
-def _close_locks() -> None:
-    while _open_locks:
-        os.close(_open_locks.pop())
+    os.register_at_fork(after_in_child=close)

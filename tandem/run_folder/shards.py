@@ -12,7 +12,8 @@ number of processes is one of any other number. It does not know how a mesh divi
 import json
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ SUFFIX = ".safetensors"
 Tensors = Mapping[str, Mapping[str, torch.Tensor]]  # file stem -> name -> tensor
 Boxes = Mapping[str, Mapping[str, Box]]  # the same, of parts
 Entry = dict[str, Any]  # of a file in a manifest: {"size": bytes, "sha256": hex}
+Entries = dict[str, Entry]  # by the name of the file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,15 +48,9 @@ class Shard:
     folder: str
     boxes: Boxes
 
-    def stem(self, stem: str, rank: int | None = None) -> str:
-        """Return the stem of a rank's file, by default this one's: "policy-00001-of-00002"."""
-        number = (self.rank if rank is None else rank) + 1
-        return f"{stem}-{number:05d}-of-{self.size:05d}"
-
-    def others(self) -> list[tuple[int, str]]:
-        """List the rank and name of each file that other processes write."""
-        ranks = [rank for rank in range(self.size) if rank != self.rank]
-        return [(rank, self.stem(stem, rank) + SUFFIX) for rank in ranks for stem in self.boxes]
+    def stem(self, stem: str) -> str:
+        """Return the stem of this rank's file: "policy-00001-of-00002"."""
+        return f"{stem}-{self.rank + 1:05d}-of-{self.size:05d}"
 
 
 def unfinished_name(step: int) -> str:
@@ -63,28 +59,30 @@ def unfinished_name(step: int) -> str:
     return f".tmp-step_{step:06d}-{secrets.token_hex(4)}"
 
 
-def write_tensors(folder: Path, tensors: Tensors, shard: Shard | None, disk: Disk) -> list[Path]:
-    """Write the tensor files of a process into a folder; return their paths."""
-    files = []
-    for stem, named in tensors.items():
-        boxes = None if shard is None else shard.boxes[stem]
-        files.append(folder / f"{stem if shard is None else shard.stem(stem)}{SUFFIX}")
-        disk.write(files[-1], partial(_save, named, boxes))
-        heartbeat()
-    return files
-
-
-def write_shard(
-    checkpoints: Path, stem: str, named: Mapping[str, torch.Tensor], shard: Shard, disk: Disk
-) -> Entry:
-    """Write a tensor file of a process after rank 0, durable on return; return its entry in the
-    manifest. Raises UserError when the disk is full or read-only."""
+def write_shard(checkpoints: Path, tensors: Tensors, shard: Shard, disk: Disk) -> Entries:
+    """Write the tensor files of a process after rank 0, durable on return. Raises UserError when
+    the disk is full or read-only."""
     folder = checkpoints / shard.folder
     with disk_errors(folder):
         make_folder(folder, disk)
-        (file,) = write_tensors(folder, {stem: named}, shard, disk)
-        disk.fsync(file)
-        return file_entry(file)
+        return write_tensors(folder, tensors, shard, disk)
+
+
+def write_tensors(folder: Path, tensors: Tensors, shard: Shard | None, disk: Disk) -> Entries:
+    """Write the tensor files of a process into a folder, durable on return."""
+    entries = {}
+    for stem, named in tensors.items():
+        boxes = None if shard is None else shard.boxes[stem]
+        file = folder / f"{stem if shard is None else shard.stem(stem)}{SUFFIX}"
+        entries[file.name] = write_file(file, partial(_save, named, boxes), disk)
+    return entries
+
+
+def write_file(file: Path, save: Callable[[Path], object], disk: Disk) -> Entry:
+    """Have a file written, durable on return; return its entry in the manifest."""
+    disk.write(file, save)
+    disk.fsync(file)
+    return file_entry(file)
 
 
 def file_entry(file: Path) -> Entry:
@@ -124,15 +122,22 @@ class SavedTensors(Mapping[str, torch.Tensor]):
                 start, whole = places.get(name, (whole_box(shape).start, shape))
                 box = Box(tuple(start), shape, tuple(whole))
                 self._parts.setdefault(name, []).append((box, file))
+        self._boxes = {name: whole_box(parts[0][0].whole) for name, parts in self._parts.items()}
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._parts)
+        return iter(self._boxes)
 
     def __len__(self) -> int:
-        return len(self._parts)
+        return len(self._boxes)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self.read(name, whole_box(self._parts[name][0][0].whole))
+        return self.read(name, self._boxes[name])
+
+    def parts(self, boxes: Mapping[str, Box]) -> "SavedTensors":
+        """Return the parts of these boxes, read when asked for."""
+        part = copy(self)
+        part._boxes = {name: box for name, box in boxes.items() if name in self._parts}
+        return part
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """Read a part of a tensor. Raises UserError if the tensor has another shape, or the files
@@ -153,26 +158,6 @@ class SavedTensors(Mapping[str, torch.Tensor]):
         if found is None or count != box.size:
             raise other_tensors(name, f"{count} of its numbers", box.size)
         return found
-
-    def parts(self, boxes: Mapping[str, Box]) -> "SavedParts":
-        """Return the parts of these boxes, read when asked for."""
-        return SavedParts(self, boxes)
-
-
-class SavedParts(Mapping[str, torch.Tensor]):
-    """Parts of saved tensors; see SavedTensors.parts."""
-
-    def __init__(self, saved: SavedTensors, boxes: Mapping[str, Box]):
-        self._saved, self._boxes = saved, {n: box for n, box in boxes.items() if n in saved}
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._boxes)
-
-    def __len__(self) -> int:
-        return len(self._boxes)
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._saved.read(name, self._boxes[name])
 
 
 def open_tensors(files: Sequence[Path]) -> dict[str, SavedTensors]:

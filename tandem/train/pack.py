@@ -43,7 +43,12 @@ def pack(
         if len(sample.experts) and len(sample.experts) != len(sample.tokens) - 1:
             raise ValueError(f"experts of {len(sample.experts)} of {len(sample.tokens) - 1} rows")
     clusters = list(_clusters(samples, tokens_per_microbatch, keep_groups))
-    sizes = [_rows([samples[i] for i in cluster]) for cluster in clusters]
+    # input rows: the prefix once, then each sample's own tokens but the last, which nothing follows
+    prefixes = [samples[cluster[0]].prefix for cluster in clusters]
+    sizes = [
+        prefix + sum(len(samples[i].tokens) - 1 - prefix for i in cluster)
+        for prefix, cluster in zip(prefixes, clusters, strict=True)
+    ]
     return [
         _microbatch(samples, [clusters[c] for c in sorted(members)])
         for members in _balance(sizes, tokens_per_microbatch, shares)
@@ -85,13 +90,6 @@ def _clusters(samples: Sequence[Sample], budget: int, keep_groups: bool) -> Iter
             rows += own if cluster else own + samples[i].prefix
             cluster.append(i)
         yield cluster
-
-
-def _rows(cluster: Sequence[Sample]) -> int:
-    """Count input rows: the prefix once, then each sample's own tokens but the last, which nothing
-    follows."""
-    prefix = cluster[0].prefix
-    return prefix + sum(len(s.tokens) - 1 - prefix for s in cluster)
 
 
 def _balance(sizes: Sequence[int], budget: int, shares: int) -> list[list[int]]:

@@ -63,28 +63,6 @@ def flat(rows):
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_correction_equals_its_formula(kind):
-    found = correction(kind, PROXIMAL, ENGINE, SEQUENCES, **BOUNDS)
-    np.testing.assert_allclose(
-        found, by_formula(kind, rows_of(PROXIMAL, ENGINE, LENGTHS), 0.5, 2.0), rtol=1e-12
-    )
-    assert found.shape == PROXIMAL.shape
-
-
-def test_examples_fall_on_both_sides_of_every_bound():
-    ratio = (PROXIMAL - ENGINE).exp()
-    assert (ratio < 0.5).any() and (ratio > 2.0).any() and ((ratio > 0.5) & (ratio < 2.0)).any()
-    for kind, bounds in (("mis", BOUNDS), ("mis_geometric", {"low": 0.9, "cap": 1.3})):
-        masked = correction(kind, PROXIMAL, ENGINE, SEQUENCES, **bounds) == 0
-        assert masked.any() and not masked.all()
-    means = [
-        math.exp(sum(p - e for p, e in row) / len(row))
-        for row in rows_of(PROXIMAL, ENGINE, LENGTHS)
-    ]
-    assert min(means) < 0.9 and max(means) > 1.3
-
-
 @given(sequences_of_pairs, st.floats(0.1, 1.0), st.floats(1.0, 5.0))
 def test_correction_equals_its_formula_for_any_sequences(rows, low, cap):
     for kind in KINDS:

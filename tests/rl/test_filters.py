@@ -25,40 +25,12 @@ def test_group_has_signal_when_two_rewards_differ(rewards):
     )
 
 
-def test_signal_does_not_depend_on_place_or_size_of_difference():
-    for place in range(4):
-        rewards = np.ones(4)
-        assert not has_signal(rewards)
-        rewards[place] = np.nextafter(1.0, 2.0)
-        assert has_signal(rewards)
-    assert not has_signal(np.array([0.3]))
-
-
 @given(st.integers(0, 250), st.integers(1, 100), st.data())
 def test_overlong_penalty_equals_the_formula(length, max_tokens, data):
     buffer = data.draw(st.integers(1, max_tokens))
     expected = penalty_by_formula(length, max_tokens, buffer)
     assert overlong_penalty(length, max_tokens, buffer) == pytest.approx(expected, rel=1e-15)
-
-
-@pytest.mark.parametrize(
-    ("length", "buffer", "penalty"),
-    [
-        (80, 20, 0.0),
-        (81, 20, 0.05),
-        (90, 20, 0.5),
-        (100, 20, 1.0),
-        (130, 20, 1.0),
-        (0, 100, 0.0),
-        (1, 100, 0.01),
-        (99, 1, 0.0),
-        (100, 1, 1.0),
-        (99, 0, 0.0),
-        (100, 0, 0.0),
-    ],
-)
-def test_overlong_penalty_of_at_most_100_tokens(length, buffer, penalty):
-    assert overlong_penalty(length, 100, buffer) == penalty
+    assert overlong_penalty(length, max_tokens, 0) == 0.0
 
 
 def test_learnability_is_the_variance_above_a_floor():
@@ -100,10 +72,3 @@ def test_picks_have_the_odds_of_draws_without_replacement():
         chance = chance_of(order, weights.tolist())
         spread = math.sqrt(chance * (1 - chance) / draws)
         assert abs(found.count(order) / draws - chance) < 4 * spread
-
-
-def test_picks_are_distinct_and_no_more_than_there_are():
-    uniforms = np.random.default_rng(1).uniform(size=50)
-    weights = np.random.default_rng(2).uniform(0.01, 1, size=50)
-    assert sorted(pick(weights, uniforms, 50).tolist()) == list(range(50))
-    assert len(pick(weights, uniforms, 0)) == 0

@@ -133,19 +133,14 @@ def token(value):
 # --- clipped ratio of tokens
 
 
-@pytest.mark.parametrize("dual_clip", [0.0, 1.5, 3.0])
-def test_clipped_loss_equals_the_formula(dual_clip):
-    found = ppo_clip(POLICY, PROXIMAL, ADVANTAGES, dual_clip=dual_clip, **CLIP)
-    check(found, ppo_by_formula(POLICY, PROXIMAL, ADVANTAGES, dual_clip=dual_clip, **CLIP))
-    assert found[0].shape == (N,) and 0 < found[1]["clip_share"] < N
-
-
 @given(tokens, st.floats(0, 0.9), st.floats(0, 3), st.sampled_from([0.0, 1.5, 10.0]))
 def test_clipped_loss_equals_formula_for_any_tokens_and_bounds(rows, low, high, dual_clip):
     columns = torch.tensor(rows, dtype=torch.float64).unbind(1)
-    terms, _ = ppo_clip(*columns, clip_low=low, clip_high=high, dual_clip=dual_clip)
-    expected, _ = ppo_by_formula(*columns, clip_low=low, clip_high=high, dual_clip=dual_clip)
-    np.testing.assert_allclose(terms, expected, rtol=1e-10, atol=1e-12)
+    bounds = {"clip_low": low, "clip_high": high, "dual_clip": dual_clip}
+    (terms, metrics), (losses, sums) = (f(*columns, **bounds) for f in (ppo_clip, ppo_by_formula))
+    np.testing.assert_allclose(terms, losses, rtol=1e-10, atol=1e-12)
+    del sums["clip_share"]  # at a bound the rounding of exp decides
+    assert {name: metrics[name] for name in sums} == pytest.approx(sums, rel=1e-10, abs=1e-12)
 
 
 @pytest.mark.parametrize("dual_clip", [0.0, 1.5])
@@ -158,27 +153,6 @@ def test_clipped_loss_gradient_is_right_around_every_bound(dual_clip):
         lambda p: ppo_clip(p, PROXIMAL, ADVANTAGES, dual_clip=dual_clip, **CLIP)[0],
         POLICY.clone().requires_grad_(),
     )
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "low", "high", "passes"),
-    [
-        (1.25, 1.0, 0.2, 0.2, False),  # too likely already
-        (1.25, 1.0, 0.2, 0.28, True),  # clip-higher: the upper bound is its own
-        (1.25, 1.0, 0.28, 0.2, False),
-        (0.75, -1.0, 0.2, 0.28, False),  # too unlikely already
-        (0.75, -1.0, 0.28, 0.2, True),
-        (1.9, -1.0, 0.2, 0.2, True),  # a mistake that got likelier is always pushed back
-        (0.1, 1.0, 0.2, 0.2, True),  # and so is a success that got less likely
-    ],
-)
-def test_clipping_is_asymmetric_and_never_stops_the_way_back(ratio, advantage, low, high, passes):
-    def loss(policy):
-        return ppo_clip(policy, token(0.0), token(advantage), clip_low=low, clip_high=high)
-
-    policy = token(math.log(ratio))
-    assert loss(policy)[1]["clip_share"] == (not passes)
-    assert gradient(loss, policy).item() == (pytest.approx(-ratio * advantage) if passes else 0.0)
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
@@ -196,22 +170,6 @@ def test_ratio_exactly_at_a_bound_is_not_yet_clipped(advantage, scale, passes):
     assert loss(policy)[1]["clip_share"] == (not passes)
     assert loss(policy)[0].item() == pytest.approx(-ratio * advantage)
     assert gradient(loss, policy).item() == (-ratio * advantage if passes else 0.0)
-
-
-@pytest.mark.parametrize(
-    ("ratio", "passes"), [(1.0, True), (2.9, True), (3.1, False), (50.0, False)]
-)
-def test_dual_clip_stops_only_a_failure_far_too_likely(ratio, passes):
-    def loss(policy, advantage, dual_clip=3.0):
-        return ppo_clip(policy, token(0.0), token(advantage), dual_clip=dual_clip, **CLIP)
-
-    policy = token(math.log(ratio))
-    assert loss(policy, -2.0)[0].item() == pytest.approx(min(ratio, 3.0) * 2.0)
-    assert loss(policy, -2.0)[1]["clip_share"] == (not passes)
-    found = gradient(lambda p: loss(p, -2.0), policy).item()
-    assert found == (pytest.approx(ratio * 2.0) if passes else 0.0)
-    for advantage in (0.0, 2.0):
-        assert torch.equal(loss(policy, advantage)[0], loss(policy, advantage, 0.0)[0])
 
 
 def test_ratio_on_policy_is_1_and_gradient_is_the_advantage():
@@ -233,12 +191,6 @@ def test_ratio_on_policy_is_1_and_gradient_is_the_advantage():
 # --- clipped ratio of sequences
 
 
-def test_sequence_loss_equals_the_formula():
-    found = gspo(POLICY, PROXIMAL, OF_SEQUENCE, SEQUENCES, **CLIP)
-    check(found, gspo_by_formula(POLICY, PROXIMAL, OF_SEQUENCE, LENGTHS, **CLIP))
-    assert 0 < found[1]["clip_share"] < N
-
-
 @given(
     st.lists(
         st.lists(st.tuples(logprobs, logprobs), min_size=1, max_size=5), min_size=1, max_size=4
@@ -254,9 +206,11 @@ def test_sequence_loss_equals_the_formula_for_any_lengths(rows, random):
     advantages = torch.tensor([random.choice([-1.0, 0.0, 2.0]) for _ in rows], dtype=torch.float64)[
         sequences
     ]
-    terms, _ = gspo(policy, proximal, advantages, sequences, **CLIP)
-    expected, _ = gspo_by_formula(policy, proximal, advantages, lengths, **CLIP)
-    np.testing.assert_allclose(terms, expected, rtol=1e-10, atol=1e-12)
+    terms, metrics = gspo(policy, proximal, advantages, sequences, **CLIP)
+    losses, sums = gspo_by_formula(policy, proximal, advantages, lengths, **CLIP)
+    np.testing.assert_allclose(terms, losses, rtol=1e-10, atol=1e-12)
+    for name in ("policy_loss", "ratio", "approx_kl"):
+        assert metrics[name] == pytest.approx(sums[name], rel=1e-9, abs=1e-11)
 
 
 def test_sequence_loss_gradient_is_that_of_the_papers_objective():
@@ -338,13 +292,6 @@ def test_reinforce_equals_formula_and_gradient_is_advantage():
     )
 
 
-def test_likelihood_loss_is_minus_logprob_with_constant_gradient():
-    terms, metrics = negative_log_likelihood(POLICY)
-    assert terms.tolist() == [-p for p in POLICY.tolist()]
-    assert metrics["nll"] == pytest.approx(-math.fsum(POLICY.tolist()), rel=1e-12)
-    assert torch.equal(gradient(negative_log_likelihood, POLICY), torch.full_like(POLICY, -1.0))
-
-
 def test_teachers_advantages_give_the_gradient_of_the_reverse_kl():
     """Over a vocabulary of 7 and weighted by the student: no sampling, so no noise."""
     logits = POLICY[:7].clone().requires_grad_()
@@ -386,21 +333,6 @@ def test_value_loss_gradient_is_that_of_the_formula(clip):
     assert torch.autograd.gradcheck(
         lambda v: value_clip(v, ROLLOUT_VALUES, RETURNS, clip)[0], VALUES.clone().requires_grad_()
     )
-
-
-@pytest.mark.parametrize(
-    ("value", "target", "slope"),
-    [
-        # moved beyond the clip towards the return: the clipped error is the larger, and constant
-        (1.5, 3.0, 0.0),
-        (1.5, -3.0, 4.5),  # moved away from the return: always pulled back
-        (1.1, 3.0, -1.9),  # inside the clip: plain regression
-    ],
-)
-def test_value_moved_too_far_to_its_return_has_no_gradient(value, target, slope):
-    """The rollout's value is 1 and the clip 0.2."""
-    found = gradient(lambda v: value_clip(v, token(1.0), token(target), 0.2), token(value))
-    assert found.item() == pytest.approx(slope, abs=1e-12)
 
 
 # --- all

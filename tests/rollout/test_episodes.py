@@ -80,14 +80,9 @@ def test_turns_draw_from_one_key_without_repeating_a_position():
     assert list(by_key.values()) == [[0, 2, 4]] * 4
 
 
-def aside():
-    """The single turn, which the environments' thread runs, as run_episodes does not know it."""
-    return Env()
-
-
 @pytest.mark.parametrize("concurrency", [1, 3, 512])
-def test_single_turn_in_the_callers_thread_is_the_one_in_the_environments_thread(concurrency):
-    """With pauses, in an engine that answers some at a time."""
+def test_single_turns_pause_and_end_whatever_the_concurrency(concurrency):
+    """In an engine that answers some at a time."""
 
     class Some(TurnEngine):
         def step(self):
@@ -104,28 +99,20 @@ def test_single_turn_in_the_callers_thread_is_the_one_in_the_environments_thread
                 for request, answer in zip(requests, super().generate(requests), strict=True)
             ]
 
-    ended, most, threads = {}, [], {}
-    for make in (Env, aside):
-        seen, threads[make] = [], set()
-
-        def on_end(row, episode, seen=seen, own=threads[make]):
-            seen.append((row, episode.sample_index))
-            own.add(threading.current_thread().name)
-
-        groups = play(
-            make,
-            Some(),
-            problems=PROBLEMS,
-            group_size=2,
-            on_end=on_end,
-            token_budget=3,
-            concurrency=concurrency,
-        )
-        ended[make] = repr(groups), sorted(seen)
-    assert ended[Env] == ended[aside] and "paused" in ended[Env][0]
-    assert ended[Env][1] == [(row, sample) for row in (0, 1, 3) for sample in (0, 1)]
+    most, seen = [], []
+    limits = {"token_budget": 3, "concurrency": concurrency}
+    groups = play(
+        Env,
+        Some(),
+        problems=PROBLEMS,
+        group_size=2,
+        on_end=lambda row, episode: seen.append((row, episode.sample_index)),
+        **limits,
+    )
+    ends = [[episode.stop_reason for episode in group] for group in groups]
+    assert ends == [["stop"] * 2] * 2 + [["paused"] * 2, ["stop"] * 2]
+    assert sorted(seen) == [(row, sample) for row in (0, 1, 3) for sample in (0, 1)]
     assert max(most) == min(concurrency, 8)
-    assert threads == {Env: {threading.current_thread().name}, aside: {"environments"}}
 
 
 def test_stop_token_not_sampled_is_read_before_the_next_turn():
@@ -337,22 +324,6 @@ def test_others_generate_while_an_environment_waits():
         on_end=lambda row, e: (over.append(row), ended.append(e.uid)),
     )
     assert sorted(ended[:3]) == ["p1", "p2", "p3"] and ended[3] == "p0"
-
-
-def test_concurrency_limits_the_episodes_under_way():
-    under_way, most = set(), []
-
-    class Watched(Counting):
-        async def reset(self, problem):
-            under_way.add(id(self))
-            most.append(len(under_way))
-            return problem.messages
-
-        async def close(self):
-            under_way.discard(id(self))
-
-    play(Watched, TurnEngine(), problems=PROBLEMS, group_size=3, concurrency=5)
-    assert max(most) == 5 and len(most) == 12 and not under_way
 
 
 def test_async_method_that_blocks_ends_the_rollout_and_is_named():

@@ -106,21 +106,6 @@ def test_groups_are_read_back_to_the_bit_and_in_order(tmp_path):
         assert_same(one.episodes, other.episodes)
 
 
-def test_zeros_of_both_signs_and_nans_of_one_column_stay_apart(tmp_path):
-    rng = np.random.default_rng(0)
-    patterns = np.array([0x0, 0x80000000, 0x7FC00000, 0x7FC00001, 0xFFC00000], np.uint32)
-    wanted = rng.choice(patterns, 500).view(np.float32)
-    base = episode(rng, "a", 0, 500)
-    made = Episode(
-        **{n: getattr(base, n) for n in Episode.__slots__ if n != "engine_logprobs"},
-        engine_logprobs=wanted,
-    )
-    path = write_episodes(
-        tmp_path, 1, [Group(problem=group(rng, "a", []).problem, episodes=(made,))]
-    )
-    assert read_episodes(path)[0].engine_logprobs.tobytes() == wanted.tobytes()
-
-
 def test_pyarrow_alone_reads_every_column(tmp_path):
     groups = some_groups()
     table = pq.read_table(write_episodes(tmp_path, 7, groups))
@@ -147,17 +132,6 @@ def test_the_same_episodes_give_the_same_bytes(tmp_path):
     first, second = (write_episodes(tmp_path / name, 3, some_groups()) for name in ("a", "b"))
     assert first.read_bytes() == second.read_bytes()
     assert first.read_bytes() != write_episodes(tmp_path / "c", 3, some_groups(seed=1)).read_bytes()
-
-
-def test_rewritten_step_is_replaced_and_other_kinds_stay(tmp_path):
-    write_episodes(tmp_path, 1, some_groups())
-    write_episodes(tmp_path, 1, some_groups()[:1])
-    write_episodes(tmp_path, 1, some_groups(), kind="eval")
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "eval_step_000001.parquet",
-        "train_step_000001.parquet",
-    ]
-    assert len(read_episodes(tmp_path / "train_step_000001.parquet")) == 3
 
 
 def test_cutting_removes_later_steps_and_unfinished_files(tmp_path):

@@ -236,11 +236,6 @@ def test_forked_worker_of_a_killed_run_does_not_keep_the_lock(tmp_path):
         os.kill(worker, signal.SIGKILL)
 
 
-def test_weights_may_be_sent_otherwise(tmp_path):
-    for delta in (False, "elements", True):
-        start(tmp_path, rollout__workers=1, weights__delta=delta)
-
-
 def test_changed_config_is_refused_with_every_changed_key(tmp_path):
     start(tmp_path, run__seed=0, train__learning_rate=1e-5)
     with pytest.raises(UserError, match="config differs") as caught:
@@ -313,20 +308,6 @@ def test_a_run_that_goes_on_with_another_processor_says_so(tmp_path):
         run.note_machine("one", any_threads=True) == run.note_machine("one", any_threads=True) == ""
     )
     assert "has computed on one, now on another" in run.note_machine("another", any_threads=True)
-
-
-def test_keys_that_do_not_change_what_a_step_computes_may_change(tmp_path):
-    start(tmp_path)
-    changes = {
-        "run__keep_checkpoints": 5,
-        "run__save_every": 3,
-        "eval__every": 7,
-        "reward__workers": 2,
-        "run__folder": "x",
-    }
-    start(tmp_path, **changes)
-    assert load_config(tmp_path / "config.toml", []) == config(**changes)
-    assert "config changed: run.keep_checkpoints: 2 -> 5" in log_of(tmp_path)
 
 
 def free_keys():

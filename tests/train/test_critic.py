@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tandem.config.schema import Critic
-from tandem.train.batch import Models, compute_logprobs, pack_batch
-from tandem.train.learn import token_advantages, update_critic
+from tandem.train.batch import Models, pack_batch
+from tandem.train.learn import update_critic
 from tests.support import dense
 from tests.support.episodes import (
     MAX_NEW_TOKENS,
@@ -75,22 +75,6 @@ def test_policy_and_critic_have_gradients_of_gae_without_answers(turns):
     tokens = sum(e.loss_mask.sum() for e in episodes_of(groups))
     assert row["num_loss_tokens"] == row["critic/num_loss_tokens"] == tokens
     assert row["critic/value_loss"] == pytest.approx(loss.item(), rel=1e-5)
-
-
-def test_advantages_and_returns_have_one_entry_a_sampled_token():
-    model, (value, _) = exact_model("qwen3"), value_twins("qwen3")
-    groups, config = sampled_groups(model, turns=3), settings(**PPO)
-    batch, models = (
-        pack_batch(groups, config),
-        Models(policy=recorded(model), critic=recorded(value)),
-    )
-    compute_logprobs(batch, models, config.rl, SAMPLING)
-    advantages, returns = token_advantages(batch, config, 0.0)
-    lengths = [int(e.loss_mask.sum()) for e in episodes_of(groups)]
-    for columns in (batch.values, advantages, returns):
-        assert [len(column) for column in columns] == lengths
-        assert all(column.dtype == np.float32 for column in columns)
-    assert np.concatenate(advantages).mean() == pytest.approx(0.0, abs=1e-6)
 
 
 @pytest.mark.parametrize("clip", [0.2, 0.0])

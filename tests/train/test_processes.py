@@ -1,11 +1,9 @@
 """The trainer's processes: where each finds its place, and who is named when one does not come."""
 
-import json
 import socket
 import time
 
 import pytest
-import torch.distributed as dist
 
 from chaos.ranks import reserved_port, trial
 from tandem.config.parallel import Parallel
@@ -13,7 +11,7 @@ from tandem.runtime.errors import UserError
 from tandem.runtime.place import Place
 from tandem.train.parallel.checks import check_mesh, own_gpu
 from tandem.train.parallel.mesh import make_mesh
-from tandem.train.parallel.processes import LOOK_S, STALLED, Processes, join
+from tandem.train.parallel.processes import LOOK_S, join
 from tandem.train.parallel.waits import find_absent, find_circle, waits_of
 from tests.support.meshes import CONTEXT, on_mesh
 from tests.support.tiny import tiny_config
@@ -65,27 +63,6 @@ def test_an_address_that_is_taken_is_one_error():
     assert caught.value.where == f"127.0.0.1:{port}" and "MASTER_PORT" in caught.value.next
 
 
-def fails_in_a_collective(port):
-    store = dist.TCPStore("127.0.0.1", port)
-    processes = Processes(Place(1, 3, 1, 3, "127.0.0.1", port), store, 0.1, 300.0, None)
-    with processes.announce("gradients", [0, 1, 2]):
-        raise RuntimeError("Connection reset by peer")
-
-
-def test_one_that_is_not_in_a_failed_collective_is_named():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    wait = {"what": "gradients", "ranks": [0, 1, 2], "for_s": 1.0}
-    store.set("sign/0", json.dumps([1, {"wait": wait}]))
-    store.set("sign/2", json.dumps([1, {"wait": {}}]))
-    process = CONTEXT.Process(target=fails_in_a_collective, args=(store.port,))
-    process.start()
-    process.join(WAIT_S)
-    process.kill()
-    assert process.exitcode == STALLED
-    reason = "`gradients` failed on rank 1; not in it: rank 2 (Connection reset by peer)"
-    assert json.loads(store.get("failed")) == [reason, STALLED]
-
-
 def limits_on(mesh, stall_s):
     made = make_mesh(mesh.config, mesh.device, mesh.world.announce, stall_s)
     backends = [group.group._get_backend(mesh.device) for group in made.groups.values()]
@@ -120,7 +97,14 @@ def test_ranks_that_wait_for_each_other_in_different_collectives_are_out_of_step
         "ranks 0 and 1 are out of step: rank 0 waits for `loss`, rank 1 waits for `norm`"
     )
     mesh = waiting(r0=("a", [0, 1]), r1=("b", [1, 3]), r3=("a", [2, 3]), r2=("b", [0, 2]))
-    assert find_circle(mesh).startswith("ranks 0, 1, 3 and 2 are out of step")
+    assert find_circle(mesh).startswith("ranks 0, 1, 2 and 3 are out of step")
+
+
+def test_one_that_waits_for_a_circle_is_not_in_it():
+    waits = waiting(
+        r0=("loss", [0, 1]), r1=("norm", [0, 1]), r2=("a", [1, 2]), r3=("b", [2, 3]), r4=("c", [4])
+    )
+    assert find_circle(waits).startswith("ranks 0 and 1 are out of step: rank 0 waits for `loss`")
 
 
 def test_an_old_sign_of_life_does_not_tell_what_a_rank_waits_for():

@@ -18,19 +18,11 @@ from tandem.runtime.errors import InvariantError
 from tandem.train.batch import Models
 from tandem.train.pack import pack
 from tandem.train.parallel.ranks import ParallelRanks
-from tandem.types import Group, Sample, SamplingDistribution, SamplingParams
+from tandem.types import Sample, SamplingDistribution
 from tandem.weights.shared import SharedWeights
 from tests.support import dense
 from tests.support.engines import decode, request
-from tests.support.episodes import (
-    changed,
-    episodes_of,
-    learn,
-    learn_once,
-    recorded,
-    sampled_groups,
-    trained,
-)
+from tests.support.episodes import changed, episodes_of, learn, learn_once, sampled_groups, trained
 from tests.support.episodes import settings as learn_settings
 from tests.support.meshes import on_mesh
 from tests.support.tiny import exact_model, random_samples, random_tokens, stock_model, tiny_config
@@ -302,51 +294,6 @@ def test_stale_tokens_are_trained_with_the_old_choices():
             own = batch_logprobs(model, batch, sampling, choices=choices)[0].numpy()
         errors.append(np.exp(np.abs(own - episode.engine_logprobs[episode.loss_mask])).mean())
     assert rows[True]["logprob_error_mean"] == pytest.approx(float(np.mean(errors)), rel=1e-5)
-
-
-def test_a_first_update_is_exact_for_tokens_after_a_pause_across_weights():
-    """The engine computed all keys again with the new weights, and so the experts."""
-    model, problem = exact_model(KIND), sampled_groups(exact_model(KIND))[0].problem
-    engine, new = engine_of(model), exact_model(KIND, seed=1).named_weights()
-    asked = [request(n, range(9), max_new_tokens=8) for n in range(3)]
-    paused = engine.generate(
-        [replace(one, max_tokens_now=4 * (n > 0)) for n, one in enumerate(asked)]
-    )
-    assert [one.stop_reason for one in paused] == ["length", "paused", "paused"]
-    engine.apply(1, lambda: model.load_weights(new))
-    resumed = [replace(one, resume_from=p) for one, p in zip(asked, paused, strict=True)]
-    episodes = [
-        replace(
-            episode,
-            tokens=np.concatenate([one.prompt, c.tokens]),
-            loss_mask=np.arange(17) >= 9,
-            engine_logprobs=np.concatenate([np.zeros(9, np.float32), c.logprobs]),
-            weight_versions=np.concatenate([np.full(9, -1, np.int32), c.weight_versions]),
-            num_prompt_tokens=9,
-            penalties=np.zeros(17, np.float32),
-            uid=problem.uid,
-            sample_index=n,
-            experts=c.experts,
-        )
-        for n, (one, c, episode) in enumerate(
-            zip(
-                asked,
-                [paused[0], *engine.generate(resumed[1:])],
-                sampled_groups(model)[0].episodes,
-                strict=True,
-            )
-        )
-    ]
-    assert [e.weight_versions[-1] for e in episodes] == [0, 1, 1]
-    sampling = SamplingParams(max_new_tokens=8)
-    row = learn(
-        Models(policy=recorded(model)),
-        [Group(problem=problem, episodes=tuple(episodes))],
-        learn_settings(router_replay=True),
-        version=1,
-        sampling=sampling,
-    )
-    assert row["logprob_gap"] == 0.0 and row["router/replay_changed"] > 0
 
 
 # ---- whole steps

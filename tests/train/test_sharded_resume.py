@@ -15,7 +15,7 @@ from tandem.model.load import make_exact
 from tandem.model.lora import Lora
 from tandem.plugins.optim.adamw_8bit import Optimizer8bit
 from tandem.run_folder.checkpoint import Contents, load_checkpoint, save_checkpoint
-from tandem.run_folder.shards import SUFFIX, Shard, write_shard
+from tandem.run_folder.shards import Shard, write_shard
 from tandem.runtime.disk import DISK
 from tandem.train.learner import Learner
 from tandem.train.optimizer import Optimizer, Settings
@@ -72,12 +72,7 @@ def save(learner, folder, gather):
         boxes = saved_boxes(learners)
         shard = Shard(rank=ranks.rank, size=ranks.size, folder=".tmp-step_000001-x", boxes=boxes)
     if ranks.rank:
-        gather(
-            {
-                shard.stem(stem) + SUFFIX: write_shard(folder, stem, named, shard, DISK)
-                for stem, named in tensors.items()
-            }
-        )
+        gather(write_shard(folder, tensors, shard, DISK))
         return
     others = {k: v for part in gather({}) for k, v in part.items()}
     contents = Contents(

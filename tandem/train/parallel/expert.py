@@ -53,24 +53,19 @@ class _Dispatch:
         here = torch.where((flat >= 0) & (flat < count))[0]  # of this group's experts
         order = here[flat[here].argsort(stable=True)]  # places in `chosen`, by expert
         counts = torch.bincount(flat[here], minlength=count)
-        rows, theirs = self._send(x.repeat_interleave(k, 0)[order], counts)
+        own = counts.view(self.group.size, -1)
+        theirs = torch.empty_like(own)  # int64 [senders, experts], of rows for this process's
+        self.group.all_to_all(own.split(1), theirs.split(1), "counts of experts' rows")
+        sent, received = own.sum(1).tolist(), theirs.sum(1).tolist()
+        rows = x.repeat_interleave(k, 0)[order]
+        rows = _Exchange.apply(rows, self.group, sent, received, "rows for experts")
         results = _run_grouped(experts, rows, theirs)
-        sent, received = theirs.sum(1).tolist(), counts.view(theirs.shape).sum(1).tolist()
-        values = _Exchange.apply(results, self.group, sent, received, "outputs of experts")
+        values = _Exchange.apply(results, self.group, received, sent, "outputs of experts")
         sizes = counts.tolist()
         columns = (order // k, order % k, values)
         parts = zip(*(column.split(sizes) for column in columns), strict=True)
         # the first one also without a row, so that every backward pass comes to the collectives
         return [part for number, part in enumerate(parts) if sizes[number] or not number]
-
-    def _send(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Send rows [n, D], `counts` for each expert, to the processes of their experts. Return the
-        rows for this one's, by sender, and their counts int64 [senders, experts]."""
-        own = counts.view(self.group.size, -1)
-        theirs = torch.empty_like(own)
-        self.group.all_to_all(own.split(1), theirs.split(1), "counts of experts' rows")
-        sent, received = own.sum(1).tolist(), theirs.sum(1).tolist()
-        return _Exchange.apply(rows, self.group, sent, received, "rows for experts"), theirs
 
 
 def _run_grouped(experts: Sequence[Expert], rows: Tensor, counts: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ from tandem.runtime import watchdog
 from tandem.runtime.errors import UserError
 from tandem.runtime.place import Place, without_place
 from tandem.runtime.processes import STARTER, kill_descendants, write_report
-from tandem.train.parallel.waits import absent_from, find_absent, find_circle, waits_of
+from tandem.train.parallel.waits import find_absent, find_circle, waits_of
 
 LOOK_S = 0.5  # between two signs of life
 CIRCLE_S = 5.0  # for so long a circle of waits has stood before it is one
@@ -109,15 +109,8 @@ class Processes:
             # a lost connection: rank 0 is told, finds whose it was, and ends this process
             self._lost = True
             self._over.wait(self.timeout_s + CIRCLE_S)
-            now, seen = time.monotonic(), dict[int, tuple[Any, float]]()
-            with suppress(dist.DistError):  # rank 0 may be gone, and the store with it
-                for rank in own["ranks"]:
-                    if self._last_words.check([f"sign/{rank}"]):
-                        seen[rank] = json.loads(self._last_words.get(f"sign/{rank}")), now
-            others = [rank for rank in absent_from(waits_of(seen, now), own) if rank != self.rank]
-            absent = f"not in it: rank {', '.join(map(str, others))}" if others else "all are in it"
             reason = str(error).strip().partition("\n")[0]
-            self.fail(f"`{own['what']}` failed on rank {self.rank}; {absent} ({reason})")
+            self.fail(f"`{what}` failed on rank {self.rank} ({reason})")
         finally:
             self._waits.remove(own)
 

@@ -5,7 +5,7 @@ since how many seconds ("for_s"); {} if it waits for nobody. A rank of which not
 left out, and not blamed. Knows neither processes nor clocks.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 Waits = Mapping[int, Mapping[str, Any]]
@@ -19,29 +19,25 @@ def waits_of(seen: Mapping[int, tuple[Any, float]], now: float) -> Waits:
 
 
 def find_circle(waits: Waits) -> str:
-    """Return the members of a circle of waits, which are out of step; "" if there is none."""
-
-    def blocking(rank: int) -> Iterator[int]:
-        """Yield those that a rank waits for, and that wait in another collective themselves."""
-        yield from (other for other in absent_from(waits, waits[rank]) if waits[other])
-
-    without = set[int]()  # those that no circle can be reached from
-
-    def circle(path: tuple[int, ...]) -> tuple[int, ...]:
-        for other in blocking(path[-1]):
-            if other in path:
-                return path[path.index(other) :]
-            if other not in without and (found := circle((*path, other))):
-                return found
-        without.add(path[-1])
-        return ()
-
-    for first in filter(waits.get, waits):
-        if found := circle((first,)):
-            reasons = ", ".join(f"rank {rank} waits for `{waits[rank]['what']}`" for rank in found)
-            *most, last = map(str, found)
-            return f"ranks {', '.join(most)} and {last} are out of step: {reasons}"
-    return ""
+    """Return the members of circles of waits, which are out of step; "" if there is none."""
+    blocking = {  # those that a rank waits for, and that wait in another collective themselves
+        rank: {other for other in absent_from(waits, wait) if waits[other]}
+        for rank, wait in waits.items()
+        if wait
+    }
+    circles = set(blocking)
+    while outside := [
+        rank
+        for rank in circles
+        if not blocking[rank] & circles or not any(rank in blocking[other] for other in circles)
+    ]:
+        circles -= set(outside)
+    if not circles:
+        return ""
+    *most, last = sorted(circles)
+    reasons = (f"rank {rank} waits for `{waits[rank]['what']}`" for rank in (*most, last))
+    text = f"ranks {', '.join(map(str, most))} and {last} are out of step: "
+    return text + ", ".join(reasons)
 
 
 def find_absent(waits: Waits, stall_s: float) -> tuple[list[int], str]:
