@@ -74,7 +74,7 @@ format: $(DEV)
 	@$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 
 lint: $(DEV)
-	@$(BIN)/ruff format --check . && $(BIN)/ruff check .
+	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/python tools/prose.py
 
 types: $(DEV)
 	@$(BIN)/mypy
@@ -107,6 +107,7 @@ chaos: $(DEV)
 figures: $(DEV)
 	@$(BIN)/python tools/figures.py
 	@$(BIN)/python tools/config_page.py
+	@$(BIN)/python tools/hardware_page.py
 
 # Turns and tools are learned; the batch stays full beside slow tools; storms of bad samples; the sandbox holds.
 environments: $(DEV)

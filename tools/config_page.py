@@ -20,6 +20,7 @@ Made from `tandem/config/` by `python tools/config_page.py`. A recipe is a TOML 
 sections; any key can also be given on the command line as `section.key=value`, where the value is
 TOML and a bare word is text:
 
+<!-- not run: trains for hours -->
 ```
 tandem train my.toml rl.group_size=8 data.shuffle=false 'data.train=["a.jsonl", "b.jsonl"]'
 ```

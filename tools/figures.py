@@ -44,6 +44,7 @@ def main() -> None:
         "environments": ["# Turns and tools", "", *environments()],
         "storm": ["# Rewards in a storm of hostile samples", "", *storm()],
         "asynchronous": ["# Asynchronous rollouts", "", *asynchronous()],
+        "bugs": [BUGS_HEAD, *bugs()],
     }
     for name, lines in pages.items():
         (RESULTS / f"{name}.md").write_text("\n".join([*lines, ""]))
@@ -57,8 +58,66 @@ def plugins() -> str:
     pages = [PLUGINS_HEAD]
     for path in sorted((ROOT / "tandem" / "plugins").glob("*/__init__.py")):
         text = ast.get_docstring(ast.parse(path.read_text())) or ""
-        pages.append(f"## {path.parent.name}\n\n```text\n{text}\n```\n")
+        pages.append(
+            f"## {path.parent.name}\n\n<!-- file {path.relative_to(ROOT)} -->\n```text\n{text}\n```\n"
+        )
     return "\n".join(pages)
+
+
+BUGS_HEAD = """# Bugs of the field
+
+Written by `make figures` from `chaos/historical.py`; `make chaos only=historical` runs each ([the result](chaos.md#historical)). A bug is handed
+into a small real run as a wrong part. Steps are those from the first wrong act to the stop. 0 is the same step, before its update.
+Where it is 1, the wrong act came at the end of a right update, and the next update was not made.
+
+| bug | reported | stopped by | steps |
+|---|---|---|---|"""
+PROJECTS = {
+    "Open-Reasoner-Zero": "Open-Reasoner-Zero/Open-Reasoner-Zero",
+    "TRL": "huggingface/trl",
+    "SkyRL": "NovaSky-AI/SkyRL",
+    "NeMo-RL": "NVIDIA-NeMo/RL",
+    "AReaL": "areal-project/AReaL",
+    "OpenRLHF": "OpenRLHF/OpenRLHF",
+    "prime-rl": "PrimeIntellect-ai/prime-rl",
+    "gpt-neox": "EleutherAI/gpt-neox",
+    "nanochat": "karpathy/nanochat",
+    "verl": "verl-project/verl",
+    "open-instruct": "allenai/open-instruct",
+    "slime": "THUDM/slime",
+    "Math-Verify": "huggingface/Math-Verify",
+    "transformers": "huggingface/transformers",
+    "torchrl": "pytorch/rl",
+    "accelerate": "huggingface/accelerate",
+}
+
+
+def bugs() -> list[str]:
+    """Return a row for each bug of chaos/historical.py, which is read and not run."""
+    tree = ast.parse((ROOT / "chaos" / "historical.py").read_text())
+    texts = {
+        node.targets[0].id: node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and isinstance(node.value, ast.Constant)
+    }
+    rows = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Bug":
+            given = {one.arg: one.value for one in node.keywords}
+            stop = given["stopped_by"]
+            error = texts[stop.id] if isinstance(stop, ast.Name) else ast.literal_eval(stop)
+            error = re.sub(r"\\\\(.)", r"\\1", str(error)).replace("|", " or ")
+            after = ast.literal_eval(given["after"]) if "after" in given else 0
+            what, issue = (ast.literal_eval(given[name]) for name in ("what", "issue"))
+            rows.append(f"| {what} | {link(issue)} | {error} | {after} |")
+    return rows
+
+
+def link(issue: str) -> str:
+    project, _, number = issue.partition(" #")
+    return f"[{issue}](https://github.com/{PROJECTS[project]}/issues/{number})" if number else issue
 
 
 PLUGINS_HEAD = """# Plugins

@@ -20,6 +20,13 @@ LINK = re.compile(r"\]\(([^)#\s]*)(#[^)\s]*)?\)")
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.M | re.S)
 
 
+def written_lines(page: Path) -> int:
+    """Count the lines of a page without comments and the files that `make figures` copies into it."""
+    text = page.read_text(encoding="utf-8")
+    text = re.sub(r"(?ms)^<!-- file .*?^<!-- /file -->\n|^<!-- [^\n]*-->\n", "", text)
+    return len(text.splitlines())
+
+
 def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
@@ -40,17 +47,22 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-def blocks(page: Path, language: str) -> Iterator[tuple[int, str]]:
-    """Yield (line, text) of a page's blocks in a language."""
-    text = page.read_text(encoding="utf-8")
-    for block in BLOCK.finditer(text):
-        if block[2] == language:
-            yield text.count("\n", 0, block.start()) + 2, re.sub(f"(?m)^{block[1]}", "", block[3])
-
-
 def commands(page: Path) -> Iterator[list[str]]:
     """Yield the words of each `tandem` command in a page's blocks and indented lines."""
     text = page.read_text(encoding="utf-8")
     for found in re.findall(r"^(?:    )?(?:\.venv/bin/)?tandem ((?:[^`#\n]|#(?! ))+)", text, re.M):
         if "..." not in found and not found.rstrip().endswith(("\\", "|")):
             yield [word for word in shlex.split(found.partition(" && ")[0]) if word != "&"]
+
+
+def named_pages() -> set[str]:
+    """The pages and files of results/ that code, scripts and recipes name."""
+    folders = ("tandem", "tools", "benchmarks", "chaos", "examples", "recipes", "tests")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.*")]
+    pattern = r"\b(?:docs|results)/[\w/-]+\.(?:md|json)\b"
+    return {
+        page
+        for path in [*files, ROOT / "Makefile"]
+        if path.suffix in (".py", ".toml", "")
+        for page in re.findall(pattern, path.read_text(encoding="utf-8"))
+    }

@@ -18,7 +18,7 @@ def _refuse_compile(value: bool) -> bool:
         raise ValueError(
             "expected false: torch.compile breaks off at every linear and in attention of the "
             "exact layer, whose operators its compiler cannot take; what is left is slower and has "
-            "other bits (docs/develop/architecture.md)"
+            "other bits (docs/develop/decisions/005-refused.md)"
         )
     return value
 
@@ -90,7 +90,7 @@ class Train(Schedules):
     compile: Annotated[bool, AfterValidator(_refuse_compile)] = Field(
         False,
         description="torch.compile for each layer; refused, because it breaks off at every linear "
-        "of the exact layer (docs/develop/architecture.md)",
+        "of the exact layer (docs/develop/decisions/005-refused.md)",
     )
     router_aux_loss_coef: float = Field(
         0.0,
