@@ -1,4 +1,4 @@
-"""Whether tool calls in a model's own form are read: a round trip through its chat template.
+"""The round trip of tool calls through a model's chat template: are its own calls read?
 
 A turn with calls is rendered, cut out as the engine would have sampled it, decoded and read. What
 comes back must be what was written, byte for byte.

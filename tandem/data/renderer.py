@@ -295,7 +295,7 @@ class ChatRenderer:
 
     @cached_property
     def _call_form(self) -> "_CallForm | None":
-        """The form in which the template takes a message with calls; None if in none."""
+        """Find the form in which the template takes a message with calls; None if in none."""
         if "tool_calls" not in self.template.source:
             return None
         variables = {"documents": None, **self.tokenizer.special_tokens_map}
@@ -334,7 +334,7 @@ class ChatRenderer:
 
 @dataclass(frozen=True, slots=True)
 class _CallForm:
-    """How a template takes a message with calls and without text.
+    """The form in which a template takes a message with calls and without text.
 
     Example: _CallForm(None, str): its content is null, and arguments are JSON text
     """

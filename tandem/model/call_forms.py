@@ -135,7 +135,7 @@ class CallForm:
 
     @cached_property
     def mark(self) -> str:
-        """What the form begins with, whatever is called."""
+        """Return what the form begins with, whatever is called."""
         literal = re.match(r"(?:\\[^\w]|[^\\\[\](){}?*+|.^$])*", self.opening)
         assert literal is not None
         return literal[0].replace("\\", "")

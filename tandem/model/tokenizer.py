@@ -113,8 +113,8 @@ def decode_text(tokenizer: Any, tokens: Array) -> str:
     if not saying:
         return _decode(tokenizer, ids, skip_special_tokens=True)
     text = _decode(tokenizer, [n for n in ids if n not in special or special[n][1]])
-    for token, said in saying:
-        text = text.replace(token, said)
+    for token, spelled in saying:
+        text = text.replace(token, spelled)
     return text
 
 
