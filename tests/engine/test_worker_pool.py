@@ -546,15 +546,15 @@ def test_workers_score_a_probe_with_the_bits_of_the_inline_engine(real):
 
 def test_weights_that_are_not_the_trainers_are_found_by_name(real):
     workers, engine, shared = real
-    shared.publish(2, engine.model.merged_weights())
-    workers.apply(2)
+    shared.publish(3, engine.model.merged_weights())
+    workers.apply(3)
     until(workers, lambda: all_idle(workers))  # a worker that has not started raises nothing
     change(engine.model)
-    shared.publish(3, engine.model.merged_weights())
+    shared.publish(4, engine.model.merged_weights())
     shared.crossed = True
     with pytest.raises(UserError, match="the engine's weights differ from the trainer's") as caught:
-        workers.apply(3)
+        workers.apply(4)
         until(workers, lambda: False)
-    assert caught.value.found == shared.hash_of(2) and caught.value.expected == shared.hash_of(3)
+    assert caught.value.found == shared.hash_of(3) and caught.value.expected == shared.hash_of(4)
     first = next(iter(shared.layout.parts))[0]
-    assert f"weight version 3: {first}, " in caught.value.where
+    assert f"weight version 4: {first}, " in caught.value.where
