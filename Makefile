@@ -95,8 +95,9 @@ invariants: $(DEV)
 	@$(BIN)/python tools/invariants.py $(only)
 
 # Architectures, tried one by one: results/models.md; `make models only="gemma2 phi"`, and speeds=1 on a quiet machine.
+# `make models only=calls templates=FOLDER`: what is read of the tool calls that chat templates write.
 models: $(DEV)
-	@$(TEST_ENV) $(BIN)/python tools/models.py $(only) $(if $(speeds),--speeds)
+	@$(TEST_ENV) $(BIN)/python $(if $(filter calls,$(only)),tools/call_formats.py $(templates),tools/models.py $(only)) $(if $(speeds),--speeds)
 
 # Faults of every kind, each seen to fire; `make chaos only="checkpoints kills"` runs these sections.
 chaos: $(DEV)

@@ -34,7 +34,7 @@ import torch
 from tandem.registry import find
 from tandem.weights.hashing import combine, tensor_digests
 from tandem.weights.shared import Layout, SharedWeights
-from tandem.weights.transports import Receiver
+from tandem.weights.transports import receive_offers
 from tandem.workers.channel import Channel, take_channel
 from tandem.workers.host import spawn
 
@@ -235,12 +235,12 @@ def read(channel: Channel) -> None:
     for message in messages(channel):
         if "layout" in message:
             layout = Layout.from_json(message["layout"])
-            receiver, engine = Receiver(), layout.staging()[1]
+            receive, engine = receive_offers(layout), layout.staging()[1]
             for tensor in engine.values():
                 tensor.zero_()
             channel.send({"ready": True})
             continue
-        tensors = receiver.receive(message["from"], layout, channel.descriptors)
+        tensors = receive(message["from"], channel.descriptors)
         start = time.perf_counter()
         for name, tensor in tensors.items():
             engine[name].copy_(tensor)

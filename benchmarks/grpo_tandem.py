@@ -21,8 +21,7 @@ from tandem.jobs.engines import build_engine, open_envs_and_rewards, prepare_pro
 from tandem.jobs.inputs import read_data
 from tandem.jobs.models import build_rl_models
 from tandem.rollout.collect import Collector
-from tandem.rollout.evaluate import sampling_params
-from tandem.rollout.score import RolloutRunner
+from tandem.rollout.score import RolloutRunner, sampling_params
 from tandem.run_folder.journal import Journal
 from tandem.run_folder.metrics import peak_rss_mb
 from tandem.step import Stages, train_step

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.rewards import get_soft_overlong_punishment
 
 from tandem.model.cpu_kernels import CPU
-from tandem.model.logprobs import token_logprobs
+from tandem.model.logprobs import Head, token_logprobs
 from tandem.model.tiny import make_tiny
 from tandem.rl.advantages import centred, grpo, rloo
 from tandem.rl.aggregation import sequence_weights
@@ -351,7 +351,7 @@ def test_logprobs_and_entropy_are_trls(temperature):
     logits = torch.from_numpy(RNG.normal(0, 3, (30, 50))).float()
     targets, head = torch.from_numpy(RNG.integers(0, 50, 30)), torch.eye(50)
     logprobs, entropy = token_logprobs(
-        logits, head, CPU.pack(head), targets, SamplingDistribution(temperature=temperature)
+        Head(logits, head, CPU.pack(head)), targets, SamplingDistribution(temperature=temperature)
     )
     torch.testing.assert_close(
         logprobs, selective_log_softmax(logits, targets, temperature=temperature)

@@ -38,7 +38,7 @@ from tandem.jobs.engines import prepare_process
 from tandem.model.cpu_kernels import CPU
 from tandem.model.forward import batch_logprobs
 from tandem.model.load import ExactModel, load_model
-from tandem.model.logprobs import token_logprobs
+from tandem.model.logprobs import Head, token_logprobs
 from tandem.train.optimizer import Optimizer, Settings
 from tandem.train.pack import pack
 from tandem.types import Microbatch, Sample, SamplingDistribution
@@ -162,9 +162,7 @@ def head() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def in_chunks(hidden: Tensor, weight: Tensor, targets: Tensor, above: Tensor) -> None:
     token_logprobs(
-        hidden,
-        weight,
-        CPU.pack(weight),
+        Head(hidden, weight, CPU.pack(weight)),
         targets,
         SamplingDistribution(),
         None,
@@ -176,7 +174,7 @@ def in_chunks(hidden: Tensor, weight: Tensor, targets: Tensor, above: Tensor) ->
 
 def computed_again(hidden: Tensor, weight: Tensor, targets: Tensor, above: Tensor) -> None:
     token_logprobs(
-        hidden, weight, CPU.pack(weight), targets, SamplingDistribution(), entropy=False
+        Head(hidden, weight, CPU.pack(weight)), targets, SamplingDistribution(), entropy=False
     )[0].backward(above)
     hidden.grad = weight.grad = None
 

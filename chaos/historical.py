@@ -32,7 +32,6 @@ from tandem.config.recipe import load_config
 from tandem.config.schema import Config
 from tandem.engine.engine import Engine
 from tandem.jobs.input_hashes import input_hashes
-from tandem.jobs.rl_ahead import AsyncRLJob
 from tandem.jobs.rl_job import RLJob
 from tandem.model.load import ExactModel, make_exact
 from tandem.model.lora import Lora
@@ -168,13 +167,12 @@ class WitnessedJob:
     def split_step(self, done: int, learn: Learn) -> StepResult:
         """A step by its parts, with another learn_step."""
         stages = self.job.stages
-        if isinstance(self.job, AsyncRLJob):
-            batch, _ = self.job.prefetcher.get(done)
+        if self.job.ahead is not None:
+            batch, _ = self.job.ahead.get(done)
         else:
             batch = rollout_step(stages, done, Timer())
         metrics = step_metrics(batch, learn(stages, batch), stages.config)
-        publish = getattr(self.job, "prefetcher", stages.sync).publish
-        publish(done + 1)
+        (self.job.ahead or stages.sync).publish(done + 1)
         return StepResult(metrics=metrics, timings={}, state=batch.state)
 
     def restore(self, done: int, state: dict) -> None:
@@ -204,9 +202,8 @@ def train(
         stages = change(stages, witness)
         witness.model = stages.models.policy.model
         with closing(RolloutPrefetcher(stages, steps)) as prefetcher:
-            job = RLJob(stages, without_evaluation, data or {})
-            if settings.rollout.staleness:
-                job = AsyncRLJob(stages, without_evaluation, data or {}, prefetcher)
+            ahead = prefetcher if settings.rollout.staleness else None
+            job = RLJob(stages, without_evaluation, data or {}, ahead=ahead)
             job.steps, job.eval_every = steps, 0
             witnessed = WitnessedJob(job, witness, learn, restore)
             run_training(run, witnessed, lambda done, metrics, timings: None)

@@ -266,14 +266,14 @@ class Disturbed(Workers):
         threading.Thread(target=self._disturb, daemon=True).start()
 
     def _disturb(self) -> None:
-        while not self._closed:
+        while not self._over:
             time.sleep(self.random.uniform(*GAP_S))
             up = [
                 worker
                 for worker in list(self._workers.values())
                 if worker.state in ("idle", "syncing", "serving")
             ]
-            if up and not self._closed:
+            if up and not self._over:
                 self._stop(self.random.choice(up).pid)
 
     def _stop(self, pid: int) -> None:

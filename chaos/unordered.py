@@ -41,10 +41,10 @@ def measure_unordered(file: str) -> None:
 
 
 def _measure(prefetcher: "type[Timed]", file: str) -> None:
-    from tandem.jobs import rl_ahead
+    from tandem import step_async
 
     Timed.file = Path(file)
-    rl_ahead.RolloutPrefetcher = prefetcher  # type: ignore[attr-defined, misc]
+    step_async.RolloutPrefetcher = prefetcher  # type: ignore[misc]
 
 
 class Timed(RolloutPrefetcher):

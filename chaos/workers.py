@@ -35,8 +35,7 @@ import numpy as np
 from chaos.faulty_worker import faulty_hosts
 from chaos.kills import adopting_forks, differs, ended, left
 from chaos.results import Case, Result, tally
-from tandem.engine.dispatch import Ticket
-from tandem.rollout_workers.pool import Workers
+from tandem.rollout_workers.pool import WAIT_S, Workers
 from tandem.rollout_workers.process import WorkerProcess
 from tandem.run_folder.episode_files import read_episodes
 from tandem.runtime.processes import catches
@@ -181,20 +180,19 @@ class Struck(Workers):
         self._skip = 0  # opportunities to leave out
         super().__init__(*arguments, **options)
 
-    def step(self) -> list[Ticket]:
+    def step(self) -> None:
         while self._struck >= 0:
-            super()._poll()
-        done = super().step()
+            super()._listen(WAIT_S)
+        super().step()
         if not self.dispatcher.num_waiting and all(
             worker.state in ("idle", "starting") for worker in self._workers.values()
         ):
             self._strike("idle", 2)
-        return done
 
-    def _poll(self) -> None:
+    def _listen(self, seconds: float | None) -> None:
         self._strike("serving", 4)
         self._strike("starting", 20)
-        super()._poll()
+        super()._listen(seconds)
 
     def _sync(self, version: int, workers: Sequence[WorkerProcess]) -> None:
         super()._sync(version, workers)

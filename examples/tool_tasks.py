@@ -127,7 +127,7 @@ def write_data(task: str, folder: Path, seed: int) -> None:
     from tandem.data.problems import read_problems
     from tandem.plugins.tasks import calculator, guess
 
-    rows = {"guess": guess.rows, "calculator": calculator.rows}[task]
+    rows = {"guess": guess.TASK.rows, "calculator": calculator.TASK.rows}[task]
     for split, count in (("train", NUM_TRAIN), ("test", NUM_TEST)):
         write_rows(folder / f"{split}.jsonl", rows(split, count, seed, DIFFICULTY[task]))
     config = load_config(ROOT / "recipes" / f"{task}.toml", [])

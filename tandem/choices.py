@@ -141,7 +141,7 @@ class Transport(Choice):
         raise NotImplementedError
 
     def reader(self) -> Callable[..., Any]:
-        """Return the worker's end: it reads an offer, as weights.transports.Receiver says."""
+        """Return the worker's end: it reads an offer, as weights.transports.receive_offers says."""
         raise NotImplementedError
 
 

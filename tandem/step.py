@@ -34,7 +34,7 @@ from tandem.train.learn import (
     update_critic,
     update_policy,
 )
-from tandem.types import Row, StepResult, Sync
+from tandem.types import Row, StepResult, WeightSync
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Stages(LearnStage):
     """Everything a step needs, built once by jobs/rl.py."""
 
     collector: Collector
-    sync: Sync
+    sync: WeightSync
     stream: Stream = field(default_factory=MemoryStream)
     before_updates: Callable[[RolloutBatch], None] = lambda rollouts: None  # of each step
 
@@ -75,9 +75,9 @@ def rollout_step(stages: Stages, step: int, timer: Timer, turn: Turn | None = No
             with timer("apply_s"):
                 stages.sync.sync_to(max(0, step - stages.config.rollout.staleness))
             recorded = collector.collect(step, timer), None
-            timer.others.update(stages.sync.traffic())
+            timer.others.update(stages.sync.stats())
             with timer("check_s"):
-                timer.others.update(stages.parity.after_rollout(stages.sync, step))
+                timer.others.update(stages.parity.after_rollout(collector.runner.engine, step))
     groups, state = recorded
     with turn or nullcontext(collector.progress) as progress:
         batch = collector.end_step(progress, step, groups, state, timer)

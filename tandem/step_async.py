@@ -150,7 +150,14 @@ class RolloutPrefetcher:
                     break
                 self._change.wait(POLL_S)
             if self._next <= step:
-                raise self._failed[1] if self._failed else _not_rolled_out(step)
+                if self._failed is not None:
+                    raise self._failed[1]
+                raise UserError(
+                    "rollouts of older weights have not ended",
+                    where=f"step {step + 1}",
+                    found="none",
+                    expected="its file in the journal",
+                )
 
     def _has_failed(self, step: int) -> bool:
         return self._failed is not None and self._failed[0] <= step
@@ -209,12 +216,3 @@ class RolloutPrefetcher:
 
     def _is_over(self, step: int) -> bool:
         return self._closed or self._has_failed(step)
-
-
-def _not_rolled_out(step: int) -> UserError:
-    return UserError(
-        "rollouts of older weights have not ended",
-        where=f"step {step + 1}",
-        found="none",
-        expected="its file in the journal",
-    )

@@ -10,12 +10,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tandem.config.recipe import to_toml
-from tandem.config.schema import Eval
 from tandem.model.load import ExactModel
-from tandem.run_folder.best import Best, BestTracker
 from tandem.run_folder.checkpoint import Contents, Saver, checkpoint_step
 from tandem.run_folder.episode_files import episode_file
 from tandem.run_folder.folder import RunFolder
@@ -34,12 +32,14 @@ from tandem.run_folder.shards import (
 from tandem.run_folder.status import write_status
 from tandem.runtime import signals, watchdog
 from tandem.runtime.disk import file_hash
-from tandem.runtime.errors import InvariantError
-from tandem.train.checks import too_many_bad_steps, too_many_flat_steps
+from tandem.runtime.errors import InvariantError, UserError
 from tandem.train.learner import Learner
 from tandem.train.ranks import Ranks
 from tandem.types import Row, StepResult
 from tandem.weights.hashing import weight_hash
+
+if TYPE_CHECKING:
+    from tandem.run_folder.best import Best, BestTracker
 
 SHOWN = 10  # times that a run without evaluation shows samples
 EPISODE_FILES = {"episodes": "train", "eval_sampled": "eval_sampled", "eval_greedy": "eval_greedy"}
@@ -92,7 +92,7 @@ class TrainingEnd:
 
     step: int  # below the job's steps if eval.patience has stopped it
     weights: str  # their hash
-    best: Best | None  # with eval.keep_best or eval.patience
+    best: "Best | None"  # with eval.keep_best or eval.patience
 
 
 def run_training(
@@ -110,7 +110,7 @@ def run_training(
         run.note_start()
         with loop.writing(), loop.saving_on_interrupt():
             # without an evaluation that is due, nothing is rolled out any more
-            if loop.best.out_of_patience and loop.pending_metrics is None:
+            if loop.out_of_patience and loop.pending_metrics is None:
                 next(iter(job.learners.values())).publish()
             else:
                 job.start(loop.done)
@@ -125,7 +125,9 @@ def run_training(
                     loop.record_step(result)
                     loop.finish_step(result.metrics, result.timings)
     digest = weight_hash(trained_model(job).merged())
-    return TrainingEnd(step=loop.done, weights=digest, best=loop.best.best)
+    return TrainingEnd(
+        step=loop.done, weights=digest, best=None if loop.best is None else loop.best.best
+    )
 
 
 @dataclass
@@ -149,6 +151,7 @@ class _TrainLoop:
     show: Show
     report: Report
     streaks: _Streaks = field(default_factory=_Streaks)
+    best: "BestTracker | None" = None  # with eval.keep_best or eval.patience
     done: int = 0
     state: dict[str, Any] = field(default_factory=dict)
     pending_metrics: Row | None = field(default_factory=dict)  # of step 0: its evaluation only
@@ -182,14 +185,21 @@ class _TrainLoop:
             MetricsWriter(self.run.path, logged) as self.writer,
             Saver() as self.saver,
         ):
-            settings = self.run.config.eval if self.job.eval_every else Eval()
-            self.best = BestTracker(self.run.path, settings.keep_best, settings.patience)
-            self.best.update(read_metrics(self.run.path))
+            keep, patience = self.run.config.eval.keep_best, self.run.config.eval.patience
+            if self.job.eval_every and (keep or patience):
+                from tandem.run_folder import best
+
+                self.best = best.BestTracker(self.run.path, keep, patience)
+                self.best.update(read_metrics(self.run.path))
             yield
 
     @property
     def is_over(self) -> bool:
-        return self.done >= self.job.steps or self.best.out_of_patience
+        return self.done >= self.job.steps or self.out_of_patience
+
+    @property
+    def out_of_patience(self) -> bool:
+        return self.best is not None and self.best.out_of_patience
 
     @contextmanager
     def saving_on_interrupt(self) -> Iterator[None]:
@@ -234,12 +244,13 @@ class _TrainLoop:
                 metrics = metrics | self.job.evaluate(self.done)
             timings = timings | {"eval_s": time.perf_counter() - start}
         self._log(metrics, timings)
-        is_best = self.best.update([metrics_row(self.done, metrics)])
+        best = self.best
+        is_best = best is not None and best.update([metrics_row(self.done, metrics)])
         self.write_status()
         never_evaluates = not (self.run.config.eval.data or every)
         if evaluates or (never_evaluates and self.done % max(1, steps // SHOWN) == 0):
             self._show_samples()
-        is_kept = bool(self.done) and is_best and self.best.keep
+        is_kept = bool(self.done and best is not None and is_best and best.keep)
         if is_kept:
             self._save()
         self._stop_if_hopeless(metrics)
@@ -309,7 +320,7 @@ class _TrainLoop:
             state=state,
             config=to_toml(self.run.config),
             keep=self.run.config.run.keep_checkpoints,
-            best=self.best.kept_step,
+            best=None if self.best is None else self.best.kept_step,
             shard=shard,
             before_write=lambda: job.wait_until_durable(done),
             wait_for_others=lambda: {} if shard is None else _wait_for_others(ranks, shard.folder),
@@ -334,8 +345,24 @@ class _TrainLoop:
         saved = sorted(path.name for path in self.run.checkpoints.glob("step_*"))
         last = f"last checkpoint: {saved[-1] if saved else 'none yet'}"
         if too_bad:
-            raise too_many_bad_steps(self.done, bad, metrics, config.train.max_bad_steps, last)
-        raise too_many_flat_steps(self.done, flat, metrics["reward"], last)
+            names = sorted(n.removeprefix("bad/") for n in metrics if n.startswith("bad/"))
+            raise UserError(
+                "training stops: NaN or infinity, step after step",
+                where=f"step {self.done} and the {bad - 1} before it",
+                found=f"not finite: {', '.join(names)}",
+                expected=f"at most {config.train.max_bad_steps} such steps in a row "
+                "(train.max_bad_steps)",
+                next=f"the weights are as before them; {last}. Look at metrics.jsonl; go on with a "
+                "larger train.max_bad_steps, or in a new run.folder with other settings",
+            )
+        raise UserError(
+            "training stops: no episode has had an advantage",
+            where=f"step {self.done} and the {flat - 1} before it",
+            found=f"equal rewards in every group, mean {metrics['reward']:.3g}",
+            expected="some groups whose rewards differ (rl.max_flat_steps)",
+            next=f"{last}. Look at episodes/ and at the reward (`tandem try`), take problems that "
+            "are sometimes solved, or go on with a larger rl.max_flat_steps",
+        )
 
 
 def _ranks(job: TrainJob) -> Ranks:

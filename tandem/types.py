@@ -299,16 +299,12 @@ class Generate(Protocol):
     def cancel(self, ticket: Any) -> None:
         """End a request now, with the tokens it has."""
 
-
-class RolloutEngine(Generate, Protocol):
-    """The engine that samples for training."""
-
     def logprob_gap(self) -> float:
         """Compare a completion just sampled with the trainer's packed pass over it: the largest
         difference of log-probs, nats; 0 without a completion."""
 
 
-class Sync(Protocol):
+class WeightSync(Protocol):
     """Transport of the trainer's weights to the engines. An engine runs one version at a time."""
 
     def publish(self, version: int) -> None:
@@ -317,11 +313,8 @@ class Sync(Protocol):
     def sync_to(self, version: int) -> None:
         """Have the engine run a version. Raises UserError if it is gone."""
 
-    def traffic(self) -> Row:
+    def stats(self) -> Row:
         """Return `sync_bytes` and `load_s` of the engine's version, since the last call."""
-
-    def logprob_gap(self) -> float:
-        """Return RolloutEngine.logprob_gap of the rollouts' engine."""
 
 
 class ParityCheck(Protocol):
@@ -329,9 +322,9 @@ class ParityCheck(Protocol):
 
     exact: bool  # the two agree bit for bit here (P1), so any log-prob gap is an error
 
-    def after_rollout(self, sync: Sync, step: int) -> Row:
-        """Compare a completion of step `step` just sampled; return timings. Raises what ends the
-        run."""
+    def after_rollout(self, engine: Generate, step: int) -> Row:
+        """Compare a completion of a step that the engine just sampled; return timings. Raises
+        what ends the run."""
 
     def before_update(self, batch: Any, policy: Any, version: int) -> Row:
         """Compare the tokens of a train.batch.TrainBatch that weights `version` sampled with the

@@ -13,16 +13,7 @@ from tandem.cli.main import app
 from tandem.config.recipe import load_config
 from tandem.config.schema import Config
 from tools.blocks import blocks, fault, prepare, rows, run, write_files
-from tools.pages import (
-    PAGES,
-    PROSE,
-    ROOT,
-    broken_links,
-    commands,
-    name,
-    named_pages,
-    written_lines,
-)
+from tools.pages import PAGES, PROSE, ROOT, broken_links, commands, name, named_pages, written_lines
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=name)
 KEY = re.compile(r"`(?:tandem [^`]*? )?([a-z]+)\.([a-z_0-9]+)(?=[.=` ])")

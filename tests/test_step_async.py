@@ -66,22 +66,21 @@ def test_staleness_0_is_the_synchronous_step(tmp_path):
     assert weights_of(stages_ahead) == weights_of(stages)
 
 
-class GappySync(SlowSync):
-    """Its engine does not agree with the trainer on what it sampled, from some version on."""
+class GappyEngine(VersionedEngine):
+    """It does not agree with the trainer on what it sampled, from some version on."""
 
     gap, first = 1e-7, 2
 
     def logprob_gap(self):
-        return self.gap if self.engine.weight_version >= self.first else 0.0
+        return self.gap if self.weight_version >= self.first else 0.0
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("gap", [1e-7, float("nan")])
 def test_sampled_logprobs_are_checked_before_they_are_kept(gap, workers, tmp_path):
     settings = config(rollout__staleness=1, rollout__workers=workers)
-    stages = stages_in(tmp_path, settings, engine=VersionedEngine(), reward=KeyReward())
-    sync = GappySync(stages.collector.runner.engine)
-    sync.gap = gap
+    stages = stages_in(tmp_path, settings, engine=(engine := GappyEngine()), reward=KeyReward())
+    engine.gap, sync = gap, SlowSync(engine)
     stages = replace(stages, sync=sync, parity=ExactCheck())
     with closing(RolloutPrefetcher(stages, STEPS)) as prefetcher:
         sync.publish(0)

@@ -27,29 +27,6 @@ def opens(name, path, flags="os.O_WRONLY", open=""):
     return Hostile(name=name, code=f"os.open({path!r}, {flags}); escaped({path!r})", open=open)
 
 
-UNMAP = """
-        import ctypes, time
-        time.sleep(0.2)  # it is looked at every 20 ms, more or less
-        begin = ctypes.addressof(ctypes.c_char.from_buffer(held))
-        libc.munmap(ctypes.c_void_p(begin + 4096), ctypes.c_size_t(len(held) - 4096))
-"""
-
-
-def sharing(name, then=""):
-    """Four processes with 64 MiB of shared memory each; what they do when they have written it."""
-    code = f"""
-import mmap
-for _ in range(4):
-    if os.fork() == 0:
-        held = mmap.mmap(-1, 64 * 2**20)
-        for at in range(0, len(held), 2**20): held[at:at + 2**20] = bytes(2**20)
-        {then.strip()}
-        time.sleep(10**6)
-time.sleep(10**6)
-"""
-    return Hostile(name=name, code=code, stops=("memory",), limits=SMALL)
-
-
 READING = [
     reads("read a secret file", "$SECRET"),
     reads("read the repository", "$REPOSITORY/tandem/plugins/graders/sandbox/__init__.py"),
@@ -469,10 +446,25 @@ while True:
         stops=("memory",),
         limits=SMALL,
     ),
-    sharing("shared memory in many processes"),
-    # the pages are not resident any more, and are kept
-    sharing("shared memory that is hidden after it was written", "held.madvise(4)"),
-    sharing("shared memory of which one page stays mapped", UNMAP),
+    Hostile(
+        name="shared memory that no process holds",
+        code="""
+import mmap
+held = mmap.mmap(-1, 64 * 2**20)
+escaped('shared')
+""",
+        open="any",
+        limits=SMALL,
+    ),
+    Hostile(
+        name="shared memory of a device",
+        code="""
+import mmap
+with open('/dev/zero', 'r+b') as zero: held = mmap.mmap(zero.fileno(), 2**20)
+escaped('shared')
+""",
+        open="any",
+    ),
     Hostile(
         name="the buffers of tcp connections",
         code="""

@@ -37,6 +37,9 @@ from tandem.train.learn import Observe
 from tandem.types import Group, Row
 from tandem.weights.hashing import tensor_hash
 
+OTHER_BITS = "the bits of both may differ"
+OTHER_SUMS = "updates may differ in the last bits"
+
 
 @dataclass(kw_only=True)
 class ReplayReport:
@@ -85,9 +88,20 @@ class _Replay:
     result: ReplayReport
 
     def run(self) -> ReplayReport:
-        other_machine = _other_machine(self.past)
-        self.result.notes += self.replayed.notes + other_machine + _other_mesh(self.past, self.step)
-        self.result.divergence = next(self._compare(bool(other_machine)), None)
+        notes, past = self.result.notes, self.past
+        notes += self.replayed.notes
+        machine, here = read_machine(past.folder), numerics.processor()
+        if other_machine := machine is not None and machine["processor"] != here:
+            before = machine["processor"] if machine else ""
+            notes.append(f"the run has computed on {before}, this is {here}: {OTHER_BITS}")
+        # several processes add up gradients in another order than a replay, which is one
+        rows = read_metrics(past.folder, "timings.jsonl")
+        counts = {int(row.get("processes", 1)) for row in rows if row["step"] <= self.step} - {1}
+        if counts or past.config.parallel.mesh:
+            sizes = " and ".join(map(str, sorted(counts)))
+            found = f"{sizes} processes" if counts else "a mesh"
+            notes.append(f"the run has trained with {found}, this is one: {OTHER_SUMS}")
+        self.result.divergence = next(self._compare(other_machine), None)
         self._compare_with_ledger()
         return self.result
 
@@ -267,23 +281,3 @@ def _trained(groups: Sequence[Group]) -> list[Group]:
 
 def _hashes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: tensor_hash(tensors[name]) for name in sorted(tensors)}
-
-
-def _other_mesh(past: PastRun, step: int) -> list[str]:
-    """Return a note if several processes trained a step up to `step`: a replay is one, which adds
-    up gradients in another order."""
-    rows = read_metrics(past.folder, "timings.jsonl")
-    counts = {int(row.get("processes", 1)) for row in rows if row["step"] <= step} - {1}
-    if not counts and not past.config.parallel.mesh:
-        return []
-    found = f"{' and '.join(map(str, sorted(counts)))} processes" if counts else "a mesh"
-    return [f"the run has trained with {found}, this is one: updates may differ in the last bits"]
-
-
-def _other_machine(past: PastRun) -> list[str]:
-    """Return a note if the run last computed on another processor, which may give other bits."""
-    machine, here = read_machine(past.folder), numerics.processor()
-    if machine is None or machine["processor"] == here:
-        return []
-    before = machine["processor"]
-    return [f"the run has computed on {before}, this is {here}: the bits of both may differ"]

@@ -19,16 +19,17 @@ from tandem.config.parallel import Parallel
 from tandem.jobs.engines import prepare_process, probe_exactness
 from tandem.jobs.exactness import require_parity
 from tandem.jobs.input_hashes import IMAGES, input_hashes
-from tandem.jobs.models import build_distill_models, build_rl_models, check_models
+from tandem.jobs.models import check_models
 from tandem.jobs.offline import open_offline_job
+from tandem.registry import find
 from tandem.rollout.collect import Progress, make_rollout_batch, step_metrics
-from tandem.rollout.evaluate import sampling_params
+from tandem.rollout.score import sampling_params
 from tandem.run_folder.folder import MACHINE, RunFolder
 from tandem.run_folder.read import PastRun, read_step
 from tandem.runtime.errors import UserError
 from tandem.step import learn_step
 from tandem.train.learn import LearnStage, Observe
-from tandem.train.learner import Learner
+from tandem.train.ranks import ALONE
 from tandem.train_loop import TrainJob
 from tandem.types import Row
 from tandem.weights.hashing import weight_hash
@@ -77,7 +78,7 @@ class JournalReplayRun(ReplayRun):
             "distill.teacher" if distills else "model.reference",
             *["critic.path"] * bool(config.critic.path),
         )
-        models = build_distill_models(config) if distills else build_rl_models(config)
+        models = find("models", past.command, key="command")(config, ALONE)
         self.learning = LearnStage(
             config=config,
             models=models,
@@ -86,8 +87,7 @@ class JournalReplayRun(ReplayRun):
                 config, probe_exactness(config, models.policy.model, report, folder=past.folder)
             ),
         )
-        critic = {} if models.critic is None else {"critic": models.critic}
-        self.learners: dict[str, Learner] = {"policy": models.policy, **critic}
+        self.learners = models.learners
 
     def step(self, done: int, observe: Observe | None) -> Row:
         progress, config = self._progress, self._past.config

@@ -12,9 +12,12 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from typing import Annotated
 
 from rich.markup import escape
+from typer import Option
 
+from tandem.cli.arguments import Fresh, Overrides
 from tandem.cli.progress import console
 from tandem.config.recipe import load_config
 from tandem.registry import find
@@ -24,19 +27,24 @@ from tandem.runtime.errors import UserError
 RECIPE = Path(__file__).with_name("demo.toml")
 
 
-def demo(folder: Path, seed: int, fresh: bool, changes: list[str]) -> None:
-    """Run the demo in a folder. changes: settings of both runs, e.g. ["model.dtype=bfloat16"]."""
-    started = time.perf_counter()
+def demo(
+    overrides: Overrides = None,
+    folder: Annotated[Path, Option(help="where data, model and runs go")] = Path("runs/demo"),
+    seed: Annotated[int, Option(min=0, help="another seed: other data, model and draws")] = 0,
+    fresh: Fresh = False,
+) -> None:
+    """Show the whole loop in two minutes: data, a tiny model, SFT, GRPO, evaluation, export."""
+    started, changes = time.perf_counter(), overrides or []
     make_inputs(folder, seed)
     from tandem.cli import train  # imports torch, after the first line has been shown
 
     recipe, by_hand = folder / "demo.toml", command_name()
-    overrides = [*settings(folder, seed, "sft", model=folder / "model"), *changes]
-    say(f"warm start: {by_hand} sft {shlex.join([str(recipe), *overrides])}")
-    warm_model = train.train("sft", load_config(recipe, overrides), folder / "sft", fresh)
-    overrides = [*settings(folder, seed, "train", model=warm_model), *changes]
-    say(f"GRPO: {by_hand} train {shlex.join([str(recipe), *overrides])}")
-    final = train.train("train", load_config(recipe, overrides), folder / "train", fresh)
+    warm = [*settings(folder, seed, "sft", model=folder / "model"), *changes]
+    say(f"warm start: {by_hand} sft {shlex.join([str(recipe), *warm])}")
+    warm_model = train.train("sft", load_config(recipe, warm), folder / "sft", fresh)
+    learned = [*settings(folder, seed, "train", model=warm_model), *changes]
+    say(f"GRPO: {by_hand} train {shlex.join([str(recipe), *learned])}")
+    final = train.train("train", load_config(recipe, learned), folder / "train", fresh)
     report(folder, final)
     console.print(f"\n{time.perf_counter() - started:.0f} seconds in all. Next:")
     test = [str(recipe), f"model.path={final}", f"eval.data={folder}/data/test.jsonl"]
@@ -109,15 +117,9 @@ def report(folder: Path, final: Path) -> None:
 
     rows = [row for row in read_metrics(folder / "train") if "eval/sampled" in row]
     table = Table("held-out reward, sampled", "before", "after")
-    for name in (
-        []
-        if not rows
-        else [  # a changed eval.data may be empty
-            key
-            for key in rows[0]
-            if key.startswith("eval/sampled") and not key.endswith(("interval", "truncated"))
-        ]
-    ):
+    for name in rows[0] if rows else ():  # a changed eval.data may be empty
+        if not name.startswith("eval/sampled") or name.endswith(("interval", "truncated")):
+            continue
         table.add_row(
             name.removeprefix("eval/sampled").strip("/") or "all",
             f"{rows[0][name]:.3f}",

@@ -11,12 +11,15 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Any
+from typing import Annotated, Any
+
+from typer import Option
 
 from tandem import __version__
 from tandem.cli.progress import console
@@ -42,8 +45,10 @@ class Finding:
 Check = tuple[str, Callable[[], Finding]]
 
 
-def doctor(as_json: bool = False) -> int:
-    """Print what each check finds; return the exit code."""
+def doctor(
+    as_json: Annotated[bool, Option("--json", help="print one JSON document instead")] = False,
+) -> None:
+    """Check this machine: versions, exactness of the operators, reward workers, disk."""
     numerics.prepare()
     free = shutil.disk_usage(".").free
     text = f"{free / 2**30:.1f} GiB free here"
@@ -72,7 +77,7 @@ def doctor(as_json: bool = False) -> int:
             for name, one in found.items()
         }
         print(json.dumps({"ok": passed, "tandem": __version__, "checks": shown}, indent=1))
-    return 0 if passed else 1
+    sys.exit(0 if passed else 1)
 
 
 def versioned(name: str, found: str, others: str = "", **facts: Any) -> Finding:
@@ -120,21 +125,17 @@ def _gpu() -> Finding:
     if find_spec("triton") is None:
         missing = f"{'; '.join(found)}; Triton is missing (the kernels): pip install triton"
         return Finding(False, missing, _gpus(len(found)))
-    driver, triton = _driver(), version("triton")
+    driver, triton = "unknown (no nvidia-smi)", version("triton")
+    if shutil.which("nvidia-smi") is not None:
+        command = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        driver = (asked.stdout.splitlines() or ["unknown"])[0]
     detail = f"{'; '.join(found)}; driver {driver}, Triton {triton}"
     return Finding(True, detail, _gpus(len(found), driver, triton))
 
 
 def _gpus(count: int, driver: str = "", triton: str = "") -> dict[str, Any]:
     return {"count": count, "driver": driver, "triton": triton}
-
-
-def _driver() -> str:
-    command = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    if shutil.which(command[0]) is None:
-        return "unknown (no nvidia-smi)"
-    asked = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    return (asked.stdout.splitlines() or ["unknown"])[0]
 
 
 def _gpu_checks() -> list[Check]:

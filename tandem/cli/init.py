@@ -8,8 +8,11 @@ each meant to be replaced. It knows no run.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from typer import Option
+
+from tandem.cli.arguments import argument, unset
 from tandem.cli.progress import print_lines
 from tandem.config.recipe import toml_value
 from tandem.registry import find
@@ -88,9 +91,14 @@ Then reinforcement learning has something to find:
 """
 
 
-def init(folder: Path, model: str, tiny: bool) -> None:
-    """Write a project to a new folder. model: a directory or hub name; tiny: none, which is also
-    what no model means."""
+def init(
+    folder: Annotated[Path, argument(help="the project: a new folder")],
+    model: Annotated[str, unset(help="Hugging Face directory or hub name to train")] = "",
+    tiny: Annotated[
+        bool, Option("--tiny", help="a tiny random model and chats that warm it up; the default")
+    ] = False,
+) -> None:
+    """Write a project that runs as it is: recipe, data, a reward of your own, a README."""
     if model and tiny:
         raise UserError(
             "two models are named",

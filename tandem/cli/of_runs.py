@@ -1,5 +1,5 @@
-"""The commands beside training: those that take a recipe, and those that read a run. The registry
-has them by name."""
+"""Commands that import torch, or a reader of journals, once they are chosen: those that take a
+recipe, those that read a run, and `tandem try`. The registry has them by name."""
 
 import sys
 from pathlib import Path
@@ -135,52 +135,25 @@ def diff(
     sys.exit(diff.diff(a, b))
 
 
-def serve(
-    model: Annotated[str, argument(help="Hugging Face model directory or hub name")],
-    host: Annotated[
-        str, Option(help="address to listen on; one that other machines reach needs a key")
-    ] = "127.0.0.1",
-    port: Annotated[int, Option(min=0, max=65535, help="0: any that is free")] = 8000,
-    api_key: Annotated[str, unset(envvar="TANDEM_API_KEY", help="key that clients must send")] = "",
-    served_name: Annotated[str, unset(help="name of the model for clients; default: MODEL")] = "",
-    cache_mb: Annotated[int, Option(min=1, help="budget of the key/value cache, MiB")] = 1024,
-    max_batch: Annotated[int, Option(min=1, help="most sequences decoded together")] = 64,
-    max_queue: Annotated[
-        int, Option(min=1, help="most sequences that wait; more are refused with 429")
-    ] = 256,
-    max_new_tokens_default: Annotated[
-        int, Option(min=1, help="completion length of requests without max_tokens")
-    ] = 256,
-    device: Annotated[str, Option(help="auto, cpu, cuda or cuda:N")] = "auto",
-    dtype: Annotated[str, Option(help="auto, float32 or bfloat16")] = "auto",
-    chat_template: Annotated[
-        str, unset(help="Jinja file with the chat template, for a model without one")
-    ] = "",
-    trust_remote_code: Annotated[
-        bool, Option("--trust-remote-code", help="run the Python files of the model directory")
-    ] = False,
-    allow_weight_updates: Annotated[
-        bool, Option(help="let clients have it load new weights, as `tandem train` does")
-    ] = False,
+def try_out(
+    what: Annotated[
+        str,
+        argument(
+            help="a reward function (my.py:score, answer) or an environment (my.py:Shop, guess)"
+        ),
+    ],
+    overrides: Overrides = None,
+    data: Annotated[str, unset(help="problems")] = "",
+    model: Annotated[str, unset(help="model that answers; default: you do")] = "",
+    answer: Annotated[
+        list[str] | None, Option(help="an answer instead of typing; once a turn, for every row")
+    ] = None,
+    rows: Annotated[int, Option(min=1, help="how many rows")] = 3,
+    recipe: Annotated[str | None, unset(help="TOML recipe for everything else")] = None,
 ) -> None:
-    """Serve a model over HTTP, compatible with OpenAI's clients: see docs/guide/serving.md."""
-    from tandem.cli import serve
+    """Try a reward function or an environment on a few rows: score, parts of it, time."""
+    from tandem.cli import try_out
 
-    serve.serve(
-        serve.Options(
-            model=model,
-            host=host,
-            port=port,
-            api_key=api_key,
-            served_name=served_name,
-            cache_mb=cache_mb,
-            max_batch=max_batch,
-            max_queue=max_queue,
-            max_new_tokens=max_new_tokens_default,
-            device=device,
-            dtype=dtype,
-            chat_template=chat_template,
-            trust_remote_code=trust_remote_code,
-            allow_weight_updates=allow_weight_updates,
-        )
-    )
+    options = [f"data.train={data}"] * bool(data) + [f"model.path={model}"] * bool(model)
+    config = load_config(recipe, [*try_out.overrides_of(what), *options, *(overrides or [])])
+    sys.exit(1 if try_out.try_out(config, answer or [], rows) else 0)

@@ -18,6 +18,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -25,15 +26,14 @@ from typing import Any
 from tandem.cli.progress import console
 from tandem.cli.rollout_filter import KEPT, keep, mean_rewards
 from tandem.config.schema import Config
-from tandem.data.renderer import ChatRenderer, load_renderer
+from tandem.data.renderer import load_renderer
 from tandem.jobs.engines import build_runner, load_engine, open_envs_and_rewards, prepare_process
 from tandem.jobs.input_hashes import image_hashes, input_hashes
 from tandem.jobs.inputs import read_data
 from tandem.model.config_file import check_model
 from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episode_metrics import episode_metrics
-from tandem.rollout.evaluate import sampling_params
-from tandem.rollout.score import generate_and_score
+from tandem.rollout.score import RolloutRunner, generate_and_score, sampling_params
 from tandem.run_folder.episode_files import cut_episodes, episode_file, json_lines, write_episodes
 from tandem.run_folder.files import read_file
 from tandem.run_folder.folder import RunFolder, open_run
@@ -45,7 +45,7 @@ from tandem.runtime.image_parts import images_of
 from tandem.runtime.image_store import copy_to
 from tandem.runtime.timer import Timer
 from tandem.runtime.wording import counted
-from tandem.types import Group, Problem, Row
+from tandem.types import Group, Problem, Row, SamplingParams
 
 MakeBatch = Callable[[int, Timer], list[Group]]  # the scored episodes of a batch, counted from 0
 
@@ -79,7 +79,8 @@ def rollout(
         inputs = hashes(config) | image_hashes(problem.messages for problem in problems)
         if is_complete(output, inputs):
             run.note_start()
-            output.cut(batches := len(read_metrics(run.path)))
+            batches = len(read_metrics(run.path))
+            cut_episodes(output.folder, batches - 1)
             output.export()
             write_status(run.path, batches, batches, [])
             console.print(f"complete, nothing to do: {summary_line(run.path)}")
@@ -88,7 +89,11 @@ def rollout(
             renderer = load_renderer(config.model.path, config.data.chat_template)
             problems, lengths = renderer.check_lengths(problems, config.data)
             batches = -(-len(problems) // config.rl.prompts_per_step)
-            with batch_maker(config, problems, renderer, max(lengths)) as make:
+            sampling = sampling_params(config.rollout, renderer.stop_token_ids)
+            with open_envs_and_rewards(config) as (envs, rewards):
+                engine = load_engine(config, renderer, max(lengths), console.print)
+                runner = build_runner(config, engine, renderer, envs, rewards)
+                make = partial(make_batch, config, problems, runner, sampling)
                 run.note_start()
                 write_batches(output, batches, inputs, make)
             require_scores(run.path, config)
@@ -97,32 +102,24 @@ def rollout(
     if out is None:
         console.print(f"episodes in {DEFAULT_OUT}; --out names another folder, or FILE.jsonl")
     if bounds is not None:
-        rewards = mean_rewards(output.files())
-        kept = [problem for problem in problems if problem.uid in rewards]
-        console.print(keep(kept, rewards, bounds, output.kept, config.data), markup=False)
+        means = mean_rewards(output.files())
+        kept = [problem for problem in problems if problem.uid in means]
+        console.print(keep(kept, means, bounds, output.kept, config.data), markup=False)
 
 
-@contextmanager
-def batch_maker(
-    config: Config, problems: Sequence[Problem], renderer: ChatRenderer, longest_prompt: int
-) -> Iterator[MakeBatch]:
-    """Start environments, reward workers and the engine; yield a function that generates and scores
-    a batch."""
-    sampling = sampling_params(config.rollout, renderer.stop_token_ids)
+def make_batch(
+    config: Config,
+    problems: Sequence[Problem],
+    runner: RolloutRunner,
+    sampling: SamplingParams,
+    number: int,
+    timer: Timer,
+) -> list[Group]:
+    """Generate and score the problems of a batch."""
     size = config.rl.prompts_per_step
-    with open_envs_and_rewards(config) as (envs, rewards):
-        engine = load_engine(config, renderer, longest_prompt, console.print)
-        runner = build_runner(config, engine, renderer, envs, rewards)
-
-        def make(number: int, timer: Timer) -> list[Group]:
-            part = problems[number * size : (number + 1) * size]
-            seed = (config.run.seed, "rollout only", number)
-            groups = new_groups(part, config.rl.group_size, seed)
-            return generate_and_score(
-                runner, groups, sampling=sampling, shaping=config.reward, timer=timer
-            )
-
-        yield make
+    part = problems[number * size : (number + 1) * size]
+    groups = new_groups(part, config.rl.group_size, (config.run.seed, "rollout only", number))
+    return generate_and_score(runner, groups, sampling=sampling, shaping=config.reward, timer=timer)
 
 
 def write_batches(output: "Output", batches: int, inputs: dict[str, str], make: MakeBatch) -> None:
@@ -131,7 +128,7 @@ def write_batches(output: "Output", batches: int, inputs: dict[str, str], make: 
     done = output.count(rows)
     if not rows:
         begin(output, batches, inputs)
-    output.cut(done)
+    cut_episodes(output.folder, done - 1)  # all but the batches that count
     with MetricsWriter(output.folder, done - 1) as writer:
         for number in range(done, batches):
             timer = Timer()
@@ -247,10 +244,6 @@ class Output:
         """Yield the Parquet files, in order."""
         for row in read_metrics(self.folder):
             yield episode_file(self.folder, int(row["step"]), "rollout")
-
-    def cut(self, batches: int) -> None:
-        """Remove all but the first batches."""
-        cut_episodes(self.folder, batches - 1)
 
     def export(self) -> None:
         """Write the JSONL file, if one is wanted; it appears whole."""

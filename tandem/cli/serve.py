@@ -9,10 +9,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+from typer import Option
 
+from tandem.cli.arguments import argument, command_of, unset
 from tandem.config.schema import Config, Model, Rollout
 from tandem.runtime.errors import UserError
 from tandem.serve.json_masks import JsonGrammars, JsonMask
@@ -32,24 +34,36 @@ CHUNK_TOKENS = 256  # of a pass: how long a prompt may hold up the streams of ot
 class Options:
     """The command's options."""
 
-    model: str
-    host: str
-    port: int  # 0: any that is free
-    api_key: str  # empty: none
-    served_name: str  # empty: as the model
-    cache_mb: int
-    max_batch: int
-    max_queue: int
-    max_new_tokens: int  # of a request that does not say
-    device: str
-    dtype: str
-    chat_template: str = ""  # a file; empty: the model's own
-    trust_remote_code: bool = False  # files of the model directory may run
-    allow_weight_updates: bool = False  # POST /v1/weights
+    model: Annotated[str, argument(help="Hugging Face model directory or hub name")]
+    host: Annotated[
+        str, Option(help="address to listen on; one that other machines reach needs a key")
+    ] = "127.0.0.1"
+    port: Annotated[int, Option(min=0, max=65535, help="0: any that is free")] = 8000
+    api_key: Annotated[str, unset(envvar="TANDEM_API_KEY", help="key that clients must send")] = ""
+    served_name: Annotated[str, unset(help="name of the model for clients; default: MODEL")] = ""
+    cache_mb: Annotated[int, Option(min=1, help="budget of the key/value cache, MiB")] = 1024
+    max_batch: Annotated[int, Option(min=1, help="most sequences decoded together")] = 64
+    max_queue: Annotated[
+        int, Option(min=1, help="most sequences that wait; more are refused with 429")
+    ] = 256
+    max_new_tokens_default: Annotated[
+        int, Option(min=1, help="completion length of requests without max_tokens")
+    ] = 256
+    device: Annotated[str, Option(help="auto, cpu, cuda or cuda:N")] = "auto"
+    dtype: Annotated[str, Option(help="auto, float32 or bfloat16")] = "auto"
+    chat_template: Annotated[
+        str, unset(help="Jinja file with the chat template, for a model without one")
+    ] = ""
+    trust_remote_code: Annotated[
+        bool, Option("--trust-remote-code", help="run the Python files of the model directory")
+    ] = False
+    allow_weight_updates: Annotated[
+        bool, Option(help="let clients have it load new weights, as `tandem train` does")
+    ] = False
 
 
 def serve(options: Options) -> None:
-    """Serve until SIGINT or SIGTERM."""
+    """Serve a model over HTTP, compatible with OpenAI's clients: see docs/guide/serving.md."""
     require_token(options.host, options.api_key, "TANDEM_API_KEY")
     with bound(options.host, options.port) as sock:
         from tandem.serve.endpoints import EngineServer
@@ -71,6 +85,9 @@ def serve(options: Options) -> None:
         gc.freeze()  # a full collection of all loaded objects stops everything for 0.3 s
         with suppress(KeyboardInterrupt):  # uvicorn raises the signal again when it has stopped
             server.run(sockets=[sock])
+
+
+command = command_of(Options, serve)
 
 
 def load_weights(path: str) -> Callable[[Any, int], None]:
@@ -136,7 +153,7 @@ def served(options: Options, engine: "Engine") -> Served:
         name=options.served_name or options.model,
         context=min(positions, room),
         vocabulary=config.vocab_size,
-        default_max_tokens=options.max_new_tokens,
+        default_max_tokens=options.max_new_tokens_default,
         max_choices=options.max_queue,
     )
 

@@ -7,18 +7,47 @@ It does not know the model's architecture: that is model/tiny.py.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from typer import Option
+
+from tandem.cli.arguments import argument, command_of, unset
 from tandem.cli.progress import print_lines
 from tandem.registry import find
 from tandem.runtime.disk import DISK, disk_errors
 from tandem.runtime.errors import UserError
 
 
-def tiny(folder: Path, *, sources: Sequence[str], vocab: str, images: bool, **sizes: int) -> None:
-    """Write a model with the characters of data sets and of vocab, or printable ASCII if neither is
-    given; images: one that reads images; sizes as make_tiny's."""
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    folder: Annotated[Path, argument(help="where the model goes: a new folder")]
+    sources: Annotated[
+        list[str] | None, unset("--from", help="a data set whose characters it knows; any number")
+    ] = None
+    vocab: Annotated[
+        str, unset(help="characters; default: those of --from, or printable ASCII")
+    ] = ""
+    hidden: Annotated[int, Option(min=8, help="width of the model")] = 128
+    layers: Annotated[int, Option(min=1)] = 3
+    heads: Annotated[int, Option(min=1, help="attention heads")] = 4
+    kv_heads: Annotated[int, Option(min=1, help="key/value heads")] = 2
+    intermediate: Annotated[int, Option(min=1, help="width of the MLP")] = 640
+    max_tokens: Annotated[
+        int, Option("--context", min=8, help="tokens of the longest sequence")
+    ] = 256
+    images: Annotated[bool, Option("--images", help="it reads images: a Qwen2.5-VL")] = False
+    seed: Annotated[int, Option(min=0, help="the same seed gives the same weights")] = 0
+
+
+def make(options: Options) -> None:
+    """Make a tiny random model of characters, ready to train, in seconds, without a network."""
+    sizes = asdict(options)
+    folder, images = sizes.pop("folder"), sizes.pop("images")
+    sources, vocab = sizes.pop("sources") or [], sizes.pop("vocab")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(
             "there is something at the model's place",
@@ -35,13 +64,16 @@ def tiny(folder: Path, *, sources: Sequence[str], vocab: str, images: bool, **si
         folder.parent.mkdir(parents=True, exist_ok=True)
         if unfinished.exists():  # of a killed start
             DISK.remove(unfinished)
-        make = find("tiny_models", "images" if images else "text", key="--images")
-        parameters = make(unfinished, characters=characters, **sizes)
+        make_model = find("tiny_models", "images" if images else "text", key="--images")
+        parameters = make_model(unfinished, characters=characters, **sizes)
         DISK.rename(unfinished, folder)
     size = f"{parameters:,} random parameters over {len(characters)} characters"
     next_command = f"tandem sft RECIPE model.path={folder} sft.train=CHATS"
     kind = "Qwen2.5-VL" if images else "Qwen3"
     print_lines([f"a {kind} of {size} -> {folder}", f"next: {next_command}"])
+
+
+tiny = command_of(Options, make)
 
 
 def characters_of(sources: Sequence[str], vocab: str) -> list[str]:

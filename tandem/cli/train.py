@@ -1,6 +1,5 @@
 """The commands that train: `tandem train`, `sft`, `dpo`, `rm` and `distill`."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from tandem.choices import choices
@@ -8,11 +7,9 @@ from tandem.cli.progress import StepProgress, console, evaluation, print_lines
 from tandem.config.schema import Config
 from tandem.data.chat_template import read_template
 from tandem.jobs.disk_space import require_disk
-from tandem.jobs.export import weights_saver
 from tandem.jobs.out_of_memory import explain_out_of_memory
 from tandem.jobs.ranks import is_follower
 from tandem.registry import find
-from tandem.run_folder.best import Best
 from tandem.run_folder.checkpoint import step_name, versions
 from tandem.run_folder.export import Provenance, export, keep_model, model_card
 from tandem.run_folder.files import KEPT_MODEL
@@ -20,7 +17,7 @@ from tandem.run_folder.folder import open_run
 from tandem.run_folder.metrics import read_metrics
 from tandem.runtime.image_store import keep_in
 from tandem.runtime.wording import counted
-from tandem.train_loop import TrainingEnd, run_training, trained_model
+from tandem.train_loop import run_training, trained_model
 
 
 def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Path:
@@ -63,7 +60,11 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
             card = model_card(
                 model, config, command=command, step=end.step, metrics=rows[-1], about=about
             )
-            weights = weights_saver(next(iter(job.learners.values())))
+            weights, learner = None, next(iter(job.learners.values()))
+            if learner.ranks.size > 1:
+                from tandem.jobs.export import weights_saver
+
+                weights = weights_saver(learner)
             export(model, str(folder / KEPT_MODEL), target, card, weights)
         report(f"done: {counted(end.step, 'steps')}, weights {end.weights[:16]}, model in {target}")
         evals = [text for row in rows if (text := evaluation(row))]
@@ -71,23 +72,12 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
             report(f"before: {evals[0]}")
             report(f"after:  {evals[-1]}")
         if end.best is not None:
-            for line in about_best(end, end.best, job.steps, config, folder):
+            from tandem.run_folder.best import about_best
+
+            kept = folder / "checkpoints" / step_name(end.best.step)
+            for line in about_best(end.best, kept, config.eval, step=end.step, steps=job.steps):
                 report(line)
     return target
-
-
-def about_best(
-    end: TrainingEnd, best: Best, steps: int, config: Config, folder: Path
-) -> Iterator[str]:
-    """Say why a run stopped early, and where its best checkpoint is."""
-    if end.step < steps:
-        yield (
-            f"stopped early, at step {end.step} of {steps}: {best.misses} evaluations in a row "
-            f"were no better than the best (eval.patience={config.eval.patience})"
-        )
-    is_kept = config.eval.keep_best and (folder / "checkpoints" / step_name(best.step)).exists()
-    kept = f"; tandem export {folder} --best" if is_kept else ""
-    yield f"best: {best}{kept}"
 
 
 def processes_of(config: Config) -> str:

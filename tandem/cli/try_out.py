@@ -23,8 +23,7 @@ from tandem.jobs.inputs import read_data
 from tandem.model.config_file import check_model
 from tandem.registry import names
 from tandem.rollout.episode_builder import new_groups
-from tandem.rollout.evaluate import sampling_params
-from tandem.rollout.score import generate_and_score
+from tandem.rollout.score import generate_and_score, sampling_params
 from tandem.runtime.errors import UserError
 from tandem.runtime.image_parts import message_text
 from tandem.runtime.timer import Timer
@@ -166,6 +165,9 @@ class Typist:
         for typed in waiting:
             typed.completion = self._answer(typed.request)
         return waiting
+
+    def logprob_gap(self) -> float:
+        return 0.0
 
     def _answer(self, request: Request) -> Completion:
         if self._given and not request.num_sampled:

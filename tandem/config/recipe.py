@@ -6,13 +6,14 @@ one.
 """
 
 import difflib
+import json
 import re
 import tomllib
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Union, get_origin
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -25,23 +26,6 @@ from tandem.rl.algorithms import settings_of_parts
 from tandem.runtime.errors import UserError
 from tandem.runtime.wording import look_for
 
-MAX_DEPTH = 20  # of tables and lists in a recipe
-# formats that are not TOML: by the name of the file, else by its first line
-_SUFFIXES = {".yaml": "YAML", ".yml": "YAML", ".json": "JSON", ".py": "Python"}
-_LOOKS = {"YAML": r"---|- |[\w.'\"-]+ *:( |$)", "JSON": r"\{"}
-# words of tomllib, and what mends it
-_CURES = {
-    "twice|overwrite|Duplicate|mutate": "a section and a key stand once in a recipe: join the two",
-    "Invalid value": 'a text has quotes, path = "model"; true and false are small',
-    "Unclosed|Unterminated|Illegal|initial character|Expected (\"|'])": "close the quote or the "
-    "bracket; a list may have several lines, {...} has one",
-    r"\\|scalar": "a text with a backslash has single quotes, 'C:\\data'",
-    "codec": "save it as UTF-8",
-    "newline": "a key ends with its line: one value, and no comma behind it",
-    "": "write key = value, below its [section]; a comment begins with #",
-}
-_KINDS = {bool: "true, false", str: "text", list[str]: "a list of texts"}
-
 
 def load_config(recipe: str | Path | None, overrides: list[str]) -> Config:
     """Read a TOML recipe (None: an empty one), apply `key=value` overrides, and validate.
@@ -51,23 +35,6 @@ def load_config(recipe: str | Path | None, overrides: list[str]) -> Config:
     """
     tree, origin = merged(recipe, overrides)
     source = str(recipe or "command line")
-    rest = [(tree, "", 0)]
-    while rest:
-        value, key, depth = rest.pop()
-        if isinstance(value, dict | list):
-            pairs = value.items() if isinstance(value, dict) else enumerate(value)
-            rest += [(child, f"{key}.{name}".lstrip("."), depth + 1) for name, child in pairs]
-        # a lone surrogate is Python's form of a shell's other bytes
-        bad = isinstance(value, str) and re.search("[\0\ud800-\udfff]", value)
-        if bad or depth > MAX_DEPTH:
-            found = f"{value!r:.80}" if bad else f"more than {MAX_DEPTH} levels of nesting"
-            expected = "text in UTF-8 without a zero character" if bad else "a flatter value"
-            raise UserError(
-                "a value cannot be used",
-                where=f"{key[:80]} ({source})",
-                found=found,
-                expected=expected,
-            )
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -119,39 +86,26 @@ def _read(path: Path) -> dict[str, Any]:
         ) from None
     # ValueError: not TOML, not UTF-8, or a number of 5,000 digits
     except (ValueError, RecursionError) as error:
-        raise _not_toml(path, text.splitlines(), str(error)) from None
-
-
-def _not_toml(path: Path, rows: list[str], message: str) -> UserError:
-    """Name another format that the recipe has, or the line of its mistake and the cure."""
-    begin = next((row for row in rows if row.strip() and row.lstrip()[0] != "#"), "")
-    looks = next((name for name, pattern in _LOOKS.items() if re.match(pattern, begin)), "")
-    if other := _SUFFIXES.get(path.suffix, looks):
-        return UserError(
-            f"the recipe is {other}, and a recipe is TOML",
-            where=str(path),
-            found=f"{begin:.60}",
-            expected="[section] and key = value",
-            next='write its sections as [model], and their keys as path = "model"',
-        )
-    number = int(at[1]) if (at := re.search(r"\(at line (\d+)", message)) else 0
-    found = message.partition(" (at line")[0]
-    if number:
-        row = rows[number - 1].strip()
-        first = next(n for n, other in enumerate(rows, 1) if other.strip() == row)
-        found = f"{row:.60}{f', as line {first}' if first < number else ''}: {found}"
-    return UserError(
-        "the recipe is not valid TOML",
-        where=f"{path}:{number}" if number else str(path),
-        found=found,
-        expected="TOML: [section] and key = value",
-        next=next(cure for pattern, cure in _CURES.items() if re.search(pattern, message)),
-    )
+        message, rows = str(error), text.splitlines()
+        number = int(at[1]) if (at := re.search(r"\(at line (\d+)", message)) else 0
+        row = f"{rows[number - 1].strip():.60}: " if number else ""
+        raise UserError(
+            "the recipe is not valid TOML",
+            where=f"{path}:{number}" if number else str(path),
+            found=row + message.partition(" (at line")[0],
+            expected="TOML, no YAML or JSON: [section] and key = value, each once, in UTF-8",
+            next='a text has quotes, path = "model"; one with a backslash has single quotes; true '
+            "and false are small",
+        ) from None
 
 
 def _apply(tree: dict[str, Any], text: str, origin: dict[str, str]) -> None:
     """Put one `section.field=value` into the tree. The value is TOML, and a bare word is a string.
     A key may reach into a table: env.options.limit=3."""
+    if re.search("[\ud800-\udfff]", text):  # Python's form of a shell's other bytes
+        raise UserError(
+            "a value cannot be used", where="command line", found=f"{text!r:.80}", expected="UTF-8"
+        )
     key, sign, raw = text.partition("=")
     key = f"{key}.{SHORTHANDS[key]}" if key in SHORTHANDS else key
     section, _, field = key.partition(".")
@@ -170,14 +124,6 @@ def _apply(tree: dict[str, Any], text: str, origin: dict[str, str]) -> None:
             expected="section.field=value, e.g. rl.group_size=8",
             next=advice if sign else "",
         )
-    if value == raw and raw.startswith(("[", "{")) and _takes_list(section, field):
-        raise UserError(
-            "a list or table on the command line is no TOML",
-            where=key,
-            found=text,
-            expected="quotes around its texts, and around the whole for the shell",
-            next=f"{key}='{_quoted(raw)}'" if raw.startswith("[") else f"{key}='{{name = 1}}'",
-        )
     if not isinstance(tree.setdefault(section, {}), dict):
         return  # the validation names it
     table, path = tree[section], field.split(".") if field.startswith("options.") else [field]
@@ -194,21 +140,6 @@ def _apply(tree: dict[str, Any], text: str, origin: dict[str, str]) -> None:
     origin[f"{section}.{field}"] = "command line"
 
 
-def _takes_list(section: str, field: str) -> bool:
-    """Tell whether the key may hold a list or a table, so that text in brackets is meant as one."""
-    fields = _section(section).model_fields if section in Config.model_fields else {}
-    kind = str(fields[field].annotation) if field in fields else ""
-    return "list" in kind or "dict" in kind
-
-
-def _quoted(raw: str) -> str:
-    """Put quotes around the texts of a list: [a.jsonl, 1] becomes ["a.jsonl", 1]."""
-    items = filter(None, (item.strip().strip("'\"") for item in raw.strip("[]").split(",")))
-    number = re.compile(r"-?[0-9]+(\.[0-9]+)?")
-    quoted = [item if number.fullmatch(item) else toml_value(item) for item in items]
-    return f"[{', '.join(quoted)}]"
-
-
 def _section(name: str) -> type[Section]:
     return Config.model_fields[name].annotation  # type: ignore[return-value]
 
@@ -223,23 +154,21 @@ def _main_key(section: str, value: Any) -> str:
 
 
 def _explain(error: ValidationError, path: str, origin: dict[str, str]) -> UserError:
-    lines = list[str]()
+    lines: list[str] = []
+    expected: dict[str, list[str]] = {}  # of a key with several types, a mistake for each
     for mistake in error.errors():
-        # Of a key that takes one of several types, pydantic reports a mistake for each.
-        kinds = _kinds(mistake["loc"])
-        key = ".".join(str(part) for part in mistake["loc"][: 2 if kinds else None])
-        source = origin.get(".".join(map(str, mistake["loc"][:2])), path)
-        place, found = f"{key} ({source})", f"found {mistake['input']!r}"
+        place = mistake["loc"]
+        key = ".".join(str(part) for part in place[: 2 if _has_types(place) else None])
+        source = origin.get(".".join(map(str, place[:2])), path)
         if mistake["type"] == "extra_forbidden":
-            lines.append(f"{place}: unknown key{_nearest(key)}")
-        elif kinds:
-            lines.append(f"{place}: {found}, expected {kinds}")
+            lines.append(f"{key} ({source}): unknown key{_nearest(key)}")
         elif not key:
             reasons = mistake["msg"].removeprefix("Value error, ").splitlines()
             lines += [f"{r} ({origin.get(r.partition(':')[0], path)})" for r in reasons]
         else:
-            lines.append(f"{place}: {found}, {_expected(key, mistake)}")
-    lines = list(dict.fromkeys(lines))
+            found = f"{key} ({source}): found {mistake['input']!r}"
+            expected.setdefault(found, []).append(_expected(key, mistake))
+    lines += [f"{found}, {', or '.join(reasons)}" for found, reasons in expected.items()]
     return UserError(
         f"the configuration has {len(lines)} mistake{'s' * (len(lines) > 1)}\n"
         + "\n".join(f"  - {line}" for line in lines),
@@ -247,52 +176,23 @@ def _explain(error: ValidationError, path: str, origin: dict[str, str]) -> UserE
     )
 
 
-def _kinds(place: tuple[int | str, ...]) -> str:
-    """Name what a key takes that has a type of several; "" for one of a single type. place: of a
-    mistake, e.g. ("rollout", "release_cache", "bool")."""
+def _has_types(place: tuple[int | str, ...]) -> bool:
+    """Tell whether a mistake is of a key that takes one of several types, e.g. ("rollout",
+    "release_cache", "bool")."""
     if len(place) < 3 or place[0] not in Config.model_fields:
-        return ""
+        return False
     field = _section(str(place[0])).model_fields.get(str(place[1]))
-    kinds = get_args(field.annotation) if field is not None else ()
-    if get_origin(field and field.annotation) not in (Union, UnionType):
-        return ""
-    return " or ".join(
-        ", ".join(map(str, get_args(kind))) if get_origin(kind) is Literal else _KINDS[kind]
-        for kind in kinds
-    )
+    return field is not None and get_origin(field.annotation) in (Union, UnionType)
 
 
 def _expected(key: str, mistake: ErrorDetails) -> str:
     found = mistake["input"]
     match mistake["type"]:
-        case "model_type" if isinstance(found, list) and found and isinstance(found[0], dict):
-            return f"{key} is a section once; write [{key}], in single brackets"
         case "model_type":
             line = f"{_main_key(key, found)} = {toml_value(found)}"
             return f"{key} is a section; write [{key}], and {line} below it"
-        case "string_type" | "list_type" if isinstance(found, dict):
-            return "expected a value, and no table"
-        case "bool_type":
-            advice = f"; write {key}={found.lower()}" if str(found) in ("True", "False") else ""
-            return f"expected true or false{advice}"
-        case "int_type":
-            return "expected a whole number"
-        case "float_type":
-            return "expected a number"
-        case "greater_than_equal":
-            return f"expected at least {mistake['ctx']['ge']}"
-        case "greater_than":
-            return f"expected more than {mistake['ctx']['gt']}"
-        case "less_than_equal":
-            return f"expected at most {mistake['ctx']['le']}"
-        case "less_than":
-            return f"expected less than {mistake['ctx']['lt']}"
-        case "string_too_short":
-            return "expected text that is not empty"
-        case "string_type":
-            return f"expected text; write {key}='\"{found}\"'"
         case "list_type":
-            return f"expected a list; write {key}='{_quoted(str(found))}'"
+            return f"""expected a list; on the command line {key}='["a", "b"]'"""
         case "literal_error":
             choices = re.findall(r"'([^']*)'", mistake["msg"])
             near = difflib.get_close_matches(str(found).lower(), choices, 1, 0.5)
@@ -300,7 +200,7 @@ def _expected(key: str, mistake: ErrorDetails) -> str:
             section, field = key.split(".")[:2]
             own = OR_FUNCTION in _section(section).model_fields[field].metadata
             return f"expected one of {', '.join(choices)}{', or my.py:NAME' * own}{advice}"
-    reason = mistake["msg"].removeprefix("Value error, ")
+    reason = mistake["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
     return reason[0].lower() + reason[1:]
 
 
@@ -338,8 +238,8 @@ def toml_value(value: Any) -> str:
     match value:
         case bool():
             return str(value).lower()
-        case str():
-            return '"' + "".join(_escape(c) for c in value) + '"'
+        case str():  # JSON escapes as TOML does, all but one character
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         case dict():
             pairs = [f"{toml_value(str(k))} = {toml_value(v)}" for k, v in value.items()]
             return "{" + ", ".join(pairs) + "}"
@@ -347,12 +247,6 @@ def toml_value(value: Any) -> str:
             return "[" + ", ".join(toml_value(v) for v in value) + "]"
         case _:
             return repr(value)
-
-
-def _escape(char: str) -> str:
-    if char in '"\\':
-        return "\\" + char
-    return f"\\u{ord(char):04x}" if ord(char) < 32 or ord(char) == 127 else char
 
 
 def changed(config: Config) -> list[tuple[str, str, str]]:

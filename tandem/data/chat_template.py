@@ -76,8 +76,15 @@ class ChatTemplate:
         own = {**variables, "tools": list(tools) or None, "add_generation_prompt": open_turn}
         texts = []
         for chat in chats:
-            # a key without a value says nothing
-            messages = [{k: v for k, v in message.items() if v is not None} for message in chat]
+            # a key without a value says nothing, but the content of a message with calls
+            messages = [
+                {
+                    k: v
+                    for k, v in m.items()
+                    if v is not None or (k == "content" and "tool_calls" in m)
+                }
+                for m in chat
+            ]
             try:
                 if not messages:
                     raise ValueError("a chat without messages")

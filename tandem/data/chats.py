@@ -1,11 +1,17 @@
 """Rows of chats for supervised fine-tuning: read_rows(path, parse_chat, key="sft.train").
 
 A row holds `messages`, or a `prompt` (text or messages) and a `response`; or it follows the data
-sets of TRL, ShareGPT or Alpaca (docs/guide/data.md). Does not know tokens or chat templates:
+sets of TRL, ShareGPT, Alpaca or xLAM (docs/guide/data.md). Does not know tokens or chat templates:
 renderer.py decides what carries loss.
 """
 
-from tandem.data.messages import chat_messages, prompt_messages, require_user_first, with_images
+from tandem.data.messages import (
+    chat_messages,
+    prompt_messages,
+    require_user_first,
+    tool_calls,
+    with_images,
+)
 from tandem.data.prompt_columns import with_opening
 from tandem.data.readers import Row, RowError, column, show
 from tandem.types import Message
@@ -24,6 +30,10 @@ def _chat(row: Row) -> tuple[Message, ...]:
         if row.values.get(name) is not None:
             chat = with_opening(chat_messages(row.values[name], field=name, images=True), row)
             return _whole_chat(chat, field=name)
+    if row.values.keys() >= {"query", "answers"}:  # xLAM's
+        query = with_opening(prompt_messages(row.values["query"], field="query"), row)
+        calls = tool_calls(row.values["answers"], field="answers")
+        return (*query, {"role": "assistant", "content": "", "tool_calls": calls})
     if row.values.keys() >= {"instruction", "output"}:
         # Alpaca's prompt: the instruction, an empty line, and its input
         pair, answer = [row.values["instruction"], row.values.get("input") or ""], "output"

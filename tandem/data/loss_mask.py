@@ -101,6 +101,8 @@ def _sample(
     loss_mask = np.zeros(len(tokens), bool)
     for n, turn in enumerate(turns):
         start, end = len(renderings[2 * n].tokens), len(renderings[2 * n + 1].tokens)
+        # a template may end a turn by the token that begins the next message
+        end += end < len(tokens) and tokens[end] in renderer.stop_token_ids
         loss_mask[start : renderer.end_of_sampling(tokens, start, end, turn)] = True
     return tokens, loss_mask
 

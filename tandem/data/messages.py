@@ -1,9 +1,12 @@
 """Chat messages as rows of a file hold them.
 
-Knows roles and text. Does not know files, nor which roles a model's chat template can write.
+Knows roles, text and tool calls. Does not know files, nor which roles a model's chat template can
+write.
 """
 
+import json
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from tandem.data.readers import Row, RowError, show
@@ -14,7 +17,13 @@ from tandem.types import Message
 Part = dict[str, Any]  # of content: text, or an image
 
 ROLES = ("system", "user", "assistant", "tool")
-_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function": "tool"}
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "function": "tool",
+}
 _IMAGE_KEYS = ("image", "url", "path")  # of a part, as processors and data sets name it
 
 
@@ -38,7 +47,7 @@ def prompt_messages(
     if last["role"] == "assistant" or not (tools or last["role"] == "user"):
         found = f"a last message from {last['role']!r}"
         raise RowError(found, "a prompt that ends with the user's message", field=field)
-    if not (shows_images(last) or last["content"].strip()):
+    if not (shows_images(last) or last["role"] == "tool" or last["content"].strip()):
         raise RowError("an empty message", "a message with text", field=field)
     return messages
 
@@ -46,8 +55,8 @@ def prompt_messages(
 def chat_messages(value: Any, *, field: str, images: bool = False) -> tuple[Message, ...]:
     """Read messages with a known role and text; keep other keys with text for the chat template.
 
-    ShareGPT's {from, value} and OpenAI's content in parts are read, too. images: content with
-    images, which stays a list of parts (images.py), is too. Raises RowError.
+    ShareGPT's {from, value}, OpenAI's content in parts and `tool_calls` are read, too. images:
+    content with images, which stays a list of parts (images.py), is too. Raises RowError.
     """
     if not isinstance(value, list):
         raise RowError(show(value), "a list of messages {role, content}", field=field)
@@ -72,7 +81,12 @@ def _message(value: Any, field: str, images: bool) -> Message:
     message = {name: text for name, text in value.items() if text is not None and text != []}
     if "role" not in message and message.keys() >= {"from", "value"}:
         role, content = message.pop("from"), message.pop("value")
-        message = {"role": _SHAREGPT_ROLES.get(role, role), "content": content, **message}
+        kind = "function_call" if role == "function_call" else "content"
+        message = {"role": _SHAREGPT_ROLES.get(role, role), kind: content, **message}
+    calls = message.pop("function_call", None) or message.get("tool_calls")
+    if calls is not None:
+        message["tool_calls"] = tool_calls(calls, field=f"{field}.tool_calls")
+        message.setdefault("content", "")
     if isinstance(message.get("content"), list):
         parts = [
             _part(part, f"{field}.content[{number}]", images)
@@ -87,11 +101,57 @@ def _message(value: Any, field: str, images: bool) -> Message:
                 f"keys {', '.join(message) or 'none'}", f"a message with a {name!r}", field=field
             )
     for name, text in message.items():
-        if not (isinstance(text, str) or (name == "content" and shows_images(message))):
+        known = name == "tool_calls" or (name == "content" and shows_images(message))
+        if not (known or isinstance(text, str)):
             raise RowError(show(text), "text", field=f"{field}.{name}")
     if message["role"] not in ROLES:
         raise RowError(show(message["role"]), f"one of {', '.join(ROLES)}", field=f"{field}.role")
     return message
+
+
+def tool_calls(value: Any, *, field: str) -> list[dict[str, Any]]:
+    """Read calls in OpenAI's form, whose arguments are an object or its JSON, or as {name,
+    arguments}; they may be JSON as a whole. An argument that is null is left out, unless its object
+    was JSON: tables write one into every row. Raises RowError."""
+    value = _parsed(value)
+    calls = value if isinstance(value, list) else [value]
+    return [_tool_call(call, f"{field}[{number}]") for number, call in enumerate(calls)]
+
+
+def _tool_call(call: Any, field: str) -> dict[str, Any]:
+    match call:
+        case {"function": {"name": str(name)} as function} if name:
+            pass
+        case {"name": str(name)} as function if name:
+            pass
+        case _:
+            expected = 'a call {"function": {"name": ..., "arguments": ...}}'
+            raise RowError(show(call), expected, field=field)
+    given = function.get("arguments") or {}
+    arguments = _parsed(given) if isinstance(given, str) else without_nulls(given)
+    if not isinstance(arguments, dict):
+        raise RowError(show(given), "an object, or its JSON", field=f"{field}.function.arguments")
+    called = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return called | ({"id": call["id"]} if isinstance(call.get("id"), str) else {})
+
+
+def _parsed(value: Any) -> Any:
+    """Return what a JSON text says; any other value as it is."""
+    if isinstance(value, str):
+        with suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
+
+
+def without_nulls(value: Any) -> Any:
+    """Leave out keys whose value is null, at every depth: a column of a table has all keys in all
+    rows."""
+    match value:
+        case dict():
+            return {key: without_nulls(own) for key, own in value.items() if own is not None}
+        case list():
+            return [without_nulls(item) for item in value]
+    return value
 
 
 def _part(part: Any, field: str, images: bool) -> Part:

@@ -82,7 +82,7 @@ def _messages(value: Any, *, field: str) -> Messages:
     if messages[-1]["role"] != "assistant":
         found = f"a last message from {messages[-1]['role']!r}"
         raise RowError(found, "messages that end with the assistant's", field=field)
-    if not messages[-1]["content"].strip():
+    if not (messages[-1]["content"].strip() or "tool_calls" in messages[-1]):
         raise RowError("an empty last message", "a message with text", field=field)
     return messages
 

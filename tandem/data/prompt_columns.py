@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from tandem.data.messages import without_nulls
 from tandem.data.readers import Row, RowError, show
 from tandem.types import Message, Tool
 
@@ -116,6 +117,10 @@ def template_inputs(row: Row) -> TemplateInputs:
     variables = _given(row, "chat_template_kwargs", {}, "an object, the template's variables")
     if not all(isinstance(tool, dict) for tool in tools):
         raise RowError(show(tools[0]), "JSON schemas of functions", field="tools")
+    tools = [
+        tool if "function" in tool else {"type": "function", "function": tool}
+        for tool in without_nulls(tools)
+    ]
     if reserved := [name for name in RESERVED if name in variables]:
         raise RowError(show(reserved[0]), "other variables than this", field="chat_template_kwargs")
     return TemplateInputs(tools=tools, variables=variables) if tools or variables else NOTHING

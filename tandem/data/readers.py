@@ -78,7 +78,7 @@ def read_rows(source: str, build: Callable[[Row], T], *, key: str) -> list[T]:
     path = Path(source if Path(source).exists() else source.rpartition("#")[0])
     folder = path if path.is_dir() else path.parent if path.is_file() else Path()
     built: list[T] = []
-    mistakes: dict[tuple[str, str, str], tuple[str, int]] = {}  # -> first place, rows
+    mistakes: dict[tuple[str, str, str], list[str]] = {}  # field, found, expected -> places
     advice = ""
     was_enabled = gc.isenabled()
     gc.disable()  # all rows are kept, and searching them for garbage takes a third of the time
@@ -91,8 +91,7 @@ def read_rows(source: str, build: Callable[[Row], T], *, key: str) -> list[T]:
                 built.append(build(Row(number=number, values=values, line=line, folder=folder)))
             except RowError as error:
                 mistake = (error.field, error.found, error.expected)
-                first, count = mistakes.get(mistake, (place, 0))
-                mistakes[mistake] = (first, count + 1)
+                mistakes.setdefault(mistake, []).append(place)
                 advice = advice or error.next
                 if len(mistakes) == MAX_MISTAKES:
                     break
@@ -118,23 +117,19 @@ def read_rows(source: str, build: Callable[[Row], T], *, key: str) -> list[T]:
 
 
 def _mistakes(
-    source: str, key: str, mistakes: dict[tuple[str, str, str], tuple[str, int]], advice: str
+    source: str, key: str, mistakes: dict[tuple[str, str, str], list[str]], advice: str
 ) -> UserError:
-    """Write the one error of (field, found, expected) -> (first place, number of rows)."""
-    rows = sum(count for _, count in mistakes.values())
+    """Write the one error of (field, found, expected) -> places."""
+    rows = sum(map(len, mistakes.values()))
     what = f"{key} has {'a row' if rows == 1 else f'{rows:,} rows'} that cannot be used"
-    places = []
-    for (field, found, expected), (place, count) in mistakes.items():
-        more = f" (and {count - 1:,} more)" if count > 1 else ""
-        places.append((f"{source}{place}{', ' * bool(field)}{field}{more}", found, expected))
-    if len(places) == 1:
-        [(where, found, expected)] = places
-        return UserError(what, where=where, found=found, expected=expected, next=advice)
-    what += " (reading stopped there)" if len(places) == MAX_MISTAKES else ""
-    lines = [
-        f"  - {where}: found {found}, expected {expected}" for where, found, expected in places
-    ]
-    return UserError("\n".join([what, *lines]), next=advice or "correct these rows")
+    what += " (reading stopped there)" if len(mistakes) == MAX_MISTAKES else ""
+    for (field, found, expected), places in mistakes.items():
+        more = f" (and {len(places) - 1:,} more)" if len(places) > 1 else ""
+        where = f"{source}{places[0]}{', ' * bool(field)}{field}{more}"
+        if len(mistakes) == 1:
+            return UserError(what, where=where, found=found, expected=expected, next=advice)
+        what += f"\n  - {where}: found {found}, expected {expected}"
+    return UserError(what, next=advice or "correct these rows")
 
 
 def tell_repeats(contents: Iterable[Hashable], key: str) -> None:
@@ -277,47 +272,36 @@ def uid_prefixes(names: Sequence[str], key: str) -> list[str]:
         end = "/".join(path.parts[-parts:]) if parts else path.name.removesuffix(source.suffix)
         return f"{end}#{source.split}" if source.split else end
 
-    sources = [_split(name) for name in names]
+    sources, prefixes = [_split(name) for name in names], []
     longest = max(len(source.path.parts) for source in sources)
-    ends = [[end(source, parts) for parts in range(longest + 1)] for source in sources]
-    for number, name in enumerate(names):
-        if ends[number][-1] in [other[-1] for other in ends[:number]]:
+    for source, name in zip(sources, names, strict=True):
+        for parts in range(longest + 1):
+            if [end(other, parts) for other in sources].count(end(source, parts)) == 1:
+                prefixes.append(end(source, parts))
+                break
+        else:
             raise UserError(
                 f"{key} names a source twice", where=key, found=name, expected="each source once"
             )
-    columns = list(zip(*ends, strict=True))
-    return [
-        next(column[number] for column in columns if column.count(column[number]) == 1)
-        for number in range(len(names))
-    ]
+    return prefixes
 
 
 # ---- JSONL, in UTF-8
 
 
-def open_text(file: Path, key: str) -> io.TextIOWrapper:
-    """Open a text file, also a compressed one; bytes that are not UTF-8 become surrogates. Raises
-    UserError for UTF-16 and for a JSON array, which would give one mistake per line."""
+def open_text(file: Path) -> io.TextIOWrapper:
+    """Open a text file, also a compressed one; bytes that are not UTF-8 become surrogates."""
     if file.suffix in COMPRESSED:
         import pyarrow as pa
 
         stream = io.BufferedReader(pa.input_stream(str(file), compression="detect"))
     else:
         stream = file.open("rb")
-    start = stream.peek(16)
-    if start.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise UserError(
-            f"{key} is not UTF-8",
-            where=str(file),
-            found="a UTF-16 byte order mark",
-            expected="text in UTF-8",
-            next=f"iconv -f UTF-16 -t UTF-8 {file} > {file.stem}-utf8{file.suffix}",
-        )
     return io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="\n")
 
 
 def _jsonl_rows(file: Path, key: str) -> Placed:
-    with open_text(file, key) as lines:
+    with open_text(file) as lines:
         for number, line in enumerate(lines, start=1):
             if not (line := line.rstrip()):
                 continue

@@ -6,8 +6,13 @@ trained; other templates are refused. Does not know files, rewards or weights. t
 imported when a renderer is loaded, not with this module.
 """
 
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -38,7 +43,8 @@ logger = logging.getLogger(__name__)
 
 # any, to see the template's text after it
 _ANSWER = "tandem"
-_EXCHANGE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER})
+_QUESTION = {"role": "user", "content": "a"}
+_EXCHANGE = (_QUESTION, {"role": "assistant", "content": _ANSWER})
 
 GENERATION = "generation_config.json"
 CHUNK = 1024  # chats tokenized in one call: enough to be fast, and the memory stays small
@@ -105,7 +111,10 @@ class ChatRenderer:
             tokenizer.backend_tokenizer.no_truncation()
         self.template = ChatTemplate(template, name)
         self._images = images and images(template, self.template.where)
-        self.stop_token_ids = tuple(sorted(eos_ids | self._end_of_turn()))
+        ends = self._end_of_turn(_EXCHANGE)
+        if self._call_form:  # some end a turn with calls by another token
+            ends |= self._end_of_turn(_called(["tandem"]))
+        self.stop_token_ids = tuple(sorted(eos_ids | ends))
         if not self.stop_token_ids:
             raise UserError(
                 "nothing ends the assistant's turn",
@@ -126,11 +135,8 @@ class ChatRenderer:
         tools: Sequence[Tool] = (),
         variables: Mapping[str, object] | None = None,
     ) -> list[str]:
-        """Render every chat and the header of the assistant's turn. A template without tools gets
-        them in a system message; one without `tool_calls` gets them in the content of their
-        message. variables: more for the template, or in the place of special tokens."""
-        if "tool_calls" not in self.template.source:
-            chats = [[with_calls(message) for message in messages] for messages in chats]
+        """Render every chat and the header of the assistant's turn. variables: more for the
+        template, or in the place of special tokens."""
         return self.texts(chats, open_turn=True, tools=tools, variables=variables)
 
     def encode(self, text: str) -> Array:
@@ -141,9 +147,23 @@ class ChatRenderer:
         """Return int64 [T]: the tokens after an assistant's text when these messages answer it.
         They are the stop token of its turn, the messages, and the header of the assistant's next
         turn. They do not depend on the chat before."""
-        chat = [*_EXCHANGE, *messages]
-        [text] = self.texts([chat], open_turn=True)
-        [tokens] = self.encode_all([text.partition(_ANSWER)[2]], [messages])
+        answered = [m.get("name") or "tool" for m in takewhile(_is_result, messages)]
+        if answered and self._call_form:
+            with suppress(UserError):  # a template may write one call a turn only
+                return self._after(_called(answered), messages)
+        return self._after(_EXCHANGE, messages)
+
+    def _after(self, exchange: Sequence[Message], messages: Sequence[Message]) -> Array:
+        """Return int64 [T]: the tokens from the end of the exchange's last turn on."""
+        results = sum(1 for _ in takewhile(_is_result, messages))
+        answers = [
+            {**message, "tool_call_id": _call_id(number)} if number < results else message
+            for number, message in enumerate(messages)
+        ]
+        [alone] = self.texts([exchange], open_turn=False)
+        [text] = self.texts([[*exchange, *answers]], open_turn=True)
+        tail = text.split(_ANSWER, alone.count(_ANSWER))[-1]
+        [tokens] = self.encode_all([tail], [messages])
         return tokens[self.end_of_sampling(tokens, 0, len(tokens), 1) - 1 :]
 
     def chats(self, chats: Sequence[Sequence[Message]], tools: Sequence[Tool] = ()) -> list[Array]:
@@ -236,7 +256,11 @@ class ChatRenderer:
         tools: Sequence[Tool] = (),
         variables: Mapping[str, object] | None = None,
     ) -> list[str]:
-        """Render every chat as it is; open_turn: with the header of the assistant's turn."""
+        """Render every chat as it is; open_turn: with the header of the assistant's turn. A
+        template without tools gets them in a system message; one without `tool_calls` gets them in
+        the content of their message."""
+        if any("tool_calls" in message for messages in chats for message in messages):
+            chats = [[self._with_calls(message) for message in messages] for messages in chats]
         if tools and "tools" not in self.template.source:
             chats, tools = [with_tools(messages, tools) for messages in chats], ()
         if self._images:
@@ -258,12 +282,35 @@ class ChatRenderer:
         ids = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         return [np.array(row, np.int64) for row in ids]
 
-    def _end_of_turn(self) -> set[int]:
-        """Return the first added token that the template writes after an assistant's text, if
+    def _end_of_turn(self, exchange: Sequence[Message]) -> set[int]:
+        """Return the first added token that the template writes after what the assistant says, if
         any."""
-        [text] = self.texts([_EXCHANGE], open_turn=False)
+        from tandem.model.call_forms import spoken
+
+        [text] = self.texts([exchange], open_turn=False)
         [tail] = self.encode_all([text.rpartition(_ANSWER)[2]])
-        return set([t for t in tail.tolist() if t in self.tokenizer.added_tokens_decoder][:1])
+        added = self.tokenizer.added_tokens_decoder
+        ends = [t for t in tail.tolist() if t in added and not spoken(str(added[t]))]
+        return set(ends[:1])
+
+    @cached_property
+    def _call_form(self) -> "_CallForm | None":
+        """The form in which the template takes a message with calls; None if in none."""
+        if "tool_calls" not in self.template.source:
+            return None
+        variables = {"documents": None, **self.tokenizer.special_tokens_map}
+        for form in (_CallForm("", dict), _CallForm("", str), _CallForm(None, dict)):
+            chat = [_QUESTION, form.of(_called(["tandem"])[1])]
+            with suppress(UserError):
+                [text] = self.template.render([chat], open_turn=False, variables=variables)
+                if _ANSWER in text:
+                    return form
+        return None
+
+    def _with_calls(self, message: Message) -> Message:
+        if "tool_calls" not in message or (form := self._call_form) is None:
+            return with_calls(message)
+        return form.of(message)
 
     def end_of_sampling(self, tokens: Array, start: int, end: int, turn: int) -> int:
         """Return the index after the first stop token of a turn's tokens[start:end]."""
@@ -283,6 +330,52 @@ class ChatRenderer:
     def around(self, tokens: Array, at: int) -> str:
         near = text_tokens(tokens[max(0, at - 6) : at + 6]).tolist()
         return repr(self.tokenizer.decode(near, clean_up_tokenization_spaces=False))
+
+
+@dataclass(frozen=True, slots=True)
+class _CallForm:
+    """How a template takes a message with calls and without text.
+
+    Example: _CallForm(None, str): its content is null, and arguments are JSON text
+    """
+
+    content: str | None
+    arguments: type[dict[str, Any]] | type[str]
+
+    def of(self, message: Message) -> Message:
+        """Return a message in this form."""
+        calls = message["tool_calls"]
+        if self.arguments is str:
+            calls = [
+                call | {"function": call["function"] | {"arguments": _json(call["function"])}}
+                for call in calls
+            ]
+        return message | {"tool_calls": calls, "content": message.get("content") or self.content}
+
+
+def _json(function: Mapping[str, Any]) -> str:
+    return json.dumps(function["arguments"], ensure_ascii=False)
+
+
+def _called(names: Sequence[str]) -> tuple[Message, Message]:
+    """Return a user's message and a turn that calls these functions."""
+    calls = [
+        {
+            "type": "function",
+            "id": _call_id(number),
+            "function": {"name": name, "arguments": {"x": _ANSWER}},
+        }
+        for number, name in enumerate(names)
+    ]
+    return _QUESTION, {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _call_id(number: int) -> str:
+    return f"call{number:05}"  # as Mistral's templates want it
+
+
+def _is_result(message: Message) -> bool:
+    return bool(message["role"] == "tool")
 
 
 def most_bytes(text: str) -> int:

@@ -5,7 +5,6 @@ readers.py finds the functions here by the registry.
 
 import base64
 import csv
-import json
 import math
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -19,8 +18,6 @@ from tandem.runtime.errors import UserError
 
 BATCH = 1024  # rows of a table
 LONGEST_CELL = 16 << 20  # characters; a quote that never ends would take the rest of a file
-# in the folder of one split, and of several
-STATE, SPLITS = "state.json", "dataset_dict.json"
 
 
 def csv_rows(source: Source, key: str) -> Placed:
@@ -33,7 +30,7 @@ def csv_rows(source: Source, key: str) -> Placed:
     file = source.path
     csv.field_size_limit(LONGEST_CELL)  # of the whole process: the module has no other setting
     marks = "\t" if ".tsv" in file.suffixes[-2:] and file.suffix != ".csv" else ",;\t"
-    with open_text(file, key) as lines:
+    with open_text(file) as lines:
         head: list[str] = []
         names: list[str] = []
         while not "".join(head).strip() and (line := next(lines, "")):
@@ -84,41 +81,48 @@ def parquet_rows(source: Source, key: str) -> Placed:
 
 def dataset_rows(source: Source, key: str) -> Placed:
     """Yield the rows of a data set of the hub, or of one that save_to_disk wrote."""
-    what = "from the hub" if source.on_hub else "as a Hugging Face dataset"
-    batches: Iterator[Any]
-    if source.on_hub:
-        tables = _hub_dataset(source, key).with_format("arrow").iter(batch_size=BATCH)
-        batches = (batch for table in tables for batch in table.to_batches())
-    else:
-        batches = _arrow_batches(_folder_files(source, key))
-    return _table_rows(batches, f"{key} cannot be read {what}", str(source.path))
+    tables = _dataset(source, key).with_format("arrow").iter(batch_size=BATCH)
+    batches = (batch for table in tables for batch in table.to_batches())
+    return _table_rows(batches, f"{key} cannot be read as a data set", str(source.path))
 
 
 def dataset_files(source: Source, key: str) -> list[Path]:
     """Return the Arrow files of a data set. Raises UserError."""
-    if source.on_hub:
-        return [Path(file["filename"]) for file in _hub_dataset(source, key).cache_files]
-    return _folder_files(source, key)
+    return [Path(file["filename"]) for file in _dataset(source, key).cache_files]
 
 
-def _arrow_batches(files: list[Path]) -> Iterator[Any]:
-    import pyarrow as pa
-
-    for file in files:
-        with pa.memory_map(str(file)) as mapped, pa.ipc.open_stream(mapped) as stream:
-            for batch in stream:
-                yield from (batch.slice(start, BATCH) for start in range(0, batch.num_rows, BATCH))
-
-
-def _folder_files(source: Source, key: str) -> list[Path]:
-    """Return the Arrow files of a save_to_disk folder. Raises UserError if it is another folder, or
-    the split is not clear."""
-    folder = source.path
-    if source.split or (folder / SPLITS).is_file():
-        folder /= _choose_split(_read_json(folder / SPLITS, "splits", key), source, key)
-    return [
-        folder / str(file["filename"]) for file in _read_json(folder / STATE, "_data_files", key)
-    ]
+def _dataset(source: Source, key: str) -> Any:
+    """Load a split of a data set, mapped from its files: of a folder, or of the hub, downloaded
+    once."""
+    name = str(source.path)
+    try:
+        import datasets
+    except ModuleNotFoundError:
+        raise UserError(
+            f"{key} is no file, and other data sets need the package datasets",
+            where=key,
+            found=repr(name),
+            next="pip install 'tandem-rl[datasets]'",
+        ) from None
+    path, _, configuration = name.partition(":")
+    datasets.disable_progress_bars()
+    try:
+        if source.on_hub:
+            splits = datasets.load_dataset(path, configuration or None)
+        else:
+            splits = datasets.load_from_disk(name)
+    except (OSError, ValueError, LookupError, RuntimeError) as error:
+        raise UserError(
+            f"{key} is no file, and no data set that can be had",
+            where=f"{key}, {name!r}",
+            found=(str(error).splitlines() or [type(error).__name__])[0],
+            expected="a file, a folder written by datasets' save_to_disk, or a data set that is on "
+            "the hub or in its cache (HF_HUB_OFFLINE=1)",
+            next=f"ls {Path(name).parent}",
+        ) from None
+    if not isinstance(splits, dict):  # one without a name
+        splits = {"": splits}
+    return splits[_choose_split([str(each) for each in splits], source, key)]
 
 
 def _choose_split(names: list[str], source: Source, key: str) -> str:
@@ -134,49 +138,8 @@ def _choose_split(names: list[str], source: Source, key: str) -> str:
         if source.split
         else f"{len(names)} splits and none chosen",
         expected=f"one of {', '.join(names[:12])}",
-        next=f"{key}='{source.path}#{names[0]}'" if names else "",
+        next=f"{key}='{source.path}#{names[0]}'" if any(names) else "",
     )
-
-
-def _read_json(file: Path, field: str, key: str) -> list[Any]:
-    try:
-        return list(json.loads(file.read_bytes())[field])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{key} is not a file, and cannot be read as a Hugging Face dataset",
-            where=str(file.parent),
-            found=f"{file.name}: {error.strerror if isinstance(error, OSError) else repr(error)}",
-            expected=f"a folder written by datasets' save_to_disk, with {field} in {file.name}",
-            next=f"name a JSONL, Parquet or CSV file; ls {file.parent}",
-        ) from None
-
-
-def _hub_dataset(source: Source, key: str) -> Any:
-    """Load a data set of the hub, downloaded once and mapped from the cache."""
-    name = str(source.path)
-    try:
-        import datasets
-    except ModuleNotFoundError:
-        raise UserError(
-            f"{key} names no file, and a hub name needs the package datasets",
-            where=key,
-            found=repr(name),
-            expected="a file, or the extra",
-            next="pip install 'tandem-rl[datasets]'",
-        ) from None
-    path, _, configuration = name.partition(":")
-    datasets.disable_progress_bars()
-    try:
-        splits = datasets.load_dataset(path, configuration or None)
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        raise UserError(
-            f"{key} names no file, and no dataset of the hub that can be had",
-            where=f"{key}, {name!r}",
-            found=(str(error).splitlines() or [type(error).__name__])[0],
-            expected="a file, or a dataset that is on the hub or in its cache (HF_HUB_OFFLINE=1)",
-            next=f"ls {Path(name).parent}",
-        ) from None
-    return splits[_choose_split([str(each) for each in splits], source, key)]
 
 
 def _table_rows(batches: Iterable[Any], mistake: str, where: str) -> Placed:
@@ -201,18 +164,9 @@ def _table_rows(batches: Iterable[Any], mistake: str, where: str) -> Placed:
 def _batch_rows(batch: Any) -> Iterator[Payload]:
     from pyarrow import types
 
-    try:
-        rows = batch.to_pylist()
-    except UnicodeDecodeError:
-        if batch.num_rows == 1:
-            yield RowError("invalid UTF-8", "UTF-8 text")
-        else:
-            for i in range(batch.num_rows):
-                yield from _batch_rows(batch.slice(i, 1))
-        return
     plain = types.is_string, types.is_large_string, types.is_integer, types.is_boolean
     odd = [f for f in batch.schema if not any(is_plain(f.type) for is_plain in plain)]
-    for row in rows:
+    for row in batch.to_pylist():
         try:
             for field in odd:
                 row[field.name] = _json_value(row[field.name], str(field.type))

@@ -64,7 +64,8 @@ class DecodeStep:
         self.tokens[:live].copy_(tokens)
         table = upload(runs.table.astype(np.int32), device)
         self.tables[:live, : table.shape[1]].copy_(table)
-        tiles = self.model.shared_tiles(runs)
+        heads, kv_heads, _ = self.model.heads
+        tiles = self.model.kernels.shared_tiles(runs, heads // kv_heads)
         self.sharing = tiles is not None
         if tiles is not None:
             self.tiles.zero_()  # no tile
@@ -91,7 +92,8 @@ class DecodeStep:
             max_length=max_length,
             tiles=self.tiles[:, : max_length // SHORTEST, :rows] if self.sharing else None,
         )
-        plan = self.model.decode_plan(self.cache.keys, self.cache.values, places)
+        kernels, (heads, *_) = self.model.kernels, self.model.heads
+        plan = kernels.decode_plan(self.cache.keys, self.cache.values, places, heads)
         choices = None
         if (experts := self.cache.experts) is not None:
             # such a model is not captured, so `live` may differ from step to step

@@ -12,14 +12,15 @@
 step waits for answers, at most WAIT_S, as its caller may have more to submit. A completion comes
 whole, so that it may take as long as its tokens (TOKEN_S each, and deadline_s). A server is lost
 when it refuses a connection, fails, does not answer a check within deadline_s or a request in its
-time; its requests go to the others unchanged. A UserError ends the run if all are lost for
-deadline_s, which it names, or if more are lost than there are restarts: a request may be what makes
-servers fail. dispatch.py decides which server gets which request. One thread calls
-this.
+time, for which a busy one is asked again; its requests go to the others unchanged. A UserError ends
+the run if all are lost for deadline_s, which it names, or if more are lost than there are restarts:
+a request may be what makes servers fail. dispatch.py decides which server gets which request. One
+thread calls this.
 
 The weights are the servers' own; Tandem's are told to `load` new ones.
 """
 
+import asyncio
 import os
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -30,6 +31,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from tandem.engine.dispatch import Dispatcher, Ticket, cancelled_completion
+from tandem.engine.engine import Engine
 from tandem.engine.http_api import (
     ServedModel,
     check_request,
@@ -39,6 +41,7 @@ from tandem.engine.http_api import (
     read_completion,
     served_model,
 )
+from tandem.engine.packed import packed_gap
 from tandem.runtime import watchdog
 from tandem.runtime.errors import UserError
 from tandem.runtime.http import Json, Refused, ServerBusy, ServerLost, ask, start
@@ -60,11 +63,8 @@ class Server:
     number: int
     url: str  # of its API, ends in /v1
     target: int = 0  # the version that its weights count as
-    is_ready: bool = False  # it serves, and does not rest
     served: ServedModel | None = None
     lost: str = ""  # why it was lost; empty: it serves
-    rests_until: float = 0.0  # gets no request before, by the clock
-    busy_since: float | None = None  # it has completed nothing since, by the clock
     tickets: dict[int, Ticket] = field(default_factory=dict)
     calls: dict[int, "Future[Any]"] = field(default_factory=dict)  # by the ticket's number
     check: "Future[Any] | None" = None  # under way
@@ -74,6 +74,8 @@ class Server:
     @property
     def started(self) -> bool:
         return not self.lost
+
+    is_ready = started
 
     def __str__(self) -> str:
         return f"the server {self.url}"
@@ -115,6 +117,7 @@ class HttpEngines:
         self._answers: SimpleQueue[Answer] = SimpleQueue()
         # of the completions by these weights the one with the least key
         self.to_check: tuple[Request, Completion] | None = None
+        self.reference: Engine | None = None  # the trainer's, whose model these are compared with
         for server in self.servers:
             self._take_up(server, _result(start(self._describe(server, None))))
         if not self.serving:
@@ -123,6 +126,14 @@ class HttpEngines:
         self.longest = min([longest, *(s.served.longest or longest for s in self._known)])  # type: ignore[union-attr]
         self._dispatcher: Dispatcher[Server] = Dispatcher(max_batch, self.longest)
         self._queue = self._dispatcher.open(0)
+
+    def logprob_gap(self) -> float:
+        """Return the gap of a completion to the model of `reference`; 0 if that has newer
+        weights."""
+        version, reference = self.weight_version, self.reference
+        if self.to_check is None or reference is None or version != reference.weight_version:
+            return 0.0
+        return packed_gap(reference.model, *self.to_check, version)
 
     def close(self) -> None:
         """Abort every request."""
@@ -154,7 +165,7 @@ class HttpEngines:
         for server in self.serving:
             with watchdog.waiting_for(str(server), f"weights of version {version}"):
                 found = _result(start(self._describe(server, self._published)))
-            if isinstance(found, ServerLost | ServerBusy):
+            if isinstance(found, ServerLost):
                 self._lose(server, str(found))
             else:
                 self._take_up(server, found)
@@ -202,16 +213,22 @@ class HttpEngines:
         return [server for server in self.servers if server.served is not None]
 
     async def _ask(self, url: str, body: Json | None = None, *, answer_s: float = 0.0) -> Json:
-        """Ask an address of a server. answer_s: for its answer; 0: deadline_s."""
-        deadline_s = self.deadline_s
-        try:
-            return await ask(
-                url, body, key=self._key, connect_s=deadline_s, answer_s=answer_s or deadline_s
-            )
-        except Refused as error:
-            hint = "set TANDEM_API_KEY to its key" if error.status == 401 else ""
-            what = "a rollout server refuses a request"
-            raise UserError(what, where=url, found=str(error), next=hint) from None
+        """Ask an address of a server, again while it is busy. answer_s: for its answer; 0:
+        deadline_s."""
+        answer_s = answer_s or self.deadline_s
+        limits = {"connect_s": self.deadline_s, "answer_s": answer_s}
+        until = self._clock() + answer_s
+        while True:
+            try:
+                return await ask(url, body, key=self._key, **limits)
+            except ServerBusy as error:
+                if self._clock() > until:
+                    raise ServerLost(f"{error} for {answer_s:g} s") from None
+                await asyncio.sleep(BUSY_S)
+            except Refused as error:
+                hint = "set TANDEM_API_KEY to its key" if error.status == 401 else ""
+                what = "a rollout server refuses a request"
+                raise UserError(what, where=url, found=str(error), next=hint) from None
 
     async def _describe(self, server: Server, published: Published | None) -> ServedModel:
         """Ask a server what it serves, after it was given the published weights, if there are
@@ -223,7 +240,7 @@ class HttpEngines:
     def _take_up(self, server: Server, found: ServedModel | Exception) -> None:
         """Let a server serve, if its answer says that it has the weights that are published, or
         those of the others."""
-        if isinstance(found, ServerLost | ServerBusy):
+        if isinstance(found, ServerLost):
             if server.served is None and not server.lost:
                 self._report(f"{server} does not answer: {found}")
             server.lost, server.check_at = str(found), self._clock() + CHECK_S
@@ -244,13 +261,12 @@ class HttpEngines:
             )
         if server.lost:
             self._report(f"{server} serves again")
-        server.served, server.lost, server.rests_until = found, "", 0.0
+        server.served, server.lost = found, ""
 
     def _lose(self, server: Server, reason: str) -> None:
         """Give a server's requests to the others. Raises UserError if no restart is left."""
         back = self._dispatcher.put_back(server)
         self._abort(server)
-        server.busy_since = None
         self._last_served = self._clock()
         server.lost, server.check_at = reason, self._last_served + CHECK_S
         if not self.restarts.spend():
@@ -297,7 +313,7 @@ class HttpEngines:
             self._take_up(server, found)
         elif isinstance(found, ServerLost):
             self._lose(server, str(found))
-        elif isinstance(found, Exception) and not isinstance(found, ServerBusy):
+        elif isinstance(found, Exception):
             raise found
 
     def _none_left(self) -> UserError:
@@ -313,11 +329,7 @@ class HttpEngines:
 
     def _dispatch(self) -> None:
         """Give requests to the servers that are ready."""
-        now = self._clock()
-        for server in self.servers:
-            server.is_ready = not server.lost and now >= server.rests_until
-        ready = [server for server in self.servers if server.is_ready]
-        for server, ticket in self._dispatcher.assign(ready):
+        for server, ticket in self._dispatcher.assign(self.serving):
             assert server.served is not None
             body = completion_body(ticket.request, server.served)
             answer = self._ask(f"{server.url}/completions", body, answer_s=self.answer_s(ticket))
@@ -345,32 +357,15 @@ class HttpEngines:
             self._lose(server, str(found))
         else:
             del server.calls[ticket.number], server.tickets[ticket.number]
-            self._on_completion(server, ticket, found)
-
-    def _on_completion(
-        self, server: Server, ticket: Ticket, found: Json | ServerBusy | UserError
-    ) -> None:
-        if isinstance(found, ServerBusy):
-            self._queue.waiting.appendleft(ticket)
-            # It gets no request for a moment, and is lost once it was busy for too long.
-            now, longest_s = self._clock(), self.answer_s(ticket)
-            server.rests_until = now + BUSY_S
-            if server.busy_since is None:
-                server.busy_since = now
-            elif now - server.busy_since > longest_s:
-                self._lose(server, f"{found} for {longest_s:g} s")
-            return
-        if isinstance(found, UserError):
-            raise found
-        assert server.served is not None
-        request, version = ticket.request, self.weight_version
-        completion = read_completion(
-            found, request, server.served, version, self._decode, server.url
-        )
-        server.busy_since, ticket.completion = None, completion
-        self._ended.append(ticket)
-        if self.to_check is None or request.key < self.to_check[0].key:
-            self.to_check = request, completion
+            if isinstance(found, UserError):
+                raise found
+            assert server.served is not None
+            request, version, model = ticket.request, self.weight_version, server.served
+            completion = read_completion(found, request, model, version, self._decode, server.url)
+            ticket.completion = completion
+            self._ended.append(ticket)
+            if self.to_check is None or request.key < self.to_check[0].key:
+                self.to_check = request, completion
 
 
 def _result(call: "Future[Any]") -> Any:
@@ -378,5 +373,5 @@ def _result(call: "Future[Any]") -> Any:
     a bug."""
     try:
         return call.result()
-    except (ServerLost, ServerBusy, UserError) as error:
+    except (ServerLost, UserError) as error:
         return error

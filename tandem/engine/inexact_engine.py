@@ -23,7 +23,7 @@ from torch import Tensor
 from tandem.engine.engine import Engine
 from tandem.engine.lookahead import Taken
 from tandem.engine.page_cache import page_bytes
-from tandem.engine.scheduler import QueueFull, RunningSequence, Work
+from tandem.engine.scheduler import Queue, RunningSequence, Work
 from tandem.model.inexact import InexactModel, SequenceStates
 from tandem.model.paged_attention import PAGE
 from tandem.types import Array
@@ -119,30 +119,13 @@ class ReservedPages:
         return np.zeros((0, 0, 0), np.int16)
 
 
-class BatchScheduler:
+class BatchScheduler(Queue):
     """Scheduler in place of scheduler.Scheduler: first come, first served, within the reserved
     pages. A sequence that runs keeps running; its prompt runs in one pass."""
 
-    def __init__(self, cache: ReservedPages, *, max_batch: int, max_queue: int, chunk_tokens: int):
-        self.cache, self.max_batch, self.max_queue = cache, max_batch, max_queue
-        self.chunk_tokens = chunk_tokens
-        self.waiting: list[RunningSequence] = []  # by arrival
-        self.running: list[RunningSequence] = []
-        self.preemptions = self.prompt_tokens = self.prompt_tokens_cached = 0
-
-    def submit(self, sequence: RunningSequence) -> None:
-        if len(self.waiting) >= self.max_queue:
-            waiting = len(self.waiting)
-            raise QueueFull(f"{waiting} requests are waiting, at most {self.max_queue} may")
-        self.waiting.append(sequence)
-
-    def remove(self, sequence: RunningSequence) -> None:
-        """Drop a sequence that has ended or was cancelled."""
-        if sequence in self.running:
-            self.running.remove(sequence)
-            self.cache.reserved -= pages_of(sequence)
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
+    def __init__(self, cache: ReservedPages, **sizes: int):
+        super().__init__(**sizes)
+        self.cache = cache
 
     def schedule(self, *, only_started: bool = False) -> Work:
         """Plan the next pass. only_started: admit only sequences that have sampled before."""
@@ -157,23 +140,14 @@ class BatchScheduler:
             if (own := tokens.tobytes()) != before:  # samples of a prompt run it once
                 budget -= len(tokens)
                 before = own
-            self.waiting.remove(sequence)
-            self.running.append(sequence)
+            self._admit(sequence, len(tokens))
             self.cache.reserved += pages
-            self.prompt_tokens += 0 if sequence.tokens else len(tokens)
             work.append((sequence, len(tokens)))
         return work
 
-    def preempt_all(self) -> None:
-        """Put every running sequence back into the queue with its tokens."""
-        self.preemptions += len(self.running)
-        for sequence in self.running:
-            sequence.num_cached = 0
-            self.cache.reserved -= pages_of(sequence)
-            if not sequence.tokens:  # its prompt runs again, perhaps with other weights
-                sequence.prompt_scores.clear()
-        self.waiting = sorted([*self.running, *self.waiting], key=lambda one: one.arrival)
-        self.running = []
+    def _give_up_pages(self, sequence: RunningSequence) -> None:
+        self.cache.reserved -= pages_of(sequence)
+        sequence.num_cached = 0
 
 
 def pages_of(sequence: RunningSequence) -> int:

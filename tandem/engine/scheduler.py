@@ -89,22 +89,20 @@ class RunningSequence:
 Work = list[tuple[RunningSequence, int]]  # a sequence and how many of its tokens run
 
 
-class Scheduler:
-    """Admission, preemption and sharing; chunk_tokens bounds the prompt tokens of a pass, max_queue
-    the waiting sequences."""
+class Queue:
+    """The sequences that wait and those that run, by arrival. What plans their passes is a
+    subclass; chunk_tokens bounds the prompt tokens of a pass, max_queue the waiting sequences."""
 
-    def __init__(self, cache: PageCache, *, max_batch: int, max_queue: int, chunk_tokens: int):
-        self.cache = cache
+    def __init__(self, *, max_batch: int, max_queue: int, chunk_tokens: int):
         self.max_batch, self.max_queue, self.chunk_tokens = max_batch, max_queue, chunk_tokens
-        self.waiting: list[RunningSequence] = []  # by arrival
-        self.running: list[RunningSequence] = []  # by arrival
+        self.waiting: list[RunningSequence] = []
+        self.running: list[RunningSequence] = []
         self.preemptions = self.prompt_tokens = self.prompt_tokens_cached = 0
 
     def submit(self, sequence: RunningSequence) -> None:
         if len(self.waiting) >= self.max_queue:
-            raise QueueFull(
-                f"{len(self.waiting)} requests are waiting, at most {self.max_queue} may"
-            )
+            waiting = len(self.waiting)
+            raise QueueFull(f"{waiting} requests are waiting, at most {self.max_queue} may")
         insort(self.waiting, sequence, key=_ARRIVAL)
 
     def remove(self, sequence: RunningSequence) -> None:
@@ -114,6 +112,39 @@ class Scheduler:
             self.running.remove(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+
+    def preempt_all(self) -> None:
+        """Put every running sequence back into the queue with its tokens; its keys and values are
+        out of date."""
+        for sequence in list(self.running):
+            self._preempt(sequence)
+
+    def _preempt(self, sequence: RunningSequence) -> None:
+        self.preemptions += 1
+        self._give_up_pages(sequence)
+        if not sequence.tokens:  # its prompt runs again, perhaps with other weights
+            sequence.prompt_scores.clear()
+        self.running.remove(sequence)
+        insort(self.waiting, sequence, key=_ARRIVAL)
+
+    def _admit(self, sequence: RunningSequence, count: int) -> None:
+        """Let a waiting sequence run, of whose tokens so many are not cached."""
+        self.waiting.remove(sequence)
+        insort(self.running, sequence, key=_ARRIVAL)
+        if not sequence.tokens:
+            self.prompt_tokens += count + sequence.num_cached
+            self.prompt_tokens_cached += sequence.num_cached
+
+    def _give_up_pages(self, sequence: RunningSequence) -> None:
+        raise NotImplementedError
+
+
+class Scheduler(Queue):
+    """Admission, preemption and sharing of pages."""
+
+    def __init__(self, cache: PageCache, **sizes: int):
+        super().__init__(**sizes)
+        self.cache = cache
 
     def schedule(self, *, only_started: bool = False) -> Work:
         """Plan the next pass. only_started: admit only sequences that have sampled before."""
@@ -128,7 +159,7 @@ class Scheduler:
                 at += 1
         # room was short a moment ago: running sequences come first
         if preempted == self.preemptions:
-            work += self._admit(budget, only_started)
+            work += self._admit_waiting(budget, only_started)
         return work
 
     def advance(self, work: Work) -> None:
@@ -144,13 +175,7 @@ class Scheduler:
                 self.cache.release(sequence.page_table[before:unseen])
                 sequence.num_unseen = unseen
 
-    def preempt_all(self) -> None:
-        """Put every running sequence back into the queue with its tokens; its keys and values are
-        out of date."""
-        for sequence in list(self.running):
-            self._preempt(sequence)
-
-    def _admit(self, budget: int, only_started: bool) -> Work:
+    def _admit_waiting(self, budget: int, only_started: bool) -> Work:
         work: Work = []
         for sequence in list(self.waiting):
             if budget <= 0 or len(self.running) >= self.max_batch:
@@ -166,11 +191,7 @@ class Scheduler:
                 sequence, tokens, replace(match, tail_length=0)
             ):
                 break
-            self.waiting.remove(sequence)
-            insort(self.running, sequence, key=_ARRIVAL)
-            if not sequence.tokens:
-                self.prompt_tokens += len(tokens)
-                self.prompt_tokens_cached += sequence.num_cached
+            self._admit(sequence, len(tokens) - sequence.num_cached)
             count = min(len(tokens) - sequence.num_cached, budget)
             budget -= count
             work.append((sequence, count))
@@ -210,14 +231,6 @@ class Scheduler:
         prefix_hash = self.cache.next_prefix_hash(sequence.page_table[-1])
         sequence.page_table.append(self.cache.allocate(prefix_hash))
         return True
-
-    def _preempt(self, sequence: RunningSequence) -> None:
-        self.preemptions += 1
-        self._give_up_pages(sequence)
-        if not sequence.tokens:  # its prompt runs again, perhaps with other weights
-            sequence.prompt_scores.clear()
-        self.running.remove(sequence)
-        insort(self.waiting, sequence, key=_ARRIVAL)
 
     def _give_up_pages(self, sequence: RunningSequence) -> None:
         self.cache.release(sequence.page_table[sequence.num_unseen :])

@@ -88,27 +88,18 @@ def _checked_options(cls: type[Env], config: EnvConfig, sandbox: Sandbox) -> dic
     # object itself takes nothing, which inspect does not say
     bare = cls.__init__ is object.__init__
     signature = inspect.Signature() if bare else inspect.signature(cls)
-    parameters = signature.parameters
     options = dict(config.options)
-    if "sandbox" in parameters:
+    if "sandbox" in signature.parameters:
         options.setdefault("sandbox", sandbox)
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    unknown = [name for name in options if name not in parameters and not takes_any]
-    missing = [
-        p.name
-        for p in parameters.values()
-        if p.name not in options
-        and p.default is p.empty
-        and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-    ]
-    if unknown or missing:
-        problem = f"has no option {unknown[0]!r}" if unknown else f"needs the option {missing[0]!r}"
+    try:
+        signature.bind(**options)
+    except TypeError as error:
         raise UserError(
-            f"the environment {config.name} {problem}",
+            f"the environment {config.name} has other options",
             where="env.options",
+            found=str(error),
             expected=f"{cls.__name__}{signature}",
-            found=", ".join(config.options) or "no options",
-        )
+        ) from None
     try:
         hints = {} if bare else get_type_hints(cls.__init__)
     except (NameError, TypeError):  # a hint for the type checker only

@@ -17,14 +17,16 @@ the schemas to the model.
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from tandem.envs.calls import in_thread
-from tandem.model.tool_calls import BadCall, Call, Format, Reading, read_calls
+from tandem.model.call_forms import NAMES
+from tandem.model.tool_calls import BadCall, Call, Format, Reading, plain_value, read_calls
 from tandem.registry import find
 from tandem.runtime.errors import UserError
 from tandem.runtime.user_code import load_user_object
@@ -72,16 +74,16 @@ class ToolEnv(Env):
         invalid_call_penalty: of a turn with a call that could not be answered.
         max_result_chars: a longer result is truncated before the model reads it.
         """
-        alone = isinstance(tools, str) or callable(tools)
-        self._tools = _read_tools([tools] if alone else tools)  # type: ignore[list-item, arg-type]
-        self.tools = [_schema(tool.plain) for tool in self._tools.values()] if show_tools else ()
-        if format not in get_args(Format):
+        if format not in NAMES:
             raise UserError(
                 "there is no such format of tool calls",
                 where="env.options.format",
                 found=repr(format),
-                expected=", ".join(get_args(Format)),
+                expected=", ".join(NAMES),
             )
+        alone = isinstance(tools, str) or callable(tools)
+        self._tools = _read_tools([tools] if alone else tools)  # type: ignore[list-item, arg-type]
+        self.tools = [_schema(tool.plain) for tool in self._tools.values()] if show_tools else ()
         if invalid_call_penalty < 0:
             where, found = "env.options.invalid_call_penalty", str(invalid_call_penalty)
             raise UserError("a penalty below 0", where=where, found=found)
@@ -170,11 +172,9 @@ def _value(name: str, type_: TypeAdapter[Any], value: Any, typed: bool) -> Any:
         # as JSON, where a list may be a tuple
         return type_.validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
-        if not typed:  # text for a hint of another type is JSON
-            try:
-                return type_.validate_json(value, strict=True)
-            except ValidationError:
-                pass
+        if not typed:  # text for a hint of another type is a value
+            with suppress(ValueError):
+                return type_.validate_json(json.dumps(plain_value(value)), strict=True)
         problem = error.errors(include_url=False, include_input=False)[0]["msg"]
         raise ValueError(
             f"argument {name!r}: {problem[:1].lower()}{problem[1:]}, found {_text(value)[:40]!r}"

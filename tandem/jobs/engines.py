@@ -1,9 +1,8 @@
 """The engine of a command, its environments and rewards, and whether engine and trainer agree."""
 
 import ctypes
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,12 @@ import torch
 
 from tandem.choices import Report, engine_of
 from tandem.config.schema import Config
-from tandem.data.renderer import ChatRenderer, load_renderer
+from tandem.data.renderer import ChatRenderer
 from tandem.engine.engine import Engine, check_room, make_engine
 from tandem.engine.page_cache import page_bytes
 from tandem.envs.load import load_env
 from tandem.jobs.here import Here
-from tandem.jobs.models import (
-    check_parts,
-    check_reward_model,
-    check_tokenizer,
-    placement,
-    releases_cache,
-)
+from tandem.jobs.models import check_parts, check_tokenizer, placement, releases_cache
 from tandem.jobs.reward_workers import build_reward_pool
 from tandem.model import custom_code
 from tandem.model.config_file import check_model, inner_size
@@ -33,11 +26,10 @@ from tandem.model.probe import Exactness, fastest_exact, probe, try_matmuls
 from tandem.model.schedule import random_model
 from tandem.rewards.pool import ScorePool
 from tandem.rollout.env_pool import EnvPool
-from tandem.rollout.score import RewardModel, RolloutRunner
+from tandem.rollout.score import RolloutRunner
 from tandem.run_folder.folder import read_matmul
 from tandem.runtime import numerics
-from tandem.runtime.errors import UserError
-from tandem.types import Episode, Generate, Problem, Renderer, Reward
+from tandem.types import Generate, Renderer, Reward
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
@@ -77,9 +69,14 @@ def probe_exactness(
     """
     processor = placement(config).processor()
     on_gpu = model.device.type == "cuda"
-    if isinstance(model.exactness, Gap):
-        found = _not_exact(model.exactness, report, processor)
-        return replace(found, matmul=model.kernels.chosen if on_gpu else "")
+    chosen = model.kernels.chosen if on_gpu else ""
+    if isinstance(model.exactness, Gap):  # operators of the inexact path, which nobody probes
+        gap = model.exactness.gap
+        report(
+            f"NOT exact: engine and trainer compute differently ({gap}), gap measured each step; "
+            f"bits depend on the thread count, {torch.get_num_threads()} are kept; {processor}"
+        )
+        return Exactness(parity=[], thread_dependent=[gap], inexact=gap, matmul=chosen)
     seed, microbatch = config.run.seed, config.train.tokens_per_microbatch
     if on_gpu:
         before = "" if folder is None else read_matmul(folder, processor)
@@ -104,15 +101,6 @@ def probe_exactness(
         report(f"exactness probe: {parity}{threads} ({processor})")
         torch.set_num_threads(free)
     return replace(found, matmul=model.kernels.chosen if on_gpu else "")
-
-
-def _not_exact(gap: Gap, report: Report, processor: str) -> Exactness:
-    """Report a model of the inexact path, whose operators nobody probes."""
-    report(
-        f"NOT exact: engine and trainer compute differently ({gap.gap}), gap measured each "
-        f"step; bits depend on the thread count, {torch.get_num_threads()} are kept; {processor}"
-    )
-    return Exactness(parity=[], thread_dependent=[gap.gap], inexact=gap.gap)
 
 
 def choose_matmul(
@@ -201,6 +189,8 @@ def open_envs_and_rewards(
     machine = machine or Here()
     local = EnvPool(make=load_env(config.env, config.sandbox), limits=config.env)
     if config.reward.model:
+        from tandem.jobs.reward_model import check_reward_model
+
         check_reward_model(config.reward.model)
     with (
         build_reward_pool(config) as here,
@@ -214,51 +204,11 @@ def build_runner(
     config: Config, engine: Generate, renderer: Renderer, envs: EnvPool, rewards: Reward
 ) -> RolloutRunner:
     """Put together the parts that generate and score episodes; load the reward model, if any."""
+    reward_model = None
+    if config.reward.model:
+        from tandem.jobs.reward_model import load_reward_model
+
+        reward_model = load_reward_model(config)
     return RolloutRunner(
-        engine=engine,
-        renderer=renderer,
-        envs=envs,
-        rewards=rewards,
-        reward_model=_load_reward_model(config),
+        engine=engine, renderer=renderer, envs=envs, rewards=rewards, reward_model=reward_model
     )
-
-
-def _load_reward_model(config: Config) -> RewardModel | None:
-    """Load the reward model, if the config names one. It scores each chat up to the last turn of
-    the model, and stores the score in `env_rewards`."""
-    if not config.reward.model:
-        return None
-    from tandem.train.supervised import scores
-
-    scorer = load_model(config.reward.model, head="value", place=placement(config))
-    renderer = load_renderer(config.reward.model)
-    lock = threading.Lock()  # rollouts ahead and an evaluation may ask at once
-
-    def score(
-        problems: Sequence[Problem], episodes: Sequence[tuple[Episode, ...]]
-    ) -> list[tuple[Episode, ...]]:
-        rendered = {}
-        for row, group in enumerate(episodes):
-            for episode in group:
-                if not episode.num_turns:
-                    continue
-                chat = episode.chat(problems[row])
-                end = max(i for i, message in enumerate(chat) if message["role"] == "assistant")
-                # a chat that its template refuses has no score, and `reward_model` says so
-                with suppress(UserError):
-                    [rendered[row, episode.sample_index]] = renderer.chats([chat[: end + 1]])
-        with lock:
-            values = scores(scorer, list(rendered.values()), config.train.tokens_per_microbatch)
-        by_key = dict(zip(rendered, values, strict=True))
-
-        def with_score(row: int, episode: Episode) -> Episode:
-            if (score := by_key.get((row, episode.sample_index))) is None:
-                return episode
-            return replace(episode, env_rewards={**episode.env_rewards, "reward_model": score})
-
-        return [
-            tuple(with_score(row, episode) for episode in group)
-            for row, group in enumerate(episodes)
-        ]
-
-    return score

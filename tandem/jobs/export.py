@@ -45,11 +45,8 @@ def save_weights(learner: Learner, folder: Path) -> None:
     save_index(folder, dict(zip(names, results, strict=False)))
 
 
-def weights_saver(learner: Learner) -> Callable[[Path], None] | None:
-    """Return what has all ranks write a divided model's weights into a folder; None for one rank,
-    which has them whole."""
-    if learner.ranks.size == 1:
-        return None
+def weights_saver(learner: Learner) -> Callable[[Path], None]:
+    """Return what has all ranks write a divided model's weights into a folder."""
 
     def save(folder: Path) -> None:
         learner.ranks.order("export", learner=learner.name, folder=str(folder.absolute()))

@@ -10,9 +10,8 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tandem.choices import engine_of, stream_of
 from tandem.config.recipe import load_config
@@ -22,11 +21,11 @@ from tandem.jobs.export import save_weights
 from tandem.jobs.input_hashes import require_same_functions
 from tandem.jobs.offline import OFFLINE, PairJob
 from tandem.jobs.ranks import make_ranks, require_size
-from tandem.jobs.rl import MODELS
+from tandem.jobs.stage import read_inputs
 from tandem.jobs.streams import JournalStream
 from tandem.registry import find
 from tandem.rollout.collect import RolloutBatch
-from tandem.rollout.evaluate import sampling_params
+from tandem.rollout.score import sampling_params
 from tandem.run_folder.checkpoint import Saver, load_checkpoint
 from tandem.run_folder.journal import Journal
 from tandem.run_folder.shards import Shard
@@ -39,9 +38,6 @@ from tandem.train.learn import LearnStage
 from tandem.train.learner import Learner
 from tandem.train.ranks import Ranks
 from tandem.train_loop import load_learners, saved_boxes, saved_tensors
-
-if TYPE_CHECKING:
-    from tandem.train.parallel.processes import Processes
 
 WAIT_S = 5.0  # for rank 0 to end by the same error, whose text is the better one
 
@@ -63,13 +59,17 @@ def follow(config: Config, command: str) -> None:
     ):
         _, begin = processes.next_order()
         folder = Path(begin["folder"])
-        config = load_config(folder / "config.toml", [])
+        config = load_config(Path(begin["recipe"]), [])
         try:
             require_same_functions(config, begin["functions"])
             ranks, run_id = make_ranks(config, processes), begin["run_id"]
             orders = _orders(config, command, folder, run_id, ranks, opened)
+
+            def fail(finding: str) -> None:  # the rest of the report is in stderr
+                processes.fail(f"rank {processes.rank}: {finding.partition(chr(10))[0]}")
+
             # from the load to the export, as rank 0
-            with watchdog.watching(stall_s, on_stall=partial(_fail, processes)):
+            with watchdog.watching(stall_s, on_stall=fail):
                 name, arguments = processes.next_order()
                 while name not in ("export", "stop"):
                     orders[name](**arguments)
@@ -82,11 +82,6 @@ def follow(config: Config, command: str) -> None:
             raise
 
 
-def _fail(processes: "Processes", report: str) -> None:
-    """End all ranks with the watchdog's finding; the rest of its report is in stderr."""
-    processes.fail(f"rank {processes.rank}: {report.partition(chr(10))[0]}")
-
-
 def _orders(
     config: Config, command: str, folder: Path, run_id: str, ranks: Ranks, opened: ExitStack
 ) -> Orders:
@@ -94,8 +89,7 @@ def _orders(
     closed."""
     prepare_process(config)
     if command in OFFLINE:
-        inputs = find("inputs", command, key="command")(config)
-        job = OFFLINE[command](config, inputs, ranks, lambda text: None)
+        job = OFFLINE[command](config, read_inputs(config, command), ranks)
         orders: dict[str, Callable[..., object]] = {"learn": job.learn_step}
         if isinstance(job, PairJob):
             orders["evaluate"] = job.pair_means
@@ -106,9 +100,9 @@ def _orders(
 def _rl_orders(
     config: Config, command: str, folder: Path, run_id: str, ranks: Ranks, opened: ExitStack
 ) -> Orders:
-    inputs = find("inputs", command, key="command")(config, exact=False)
+    inputs = read_inputs(config, command)
     journal = Journal(folder / "episodes", run_id, inputs.problems)
-    models = MODELS[command](config, ranks)
+    models = find("models", command, key="command")(config, ranks)
     sampling = sampling_params(config.rollout, inputs.renderer.stop_token_ids)
 
     stream: StreamReader = JournalStream(journal, folder)
@@ -126,10 +120,8 @@ def _rl_orders(
         )
         learn_step(stage, rollouts)
 
-    learners = {"policy": models.policy}
-    if models.critic is not None:
-        learners["critic"] = models.critic
-    return {"learn": learn, "join_stream": join, **_learner_orders(learners, folder, ranks)}
+    learners = _learner_orders(models.learners, folder, ranks)
+    return {"learn": learn, "join_stream": join, **learners}
 
 
 def _learner_orders(

@@ -19,7 +19,6 @@ from tandem.config.schema import Config
 from tandem.data.renderer import ChatRenderer
 from tandem.engine.engine import Engine
 from tandem.engine.http import HttpEngines
-from tandem.engine.packed import packed_gap
 from tandem.jobs.models import check_tokenizer
 from tandem.jobs.rollouts import Report, Rollouts, RolloutStage
 from tandem.model.config_file import check_model
@@ -42,7 +41,16 @@ def open_servers(stage: RolloutStage) -> Iterator[Rollouts]:
     with closing(connect(stage.config, renderer, stage.report)) as engines:
         for server in engines.servers:
             if server.served is not None and not server.served.takes_updates:
-                raise _foreign_weights(server.url, server.served.is_tandem)
+                own = server.served.is_tandem
+                raise UserError(
+                    "the new weights of a training cannot reach this server",
+                    where=f"{ENGINE} = {server.url}",
+                    found="it keeps its weights" if own else "a server that is not Tandem's",
+                    expected="`tandem serve MODEL --allow-weight-updates`",
+                    next="train with that, or with vLLM; `tandem rollout` and `tandem eval` can "
+                    "use this one",
+                )
+        engines.reference = stage.engine
         sync = FileSync(engines, stage.engine, folder, stage.config.rollout.staleness)
         try:
             lane = replace(stage.local, engine=engines), sync
@@ -130,28 +138,9 @@ class FileSync:
         path = str(self._path(version).resolve())
         self.servers.load(path, version, self.hashes[version])
 
-    def traffic(self) -> Row:
+    def stats(self) -> Row:
         """Return 0 bytes, as servers read files."""
         return {"sync_bytes": 0}
 
-    def logprob_gap(self) -> float:
-        """Return the gap of a completion of the servers to the model of `engine`; 0 if that has
-        newer weights."""
-        version = self.servers.weight_version
-        if self.servers.to_check is None or version != self.engine.weight_version:
-            return 0.0
-        request, completion = self.servers.to_check
-        return packed_gap(self.engine.model, request, completion, version)
-
     def _path(self, version: int) -> Path:
         return self.folder / f"version_{version:06d}.safetensors"
-
-
-def _foreign_weights(url: str, is_tandem: bool) -> UserError:
-    return UserError(
-        "the new weights of a training cannot reach this server",
-        where=f"{ENGINE} = {url}",
-        found="it keeps its weights" if is_tandem else "a server that is not Tandem's",
-        expected="`tandem serve MODEL --allow-weight-updates`",
-        next="train with that, or with vLLM; `tandem rollout` and `tandem eval` can use this one",
-    )

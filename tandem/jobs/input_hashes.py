@@ -43,11 +43,9 @@ def input_hashes(config: Config, *keys: str) -> dict[str, str]:
     paths: dict[str, Path] = {}
     for key in keys:
         section, field = key.split(".")
-        files = [
-            file
-            for name in _names(getattr(getattr(config, section), field))
-            for file in source_files(name, key)
-        ]
+        named = getattr(getattr(config, section), field)
+        names = [named] * bool(named) if isinstance(named, str) else named
+        files = [file for name in names for file in source_files(name, key)]
         paths |= {key if len(files) == 1 else f"{key}/{file}": file for file in files}
     for key, folder in models.items():
         beside = sorted(Path(folder).iterdir()) if folder and Path(folder).is_dir() else []
@@ -106,7 +104,3 @@ def _input_hash(key: str, path: Path) -> str:
             found=error.strerror or str(error),
             next=f"ls -l {path}",
         ) from None
-
-
-def _names(source: str | list[str]) -> list[str]:
-    return [source] * bool(source) if isinstance(source, str) else source

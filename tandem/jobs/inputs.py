@@ -1,7 +1,8 @@
 """Inputs of a command that trains, read and checked before any weights are loaded: data, models by
 their configs, lengths.
 
-    training_inputs   distill_inputs              here
+    training_inputs                               here
+    distill_inputs                                distill.py
     sft_inputs        dpo_inputs     rm_inputs    offline_inputs.py
 
 The jobs begin with them, and `tandem plan` uses them to tell whether a run could start; the
@@ -24,8 +25,7 @@ from tandem.jobs.input_hashes import image_hashes
 from tandem.jobs.models import check_models, check_tokenizer, placement
 from tandem.model.paths import path_of
 from tandem.model.rope import positions_of
-from tandem.model.tokenizer import load_tokenizer
-from tandem.rl.user_functions import try_functions, try_user_metric
+from tandem.registry import built_in
 from tandem.runtime.errors import UserError
 from tandem.runtime.wording import counted
 from tandem.types import Problem
@@ -91,56 +91,18 @@ def training_inputs(config: Config, *, exact: bool = True) -> ProblemInputs:
             next="set rl.kl_coef, or drop it",
         )
     others = ["model.reference", *(["critic.path"] if config.rl.estimator.needs_critic else [])]
-    return _problem_inputs(config, *others, exact=exact)
+    return problem_inputs(config, *others, exact=exact)
 
 
-def distill_inputs(config: Config, *, exact: bool = True) -> ProblemInputs:
-    """Read and check the inputs of `tandem distill`."""
-    if not config.distill.teacher:
-        raise missing(
-            "no teacher is named", "distill.teacher", "a Hugging Face directory or hub name"
-        )
-    rl = config.rl
-    bonus = rl.entropy_coef and config.distill.estimator == "exact"
-    if rl.kl_coef or rl.max_gen_batches or bonus:
-        raise UserError(
-            "distillation has no reference and no groups to choose from, and its exact divergence "
-            "no entropy bonus",
-            where="tandem distill",
-            found=f"rl.kl_coef = {rl.kl_coef}, rl.max_gen_batches = {rl.max_gen_batches}, "
-            f"rl.entropy_coef = {rl.entropy_coef}",
-            expected="0 for all",
-            next="add rl.kl_coef=0 rl.max_gen_batches=0 rl.entropy_coef=0",
-        )
-    for key, name in (("rl.loss", rl.loss), ("rl.advantage", rl.advantage)):
-        if ":" in name:
-            raise UserError(
-                "distillation has a loss of its own",
-                where=f"{key} = {name}",
-                found="a function of yours",
-                expected="one of distill.divergence and distill.estimator",
-                next=f"drop {key}, or train with `tandem train`",
-            )
-    check_models(config, "distill.teacher")
-    if (
-        load_tokenizer(config.distill.teacher).get_vocab()
-        != load_tokenizer(config.model.path).get_vocab()
-    ):
-        raise UserError(
-            "teacher and student do not read the same tokens",
-            where=f"distill.teacher = {config.distill.teacher}",
-            found="another tokenizer",
-            expected=f"that of {config.model.path}",
-            next="take a teacher of the same family",
-        )
-    return _problem_inputs(config, "distill.teacher", exact=exact)
-
-
-def _problem_inputs(config: Config, *others: str, exact: bool) -> ProblemInputs:
+def problem_inputs(config: Config, *others: str, exact: bool) -> ProblemInputs:
     """Read and check problems. others: further keys that name models."""
     require_correction(config)
     engine_of(config).check(config)
-    try_functions(config.rl.policy_loss, config.rl.estimator, config.rl.filter)
+    named = {"losses": config.rl.loss, "advantages": config.rl.advantage}
+    if config.rl.filter or any(name not in built_in(kind) for kind, name in named.items()):
+        from tandem.rl.user_functions import try_functions
+
+        try_functions(config.rl.policy_loss, config.rl.estimator, config.rl.filter)
     data, held_out = read_data(config, "data.train"), read_data(config, "eval.data")
     if "answer" in config.reward.functions and not any(problem.answer for problem in data):
         raise UserError(
@@ -182,6 +144,8 @@ def held_out_of(
     if not problems:
         return [], {}
     if config.eval.metric:
+        from tandem.rl.user_functions import try_user_metric
+
         try_user_metric(config.eval.metric)
     return _fitting(config, problems, "eval.data", shape, renderer, exact)
 

@@ -8,12 +8,12 @@ import torch
 
 from tandem.choices import choices, machine_of, trainer_of
 from tandem.config.schema import SFT, Config, Preference, Train
-from tandem.data.renderer import ChatRenderer, load_renderer
-from tandem.model.config_file import LEAN_ARCHITECTURES, check_model, has_experts, logit_softcap
-from tandem.model.load import ExactModel, empty_model, load_model
+from tandem.data.renderer import ChatRenderer
+from tandem.model.config_file import LEAN_ARCHITECTURES, check_model, has_experts
+from tandem.model.load import ExactModel, load_model
 from tandem.model.paths import divisible, path_of, reads_more_than_text
 from tandem.model.placement import Placement, place_models
-from tandem.model.weight_files import check_weights
+from tandem.model.stock import check_weights
 from tandem.registry import find
 from tandem.runtime.errors import UserError
 from tandem.runtime.place import here
@@ -114,10 +114,10 @@ def build_reference(config: Config, policy: ExactModel, ranks: Ranks = ALONE) ->
     starting weights."""
     if config.lora.rank and not config.model.reference:
         return policy
-    return _load_frozen(config, config.model.reference or config.model.path, ranks)
+    return load_frozen(config, config.model.reference or config.model.path, ranks)
 
 
-def _load_frozen(config: Config, path: str, ranks: Ranks) -> ExactModel:
+def load_frozen(config: Config, path: str, ranks: Ranks) -> ExactModel:
     place = placement(config)
     model = load_model(path, place=place)
     model.split(config.parallel.tensor)
@@ -147,14 +147,6 @@ def build_rl_models(config: Config, ranks: Ranks = ALONE) -> Models:
     return Models(policy=policy, reference=reference, critic=critic)
 
 
-def build_distill_models(config: Config, ranks: Ranks = ALONE) -> Models:
-    """Build the student, and load its teacher."""
-    steps = config.run.steps * config.rl.minibatches * config.rl.epochs
-    student = build_learner(config, config.model.path, config.train, steps, ranks)
-    teacher = _load_frozen(config, config.distill.teacher, ranks)
-    return Models(policy=student, teacher=teacher)
-
-
 def check_models(config: Config, *others: str, head: Head = "tokens") -> Any:
     """Check, before any weights are loaded, that model.path and the models that the other keys name
     are there, can run, and are of one vocabulary. Returns the transformers config of model.path."""
@@ -171,13 +163,16 @@ def check_models(config: Config, *others: str, head: Head = "tokens") -> Any:
             other = check_model(path, key, head=kind)
             size, expected = (_vocabulary(one) for one in (other, shape))
             if size != expected:
-                raise _other_vocabulary(key, path, size, expected)
+                raise UserError(
+                    "two models do not share a vocabulary",
+                    where=f"{key} = {path}",
+                    found=f"{size:,} tokens",
+                    expected=f"{expected:,}, as model.path",
+                    next="take a model of the same family",
+                )
             check_weights(path)
             check_shape(config, other, key, kind)
             path_of(other, f"{key} = {path}", placement(config))
-            if key == "distill.teacher" and config.distill.estimator == "exact":
-                _check_logits(path, other, key)
-                _check_logits(config.model.path, shape, "model.path")
     if "critic.path" in others and not config.critic.path:
         _check_scored(shape, "model.path")
     if config.lora.rank:
@@ -192,41 +187,11 @@ def check_models(config: Config, *others: str, head: Head = "tokens") -> Any:
     return shape
 
 
-def check_reward_model(path: str) -> None:
-    """Check, before any weights are loaded, that reward.model can score chats. Raises UserError."""
-    shape = check_model(path, "reward.model", head="value")
-    if not (shape.architectures or [""])[0].endswith("ForSequenceClassification"):
-        raise UserError(
-            "this model has no head that scores",
-            where=f"reward.model = {path}",
-            found=", ".join(shape.architectures or ["no architecture"]),
-            expected="a sequence classifier with one label",
-            next="tandem rm trains one",
-        )
-    check_weights(path)
-    load_renderer(path)
-
-
 def check_shape(config: Config, shape: Any, key: str, head: Head = "tokens") -> None:
     """Raise UserError if the mesh cannot divide a model of this transformers config, or its backend
     cannot train it. key: that names the model."""
-    if not divisible(shape):
-        _check_general(config, shape, key)
-    check_parts(config, shape, key)
-    if head == "value":
-        _check_scored(shape, key)
-    if config.parallel.processes > 1:
-        from tandem.train.parallel.checks import check_mesh
-
-        check_mesh(config.parallel, shape, key)
-    for choice in choices(config):
-        choice.check_model(config, shape, key, head)
-
-
-def _check_general(config: Config, shape: Any, key: str) -> None:
-    """Raise UserError for a mesh or backend, which only Tandem's own layer has."""
     processes, trainer = config.parallel.processes, trainer_of(config)
-    if processes > 1 or not trainer.runs_alone:
+    if not divisible(shape) and (processes > 1 or not trainer.runs_alone):
         raise UserError(
             "this architecture trains in one process",
             where=f"{key}, architecture {shape.model_type}",
@@ -234,6 +199,15 @@ def _check_general(config: Config, shape: Any, key: str) -> None:
             expected=f"one of {', '.join(LEAN_ARCHITECTURES)} for others",
             next="leave [parallel] and train.backend out",
         )
+    check_parts(config, shape, key)
+    if head == "value":
+        _check_scored(shape, key)
+    if processes > 1:
+        from tandem.train.parallel.checks import check_mesh
+
+        check_mesh(config.parallel, shape, key)
+    for choice in choices(config):
+        choice.check_model(config, shape, key, head)
 
 
 def check_parts(config: Config, shape: Any, key: str = "model.path") -> None:
@@ -266,20 +240,6 @@ def _check_scored(shape: Any, key: str) -> None:
         )
 
 
-def _check_logits(path: str, shape: Any, key: str) -> None:
-    """Raise UserError for a divergence of a model whose logits are not its last states times the
-    output projection alone."""
-    softcap = logit_softcap(shape)
-    if softcap or empty_model(path, shape).get_output_embeddings().bias is not None:
-        raise UserError(
-            "no divergence can be computed for this model",
-            where=f"{key} = {path}, architecture {shape.model_type}",
-            found=f"a soft cap of {softcap}" if softcap else "a bias",
-            expected="an output projection without a bias and without a soft cap",
-            next="set distill.estimator=sampled",
-        )
-
-
 def check_tokenizer(config: Config, shape: Any, renderer: ChatRenderer) -> None:
     """Raise UserError if the tokenizer has tokens that the model lacks."""
     if len(renderer.tokenizer) > _vocabulary(shape):
@@ -303,14 +263,4 @@ def _no_experts(config: Config, key: str, purpose: str, off: str) -> UserError:
         f"model.path = {config.model.path}",
         expected="a mixture of experts that runs through Tandem's layer, as qwen3_moe",
         next=f"set {key}={off}",
-    )
-
-
-def _other_vocabulary(key: str, path: str, found: int, expected: int) -> UserError:
-    return UserError(
-        "two models do not share a vocabulary",
-        where=f"{key} = {path}",
-        found=f"{found:,} tokens",
-        expected=f"{expected:,}, as model.path",
-        next="take a model of the same family",
     )

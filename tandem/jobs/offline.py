@@ -1,34 +1,19 @@
-"""`tandem sft`, `tandem dpo` and `tandem rm`: jobs that learn from fixed data.
-
-Data is checked first, then models are loaded, then workers start.
-"""
+"""`tandem sft`, `tandem dpo` and `tandem rm`: jobs that learn from fixed data."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-from tandem.choices import Report, machine_of
+from tandem.choices import Report
 from tandem.config.schema import SFT, Config, Preference
 from tandem.data.mixture import problems_of_step
-from tandem.jobs.engines import (
-    build_engine,
-    build_runner,
-    make_room,
-    open_envs_and_rewards,
-    prepare_process,
-    probe_exactness,
-)
-from tandem.jobs.input_hashes import KEYS, input_hashes
-from tandem.jobs.inputs import Inputs
+from tandem.jobs.engines import make_room
 from tandem.jobs.models import build_learner, build_reference
 from tandem.jobs.offline_inputs import Pairs
-from tandem.jobs.ranks import open_ranks
-from tandem.jobs.rl import note_machine
-from tandem.registry import find
+from tandem.jobs.stage import open_stage
 from tandem.rl.losses import Metrics
-from tandem.rollout.evaluate import Evaluator
-from tandem.run_folder.folder import RunFolder, identity
+from tandem.run_folder.folder import RunFolder
 from tandem.run_folder.journal import Journal
 from tandem.runtime import signals
 from tandem.runtime.timer import Timer
@@ -48,21 +33,19 @@ from tandem.weights.in_process import InlineSync
 
 class OfflineJob:
     """A job for train_loop.py over fixed items, in addressed shuffles; a subclass learns from them.
-    sync and evaluator: of the engine that evaluates, if there is one."""
+    data, sync and evaluator are rank 0's, the last two of the engine that evaluates, if there is
+    one."""
 
     def __init__(
-        self,
-        config: Config,
-        settings: SFT | Preference,
-        learner: Learner,
-        items: Sequence[Any],
-        data: dict[str, str],
+        self, config: Config, settings: SFT | Preference, learner: Learner, items: Sequence[Any]
     ):
         self.config, self.settings, self.learner, self.items = config, settings, learner, items
-        self.learners, self.data = {learner.name: learner}, data
+        self.learners: dict[str, Learner] = {learner.name: learner}
+        self.data: dict[str, str] = {}
         self.steps, self.eval_every = settings.steps, config.eval.every
+        self.journal: Journal | None = None
         self.sync: InlineSync | None = None
-        self.evaluator: Evaluator | None = None
+        self.evaluator: Callable[[int], Row] | None = None
         self.make_room: Callable[[], None] = lambda: None  # on the device, for an update
 
     def learn(self, items: list[Any]) -> Metrics:
@@ -70,8 +53,8 @@ class OfflineJob:
         raise NotImplementedError
 
     def start(self, done: int) -> None:
-        if self.evaluator is not None and self.evaluator.journal is not None:
-            self.evaluator.journal.drop_other_meshes(done, 0)
+        if self.journal is not None:
+            self.journal.drop_other_meshes(done, 0)
         self._publish(done)
 
     def _publish(self, version: int) -> None:
@@ -128,7 +111,7 @@ class PairJob(OfflineJob):
     """A job that learns from whole pairs: `tandem dpo` and `tandem rm`.
 
     update: makes one optimizer step; measure: returns the metrics of each microbatch, as sums;
-    test: held-out pairs; watch: looks at each step's metrics.
+    test: held-out pairs.
     """
 
     def __init__(
@@ -137,13 +120,12 @@ class PairJob(OfflineJob):
         update: Callable[[list[Microbatch]], Metrics],
         measure: Callable[[list[Microbatch]], list[Metrics]],
         test: Pairs,
-        watch: "LossWatch",
     ):
         super().__init__(*arguments)
-        self.update, self.measure, self.test, self.watch = update, measure, test, watch
+        self.update, self.measure, self.test = update, measure, test
 
     def learn(self, items: Pairs) -> Metrics:
-        return self.watch(self.update(self._pack(items)))
+        return self.update(self._pack(items))
 
     def evaluate(self, done: int) -> Row:
         """Return means over the held-out pairs, under "eval/", and the evaluation on eval.data."""
@@ -168,37 +150,12 @@ class PairJob(OfflineJob):
         return pack(samples, budget, keep_groups=True, shares=shares)
 
 
-class LossWatch:
-    """Warning, given once, if the loss of pairs has not moved: at a learning rate too small for the
-    model it stays at ln 2 = 0.693."""
-
-    STEPS, MOVED = 10, 1e-3  # steps after the warm-up, and share of the first loss
-
-    def __init__(self, learning_rate: float, warmup_steps: int, report: Report):
-        self._rate, self._report, self._warmup = learning_rate, report, warmup_steps
-        self._losses: list[float] = []
-
-    def __call__(self, metrics: Metrics) -> Metrics:
-        """Look at a step's metrics, and return them."""
-        self._losses.append(metrics["loss"])
-        if len(self._losses) == self._warmup + self.STEPS:
-            first = self._losses[0]
-            if max(abs(loss - first) for loss in self._losses) < self.MOVED * abs(first):
-                self._report(
-                    f"warning: the loss is still {first:.3f} after {len(self._losses)} steps; "
-                    f"preference.learning_rate = {self._rate:g} is probably too small for this "
-                    "model (docs/guide/algorithms.md, learning rates)"
-                )
-        return metrics
-
-
-def sft_job(config: Config, inputs: Any, ranks: Ranks, report: Report) -> OfflineJob:
+def sft_job(config: Config, inputs: Any, ranks: Ranks) -> OfflineJob:
     policy = build_learner(config, config.model.path, config.sft, config.sft.steps, ranks)
-    data = input_hashes(config, *KEYS["sft"]) | inputs.images
-    return SFTJob(config, config.sft, policy, inputs.samples, data)
+    return SFTJob(config, config.sft, policy, inputs.samples)
 
 
-def dpo_job(config: Config, inputs: Any, ranks: Ranks, report: Report) -> OfflineJob:
+def dpo_job(config: Config, inputs: Any, ranks: Ranks) -> OfflineJob:
     settings = config.preference
     policy = build_learner(config, config.model.path, settings, settings.steps, ranks)
     reference = build_reference(config, policy.model, ranks)
@@ -207,15 +164,13 @@ def dpo_job(config: Config, inputs: Any, ranks: Ranks, report: Report) -> Offlin
         settings,
         policy,
         inputs.train,
-        input_hashes(config, *KEYS["dpo"]),
         update=lambda batches: preference_step(policy, reference, batches, settings),
         measure=lambda batches: pair_metrics(policy, reference, batches, settings),
         test=inputs.test,
-        watch=LossWatch(settings.learning_rate, settings.warmup_steps, report),
     )
 
 
-def rm_job(config: Config, inputs: Any, ranks: Ranks, report: Report) -> OfflineJob:
+def rm_job(config: Config, inputs: Any, ranks: Ranks) -> OfflineJob:
     """Make the job of a sequence classifier with one label, its score read at the last token."""
     path, settings = config.model.path, config.preference
     scorer = build_learner(
@@ -228,11 +183,9 @@ def rm_job(config: Config, inputs: Any, ranks: Ranks, report: Report) -> Offline
         settings,
         scorer,
         inputs.train,
-        input_hashes(config, *KEYS["rm"]),
         update=partial(reward_model_step, scorer),
         measure=partial(score_metrics, scorer),
         test=inputs.test,
-        watch=LossWatch(settings.learning_rate, settings.warmup_steps, report),
     )
 
 
@@ -241,36 +194,16 @@ OFFLINE = {"sft": sft_job, "dpo": dpo_job, "rm": rm_job}  # what loads models on
 
 @contextmanager
 def open_offline_job(config: Config, run: RunFolder, report: Report) -> Iterator[OfflineJob]:
-    """Open the job of `tandem sft`, `dpo` or `rm`."""
-    prepare_process(config)
-    inputs = find("inputs", run.command, key="command")(config)
-    with (
-        machine_of(config).open(config, run.path, only_ranks=True) as machine,
-        open_ranks(config, run, report, machine) as ranks,
-    ):
-        job = OFFLINE[run.command](config, inputs, ranks, report)
-        found = probe_exactness(config, job.learner.whole, report, folder=run.path)
-        note_machine(run, found, report)
-        with nullcontext() if run.command == "rm" else _evaluating(job, inputs, run):
-            yield job
-
-
-@contextmanager
-def _evaluating(job: OfflineJob, inputs: Inputs, run: RunFolder) -> Iterator[None]:
-    """Give the job an engine over its model that evaluates on eval.data."""
-    config, renderer = job.config, inputs.renderer
-    engine = build_engine(config, job.learner.whole, renderer)
-    with open_envs_and_rewards(config) as (envs, rewards):
-        runner = build_runner(config, engine, renderer, envs, rewards)
-        run_id, mesh = identity(config, job.data), config.parallel.mesh
-        journal = Journal(run.episodes, run_id, inputs.held_out, mesh)
-        journal.clean()
-        job.sync, job.make_room = InlineSync(engine), make_room(config, engine)
-        job.evaluator = Evaluator(
-            config=config,
-            problems=inputs.held_out,
-            runner=runner,
-            stop_token_ids=renderer.stop_token_ids,
-            journal=journal,
-        )
-        yield
+    """Open the job of `tandem sft`, `dpo` or `rm`; with eval.data an engine over its model
+    evaluates."""
+    with open_stage(config, run, report) as stage:
+        job = OFFLINE[run.command](config, stage.inputs, stage.ranks)
+        job.data = stage.data
+        stage.probe(job.learner.whole)
+        if stage.workers is not None:
+            engine, runner = stage.open_engine(job.learner.whole)
+            job.journal = stage.journal(stage.inputs.held_out)
+            job.journal.clean()
+            job.sync, job.make_room = InlineSync(engine), make_room(config, engine)
+            job.evaluator = stage.evaluation(runner)
+        yield job

@@ -53,7 +53,7 @@ def open_ranks(
     with ExitStack() as opened:
         start = None
         if place.port == 0:
-            command = ["-m", "tandem", run.command, str(run.path.absolute() / "config.toml")]
+            command = ["-m", "tandem", run.command, str(run.recipe.absolute())]
             starting = machine.start_ranks(config, command, place, report)
             start, place = opened.enter_context(starting)
         join_others = join(
@@ -65,7 +65,8 @@ def open_ranks(
         )
         processes = opened.enter_context(join_others)
         functions = function_hashes(config)
-        processes.order("begin", folder=str(run.path), run_id=run_id, functions=functions)
+        places = {"folder": str(run.path), "recipe": str(run.recipe)}
+        processes.order("begin", **places, run_id=run_id, functions=functions)
         yield make_ranks(config, processes)
 
 

@@ -1,82 +1,63 @@
 """`tandem train` and `tandem distill`: jobs whose episodes are sampled on the way."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from tandem.choices import Report, choices, engine_of, machine_of, stream_of
+from tandem.choices import Report, engine_of, stream_of
 from tandem.config.schema import Config
-from tandem.jobs.engines import (
-    build_engine,
-    build_runner,
-    make_room,
-    open_envs_and_rewards,
-    prepare_process,
-    probe_exactness,
-)
+from tandem.jobs.engines import make_room
 from tandem.jobs.exactness import require_parity
-from tandem.jobs.input_hashes import KEYS, input_hashes
-from tandem.jobs.inputs import ProblemInputs
-from tandem.jobs.models import build_distill_models, build_rl_models, placement
-from tandem.jobs.ranks import open_ranks
 from tandem.jobs.rl_job import RLJob
-from tandem.jobs.rollouts import RolloutPool, Rollouts, RolloutStage
-from tandem.model.probe import Exactness
+from tandem.jobs.rollouts import Rollouts, RolloutStage
+from tandem.jobs.stage import open_stage
 from tandem.registry import find
 from tandem.rollout.collect import Collector, RolloutBatch
-from tandem.rollout.evaluate import Evaluator, sampling_params
-from tandem.run_folder.folder import RunFolder, identity
-from tandem.run_folder.journal import Journal
+from tandem.rollout.score import sampling_params
+from tandem.run_folder.folder import RunFolder
 from tandem.step import Stages
-from tandem.train.batch import Models
-from tandem.train.ranks import Ranks
-from tandem.types import ParityCheck
 
-# What loads a command's models, on every rank.
-MODELS = {"train": build_rl_models, "distill": build_distill_models}
+if TYPE_CHECKING:
+    from tandem.step_async import RolloutPrefetcher
 
 
 @contextmanager
 def open_rl_job(config: Config, run: RunFolder, report: Report) -> Iterator[RLJob]:
-    """Open the job of `tandem train` or `tandem distill`: inputs are checked first, then models are
-    loaded, then workers start."""
-    for choice in choices(config):
-        choice.check(config)
-    prepare_process(config)
-    inputs: ProblemInputs = find("inputs", run.command, key="command")(config, exact=False)
-    data = input_hashes(config, *KEYS[run.command]) | inputs.images
-    run_id, mesh = identity(config, data), config.parallel.mesh
-    with (
-        machine_of(config).open(config, run.path) as machine,
-        open_envs_and_rewards(config, machine, report) as (envs, rewards),
-        open_ranks(config, run, report, machine, run_id) as ranks,
-    ):
-        models = MODELS[run.command](config, ranks)
-        parity = _compare(config, run, models, report)
-        engine = build_engine(config, models.policy.whole, inputs.renderer)
-        stage = RolloutStage(
+    """Open the job of `tandem train` or `tandem distill`."""
+    with open_stage(config, run, report) as stage:
+        models = find("models", run.command, key="command")(config, stage.ranks)
+        found = stage.probe(models.policy.whole, models.others, config.rollout.workers)
+        parity = require_parity(config, found)
+        engine, local = stage.open_engine(models.policy.whole)
+        rollout_stage = RolloutStage(
             config=config,
             engine=engine,
-            local=build_runner(config, engine, inputs.renderer, envs, rewards),
+            local=local,
             folder=run.path,
             exact=parity.exact,
-            machine=machine,
+            machine=stage.machine,
             report=report,
         )
-        stop_token_ids = inputs.renderer.stop_token_ids
-        evaluate = Evaluator(
-            config=config,
-            problems=inputs.held_out,
-            runner=stage.local,
-            stop_token_ids=stop_token_ids,
-            journal=Journal(run.episodes, run_id, inputs.held_out, mesh),
-        )
         with (
-            engine_of(config).open(stage) as rollouts,
-            stream_of(config).open(config, ranks, report) as stream,
+            engine_of(config).open(rollout_stage) as rollouts,
+            stream_of(config).open(config, stage.ranks, report) as stream,
         ):
-            sampling = sampling_params(config.rollout, stop_token_ids)
+            sampling = sampling_params(config.rollout, stage.inputs.renderer.stop_token_ids)
             runner, sync = rollouts.lanes[0]
+            leave_memory = make_room(config, engine)
+
+            def before_updates(rollouts: RolloutBatch) -> None:
+                """Make room on the device; order the other ranks to learn from the same."""
+                leave_memory()
+                stage.ranks.order(
+                    "learn",
+                    step=rollouts.step,
+                    num_carried=rollouts.num_carried,
+                    baseline=rollouts.baseline,
+                    exact=parity.exact,
+                )
+
             stages = Stages(
                 config=config,
                 models=models,
@@ -84,70 +65,34 @@ def open_rl_job(config: Config, run: RunFolder, report: Report) -> Iterator[RLJo
                 parity=parity,
                 collector=Collector(
                     config=config,
-                    problems=inputs.problems,
+                    problems=stage.inputs.problems,
                     runner=runner,
                     sampling=sampling,
-                    journal=Journal(run.episodes, run_id, inputs.problems, mesh),
+                    journal=stage.journal(stage.inputs.problems),
                 ),
                 sync=sync,
                 stream=stream,
-                before_updates=partial(_before_updates, ranks, parity, make_room(config, engine)),
+                before_updates=before_updates,
             )
             stages.journal.clean()
-            with _open_job(stages, rollouts, evaluate, data, [envs, rewards]) as job:
-                yield job
-
-
-def _compare(config: Config, run: RunFolder, models: Models, report: Report) -> ParityCheck:
-    """Find out whether engine and trainer agree on this machine."""
-    found = probe_exactness(
-        config,
-        models.policy.whole,
-        report,
-        workers=config.rollout.workers,
-        others=models.others,
-        folder=run.path,
-    )
-    parity = require_parity(config, found)
-    note_machine(run, found, report)
-    return parity
+            pools = [pool for pool in (rollouts.pool, *(stage.workers or ())) if pool is not None]
+            with _open_ahead(stages, rollouts) as ahead:
+                yield RLJob(stages, stage.evaluation(local), stage.data, pools, ahead)
 
 
 @contextmanager
-def _open_job(
-    stages: Stages,
-    rollouts: Rollouts,
-    evaluate: Evaluator,
-    data: dict[str, str],
-    pools: Sequence[RolloutPool],
-) -> Iterator[RLJob]:
-    """Open the job of these stages; with rollout.staleness its rollouts are ahead."""
-    pools = pools if rollouts.pool is None else [rollouts.pool, *pools]
+def _open_ahead(stages: Stages, rollouts: Rollouts) -> Iterator["RolloutPrefetcher | None"]:
+    """Open the rollouts of coming steps, with rollout.staleness. Their lanes share progress,
+    journal and rewards."""
     if not stages.config.rollout.staleness:
-        yield RLJob(stages, evaluate, data, pools)
+        yield None
         return
-    from tandem.jobs.rl_ahead import AsyncRLJob, open_prefetcher
+    from tandem import step_async
 
-    with open_prefetcher(stages, rollouts) as prefetcher:
-        yield AsyncRLJob(stages, evaluate, data, prefetcher, pools)
-
-
-def _before_updates(
-    ranks: Ranks, parity: ParityCheck, make_room: Callable[[], None], rollouts: RolloutBatch
-) -> None:
-    """Make room on the device, and order the other ranks to learn from the same rollouts."""
-    make_room()
-    ranks.order(
-        "learn",
-        step=rollouts.step,
-        num_carried=rollouts.num_carried,
-        baseline=rollouts.baseline,
-        exact=parity.exact,
-    )
-
-
-def note_machine(run: RunFolder, found: Exactness, report: Report) -> None:
-    """Write the processor and its kernel to machine.json; report it if the processor changed."""
-    place = placement(run.config)
-    if news := run.note_machine(place.processor(), not found.thread_dependent, found.matmul):
-        report(news)
+    lanes = [
+        replace(stages, sync=sync, collector=replace(stages.collector, runner=runner))
+        for runner, sync in rollouts.lanes
+    ]
+    steps = stages.config.run.steps
+    with closing(step_async.RolloutPrefetcher(stages, steps, rollouts.stop, lanes)) as ahead:
+        yield ahead

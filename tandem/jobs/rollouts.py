@@ -9,10 +9,12 @@ from tandem.config.schema import Config
 from tandem.engine.engine import Engine
 from tandem.jobs.here import Here
 from tandem.rollout.score import RolloutRunner
-from tandem.types import Sync
+from tandem.types import WeightSync
 
 Report = Callable[[str], None]
-Lane = tuple[RolloutRunner, Sync]  # of a step's rollouts: what plays them, and gives it weights
+Lane = tuple[
+    RolloutRunner, WeightSync
+]  # of a step's rollouts: what plays them, and gives it weights
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,6 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from tandem.choices import engine_of
 from tandem.engine.sync_check import Probe
@@ -14,7 +13,7 @@ from tandem.jobs.models import placement
 from tandem.jobs.rollouts import Lane, Report, Rollouts, RolloutStage
 from tandem.model.placement import place_models
 from tandem.rollout.collect import steps_at_once
-from tandem.rollout_workers.client import Client, PoolThread
+from tandem.rollout_workers.client import Client
 from tandem.rollout_workers.pool import Workers
 from tandem.rollout_workers.process import COMMAND, ENVIRONMENT, EngineSpec, Published
 from tandem.run_folder.status import take_requested_workers
@@ -49,31 +48,27 @@ def open_workers(
     ):
         if (sample := probe()) is not None:
             shared.publish(0, model.merged_weights(), sample)
-            gap = workers.try_out(0)
+            gap = Client(workers).try_out(0)
             shared.release(below=1)
             stage.report(
                 "the workers' engine runs the model: log-probs of a fixed sequence differ by "
                 f"{gap:.1e} nats"
             )
 
-        def lane(client: Workers | Client, pool: Workers | PoolThread, **options: Any) -> Lane:
+        def lane(number: int) -> Lane:
+            client = Client(workers, number, checks=checks)
             sync = ProcessSync(
                 client,
                 stage.engine,
                 shared,
                 lambda: (model.merged_weights(), probe()),
                 config.rollout.staleness,
-                partial(_resize_on_request, pool, stage.folder, stage.report),
+                partial(_resize_on_request, workers, stage.folder, stage.report),
             )
-            return replace(stage.local, engine=client, **options), sync
+            return replace(stage.local, engine=client, after_generation=client.rest), sync
 
-        if (count := steps_at_once(config)) == 1:
-            yield Rollouts(lanes=[lane(workers, workers)], pool=workers, stop=workers.close)
-            return
-        with PoolThread(workers, checks=checks) as pool:
-            clients = [pool.client(number) for number in range(count)]
-            lanes = [lane(client, pool, after_generation=client.rest) for client in clients]
-            yield Rollouts(lanes=lanes, pool=pool, stop=workers.close)
+        lanes = [lane(number) for number in range(steps_at_once(config))]
+        yield Rollouts(lanes=lanes, pool=workers, stop=workers.close)
 
 
 @contextmanager
@@ -118,7 +113,7 @@ def _start(
         yield workers
 
 
-def _resize_on_request(pool: Workers | PoolThread, folder: Path, report: Report) -> None:
+def _resize_on_request(pool: Workers, folder: Path, report: Report) -> None:
     """Have workers join or leave, as `tandem scale` has asked for. Requests of other steps may be
     under way; those of workers that leave are served again."""
     wanted = take_requested_workers(folder)

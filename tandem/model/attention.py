@@ -42,29 +42,28 @@ def query_key(query: Tensor, keys: Tensor) -> Tensor:
     return torch.matmul(query, keys.transpose(-1, -2))
 
 
-class Bends(NamedTuple):
-    """Changes of the scores in some models: a soft cap (Gemma 2), and a sink for each query head
-    [H], the score of a key without a value (gpt-oss)."""
+class Scoring(NamedTuple):
+    """Scale, window, cap and sinks by which a layer's scores of queries and keys become
+    probabilities."""
 
-    softcap: float = 0.0
-    sinks: Tensor | None = None
+    scale: float
+    window: int | None = None  # a query sees this many keys, its own among them; None: all before
+    softcap: float = 0.0  # of scaled scores (Gemma 2)
+    sinks: Tensor | None = None  # [H], score of a key without a value for each head (gpt-oss)
 
 
-STRAIGHT = Bends()
-
-
-def weigh(scores: Tensor, mask: Tensor, scale: float, bends: Bends = STRAIGHT) -> Tensor:
+def weigh(scores: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
     """Turn scores [n, K, R, g, L] into probabilities, in place but for the softmax.
 
     mask bool [n, 1, R, 1, L] is true for hidden keys.
     """
-    scores = scores.mul_(scale)
-    if bends.softcap:
-        scores = soft_cap(scores, bends.softcap)
+    scores = scores.mul_(scoring.scale)
+    if scoring.softcap:
+        scores = soft_cap(scores, scoring.softcap)
     probs = scores.masked_fill_(mask, float("-inf")).softmax(-1)
-    if bends.sinks is None:
+    if scoring.sinks is None:
         return probs
-    own = bends.sinks.detach().view(scores.shape[1], -1)  # queries may be padded
+    own = scoring.sinks.detach().view(scores.shape[1], -1)  # queries may be padded
     own = F.pad(own, (0, scores.shape[3] - own.shape[1]))[:, None, :, None]
     # the largest probability is one over the sum of the others' exponentials
     sink = (own - scores.amax(-1, keepdim=True)).exp_().mul_(probs.amax(-1, keepdim=True))
@@ -96,26 +95,32 @@ class Plan(Protocol):
     """Attention of one pass, the same for all layers: queries [T, H, E], keys and values [T, K, E]
     to [T, H, E]."""
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
-    ) -> Tensor: ...
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor: ...
 
 
 @dataclass(kw_only=True)
-class Bucket:
-    """Segments of like size, attended in one batched matmul. R is a multiple of 4, L of 16."""
+class Queries:
+    """Query rows of n sequences, R of each, and the number of keys that they are multiplied
+    with."""
 
-    queries: Tensor  # int64 [n, R], row of each query; padding repeats the segment's last
-    keys: Tensor  # int64 [n, L], row of each key; padding repeats row 0 and is masked
-    valid: Tensor  # bool [n * R], false for padding
-    query_positions: Tensor  # int64 [n, R]: how many keys come before the query's own
+    positions: Tensor  # int64 [n, R]: how many keys come before the query's own
+    num_keys: int
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None) -> Tensor:
         """Look up `hidden_keys` [n, 1, R, 1, L], made once for all layers."""
         if window not in self.masks:
-            self.masks[window] = hidden_keys(self.query_positions, self.keys.shape[1], window)
+            self.masks[window] = hidden_keys(self.positions, self.num_keys, window)
         return self.masks[window]
+
+
+@dataclass(kw_only=True)
+class Bucket(Queries):
+    """Segments of like size, attended in one batched matmul. R is a multiple of 4, L of 16."""
+
+    queries: Tensor  # int64 [n, R], row of each query; padding repeats the segment's last
+    keys: Tensor  # int64 [n, L], row of each key; padding repeats row 0 and is masked
+    valid: Tensor  # bool [n * R], false for padding
 
 
 class PackedPlan:
@@ -140,19 +145,10 @@ class PackedPlan:
             self._before.append(torch.from_numpy(found))
         return [picked(x, rows) for rows in self._before[:count]]
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: int | None,
-        bends: Bends = STRAIGHT,
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         if torch.is_grad_enabled():
-            return _PackedAttention.apply(q, k, v, self.buckets, scale, window, *bends)  # type: ignore[no-any-return]
-        return _forward(q, k, v, self.buckets, scale, window, bends)
+            return _PackedAttention.apply(q, k, v, scoring.sinks, self.buckets, scoring)  # type: ignore[no-any-return]
+        return _forward(q, k, v, self.buckets, scoring)
 
 
 def picked(x: Tensor, rows: Tensor) -> Tensor:
@@ -196,7 +192,8 @@ def _bucket(parts: np.ndarray, rows: int, keys: int) -> Bucket:
         queries=torch.from_numpy(first + start + query),
         keys=torch.from_numpy(key_rows),
         valid=torch.from_numpy((np.arange(rows)[None] < count).reshape(-1)),
-        query_positions=torch.from_numpy(prefix + start + query),
+        positions=torch.from_numpy(prefix + start + query),
+        num_keys=keys,
     )
 
 
@@ -218,31 +215,21 @@ def rows_first(t: Tensor, run: int, heads: int) -> Tensor:
     return split.transpose(1, 2).reshape(-1, heads, width)
 
 
-def _probabilities(
-    q: Tensor, k: Tensor, bucket: Bucket, scale: float, window: int | None, bends: Bends
-) -> Tensor:
+def _probabilities(q: Tensor, k: Tensor, bucket: Bucket, scoring: Scoring) -> Tensor:
     n, kv_heads, rows, _ = q.shape
     scores = query_key(q, k)
     split = scores.view(n, kv_heads, bucket.queries.shape[1], -1, k.shape[2])
-    return weigh(split, bucket.mask(window), scale, bends).view(n, kv_heads, rows, -1)
+    return weigh(split, bucket.mask(scoring.window), scoring).view(n, kv_heads, rows, -1)
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    buckets: list[Bucket],
-    scale: float,
-    window: int | None,
-    bends: Bends,
-) -> Tensor:
+def _forward(q: Tensor, k: Tensor, v: Tensor, buckets: list[Bucket], scoring: Scoring) -> Tensor:
     heads, kv_heads, dtype = q.shape[1], k.shape[1], q.dtype
     q, k, v = q.float(), k.float(), v.float()
     out = torch.zeros(q.shape)  # rows in no segment are padding
     for bucket in buckets:
         keys, values = (_gather(t, bucket.keys, kv_heads) for t in (k, v))
         query = _gather(q, bucket.queries, kv_heads)
-        probs = _probabilities(query, keys, bucket, scale, window, bends)
+        probs = _probabilities(query, keys, bucket, scoring)
         rows = rows_first(combine(probs, values), bucket.queries.shape[1], heads)
         out.index_copy_(0, bucket.queries.reshape(-1)[bucket.valid], rows[bucket.valid])
     return out.to(dtype)
@@ -258,28 +245,25 @@ class _PackedAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        buckets: list[Bucket],
-        scale: float,
-        window: int | None,
-        softcap: float,
         sinks: Tensor | None,
+        buckets: list[Bucket],
+        scoring: Scoring,
     ) -> Tensor:
         ctx.save_for_backward(q, k, v, sinks)
-        ctx.call = (buckets, scale, window, softcap)
-        return _forward(q, k, v, buckets, scale, window, Bends(softcap, sinks))
+        ctx.buckets, ctx.scoring = buckets, scoring._replace(sinks=None)
+        return _forward(q, k, v, buckets, scoring)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *saved, sinks = ctx.saved_tensors
         q, k, v, above = (t.float() for t in (*saved, grads[0]))
-        buckets, scale, window, softcap = ctx.call
         totals = torch.zeros(q.shape), torch.zeros(k.shape), torch.zeros(v.shape)
-        bends = Bends(softcap, sinks)
+        scoring = ctx.scoring._replace(sinks=sinks)
         grad_sinks = None if sinks is None else torch.zeros_like(sinks)
-        for bucket in buckets:
-            _bucket_backward(bucket, (q, k, v), above, totals, scale, window, bends, grad_sinks)
+        for bucket in ctx.buckets:
+            _bucket_backward(bucket, (q, k, v), above, totals, scoring, grad_sinks)
         own = (total.to(grads[0].dtype) for total in totals)
-        return *own, None, None, None, None, grad_sinks
+        return *own, grad_sinks, None, None
 
 
 def _bucket_backward(
@@ -287,9 +271,7 @@ def _bucket_backward(
     saved: tuple[Tensor, Tensor, Tensor],
     grad: Tensor,
     out: tuple[Tensor, Tensor, Tensor],
-    scale: float,
-    window: int | None,
-    bends: Bends,
+    scoring: Scoring,
     grad_sinks: Tensor | None,
 ) -> None:
     (q, k, v), (grad_q, grad_k, grad_v) = saved, out
@@ -299,13 +281,13 @@ def _bucket_backward(
     above = _gather(grad, bucket.queries, kv_heads)
     padding = ~bucket.valid.view(bucket.queries.shape)
     above.view(*above.shape[:2], padding.shape[1], -1).masked_fill_(padding[:, None, :, None], 0.0)
-    probs = _probabilities(query, key, bucket, scale, window, bends)
+    probs = _probabilities(query, key, bucket, scoring)
     grad_scores = torch.matmul(above, value.transpose(-1, -2))
     mean = (grad_scores * probs).sum(-1, keepdim=True)
     grad_scores -= mean
-    grad_scores.mul_(probs).mul_(scale)
-    if bends.softcap:
-        capped = soft_cap(query_key(query, key).mul_(scale), bends.softcap).div_(bends.softcap)
+    grad_scores.mul_(probs).mul_(scoring.scale)
+    if cap := scoring.softcap:
+        capped = soft_cap(query_key(query, key).mul_(scoring.scale), cap).div_(cap)
         grad_scores.mul_(capped.square_().neg_().add_(1.0))
     if grad_sinks is not None:  # each has the rest of a row's probability
         lost = mean[..., 0] * (probs.sum(-1) - 1.0)

@@ -7,8 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 
 @dataclass(frozen=True, slots=True)
 class Box:
@@ -21,11 +19,6 @@ class Box:
     @property
     def slices(self) -> tuple[slice, ...]:
         return tuple(slice(a, a + n) for a, n in zip(self.start, self.shape, strict=True))
-
-    @classmethod
-    def all_of(cls, tensor: Tensor) -> "Box":
-        """Return the box of a whole tensor."""
-        return whole_box(tensor.shape)
 
     def cut(self, dim: int, number: int, count: int) -> "Box":
         """Return part `number` of `count` equal ones along a dimension."""

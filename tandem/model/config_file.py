@@ -11,12 +11,12 @@ knows no weights.
 import json
 import logging
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from tandem.model import custom_code
 from tandem.model.paths import reads_more_than_text
-from tandem.model.text_part import is_language_model, text_part
 from tandem.runtime.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -24,15 +24,13 @@ logger = logging.getLogger(__name__)
 HeadKind = Literal["tokens", "value"]
 # Those that run through Tandem's own layer (layers.py); all others through general.py.
 LEAN_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-TEXT = "text_config"
 # keys that tell transformers what to fetch or how to run, in a model's config or that of a part
 INSTRUCTIONS = re.compile(
     "auto_map|transformers_weights|.*_implementation(_internal)?"
     "|(fusion|distributed|quantization|compression)_config"
 )
-CONFIG = "config.json"
+CONFIG, SCORES = "config.json", "ForSequenceClassification"
 BIAS_SIZE = {"bloom": 8}  # numbers beside those of a head, for linear biases (general_parts.py)
-QUANTIZERS = ("quantization_config", "compression_config")
 DEQUANTIZED = ("fp8", "mxfp4")  # DeepSeek-V3's and Qwen3's, and gpt-oss'
 CONVOLVED = ("lfm2", "lfm2_moe", "lfm3")
 
@@ -51,18 +49,17 @@ def check_model(path: str, key: str = "model.path", *, head: HeadKind = "tokens"
             expected="a Hugging Face directory or hub name",
             next="tandem train RECIPE model.path=DIR",
         )
-    folder = Path(path)
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
-    looks_local = looks_local or folder.exists() or folder.parent.is_dir()
-    if looks_local and not (folder / "config.json").is_file():
-        raise _no_model(path, key)
+    folder, where = Path(path), f"{key} = {path}"
+    is_local = path.startswith((".", "/", "~")) or path.count("/") != 1 or folder.parent.is_dir()
+    if (is_local or folder.exists()) and not (folder / CONFIG).is_file():
+        raise _no_model(folder, key, where)
     if not folder.is_dir():
         logger.warning("no directory %s here: looking for it on the Hugging Face hub", path)
-    config = _read_config(path, f"{key} = {path}")
-    if head == "tokens" and (config.architectures or [""])[0].endswith("ForSequenceClassification"):
+    config = _read_config(path, where)
+    if head == "tokens" and (config.architectures or [""])[0].endswith(SCORES):
         raise UserError(
             "this is a reward model, which has no tokens to say",
-            where=f"{key} = {path}",
+            where=where,
             found=config.architectures[0],
             expected="a causal language model",
             next="a reward model can be the critic: critic.path",
@@ -72,47 +69,38 @@ def check_model(path: str, key: str = "model.path", *, head: HeadKind = "tokens"
 
 def _read_config(path: str, where: str) -> Any:
     """Make the transformers config of a causal language model from the declared fields."""
-    values = read_json(path, CONFIG, where)
-    if values is None:
-        found = "no such directory here, and no such model on the hub or no way to it from here"
-        raise _unreadable(path, CONFIG, where, found)
-    model_type = values.get("model_type")
-    parts = [part for part in (values, values.get(TEXT)) if isinstance(part, dict)]
-    listed = model_type in LEAN_ARCHITECTURES or reads_more_than_text(model_type)
-    known = listed or is_language_model(model_type)
+    values = read_json(path, CONFIG, where) or {}
+    kind, text = values.get("model_type"), values.get("text_config")
+    parts = [part for part in (values, text) if isinstance(part, dict)]
+    known = kind in LEAN_ARCHITECTURES or reads_more_than_text(kind) or is_language_model(kind)
     own = custom_code.brings_model(values) and (custom_code.is_allowed() or not known)
     if own:
         custom_code.require_allowed(path, values, f"{where}, {CONFIG}")
     elif not (known or parts[1:]):
-        raise _cannot_run(where, f"architecture {model_type!s:.60}")
-    for part in parts:
-        for key in QUANTIZERS:
-            if (quantizer := part.get(key)) is not None:
-                about = quantizer if isinstance(quantizer, dict) else {}
-                method = str(about.get("quant_method", "unknown"))[:40]
-                if method not in DEQUANTIZED or key != QUANTIZERS[0]:
-                    raise UserError(
-                        "the model's weights are quantized",
-                        where=f"{where}, {CONFIG}",
-                        found=f"{key} of {method}",
-                        expected=f"float weights; or {' or '.join(DEQUANTIZED)}, read as float",
-                        next="name the model that it was quantized from, and quantize it here with "
-                        "lora.rank=16 lora.base=nf4",
-                    )
-    if not own and any(p.get("model_type") == "mistral" and "layer_types" in p for p in parts):
-        raise _cannot_run(where, "architecture ministral")
+        raise _cannot_run(where, f"architecture {kind!s:.60}")
+    quantizers = [part["quantization_config"] for part in parts if part.get("quantization_config")]
+    for quantizer in quantizers:
+        method = quantizer.get("quant_method") if isinstance(quantizer, dict) else quantizer
+        if method not in DEQUANTIZED:
+            raise UserError(
+                "the model's weights are quantized",
+                where=f"{where}, {CONFIG}",
+                found=f"quantization_config of {method!s:.40}",
+                expected=f"float weights; or {' or '.join(DEQUANTIZED)}, read as float",
+                next="name the model that it was quantized from, and quantize it here with "
+                "lora.rank=16 lora.base=nf4",
+            )
     try:
-        config = custom_code.custom_config(path) if own else _plain_config(model_type, values)
-        whole = own or reads_more_than_text(model_type)
-        found = config if whole else text_part(config, where)
-        text = found.get_text_config()
+        config = custom_code.custom_config(path) if own else _plain_config(kind, values)
+        found = config if own or reads_more_than_text(kind) else text_part(config, where)
+        whole_text = found.get_text_config()
     except Exception as error:  # transformers raises wherever it first uses a wrong value
         raise _unreadable(path, CONFIG, where, first_line(error)) from None
-    if found is not config and any(part.get("quantization_config") for part in parts):
+    if found is not config and quantizers:
         raise _cannot_run(where, "quantized weights of a model that also reads images")
-    if not reads_more_than_text(model_type) and text is not found:
+    if not reads_more_than_text(kind) and whole_text is not found:
         what = "whose language model transformers cannot run by itself"
-        raise _cannot_run(where, f"architecture {model_type}, {what}")
+        raise _cannot_run(where, f"architecture {kind}, {what}")
     return found
 
 
@@ -129,18 +117,45 @@ def _plain_config(model_type: Any, values: dict[str, Any]) -> Any:
     return CONFIG_MAPPING[model_type].from_dict(plain(values))
 
 
-def logit_softcap(config: Any) -> float:
-    """Return the soft cap of a model's logits, 0 without one."""
-    names = ("final_logit_softcapping", "output_logit_soft_cap")  # Gemma, xLSTM
-    return next((cap for name in names if (cap := getattr(config, name, None))), 0.0)
+def is_language_model(model_type: Any) -> bool:
+    """Tell whether transformers has a causal language model of this type."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return isinstance(model_type, str) and model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+def text_part(config: Any, where: str) -> Any:
+    """Return the config of the language model in a transformers config of several parts, as a model
+    of its own: parts for images or sound are neither loaded nor trained, and not exported. Return
+    the config itself if transformers has no causal language model of that kind.
+
+    where: the model's config key and path, for a note to the user, once in a process.
+    """
+    text = config.get_text_config()
+    if text is config or not is_language_model(text.model_type):
+        return config
+    # the projection to the vocabulary is outside of the part that its config describes
+    heads = [name for name in config.architectures or [] if name.endswith(SCORES)]
+    text.architectures = heads or None  # of a reward model, which has no tokens to say
+    tied = getattr(config, "tie_word_embeddings", False)  # those that read sound may lack it
+    text.tie_word_embeddings = bool(text.tie_word_embeddings or tied)
+    _tell(
+        f"{where} ({config.model_type}) also reads images or sound: its language model "
+        f"({text.model_type}) runs without those parts, and is exported without them"
+    )
+    return text
+
+
+@cache
+def _tell(note: str) -> None:
+    logger.warning(note)
 
 
 def is_text_part(path: str, config: Any) -> bool:
     """Tell whether check_model's config is of a part of the model at path, its language model."""
     values = read_json(path, CONFIG) or {}
-    if custom_code.is_custom(config):
-        return False
-    return bool(values.get("model_type", config.model_type) != config.model_type)
+    whole: bool = values.get("model_type", config.model_type) == config.model_type
+    return not (custom_code.is_custom(config) or whole)
 
 
 def read_json(
@@ -151,17 +166,15 @@ def read_json(
     Raises UserError for a file that cannot be read; where: of the model, in the message, by default
     its path; what: the file's name there.
     """
-    where, found = where or path, "no JSON object"
     try:
         file = find_file(path, name)
         if file is None:
             return None
         values = json.loads(file.read_bytes(), object_hook=special_float)
     except (OSError, ValueError, RecursionError) as error:  # ValueError: not JSON, or not UTF-8
-        begin = "" if Path(path).is_dir() else "no such directory here, and of the hub: "
-        values, found = None, begin + first_line(error)
+        raise _unreadable(path, name, where, first_line(error), what) from None
     if not isinstance(values, dict):
-        raise _unreadable(path, name, where, found, what)
+        raise _unreadable(path, name, where, "no JSON object", what)
     return values
 
 
@@ -171,10 +184,8 @@ def special_float(values: dict[str, Any]) -> Any:
 
 
 def find_file(path: str, name: str) -> Path | None:
-    """Find a file of a local directory, or of a hub name, fetched to the local cache.
-
-    Raises OSError.
-    """
+    """Find a file of a local directory, or of a hub name, fetched to the local cache; a hub name
+    without config.json is none. Raises OSError."""
     if Path(path).is_dir():
         file = Path(path) / name
         return file if file.is_file() else None
@@ -183,7 +194,7 @@ def find_file(path: str, name: str) -> Path | None:
     found = cached_file(
         path,
         name,
-        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_missing_entries=name == CONFIG,
         _raise_exceptions_for_connection_errors=name == CONFIG,
     )
     return None if found is None else Path(found)
@@ -192,6 +203,54 @@ def find_file(path: str, name: str) -> Path | None:
 def first_line(error: Exception) -> str:
     """Describe an error in one line, e.g. "KeyError: 'vocab'"."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:500]
+
+
+def _no_model(folder: Path, key: str, where: str) -> UserError:
+    """Say what lies there instead of a model directory."""
+    found = "a directory without config.json" if folder.exists() else "no such directory"
+    cure = "tandem tiny DIR makes a tiny model; or give a hub name such as Qwen/Qwen3-0.6B"
+    if (folder / "config.toml").is_file():
+        newest = max(folder.glob("hf/step_*"), default=None)
+        found, cure = "a run folder", f"{key}={newest}" if newest else f"tandem export {folder}"
+    return UserError(
+        "this is not a model directory"
+        if folder.exists()
+        else "the model directory does not exist",
+        where=where,
+        found=found,
+        expected="a Hugging Face model directory (config.json, model.safetensors, tokenizer.json)",
+        next=cure,
+    )
+
+
+def _cannot_run(where: str, found: str) -> UserError:
+    return UserError(
+        "this model cannot run",
+        where=where,
+        found=found,
+        expected="a causal language model of transformers with float weights",
+    )
+
+
+def _unreadable(
+    path: str, name: str, where: str, found: str, what: str = "model's config"
+) -> UserError:
+    cure = "name a directory, or fetch it where there is a network and set HF_HUB_OFFLINE=1 here"
+    if is_local := Path(path).is_dir():
+        cure = f"mend {Path(path, name)}, or copy it again from where the model is from"
+    return UserError(
+        f"the {what} cannot be read",
+        where=f"{where or path}, {name}",
+        found=found if is_local else f"no such directory here, and of the hub: {found}",
+        expected="a file as transformers writes it",
+        next=cure,
+    )
+
+
+def logit_softcap(config: Any) -> float:
+    """Return the soft cap of a model's logits, 0 without one."""
+    names = ("final_logit_softcapping", "output_logit_soft_cap")  # Gemma, xLSTM
+    return next((cap for name in names if (cap := getattr(config, name, None))), 0.0)
 
 
 def why_not_exact(config: Any) -> str:
@@ -267,62 +326,6 @@ def is_sparse(config: Any, layer: int) -> bool:
 
 def has_experts(config: Any) -> bool:
     """Tell whether any layer is a mixture of experts."""
+    if config.model_type != "qwen3_moe":
+        return False
     return any(is_sparse(config, layer) for layer in range(config.num_hidden_layers))
-
-
-def _no_model(path: str, key: str) -> UserError:
-    """Say what lies at path instead of a model directory, and name the command that leads to
-    one."""
-    folder, found = Path(path), "no such directory"
-    next_command = "tandem tiny DIR makes a tiny model; or give a hub name such as Qwen/Qwen3-0.6B"
-    if folder.is_file():
-        found, next_command = "a file", f"{key}={folder.parent}, if the model's files are beside it"
-    elif path.startswith("~"):
-        found, next_command = "a path that no shell has expanded", f"{key}={folder.expanduser()}"
-    elif (folder / "config.toml").is_file():
-        newest = max(folder.glob("hf/step_*"), default=None)
-        found = "a run folder"
-        next_command = f"{key}={newest}" if newest else f"tandem export {folder}"
-    elif (folder / "state.json").is_file():
-        step = folder.name[5:].lstrip("0")
-        found = "a checkpoint of a run"
-        next_command = f"tandem export {folder.parent.parent} --step {step}"
-    elif folder.exists():
-        found = "a directory without config.json"
-    return UserError(
-        "the model directory does not exist"
-        if not folder.exists()
-        else "this is not a model directory",
-        where=f"{key} = {path}",
-        found=found,
-        expected="a Hugging Face model directory (config.json, model.safetensors, tokenizer.json)",
-        next=next_command,
-    )
-
-
-def _cannot_run(where: str, found: str) -> UserError:
-    return UserError(
-        "this model cannot run",
-        where=where,
-        found=found,
-        expected="a causal language model of transformers with float weights",
-    )
-
-
-def _unreadable(
-    path: str, name: str, where: str, found: str, what: str = "model's config"
-) -> UserError:
-    expected = "a file as transformers writes it"
-    if Path(path).is_dir():
-        cure = f"mend {Path(path, name)}, or copy it again from where the model is from"
-    else:
-        expected += ", or a hub name that can be reached from here"
-        cure = "name a model directory; or fetch it where there is a network and set "
-        cure += "HF_HUB_OFFLINE=1 here"
-    return UserError(
-        f"the {what} cannot be read",
-        where=f"{where}, {name}",
-        found=found,
-        expected=expected,
-        next=cure,
-    )

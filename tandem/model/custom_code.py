@@ -5,6 +5,8 @@ called in: where model.trust_remote_code is set. transformers imports a copy of 
 """
 
 import copy
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +67,8 @@ def python_files(path: str) -> list[Path]:
 def require_allowed(path: str, values: dict[str, Any], where: str) -> None:
     """Raise UserError unless the files that `auto_map` names may run, and are of this model.
     values: of the JSON file that has it."""
-    named = sorted({reference.partition(".")[0] for reference in _references(values["auto_map"])})
+    # of e.g. {"AutoModelForCausalLM": "modeling_x.XForCausalLM"}
+    named = sorted(set(re.findall(r'"([^"]+)\.\w+"', json.dumps(values["auto_map"]))))
     files = ", ".join(f"{name}.py" for name in named)
     if any("--" in name for name in named):
         raise UserError(
@@ -83,10 +86,3 @@ def require_allowed(path: str, values: dict[str, Any], where: str) -> None:
             expected=f"{KEY} = true, where you have read them and trust them",
             next=f"{KEY}=true in the recipe (tandem serve: --trust-remote-code)",
         )
-
-
-def _references(classes: Any) -> list[str]:
-    """List the references of an auto_map, e.g. ["modeling_x.XForCausalLM"]."""
-    values = classes.values() if isinstance(classes, dict) else [classes]
-    flat = [one for value in values for one in (value if isinstance(value, list) else [value])]
-    return [one for one in flat if isinstance(one, str)]

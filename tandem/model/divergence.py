@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.model.kernels import kernels_of
-from tandem.model.logprobs import chunks, log_distribution
+from tandem.model.logprobs import Head, chunks, log_distribution
 from tandem.model.onednn import gradient_product, weight_gradient
 from tandem.types import SamplingDistribution
 
-Head = tuple[Tensor, Tensor, Tensor]  # hidden states [N, D], output projection [V, D], its pack
 # Log-probs of student and teacher, [n, V] each -> (nats [n], their slope [n, V] in the student's
 # logits)
 Divergence = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -23,10 +21,11 @@ Divergence = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 def divergences(student: Head, teacher: Head, temperature: float, divergence: Divergence) -> Tensor:
     """Compute the divergence of two tempered distributions at N positions: float32 [N], nats.
 
-    It is differentiable in the student's hidden states and projection.
+    It is differentiable in the student's hidden states and projection. Neither projection has a
+    bias or a soft cap.
     """
     sampling = SamplingDistribution(temperature=temperature)
-    return _Divergences.apply(*student, *teacher, sampling, divergence)  # type: ignore[no-any-return]
+    return _Divergences.apply(*student[:3], *teacher[:3], sampling, divergence)  # type: ignore[no-any-return]
 
 
 class _Divergences(torch.autograd.Function):
@@ -62,7 +61,7 @@ def _tables(
     tensors: list[Tensor], rows: slice, sampling: SamplingDistribution
 ) -> tuple[Tensor, Tensor]:
     """Compute the log-probs of student and teacher, each [n, V]."""
-    hidden, _, packed, teacher_hidden, _, teacher_packed = tensors
-    student = log_distribution(kernels_of(hidden).matmul(hidden[rows], packed).float(), sampling)
-    teacher = kernels_of(hidden).matmul(teacher_hidden[rows], teacher_packed).float()
-    return student, log_distribution(teacher, sampling)
+    hidden, weight, packed, *teacher = tensors
+    heads = Head(hidden, weight, packed), Head(*teacher)  # type: ignore[arg-type]
+    student, held = (log_distribution(head.logits(rows), sampling) for head in heads)
+    return student, held

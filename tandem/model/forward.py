@@ -14,12 +14,12 @@ from torch import Tensor
 from tandem.model.attention import Plan
 from tandem.model.expert_choices import ExpertChoices
 from tandem.model.kernels import kernels_of
-from tandem.model.logprobs import SeenTokens, token_logprobs
+from tandem.model.logprobs import Head, SeenTokens, token_logprobs
 from tandem.runtime.image_tokens import text_tokens
 from tandem.types import Array, Microbatch, SamplingDistribution
 
 if TYPE_CHECKING:
-    from tandem.model.divergence import Divergence, Head
+    from tandem.model.divergence import Divergence
     from tandem.model.load import ExactModel
 
 
@@ -44,8 +44,7 @@ def batch_logprobs(
 
     def compute() -> list[Tensor]:
         head = _head(model, batch, choices)
-        ending = model.head.bias, model.softcap
-        found = token_logprobs(*head, targets, sampling, seen, expected, entropy, *ending)
+        found = token_logprobs(head, targets, sampling, seen, expected, entropy)
         return [model.row_parts.gather(values, batch) for values in found]
 
     logprobs, entropies = model(compute)
@@ -96,9 +95,14 @@ def teacher_divergences(
     return found.cpu()
 
 
-def _head(model: "ExactModel", batch: Microbatch, choices: ExpertChoices | None = None) -> "Head":
-    weight = model.head.weight
-    return _hidden(model, batch, choices), weight, model.head.pack.of(weight)
+def _head(model: "ExactModel", batch: Microbatch, choices: ExpertChoices | None = None) -> Head:
+    return head_of(model, _hidden(model, batch, choices))
+
+
+def head_of(model: "ExactModel", hidden: Tensor) -> Head:
+    """Return a model's output projection of hidden states [N, D]."""
+    weight, bias = model.head.weight, model.head.bias
+    return Head(hidden, weight, model.head.pack.of(weight), bias, model.softcap)
 
 
 def batch_states(model: "ExactModel", batch: Microbatch) -> Tensor:

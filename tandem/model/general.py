@@ -20,16 +20,22 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tandem.model.activations import KINDS, ExactActivation, soft_cap
-from tandem.model.attention import Bends, PackedPlan, Plan
+from tandem.model.attention import Plan, Scoring
 from tandem.model.config_file import BIAS_SIZE, logit_softcap
 from tandem.model.expert_choices import ExpertChoices
 from tandem.model.general_experts import ExactFunctions, make_experts_exact
-from tandem.model.general_parts import NORMS, ExactLayerNorm, put_linear_biases, put_short_convs
-from tandem.model.linear import ExactConv1D, ExactLinear, PackedWeight, is_conv1d
+from tandem.model.general_parts import (
+    BIASED,
+    CONVOLUTIONS,
+    NORMS,
+    ExactBloomAttention,
+    ExactLayerNorm,
+    ExactShortConv,
+)
+from tandem.model.linear import ExactConv1D, ExactLinear, PackedWeight, is_conv1d, replace_parts
 from tandem.model.load import ExactModel
 from tandem.model.lora import Lora, exact_adapted, quantize_base
 from tandem.model.onednn import padded_rows
-from tandem.model.paged_attention import PagedPlan
 
 ATTENTION = "tandem_exact"  # its name in transformers' AttentionInterface
 HARMLESS = ("position_ids",)  # which are the plan's too
@@ -135,9 +141,8 @@ def make_general(module: Any, lora: Lora | None = None) -> GeneralModel:
 
     AttentionInterface.register(ATTENTION, _attend)
     functions = put_exact_parts(module, lora)
-    put_short_convs(module, lambda: _pass.get().plan)
+    replace_parts(module, _planned_part)
     if module.config.model_type in BIAS_SIZE:
-        put_linear_biases(module, _attend, lambda: _pass.get().positions)
         module.config._attn_implementation = ATTENTION  # so that no mask is made
     else:
         module.set_attn_implementation(ATTENTION)
@@ -149,9 +154,7 @@ def put_exact_parts(module: Any, lora: Lora | None) -> ExactFunctions | None:
     of its experts, if it has any."""
     if module.base_model is module:  # Llama 4's prefix is that of its place among other parts
         module.base_model_prefix = "model"
-    for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
-            setattr(parent, name, _exact_part(child))
+    replace_parts(module, _exact_part)
     functions = make_experts_exact(module)
     head, softcap = module.get_output_embeddings(), logit_softcap(module.config)
     if head is not None and softcap:
@@ -170,6 +173,16 @@ def _exact_part(child: Any) -> nn.Module:
     if name in NORMS and child.weight is not None:
         return ExactLayerNorm(child)
     return ExactActivation(KINDS[name]) if name in KINDS else child
+
+
+def _planned_part(child: Any) -> nn.Module:
+    """Replace a part that looks into the pass, of which transformers knows nothing."""
+    name = type(child).__name__
+    if name in CONVOLUTIONS:
+        return ExactShortConv(child, lambda: _pass.get().plan)
+    if name == BIASED:
+        return ExactBloomAttention(child, _attend, lambda: _pass.get().positions)
+    return child  # type: ignore[no-any-return]
 
 
 def checkpointed_layers(module: Any) -> list[Any]:
@@ -201,13 +214,11 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attend by the plan of the pass: query [1, H, T, E], key and value [1, K, T, E] to
     [1, T, H, E]. transformers calls it, with its own names."""
+    window, softcap, sinks = (others.pop(n, None) for n in ("sliding_window", "softcap", "s_aux"))
     # keys that a model chooses itself, as it may do in long sequences only
     found = ["attention_mask"] if attention_mask is not None else []
     found += [n for n, v in others.items() if isinstance(v, Tensor) and n not in HARMLESS]
@@ -221,7 +232,6 @@ def _attend(
     q, k, v = (F.pad(t, (0, size - t.shape[-1])) if t.shape[-1] < size else t for t in (q, k, v))
     if k.shape[1] < kv_heads:
         k, v = (t.repeat_interleave(kv_heads // t.shape[1], 1) for t in (k, v))
-    assert isinstance(plan, PackedPlan | PagedPlan)
-    bends = Bends(softcap or 0.0, s_aux)
-    out = plan.attend(module.layer_idx, q, k, v, scale, sliding_window, bends)
+    scoring = Scoring(scale, window, softcap or 0.0, sinks)
+    out = plan.attend(module.layer_idx, q, k, v, scoring)
     return out[None, ..., :width], None

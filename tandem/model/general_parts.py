@@ -89,14 +89,6 @@ class ExactShortConv(nn.Module):
         return self.out_proj(after * total.to(x.dtype))[None]  # type: ignore[no-any-return]
 
 
-def put_short_convs(module: Any, plan: Callable[[], Any]) -> None:
-    """Put exact short convolutions into a transformers module in place."""
-    for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child).__name__ in CONVOLUTIONS:
-                setattr(parent, name, ExactShortConv(child, plan))
-
-
 class ExactBloomAttention(nn.Module):
     """A layer of BIASED, with its parameters under their names. attend: as transformers'
     AttentionInterface; positions: returns those of the pass, int64 [T]."""
@@ -132,13 +124,3 @@ def slopes(heads: int) -> Tensor:
     own = [2.0 ** (-8 * number / even) for number in range(1, even + 1)]
     between = [2.0 ** (-4 * number / even) for number in range(1, 2 * (heads - even) + 1, 2)]
     return torch.tensor(own + between)
-
-
-def put_linear_biases(
-    module: Any, attend: Callable[..., Any], positions: Callable[[], Tensor]
-) -> None:
-    """Put exact attention with linear biases into a transformers module in place."""
-    for layer in module.modules():
-        for name, child in list(layer.named_children()):
-            if type(child).__name__ == BIASED:
-                setattr(layer, name, ExactBloomAttention(child, attend, positions))

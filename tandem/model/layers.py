@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tandem.model.attention import Plan
+from tandem.model.attention import Plan, Scoring
 from tandem.model.expert_choices import ExpertChoices
 from tandem.model.kernels import Rotation, kernels_of
 from tandem.model.linear import FusedLinear, PackedWeight
@@ -95,7 +95,7 @@ class ExactLayer(nn.Module):
             q, k = rotate(both, rotation).split(each, 1)
             if torch.is_grad_enabled():  # a view would keep the queries before their rotation too
                 v = v.contiguous()
-        out = plan.attend(self.number, q, k, v, attention.scaling, self.window)
+        out = plan.attend(self.number, q, k, v, Scoring(attention.scaling, self.window))
         return attention.o_proj(out.reshape(len(x), -1))
 
 

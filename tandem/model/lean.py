@@ -11,7 +11,7 @@ from tandem.model.config_file import LEAN_ARCHITECTURES, is_sparse, why_not_exac
 from tandem.model.experts import ExactExperts, ExactRouter
 from tandem.model.kernels import kernels_of
 from tandem.model.layers import ExactLayer
-from tandem.model.linear import ExactLinear
+from tandem.model.linear import ExactLinear, replace_parts
 from tandem.model.load import ExactModel
 from tandem.model.lora import Lora, add_adapter, exact_adapted, quantize_base
 from tandem.model.paths import ModelPath
@@ -31,16 +31,15 @@ class Lean(ModelPath):
             return "its layers are not alike, or have another activation than silu"
         if kinds_with_rope(config) or not has_static_ropes(config):
             return "rotary embeddings that depend on the length, or on the kind of layer"
-        if not set(getattr(config, "layer_types", None) or KINDS) <= KINDS:
+        kinds = getattr(config, "layer_types", None)  # transformers' Mistral does not look at them
+        if not set(kinds or KINDS) <= KINDS or (kinds and config.model_type == "mistral"):
             return "layers of other kinds"
         return why_not_exact(config)
 
     def build(self, module: Any, lora: Lora | None = None) -> ExactModel:
         if lora is not None:
             add_adapter(module, lora)
-        for parent in list(module.modules()):
-            for name, child in list(parent.named_children()):
-                setattr(parent, name, _exact_module(child))
+        replace_parts(module, _exact_module)
         config, layers = module.config, module.model.layers
         for number, layer in enumerate(layers):
             layers[number] = ExactLayer(layer, number, window_of(config, number))

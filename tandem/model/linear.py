@@ -170,6 +170,13 @@ def is_conv1d(module: Any) -> bool:
     return type(module).__name__ == "Conv1D"
 
 
+def replace_parts(module: nn.Module, made: Callable[[Any], nn.Module]) -> None:
+    """Replace each part of a module by what is made of it, in place."""
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            setattr(parent, name, made(child))
+
+
 class FusedLinear:
     """Several ExactLinears of the same input run as one: x [N, I] to [N, sum of outputs].
 

@@ -34,12 +34,11 @@ from tandem.model.kernels import Kernels, kernels_of
 from tandem.model.layers import ExactLayer, embed, norm, rotation_of
 from tandem.model.linear import ExactLinear, PackedWeight, Part
 from tandem.model.onednn import padded_rows
-from tandem.model.paged_attention import DecodeRows, Runs
+from tandem.model.paged_attention import Runs
 from tandem.model.paths import Exact, Exactness, divisible, named_path, path_of
 from tandem.model.placement import CPU_FLOAT32, Placement
 from tandem.model.row_parts import WHOLE
 from tandem.model.stock import load_stock, stock_class
-from tandem.model.weight_files import check_sums, check_weights
 from tandem.runtime.errors import UserError
 
 if TYPE_CHECKING:
@@ -172,22 +171,11 @@ class ExactModel(nn.Module):
         """Plan the attention of new tokens over a paged cache, as paged_attention.PagedPlan."""
         return self.kernels.paged_plan(keys, values, runs, self.heads[0])
 
-    def decode_plan(
-        self, keys: Sequence[Tensor], values: Sequence[Tensor], rows: DecodeRows
-    ) -> Plan:
-        """Plan as `paged_plan` for a decode step over static tensors."""
-        return self.kernels.decode_plan(keys, values, rows, self.heads[0])
-
     @property
     def window(self) -> int | None:
         """Return the most tokens that a layer sees, the query's own among them; None: all."""
         windows = [layer.window for layer in self.module.model.layers]
         return None if None in windows else max(windows)
-
-    def shared_tiles(self, runs: Runs) -> np.ndarray | None:
-        """Plan which pages the sequences of a decode step read together, as Kernels do."""
-        heads, kv_heads, _ = self.heads
-        return self.kernels.shared_tiles(runs, heads // kv_heads)
 
     @cached_property
     def heads(self) -> tuple[int, int, int]:
@@ -305,8 +293,6 @@ def load_model(
     """
     config = check_model(path, head=head)
     make = path_of(config, f"model.path = {path}", place).maker(path, config, place)
-    check_weights(path)
-    check_sums(path)
     return make(load_stock(path, config, head, place), lora)  # type: ignore[no-any-return]
 
 

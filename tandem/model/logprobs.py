@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,9 +38,6 @@ class SeenTokens:
 
 # Makes the pairs of predictions start .. stop - 1 once their chunk is computed.
 SeenBefore = Callable[[int, int], SeenTokens]
-# What turns slopes [n, V] of the logits that are sampled from, in place, into those of the output
-# projection's, one after the other.
-Backwards = list[Callable[[Tensor], Any]]
 
 
 def penalize(logits: Tensor, penalty: float, seen: SeenTokens) -> Tensor:
@@ -88,32 +85,51 @@ def _is_filtered(sampling: SamplingDistribution) -> bool:
     return sampling.temperature != 0.0 and bool(filtered)
 
 
+class Head(NamedTuple):
+    """Hidden states [N, D], the output projection [V, D] with its pack and its bias [V], and the
+    soft cap of its logits, 0 without one."""
+
+    hidden: Tensor
+    weight: Tensor
+    packed: Tensor
+    bias: Tensor | None = None
+    softcap: float = 0.0
+
+    def logits(self, rows: slice) -> Tensor:
+        """Compute the projection of some rows, float32 [n, V], without the soft cap."""
+        return kernels_of(self.hidden).matmul(self.hidden[rows], self.packed, self.bias).float()
+
+
 def token_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    packed: Tensor,
+    head: Head,
     targets: Tensor,
     sampling: SamplingDistribution,
     seen: SeenBefore | None = None,
     expected: Tensor | None = None,
     entropy: bool = True,
-    bias: Tensor | None = None,
-    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Compute (log-probs [N], entropies [N]) of targets int64 [N] after hidden states [N, D].
 
     Both are float32, in nats and differentiable.
 
-    weight: the output projection [V, D]; packed: its pack.
     seen: needed with a repetition penalty.
     expected: float32 [N], the gradient that the log-probs will receive, if the loss knows it
         beforehand. The gradients are then made while the logits are at hand. If another gradient
         arrives, the backward pass computes the logits again.
     entropy: whether to compute it, in three passes over the logits; it is zero otherwise.
-    bias, softcap: of the output projection, [V], and of its logits (`soft_cap`), 0 without one.
     """
-    options = sampling, seen, expected, entropy, bias, softcap
-    return _TokenLogprobs.apply(hidden, weight, packed, targets, *options)  # type: ignore[no-any-return]
+    call = _Call(targets, sampling, seen, expected, entropy)
+    return _TokenLogprobs.apply(head.hidden, head.weight, head.bias, head, call)  # type: ignore[no-any-return]
+
+
+class _Call(NamedTuple):
+    """Arguments of `token_logprobs`."""
+
+    targets: Tensor
+    sampling: SamplingDistribution
+    seen: SeenBefore | None
+    expected: Tensor | None
+    entropy: bool
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -122,161 +138,121 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        packed: Tensor,
-        targets: Tensor,
-        sampling: SamplingDistribution,
-        seen: SeenBefore | None,
-        expected: Tensor | None,
-        with_entropy: bool,
-        bias: Tensor | None,
-        softcap: float,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, call: _Call
     ) -> tuple[Tensor, Tensor]:
-        ctx.sampling, ctx.seen, ctx.softcap = sampling, seen, softcap
-        logprobs, entropy = (hidden.new_zeros(len(targets), dtype=torch.float32) for _ in range(2))
-        wanted = ctx.needs_input_grad if expected is not None else [False] * 9
-        grads = _Gradients(hidden, weight, bias, wanted)
-        for rows in chunks(len(targets), weight):
-            table, backwards = _chunk_table(
-                kernels_of(hidden).matmul(hidden[rows], packed, bias).float(),
-                targets,
-                sampling,
-                seen,
-                rows,
-                softcap,
-            )
-            logprobs[rows], entropies = _values(table, targets[rows], sampling, with_entropy)
+        count, expected = len(call.targets), call.expected
+        logprobs, entropy = (hidden.new_zeros(count, dtype=torch.float32) for _ in range(2))
+        wanted = ctx.needs_input_grad[:3] if expected is not None else [False] * 3
+        grads = _Gradients(head, wanted)
+        for rows in chunks(count, weight):
+            chunk = _Chunk(head, call, rows)
+            logprobs[rows], entropies = chunk.values()
             if entropies is not None:
                 entropy[rows] = entropies
             if expected is not None and any(wanted):
-                parts = entropy[rows], expected[rows, None], None
-                grads.add(rows, _slope(table, targets[rows], sampling, *parts), sampling, backwards)
-            del table  # before the next logits are computed
-        ctx.save_for_backward(
-            *(hidden, weight, packed, targets, entropy, expected, bias),
-            *(grads.hidden, grads.weight, grads.bias),
-        )
+                grads.add(rows, chunk.slope(entropy[rows], expected[rows, None], None))
+            del chunk  # before the next logits are computed
+        made = grads.hidden, grads.weight, grads.bias
+        ctx.save_for_backward(hidden, weight, head.packed, bias, entropy, *made)
+        ctx.softcap, ctx.call = head.softcap, call
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *above: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, packed, targets, entropy, expected, bias, *totals = ctx.saved_tensors
-        if (
-            expected is not None
-            and above[1] is None
-            and above[0] is not None
-            and torch.equal(above[0], expected)
-        ):
-            return *totals[:2], *[None] * 6, totals[2], None
-        grads = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
-        for rows in chunks(len(targets), weight):
-            options = ctx.sampling, ctx.seen, rows, ctx.softcap
-            table, backwards = _chunk_table(
-                kernels_of(hidden).matmul(hidden[rows], packed, bias).float(), targets, *options
+        hidden, weight, packed, bias, entropy, *made = ctx.saved_tensors
+        call, expected = ctx.call, ctx.call.expected
+        is_known = expected is not None and above[0] is not None and above[1] is None
+        if is_known and torch.equal(above[0], expected):  # type: ignore[arg-type]
+            return *made, None, None
+        head = Head(hidden, weight, packed, bias, ctx.softcap)
+        grads = _Gradients(head, ctx.needs_input_grad)
+        for rows in chunks(len(call.targets), weight):
+            chunk = _Chunk(head, call, rows)
+            slope = chunk.slope(
+                entropy[rows], *(None if grad is None else grad[rows, None] for grad in above)
             )
-            parts = (None if grad is None else grad[rows, None] for grad in above)
-            slope = _slope(table, targets[rows], ctx.sampling, entropy[rows], *parts)
-            grads.add(rows, slope, ctx.sampling, backwards)
-            del table, slope
-        return grads.hidden, grads.weight, *[None] * 6, grads.bias, None
+            grads.add(rows, slope)
+            del chunk, slope
+        return grads.hidden, grads.weight, grads.bias, None, None
 
 
 class _Gradients:
     """The wanted gradients of hidden states [N, D], output projection [V, D] and bias [V], by
-    chunks. wanted: of each argument of `_TokenLogprobs`."""
+    chunks. wanted: of each of them."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Sequence[bool]):
-        self.inputs = hidden, weight
+    def __init__(self, head: Head, wanted: Sequence[bool]):
+        hidden, weight, _, bias, _ = self.head = head
         self.hidden = torch.empty_like(hidden) if wanted[0] else None
         self.weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
-        self.bias = torch.zeros_like(bias) if bias is not None and wanted[8] else None
+        self.bias = torch.zeros_like(bias) if bias is not None and wanted[2] else None
 
-    def add(
-        self, rows: slice, slope: Tensor, sampling: SamplingDistribution, backwards: Backwards
-    ) -> None:
-        """Add the part of these rows. slope [n, V], d loss / d tempered logits, is overwritten."""
-        hidden, weight = self.inputs
-        if sampling.temperature not in (0.0, 1.0):
-            slope.div_(sampling.temperature)
-        for step in backwards:
-            step(slope)
+    def add(self, rows: slice, slope: Tensor) -> None:
+        """Add the part of these rows. slope: d loss / d logits of the projection, [n, V]."""
         if self.bias is not None:
             self.bias += slope.sum(0)
         if self.hidden is not None:
-            self.hidden[rows] = gradient_product(slope, weight)
+            self.hidden[rows] = gradient_product(slope, self.head.weight)
         if self.weight is not None:
-            weight_gradient(slope, hidden[rows], self.weight)
+            weight_gradient(slope, self.head.hidden[rows], self.weight)
 
 
-def _fused(table: Tensor, sampling: SamplingDistribution) -> bool:
-    """Tell whether kernels read logits in place of a table of log-probs."""
-    return kernels_of(table).fused and not _is_filtered(sampling)
+class _Chunk:
+    """Some rows, with a table [n, V] of their log-probs; where kernels are fused, the table holds
+    the penalized logits instead."""
 
+    def __init__(self, head: Head, call: _Call, rows: slice):
+        self.targets, self.with_entropy = call.targets[rows], call.entropy
+        self.sampling = sampling = call.sampling
+        # from the logits that are sampled from back to the projection's, slopes change in place
+        self._backwards: list[Callable[[Tensor], Any]] = []
+        logits = head.logits(rows)
+        if head.softcap:
+            logits = soft_cap(logits, head.softcap)
+            bend = (logits / head.softcap).square_().neg_().add_(1.0)
+            self._backwards.append(lambda slope: slope.mul_(bend))
+        if sampling.repetition_penalty != 1.0:
+            assert call.seen is not None, "a repetition penalty needs the tokens seen before"
+            tokens = call.seen(rows.start, rows.stop)
+            factor = penalize(logits, sampling.repetition_penalty, tokens)
+            self._backwards.insert(0, partial(_scale_seen, tokens, factor))
+        self._fused = kernels_of(logits).fused and not _is_filtered(sampling)
+        self.table = logits if self._fused else log_distribution(logits, sampling, self.targets)
 
-def _values(
-    table: Tensor, targets: Tensor, sampling: SamplingDistribution, with_entropy: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Compute (log-probs of targets, entropies) [n] from a table of `_chunk_table`."""
-    if _fused(table, sampling):
-        temperature = sampling.temperature or 1.0
-        return kernels_of(table).target_logprobs(table, targets, temperature, entropy=with_entropy)
-    logprobs = table.gather(1, targets[:, None])[:, 0]
-    return logprobs, -row_sums(table.clamp_min(-1e4).mul_(table.exp())) if with_entropy else None
+    def values(self) -> tuple[Tensor, Tensor | None]:
+        """Compute (log-probs of the targets, entropies) [n]."""
+        table, targets, entropy = self.table, self.targets, self.with_entropy
+        if self._fused:
+            temperature = self.sampling.temperature or 1.0
+            return kernels_of(table).target_logprobs(table, targets, temperature, entropy=entropy)
+        logprobs = table.gather(1, targets[:, None])[:, 0]
+        return logprobs, -row_sums(table.clamp_min(-1e4).mul_(table.exp())) if entropy else None
 
+    def slope(self, entropy: Tensor, above: Tensor | None, above_entropy: Tensor | None) -> Tensor:
+        """Compute d loss / d logits of the projection [n, V] from the gradients [n, 1] of log-probs
+        and entropy; the table is overwritten.
 
-def _slope(
-    table: Tensor,
-    targets: Tensor,
-    sampling: SamplingDistribution,
-    entropy: Tensor,
-    above: Tensor | None,
-    above_entropy: Tensor | None,
-) -> Tensor:
-    """Compute d loss / d tempered logits [N, V] from the gradients [N, 1] of log-probs and entropy.
-
-    d logprob = onehot - p and d entropy = -p (log p + entropy) on the kept set, 0 outside it.
-    """
-    if _fused(table, sampling):
-        temperature = sampling.temperature or 1.0
-        return kernels_of(table).logprob_slope(table, targets, temperature, above, above_entropy)
-    if above_entropy is None:
-        slope = table.exp_().mul_(-above)  # type: ignore[operator]
-    else:
-        probs = table.exp()
-        slope = table.clamp_min_(-1e4).add_(entropy[:, None]).mul_(-above_entropy)
-        slope = (slope if above is None else slope.sub_(above)).mul_(probs)
-    return slope if above is None else slope.scatter_add_(1, targets[:, None], above)
-
-
-def _chunk_table(
-    logits: Tensor,
-    targets: Tensor,
-    sampling: SamplingDistribution,
-    seen: SeenBefore | None,
-    rows: slice,
-    softcap: float,
-) -> tuple[Tensor, Backwards]:
-    """Compute log-probs [n, V] of these rows from the output projection's [n, V], and how slopes
-    come back through soft cap and repetition penalty.
-
-    Where kernels are fused, the table holds the penalized logits instead.
-    """
-    backwards: Backwards = []
-    if softcap:
-        logits = soft_cap(logits, softcap)
-        bend = (logits / softcap).square_().neg_().add_(1.0)
-        backwards.append(lambda slope: slope.mul_(bend))
-    if sampling.repetition_penalty != 1.0:
-        assert seen is not None, "a repetition penalty needs the tokens seen before"
-        tokens = seen(rows.start, rows.stop)
-        factor = penalize(logits, sampling.repetition_penalty, tokens)
-        backwards.insert(0, partial(_scale_seen, tokens, factor))
-    if _fused(logits, sampling):
-        return logits, backwards
-    return log_distribution(logits, sampling, targets[rows]), backwards
+        d logprob = onehot - p and d entropy = -p (log p + entropy) on the kept set, 0 outside it.
+        """
+        table, targets, sampling = self.table, self.targets, self.sampling
+        if self._fused:
+            grads = above, above_entropy
+            kernels, temperature = kernels_of(table), sampling.temperature or 1.0
+            slope = kernels.logprob_slope(table, targets, temperature, *grads)
+        else:
+            if above_entropy is None:
+                slope = table.exp_().mul_(-above)  # type: ignore[operator]
+            else:
+                probs = table.exp()
+                slope = table.clamp_min_(-1e4).add_(entropy[:, None]).mul_(-above_entropy)
+                slope = (slope if above is None else slope.sub_(above)).mul_(probs)
+            if above is not None:
+                slope.scatter_add_(1, targets[:, None], above)
+        if sampling.temperature not in (0.0, 1.0):
+            slope.div_(sampling.temperature)
+        for step in self._backwards:
+            step(slope)
+        return slope
 
 
 def _scale_seen(seen: SeenTokens, factor: Tensor, slope: Tensor) -> None:

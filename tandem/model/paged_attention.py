@@ -7,7 +7,7 @@ no request and no schedule.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -20,10 +20,9 @@ from tandem.model.attention import (
     BUCKET_BYTES,
     KEY_BLOCK,
     QUERY_BLOCK,
-    STRAIGHT,
-    Bends,
+    Queries,
+    Scoring,
     heads_first,
-    hidden_keys,
     ladder,
     picked,
     query_key,
@@ -37,22 +36,13 @@ PAGE = KEY_BLOCK
 
 
 @dataclass(kw_only=True)
-class Bucket:
+class Bucket(Queries):
     """n runs of R query rows, each of another sequence, those with more pages first."""
 
     # int64 [n * R], padding repeats a run's last row; None: every row of the pass, in order
     rows: Tensor | None
     kept: Tensor | None  # int64, places of the n * R that are not padding; None: all
-    positions: Tensor  # int64 [n, R]
     columns: list[Column]
-    masks: dict[int | None, Tensor] = field(default_factory=dict)
-
-    def mask(self, window: int | None) -> Tensor:
-        """Look up `hidden_keys` [n, 1, R, 1, L], made once for all layers."""
-        if window not in self.masks:
-            keys = sum(column.used for column in self.columns)
-            self.masks[window] = hidden_keys(self.positions, keys, window)
-        return self.masks[window]
 
 
 class Runs:
@@ -96,7 +86,7 @@ class DecodeRows:
     counts: Tensor  # int32 [B], 1 or 0; padding comes last
     positions: Tensor  # int64 [B], of the new tokens
     max_length: int  # greater than every position; it never changes a result
-    tiles: Tensor | None = None  # int32, what the rows read together: ExactModel.shared_tiles
+    tiles: Tensor | None = None  # int32, what the rows read together: Kernels.shared_tiles
 
     def slots(self) -> Tensor:
         """Compute where each key goes, int64 [B]: page * PAGE + offset, or -1 for padding."""
@@ -134,30 +124,20 @@ class PagedPlan:
         held.index_copy_(0, self._slots[0], x[: self._new])
         return [F.pad(picked(held, slots), padding) for slots in self._slots[1 : count + 1]]
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: int | None,
-        bends: Bends = STRAIGHT,
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         keys, values, new = self.keys[layer], self.values[layer], self._new
         for cache, written in ((keys, k), (values, v)):
             cache.view(-1, cache.shape[-1]).index_copy_(
                 0, self._rows, written[:new].reshape(-1, cache.shape[-1])
             )
         if self.buckets[0].rows is None:
-            out = _attend(self.buckets[0], q[:new], keys, values, scale, window, bends)
-            out = out.to(q.dtype)
+            out = _attend(self.buckets[0], q[:new], keys, values, scoring).to(q.dtype)
             return out if new == len(q) else F.pad(out, (0, 0, 0, 0, 0, len(q) - new))
         out = torch.zeros_like(q)  # rows beyond the sequences' are padding
         for bucket in self.buckets:
             rows = bucket.rows
             assert rows is not None
-            part = _attend(bucket, q.index_select(0, rows), keys, values, scale, window, bends)
+            part = _attend(bucket, q.index_select(0, rows), keys, values, scoring)
             if bucket.kept is not None:
                 part, rows = part.index_select(0, bucket.kept), rows.index_select(0, bucket.kept)
             out.index_copy_(0, rows, part.to(q.dtype))
@@ -193,15 +173,7 @@ def page_numbers(config: Any) -> int:
     return PAGE * int(attended + convs * config.hidden_size)
 
 
-def _attend(
-    bucket: Bucket,
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scale: float,
-    window: int | None,
-    bends: Bends,
-) -> Tensor:
+def _attend(bucket: Bucket, q: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
     """Attend the bucket's queries [n * R, H, E] over the cache, to [n * R, H, E]."""
     n, run = bucket.positions.shape
     heads, kv_heads = q.shape[1], keys.shape[1]
@@ -211,15 +183,14 @@ def _attend(
         query = F.pad(query, (0, 0, 0, -rows % 4))
     first, *others = bucket.columns
     if others:
-        keys_read = len(others) * PAGE + others[-1].used
-        scores = query.new_empty(*query.shape[:3], keys_read)
+        scores = query.new_empty(*query.shape[:3], bucket.num_keys)
         for at, column in enumerate(bucket.columns):
             part = slice(at * PAGE, at * PAGE + column.used)
             scores[: column.sequences, :, :, part] = column.multiply(query_key, query, keys)
     else:
         scores = first.multiply(query_key, query, keys)
     split = scores.view(n, kv_heads, run, -1, scores.shape[-1])
-    probs = weigh(split, bucket.mask(window), scale, bends).view(scores.shape)
+    probs = weigh(split, bucket.mask(scoring.window), scoring).view(scores.shape)
     out = first.multiply(torch.matmul, probs[..., :PAGE], values)
     for at, column in enumerate(others, 1):
         part = slice(at * PAGE, at * PAGE + column.used)
@@ -275,5 +246,6 @@ def _bucket(size: int, runs: np.ndarray, table: np.ndarray, tile_rows: int) -> B
         if padding
         else None,
         positions=torch.from_numpy(start[:, None] + step),
+        num_keys=sum(column.used for column in columns),
         columns=columns,
     )

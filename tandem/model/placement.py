@@ -35,7 +35,6 @@ class Placement:
 
 DEVICES = r"auto|cpu|cuda(:[0-9]+)?"
 DTYPES = ("auto", "float32", "bfloat16", "float8")
-FLOAT8_CAPABILITY = (8, 9)  # the first GPUs that multiply it
 CPU_FLOAT32 = Placement(torch.device("cpu"), torch.float32)
 
 
@@ -68,10 +67,8 @@ def place_models(device: str, dtype: str) -> Placement:
     on_gpu = kind == "cuda" or (device == "auto" and count > 0)
     place = torch.device("cuda", int(number or 0)) if on_gpu else torch.device("cpu")
     if dtype == "float8":
-        if not on_gpu:
-            raise no_float8(numerics.processor(), None)
-        capability = torch.cuda.get_device_capability(place)
-        raise no_float8(torch.cuda.get_device_name(place), capability)
+        processor = torch.cuda.get_device_name(place) if on_gpu else numerics.processor()
+        raise no_float8(processor)
     if on_gpu and dtype != "float32" and not torch.cuda.is_bf16_supported(False):
         if dtype == "bfloat16":
             raise UserError(
@@ -86,18 +83,12 @@ def place_models(device: str, dtype: str) -> Placement:
     return Placement(place, getattr(torch, auto if dtype == "auto" else dtype))
 
 
-def no_float8(processor: str, capability: tuple[int, int] | None) -> UserError:
-    """Tell why linears do not run in float8 on a processor; capability: of a GPU."""
-    if capability is None or capability < FLOAT8_CAPABILITY:
-        what, found = "the processor has no float8", processor
-        expected = "compute capability 8.9 or more (L4, RTX 40, H100 and later)"
-    else:
-        what, found = "linears in float8 are not built", f"{processor}, which has it"
-        expected = "auto, float32 or bfloat16"
+def no_float8(processor: str) -> UserError:
+    """Tell why linears do not run in float8."""
     return UserError(
-        what,
+        "linears in float8 are not built",
         where="model.dtype = float8",
-        found=found,
-        expected=expected,
+        found=processor,
+        expected="auto, float32 or bfloat16",
         next="set model.dtype=auto: bfloat16 on a GPU, float32 on a CPU",
     )

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tandem.model.attention import Plan
+from tandem.model.attention import Plan, Scoring
 from tandem.model.config_file import first_line
 from tandem.model.linear import ExactLinear
 from tandem.model.load import ExactModel
@@ -353,7 +353,7 @@ def _attention_differs(model: ExactModel, noise: torch.Generator) -> list[str]:
     )
 
     def attended(plan: Plan, rows: slice | list[int]) -> Tensor:
-        return plan.attend(cache.layer, q[rows], k[rows], v[rows], size**-0.5, None)
+        return plan.attend(cache.layer, q[rows], k[rows], v[rows], Scoring(size**-0.5))
 
     cache = Cache(model, [LENGTH] * 8, np.random.default_rng(0))
     cache.fill(k, v)

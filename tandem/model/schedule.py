@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.model.attention import Plan
+from tandem.model.forward import head_of
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import log_distribution, token_logprobs
 from tandem.model.paged_attention import PAGE, Runs, page_tensors
@@ -119,16 +120,8 @@ class Schedule:
         )
         plan = model.packed_plan(np.array(segments))
         hidden = model.hidden(torch.from_numpy(tokens), torch.from_numpy(positions), plan)[prefix:]
-        weight = model.head.weight
-        logprobs, _ = token_logprobs(
-            hidden,
-            weight,
-            model.head.pack.of(weight),
-            self.targets,
-            SamplingDistribution(),
-            bias=model.head.bias,
-            softcap=model.softcap,
-        )
+        head = head_of(model, hidden)
+        logprobs, _ = token_logprobs(head, self.targets, SamplingDistribution())
         logprobs.backward(self.above)  # type: ignore[no-untyped-call]
         gradients = {
             name: p.grad for name, p in model.module.named_parameters() if p.grad is not None

@@ -6,6 +6,7 @@ tokenizer is loaded.
 """
 
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,28 @@ def _settings(part: Any) -> dict[str, Any]:
     return {} if part is None else json.loads(part.__getstate__())
 
 
+@lru_cache(maxsize=8)
+def _special_tokens(tokenizer: Any) -> dict[int, tuple[str, str]]:
+    """Return a tokenizer's special tokens, and what each says in a text: marks of tool calls and of
+    thoughts say something."""
+    from tandem.model.call_forms import spoken
+
+    added = tokenizer.added_tokens_decoder
+    return {n: (str(t), spoken(str(t))) for n, t in added.items() if t.special}
+
+
 def decode_text(tokenizer: Any, tokens: Array) -> str:
-    """Decode tokens int64 [T] to text, without special tokens and images."""
+    """Decode tokens int64 [T] to text, without images and the special tokens that say nothing."""
     ids = tokens[tokens < IMAGE].tolist()
-    return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    special = _special_tokens(tokenizer)
+    saying = {special[n] for n in ids if n in special and special[n][1]}
+    if not saying:
+        return _decode(tokenizer, ids, skip_special_tokens=True)
+    text = _decode(tokenizer, [n for n in ids if n not in special or special[n][1]])
+    for token, said in saying:
+        text = text.replace(token, said)
+    return text
+
+
+def _decode(tokenizer: Any, ids: list[int], **options: Any) -> str:
+    return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False, **options))

@@ -1,21 +1,12 @@
-"""The tool calls in a model's text, in the formats of Qwen, Hermes, Llama and Mistral.
+"""The tool calls in a model's text, in each family's own form (call_forms.py).
 
-    hermes       <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>
-                 Hermes, Qwen2.5 and Qwen3
-    qwen3_coder  <tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n
-                 </tool_call>
-    llama3       {"name": "add", "parameters": {"a": 1}}
-                 several with `;` between; may follow <|python_tag|>
-    pythonic     [add(a=1), add(a=2)]
-                 Llama 3.2 and 4
-    mistral      [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]
-                 the marker is a special token, which a decoded text lacks
-    auto         the format whose markers the text has; a call without one must name a known tool
+"auto" takes the form whose mark the text has. Marks may be special tokens; decode_text
+(tokenizer.py) keeps them. A call without a mark, as Llama 3's {"name": ..., "parameters": ...} and
+[add(a=1)], must name a known tool and begin a line.
 
-No error is raised: a malformed call is a BadCall with a reason for the model. Thoughts, up to the
-last </think>, are not read. Environments and the server share this reader, so training and
-serving agree. Of tools it knows the names and, for arguments written as text, the types of the
-schema. No text is evaluated.
+No error is raised: a malformed call is a BadCall with a reason for the model. Thoughts are not
+read. A mark inside a call's own string is text. Environments and the server share this reader, so
+training and serving agree. No text is evaluated.
 """
 
 import ast
@@ -25,16 +16,16 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Literal, NoReturn
+from functools import cache
+from typing import Any, NoReturn
 
+from tandem.model.call_forms import FORMS, UNMARKED, CallForm
 from tandem.types import Tool
 
-Format = Literal["auto", "hermes", "qwen3_coder", "llama3", "pythonic", "mistral"]
-
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-PYTHON_TAG, MISTRAL_TAG = "<|python_tag|>", "[TOOL_CALLS]"
-NOT_CLOSED = f"the call is not closed by {CLOSE}"
+Format = str  # of call_forms.NAMES
+# how what is no content begins: calls, and what stands around them
+MARKERS = tuple({mark for form in FORMS for mark in (form.mark, *form.around)} | {CLOSE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +34,7 @@ class Call:
 
     name: str
     arguments: dict[str, Any]
-    # false (qwen3_coder): the values are text as written, whose types only the tool's schema knows
+    # false (XML): the values are text as written, whose types only the tool's schema knows
     typed: bool = True
 
 
@@ -71,13 +62,18 @@ def read_calls(text: str, format: Format = "auto", tools: Collection[str] = ()) 
 
     tools: the known names, by which "auto" tells a bare call from an answer in JSON.
     """
-    # the opening tag may be in the prompt, put there by the chat template
-    thoughts, end, spoken = text.rpartition("</think>")
+    forms = tuple(form for form in FORMS if format in ("auto", form.name))
+    start = _end_of_thoughts(text, forms)
+    spoken = text[start:]
     if spoken.lstrip().startswith("<think>"):
         return Reading(before=text)
-    chosen = _detect_format(spoken, tools) if format == "auto" else format
-    reading = READERS[chosen](spoken)
-    return replace(reading, before=thoughts + end + reading.before)
+    known, bare = (None, (format,)) if format in UNMARKED else (tools, UNMARKED)
+    reading = _read_bare(spoken, bare, known) or _read_marked(spoken, forms)
+    if not reading.calls and CLOSE in spoken:
+        before, _, after = spoken.partition(CLOSE)
+        unopened = BadCall(reason=f"{CLOSE} without {OPEN} before it")
+        reading = Reading(before=before, calls=(unopened,), after=after)
+    return replace(reading, before=text[:start] + reading.before)
 
 
 def split_calls(text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]]:
@@ -97,192 +93,282 @@ def split_calls(text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]]:
     return (reading.before + reading.after).strip(), calls
 
 
-def _argument_types(tool: Tool) -> dict[str, object]:
-    """Look up the JSON type of each of a tool's parameters that its schema gives one."""
-    match tool:
-        case {"function": {"parameters": {"properties": dict(properties)}}}:
-            schemas = {name: own for name, own in properties.items() if isinstance(own, dict)}
-            return {name: schema.get("type") for name, schema in schemas.items()}
-    return {}
-
-
-def _with_types(call: Call, types: dict[str, object]) -> Call:
-    """Turn arguments written as text into JSON values, unless the schema wants text."""
-    if call.typed:
-        return call
-    wanted = {n: t for n, t in call.arguments.items() if types.get(n) not in (None, "string")}
-    values: dict[str, Any] = {}
-    for name, text in wanted.items():
-        with suppress(ValueError, RecursionError):
-            values[name] = json.loads(text)
-    return Call(name=call.name, arguments=call.arguments | values)
-
-
 def write_calls(calls: Sequence[Call]) -> str:
     """Write calls in the hermes format; read_calls gives them back."""
     objects = ({"name": call.name, "arguments": call.arguments} for call in calls)
     return "\n".join(f"{OPEN}\n{json.dumps(o, ensure_ascii=False)}\n{CLOSE}" for o in objects)
 
 
-# ---------------------------------------------------------------- which format
+# ---------------------------------------------------------------- types of arguments
 
-_BARE = re.compile(
-    r"""\s*(?: (?P<list>\[\s*)? \{ \s* (?:"type"\s*:\s*"function"\s*,\s*)?
-               "name"\s*:\s*"(?P<json>[^"]*)"
-             | \[ \s* (?P<python>[A-Za-z_][\w.]*) \s* \( )""",
-    re.VERBOSE,
+
+def plain_value(text: str) -> Any:
+    """Return the value of an argument written as text: JSON, or a Python literal, which templates
+    write too. Raises ValueError."""
+    with suppress(ValueError, RecursionError):
+        return json.loads(text, parse_constant=_refuse_constant)
+    return _literal(text.strip())
+
+
+def _argument_types(tool: Tool) -> dict[str, frozenset[str]]:
+    """Look up the JSON types of each of a tool's parameters that its schema gives some."""
+    match tool:
+        case {"function": {"parameters": {"properties": dict(properties)}}}:
+            schemas = {name: own for name, own in properties.items() if isinstance(own, dict)}
+            return {name: _types(schema) for name, schema in schemas.items()}
+    return {}
+
+
+def _types(schema: Any) -> frozenset[str]:
+    """Collect the types that a schema names, those of its `anyOf` too."""
+    own = schema.get("type") if isinstance(schema, dict) else None
+    named = [own] if isinstance(own, str) else own if isinstance(own, list) else []
+    others = schema.get("anyOf") if isinstance(schema, dict) else None
+    inner = map(_types, others if isinstance(others, list) else [])
+    return frozenset(filter(lambda name: isinstance(name, str), named)).union(*inner)
+
+
+def _with_types(call: Call, types: dict[str, frozenset[str]]) -> Call:
+    """Turn arguments written as text into values, unless the schema wants text."""
+    values: dict[str, Any] = {}
+    for name, text in {} if call.typed else call.arguments.items():
+        wanted = types.get(name, frozenset())
+        if wanted and wanted != {"string"}:
+            with suppress(ValueError):
+                value = plain_value(text)
+                if "string" not in wanted or value is None:
+                    values[name] = value
+    return Call(name=call.name, arguments=call.arguments | values, typed=call.typed or bool(types))
+
+
+# ---------------------------------------------------------------- where a call begins and ends
+
+
+@cache
+def _any_of(texts: tuple[str, ...]) -> "re.Pattern[str]":
+    longest_first = sorted(set(texts), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def _marks(forms: tuple[CallForm, ...]) -> "re.Pattern[str]":
+    return _any_of(tuple(form.mark for form in forms))
+
+
+def _without_around(text: str, forms: tuple[CallForm, ...]) -> str:
+    return _any_of(tuple(part for form in forms for part in form.around)).sub("", text)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A call, or what looks like one, at text[start:end]."""
+
+    start: int
+    end: int
+    calls: Sequence[Call | BadCall]
+
+    @property
+    def good(self) -> bool:
+        return all(isinstance(call, Call) for call in self.calls)
+
+
+def _find(text: str, at: int, forms: tuple[CallForm, ...]) -> _Found | None:
+    """Find the next call from a position on; None without one."""
+    for mark in _marks(forms).finditer(text, at):
+        marked = [form for form in forms if mark[0].startswith(form.mark)]
+        opened = ((form, re.compile(form.opening).match(text, mark.start())) for form in marked)
+        form, opening = next(((form, found) for form, found in opened if found), (marked[-1], None))
+        if opening or mark[0][0] in "<[":  # other marks are words, too
+            return _call_at(text, mark, form, opening)
+    return None
+
+
+def _call_at(
+    text: str, mark: "re.Match[str]", form: CallForm, opening: "re.Match[str] | None"
+) -> _Found:
+    try:
+        if opening is None:
+            raise ValueError(f"not a call in the form that {mark[0]} opens")
+        calls, end = _read_body(text, opening, form)
+        if (closed := re.compile(form.closing).match(text, end)) is None:
+            raise ValueError(f"there is text between the arguments and {form.close_text}")
+        return _Found(mark.start(), closed.end(), calls)
+    except (ValueError, RecursionError) as error:
+        reason = _reason(error)
+        # it ends at its last tag, or where the next call begins
+        another = text.find(form.mark, mark.end())
+        end = another if another >= 0 else len(text)
+        if form.closing and opening is not None:
+            tag = re.compile(form.closing.rpartition(r"\s*")[2])
+            if closed := tag.search(text, mark.end(), end):
+                end = closed.end()
+            if not closed or form.close_text not in re.sub(r"\s", "", text[mark.end() : end]):
+                reason = f"the call is not closed by {form.close_text}"
+        return _Found(mark.start(), end, [BadCall(reason=reason)])
+
+
+def _reason(error: Exception) -> str:
+    deep = isinstance(error, RecursionError)
+    return "broken JSON: nested too deeply" if deep else str(error)
+
+
+def _read_body(
+    text: str, opening: "re.Match[str]", form: CallForm
+) -> tuple[Sequence[Call | BadCall], int]:
+    """Read the arguments behind what opened a call; return (its calls, where they end). Raises
+    ValueError with a reason for the model."""
+    match form.body:
+        case "xml":
+            return _xml_body(text, opening, form)
+        case "python":
+            return _python_body(text, opening.end())
+        case "gemma":
+            arguments, end = _gemma_body(text, opening.end())
+            return [Call(name=opening["name"], arguments=arguments)], end
+        case "json":
+            value, end = _decode(text, opening.end())
+            return [_named(opening["name"], value)], end
+    return _json_body(text, opening.end(), listed=form.body == "list")
+
+
+def _read_marked(text: str, forms: tuple[CallForm, ...]) -> Reading:
+    calls: list[Call | BadCall] = []
+    outside, at = [], 0
+    while found := _find(text, at, forms):
+        outside.append(text[at : found.start])
+        calls += found.calls
+        at = found.end
+    outside.append(text[at:])
+    if not calls:
+        return Reading(before=text)
+    before, *between = [_without_around(part, forms) for part in outside]
+    return Reading(before=before, calls=tuple(calls), after="".join(between))
+
+
+_THOUGHT = re.compile(
+    r"</think>|<\|close\|>think<\|sep\|>|<\|channel\|>analysis<\|message\|>.*?(?:<\|end\|>|\Z)",
+    re.DOTALL,
 )
 
 
-def _detect_format(text: str, tools: Collection[str]) -> Format:
-    if OPEN in text or CLOSE in text:
-        return "qwen3_coder" if re.search(OPEN + r"\s*<function=", text) else "hermes"
-    if MISTRAL_TAG in text:
-        return "mistral"
-    if PYTHON_TAG in text:
-        return "llama3"
-    bare = _BARE.match(text)
-    if bare is None or (bare["json"] or bare["python"]) not in tools:
-        return "auto"
-    if bare["python"]:
-        return "pythonic"
-    return "mistral" if bare["list"] else "llama3"
+def _end_of_thoughts(text: str, forms: tuple[CallForm, ...]) -> int:
+    """Return where thoughts end: behind the last </think> that is no part of a call's string. The
+    opening tag may be in the prompt, put there by the chat template."""
+    start = 0
+    for thought in _THOUGHT.finditer(text):
+        at, inside = start, False
+        while (found := _find(text, at, forms)) and found.start < thought.start():
+            inside = found.good and thought.end() <= found.end
+            at = found.end
+        if not inside:
+            start = thought.end()
+    return start
 
 
-# ---------------------------------------------------------------- between tags
-
-
-def _read_tagged(body: Callable[[str], tuple[Call | BadCall, str]], text: str) -> Reading:
-    """Read calls between tags. body: reads the text behind an opening tag into (call, text behind
-    the closing tag)."""
-    before, tag, rest = text.partition(OPEN)
-    if not tag and CLOSE in text:
-        before, _, after = text.partition(CLOSE)
-        unopened = BadCall(reason=f"{CLOSE} without {OPEN} before it")
-        return Reading(before=before, calls=(unopened,), after=after)
-    calls, after = [], ""
-    while tag:
-        call, rest = body(rest)
-        calls.append(call)
-        between, tag, rest = rest.partition(OPEN)
-        after += between
-    return Reading(before=before, calls=tuple(calls), after=after)
-
-
-def _json_body(rest: str) -> tuple[Call | BadCall, str]:
-    start = rest.lstrip()
-    _, closed, following = _split_at_close(start)
-    try:
-        value, end = _DECODER.raw_decode(start)
-    except (ValueError, RecursionError) as error:
-        return BadCall(reason=_json_error(error) if closed else NOT_CLOSED), following
-    behind = start[end:].lstrip()
-    if behind.startswith(CLOSE):  # a closing tag inside the JSON's own text does not count
-        return _call(value), behind[len(CLOSE) :]
-    reason = "there is text behind the JSON object" if closed else NOT_CLOSED
-    return BadCall(reason=reason), following
-
-
-def _split_at_close(rest: str) -> tuple[str, bool, str]:
-    """Split into (text of the call, whether it is closed, text behind it).
-
-    A tag that opens another call ends this one.
-    """
-    close, another = rest.find(CLOSE), rest.find(OPEN)
-    if close >= 0 and not 0 <= another < close:
-        return rest[:close], True, rest[close + len(CLOSE) :]
-    end = another if another >= 0 else len(rest)
-    return rest[:end], False, rest[end:]
-
-
-_FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\s]+)>(.*?)</parameter>", re.DOTALL)
-
-
-def _xml_body(rest: str) -> tuple[Call | BadCall, str]:
-    inner, closed, following = _split_at_close(rest)
-    function = _FUNCTION.fullmatch(inner)
-    if not closed or function is None:
-        reason = "not <function=NAME>...</function>" if closed else NOT_CLOSED
-        return BadCall(reason=reason), following
-    name, parameters = function.groups()
-    pairs = _PARAMETER.findall(parameters)
-    if _PARAMETER.sub("", parameters).strip() or len(dict(pairs)) < len(pairs):
-        reason = "not one <parameter=NAME>...</parameter> for each argument"
-        return BadCall(reason=reason), following
-    arguments = {key: text.removeprefix("\n").removesuffix("\n") for key, text in pairs}
-    return Call(name=name, arguments=arguments, typed=False), following
-
-
-# ---------------------------------------------------------------- bare JSON
-
-_BROKEN_CALL = re.compile(r'\[?\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:')
-
-
-def _read_bare(tag: str, opening: str, text: str) -> Reading:
-    """Read JSON of calls behind the tag, or a whole text that begins as one: objects, or a list if
-    `opening` is a bracket."""
-    before, tag, body = text.partition(tag) if tag in text else ("", "", text)
-    body, calls = body.strip(), list[Call | BadCall]()
-    if not tag and not body.startswith(opening):
-        return Reading(before=text)
-    while not calls or (opening == "{" and body.startswith("{")):
-        try:
-            value, end = _DECODER.raw_decode(body)
-        except (ValueError, RecursionError) as error:
-            if not (tag or calls or _BROKEN_CALL.match(body)):
-                return Reading(before=text)
-            calls.append(BadCall(reason=_json_error(error)))
-            return Reading(before=before, calls=tuple(calls))
-        values = value if opening == "[" and isinstance(value, list) else [value]
-        if not (tag or calls) and not (values and all(map(_looks_like_call, values))):
-            return Reading(before=text)  # an answer that happens to be JSON
-        listed = opening == "{" or (isinstance(value, list) and values)
-        calls += map(_call, values) if listed else [BadCall(reason="not a JSON list of calls")]
-        body = body[end:].lstrip(" \n;,") if opening == "{" else body[end:]
-    return Reading(before=before, calls=tuple(calls), after=body)
+# ---------------------------------------------------------------- JSON
 
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+def _refuse_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError("an object has the same key twice")
+    return values
 
 
-def _json_error(error: Exception) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"broken JSON: {error.msg} at character {error.pos + 1}"
-    return f"broken JSON: {'nested too deeply' if isinstance(error, RecursionError) else error}"
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_refuse_doubles)
 
 
-def _looks_like_call(value: Any) -> bool:
-    match value:
-        case {"name": str(), "arguments": _} | {"name": str(), "parameters": _}:
-            return True
-    return False
+def _decode(text: str, at: int, what: str = "") -> tuple[Any, int]:
+    """Decode the JSON value at a position of a text. Raises ValueError."""
+    try:
+        return _DECODER.raw_decode(text, at)
+    except json.JSONDecodeError as error:
+        where = f"{error.msg} at character {error.pos - at + 1}"
+        raise ValueError(f"{what}broken JSON: {where}") from None
+    except ValueError as error:
+        raise ValueError(f"{what}broken JSON: {error}") from None
+
+
+def _json_body(text: str, at: int, listed: bool = False) -> tuple[Sequence[Call | BadCall], int]:
+    """Read one or several whole calls; listed: they are a list."""
+    value, end = _decode(text, at)
+    if listed and not (isinstance(value, list) and value):
+        raise ValueError("not a JSON list of calls")
+    if value == []:
+        raise ValueError("the call is not a JSON object")
+    calls = [_call(item) for item in (value if isinstance(value, list) else [value])]
+    while more := re.compile(r"[\s;,]*(?=\{)").match(text, end):
+        value, end = _decode(text, more.end())
+        calls.append(_call(value))
+    return calls, end
 
 
 def _call(value: Any) -> Call | BadCall:
-    if not isinstance(value, dict):
-        return BadCall(reason="the call is not a JSON object")
-    name = value.get("name")
-    if not isinstance(name, str) or not name:
-        return BadCall(reason='the call has no "name"')
-    arguments = value.get("arguments", value.get("parameters", {}))
+    match value:
+        case {"name": str(name)} | {"tool_name": str(name)} if name:
+            return _named(name, value.get("arguments", value.get("parameters", {})))
+        case dict() if len(value) == 1:  # Apertus: {"add": {"a": 1}}
+            [(name, arguments)] = value.items()
+            if isinstance(arguments, dict) and name not in ("arguments", "parameters"):
+                return Call(name=name, arguments=arguments)
+        case dict():
+            pass
+        case _:
+            return BadCall(reason="the call is not a JSON object")
+    return BadCall(reason='the call has no "name"')
+
+
+def _named(name: str, arguments: Any) -> Call | BadCall:
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments, parse_constant=_refuse_constant)
+            arguments, _ = _decode(arguments.strip(), 0, "the arguments are ")
         except (ValueError, RecursionError) as error:
-            return BadCall(reason=f"the arguments are {_json_error(error)}")
+            return BadCall(reason=str(error))
     if not isinstance(arguments, dict):
         return BadCall(reason="the arguments are not a JSON object")
     return Call(name=name, arguments=arguments)
 
 
-# ---------------------------------------------------------------- a Python list
+# ---------------------------------------------------------------- XML
+
+
+def _xml_body(
+    text: str, opening: "re.Match[str]", form: CallForm
+) -> tuple[Sequence[Call | BadCall], int]:
+    """Read arguments between tags. A value ends where another argument or the end of the call
+    follows, so that a tag inside of it is text."""
+    begin = re.compile(r"\s*" + form.argument)
+    another = re.sub(r"\(\?P<\w+>", "(?:", form.argument)
+    stop = re.compile(rf"{form.end}(?=\s*{another}|{form.closing})")
+    values: dict[str, Any] = {}
+    at, typed = opening.end(), False
+    while start := begin.match(text, at):
+        key, found = start["key"], stop.search(text, start.end())
+        if found is None:
+            raise ValueError(f"the argument {key!r} is not closed by {form.end_text}")
+        if key in values:
+            raise ValueError(f"the argument {key!r} stands there twice")
+        value = text[start.end() : found.start()]
+        if found.groupdict().get("line") and not start["line"]:
+            value += "\n"
+        if value.startswith("<![CDATA[") and value.endswith("]]>"):
+            value = value[9:-3]
+        kind = start.groupdict().get("kind")
+        typed = kind is not None
+        values[key] = value if kind in (None, "true", "string") else plain_value(value)
+        at = found.end()
+    return [Call(name=opening["name"], arguments=values, typed=typed)], at
+
+
+# ---------------------------------------------------------------- Python and Gemma
 
 _JSON_NAMES = {"true": True, "false": False, "null": None}  # Llama 4 sometimes writes them
+_PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}  # Gemma 4's, in some versions
+_PYTHON = re.compile(r""" "(?:\\.|[^"\\])*" | '(?:\\.|[^'\\])*' | [\[\](){}] """, re.X | re.DOTALL)
+_GEMMA = re.compile(r"<\|\"\|>(?P<string>.*?)<\|\"\|>|[\[\]{}]", re.DOTALL)
 
 
 class _Names(ast.NodeTransformer):
@@ -292,18 +378,35 @@ class _Names(ast.NodeTransformer):
         return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
 
 
-def _read_pythonic(text: str) -> Reading:
-    body = text.strip().removeprefix("<|python_start|>").removesuffix("<|python_end|>").strip()
-    bare = _BARE.match(body)
-    if bare is None or not bare["python"]:
-        return Reading(before=text)
+def _balanced(
+    text: str, at: int, token: "re.Pattern[str]", write: Callable[["re.Match[str]"], str]
+) -> tuple[str, int]:
+    """Find the end of the brackets that begin at a position; return (what is written, end).
+
+    token: brackets and strings; write: what stands for one in the result. Raises ValueError.
+    """
+    parts, depth, start = [], 0, at
+    for found in token.finditer(text, at):
+        depth += (found[0] in "[({") - (found[0] in "])}")
+        parts += [text[at : found.start()], write(found)]
+        at = found.end()
+        if depth <= 0:
+            return "".join(parts), at
+    raise ValueError(f"the bracket {text[start : start + 1]} is not closed")
+
+
+def _python_body(text: str, at: int) -> tuple[Sequence[Call | BadCall], int]:
     try:
-        tree = ast.parse(body, mode="eval").body
-        calls = tuple(map(_python_call, tree.elts)) if isinstance(tree, ast.List) else ()
+        # LFM2 writes line ends into strings as they are
+        source, end = _balanced(text, at, _PYTHON, lambda found: found[0].replace("\n", r"\n"))
+        tree = ast.parse(source.strip(), mode="eval").body
+        calls = list(map(_python_call, tree.elts)) if isinstance(tree, ast.List) else []
     # too deep a nesting raises any of them
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        calls = ()
-    return Reading(before="", calls=calls or (BadCall(reason="not a Python list of calls"),))
+        raise ValueError("not a Python list of calls") from None
+    if not calls:
+        raise ValueError("not a Python list of calls")
+    return calls, end
 
 
 def _python_call(node: ast.expr) -> Call | BadCall:
@@ -320,6 +423,14 @@ def _python_call(node: ast.expr) -> Call | BadCall:
         return BadCall(reason=f"an argument of {name} is not a plain value")
 
 
+def _literal(text: str) -> Any:
+    """Return a Python literal as JSON has it. Raises ValueError."""
+    try:
+        return _plain(ast.literal_eval(text))
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        raise ValueError(f"{text[:40]!r} is no value") from None
+
+
 def _plain(value: Any) -> Any:
     """Return a Python value as JSON has it. Raises ValueError if it has none."""
     match value:
@@ -334,11 +445,74 @@ def _plain(value: Any) -> Any:
     raise ValueError
 
 
-READERS: dict[Format, Callable[[str], Reading]] = {
-    "auto": lambda text: Reading(before=text),  # no format was detected
-    "hermes": partial(_read_tagged, _json_body),
-    "qwen3_coder": partial(_read_tagged, _xml_body),
-    "llama3": partial(_read_bare, PYTHON_TAG, "{"),
-    "mistral": partial(_read_bare, MISTRAL_TAG, "["),
-    "pythonic": _read_pythonic,
-}
+def _gemma_body(text: str, at: int) -> tuple[dict[str, Any], int]:
+    """Read {a:1,b:<|"|>text<|"|>}: strings between special tokens, keys without quotes."""
+    strings: list[str] = []
+
+    def write(found: "re.Match[str]") -> str:
+        if found["string"] is None:
+            return found[0]
+        strings.append(found["string"])
+        return f'"{len(strings) - 1}"'
+
+    source, end = _balanced(text, at, _GEMMA, write)
+    source = re.sub(r"([{,]\s*)([^\s\"{}\[\],:]+)\s*:", r'\1"k\2":', source)
+    source = re.sub(r"\b(?:None|True|False)\b", lambda found: _PYTHON_NAMES[found[0]], source)
+    value, _ = _decode(source, 0)
+    arguments: dict[str, Any] = _gemma_value(value, strings)
+    return arguments, end
+
+
+def _gemma_value(value: Any, strings: Sequence[str]) -> Any:
+    """Put strings in the place of their numbers."""
+    match value:
+        case str():
+            return strings[int(value)]
+        case list():
+            return [_gemma_value(item, strings) for item in value]
+        case dict():
+            return {
+                key[1:] if key.startswith("k") else strings[int(key)]: _gemma_value(own, strings)
+                for key, own in value.items()
+            }
+    return value
+
+
+# ---------------------------------------------------------------- calls without a mark
+
+_ARGUMENTS = {"arguments", "parameters"}
+_BARE = re.compile(
+    r"""^[^\S\n]* (?:<\|python_(?:start|end)\|>)*
+                      (?: (?P<json>\[?\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?
+                          "name"\s*:\s*"(?P<of_json>[^"]*)")
+                    | (?P<python>\[\s*(?P<of_python>[A-Za-z_][\w.]*)\s*\() )""",
+    re.VERBOSE | re.MULTILINE,
+)
+
+
+def _read_bare(
+    text: str, formats: Collection[str], tools: Collection[str] | None
+) -> Reading | None:
+    """Read calls that begin a line, before any mark; None without one. tools: those that may be
+    called; None: any."""
+    mark = _marks(FORMS).search(text)
+    for found in _BARE.finditer(text, 0, mark.start() if mark else len(text)):
+        kind = "llama3" if found["json"] else "pythonic"
+        name = found["of_json"] or found["of_python"]
+        if kind not in formats or (tools is not None and name not in tools):
+            continue
+        start = found.start("json") if found["json"] else found.start("python")
+        calls: Sequence[Call | BadCall]
+        try:
+            if found["json"]:
+                value, _ = _decode(text, start)
+                items = value if isinstance(value, list) else [value]
+                if not all(isinstance(i, dict) and _ARGUMENTS & i.keys() for i in items):
+                    continue  # an answer that happens to be JSON
+            body = _json_body if found["json"] else _python_body
+            calls, end = body(text, start)
+        except (ValueError, RecursionError) as error:
+            calls, end = [BadCall(reason=_reason(error))], len(text)
+        before = _without_around(text[: found.start()], FORMS)
+        return Reading(before=before, calls=tuple(calls), after=text[end:])
+    return None

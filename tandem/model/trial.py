@@ -83,6 +83,9 @@ class Inexact(ModelPath):
 GENERAL, INEXACT = General(), Inexact()
 
 
+Trial = Callable[[Any], Any]  # of the config of a model's first layers; it may raise anything
+
+
 def general_fault(config: Any) -> str:
     """Try the general path on a random model of a config's shapes; say in which way it is wrong, ""
     if it is not: transformers' own pass gives other logits, or passes of the engine do, or one
@@ -90,14 +93,21 @@ def general_fault(config: Any) -> str:
 
     Rounding is not looked at here: whether all bits agree the probe says.
     """
-    return _fault(config.__class__, config.to_json_string(), config.name_or_path)
+    return str(
+        _tried(_general_trial, config.__class__, config.to_json_string(), config.name_or_path)
+    )
 
 
-def _small_config(config_class: Any, text: str, name: str) -> Any:
-    """Make the config of the first layers from JSON. name: of its directory."""
-    config = config_class.from_dict(json.loads(text, object_hook=special_float))
-    config.name_or_path = name
-    return first_layers(config)
+@cache
+def _tried(trial: Trial, config_class: Any, text: str, name: str) -> Any:
+    """Make a trial once for a config, which its JSON and the name of its directory tell; return
+    what it finds, or the error that it raises in one line."""
+    try:
+        config = config_class.from_dict(json.loads(text, object_hook=special_float))
+        config.name_or_path = name
+        return trial(first_layers(config))
+    except Exception as error:  # any class of any model runs here
+        return first_line(error)
 
 
 class _WatchedPlan(PackedPlan):
@@ -110,31 +120,26 @@ class _WatchedPlan(PackedPlan):
         return super().attend(*args, **options)
 
 
-@cache
-def _fault(config_class: Any, text: str, name: str) -> str:
+def _general_trial(config: Any) -> str:
     tokens = torch.randint(VOCABULARY, (TRIED,), generator=torch.Generator().manual_seed(0))
-    try:
-        config = _small_config(config_class, text, name)
-        stock = random_module(config, 0)
-        stock.set_attn_implementation("eager")
-        with torch.no_grad():
-            expected = stock(input_ids=tokens[None], use_cache=False).logits[0]
-            del stock  # one at a time: it may have layers of a gigabyte
-            exact = make_general(random_module(config, 0))
-            heads, kv_heads, _ = exact.heads
-            plan = _WatchedPlan(
-                np.array([[0, TRIED, 0, 0]]), group=heads // kv_heads, kv_heads=kv_heads
-            )
-            found = exact.head(exact.hidden(tokens, torch.arange(TRIED), plan))
-            rows, last = len(tokens), positions_of(exact.config)
-            far_plan = exact.packed_plan(np.array([[0, rows, 0, 0], [rows, FAR, 0, 0]]))
-            positions = torch.cat([torch.arange(rows), torch.arange(last - FAR, last)])
-            hidden = exact.hidden(F.pad(tokens, (0, FAR)), positions, far_plan)
-            beside_far = exact.head(hidden[:rows])
-        schedule = Schedule(exact, 0)
-        apart = float((schedule.paged((1,)) - schedule.packed()[0]).abs().max())
-    except Exception as error:  # any class of any model runs here
-        return first_line(error)
+    stock = random_module(config, 0)
+    stock.set_attn_implementation("eager")
+    with torch.no_grad():
+        expected = stock(input_ids=tokens[None], use_cache=False).logits[0]
+        del stock  # one at a time: it may have layers of a gigabyte
+        exact = make_general(random_module(config, 0))
+        heads, kv_heads, _ = exact.heads
+        plan = _WatchedPlan(
+            np.array([[0, TRIED, 0, 0]]), group=heads // kv_heads, kv_heads=kv_heads
+        )
+        found = exact.head(exact.hidden(tokens, torch.arange(TRIED), plan))
+        rows, last = len(tokens), positions_of(exact.config)
+        far_plan = exact.packed_plan(np.array([[0, rows, 0, 0], [rows, FAR, 0, 0]]))
+        positions = torch.cat([torch.arange(rows), torch.arange(last - FAR, last)])
+        hidden = exact.hidden(F.pad(tokens, (0, FAR)), positions, far_plan)
+        beside_far = exact.head(hidden[:rows])
+    schedule = Schedule(exact, 0)
+    apart = float((schedule.paged((1,)) - schedule.packed()[0]).abs().max())
     if not plan.attended:
         return "attention of its own, which transformers' AttentionInterface cannot replace"
     worst, scale = float((found - expected).abs().max()), float(expected.abs().max())
@@ -169,20 +174,16 @@ class StockTrial(NamedTuple):
 
 def stock_trial(config: Any) -> StockTrial:
     """Try the inexact path on a random model of a config's shapes."""
-    return _stock_trial(config.__class__, config.to_json_string(), config.name_or_path)
+    found = _tried(_stock_trial, config.__class__, config.to_json_string(), config.name_or_path)
+    return found if isinstance(found, StockTrial) else StockTrial(found)
 
 
-@cache
-def _stock_trial(config_class: Any, text: str, name: str) -> StockTrial:
+@torch.no_grad()
+def _stock_trial(config: Any) -> StockTrial:
     tokens = torch.randint(VOCABULARY, (1, TRIED), generator=torch.Generator().manual_seed(0))
-    try:
-        config = _small_config(config_class, text, name)
-        with torch.no_grad():
-            expected = random_module(config, 0)(input_ids=tokens, use_cache=False).logits
-            model = make_inexact(random_module(config, 0))
-            whole, first = (model.head(model.run(t)) for t in (tokens, tokens[:, :BEGINNING]))
-    except Exception as error:  # any class of any model runs here
-        return StockTrial(first_line(error))
+    expected = random_module(config, 0)(input_ids=tokens, use_cache=False).logits
+    model = make_inexact(random_module(config, 0))
+    whole, first = (model.head(model.run(t)) for t in (tokens, tokens[:, :BEGINNING]))
     if not _is_close(whole, expected):
         return StockTrial("logits that are not the last states times the output projection")
     if not _is_close(first, whole[:, :BEGINNING], MOST_APART):
@@ -190,7 +191,6 @@ def _stock_trial(config_class: Any, text: str, name: str) -> StockTrial:
     return StockTrial("", bool(model.cache_name) and _continues(model, tokens, whole))
 
 
-@torch.no_grad()
 def _continues(model: InexactModel, tokens: Tensor, whole: Tensor) -> bool:
     """Tell whether a sequence whose tokens come one at a time, after some at once, has the logits
     [1, T, V] of a whole pass, although it goes on as two."""

@@ -44,6 +44,10 @@ def behind_thoughts(function: Function) -> Function:
     return reward
 
 
-# gpt-oss, without its special tokens: "analysis...assistantfinal..."
-_END_OF_THOUGHTS = re.compile("</think>|assistantfinal")
-_THOUGHTS = re.compile(r"(?m)^\s*<think>|\Aanalysis(?=[^\s:.,;])")
+# gpt-oss, and without its special tokens "analysis...assistantfinal..."; Gemma 4
+_END_OF_THOUGHTS = re.compile(
+    r"</think>|assistantfinal|<\|channel\|>final<\|message\|>|<channel\|>"
+)
+_THOUGHTS = re.compile(
+    r"(?m)^\s*<think>|\A(?:<\|channel\|>)?analysis(?=[^\s:.,;])|\A<\|channel>thought"
+)

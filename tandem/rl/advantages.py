@@ -4,9 +4,12 @@ one row a problem.
 Every token of an episode has the same advantage here; returns.py looks at single tokens.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
+
+from tandem.types import Group
 
 
 def grpo(rewards: np.ndarray, epsilon: float = 1e-6) -> np.ndarray:
@@ -108,3 +111,8 @@ def penalize(
             return advantages - penalties
         case "set":
             return np.where(penalties > 0, -penalties, advantages)
+
+
+def sampled_lengths(groups: Sequence[Group]) -> np.ndarray:
+    """Count the sampled tokens of the episodes of groups of one size, int64 [P, G]."""
+    return np.array([[int(e.loss_mask.sum()) for e in group.episodes] for group in groups])

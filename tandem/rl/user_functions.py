@@ -17,7 +17,7 @@ It must be pure: a resumed run calls it again. Every mistake is a UserError that
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache
 from numbers import Real
 from typing import Any
@@ -30,15 +30,9 @@ from tandem.rl.algorithms import Estimator, PolicyLoss
 from tandem.rl.losses import Metrics
 from tandem.runtime.errors import UserError
 from tandem.runtime.user_code import describe, load_user_object, user_line
-from tandem.types import Group
 
 # rewards and lengths of two groups of three
 SMALL_GROUPS = np.array([[0.0, 1.0, 0.5], [1.0, 1.0, 1.0]]), np.full((2, 3), 2)
-
-
-def sampled_lengths(groups: Sequence[Group]) -> np.ndarray:
-    """Count the sampled tokens of the episodes of groups of one size, int64 [P, G]."""
-    return np.array([[int(e.loss_mask.sum()) for e in group.episodes] for group in groups])
 
 
 def user_loss(*, name: str, **offered: Any) -> tuple[Tensor, Metrics]:

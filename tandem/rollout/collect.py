@@ -16,9 +16,8 @@ import numpy as np
 
 from tandem.config.schema import Config
 from tandem.data.mixture import problems_of_step
-from tandem.rl.advantages import running_mean
+from tandem.rl.advantages import running_mean, sampled_lengths
 from tandem.rl.filters import learnability, pick
-from tandem.rl.user_functions import sampled_lengths, user_filter
 from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episode_metrics import (
     carries_signal,
@@ -204,6 +203,8 @@ class Collector:
                     continue
                 is_kept = not config.rl.max_gen_batches or carries_signal(group)
                 if config.rl.max_gen_batches and config.rl.filter:
+                    from tandem.rl.user_functions import user_filter
+
                     lengths = sampled_lengths([group])[0]
                     is_kept = user_filter(config.rl.filter, group.rewards, lengths)
                 done.append(replace(group, outcome="train" if is_kept else "no_signal"))

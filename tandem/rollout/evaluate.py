@@ -10,12 +10,12 @@ from math import comb
 
 import numpy as np
 
-from tandem.config.schema import Config, Rollout
+from tandem.config.schema import Config
 from tandem.config.schema import Reward as RewardConfig
-from tandem.rl.user_functions import sampled_lengths, user_metric
+from tandem.rl.advantages import sampled_lengths
 from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episode_metrics import TRUNCATED, env_metrics
-from tandem.rollout.score import RolloutRunner, generate_and_score
+from tandem.rollout.score import RolloutRunner, generate_and_score, sampling_params
 from tandem.run_folder.journal import Journal
 from tandem.runtime.errors import UserError
 from tandem.runtime.timer import Timer
@@ -68,6 +68,8 @@ class Evaluator:
         """Return the metrics of a user's function. Raises UserError for a name that is taken."""
         if not (function := self.config.eval.metric):
             return {}
+        from tandem.rl.user_functions import user_metric
+
         offered = {
             "rewards": np.stack([group.rewards for group in groups]),
             "lengths": sampled_lengths(groups),
@@ -100,20 +102,6 @@ class Evaluator:
         if self.journal is not None:
             self.journal.write(step, groups, kind=kind)
         return groups
-
-
-def sampling_params(rollout: Rollout, stop_token_ids: tuple[int, ...]) -> SamplingParams:
-    """Return how the config samples."""
-    return SamplingParams(
-        max_new_tokens=rollout.max_new_tokens,
-        temperature=rollout.temperature,
-        top_k=rollout.top_k,
-        top_p=rollout.top_p,
-        min_p=rollout.min_p,
-        repetition_penalty=rollout.repetition_penalty,
-        stop=tuple(rollout.stop),
-        stop_token_ids=stop_token_ids,
-    )
 
 
 def _summary(name: str, groups: Sequence[Group]) -> Row:

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from tandem.config.schema import Reward as RewardConfig
+from tandem.config.schema import Rollout
 from tandem.rl.filters import overlong_penalty
 from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.episodes import run_episodes
@@ -38,6 +39,20 @@ class RolloutRunner:
     rewards: Reward
     reward_model: RewardModel | None
     after_generation: Callable[[], None] = lambda: None
+
+
+def sampling_params(rollout: Rollout, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+    """Return how the config samples."""
+    return SamplingParams(
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        min_p=rollout.min_p,
+        repetition_penalty=rollout.repetition_penalty,
+        stop=tuple(rollout.stop),
+        stop_token_ids=stop_token_ids,
+    )
 
 
 def generate_and_score(

@@ -91,6 +91,10 @@ class Turns:
         if key not in self._prompts:
             with _template_errors():
                 self._prompts[key] = self.renderer.prompts([chat], env.tools)[0]
+            if env.tools:
+                from tandem.data.own_calls import warn_of_unread_calls
+
+                warn_of_unread_calls(self.renderer)  # type: ignore[arg-type]  # it is hashable
         prompt = self._prompts[key]
         if len(prompt) >= self.max_tokens:
             limit = f"an episode has at most {self.max_tokens:,}"

@@ -1,34 +1,35 @@
-"""Rollout workers: requests go to engines in processes of their own. Implements types.Generate.
+"""Rollout workers: requests go to engines in processes of their own, for callers with a Client each
+(client.py), and so for several versions of the weights at once.
 
-    caller's thread                                        worker process 0 .. count - 1 (worker.py)
-    ---------------                                        ---------------------------------------
-    submit(request)  -> its queue                           one thread, one engine, own weights
-    step()  _dispatch     queue -> tickets of a worker --> {"request": 7}: submit, Engine.step
+    the thread "rollout workers"                           worker process 0 .. count - 1 (worker.py)
+    ----------------------------                           ---------------------------------------
+    what clients `post`: queues, tickets                    one thread, one engine, own weights
+    step    _dispatch     queue -> tickets of a worker --> {"request": 7}: submit, Engine.step
             _on_message    completion, signs of life  <--  {"completion": 7}, {"alive": true}
             _lose      silence: SIGKILL, a new worker, its tickets back in front
     _dispatch              weights of open queues     -->  receive, load, hash
             _on_applied    it must be the trainer's   <--  {"applied": 4, "hash": "9f86..."}
               or once more, then a new worker         <--  {"applied": 4, "failed": "..."}
 
-step waits for the workers' sockets, at most WAIT_S, as its caller may have more to submit; apply
-waits until the first worker runs the weights, or none that is up is left; nothing else waits. Both
-go on after an answer, the end of a socket, or silence beyond the limit, and then kill the worker.
+step waits for the workers' sockets, at most WAIT_S, and is woken by `post`. It goes on after an
+answer, the end of a socket, or silence beyond the limit, and then kills the worker. An error ends
+the thread, and every client raises it.
 
 A worker is starting, then syncing (it loads a version), and gets requests of that version only
 after its hash was right. dispatch.py decides who runs which version and gets which request. A
 request of a lost worker goes to another unchanged, with the address of its draws, so the completion
 has the same bits; chance decides only which worker makes it.
 
-One thread at a time calls this: a caller with one version after the other (`apply`, `submit`), or
-client.py's thread for several, with a queue of `dispatcher` each. Any thread may call `close`,
-`wake` and `status`. On Linux workers of this machine end with the thread that started the first.
+On Linux workers of this machine end with the thread that started the first, which made the pool.
 """
 
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
 
 from tandem.engine.dispatch import (
     Dispatcher,
@@ -40,24 +41,25 @@ from tandem.engine.dispatch import (
 from tandem.rollout_workers.checks import Check, Checks
 from tandem.rollout_workers.process import EngineSpec, Published, WorkerProcess
 from tandem.rollout_workers.protocol import read_completion, request_message
-from tandem.runtime import watchdog
 from tandem.runtime.errors import UserError
-from tandem.types import Request
 from tandem.workers.channel import Message, ProtocolError, read_error
 from tandem.workers.host import Host, OpenHost
 from tandem.workers.pool import Limits, Pool, RestartLimit
 
 WAIT_S = 0.05  # in one step
 
+T = TypeVar("T")
+
 
 class Workers(Pool[WorkerProcess]):
-    """Pool of rollout workers, a context; weights reach them with the first `apply`.
+    """Pool of rollout workers and its thread, a context; weights reach them with the first
+    `Client.apply`. Any thread may call the methods above "the thread".
 
     spec: of each one's engine. limits.restarts: most workers that may be lost; the next one ends
     the run with a UserError. Others are those of Pool.
     """
 
-    role = "rollout worker"
+    role, thread = "rollout worker", "rollout workers"
 
     def __init__(
         self,
@@ -71,62 +73,84 @@ class Workers(Pool[WorkerProcess]):
     ):
         super().__init__(open_host, limits, report)
         self.longest, self.restarts = spec.longest, RestartLimit(limits.restarts)
-        self.on_life: Callable[[], None] = watchdog.heartbeat  # a worker is at work
+        self.last_life = time.monotonic()  # of a worker at work
         self.dispatcher: Dispatcher[WorkerProcess] = Dispatcher(spec.max_batch, spec.longest)
-        self._queue: RequestQueue | None = None  # of `apply` and `submit`
         self._spec, self._weights = spec, weights
-        self._ended: list[Ticket] = []
         self.checks = Checks(self._send)
         self._lost: Counter[int] = Counter()  # restarts, by the worker's number
+        self._posted: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+        self._ended: dict[RequestQueue, SimpleQueue[Ticket]] = {}  # for the client of each queue
         for number in range(count):
             self._begin(number)
+        self.start()
 
-    def __enter__(self) -> "Workers":
-        return self
+    def resize(self, count: int) -> None:
+        """Start or end workers until there are count; the requests of those that end go to
+        others."""
 
-    def __exit__(self, *_: Any) -> None:
-        self.close()
+        def change() -> None:
+            for number in sorted(self._workers)[count:]:
+                self._remove(self._workers[number])
+            for number in range(len(self._workers), count):
+                self._begin(number)
 
-    # ---------------------------------------------------------------- Generate
+        self.call(change)
 
     @property
-    def weight_version(self) -> int:
-        """Version of `apply`; -1: none yet."""
-        return -1 if self._queue is None else self._queue.version
+    def count(self) -> int:
+        return len(self._workers)
 
-    def apply(self, version: int) -> None:
-        """Run the published weights of that version from now on. No request may be under way.
+    def status(self) -> list[dict[str, Any]]:
+        """Describe each worker: where it runs and what it does."""
+        numbers = sorted(self._workers.copy())
+        rows = zip(numbers, super().status(), strict=False)
+        return [{**row, "restarts": self._lost[number]} for number, row in rows]
 
-        Returns once one worker serves. Raises UserError, as `step` does, for other weights.
-        """
-        given = [ticket for one in self.workers for ticket in one.tickets.values()]
-        if self.dispatcher.num_waiting or any(ticket.completion is None for ticket in given):
-            raise RuntimeError(f"weights of version {version} come while requests are under way")
-        up = [worker for worker in self.workers if worker.ready]
-        if self._queue is not None:
-            self.dispatcher.close(self._queue)
-        self._queue = self.dispatcher.open(version)
+    def call(self, function: Callable[[], T]) -> T:
+        """Have the thread call a function; return its result. Raises its error, or the pool's."""
+        future = self.post(function)
+        while True:
+            with suppress(TimeoutError):
+                return future.result(WAIT_S)
+            self.require_open()
+
+    def post(self, function: Callable[[], T]) -> "Future[T]":
+        """Have the thread call a function soon."""
+        future: Future[T] = Future()
+        self._posted.put((future, function))
+        self.wake()
+        return future
+
+    # ---------------------------------------------------------------- the thread
+
+    def step(self) -> None:
+        """Do what was posted, dispatch, and wait a moment for messages."""
+        with suppress(Empty):
+            while True:
+                future, function = self._posted.get_nowait()
+                try:
+                    future.set_result(function())
+                except Exception as error:  # who has posted it raises it
+                    future.set_exception(error)
         self._dispatch()
-        with watchdog.waiting_for("rollout workers", f"the hash of weights {version}"):
-            while (left := [worker for worker in up if self._is_current(worker)]) and not any(
-                worker.is_ready and worker.version == version for worker in left
-            ):
-                self._poll()
+        self._listen(WAIT_S)
 
-    def submit(self, request: Request) -> Ticket:
-        """Take a request. Raises UserError if no engine has room for it."""
-        assert self._queue is not None
-        self.dispatcher.add(ticket := self.dispatcher.ticket(request, self._queue))
-        return ticket
+    def open(self, version: int, number: int, ended: "SimpleQueue[Ticket]") -> RequestQueue:
+        """Open a queue by that version; `ended` gets its tickets. number: orders those with the
+        same version."""
+        queue = self.dispatcher.open(version, number)
+        self._ended[queue] = ended
+        return queue
 
-    def step(self) -> list[Ticket]:
-        """Wait a moment for requests to end; return those that have."""
-        self._require_open()
-        self._dispatch()
-        if not self._ended:
-            self._poll()
-        ended, self._ended = self._ended, []
-        return ended
+    def enqueue(self, tickets: Sequence[Ticket]) -> None:
+        """Let tickets wait in their queues."""
+        for ticket in tickets:
+            self.dispatcher.add(ticket)
+
+    def close_queue(self, queue: RequestQueue) -> None:
+        """Close a queue whose requests have ended."""
+        self.dispatcher.close(queue)
+        del self._ended[queue]
 
     def cancel(self, ticket: Ticket) -> None:
         """End a request now, with an empty completion; an ended one stays as it is."""
@@ -139,47 +163,15 @@ class Workers(Pool[WorkerProcess]):
             if ticket.number in worker.tickets:
                 self._send(worker, {"cancel": ticket.number})
 
-    def logprob_gap(self) -> float:
-        """Return the largest Engine.logprob_gap of the workers that are up and stay so."""
-        self.checks.ask(check := Check(self.weight_version), self.workers)
-        with watchdog.waiting_for("rollout workers", "their log-probs"):
-            while check.num_asked:
-                self._poll()
-        return check.gap
+    def ask(self, check: Check) -> None:
+        """Have the workers that still run its version make a check."""
+        self.checks.forget(check)
+        self.checks.ask(check, self.workers)
 
-    def try_out(self, version: int) -> float:
-        """Have all workers run the published weights of that version, and then none, so that what
-        cannot run shows at the start. Returns logprob_gap; raises UserError as `step` does."""
-        self._queue = self.dispatcher.open(version)
-        with watchdog.waiting_for("rollout workers", "their first weights"):
-            while not all(worker.is_ready for worker in self.workers):
-                self._poll()
-        gap = self.logprob_gap()
-        self.dispatcher.close(self._queue)
-        self._queue = None
+    def forget_versions(self) -> None:
+        """Have every worker load its next version, whichever that is."""
         for worker in self.workers:
             worker.target = worker.version = -1
-        return gap
-
-    # ---------------------------------------------------------------- their number
-
-    def resize(self, count: int) -> None:
-        """Start or end workers until there are count; the requests of those that end go to
-        others."""
-        for number in sorted(self._workers)[count:]:
-            self._remove(self._workers[number])
-        for number in range(len(self._workers), count):
-            self._begin(number)
-
-    @property
-    def count(self) -> int:
-        return len(self._workers)
-
-    def status(self) -> list[dict[str, Any]]:
-        """Describe each worker: where it runs and what it does. Any thread may ask."""
-        numbers = sorted(self._workers.copy())
-        rows = zip(numbers, super().status(), strict=False)
-        return [{**row, "restarts": self._lost[number]} for number, row in rows]
 
     # ---------------------------------------------------------------- to a worker
 
@@ -236,16 +228,11 @@ class Workers(Pool[WorkerProcess]):
         )
         self._begin(worker.number)
 
-    def _poll(self) -> None:
-        """Wait for an event, handle it, and dispatch requests."""
-        self._listen(WAIT_S)
-        self._dispatch()
-
     # ---------------------------------------------------------------- from a worker
 
     def _on_message(self, worker: WorkerProcess, message: Message) -> None:
         if message != {"alive": False}:  # it is at work
-            self.on_life()
+            self.last_life = time.monotonic()
         match message:
             case {"alive": bool()}:
                 pass
@@ -304,4 +291,5 @@ class Workers(Pool[WorkerProcess]):
         worker.num_done += 1
         if ticket.completion is None:  # else it was cancelled meanwhile
             ticket.completion = completion
-            self._ended.append(ticket)
+            if (ended := self._ended.get(ticket.queue)) is not None:
+                ended.put(ticket)

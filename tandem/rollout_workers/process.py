@@ -7,7 +7,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tandem.engine.dispatch import Ticket, devices_of
@@ -51,18 +51,9 @@ class EngineSpec:
 
     def start_of(self, number: int) -> Message:
         """Return what the worker of that number is to load."""
-        return {
-            "model_path": self.model_path,
+        return asdict(self) | {
             "device": devices_of(number, self.tensor_parallel, self.devices),
-            "dtype": self.dtype,
-            "splits": self.splits,
-            "tensor_parallel": self.tensor_parallel,
-            "matmul": self.matmul,
             "cache_bytes": self.cache_mb << 20,
-            "max_batch": self.max_batch,
-            "longest": self.longest,
-            "record_experts": self.record_experts,
-            "release_cache": self.release_cache,
             "trust_remote_code": custom_code.is_allowed(),
         }
 

@@ -83,14 +83,6 @@ class ServedEngine(Protocol):
     def score(self, tokens: Array, /) -> Array: ...
 
 
-def receive_offered(layout: "Layout") -> Receive:
-    """Return what gets the weights of every transport between processes (weights/transports.py)."""
-    from tandem.weights.transports import Receiver
-
-    receiver = Receiver()
-    return lambda source, descriptors: receiver.receive(source, layout, descriptors)
-
-
 class Server:
     """Service of a channel with an engine until the channel ends. receive: gets the weights; rests:
     after a check the engine gives memory to the trainer's update."""
@@ -207,16 +199,17 @@ def load_engine(start: dict[str, Any]) -> "Engine":
 def run(
     channel: Channel,
     load: Callable[[dict[str, Any]], ServedEngine] = load_engine,
-    receiver: "Callable[[Layout], Receive]" = receive_offered,
+    receiver: "Callable[[Layout], Receive] | None" = None,
 ) -> None:
     """Serve an engine to the pool of a channel. receiver: makes, of the layout of the weights, what
-    gets them."""
+    gets them; by default by any transport between processes."""
 
     def load_all(start: Message) -> Callable[[], None]:
         engine = load(start)
         from tandem.weights.shared import Layout
+        from tandem.weights.transports import receive_offers
 
-        receive = receiver(Layout.from_json(start["layout"]))
+        receive = (receiver or receive_offers)(Layout.from_json(start["layout"]))
         return Server(channel, engine, receive, start["beat_s"], start["release_cache"]).serve
 
     serve_from_start(channel, load_all)

@@ -8,10 +8,11 @@ was never stopped. It does not know what a checkpoint holds.
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tandem.config.schema import Eval
 from tandem.run_folder.files import RESTORE_OR_FRESH, read_file
 from tandem.run_folder.metrics import Metrics
 from tandem.runtime.disk import write_atomic
@@ -53,7 +54,7 @@ def best_so_far(rows: Iterable[Metrics], best: Best | None = None) -> Best | Non
 
 
 class BestTracker:
-    """The best evaluation while a run goes on, in best.json; nothing without keep and patience.
+    """The best evaluation while a run goes on, in best.json.
 
     keep: its checkpoint is kept; patience: evaluations without a better one that end the run, 0:
     none do.
@@ -65,8 +66,6 @@ class BestTracker:
 
     def update(self, rows: Iterable[Metrics]) -> bool:
         """Take up the rows that follow; return whether one of them is the best so far."""
-        if not (self.keep or self.patience):
-            return False
         before, self.best = self.best, best_so_far(rows, self.best)
         if self.best is not None and self.best != before:
             write_best(self.folder, self.best)
@@ -80,6 +79,21 @@ class BestTracker:
     def kept_step(self) -> int | None:
         """The step whose checkpoint is kept."""
         return self.best.step if self.keep and self.best is not None else None
+
+
+def about_best(
+    best: Best, checkpoint: Path, settings: Eval, *, step: int, steps: int
+) -> Iterator[str]:
+    """Say why a run ended at a step before its last, and where its best checkpoint is, if it was
+    kept."""
+    if step < steps:
+        yield (
+            f"stopped early, at step {step} of {steps}: {best.misses} evaluations in a row "
+            f"were no better than the best (eval.patience={settings.patience})"
+        )
+    is_kept = settings.keep_best and checkpoint.exists()
+    kept = f"; tandem export {checkpoint.parents[1]} --best" if is_kept else ""
+    yield f"best: {best}{kept}"
 
 
 def write_best(folder: Path, best: Best) -> None:

@@ -196,9 +196,12 @@ def read_note(path: Path) -> Any:
 
 
 def _episodes(table: pa.Table) -> list[Episode]:
-    arrays = {
-        name: _split(table.column(name).combine_chunks(), kind) for name, kind in _ARRAYS.items()
-    }
+    arrays: dict[str, list[Array]] = {}
+    for name, kind in _ARRAYS.items():
+        column = table.column(name).combine_chunks()
+        values = column.values.to_numpy(zero_copy_only=False).astype(kind, copy=True)
+        offsets = pairwise(column.offsets.to_numpy())
+        arrays[name] = [values[start:stop] for start, stop in offsets]
     plain = table.select(
         ["uid", "sample_index", "opening", "tools", "transcript", *_SCALARS, *_MAPS]
     )
@@ -301,12 +304,6 @@ def _lists(arrays: Sequence[Array], kind: type[np.generic]) -> pa.ListArray:
     return pa.ListArray.from_arrays(
         pa.array(offsets), pa.array(np.concatenate([np.empty(0, dtype), *arrays]))
     )
-
-
-def _split(column: pa.ListArray, kind: type[np.generic]) -> list[Array]:
-    offsets = column.offsets.to_numpy()
-    values = column.values.to_numpy(zero_copy_only=False).astype(kind, copy=True)
-    return [values[start:stop] for start, stop in pairwise(offsets)]
 
 
 def read_table(

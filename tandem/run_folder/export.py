@@ -20,8 +20,8 @@ from tandem.config.recipe import changed
 from tandem.config.schema import Config
 from tandem.model.custom_code import is_custom, save_files
 from tandem.model.load import ExactModel
+from tandem.model.stock import INDEX, SUMS, WEIGHTS
 from tandem.model.tokenizer import load_tokenizer
-from tandem.model.weight_files import INDEX, SUMS, WEIGHTS
 from tandem.runtime.disk import disk_errors, file_hash, os_error
 from tandem.runtime.errors import UserError
 from tandem.types import Row
@@ -108,7 +108,7 @@ def keep_model(model: ExactModel, source: str, folder: Path, chat_template: str 
 
 def export_adapter(model: ExactModel, source: str, folder: Path, card: str) -> Path:
     """Write the adapter alone, as `peft.PeftModel.from_pretrained(stock model of source, folder)`
-    reads it; whole or not at all. Of the language model of a larger checkpoint (text_part.py) the
+    reads it; whole or not at all. Of the language model of a larger checkpoint (text_part) the
     stock model is that of an export.
 
     The score of a value model goes with it. Raises UserError for a model without an adapter.

@@ -2,7 +2,8 @@
 overwritten in silence.
 
     runs/demo/  lock           pid of the process that has it
-                config.toml    resolved, written last
+                config.toml    resolved, written last; of a resume that changes it, once the resume
+                               cannot be refused any more
                 run.json       command, and the directory that relative paths of the config begin in
                 log.txt        machine.json (processor, threads)
                 and what others write: metrics.jsonl, episodes/, checkpoints/ ...
@@ -33,7 +34,7 @@ from tandem.run_folder.config_changes import (
 )
 from tandem.run_folder.files import FAILED, FRESH, OTHER_FOLDER, read_file
 from tandem.run_folder.lock import check_unlocked, locked, now
-from tandem.run_folder.status import STATUS, forget_status
+from tandem.run_folder.status import forget_status
 from tandem.runtime import numerics
 from tandem.runtime.disk import (
     DISK,
@@ -49,9 +50,9 @@ from tandem.runtime.place import share_of_threads
 MACHINE = "machine.json"
 LONGEST = 300  # characters of the reason of a failure
 _RESTORE = f"restore it, or {FRESH}"
+_NEXT = ".next-config.toml"  # of a resume until then
 # What a kill during the first start can leave; config.toml, which comes last, marks the folder as a
 # run.
-_REPLACED = ("config.toml", MACHINE, STATUS)
 _STARTING = {"lock", "log.txt", "run.json", ".tmp-run.json", ".tmp-config.toml"}
 _OF_A_START = {*_STARTING, "config.toml", MACHINE}
 
@@ -65,6 +66,7 @@ class RunFolder:
     command: str
     log_descriptor: int
     news: tuple[str, ...] = ()  # of this start, in log.txt already
+    recipe: Path = Path()  # the file with the config of this start, for other processes
 
     @property
     def checkpoints(self) -> Path:
@@ -79,12 +81,14 @@ class RunFolder:
         append_line(self.log_descriptor, f"{now()} {text}\n".encode(), self.path / "log.txt")
 
     def note_start(self) -> None:
-        """Keep what this start has changed in the folder, and write the directory that relative
-        paths of the config begin in to run.json; call it once nothing can be refused any more."""
+        """Put this start's config in the place of that before, drop the status of the start before,
+        and write the directory that relative paths begin in to run.json; call it once nothing can
+        be refused any more."""
         with disk_errors(self.path):
-            for name in _REPLACED:
-                _before(self.path, name).unlink(missing_ok=True)
-            DISK.fsync(self.path)
+            if self.recipe.name == _NEXT:
+                self.recipe.replace(self.path / "config.toml")
+                DISK.fsync(self.path)
+            forget_status(self.path)
         about = _read_about(self.path)
         if about.get("directory") != os.getcwd():
             _write_about(self.path, about)
@@ -129,7 +133,6 @@ def open_run(folder: Path, config: Config, *, fresh: bool, command: str) -> Iter
     is_new = not folder.exists()
     with locked(folder) as lock_news:
         if fresh and _is_run(folder):
-            _bring_back(folder)
             number = 1
             while (old := folder.with_name(f"{folder.name}.old-{number}")).exists():
                 number += 1
@@ -153,7 +156,6 @@ def _opened(
     folder: Path, config: Config, command: str, lock_news: str, is_new: bool = True
 ) -> Iterator[RunFolder]:
     """Open a locked folder. is_new: this start has made it; if it is refused, it goes."""
-    _bring_back(folder)  # of a start that was killed before it began
     verb = "resumed" if _is_run(folder) else "started"
     config, changes = resolved(config, folder), list[str]()
     # A start that a mistake ended before the first metrics row leaves nothing to protect: the
@@ -163,18 +165,21 @@ def _opened(
         _write_about(folder, {"command": command, "created": now()})
     else:
         changes = [f"config changed: {change}" for change in _changes(folder, config, command)]
-    with disk_errors(folder):
-        if not begins:  # a start that is refused leaves what it replaces as it was
-            for name in (name for name in _REPLACED if (folder / name).exists()):
-                write_atomic(_before(folder, name), (folder / name).read_bytes())
-        forget_status(folder)
+    recipe = folder / (_NEXT if changes else "config.toml")
     if begins or changes:
-        write_atomic(folder / "config.toml", to_toml(config).encode())
+        write_atomic(recipe, to_toml(config).encode())
     with disk_errors(folder):
         log = open_regular_file(folder / "log.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     try:
         news = tuple(filter(None, [lock_news, *changes]))
-        run = RunFolder(path=folder, config=config, command=command, log_descriptor=log, news=news)
+        run = RunFolder(
+            path=folder,
+            config=config,
+            command=command,
+            log_descriptor=log,
+            news=news,
+            recipe=recipe,
+        )
         for line in (f"{verb} by pid {os.getpid()}: tandem {command}", *news):
             run.log(line)
         try:
@@ -190,25 +195,6 @@ def _opened(
             raise
     finally:
         os.close(log)
-        _bring_back(folder)
-
-
-def _before(folder: Path, name: str) -> Path:
-    return folder / f".before-{name}"
-
-
-def _kept(folder: Path, name: str) -> Path:
-    """Return a file as it was before a start that was killed before it began."""
-    before = _before(folder, name)
-    return before if before.exists() else folder / name
-
-
-def _bring_back(folder: Path) -> None:
-    """Undo what a start has replaced, if it did not come to `note_start`."""
-    with disk_errors(folder):
-        for name in _REPLACED:
-            if _before(folder, name).exists():
-                _before(folder, name).replace(folder / name)
 
 
 def check_run(folder: Path, config: Config, command: str) -> bool:
@@ -282,7 +268,7 @@ def resolved(config: Config, folder: Path) -> Config:
     run, model = config.run, config.model
     recorded = {}
     if has_steps(folder):
-        recorded = read_file(_kept(folder, "config.toml"), toml_values, _RESTORE)
+        recorded = read_file(folder / "config.toml", toml_values, _RESTORE)
     if not run.threads:
         threads = recorded.get(THREADS) or share_of_threads(
             numerics.prepare(), os.environ, config.parallel.processes
@@ -306,7 +292,7 @@ def _changes(folder: Path, config: Config, command: str) -> list[str]:
             expected=f"a run of `tandem {command}`",
             next=f"{OTHER_FOLDER}, or {FRESH}",
         )
-    path, machine = _kept(folder, "config.toml"), read_machine(folder)
+    path, machine = folder / "config.toml", read_machine(folder)
     any_threads = machine is not None and machine["any_threads"]
     old, new = read_file(path, toml_values, _RESTORE), toml_values(to_toml(config))
     return allowed_changes(old, new, any_threads=any_threads, path=path)

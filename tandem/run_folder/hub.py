@@ -36,13 +36,12 @@ def push(folder: Path, name: str) -> str:
         )
         return str(repository)
     except HfHubHTTPError as error:
-        status = error.response.status_code
-        next = "take a token that may write there" if status in (401, 403) else retry
+        may_not = error.response.status_code in (401, 403)
         raise UserError(
             "the hub refuses the upload",
             where=f"{api.endpoint}, --push {name}",
             found=str(error).strip().splitlines()[0],
-            next=next,
+            next="take a token that may write there" if may_not else retry,
         ) from error
     except HFValidationError as error:
         raise UserError(

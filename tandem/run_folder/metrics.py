@@ -136,12 +136,8 @@ def _line(row: Metrics) -> bytes:
 def metrics_row(step: int, metrics: Metrics) -> Metrics:
     """Make the row of a step as it is written, and read back."""
     non_finite: dict[str, str] = {}
-    row = {"step": step, **_finite(metrics, "", non_finite)}
+    row = {"step": step, **_value(metrics, "", non_finite)}
     return {**row, "non_finite": non_finite} if non_finite else row
-
-
-def _finite(metrics: Metrics, prefix: str, non_finite: dict[str, str]) -> Metrics:
-    return {name: _value(value, prefix + name, non_finite) for name, value in metrics.items()}
 
 
 def _value(value: Any, name: str, non_finite: dict[str, str]) -> Any:
@@ -149,7 +145,8 @@ def _value(value: Any, name: str, non_finite: dict[str, str]) -> Any:
         case None | bool():
             return value
         case dict():
-            return _finite(value, f"{name}.", non_finite)
+            prefix = name and f"{name}."
+            return {key: _value(one, prefix + key, non_finite) for key, one in value.items()}
         case numbers.Integral():
             return int(value)
         case numbers.Real():

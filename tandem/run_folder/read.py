@@ -146,27 +146,22 @@ def altered(folder: Path, up_to: float = math.inf) -> list[Altered]:
     for step in sorted({*lines, *rows}):
         if not min(rows, default=math.inf) <= step <= up_to:
             continue
-        if step in rows:
-            checked += _check_row(folder, rows[step], lines.get(step))
-        else:
-            what = f"the row of step {step} in {LEDGER}"
-            checked.append(Altered(step=step, what=what, recorded="a row", found=""))
+        what, recorded, found = f"the row of step {step} in {LEDGER}", "a row", ""
+        if step not in rows:
+            checked.append(Altered(step=step, what=what, recorded=recorded, found=found))
+        for kind, recorded in rows.get(step, {}).items():
+            if kind in ("step", "weights"):
+                continue
+            if kind == "metrics":
+                what = f"the row of step {step} in metrics.jsonl"
+                found = hashlib.sha256(lines[step]).hexdigest() if step in lines else ""
+            else:
+                file_kind = "train" if kind == "episodes" else kind
+                path = episode_file(folder / "episodes", step, file_kind)
+                what = f"episodes/{path.name}"
+                found = file_hash(path) if path.is_file() else ""
+            checked.append(Altered(step=step, what=what, recorded=recorded, found=found))
     return [one for one in checked if one.recorded != one.found]
-
-
-def _check_row(folder: Path, row: Metrics, line: bytes | None) -> Iterator[Altered]:
-    """Hash the files and the line named in a row of the ledger; line: its metrics row."""
-    step = row["step"]
-    for kind, recorded in row.items():
-        if kind == "metrics":
-            what = f"the row of step {step} in metrics.jsonl"
-            found = "" if line is None else hashlib.sha256(line).hexdigest()
-            yield Altered(step=step, what=what, recorded=recorded, found=found)
-        elif kind not in ("step", "weights"):
-            file_kind = "train" if kind == "episodes" else kind
-            path = episode_file(folder / "episodes", step, file_kind)
-            found = file_hash(path) if path.is_file() else ""
-            yield Altered(step=step, what=f"episodes/{path.name}", recorded=recorded, found=found)
 
 
 def require_step(past: PastRun, step: int) -> None:

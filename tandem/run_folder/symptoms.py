@@ -21,6 +21,7 @@ GROWN_LENGTH = 2.0  # times the length before
 TRUNCATED = 0.5  # share of the completions
 ENGINE_GAP = 0.02  # nats, the mean of an engine that is not Tandem's
 WAITING = 0.5  # share of a step
+STUCK_STEPS, MOVED_LOSS = 10, 1e-3  # steps after the warm-up; share of the first loss
 
 Rows = Sequence[Row]
 
@@ -144,6 +145,22 @@ def starved_engine(rows: Rows) -> str:
     )
 
 
+def stuck_pairs(rows: Rows) -> str:
+    """Look at the first steps of learning from pairs, once the learning rate is at its peak: at one
+    too small for the model the loss stays at ln 2 = 0.693."""
+    losses, rates = _values(rows, "loss"), _values(rows, "learning_rate")
+    if "accuracy" not in rows[-1] or len(rows) == HISTORY or not losses or not rates:
+        return ""
+    warmed_up = len(rates) - rates.index(max(rates)) >= STUCK_STEPS
+    moved = max(abs(loss - losses[0]) for loss in losses) >= MOVED_LOSS * abs(losses[0])
+    if moved or not warmed_up:
+        return ""
+    return (
+        f"the loss is still {losses[0]:.3f} after {len(losses)} steps: preference.learning_rate is "
+        "probably too small for this model"
+    )
+
+
 SYMPTOMS: tuple[Callable[[Rows], str], ...] = (
     skipped_update,
     unscored,
@@ -156,6 +173,7 @@ SYMPTOMS: tuple[Callable[[Rows], str], ...] = (
     length_explosion,
     starved_trainer,
     starved_engine,
+    stuck_pairs,
 )
 
 

@@ -3,9 +3,9 @@
     make_app(routes)      tandem serve (endpoints.py), agents (envs/agent), tandem view
     Server(app, ...)      run(sockets=[...]) until stop, SIGINT or SIGTERM
 
-It does not defend itself against slow clients, floods of connections or very large headers: a
-server that many can reach belongs behind a reverse proxy, which also brings TLS. `connections` is
-how many it answers at once; more are refused with 503.
+It does not defend itself against slow clients, floods of connections, or very large headers and
+bodies: a server that many can reach belongs behind a reverse proxy, which also brings TLS.
+`connections` is how many it answers at once; more are refused with 503.
 """
 
 import hmac
@@ -29,7 +29,6 @@ from tandem.serve.openai import ApiError
 
 GRACE_S = 3  # for answers on their way out when the server stops
 CONNECTIONS = 4096
-LONGEST_BODY = 16 << 20  # bytes
 CLIENT_LEFT = 499  # never read; for the metrics
 
 
@@ -72,12 +71,7 @@ async def read_json(request: Request) -> bytes:
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise ApiError(415, "the Content-Type of a POST must be application/json")
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > LONGEST_BODY:
-            raise ApiError(413, f"the body is larger than {LONGEST_BODY:,} bytes")
-    return bytes(body)
+    return await request.body()
 
 
 class Access:

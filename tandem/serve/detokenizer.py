@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from tandem.engine.ending import REPLACEMENT
-from tandem.model.tool_calls import CLOSE, MISTRAL_TAG, OPEN, PYTHON_TAG
+from tandem.model.tool_calls import MARKERS
 from tandem.types import Array
 
 
@@ -70,9 +70,8 @@ def overlap(text: str, stop: str) -> int:
 
 # ---------------------------------------------------------------- with tools
 
-MARKERS = (OPEN, CLOSE, PYTHON_TAG, MISTRAL_TAG)
 END_OF_THOUGHTS = "</think>"
-_BARE = ("{", "[")  # how a call without a marker begins a turn, or follows its thoughts
+_BARE = ("{", "[")  # how a call without a marker begins a line, or follows its thoughts
 
 
 class ToolStream:
@@ -99,7 +98,8 @@ class ToolStream:
 
     def _end(self) -> int:
         """Find where a call may begin in the rest."""
-        rest, spoken = self._rest, [m.end() for m in re.finditer(END_OF_THOUGHTS, self._rest)]
+        rest = self._rest
+        spoken = [found.end() for found in re.finditer(f"{END_OF_THOUGHTS}|\n", rest)]
         if not self.sent or self.sent.endswith(END_OF_THOUGHTS):
             spoken.append(0)
         ends = [rest.index(marker) for marker in MARKERS if marker in rest]

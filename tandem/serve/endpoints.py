@@ -12,14 +12,14 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -40,7 +40,7 @@ from tandem.serve.openai import (
 from tandem.serve.prometheus import ServerMetrics
 from tandem.serve.requests import ChatTokenizer, DrawKeys, Served, to_requests
 from tandem.serve.responses import Answer, new_answer
-from tandem.serve.service import JOIN_S, EngineService, Generation, ServedEngine, Update
+from tandem.serve.service import EngineService, Generation, ServedEngine, Update
 from tandem.types import Request
 
 T = TypeVar("T")
@@ -61,8 +61,6 @@ class Endpoints:
         self.counts, self._update = ServerMetrics(), update
         self._service, self._tokenizer, self._served = service, tokenizer, served
         self._keys, self._created = DrawKeys(), int(time.time())
-        self._threads = ThreadPoolExecutor(2, "bodies")  # a large one holds up no small one
-        self._reading = ThreadPoolExecutor(1, "weights")
 
     def routes(self) -> list[Route]:
         complete, chat = (partial(self._generate, kind) for kind in (CompletionBody, ChatBody))
@@ -87,12 +85,11 @@ class Endpoints:
     async def metrics(self, request: HttpRequest) -> Response:
         stopped = self._service.stopped
         stats = {} if stopped else await self._service.ask(lambda engine: engine.stats())
-        media_type = "text/plain; version=0.0.4; charset=utf-8"
-        return PlainTextResponse(self.counts.text(stats), media_type=media_type)
+        return Response(self.counts.text(stats), media_type=CONTENT_TYPE_LATEST)
 
     async def weights(self, request: HttpRequest) -> Response:
         """Hash the weights while the engine goes on, and again if they changed meanwhile."""
-        hashed, sha256, loop = -1, "", asyncio.get_running_loop()
+        hashed, sha256 = -1, ""
         while True:
             version, weight_hash = await self._service.ask(
                 lambda engine: (engine.weight_version, engine.weight_hash)
@@ -100,7 +97,7 @@ class Endpoints:
             if version == hashed:
                 weights = {"weight_version": version, "sha256": sha256}
                 return JsonResponse({**weights, "takes_updates": self._update is not None})
-            hashed, sha256 = version, await loop.run_in_executor(self._reading, weight_hash)
+            hashed, sha256 = version, await asyncio.to_thread(weight_hash)
 
     async def update_weights(self, request: HttpRequest) -> Response:
         """Load the weights of a file, read beside the passes, between two of them, after the
@@ -108,9 +105,9 @@ class Endpoints:
         if self._update is None:
             message = "this server keeps its weights; start it with --allow-weight-updates"
             raise ApiError(403, message)
-        body, loop = read_body(WeightsBody, await read_json(request)), asyncio.get_running_loop()
+        body = read_body(WeightsBody, await read_json(request))
         try:
-            apply = await loop.run_in_executor(self._reading, self._update, body.path)
+            apply = await asyncio.to_thread(self._update, body.path)
             await self._service.ask(lambda engine: apply(engine, body.version))
         except UserError as error:
             raise _bad_request(error, "path") from None
@@ -149,7 +146,7 @@ class Endpoints:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if tasks[0].done():
                 return tasks[0].result()
-            self.counts.disconnects += 1
+            self.counts.disconnects.inc()
             raise ClientDisconnect
         finally:
             for task in tasks:
@@ -157,8 +154,6 @@ class Endpoints:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _start(self, kind: type[Body], raw: bytes) -> tuple[Body, Generation]:
-        loop = asyncio.get_running_loop()
-
         def prepare() -> tuple[Body, list[Request]]:
             body, name = read_body(kind, raw), self._served.name
             if body.model not in (None, name):
@@ -169,7 +164,7 @@ class Endpoints:
             except UserError as error:
                 raise _bad_request(error, body.source) from None
 
-        body, requests = await loop.run_in_executor(self._threads, prepare)
+        body, requests = await asyncio.to_thread(prepare)  # a large one holds up no small one
         try:
             return body, await self._service.submit(requests)
         except QueueFull as error:
@@ -182,10 +177,10 @@ class Endpoints:
         first = True
         async for updates in generation:
             if first:
-                self.counts.first_token.add(time.monotonic() - arrival)
+                self.counts.first_token.observe(time.monotonic() - arrival)
                 first = False
             yield updates
-        self.counts.request_time.add(time.monotonic() - arrival)
+        self.counts.request_time.observe(time.monotonic() - arrival)
 
 
 def _bad_request(error: UserError, param: str) -> ApiError:
@@ -242,7 +237,7 @@ class _Counted:
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._counts.requests[path, message["status"]] += 1
+                self._counts.requests.labels(path, message["status"]).inc()
             await send(message)
 
         await self._app(scope, receive, counted)
@@ -259,10 +254,9 @@ class EngineServer(Server):
         *,
         ready: Callable[[], None],
         api_key: str = "",
-        join_s: float = JOIN_S,
         update: ReadWeights | None = None,
     ):
-        service = EngineService(engine, join_s=join_s)
+        service = EngineService(engine)
         endpoints = Endpoints(service, tokenizer, served, update)
         routes = endpoints.routes()
         paths = {route.path for route in routes}

@@ -303,12 +303,6 @@ class CompletionBody(Body):
         return self.logprobs
 
 
-def _check_variables(variables: Json) -> Json:
-    if reserved := next((name for name in RESERVED if name in variables), ""):
-        raise ValueError(f"{reserved} is not for a request to set")
-    return variables
-
-
 class ChatBody(Body):
     """POST /v1/chat/completions; prompt_token_ids takes the place of the rendered messages."""
 
@@ -317,9 +311,7 @@ class ChatBody(Body):
     tools: Annotated[list[FunctionTool], Field(default_factory=list)]
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
-    chat_template_kwargs: Annotated[
-        dict[str, Any], Field(default_factory=dict), AfterValidator(_check_variables)
-    ]
+    chat_template_kwargs: Annotated[dict[str, Any], Field(default_factory=dict)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
@@ -330,6 +322,8 @@ class ChatBody(Body):
             self.max_tokens = self.max_completion_tokens
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
+        if reserved := next((name for name in RESERVED if name in self.chat_template_kwargs), ""):
+            raise ValueError(f"chat_template_kwargs may not have {reserved}")
         if not self.messages and self.prompt_token_ids is None:
             raise ValueError("messages is empty, and there are no prompt_token_ids")
         if self.response_format is not None and self.callable_tools:

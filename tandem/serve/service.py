@@ -13,7 +13,7 @@
     submit, ask    the answer               its future            the thread's answer; _end
     Generation     the updates of a pass    its queue             _step; _end
     _step          updates                  an event, when idle   submit and ask
-    stop           -                        the thread, join_s    the end of the pass that runs
+    stop           -                        the thread, JOIN_S    the end of the pass that runs
 
 The engine and `_live` belong to the thread, the rest to the loop. Data that crosses is copied. When
 the engine raises, or the server stops, _end gives EngineStopped to every client that waits, and to
@@ -36,7 +36,7 @@ from tandem.types import Completion, Request
 
 logger = logging.getLogger(__name__)
 
-JOIN_S = 5.0
+JOIN_S = 5.0  # that `stop` waits for the pass under way
 
 T = TypeVar("T")
 
@@ -136,12 +136,11 @@ class Generation:
 
 
 class EngineService:
-    """Engine in a thread of its own. The event loop that started it calls every method. join_s: how
-    long `stop` waits for the pass under way."""
+    """Engine in a thread of its own. The event loop that started it calls every method."""
 
-    def __init__(self, engine: ServedEngine, *, join_s: float = JOIN_S):
+    def __init__(self, engine: ServedEngine):
         self.stopped = ""  # the reason, once it has
-        self._engine, self._join_s = engine, join_s
+        self._engine = engine
         self._thread, self._work = CallThread("engine"), asyncio.Event()
         self._live: dict[RunningSequence, _Live] = {}
         self._generations: set[Generation] = set()
@@ -157,9 +156,9 @@ class EngineService:
         self._end("the server is stopping")
         self._stepping.cancel()
         self._thread.run(self._drop, lambda live: True)
-        if not await asyncio.to_thread(self._thread.end, self._join_s):
+        if not await asyncio.to_thread(self._thread.end, JOIN_S):
             logger.warning(
-                "the engine is still in a pass after %g seconds and is left behind", self._join_s
+                "the engine is still in a pass after %g seconds and is left behind", JOIN_S
             )
 
     async def submit(self, requests: Sequence[Request]) -> Generation:

@@ -43,6 +43,12 @@ class Models:
     teacher: "ExactModel | None" = None
 
     @property
+    def learners(self) -> dict[str, Learner]:
+        """The models that learn, by their names in checkpoints."""
+        critic = {} if self.critic is None else {"critic": self.critic}
+        return {"policy": self.policy, **critic}
+
+    @property
     def others(self) -> "list[ExactModel]":
         """All but the policy."""
         critic = None if self.critic is None else self.critic.model

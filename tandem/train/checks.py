@@ -1,14 +1,14 @@
 """Checks of an update before it moves a weight: the right tensors are trained, with the gradient of
-the algorithm. And the errors that end a run whose steps make no update."""
+the algorithm."""
 
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from tandem.runtime.errors import InvariantError, UserError
+from tandem.runtime.errors import InvariantError
 from tandem.train.learner import Learner
-from tandem.types import Array, Episode, Row
+from tandem.types import Array, Episode
 
 if TYPE_CHECKING:
     from tandem.model.load import ExactModel
@@ -75,28 +75,3 @@ def require_own_experts(changed: Tensor) -> None:
             expected="the same: one model code, one set of weights (P1)",
             next="tandem doctor, and report this; no weight was touched",
         )
-
-
-def too_many_bad_steps(done: int, bad: int, metrics: Row, limit: int, last: str) -> UserError:
-    """Make the error for steps in a row that were not finite; last: names the last checkpoint."""
-    names = sorted(name.removeprefix("bad/") for name in metrics if name.startswith("bad/"))
-    return UserError(
-        "training stops: NaN or infinity, step after step",
-        where=f"step {done} and the {bad - 1} before it",
-        found=f"not finite: {', '.join(names)}",
-        expected=f"at most {limit} such steps in a row (train.max_bad_steps)",
-        next=f"the weights are as before them; {last}. Look at metrics.jsonl; go on with a larger "
-        "train.max_bad_steps, or in a new run.folder with other settings",
-    )
-
-
-def too_many_flat_steps(done: int, flat: int, reward: float, last: str) -> UserError:
-    """Make the error for steps in a row without any advantage."""
-    return UserError(
-        "training stops: no episode has had an advantage",
-        where=f"step {done} and the {flat - 1} before it",
-        found=f"equal rewards in every group, mean {reward:.3g}",
-        expected="some groups whose rewards differ (rl.max_flat_steps)",
-        next=f"{last}. Look at episodes/ and at the reward (`tandem try`), take problems that are "
-        "sometimes solved, or go on with a larger rl.max_flat_steps",
-    )

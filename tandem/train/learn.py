@@ -18,12 +18,10 @@ from torch import Tensor
 from tandem.config.schema import RL, Config, Reward
 from tandem.model.expert_choices import replayed_experts
 from tandem.model.forward import batch_logprobs, batch_values
-from tandem.rl.advantages import penalize
-from tandem.rl.corrections import correction, sequence_errors
+from tandem.rl.advantages import penalize, sampled_lengths
 from tandem.rl.kl import kl_estimate
 from tandem.rl.losses import Metrics, off_policy_mask, sequence_sums, total, value_clip
 from tandem.rl.returns import token_rewards, whiten
-from tandem.rl.user_functions import sampled_lengths
 from tandem.runtime.errors import UserError
 from tandem.train.batch import (
     Models,
@@ -145,6 +143,8 @@ def off_policy_weights(batch: TrainBatch, rl: RL) -> Metrics:
     if not batch.recomputed:
         batch.corrections = [np.ones(len(logprobs), np.float32) for logprobs in batch.engine]
         return {}
+    from tandem.rl.corrections import correction, sequence_errors
+
     errors = []
     for sample, (recomputed, engine) in enumerate(zip(batch.recomputed, batch.engine, strict=True)):
         policy, sampled = torch.from_numpy(recomputed), torch.from_numpy(engine)

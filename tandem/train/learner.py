@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from tandem.model.boxes import Box
+from tandem.model.config_file import has_experts
 from tandem.rl.losses import Metrics
 from tandem.train.optimizer import Optimizer
 from tandem.train.ranks import ALONE, Loss, Ranks
-from tandem.train.routing import observe_routers
 from tandem.types import Microbatch
 
 if TYPE_CHECKING:
@@ -89,7 +89,11 @@ class Learner:
         says so.
         """
         divisor = count or sum(len(batch.targets) for batch in microbatches)
-        loss = observe_routers(self.model, loss, microbatches, divisor, self.router_aux_loss_coef)
+        if has_experts(self.model.config):
+            from tandem.train.routing import observe_routers
+
+            coef = self.router_aux_loss_coef
+            loss = observe_routers(self.model, loss, microbatches, divisor, coef)
         totals = self.ranks.backward(self.model, microbatches, loss, frozen)
         step = self.optimizer.update(skip=not totals.finite)
         bad = {"bad/gradient": 1.0} if totals.finite and step["skipped_updates"] else {}

@@ -22,7 +22,7 @@ from tandem.config.schema import Config
 from tandem.runtime.errors import InvariantError, UserError
 from tandem.train.batch import TrainBatch
 from tandem.train.learner import Learner
-from tandem.types import Row, Sync
+from tandem.types import Generate, Row
 
 # Bounds of the mean gap, nats a token, without rl.max_logprob_error: far above rounding (float32:
 # docs/guide/cluster.md; bfloat16 spaces logits of 8 to 16 by 0.06), far below another model's.
@@ -39,7 +39,7 @@ class NoCheck:
 
     exact = False
 
-    def after_rollout(self, sync: Sync, step: int) -> Row:
+    def after_rollout(self, engine: Generate, step: int) -> Row:
         return {}
 
     def before_update(self, batch: TrainBatch, policy: Learner, version: int) -> Row:
@@ -51,13 +51,13 @@ class ExactCheck(NoCheck):
 
     exact = True
 
-    def after_rollout(self, sync: Sync, step: int) -> Row:
+    def after_rollout(self, engine: Generate, step: int) -> Row:
         """Raise InvariantError if the trainer's packed pass gives a completion other log-probs than
         the engine that has just sampled it, while the engine still runs those weights.
 
         The first update of a step compares the tokens of its own weights, and no others.
         """
-        gap = sync.logprob_gap()
+        gap = engine.logprob_gap()
         if gap != 0.0:
             raise InvariantError(
                 "engine and trainer do not agree on a completion just sampled",
@@ -78,9 +78,9 @@ class MeasuredGap(NoCheck):
     where: str
     causes: str = OTHER_KERNELS
 
-    def after_rollout(self, sync: Sync, step: int) -> Row:
+    def after_rollout(self, engine: Generate, step: int) -> Row:
         """Return "sync_logprob_gap", nats: that of the engine to the weights that it got last."""
-        return {"sync_logprob_gap": sync.logprob_gap()}
+        return {"sync_logprob_gap": engine.logprob_gap()}
 
     def before_update(self, batch: TrainBatch, policy: Learner, version: int) -> Row:
         """Return "logprob_gap_mean", nats: the mean difference of engine and policy on the tokens

@@ -2,17 +2,17 @@
 bytes.
 
 Linear packs follow the weights' version counters, so only the number of the version is published.
-The interface for other transports is `Sync` of types.py.
+The interface for other transports is `WeightSync` of types.py.
 """
 
 from tandem.runtime.errors import UserError
-from tandem.types import RolloutEngine, Row
+from tandem.types import Generate, Row
 
 
 class InlineSync:
     """Publication to an engine that shares the trainer's memory, with the newest version alone."""
 
-    def __init__(self, engine: RolloutEngine):
+    def __init__(self, engine: Generate):
         self.engine = engine
 
     def publish(self, version: int) -> None:
@@ -25,11 +25,8 @@ class InlineSync:
                 version, found=f"version {self.engine.weight_version} in the trainer's memory"
             )
 
-    def traffic(self) -> Row:
+    def stats(self) -> Row:
         return {"sync_bytes": 0}
-
-    def logprob_gap(self) -> float:
-        return self.engine.logprob_gap()
 
 
 def weights_gone(version: int, *, found: str) -> UserError:

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from tandem.types import Array, Row
 from tandem.weights.delta import encode
-from tandem.weights.hashing import begin_digest, combine, raw_bytes, tensor_digests
+from tandem.weights.hashing import begin_digest, combine, raw_bytes
 
 ALIGNMENT = 64  # bytes: a cache line, and more than any type needs
 CHUNK = 1 << 18  # bytes that are copied and then digested while a cache has them
@@ -152,7 +152,7 @@ class SharedWeights:
         self._room = self.layout.size * (1 if isinstance(delta, bool) else 2)
         self.sent_bytes = 0  # of tensors offered to workers, all together
         self._lock = threading.Lock()  # of the tables only: nothing waits for a copy or a hash
-        self._traffic: dict[int, Row] = {}  # by version, what `traffic` has not returned
+        self._stats: dict[int, Row] = {}  # by version, what `stats` has not returned
         self._published: dict[int, Any] = {}  # by version: what `_store` keeps, Memory
         self._probes: dict[int, dict[str, Any] | None] = {}
         # by version: its base, and what is behind it in memory
@@ -164,19 +164,12 @@ class SharedWeights:
     def publish(
         self, version: int, tensors: dict[str, Tensor], probe: dict[str, Any] | None = None
     ) -> str:
-        """Keep a copy of the weights under that number; return hash_of(version). probe: told to
-        the workers that are offered them.
-
-        The same weights may be published again under their number; others are an error.
-        """
+        """Keep a copy of the weights under a new number; return hash_of(version). probe: told to
+        the workers that are offered them."""
         with self._lock:
-            is_published = version in self._published
+            if version in self._published:
+                raise ValueError(f"weights are published as version {version} already")
             base = max(self._published, default=-1)
-        if is_published:
-            digest = combine(tensor_digests(tensors))
-            if digest != self.hash_of(version):
-                raise ValueError(f"other weights are published as version {version} already")
-            return digest
         if Layout.of(tensors) != self.layout:
             raise ValueError("the tensors are not those of the layout: other names, types, shapes")
         stored, digests, difference = self._store(tensors, self._published.get(base))
@@ -259,14 +252,14 @@ class SharedWeights:
     def loaded(self, version: int, seconds: float) -> None:
         """Note how long it took from the offer of a version until the worker ran it."""
         with self._lock:
-            row = self._traffic.setdefault(version, {})
+            row = self._stats.setdefault(version, {})
             row["load_s"] = max(seconds, row.get("load_s", 0.0))
 
-    def traffic(self, version: int) -> Row:
+    def stats(self, version: int) -> Row:
         """Return what was sent of a version since the last call: `sync_bytes`, and if a worker came
         to run it `load_s`, the longest that one took."""
         with self._lock:
-            return {"sync_bytes": 0, **self._traffic.pop(version, {})}
+            return {"sync_bytes": 0, **self._stats.pop(version, {})}
 
     @property
     def versions(self) -> list[int]:
@@ -280,7 +273,7 @@ class SharedWeights:
                 self._drop(self._published.pop(version))
                 del self._probes[version]
                 self._differences.pop(version, None)
-                self._traffic.pop(version, None)
+                self._stats.pop(version, None)
             for version in [v for v in self._digests if v < below - KEPT_DIGESTS]:
                 del self._digests[version]
 
@@ -294,7 +287,7 @@ class SharedWeights:
         """Return what every transport's offer has; count the bytes of so many copies."""
         with self._lock:
             nbytes = copies * sent.only.tensor_bytes
-            row = self._traffic.setdefault(version, {})
+            row = self._stats.setdefault(version, {})
             row["sync_bytes"] = row.get("sync_bytes", 0) + nbytes
             self.sent_bytes += nbytes
             digests, probe = self._digests[version], self._probes[version]

@@ -4,9 +4,9 @@
     collective   plugins/cluster/collective.py    a broadcast by torch.distributed
     rdma         plugins/cluster/rdma.py          each worker reads the trainer's memory
 
-The trainer's process opens a transport, a worker has a `Receiver`. Whatever the transport, a worker
-has all bytes of a version in a copy of its own, or a mapping, before it writes the first into its
-engine.
+The trainer's process opens a transport, a worker has `receive_offers`. Whatever the transport, a
+worker has all bytes of a version in a copy of its own, or a mapping, before it writes the first
+into its engine.
 """
 
 import os
@@ -47,25 +47,22 @@ def _map_next(
     return tensors
 
 
-class Receiver:
-    """The worker's end of every transport."""
+def receive_offers(layout: "Layout") -> Callable[[dict[str, Any], deque[int]], "dict[str, Tensor]"]:
+    """Make the worker's end of every transport. layout: of the trainer's weights.
 
-    def __init__(self) -> None:
-        self._readers: dict[str, Callable[..., dict[str, Tensor]]] = {}
+    It takes the part of a message that SharedWeights.offer made, and the descriptors that came
+    beside messages, of which shm takes the first, and closes it. It returns the tensors of the
+    offer; of a delta those alone that the worker lacks, or what delta.decode makes them of. It
+    raises RuntimeError if the transfer fails: the worker keeps the weights that it has.
+    """
+    from tandem.weights.shared import offered_layout
 
-    def receive(
-        self, source: dict[str, Any], layout: "Layout", descriptors: deque[int]
-    ) -> "dict[str, Tensor]":
-        """Return the tensors of an offer; of a delta those alone that the worker lacks, or what
-        delta.decode makes them of.
+    readers = dict[str, Callable[..., Any]]()
 
-        source: the part of the message that SharedWeights.offer made. layout: of the trainer's
-        weights. descriptors: those that came beside messages; shm takes the first, and closes it.
-        Raises RuntimeError if the transfer fails: the worker keeps the weights that it has.
-        """
-        from tandem.weights.shared import offered_layout
-
+    def receive(source: dict[str, Any], descriptors: deque[int]) -> "dict[str, Tensor]":
         name = source["transport"]
-        if name not in self._readers:
-            self._readers[name] = find("transports", name, key="weights.transport")().reader()
-        return self._readers[name](source, offered_layout(source, layout), descriptors)
+        if name not in readers:
+            readers[name] = find("transports", name, key="weights.transport")().reader()
+        return readers[name](source, offered_layout(source, layout), descriptors)
+
+    return receive

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tandem.types import Generate, RolloutEngine, Row
+from tandem.types import Generate, Row
 from tandem.weights.in_process import weights_gone
 from tandem.weights.shared import SharedWeights
 
@@ -28,7 +28,7 @@ class ProcessSync:
 
     def __init__(
         self,
-        workers: RolloutEngine,
+        workers: Generate,
         local: Generate,
         shared: SharedWeights,
         weights: Callable[[], tuple[dict[str, Tensor], dict[str, Any] | None]],
@@ -54,8 +54,5 @@ class ProcessSync:
             self.workers.apply(version)
         self.version = version
 
-    def traffic(self) -> Row:
-        return self.shared.traffic(self.version)
-
-    def logprob_gap(self) -> float:
-        return self.workers.logprob_gap()
+    def stats(self) -> Row:
+        return self.shared.stats(self.version)

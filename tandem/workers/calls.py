@@ -17,13 +17,12 @@ more than `most`, end the pool. However it ends, no future is left waiting.
 
 import itertools
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 from tandem.runtime import watchdog
 from tandem.runtime.errors import UserError
@@ -67,11 +66,8 @@ V = TypeVar("V", bound=CallWorker)
 class CallPool(Pool[V], Generic[V, Q]):
     """The pool, a context; a subclass says what its calls are, and `run`s it.
 
-    depth: calls that a worker is given at once. most: workers at most. thread: its name, for the
-    watchdog. Others are those of Pool.
+    depth: calls that a worker is given at once. most: workers at most. Others are those of Pool.
     """
-
-    thread: str
 
     def __init__(
         self,
@@ -88,16 +84,8 @@ class CallPool(Pool[V], Generic[V, Q]):
         self._depth, self.most = depth, most
         self._todo: deque[Call[Q]] = deque()  # no worker has them
         self._numbers = itertools.count()
-        self._ending, self._over = threading.Lock(), False
-        self._broken: BaseException | None = None  # what has ended the thread
         self._restarts = RestartLimit(limits.restarts + most - 1)  # a node may have all of them
         self._waiting_since = clock()
-        self._thread = threading.Thread(target=self._run, name=self.thread, daemon=True)
-
-    def start(self) -> Self:
-        """Start the thread, and the first worker."""
-        self._thread.start()
-        return self
 
     def submit_call(
         self, asked: Q, deadline_s: float = math.inf, *, first: bool = False
@@ -107,28 +95,10 @@ class CallPool(Pool[V], Generic[V, Q]):
         call = Call(next(self._numbers), asked, deadline_s)
         call.future.set_running_or_notify_cancel()  # not to be cancelled: a worker may have it
         with self._ending:
-            if self._over:
-                if isinstance(self._broken, UserError):
-                    raise self._broken
-                raise RuntimeError(f"the {self.role}s are closed") from self._broken
+            self.require_open()
             (self._todo.appendleft if first else self._todo.append)(call)
             self.wake()
         return call.future
-
-    def close(self) -> None:
-        """Kill the workers and free everything; calls not answered by then fail. A second call
-        does nothing."""
-        with self._ending:
-            self._over = True
-        self.wake()
-        with watchdog.waiting_for(self.thread, "the end of its workers"):
-            self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # ---------------------------------------------------------------- what the calls are
 
@@ -155,26 +125,18 @@ class CallPool(Pool[V], Generic[V, Q]):
 
     # ---------------------------------------------------------------- the thread
 
-    def _run(self) -> None:
-        """Serve until `close` is called."""
-        error: BaseException = RuntimeError(f"the {self.role}s are closed")
-        try:
-            while not self._over:
-                self._dispatch()
-                self._scale()  # by what could not be given out
-                self._wait()
-                self._check_deadlines()
-        except BaseException as broken:
-            error = self._broken = broken
-        finally:
-            with self._ending:
-                self._over = True
-            calls = [call for worker in self.workers for call in worker.calls.values()]
-            self._end_all()
-            for call in (*calls, *self._todo):
-                call.future.set_exception(error)
-            if not self.started.done():
-                self.started.set_exception(error)
+    def step(self) -> None:
+        self._dispatch()
+        self._scale()  # by what could not be given out
+        self._wait()
+        self._check_deadlines()
+
+    def _give_up(self, error: BaseException) -> None:
+        given = [call for worker in self.workers for call in worker.calls.values()]
+        for call in (*given, *self._todo):
+            call.future.set_exception(error)
+        if not self.started.done():
+            self.started.set_exception(error)
 
     def _wait(self) -> None:
         due = len(self._todo) + sum(len(worker.calls) for worker in self.workers)

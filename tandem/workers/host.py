@@ -200,6 +200,14 @@ class ForkServerProcess(LocalProcess):
     def import_ahead(self, module: str) -> None:
         self._channel.send({"import": module})
 
+    def end(self) -> None:
+        """Have it end its workers, and then itself; kill it if it still loads, or does not."""
+        self._channel.close()
+        if self._pids:
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(EXIT_S)
+        super().end()
+
     def has_ended(self) -> bool:
         self._read()
         return self._ended
@@ -275,12 +283,10 @@ class ForkedProcess:
         return f"{server}, ended first: {self._server.how_it_ended()}"
 
     def end(self) -> None:
-        """Kill it and its children. One that is not forked yet finds its channel closed, and
-        ends."""
-        if pid := self._server.pid_of(self._number):
-            if not self._server.has_ended():
-                kill_group(pid)
-            self._server.wait_for(self._number)
+        """Kill it and its children, and do not wait: a process that other processes keep from the
+        processor is slow to end. One that is not forked yet finds its channel closed, and ends."""
+        if (pid := self._server.pid_of(self._number)) and not self._server.has_ended():
+            kill_group(pid)
         self._channel.close()
         os.close(self._log)
         self._server.num_workers -= 1

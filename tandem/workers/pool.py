@@ -1,4 +1,4 @@
-"""The workers of a pool, as its thread holds them: started, reached, heard, and ended.
+"""The workers of a pool and its thread, which starts, reaches, hears, and ends them.
 
     the pool's thread                              a worker, in any Host
     -----------------                              ---------------------
@@ -17,8 +17,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
+from tandem.runtime import watchdog
 from tandem.workers.channel import Channel, Message, ProtocolError, Waker
 from tandem.workers.host import HERE, Host, OpenHost
 
@@ -111,10 +112,11 @@ class Pool(Generic[W]):
     """Workers and the thread that serves them. open_host: starts a worker's process. report: told
     of those that join, leave or are lost. clock: monotonic seconds.
 
-    One thread calls this; any may call `wake`, `status` and `close`.
+    Any thread may call the methods above "the thread", and `wake`. thread: its name.
     """
 
     role: ClassVar[str]
+    thread: ClassVar[str]
 
     def __init__(
         self,
@@ -129,7 +131,14 @@ class Pool(Generic[W]):
         self._selector, self._waker = selectors.DefaultSelector(), Waker()
         self._selector.register(self._waker, selectors.EVENT_READ)
         self.wake = self._waker.wake  # ends the wait of `_listen`
-        self._closing, self._closed = threading.Lock(), False
+        self._ending, self._over = threading.Lock(), False
+        self._broken: BaseException | None = None  # what has ended the thread
+        self._thread = threading.Thread(target=self._run, name=self.thread, daemon=True)
+
+    def start(self) -> Self:
+        """Start the thread."""
+        self._thread.start()
+        return self
 
     @property
     def workers(self) -> list[W]:
@@ -140,19 +149,58 @@ class Pool(Generic[W]):
         return [worker.describe() for _, worker in sorted(self._workers.copy().items())]
 
     def close(self) -> None:
-        """End every worker now, what it was asked for unanswered."""
-        self._end_all()
+        """End every worker now, what it was asked for unanswered, and the thread. A second call
+        does nothing."""
+        with self._ending:
+            self._over = True
+        self.wake()
+        with watchdog.waiting_for(self.thread, "the end of its workers"):
+            self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def require_open(self) -> None:
+        """Raise RuntimeError if the pool has ended, or soon will, or the error that has ended
+        it."""
+        if isinstance(self._broken, Exception):
+            raise self._broken
+        if self._over:
+            raise RuntimeError(f"the {self.role}s are closed") from self._broken
+
+    # ---------------------------------------------------------------- the thread
+
+    def _run(self) -> None:
+        """Make steps until `close` is called."""
+        error: BaseException = RuntimeError(f"the {self.role}s are closed")
+        try:
+            while not self._over:
+                self.step()
+        except BaseException as broken:
+            error = self._broken = broken
+        finally:
+            with self._ending:
+                self._over = True
+            self._give_up(error)
+            self._end_all()
 
     def _end_all(self) -> None:
-        with self._closing:
-            if not self._closed:
-                self._closed = True
-                while self._workers:
-                    self._workers.popitem()[1].host.end()
-                self._selector.close()
-                self._waker.close()
+        while self._workers:
+            self._workers.popitem()[1].host.end()
+        self._selector.close()
+        self._waker.close()
 
     # ---------------------------------------------------------------- a subclass's matter
+
+    def step(self) -> None:
+        """Do what there is to do, and wait."""
+        raise NotImplementedError
+
+    def _give_up(self, error: BaseException) -> None:
+        """Fail what is unanswered, as the pool has ended."""
 
     def _make(self, number: int, host: Host) -> W:
         """Make the worker of a process."""
@@ -174,9 +222,7 @@ class Pool(Generic[W]):
 
     def _begin(self, number: int) -> None:
         """Start a worker."""
-        with self._closing:
-            self._require_open()
-            worker = self._workers[number] = self._make(number, self._open_host(number))
+        worker = self._workers[number] = self._make(number, self._open_host(number))
         self._connect(worker)
 
     def _connect(self, worker: W) -> None:
@@ -187,15 +233,9 @@ class Pool(Generic[W]):
         except EOFError:
             self._lose(worker, worker.host.how_it_ended())
             return
-        with self._closing:
-            self._require_open()
-            worker.connection = connection
-            self._selector.register(connection.socket, selectors.EVENT_READ, worker)
+        worker.connection = connection
+        self._selector.register(connection.socket, selectors.EVENT_READ, worker)
         self._send(worker, {"start": {**self._start_of(worker), "beat_s": self.limits.beat_s}})
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise RuntimeError(f"the {self.role}s are closed")
 
     def _end(self, worker: W) -> None:
         """End a worker, and forget it."""

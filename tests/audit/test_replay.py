@@ -114,14 +114,6 @@ def test_other_token_in_the_journal_diverges_in_its_logprob(step, tmp_path):
     )
 
 
-def test_other_reward_in_the_journal_diverges_when_rescored(tmp_path):
-    run = copy_of(past_run("ema"), tmp_path)
-    uid = read_step(run / "episodes" / "train_step_000004.parquet")[2].problem.uid
-    rewrite(run, 4, lambda row, place, e: replace(e, reward=0.5) if (row, place) == (2, 0) else e)
-    found = first_divergence(run, 4)
-    assert (found.what, found.a) == (f"reward of episode 4:{uid}:0", "0.5")
-
-
 def test_another_learning_rate_is_named(tmp_path):
     run = copy_of(past_run("ema"), tmp_path)
     edit(run / "config.toml", "learning_rate = 0.001", "learning_rate = 0.002")

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tandem.config.schema import Config
 from tandem.jobs.input_hashes import function_hashes, require_same_functions
-from tandem.jobs.offline import LossWatch
 from tandem.model.load import load_model
 from tandem.model.tiny import make_tiny
 from tandem.run_folder.checkpoint import step_name
@@ -79,17 +78,6 @@ def test_dpo_learns_its_pairs_and_exports_a_language_model(home, tmp_path):
         weights(target), weights(home / "model")
     )
     assert "eval/greedy" in rows[-1]  # the problems of eval.data too
-
-
-@pytest.mark.parametrize(
-    ("losses", "told"), [([0.6931] * 12, 1), ([0.6931] * 8 + [0.68] * 4, 0), ([0.6931] * 9, 0)]
-)
-def test_stuck_pair_loss_is_reported_once_with_the_learning_rate(losses, told):
-    said = []
-    watch = LossWatch(1e-6, 0, said.append)
-    for loss in losses:
-        assert watch({"loss": loss}) == {"loss": loss}
-    assert len(said) == told and all("preference.learning_rate = 1e-06" in text for text in said)
 
 
 def test_reward_model_learns_pairs_and_is_a_one_label_classifier(home, tmp_path):

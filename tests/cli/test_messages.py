@@ -46,33 +46,17 @@ train steps=3 | run.steps or sft.steps or preference.steps
 train data.chat_template=nope.jinja | data.chat_template = nope.jinja
 train model.path=./nope | model.path = ./nope
 train model.path=models/nope | model.path = models/nope
-train model.device=gpu | model.device
 train model.dtype=float16 | model.dtype | bfloat16
-train rl.group_size=abc | rl.group_size
-train rl.group_size=0 | rl.group_size
 train rl.loss=ppo_clipp | rl.loss | ppo_clip?
 train rl.loss=nope.py:loss | rl.loss = nope.py:loss
 train rl.loss=mine.py:swapped | rl.loss = mine.py:swapped | docs/guide/algorithms.md
 train rl.advantage=mine.py:ragged | rl.advantage = mine.py:ragged | docs/guide/algorithms.md
 train rl.filter=mine.py:swapped | rl.filter
-train rl.kl_coef=-1 | rl.kl_coef
 train eval.metric=mine.py:broken | eval.metric = mine.py:broken | mine.py:3
-train train.learning_rate=fast | train.learning_rate
-train train.tokens_per_microbatch=1 | train.tokens_per_microbatch
-train run.steps=-1 | run.steps
-train run.threads=-1 | run.threads
-train rollout.temperature=-1 | rollout.temperature
 train rollout.release_cache=maybe | rollout.release_cache
-train rollout.workers=many | rollout.workers
-train rollout.engine=vlm | rollout.engine
-train weights.transport=pigeon | weights.transport
-train cluster.placement=near | cluster.placement
 train cluster.placement=pack | cluster.placement
 train parallel.tensor=3 | parallel.tensor | parallel.tensor=2
 train env=nope | env.name | single_turn
-train lora.rank=-1 | lora.rank
-train nonsense.key=1 | nonsense
-train rl | rl
 distill distill.temperature=1 | distill.temperature | rollout.temperature
 distill distill.teacher=./nope | distill.teacher = ./nope
 rm preference.train=mine.py | mine.py | convert the file
@@ -83,8 +67,6 @@ show runs | runs/mine
 status nan.jsonl | nan.jsonl
 why runs | runs/mine
 report a-rum | a-run
-train learning_rate=3e-4 | train.learning_rate or critic.learning_rate
-train model=model | model.path=model
 train reward=accuracy_reward | reward.function | 'answer'?
 train data.chat_template=broken.jinja | broken.jinja, line 2
 train model.path=broken | model.path = broken, config.json

@@ -262,15 +262,8 @@ def test_every_problem_comes_once_in_order_in_both_formats(home, outputs):
     files = sorted(outputs["episodes"].path.glob("*.parquet"))
     assert [file.name for file in files] == [f"rollout_step_{n:06d}.parquet" for n in range(4)]
     wanted = [row for file in files for row in pq.read_table(file).to_pylist()]
-    for name in set(SCHEMA.names) - {
-        "messages",
-        "metadata",
-        "opening",
-        "tools",
-        "transcript",
-        "reward_parts",
-        "env_rewards",
-    }:
+    as_text = {"messages", "metadata", "opening", "tools", "transcript"}
+    for name in set(SCHEMA.names) - as_text - {"reward_parts", "env_rewards"}:
         assert [row[name] for row in rows] == [row[name] for row in wanted]
 
 
@@ -295,26 +288,21 @@ def test_a_complete_rollout_says_so_and_loads_no_model(name, home, tmp_path, cap
         rollout(config(home), tmp_path / "other")
 
 
-def damage_data(home):
-    with (home / "data/train.jsonl").open("a") as file:
-        file.write("\n")
-
-
 def damage_weights(home):
     with (home / "model/model.safetensors").open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\x01")
 
 
-def damage_tokenizer(home):
-    with (home / "model/tokenizer.json").open("a") as file:
-        file.write("\n")
+def longer(name):
+    """A function that appends a line to a file of home."""
+    return lambda home: (home / name).write_text((home / name).read_text() + "\n")
 
 
 CHANGES = {
-    "data.train": damage_data,
+    "data.train": longer("data/train.jsonl"),
     "model.path/model.safetensors": damage_weights,
-    "model.path/tokenizer.json": damage_tokenizer,
+    "model.path/tokenizer.json": longer("model/tokenizer.json"),
 }
 
 
@@ -378,10 +366,6 @@ def test_a_real_kill_loses_nothing(home, outputs, tmp_path):
     subprocess.run(command, cwd=home, env=env, check=True)
     assert (tmp_path / "e.jsonl").read_bytes() == contents(outputs["episodes.jsonl"].path)
     assert first.stat().st_mtime_ns == before
-
-
-# Read again, as docs/guide/data.md says
-# ------------------------------------------------------------------------------
 
 
 # Mistakes, before any work

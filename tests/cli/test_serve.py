@@ -45,7 +45,7 @@ def options(**changes):
         "cache_mb": 8,
         "max_batch": 4,
         "max_queue": 4,
-        "max_new_tokens": 8,
+        "max_new_tokens_default": 8,
         "device": "cpu",
         "dtype": "auto",
     }

@@ -106,8 +106,8 @@ def test_a_chat_is_read_in_the_forms_that_data_sets_have(tmp_path, row, chat):
         ),
         (
             {"messages": [USER, ASSISTANT | {"tool_calls": [1]}]},
-            ":2, messages[1].tool_calls",
-            "found:    a list of 1",
+            ":2, messages[1].tool_calls[0]",
+            "found:    1",
         ),
     ],
 )

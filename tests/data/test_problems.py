@@ -2,8 +2,6 @@
 what must be said."""
 
 import json
-import subprocess
-import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -76,14 +74,6 @@ def test_a_row_of_verl_is_read_as_it_is(tmp_path):
     )
     assert read(jsonl(tmp_path / "a.jsonl", VERL)) == [expected]
     assert read(parquet(tmp_path / "a.parquet", VERL)) == [expected]
-
-
-def test_jsonl_and_parquet_give_the_same_problems(tmp_path):
-    rows = [
-        GOOD | {"answer": str(i), "data_source": "sums", "extra_info": {"level": i}}
-        for i in range(3000)
-    ]
-    assert read(jsonl(tmp_path / "s.jsonl", *rows)) == read(parquet(tmp_path / "s.parquet", *rows))
 
 
 def test_the_answer_column_wins_over_verls_answer(tmp_path):
@@ -324,14 +314,3 @@ def test_sources_with_weights_become_a_mixture(tmp_path):
     assert list(mixed) == read_problems(paths, Data(), key="data.train")
     step = problems_of_step(mixed, 5, 8, 0, True)
     assert [problem.uid[0] for problem in step].count("a") == 6
-
-
-def test_reading_data_imports_neither_torch_nor_transformers():
-    code = "import sys, tandem.data.problems, tandem.data.chats; "
-    code += "print({'torch', 'transformers'} & {*sys.modules})"
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
-        ).stdout
-        == "set()\n"
-    )

@@ -99,13 +99,6 @@ def test_request_has_equal_bits_in_any_batch_order_and_cache(kind):
         ]
 
 
-def test_earlier_requests_leave_no_trace():
-    engine, requests = engine_of(), mixed_requests()
-    fresh = [facts(c) for c in engine_of().generate(requests)]
-    engine.generate([request(n + 50, [96, 1, 2] * 20, max_new_tokens=30) for n in range(14)])
-    assert [facts(c) for c in engine.generate(requests)] == fresh
-
-
 def test_requests_join_as_others_leave():
     model = CountingModel(MODEL)
     requests = [request(n, [n + 1], max_new_tokens=2 + 3 * n) for n in range(6)]

@@ -95,11 +95,11 @@ def test_a_worker_that_waits_for_imports_lives_with_the_fork_server():
         assert parent(server) == os.getpid()
         ends = time.monotonic() + 2.5
         while time.monotonic() < ends:
-            workers._poll()
+            workers.step()
         assert not workers.reports and not any(worker.started for worker in processes(workers))
         os.kill(server, signal.SIGKILL)
         while len(workers.reports) < 2:
-            workers._poll()
+            workers.step()
         assert all("it was ended by SIGKILL" in told for told in workers.reports)
         workers.apply(0)
         assert sample(workers) and fork_server(workers) != server

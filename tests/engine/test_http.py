@@ -471,7 +471,7 @@ def test_steps_with_a_server_have_the_bits_of_the_inline_engine(tmp_path):
     with running(engine, Letters(), SERVED, update=load_weights) as url, connected(url) as engines:
         stages = stages_in(tmp_path / "served", config(), reward=TokenReward())
         local = stages.collector.runner.engine
-        stages = with_runner(stages, engine=engines)
+        stages, engines.reference = with_runner(stages, engine=engines), local
         sync = FileSync(engines, local, tmp_path / "weights", keep=0)
         stages = replace(stages, sync=sync)
         sync.publish(0)
@@ -483,11 +483,12 @@ def test_steps_with_a_server_have_the_bits_of_the_inline_engine(tmp_path):
     ]
 
 
-def test_a_gap_of_a_server_shows(url, tmp_path):
+def test_a_gap_of_a_server_shows(url):
     local = engine_of(exact_model("qwen3", seed=1))
     with connected(url) as engines:
         run(engines, [request(0)])
-        assert FileSync(engines, local, tmp_path, keep=0).logprob_gap() > 0.1
+        engines.reference = local
+        assert engines.logprob_gap() > 0.1
 
 
 def test_new_weights_are_refused_by_a_server_that_was_not_told_to_take_them(url, tmp_path):

@@ -13,14 +13,13 @@ import pytest
 import torch
 
 from tandem.engine.decode import DecodeStep, padded_batch
-from tandem.engine.engine import Engine
 from tandem.engine.graphs import StepGraphs
 from tandem.engine.lookahead import Lookahead
 from tandem.engine.page_cache import PageCache
 from tandem.model.paged_attention import Runs
 from tandem.runtime.rng import address
 from tandem.types import Request, SamplingParams
-from tests.support.engines import decode, facts, request
+from tests.support.engines import Replayed, facts, paged_engine, request
 from tests.support.tiny import exact_model, random_tokens
 
 SHAPE = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -45,18 +44,8 @@ ENDS = [
 ]
 
 
-class Replayed:
-    """A captured step: the function as it was when it was captured."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def replay(self):
-        self.step()
-
-
 def engine_of(model=MODEL, *, ahead=True, capture=None, pages=64, max_batch=64, **sizes):
-    engine = Engine(model, decode, cache_bytes=pages * PAGE_BYTES, max_batch=max_batch, **sizes)
+    engine = paged_engine(model, pages, max_batch=max_batch, **sizes)
     if ahead:
         engine.lookahead = Lookahead(model, engine.cache, max_batch, capture)
     return engine

@@ -8,17 +8,25 @@ from contextlib import contextmanager
 
 import pytest
 
-from tandem.rollout_workers.client import PoolThread
+from tandem.rollout_workers.client import Client
 from tandem.runtime.errors import UserError
-from tests.support.odd_worker import POISON, LightEngine
-from tests.support.working import DEADLINE_S, bits, groups, odd_workers, processes, request
+from tests.support.odd_worker import POISON
+from tests.support.working import (
+    DEADLINE_S,
+    bits,
+    expected_of,
+    groups,
+    odd_workers,
+    processes,
+    request,
+)
 
 
 @contextmanager
 def shared_pool(number=2, checks=False, **options):
     """A pool that its thread runs, and clients of it."""
-    with odd_workers(version=None, **options) as workers, PoolThread(workers, checks) as pool:
-        yield workers, [pool.client(n) for n in range(number)]
+    with odd_workers(version=None, **options) as workers:
+        yield workers, [Client(workers._pool, n, checks=checks) for n in range(number)]
 
 
 def finish(client, tickets, others=()):
@@ -38,17 +46,6 @@ def until(client, condition):
         client.step()
 
 
-def expected(workers, version, requests):
-    """The results of one engine in this process."""
-    engine = LightEngine()
-    engine.version, engine.weights = version, workers.published.hash_of(version)
-    running = [engine.submit(request) for request in requests]
-    while engine.has_work:
-        for one in list(engine.running):
-            engine.sample(one)
-    return [bits(one.completion) for one in running]
-
-
 def test_a_straggler_does_not_keep_the_next_versions_requests_waiting():
     with shared_pool(heartbeat_s=600.0) as (workers, (old, new)):
         old.apply(0)
@@ -58,10 +55,10 @@ def test_a_straggler_does_not_keep_the_next_versions_requests_waiting():
         os.kill(home.pid, signal.SIGSTOP)
         new.apply(1)
         tickets = [new.submit(one) for one in groups(3)]
-        assert finish(new, tickets) == expected(workers, 1, groups(3))
+        assert finish(new, tickets) == expected_of(workers, 1, groups(3))
         assert long.completion is None and home.version == 0
         os.kill(home.pid, signal.SIGCONT)
-        assert finish(old, [long]) == expected(workers, 0, [request(1000)])
+        assert finish(old, [long]) == expected_of(workers, 0, [request(1000)])
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -71,9 +68,9 @@ def test_any_number_of_workers_gives_the_same_bits(count):
             client.apply(version)
         tickets = [(old.submit(one), new.submit(one)) for one in groups(4)]
         olds, news = zip(*tickets, strict=True)
-        assert finish(old, olds) == expected(workers, 0, groups(4))
+        assert finish(old, olds) == expected_of(workers, 0, groups(4))
         old.rest()
-        assert finish(new, news) == expected(workers, 1, groups(4))
+        assert finish(new, news) == expected_of(workers, 1, groups(4))
         assert workers.restarts.used == 0
 
 
@@ -89,10 +86,10 @@ def test_a_worker_killed_while_two_versions_run_changes_no_bit():
             victim = serving(workers, version)[0]
             struck.add(victim.pid)
             os.kill(victim.pid, signal.SIGKILL)
-        whole = expected(workers, 0, groups(4, max_new_tokens=60))
+        whole = expected_of(workers, 0, groups(4, max_new_tokens=60))
         assert finish(old, olds, [new]) == whole
         old.rest()
-        assert finish(new, news) == expected(workers, 1, groups(4, max_new_tokens=60))
+        assert finish(new, news) == expected_of(workers, 1, groups(4, max_new_tokens=60))
         until(new, lambda: workers.restarts.used == len(struck))
         assert not struck & {worker.pid for worker in processes(workers)}
 
@@ -111,9 +108,9 @@ def test_workers_join_and_leave_while_two_versions_run():
         new.step()
         old._pool.resize(3)
         until(new, lambda: serving(workers, 1))
-        assert finish(new, news) == expected(workers, 1, groups(4))
+        assert finish(new, news) == expected_of(workers, 1, groups(4))
         old._pool.resize(1)
-        whole = expected(workers, 0, groups(4, max_new_tokens=60))
+        whole = expected_of(workers, 0, groups(4, max_new_tokens=60))
         assert finish(old, olds) == whole and workers.count == 1
         assert workers.restarts.used == 0
 
@@ -133,20 +130,6 @@ def test_a_worker_checks_its_completions_before_it_leaves_their_version():
             assert new.logprob_gap() == gap and len(new._check.gaps) == 2
 
 
-def test_a_worker_lost_after_it_was_asked_is_left_out():
-    with shared_pool(checks=True, restarts=1) as (workers, (old, _)):
-        old.apply(0)
-        until(old, lambda: len(serving(workers, 0)) == 2)
-        finish(old, [old.submit(one) for one in groups(2)])
-        stopped = processes(workers)[0]
-        os.kill(stopped.pid, signal.SIGSTOP)
-        old._pool.call(lambda: old._pool.ask(old._check))
-        until(old, lambda: old._check.num_asked == 1)
-        os.kill(stopped.pid, signal.SIGKILL)
-        until(old, lambda: old._check.num_asked == 0)
-        assert len(old._check.gaps) == 1 and old._check.gap == 0.0
-
-
 def test_an_error_of_the_pool_reaches_every_caller():
     with shared_pool(fault="poison", restarts=1) as (_, (old, new)):
         for version, client in enumerate((old, new)):
@@ -159,29 +142,11 @@ def test_an_error_of_the_pool_reaches_every_caller():
                 client.apply(1)
 
 
-def test_a_closed_pool_is_an_error_and_its_thread_ends():
-    with shared_pool() as (workers, (old, _)):
-        old.apply(0)
-        ticket = old.submit(request(0, max_new_tokens=200))
-        until(old, lambda: serving(workers, 0))
-        workers.close()
-        with pytest.raises(Exception) as caught:
-            finish(old, [ticket])
-        assert not isinstance(caught.value, AssertionError)
-        old._pool._thread.join(DEADLINE_S)
-        assert not old._pool._thread.is_alive()
-
-
-def test_a_cancelled_request_ends_empty_and_changes_no_other():
-    with shared_pool(max_batch=2) as (workers, (old, _)):
-        old.apply(0)
-        requests = groups(2)
-        tickets = [old.submit(one) for one in requests]
-        old.cancel(tickets[0])  # not handed over yet
-        old.step()
-        for ticket in tickets[1:4]:
-            old.cancel(ticket)
-        assert finish(old, tickets[4:]) == expected(workers, 0, requests)[4:]
-        until(old, lambda: all(ticket.completion is not None for ticket in tickets))
-        ended = {ticket.completion.stop_reason for ticket in tickets[:4]}
-        assert "cancelled" in ended and ended <= {"cancelled", "length"}
+def test_a_rest_ends_with_the_next_request():
+    with shared_pool(number=1) as (workers, [client]):
+        client.apply(1)
+        for _ in range(2):
+            tickets = [client.submit(one) for one in groups(2)]
+            assert finish(client, tickets) == expected_of(workers, 1, groups(2))
+            client.rest()
+            assert client.weight_version == -1

@@ -5,10 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.engine.engine import Engine
 from tandem.engine.packed import packed_logprobs
-from tandem.engine.page_cache import PageCache
-from tests.support.engines import MODEL, decode, facts, mixed_requests, request
+from tests.support.engines import MODEL, facts, mixed_requests, paged_engine, request
 from tests.support.tiny import exact_logits, random_tokens
 
 PROMPT = random_tokens(np.random.default_rng(3), 300).tolist()
@@ -16,8 +14,7 @@ PROMPT = random_tokens(np.random.default_rng(3), 300).tolist()
 
 def run(requests, *, chunk_tokens=2048, pages=64):
     """Return the sequences of requests that run together, once they have ended."""
-    size = pages * PageCache(MODEL, 1 << 24).page_bytes
-    engine = Engine(MODEL, decode, cache_bytes=size, max_batch=64, chunk_tokens=chunk_tokens)
+    engine = paged_engine(pages=pages, chunk_tokens=chunk_tokens)
     sequences = [engine.submit(one) for one in requests]
     while engine.has_work:
         engine.step()

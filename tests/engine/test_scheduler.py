@@ -4,17 +4,9 @@ conversations."""
 import numpy as np
 import pytest
 
-from tandem.engine.engine import Engine
-from tandem.engine.page_cache import PageCache
 from tandem.engine.scheduler import QueueFull
-from tests.support.engines import MODEL, CountingModel, decode, facts, request
+from tests.support.engines import MODEL, CountingModel, decode, facts, paged_engine, request
 from tests.support.tiny import exact_model, random_tokens
-
-PAGE_BYTES = PageCache(MODEL, 1 << 24).page_bytes
-
-
-def engine_of(model=MODEL, *, pages=64, max_batch=64, **sizes):
-    return Engine(model, decode, cache_bytes=pages * PAGE_BYTES, max_batch=max_batch, **sizes)
 
 
 def prompt(length, seed=0):
@@ -29,7 +21,7 @@ def finish(engine, running):
 
 def test_a_long_prompt_runs_in_chunks_beside_those_that_decode():
     model = CountingModel(MODEL)
-    engine = engine_of(model, chunk_tokens=50)
+    engine = paged_engine(model, chunk_tokens=50)
     first = engine.submit(request(0, max_new_tokens=20))
     engine.step()
     second = engine.submit(request(1, prompt(180), max_new_tokens=4))
@@ -39,7 +31,7 @@ def test_a_long_prompt_runs_in_chunks_beside_those_that_decode():
 
 
 def test_full_queue_refuses_until_there_is_room():
-    engine = engine_of(max_batch=1, max_queue=2)
+    engine = paged_engine(max_batch=1, max_queue=2)
     running = [engine.submit(request(0))]
     engine.step()
     running += [engine.submit(request(n)) for n in (1, 2)]
@@ -48,12 +40,14 @@ def test_full_queue_refuses_until_there_is_room():
     finish(engine, running[:1])
     engine.step()
     assert engine.submit(request(3)) is not None
-    assert len(engine_of(max_batch=2, max_queue=3).generate([request(n) for n in range(12)])) == 12
+    assert (
+        len(paged_engine(max_batch=2, max_queue=3).generate([request(n) for n in range(12)])) == 12
+    )
 
 
 def test_preempting_the_youngest_changes_no_result():
     asked = [request(n, prompt(100, n), max_new_tokens=200) for n in range(4)]
-    engine = engine_of(pages=5)
+    engine = paged_engine(pages=5)
     running = [engine.submit(r) for r in asked]
     ends = []
     while engine.has_work:
@@ -62,12 +56,12 @@ def test_preempting_the_youngest_changes_no_result():
     assert engine.stats()["preemptions"] > 0
     assert ends[0] == 0  # the oldest was never held up
     assert [facts(r.completion) for r in running] == [
-        facts(engine_of().generate([r])[0]) for r in asked
+        facts(paged_engine().generate([r])[0]) for r in asked
     ]
 
 
 def test_nobody_starves_behind_a_stream_of_short_requests():
-    engine = engine_of(pages=4, max_batch=4)
+    engine = paged_engine(pages=4, max_batch=4)
     long = engine.submit(request(0, prompt(380), max_new_tokens=100))  # needs the whole cache
     passes = 0
     while long.completion is None and passes < 600:
@@ -80,7 +74,7 @@ def test_nobody_starves_behind_a_stream_of_short_requests():
 
 
 def test_a_big_request_that_waits_is_not_passed_by_small_ones():
-    engine = engine_of(pages=4, max_batch=8)
+    engine = paged_engine(pages=4, max_batch=8)
     small = [engine.submit(request(n, prompt(20, n), max_new_tokens=30)) for n in range(3)]
     engine.step()
     big = engine.submit(request(10, prompt(380), max_new_tokens=100))
@@ -91,7 +85,7 @@ def test_a_big_request_that_waits_is_not_passed_by_small_ones():
 
 
 def test_cancelled_request_frees_its_pages_and_keeps_its_tokens():
-    engine = engine_of()
+    engine = paged_engine()
     running, waiting = engine.submit(request(0, max_new_tokens=50)), engine.submit(request(1))
     other = engine.submit(request(2, prompt(40)))
     for _ in range(5):
@@ -100,28 +94,28 @@ def test_cancelled_request_frees_its_pages_and_keeps_its_tokens():
     assert running.completion.stop_reason == "cancelled" and len(running.completion.tokens) == 5
     assert running.completion.text == decode(running.completion.tokens)
     engine.cancel(running)  # ended already: nothing happens
-    [same] = engine_of().generate([request(0, max_new_tokens=50)])
+    [same] = paged_engine().generate([request(0, max_new_tokens=50)])
     assert same.tokens[:5].tolist() == running.completion.tokens.tolist()
     finish(engine, [other, waiting])
     assert engine.stats()["pages_in_use"] == 0 and not engine.has_work
 
 
 def test_cancelling_the_leader_of_a_shared_prompt_stops_no_other():
-    engine, shared = engine_of(chunk_tokens=32, max_batch=3), prompt(200)
+    engine, shared = paged_engine(chunk_tokens=32, max_batch=3), prompt(200)
     group = [engine.submit(request(n, shared, max_new_tokens=4)) for n in range(5)]
     engine.step()
     engine.cancel(group[0])  # in the middle of the prompt that the others wait for
     engine.cancel(group[4])
     results = finish(engine, group[1:4])
     assert results == [
-        facts(engine_of().generate([request(n, shared, max_new_tokens=4)])[0]) for n in (1, 2, 3)
+        facts(paged_engine().generate([request(n, shared, max_new_tokens=4)])[0]) for n in (1, 2, 3)
     ]
     assert len(group[4].completion.tokens) == 0 and engine.stats()["pages_in_use"] == 0
 
 
 def test_growing_conversation_computes_only_its_new_tokens():
     model = CountingModel(MODEL)
-    engine, history = engine_of(model), prompt(150)
+    engine, history = paged_engine(model), prompt(150)
     for turn in range(4):
         [completion] = engine.generate([request(turn, history, max_new_tokens=10)])
         if turn:
@@ -130,7 +124,7 @@ def test_growing_conversation_computes_only_its_new_tokens():
             assert model.passes[0] == 21
         model.passes.clear()
         history = np.concatenate([history, completion.tokens, prompt(20, turn)])
-    [fresh] = engine_of().generate([request(9, history)])
+    [fresh] = paged_engine().generate([request(9, history)])
     assert facts(engine.generate([request(9, history)])[0]) == facts(fresh)
 
 
@@ -143,13 +137,13 @@ def two_weights():
 
 def test_a_new_version_never_meets_old_keys(two_weights):
     model, _, new = two_weights
-    engine, shared = engine_of(model), prompt(300)
+    engine, shared = paged_engine(model), prompt(300)
     engine.generate([request(0, shared)])
     engine.apply(1, lambda: model.load_weights(new))
     [completion] = engine.generate([request(0, shared)])
     assert (
         facts(completion)[:2]
-        == facts(engine_of(exact_model("qwen3", seed=1)).generate([request(0, shared)])[0])[:2]
+        == facts(paged_engine(exact_model("qwen3", seed=1)).generate([request(0, shared)])[0])[:2]
     )
     assert completion.weight_versions.tolist() == [1] * 8
 
@@ -157,7 +151,7 @@ def test_a_new_version_never_meets_old_keys(two_weights):
 @pytest.mark.parametrize("running", ["finish", "restart", "continue"])
 def test_apply_finishes_restarts_or_continues_requests(two_weights, running):
     model, _, new = two_weights
-    engine = engine_of(model)
+    engine = paged_engine(model)
     begun = engine.submit(request(0, prompt(140), max_new_tokens=12))
     for _ in range(5):
         engine.step()
@@ -170,7 +164,7 @@ def test_apply_finishes_restarts_or_continues_requests(two_weights, running):
     assert begun.completion.weight_versions.tolist() == versions[running]
     assert later.completion.weight_versions.tolist() == [1] * 8
     alone = [
-        engine_of(exact_model("qwen3", seed=n))
+        paged_engine(exact_model("qwen3", seed=n))
         .generate([request(0, prompt(140), max_new_tokens=12)])[0]
         .tokens.tolist()
         for n in (0, 1)
@@ -182,7 +176,7 @@ def test_apply_finishes_restarts_or_continues_requests(two_weights, running):
 
 def test_weights_changed_without_apply_are_an_error(two_weights):
     model, _, new = two_weights
-    engine = engine_of(model)
+    engine = paged_engine(model)
     engine.submit(request())
     engine.step()
     model.load_weights(new)
@@ -191,7 +185,7 @@ def test_weights_changed_without_apply_are_an_error(two_weights):
 
 
 def test_many_requests_in_a_small_cache_leave_no_page_in_use():
-    engine, rng = engine_of(pages=6, max_batch=5), np.random.default_rng(0)
+    engine, rng = paged_engine(pages=6, max_batch=5), np.random.default_rng(0)
     for _ in range(10):
         engine.generate(
             [

@@ -3,11 +3,7 @@
 import numpy as np
 import pytest
 
-from tandem.engine.engine import Engine
-from tandem.engine.page_cache import PageCache
-from tests.support.engines import CountingModel, decode, facts, request
-from tests.support.parity import engine_for, largest_gap, random_requests
-from tests.support.parity import random_model as model_of
+from tests.support.engines import CountingModel, facts, paged_engine, request
 from tests.support.tiny import exact_model, random_tokens
 
 MODELS = {kind: exact_model(kind) for kind in ("qwen3", "mistral", "llama")}
@@ -32,17 +28,12 @@ class WatchedModel(CountingModel):
         return plan
 
 
-def engine_of(model, *, pages=64, **sizes):
-    size = PageCache(model, 1 << 24).page_bytes
-    return Engine(model, decode, cache_bytes=pages * size, **{"max_batch": 64, **sizes})
-
-
 def prompt(length, seed=0):
     return random_tokens(np.random.default_rng(seed), length)
 
 
 def alone(model, requests):
-    return [facts(engine_of(model).generate([one])[0]) for one in requests]
+    return [facts(paged_engine(model).generate([one])[0]) for one in requests]
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -54,7 +45,7 @@ def test_groups_of_odd_sizes_give_what_each_request_gives_alone(kind):
             for n in range(samples)
         ]
     requests = [requests[n] for n in np.random.default_rng(0).permutation(len(requests))]
-    engine = engine_of(model)
+    engine = paged_engine(model)
     assert [facts(c) for c in engine.generate(requests)] == alone(MODELS[kind], requests)
     assert max(model.widths) >= 5 and engine.logprob_gap() == 0.0
 
@@ -62,45 +53,21 @@ def test_groups_of_odd_sizes_give_what_each_request_gives_alone(kind):
 def test_samples_of_two_prompts_in_turns_read_their_pages_together():
     model = WatchedModel(MODELS["qwen3"])
     requests = [request(n, prompt(200, n % 2), max_new_tokens=4) for n in range(8)]
-    engine_of(model).generate(requests)
+    paged_engine(model).generate(requests)
     assert max(model.widths) == 4
-
-
-def test_samples_that_join_late_give_what_they_give_alone():
-    model, shared = WatchedModel(MODELS["qwen3"]), prompt(300)
-    requests = [request(n, shared, max_new_tokens=6 + 5 * n) for n in range(7)]
-    engine = engine_of(model)
-    running = [engine.submit(one) for one in requests[:2]]
-    for one in requests[2:]:
-        for _ in range(3):
-            engine.step()
-        running.append(engine.submit(one))
-    while engine.has_work:
-        engine.step()
-    assert [facts(r.completion) for r in running] == alone(MODELS["qwen3"], requests)
-    assert max(model.widths) >= 4
 
 
 def test_preempted_samples_give_what_they_give_alone():
     model, shared = WatchedModel(MODELS["qwen3"]), prompt(230)
     requests = [request(n, shared, max_new_tokens=40) for n in range(5)]
-    engine = engine_of(model, pages=8)
+    engine = paged_engine(model, pages=8)
     assert [facts(c) for c in engine.generate(requests)] == alone(MODELS["qwen3"], requests)
     assert engine.stats()["preemptions"] > 0 and max(model.widths) >= 3
     assert engine.stats()["pages_in_use"] == 0
 
 
-def test_the_trainers_logprobs_of_a_group_are_the_engines():
-    model = model_of("qwen3")
-    requests = random_requests(np.random.default_rng(1), prompts=5, longest=400, group=6)
-    watched = WatchedModel(model)
-    completions = engine_for(watched).generate(requests)
-    assert largest_gap(model, requests, completions, 4000, gradients=False) == 0.0
-    assert max(watched.widths) >= 6
-
-
 def test_samples_hold_one_copy_of_a_page_that_each_has_filled():
-    engine, whole = engine_of(MODELS["qwen3"]), prompt(256)
+    engine, whole = paged_engine(MODELS["qwen3"]), prompt(256)
     group = [engine.submit(request(n, whole, max_new_tokens=8)) for n in range(6)]
     for _ in range(3):
         engine.step()
@@ -111,7 +78,7 @@ def test_samples_hold_one_copy_of_a_page_that_each_has_filled():
 
 
 def test_equal_completions_hold_the_pages_of_one():
-    engine = engine_of(MODELS["qwen3"])
+    engine = paged_engine(MODELS["qwen3"])
     twins = [engine.submit(request(0, prompt(100), max_new_tokens=60)) for _ in range(3)]
     for _ in range(40):
         engine.step()

@@ -37,11 +37,12 @@ from tandem.runtime.processes import ZOMBIE, state_of
 from tandem.types import Completion, Request, SamplingParams
 from tandem.weights.shared import SharedWeights
 from tandem.workers.channel import ProtocolError, decode, encode
-from tests.support.odd_worker import POISON, LightEngine
+from tests.support.odd_worker import POISON
 from tests.support.working import (
     DEADLINE_S,
     all_idle,
     bits,
+    expected_of,
     groups,
     odd_workers,
     open_workers,
@@ -135,80 +136,28 @@ def test_the_identity_depends_on_prompt_key_turn_and_beginning():
     assert len({identity_of(request) for request in (whole, *others)}) == 5
 
 
-@pytest.mark.parametrize("line", [b"", b"{", b"7", b"\xff\x00"])
-def test_a_line_that_is_not_a_message_is_a_protocol_error(line):
-    with pytest.raises(ProtocolError):
-        decode(line)
-
-
 def test_a_malformed_completion_is_a_protocol_error():
     message = completion_message(7, "", everything().resume_from)
-    for broken in (
-        {**message, "tokens": message["weight_versions"][:8]},
-        {**message, "logprobs": "?"},
-        {"text": ""},
-    ):
+    fields = message["is"]
+    short = {"tokens": ["<i8", [1], fields["tokens"][2][:12]]}
+    for broken in (short, {"logprobs": "?"}, {"logprobs": ["<f4", [2], "?"]}, {"text": 7}):
         with pytest.raises(ProtocolError):
-            read_completion(broken)
+            read_completion({**message, "is": {**fields, **broken}})
+    with pytest.raises(ProtocolError):
+        read_completion({"text": ""})
 
 
 # ---- workers without a model
 
 
 def expected(workers, requests):
-    """Return the results of one engine in this process for the same requests."""
-    engine = LightEngine()
-    engine.version = workers.weight_version
-    engine.weights = workers.published.hash_of(engine.version)
-    running = [engine.submit(request) for request in requests]
-    while engine.has_work:
-        for one in list(engine.running):
-            engine.sample(one)
-    return [bits(one.completion) for one in running]
+    return expected_of(workers, workers.weight_version, requests)
 
 
-def require_same_bits(workers, requests, between=lambda: None):
-    assert [bits(completion) for completion in run(workers, requests, between)] == expected(
+def require_same_bits(workers, requests):
+    assert [bits(completion) for completion in run(workers, requests)] == expected(
         workers, requests
     )
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_any_number_of_workers_gives_the_same_bits(count):
-    with odd_workers(count=count) as workers:
-        require_same_bits(workers, groups(6))
-        workers.apply(1)
-        require_same_bits(workers, groups(6))
-        assert expected(workers, groups(6)) != [
-            bits(c) for c in run(workers, groups(6, max_new_tokens=19))
-        ]
-        assert workers.restarts.used == 0 and workers.weight_version == 1
-
-
-def test_work_is_spread_evenly_and_a_prefix_stays_together():
-    with odd_workers(max_batch=64) as workers:
-        until(workers, lambda: all_idle(workers))
-        made_by = [completion.text for completion in run(workers, groups(4))]
-        assert all(len(set(made_by[at : at + 4])) == 1 for at in range(0, 16, 4))
-        assert sorted(made_by.count(who) for who in set(made_by)) == [8, 8]
-        later = [
-            replace(r, prompt=np.arange(n + 9), num_sampled=20) for n, r in enumerate(groups(4))
-        ]
-        assert [completion.text for completion in run(workers, later)] == made_by
-        # but nobody is idle for the sake of it
-        one_prompt = [request(100 + n, (7, 7)) for n in range(8)]
-        alone = [completion.text for completion in run(workers, one_prompt)]
-        assert sorted(alone.count(who) for who in set(alone)) == [4, 4]
-
-
-def test_a_worker_has_no_more_requests_than_it_runs_at_once():
-    with odd_workers(max_batch=3) as workers:
-        until(workers, lambda: all_idle(workers))
-        seen = []
-        require_same_bits(
-            workers, groups(5), lambda: seen.append(max(len(w.tickets) for w in processes(workers)))
-        )
-        assert max(seen) == 3
 
 
 def test_a_request_too_long_for_an_engine_is_refused_at_once():
@@ -223,27 +172,20 @@ def test_a_cancelled_request_ends_empty_and_changes_no_other():
         until(workers, lambda: all_idle(workers))
         requests = groups(2, max_new_tokens=200)  # none of them ends in one step
         tickets = [workers.submit(request) for request in requests]
+        workers.cancel(tickets[0])  # not handed over yet
         workers.step()
-        for ticket in tickets[:6]:  # four of them are with a worker
+        for ticket in tickets[1:6]:  # four of them are with a worker
             workers.cancel(ticket)
+        until(workers, lambda: all(ticket.completion for ticket in tickets))
         assert {(t.completion.stop_reason, len(t.completion.tokens)) for t in tickets[:6]} == {
             ("cancelled", 0)
         }
-        until(workers, lambda: all(ticket.completion for ticket in tickets))
         assert [bits(ticket.completion) for ticket in tickets[6:]] == expected(workers, requests)[
             6:
         ]
         until(workers, lambda: all_idle(workers))  # every cancelled one was answered for
         workers.apply(1)
         require_same_bits(workers, requests)
-
-
-def test_new_weights_under_a_running_request_are_a_bug():
-    with odd_workers() as workers:
-        ticket = workers.submit(request(0))
-        with pytest.raises(RuntimeError, match="under way"):
-            workers.apply(1)
-        until(workers, lambda: ticket.completion)
 
 
 # ---- faults
@@ -276,7 +218,7 @@ def require_replaced(workers, hit):
     """The witness: that process is gone, and another has its number."""
     [worker] = hit
     until(workers, lambda: processes(workers)[worker.number].pid != worker.pid)
-    assert not Path(f"/proc/{worker.pid}").exists()
+    until(workers, lambda: not Path(f"/proc/{worker.pid}").exists())
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -331,7 +273,7 @@ def test_a_driver_that_was_busy_takes_no_worker_for_silent():
     with odd_workers(heartbeat_s=1.2, restarts=20) as workers:
         until(workers, lambda: all_idle(workers))
         used = workers.restarts.used  # a start may take longer on a busy machine
-        time.sleep(1.5)
+        workers.call(lambda: time.sleep(1.5))
         require_same_bits(workers, groups(4))
         assert workers.restarts.used == used
 
@@ -485,7 +427,8 @@ def test_generating_on_closed_workers_is_an_error():
         workers.close()
         thread.join(DEADLINE_S)
         assert len(errors) == 1 and not isinstance(errors[0], AssertionError)
-        assert processes(workers) == [] and not any(Path(f"/proc/{pid}").exists() for pid in pids)
+        assert processes(workers) == []
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 # ---- workers with a model
@@ -524,18 +467,6 @@ def test_the_largest_gap_of_all_workers_is_told(fault, gap):
     with odd_workers(fault=fault) as workers:
         run(workers, groups(3))
         np.testing.assert_equal(workers.logprob_gap(), gap)
-        run(workers, groups(2))
-
-
-def test_a_worker_lost_while_it_checks_is_left_out():
-    with odd_workers(restarts=1) as workers:
-        run(workers, groups(3))
-        os.kill(processes(workers)[0].pid, signal.SIGSTOP)
-        killer = threading.Timer(0.3, os.kill, (processes(workers)[0].pid, signal.SIGKILL))
-        killer.start()
-        assert workers.logprob_gap() == 0.0
-        killer.join()
-        assert workers.restarts.used == 1
         run(workers, groups(2))
 
 
@@ -602,13 +533,6 @@ def test_workers_give_the_bits_of_the_inline_engine(real):
     ]
 
 
-def test_every_worker_checks_a_completion_of_its_own(real):
-    workers, _, _ = real
-    assert workers.logprob_gap() == 0.0
-    run(workers, every_kind())
-    assert workers.logprob_gap() == 0.0
-
-
 def test_workers_score_a_probe_with_the_bits_of_the_inline_engine(real):
     workers, engine, shared = real
     size = engine.model.config.vocab_size
@@ -630,6 +554,7 @@ def test_weights_that_are_not_the_trainers_are_found_by_name(real):
     shared.crossed = True
     with pytest.raises(UserError, match="the engine's weights differ from the trainer's") as caught:
         workers.apply(3)
+        until(workers, lambda: False)
     assert caught.value.found == shared.hash_of(2) and caught.value.expected == shared.hash_of(3)
     first = next(iter(shared.layout.parts))[0]
     assert f"weight version 3: {first}, " in caught.value.where

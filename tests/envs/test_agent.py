@@ -19,7 +19,7 @@ from tandem.envs.agent.chat import (
     ConversationBroken,
     Reply,
     continuation,
-    parse_reward,
+    last_observation,
 )
 from tandem.envs.agent.env import AgentDrivenEnv, AgentEnv, AgentFailed
 from tandem.envs.agent.server import the_server
@@ -206,14 +206,6 @@ def test_tool_calls_are_recognized_when_they_come_back(back):
     assert first.messages == [{"role": "tool", "content": "7"}] and last.reward == 1.0
 
 
-def test_arguments_written_as_text_get_the_schemas_types():
-    arguments = "<parameter=a>\n3\n</parameter>\n<parameter=b>\nx\n</parameter>"
-    text = f"<tool_call>\n<function=add>\n{arguments}\n</function>\n</tool_call>"
-    [call] = Reply.to(ChatRequest(messages=CHAT, tools=[ADD]), text, 1).calls
-    # what is no integer stays what was said
-    assert call.arguments == {"a": 3, "b": "x"}
-
-
 def test_a_call_that_cannot_be_read_stays_text():
     reply = Reply.to(ChatRequest(messages=CHAT, tools=[ADD]), f"{CALL}<tool_call>{{", 1)
     assert (reply.calls, reply.content) == ((), reply.text)
@@ -364,7 +356,7 @@ def test_fields_of_sampling_are_ignored():
 )
 def test_reward_that_is_not_finite_is_refused(value):
     with pytest.raises(ValueError, match="reward"):
-        parse_reward(value)
+        last_observation(value)
 
 
 def test_the_server_knows_its_endpoints_and_its_episodes():

@@ -79,17 +79,17 @@ def test_the_sandbox_section_goes_to_a_class_that_asks_for_it(own):
     "name, options, where, words",
     [
         ("gues", {}, "env.name", ["no such environment", "single_turn", "guess", "file.py:Class"]),
-        ("guess", {"limt": 3}, "env.options", ["no option 'limt'", "limit: int = 0"]),
+        ("guess", {"limt": 3}, "env.options", ["'limt'", "limit: int = 0"]),
         ("guess", {"limit": "many"}, "env.options.limit", ["'many'", "int"]),
         ("guess", {"limit": -2}, "env.options.limit", ["-2"]),
-        ("single_turn", {"limit": 3}, "env.options", ["no option 'limit'", "Env()"]),
+        ("single_turn", {"limit": 3}, "env.options", ["'limit'", "Env()"]),
         ("tools", {}, "env.options.tools", ["no tools", "calculator"]),
         ("tools", {"tools": ["calculator"], "format": "xml"}, "env.options.format", ["hermes"]),
         (
             "own_envs.py:Mine",
             {},
             "env.options",
-            ["needs the option 'names'", "Mine(names: list[str], size: int = 3)"],
+            ["missing a required argument: 'names'", "Mine(names: list[str], size: int = 3)"],
         ),
         ("own_envs.py:Mine", {"names": "a"}, "env.options.names", ["list[str]", "'a'"]),
         (
@@ -142,9 +142,9 @@ def test_a_run_depends_on_the_files_of_ones_own(own):
     assert files("tools", tools="my.py:add") == [Path("my.py")]
 
 
-def test_invalid_options_are_refused_without_importing_torch():
+def test_data_are_read_and_invalid_options_refused_without_importing_torch():
     code = """
-import sys
+import sys, tandem.data.problems, tandem.data.chats
 from tandem.config.schema import Env, Sandbox
 from tandem.envs.load import load_env
 try:

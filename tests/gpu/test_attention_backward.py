@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from tandem.model.attention import Scoring
 from tandem.model.triton.packed_attention import PackedSegments, packed_attention, viewers_of
 from tests.support.kernels import (
     BF16,
@@ -55,7 +56,7 @@ def in_float64(segments, window):
 
 def on_triton(segments, window=None):
     plan = PackedSegments(np.array(segments), torch.device(DEVICE))
-    return lambda q, k, v: packed_attention(q, k, v, plan, SCALE, window)
+    return lambda q, k, v: packed_attention(q, k, v, plan, Scoring(SCALE, window))
 
 
 def inputs(rows, group, kv_heads, width, dtype=FP32):

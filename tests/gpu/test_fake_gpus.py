@@ -14,13 +14,13 @@ from tandem.engine.engine import Engine
 from tandem.engine.graphs import StepGraphs
 from tandem.engine.lookahead import Lookahead
 from tandem.model.load import make_exact
-from tandem.model.triton import ops
+from tandem.model.triton.matmul import matmul
 from tandem.plugins.optim.offload import OffloadedOptimizer
 from tandem.train.muon import orthogonalized
 from tandem.train.optimizer import Optimizer
 from tandem.train.pack import pack
 from tandem.train.ranks import ALONE
-from tests.support.engines import facts, request
+from tests.support.engines import Replayed, facts, request
 from tests.support.fake_cuda import FakeCuda
 from tests.support.kernels import BF16, FP32, ON_GPU, triton_everywhere
 from tests.support.parity import words
@@ -32,16 +32,6 @@ pytestmark = pytest.mark.skipif(ON_GPU, reason="there is a GPU")
 SHAPE = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 72, "num_attention_heads": 2}
 SHAPE |= {"num_key_value_heads": 1, "num_hidden_layers": 1}
 SECOND = torch.device("cuda", 1)
-
-
-class Replayed:
-    """A captured step: the function as it was when it was captured."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def replay(self):
-        self.step()
 
 
 def model_on(device, dtype=FP32):
@@ -91,7 +81,7 @@ def test_memory_of_descriptors_is_on_the_gpu_of_the_product():
     with FakeCuda():
         x = torch.ones(16, 32, device=SECOND)
         with torch.cuda.device(1):
-            ops.matmul(x, x, kernel="tma")
+            matmul(x, x, kernel="tma")
         assert _allocator.get()(128, 128, None).device == SECOND
 
 

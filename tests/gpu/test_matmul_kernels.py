@@ -9,7 +9,7 @@ from tandem.jobs.engines import choose_matmul
 from tandem.model.linear import Adapter, ExactLinear, Part, fused_linear
 from tandem.model.load import make_exact
 from tandem.model.probe import try_matmuls
-from tandem.model.triton.ops import matmul
+from tandem.model.triton.matmul import matmul
 from tandem.model.triton.plans import TRITON
 from tests.support.kernels import (
     BF16,

@@ -8,24 +8,14 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from tandem.model.attention import Scoring
 from tandem.model.paged_attention import PAGE, DecodeRows, Runs
-from tandem.model.triton.attention_kernels import SPLIT_KEYS
-from tandem.model.triton.ops import attention
+from tandem.model.triton.attention import SPLIT_KEYS, attention
 from tandem.model.triton.plans import TritonDecodePlan, TritonPagedPlan
 from tandem.model.triton.shared_splits import split_tiles
+from tests.support.kernels import BF16, DEVICE, FP32, random, same_bits
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FP32, BF16 = torch.float32, torch.bfloat16
 SPLIT, PAGES = SPLIT_KEYS.value, SPLIT_KEYS.value // PAGE
-
-
-def random(seed, *shape, dtype=FP32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
-
-
-def same_bits(a, b):
-    bits = torch.int32 if a.dtype == FP32 else torch.int16
-    return a.dtype == b.dtype and torch.equal(a.view(bits), b.view(bits))
 
 
 def tables_of(groups):
@@ -56,8 +46,8 @@ def test_tokens_of_a_shared_split_have_the_bits_they_have_alone(
     plan = TritonPagedPlan([keys], [values], runs, heads)
     assert plan.tiles[1].max() == min(6, 16 // group)
     assert plan.tiles[3].tolist() == [[512] * 6 + [0] + [256] * 2 + [512] * 3, [0] * 9 + [640] * 3]
-    found = plan.attend(0, q, k, v, scale, window)
-    assert same_bits(found, attention(q, keys, values, plan.rows, scale, window))
+    found = plan.attend(0, q, k, v, Scoring(scale, window))
+    assert same_bits(found, attention(q, keys, values, plan.rows, Scoring(scale, window)))
 
 
 def test_three_splits_of_which_two_are_shared():
@@ -66,8 +56,8 @@ def test_three_splits_of_which_two_are_shared():
     q, new = random(3, 5, 2, 16), random(4, 2, 5, 1, 16)
     plan = TritonPagedPlan([keys], [values], Runs(tables, starts, np.ones(5, np.int64)), 2)
     assert [row[row > 0].tolist() for row in plan.tiles[1]] == [[3, 2], [3, 2], [], []]
-    found = plan.attend(0, q, *new, 0.25, None)
-    assert same_bits(found, attention(q, keys, values, plan.rows, 0.25, None))
+    found = plan.attend(0, q, *new, Scoring(0.25))
+    assert same_bits(found, attention(q, keys, values, plan.rows, Scoring(0.25)))
 
 
 def test_rows_of_static_tables_have_the_bits_of_the_plan_of_their_sequences():
@@ -76,7 +66,7 @@ def test_rows_of_static_tables_have_the_bits_of_the_plan_of_their_sequences():
     q, new = random(3, 6, 2, 16), random(4, 2, 6, 1, 16)
     runs = Runs(tables, starts, np.ones(6, np.int64))
     plain = TritonPagedPlan([keys], [values], runs, 2)
-    expected = plain.attend(0, q, *new, 0.25, 300)
+    expected = plain.attend(0, q, *new, Scoring(0.25, 300))
     buffers = torch.zeros(4, 9, 11, dtype=torch.int32, device=DEVICE)  # of more splits and rows
     buffers[:, : plain.tiles.shape[1], :6] = plain.tiles
     rows = DecodeRows(
@@ -87,7 +77,7 @@ def test_rows_of_static_tables_have_the_bits_of_the_plan_of_their_sequences():
         tiles=buffers[:, :2, :8],
     )
     found = TritonDecodePlan([keys], [values], rows).attend(
-        0, F.pad(q, (0, 0, 0, 0, 0, 2)), *F.pad(new, (0, 0, 0, 0, 0, 2)), 0.25, 300
+        0, F.pad(q, (0, 0, 0, 0, 0, 2)), *F.pad(new, (0, 0, 0, 0, 0, 2)), Scoring(0.25, 300)
     )
     assert same_bits(found[:6], expected) and not found[6:].any()
 

@@ -12,7 +12,9 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from tandem.model.triton.ops import PagedRows, attention, matmul, segment_attention, write_cache
+from tandem.model.attention import Scoring
+from tandem.model.triton.attention import PagedRows, attention, segment_attention, write_cache
+from tandem.model.triton.matmul import matmul
 from tests.support.kernels import BF16, DEVICE, FP16, FP32, assert_near, int32, random, same_bits
 
 PAGE = 128
@@ -65,7 +67,7 @@ def packed_pass(window, dtype):
     a tile."""
     q, k, v = sequence(dtype)
     segments = int32((0, LENGTH, 0, 0))
-    return segment_attention(q, k, v, segments, SCALE, window, scratch_bytes=0)
+    return segment_attention(q, k, v, segments, Scoring(SCALE, window), scratch_bytes=0)
 
 
 def new_tokens(
@@ -82,7 +84,7 @@ def new_tokens(
         max_length=max_length,
     )
     keys, values = pages or pages_of([(k[:stop], v[:stop])], [table], 7)
-    return attention(q[start:stop], keys, values, rows, SCALE, window, **options)
+    return attention(q[start:stop], keys, values, rows, Scoring(SCALE, window), **options)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -136,7 +138,7 @@ def test_attention_over_pages_is_near_float64(group, kv_heads, width, window, dt
         max_length=max(lengths),
     )
     scratch = {} if splits == "apart" else {"scratch_bytes": 0}
-    found = attention(q, *pages_of(kv, tables, 10), rows, width**-0.5, window, **scratch)
+    found = attention(q, *pages_of(kv, tables, 10), rows, Scoring(width**-0.5, window), **scratch)
     for at, count, (k, v) in zip(first, counts, kv, strict=True):
         mine = slice(at, at + count)
         assert_near(found[mine], in_float64(q[mine], k, v, width**-0.5, window), dtype)
@@ -182,7 +184,8 @@ def test_sequences_are_found_among_hundreds_of_unused_places():
         first[place], count[place], start[place], table[place] = row, 1, row, 0
     rows = PagedRows(tables=table[:, None], first=first, count=count, start=start, max_length=128)
     assert same_bits(
-        attention(q, *pages_of([(k, v)], [(0,)], 1), rows, SCALE), packed_pass(None, BF16)[:4]
+        attention(q, *pages_of([(k, v)], [(0,)], 1), rows, Scoring(SCALE)),
+        packed_pass(None, BF16)[:4],
     )
 
 
@@ -203,18 +206,20 @@ def test_sequence_beside_others_of_its_prefix_same_bits():
         start=int32(FROM, 256, 400),
         max_length=LENGTH,
     )
-    found = attention(torch.cat((other_q[:50], other_q[144:145], q[FROM:])), *pages, rows, SCALE)
+    found = attention(
+        torch.cat((other_q[:50], other_q[144:145], q[FROM:])), *pages, rows, Scoring(SCALE)
+    )
     assert same_bits(found[51:], packed_pass(None, BF16)[FROM:])
     alone = PagedRows(
         tables=int32(tables[1]), first=int32(0), count=int32(1), start=int32(400), max_length=2048
     )
-    assert same_bits(found[50:51], attention(other_q[144:145], *pages, alone, SCALE))
+    assert same_bits(found[50:51], attention(other_q[144:145], *pages, alone, Scoring(SCALE)))
     together = segment_attention(
         torch.cat((q[:prefix], other_q[:50])),
         torch.cat((k[:prefix], other[0][:50])),
         torch.cat((v[:prefix], other[1][:50])),
         int32((prefix, 50, 0, prefix)),
-        SCALE,
+        Scoring(SCALE),
     )
     assert same_bits(found[:50], together[prefix:])
 
@@ -223,7 +228,7 @@ def test_segments_of_a_pack_have_the_bits_they_have_over_pages():
     """A prefix of 40 rows with two continuations, one by itself, and padding."""
     q, k, v = (random(s, 110, h, 80) for s, h in ((1, 4), (2, 1), (3, 1)))
     segments = [(0, 40, 0, 0), (40, 21, 0, 40), (61, 9, 0, 40), (75, 30, 75, 0)]
-    found = segment_attention(q, k, v, torch.tensor(segments), SCALE)
+    found = segment_attention(q, k, v, torch.tensor(segments), Scoring(SCALE))
     for first, count, prefix_first, prefix in segments:
         index = [*range(prefix_first, prefix_first + prefix), *range(first, first + count)]
         rows = PagedRows(
@@ -236,7 +241,7 @@ def test_segments_of_a_pack_have_the_bits_they_have_over_pages():
         mine = slice(first, first + count)
         assert same_bits(
             found[mine],
-            attention(q[mine], *pages_of([(k[index], v[index])], [[1]], 2), rows, SCALE),
+            attention(q[mine], *pages_of([(k[index], v[index])], [[1]], 2), rows, Scoring(SCALE)),
         )
         assert_near(found[mine], in_float64(q[mine], k[index], v[index], SCALE, None), FP32)
     assert not found[70:75].any() and not found[105:].any()

@@ -10,7 +10,7 @@ import torch
 
 from tandem.model.cpu_kernels import CPU
 from tandem.model.divergence import divergences
-from tandem.model.logprobs import CHUNK_BYTES, chunks
+from tandem.model.logprobs import CHUNK_BYTES, Head, chunks
 from tandem.rl.distillation import DivergenceKind, divergence
 
 WIDTH, MANY = 16, 40_000
@@ -27,7 +27,7 @@ def model(rows, vocabulary, seed=0):
 
 
 def head(hidden, weight):
-    return hidden, weight, CPU.pack(weight.detach())
+    return Head(hidden, weight, CPU.pack(weight.detach()))
 
 
 KINDS = [(kind, top_k) for kind in get_args(DivergenceKind) for top_k in (0, 3)]

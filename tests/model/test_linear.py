@@ -8,7 +8,7 @@ from torch import nn
 
 from tandem.model.cpu_kernels import CPU
 from tandem.model.layers import made_again
-from tandem.model.linear import ExactLinear, FusedLinear, PackedWeight, linear
+from tandem.model.linear import ExactLinear, FusedLinear, PackedWeight
 from tests.support.operators import Operators
 
 
@@ -27,34 +27,6 @@ def test_a_row_has_the_same_bits_beside_any_number_of_other_rows(inner, bias):
         assert torch.equal(CPU.matmul(x[70 - rows :], packed, added), whole[70 - rows :]), (
             f"last {rows} rows"
         )
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_forward_and_gradients_are_those_of_a_plain_linear(bias):
-    parts = [noise(9, 96), noise(40, 96, seed=1)] + ([noise(40, seed=2)] if bias else [])
-    ours = [t.clone().requires_grad_() for t in parts]
-    theirs = [t.double().requires_grad_() for t in parts]
-    x, weight = ours[:2]
-    out = linear(x, weight, ours[2] if bias else None, CPU.pack(weight))
-    expected = F.linear(*theirs)
-    torch.testing.assert_close(out, expected.float(), rtol=1e-5, atol=1e-5)
-    (out * noise(9, 40, seed=3)).sum().backward()
-    (expected * noise(9, 40, seed=3)).sum().backward()
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one.grad, other.grad.float(), rtol=1e-5, atol=1e-5)
-
-
-def test_only_the_gradients_that_are_wanted_are_made():
-    x, weight = noise(4, 96), noise(8, 96, seed=1).requires_grad_()
-    linear(x, weight, None, CPU.pack(weight)).sum().backward()
-    assert x.grad is None and weight.grad is not None
-
-
-def test_with_and_without_gradients_the_bits_are_the_same():
-    x, weight = noise(5, 96), noise(8, 96, seed=1).requires_grad_()
-    recorded = linear(x, weight, None, CPU.pack(weight))
-    with torch.no_grad():
-        assert torch.equal(linear(x, weight, None, CPU.pack(weight)), recorded)
 
 
 def test_pack_renewed_only_when_weight_changes_in_place():
@@ -111,43 +83,6 @@ def test_a_row_of_swiglu_does_not_depend_on_rows_width_or_threads(gradients):
         two = CPU.swiglu(x)
         torch.set_num_threads(before)
     assert torch.equal(two, whole)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_fused_linear_is_its_parts_with_their_gradients(bias):
-    parts = [
-        ExactLinear(
-            nn.Parameter(noise(o, 96, seed=o)), nn.Parameter(noise(o, seed=o)) if bias else None
-        )
-        for o in (24, 8, 8)
-    ]
-    fused, x = FusedLinear(*parts), noise(7, 96)
-    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
-    out, expected = fused(ours), torch.cat([F.linear(theirs, p.weight, p.bias) for p in parts], 1)
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
-    with torch.no_grad():
-        assert torch.equal(fused(x), out)
-    above = noise(7, 40, seed=9)
-    (out * above).sum().backward()
-    grads = [p.grad.clone() for part in parts for p in part.parameters()]
-    for part in parts:
-        part.zero_grad()
-    (expected * above).sum().backward()
-    for one, other in zip(
-        [ours.grad, *grads],
-        [theirs.grad, *(p.grad for part in parts for p in part.parameters())],
-        strict=True,
-    ):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-
-
-def test_the_pack_of_fused_linears_follows_each_of_their_weights():
-    parts = [ExactLinear(nn.Parameter(noise(8, 96, seed=o))) for o in (1, 2)]
-    fused, x = FusedLinear(*parts), noise(4, 96)
-    with torch.no_grad():
-        before = fused(x)
-        parts[1].weight.mul_(2.0)
-        assert torch.equal(fused(x), torch.cat([before[:, :8], 2 * before[:, 8:]], 1))
 
 
 def adapted(outputs, inputs=96, *, rank=0, bias=False, frozen=True, seed=0):

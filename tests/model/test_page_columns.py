@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.model.attention import Scoring
 from tandem.model.page_columns import column_of
 from tandem.model.paged_attention import PAGE, PagedPlan, Runs
 
@@ -47,7 +48,7 @@ class Case:
             tables = [list(range(e - len(t), e)) for t, e in zip(tables, ends, strict=True)]
         keys, values = cache.clone().unbind()
         plan = PagedPlan([keys], [values], Runs(tables, self.starts, self.counts), self.q.shape[1])
-        out = plan.attend(0, self.q, *self.new, self.q.shape[-1] ** -0.5, window)
+        out = plan.attend(0, self.q, *self.new, Scoring(self.q.shape[-1] ** -0.5, window))
         return out, [column.width for bucket in plan.buckets for column in bucket.columns]
 
 

@@ -82,14 +82,18 @@ def pair(name, base):
         make_exact(stock(name), replace(LORA, base=base)),
         make_exact(with_numbers_of(stock(name), base), LORA),
     ]
+    return [moved(model) for model in models]
+
+
+def moved(model):
+    """Give the adapters numbers."""
     noise = torch.Generator().manual_seed(1)
     factors = {
         key: 0.1 * torch.randn(value.shape, generator=noise)
-        for key, value in models[0].adapter_weights().items()
+        for key, value in model.adapter_weights().items()
     }
-    for model in models:
-        model.load_weights(factors)
-    return models
+    model.load_weights(factors)
+    return model
 
 
 def out(model):
@@ -121,9 +125,14 @@ def test_logits_and_gradients_are_those_of_a_float_base_with_the_same_numbers(na
         assert type(weight) is torch.Tensor and torch.equal(weight, expected[key]), key
 
 
-@pytest.mark.parametrize(("name", "base"), [("llama", "nf4"), ("olmo2", "int8")])
+@pytest.mark.parametrize(
+    ("name", "base"), [("llama", "nf4"), ("olmo2", "int8"), ("llama in bfloat16", "nf4")]
+)
 def test_engine_equals_trainer_on_a_quantized_base(name, base):
-    model = pair(name, base)[0]
+    kind, _, half = name.partition(" in ")
+    module = stock(kind).bfloat16() if half else stock(kind)
+    model = moved(make_exact(module, replace(LORA, base=base)))
+    assert all(weight.dtype == model.dtype for weight in model.merged_weights().values())
     requests = random_requests(np.random.default_rng(1), prompts=5, longest=200, group=3)
     completions = engine_for(model, max_batch=8).generate(requests)
     assert largest_gap(model, requests, completions, 400, gradients=True) == 0.0
@@ -133,14 +142,6 @@ def test_model_without_linears_that_can_be_quantized_is_refused():
     lora = Lora(rank=2, alpha=2.0, targets=("all-linear",), seed=0, base="nf4")
     with pytest.raises(UserError, match="no linear whose base"):
         make_exact(stock("gpt2"), lora)
-
-
-def test_bfloat16_base_is_quantized_and_exact():
-    model = make_exact(stock("llama").bfloat16(), replace(LORA, base="nf4"))
-    requests = random_requests(np.random.default_rng(2), prompts=3, longest=90, group=2)
-    completions = engine_for(model, max_batch=8).generate(requests)
-    assert largest_gap(model, requests, completions, 400, gradients=True) == 0.0
-    assert model.merged_weights()["model.layers.0.mlp.up_proj.weight"].dtype == torch.bfloat16
 
 
 # ---- runs

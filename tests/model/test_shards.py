@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tandem.model.load import load_model
-from tandem.model.weight_files import INDEX, check_sums
+from tandem.model.stock import INDEX, check_sums
 from tandem.run_folder.export import export
 from tandem.run_folder.read import open_past
 from tandem.runtime.errors import UserError

@@ -14,7 +14,7 @@ from tandem.jobs.models import check_models
 from tandem.model.config_file import check_model
 from tandem.model.load import load_model
 from tandem.model.paths import Gap
-from tandem.model.weight_files import WEIGHTS
+from tandem.model.stock import WEIGHTS
 from tandem.run_folder.export import export
 from tandem.runtime.errors import UserError
 from tests.support.architectures import INEXACT

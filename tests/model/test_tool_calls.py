@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.model.tool_calls import BadCall, Call, read_calls
+from tandem.model.tool_calls import BadCall, Call, read_calls, split_calls
 from tests.support.tool_calls import STYLES, as_texts, write_in_style
 
 NOW = Call(name="now", arguments={})
@@ -154,7 +154,7 @@ def test_pythonic_arguments_are_literals_and_nothing_is_evaluated():
         "lambda: 0",
     ):
         assert isinstance(read_calls(f"[add(a={evil})]", "pythonic").calls[0], BadCall), evil
-    for evil in ("[add(1)]", "[add(**{})]", "[add(a=1), 3]", "[add(a=1)", "[add(a=1)] so"):
+    for evil in ("[add(1)]", "[add(**{})]", "[add(a=1), 3]", "[add(a=1)"):
         assert isinstance(read_calls(evil, "pythonic").calls[-1], BadCall), evil
 
 
@@ -169,7 +169,10 @@ def test_pythonic_arguments_are_literals_and_nothing_is_evaluated():
             "broken JSON: Expecting property name enclosed in double quotes at character 31",
         ),
         ("<tool_call></tool_call>", "broken JSON: Expecting value at character 1"),
-        ('<tool_call>{"name": "add"} or so</tool_call>', "there is text behind the JSON object"),
+        (
+            '<tool_call>{"name": "add"} or so</tool_call>',
+            "there is text between the arguments and </tool_call>",
+        ),
         ("<tool_call>[]</tool_call>", "the call is not a JSON object"),
         ('<tool_call>{"arguments": {}}</tool_call>', 'the call has no "name"'),
         (
@@ -185,10 +188,13 @@ def test_pythonic_arguments_are_literals_and_nothing_is_evaluated():
             '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
             "broken JSON: NaN is not JSON",
         ),
-        ("<tool_call><function=add></tool_call>", "not <function=NAME>...</function>"),
+        (
+            "<tool_call><function=add></tool_call>",
+            "the call is not closed by </function></tool_call>",
+        ),
         (
             "<tool_call><function=add>3</function></tool_call>",
-            "not one <parameter=NAME>...</parameter> for each argument",
+            "there is text between the arguments and </function></tool_call>",
         ),
         (
             '{"name": "add", "parameters": {',
@@ -207,7 +213,7 @@ def test_one_bad_call_does_not_hide_the_good_ones_beside_it():
     unclosed = "<tool_call>{"
     kinds = [
         type(call)
-        for call in read_calls(good + unclosed + good + "<tool_call>x</tool_call>" + good).calls
+        for call in read_calls(good + unclosed + good + "<tool_call>x y</tool_call>" + good).calls
     ]
     assert kinds == [Call, BadCall, Call, BadCall, Call]
 
@@ -227,3 +233,55 @@ def test_thoughts_that_the_template_opened_are_no_calls_either():
     assert read_calls(thought + good).calls == (NOW,)
     assert read_calls(f"{thought}{thought}{good}").calls == (NOW,)  # thought twice: up to the last
     assert read_calls(f"{thought}<think>again {good}").calls == ()
+
+
+def test_a_bare_call_may_stand_behind_prose():
+    call = Call(name="add", arguments={"a": 1, "b": 2})
+    for text in (
+        'Sure.\n{"name": "add", "parameters": {"a": 1, "b": 2}}',
+        'I will add.\n[{"name": "add", "arguments": {"a": 1, "b": 2}}]',
+        "[add(a=1, b=2)]Checking the sum.",
+    ):
+        assert read_calls(text, tools=("add",)).calls == (call,), text
+
+
+def test_a_doubled_key_is_a_reason():
+    text = '<tool_call>{"name": "f", "arguments": {"a": 1, "a": 2}}</tool_call>'
+    assert read_calls(text).calls == (
+        BadCall(reason="broken JSON: an object has the same key twice"),
+    )
+
+
+SCHEMA = {
+    "on": {"type": "boolean"},
+    "n": {"type": ["integer", "null"]},
+    "m": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+    "l": {"type": "array"},
+    "s": {"type": "string"},
+}
+
+
+def test_values_written_as_text_get_the_types_of_the_schema():
+    given = {"on": "True", "n": "None", "m": "7", "l": "[True, False]", "s": "7"}
+    parameters = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in given.items())
+    text = f"<tool_call>\n<function=f>\n{parameters}</function>\n</tool_call>"
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": SCHEMA}}}
+    _, [call] = split_calls(text, [tool])
+    assert call.arguments == {"on": True, "n": None, "m": 7, "l": [True, False], "s": "7"}
+
+
+@pytest.mark.parametrize(
+    "tag", ["</parameter>", "<parameter=edits>", "</tool_call>", "<tool_call>"]
+)
+def test_a_tag_inside_a_value_is_text(tag):
+    value = f"<parameter=a>\nx {tag} y\n</parameter>\n"
+    text = f"<tool_call>\n<function=f>\n{value}</function>\n</tool_call>"
+    [call] = read_calls(text).calls
+    assert call.arguments == {"a": f"x {tag} y"}
+
+
+def test_a_tag_that_is_missing_is_named():
+    text = "<tool_call><function=f><parameter=a>1</function></tool_call>"
+    assert "</parameter>" in read_calls(text).calls[0].reason
+    text = "<tool_call><function=f><parameter=a>1</parameter></tool_call>"
+    assert "</function>" in read_calls(text).calls[0].reason

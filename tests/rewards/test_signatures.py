@@ -1,5 +1,6 @@
 """Functions written for TRL and for verl, and Tandem's own, give their rewards as they are."""
 
+import re
 import sys
 from contextlib import chdir
 from dataclasses import replace
@@ -178,10 +179,17 @@ def test_options_of_a_function_that_is_not_used_are_a_user_error():
         ("judge", {"model": "m", "base_url": "localhost"}, "expected http://"),
     ],
 )
-def test_wrong_options_of_a_built_in_fail_at_the_start(name, options, found):
-    with pytest.raises(UserError) as error:
-        RewardPool(name, options={name: options})
-    assert found in error.value.found
+def test_wrong_options_of_a_built_in_are_refused(name, options, found):
+    with pytest.raises(BadFunction, match=re.escape(found)):
+        load(name, options)
+
+
+@pytest.mark.parametrize(
+    "name", ["anser", "no/such/file.py:score", "no_such_module:score", "json:nothing", ""]
+)
+def test_a_function_that_does_not_exist_is_refused(name):
+    with pytest.raises((BadFunction, ModuleNotFoundError)):
+        load(name, {})
 
 
 # ---------------------------------------------------------------- TRL

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tandem.model.cpu_kernels import CPU
-from tandem.model.logprobs import log_distribution, token_logprobs
+from tandem.model.logprobs import Head, log_distribution, token_logprobs
 from tandem.rl.corrections import correction
 from tandem.rl.losses import ppo_clip
 from tandem.types import SamplingDistribution
@@ -28,7 +28,7 @@ def trainer_table(how, logits=LOGITS):
     head is the identity."""
     rows, weight = logits.repeat_interleave(VOCABULARY, 0), torch.eye(VOCABULARY)
     targets = torch.arange(VOCABULARY).repeat(len(logits))
-    return token_logprobs(rows, weight, CPU.pack(weight), targets, how)[0].view(
+    return token_logprobs(Head(rows, weight, CPU.pack(weight)), targets, how)[0].view(
         len(logits), VOCABULARY
     )
 
@@ -112,7 +112,7 @@ def test_logprob_gradient_is_divided_by_the_temperature_too():
     hidden = LOGITS.clone().requires_grad_()
     weight, targets = torch.eye(VOCABULARY), LOGITS.argmax(-1)
     token_logprobs(
-        hidden, weight, CPU.pack(weight), targets, SamplingDistribution(temperature=0.5)
+        Head(hidden, weight, CPU.pack(weight)), targets, SamplingDistribution(temperature=0.5)
     )[0].sum().backward()
     right = (torch.eye(VOCABULARY)[targets] - (LOGITS / 0.5).softmax(-1)) / 0.5
     torch.testing.assert_close(hidden.grad, right)
@@ -126,7 +126,7 @@ def test_token_moved_out_of_top_p_keeps_ratio_and_gradient():
     before, after = torch.tensor([[2.0, 1.0, 0.9]]), torch.tensor([[2.0, 0.9, 1.0]])
     engine = log_distribution(before, how)[:, 1]
     hidden, weight = after.clone().requires_grad_(), torch.eye(3)
-    policy, _ = token_logprobs(hidden, weight, CPU.pack(weight), torch.tensor([1]), how)
+    policy, _ = token_logprobs(Head(hidden, weight, CPU.pack(weight)), torch.tensor([1]), how)
     ppo_clip(policy, engine, -torch.ones(1), clip_low=0.9, clip_high=0.9)[0].sum().backward()
     ratio = (
         math.exp(0.9)

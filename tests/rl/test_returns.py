@@ -25,26 +25,6 @@ def gae_by_formula(rewards, values, gamma, lam):
     return [discounted_sum(deltas, t, gamma * lam) for t in range(len(deltas))]
 
 
-def gae_as_a_mean_of_returns(rewards, values, gamma, lam):
-    """Eq. 16's other side: (1 - lam) (A^(1) + lam A^(2) + ...), A^(n) the n-step return minus
-    V_t."""
-    count, values = len(rewards), [*values.tolist(), 0.0]
-    result = []
-    for t in range(count):
-        steps = [
-            math.fsum(gamma**i * rewards[t + i] for i in range(n))
-            + gamma**n * values[t + n]
-            - values[t]
-            for n in range(1, count - t + 1)
-        ]
-        # the last one is the whole return: all longer ones equal it, and their weights add up
-        weights = [(1 - lam) * lam ** (n - 1) for n in range(1, len(steps))] + [
-            lam ** (len(steps) - 1)
-        ]
-        result.append(math.fsum(w * s for w, s in zip(weights, steps, strict=True)))
-    return result
-
-
 @given(kl=numbers, reward=st.floats(-5, 5), coef=shares)
 def test_token_rewards_have_the_reward_at_the_last_token(kl, reward, coef):
     before = kl.copy()
@@ -68,9 +48,6 @@ def test_gae_is_the_sum_of_discounted_errors(rewards, gamma, lam, data):
     advantages, returns = gae(rewards, values, gamma, lam)
     np.testing.assert_allclose(
         advantages, gae_by_formula(rewards, values, gamma, lam), rtol=1e-10, atol=1e-10
-    )
-    np.testing.assert_allclose(
-        advantages, gae_as_a_mean_of_returns(rewards, values, gamma, lam), rtol=1e-10, atol=1e-10
     )
     np.testing.assert_allclose(returns, advantages + values, rtol=1e-15)
 

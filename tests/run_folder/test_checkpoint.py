@@ -256,16 +256,6 @@ def test_before_write_returns_before_the_checkpoint_is_visible(tmp_path):
     assert names(tmp_path) == ["step_000010", "step_000020"]
 
 
-def test_failing_before_write_leaves_no_checkpoint(tmp_path):
-    def before_write():
-        raise UserError("the journal is gone")
-
-    save(tmp_path, 10)
-    with pytest.raises(UserError, match="journal"):
-        save_checkpoint(tmp_path, contents(20, *content(20), before_write=before_write))
-    assert names(tmp_path) == ["step_000010"]
-
-
 def test_checkpoint_set_aside_returns_if_its_successor_is_bad(tmp_path):
     save(tmp_path, 30).rename(tmp_path / ".aside-step_000030")
     (save(tmp_path / "other", 30) / "state.json").unlink()

@@ -28,6 +28,12 @@ def rows(*phases):
     return [HEALTHY | change for count, change in phases for _ in range(count)]
 
 
+def pairs(loss, warmup, steps):
+    """Rows of learning from pairs."""
+    rates = [n / warmup for n in range(1, warmup)] + [1.0] * (steps + 1)
+    return [{"loss": loss, "accuracy": 0.5, "learning_rate": rate, "step_s": 1.0} for rate in rates]
+
+
 SICK = {
     "skipped_update": rows((9, {}), (1, {"bad/loss": 1.0})),
     "unscored": rows((9, {}), (1, {"reward_errors": 2.0})),
@@ -40,10 +46,13 @@ SICK = {
     "length_explosion": rows((5, {}), (5, {"completion_tokens": 201.0, "reward": 0.54})),
     "starved_trainer": rows((5, {"wait_s": 5.0})),
     "starved_engine": rows((5, {"rollout_s": 4.0, "wait_s": 0.1})),
+    "stuck_pairs": pairs(0.6931, 3, 9),
 }
 SOUND = {
     "none": rows((60, {})),
     "offline": [{"loss": 0.7, "step_s": 1.0}] * 60,
+    "pairs in their warm-up": pairs(0.6931, 12, 8),
+    "pairs whose loss moves": pairs(0.6931, 0, 9) + pairs(0.68, 0, 2),
     "one flat step": rows((4, {"groups_without_signal": 1.0}), (1, {})),
     "few rows": rows((4, {"wait_s": 5.0})),
     "a flat first step": rows((1, {"groups_without_signal": 1.0})),

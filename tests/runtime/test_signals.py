@@ -59,60 +59,51 @@ def test_first_signal_interrupts_a_wait_and_lets_it_clean_up(number):
     assert finish(process) == (130, "saved\ninterrupted\n")
 
 
-def test_signal_in_deferring_section_interrupts_at_its_end():
-    process = start("""
-        with signals.handle_signals():
-            with signals.defer_interrupts(60.0):
-                with signals.defer_interrupts(60.0):
-                    ready()
-                    until_signalled()
-                    print("inner")
-                print("outer")
-            print("after")
-    """)
-    process.send_signal(signal.SIGTERM)
-    assert finish(process) == (130, "inner\nouter\ninterrupted\n")
-
-
-def test_signal_where_interrupts_are_allowed_again_interrupts():
-    process = start("""
-        with signals.handle_signals(), signals.defer_interrupts(60.0):
-            with signals.allow_interrupts():
-                pass
-            with signals.allow_interrupts():
-                ready()
-                threading.Event().wait()
-    """)
-    process.send_signal(signal.SIGINT)
-    assert finish(process) == (130, "interrupted\n")
-
-
-def test_deferred_signal_interrupts_where_allowed_again():
-    process = start("""
-        with signals.handle_signals(), signals.defer_interrupts(60.0):
+NESTED = """
+    with signals.defer_interrupts(60.0):
+        with signals.defer_interrupts(60.0):
             ready()
             until_signalled()
-            print("deferred")
-            with signals.allow_interrupts():
-                print("begun")
-    """)
-    process.send_signal(signal.SIGINT)
-    assert finish(process) == (130, "deferred\ninterrupted\n")
+            print("inner")
+        print("outer")
+    print("after")
+"""
+ALLOWED = """
+    with signals.defer_interrupts(60.0):
+        with signals.allow_interrupts():
+            pass
+        with signals.allow_interrupts():
+            ready()
+            threading.Event().wait()
+"""
+ALLOWED_LATER = """
+    with signals.defer_interrupts(60.0):
+        ready()
+        until_signalled()
+        print("deferred")
+        with signals.allow_interrupts():
+            print("begun")
+"""
+FAILING = """
+    try:
+        with signals.defer_interrupts(60.0):
+            ready()
+            until_signalled()
+            raise OSError("disk")
+    except OSError:
+        print("went on")
+"""
 
 
-def test_signal_in_a_failing_section_still_interrupts():
-    process = start("""
-        with signals.handle_signals():
-            try:
-                with signals.defer_interrupts(60.0):
-                    ready()
-                    until_signalled()
-                    raise OSError("disk")
-            except OSError:
-                print("went on")
-    """)
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [(NESTED, "inner\nouter\n"), (ALLOWED, ""), (ALLOWED_LATER, "deferred\n"), (FAILING, "")],
+    ids=["nested", "allowed", "allowed later", "failing"],
+)
+def test_signal_interrupts_at_the_end_of_deferring_sections(section, said):
+    process = start(f"with signals.handle_signals():{section}")
     process.send_signal(signal.SIGINT)
-    assert finish(process) == (130, "interrupted\n")
+    assert finish(process) == (130, f"{said}interrupted\n")
 
 
 @pytest.mark.parametrize(

@@ -42,11 +42,8 @@ class SlowSync:
         self.synced.append((version, threading.current_thread().name))
         self.engine.apply(version)
 
-    def traffic(self):
+    def stats(self):
         return {"sync_bytes": 0}
-
-    def logprob_gap(self):
-        return self.engine.logprob_gap()
 
 
 def stages_ahead(folder, staleness, workers, engine=None, reward=None, **changes):

@@ -17,7 +17,10 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime import driver
 
-from tandem.model.triton import cumulative, ops, rowwise, vocabulary
+from tandem.model.attention import Scoring
+from tandem.model.triton import rowwise, vocabulary
+from tandem.model.triton.attention import PagedRows, attention, write_cache
+from tandem.model.triton.matmul import matmul
 from tandem.model.triton.packed_attention import PackedSegments, packed_attention
 from tandem.model.triton.plans import TRITON
 from tandem.model.triton.shared_splits import shared_attention
@@ -86,10 +89,10 @@ def run_everything(dtype, width, kernels):
     new = partial(new_of, dtype)
     x, weight = new(ROWS, 256).detach(), new(256, 256).detach()
     for kernel in kernels:
-        ops.matmul(x, weight, new(256).detach(), kernel)
+        matmul(x, weight, new(256).detach(), kernel)
     q, k, v = attend(new, width)
     plan = PackedSegments(np.array(SEGMENTS), torch.device("cpu"))
-    packed_attention(q, k, v, plan, 0.1, None).backward(torch.zeros_like(q))
+    packed_attention(q, k, v, plan, Scoring(0.1)).backward(torch.zeros_like(q))
     head, weight = new(ROWS, 6, width), new(width)
     for results in (
         (rowwise.rms_norm(head[:, :4], weight, 1e-6),),
@@ -102,8 +105,8 @@ def run_everything(dtype, width, kernels):
     vocabulary.log_softmax(logits, 0.7)
     above, entropies = vocabulary.target_logprobs(logits, targets, 0.7, entropy=True)
     vocabulary.logprob_slope(logits, targets, 0.7, above, entropies)
-    cumulative.inverse_cdf(logits, above)
-    cumulative.top_p_edge(logits, 0.9)
+    vocabulary.inverse_cdf(logits, above)
+    vocabulary.top_p_edge(logits, 0.9)
 
 
 def attend(new, width):
@@ -111,13 +114,11 @@ def attend(new, width):
     q, k, v = new(ROWS, 8, width), new(ROWS, 2, width), new(ROWS, 2, width)
     keys, values = (new(4, 2, 128, width).detach() for _ in range(2))
     first, count, start = torch.zeros(3, 1, dtype=torch.int32)
-    rows = ops.PagedRows(
-        tables=first[:, None], first=first, count=count, start=start, max_length=1024
-    )
-    ops.attention(q.detach(), keys, values, rows, 0.1)
+    rows = PagedRows(tables=first[:, None], first=first, count=count, start=start, max_length=1024)
+    attention(q.detach(), keys, values, rows, Scoring(0.1))
     tiles = torch.zeros(4, 2, 1, dtype=torch.int32)
-    shared_attention(q.detach(), keys, values, rows, tiles, 0.1)
-    ops.write_cache(k.detach(), v.detach(), keys, values, torch.zeros(ROWS, dtype=torch.int64))
+    shared_attention(q.detach(), keys, values, rows, tiles, Scoring(0.1))
+    write_cache(k.detach(), v.detach(), keys, values, torch.zeros(ROWS, dtype=torch.int64))
     return q, k, v
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 
 from tandem.engine.engine import Engine
+from tandem.engine.page_cache import page_bytes
 from tandem.runtime.rng import address
 from tandem.types import Request, SamplingParams
 from tests.support.tiny import exact_model, random_tokens
@@ -39,6 +40,22 @@ def decode(tokens):
 
 def engine_of(model=MODEL, *, cache_bytes=1 << 26, max_batch=64):
     return Engine(model, decode, cache_bytes=cache_bytes, max_batch=max_batch)
+
+
+def paged_engine(model=MODEL, pages=64, *, max_batch=64, **sizes):
+    """An engine whose cache has so many pages."""
+    size = pages * page_bytes(model.config, model.head.weight.element_size())
+    return Engine(model, decode, cache_bytes=size, max_batch=max_batch, **sizes)
+
+
+class Replayed:
+    """A captured step: the function as it was when it was captured."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def replay(self):
+        self.step()
 
 
 def request(number=0, prompt=(5, 9, 2), **params):

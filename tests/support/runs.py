@@ -178,7 +178,7 @@ def prepare(folder: Path, steps: int = 12, command: str = "train") -> list[str]:
     make_tiny(folder / "teacher", hidden=32, layers=2, intermediate=64, seed=1)
     if "images" in str(KINDS[command]):
         make_tiny_images(folder / "images", hidden=32, heads=4, layers=2, intermediate=64)
-        write_rows(folder / "squares.jsonl", squares.rows("train", IMAGES, 0, 1))
+        write_rows(folder / "squares.jsonl", squares.TASK.rows("train", IMAGES, 0, 1))
     if command in IMAGE_MODELS:
         save_image_model(command, folder / command)
     if command in (*ARCHITECTURES, *INEXACT):

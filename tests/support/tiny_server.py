@@ -28,7 +28,7 @@ class TinyServer:
             cache_mb=8,
             max_batch=64,
             max_queue=256,
-            max_new_tokens=24,
+            max_new_tokens_default=24,
             device="cpu",
             dtype="auto",
         )

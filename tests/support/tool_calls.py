@@ -2,7 +2,7 @@
 
 import json
 
-from tandem.model.tool_calls import CLOSE, MISTRAL_TAG, OPEN, write_calls
+from tandem.model.tool_calls import CLOSE, OPEN, write_calls
 
 STYLES = ("hermes", "qwen3_coder", "llama3", "pythonic", "mistral")
 
@@ -18,7 +18,7 @@ def write_in_style(calls, style):
         case "pythonic":
             return f"[{', '.join(map(_python, calls))}]"
         case "mistral":
-            return f"{MISTRAL_TAG}[{', '.join(_object(call, 'arguments') for call in calls)}]"
+            return f"[TOOL_CALLS][{', '.join(_object(call, 'arguments') for call in calls)}]"
 
 
 def _object(call, key):

@@ -6,13 +6,14 @@ from contextlib import closing, contextmanager
 
 import numpy as np
 
+from tandem.rollout_workers.client import Client
 from tandem.rollout_workers.pool import Workers
 from tandem.rollout_workers.process import COMMAND, ENVIRONMENT, EngineSpec
 from tandem.runtime.rng import address
 from tandem.types import Request, SamplingParams
 from tandem.workers.host import LocalHosts
 from tandem.workers.pool import Limits
-from tests.support.odd_worker import LightWeights, odd_command
+from tests.support.odd_worker import LightEngine, LightWeights, odd_command
 
 DEADLINE_S = 120.0
 LONGEST = 256
@@ -69,7 +70,7 @@ def until(workers, condition):
 
 
 def processes(workers):
-    return sorted(workers._workers.values(), key=lambda worker: worker.number)
+    return sorted(workers._workers.copy().values(), key=lambda worker: worker.number)
 
 
 def all_idle(workers):
@@ -81,6 +82,18 @@ def requests_served_again(reports):
     return sum(int(report.rpartition(" of its requests")[0].split()[-1]) for report in reports)
 
 
+class PoolOfOne(Client):
+    """A pool with one client: it has the attributes of both."""
+
+    def apply(self, version):
+        """Return once the workers that are up are told."""
+        super().apply(version)
+        self._pool.call(self._pool._dispatch)
+
+    def __getattr__(self, name):
+        return getattr(self._pool, name)
+
+
 @contextmanager
 def open_workers(spec, weights, reports, command=COMMAND, *, count=1, limits=LIMITS, forks=True):
     """Workers of this machine."""
@@ -89,10 +102,22 @@ def open_workers(spec, weights, reports, command=COMMAND, *, count=1, limits=LIM
         closing(LocalHosts(command, ENVIRONMENT, preload)) as local,
         Workers(
             spec, weights, local.open, count=count, limits=limits, report=reports.append
-        ) as workers,
+        ) as pool,
     ):
+        workers = PoolOfOne(pool, checks=False)
         workers.reports = reports
         yield workers
+
+
+def expected_of(workers, version, requests):
+    """The results of one engine in this process for the same requests, by that version."""
+    engine = LightEngine()
+    engine.version, engine.weights = version, workers.published.hash_of(version)
+    running = [engine.submit(request) for request in requests]
+    while engine.has_work:
+        for one in list(engine.running):
+            engine.sample(one)
+    return [bits(one.completion) for one in running]
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from tandem.plugins.cluster.object_weights import ObjectWeights
 from tandem.weights.delta import BLOCK, decode, decode_all, encode
 from tandem.weights.hashing import combine, tensor_digest, tensor_digests
 from tandem.weights.shared import SharedWeights
-from tandem.weights.transports import Receiver
+from tandem.weights.transports import receive_offers
 from tests.support.objects import Host, Store
 
 SHAPES = {"embed": (300, 257), "up": (64, 48), "norm": (7,), "scalar": ()}
@@ -96,10 +96,7 @@ def opened(kind, delta, first):
     """A store, and what makes a worker of it."""
     if kind == "shm":
         store = SharedWeights(first, delta)
-        receiver = Receiver()
-        return store, lambda: Engine(
-            store.layout, lambda source, fds: receiver.receive(source, store.layout, fds)
-        )
+        return store, lambda: Engine(store.layout, receive_offers(store.layout))
     objects = Store()
     store = ObjectWeights(first, delta, put=objects.put, get=objects.get)
 

@@ -125,7 +125,7 @@ def test_traffic_is_told_once_and_by_version():
         os.close(descriptor)
     for version, seconds in ((0, 3.0), (0, 2.0), (1, 1.0)):
         shared.loaded(version, seconds)
-    found = [shared.traffic(version) for version in (1, 0, 1)]
+    found = [shared.stats(version) for version in (1, 0, 1)]
     assert found == [
         {"sync_bytes": 2 * whole, "load_s": 1.0},
         {"sync_bytes": whole, "load_s": 3.0},

@@ -20,7 +20,6 @@ import torch
 
 from tandem.plugins.cluster.collective import CollectiveWeights
 from tandem.registry import find
-from tandem.rollout_workers.client import PoolThread
 from tandem.rollout_workers.process import EngineSpec
 from tandem.weights.shared import SharedWeights
 from tandem.weights.worker_sync import ProcessSync
@@ -216,22 +215,6 @@ def test_the_first_worker_serves_while_another_still_loads(workers):
     assert slow.version == version
 
 
-def test_a_sync_tells_bytes_when_the_rollouts_of_its_version_have_let_go_of_it():
-    with opened_workers() as workers, PoolThread(workers, checks=False) as pool:
-        published, version = workers.published, 0
-        client = pool.client(0)
-        local = SimpleNamespace(apply=lambda version: None)
-        sync = ProcessSync(client, local, published.store, lambda: (tensors(), None), keep=0)
-        sync.publish(version)
-        sync.sync_to(version)
-        # until it has been served by it
-        ticket = client.submit(request(0))
-        while ticket not in client.step():
-            pass
-        client.rest()
-        assert sync.traffic()["sync_bytes"] >= published.layout.tensor_bytes
-
-
 def test_a_sync_tells_bytes_and_seconds_of_what_workers_were_offered(workers):
     published, applied = workers.published, []
     published.choose(opened("shm", delta=True))
@@ -246,11 +229,12 @@ def test_a_sync_tells_bytes_and_seconds_of_what_workers_were_offered(workers):
         sync.sync_to(version)
         sync.sync_to(version)
         until(workers, lambda: all_idle(workers))
-        row = sync.traffic()
+        workers.rest()
+        row = sync.stats()
         sent.append(row["sync_bytes"])
         # a worker of these tests loads a tensor in LOAD_S or longer
         seconds.append((LOAD_S, row["load_s"], time.monotonic() - start))
-        assert sync.traffic() == {"sync_bytes": 0}
+        assert sync.stats() == {"sync_bytes": 0}
         weights["norm"] = weights["norm"] + 1
     assert sent == [2 * whole, 2 * 14] and applied == [first, first + 1]
     assert all(least <= loaded <= passed for least, loaded, passed in seconds)

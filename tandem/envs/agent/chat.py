@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Annotated, Any, Literal
 
@@ -32,7 +32,7 @@ from tandem.serve.openai import (
     call_json,
     event,
 )
-from tandem.types import Message
+from tandem.types import Message, Observation
 
 ROLES = ("system", "user", "assistant", "tool")
 MODEL = "policy"
@@ -83,24 +83,16 @@ class ChatRequest(Lenient):
 # ---- rewards
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentReward:
-    """The reward that an agent gives its episode. Example: AgentReward(reward=1.0, parts={"format":
-    1.0})"""
-
-    reward: float
-    parts: dict[str, float] = field(default_factory=dict)
-
-
-def parse_reward(value: object) -> AgentReward:
-    """Read a number, or {"reward": number, "parts": {name: number}}. Raises ValueError."""
+def last_observation(value: object) -> Observation:
+    """Read an agent's reward, a number or {"reward": number, "parts": {name: number}}, as its
+    episode's last observation. Raises ValueError."""
     fields: dict[str, Any] = value if isinstance(value, dict) else {"reward": value}
     parts = fields.get("parts", {})
     if "reward" in fields and fields.keys() <= {"reward", "parts"} and isinstance(parts, dict):
         numbers = [fields["reward"], *parts.values()]
         if "env" not in parts and all(isinstance(n, Real) and math.isfinite(n) for n in numbers):
             named = {str(name): float(part) for name, part in parts.items()}
-            return AgentReward(reward=float(fields["reward"]), parts=named)
+            return Observation(done=True, reward=float(fields["reward"]), parts=named)
     raise ValueError(
         "a reward is a finite number, or {reward, parts} of finite numbers, no part of them called "
         f"env (the reward's own name); found {str(value)[:SHORT]!r}"

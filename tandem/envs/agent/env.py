@@ -19,7 +19,13 @@ from concurrent.futures import Future
 from functools import cache
 from typing import Any
 
-from tandem.envs.agent.chat import ConversationBroken, Reply, continuation, opening, parse_reward
+from tandem.envs.agent.chat import (
+    ConversationBroken,
+    Reply,
+    continuation,
+    last_observation,
+    opening,
+)
 from tandem.envs.agent.server import Pending, Session, the_server
 from tandem.envs.calls import in_thread
 from tandem.runtime.errors import UserError
@@ -73,10 +79,9 @@ class AgentDrivenEnv(Env):
             event.answer.set_result(reply)  # the agent lost the last answer, and asks again
         if isinstance(event, Future):
             returned = event.result()
-            given = self._session.posted if returned is None else parse_reward(returned)
-            if given is None:
-                return Observation(done=True)
-            return Observation(done=True, reward=given.reward, parts=given.parts)
+            if returned is not None:
+                return last_observation(returned)
+            return self._session.posted or Observation(done=True)
         self._pending = event
         try:
             return Observation(messages=continuation(before, reply, event.request))

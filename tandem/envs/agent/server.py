@@ -27,11 +27,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tandem.envs.agent import chat
-from tandem.envs.agent.chat import MODEL, AgentReward, ChatRequest, Reply
+from tandem.envs.agent.chat import MODEL, ChatRequest, Reply
 from tandem.envs.calls import environment_loop
 from tandem.serve.app import JsonResponse, Server, make_app, read_json
 from tandem.serve.listen import bound, url_of
 from tandem.serve.openai import ApiError, model_list, read_body
+from tandem.types import Observation
 
 # where OpenAI's clients count their retries of a request
 RETRY_HEADER = "x-stainless-retry-count"
@@ -50,13 +51,13 @@ class Session:
     """An episode as the server sees it.
 
     events: the agent's requests, and its end, which the environment puts there; posted: the last
-    reward.
+    reward, as an observation.
     """
 
     def __init__(self, base_url: str):
         self.base_url = base_url
         self.events: asyncio.Queue[Pending | Future[Any]] = asyncio.Queue()
-        self.posted: AgentReward | None = None
+        self.posted: Observation | None = None
         self._answers: list[asyncio.Future[Reply]] = []
         self._over = ""  # why, once it is
 
@@ -125,7 +126,7 @@ class AgentServer:
     async def _reward(self, http: Request) -> Response:
         session = self._session(http)
         try:
-            session.posted = chat.parse_reward(await http.json())
+            session.posted = chat.last_observation(await http.json())
         except ValueError as error:
             raise ApiError(400, str(error)) from None
         return JsonResponse({})

@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.testing import do_bench_cudagraph
 
-from tandem.model.attention import Plan
+from tandem.model.attention import Plan, Scoring
 from tandem.model.kernels import Kernels, Rotation
 from tandem.model.paged_attention import PAGE, DecodeRows, Runs
-from tandem.model.triton import cumulative, ops, rowwise, vocabulary
-from tandem.model.triton.ops import PagedRows, attention, write_cache
+from tandem.model.triton import rowwise, vocabulary
+from tandem.model.triton.attention import PagedRows, attention, write_cache
+from tandem.model.triton.matmul import matmul
 from tandem.model.triton.packed_attention import PackedSegments, packed_attention
 from tandem.model.triton.shared_splits import shared_attention, split_tiles
 
@@ -28,10 +29,8 @@ class TritonPackedPlan:
     def __init__(self, segments: np.ndarray, device: torch.device):
         self.segments = PackedSegments(segments, device)
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
-    ) -> Tensor:
-        return packed_attention(q, k, v, self.segments, scale, window)
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+        return packed_attention(q, k, v, self.segments, scoring)
 
 
 class TritonPagedPlan:
@@ -58,16 +57,14 @@ class TritonPagedPlan:
         tiles = split_tiles(runs.table, runs.starts, PAGE, group) if decode else None
         self.tiles: Tensor | None = None if tiles is None else int32(tiles)
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         keys, values, new = self.keys[layer], self.values[layer], len(self.slots)
         write_cache(k[:new], v[:new], keys, values, self.slots)
         if self.tiles is not None:
-            out = shared_attention(q, keys, values, self.rows, self.tiles, scale, window)
+            out = shared_attention(q, keys, values, self.rows, self.tiles, scoring)
             if out is not None:
                 return out
-        return attention(q, keys, values, self.rows, scale, window)
+        return attention(q, keys, values, self.rows, scoring)
 
 
 class TritonDecodePlan(TritonPagedPlan):
@@ -90,6 +87,12 @@ class TritonKernels(Kernels):
     own_matmuls = ("plain", "persistent", "tma")
     matmuls = (*own_matmuls, "cublas")
     fused = runs_ahead = True
+    rms_norm, add_rms_norm = staticmethod(rowwise.rms_norm), staticmethod(rowwise.add_rms_norm)
+    swiglu = staticmethod(rowwise.swiglu)
+    log_softmax = staticmethod(vocabulary.log_softmax)
+    inverse_cdf = staticmethod(vocabulary.inverse_cdf)
+    target_logprobs = staticmethod(vocabulary.target_logprobs)
+    logprob_slope = staticmethod(vocabulary.logprob_slope)
 
     def on(self, device: torch.device) -> "TritonKernels":
         if device.type == "cuda" and torch.cuda.current_device() != device.index:
@@ -102,7 +105,7 @@ class TritonKernels(Kernels):
     def matmul(self, x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
         if self.chosen == "cublas":
             return F.linear(x, packed, bias)
-        return ops.matmul(x, packed, bias, self.chosen)
+        return matmul(x, packed, bias, self.chosen)
 
     def time_ms(self, work: Callable[[], Any]) -> float:
         return float(do_bench_cudagraph(work))
@@ -125,29 +128,15 @@ class TritonKernels(Kernels):
     def shared_tiles(self, runs: Runs, group: int) -> np.ndarray | None:
         return split_tiles(runs.table, runs.starts, PAGE, group)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        return rowwise.rms_norm(x, weight, epsilon)
-
-    def add_rms_norm(
-        self, x: Tensor, change: Tensor, weight: Tensor, epsilon: float
-    ) -> tuple[Tensor, Tensor]:
-        return rowwise.add_rms_norm(x, change, weight, epsilon)
-
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
         return rowwise.rotate(x, *rotation)
-
-    def swiglu(self, x: Tensor) -> Tensor:
-        return rowwise.swiglu(x)
 
     def rows(self, x: Tensor, rows: Tensor) -> Tensor:
         # index_select would sum gradients in no fixed order, the embedding sorts them
         return F.embedding(rows, x)
 
-    def log_softmax(self, logits: Tensor, temperature: float) -> Tensor:
-        return vocabulary.log_softmax(logits, temperature)
-
     def top_p_edge(self, logprobs: Tensor, top_p: float) -> Tensor:
-        return cumulative.top_p_edge(logprobs.sort(-1, descending=True).values, top_p)
+        return vocabulary.top_p_edge(logprobs.sort(-1, descending=True).values, top_p)
 
     def likeliest(self, table: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Find the first of equal ones: `topk` takes kernels by the number of rows, which differ in
@@ -156,24 +145,6 @@ class TritonKernels(Kernels):
             return table.topk(count, -1)
         values, tokens = table.sort(stable=True, dim=-1, descending=True)
         return values[:, :count], tokens[:, :count]
-
-    def inverse_cdf(self, table: Tensor, uniform: Tensor) -> Tensor:
-        return cumulative.inverse_cdf(table, uniform)
-
-    def target_logprobs(
-        self, logits: Tensor, targets: Tensor, temperature: float, *, entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        return vocabulary.target_logprobs(logits, targets, temperature, entropy=entropy)
-
-    def logprob_slope(
-        self,
-        logits: Tensor,
-        targets: Tensor,
-        temperature: float,
-        above: Tensor | None,
-        above_entropy: Tensor | None,
-    ) -> Tensor:
-        return vocabulary.logprob_slope(logits, targets, temperature, above, above_entropy)
 
 
 TRITON = TritonKernels()

@@ -7,20 +7,21 @@ sequence goes on alone from the sums that it has so far. Blocks, splits and the 
 those of `attend_kernel`, and so are the bits.
 """
 
-import math
-
 import numpy as np
 import torch
 import triton
 from torch import Tensor
 
-from tandem.model.triton.attention_kernels import (
+from tandem.model.attention import Scoring
+from tandem.model.triton.attention import (
     BLOCK_Q,
+    SCRATCH_BYTES,
     SPLIT_KEYS,
+    PagedRows,
     attend_split_kernel,
     merge_kernel,
+    scale_and_window,
 )
-from tandem.model.triton.ops import SCRATCH_BYTES, PagedRows
 
 
 def split_tiles(tables: np.ndarray, starts: np.ndarray, page: int, group: int) -> np.ndarray | None:
@@ -63,11 +64,10 @@ def shared_attention(
     values: Tensor,
     rows: PagedRows,
     tiles: Tensor,
-    scale: float,
-    window: int | None = None,
+    scoring: Scoring,
     scratch_bytes: int = SCRATCH_BYTES,
 ) -> Tensor | None:
-    """Attend as `ops.attention` with the same bits, by the tiles of `split_tiles`.
+    """Attend as `attention.attention` with the same bits, by the tiles of `split_tiles`.
 
     tiles [4, splits, S] may have fewer sequences than rows, whose others are padding (count 0).
     Returns None if the splits' partial results are more than scratch_bytes.
@@ -87,8 +87,7 @@ def shared_attention(
             *(rows.tables, rows.first, rows.count, rows.start, *tiles),
             *(tokens, rows.tables.stride(0), tiles.stride(1)),
             *(*q.stride()[:2], *keys.stride()[:3], *values.stride()[:3]),
-            scale * math.log2(math.e),
-            (1 << 30) if window is None else window,
+            *scale_and_window(scoring),
             ALONE=alone,
             GROUP=heads // kv_heads,
             PAGE=keys.shape[2],

@@ -11,7 +11,6 @@ one.
 
 from typing import Any
 
-from tandem.plugins.cluster.errors import workers_lost
 from tandem.rewards.pool import ScorePool
 from tandem.runtime.errors import UserError
 from tandem.workers.calls import CallPool, CallWorker, Q
@@ -43,8 +42,14 @@ class NodePool(CallPool[CallWorker, Q]):
         return error
 
     def _cannot_go_on(self, worker: CallWorker, lost: str) -> UserError:
-        words = worker.host.last_words()
-        return workers_lost(self.role, self._restarts.limit + 1, lost, words)
+        key = f"cluster.{self.role.replace(' ', '_')}s"
+        return UserError(
+            f"{self._restarts.limit + 1} {self.role}s were lost in a row, and none has answered",
+            where=key,
+            found=f"{lost}\n{worker.host.last_words()}".rstrip(),
+            expected=f"nodes on which a {self.role} lives",
+            next=f"look at that node's memory and logs, or leave it to the driver: {key}=0",
+        )
 
 
 class RewardActors(NodePool[Any], ScorePool[CallWorker]):

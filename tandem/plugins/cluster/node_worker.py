@@ -12,9 +12,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
-from tandem.plugins.cluster.errors import no_working_directory
 from tandem.plugins.cluster.listener import CONNECT_S
 from tandem.plugins.cluster.logs import redirect_output
+from tandem.runtime.errors import UserError
 from tandem.workers.channel import Channel, Message
 from tandem.workers.serve import serve_calls, serve_from_start
 
@@ -66,7 +66,15 @@ class CallNode(NodeWorker):
             try:
                 os.chdir(start["folder"])
             except OSError as error:
-                raise no_working_directory(self.role, start["folder"], error) from None
+                key = f"cluster.{self.role.replace(' ', '_')}s"
+                raise UserError(
+                    f"the {self.role} does not find the run's working directory",
+                    where=key,
+                    found=f"{start['folder']}: {error.strerror}",
+                    expected="the directory that the run was started in, at the same path on every "
+                    "node",
+                    next=f"mount it there, or leave it to the driver: {key}=0",
+                ) from None
             service = self.service(start)
             return partial(serve_calls, channel, service, start["beat_s"])
 

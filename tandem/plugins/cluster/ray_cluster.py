@@ -23,7 +23,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -32,12 +32,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.plugins.cluster.errors import last_line, no_ray, not_joined, too_small
+from tandem.plugins.cluster.errors import last_line, no_ray, not_joined
 from tandem.plugins.cluster.listener import Listener
 from tandem.plugins.cluster.logs import LogFiles
 from tandem.plugins.cluster.node_worker import NodeWorker
 from tandem.plugins.cluster.object_weights import ObjectWeights
-from tandem.plugins.cluster.placement import named_nodes
 from tandem.plugins.cluster.rollout_worker import RolloutWorker
 from tandem.plugins.cluster.this_machine import (
     environment,
@@ -50,6 +49,7 @@ from tandem.plugins.cluster.this_machine import (
 )
 from tandem.rollout_workers.process import ENVIRONMENT
 from tandem.runtime import numerics
+from tandem.runtime.errors import UserError
 from tandem.runtime.processes import descendants
 from tandem.weights.shared import Delta
 from tandem.workers.channel import Channel, Message
@@ -66,6 +66,7 @@ except ModuleNotFoundError:
 
 
 STACK_S = 2.0
+NAMES = ("NodeManagerAddress", "NodeName", "NodeManagerHostname", "NodeID")  # of a node, by Ray
 RAY_CONFIG: Any = ray._raylet.Config  # type: ignore[attr-defined]
 NODES_S = 60.0  # for the nodes of a cluster that is joined
 NODE_CPUS = 64  # of a node on this machine, for Ray's books: workers share its cores
@@ -210,7 +211,7 @@ class RayCluster:
     def _choose(self, number: int) -> str:
         here = [host.node_id for host in self._hosts]
         pinned = isinstance(self.placement, list)
-        alive = named_nodes(ray.nodes(), self.placement) if pinned else self.nodes()
+        alive = named_nodes(self.placement) if pinned else self.nodes()
         return min(
             alive,
             key=lambda node: (node == self._last_node.get(number), here.count(node), alive[node]),
@@ -219,7 +220,7 @@ class RayCluster:
     def place(self, placement: str | list[str]) -> None:
         """Place workers as `cluster.placement` says. Raises UserError for a node that is none."""
         for name in placement if isinstance(placement, list) else ():
-            named_nodes(ray.nodes(), [name])
+            named_nodes([name])
         self.placement = placement
 
     def nodes(self) -> dict[str, str]:
@@ -246,6 +247,23 @@ class RayCluster:
     def close(self) -> None:
         """Take no more connections. The workers are the pool's."""
         self.listener.close()
+
+
+def named_nodes(names: Sequence[str]) -> dict[str, str]:
+    """Return the addresses by id of the living nodes that have one of these names. Raises UserError
+    if there is none."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    found = [node for node in alive if {node[key] for key in NAMES} & set(names)]
+    if found:
+        return {node["NodeID"]: node["NodeManagerAddress"] for node in found}
+    there = sorted(" = ".join(dict.fromkeys(node[key] for key in NAMES[:3])) for node in alive)
+    raise UserError(
+        "the Ray cluster has no living node of that name",
+        where="cluster.placement",
+        found=", ".join(names),
+        expected=f"a name of a node: {', '.join(there)}",
+        next="start that node (`ray start --address=...`), or name others",
+    )
 
 
 # ---------------------------------------------------------------- a cluster
@@ -371,7 +389,14 @@ def join_cluster(address: str, nodes: int, gpus: int = 0) -> Iterator[RayCluster
         until = time.monotonic() + NODES_S
         while (found := sum(node["Alive"] for node in ray.nodes())) < nodes:
             if time.monotonic() > until:
-                raise too_small(address, found, nodes)
+                raise UserError(
+                    "the Ray cluster is smaller than the config says",
+                    where=f"cluster.address = {address}",
+                    found=f"{found} living nodes",
+                    expected=f"cluster.nodes = {nodes}",
+                    next="start the other nodes (`ray start --address=...`), or lower "
+                    "cluster.nodes",
+                )
             time.sleep(0.5)
         yield leaving.enter_context(closing(RayCluster(gpus, {"env_vars": worker_variables()})))
 

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tandem.plugins.cluster.errors import not_joined, not_started
+from tandem.plugins.cluster.errors import not_joined
+from tandem.runtime.errors import UserError
 from tandem.runtime.processes import descendants, kill_descendants
 
 LISTENER_S = 10.0
@@ -101,5 +102,12 @@ def start_nodes(nodes: int, make: Callable[[], Any]) -> Any:
         except Exception as error:  # Ray raises bare Exceptions
             kill_descendants(os.getpid(), standing)
             if not tries_left:
-                raise not_started(error) from error
+                first = str(error).partition("\n")[0][:300]
+                raise UserError(
+                    "Ray does not start on this machine",
+                    where="cluster.nodes",
+                    found=first or type(error).__name__,
+                    expected="a node within 30 s, in three tries",
+                    next="try again when the machine is less busy, or cluster.nodes=0",
+                ) from error
     raise AssertionError("unreachable")

@@ -20,9 +20,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem.plugins.cluster.errors import last_line, no_room_for_ranks
+from tandem.plugins.cluster.errors import last_line
 from tandem.plugins.cluster.logs import connect_log
 from tandem.runtime import numerics, watchdog
+from tandem.runtime.errors import UserError
 from tandem.runtime.place import NODE, Place, without_place
 from tandem.runtime.processes import STARTER
 from tandem.workers.channel import Message
@@ -126,7 +127,14 @@ class TrainerRanks:
                 if group.wait(PLACE_S):
                     return group, strategy == "STRICT_PACK"
             self._ray.util.remove_placement_group(group)
-        raise no_room_for_ranks(count, bundle, self._cluster.free())
+        needs = " and ".join(f"{amount:g} {what}" for what, amount in bundle.items())
+        raise UserError(
+            "the Ray cluster has no room for the trainer's ranks",
+            where="cluster.trainers = ray",
+            found=self._cluster.free(),
+            expected=f"{needs} for each of {count} ranks after rank 0",
+            next="look with `ray status`; free some, start other nodes, or cluster.trainers=driver",
+        )
 
     def meet(self, place: Place) -> Place:
         """Return rank 0's place on the cluster. Its token tells this run's ranks from others."""

@@ -35,7 +35,7 @@ from tandem.plugins.graders.code_tests import (
     read_tests,
     unlimited_digits,
 )
-from tandem.plugins.graders.sandbox import Bubblewrap, Limits, Sandbox, Unisolated, open_sandbox
+from tandem.plugins.graders.sandbox import Limits, LocalSandbox, Sandbox, open_sandbox
 from tandem.runtime.errors import UserError
 from tandem.types import Problem
 
@@ -148,7 +148,7 @@ class _TestRun:
         right_bytes = sum(map(reply_bytes, tests))
         while len(verdicts) < len(tests) and (limits := self._next_limits(right_bytes)):
             left = tests[len(verdicts) :]
-            requests = "".join(repr(test.expression) + "\n" for test in left)
+            requests = "".join(json.dumps(["eval", [test.expression]]) + "\n" for test in left)
             files = self._solver_files()
             result = self.sandbox.run(_SOLVE, files=files, stdin=requests, limits=limits)
             self.stops.append(result.stop_reason)
@@ -163,15 +163,13 @@ class _TestRun:
     def _run_scripts(self, scripts: Sequence[str]) -> list[bool]:
         """Run scripts and solution in two sandboxes; the verdicts come on a stream that the
         solution does not have."""
-        if not isinstance(self.sandbox, Bubblewrap | Unisolated):
+        if not isinstance(self.sandbox, LocalSandbox):
             found = "needs a sandbox on this machine: it is more than asserts of call == constant"
-            raise _cannot_run(self.uid, scripts[0], found)
+            raise self._cannot_run(scripts[0], found)
         limits = self._next_limits()
         if limits is None:
             return [False] * len(scripts)
-        with unlimited_digits():
-            tester = (_TEST, self._tester_files(scripts))
-        solver = (_SOLVE, self._solver_files())
+        tester, solver = (_TEST, self._tester_files(scripts)), (_SOLVE, self._solver_files())
         result, other = self.sandbox.converse(tester, solver, limits=limits)
         self.stops.extend((result.stop_reason, other.stop_reason))
         if result.exit_code != 0:
@@ -179,49 +177,45 @@ class _TestRun:
         reports = json.loads(result.stderr)
         for script, report in zip(scripts, reports, strict=True):
             if report["unsupported"]:
-                raise _cannot_run(self.uid, script, report["unsupported"])
+                raise self._cannot_run(script, report["unsupported"])
         return [report["passed"] for report in reports]
 
+    def _cannot_run(self, script: str, found: str) -> UserError:
+        return UserError(
+            "a test script cannot run, whatever the solution",
+            where=f"problem {self.uid}: {script.strip()[:200]}",
+            found=found,
+            expected="Python's own library, and names of a solution in another process",
+            next="mend the row, or leave it out; see docs/guide/sandbox.md",
+        )
+
     def _tester_files(self, scripts: Sequence[str]) -> dict[str, str]:
-        entry_point, helpers = self.columns.entry_point, self.columns.helpers
-        names = {entry_point} - {""}
-        imports = []
-        for script in scripts:
-            needed = code_asserts.needed(script, entry_point, helpers)
-            for found in code_asserts.unsupported(script):
-                raise _cannot_run(self.uid, script, found)
-            names |= needed
-            imports += [f"import {name}" for name in code_asserts.modules(script)]
-        tests = {
-            "scripts": [code_asserts.across_the_line(script) for script in scripts],
-            "before": [*imports, *helpers],
-            "names": sorted(names),
-            "entry_point": entry_point,
-        }
-        return {
-            **_source("code_inside.py"),
-            **_source("code_tester.py"),
-            "tests.json": json.dumps(tests),
-        }
+        helpers = self.columns.helpers
+        with unlimited_digits():
+            for script in scripts:
+                if found := code_asserts.elsewhere(script):
+                    raise self._cannot_run(script, found)
+            prepared = [
+                {
+                    "text": code_asserts.across_the_line(script),
+                    "made": sorted(code_asserts.made(script)),
+                    "judges": sorted(code_asserts.judges(script, helpers)),
+                    "imports": code_asserts.imports_solution(script),
+                }
+                for script in scripts
+            ]
+        tests = {"scripts": prepared, "before": helpers, "entry_point": self.columns.entry_point}
+        sources = {**_source("code_inside.py"), **_source("code_tester.py")}
+        return {**sources, "tests.json": json.dumps(tests)}
 
     def _solver_files(self) -> dict[str, str]:
         types = sorted(set(re.findall(r"\w+", self.code)) & set(typing.__all__))
-        imports = self.columns.imports.splitlines()
-        imports += [f"from typing import {name}" for name in types]
-        before = "".join(f"{statement!r}\n" for statement in (*imports, *self.columns.helpers))
-        return {**_source("code_inside.py"), "before.txt": before, "solution.py": self.code}
+        imports = [f"from typing import {name}" for name in types]
+        before = [*self.columns.imports.splitlines(), *imports, *self.columns.helpers]
+        program = {"before.json": json.dumps(before), "solution.py": self.code}
+        return {**_source("code_inside.py"), **program}
 
 
 @cache
 def _source(program: str) -> dict[str, str]:
     return {program: Path(__file__).with_name(program).read_text(encoding="utf-8")}
-
-
-def _cannot_run(uid: str, script: str, found: str) -> UserError:
-    return UserError(
-        "a test script cannot run, whatever the solution",
-        where=f"problem {uid}: {script.strip()[:200]}",
-        found=found,
-        expected="Python's own library, pytest's basics and names of a solution in another process",
-        next="mend the row, or leave it out; see docs/guide/sandbox.md",
-    )

@@ -37,11 +37,9 @@ from tandem.runtime.errors import UserError
 from tandem.types import Problem
 
 TEXT_CHARS = 200_000  # of a completion; the program is near its end
-END = "</think>"
-_FENCE = re.compile(rf"^(?:.*{END})?([ \t]*)(`{{3,}}|~{{3,}})([^`\n]*)$", re.MULTILINE)
+_FENCE = re.compile(r"^([ \t]*)(`{3,}|~{3,})([^`\n]*)$", re.MULTILINE)
 _PYTHON = re.compile(r"[{.\s]*(python|py)3?(?![\w+-])", re.IGNORECASE)  # a label of a program
-_TEXT = r"\s+(?![{.\s]*py)\S.*"  # behind a closing fence: no label of a program
-DRAFTS = 8  # after so many of unclosed fences, the last end of thoughts counts
+_CLOSING = re.compile(r"\s*|\s+(?![{.\s]*py)\S.*")  # behind a closing fence: no label of a program
 CLOSINGS = 16  # fences tried as the end of a program, as some may stand in its docstrings
 
 
@@ -79,62 +77,43 @@ def extract_code(completion: str) -> str:
     """Return the last fenced block labelled as Python, else the last one unlabelled, else all text.
 
     A truncated block counts. Text before a closing </think> is a draft, and does not. A fence in a
-    docstring does not end a program, nor does a </think> in a string of it end a draft.
+    docstring does not end a program.
     """
-    text, start, position = completion[-TEXT_CHARS:].replace("\r\n", "\n"), 0, 0
-    drafts = 0
-    blocks: list[tuple[str, str]] = []
+    text = completion[-TEXT_CHARS:].replace("\r\n", "\n").rpartition("</think>")[2]
+    blocks, position = list[tuple[str, str]](), 0
     while opening := _FENCE.search(text, position):
-        program, end = _block(text, opening)
-        if END in program and _syntax_error(program):  # the draft's fence was left open
-            drafts += 1
-            find = text.find if drafts < DRAFTS else text.rfind
-            position = text.rfind("\n", 0, find(END, opening.end(), end))
-            continue
-        if (thought := text.rfind(END, position, opening.start(2))) >= 0:
-            start, blocks = thought + len(END), []
+        program, position = _block(text, opening)
         blocks.append((opening[3].strip(), program))
-        position = end
-    if (thought := text.rfind(END, position)) >= 0:
-        start, blocks = thought + len(END), []
     programs = [program for label, program in blocks if _PYTHON.match(label)] or [
         program for label, program in blocks if not label
     ]
-    return programs[-1].removesuffix("\n") + "\n" if programs else text[start:]
+    return programs[-1].removesuffix("\n") + "\n" if programs else text
 
 
 def _block(text: str, opening: re.Match[str]) -> tuple[str, int]:
     """Return the program behind a fence, without the fence's indentation, and the position of its
-    end. A fence with text behind it, "``` done", is one where no other closes a program."""
-    indentation, fence = re.compile(rf"^[ \t]{{0,{len(opening[1])}}}", re.MULTILINE), opening[2]
-
-    def program(end: int) -> str:
-        return indentation.sub("", text[opening.end() + 1 : end])
-
-    def blocks(behind: str, stop: int) -> Iterator[tuple[str, int]]:
-        for closing in _FENCE.finditer(text, opening.end(), stop):
-            if text.startswith(fence, closing.start(2)) and re.fullmatch(behind, closing[3]):
-                yield program(closing.start()), closing.end()
-
-    bare = [*islice(blocks(r"\s*", len(text)), CLOSINGS)] or [(program(len(text)), len(text))]
-    for found in bare:
-        error = _syntax_error(found[0])
-        if not error:
-            return found
-        if not error.startswith("unterminated triple-quoted"):
-            break
-    with_text = islice(blocks(_TEXT, bare[0][1]), CLOSINGS)
-    return next((found for found in with_text if not _syntax_error(found[0])), bare[0])
+    end: the first fence that leaves a program, else the first one, else the text's end."""
+    indentation = re.compile(rf"^[ \t]{{0,{len(opening[1])}}}", re.MULTILINE)
+    closings = (
+        closing
+        for closing in _FENCE.finditer(text, opening.end())
+        if closing[2].startswith(opening[2]) and _CLOSING.fullmatch(closing[3])
+    )
+    found = [
+        (indentation.sub("", text[opening.end() + 1 : closing.start()]), closing.end())
+        for closing in islice(closings, CLOSINGS)
+    ] or [(indentation.sub("", text[opening.end() + 1 :]), len(text))]
+    return next((block for block in found if _is_program(block[0])), found[0])
 
 
-def _syntax_error(program: str) -> str:
+def _is_program(text: str) -> bool:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            ast.parse(program)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        return str(error) or type(error).__name__
-    return ""
+            ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
 
 
 @contextmanager
@@ -152,15 +131,22 @@ def read_tests(problem: Problem) -> tuple[list[Test], Columns]:
     """Read the tests of a problem, at least one, and its other columns; raises UserError."""
     columns_with_tests = [problem.metadata.get(k) for k in ("tests", "test_list", "test")]
     column = next(filter(None, columns_with_tests), problem.answer)
+    found = str(column)[:200]
     try:
         with unlimited_digits():
             columns = _columns(problem)
             tests = _tests(_unquoted(column), columns)
     except (KeyError, TypeError, ValueError, SyntaxError) as error:
-        found = f"{type(error).__name__}: {error} in {str(column)[:200]}"
-        raise _unreadable(problem, found) from error
+        tests, found = [], f"{type(error).__name__}: {error} in {str(column)[:200]}"
     if not tests:
-        raise _unreadable(problem, str(column)[:200] or "nothing")
+        raise UserError(
+            "a problem for the reward `code` has no tests that can be read",
+            where=f"problem {problem.uid}, metadata tests, test_list or test, or its answer",
+            found=found or "nothing",
+            expected='[{"input": ..., "output": ...}], '
+            '[{"function": ..., "args": [...], "expected": ...}] or asserts',
+            next="see docs/guide/sandbox.md",
+        )
     return tests, columns
 
 
@@ -260,14 +246,3 @@ def _call(name: str, args: list[Any], kwargs: dict[str, Any], expected: list[Any
     ast.parse(name, mode="eval")
     arguments = ", ".join([repr(arg) for arg in args] + [f"**{kwargs!r}"] * bool(kwargs))
     return CallTest(expression=f"{name}({arguments})", expected=tuple(expected), compare="json")
-
-
-def _unreadable(problem: Problem, found: str) -> UserError:
-    return UserError(
-        "a problem for the reward `code` has no tests that can be read",
-        where=f"problem {problem.uid}, metadata tests, test_list or test, or its answer",
-        found=found,
-        expected='[{"input": ..., "output": ...}], '
-        '[{"function": ..., "args": [...], "expected": ...}] or asserts',
-        next="see docs/guide/sandbox.md",
-    )

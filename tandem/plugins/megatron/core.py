@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tandem.config.parallel import Parallel
-from tandem.model.attention import Plan
+from tandem.model.attention import Plan, Scoring
 from tandem.model.config_file import head_size, window_of
 from tandem.runtime.errors import UserError
 from tandem.train.parallel.mesh import Mesh
@@ -35,7 +35,7 @@ class PackedAttention(nn.Module):
     ) -> Tensor:
         """Attend: query [T, 1, H, E], key and value [T, 1, K, E] to [T, 1, H * E]."""
         q, k, v = query[:, 0], key[:, 0], value[:, 0]
-        out = attention_bias.attend(self.number, q, k, v, self.scale, self.window)
+        out = attention_bias.attend(self.number, q, k, v, Scoring(self.scale, self.window))
         return out.reshape(len(out), 1, -1)
 
 

@@ -11,8 +11,8 @@ import torch
 
 from tandem.model.load import ExactModel, weight_conversions
 from tandem.plugins.megatron import core
-from tandem.plugins.megatron.checks import check_megatron
 from tandem.plugins.megatron.model import MegatronModel
+from tandem.plugins.megatron.trainer import check_megatron
 from tandem.plugins.megatron.weights import Place, find_slots
 from tandem.train.parallel.context import divide_rows
 from tandem.train.parallel.mesh import EXPERTS, WEIGHTS, Mesh

@@ -4,9 +4,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from tandem.choices import Trainer
+from tandem.config.parallel import Parallel
 from tandem.config.schema import Config
+from tandem.runtime.errors import UserError
 
 if TYPE_CHECKING:
+    from tandem.model.config_file import HeadKind
     from tandem.train.parallel.mesh import Mesh
     from tandem.train.parallel.processes import Processes
     from tandem.train.ranks import Ranks
@@ -44,11 +47,40 @@ class Megatron(Trainer):
         require_megatron()
 
     def check_model(self, config: Config, shape: Any, key: str, head: str) -> None:
-        from tandem.plugins.megatron.checks import check_megatron
-
         check_megatron(shape, config.parallel, "value" if head == "value" else "tokens")
 
     def make_ranks(self, mesh: "Mesh", processes: "Processes") -> "Ranks":
         from tandem.plugins.megatron.ranks import MegatronRanks
 
         return MegatronRanks(mesh, processes)
+
+
+def check_megatron(shape: Any, parallel: Parallel, head: "HeadKind" = "tokens") -> None:
+    """Raise UserError for a model of this transformers config that Megatron does not train."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    kind = shape.rope_parameters["rope_type"]
+    reasons = [
+        (head == "value", "a value or reward model"),
+        (getattr(shape, "attention_bias", False), "a bias in attention_bias"),
+        (
+            shape.model_type == "qwen3_moe" and parallel.tensor > 1,
+            "experts with parallel.tensor > 1 (without sequence parallelism Megatron refuses)",
+        ),
+        (
+            shape.num_hidden_layers % parallel.pipeline > 0,
+            f"{shape.num_hidden_layers} layers in {parallel.pipeline} equal stages",
+        ),
+        (
+            (kind != "default" and float(ROPE_INIT_FUNCTIONS[kind](shape, "cpu")[1]) != 1.0),
+            "a rotary embedding that scales attention (yarn)",
+        ),
+    ]
+    if found := [reason for wrong, reason in reasons if wrong]:
+        raise UserError(
+            "Megatron does not train this model",
+            where="train.backend = megatron",
+            found="; ".join(found),
+            expected="Llama, Mistral, Qwen2, Qwen3 or Qwen3-MoE with all weights trained",
+            next="train.backend=tandem",
+        )

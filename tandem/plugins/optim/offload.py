@@ -22,8 +22,9 @@ from tandem.train.optimizer import BUCKET, MOMENTS, Optimizer, Settings
 
 
 class OffloadedOptimizer(Optimizer):
-    """AdamW whose state is in host memory between updates. bucket: parameters whose state is on the
-    device at once."""
+    """AdamW whose state is in host memory between updates, pinned if the device is a GPU. What it
+    steps may be a parameter itself, which then stays on the device. bucket: most parameters of a
+    bucket, but for a larger tensor."""
 
     def __init__(
         self,
@@ -34,42 +35,22 @@ class OffloadedOptimizer(Optimizer):
         **whole: Any,
     ):
         super().__init__(parameters, settings, **whole)
-        by_master = {self.masters[name]: p for name, p in parameters.items()}
-        self.offloaded = OffloadedState(self.adam, by_master, bucket)
-
-    def _step(self, rate: float) -> None:
-        self.offloaded.step()
+        self.parameter_of = {self.masters[name]: p for name, p in parameters.items()}
+        self.bucket, self.device = bucket, next(iter(parameters.values())).device
+        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        for master, parameter in self.parameter_of.items():
+            if master is not parameter:
+                master.data = self._to_host(master.detach())
 
     def _home(self, key: str, tensor: Tensor) -> Tensor:
-        if key.startswith("step."):
-            return super()._home(key, tensor)
-        return self.offloaded.to_host(tensor)
+        return super()._home(key, tensor) if key.startswith("step.") else self._to_host(tensor)
 
-
-class OffloadedState:
-    """State of an AdamW in host memory, pinned if the device is a GPU.
-
-    masters: what AdamW steps -> the parameter, which may be itself and then stays on the device.
-    bucket: most parameters of a bucket, but for a larger tensor.
-    """
-
-    def __init__(
-        self, adam: torch.optim.AdamW, masters: dict[nn.Parameter, nn.Parameter], bucket: int
-    ):
-        self.adam, self.masters, self.bucket = adam, masters, bucket
-        self.device = next(iter(masters.values())).device
-        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        for master, parameter in masters.items():
-            if master is not parameter:
-                master.data = self.to_host(master.detach())
-
-    def to_host(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor to host memory."""
+    def _to_host(self, tensor: Tensor) -> Tensor:
         pinned = self.stream is not None
         return torch.empty_like(tensor, device="cpu", pin_memory=pinned).copy_(tensor)
 
     @torch.no_grad()
-    def step(self) -> None:
+    def _step(self, rate: float) -> None:
         """Make the step of AdamW with the parameters' gradients, and write the masters into their
         parameters."""
         groups = self.adam.param_groups
@@ -84,7 +65,7 @@ class OffloadedState:
             if number + 1 < len(buckets):
                 coming = self._fetch(buckets[number + 1]["params"])
             self.adam.param_groups = [bucket]
-            self._step(bucket["params"], here)
+            self._step_bucket(bucket["params"], here)
         self.adam.param_groups = groups
         if self.stream is not None:
             self.stream.synchronize()
@@ -100,7 +81,7 @@ class OffloadedState:
             fetched.event = self.stream.record_event()
         return fetched
 
-    def _step(self, masters: list[nn.Parameter], fetched: "_Fetched") -> None:
+    def _step_bucket(self, masters: list[nn.Parameter], fetched: "_Fetched") -> None:
         """Step these masters on the device, and begin to copy their state back."""
         if fetched.event is not None:
             torch.cuda.current_stream(self.device).wait_event(fetched.event)
@@ -108,10 +89,10 @@ class OffloadedState:
         for master in masters:
             hosts.append(self._state_of(master))
             self._place(master, {name: next(tensors) for name in hosts[-1]})
-            master.grad = self.masters[master].grad
+            master.grad = self.parameter_of[master].grad
         self.adam.step()
         for master, host in zip(masters, hosts, strict=True):
-            parameter = self.masters[master]
+            parameter = self.parameter_of[master]
             if master is not parameter:
                 parameter.copy_(master)
                 master.grad = None  # it is the parameter's, on the device
@@ -121,14 +102,14 @@ class OffloadedState:
                     if name in host:
                         host[name].copy_(tensor, non_blocking=True)
                     else:
-                        host[name] = self.to_host(tensor)
+                        host[name] = self._to_host(tensor)
             self._place(master, host)
 
     def _state_of(self, master: nn.Parameter) -> dict[str, Tensor]:
         """Return the tensors of a master that leave the device: its moments, once there are any,
         and its weights if they are not the parameter's."""
         state = self.adam.state.get(master, {})
-        own = {} if master is self.masters[master] else {"weights": master.detach()}
+        own = {} if master is self.parameter_of[master] else {"weights": master.detach()}
         return own | {name: state[name] for name in MOMENTS if name in state}
 
     def _place(self, master: nn.Parameter, tensors: dict[str, Tensor]) -> None:

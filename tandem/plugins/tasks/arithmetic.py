@@ -6,30 +6,15 @@ digits.
 Knows arithmetic. Does not know files, models or rewards (`answer` fits).
 """
 
-from tandem.plugins.tasks.generate import (
-    Generator,
-    Row,
-    Task,
-    TaskProblem,
-    draw_rows,
-    rand_digits,
-    randint,
-)
+from tandem.plugins.tasks.generate import Generator, TaskProblem, drawn, rand_digits, randint
 
 # difficulty -> (numbers, digits)
 LEVELS = {1: (2, 1), 2: (2, 2), 3: (3, 2), 4: (3, 3), 5: (4, 3), 6: (5, 4)}
 
 
-def rows(split: str, count: int, seed: int, difficulty: int) -> list[Row]:
-    """Draw count different problems, or all: difficulty 1 has about 100 for training, 25 for tests.
-
-    Example row: {"uid": "arithmetic/3/train/0", "prompt": "12+34-50=?", "answer": "-4",
-    "data_source": "arithmetic_3", "difficulty": 3, "terms": [12, 34, -50]}
-    """
-    return draw_rows("arithmetic", _problem, split, count, seed, difficulty, list(LEVELS))
-
-
 def _problem(rng: Generator, difficulty: int) -> TaskProblem:
+    """Draw "12+34-50=?", with the column "terms": [12, 34, -50]. Difficulty 1 has about 100
+    problems for training, 25 for tests."""
     numbers, length = LEVELS[difficulty]
     first, *rest = [rand_digits(rng, length) for _ in range(numbers)]
     terms = [first, *(number if randint(rng, 0, 1) else -number for number in rest)]
@@ -41,4 +26,4 @@ def _problem(rng: Generator, difficulty: int) -> TaskProblem:
     )
 
 
-TASK = Task(rows=rows, difficulties=tuple(LEVELS))
+TASK = drawn("arithmetic", _problem, LEVELS)

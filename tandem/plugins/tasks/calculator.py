@@ -17,15 +17,7 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
-from tandem.plugins.tasks.generate import (
-    Generator,
-    Row,
-    Task,
-    TaskProblem,
-    draw_rows,
-    rand_digits,
-    randint,
-)
+from tandem.plugins.tasks.generate import Generator, TaskProblem, drawn, rand_digits, randint
 
 # difficulty -> (digits, forms and their values)
 FORMS: dict[int, tuple[int, dict[str, Callable[..., int]]]] = {
@@ -48,16 +40,8 @@ FORMS: dict[int, tuple[int, dict[str, Callable[..., int]]]] = {
 }
 
 
-def rows(split: str, count: int, seed: int, difficulty: int) -> list[Row]:
-    """Draw count different problems.
-
-    Example row: {"uid": "calculator/1/train/0", "prompt": "387*542=?", "answer": "209754",
-    "data_source": "calculator_1", "difficulty": 1, "expression": "387*542"}
-    """
-    return draw_rows("calculator", _problem, split, count, seed, difficulty, list(FORMS))
-
-
 def _problem(rng: Generator, difficulty: int) -> TaskProblem:
+    """Draw "387*542=?", with the column "expression": "387*542"."""
     length, forms = FORMS[difficulty]
     form, value_of = list(forms.items())[randint(rng, 0, len(forms) - 1)]
     numbers = [rand_digits(rng, length) for _ in range(form.count("{}"))]
@@ -206,4 +190,4 @@ def _decimal(value: Fraction) -> str | None:
     return sign + (f"{text[:-digits]}.{text[-digits:]}" if digits else text)
 
 
-TASK = Task(rows=rows, difficulties=tuple(FORMS))
+TASK = drawn("calculator", _problem, FORMS)

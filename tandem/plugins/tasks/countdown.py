@@ -18,7 +18,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from tandem.plugins.tasks.generate import Generator, Row, Task, TaskProblem, draw_rows, randint
+from tandem.plugins.tasks.generate import Generator, TaskProblem, drawn, randint
 from tandem.rewards.thoughts import behind_thoughts
 from tandem.types import Problem
 
@@ -30,18 +30,9 @@ TEXT_CHARS = 2_000  # of the end of a completion
 Term = tuple[int, str]  # (value, how it is written)
 
 
-def rows(split: str, count: int, seed: int, difficulty: int) -> list[Row]:
-    """Draw count different problems, or all: difficulty 2 has about 470 for training, 115 for
-    tests.
-
-    Example row: {"uid": "countdown/3/train/0", "prompt": "Make 23 from 11,15,3, each once, with + -
-    * /.", "answer": "23", "data_source": "countdown_3", "difficulty": 3, "numbers": [11, 15, 3],
-    "solution": "(15-3)+11"}
-    """
-    return draw_rows("countdown", _problem, split, count, seed, difficulty, LEVELS)
-
-
 def _problem(rng: Generator, difficulty: int) -> TaskProblem:
+    """Draw "Make 23 from 11,15,3, each once, with + - * /."; columns: {"numbers": [11, 15, 3],
+    "solution": "(15-3)+11"}. Difficulty 2 has about 470 problems for training, 115 for tests."""
     while True:
         numbers = [randint(rng, 1, HIGHEST) for _ in range(difficulty)]
         target, text = _combine(rng, [(number, str(number)) for number in numbers])
@@ -141,5 +132,5 @@ def _value(node: ast.expr) -> Fraction:
     raise ValueError("a power, a sign before a number, or a call")
 
 
-TASK = Task(rows=rows, difficulties=tuple(LEVELS))
+TASK = drawn("countdown", _problem, LEVELS)
 reward = behind_thoughts(check)

@@ -5,7 +5,7 @@ with the shorter one. Knows rows and splits. Does not know the tasks: each is a 
 one, and has a TASK, which the registry names.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,17 +23,15 @@ SPLITS = ("train", "test")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One built-in task. Example: `Task(rows=guess.rows, difficulties=(1, 2))`
+    """One built-in task.
 
     rows(split, count, seed, difficulty) draws that many different problems, or all it has. The rows
     of a split, seed and difficulty begin with those of a smaller count, and no problem is in both
-    splits.
+    splits. Raises UserError for an unknown split or difficulty.
     """
 
     rows: Callable[[str, int, int, int], list[Row]]
     difficulties: Sequence[int]  # the first is the default
-    # warm_start(count, seed, difficulty, careless) makes chats for supervised training
-    warm_start: Callable[..., list[Row]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,38 +50,37 @@ class TaskProblem:
     columns: dict[str, Any] = field(default_factory=dict)
 
 
-def draw_rows(
-    task: str,
-    make: Callable[[Generator, int], TaskProblem],
-    split: str,
-    count: int,
-    seed: int,
-    difficulty: int,
-    difficulties: Sequence[int],
-) -> list[Row]:
-    """Draw count different problems of a split; fewer if the task has no more.
+def drawn(
+    name: str, make: Callable[[Generator, int], TaskProblem], difficulties: Iterable[int]
+) -> Task:
+    """Return the task whose problems make(rng, difficulty) draws, one by one.
 
-    make(rng, difficulty) draws one. Raises UserError for an unknown split or difficulty.
+    Example row: {"uid": "guess/1/train/0", "prompt": "Guess my number, 12 to 19. I say higher or
+    lower.", "answer": "17", "data_source": "guess_1", "difficulty": 1, "low": 12, "high": 19}
     """
-    check_request(task, split, difficulty, difficulties)
-    seen: set[str] = set()
-    rows = []
-    for number in range(count):
-        place = (seed, task, difficulty, split, number)
-        problem = first_new(lambda rng: make(rng, difficulty), place, split, seen)
-        if problem is None:
-            break
-        rows.append(
-            {
-                "uid": f"{task}/{difficulty}/{split}/{number}",
-                "prompt": problem.prompt,
-                "answer": problem.answer,
-                "data_source": f"{task}_{difficulty}",
-                "difficulty": difficulty,
-                **problem.columns,
-            }
-        )
-    return rows
+    levels = tuple(difficulties)
+
+    def rows(split: str, count: int, seed: int, difficulty: int) -> list[Row]:
+        check_request(name, split, difficulty, levels)
+        seen, rows = set[str](), list[Row]()
+        for number in range(count):
+            place = (seed, name, difficulty, split, number)
+            problem = first_new(lambda rng: make(rng, difficulty), place, split, seen)
+            if problem is None:
+                break
+            rows.append(
+                {
+                    "uid": f"{name}/{difficulty}/{split}/{number}",
+                    "prompt": problem.prompt,
+                    "answer": problem.answer,
+                    "data_source": f"{name}_{difficulty}",
+                    "difficulty": difficulty,
+                    **problem.columns,
+                }
+            )
+        return rows
+
+    return Task(rows=rows, difficulties=levels)
 
 
 def first_new(

@@ -10,7 +10,7 @@ chats. Does not know chat templates, files or models.
 import re
 from collections.abc import Sequence
 
-from tandem.plugins.tasks.generate import Generator, Row, Task, TaskProblem, draw_rows, randint
+from tandem.plugins.tasks.generate import Generator, TaskProblem, drawn, randint
 from tandem.runtime.errors import UserError
 from tandem.types import Env, Message, Observation, Problem
 
@@ -18,19 +18,9 @@ WIDTHS = {1: 8, 2: 16, 3: 32, 4: 64, 5: 128, 6: 256}
 _INTEGER = re.compile(r"(?<![\d.])-?\d{1,18}(?!\d|\.\d)")
 
 
-def rows(split: str, count: int, seed: int, difficulty: int) -> list[Row]:
-    """Draw count different games, a range and a secret each; fewer if there are no more.
-
-    Difficulty 1 has about 580 games for training and 150 for testing. No game is in both splits;
-    ranges are.
-
-    Example row: {"uid": "guess/1/train/0", "prompt": "Guess my number, 12 to 19. I say higher or
-    lower.", "answer": "17", "data_source": "guess_1", "difficulty": 1, "low": 12, "high": 19}
-    """
-    return draw_rows("guess", _problem, split, count, seed, difficulty, list(WIDTHS))
-
-
 def _problem(rng: Generator, difficulty: int) -> TaskProblem:
+    """Draw a range and a secret. Difficulty 1 has about 580 games for training and 150 for testing;
+    no game is in both splits, ranges are."""
     width = WIDTHS[difficulty]
     low = randint(rng, 1, (99 if width < 99 else 999) - width + 1)
     high = low + width - 1
@@ -95,4 +85,4 @@ class GuessTheNumber(Env):
         )
 
 
-TASK = Task(rows=rows, difficulties=tuple(WIDTHS))
+TASK = drawn("guess", _problem, WIDTHS)

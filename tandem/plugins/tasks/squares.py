@@ -11,7 +11,7 @@ import io
 
 import numpy as np
 
-from tandem.plugins.tasks.generate import Generator, Row, Task, TaskProblem, draw_rows, randint
+from tandem.plugins.tasks.generate import Generator, TaskProblem, drawn, randint
 from tandem.runtime.errors import UserError
 
 # difficulty -> (most squares, colours on an image)
@@ -21,17 +21,8 @@ ROOM = 2  # pixels that a square may be moved by in its place
 COLOURS = {"red": (255, 0, 0), "green": (0, 160, 0), "blue": (0, 0, 255)}
 
 
-def rows(split: str, count: int, seed: int, difficulty: int) -> list[Row]:
-    """Draw count different images and a question to each.
-
-    Example row: {"uid": "squares/1/train/0", "prompt": "How many squares?", "answer": "2",
-    "data_source": "squares_1", "difficulty": 1, "response": "Answer: 2",
-    "images": ["data:image/png;base64,iVBORw0..."]}
-    """
-    return draw_rows("squares", _problem, split, count, seed, difficulty, list(LEVELS))
-
-
 def _problem(rng: Generator, difficulty: int) -> TaskProblem:
+    """Draw an image; columns: {"response": "Answer: 2", "images": ["data:image/png;base64,..."]}"""
     most, colours = LEVELS[difficulty]
     names = sorted(rng.permutation(list(COLOURS))[:colours].tolist())
     number = randint(rng, 1, most)
@@ -74,4 +65,4 @@ def _png(squares: list[tuple[int, int, int, str]]) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-TASK = Task(rows=rows, difficulties=tuple(LEVELS))
+TASK = drawn("squares", _problem, LEVELS)

@@ -31,42 +31,15 @@ KINDS = ("train", "eval_sampled", "eval_greedy")
 SNIPPET = 240  # characters of a text in a list
 SLICE_S = 0.3  # of reading files before a request is answered with what there is
 TAIL = 64  # small tables before they are joined to the large one
-_READ = [
-    "step",
-    "group",
-    "outcome",
-    "uid",
-    "sample_index",
-    "category",
-    "answer",
-    "messages",
-    "stop_reason",
-    "env_error",
-    "masked",
-    "reward",
-    "reward_error",
-    "text",
-    "num_turns",
-    "loss_mask",
-]
 # the name here -> of the same values in the file
-_PLAIN = {
-    "step": "step",
-    "group": "group",
-    "sample": "sample_index",
-    "masked": "masked",
-    "reward": "reward",
-    "turns": "num_turns",
-}
-_REPEATED = {
-    "outcome": "outcome",
-    "uid": "uid",
-    "category": "category",
-    "answer": "answer",
-    "stop": "stop_reason",
-}
+_PLAIN = {"step": "step", "group": "group", "sample": "sample_index"}
+_PLAIN |= {"masked": "masked", "reward": "reward", "turns": "num_turns"}
+_REPEATED = {"outcome": "outcome", "uid": "uid", "category": "category"}
+_REPEATED |= {"answer": "answer", "stop": "stop_reason"}
+_OTHERS = ("messages", "text", "loss_mask", "env_error", "reward_error")
 SORTS = ("step", "reward", "tokens", "turns")
 FACETS = ("kind", "outcome", "stop", "category")
+SEARCHED = ("text", "prompt", "uid")
 SHOWN = [
     *("kind", "step", "row", "group", "outcome", "uid", "sample", "category", "answer"),
     *("prompt", "text", "reward", "stop", "turns", "tokens", "error", "masked"),
@@ -105,39 +78,50 @@ def parse_query(values: Mapping[str, str]) -> Query:
     return Query(**texts, **numbers, errors=values.get("errors") == "1", sort=sort)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rows:
-    """All that was read at one moment."""
+def find(table: pa.Table, query: Query) -> np.ndarray:
+    """Return the places of the episodes that a query means, in its order."""
+    mask = np.ones(len(table), bool)
+    for name in (*FACETS, "uid"):
+        if wanted := getattr(query, name):
+            mask &= _bools(pc.equal(_texts(table, name), wanted))
+    for name in ("step", "reward"):
+        low, high = getattr(query, f"{name}_from"), getattr(query, f"{name}_to")
+        column = table.column(name).to_numpy()
+        mask &= True if low is None else column >= low
+        mask &= True if high is None else column <= high
+    if query.errors:
+        mask &= _bools(pc.not_equal(table.column("error"), ""))
+    if query.q:
+        mask &= np.logical_or.reduce([_has(table, name, query.q) for name in SEARCHED])
+    places = np.flatnonzero(mask)
+    name, sign = query.sort.removeprefix("-"), -1 if query.sort.startswith("-") else 1
+    columns = {n: table.column(n).to_numpy()[places] for n in ("row", "step", name)}
+    kinds = pc.index_in(_texts(table, "kind"), pa.array(KINDS)).to_numpy()[places]
+    # the last one counts most
+    order = np.lexsort([columns["row"], kinds, sign * columns["step"], sign * columns[name]])
+    return places[order]
 
-    table: pa.Table
-    columns: dict[str, np.ndarray]  # of SORTS, row and kind
-    facets: dict[str, list[str]]
-    damaged: dict[str, str]  # file name -> what is wrong
 
-    def find(self, query: Query) -> np.ndarray:
-        """Return the places of the episodes that a query means, in its order."""
-        table = self.table
-        mask = np.ones(len(table), bool)
-        for name in (*FACETS, "uid"):
-            if wanted := getattr(query, name):
-                parts = [
-                    _bools(pc.equal(chunk.dictionary, wanted))[chunk.indices.to_numpy()]
-                    for chunk in table.column(name).chunks
-                ]
-                mask &= np.concatenate(parts) if parts else False
-        for name in ("step", "reward"):
-            low, high = getattr(query, f"{name}_from"), getattr(query, f"{name}_to")
-            column = self.columns[name]
-            mask &= True if low is None else column >= low
-            mask &= True if high is None else column <= high
-        if query.errors:
-            mask &= _bools(pc.not_equal(table.column("error"), ""))
-        if query.q:
-            mask &= search(table, query.q)
-        places = np.flatnonzero(mask)
-        name, sign = query.sort.removeprefix("-"), -1 if query.sort.startswith("-") else 1
-        order = (("row", 1), ("kind", 1), ("step", sign), (name, sign))  # the last one counts most
-        return places[np.lexsort([by * self.columns[n][places] for n, by in order])]
+def _has(table: pa.Table, name: str, text: str) -> np.ndarray:
+    """Tell for each row whether a text of it has another in it, in any case. A text that rows share
+    is searched once."""
+    if not pa.types.is_dictionary(table.schema.field(name).type):
+        return _bools(pc.match_substring(table.column(name), text, ignore_case=True))
+    parts = [
+        _bools(pc.match_substring(chunk.dictionary, text, ignore_case=True))[
+            chunk.indices.to_numpy()
+        ]
+        for chunk in table.column(name).chunks
+    ]
+    return np.concatenate([np.zeros(0, bool), *parts])
+
+
+def _texts(table: pa.Table, name: str) -> pa.ChunkedArray:
+    return table.column(name).cast(pa.string())
+
+
+def _bools(values: Any) -> np.ndarray:
+    return np.asarray(values.to_numpy(zero_copy_only=False), bool)
 
 
 class EpisodeTable:
@@ -151,7 +135,6 @@ class EpisodeTable:
     def _forget(self) -> None:
         self._read = dict[str, tuple[int, int]]()  # file name -> time and size
         self._parts, self._damaged = [_NONE], dict[str, str]()
-        self._rows: Rows | None = None
 
     def refresh(self, seconds: float = SLICE_S) -> bool:
         """Read new files for so long; tell whether all are read."""
@@ -172,49 +155,34 @@ class EpisodeTable:
         return True
 
     def _add(self, path: Path) -> None:
-        self._rows = None
         try:
-            table = _index(path)
+            self._parts.append(_index(path))
         except (UserError, ValueError, TypeError, KeyError, AttributeError) as error:
             self._damaged[path.name] = str(error).splitlines()[0]
-            return
-        self._parts.append(table)
         if len(self._parts) > TAIL:
             self._parts = [pa.concat_tables(self._parts).combine_chunks()]
 
-    def table(self) -> Rows:
+    def table(self) -> pa.Table:
         """Return all rows that are read, as they are now."""
         with self._lock:
-            if self._rows is None:
-                table = pa.concat_tables(self._parts).combine_chunks()
-                self._parts = [table]
-                columns = {n: table.column(n).to_numpy() for n in (*SORTS, "row")}
-                texts = {n: table.column(n).cast(pa.string()) for n in FACETS}
-                kinds = pc.index_in(texts["kind"], pa.array(KINDS))
-                self._rows = Rows(
-                    table=table,
-                    columns={**columns, "kind": np.asarray(kinds.to_numpy())},
-                    facets={
-                        name: sorted(filter(None, pc.unique(column).to_pylist()))
-                        for name, column in texts.items()
-                    },
-                    damaged=dict(self._damaged),
-                )
-            return self._rows
+            if len(self._parts) > 1:
+                self._parts = [pa.concat_tables(self._parts).combine_chunks()]
+            return self._parts[0]
 
     def page(self, query: Query, offset: int, limit: int) -> dict[str, Any]:
         """Return the rows of a page, the number of all that match and their mean reward."""
-        complete, now = self.refresh(), self.table()
-        places = now.find(query)
-        rewards = now.columns["reward"][places]
+        complete, table = self.refresh(), self.table()
+        places = find(table, query)
+        rewards = table.column("reward").to_numpy()[places]
+        facets = {name: pc.unique(_texts(table, name)).to_pylist() for name in FACETS}
         return {
             "count": len(places),
             "mean": float(np.nanmean(rewards)) if np.isfinite(rewards).any() else None,
-            "rows": _rows(now.table.take(places[offset : offset + limit])),
+            "rows": _rows(table.take(places[offset : offset + limit])),
             "complete": complete,
-            "total": len(now.table),
-            "facets": now.facets,
-            "damaged": now.damaged,
+            "total": len(table),
+            "facets": {name: sorted(filter(None, texts)) for name, texts in facets.items()},
+            "damaged": dict(self._damaged),
         }
 
     def step(self, step: int) -> list[dict[str, Any]]:
@@ -248,8 +216,8 @@ class EpisodeTable:
         """Yield each file of a query with the rows in it, in the order of the files."""
         while not self.refresh():
             pass
-        now = self.table()
-        table = now.table.take(np.sort(now.find(query)))
+        table = self.table()
+        table = table.take(np.sort(find(table, query)))
         found = sorted(
             (row["step"], row["kind"], row["row"])
             for row in table.select(["step", "kind", "row"]).to_pylist()
@@ -266,27 +234,9 @@ def _rows(table: pa.Table) -> list[dict[str, Any]]:
     return rows
 
 
-def search(table: pa.Table, text: str) -> np.ndarray:
-    """Tell for each row whether its completion, prompt or uid has the text, in any case."""
-    found = _bools(pc.match_substring(table.column("text"), text, ignore_case=True))
-    for name in ("prompt", "uid"):
-        parts = [
-            _bools(pc.match_substring(chunk.dictionary, text, ignore_case=True))[
-                chunk.indices.to_numpy()
-            ]
-            for chunk in table.column(name).chunks
-        ]
-        found |= np.concatenate(parts)
-    return found
-
-
-def _bools(values: Any) -> np.ndarray:
-    return np.asarray(values.to_numpy(zero_copy_only=False), bool)
-
-
 def _index(path: Path) -> pa.Table:
     """Read the rows of a file as the table has them."""
-    table = read_table(path, _READ)
+    table = read_table(path, [*_PLAIN.values(), *_REPEATED.values(), *_OTHERS])
     kind, _ = _place(path.name) or ("", 0)
     # the last message of each prompt, which attempts at a problem share
     chats = _repeated(table.column("messages"))

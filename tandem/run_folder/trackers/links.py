@@ -54,11 +54,6 @@ def require_trackers(names: Sequence[str]) -> None:
             )
 
 
-def open_tracker(name: str, run: TrackedRun) -> Tracker:
-    """Open the run at the tracker of that name."""
-    return find("trackers", name, key="run.trackers")(run)  # type: ignore[no-any-return]
-
-
 class Trackers:
     """The trackers of a run, each open until the context ends; none has an effect on the run."""
 
@@ -69,7 +64,11 @@ class Trackers:
         self._close_s = close_s
         self._links: list[Link] = []
         for name in dict.fromkeys(config.run.trackers):
-            self.add(name, partial(open_tracker, name))
+
+            def opens(run: TrackedRun, name: str = name) -> Tracker:  # in the tracker's own thread
+                return find("trackers", name, key="run.trackers")(run)  # type: ignore[no-any-return]
+
+            self.add(name, opens)
 
     def add(self, name: str, opens: Callable[[TrackedRun], Tracker]) -> None:
         """Open a tracker in a thread of its own."""
@@ -85,7 +84,17 @@ class Trackers:
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Send episodes as a table."""
-        rows = [_row(step, sample) for sample in samples]
+        rows: list[SampleRow] = []
+        for sample in samples:
+            prompt = (f"{m['role']}: {printable(message_text(m))}" for m in sample.prompt)
+            row = {
+                "step": step,
+                "sample": sample.name,
+                "prompt": "\n".join(prompt)[:TEXT],
+                "completion": printable(sample.completion)[:TEXT],
+                "reward": sample.reward,
+            }
+            rows.append(row)
         self._send(lambda tracker: tracker.log_samples(step, rows))
 
     def _send(self, call: Call) -> None:
@@ -168,14 +177,3 @@ def _run_id(folder: Path) -> str:
     made = uuid.uuid4().hex
     write_atomic(path, json.dumps({"id": made}).encode() + b"\n")
     return made
-
-
-def _row(step: int, sample: Sample) -> SampleRow:
-    prompt = "\n".join(f"{m['role']}: {printable(message_text(m))}" for m in sample.prompt)
-    return {
-        "step": step,
-        "sample": sample.name,
-        "prompt": prompt[:TEXT],
-        "completion": printable(sample.completion)[:TEXT],
-        "reward": sample.reward,
-    }

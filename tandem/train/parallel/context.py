@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.model.attention import Plan
+from tandem.model.attention import Plan, Scoring
 from tandem.model.load import ExactModel
 from tandem.model.onednn import padded_rows
 from tandem.model.row_parts import RowParts
@@ -81,15 +81,13 @@ class ContextPlan:
     def __init__(self, plan: Plan, group: Group):
         self.whole, self.group = plan, group
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         """Attend q [n, H, E], k and v [n, K, E] of this process's rows to [n, H, E]."""
         shares = [heads.unflatten(1, (self.group.size, -1)) for heads in (q, k, v)]
         sent = torch.cat(shares, 2).transpose(0, 1)  # [C, n, (H + 2K) / C, E]
         received = _Exchange.apply(sent, self.group).flatten(0, 1)
         q, k, v = received.split([share.shape[2] for share in shares], 1)
-        out = self.whole.attend(layer, q, k, v, scale, window)  # [C * n, H / C, E]
+        out = self.whole.attend(layer, q, k, v, scoring)  # [C * n, H / C, E]
         back = _Exchange.apply(out.unflatten(0, (self.group.size, -1)), self.group)
         return back.transpose(0, 1).flatten(1, 2)  # type: ignore[no-any-return]
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.model.boxes import Box
+from tandem.model.boxes import Box, whole_box
 from tandem.model.experts import ExactExperts, Expert, Output
 from tandem.model.load import ExactModel
 from tandem.train.parallel.mesh import Group
@@ -34,7 +34,7 @@ def divide_experts(model: ExactModel, group: Group, boxes: dict[str, Box]) -> No
         if not isinstance(experts, ExactExperts):
             continue
         for name, weight in experts.named_parameters(module):
-            box = boxes.get(name) or Box.all_of(weight)
+            box = boxes.get(name) or whole_box(weight.shape)
             boxes[name] = box.cut(0, group.rank, group.size)
             weight.data = weight.data.chunk(group.size)[group.rank].clone()
         experts.expert_packs = experts.expert_packs[: len(experts.gate_up_proj)]

@@ -13,7 +13,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from tandem.model.boxes import Box, whole_box
 from tandem.train.optimizer import row_squares
 from tandem.train.parallel.mesh import Group
-from tandem.types import Array
 
 
 def box_of(parameter: nn.Parameter, outer: Box | None) -> Box:
@@ -69,8 +68,16 @@ class Pieces:
         for name, boxes in self.owners.items():
             parts = [(box, found[rank].get(name)) for box, rank in boxes.items()]
             there = [(box, part) for box, part in parts if part is not None]
-            if there:  # a frozen weight has no gradient
-                total += _sum_rows(there)
+            if not there:  # a frozen weight has no gradient
+                continue
+            rows = there[0][0].whole[0]
+            if rows == 1:
+                total += float(sum(part.sum() for _, part in there))
+                continue
+            added = np.zeros(rows)
+            for box, part in there:
+                added[box.slices[0]] += part
+            total += float(added.sum())
         return math.sqrt(total)
 
     def collect(
@@ -141,14 +148,3 @@ class Pieces:
         parts = [torch.empty_like(tensors[n]) if n in tensors else nothing for n in names] + idle
         self.world.all_to_all(found, parts, "whole matrices")
         yield from ((n, part) for n, part in zip(names, parts, strict=False) if n in tensors)
-
-
-def _sum_rows(parts: list[tuple[Box, Array]]) -> float:
-    """Sum the squared norms of the rows of one tensor."""
-    rows = parts[0][0].whole[0]
-    if rows == 1:
-        return float(sum(part.sum() for _, part in parts))
-    squares = np.zeros(rows)
-    for box, part in parts:
-        squares[box.slices[0]] += part
-    return float(squares.sum())

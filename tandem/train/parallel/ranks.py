@@ -65,7 +65,12 @@ class ParallelRanks(Ranks):
         shard_model(model, self.mesh, dtype)
         named = dict(model.module.named_parameters())
         boxes = {name: box_of(p, outer.get(name)) for name, p in named.items()}
-        parts = {name: _part_of(p) for name, p in named.items()}
+        # on the same memory; what FSDP does not divide stays the same parameter, because a
+        # linear's pack is renewed by its version
+        parts = {
+            name: nn.Parameter(local(p.data), p.requires_grad) if isinstance(p.data, DTensor) else p
+            for name, p in named.items()
+        }
         self.keep(stage, named, parts, boxes, partial)
         model.list_weights()
         return model
@@ -230,14 +235,6 @@ class Divided:
     pieces: Pieces
     partial: Sequence[str]  # whose gradients are yet to be summed over `tensor`
     trained: Sequence[str]  # of all processes
-
-
-def _part_of(parameter: nn.Parameter) -> nn.Parameter:
-    """Return what this process holds of a parameter, as a parameter on the same memory: the same
-    one if FSDP does not divide it, because a linear's pack is renewed by its version."""
-    if not isinstance(parameter.data, DTensor):
-        return parameter
-    return nn.Parameter(local(parameter.data), parameter.requires_grad)
 
 
 class _Rounded(Mapping[str, Tensor]):

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tandem.model.boxes import Box
+from tandem.model.boxes import Box, whole_box
 from tandem.model.experts import ExactExperts
 from tandem.model.layers import ExactLayer
 from tandem.model.linear import ExactLinear, FusedLinear
@@ -118,7 +118,7 @@ class _Division:
     def _cut(self, weight: Any, dim: int) -> None:
         """Leave this process's part of a weight."""
         name, group = self.names[weight], self.group
-        box = self.boxes.get(name) or Box.all_of(weight)
+        box = self.boxes.get(name) or whole_box(weight.shape)
         self.boxes[name] = box.cut(dim, group.rank, group.size)
         weight.data = weight.data.chunk(group.size, dim)[group.rank].clone()
 

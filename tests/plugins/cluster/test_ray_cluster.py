@@ -50,15 +50,6 @@ def joined(nodes, count=2):
     return [f"cluster.address={nodes.address}", "cluster.nodes=2", f"rollout.workers={count}"]
 
 
-def test_a_run_on_two_nodes_has_the_bits_of_one_process(nodes, inputs, inline):
-    folder, command = inputs
-    two = folder / "two"
-    with running(command, two, *joined(nodes)):
-        seen = until(lambda: workers(two))
-    assert len({row["node"] for row in seen}) == 2
-    assert fingerprint(two) == inline
-
-
 def test_a_killed_actor_and_a_killed_node_change_no_bit(nodes, inputs, inline):
     folder, command = inputs
     struck, _ = folder / "struck", nodes.add()
@@ -179,14 +170,15 @@ def test_workers_join_and_leave_while_a_run_goes_on(inputs, inline):
     assert "rollout workers: 1 -> 3" in log and "rollout workers: 3 -> 1" in log
 
 
-def test_workers_join_on_a_cluster(nodes, inputs, inline):
+def test_a_run_on_two_nodes_whose_workers_join_has_the_bits_of_one_process(nodes, inputs, inline):
     folder, command = inputs
     grown = folder / "grown"
     with gated(grown) as allow, running(command, grown, *joined(nodes, count=1)):
         allow(1)
         assert tandem("scale", grown, "rollout=3", cwd=folder)[0] == 0
         allow(3)
-        assert len(workers(grown)) == 3
+        seen = workers(grown)
+        assert len(seen) == 3 and len({row["node"] for row in seen}) == 2
         allow(6)
     assert fingerprint(grown) == inline
 

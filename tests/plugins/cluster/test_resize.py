@@ -3,8 +3,7 @@
 import os
 import signal
 
-import pytest
-
+from tandem.runtime.processes import state_of
 from tests.support.working import all_idle, bits, groups, odd_workers, processes, run, until
 
 
@@ -21,9 +20,7 @@ def test_workers_join_and_leave_between_requests_with_the_same_bits():
         left = [worker.pid for worker in processes(workers)][1:]
         workers.resize(1)
         assert [worker.pid for worker in processes(workers)] == pids
-        for pid in left:
-            with pytest.raises(ProcessLookupError):
-                os.kill(pid, 0)
+        until(workers, lambda: not any(state_of(pid) for pid in left))
         assert [bits(completion) for completion in run(workers, groups(4))] == expected
 
 

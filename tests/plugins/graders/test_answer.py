@@ -74,120 +74,27 @@ def test_the_last_answer_counts_even_if_an_earlier_one_is_right():
     assert score("\\boxed{7} Answer: 8", "7") == 0.0
 
 
-SAME = [
-    ("5", "5.0"),
-    ("+5", "5."),
-    (".5", "0.50"),
-    ("1,234,567.5", "1234567.5"),
-    ("1{,}000", "1000"),
-    ("1\\,000", "1000"),
-    ("1e-5", "0.00001"),
-    ("-1/2", "\\frac{1}{-2}"),
-    ("-\\dfrac{1}{2}", "\\frac{-1}{2}"),
-    ("\\tfrac12", "0.5"),
-    ("\\frac 3 4", "3 / 4"),
-    ("\\frac{1}2", "\\frac1{2}"),
-    ("1\\frac{1}{2}", "3/2"),
-    ("-1 1/2", "-1.5"),
-    ("−5", "- 5"),
-    ("50\\%", "50%"),
-    ("x = 5", "5"),
-    ("x_1=5", "x_1 = 5"),
-    ("5\\text{ cm}", "5"),
-    ("5\\,\\mathrm{cm}^2", "5"),
-    ("90^\\circ", "90"),
-    ("East.", "\\text{east}"),
-    ("(C)", "C"),
-    ("\\textbf{(C)}", "C"),
-    ("(1, 2)", "(1,2)"),
-    ("50%", "0.5"),
-    ("50%", "50"),
-    ("5" * 300, "5" * 300),
-    ("5", "5 apples"),
-    ("0", "-0.0"),
-]
+PAIRS = tomllib.loads((Path(__file__).parent / "answer_pairs.toml").read_text())
+BOTH_WAYS = {"same": True, "different": False}
 
 
-@pytest.mark.parametrize(("one", "other"), SAME)
-def test_one_answer_in_two_spellings_is_equal_both_ways(one, other):
-    assert equal(one, other)
-    assert equal(other, one)
+@pytest.mark.parametrize("kind", ["formulas", "meanings", "conditions", "small", "computed"])
+def test_answers_are_equal_where_they_mean_the_same(kind):
+    assert [pair for pair in PAIRS[kind] if equal(*pair[:2]) is not pair[2]] == []
 
 
-DIFFERENT = [
-    ("5", "6"),
-    ("1 1/2", "11/2"),
-    ("5 6", "56"),
-    ("1, 200", "1200"),
-    ("1,20", "120"),
-    ("0.333", "1/3"),
-    ("x=5", "y=5"),
-    ("5\\text{ cm}", "5\\text{ m}"),
-    ("1/0", "0"),
-    ("nan", "nan"),
-    ("inf", "inf"),
-    ("-Infinity", "-infinity"),
-    ("1e999", "inf"),
-    ("", ""),
-    ("$", "$"),
-    ("seat", "east"),
-    ("٥", "5"),
-    ("1_000", "1000"),
-    ("0x10", "16"),
-]
-
-
-@pytest.mark.parametrize(("one", "other"), DIFFERENT)
-def test_different_answers_are_unequal_both_ways(one, other):
-    assert not equal(one, other)
-    assert not equal(other, one)
+@pytest.mark.parametrize("kind", BOTH_WAYS)
+def test_spellings_of_numbers_and_texts_are_compared_alike_both_ways(kind):
+    pairs = [pair[::by] for pair in PAIRS[kind] for by in (1, -1)]
+    assert [pair for pair in pairs if equal(*pair) is not BOTH_WAYS[kind]] == []
 
 
 @pytest.mark.parametrize(
-    "guess",
-    [
-        "2+3",
-        "10/2+0",
-        "5 or 6",
-        "5, 6",
-        "5 and 6",
-        "{5,6}",
-        "6=5",
-        "5=5",
-        "5$ $6",
-        "5 because 2+3",
-        "sqrt(25)",
-    ],
+    ("kind", "before"), [("words", "Answer: "), ("guesses", "Answer: "), ("completions", "")]
 )
-def test_unevaluated_expressions_and_two_guesses_earn_nothing(guess):
-    assert score(f"Answer: {guess}", "5") == 0.0
-
-
-MATH = [
-    ("2\\sqrt{3}", "\\sqrt{12}", True),
-    ("\\sqrt{11}", "\\sqrt{12}", False),
-    ("1+x", "x+1", True),
-    ("(x-1)(x+1)", "x^2-1", True),
-    ("x^2+1", "x^2-1", False),
-    ("\\{2, 1\\}", "\\{1,2\\}", True),
-    ("(2,1)", "(1,2)", False),
-    ("(1,2.0)", "(1,2)", True),
-    ("[0,1)", "(0,1)", False),
-    ("(-\\infty,2]", "(-\\infty, 2.0]", True),
-    ("5", "\\sqrt{25}", True),
-    ("\\frac{\\pi}{2}", "0.5\\pi", True),
-    ("\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", True),
-    ("5 or 6", "\\sqrt{25}", False),
-    ("4, 5", "\\sqrt{25}", False),
-    ("6$ $5", "\\sqrt{25}", False),
-    ("the number 5 of course", "\\sqrt{25}", False),
-    ("5^{", "\\sqrt{25}", False),
-]
-
-
-@pytest.mark.parametrize(("found", "truth", "same"), MATH)
-def test_answers_that_are_not_numbers_are_left_to_math_verify(found, truth, same):
-    assert equal(found, truth) is same
+def test_what_stands_around_an_answer_counts(kind, before):
+    pairs = PAIRS[kind]
+    assert [pair for pair in pairs if score(before + pair[0], pair[1]) != pair[2]] == []
 
 
 def test_math_verify_also_decides_outside_the_main_thread():
@@ -207,179 +114,6 @@ def test_words_and_unevaluated_numbers_never_reach_math_verify():
     assert done.stdout.split() == ["False", "False", "False", "True", "False", "True", "True"]
 
 
-WRITTEN = [
-    ("5 cm", "5 m", False),
-    ("5_{10}", "5_2", False),
-    ("\\{1,2\\}", "(1,2)", False),
-    ("10^3", "1000", True),
-    ("1\\times 10^3", "1000", True),
-    ("5 dollars", "5", True),
-    ("18 miles per hour", "18", True),
-    ("5 cm", "5", True),
-    ("5\\text{ cm}", "5", True),
-    ("50\\%", "50", True),
-    ("\\textbf{(C)}\\ 12", "C", True),
-    ("(5)", "5", True),
-    ("{5}", "5", True),
-    ("x<2", "(-\\infty,2)", True),
-    ("5 (since 2+3=5)", "5", True),
-    ("５", "5", True),
-    ("18 mph", "18 miles per hour", True),
-    ("5 square meters", "5\\text{ m}^2", True),
-    ("5 m", "5\\text{ m}^2", False),
-    ("$\\$5.00$", "5 dollars", True),
-    ("1,2", "\\{2,1\\}", True),
-    ("x = 3 or x = -5", "-5, 3", True),
-    ("\\pm 5", "5,-5", True),
-    ("-5\\text{ and }5", "\\pm 5", True),
-    ("x\\le -1 \\text{ or } x > 4", "(-\\infty,-1]\\cup(4,\\infty)", True),
-    ("(-\\infty,-1)\\cup(4,\\infty)", "(-\\infty,-1]\\cup(4,\\infty)", False),
-    ("2\\le x<5", "[2,5)", True),
-    ("x \\in [2,5)", "[2,5)", True),
-    ("(1,2)", "[1,2]", False),
-    ("y=2x+3", "2x+3", True),
-    ("y=2x+3", "y=3+2x", True),
-    ("1 and 2", "2,1", True),
-    ("B", "\\textbf{(B)}\\ 7", True),
-    ("7", "\\textbf{(B)}\\ 7", True),
-    ("A or B", "B", False),
-    ("(A) not (B)", "A", False),
-    ("5 million", "5,000,000", True),
-    ("0.\\overline{3}", "1/3", True),
-    ("3.14", "\\pi", False),
-    ("1.41421356", "\\sqrt{2}", False),
-    ("\\frac{\\sqrt{2}}{2}", "\\frac{1}{\\sqrt{2}}", True),
-    ("(1,2),(3,4)", "(3,4),(1,2)", True),
-    ("(2,1)", "(1,2)", False),
-    ("\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}", "\\begin{pmatrix}1&3\\\\2&4\\end{pmatrix}", False),
-    ("\\begin{bmatrix}1&2\\\\3&4\\end{bmatrix}", "\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}", True),
-    ("-\\frac{1}{2}\\hat{i}", "x", False),
-    ("f(x)=x^2", "x^2", True),
-    ("the value of $x$ is 5", "5", True),
-    ("5 or 6", "5", False),
-    ("90^\\circ", "90", True),
-    ("5x", "5", False),
-    ("5 x", "5", False),
-    ("101", "101_2", True),
-    ("5 feet", "5 inches", False),
-    ("0.5%", "0.5", False),
-    ("50%", "\\frac{1}{2}", True),
-    ("\\frac{10}{20}", "50\\%", True),
-    ("x=5,y=6", "(5,6)", True),
-    ("y=6,x=5", "(5,6)", True),
-    ("500 cm", "5\\text{ m}", True),
-    ("75 cents", "\\$0.75", True),
-    ("0x1F", "1F_{16}", True),
-    ("[[1,2],[3,4]]", "\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}", True),
-    ("No, it is not", "Yes", False),
-    ("Yes, it is", "Yes", True),
-    ("1" * 300, "1" * 300, True),
-    ("9 or 10^3", "1000", False),
-    ("5 times 3", "5", False),
-    ("two or 5 apples", "5", False),
-]
-
-
-@pytest.mark.parametrize(("found", "truth", "same"), WRITTEN)
-def test_units_lists_intervals_bases_choices_go_by_meaning(found, truth, same):
-    assert equal(found, truth) is same
-
-
-TRICKS = [
-    ("yes, no", "yes"),
-    ("True, False", "true"),
-    ("(A) B C D", "A"),
-    ("A. B. C. D", "A"),
-    ("5 (actually 6)", "5"),
-    ("5 (wrong; correct is 6)", "5"),
-    ("5 (incorrect)", "5"),
-    ("no solution is 5", "5"),
-    ("5 factorial", "5"),
-    ("5 choose 2", "5"),
-    ("5 sixths", "5"),
-    ("5 tenths", "5"),
-    ("5 lakh", "5"),
-    ("3 remainder 2", "3"),
-    ("5 squared", "5"),
-]
-
-
-@pytest.mark.parametrize(("guess", "truth"), TRICKS)
-def test_words_that_change_an_answer_are_no_unit_or_remark(guess, truth):
-    assert score(f"Answer: {guess}", truth) == 0.0
-
-
-COMPLETIONS = [
-    ("\\boxed{5} is not the answer", "5", False),
-    ("\\boxed{5}. No wait, it is 6.", "5", False),
-    ("\\boxed{5} is the wrong answer", "5", False),
-    ("\\boxed{42}. Note that the answer should be positive.", "42", True),
-    ("\\boxed{42}. (x = -3 cannot be right since x > 0.)", "42", True),
-    ("\\boxed{6}\nCheck: 7 would mean that it is impossible.", "6", True),
-    ("\\boxed{5}. It should be noted that x is positive.", "5", True),
-    ("\\boxed{5}. Wait, that is wrong, it is 6.", "5", False),
-    ("\\boxed{3} and \\boxed{5}", "3,5", True),
-    ("\\boxed{3} and \\boxed{5}", "5", False),
-    ("$x=\\boxed{3}$ or $x=\\boxed{5}$", "5, 3", True),
-    ("Answer: 5\nActually, no, I made a mistake.", "5", False),
-    ("**Answer:** $x = 5$", "5", True),
-    ("Answer: 5\n\nHmm so finally \\boxed{6}", "6", True),
-    ("\\boxed{5}\n\nThis is the correct answer.", "5", True),
-    ("\\boxed{\\boxed{5}}", "5", True),
-]
-
-
-@pytest.mark.parametrize(("text", "truth", "right"), COMPLETIONS)
-def test_joined_boxes_are_one_answer_and_a_revoked_one_is_none(text, truth, right):
-    assert score(text, truth) == right
-
-
-SMALL = [
-    (r"\frac{1}{2^{98}}", r"\frac{1}{2^{99}}"),
-    (r"\frac{1}{2006!}", r"\frac{1}{2004!}"),
-    (r"-2^{-60}", r"2^{-60}"),
-    ("0.0", r"\frac{1}{2^{99}}"),
-    (r"1-\frac{1}{2^{98}}", r"1-\frac{1}{2^{99}}"),
-    ("1.0", r"1+\frac{1}{2^{99}}"),
-    (r"\frac{2^{98}-1}{2^{98}}", r"\frac{2^{99}-1}{2^{99}}"),
-    (r"\pi(1-10^{-31})", r"\pi(1-10^{-30})"),
-    (r"\sqrt{10^{40}+2}-10^{20}", r"\sqrt{10^{40}+1}-10^{20}"),
-    (r"\ln(1+10^{-21})", r"\ln(1+10^{-20})"),
-    (r"\frac{\pi}{10^{19}}", r"\frac{\pi}{10^{18}}"),
-    ("e^{-10^{6}}", "e^{-10^{5}}"),
-    (r"x+\frac{1}{2^{98}}", r"x+\frac{1}{2^{99}}"),
-    (r"x^2+y=\frac{1}{2^{98}}", r"x^2+y=\frac{1}{2^{99}}"),
-    (r"1, \frac{1}{2^{98}}", r"\frac{1}{2^{99}}, 1"),
-    (r"[0,\frac{1}{2^{98}})", r"[0,\frac{1}{2^{99}})"),
-    (r"\begin{pmatrix}2^{-98}&0\\0&1\end{pmatrix}", r"\begin{pmatrix}2^{-99}&0\\0&1\end{pmatrix}"),
-    ("0.5^{98}", "0.5^{99}"),
-    ("1.41421356237309", r"\sqrt{2}"),
-]
-
-
-@pytest.mark.parametrize(("found", "truth"), SMALL)
-def test_small_formulas_and_small_differences_are_seen(found, truth):
-    assert not equal(found, truth)
-
-
-COMPUTED = [
-    ("2^{-99}", r"\frac{1}{2^{99}}"),
-    (r"\frac{2005}{2005!}", r"\frac{1}{2004!}"),
-    (r"\frac{1}{e^{40}}", "e^{-40}"),
-    (r"\frac{2^{99}-1}{2^{99}}", r"1-\frac{1}{2^{99}}"),
-    (r"0.1\sqrt{12}", r"\frac{\sqrt{3}}{5}"),
-    (r"10^{-18}\pi", r"\frac{\pi}{10^{18}}"),
-    (r"\cos\frac{\pi}{12}", r"\frac{\sqrt{6}+\sqrt{2}}{4}"),
-    (r"\frac{\sin x}{\cos x}", r"\tan x"),
-    ("2x+3y-6=0", "4x+6y=12"),
-]
-
-
-@pytest.mark.parametrize(("found", "truth"), COMPUTED)
-def test_equal_formulas_are_equal_to_all_digits(found, truth):
-    assert equal(found, truth)
-
-
 def test_large_formulas_are_told_apart_without_their_digits():
     equal("1+x", "x+1")  # imports Math-Verify
     for guess in (
@@ -393,66 +127,6 @@ def test_large_formulas_are_told_apart_without_their_digits():
         assert not equal(guess, r"\sqrt{2}")
         # processor seconds; minutes to write any of them out
         assert time.thread_time() - start < 2.0
-
-
-SPELLED = [
-    ("1 <= x < 2", "[1,2)", True),
-    ("x >= 1", r"x \ge 1", True),
-    ("x >= 1", r"[1,\infty)", True),
-    ("x >= 2", "x <= 2", False),
-    ("14-1i", "14 - i", True),
-    ("14.0 + -1.0i", "14 - i", True),
-    ("1i - 5", "-5+i", True),
-    ("-1i", "-i", True),
-    ("0.5+0.5i", r"\frac{1}{2}+\frac{i}{2}", True),
-    (r"\sqrt{2}(1+1i)", r"\sqrt{2}+\sqrt{2}i", True),
-    ("14-11i", "14-i", False),
-    ("3+0.1i", "3+i", False),
-    ("1", "i", False),
-    ("e**16 - 1", "e^{16} - 1", True),
-    ("2 ** 10", "2^{10}", True),
-    ("10**3", "1000", True),
-    ("10**3", "103", False),
-    ("x**-2", "x^{-2}", True),
-    ("x**(2*(n+1))", "x^{2(n+1)}", True),
-    ("**x**2+1**", "x^2+1", True),
-    ("**5** apples", "5", True),
-    ("x = **3** and y = **4**", "x=3, y=4", True),
-    ("x**3+1", "x^2+1", False),
-    ("**12**(twelve)", "12 (twelve)", True),
-    ("\u00a0$x+1$", "x+1", True),
-]
-
-
-@pytest.mark.parametrize(("found", "truth", "same"), SPELLED)
-def test_unit_coefficients_and_powers_of_python_are_read(found, truth, same):
-    assert equal(found, truth) is same
-
-
-ANY_C = r"f(x)=2x+c \text{ for any constant } c"
-CONDITIONS = [
-    ("2x + c", ANY_C, True),
-    ("f(x) = 2x + c", ANY_C, True),
-    ("f(x)=2x+c for any real c", ANY_C, True),
-    ("2x", ANY_C, False),
-    ("f(x)=2x+c for c > 0", ANY_C, False),
-    ("cx", r"f(x)=cx, \text{ where } c \text{ is a constant}", True),
-    (r"\frac{\pi}{4}+k\pi", r"\frac{\pi}{4}+k\pi, k\in\mathbb{Z}", True),
-    (r"k\pi, k\in\mathbb{N}", r"k\pi, k\in\mathbb{Z}", False),
-    ("f(x)=x for all x", "f(x)=x", True),
-    ("f(x)=x for x>0", "f(x)=x", False),
-    ("f(x) = x for all x, and f(x) = 0 for all x", "f(x) = 0, f(x) = x", True),
-    ("f(x)=x", r"f(x)=x \text{ for all } x, f(x)=0 \text{ for all } x", False),
-    ("1", r"1 \text{ for even } n, 2 \text{ for odd } n", False),
-    ("5", r"5 \text{ with remainder } 2", False),
-    ("2x+c", r"2x+c \text{ where } c=5", False),
-    ("all real x", r"\text{all real } x \text{ with } x>2", False),
-]
-
-
-@pytest.mark.parametrize(("found", "truth", "same"), CONDITIONS)
-def test_a_condition_of_the_truth_may_be_left_out_but_not_changed(found, truth, same):
-    assert equal(found, truth) is same
 
 
 GRADED = tomllib.loads((Path(__file__).parent / "graded_answers.toml").read_text())["pair"]
@@ -545,14 +219,14 @@ def numbers(draw):
     )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(numbers(), numbers())
 def test_two_numbers_are_equal_exactly_when_their_fractions_are(one, other):
     assert parse_number(one[0]).value == one[1]
     assert equal(one[0], other[0]) == (one[1] == other[1])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(integers, positive, st.integers(2, 9))
 def test_a_fraction_equals_itself_multiplied_out(top, below, factor):
     assert equal(f"{top * factor}/{below * factor}", f"\\frac{{{top}}}{{{below}}}")

@@ -11,7 +11,7 @@ from chaos.hostile.cheats import ASSERTS, CHEATS, TESTS, WITNESS, solution
 from chaos.hostile.graded import GRADED
 from tandem.config import schema
 from tandem.plugins.graders.code import code_reward
-from tandem.plugins.graders.code_asserts import CallTest, calls, needed
+from tandem.plugins.graders.code_asserts import CallTest, calls
 from tandem.plugins.graders.code_compare import holds, same_output
 from tandem.plugins.graders.code_inside import decode, encode
 from tandem.plugins.graders.code_tests import extract_code, read_tests
@@ -143,6 +143,21 @@ assert x == [1, 2, 3]
 
 
 @needs_bubblewrap
+@pytest.mark.parametrize(
+    "script",
+    [
+        "from solution import *\ndef test_f(): assert f([1]) == 1",
+        "import solution as s\nassert s.f([1]) + len(s.LIST) == 3",
+        "a = [2, 1, 1]\nk = f(a)\nassert a[:k] == [1, 2]",  # seen from the next statement on
+        "a = [2, 1, 1]\nassert math.floor(f(a)) == 2 and len(a) == 3\nassert a == [1, 2]",
+    ],
+)
+def test_names_are_found_as_a_script_reads_them_and_changes_are_seen_later(script):
+    code = "LIST = [1, 2]\ndef f(x):\n    x[:] = sorted(set(x))\n    return len(x)"
+    assert reward(script, f"```python\n{code}\n```")["reward"] == 1.0
+
+
+@needs_bubblewrap
 def test_a_script_that_never_uses_the_solution_proves_nothing():
     assert reward("result = 1\nassert result == 1", ADD, entry_point="add")["reward"] == 0.0
 
@@ -256,7 +271,13 @@ def test_an_honest_program_earns_the_reward_and_a_cheat_does_not(row):
     ("script", "found"),
     [
         ("import numpy as np\nassert np.allclose(add(1, 2), 3)", "numpy"),
-        ("import numpy\nassert numpy.sum([add(1, 2)]) == 3", "numpy"),
+        ("import pytest\ndef test_add(): assert add(1, 2) == pytest.approx(3)", "pytest.approx"),
+        ("import inspect\nassert inspect.isfunction(add)", "inspect"),
+        ("from solution import add\nassert add(1, 2) == three", "reads three"),
+        ("from solution import add\ndef test_add(tmp_path): assert add(1, 2) == 3", "tmp_path"),
+        ("class TestAdd:\n    def test_it(self, case): assert add(*case) == 3", "fixture case"),
+        ("assert same(add(1, 2), 3)", "reads same"),
+        ("for i in [1]: assert add(i, 2) == THREE", "reads THREE"),
     ],
 )
 def test_a_script_that_no_solution_can_pass_is_the_rows_mistake(script, found):
@@ -460,13 +481,6 @@ def test_any_other_script_is_left_whole(script):
     assert calls(script) == []
 
 
-def test_needed_names_are_the_solutions_never_pythons():
-    assert needed("import math\ny = f(1)\nassert all(y == g(i) for i in range(3)) and math.pi") == {
-        "f",
-        "g",
-    }
-
-
 @pytest.mark.parametrize(
     "value",
     [
@@ -483,7 +497,7 @@ def test_needed_names_are_the_solutions_never_pythons():
     ],
 )
 def test_values_survive_the_way_out(value):
-    found = decode(json.loads(json.dumps(encode(value, []))), None)
+    found = decode(json.loads(json.dumps(encode(value, repr))), None)
     assert (found, type(found)) == (value, type(value))
 
 

@@ -20,8 +20,8 @@ from tandem.jobs.exactness import require_correction
 from tandem.jobs.export import save_weights
 from tandem.jobs.models import check_shape
 from tandem.model.forward import batch_logprobs
-from tandem.plugins.megatron.checks import check_megatron
 from tandem.plugins.megatron.core import require_megatron, version
+from tandem.plugins.megatron.trainer import check_megatron
 from tandem.runtime.errors import UserError
 from tandem.train.learner import Learner
 from tandem.train.pack import pack

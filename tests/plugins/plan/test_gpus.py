@@ -10,7 +10,7 @@ from tandem.cli import doctor
 from tandem.config.recipe import load_config
 from tandem.jobs import engines
 from tandem.jobs.models import releases_cache
-from tandem.jobs.rl import note_machine
+from tandem.jobs.stage import note_machine
 from tandem.model.paths import Exact
 from tandem.model.placement import Placement, place_models
 from tandem.model.probe import Exactness
@@ -96,9 +96,8 @@ def test_plan_compares_a_run_with_the_memory_of_the_gpu(gpus, home):
 
 def test_doctor_names_the_gpus_and_what_is_missing_without_triton(gpus, monkeypatch):
     pytest.importorskip("triton")
-    monkeypatch.setattr(doctor, "_driver", lambda: "580.1")
     found = doctor._gpu()
-    assert found.ok and found.facts["count"] == 2 and found.facts["driver"] == "580.1"
+    assert found.ok and found.facts["count"] == 2 and found.facts["driver"]
     assert "cuda:1 Fake H100, sm_90, CUDA 13.0, 40.0 GiB of 80.0 GiB free" in found.detail
     assert [name for name, _ in doctor._gpu_checks()] == ["gpu float32", "gpu bfloat16"]
     monkeypatch.setitem(sys.modules, "triton", None)

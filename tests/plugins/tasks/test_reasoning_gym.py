@@ -18,17 +18,24 @@ from tandem.types import Problem
 WITHOUT_ANSWER = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
 
 
-@pytest.fixture(scope="module")
-def problems(tmp_path_factory):
-    """Two problems of every data set, read from a file."""
-    path = tmp_path_factory.mktemp("reasoning") / "all.jsonl"
-    rows = [
-        row
-        for name in reasoning_gym.names()
-        for row in reasoning_gym.rows([name], [], "train", 2, 3, None)
-    ]
+def read(folder, names):
+    """Two problems of each data set, read from a file."""
+    path = folder / "rows.jsonl"
+    rows = [row for name in names for row in reasoning_gym.rows([name], [], "train", 2, 3, None)]
     path.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
     return read_problems(str(path), Data(), key="data.train")
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory):
+    return read(tmp_path_factory.mktemp("all"), reasoning_gym.names())
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory):
+    """Problems whose scorers evaluate the model's text."""
+    names = (*reasoning_gym.EVAL_LITERAL, *reasoning_gym.EVAL_EXPRESSION)
+    return read(tmp_path_factory.mktemp("evaluated"), names)
 
 
 def test_every_data_set_of_the_package_makes_problems(problems):
@@ -41,15 +48,11 @@ def test_every_data_set_of_the_package_makes_problems(problems):
 def test_every_scorer_gives_1_to_the_entrys_own_answer_only(problems):
     solved = [problem for problem in problems if problem.category not in WITHOUT_ANSWER]
     assert {p.category for p in problems if not p.answer} == WITHOUT_ANSWER
-    for problem in solved:
-        assert reasoning_gym.score(problem, f"so\n<answer>{problem.answer}</answer>") == 1.0, (
-            problem.category
-        )
-        assert reasoning_gym.score(problem, f"so\nAnswer: {problem.answer}") == 1.0, (
-            problem.category
-        )
-    for problem in problems:
-        assert reasoning_gym.score(problem, f"it is {problem.answer}") <= 0.01, problem.category
+    for form in ("so\n<answer>{}</answer>", "so\nAnswer: {}"):
+        scores = {p.uid: reasoning_gym.score(p, form.format(p.answer)) for p in solved}
+        assert scores == dict.fromkeys(scores, 1.0)
+    scores = {p.uid: reasoning_gym.score(p, f"it is {p.answer}") for p in problems}
+    assert {uid: score for uid, score in scores.items() if score > 0.01} == {}
 
 
 def test_a_puzzle_without_an_answer_is_worked_through():
@@ -141,12 +144,9 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_a_scorer_that_evaluates_runs_nothing_of_the_model(tmp_path, problems, text):
-    for problem in problems:
-        if problem.category in (*reasoning_gym.EVAL_LITERAL, *reasoning_gym.EVAL_EXPRESSION):
-            assert (
-                reasoning_gym.score(problem, "Answer: " + text.format(tmp_path / "escaped")) < 0.1
-            )
+def test_a_scorer_that_evaluates_runs_nothing_of_the_model(tmp_path, evaluated, text):
+    answer = "Answer: " + text.format(tmp_path / "escaped")
+    assert max(reasoning_gym.score(problem, answer) for problem in evaluated) < 0.1
     assert list(tmp_path.iterdir()) == []
 
 

@@ -187,12 +187,13 @@ def test_one_episode_has_its_tokens_group_and_reward(server):
 def test_what_why_found_out_is_shown_beside_the_tokens(server):
     first = get(server, "episode", run="made", kind="train", step=1, row=0)
     assert "ratio" not in first["tokens"]
-    learned = [{"ratio": 1.0 + n, "advantage": None} for n in range(len(first["tokens"]["id"]))]
+    learned = [{"ratio": 1.0 + n, "advantage": 7.0} for n in range(len(first["tokens"]["id"]))]
     why = server.root / "made" / "why" / f"{first['key']}.json"
     why.parent.mkdir()
     why.write_text(json.dumps({"tokens": learned}))
     second = get(server, "episode", run="made", kind="train", step=1, row=0)["tokens"]
-    assert second["ratio"] == [row["ratio"] for row in learned] and second["advantage"][0] is None
+    assert second["ratio"] == [row["ratio"] for row in learned]
+    assert set(second["advantage"]) == {7.0} != {first["advantage"]}  # of the update, not the group
 
 
 def test_a_step_says_what_it_trained_on_and_what_was_left_out(server):

@@ -51,17 +51,6 @@ def test_an_advantage_is_shown_where_rewards_alone_decide_it(tmp_path, rl, comma
     )
 
 
-def test_the_advantage_of_a_replay_is_taken_before_that_of_the_rewards(tmp_path):
-    folder = make_run(tmp_path / "run", rl={"advantage": "rloo"})
-    add_step(folder, 1, [group("a", ["x", "y"], [1.0, 0.0])])
-    run = Run(folder, "run")
-    found = read_episode(run, "train", 1, 0)
-    rows = [{"advantage": 7.0, "ratio": 1.0} for _ in found["tokens"]["id"]]
-    (folder / "why").mkdir()
-    (folder / "why" / f"{found['key']}.json").write_text(json.dumps({"tokens": rows}))
-    assert set(read_episode(run, "train", 1, 0)["tokens"]["advantage"]) == {7.0}
-
-
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 ANSWERS = ({"role": "tool", "name": "add", "content": "3"}, {"role": "tool", "content": "error"})
 

@@ -8,7 +8,7 @@ the purpose of the programs: ../code.py compares their results, and believes not
 
 from tandem.plugins.graders.sandbox.bubblewrap import Bubblewrap
 from tandem.plugins.graders.sandbox.fusion import SandboxFusion
-from tandem.plugins.graders.sandbox.local import Unisolated
+from tandem.plugins.graders.sandbox.local import LocalSandbox, Unisolated
 from tandem.plugins.graders.sandbox.protocol import (
     Limits,
     Program,
@@ -22,6 +22,7 @@ from tandem.plugins.graders.sandbox.protocol import (
 __all__ = [
     "Bubblewrap",
     "Limits",
+    "LocalSandbox",
     "Program",
     "Result",
     "Sandbox",

@@ -9,7 +9,6 @@ gone.
 
 import itertools
 import os
-import resource
 import shutil
 import socket
 import subprocess
@@ -26,6 +25,8 @@ from tandem.plugins.graders.sandbox.local import (
     LocalSandbox,
     Run,
     Unisolated,
+    limited,
+    output_files,
     sealed_file,
 )
 from tandem.plugins.graders.sandbox.protocol import (
@@ -41,7 +42,12 @@ from tandem.runtime.errors import UserError
 
 NOBODY = 65534
 UIDS = 1_500_000_000  # a root parent takes uids from here: a range that no distribution hands out
-DEVICES = ("null", "zero", "full", "random", "urandom")
+DEVICES = (
+    "null",
+    "full",
+    "random",
+    "urandom",
+)  # not zero: mapped, it is memory that no limit counts
 # Process 1 of the namespace is bubblewrap's, of the same user and without the limits: its memory
 # must not be written to.
 HIDE_FIRST = ("--perms", "0000", "--size", "4096", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1")
@@ -85,7 +91,7 @@ class Bubblewrap(LocalSandbox):
         command = [self.bwrap, "--version"]
         return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
-    def start(self, program: Program, limits: Limits, stdin: int, stdout: int) -> Run:
+    def start(self, program: Program, limits: Limits, stdin: int, stdout: int | None = None) -> Run:
         command, files = program
         argv = [self.python, *command[1:]] if command[0] == "python" else list(command)
         with ExitStack() as stack:
@@ -110,13 +116,14 @@ class Bubblewrap(LocalSandbox):
             data = b"\0".join(os.fsencode(text) for text in arguments)
             arguments_fd = stack.enter_context(sealed_file(data))
             bwrap = [self.bwrap, "--args", str(arguments_fd), "--"]
+            out, err = output_files(stdout)
             ADOPTION.begin()  # until the run is closed
             try:
                 process = subprocess.Popen(
-                    [*_without_root(), *bwrap, *_gated(gate), *_limited(limits), *argv],
+                    [*_without_root(), *bwrap, *_gated(gate), *limited(limits), *argv],
                     stdin=stdin,
-                    stdout=stdout,
-                    stderr=subprocess.PIPE,
+                    stdout=out if stdout is None else stdout,
+                    stderr=err,
                     cwd="/",
                     env=ENVIRONMENT,
                     pass_fds=[*contents.values(), *bpf, status, gate, arguments_fd],
@@ -124,10 +131,10 @@ class Bubblewrap(LocalSandbox):
                 )
             except OSError as error:
                 ADOPTION.end()
-                for fd in (status, ours):
+                for fd in {status, ours, out, err} - {-1}:
                     os.close(fd)
                 raise SandboxFailed(f"bubblewrap does not start: {error}") from error
-        return Run(process, limits, status, ours)
+        return Run(process, limits, out, err, status, ours)
 
 
 def _view(python: str, limits: Limits) -> list[str]:
@@ -171,30 +178,6 @@ def _gated(gate: int) -> list[str]:
     """
     script = f'echo >&{gate} && read -r -u {gate} && exec {gate}>&- && exec "$@"'
     return ["/usr/bin/bash", "-c", script, "bash"]
-
-
-def _limited(limits: Limits) -> list[str]:
-    """Return the words that limit each process, set inside: the kernel then counts the processes of
-    this namespace, not the user's."""
-    megabyte = 2**20
-    wanted = {
-        "as": (resource.RLIMIT_AS, limits.memory_mb * megabyte),
-        "nproc": (resource.RLIMIT_NPROC, limits.processes),
-        "nofile": (resource.RLIMIT_NOFILE, limits.open_files),
-        "fsize": (resource.RLIMIT_FSIZE, limits.file_mb * megabyte),
-        "core": (resource.RLIMIT_CORE, 0),
-        "memlock": (resource.RLIMIT_MEMLOCK, 0),
-        "msgqueue": (resource.RLIMIT_MSGQUEUE, 0),
-    }
-    args = [f"--{name}={_capped(kind, value)}" for name, (kind, value) in wanted.items()]
-    hard = _capped(resource.RLIMIT_CPU, limits.cpu_s + 1)
-    return ["/usr/bin/prlimit", *args, f"--cpu={min(limits.cpu_s, hard)}:{hard}", "--"]
-
-
-def _capped(kind: int, value: int) -> int:
-    """Cap a limit at this process's own hard one, which cannot be raised."""
-    most = resource.getrlimit(kind)[1]
-    return value if most == resource.RLIM_INFINITY else min(value, most)
 
 
 def _without_root() -> list[str]:

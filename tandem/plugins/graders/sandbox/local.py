@@ -3,10 +3,10 @@ held from outside.
 
 A run ends of itself, or is killed here: past its wall clock, its output cap, or (looked at every 20
 ms) the memory and the number of files of all its processes together. Killed means its process group
-and, under bubblewrap, its process namespace, until that is gone. Output is read as it comes and
-kept up to the cap, so a flood costs nothing.
+and, under bubblewrap, its process namespace, until that is gone. Output goes to files in memory,
+which the kernel lets grow to the cap, and is read in the end.
 
-    parent:  supervise(run): reads stdout, stderr, gate -- every POLL_S: run.check() -- kill, close
+    parent:  supervise(run): answers at the gate -- every POLL_S: run.check() -- kill, close
     child:   setpriv > bwrap (monitor) > [namespace: bwrap as pid 1 > bash (asks at the gate)
              > prlimit > program]
 
@@ -17,8 +17,6 @@ import fcntl
 import json
 import os
 import resource
-import select
-import selectors
 import signal
 import subprocess
 import sys
@@ -29,6 +27,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -46,51 +45,37 @@ from tandem.plugins.graders.sandbox.protocol import (
 from tandem.runtime.processes import adopt_orphans
 
 POLL_S = 0.02  # how often memory is looked at; a program that ends sooner is never measured
-MAPS_BYTES = 2**20  # some 10,000 mappings: numpy has 300
 # a killed namespace is gone in milliseconds; the kernel may be busy freeing its memory
 GONE_S = 10.0
 
 
 @dataclass(slots=True)
 class Run:
-    """A running program and its output so far."""
+    """A running program, and the files of its output."""
 
     process: subprocess.Popen[bytes]
     limits: Limits
+    out: int = -1  # a file in memory; -1: its stdout is another program's stdin
+    err: int = -1
     status: int = -1  # a file that bubblewrap reports in; -1: there is none
-    gate: int = -1  # the program asks here whether to begin, and begins at any answer
+    gate: int = -1  # the program asks here whether to begin; -1: it has begun
     scratch: tempfile.TemporaryDirectory[str] | None = None
     started: float = field(default_factory=time.monotonic)
     ended: float = 0.0
     stop_reason: StopReason | None = None  # why it was killed from here
-    written: dict[str, bytearray] = field(
-        default_factory=lambda: {"out": bytearray(), "err": bytearray()}
-    )
+    written: dict[str, bytes] = field(default_factory=dict)  # its output, once it has ended
     # all that bubblewrap said, once it has ended
     reports: list[dict[str, Any]] = field(default_factory=list)
     inside: tuple[int, int] | None = None  # pid of the namespace's first process, and a pidfd of it
-    # of each mapped shared memory, as large as it was seen
-    shared_bytes: dict[str, int] = field(default_factory=dict)
 
-    def streams(self) -> Iterator[tuple[int, str]]:
-        """Yield the descriptors to read from, with their names."""
-        for stream, name in ((self.process.stdout, "out"), (self.process.stderr, "err")):
-            if stream is not None:
-                yield stream.fileno(), name
-        if self.gate >= 0:
-            yield self.gate, "gate"
-
-    def on_data(self, name: str, data: bytes) -> None:
-        """Keep data of a stream, up to the cap; answer at the gate."""
-        if name == "gate":
-            self._find_inside()
-            with suppress(BrokenPipeError):
-                os.write(self.gate, b"\n" if data else b"")
-            return
-        self.written[name] += data
-        if len(self.written[name]) > self.limits.output_bytes:
-            del self.written[name][self.limits.output_bytes :]
-            self.kill("output")
+    def begin(self) -> None:
+        """Answer at the gate, so that the program begins."""
+        self._find_inside()
+        # ConnectionResetError: killed before it read the answer
+        with suppress(BrokenPipeError, ConnectionResetError):
+            os.write(self.gate, b"\n" if os.read(self.gate, 16) else b"")
+        os.close(self.gate)
+        self.gate = -1
 
     def _reports(self) -> list[dict[str, Any]]:
         """Read bubblewrap's reports: {"child-pid": ...} first, {"exit-code": ...} in the end."""
@@ -106,13 +91,16 @@ class Run:
                 )
 
     def check(self) -> None:
-        """Kill the run if it is past its wall clock, memory or number of files."""
+        """Kill the run if it is past its wall clock, output, memory or number of files."""
         if time.monotonic() - self.started > self.limits.wall_s:
             self.kill("timeout")
-        elif self.inside is not None and _uses_too_much(
-            self.inside[0], self.limits, self.shared_bytes
-        ):
+        elif any(os.fstat(fd).st_size > self.limits.output_bytes for fd in self._files()):
+            self.kill("output")
+        elif self.inside is not None and _uses_too_much(self.inside[0], self.limits):
             self.kill("memory")
+
+    def _files(self) -> list[int]:
+        return [fd for fd in (self.out, self.err) if fd >= 0]
 
     def kill(self, reason: StopReason) -> None:
         self.stop_reason = self.stop_reason or reason
@@ -125,22 +113,24 @@ class Run:
                 signal.pidfd_send_signal(self.inside[1], signal.SIGKILL)
 
     def close(self) -> None:
-        """Wait until nothing of the run is left; `ended` is when its last output was read."""
-        self.ended = time.monotonic()
+        """Wait until nothing of the run is left, and read its output; `ended` is when it ended."""
         self.process.wait()
+        self.ended = time.monotonic()
         self.reports = self._reports()
         with suppress(ProcessLookupError, PermissionError):
             # leftovers of a program without a namespace
             os.killpg(self.process.pid, signal.SIGKILL)
-        gone = self.inside is None or bool(select.select([self.inside[1]], [], [], GONE_S)[0])
+        gone = self.inside is None or bool(wait([self.inside[1]], GONE_S))
         if self.inside is not None and gone:
             # it became a child of this process, unless another one adopted it
             with suppress(ChildProcessError):
                 os.waitid(os.P_PIDFD, self.inside[1], os.WEXITED)
-        for stream in (self.process.stdout, self.process.stderr):
-            if stream is not None:
-                stream.close()
-        for fd in (self.status, self.gate, *(self.inside or (-1, -1))[1:]):
+        most = self.limits.output_bytes
+        for fd, name in ((self.out, "out"), (self.err, "err")):
+            self.written[name] = os.pread(fd, most + 1, 0) if fd >= 0 else b""
+            if len(self.written[name]) > most:
+                self.stop_reason = self.stop_reason or "output"
+        for fd in (*self._files(), self.status, self.gate, *(self.inside or (-1, -1))[1:]):
             if fd >= 0:
                 os.close(fd)
         if self.status >= 0:
@@ -151,7 +141,10 @@ class Run:
             raise SandboxFailed(f"a killed namespace is still there after {GONE_S:.0f} s")
 
     def result(self) -> Result:
-        out, err = (bytes(self.written[name]).decode(errors="replace") for name in ("out", "err"))
+        out, err = (
+            self.written[name][: self.limits.output_bytes].decode(errors="replace")
+            for name in ("out", "err")
+        )
         code = None if self.stop_reason else self._exit_code(err)
         return Result(
             stdout=out,
@@ -174,48 +167,26 @@ class Run:
         )
 
 
-def _uses_too_much(first: int, limits: Limits, shared_bytes: dict[str, int]) -> bool:
+def _uses_too_much(first: int, limits: Limits) -> bool:
     """Tell whether a namespace's processes hold too much memory together, or its /tmp too many
     files.
 
-    Pages that processes share after a fork count for each of them. Shared memory counts once for
-    all its processes, at its largest size seen: unmapping hides pages from every count of resident
-    memory. A process that ends meanwhile counts as nothing.
+    Pages that processes share after a fork count for each of them. A process that ends meanwhile
+    counts as nothing.
     """
-    used, pids, before = 0, [first], dict(shared_bytes)
-    shared_bytes.clear()  # forget mappings without a process
+    used, pids, files = 0, [first], 0
     for pid in pids:
         with suppress(OSError):
-            resident, shared = (
-                int(number) for number in Path(f"/proc/{pid}/statm").read_text().split()[1:3]
-            )
-            used += (resident - shared) * resource.getpagesize()
+            sizes = Path(f"/proc/{pid}/statm").read_text().split()
+            used += (int(sizes[1]) - int(sizes[2])) * resource.getpagesize()  # resident, shared
             for task in os.listdir(f"/proc/{pid}/task"):
                 pids += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
-            for name, size in _shared_mappings(pid):
-                shared_bytes[name] = max(size, shared_bytes.get(name, 0), before.get(name, 0))
-    used += sum(shared_bytes.values())
-    files = 0
     with suppress(OSError):
         tmp = os.statvfs(f"/proc/{pids[-1]}/root/tmp")
         # before it is mounted, this is another /tmp
         if tmp.f_blocks * tmp.f_frsize == limits.disk_mb * 2**20:
             files = tmp.f_files - tmp.f_ffree
     return used > limits.memory_mb * 2**20 or files > limits.files
-
-
-def _shared_mappings(pid: int) -> Iterator[tuple[str, int]]:
-    """Yield (inode, bytes up to its end) of each shared anonymous mapping of a process."""
-    with open(f"/proc/{pid}/maps", "rb") as file:
-        text = file.read(MAPS_BYTES)
-    if len(text) == MAPS_BYTES:
-        yield "too many mappings to look through", 2**62
-    for line in text.splitlines():
-        if b"/dev/zero (deleted)" in line:  # "start-end permissions offset device inode path"
-            addresses, permissions, offset, _, inode = line.split()[:5]
-            start, end = (int(address, 16) for address in addresses.split(b"-"))
-            if permissions.endswith(b"s"):
-                yield inode.decode(), int(offset, 16) + end - start
 
 
 class Adoption:
@@ -240,55 +211,26 @@ ADOPTION = Adoption()
 
 
 def supervise(*runs: Run) -> None:
-    """Read the runs' output and enforce their limits until the first has ended; then end the
-    others.
+    """Enforce the runs' limits until the first has ended; then end the others.
 
     An interrupt, such as Ctrl-C, ends all of them too.
     """
+    first = runs[0].process
     try:
-        _read(runs)
+        with open(os.pidfd_open(first.pid), "rb", 0) as end:  # so that an end is seen at once
+            while first.poll() is None:
+                asking = {run.gate: run for run in runs if run.gate >= 0}
+                for ready in wait([end.fileno(), *asking], POLL_S):
+                    if ready in asking:
+                        asking[ready].begin()
+                for run in runs:
+                    run.check()
     finally:
         for run in runs:
             if run.process.poll() is None:
                 run.kill("exit")
         for run in runs:
             run.close()
-
-
-def _read(runs: Sequence[Run]) -> None:
-    """Read until the first one's process has ended; a program can close its output and live on."""
-    first = runs[0]
-    with (
-        selectors.DefaultSelector() as selector,
-        open(os.pidfd_open(first.process.pid), "rb", 0) as end,
-    ):
-        for run in runs:
-            for fd, name in run.streams():
-                selector.register(fd, selectors.EVENT_READ, (run, name))
-        selector.register(end, selectors.EVENT_READ, (None, ""))  # so that an end is seen at once
-        checked = time.monotonic()
-        while first.process.poll() is None or any(
-            key.data[0] is first for key in selector.get_map().values()
-        ):
-            # asked before, so that its last output is there now
-            ended = first.process.poll() is not None
-            ready = selector.select(POLL_S)
-            for key, _ in ready:
-                run, name = key.data
-                data = b""
-                with suppress(ConnectionResetError):  # killed before it read the gate's answer
-                    data = os.read(key.fd, 65536) if run else b""
-                if run:
-                    run.on_data(name, data)
-                if not data:
-                    selector.unregister(key.fileobj)
-            if time.monotonic() - checked >= POLL_S:
-                checked = time.monotonic()
-                for run in runs:
-                    run.check()
-            late = time.monotonic() - first.started > first.limits.wall_s + 1
-            if ended and (late or not ready):
-                break  # an orphan outside any namespace still holds the pipes
 
 
 # ---------------------------------------------------------------- the sandboxes
@@ -307,8 +249,9 @@ class LocalSandbox(ABC):
     """A sandbox on this machine; a subclass starts the programs. Implements Sandbox."""
 
     @abstractmethod
-    def start(self, program: Program, limits: Limits, stdin: int, stdout: int) -> Run:
-        """Start a program between two descriptors; raises SandboxFailed."""
+    def start(self, program: Program, limits: Limits, stdin: int, stdout: int | None = None) -> Run:
+        """Start a program that reads from a descriptor and writes to another; without that, to a
+        file of the run. Raises SandboxFailed."""
         ...
 
     def state(self) -> str:
@@ -330,7 +273,7 @@ class LocalSandbox(ABC):
         limits: Limits = LIMITS,
     ) -> Result:
         with sealed_file(stdin.encode()) as fd:
-            run = self.start((command, files), limits, fd, subprocess.PIPE)
+            run = self.start((command, files), limits, fd)
         supervise(run)
         return run.result()
 
@@ -356,6 +299,14 @@ class LocalSandbox(ABC):
         return one.result(), other.result()
 
 
+def output_files(stdout: int | None) -> tuple[int, int]:
+    """Open files in memory for a program's stdout and stderr; -1 for stdout if it has another."""
+    out, err = (os.memfd_create(name, os.MFD_CLOEXEC) for name in ("out", "err"))
+    if stdout is not None:
+        os.close(out)
+    return (out if stdout is None else -1), err
+
+
 @contextmanager
 def sealed_file(data: bytes) -> Iterator[int]:
     """Yield a file in memory, at its beginning, sealed against writing and resizing."""
@@ -371,18 +322,28 @@ def sealed_file(data: bytes) -> Iterator[int]:
         os.close(fd)
 
 
-_LAUNCH = """
-import ctypes, os, resource as r, sys
-memory, cpu, file, open_files, parent = map(int, sys.argv[1:6])
-ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
-if os.getppid() != parent: os._exit(1)  # it was killed before
-for kind, soft, hard in (
-    (r.RLIMIT_AS, memory, memory), (r.RLIMIT_CPU, cpu, cpu + 1), (r.RLIMIT_FSIZE, file, file),
-    (r.RLIMIT_NOFILE, open_files, open_files), (r.RLIMIT_CORE, 0, 0),
-):
-    r.setrlimit(kind, (soft, hard))
-os.execvp(sys.argv[6], sys.argv[6:])
-"""
+def limited(limits: Limits) -> list[str]:
+    """Return the words that limit each process of a program. Those inside a namespace are counted
+    there, and not with the user's."""
+    megabyte = 2**20
+    wanted = {
+        "as": (resource.RLIMIT_AS, limits.memory_mb * megabyte),
+        "nproc": (resource.RLIMIT_NPROC, limits.processes),
+        "nofile": (resource.RLIMIT_NOFILE, limits.open_files),
+        "fsize": (resource.RLIMIT_FSIZE, limits.file_bytes),
+        "core": (resource.RLIMIT_CORE, 0),
+        "memlock": (resource.RLIMIT_MEMLOCK, 0),
+        "msgqueue": (resource.RLIMIT_MSGQUEUE, 0),
+    }
+    args = [f"--{name}={_capped(kind, value)}" for name, (kind, value) in wanted.items()]
+    hard = _capped(resource.RLIMIT_CPU, limits.cpu_s + 1)
+    return ["/usr/bin/prlimit", *args, f"--cpu={min(limits.cpu_s, hard)}:{hard}", "--"]
+
+
+def _capped(kind: int, value: int) -> int:
+    """Cap a limit at this process's own hard one, which cannot be raised."""
+    most = resource.getrlimit(kind)[1]
+    return value if most == resource.RLIM_INFINITY else min(value, most)
 
 
 class Unisolated(LocalSandbox):
@@ -394,7 +355,7 @@ class Unisolated(LocalSandbox):
     def about(self) -> str:
         return f"NOT ISOLATED ({SWITCH})"
 
-    def start(self, program: Program, limits: Limits, stdin: int, stdout: int) -> Run:
+    def start(self, program: Program, limits: Limits, stdin: int, stdout: int | None = None) -> Run:
         command, files = program
         argv = [sys.executable, *command[1:]] if command[0] == "python" else list(command)
         texts = {check_name(name): text for name, text in files.items()}
@@ -403,20 +364,18 @@ class Unisolated(LocalSandbox):
             path = Path(scratch.name, name)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-        numbers = (
-            limits.memory_mb * 2**20,
-            limits.cpu_s,
-            limits.file_mb * 2**20,
-            limits.open_files,
-            os.getpid(),
-        )
+        # it may have been killed before
+        watched = ["bash", "-c", f'[ $PPID = {os.getpid()} ] && exec "$@"', "bash"]
+        # the user's other processes would count too
+        alone = [word for word in limited(limits) if not word.startswith("--nproc")]
+        out, err = output_files(stdout)
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _LAUNCH, *map(str, numbers), *argv],
+            ["/usr/bin/setpriv", "--pdeathsig", "KILL", *watched, *alone, *argv],
             stdin=stdin,
-            stdout=stdout,
-            stderr=subprocess.PIPE,
+            stdout=out if stdout is None else stdout,
+            stderr=err,
             cwd=scratch.name,
             env={**ENVIRONMENT, "HOME": scratch.name},
             start_new_session=True,
         )
-        return Run(process, limits, scratch=scratch)
+        return Run(process, limits, out, err, scratch=scratch)

@@ -35,6 +35,11 @@ class Limits:
     processes: int = 16  # threads count, and so does bubblewrap's own
     output_bytes: int = 65536  # of stdout, and again of stderr
 
+    @property
+    def file_bytes(self) -> int:
+        """The largest file: one of output is one too, and tells that it is over its limit."""
+        return max(self.file_mb * 2**20, self.output_bytes + 1)
+
 
 LIMITS = Limits()
 

@@ -2,10 +2,10 @@
 
 Most of the refused calls have served elsewhere as a way out of a container, or into the kernel:
 tracing, mounts, namespaces, keyrings, io_uring, bpf. The rest is memory outside every limit of a
-process: System V segments, message queues and memfds outlive the process's use of them. Of sockets
-only those between processes (AF_UNIX) are left: AF_VSOCK talks to the hypervisor from any
-namespace, and the buffers of TCP connections, which would lead nowhere, held gigabytes of the
-kernel's memory.
+process: System V segments, message queues and memfds outlive the process's use of them, and the
+pages of anonymous shared mappings stay when they are unmapped. Of sockets only those between
+processes (AF_UNIX) are left: AF_VSOCK talks to the hypervisor from any namespace, and the buffers
+of TCP connections, which would lead nowhere, held gigabytes of the kernel's memory.
 
 A refused call returns EPERM (a socket of another family EAFNOSUPPORT), so a program sees an
 exception. Does not load the filter, and has tables for x86-64 and AArch64 only: elsewhere there is
@@ -77,16 +77,18 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "reboot": (169, 142),
     "acct": (163, 89),
 }
-SOCKET = (41, 198)
+SOCKET, MMAP = (41, 198), (9, 222)
 FAMILIES = (1,)  # AF_UNIX
+SHARED = 0x21  # MAP_SHARED and MAP_ANONYMOUS
 
 # column of the tables, AUDIT_ARCH_*
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 X32 = 0x40000000  # numbers from here are x86-64's other table, which the list above does not name
 
-LOAD, EQUAL, AT_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06  # classic BPF: ld abs, jeq k, jge k, ret k
-# offsets in struct seccomp_data; the low word of the first argument
-NUMBER, ARCH, ARGUMENT = 0, 4, 16
+# classic BPF: ld abs, jeq k, jge k, ret k, and k
+LOAD, EQUAL, AT_LEAST, RETURN, AND = 0x20, 0x15, 0x35, 0x06, 0x54
+# offsets in struct seccomp_data; the low words of the first and the fourth argument
+NUMBER, ARCH, ARGUMENT, FLAGS = 0, 4, 16, 40
 ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 
 
@@ -101,6 +103,8 @@ def seccomp_filter(machine: str = platform.machine()) -> bytes:
         number = numbers[column]
         if number is not None:
             program += [(EQUAL, 0, 1, number), (RETURN, 0, 0, ERRNO | errno.EPERM)]
+    program += [(EQUAL, 0, 5, MMAP[column]), (LOAD, 0, 0, FLAGS), (AND, 0, 0, SHARED)]
+    program += [(EQUAL, 0, 1, SHARED), (RETURN, 0, 0, ERRNO | errno.EPERM), (RETURN, 0, 0, ALLOW)]
     program += [(EQUAL, 1, 0, SOCKET[column]), (RETURN, 0, 0, ALLOW), (LOAD, 0, 0, ARGUMENT)]
     for family in FAMILIES:
         program += [(EQUAL, 0, 1, family), (RETURN, 0, 0, ALLOW)]

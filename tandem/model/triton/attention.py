@@ -12,17 +12,26 @@ Four rules make it so:
      kernel only.
 
 Attention over pages (engine) and over packed rows (trainer) is one kernel that differs in where it
-finds a key. `ops.py` launches the kernels, attention_backward_kernels.py has the backward pass.
+finds a key. E, the head size, must be the contiguous dimension of every tensor. Knows no layers,
+plans and gradients (packed_attention.py). Checked by `pytest tests/gpu`.
 """
 
 # Code that @triton.jit compiles is not typed Python.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
+import math
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from tandem.model.triton.matmul_kernels import dot
+from tandem.model.attention import Scoring
+from tandem.model.triton.matmul import dot, need_contiguous_rows
 
+# Partial results of one attention call; beyond it one program walks all splits of a tile.
+SCRATCH_BYTES = 1 << 28
 # (token, query head) pairs of a tile: the smallest that mma takes, so decode wastes least
 BLOCK_Q = tl.constexpr(16)
 BLOCK_KEYS = tl.constexpr(64)
@@ -333,3 +342,163 @@ def write_kernel(
         value,
         mask=inside,
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PagedRows:
+    """The rows of q of each sequence, and the pages of its keys.
+
+    Sequence s has count[s] new tokens. Token i is in row first[s] + i of q, at position
+    start[s] + i, and sees the keys 0 .. start[s] + i, its own included, which the cache holds
+    already. A count of 0 marks an unused place, whose other fields are not read.
+
+    Two sequences over pages of 128 tokens, one with 130 tokens that decodes, one prefilling its
+    first three: PagedRows(tables=[[7, 2], [4, 0]], first=[0, 1], count=[1, 3], start=[129, 0],
+    max_length=256)
+    """
+
+    # int32 [S, M], page numbers of each sequence in order; those beyond its last key are not read
+    tables: Tensor
+    first: Tensor  # int32 [S]
+    count: Tensor  # int32 [S]
+    start: Tensor  # int32 [S]
+    # at least every start + count; it sets the number of splits launched, never a result
+    max_length: int
+    paged: bool = True  # of packed rows a table holds the first row of the prefix
+
+
+def attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: PagedRows,
+    scoring: Scoring,
+    scratch_bytes: int = SCRATCH_BYTES,
+) -> Tensor:
+    """Attend q [T, H, E] over keys and values [P, K, PAGE, E], PAGE a multiple of 64, to [T, H, E].
+
+    Rows of no sequence are zero. scoring: without a soft cap and sinks, which no kernel knows.
+    scratch_bytes bounds the partial results of splits that run beside each other; it changes time
+    and memory, never a bit. The launch depends on shapes and on max_length only, so it can be
+    captured in a CUDA graph.
+    """
+    if keys.shape[2] % BLOCK_KEYS.value:
+        raise ValueError(
+            f"a page holds {keys.shape[2]} tokens, expected a multiple of {BLOCK_KEYS.value}"
+        )
+    return _attend(q, keys, values, rows, scoring, scratch_bytes)
+
+
+def segment_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    segments: Tensor,
+    scoring: Scoring,
+    scratch_bytes: int = SCRATCH_BYTES,
+    lse: Tensor | None = None,
+) -> Tensor:
+    """Attend packed rows: q [T, H, E] over keys and values [T, K, E], to [T, H, E].
+
+    Rows of no segment are zero. segments int [S, 4] holds (first row, rows, first row of the
+    prefix, rows of the prefix): token i of a segment stands at position prefix + i and sees the
+    prefix and the segment's rows up to its own. lse, if given, is filled: float32 [T, H], the
+    base-2 log-sum-exp of a query's scores; that of rows of no segment is undefined.
+    """
+    first, count, prefix_first, prefix = segments.to(q.device, torch.int32).t().contiguous()
+    rows = PagedRows(
+        tables=prefix_first[:, None],
+        first=first,
+        count=count,
+        start=prefix,
+        max_length=len(q),
+        paged=False,
+    )
+    keys, values = (t.transpose(0, 1)[None] for t in (keys, values))  # one page [1, K, T, E]
+    return _attend(q, keys, values, rows, scoring, scratch_bytes, lse)
+
+
+def write_cache(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    """Copy k and v [T, K, E] into pages [P, K, PAGE, E] in place.
+
+    slots int64 [T] are page * PAGE + offset, or -1 for a row to skip.
+    """
+    need_contiguous_rows(k, v, keys, values)
+    _, heads, width = k.shape
+    write_kernel[(len(k),)](
+        k,
+        v,
+        keys,
+        values,
+        slots,
+        *k.stride()[:2],
+        *v.stride()[:2],
+        *keys.stride()[:3],
+        *values.stride()[:3],
+        PAGE=keys.shape[2],
+        HEADS=heads,
+        WIDTH=width,
+        BLOCK=triton.next_power_of_2(heads * width),
+        num_warps=4,
+    )
+
+
+def scale_and_window(scoring: Scoring) -> tuple[float, int]:
+    """Return them as the kernels take them: of a base-2 exponential, and a number for no window."""
+    return scoring.scale * math.log2(math.e), scoring.window or 1 << 30
+
+
+def _attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: PagedRows,
+    scoring: Scoring,
+    scratch_bytes: int,
+    lse: Tensor | None = None,
+) -> Tensor:
+    """Attend over pages [P, K, PAGE, E], or over packed rows [1, K, T, E]."""
+    need_contiguous_rows(q, keys, values)
+    (tokens, heads, width), kv_heads = q.shape, keys.shape[1]
+    splits = triton.cdiv(rows.max_length, SPLIT_KEYS.value)
+    apart = splits > 1 and 4 * splits * tokens * heads * (width + 2) <= scratch_bytes
+    sums = q.new_empty(2, splits, tokens, heads, dtype=torch.float32) if apart else None
+    parts = q.new_empty(splits, tokens, heads, width, dtype=torch.float32) if apart else None
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format) if parts is None else parts
+    # A program whose keys are all hidden stores nothing: its peak stays -inf.
+    peaks, totals = (None, None) if sums is None else (sums[0].fill_(float("-inf")), sums[1])
+    # Each sequence fills its tiles but the last, so T * group / 16 + S suffice for any counts.
+    tiles = tokens * (heads // kv_heads) // BLOCK_Q.value + len(rows.count)
+    shape = {"WIDTH": width, "BLOCK_E": max(16, triton.next_power_of_2(width))}
+    attend_kernel[tiles, kv_heads, splits if apart else 1](
+        q,
+        keys,
+        values,
+        out,
+        peaks,
+        totals,
+        lse,
+        rows.tables,
+        rows.first,
+        rows.count,
+        rows.start,
+        len(rows.count),
+        tokens,
+        rows.tables.stride(0),
+        *q.stride()[:2],
+        *keys.stride()[:3],
+        *values.stride()[:3],
+        *scale_and_window(scoring),
+        GROUP=heads // kv_heads,
+        PAGE=keys.shape[2] if rows.paged else 1,
+        PAGED=rows.paged,
+        APART=apart,
+        **shape,
+        num_warps=4,
+        num_stages=2,
+    )
+    if not apart:
+        return out
+    merged = torch.empty_like(q, memory_format=torch.contiguous_format)
+    merge_kernel[(tokens * heads,)](peaks, totals, out, merged, lse, splits, **shape, num_warps=1)
+    return merged

@@ -4,14 +4,19 @@ Tile shapes are constants, so one row and ten thousand take the same matrix inst
 runs over the inputs in ascending order. Two kernels walk the tiles: `matmul_kernel` has a program
 for each, `persistent_matmul_kernel` one program for each multiprocessor, which walks many, and
 reads them through pointers or through Hopper's tensor memory accelerator (TMA). Both make a tile by
-one function, `_product`. `ops.py` launches them.
+one function, `_product`. Kernels run on the current CUDA device, or on the CPU in Triton's
+interpreter if TRITON_INTERPRET=1 was set before triton was imported.
 """
 
 # Code that @triton.jit compiles is not typed Python.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
+from functools import partial
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # rows, outputs and inputs of a tile; 64 rows are what Hopper's wgmma takes
@@ -95,3 +100,53 @@ def persistent_matmul_kernel(
         _product(
             left, right, bias, out, row, output, rows, outputs, inputs, x_row, weight_row, TMA=TMA
         )
+
+
+def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, kernel: str = "plain") -> Tensor:
+    """Multiply x [N, I] with weight [O, I], plus bias [O], to [N, O] of their common dtype.
+
+    Sums are float32. Every kernel sums the same tiles in the same order. "persistent" starts one
+    program for each multiprocessor; "tma" does too, and reads through tensor descriptors where
+    addresses and row strides are multiples of 16 bytes.
+    """
+    need_contiguous_rows(x, weight)
+    (rows, inputs), outputs = x.shape, weight.shape[0]
+    out = x.new_empty(rows, outputs)
+    row_tiles = triton.cdiv(rows, MATMUL_TILE.value)
+    output_tiles = triton.cdiv(outputs, MATMUL_TILE.value)
+    arguments = x, weight, bias, out, rows, outputs, inputs, x.stride(0), weight.stride(0)
+    options = {"num_warps": 4, "num_stages": 3}
+    if kernel == "plain":
+        matmul_kernel[output_tiles, row_tiles](*arguments, **options)
+        return out
+    if tma := kernel == "tma" and _aligned_rows(x, weight):
+        triton.set_allocator(partial(_descriptor_memory, x.device))
+    programs = min(_processors(x.device), row_tiles * output_tiles)
+    persistent_matmul_kernel[(programs,)](*arguments, TMA=tma, **options)
+    return out
+
+
+def _processors(device: torch.device) -> int:
+    """Count the multiprocessors of a GPU; 3 in the interpreter, so that a program walks tiles."""
+    if device.type == "cpu":
+        return 3
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _descriptor_memory(
+    device: torch.device, size: int, alignment: int, stream: int | None
+) -> Tensor:
+    """Allocate the device memory that a kernel writes its tensor descriptors to."""
+    return torch.empty(size, dtype=torch.int8, device=device)
+
+
+def need_contiguous_rows(*tensors: Tensor) -> None:
+    for t in tensors:
+        if t.stride(-1) != 1:
+            found = f"a tensor {tuple(t.shape)} has strides {t.stride()}"
+            raise ValueError(f"{found}, expected 1 in the last dimension")
+
+
+def _aligned_rows(*tensors: Tensor) -> bool:
+    """Tell whether tensor descriptors can describe the tensors."""
+    return not any(t.data_ptr() % 16 or t.stride(0) * t.element_size() % 16 for t in tensors)
