@@ -10,7 +10,7 @@ from tandem.data.renderer import load_renderer
 from tandem.jobs.models import placement
 from tandem.model.config_file import check_model
 from tandem.model.load import load_model
-from tandem.model.weight_files import check_weights
+from tandem.model.stock import check_weights
 from tandem.rollout.score import RewardModel
 from tandem.runtime.errors import UserError
 from tandem.train.supervised import scores

@@ -12,7 +12,6 @@ import torch
 from tandem.model.load import ExactModel, weight_conversions
 from tandem.plugins.megatron import core
 from tandem.plugins.megatron.model import MegatronModel
-from tandem.plugins.megatron.trainer import check_megatron
 from tandem.plugins.megatron.weights import Place, find_slots
 from tandem.train.parallel.context import divide_rows
 from tandem.train.parallel.mesh import EXPERTS, WEIGHTS, Mesh
@@ -30,8 +29,6 @@ class MegatronRanks(ParallelRanks):
 
     def divide(self, model: ExactModel, dtype: torch.dtype) -> ExactModel:
         """Return Megatron's model with this process's part of an exact model's weights."""
-        is_value = model.head is not model.module.get_output_embeddings()
-        check_megatron(model.config, self.mesh.config, "value" if is_value else "tokens")
         config, mesh, whole = model.config, self.mesh, model.named_weights()
         module = core.build(config, mesh, dtype, model.checkpointing)
         tensor, expert = mesh.group("tensor"), mesh.group("expert")
