@@ -171,8 +171,7 @@ FORMS = tuple(_form(*row) for row in _TABLE)
 _ALL = " ".join(part for row in _TABLE for part in row[1:])
 # marks of thoughts and of channels, under the names that a text has for them
 _THOUGHTS = {
-    **{own: own for own in ("<think>", "</think>", "<|start|>", "<|end|>")},
-    **{own: own for own in ("<|channel>", "<channel|>", '<|"|>')},
+    **{own: own for own in ("<think>", "</think>", "<|channel>", "<channel|>", '<|"|>')},
     "[THINK]": "<think>",
     "[/THINK]": "</think>",
     "<|START_THINKING|>": "<think>",

@@ -244,8 +244,10 @@ def _read_marked(text: str, forms: tuple[CallForm, ...]) -> Reading:
     return Reading(before=before, calls=tuple(calls), after="".join(between))
 
 
+# gpt-oss: its channel of analysis ends where the next message begins
 _THOUGHT = re.compile(
-    r"</think>|<\|close\|>think<\|sep\|>|<\|channel\|>analysis<\|message\|>.*?(?:<\|end\|>|\Z)",
+    r"</think>|<\|close\|>think<\|sep\|>"
+    r"|<\|channel\|>analysis<\|message\|>.*?(?:assistant(?= to=|<\|channel\|>)|\Z)",
     re.DOTALL,
 )
 

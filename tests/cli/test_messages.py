@@ -11,11 +11,11 @@ from tests.support.home import invoke, make_home
 
 # command | what its message names, and what it offers
 CASES = """
-train data.shuffle=False | data.shuffle | data.shuffle=false
-train data.train=[a.jsonl, b.jsonl] | data.train='["a.jsonl", "b.jsonl"]'
-train data.system=5 | data.system='"5"'
+train data.shuffle=False | data.shuffle | boolean
+train data.train=[a.jsonl, b.jsonl] | data.train | names no file
+train data.system=5 | data.system | string
 train data.train=5 | data.train
-train reward.weights=1,2 | reward.weights='[1, 2]'
+train reward.weights=1,2 | reward.weights | list
 train rl.algorithm=grop | rl.algorithm | grpo?
 train rl.algorithm=GRPO | rl.algorithm | grpo?
 train rl.loss=PPO_Clip | rl.loss | ppo_clip?
@@ -31,13 +31,13 @@ train data.train=solutions.jsonl | solutions.jsonl:1, answer | data.answer_colum
 train data.train=long.jsonl | data.max_prompt_tokens | 'long/1'
 train data.train=none.jsonl | data.train | none.jsonl
 sft sft.train=target.jsonl | target.jsonl:1, response | rename target to response
-train model.path=nan.jsonl | model.path | model.path=.
+train model.path=nan.jsonl | model.path
 train model.path=empty | model.path | tandem tiny DIR
 train model.path=a-run | model.path | tandem export a-run
-train model.path=a-run/checkpoints/step_000010 | model.path | tandem export a-run --step 10
-train model.path=~/model | model.path=/
+train model.path=a-run/checkpoints/step_000010 | model.path
+train model.path=~/model | does not exist | ~/model
 train model.path=cut | cut
-train model.path=pickle | pickle/pytorch_model.bin | safetensors
+train model.path=pickle | pickle | pytorch_model.bin
 train rollout.max_new_tokens=100000 | rollout.max_new_tokens | lower
 train data.train= | data.train | add data.train=FILE
 train data.train=nope.jsonl | data.train | nope.jsonl

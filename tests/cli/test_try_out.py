@@ -109,7 +109,7 @@ def test_mistakes_are_told_before_anything_is_played(data, tmp_path):
     )
     assert "no training problems are named" in mistake("try", f"{reward}:score", "--answer", "a")
     assert "no_such" in mistake("try", f"{reward}:no_such", "--data", data, "--answer", "a")
-    assert "no option 'steps'" in mistake(
+    assert "unexpected keyword argument 'steps'" in mistake(
         "try", f"{env}:Echo", "env.options.steps=1", "--data", data, "--answer", "a"
     )
 

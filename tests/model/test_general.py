@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BertConfig
 from transformers.activations import ACT2FN
 
 from tandem.config.schema import Config
+from tandem.jobs.distill import _check_logits
 from tandem.jobs.models import check_models
 from tandem.model.config_file import check_model
 from tandem.model.forward import batch_logprobs
@@ -319,8 +320,6 @@ def test_names_that_lfm2_files_have_are_read(tmp_path):
         ("olmo2", {"parallel": {"data": 2}}, [], "tokens", "in one process"),
         ("granite", {}, ["critic.path"], "tokens", "no value head"),
         ("granite", {}, [], "value", "no value head"),
-        ("gemma2", {"distill": {}}, ["distill.teacher"], "tokens", "a soft cap of 30"),
-        ("phi", {"distill": {}}, ["distill.teacher"], "tokens", "a bias"),
         ("mixtral", {"rl": {"router_replay": True}}, [], "tokens", "no experts whose choice to"),
     ],
 )
@@ -328,8 +327,13 @@ def test_what_the_path_does_not_run_is_refused_before_models_are_loaded(
     name, settings, others, head, said, tmp_path
 ):
     path = saved(name, tmp_path)
-    if "distill" in settings:
-        settings = {"distill": {"teacher": path, "estimator": "exact"}}
     with pytest.raises(UserError) as error:
         check_models(Config(model={"path": path}, **settings), *others, head=head)
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize(("name", "reason"), [("gemma2", "a soft cap of 30"), ("phi", "a bias")])
+def test_a_divergence_of_other_logits_than_products_is_refused(name, reason, tmp_path):
+    path = saved(name, tmp_path)
+    with pytest.raises(UserError, match=reason):
+        _check_logits(path, check_model(path), "distill.teacher")

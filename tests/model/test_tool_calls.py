@@ -285,3 +285,11 @@ def test_a_tag_that_is_missing_is_named():
     assert "</parameter>" in read_calls(text).calls[0].reason
     text = "<tool_call><function=f><parameter=a>1</parameter></tool_call>"
     assert "</function>" in read_calls(text).calls[0].reason
+
+
+def test_the_analysis_of_gpt_oss_makes_no_calls():
+    call = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}"
+    thought = "<|channel|>analysis<|message|>I may call to=functions.f<|channel|>x"
+    reading = read_calls(f"{thought}assistant{call}")
+    assert reading.calls == (Call(name="f", arguments={}),)
+    assert read_calls(thought).calls == ()

@@ -93,10 +93,7 @@ THOUGHTS = [
     ("{}", 1.0),
     ("analysisso {}", 0.0),
     ("analysisIt is another.assistantfinal{}", 1.0),
-    (
-        "<|channel|>analysis<|message|>No.<|end|><|start|>assistant<|channel|>final<|message|>{}",
-        1.0,
-    ),
+    ("<|channel|>analysis<|message|>No.assistant<|channel|>final<|message|>{}", 1.0),
     ("<|channel>thought\nNo.<channel|>{}", 1.0),
 ]
 SAID = [

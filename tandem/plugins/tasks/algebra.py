@@ -98,4 +98,4 @@ def _message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-TASK = Task(rows=rows, difficulties=tuple(LEVELS))
+TASK = Task(rows=rows, difficulties=tuple(LEVELS), warm_start=warm_start)

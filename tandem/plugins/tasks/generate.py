@@ -32,6 +32,8 @@ class Task:
 
     rows: Callable[[str, int, int, int], list[Row]]
     difficulties: Sequence[int]  # the first is the default
+    # warm_start(count, seed, difficulty, careless) makes chats for supervised training
+    warm_start: Callable[..., list[Row]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

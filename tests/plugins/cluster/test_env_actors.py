@@ -83,7 +83,8 @@ def agent(problem, base_url, api_key):
     for _ in range(3):
         body = json.dumps({"model": "policy", "messages": chat}).encode()
         url = f"{base_url}/chat/completions"
-        with urllib.request.urlopen(urllib.request.Request(url, body)) as answer:
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request) as answer:
             reply = json.load(answer)["choices"][0]["message"]
         total += int(reply["content"])
         chat += [reply, {"role": "user", "content": str(total)}]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tandem.config.schema import Env as EnvConfig
-from tandem.envs.agent.chat import Reply, chat_completion, read_request
+from tandem.envs.agent.chat import ChatRequest, Reply, chat_completion
 from tandem.envs.agent.env import AgentFailed, agents_loop
 from tandem.envs.agent.server import the_server
 from tandem.plugins.verifiers.env import VerifiersEnv, host_of, rows
@@ -313,7 +313,8 @@ class Recorder(BaseHTTPRequestHandler):
 
     def do_POST(self):
         self.headers_seen.append(dict(self.headers))
-        asked = read_request(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        asked = ChatRequest.model_validate_json(body)
         body = json.dumps(chat_completion(Reply(text="1", content="1"), asked)).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
