@@ -13,6 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from tandem.config.recipe import load_config
@@ -56,8 +57,9 @@ def main() -> None:
         prepare_process(config)
         renderer, models = load_renderer(path), build_rl_models(config)
         engine = build_engine(config, models.policy.model, renderer)
-        stop_token_ids = () if fixed == "1" else renderer.stop_token_ids
-        sampling = sampling_params(config.rollout, stop_token_ids)
+        sampling = sampling_params(config.rollout, renderer)
+        if fixed == "1":
+            sampling = replace(sampling, stop_token_ids=())
         journal = Journal(Path(folder) / "episodes", "benchmark", [])
         with open_envs_and_rewards(config) as (envs, rewards):
             collector = Collector(

@@ -75,6 +75,8 @@ class SamplingDistribution:
     min_p: float = 0.0  # keep tokens at least this share of the likeliest one's probability
     # divides positive logits of tokens seen before, multiplies negative ones
     repetition_penalty: float = 1.0
+    # ids from here on have no token and are never sampled: rows that pad a vocabulary; 0: none
+    vocabulary: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,6 +337,7 @@ class Renderer(Protocol):
     """Renderer of chats as tokens."""
 
     stop_token_ids: tuple[int, ...]
+    vocabulary: int  # one more than the largest id of a token; 0 if unknown
 
     def prompts(
         self, chats: Sequence[Sequence[Message]], tools: Sequence[Tool] = ()

@@ -174,11 +174,7 @@ def test_step_is_shaped_and_evaluation_is_not(tmp_path):
     assert train_step(stages, 0).metrics["reward_part/overlong"] == -0.5
     journal = Journal(tmp_path, "run", PROBLEMS)
     evaluate = Evaluator(
-        config=settings,
-        problems=PROBLEMS,
-        runner=stages.collector.runner,
-        stop_token_ids=(),
-        journal=journal,
+        config=settings, problems=PROBLEMS, runner=stages.collector.runner, journal=journal
     )
     metrics = evaluate(0)
     assert metrics["eval/sampled_truncated"] == 0.5

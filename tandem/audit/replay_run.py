@@ -16,6 +16,7 @@ from typing import Any
 
 from tandem.choices import Report
 from tandem.config.parallel import Parallel
+from tandem.data.renderer import load_renderer
 from tandem.jobs.engines import prepare_process, probe_exactness
 from tandem.jobs.exactness import require_parity
 from tandem.jobs.input_hashes import IMAGES, input_hashes
@@ -82,7 +83,9 @@ class JournalReplayRun(ReplayRun):
         self.learning = LearnStage(
             config=config,
             models=models,
-            sampling=sampling_params(config.rollout, ()),
+            sampling=sampling_params(
+                config.rollout, load_renderer(config.model.path, config.data.chat_template)
+            ),
             parity=require_parity(
                 config, probe_exactness(config, models.policy.model, report, folder=past.folder)
             ),

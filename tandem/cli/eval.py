@@ -37,9 +37,7 @@ def evaluate(config: Config, out: Path | None) -> dict[str, float]:
     with open_envs_and_rewards(config) as (envs, rewards):
         engine = load_engine(config, renderer, max(lengths), console.print)
         runner = build_runner(config, engine, renderer, envs, rewards)
-        evaluator = Evaluator(
-            config=config, problems=problems, runner=runner, stop_token_ids=renderer.stop_token_ids
-        )
+        evaluator = Evaluator(config=config, problems=problems, runner=runner)
         metrics = evaluator(0)
     rows = [(name.removeprefix("eval/"), f"{value:.3f}") for name, value in metrics.items()]
     title = f"{config.model.path} on {counted(len(problems), 'problems')}"

@@ -89,7 +89,7 @@ def rollout(
             renderer = load_renderer(config.model.path, config.data.chat_template)
             problems, lengths = renderer.check_lengths(problems, config.data)
             batches = -(-len(problems) // config.rl.prompts_per_step)
-            sampling = sampling_params(config.rollout, renderer.stop_token_ids)
+            sampling = sampling_params(config.rollout, renderer)
             with open_envs_and_rewards(config) as (envs, rewards):
                 engine = load_engine(config, renderer, max(lengths), console.print)
                 runner = build_runner(config, engine, renderer, envs, rewards)

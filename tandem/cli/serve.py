@@ -163,7 +163,7 @@ class RendererTexts:
 
     def __init__(self, renderer: "ChatRenderer"):
         tokenizer: Any = renderer.tokenizer
-        self.stop_token_ids = renderer.stop_token_ids
+        self.stop_token_ids, self.vocabulary = renderer.stop_token_ids, renderer.vocabulary
         vocabulary: dict[str, int] = tokenizer.get_vocab()
         self.byte_tokens = frozenset(
             i for token, i in vocabulary.items() if re.fullmatch(r"<0x[0-9A-F]{2}>", token)

@@ -95,7 +95,7 @@ def _model_or_typist(
     renderer = load_renderer(config.model.path, config.data.chat_template)
     longest = max(map(len, renderer.prompts([problem.messages for problem in problems])))
     engine = load_engine(config, renderer, longest, console.print)
-    return engine, renderer, sampling_params(config.rollout, renderer.stop_token_ids)
+    return engine, renderer, sampling_params(config.rollout, renderer)
 
 
 def print_episode(group: Group, seconds: float, renderer: Renderer) -> None:
@@ -207,6 +207,7 @@ class PlainRenderer:
     """Chats as plain text. Implements types.Renderer; tokens are code points."""
 
     stop_token_ids: tuple[int, ...] = (END,)
+    vocabulary = 0
 
     def prompts(
         self, chats: Sequence[Sequence[Message]], tools: Sequence[Tool] = ()

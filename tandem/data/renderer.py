@@ -115,6 +115,7 @@ class ChatRenderer:
         if self._call_form:  # some end a turn with calls by another token
             ends |= self._end_of_turn(_called(["tandem"]))
         self.stop_token_ids = tuple(sorted(eos_ids | ends))
+        self.vocabulary = max(tokenizer.get_vocab().values(), default=-1) + 1
         if not self.stop_token_ids:
             raise UserError(
                 "nothing ends the assistant's turn",

@@ -103,7 +103,7 @@ def _rl_orders(
     inputs = read_inputs(config, command)
     journal = Journal(folder / "episodes", run_id, inputs.problems)
     models = find("models", command, key="command")(config, ranks)
-    sampling = sampling_params(config.rollout, inputs.renderer.stop_token_ids)
+    sampling = sampling_params(config.rollout, inputs.renderer)
 
     stream: StreamReader = JournalStream(journal, folder)
 

@@ -43,7 +43,7 @@ def open_rl_job(config: Config, run: RunFolder, report: Report) -> Iterator[RLJo
             engine_of(config).open(rollout_stage) as rollouts,
             stream_of(config).open(config, stage.ranks, report) as stream,
         ):
-            sampling = sampling_params(config.rollout, stage.inputs.renderer.stop_token_ids)
+            sampling = sampling_params(config.rollout, stage.inputs.renderer)
             runner, sync = rollouts.lanes[0]
             leave_memory = make_room(config, engine)
 

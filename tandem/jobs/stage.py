@@ -77,7 +77,6 @@ class Stage:
             config=self.config,
             problems=self.inputs.held_out,
             runner=runner,
-            stop_token_ids=self.inputs.renderer.stop_token_ids,
             journal=self.journal(self.inputs.held_out),
         )
 

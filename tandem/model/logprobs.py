@@ -52,6 +52,15 @@ def penalize(logits: Tensor, penalty: float, seen: SeenTokens) -> Tensor:
     return slope
 
 
+UNNAMED = -1e30  # the logit of an id without a token: probability 0, and no NaN in an entropy
+
+
+def mask_unnamed(logits: Tensor, sampling: SamplingDistribution) -> None:
+    """Take ids without a token out of logits [N, V], in place."""
+    if 0 < sampling.vocabulary < logits.shape[-1]:
+        logits[:, sampling.vocabulary :] = UNNAMED
+
+
 def log_distribution(
     logits: Tensor, sampling: SamplingDistribution, forced: Tensor | None = None
 ) -> Tensor:
@@ -63,6 +72,7 @@ def log_distribution(
     pass, whose sets are equal. Ties at the edge are all kept, so no sort order matters. A row's
     bits depend on that row only: log_softmax works row by row, unlike logsumexp of a single row.
     """
+    mask_unnamed(logits, sampling)
     kernels = kernels_of(logits)
     logprobs = kernels.log_softmax(logits, sampling.temperature or 1.0)
     if not _is_filtered(sampling):
@@ -216,6 +226,7 @@ class _Chunk:
             tokens = call.seen(rows.start, rows.stop)
             factor = penalize(logits, sampling.repetition_penalty, tokens)
             self._backwards.insert(0, partial(_scale_seen, tokens, factor))
+        mask_unnamed(logits, sampling)
         self._fused = kernels_of(logits).fused and not _is_filtered(sampling)
         self.table = logits if self._fused else log_distribution(logits, sampling, self.targets)
 

@@ -31,7 +31,6 @@ class Evaluator:
     config: Config
     problems: Sequence[Problem]
     runner: RolloutRunner
-    stop_token_ids: tuple[int, ...]
     journal: Journal | None = None
 
     def __call__(self, step: int) -> Row:
@@ -42,12 +41,13 @@ class Evaluator:
         if not self.problems:
             return {}
         config = self.config
-        sampled = sampling_params(config.rollout, self.stop_token_ids)
+        sampled = sampling_params(config.rollout, self.runner.renderer)
         greedy = SamplingParams(
             max_new_tokens=sampled.max_new_tokens,
             temperature=0.0,
             stop=sampled.stop,
             stop_token_ids=sampled.stop_token_ids,
+            vocabulary=sampled.vocabulary,
         )
         groups = self._evaluation_pass(step, "sampled", sampled, config.eval.samples)
         row = _summary("sampled", groups)

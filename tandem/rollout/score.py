@@ -41,7 +41,7 @@ class RolloutRunner:
     after_generation: Callable[[], None] = lambda: None
 
 
-def sampling_params(rollout: Rollout, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+def sampling_params(rollout: Rollout, renderer: Renderer) -> SamplingParams:
     """Return how the config samples."""
     return SamplingParams(
         max_new_tokens=rollout.max_new_tokens,
@@ -51,7 +51,8 @@ def sampling_params(rollout: Rollout, stop_token_ids: tuple[int, ...]) -> Sampli
         min_p=rollout.min_p,
         repetition_penalty=rollout.repetition_penalty,
         stop=tuple(rollout.stop),
-        stop_token_ids=stop_token_ids,
+        stop_token_ids=renderer.stop_token_ids,
+        vocabulary=renderer.vocabulary,
     )
 
 

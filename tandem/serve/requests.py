@@ -21,6 +21,7 @@ class ChatTokenizer(Protocol):
     """A tokenizer with a chat template. byte_tokens: see Detokenizer."""
 
     stop_token_ids: tuple[int, ...]
+    vocabulary: int
     byte_tokens: frozenset[int]
 
     def encode(self, text: str) -> Array: ...
@@ -160,6 +161,7 @@ def _params(body: Body, prompt: Array, tokenizer: ChatTokenizer, served: Served)
         repetition_penalty=body.repetition_penalty,
         stop=tuple(body.stop),
         stop_token_ids=tuple(sorted(ends)),
+        vocabulary=tokenizer.vocabulary,
         min_tokens=body.min_tokens,
         top_logprobs=body.top_logprobs_wanted or 0,
     )

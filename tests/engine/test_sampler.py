@@ -17,6 +17,8 @@ WHOLE = (
     SamplingDistribution(temperature=0.5),
     SamplingDistribution(temperature=2.0),
     SamplingDistribution(top_k=4, top_p=0.9),
+    SamplingDistribution(vocabulary=5),
+    SamplingDistribution(vocabulary=6, top_p=0.9, temperature=0.7),
 )
 FILTERED = (
     SamplingDistribution(top_p=0.7),
@@ -29,14 +31,14 @@ def draws(how, logits=LOGITS, count=DRAWS):
     uniform = torch.from_numpy(
         uniforms(np.arange(count).astype(np.uint64), np.zeros(count, np.int64))
     )
-    return sample(logits.expand(count, -1), how, uniform)
+    return sample(logits.expand(count, -1).clone(), how, uniform)
 
 
 @pytest.mark.parametrize("how", WHOLE, ids=str)
 def test_sampling_frequencies_follow_the_distribution(how):
     drawn = draws(how)
     tokens, logprobs = drawn.tokens, drawn.logprobs
-    table = log_distribution(LOGITS[None], how)[0]
+    table = log_distribution(LOGITS[None].clone(), how)[0]
     assert torch.equal(logprobs, table[tokens])
     expected = table.exp().double().numpy() * DRAWS
     counts = np.bincount(tokens, minlength=len(LOGITS))
@@ -49,7 +51,7 @@ def test_sampling_frequencies_follow_the_distribution(how):
 
 @pytest.mark.parametrize("how", FILTERED, ids=str)
 def test_filtered_sampling_reaches_its_set_and_no_other_token(how):
-    kept = set(torch.where(~log_distribution(LOGITS[None], how)[0].isinf())[0].tolist())
+    kept = set(torch.where(~log_distribution(LOGITS[None].clone(), how)[0].isinf())[0].tolist())
     assert set(draws(how).tokens.tolist()) == kept
 
 

@@ -2,6 +2,7 @@
 gradients = autograd's."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -317,3 +318,19 @@ def test_expected_gradient_saves_the_second_logits(shift, products):
     with Operators() as ran:
         logprobs.backward(above)
     assert ran.products == products
+
+
+@pytest.mark.parametrize("sampling", FILTERS, ids=str)
+def test_ids_without_a_token_are_as_if_the_vocabulary_had_no_rows_for_them(sampling):
+    names = 30
+    hidden, weight, targets = case(12, 40)
+    targets, above = targets % names, noise(12, seed=3)
+    results = []
+    for rows, how in ((40, replace(sampling, vocabulary=names)), (names, sampling)):
+        mine = [hidden.clone().requires_grad_(), weight[:rows].clone().requires_grad_()]
+        found, entropy = token_logprobs(Head(*mine, CPU.pack(mine[1].detach())), targets, how)
+        (found * above + entropy).sum().backward()
+        assert not mine[1].grad[names:].any()
+        results.append([found, entropy, mine[0].grad, mine[1].grad[:names]])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

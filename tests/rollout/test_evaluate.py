@@ -58,9 +58,7 @@ def evaluated(folder, samples, **settings):
         rewards=ThirdReward(),
         reward_model=None,
     )
-    evaluate = Evaluator(
-        config=config, problems=PROBLEMS, runner=runner, stop_token_ids=(91,), journal=journal
-    )
+    evaluate = Evaluator(config=config, problems=PROBLEMS, runner=runner, journal=journal)
     return evaluate(3), journal
 
 

@@ -137,11 +137,7 @@ def test_an_evaluation_that_was_made_is_not_made_again(tmp_path):
     made = stages(tmp_path, eval__samples=2, rollout__max_new_tokens=6)
     requests = made.collector.runner.engine.requests
     evaluate = Evaluator(
-        config=made.config,
-        problems=PROBLEMS,
-        runner=made.collector.runner,
-        stop_token_ids=(),
-        journal=made.journal,
+        config=made.config, problems=PROBLEMS, runner=made.collector.runner, journal=made.journal
     )
     metrics, count = evaluate(3), len(requests)
     assert evaluate(3) == metrics and len(requests) == count == 3 * len(PROBLEMS)

@@ -98,6 +98,7 @@ class FakeTexts:
     """Every byte is a token, and byte 0 ends a turn."""
 
     stop_token_ids = (0,)
+    vocabulary = 0
     byte_tokens: frozenset[int] = frozenset()
 
     def encode(self, text):

@@ -47,7 +47,7 @@ CONFIGS = {
 FILTERS = (
     SamplingParams(max_new_tokens=1),
     SamplingParams(max_new_tokens=48, stop_token_ids=(5, 6, 7)),
-    SamplingParams(max_new_tokens=33, temperature=0.7, top_p=0.8),
+    SamplingParams(max_new_tokens=33, temperature=0.7, top_p=0.8, vocabulary=80),
     SamplingParams(max_new_tokens=20, temperature=1.3, top_k=10, stop=("9 9",)),
 )
 

@@ -50,6 +50,7 @@ class DigitRenderer:
     turn."""
 
     stop_token_ids = (91,)
+    vocabulary = 0
 
     def prompts(self, chats, tools=()):
         if not all(m["content"].isdigit() or not m["content"] for chat in chats for m in chat):
