@@ -287,7 +287,7 @@ class Reward(Section):
 
     function: str | list[str] = Field(
         "answer",
-        description="a built-in (docs/guide/environments.md) or your own as `file.py:function`; or "
+        description="a built-in (docs/guide/rewards.md) or your own as `file.py:function`; or "
         "a list of several",
     )
     weights: list[float] = Field([], description="weight of each function; empty: 1 each")

@@ -204,9 +204,26 @@ def _expected(key: str, mistake: ErrorDetails) -> str:
     return reason[0].lower() + reason[1:]
 
 
+# names of TRL's GRPOConfig that no key here resembles; all are in docs/guide/migrate.md
+OF_TRL = {
+    "num_generations": "rl.group_size",
+    "num_iterations": "rl.epochs",
+    "steps_per_generation": "rl.minibatches",
+    "per_device_train_batch_size": "rl.prompts_per_step",
+    "beta": "rl.kl_coef",
+    "epsilon": "rl.clip_low",
+    "epsilon_high": "rl.clip_high",
+    "loss_type": "rl.algorithm",
+    "report_to": "run.trackers",
+    "peft_config": "lora.rank",
+}
+
+
 def _nearest(key: str) -> str:
     """Offer the keys that may be meant: of a bare name, those of all sections that have it."""
     section, _, field = key.partition(".")
+    if (field or section) in OF_TRL:
+        return f"; TRL's {field or section} is {OF_TRL[field or section]} here"
     keys = [f"{s}.{f}" for s in Config.model_fields for f in _section(s).model_fields]
     keys.sort(key=lambda known: not known.startswith("train."))  # which is meant most often
     names = {known: known.partition(".")[2] for known in keys}

@@ -61,6 +61,7 @@ def test_a_recipe_sets_what_it_names_and_leaves_the_rest(tmp_path):
         ),
         ("[rollot]\ntop_p = 0.5\n", "rollot (RECIPE): unknown key; did you mean rollout?"),
         ("group_size = 4\n", "group_size (RECIPE): unknown key; did you mean rl.group_size?"),
+        ("[rl]\nbeta = 0.1\n", "rl.beta (RECIPE): unknown key; TRL's beta is rl.kl_coef here"),
         ("zzzz = 4\n", "zzzz (RECIPE): unknown key; sections are run, model, data,"),
         (
             "learning_rate = 1e-4\n",
