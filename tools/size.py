@@ -35,19 +35,19 @@ BARS = {
     "lines of tests": 34_000,
 }
 HELD = {
-    "lines of the core, without tandem/plugins": 42_301,
-    "lines with plugins": 56_408,
-    "lines that tandem.step imports": 9_783,
-    "lines that a plain `tandem train` imports": 23_002,
-    "conditions on a backend's name": 10,
+    "lines of the core, without tandem/plugins": 41_713,
+    "lines with plugins": 55_252,
+    "lines that tandem.step imports": 9_347,
+    "lines that a plain `tandem train` imports": 21_315,
+    "conditions on a backend's name": 11,
     "of them on the step page": 0,
     "files that name rollout.engine": 3,
     "circles of files": 0,
     "imports of a plugin from outside": 0,
-    "private functions with one use": 520,
-    "functions with 8 or more parameters": 25,
+    "private functions with one use": 465,
+    "functions with 8 or more parameters": 11,
     "yields in tandem/config": 27,
-    "lines of tests": 46_412,
+    "lines of tests": 44_764,
 }
 
 
