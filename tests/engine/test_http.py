@@ -33,7 +33,7 @@ SERVED = Served(name="tiny", context=512, vocabulary=VOCAB, default_max_tokens=1
 class Letters:
     """The tokenizer of tests.support.engines, as far as a server of token ids needs one."""
 
-    stop_token_ids, byte_tokens = (), frozenset()
+    stop_token_ids, byte_tokens, vocabulary = (), frozenset(), 0
     encode = encode_chat = None  # of texts
 
     def decode(self, tokens):

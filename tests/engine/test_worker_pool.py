@@ -75,6 +75,7 @@ def everything(**changes):
         top_p=0.7,
         min_p=0.01,
         repetition_penalty=1.3,
+        vocabulary=90,
         stop=("a\nb", "é"),
         stop_token_ids=(4, 5),
         min_tokens=2,

@@ -18,7 +18,7 @@ from tandem.model.load import ExactModel, make_exact
 from tandem.runtime.rng import address
 from tandem.train.optimizer import Optimizer, Settings
 from tandem.train.pack import join, pack
-from tandem.types import Completion, Request, Sample, SamplingDistribution, SamplingParams
+from tandem.types import Completion, Request, Sample, SamplingParams
 
 VOCABULARY = 97
 SHAPE = {
@@ -143,16 +143,13 @@ def gaps_of(
     )
     gaps = []
     for params in FILTERS:
-        sampling = SamplingDistribution(
-            temperature=params.temperature, top_k=params.top_k, top_p=params.top_p
-        )
         mine = [(r, c) for r, c in pairs if r.params == params]
         batches = pack([sample_of(r, c, by_prompt[r.prompt.tobytes()]) for r, c in mine], budget)
         for batch, engine in zip(
             batches, join(batches, [c.logprobs for _, c in mine]), strict=True
         ):
             with torch.set_grad_enabled(gradients):
-                logprobs, _ = batch_logprobs(model, batch, sampling)
+                logprobs, _ = batch_logprobs(model, batch, params)
             if gradients:
                 logprobs.sum().backward()
             gaps.append(np.abs(logprobs.detach().cpu().numpy() - engine))
