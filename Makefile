@@ -123,7 +123,9 @@ mutants: $(DEV)
 
 # The pages as a site with a search, in build/site (a warning is an error), and the API's from the docstrings, in build/docs.
 docs: site
-	@$(BIN)/pdoc -o build/docs tandem '!tandem.plugins.graders.code_inside' '!tandem.plugins.graders.code_tester'
+	@$(BIN)/pdoc -o build/docs tandem '!tandem.plugins.graders.code_inside' '!tandem.plugins.graders.code_tester' \
+		'!tandem.plugins.verifiers.host' '!tandem.plugins.vllm.engine' '!tandem.run_folder.trackers.mlflow' \
+		'!tandem.run_folder.trackers.trackio' '!tandem.run_folder.trackers.wandb' # their packages may be missing
 
 site: $(DEV)
 	@$(BIN)/python tools/site.py
