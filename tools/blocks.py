@@ -82,7 +82,7 @@ def prepare(tandem: Callable[[list[str]], str]) -> None:
     """Put into this folder what the pages' commands name: a model, data, examples and recipes."""
     for folder in ("examples", "recipes"):
         shutil.copytree(ROOT / folder, folder)
-    tandem(["tiny", "Qwen/Qwen3-0.6B"])
+    tandem(["tiny", "Qwen/Qwen3-0.6B", "--context", "2048"])
     tandem(["generate", "algebra", "--count", "600", "--out", "problems.jsonl"])
     tandem(["generate", "algebra", "--count", "60", "--split", "test", "--out", "held_out.jsonl"])
     Path("chats.jsonl").write_text('{"prompt": "1+1", "response": "2"}\n')
