@@ -111,6 +111,7 @@ class ChatRenderer:
             tokenizer.backend_tokenizer.no_truncation()
         self.template = ChatTemplate(template, name)
         self._images = images and images(template, self.template.where)
+        self._answers: dict[tuple[str, ...], int] = {}  # how often an exchange has _ANSWER
         ends = self._end_of_turn(_EXCHANGE)
         if self._call_form:  # some end a turn with calls by another token
             ends |= self._end_of_turn(_called(["tandem"]))
@@ -148,22 +149,23 @@ class ChatRenderer:
         """Return int64 [T]: the tokens after an assistant's text when these messages answer it.
         They are the stop token of its turn, the messages, and the header of the assistant's next
         turn. They do not depend on the chat before."""
-        answered = [m.get("name") or "tool" for m in takewhile(_is_result, messages)]
+        results = takewhile(lambda m: m["role"] == "tool", messages)
+        answered = tuple(m.get("name") or "tool" for m in results)
         if answered and self._call_form:
             with suppress(UserError):  # a template may write one call a turn only
-                return self._after(_called(answered), messages)
-        return self._after(_EXCHANGE, messages)
+                return self._after(answered, messages)
+        return self._after((), messages)
 
-    def _after(self, exchange: Sequence[Message], messages: Sequence[Message]) -> Array:
-        """Return int64 [T]: the tokens from the end of the exchange's last turn on."""
-        results = sum(1 for _ in takewhile(_is_result, messages))
-        answers = [
-            {**message, "tool_call_id": _call_id(number)} if number < results else message
-            for number, message in enumerate(messages)
-        ]
-        [alone] = self.texts([exchange], open_turn=False)
-        [text] = self.texts([[*exchange, *answers]], open_turn=True)
-        tail = text.split(_ANSWER, alone.count(_ANSWER))[-1]
+    def _after(self, called: tuple[str, ...], messages: Sequence[Message]) -> Array:
+        """Return int64 [T]: the tokens from the end of a turn on, which called these functions."""
+        exchange = _called(called) if called else _EXCHANGE
+        count = len(called)
+        results = [m | {"tool_call_id": _call_id(n)} for n, m in enumerate(messages[:count])]
+        if called not in self._answers:
+            [alone] = self.texts([exchange], open_turn=False)
+            self._answers[called] = alone.count(_ANSWER)
+        [text] = self.texts([[*exchange, *results, *messages[count:]]], open_turn=True)
+        tail = text.split(_ANSWER, self._answers[called])[-1]
         [tokens] = self.encode_all([tail], [messages])
         return tokens[self.end_of_sampling(tokens, 0, len(tokens), 1) - 1 :]
 
@@ -297,8 +299,6 @@ class ChatRenderer:
     @cached_property
     def _call_form(self) -> "_CallForm | None":
         """Find the form in which the template takes a message with calls; None if in none."""
-        if "tool_calls" not in self.template.source:
-            return None
         variables = {"documents": None, **self.tokenizer.special_tokens_map}
         for form in (_CallForm("", dict), _CallForm("", str), _CallForm(None, dict)):
             chat = [_QUESTION, form.of(_called(["tandem"])[1])]
@@ -347,15 +347,14 @@ class _CallForm:
         """Return a message in this form."""
         calls = message["tool_calls"]
         if self.arguments is str:
+            texts = [
+                json.dumps(call["function"]["arguments"], ensure_ascii=False) for call in calls
+            ]
             calls = [
-                call | {"function": call["function"] | {"arguments": _json(call["function"])}}
-                for call in calls
+                call | {"function": call["function"] | {"arguments": text}}
+                for call, text in zip(calls, texts, strict=True)
             ]
         return message | {"tool_calls": calls, "content": message.get("content") or self.content}
-
-
-def _json(function: Mapping[str, Any]) -> str:
-    return json.dumps(function["arguments"], ensure_ascii=False)
 
 
 def _called(names: Sequence[str]) -> tuple[Message, Message]:
@@ -373,10 +372,6 @@ def _called(names: Sequence[str]) -> tuple[Message, Message]:
 
 def _call_id(number: int) -> str:
     return f"call{number:05}"  # as Mistral's templates want it
-
-
-def _is_result(message: Message) -> bool:
-    return bool(message["role"] == "tool")
 
 
 def most_bytes(text: str) -> int:

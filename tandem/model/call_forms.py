@@ -3,12 +3,12 @@
 A form is a call as text with {places}: its {name}, an {id} that is not used, and its arguments as
 {json}, {gemma} or {xml}. {xml} are arguments in the form of the third column, with {key}, {value}
 and the {kind} of the value, text or JSON. {calls} are whole calls in JSON, {list} is a list of
-them, {python} a list in Python. A space is any white space, or none. tool_calls.py reads by this.
+them, {python} a list in Python. A space between two words is a space; any other one is any white
+space, or none. tool_calls.py reads by this table.
 """
 
 import re
 from dataclasses import dataclass
-from functools import cached_property
 
 # name, form, form of an argument, texts around calls that say nothing. Of forms that begin alike
 # the first that fits is taken, else the last
@@ -79,7 +79,7 @@ _TABLE: tuple[tuple[str, ...], ...] = (
         "",
         *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     ),
-    ("gpt_oss", "to={name}<|channel|>commentary json<|message|> {json}"),
+    ("gpt_oss", "to=functions.{name}<|channel|>commentary json<|message|> {json}"),
     ("gpt_oss", "<|channel|>commentary to={name} <|constrain|>json<|message|> {json}"),
     ("gpt_oss", "<|channel|>commentary to={name} <|message|> {json}"),
     (
@@ -97,19 +97,18 @@ _TABLE: tuple[tuple[str, ...], ...] = (
     ("gemma4", "<|tool_call>call:{name}{gemma}<tool_call|>"),
     ("lfm2", "<|tool_call_start|> {python} <|tool_call_end|>"),
     ("cohere", "<|START_ACTION|> {list} <|END_ACTION|>"),
-    ("cohere", "Action: ```json {list} ```"),
     ("apertus", "<|tools_prefix|> {list} <|tools_suffix|>"),
     ("jamba", "<tool_calls> {calls} </tool_calls>"),  # Apriel and MiniMax M1, too
     ("nemotron", "<TOOLCALL> {list} </TOOLCALL>"),
     ("phi4", "<|tool_call|> {list}", "", "<|/tool_call|>"),  # Granite 3, too
     ("gigachat", "<|function_call|> {calls}"),
-    ("gigachat", "<|role_sep|> {calls}", "", "function call"),
-    ("firefunction", "functools{list}"),
+    ("gigachat", "function call<|role_sep|> {calls}"),
     ("llama3", "<|python_tag|> {calls}", "", "<|python_start|>", "<|python_end|>"),
 )
 # of forms without a mark, which begin a line with the name of a known tool
 UNMARKED = ("llama3", "pythonic")
 
+_LOOSE = r"(?<!\w) | (?!\w)"  # a space that is any white space, or none
 _PLACES = {
     "name": r"(?:functions\.)?(?P<name>[\w.\-]+)(?::\d+)?",
     "id": r"\w*",
@@ -124,6 +123,7 @@ class CallForm:
     """A row of the table, as regular expressions. Example: FORMS[0]"""
 
     name: str
+    mark: str  # what it begins with, whatever is called
     body: str  # the kind of its arguments: calls, list, json, python, gemma or xml
     opening: str
     closing: str
@@ -133,19 +133,13 @@ class CallForm:
     end_text: str
     around: tuple[str, ...]  # texts around calls that say nothing
 
-    @cached_property
-    def mark(self) -> str:
-        """Return what the form begins with, whatever is called."""
-        literal = re.match(r"(?:\\[^\w]|[^\\\[\](){}?*+|.^$])*", self.opening)
-        assert literal is not None
-        return literal[0].replace("\\", "")
-
 
 def _form(name: str, form: str, argument: str = "", *around: str) -> CallForm:
     opening, body, closing = re.split(r"\{(calls|list|json|python|gemma|xml)\}", form)
     begin, _, end = argument.partition("{value}")
     return CallForm(
         name=name,
+        mark=re.split(rf"\{{|{_LOOSE}", form)[0],
         body=body,
         opening=_pattern(opening),
         closing=_pattern(closing),
@@ -159,7 +153,7 @@ def _form(name: str, form: str, argument: str = "", *around: str) -> CallForm:
 
 def _pattern(text: str) -> str:
     """Return the regular expression of a part of a form."""
-    parts = re.split(r"\{(\w+)\}|( )", text)
+    parts = re.split(rf"\{{(\w+)\}}|({_LOOSE})", text)
     return "".join(
         _PLACES.get(part, re.escape(part).replace("\\\n", "(?P<line>\\n)?"))
         for part in parts

@@ -55,10 +55,14 @@ def penalize(logits: Tensor, penalty: float, seen: SeenTokens) -> Tensor:
 UNNAMED = -1e30  # the logit of an id without a token: probability 0, and no NaN in an entropy
 
 
-def mask_unnamed(logits: Tensor, sampling: SamplingDistribution) -> None:
-    """Take ids without a token out of logits [N, V], in place."""
+def mask_unnamed(logits: Tensor, sampling: SamplingDistribution, forced: Tensor | None) -> None:
+    """Take ids without a token out of logits [N, V], in place, but those of `forced` int64 [N]: an
+    engine without this mask (vLLM, another server) may have sampled them."""
     if 0 < sampling.vocabulary < logits.shape[-1]:
+        kept = None if forced is None else (1, forced[:, None], logits.gather(1, forced[:, None]))
         logits[:, sampling.vocabulary :] = UNNAMED
+        if kept is not None:
+            logits.scatter_(*kept)
 
 
 def log_distribution(
@@ -72,7 +76,7 @@ def log_distribution(
     pass, whose sets are equal. Ties at the edge are all kept, so no sort order matters. A row's
     bits depend on that row only: log_softmax works row by row, unlike logsumexp of a single row.
     """
-    mask_unnamed(logits, sampling)
+    mask_unnamed(logits, sampling, forced)
     kernels = kernels_of(logits)
     logprobs = kernels.log_softmax(logits, sampling.temperature or 1.0)
     if not _is_filtered(sampling):
@@ -226,7 +230,7 @@ class _Chunk:
             tokens = call.seen(rows.start, rows.stop)
             factor = penalize(logits, sampling.repetition_penalty, tokens)
             self._backwards.insert(0, partial(_scale_seen, tokens, factor))
-        mask_unnamed(logits, sampling)
+        mask_unnamed(logits, sampling, self.targets)
         self._fused = kernels_of(logits).fused and not _is_filtered(sampling)
         self.table = logits if self._fused else log_distribution(logits, sampling, self.targets)
 

@@ -166,10 +166,6 @@ class _Found:
     end: int
     calls: Sequence[Call | BadCall]
 
-    @property
-    def good(self) -> bool:
-        return all(isinstance(call, Call) for call in self.calls)
-
 
 def _find(text: str, at: int, forms: tuple[CallForm, ...]) -> _Found | None:
     """Find the next call from a position on; None without one."""
@@ -259,7 +255,8 @@ def _end_of_thoughts(text: str, forms: tuple[CallForm, ...]) -> int:
     for thought in _THOUGHT.finditer(text):
         at, inside = start, False
         while (found := _find(text, at, forms)) and found.start < thought.start():
-            inside = found.good and thought.end() <= found.end
+            good = all(isinstance(call, Call) for call in found.calls)
+            inside = good and thought.end() <= found.end
             at = found.end
         if not inside:
             start = thought.end()

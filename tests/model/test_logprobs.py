@@ -334,3 +334,9 @@ def test_ids_without_a_token_are_as_if_the_vocabulary_had_no_rows_for_them(sampl
         results.append([found, entropy, mine[0].grad, mine[1].grad[:names]])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_an_id_without_a_token_that_was_sampled_all_the_same_has_a_finite_log_prob():
+    hidden, weight, targets = case(12, 40)
+    head, ids = Head(hidden, weight, CPU.pack(weight)), torch.full_like(targets, 35)
+    assert (token_logprobs(head, ids, SamplingDistribution(vocabulary=30))[0] > -50).all()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.model.tool_calls import BadCall, Call, read_calls, split_calls
+from tandem.model.tool_calls import BadCall, Call, Reading, read_calls, split_calls
 from tests.support.tool_calls import STYLES, as_texts, write_in_style
 
 NOW = Call(name="now", arguments={})
@@ -93,14 +93,6 @@ def test_any_text_is_read(text, format):
         for call in reading.calls
     )
     assert reading.calls or reading.before == text
-
-
-@pytest.mark.parametrize("style", STYLES)
-def test_auto_recognizes_every_format(style):
-    assert read_calls(write_in_style([NOW, NOW], style), "auto", {"now"}).calls in (
-        (NOW, NOW),
-        (Call(name="now", arguments={}, typed=False),) * 2,
-    )
 
 
 def test_text_before_and_after_the_calls_is_kept_apart():
@@ -270,14 +262,11 @@ def test_values_written_as_text_get_the_types_of_the_schema():
     assert call.arguments == {"on": True, "n": None, "m": 7, "l": [True, False], "s": "7"}
 
 
-@pytest.mark.parametrize(
-    "tag", ["</parameter>", "<parameter=edits>", "</tool_call>", "<tool_call>"]
-)
-def test_a_tag_inside_a_value_is_text(tag):
-    value = f"<parameter=a>\nx {tag} y\n</parameter>\n"
-    text = f"<tool_call>\n<function=f>\n{value}</function>\n</tool_call>"
-    [call] = read_calls(text).calls
-    assert call.arguments == {"a": f"x {tag} y"}
+def test_a_tag_inside_a_value_is_text():
+    for tag in ("</parameter>", "<parameter=edits>", "</tool_call>", "<tool_call>"):
+        value = f"<parameter=a>\nx {tag} y\n</parameter>\n"
+        text = f"<tool_call>\n<function=f>\n{value}</function>\n</tool_call>"
+        assert read_calls(text).calls[0].arguments == {"a": f"x {tag} y"}
 
 
 def test_a_tag_that_is_missing_is_named():
@@ -293,3 +282,10 @@ def test_the_analysis_of_gpt_oss_makes_no_calls():
     reading = read_calls(f"{thought}assistant{call}")
     assert reading.calls == (Call(name="f", arguments={}),)
     assert read_calls(thought).calls == ()
+
+
+def test_words_that_begin_like_a_mark_are_words():
+    for text in ("#include <functional>", "A function call. Action: none, functools, to=5."):
+        assert read_calls(text, tools=("add",)) == Reading(before=text)
+        called = read_calls(f'{text}<tool_call>{{"name": "now"}}</tool_call>')
+        assert (called.before, called.calls) == (text, (NOW,))
