@@ -43,7 +43,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "images": "tandem.plugins.vision.tiny_images:make_tiny_images",
     },
     "kernels": {  # model/kernels.py: Kernels, by the type of a device
-        "cpu": "tandem.model.cpu_kernels:CPU",
+        "cpu": "tandem.model.kernels:CPU",
         "cuda": "tandem.model.triton.plans:TRITON",
     },
     "model_engines": {  # what samples from the models of a path: an engine.engine.Engine
