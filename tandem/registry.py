@@ -75,7 +75,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
     "engines": {  # choices.py: RolloutBackend
         "tandem": "tandem.jobs.tandem_engine:TandemEngine",
         "vllm": "tandem.plugins.vllm.backend:VLLM",
-        "http": "tandem.jobs.http_backend:Servers",
+        "http": "tandem.plugins.servers.backend:Servers",
     },
     "reward_options": {  # what a run gives a reward besides the recipe's: config -> options
         "code": "tandem.plugins.graders.code:code_options"

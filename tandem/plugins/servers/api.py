@@ -3,7 +3,7 @@
 A text is never tokenized again: prompts are sent as token ids, and an answer without token ids is
 refused. Tandem's own server (`tandem serve`) is also given the address of the draws, so its
 completions have the bits of a local engine; others get a seed made of it. Knows no servers'
-number and no schedule (http.py).
+number and no schedule (engines.py).
 """
 
 from collections.abc import Awaitable, Callable

@@ -1,5 +1,5 @@
 """OpenAI-compatible servers as a choice of what samples. They may be other machines, with other
-operators; http_engines.py opens them."""
+operators; rollouts.py opens them."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -28,18 +28,18 @@ class Servers(RolloutBackend):
         return config.rl.correction == "none"
 
     def parity(self, config: Config, exact: bool, inexact: str) -> ParityCheck:
-        from tandem.jobs.http_engines import ExactServers
+        from tandem.plugins.servers.rollouts import ExactServers
         from tandem.train.parity import MeasuredGap
 
         measured = MeasuredGap(config, self.where(config))
         return ExactServers(measured) if exact else measured
 
     def open(self, stage: "RolloutStage") -> AbstractContextManager["Rollouts"]:
-        from tandem.jobs.http_engines import open_servers
+        from tandem.plugins.servers.rollouts import open_servers
 
         return open_servers(stage)
 
     def load(self, config: Config, renderer: "ChatRenderer", report: Report) -> Generate:
-        from tandem.jobs.http_engines import load_servers
+        from tandem.plugins.servers.rollouts import load_servers
 
         return load_servers(config, renderer, report)

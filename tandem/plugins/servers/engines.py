@@ -1,4 +1,4 @@
-"""Engines behind OpenAI-compatible servers (http_api.py). Implements types.Generate.
+"""Engines behind OpenAI-compatible servers (api.py). Implements types.Generate.
 
     caller's thread                                       the client's thread (runtime/http.py)
     ---------------                                       -------------------------------------
@@ -14,8 +14,8 @@ whole, so that it may take as long as its tokens (TOKEN_S each, and deadline_s).
 when it refuses a connection, fails, does not answer a check within deadline_s or a request in its
 time, for which a busy one is asked again; its requests go to the others unchanged. A UserError ends
 the run if all are lost for deadline_s, which it names, or if more are lost than there are restarts:
-a request may be what makes servers fail. dispatch.py decides which server gets which request. One
-thread calls this.
+a request may be what makes servers fail. engine/dispatch.py decides which server gets which
+request. One thread calls this.
 
 The weights are the servers' own; Tandem's are told to `load` new ones.
 """
@@ -32,7 +32,8 @@ from typing import Any
 
 from tandem.engine.dispatch import Dispatcher, Ticket, cancelled_completion
 from tandem.engine.engine import Engine
-from tandem.engine.http_api import (
+from tandem.engine.packed import packed_gap
+from tandem.plugins.servers.api import (
     ServedModel,
     check_request,
     completion_body,
@@ -41,7 +42,6 @@ from tandem.engine.http_api import (
     read_completion,
     served_model,
 )
-from tandem.engine.packed import packed_gap
 from tandem.runtime import watchdog
 from tandem.runtime.errors import UserError
 from tandem.runtime.http import Json, Refused, ServerBusy, ServerLost, ask, start

@@ -12,8 +12,8 @@ import pytest
 
 from tandem.cli.serve import load_weights
 from tandem.engine.engine import Engine
-from tandem.engine.http import CHECK_S, TOKEN_S, HttpEngines
-from tandem.jobs.http_engines import FileSync
+from tandem.plugins.servers.engines import CHECK_S, TOKEN_S, HttpEngines
+from tandem.plugins.servers.rollouts import FileSync
 from tandem.runtime.errors import UserError
 from tandem.runtime.http import ServerLost, ask, start
 from tandem.serve.requests import Served

@@ -1,4 +1,4 @@
-"""Rollouts by OpenAI-compatible servers, for http_backend.py.
+"""Rollouts by OpenAI-compatible servers, for backend.py.
 
 Commands that only generate take any server that returns token ids and log-probs. `tandem train` and
 `tandem distill` need Tandem's own (`tandem serve MODEL --allow-weight-updates`): each version of
@@ -18,11 +18,11 @@ from tandem.choices import ENGINE
 from tandem.config.schema import Config
 from tandem.data.renderer import ChatRenderer
 from tandem.engine.engine import Engine
-from tandem.engine.http import HttpEngines
 from tandem.jobs.models import check_tokenizer
 from tandem.jobs.rollouts import Report, Rollouts, RolloutStage
 from tandem.model.config_file import check_model
 from tandem.model.rope import positions_of
+from tandem.plugins.servers.engines import HttpEngines
 from tandem.runtime.disk import disk_errors
 from tandem.runtime.errors import UserError
 from tandem.train.batch import TrainBatch
