@@ -181,7 +181,7 @@ class _Replay:
         learning = self.replayed.learning
         if learning is None:
             return
-        where = why_gap(learning.config, learning.models.policy.model.exactness.gap)
+        where = why_gap(learning.config, learning.models.policy.model.gap)
         if not (learning.parity.exact or where):
             return
         batch = pack_batch(groups, learning.config)

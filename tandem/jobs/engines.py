@@ -21,7 +21,6 @@ from tandem.jobs.reward_workers import build_reward_pool
 from tandem.model import custom_code
 from tandem.model.config_file import check_model, inner_size
 from tandem.model.load import ExactModel, load_model
-from tandem.model.paths import Gap
 from tandem.model.probe import Exactness, fastest_exact, probe, try_matmuls
 from tandem.model.schedule import random_model
 from tandem.rewards.pool import ScorePool
@@ -70,8 +69,7 @@ def probe_exactness(
     processor = placement(config).processor()
     on_gpu = model.device.type == "cuda"
     chosen = model.kernels.chosen if on_gpu else ""
-    if isinstance(model.exactness, Gap):  # operators of the inexact path, which nobody probes
-        gap = model.exactness.gap
+    if gap := model.gap:  # operators of the inexact path, which nobody probes
         report(
             f"NOT exact: engine and trainer compute differently ({gap}), gap measured each step; "
             f"bits depend on the thread count, {torch.get_num_threads()} are kept; {processor}"
@@ -85,8 +83,8 @@ def probe_exactness(
     free = max(1, min(torch.get_num_threads(), numerics.cores() - workers))
     found, seen = probe(model, seed, [free], microbatch), [_shape(model)]
     for other in others:
-        if isinstance(other.exactness, Gap):
-            found.thread_dependent.append(f"a model that is not exact, {other.exactness.gap}")
+        if other.gap:
+            found.thread_dependent.append(f"a model that is not exact, {other.gap}")
         elif _shape(other) not in seen:
             seen.append(_shape(other))
             alike = random_model(other, seed, placement(config).dtype)

@@ -112,7 +112,7 @@ def _rl_orders(
         stream = opened.enter_context(closing(stream_of(config).join(config, ranks, servers)))
 
     def learn(step: int, num_carried: int, baseline: float, exact: bool) -> None:
-        parity = engine_of(config).parity(config, exact, models.policy.model.exactness.gap)
+        parity = engine_of(config).parity(config, exact, models.policy.model.gap)
         stage = LearnStage(config=config, models=models, sampling=sampling, parity=parity)
         groups = stream.take(step, [], stage.plan_share)
         rollouts = RolloutBatch(

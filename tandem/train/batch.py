@@ -178,7 +178,7 @@ def compute_logprobs(
     """Run the models before the first update: the policy, if a correction or a model that is not
     exact asks for recomputed log-probs, the reference, and the critic for its values."""
     policy = models.policy.model
-    if rl.correction != "none" or rl.max_logprob_error or policy.exactness.gap:
+    if rl.correction != "none" or rl.max_logprob_error or policy.gap:
 
         def recompute(b: Microbatch) -> Tensor:
             choices = replayed_experts(b, policy.device)

@@ -78,7 +78,7 @@ def learn_stage(models, config, *, exact=True, sampling=SAMPLING):
         config=config,
         models=models,
         sampling=sampling,
-        parity=choices.engine_of(config).parity(config, exact, models.policy.model.exactness.gap),
+        parity=choices.engine_of(config).parity(config, exact, models.policy.model.gap),
     )
 
 

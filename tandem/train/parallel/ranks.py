@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tandem.model.boxes import Box
-from tandem.model.load import ExactModel
+from tandem.model.load import ExactModel, LazyWeights
 from tandem.rl.losses import Metrics
 from tandem.runtime.errors import UserError
 from tandem.train.optimizer import MapWhole, Norm
@@ -119,7 +119,7 @@ class ParallelRanks(Ranks):
         self, model: ExactModel, names: Sequence[str], to: int
     ) -> Iterator[tuple[str, Tensor]]:
         divided = self._divided[model]
-        parts = _Rounded(divided.parts, divided.stage.dtype)
+        parts = divided.rounded()
         for name, weight in divided.pieces.collect(parts, to, names):
             if self.rank == to:
                 yield name, weight
@@ -148,7 +148,7 @@ class ParallelRanks(Ranks):
         """Copy a divided model's weights into a whole one, which rank 0 has; after the first time
         those that are trained. All processes call it."""
         divided = self._divided[model]
-        parts = _Rounded(divided.parts, divided.stage.dtype)
+        parts = divided.rounded()
         names = divided.trained if model in self._published else None
         self._published.add(model)
         targets = {} if whole is None else dict(whole.module.named_parameters())
@@ -236,18 +236,6 @@ class Divided:
     partial: Sequence[str]  # whose gradients are yet to be summed over `tensor`
     trained: Sequence[str]  # of all processes
 
-
-class _Rounded(Mapping[str, Tensor]):
-    """Weights rounded to the type that runs, one at a time."""
-
-    def __init__(self, parts: Mapping[str, Tensor], dtype: torch.dtype):
-        self._parts, self._dtype = parts, dtype
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._parts[name].detach().to(self._dtype)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parts)
-
-    def __len__(self) -> int:
-        return len(self._parts)
+    def rounded(self) -> LazyWeights:
+        """Return the parts rounded to the type that runs, one at a time."""
+        return LazyWeights(self.parts, lambda part: part.detach().to(self.stage.dtype))

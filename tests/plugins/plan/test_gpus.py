@@ -11,7 +11,6 @@ from tandem.config.recipe import load_config
 from tandem.jobs import engines
 from tandem.jobs.models import releases_cache
 from tandem.jobs.stage import note_machine
-from tandem.model.paths import Exact
 from tandem.model.placement import Placement, place_models
 from tandem.model.probe import Exactness
 from tandem.plugins.plan.footprint import model_sizes
@@ -70,7 +69,7 @@ def test_matmul_kernel_of_a_gpu_is_chosen_before_the_probe_and_noted(gpus, home,
         engines, "choose_matmul", lambda model, *_, alone, microbatch: chosen.append(alone)
     )
     model = SimpleNamespace(
-        exactness=Exact(),
+        gap="",
         device=SECOND.device,
         heads=(2, 1, 8),
         config=model_sizes(config, "sft").policy.shape,
