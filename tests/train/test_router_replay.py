@@ -331,7 +331,7 @@ def replay_on(mesh):
 
 @pytest.mark.parametrize("dimension", ["data", "expert"])
 def test_two_processes_replay_as_one(dimension):
-    """Divided data give the same bits; of divided experts tests/train/test_expert_parallel.py has
+    """Divided data give the same bits; of divided experts tests/train/test_meshes.py has
     the bounds."""
     (rows, weights), other = on_mesh(replay_on, **{dimension: 2})
     model, ranks = exact_model(KIND, num_experts=4), Halves(2)

@@ -36,7 +36,7 @@ from tandem.model.attention import Plan, Scoring
 from tandem.model.load import ExactModel
 from tandem.model.onednn import padded_rows
 from tandem.model.row_parts import RowParts
-from tandem.train.parallel.mesh import Group, Mesh
+from tandem.train.parallel.mesh import Exchange, Group, Mesh
 from tandem.types import Array, Microbatch
 
 
@@ -85,24 +85,13 @@ class ContextPlan:
         """Attend q [n, H, E], k and v [n, K, E] of this process's rows to [n, H, E]."""
         shares = [heads.unflatten(1, (self.group.size, -1)) for heads in (q, k, v)]
         sent = torch.cat(shares, 2).transpose(0, 1)  # [C, n, (H + 2K) / C, E]
-        received = _Exchange.apply(sent, self.group).flatten(0, 1)
+        received = Exchange.apply(sent, self.group, "attention heads").flatten(0, 1)
         q, k, v = received.split([share.shape[2] for share in shares], 1)
         out = self.whole.attend(layer, q, k, v, scoring)  # [C * n, H / C, E]
-        back = _Exchange.apply(out.unflatten(0, (self.group.size, -1)), self.group)
+        back = Exchange.apply(
+            out.unflatten(0, (self.group.size, -1)), self.group, "outputs of attention heads"
+        )
         return back.transpose(0, 1).flatten(1, 2)  # type: ignore[no-any-return]
-
-
-class _Exchange(torch.autograd.Function):
-    """All-to-all of a tensor [C, ...]: part i goes to process i. Gradients go the same way back."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return group.exchange(parts, "attention heads")
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.exchange(grads[0], "gradients of attention heads"), None
 
 
 class _Gather(torch.autograd.Function):
@@ -113,10 +102,10 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, group: Group, owners: Array) -> Tensor:
         ctx.own = torch.from_numpy(np.flatnonzero(owners == group.rank)).to(values.device)
         counts = np.bincount(owners, minlength=group.size).tolist()
-        parts = [values.new_empty(count) for count in counts]
-        group.all_to_all([values] * group.size, parts, "values of targets")
+        sent = [len(values)] * group.size
+        found = group.exchange(values.repeat(group.size), "values of targets", sent, counts)
         order = torch.from_numpy(np.argsort(owners, kind="stable")).to(values.device)
-        return values.new_empty(len(owners)).index_copy_(0, order, torch.cat(parts))
+        return values.new_empty(len(owners)).index_copy_(0, order, found)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:

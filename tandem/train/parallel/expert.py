@@ -11,7 +11,6 @@ more rows have other last bits.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from torch import Tensor
 from tandem.model.boxes import Box, whole_box
 from tandem.model.experts import ExactExperts, Expert, Output
 from tandem.model.load import ExactModel
-from tandem.train.parallel.mesh import Group
+from tandem.train.parallel.mesh import Exchange, Group
 
 
 def divide_experts(model: ExactModel, group: Group, boxes: dict[str, Box]) -> None:
@@ -54,13 +53,13 @@ class _Dispatch:
         order = here[flat[here].argsort(stable=True)]  # places in `chosen`, by expert
         counts = torch.bincount(flat[here], minlength=count)
         own = counts.view(self.group.size, -1)
-        theirs = torch.empty_like(own)  # int64 [senders, experts], of rows for this process's
-        self.group.all_to_all(own.split(1), theirs.split(1), "counts of experts' rows")
+        # int64 [senders, experts], of rows for this process's
+        theirs = self.group.exchange(own, "counts of experts' rows")
         sent, received = own.sum(1).tolist(), theirs.sum(1).tolist()
         rows = x.repeat_interleave(k, 0)[order]
-        rows = _Exchange.apply(rows, self.group, sent, received, "rows for experts")
+        rows = Exchange.apply(rows, self.group, "rows for experts", sent, received)
         results = _run_grouped(experts, rows, theirs)
-        values = _Exchange.apply(results, self.group, received, sent, "outputs of experts")
+        values = Exchange.apply(results, self.group, "outputs of experts", received, sent)
         sizes = counts.tolist()
         columns = (order // k, order % k, values)
         parts = zip(*(column.split(sizes) for column in columns), strict=True)
@@ -82,29 +81,3 @@ def _run_grouped(experts: Sequence[Expert], rows: Tensor, counts: Tensor) -> Ten
         if len(part) or not number
     ]
     return torch.cat(results)[by_expert.argsort()]
-
-
-class _Exchange(torch.autograd.Function):
-    """Rows [n, D], sent[i] of them to process i of a group, for those that it sends, received[i] of
-    them from process i. The gradient goes back the same way."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, group: Group, sent: list[int], received: list[int], what: str
-    ) -> Tensor:
-        ctx.group, ctx.sent, ctx.received, ctx.what = group, sent, received, what
-        return _exchange(rows, group, sent, received, what)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        what = f"gradients of {ctx.what}"
-        grad = _exchange(grads[0], ctx.group, ctx.received, ctx.sent, what)
-        return grad, None, None, None, None
-
-
-def _exchange(
-    rows: Tensor, group: Group, sent: list[int], received: list[int], what: str
-) -> Tensor:
-    found = rows.new_empty(sum(received), rows.shape[1])
-    group.all_to_all(rows.split(sent), found.split(received), what)
-    return found

@@ -62,36 +62,29 @@ class Group:
         sum is made in float32 and rounded once."""
         return sum_in_order(self.exchange(flat.reshape(self.size, -1), what).unbind())
 
-    def exchange(self, parts: Tensor, what: str) -> Tensor:
-        """Send parts[i] of a tensor [size, ...] to process i of the group; return what they sent
-        here, in rank order."""
-        parts = parts.contiguous()
-        found = torch.empty_like(parts)
+    def exchange(
+        self,
+        rows: Tensor,
+        what: str,
+        sent: Sequence[int] | None = None,
+        received: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Send sent[i] of the rows [n, ...] to process i of the group, one behind the other; return
+        what they sent here, received[i] rows of process i, in rank order. None: equally many."""
+        rows = rows.contiguous()
+        found = rows.new_empty(len(rows) if received is None else sum(received), *rows.shape[1:])
         with self.announce(what, self.ranks):
-            dist.all_to_all_single(found, parts, group=self.group)
+            dist.all_to_all_single(found, rows, received, sent, group=self.group)
         return found
 
     def all_to_all(self, parts: Sequence[Tensor], received: Sequence[Tensor], what: str) -> None:
         """Send parts[i] to process i of the group, and receive its part into received[i]."""
-        sizes = [part.numel() for part in parts], [part.numel() for part in received]
+        sent, back = ([part.numel() for part in side] for side in (parts, received))
         flat = torch.cat([part.reshape(-1) for part in parts])
-        out = flat.new_empty(sum(sizes[1]))
-        with self.announce(what, self.ranks):
-            dist.all_to_all_single(out, flat, sizes[1], sizes[0], group=self.group)
-        for part, found in zip(received, out.split(sizes[1]), strict=True):
+        for part, found in zip(
+            received, self.exchange(flat, what, sent, back).split(back), strict=True
+        ):
             part.copy_(found.view(part.shape))
-
-    def send(self, tensor: Tensor, to: int, what: str) -> None:
-        """Send a tensor to process `to` of the group, which calls `receive`."""
-        with self.announce(what, sorted([self.ranks[self.rank], self.ranks[to]])):
-            dist.send(tensor.detach().contiguous(), self.ranks[to], group=self.group)
-
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, sender: int, what: str) -> Tensor:
-        """Receive a tensor from process `sender` of the group."""
-        tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
-        with self.announce(what, sorted([self.ranks[self.rank], self.ranks[sender]])):
-            dist.recv(tensor, self.ranks[sender], group=self.group)
-        return tensor
 
     def send_and_receive(
         self, peer: int, sent: Sequence[Tensor], received: Sequence[Tensor], what: str
@@ -115,6 +108,27 @@ class Group:
         with self.announce(what, self.ranks):
             dist.all_gather_object(found, value, group=self.group)
         return found
+
+
+class Exchange(torch.autograd.Function):
+    """Group.exchange; gradients go the same ways back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        group: Group,
+        what: str,
+        sent: Sequence[int] | None = None,
+        received: Sequence[int] | None = None,
+    ) -> Tensor:
+        ctx.call = group, f"gradients of {what}", received, sent
+        return group.exchange(rows, what, sent, received)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        group, what, sent, received = ctx.call
+        return group.exchange(grads[0], what, sent, received), None, None, None, None
 
 
 @dataclass(frozen=True)

@@ -92,10 +92,11 @@ class Pieces:
                 if rank == self.world.rank == to:
                     part = tensors[name]
                 elif rank == self.world.rank:
-                    self.world.send(tensors[name], to, name)
+                    self.world.send_and_receive(to, [tensors[name]], [], name)
                     continue
                 elif to == self.world.rank:
-                    part = self.world.receive(box.shape, dtype, rank, name)
+                    part = torch.empty(box.shape, dtype=dtype, device=self.world.device)
+                    self.world.send_and_receive(rank, [], [part], name)
                 else:
                     continue
                 if whole is None:

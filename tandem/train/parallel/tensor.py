@@ -107,9 +107,11 @@ class _Division:
         def behind(_: nn.Module, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor) -> Tensor:
             if torch.is_grad_enabled() and not out.requires_grad:
                 # no token chose an expert of this process, whose backward pass must still come to
-                # the collectives of the others
+                # the collectives of the others, and in their order: with activations that are
+                # computed again, a product that keeps a tensor has that done first
                 used = (inputs[0], *(p for p in experts.parameters() if p.requires_grad))
-                out = out + sum((t.sum() * 0.0 for t in used), torch.zeros(())).to(out.dtype)
+                nothing = ((t * torch.zeros_like(t)).sum() for t in used)
+                out = out + sum(nothing, torch.zeros(())).to(out.dtype)
             return _leave(group, out)
 
         experts.register_forward_pre_hook(before)
