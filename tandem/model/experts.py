@@ -77,19 +77,15 @@ class ExactExperts(nn.Module):
 
     def forward(self, x: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
         """Map x [T, D] to [T, D]; chosen int64 [T, k] and scores [T, k] are the router's."""
-        experts, dispatch = self._experts(), self.dispatch or _run_all
+        weights = self.gate_up_proj.unbind(), self.down_proj.unbind()
+        experts = [partial(_run, *own) for own in zip(*weights, self.expert_packs, strict=True)]
+        dispatch = self.dispatch or _run_all
         count = len(experts) // self.splits
         sums = []
         for first in range(0, len(experts), count):
             outputs = dispatch(experts[first : first + count], x, chosen - first)
             sums.append(_weighted_sum(outputs, x, scores))
         return sum_in_order(sums)
-
-    def _experts(self) -> list[Expert]:
-        weights = zip(
-            self.gate_up_proj.unbind(), self.down_proj.unbind(), self.expert_packs, strict=True
-        )
-        return [partial(_run, up, down, packs) for up, down, packs in weights]
 
 
 def _run(
