@@ -99,11 +99,10 @@ class Model(Section):
         "auto",
         description="auto, cpu, cuda or cuda:N; auto: the first GPU if there is one, else the CPU",
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float8"] = Field(
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
         description="type of the weights that engine and trainer run; bfloat16 is trained on "
-        "float32 masters; auto: bfloat16 on a GPU, float32 on a CPU; float8: refused everywhere, "
-        "with the reason",
+        "float32 masters; auto: bfloat16 on a GPU, float32 on a CPU",
     )
 
 

@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -22,6 +22,9 @@ from tandem.train.batch import Models
 from tandem.train.learner import Learner
 from tandem.train.optimizer import Optimizer, Settings
 from tandem.train.ranks import ALONE, Ranks
+
+if TYPE_CHECKING:
+    from tandem.model.lora import Lora
 
 Head = Literal["tokens", "value"]
 
@@ -56,19 +59,23 @@ def build_model(
     return ranks.divide(model, place.dtype)
 
 
-def _load(config: Config, path: str, place: Placement, head: Head) -> ExactModel:
-    lora, adapter = config.lora, None
-    if lora.rank:
-        from tandem.model.lora import Lora
+def adapter_of(config: Config) -> "Lora | None":
+    """Return the adapter of a run's models; None without one."""
+    if not (lora := config.lora).rank:
+        return None
+    from tandem.model.lora import Lora
 
-        adapter = Lora(
-            rank=lora.rank,
-            alpha=lora.alpha,
-            targets=tuple(lora.targets),
-            seed=address(config.run.seed, "lora") >> 1,
-            base=lora.base,
-        )
-    model = load_model(path, adapter, head=head, place=place)
+    return Lora(
+        rank=lora.rank,
+        alpha=lora.alpha,
+        targets=tuple(lora.targets),
+        seed=address(config.run.seed, "lora") >> 1,
+        base=lora.base,
+    )
+
+
+def _load(config: Config, path: str, place: Placement, head: Head) -> ExactModel:
+    model = load_model(path, adapter_of(config), head=head, place=place)
     model.split(config.parallel.tensor)
     return model
 

@@ -22,7 +22,7 @@ from tandem.jobs.models import check_shape
 from tandem.model import custom_code
 from tandem.model.config_file import LEAN_ARCHITECTURES
 from tandem.model.paths import divisible
-from tandem.model.placement import Placement, no_float8
+from tandem.model.placement import Placement
 from tandem.plugins.plan.footprint import Footprint, model_sizes
 from tandem.plugins.plan.gpus import GPUS, Assumptions, Gpu
 from tandem.plugins.plan.scaling import Rollout, Times, cached_bytes, rollout_time, update_time
@@ -147,8 +147,6 @@ def plan_gpus(config: Config, command: str, count: int, kind: str) -> None:
         raise UserError("not a number of GPUs", where="--gpus", found=str(count), expected=expected)
     find("inputs", command, key="--for")  # raises for a command without a plan
     gpu, assumed = GPUS[kind], Assumptions()
-    if config.model.dtype == "float8":
-        raise no_float8(gpu.name)
     if command in ("train", "distill"):
         require_correction(config)
     custom_code.allow(config.model.trust_remote_code)
