@@ -6,7 +6,6 @@ from tandem.choices import choices
 from tandem.cli.progress import StepProgress, console, evaluation, print_lines
 from tandem.config.schema import Config
 from tandem.data.chat_template import read_template
-from tandem.jobs.disk_space import require_disk
 from tandem.jobs.out_of_memory import explain_out_of_memory
 from tandem.jobs.ranks import is_follower
 from tandem.registry import find
@@ -50,7 +49,6 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
             StepProgress(command, job.steps, log=run.log) as progress,
         ):
             model = trained_model(job)
-            require_disk(config, job.learners.values(), folder)
             template = read_template(config.data.chat_template)
             keep_model(model, config.model.path, folder / KEPT_MODEL, template)
             end = run_training(run, job, progress, report)
