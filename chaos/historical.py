@@ -32,7 +32,7 @@ from tandem.config.recipe import load_config
 from tandem.config.schema import Config
 from tandem.engine.engine import Engine
 from tandem.jobs.input_hashes import input_hashes
-from tandem.jobs.rl_job import RLJob
+from tandem.jobs.rl import RLJob
 from tandem.model.load import ExactModel, make_exact
 from tandem.model.lora import Lora
 from tandem.rewards.pool import RewardPool

@@ -11,7 +11,7 @@ import torch
 
 from tandem.choices import Report, engine_of
 from tandem.config.schema import Config
-from tandem.data.renderer import ChatRenderer
+from tandem.data.renderer import ChatRenderer, load_renderer
 from tandem.engine.engine import Engine, check_room, make_engine
 from tandem.engine.page_cache import page_bytes
 from tandem.envs.load import load_env
@@ -28,7 +28,7 @@ from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.score import RolloutRunner
 from tandem.run_folder.folder import read_matmul
 from tandem.runtime import numerics
-from tandem.types import Generate, Renderer, Reward
+from tandem.types import Generate, Problem, Renderer, Reward
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
@@ -196,6 +196,20 @@ def open_envs_and_rewards(
         machine.open_rewards(config, here, report) as rewards,
     ):
         yield envs, rewards
+
+
+@contextmanager
+def open_runner(
+    config: Config, problems: Sequence[Problem], key: str, report: Report
+) -> Iterator[tuple[RolloutRunner, list[Problem]]]:
+    """Open what plays and scores episodes for a command that only generates, and return the
+    problems whose prompts are short enough. key: that names the problems."""
+    check_model(config.model.path)
+    renderer = load_renderer(config.model.path, config.data.chat_template)
+    problems, lengths = renderer.check_lengths(problems, config.data, key=key)
+    with open_envs_and_rewards(config) as (envs, rewards):
+        engine = load_engine(config, renderer, max(lengths), report)
+        yield build_runner(config, engine, renderer, envs, rewards), problems
 
 
 def build_runner(

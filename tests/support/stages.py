@@ -6,7 +6,7 @@ import numpy as np
 
 from tandem.config.schema import Config
 from tandem.engine.engine import Engine
-from tandem.jobs.rl_job import RLJob
+from tandem.jobs.rl import RLJob
 from tandem.rollout.collect import Collector
 from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.score import RolloutRunner

@@ -12,6 +12,7 @@ nor how long a step takes: that says a run with run.steps=3, in its timings.json
 
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,6 @@ from tandem.choices import machine_of
 from tandem.cli.progress import WIDTH, console
 from tandem.config.recipe import describe, toml_value
 from tandem.config.schema import Config
-from tandem.jobs.disk_space import free_for
 from tandem.jobs.engines import open_envs_and_rewards
 from tandem.jobs.input_hashes import KEYS, input_hashes
 from tandem.jobs.inputs import ProblemInputs
@@ -37,7 +37,7 @@ from tandem.registry import find
 from tandem.run_folder.folder import check_run, has_steps, resolved
 from tandem.run_folder.resume import resumable
 from tandem.run_folder.trackers.links import require_trackers
-from tandem.runtime.disk import human_bytes, write_atomic
+from tandem.runtime.disk import existing_parent, human_bytes, write_atomic
 from tandem.runtime.errors import UserError
 from tandem.runtime.wording import counted
 from tandem.types import Attempt, Problem
@@ -59,7 +59,8 @@ class Machine:
         ]
         texts = [limit.read_text().strip() for limit in limits if limit.is_file()]
         memory = min([memory, *(int(text) for text in texts if text.isdecimal())])
-        return cls(memory=memory, disk=free_for(folder))
+        held = sum(file.stat().st_size for file in (folder / "checkpoints").glob("step_*/*"))
+        return cls(memory=memory, disk=shutil.disk_usage(existing_parent(folder)).free + held)
 
 
 def plan(

@@ -9,20 +9,14 @@ Knows no pixels.
 
 import os
 import threading
-from collections.abc import Iterable
 from pathlib import Path
 
 from tandem.runtime.disk import DISK, disk_errors, make_folder, write_atomic
 from tandem.runtime.errors import UserError
+from tandem.runtime.image_parts import VARIABLE
 from tandem.runtime.image_tokens import name_of
 
-VARIABLE = "TANDEM_IMAGES"
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP")  # that are read; PIL runs programs for others
-
-
-def keep_in(folder: Path) -> None:
-    """Keep and look for images in a folder, in this process and those that it starts."""
-    os.environ[VARIABLE] = str(folder.absolute())
 
 
 def image_folder() -> Path:
@@ -31,17 +25,10 @@ def image_folder() -> Path:
     return Path(os.environ.get(VARIABLE) or Path(cache) / "tandem" / "images")
 
 
-def copy_to(folder: Path, names: Iterable[str]) -> None:
-    """Copy images to another folder, and keep and look for them there from now on."""
-    for name in names:
-        put(get(name), folder)
-    keep_in(folder)
-
-
-def put(data: bytes, folder: Path | None = None) -> str:
+def put(data: bytes) -> str:
     """Keep an image's file; return its name. Raises UserError for two images of one name."""
     name = name_of(data)
-    file = (folder or image_folder()) / name
+    file = image_folder() / name
     if not file.exists():
         # by a name of its own: other threads and processes may put the same image
         own = file.with_name(f".{name}-{os.getpid()}-{threading.get_ident()}")
@@ -69,21 +56,6 @@ def get(name: str) -> bytes:
     if name_of(data) != name:
         raise _lost(file, f"another file, {name_of(data)}")
     return data
-
-
-def media_type(data: bytes) -> str:
-    """Tell the type of an image's file by its first bytes, e.g. "image/png"; "" for a file that no
-    browser shows."""
-    found = (kind for start, kind in _TYPES.items() if data.startswith(start))
-    return "image/webp" if data[8:12] == b"WEBP" else next(found, "")
-
-
-_TYPES = {
-    b"\x89PNG": "image/png",
-    b"\xff\xd8\xff": "image/jpeg",
-    b"GIF8": "image/gif",
-    b"BM": "image/bmp",
-}
 
 
 def _lost(file: Path, found: str) -> UserError:
