@@ -127,7 +127,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "env": "tandem.rewards.builtin:env",
         "exact": "tandem.rewards.builtin:exact",
         "format": "tandem.rewards.builtin:format_of_tags",
-        "json_schema": "tandem.rewards.schema:json_schema",
+        "json_schema": "tandem.rewards.builtin:json_schema",
         "judge": "tandem.rewards.judge:judge",
         "length": "tandem.rewards.builtin:length",
         "numeric": "tandem.plugins.graders.rewards:numeric",

@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 
-from tandem.plugins.cluster.errors import no_transfer_queue
 from tandem.plugins.cluster.rows import (
     COMPARED,
     FIELDS,
@@ -48,16 +47,13 @@ from tandem.types import Array, Group
 
 # TransferQueue sets torch's threads around each transfer, for the whole process: to this number
 os.environ.setdefault("TQ_NUM_THREADS", str(torch.get_num_threads()))
-try:
-    from tensordict import NonTensorStack, TensorDict
-    from transfer_queue.client import AsyncTransferQueueClient
-    from transfer_queue.controller import TransferQueueController
-    from transfer_queue.storage.simple_storage import SimpleStorageUnit
-    from transfer_queue.utils.common import get_node_round_robin_scheduling_strategies
-    from transfer_queue.utils.enum_utils import Role
-    from transfer_queue.utils.zmq_utils import ZMQServerInfo, process_zmq_server_info
-except ModuleNotFoundError as missing:
-    raise no_transfer_queue(missing.name) from None
+from tensordict import NonTensorStack, TensorDict
+from transfer_queue.client import AsyncTransferQueueClient
+from transfer_queue.controller import TransferQueueController
+from transfer_queue.storage.simple_storage import SimpleStorageUnit
+from transfer_queue.utils.common import get_node_round_robin_scheduling_strategies
+from transfer_queue.utils.enum_utils import Role
+from transfer_queue.utils.zmq_utils import ZMQServerInfo, process_zmq_server_info
 
 LOOK_S = 1.0  # between two looks whether the processes still listen
 CONNECT_S = 2.0  # for one of them to take a connection

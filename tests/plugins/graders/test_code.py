@@ -10,12 +10,11 @@ import pytest
 from chaos.hostile.cheats import ASSERTS, CHEATS, TESTS, WITNESS, solution
 from chaos.hostile.graded import GRADED
 from tandem.config import schema
-from tandem.plugins.graders.code import code_reward
-from tandem.plugins.graders.code_asserts import CallTest, calls
-from tandem.plugins.graders.code_compare import holds, same_output
+from tandem.plugins.graders.code import code_reward, holds, same_output
 from tandem.plugins.graders.code_inside import decode, encode
-from tandem.plugins.graders.code_tests import extract_code, read_tests
-from tandem.plugins.graders.sandbox import Bubblewrap, Limits, Result, Unisolated
+from tandem.plugins.graders.code_tests import CallTest, calls, extract_code, read_tests
+from tandem.plugins.graders.sandbox.bubblewrap import Bubblewrap, Limits, Unisolated
+from tandem.plugins.graders.sandbox.protocol import Result
 from tandem.runtime.errors import UserError
 from tandem.types import Problem
 from tests.support.waiting import WAIT_S, given_time
