@@ -13,7 +13,7 @@ from tandem.config import schema
 from tandem.plugins.graders.code import code_reward, holds, same_output
 from tandem.plugins.graders.code_inside import decode, encode
 from tandem.plugins.graders.code_tests import CallTest, calls, extract_code, read_tests
-from tandem.plugins.graders.sandbox.bubblewrap import Bubblewrap, Limits, Unisolated
+from tandem.plugins.graders.sandbox.local import Bubblewrap, Limits, Unisolated
 from tandem.plugins.graders.sandbox.protocol import Result
 from tandem.runtime.errors import UserError
 from tandem.types import Problem

@@ -24,9 +24,8 @@ from chaos.hostile.escapes import ESCAPES
 from chaos.hostile.world import World
 from tandem.config import schema
 from tandem.plugins.graders.sandbox import seccomp
-from tandem.plugins.graders.sandbox.bubblewrap import Bubblewrap
 from tandem.plugins.graders.sandbox.fusion import SandboxFusion
-from tandem.plugins.graders.sandbox.local import Run, Unisolated, supervise
+from tandem.plugins.graders.sandbox.local import Bubblewrap, Run, Unisolated, supervise
 from tandem.plugins.graders.sandbox.protocol import Limits, SandboxFailed, run_python
 from tandem.registry import find
 from tandem.runtime.errors import UserError
@@ -103,7 +102,7 @@ def test_fork_bombs_cost_other_runs_nothing(world):
 def test_killed_parent_takes_the_sandbox_with_it(world, kind, processes, tmp_path):
     program = ["python", "-c", "import time; time.sleep(3600)", world.token]
     code = (
-        "from tandem.plugins.graders.sandbox.bubblewrap import *; "
+        "from tandem.plugins.graders.sandbox.local import *; "
         f"{kind}().run({program}, limits=Limits(wall_s=3600.0))"
     )
     env = os.environ | {"TMPDIR": str(tmp_path)}  # killed, it cannot remove its folder
@@ -119,7 +118,7 @@ def test_killed_parent_takes_the_sandbox_with_it(world, kind, processes, tmp_pat
 
 PLAIN = '''
 import os, sys
-from tandem.plugins.graders.sandbox.bubblewrap import Bubblewrap
+from tandem.plugins.graders.sandbox.local import Bubblewrap
 from tandem.plugins.graders.sandbox.protocol import Limits, run_python
 sandbox, patient = Bubblewrap(), Limits(wall_s=120.0)
 print(os.getuid(), run_python(sandbox, "print(6 * 7)", limits=patient).stdout.strip())
@@ -144,7 +143,7 @@ for code in ("open('/proc/1/mem', 'r+b')", "import os; os.listdir('/root')"):
 def test_orphans_after_a_run_are_not_adopted():
     code = (
         "import subprocess, time; from pathlib import Path\n"
-        "from tandem.plugins.graders.sandbox.bubblewrap import Bubblewrap\n"
+        "from tandem.plugins.graders.sandbox.local import Bubblewrap\n"
         "from tandem.plugins.graders.sandbox.protocol import Limits, run_python\n"
         "run_python(Bubblewrap(), 'print(1)', limits=Limits(wall_s=120.0))\n"
         "for _ in range(5): subprocess.run(['sh', '-c', 'sleep 0.05 &'])\n"
@@ -157,7 +156,7 @@ def test_orphans_after_a_run_are_not_adopted():
 
 UNDER_INIT = """
 import os, sys, time
-from tandem.plugins.graders.sandbox.bubblewrap import Bubblewrap, Limits
+from tandem.plugins.graders.sandbox.local import Bubblewrap, Limits
 sandbox = Bubblewrap()
 if sys.argv[1] == "worker" and os.fork():
     os.wait()
@@ -190,7 +189,7 @@ def test_sandbox_works_for_an_unprivileged_user():
     drop = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     reachable = subprocess.run(
-        [*drop, python, "-c", "import tandem.plugins.graders.sandbox.bubblewrap"],
+        [*drop, python, "-c", "import tandem.plugins.graders.sandbox.local"],
         env=env,
         cwd="/",
         capture_output=True,
