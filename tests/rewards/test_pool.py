@@ -647,15 +647,6 @@ def test_a_text_whose_worker_was_killed_from_outside_is_scored_again():
 
 
 @LINUX
-def test_a_text_that_kills_its_worker_costs_its_own_score():
-    with hostile_pool() as pool:
-        scores = scores_of(pool, PROBLEM, ["fine", "kill", "total"])
-        assert pool.failures == {"timeout": 0, "died": 1, "exception": 0, "bad_value": 0}
-    assert [score.reward for score in scores] == [0.25, 0.0, 2.0]
-    assert scores[1].error == "worker died: it was ended by SIGKILL"
-
-
-@LINUX
 def test_children_that_hold_a_dead_workers_pipes_are_killed(tmp_path):
     problem = Problem(uid="p", messages=(), answer="", metadata={"child": str(tmp_path / "child")})
     with hostile_pool(timeout_s=30.0) as pool:

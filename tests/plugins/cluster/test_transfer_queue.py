@@ -1,7 +1,6 @@
 """The stream through a real TransferQueue on a Ray cluster of this machine, which the tests of this
 file share; the last ones kill its processes."""
 
-import sys
 import threading
 import time
 from importlib.util import find_spec
@@ -60,13 +59,6 @@ def stream(queue):
     for step in list(stream._steps):
         stream.clear(step)
     stream.close()
-
-
-def test_without_its_packages_the_error_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "transfer_queue.client", None)
-    monkeypatch.delitem(sys.modules, "tandem.plugins.cluster.transfer_queue", raising=False)
-    with pytest.raises(UserError, match=r"tandem-rl\[transfer-queue\]"):
-        import tandem.plugins.cluster.transfer_queue  # noqa: F401
 
 
 def test_a_run_whose_transfers_have_no_time_is_refused():
