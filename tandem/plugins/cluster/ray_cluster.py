@@ -1,4 +1,4 @@
-"""Workers on the nodes of a Ray cluster. The only file that imports ray.
+"""Workers on the nodes of a Ray cluster.
 
     driver                                               a node
     ------                                               ------
@@ -30,7 +30,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import ray
+import ray as ray  # the other files have it from here
 import ray._raylet
 import torch
 from ray.cluster_utils import Cluster
