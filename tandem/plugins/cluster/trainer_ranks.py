@@ -1,12 +1,14 @@
-"""The trainer's ranks after 0 on the nodes of a Ray cluster. Has the module ray from RayCluster.
+"""The trainer's ranks after 0 on the nodes of a Ray cluster: their places, starts and ends.
 
-driver, rank 0                                 a node
---------------                                 ------
-TrainerRanks     a placement group: on the driver's node, else packed
-.start(place) -> RankHost                 -->  RankProcess.run: the process of a local rank
-processes.py: orders, signs of life       <->  the same rank loop (jobs/follow.py)
-RankHost.poll    its exit code            <--  Ray: the end of the call, the actor or the node
-LogFiles                                       its file has stdout and stderr of the process
+    driver, rank 0                                 a node
+    --------------                                 ------
+    TrainerRanks     a placement group: on the driver's node, else packed
+    .start(place) -> RankHost                 -->  RankProcess.run: the process of a local rank
+    processes.py: orders, signs of life       <->  the same rank loop (jobs/follow.py)
+    RankHost.poll    its exit code            <--  Ray: the end of the call, the actor or the node
+    LogFiles                                       its file has stdout and stderr of the process
+
+Knows nothing of what the ranks do.
 """
 
 import os
