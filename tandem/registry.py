@@ -127,7 +127,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "env": "tandem.rewards.builtin:env",
         "exact": "tandem.rewards.builtin:exact",
         "format": "tandem.rewards.builtin:format_of_tags",
-        "json_schema": "tandem.rewards.schema:json_schema",
+        "json_schema": "tandem.rewards.builtin:json_schema",
         "judge": "tandem.rewards.judge:judge",
         "length": "tandem.rewards.builtin:length",
         "numeric": "tandem.plugins.graders.rewards:numeric",
@@ -136,7 +136,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "reward_model": "tandem.rewards.builtin:reward_model",
     },
     "sandboxes": {  # the section [sandbox] -> plugins/graders/sandbox/protocol.py: Sandbox
-        "bubblewrap": "tandem.plugins.graders.sandbox.bubblewrap:open_bubblewrap",
+        "bubblewrap": "tandem.plugins.graders.sandbox.local:open_bubblewrap",
         "fusion": "tandem.plugins.graders.sandbox.fusion:open_fusion",
     },
     "sources": {"verifiers": "tandem.plugins.verifiers.env:rows"},  # (id, limit=) -> rows

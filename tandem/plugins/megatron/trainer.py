@@ -50,7 +50,7 @@ class Megatron(Trainer):
         check_megatron(shape, config.parallel, "value" if head == "value" else "tokens")
 
     def make_ranks(self, mesh: "Mesh", processes: "Processes") -> "Ranks":
-        from tandem.plugins.megatron.ranks import MegatronRanks
+        from tandem.plugins.megatron.model import MegatronRanks
 
         return MegatronRanks(mesh, processes)
 

@@ -31,8 +31,7 @@ from tandem.jobs.inputs import ProblemInputs
 from tandem.jobs.models import placement, releases_cache
 from tandem.model import custom_code
 from tandem.model.rope import positions_of
-from tandem.plugins.plan.footprint import Footprint, Need, model_sizes
-from tandem.plugins.plan.plan_memory import Batch, batch_of, rows_here
+from tandem.plugins.plan.footprint import Batch, Footprint, Need, batch_of, model_sizes, rows_here
 from tandem.registry import find
 from tandem.run_folder.folder import check_run, has_steps, resolved
 from tandem.run_folder.resume import resumable

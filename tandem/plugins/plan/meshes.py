@@ -1,7 +1,7 @@
 """`tandem plan RECIPE --gpus 64`: the meshes on which a run would be fastest, by arithmetic.
 
     tandem plan my.toml --gpus 64                 64 H200
-    tandem plan my.toml --gpus 512 --gpu h100     others: tandem/plugins/plan/gpus.py
+    tandem plan my.toml --gpus 512 --gpu h100     others: tandem/plugins/plan/scaling.py
 
 No GPU is needed and no weights are read; where the recipe has data.max_prompt_tokens, prompts are
 taken to be so long and no data is read, so that a directory with a config.json is enough.
@@ -24,8 +24,16 @@ from tandem.model.config_file import LEAN_ARCHITECTURES
 from tandem.model.paths import divisible
 from tandem.model.placement import Placement
 from tandem.plugins.plan.footprint import Footprint, model_sizes
-from tandem.plugins.plan.gpus import GPUS, Assumptions, Gpu
-from tandem.plugins.plan.scaling import Rollout, Times, cached_bytes, rollout_time, update_time
+from tandem.plugins.plan.scaling import (
+    GPUS,
+    Assumptions,
+    Gpu,
+    Rollout,
+    Times,
+    cached_bytes,
+    rollout_time,
+    update_time,
+)
 from tandem.registry import find
 from tandem.runtime.disk import human_bytes
 from tandem.runtime.errors import UserError

@@ -12,9 +12,15 @@ from tandem.config.schema import Config
 from tandem.model.forward import batch_logprobs
 from tandem.model.placement import Placement
 from tandem.plugins.plan.footprint import Footprint, Sizes, model_sizes
-from tandem.plugins.plan.gpus import GPUS, Assumptions
 from tandem.plugins.plan.meshes import plans, possible_meshes, smallest, why_refused
-from tandem.plugins.plan.scaling import communication, flops_per_token, rate, update_time
+from tandem.plugins.plan.scaling import (
+    GPUS,
+    Assumptions,
+    communication,
+    flops_per_token,
+    rate,
+    update_time,
+)
 from tandem.plugins.plan.shards import (
     Model,
     Work,
