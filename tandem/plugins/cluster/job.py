@@ -107,7 +107,6 @@ class Nodes(Here):
             return
         from tandem.plugins.cluster.env_actors import EnvActors, RemoteCaller
         from tandem.plugins.cluster.env_worker import EnvWorker
-        from tandem.rollout.env_pool import EnvPool
 
         with closing(self.cluster.for_calls(EnvWorker)) as nodes:
             actors = EnvActors(
@@ -119,9 +118,7 @@ class Nodes(Here):
                 heartbeat_s=config.run.stall_s / 2,
                 report=report,
             )
-            pool = EnvPool(
-                make=actors.make, limits=config.env, caller=RemoteCaller, status=actors.status
-            )
+            pool = replace(local, make=actors.make, caller=RemoteCaller, status=actors.status)
             with actors, closing(pool):
                 yield pool
 
