@@ -77,8 +77,10 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
 
 
 def processes_of(config: Config) -> str:
-    """Describe the processes of a run, "" for one alone."""
+    """Describe the processes of a run, and how turns become prompts; "" for one process and one
+    turn."""
     mesh, processes = config.parallel.mesh, config.parallel.processes
     parts = [f"{processes} trainer processes ({mesh})"] * bool(mesh)
     described = (choice.describe(config) for choice in choices(config))
-    return "; ".join([*parts, *filter(None, described)])
+    turns = [f"rollout.history = {config.rollout.history}"] * (config.env.name != "single_turn")
+    return "; ".join([*parts, *filter(None, described), *turns])

@@ -173,6 +173,12 @@ class Rollout(Section):
         [],
         description="stop strings in the decoded text (no special tokens), besides the end of turn",
     )
+    history: Literal["keep", "template"] = Field(
+        "keep",
+        description="prompt of a later turn: keep: the tokens so far, and the answer behind them; "
+        "template: the chat so far as the model's chat template writes it, so that earlier "
+        "thoughts go where it drops them; each turn is then a sequence to train",
+    )
     cache_mb: int = Field(1024, ge=1, description="size of the key/value cache, MiB")
     release_cache: bool | Literal["auto"] = Field(
         "auto",
@@ -215,6 +221,11 @@ class Rollout(Section):
         description="devices of the rollout processes, in turn, tensor_parallel of them for each; "
         "empty: that of model.device",
     )
+
+    @property
+    def renders(self) -> bool:
+        """Tell whether each turn's prompt is rendered by the chat template."""
+        return self.history == "template"
 
     @property
     def servers(self) -> list[str]:

@@ -75,6 +75,7 @@ class TrainBatch:
 
     groups: Sequence[Group]
     sample_index: list[tuple[int, int]]  # (group, episode of it) of each sample
+    episodes: list[Episode]  # of each sample: Episode.sequences
     minibatches: list[list[Microbatch]]  # one of them an update
     engine: TokenArrays  # log-probs, nats
     # the denominator of the ratio: the engine's log-probs, with a correction the recomputed ones
@@ -88,11 +89,6 @@ class TrainBatch:
     masked: set[int] = field(default_factory=set)  # samples without loss, by rl.max_logprob_error
     ranks: Ranks = ALONE  # the processes that train it
 
-    @property
-    def episodes(self) -> list[Episode]:
-        """Episodes of the samples, in order."""
-        return [self.groups[group].episodes[number] for group, number in self.sample_index]
-
     def forward_all(self, model: "ExactModel", compute: Compute) -> TokenArrays:
         """Return the value that `compute` gives every loss token by the model, without
         gradients."""
@@ -104,23 +100,27 @@ class TrainBatch:
 def pack_batch(groups: Sequence[Group], config: Config, ranks: Ranks = ALONE) -> TrainBatch:
     """Pick the episodes that carry loss and pack them for `ranks`, minibatch by minibatch; groups
     stay whole."""
-    sample_index = [
-        (row, number)
+    trained = [
+        ((row, number), sequence)
         for row, group in enumerate(groups)
         for number, episode in enumerate(group.episodes)
         if episode.trainable
         and not (config.rl.mask_truncated and episode.stop_reason in ("length", "tokens"))
+        for sequence in episode.sequences
     ]
-    episodes = [groups[row].episodes[number] for row, number in sample_index]
+    sample_index, episodes = [at for at, _ in trained], [sequence for _, sequence in trained]
+    shared: dict[int, int] = {}  # tokens that all sequences of a group begin with
+    for (row, _), e in trained:
+        shared[row] = min(shared.get(row, e.num_prompt_tokens), e.num_prompt_tokens)
     samples = [
         Sample(
             tokens=e.tokens,
             loss_mask=e.loss_mask,
-            prefix=e.num_prompt_tokens,
+            prefix=shared[row],
             group=row,
             **({"experts": require_experts(e)} if config.rl.router_replay else {}),
         )
-        for (row, _), e in zip(sample_index, episodes, strict=True)
+        for (row, _), e in trained
     ]
     size = -(-len(groups) // config.rl.minibatches)
     minibatches = []
@@ -135,6 +135,7 @@ def pack_batch(groups: Sequence[Group], config: Config, ranks: Ranks = ALONE) ->
     return TrainBatch(
         groups=groups,
         sample_index=sample_index,
+        episodes=episodes,
         minibatches=minibatches,
         engine=engine,
         proximal=engine,
@@ -220,17 +221,19 @@ def token_weights(
 ) -> dict[int, Array]:
     """Return the weights of a minibatch's loss tokens, float32 [n] by sample.
 
-    They depend on the whole minibatch, not on its microbatches. A masked sample weighs 0 and is not
-    counted.
+    They depend on the whole minibatch, not on its microbatches. The samples of an episode count as
+    one sequence. A masked sample weighs 0 and is not counted.
     """
     samples = [sample for b in minibatch for sample in b.samples.tolist()]
-    lengths = np.array([len(batch.engine[sample]) for sample in samples])
-    kept = np.array([sample not in batch.masked for sample in samples])
-    weights = np.zeros(len(samples))
-    weights[kept] = sequence_weights(
-        config.rl.aggregation, lengths[kept], config.rollout.max_new_tokens
-    )
-    return {i: np.full(n, w, np.float32) for i, n, w in zip(samples, lengths, weights, strict=True)}
+    lengths: dict[Place, int] = {}
+    for sample in samples:
+        if sample not in batch.masked:
+            at = batch.sample_index[sample]
+            lengths[at] = lengths.get(at, 0) + len(batch.engine[sample])
+    sizes, most = np.array([*lengths.values()], np.int64), config.rollout.max_new_tokens
+    weights = dict(zip(lengths, sequence_weights(config.rl.aggregation, sizes, most), strict=True))
+    own = {i: 0.0 if i in batch.masked else weights[batch.sample_index[i]] for i in samples}
+    return {i: np.full(len(batch.engine[i]), weight, np.float32) for i, weight in own.items()}
 
 
 def token_tensors(

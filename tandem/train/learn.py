@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -64,23 +65,27 @@ def token_advantages(
     """Return (advantages, returns for the critic), float32; the returns are empty without one.
 
     A KL in the reward counts at its token for advantages of single tokens, and as the episode's
-    sum for the others. Penalties of single turns come last.
+    sum for the others. Samples of one episode follow each other, and share its reward. Penalties of
+    single turns come last.
     """
     rl, kl, estimator = config.rl, _kl_rewards(batch, config.rl), config.rl.estimator
     rewards = np.array([group.rewards for group in batch.groups])
     if estimator.by_token:
-        values = batch.values or [np.empty(0, np.float32)] * len(kl)
-        found = [
-            rl.estimator.bind(
+        values, found = batch.values or [np.empty(0, np.float32)] * len(kl), []
+        for at, members in groupby(range(len(kl)), key=batch.sample_index.__getitem__):
+            of = list(members)
+            whole = rl.estimator.bind(
                 {
-                    "rewards": token_rewards(rewards[at], k, rl.kl_coef),
-                    "values": v.astype(np.float64),
+                    "rewards": token_rewards(
+                        rewards[at], np.concatenate([kl[i] for i in of]), rl.kl_coef
+                    ),
+                    "values": np.concatenate([values[i] for i in of]).astype(np.float64),
                     "gamma": rl.gamma,
                     "lam": rl.gae_lambda,
                 }
             )()
-            for at, k, v in zip(batch.sample_index, kl, values, strict=True)
-        ]
+            ends = np.cumsum([len(kl[i]) for i in of])[:-1]
+            found += np.split(np.array(whole), ends, axis=-1)
     else:
         for at, k in zip(batch.sample_index, kl, strict=True):
             rewards[at] -= rl.kl_coef * k.sum()

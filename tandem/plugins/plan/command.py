@@ -159,9 +159,16 @@ class _Plan:
         if self.command in ("train", "distill"):
             rl = config.rl
             episodes = rl.prompts_per_step * rl.group_size * max(1, rl.max_gen_batches)
-            tokens, updates = episodes * config.rollout.max_new_tokens, rl.minibatches * rl.epochs
+            turns = 1 if config.env.name == "single_turn" else config.env.max_turns
+            tokens = episodes * turns * config.rollout.max_new_tokens
+            updates = rl.minibatches * rl.epochs
             _say("a step")
             _say(f"  {counted(tokens, 'sampled tokens')} at most, {counted(updates, 'updates')}")
+            if turns > 1:
+                rows = counted(episodes * (turns if config.rollout.renders else 1), "sequences")
+                most = f"{config.env.max_tokens:,}" if config.env.max_tokens else "all that it can"
+                text = f"at most, each of {most} tokens the model places"
+                _say(f"  {rows} {text} (rollout.history = {config.rollout.history})")
             bound = "at most " if rl.max_gen_batches else ""
             return f"{counted(config.run.steps, 'steps')} of {bound}{counted(episodes, 'episodes')}"
         if self.command == "sft":

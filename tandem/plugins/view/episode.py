@@ -203,6 +203,7 @@ def _tokens(
     same = same and all(isinstance(row, dict) for row in learned)
     return {
         "id": ids,
+        "starts": record.get("starts") or [],
         "text": token_texts(run.folder, str(values.get("model.path", "")), ids),
         "sampled": mask,
         "logprob": record["engine_logprobs"],
@@ -298,6 +299,6 @@ _GROUP = ("kind", "group", "uid", "category", "answer", "prompt", "outcome")
 _ATTEMPT = ("row", "sample", "reward", "stop", "tokens", "error", "masked", "snippet")
 _SETTINGS = (
     *("rl.algorithm", "rl.advantage", "rl.loss", "rl.aggregation", "rl.correction", "rl.kl_coef"),
-    *("rl.kl_in", "rl.entropy_coef"),
+    *("rl.kl_in", "rl.entropy_coef", "rollout.history"),
     *("rl.prompts_per_step", "rl.group_size", "rollout.staleness", "train.learning_rate"),
 )
