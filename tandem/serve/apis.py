@@ -29,6 +29,7 @@ from tandem.serve.openai import (
     read_body,
 )
 
+STATELESS = "nothing is kept here between requests; send the whole conversation"
 Chunks = AsyncIterator[Sequence[Json]]  # those of a pass together
 
 
@@ -89,13 +90,11 @@ def _event(type: str, **fields: object) -> str:
 
 def to_tool(tool: Json) -> Json:
     """Make the chat request's tool of one, whose fields it has at the top."""
-    match tool:
-        case {"name": str(name), "input_schema": dict(schema)}:
-            about = {key: tool[key] for key in ("description",) if key in tool}
-            return _function({"name": name, **about, "parameters": schema})
-        case {"type": "function", "name": str()}:
-            return _function({k: v for k, v in tool.items() if k != "type" and v is not None})
-    raise ValueError("expected a function of the client's own, with its name and schema")
+    if not isinstance(tool.get("name"), str) or not {"input_schema", "parameters"} & tool.keys():
+        raise ValueError("expected a function of the client's own, with its name and schema")
+    names = {"name": "name", "description": "description", "input_schema": "parameters"}
+    names |= {"parameters": "parameters", "strict": "strict"}
+    return _function({name: tool[own] for own, name in names.items() if tool.get(own) is not None})
 
 
 def _function(function: Json) -> Json:
@@ -164,6 +163,7 @@ class _MessagesBody(_Body):
     system: Annotated[str, BeforeValidator(join_parts)] = ""
     stop_sequences: Stops
     thinking: Json | None = None
+    thread: Any = None
     cache_control: Any = None  # ignored
 
 
@@ -172,6 +172,9 @@ class Messages(Api):
 
     def __init__(self, raw: bytes):
         body = read_body(_MessagesBody, raw)
+        if body.thread:  # by this code Anthropic's client knows to send whole conversations
+            message = f"thread: {STATELESS}, as messages"
+            raise ApiError(400, message, code="thread_unsupported_request")
         messages = [ChatMessage(role="system", content=body.system)] if body.system else []
         messages += chain.from_iterable(body.messages)
         thinking = None if body.thinking == {"type": "disabled"} else body.thinking
@@ -224,7 +227,7 @@ class Messages(Api):
         kinds |= {429: "rate_limit_error", 503: "overloaded_error"}
         default = "invalid_request_error" if error.status < 500 else "api_error"
         about = {"type": kinds.get(error.status, default), "message": error.message}
-        return {"type": "error", "error": about}
+        return {"type": "error", "error": about | {"details": {"error_code": error.code}}}
 
     def fail(self, error: ApiError) -> str:
         return _event(**self.error_body(error))
@@ -247,7 +250,7 @@ def to_chat_message(item: object) -> object:
 
 
 def _refuse_state(value: object) -> object:
-    raise ValueError("nothing is kept here between requests; send the whole conversation as input")
+    raise ValueError(f"{STATELESS}, as input")
 
 
 class _TextOptions(Lenient):

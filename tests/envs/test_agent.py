@@ -36,7 +36,7 @@ from tandem.step import train_step
 from tandem.types import Problem, SamplingParams, Score
 from tests.support.scripted import DigitRenderer, ScriptedReward
 from tests.support.stages import PROBLEMS, config, stages_in, with_runner
-from tests.support.talks import TALKS, ChatTalk
+from tests.support.talks import TALKS, ChatTalk, MessagesTalk, needs_anthropic
 from tests.support.tiny import exact_model
 from tests.support.waiting import WAIT_S, eventually
 
@@ -213,6 +213,26 @@ def test_tool_calls_are_recognized_when_they_come_back(back):
     (_, first, last), env = play(run, f"Hm.\n{CALL}", "7")
     assert env.tools == (ADD,)
     assert seen == [("Hm.", "add", {"a": 3, "b": 4})]
+    assert first.messages == [{"role": "tool", "content": "7"}] and last.reward == 1.0
+
+
+@needs_anthropic
+def test_the_tool_runner_of_anthropics_client_plays():
+    """It asks for a conversation on the server first."""
+    import anthropic
+
+    def run(problem, base_url, api_key):
+        @anthropic.beta_tool
+        def add(a: int, b: int) -> str:
+            return str(a + b)
+
+        messages = MessagesTalk(base_url).client.beta.messages
+        ask = {"model": "policy", "max_tokens": 9, "system": "Add.", "tools": [add]}
+        last = messages.tool_runner(messages=problem.messages, **ask).until_done()
+        return float(last.content[0].text == problem.answer)
+
+    (chat, first, last), _ = play(run, f"Hm.\n{CALL}", "7")
+    assert chat == [{"role": "system", "content": "Add."}, *PROBLEM.messages]
     assert first.messages == [{"role": "tool", "content": "7"}] and last.reward == 1.0
 
 
