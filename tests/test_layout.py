@@ -125,6 +125,7 @@ def test_environments_share_the_application_and_the_schema_with_the_server():
     """Neither brings an engine with it."""
     used = set().union(*(imported(path) for path in (PACKAGE / "envs").rglob("*.py")))
     assert {module for module in used if module.startswith("tandem.serve")} == {
+        "tandem.serve.apis",
         "tandem.serve.app",
         "tandem.serve.listen",
         "tandem.serve.openai",
