@@ -31,8 +31,9 @@ from tandem.run_folder.episode_files import read_episodes
 from tandem.runtime.errors import UserError
 from tandem.serve.openai import ApiError, ChatMessage, read_body
 from tandem.step import train_step
-from tandem.types import Problem, SamplingParams, Score
-from tests.support.scripted import DigitRenderer, ScriptedReward
+from tandem.types import Problem, SamplingParams
+from tests.support.env_steps import Given
+from tests.support.scripted import DigitRenderer
 from tests.support.stages import PROBLEMS, config, stages_in, with_runner
 from tests.support.tiny import exact_model
 from tests.support.waiting import WAIT_S, eventually
@@ -521,13 +522,6 @@ async def chatty(problem, base_url, api_key):
 
 def real_engine(model):
     return Engine(model, lambda tokens: str(tokens.tolist()), cache_bytes=1 << 24, max_batch=8)
-
-
-class Given(ScriptedReward):
-    """The result that the agent gave."""
-
-    def score(self, problem, attempt):
-        return Score(reward=attempt.env_rewards.get("env", 0.0), parts={})
 
 
 def test_training_step_with_an_agent_is_exactly_on_policy(tmp_path):

@@ -248,6 +248,8 @@ ENVIRONMENT = {
 class LocalSandbox(ABC):
     """A sandbox on this machine; a subclass starts the programs. Implements Sandbox."""
 
+    limits = LIMITS
+
     @abstractmethod
     def start(self, program: Program, limits: Limits, stdin: int, stdout: int | None = None) -> Run:
         """Start a program that reads from a descriptor and writes to another; without that, to a
