@@ -246,8 +246,8 @@ class Env(Section):
 
     name: str = Field(
         "single_turn",
-        description="single_turn, tools, python, guess, gymnasium, verifiers or agent; or your own "
-        "as `file.py:Class`",
+        description="single_turn, tools, mcp, python, guess, gymnasium, openenv, harbor, verifiers "
+        "or agent; or your own as `file.py:Class`",
     )
     options: dict[str, Any] = Field({}, description="passed to the class, e.g. {limit = 10}")
     max_turns: int = Field(8, ge=1, description="turns of the model in an episode at most")

@@ -33,8 +33,9 @@ from tandem.run_folder.episode_files import read_episodes
 from tandem.runtime.errors import UserError
 from tandem.serve.openai import ApiError, ChatMessage, read_body
 from tandem.step import train_step
-from tandem.types import Problem, SamplingParams, Score
-from tests.support.scripted import DigitRenderer, ScriptedReward
+from tandem.types import Problem, SamplingParams
+from tests.support.env_steps import Given
+from tests.support.scripted import DigitRenderer
 from tests.support.stages import PROBLEMS, config, stages_in, with_runner
 from tests.support.talks import TALKS, ChatTalk, MessagesTalk, needs_anthropic
 from tests.support.tiny import exact_model
@@ -544,13 +545,6 @@ def chatty(problem, base_url, api_key, talk=ChatTalk, stream=False):
 
 def real_engine(model):
     return Engine(model, lambda tokens: str(tokens.tolist()), cache_bytes=1 << 24, max_batch=8)
-
-
-class Given(ScriptedReward):
-    """The result that the agent gave."""
-
-    def score(self, problem, attempt):
-        return Score(reward=attempt.env_rewards.get("env", 0.0), parts={})
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
