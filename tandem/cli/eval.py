@@ -10,18 +10,15 @@ from tandem.jobs.engines import build_runner, load_engine, open_envs_and_rewards
 from tandem.jobs.inputs import read_data
 from tandem.model.config_file import check_model
 from tandem.rollout.evaluate import Evaluator
+from tandem.runtime.disk import disk_errors
 from tandem.runtime.errors import UserError
 from tandem.runtime.wording import counted
 
 
 def evaluate(config: Config, out: Path | None) -> dict[str, float]:
-    if out is not None and not out.parent.is_dir():
-        raise UserError(
-            "the folder of the result does not exist",
-            where=str(out.parent),
-            expected="a folder",
-            next=f"mkdir -p {out.parent}",
-        )
+    if out is not None:
+        with disk_errors(out):
+            out.parent.mkdir(parents=True, exist_ok=True)
     prepare_process(config)
     problems = read_data(config, "eval.data")
     if not problems:

@@ -244,7 +244,7 @@ def private(home, folder):
 
 @pytest.fixture(scope="module")
 def outputs(home, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("outputs")
+    folder = tmp_path_factory.mktemp("outputs") / "new"
     for name in ("episodes.jsonl", "episodes"):
         rollout(config(home), folder / name)
     return {name: Output(folder / name) for name in ("episodes.jsonl", "episodes")}
@@ -379,8 +379,6 @@ def test_impossible_output_is_refused_before_any_work(home, tmp_path):
     (tmp_path / "other/notes.txt").write_text("mine")
     before = sorted(tmp_path.rglob("*"))
     for name, word in {
-        "none/e.jsonl": "does not exist",
-        "none/e": "does not exist",
         "mine.jsonl": "something else",
         "folder.jsonl": "a folder",
         "other/notes.txt": "a file",
@@ -389,7 +387,5 @@ def test_impossible_output_is_refused_before_any_work(home, tmp_path):
         for fresh in (False, True):
             with pytest.raises(UserError, match=r".") as caught:
                 rollout(config(home), tmp_path / name, fresh=fresh)
-            assert word in str(caught.value) and "--out" in caught.value.next + "--out" * (
-                "none" in name
-            )
+            assert word in str(caught.value) and "--out" in caught.value.next
     assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "mine.jsonl").read_text() == "{}\n"

@@ -18,8 +18,8 @@ from concurrent.futures import Future
 from contextlib import nullcontext
 from typing import Any
 
-from tandem.config.schema import Env as EnvConfig
-from tandem.config.schema import Sandbox
+from tandem.config.episodes import Env as EnvConfig
+from tandem.config.episodes import Sandbox
 from tandem.envs.calls import (
     Caller,
     EnvironmentFailed,

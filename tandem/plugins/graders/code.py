@@ -21,8 +21,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tandem.config.episodes import Sandbox as SandboxConfig
 from tandem.config.schema import Config
-from tandem.config.schema import Sandbox as SandboxConfig
 from tandem.plugins.graders import code_asserts
 from tandem.plugins.graders.code_asserts import CallTest
 from tandem.plugins.graders.code_compare import holds, reply_bytes, same_output

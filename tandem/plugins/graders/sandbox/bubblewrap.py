@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from tandem.config.schema import Sandbox as SandboxConfig
+from tandem.config.episodes import Sandbox as SandboxConfig
 from tandem.plugins.graders.sandbox.local import (
     ADOPTION,
     ENVIRONMENT,
