@@ -22,7 +22,7 @@ from torch import Tensor
 from tandem.audit.diff import Divergence
 from tandem.audit.replay import replay
 from tandem.choices import Report
-from tandem.config.schema import RL
+from tandem.config.algorithm import RL
 from tandem.model.tokenizer import load_tokenizer
 from tandem.run_folder.episode_files import read_columns
 from tandem.run_folder.read import PastRun, read_step

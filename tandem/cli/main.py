@@ -70,7 +70,7 @@ app = typer.Typer(
 
 
 def hold_place(*commands: str) -> None:
-    """Give commands of the registry their places in `tandem --help`."""
+    """Give commands of the registry their places in `tandem --help`, where they have none yet."""
     for command in commands:
         app.command(command)(lambda: None)
 
@@ -125,22 +125,7 @@ for _command, _help in TRAINING.items():
     add_training_command(_command, _help)
 
 
-hold_place(
-    "rollout",
-    "eval",
-    "export",
-    "replay",
-    "status",
-    "scale",
-    "show",
-    "why",
-    "diff",
-    "view",
-    "report",
-    "plot",
-    "serve",
-    "plan",
-)
+hold_place(*BUILT_IN["commands"])
 
 
 @app.command()

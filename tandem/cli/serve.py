@@ -15,7 +15,8 @@ import numpy as np
 from typer import Option
 
 from tandem.cli.arguments import argument, command_of, unset
-from tandem.config.schema import Config, Model, Rollout
+from tandem.config.episodes import Model, Rollout
+from tandem.config.schema import Config
 from tandem.runtime.errors import UserError
 from tandem.serve.json_masks import JsonGrammars, JsonMask
 from tandem.serve.listen import address_errors, bound, require_token, url_of

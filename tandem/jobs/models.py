@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from tandem.choices import choices, machine_of, trainer_of
-from tandem.config.schema import SFT, Config, Preference, Train
+from tandem.config.schema import Config
+from tandem.config.training import SFT, Preference, Train
 from tandem.data.renderer import ChatRenderer
 from tandem.model.config_file import LEAN_ARCHITECTURES, check_model, has_experts
 from tandem.model.load import ExactModel, load_model

@@ -6,7 +6,8 @@ from functools import partial
 from typing import Any
 
 from tandem.choices import Report
-from tandem.config.schema import SFT, Config, Preference
+from tandem.config.schema import Config
+from tandem.config.training import SFT, Preference
 from tandem.data.mixture import problems_of_step
 from tandem.jobs.engines import make_room
 from tandem.jobs.models import build_learner, build_reference

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.config.schema import RL, Config
+from tandem.config.algorithm import RL
+from tandem.config.schema import Config
 from tandem.model.expert_choices import replayed_experts
 from tandem.model.forward import batch_logprobs, batch_values, reference_logprobs
 from tandem.rl.aggregation import sequence_weights

@@ -16,7 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.config.schema import RL, Config, Reward
+from tandem.config.algorithm import RL
+from tandem.config.episodes import Reward
+from tandem.config.schema import Config
 from tandem.model.expert_choices import replayed_experts
 from tandem.model.forward import batch_logprobs, batch_values
 from tandem.rl.advantages import penalize, sampled_lengths

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.config.schema import Preference
+from tandem.config.training import Preference
 from tandem.model.forward import batch_logprobs, batch_values, reference_logprobs
 from tandem.rl.losses import Metrics, negative_log_likelihood, sequence_means, sequence_sums, total
 from tandem.rl.preference import bradley_terry, dpo, ipo, margins

@@ -56,17 +56,6 @@ class Plan:
     def needed(self) -> int:
         return max(self.loading, sum(self.memory.values()))
 
-    @property
-    def sizes(self) -> list[tuple[str, int]]:
-        """The sizes of the mesh beyond 1."""
-        return sizes_of(self.mesh)
-
-
-def sizes_of(mesh: Parallel) -> list[tuple[str, int]]:
-    """List the sizes of a mesh beyond 1, outermost first."""
-    sizes = [(name, int(getattr(mesh, name))) for name in (*DIMENSIONS, "shard")]
-    return [(name, size) for name, size in sizes if size > 1]
-
 
 def why_refused(run: Footprint) -> str:
     """Return why a run could not begin on its mesh, "" if it could."""
@@ -228,7 +217,7 @@ def _run(config: Config, command: str) -> Footprint:
 
 def _print_meshes(found: list[Plan], updates: int, of_recipe: Parallel) -> None:
     """Print the fastest meshes, and that of the recipe if it has several processes."""
-    own = [plan for plan in found if plan.sizes == sizes_of(of_recipe)]
+    own = [plan for plan in found if plan.mesh.mesh == of_recipe.mesh]
     shown = found[:SHOWN] + [plan for plan in own if plan not in found[:SHOWN]]
     print_table(
         ["mesh", "seconds", "messages", "bubble", "memory", "bound by"],
@@ -245,7 +234,7 @@ def _print_meshes(found: list[Plan], updates: int, of_recipe: Parallel) -> None:
         ],
         title=f"updates of a step: the fastest of {len(found)} meshes that fit",
     )
-    if settings := [f"parallel.{name}={size}" for name, size in found[0].sizes]:
+    if settings := [f"parallel.{size}" for size in found[0].mesh.mesh.split()]:
         print_lines([f"the first one: {' '.join(settings)}"])
     if of_recipe.processes > 1:
         stands = "is *" if own else f"is not among them: {_name(of_recipe)}"
@@ -253,7 +242,7 @@ def _print_meshes(found: list[Plan], updates: int, of_recipe: Parallel) -> None:
 
 
 def _name(mesh: Parallel) -> str:
-    return " x ".join(f"{name} {size}" for name, size in sizes_of(mesh)) or "one GPU"
+    return mesh.mesh.replace(" ", " x ").replace("=", " ") or "one GPU"
 
 
 def _print_rollout(run: Footprint, count: int, gpu: Gpu, assumed: Assumptions) -> None:

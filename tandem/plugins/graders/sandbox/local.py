@@ -36,7 +36,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from tandem.config.schema import Sandbox as SandboxConfig
+from tandem.config.episodes import Sandbox as SandboxConfig
 from tandem.plugins.graders.sandbox.protocol import (
     LIMITS,
     Limits,

@@ -24,7 +24,7 @@ export async function runs(main) {
 }
 
 function empty(root) {
-  return h("div", { class: "card" }, h("p", {}, `There is no run in ${root} yet.`), h("p", { class: "dim" }, "`tandem demo` makes one in two minutes; it appears here as it begins."));
+  return h("div", { class: "card" }, h("p", {}, `There is no run in ${root} yet.`), h("p", { class: "dim" }, "`tandem demo` makes one in minutes; it appears here as it begins."));
 }
 
 function list(all, draw, redraw) {

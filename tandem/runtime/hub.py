@@ -1,8 +1,21 @@
-"""Upload of an exported model to the Hugging Face hub, or to the server that HF_ENDPOINT names."""
+"""The Hugging Face hub, or what HF_ENDPOINT names: whether it answers; upload of a model."""
 
+from functools import cache
 from pathlib import Path
 
 from tandem.runtime.errors import UserError
+
+
+@cache
+def hub_answers() -> bool:
+    """Tell whether the hub answers one try: its client makes six, and only then uses its cache."""
+    from huggingface_hub import constants, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=10)
+    except Exception:  # of the hub's HTTP client, another one by version; or it is to be offline
+        return False
+    return True
 
 
 def require_token(name: str) -> None:
