@@ -53,11 +53,8 @@ def read_episode(run: Run, kind: str, step: int, row: int) -> dict[str, Any]:
     group = table.column("group").to_numpy() == record["group"]
     peers = table.select(_PEER).filter(group).to_pylist()
     places = np.flatnonzero(group).tolist()
-    values, command = run.config_values(), read_json(run.folder / "run.json").get("command")
-    advantages = _advantages(values, peers) if (kind, command) == ("train", "train") else None
-    own = None
-    if advantages and record["outcome"] != "unfinished" and not any(record["penalties"]):
-        own = advantages[places.index(row)]
+    values = run.config_values()
+    own = _step_advantages(run, values, step).get(row) if kind == "train" else None
     return {
         **{name: record[name] for name in _PLAIN},
         "key": str(record["key"]),  # 64 bits, more than a number of a browser
