@@ -17,7 +17,7 @@ The stages of a step, in order
   rollout/       problems to scored groups of episodes; evaluation
   rewards/       reward functions, and the pool of processes that run them
   rl/            advantages, losses, KL and corrections as pure functions
-  train/         packing, log-probs, updates of the weights
+  trainer/       packing, log-probs, updates of the weights
   stream/        samples to the processes that train
   weights/       new weights to the engines
   model/         the exact forward pass that engine and trainer share

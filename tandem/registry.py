@@ -110,10 +110,10 @@ BUILT_IN: dict[str, dict[str, str]] = {
     },
     # the optimizers that can leave their state in host memory
     "offload": {"adamw": "tandem.plugins.optim.offload:OffloadedOptimizer"},
-    "optimizers": {  # train/optimizer.py: Optimizer
-        "adamw": "tandem.train.optimizer:Optimizer",
+    "optimizers": {  # trainer/optimizer.py: Optimizer
+        "adamw": "tandem.trainer.optimizer:Optimizer",
         "adamw_8bit": "tandem.plugins.optim.adamw_8bit:Optimizer8bit",
-        "muon": "tandem.train.muon:Muon",
+        "muon": "tandem.trainer.muon:Muon",
     },
     "resources": {
         "memory": "tandem.plugins.plan.footprint:out_of_memory"

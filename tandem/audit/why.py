@@ -29,8 +29,8 @@ from tandem.run_folder.read import PastRun, read_step
 from tandem.run_folder.samples import Sample
 from tandem.runtime.errors import UserError
 from tandem.runtime.image_tokens import IMAGE
-from tandem.train.batch import TokenTensors, pack_batch
-from tandem.train.learn import policy_loss
+from tandem.trainer.batch import TokenTensors, pack_batch
+from tandem.trainer.learn import policy_loss
 from tandem.types import Microbatch, Outcome
 
 # the ways to name an episode, the narrower first; a uid may be a number, or hold colons

@@ -13,7 +13,7 @@ from tandem.types import Group
 
 if TYPE_CHECKING:
     from tandem.run_folder.journal import Journal
-    from tandem.train.ranks import Ranks
+    from tandem.trainer.ranks import Ranks
 
 
 class Memory(StreamBackend):

@@ -1,7 +1,7 @@
 """Exact mixture of experts: transformers' router and experts on the exact linear.
 
 One expert runs at a time, so a token's output is the sum over its experts in the order of their
-numbers and does not depend on the choices of other tokens. train/routing.py has the statistics of
+numbers and does not depend on the choices of other tokens. trainer/routing.py has the statistics of
 routers and the loss that balances them.
 """
 
