@@ -103,7 +103,8 @@ def learn_step(stage: LearnStage, rollouts: RolloutBatch, observe: Observe | Non
     """Make all optimizer updates of a step; return its metrics.
 
     A quantity that is not finite is reported under "bad/" and never reaches a weight. With a
-    teacher the step distills (trainer/distill.py). observe: called with each microbatch of an update.
+    teacher the step distills (trainer/distill.py). observe: called with each microbatch of an
+    update.
     """
     config, models, step = stage.config, stage.models, rollouts.step
     check_groups(rollouts, config.rl.max_truncated)

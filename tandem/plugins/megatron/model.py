@@ -192,9 +192,9 @@ class MegatronRanks(ParallelRanks):
 
     Weights, optimizer state and checkpoints are boxes of the Hugging Face weights, as in
     trainer/parallel; Megatron divides heads, features, vocabulary (tensor) and experts, and builds
-    the layers of a stage. Stages take turns as in trainer/parallel/pipeline.py, and rows are divided
-    as in its context.py. Gradients are summed over the processes that have the same weights here,
-    in rank order.
+    the layers of a stage. Stages take turns as in trainer/parallel/pipeline.py, and rows are
+    divided as in its context.py. Gradients are summed over the processes that have the same weights
+    here, in rank order.
     """
 
     def __init__(self, mesh: Mesh, processes: Processes | None = None):
