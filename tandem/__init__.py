@@ -7,6 +7,8 @@ Read first
   train_loop.py  what repeats a step: resume, evaluate, log, save
   types.py       the nouns that cross rooms, and the Protocols between them
   registry.py    what a run chooses by a name: engines, trackers, rewards, commands
+  api.py         the commands as functions of Python
+  given.py       rows, functions and classes as the values of a recipe
   choices.py     what the chosen engine, trainer, stream, transport and machine answer for
 
 The stages of a step, in order
@@ -38,6 +40,22 @@ Beside them
 A room imports `types`, `runtime/` and rooms below it, never one that leads back to it;
 tests/test_layout.py holds the rule and this map. Importing this package has no effects: no thread,
 no environment variable, no torch.
+
+From Python (api.py): train, sft, dpo, rm, distill, evaluate, generate, and Run for a run folder.
 """
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tandem.api import Run, distill, dpo, evaluate, generate, rm, sft, train
+
 __version__ = "0.1.0"
+__all__ = ["Run", "distill", "dpo", "evaluate", "generate", "rm", "sft", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'tandem' has no attribute {name!r}")
+    from tandem import api
+
+    return getattr(api, name)
