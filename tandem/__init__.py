@@ -48,9 +48,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tandem.api import Run, distill, dpo, evaluate, generate, rm, sft, train
+    from tandem.runtime.errors import UserError
 
 __version__ = "0.1.0"
-__all__ = ["Run", "distill", "dpo", "evaluate", "generate", "rm", "sft", "train"]
+__all__ = ["Run", "UserError", "distill", "dpo", "evaluate", "generate", "rm", "sft", "train"]
 
 
 def __getattr__(name: str) -> Any:

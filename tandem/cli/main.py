@@ -107,13 +107,12 @@ def main(
         bool, Option("--version", callback=_print_version, is_eager=True, help="print the version")
     ] = False,
 ) -> None:
-    pass
+    end_with_starter()
 
 
 def add_training_command(command: str, help: str) -> None:
     @app.command(command, help=help)
     def run_command(recipe: Recipe, overrides: Overrides = None, fresh: Fresh = False) -> None:
-        end_with_starter()
         config = load_config(recipe, overrides or [])
         from tandem.cli import train
 
