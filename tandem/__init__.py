@@ -8,6 +8,7 @@ Read first
   types.py       the nouns that cross rooms, and the Protocols between them
   registry.py    what a run chooses by a name: engines, trackers, rewards, commands
   api.py         the commands as functions of Python
+  session.py     model, engine and optimizer in this process, by four calls
   given.py       rows, functions and classes as the values of a recipe
   choices.py     what the chosen engine, trainer, stream, transport and machine answer for
 
@@ -41,22 +42,34 @@ A room imports `types`, `runtime/` and rooms below it, never one that leads back
 tests/test_layout.py holds the rule and this map. Importing this package has no effects: no thread,
 no environment variable, no torch.
 
-From Python (api.py): train, sft, dpo, rm, distill, evaluate, generate, and Run for a run folder.
+From Python: train, sft, dpo, rm, distill, evaluate, generate and Run (api.py), and Session, an
+algorithm of your own (session.py).
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tandem.api import Run, distill, dpo, evaluate, generate, rm, sft, train
     from tandem.runtime.errors import UserError
+    from tandem.session import Session
 
 __version__ = "0.1.0"
-__all__ = ["Run", "UserError", "distill", "dpo", "evaluate", "generate", "rm", "sft", "train"]
+__all__ = [
+    "Run",
+    "Session",
+    "UserError",
+    "distill",
+    "dpo",
+    "evaluate",
+    "generate",
+    "rm",
+    "sft",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'tandem' has no attribute {name!r}")
-    from tandem import api
-
-    return getattr(api, name)
+    return getattr(import_module("tandem.session" if name == "Session" else "tandem.api"), name)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -118,7 +119,7 @@ def test_rows_of_any_kind_are_the_same_file(tmp_path):
     kinds = [ROWS, iter(ROWS), pandas.DataFrame(ROWS), datasets.Dataset.from_list(ROWS)]
     assert len({source(rows, "data.train", tmp_path) for rows in kinds}) == 1
     assert len(list(tmp_path.iterdir())) == 1
-    with pytest.raises(tandem.UserError, match="eval.data"):
+    with pytest.raises(tandem.UserError, match=r"eval\.data"):
         source([{"prompt": object()}], "eval.data", tmp_path)
 
 
@@ -133,7 +134,7 @@ def test_functions_and_classes_are_read_by_another_process(tmp_path):
     assert named(source, tmp_path) == "tandem.given:source"
     assert named(lambda problem, completion: 1.0, tmp_path).endswith(":function")
     with pytest.raises(tandem.UserError, match="another process"):
-        named(in_main(lambda lock=threading.Lock(): lock), tmp_path)
+        named(in_main(partial(length, threading.Lock())), tmp_path)
 
 
 class Attempt7:
