@@ -7,9 +7,6 @@ Read first
   train_loop.py  what repeats a step: resume, evaluate, log, save
   types.py       the nouns that cross rooms, and the Protocols between them
   registry.py    what a run chooses by a name: engines, trackers, rewards, commands
-  api.py         the commands as functions of Python
-  session.py     model, engine and optimizer in this process, by four calls
-  given.py       rows, functions and classes as the values of a recipe
   choices.py     what the chosen engine, trainer, stream, transport and machine answer for
 
 The stages of a step, in order
@@ -21,7 +18,6 @@ The stages of a step, in order
   rewards/       reward functions, and the pool of processes that run them
   rl/            advantages, losses, KL and corrections as pure functions
   trainer/       packing, log-probs, updates of the weights
-  stream/        samples to the processes that train
   weights/       new weights to the engines
   model/         the exact forward pass that engine and trainer share
 
@@ -34,6 +30,7 @@ Around them
   runtime/       this machine: signals, files, HTTP client, random numbers, errors
   serve/         the OpenAI-compatible server
   cli/           the commands
+  api/           the commands as functions of Python, and a session of four calls
 
 Beside them
   plugins/       what a run may add, a folder each; the core imports none
@@ -42,23 +39,25 @@ A room imports `types`, `runtime/` and rooms below it, never one that leads back
 tests/test_layout.py holds the rule and this map. Importing this package has no effects: no thread,
 no environment variable, no torch.
 
-From Python: train, sft, dpo, rm, distill, evaluate, generate and Run (api.py), and Session, an
-algorithm of your own (session.py).
+From Python: train, sft, dpo, rm, distill, evaluate, generate and Run (api/run.py), and Session for
+an algorithm of your own (api/session.py).
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from tandem.api import Run, distill, dpo, evaluate, generate, rm, sft, train
-    from tandem.runtime.errors import UserError
-    from tandem.session import Session
+from tandem.runtime.version import __version__
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from tandem.api.run import Run, distill, dpo, evaluate, generate, rm, sft, train
+    from tandem.api.session import Session
+    from tandem.runtime.errors import UserError
+
 __all__ = [
     "Run",
     "Session",
     "UserError",
+    "__version__",
     "distill",
     "dpo",
     "evaluate",
@@ -67,9 +66,10 @@ __all__ = [
     "sft",
     "train",
 ]
+_HOMES = {"Session": "tandem.api.session", "UserError": "tandem.runtime.errors"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'tandem' has no attribute {name!r}")
-    return getattr(import_module("tandem.session" if name == "Session" else "tandem.api"), name)
+    return getattr(import_module(_HOMES.get(name, "tandem.api.run")), name)

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field, replace
 
 from tandem.rollout.checks import check_batch, check_groups, check_progress
 from tandem.rollout.collect import Collector, RolloutBatch, Turn, step_metrics
+from tandem.rollout.stream import MemoryStream, Stream
 from tandem.run_folder.journal import Journal
 from tandem.runtime import signals
 from tandem.runtime.timer import Timer
-from tandem.stream.stream import MemoryStream, Stream
 from tandem.trainer.batch import compute_logprobs, not_finite, pack_batch
 from tandem.trainer.learn import (
     SKIPPED,

@@ -37,8 +37,7 @@ ROOMS = {  # room -> the other rooms that it may import; none of them leads back
     "rewards": {"config", "workers"},
     "run_folder": {"config", "model", "weights"},
     "rollout": {"config", "data", "envs", "rl", "run_folder"},
-    "train": {"config", "model", "rl"},
-    "stream": {"config"},
+    "trainer": {"config", "model", "rl"},
 }
 KNOWS_EVERYONE = [
     "step",
@@ -47,6 +46,7 @@ KNOWS_EVERYONE = [
     "jobs",
     "audit",
     "cli",
+    "api",
     "__main__",
 ]  # each imports those before it
 OPTIONAL = (

@@ -15,7 +15,7 @@ import typer
 from typer import Option
 from typer.core import TyperGroup
 
-from tandem import __version__
+from tandem.runtime.version import __version__
 from tandem.cli.arguments import Fresh, Overrides, Recipe, run_folder
 from tandem.config.recipe import load_config
 from tandem.registry import BUILT_IN, find, names

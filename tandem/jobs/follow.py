@@ -26,6 +26,7 @@ from tandem.jobs.streams import JournalStream
 from tandem.registry import find
 from tandem.rollout.collect import RolloutBatch
 from tandem.rollout.score import sampling_params
+from tandem.rollout.stream import StreamReader
 from tandem.run_folder.checkpoint import Saver, load_checkpoint
 from tandem.run_folder.journal import Journal
 from tandem.run_folder.shards import Shard
@@ -33,7 +34,6 @@ from tandem.runtime import watchdog
 from tandem.runtime.errors import UserError
 from tandem.runtime.place import here
 from tandem.step import learn_step
-from tandem.stream.stream import StreamReader
 from tandem.train_loop import load_learners, saved_boxes, saved_tensors
 from tandem.trainer.learn import LearnStage
 from tandem.trainer.learner import Learner

@@ -46,7 +46,7 @@ from typing import Any, Self
 
 from safetensors import SafetensorError
 
-from tandem import __version__
+from tandem.runtime.version import __version__
 from tandem.run_folder.files import RESTORE_OR_FRESH
 from tandem.run_folder.shards import (
     Entries,

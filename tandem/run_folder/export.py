@@ -12,7 +12,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from tandem import __version__
+from tandem.runtime.version import __version__
 from tandem.config.recipe import changed
 from tandem.config.schema import Config
 from tandem.model.custom_code import is_custom, save_files

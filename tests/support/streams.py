@@ -16,8 +16,8 @@ from tandem.plugins.cluster.rows import (
     unpack_arrays,
 )
 from tandem.rollout.collect import RolloutBatch
+from tandem.rollout.stream import MemoryStream
 from tandem.step import learn_step
-from tandem.stream.stream import MemoryStream
 from tandem.trainer.batch import Models
 from tandem.trainer.parallel.ranks import ParallelRanks
 from tandem.trainer.ranks import ALONE

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import tandem
-from tandem.given import named, overrides_of, source, values_of
+from tandem.api.given import named, overrides_of, source, values_of
 from tandem.rewards.load import load
 from tandem.run_folder.metrics import read_metrics
 from tandem.runtime.user_code import load_user_object
@@ -131,7 +131,7 @@ def test_functions_and_classes_are_read_by_another_process(tmp_path):
     assert spec.endswith(".pkl:length")
     assert load(spec, {})(Problem(uid="a", messages=(), answer="7"), Attempt7(), print)[0] == 0.26
     assert issubclass(load_user_object(named(Shop, tmp_path), key="env.name"), Env)
-    assert named(source, tmp_path) == "tandem.given:source"
+    assert named(source, tmp_path) == "tandem.api.given:source"
     assert named(lambda problem, completion: 1.0, tmp_path).endswith(":function")
     with pytest.raises(tandem.UserError, match="another process"):
         named(in_main(partial(length, threading.Lock())), tmp_path)
@@ -142,7 +142,7 @@ class Attempt7:
 
 
 def test_the_same_code_is_the_same_file_in_every_process(tmp_path):
-    script = "from tandem.given import named\nfrom pathlib import Path\nK = 2\n\n"
+    script = "from tandem.api.given import named\nfrom pathlib import Path\nK = 2\n\n"
     script += "def score(p, c):\n    return len(c) * K\n\nprint(named(score, Path('.')))\n"
     outputs = set()
     for number, first in enumerate(["", "# a line before\n"]):

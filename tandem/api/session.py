@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.api.given import overrides_of, values_of
 from tandem.config.recipe import load_config, to_toml
 from tandem.data.renderer import load_renderer
-from tandem.given import overrides_of, values_of
 from tandem.jobs.engines import build_engine, prepare_process, probe_exactness
 from tandem.jobs.models import build_learner, check_models
 from tandem.model.forward import batch_logprobs

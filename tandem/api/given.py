@@ -1,5 +1,5 @@
-"""What a caller from Python hands over in place of a recipe's values: keywords, rows, functions and
-classes, made into a recipe that the commands read.
+"""Keywords, rows, functions and classes of a caller from Python, made into the values of a recipe
+that the commands read.
 
     {"group_size": 8, "reward": score, "data": [{...}]}
     {"rl": {"group_size": 8}, "reward": {"function": "runs/inputs/score-1f2e.pkl:score"},

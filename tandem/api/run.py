@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tandem.api.given import overrides_of, values_of
 from tandem.config.recipe import load_config, merged, to_toml
-from tandem.given import overrides_of, values_of
 from tandem.run_folder.files import require_run
 from tandem.run_folder.metrics import read_metrics
 from tandem.run_folder.read import open_past, read_step
