@@ -20,6 +20,8 @@ from pathlib import Path
 from types import CodeType, SimpleNamespace
 from typing import Any
 
+import cloudpickle  # type: ignore[import-untyped]
+
 from tandem.config.recipe import toml_value
 from tandem.config.schema import SHORTHANDS, Config
 from tandem.runtime.disk import write_atomic
@@ -164,8 +166,9 @@ def named(value: Any, folder: Path) -> str:
         is_package = "." in module.__name__ or file.suffix != ".py"
         return f"{module.__name__ if is_package else file}:{name}"
     name = name if name.isidentifier() else "function"  # a lambda
+    buffer = io.BytesIO()
     try:
-        content = _pickled({name: value})
+        _Pickler(buffer).dump(SimpleNamespace(**{name: value}))
     except Exception as error:  # an object's own __reduce__ may raise anything
         raise UserError(
             "a function or class cannot be handed to another process",
@@ -174,23 +177,17 @@ def named(value: Any, folder: Path) -> str:
             expected="one that needs no open file, lock or connection of this process",
             next="make these inside of it, or define it in a file.py and name it file.py:NAME",
         ) from None
-    return f"{_kept(folder, name, '.pkl', content)}:{name}"
+    return f"{_kept(folder, name, '.pkl', buffer.getvalue())}:{name}"
 
 
-def _pickled(members: dict[str, Any]) -> bytes:
-    """Pickle objects by value as a namespace; the same code gives the same bytes in another
-    process, whose notebook has another temporary file."""
-    import cloudpickle  # type: ignore[import-untyped]
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles objects by value. The same code gives the same bytes in another process, whose
+    notebook has another temporary file."""
 
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-        def reducer_override(self, obj: Any) -> Any:
-            if isinstance(obj, CodeType) and obj.co_filename != "notebook":
-                return _same, (obj.replace(co_filename="notebook", co_firstlineno=1),)
-            return super().reducer_override(obj)
-
-    buffer = io.BytesIO()
-    Pickler(buffer).dump(SimpleNamespace(**members))
-    return buffer.getvalue()
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, CodeType) and obj.co_filename != "notebook":
+            return _same, (obj.replace(co_filename="notebook", co_firstlineno=1),)
+        return super().reducer_override(obj)
 
 
 def _same(value: Any) -> Any:

@@ -207,11 +207,20 @@ def _run(
     path, folder = _recipe(command, recipe, keys)
     saved = sorted((folder / "checkpoints").glob("step_*")) if not fresh else []
     last = int(saved[-1].name.rpartition("_")[2]) if saved else -1  # rows after it are made again
+    # there the line of a step stands in the place of the one before
+    in_place, is_open = sys.stdout.isatty() or "ipykernel" in sys.modules, False
     process = _Process([command, str(path), *["--fresh"] * fresh], directory)
     try:
         for line in process.lines():
-            _show(line)
-            for row in _rows(folder, last) if callbacks else ():
+            if line:
+                steps = in_place and line.startswith("step ")
+                start = "\r" if steps else "\n" * is_open
+                print(start + line.ljust(80 * steps), end="" if steps else "\n", flush=True)
+                is_open = steps
+            rows = read_metrics(folder) if callbacks and (folder / "metrics.jsonl").exists() else []
+            for row in rows:
+                if row["step"] <= last:
+                    continue
                 last = row["step"]
                 answers = [callback(row) for callback in callbacks]
                 if any(answer is False for answer in answers):
@@ -220,12 +229,6 @@ def _run(
         process.stop()
     process.close()
     return Run(folder)
-
-
-def _rows(folder: Path, last: int) -> list[dict[str, Any]]:
-    """Read the rows of metrics after a step; none as long as there is no file."""
-    exists = (folder / "metrics.jsonl").exists()
-    return [row for row in read_metrics(folder) if row["step"] > last] if exists else []
 
 
 def _recipe(command: str, recipe: Recipe, keys: dict[str, Any]) -> tuple[Path, Path]:
@@ -243,14 +246,6 @@ def _recipe(command: str, recipe: Recipe, keys: dict[str, Any]) -> tuple[Path, P
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, to_toml(config).encode())
     return path, folder
-
-
-def _show(line: str) -> None:
-    """Print a line of a command; on a terminal and in a notebook, that of a step in the place of
-    the step before."""
-    if line:
-        in_place = sys.stdout.isatty() or "ipykernel" in sys.modules
-        print(*(["\r" + line.ljust(80)] if in_place and line.startswith("step ") else [line]))
 
 
 class _Process:

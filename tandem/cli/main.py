@@ -15,12 +15,12 @@ import typer
 from typer import Option
 from typer.core import TyperGroup
 
-from tandem.runtime.version import __version__
 from tandem.cli.arguments import Fresh, Overrides, Recipe, run_folder
 from tandem.config.recipe import load_config
 from tandem.registry import BUILT_IN, find, names
 from tandem.runtime.errors import InvariantError, UserError
 from tandem.runtime.processes import end_with_starter
+from tandem.runtime.version import __version__
 
 TRAINING = {
     "train": "Train by reinforcement learning: GRPO, PPO and relatives. The same command resumes a "
