@@ -33,7 +33,7 @@ from tandem.registry import names
 from tandem.rl.algorithms import policy_loss
 from tandem.rollout.score import sampling_params
 from tandem.run_folder.checkpoint import Contents, load_checkpoint, save_checkpoint, versions
-from tandem.run_folder.export import Provenance, export, model_card
+from tandem.run_folder.export import export, model_card
 from tandem.run_folder.folder import resolved
 from tandem.runtime.errors import UserError
 from tandem.runtime.rng import address
@@ -232,15 +232,12 @@ class Session:
 
     def export(self, folder: str | Path) -> Path:
         """Write the model as a Hugging Face directory; return it."""
-        about = Provenance(inputs={}, versions=versions())
-        card = model_card(
-            self.learner.model,
-            self.config,
-            command="session",
-            step=self.version,
-            metrics={},
-            about=about,
-        )
+        about: dict[str, Any] = {
+            "metrics": {"step": self.version},
+            "inputs": {},
+            "versions": versions(),
+        }
+        card = model_card(self.learner.model, self.config, command="session", **about)
         return export(self.learner.model, self.config.model.path, Path(folder), card)
 
     def _publish(self, version: int) -> None:

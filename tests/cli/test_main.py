@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from tandem import __version__
+from tandem.runtime.version import __version__
 from tandem.config.recipe import describe
 from tests.support.command import ROOT, assert_is_a_users_error, in_own_process, tandem
 
