@@ -50,6 +50,7 @@ KNOWS_EVERYONE = [
     "__main__",
 ]  # each imports those before it
 OPTIONAL = (
+    "minisweagent",
     "datasets",
     "deepspeed",
     "fastapi",
