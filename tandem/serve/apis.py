@@ -90,7 +90,7 @@ def _event(type: str, **fields: object) -> str:
 
 def to_tool(tool: Json) -> Json:
     """Make the chat request's tool of one, whose fields it has at the top."""
-    if not isinstance(tool.get("name"), str) or not {"input_schema", "parameters"} & tool.keys():
+    if "input_schema" not in tool and (tool.get("type"), "name" in tool) != ("function", True):
         raise ValueError("expected a function of the client's own, with its name and schema")
     names = {"name": "name", "description": "description", "input_schema": "parameters"}
     names |= {"parameters": "parameters", "strict": "strict"}
