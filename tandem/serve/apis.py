@@ -308,7 +308,9 @@ class Responses(Api):
         head |= {"incomplete_details": {"reason": "max_output_tokens"} if cut else None}
         tools = [{"type": "function", **tool["function"]} for tool in self._body.tools]
         head |= {"tools": tools, "tool_choice": "auto", "parallel_tool_calls": True}
-        return head | {"usage": used | {"total_tokens": sum(used.values())}}
+        details: Json = {"input_tokens_details": {"cached_tokens": 0}}
+        details |= {"output_tokens_details": {"reasoning_tokens": 0}}
+        return head | {"usage": {**details, **used, "total_tokens": sum(used.values())}}
 
     async def events(self, chunks: Chunks) -> AsyncIterator[str]:
         number = count()
