@@ -1,5 +1,5 @@
-"""Chat completions for an agent: its requests, their answers, and the check that a request
-continues the one before.
+"""Chats of an agent: its requests, their answers, and the check that a request continues the one
+before.
 
 Fields that only change how tokens are sampled (temperature, top_p, stop, seed, max_tokens) are
 ignored, as sampling is the trainer's; those that would change the answer are refused. Does not know
