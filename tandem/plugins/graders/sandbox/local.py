@@ -34,9 +34,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tandem.config.episodes import Sandbox as SandboxConfig
 from tandem.plugins.graders.sandbox.protocol import (
     LIMITS,
     Limits,
@@ -52,6 +51,9 @@ from tandem.plugins.graders.sandbox.protocol import (
 from tandem.plugins.graders.sandbox.seccomp import seccomp_filter
 from tandem.runtime.errors import UserError
 from tandem.runtime.processes import adopt_orphans
+
+if TYPE_CHECKING:
+    from tandem.config.episodes import Sandbox as SandboxConfig
 
 POLL_S = 0.02  # how often memory is looked at; a program that ends sooner is never measured
 # a killed namespace is gone in milliseconds; the kernel may be busy freeing its memory
@@ -411,7 +413,7 @@ HIDE_FIRST = ("--perms", "0000", "--size", "4096", "--tmpfs", "/proc/1", "--remo
 _run_numbers = itertools.count()
 
 
-def open_bubblewrap(config: SandboxConfig) -> Sandbox:
+def open_bubblewrap(config: "SandboxConfig") -> Sandbox:
     """Open bubblewrap after a trial run; where it does not work, with the config's switch a place
     for plain processes. Raises UserError."""
     programs = ("bwrap", "prlimit", "setpriv", "bash")
