@@ -4,7 +4,7 @@ For whom has tasks as folders (task.toml, instruction.md, environment/, tests/te
 for containers. What cannot be played here is left out of the rows:
 
     tandem generate harbor:FOLDER --out tasks.jsonl
-    tandem train my.toml data.train=tasks.jsonl env=harbor reward=env env.timeout_s=900
+    tandem train my.toml env=harbor reward=env env.timeout_s=900 env.on_error=zero
 
 The model's one tool is `bash`. A command runs in bubblewrap without a network, in the Dockerfile's
 WORKDIR, with this machine's /usr. Files in /app, /root, /workspace and /tmp stay from command to
@@ -66,12 +66,7 @@ class HarborEnv(ToolEnv):
     """One episode of a task. Parts: those of ToolEnv, and the rewards that the tests name."""
 
     def __init__(
-        self,
-        *,
-        sandbox: Sandbox = HERE,
-        skip_run: bool = False,
-        seconds: float = 60,
-        **options: Any,
+        self, *, sandbox: Sandbox = HERE, skip_run: bool = False, seconds: int = 60, **options: Any
     ):
         """Take the options. seconds: that a command may take; others are ToolEnv's."""
         super().__init__(self.bash, **options)
@@ -122,27 +117,21 @@ class HarborEnv(ToolEnv):
 
 
 def rows(id: str, *, limit: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the first `limit` tasks below a folder that can be played, as rows of a data file."""
+    """Yield those of the first `limit` tasks below a folder that can be played, as rows."""
     for file in sorted(Path(id).resolve().glob("**/task.toml"))[:limit]:
         with suppress(UserError):
             _environment(file.parent, skip_run=True)
             prompt = file.with_name("instruction.md").read_text()
-            yield {
-                "uid": file.parent.name,
-                "prompt": prompt,
-                "answer": "",
-                "task": str(file.parent),
-            }
+            row = {"uid": file.parent.name, "prompt": prompt, "answer": ""}
+            yield row | {"task": str(file.parent)}
 
 
 def _environment(folder: Path, skip_run: bool) -> tuple[str, str]:
     """Return a task's working directory, and its first files packed. Raises UserError for a task
     that needs a container."""
     task, place = tomllib.loads((folder / "task.toml").read_text()), folder / "environment"
-    needs: list[Any] = [
-        name for name in ("docker_image", "gpus") if task.get("environment", {}).get(name)
-    ]
-    needs += [*place.glob("*compose*"), *folder.glob("steps"), *folder.glob("tests/Dockerfile")]
+    needs: list[Any] = [*place.glob("*compose*"), *folder.glob("steps")]
+    needs += [name for name in ("docker_image", "gpus") if name in task.get("environment", {})]
     workdir, files = PurePosixPath("/app"), dict[PurePosixPath, Path]()
     dockerfile = place / "Dockerfile"
     text = dockerfile.read_text() if dockerfile.exists() else "no Dockerfile"

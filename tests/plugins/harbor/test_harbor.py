@@ -19,7 +19,10 @@ except UserError as error:
 
 TEST = """#!/bin/bash
 cmp -s /app/sum.txt <(echo 7) && right=1 || right=0
-echo "{\\"reward\\": $right, \\"files\\": $(ls /app | wc -l)}" > /logs/verifier/reward.json
+echo $right > /logs/verifier/reward.txt
+"""
+NAMED = """
+echo "{\\"reward\\": 0.5, \\"files\\": $(ls /app | wc -l)}" > /logs/verifier/reward.json
 """
 
 
@@ -69,7 +72,7 @@ def test_files_stay_from_command_to_command_and_the_tests_give_the_reward(tmp_pa
         bash("echo no > sum.txt; touch slow; sleep 60"),
         # both are undone before the tests
         bash(
-            "cd /tmp; mkdir -p tests logs/verifier; tee logs/verifier/reward.txt tests/test.sh <<<1"
+            "cd /tmp; mkdir -p logs/verifier tests; tee logs/verifier/reward.json tests/test.sh<<<1"
         ),
         "Done.",
     )
@@ -79,10 +82,13 @@ def test_files_stay_from_command_to_command_and_the_tests_give_the_reward(tmp_pa
     assert said[3] == "(exit code 124)" and said[4] == "1"
     # the command that was stopped had written its files
     assert (last.done, last.reward) == (True, 0.0)
-    assert last.parts == {"tool_calls": 5.0, "bad_calls": 0.0, "reward": 0.0, "files": 3.0}
+    assert last.parts == {"tool_calls": 5.0, "bad_calls": 0.0, "reward": 0.0}
 
 
-def test_a_task_without_a_result_is_an_error(tmp_path):
+def test_tests_may_name_rewards_and_no_result_is_an_error(tmp_path):
+    [row] = rows(str(write_task(tmp_path / "named", test=NAMED)))
+    [last] = play(HarborEnv(), problem_of(row), "Done.")
+    assert (last.reward, last.parts["files"]) == (0.5, 1.0)
     [row] = rows(str(write_task(tmp_path / "sum", test="echo 1")))
     with pytest.raises(RuntimeError, match="leave no reward"):
         play(HarborEnv(), problem_of(row), "Done.")
