@@ -38,24 +38,24 @@ from tandem.registry import find
 from tandem.runtime.errors import UserError
 from tandem.types import Message, Observation, Problem
 
-PLACES = ("app",), ("root",), ("workspace",)  # that the sandbox has in /tmp
+FOLDERS = "app", "root", "workspace", "tests", "logs"  # of the sandbox, beside /tmp
 SIZES = {"memory_mb": 2048, "disk_mb": 64, "file_mb": 64, "output_bytes": 2**27, "processes": 256}
 HERE = Sandbox()
 # one trial run in a process is enough
 open_sandbox = cache(lambda config: find("sandboxes", config.kind, key="sandbox")(config))
 # the files are unpacked before a command, and packed behind it: between commands nothing runs
 RUN = """
-test -L /app && mkdir -p /tmp/{app,root,workspace,logs} "/tmp$1" && cd "$1" || exit 3
-base64 -d /tmp/.tandem/files | tar xz -C /tmp
+[ "$HOME" = /tmp ] && [ -w /app ] && mkdir -p "$1" && cd "$1" || exit 3
+base64 -d /tmp/.tandem/files | tar xz -C /
 timeout -k 1 "$2" bash /tmp/.tandem/command >/tmp/.tandem.out 2>&1 </dev/null
 echo $?
 head -c 65536 /tmp/.tandem.out | base64 -w0; echo
-tar cz -C /tmp --ignore-failed-read --exclude='./.tandem*' . | base64 -w0
+tar cz -C / --ignore-failed-read --exclude='tmp/.tandem*' app root workspace logs tmp | base64 -w0
 """
 TEST = """
-rm -rf /tmp/tests /tmp/logs/verifier && mkdir -p /tmp/logs/verifier
-base64 -d /tmp/.tandem/tests | tar xz -C /tmp
-bash /tests/test.sh >/tmp/logs/verifier/test-stdout.txt 2>&1
+rm -rf /logs/verifier && mkdir /logs/verifier
+base64 -d /tmp/.tandem/tests | tar xz -C /
+bash /tests/test.sh >/logs/verifier/test-stdout.txt 2>&1
 cd /logs/verifier
 for file in reward.json reward.txt; do [ -f $file ] && exec cat $file; done
 echo no reward; tail -c 500 test-stdout.txt
@@ -105,7 +105,7 @@ class HarborEnv(ToolEnv):
         """Return a command's exit code and output; the files are then as it leaves them."""
         files = {".tandem/command": command, ".tandem/files": self._files, **more}
         times = {"wall_s": seconds + 30, "cpu_s": int(seconds) + 30}
-        limits = replace(self._sandbox.limits, **SIZES, **times)
+        limits = replace(self._sandbox.limits, folders=FOLDERS, **SIZES, **times)
         words = ["bash", "-c", RUN, "bash", self._workdir, str(seconds)]
         result = self._sandbox.run(words, files=files, limits=limits)
         if result.exit_code == 3:
@@ -145,7 +145,7 @@ def _environment(folder: Path, skip_run: bool) -> tuple[str, str]:
                     files[workdir / target / (path.name if inside else "")] = path
             case [word, *_] if not word.startswith(("FROM", "#", "RUN" if skip_run else "#")):
                 needs.append(line)
-    needs += [name for name in (workdir, *files) if name.parts[1:2] not in PLACES]
+    needs += [name for name in (workdir, *files) if "".join(name.parts[1:2]) not in FOLDERS]
     for path in files.values():
         if not (path.exists() and path.resolve().is_relative_to(place.resolve())):
             needs.append(path)

@@ -68,17 +68,15 @@ def test_files_stay_from_command_to_command_and_the_tests_give_the_reward(tmp_pa
         problem_of(row),
         bash("pwd; cat in.txt"),
         bash("echo $((3 + 4)) > sum.txt; touch /root/x; false"),
-        bash("cat sum.txt; ls /root /tests /solution"),
+        bash("cat sum.txt; find /root /tests -mindepth 1; ls /solution"),
         bash("echo no > sum.txt; touch slow; sleep 60"),
-        # both are undone before the tests
-        bash(
-            "cd /tmp; mkdir -p logs/verifier tests; tee logs/verifier/reward.json tests/test.sh<<<1"
-        ),
+        # it is undone before the tests
+        bash("mkdir /logs/verifier; tee /logs/verifier/reward.json /tests/test.sh <<< 1"),
         "Done.",
     )
     said = [one.messages[0]["content"] for one in heard]
     assert said[:2] == ["/app\n3\n4", "(exit code 1)"]
-    assert said[2].startswith("7\n") and "/root:\nx" in said[2] and "exit code 2" in said[2]
+    assert said[2].startswith("7\n/root/x\nls: ") and said[2].endswith("(exit code 2)")
     assert said[3] == "(exit code 124)" and said[4] == "1"
     # the command that was stopped had written its files
     assert (last.done, last.reward) == (True, 0.0)
