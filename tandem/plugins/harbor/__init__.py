@@ -13,7 +13,8 @@ the reward is what it writes to /logs/verifier/reward.txt or reward.json; nothin
 (env.on_error). At a limit of turns or tokens no test runs, and the reward is 0.
 
 Of a Dockerfile, FROM is passed over, WORKDIR and COPY are done; `env.options.skip_run = true`
-passes over RUN. A task that needs more (an image, several containers or steps) needs Harbor itself.
+passes over RUN. A task that needs more (several containers or steps, a GPU) needs Harbor itself.
+Tests that install what they need, as many do by apt-get or uvx, give 0 here: try each task first.
 It plugs in as envs and sources of tandem/registry.py. The package harbor is not needed.
 """
 
@@ -131,7 +132,7 @@ def _environment(folder: Path, skip_run: bool) -> tuple[str, str]:
     that needs a container."""
     task, place = tomllib.loads((folder / "task.toml").read_text()), folder / "environment"
     needs: list[Any] = [*place.glob("*compose*"), *folder.glob("steps")]
-    needs += [name for name in ("docker_image", "gpus") if name in task.get("environment", {})]
+    needs += ["gpus"] * bool(task.get("environment", {}).get("gpus"))
     workdir, files = PurePosixPath("/app"), dict[PurePosixPath, Path]()
     dockerfile = place / "Dockerfile"
     text = dockerfile.read_text() if dockerfile.exists() else "no Dockerfile"

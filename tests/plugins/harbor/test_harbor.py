@@ -28,7 +28,7 @@ echo "{\\"reward\\": 0.5, \\"files\\": $(ls /app | wc -l)}" > /logs/verifier/rew
 
 def write_task(folder, *, dockerfile="FROM ubuntu:24.04\nWORKDIR /app\nCOPY in.txt .\n", test=TEST):
     for name, text in {
-        "task.toml": 'schema_version = "1.4"\n[verifier]\ntimeout_sec = 30.0\n',
+        "task.toml": '[verifier]\ntimeout_sec = 30\n[environment]\ndocker_image = "a"\ngpus = 0\n',
         "instruction.md": "Write the sum of /app/in.txt to /app/sum.txt.",
         "environment/Dockerfile": dockerfile,
         "environment/in.txt": "3\n4\n",
