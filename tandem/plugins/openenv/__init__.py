@@ -28,8 +28,8 @@ from tandem.types import Env, Message, Observation, Problem
 try:
     from websockets.asyncio.client import connect
 except ModuleNotFoundError as error:
-    next = "pip install 'tandem-rl[openenv]'"
-    raise UserError("websockets is not installed", next=next) from error
+    where, next = "env.name = openenv", "pip install 'tandem-rl[openenv]'"
+    raise UserError("websockets is not installed", where=where, next=next) from error
 
 REFUSED = "VALIDATION_ERROR", "EXECUTION_ERROR"  # codes of an action, not of the session
 

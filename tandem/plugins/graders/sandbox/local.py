@@ -405,8 +405,6 @@ DEVICES = (
     "random",
     "urandom",
 )  # not zero: mapped, it is memory that no limit counts
-# where tasks that are written for containers have their files; they lead into /tmp
-CONTAINER_FOLDERS = ("app", "logs", "root", "tests", "workspace")
 # Process 1 of the namespace is bubblewrap's, of the same user and without the limits: its memory
 # must not be written to.
 HIDE_FIRST = ("--perms", "0000", "--size", "4096", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1")
@@ -514,10 +512,10 @@ def _view(python: str, limits: Limits) -> list[str]:
     args += ["--symlink", "/proc/self/fd", "/dev/fd", "--symlink", "/tmp", "/dev/shm"]
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         args += ["--symlink", f"/proc/self/fd/{number}", f"/dev/{name}"]
-    for name in CONTAINER_FOLDERS:
-        args += ["--symlink", f"/tmp/{name}", f"/{name}"]
     args += ["--proc", "/proc", *HIDE_FIRST]
-    return [*args, "--size", str(limits.disk_mb * 2**20), "--perms", "0700", "--tmpfs", "/tmp"]
+    for name in ("tmp", *limits.folders):
+        args += ["--size", str(limits.disk_mb * 2**20), "--perms", "0700", "--tmpfs", f"/{name}"]
+    return args
 
 
 def _confinement(bpf: Sequence[int], status: int) -> list[str]:

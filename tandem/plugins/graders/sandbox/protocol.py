@@ -36,6 +36,7 @@ class Limits:
     open_files: int = 64
     processes: int = 16  # threads count, and so does bubblewrap's own
     output_bytes: int = 65536  # of stdout, and again of stderr
+    folders: tuple[str, ...] = ()  # of bubblewrap, to write beside /tmp: each of disk_mb
 
     @property
     def file_bytes(self) -> int:
