@@ -186,7 +186,7 @@ def first_visits(url: str) -> dict[str, float]:
     pages = {
         "": f"{ROWS} === 1",
         "episodes/large": f"{ROWS} === 200",
-        "curves/large": "return document.querySelectorAll('.u-wrap canvas').length >= 5",
+        "curves/large": "return document.querySelectorAll('.u-wrap canvas').length >= 3",
         "step/large/1000": "return document.querySelectorAll('.square').length > 0",
     }
     found, paints = {}, []
