@@ -21,7 +21,7 @@ from tandem.cli.arguments import Fresh, Overrides
 from tandem.cli.progress import console
 from tandem.config.recipe import load_config
 from tandem.registry import find
-from tandem.runtime.disk import DISK, disk_errors, write_atomic, write_rows
+from tandem.runtime.disk import disk_errors, whole_folder, write_atomic, write_rows
 from tandem.runtime.errors import UserError
 
 RECIPE = Path(__file__).with_name("demo.toml")
@@ -103,9 +103,8 @@ def make_inputs(folder: Path, seed: int) -> None:
         say(f"model: a random character-level Qwen3 of 0.9M parameters -> {folder}/model")
         from tandem.model.tiny import make_tiny
 
-        unfinished = folder / ".tmp-model"
-        make_tiny(unfinished, seed=seed)
-        DISK.rename(unfinished, folder / "model")
+        with whole_folder(folder / "model") as unfinished:
+            make_tiny(unfinished, seed=seed)
 
 
 def report(folder: Path, final: Path) -> None:

@@ -64,7 +64,7 @@ class Options:
 
 
 def serve(options: Options) -> None:
-    """Serve a model over HTTP, compatible with OpenAI's clients: see docs/guide/serving.md."""
+    """Serve a model over HTTP to OpenAI's and Anthropic's clients: see docs/guide/serving.md."""
     require_token(options.host, options.api_key, "TANDEM_API_KEY")
     with bound(options.host, options.port) as sock:
         from tandem.serve.endpoints import EngineServer

@@ -36,9 +36,8 @@ def push(folder: Path, name: str) -> str:
     """Make a model repository, private if it is new, hold the files of a folder and no others: an
     adapter of an export before would change the model. Return its address. Raises UserError."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    api, retry = HfApi(), f"the export stays where it is: hf upload {name} {folder}"
+    api = HfApi()
     try:
         repository = api.create_repo(name, private=True, exist_ok=True)
         api.upload_folder(
@@ -48,28 +47,13 @@ def push(folder: Path, name: str) -> str:
             delete_patterns="*",
         )
         return str(repository)
-    except HfHubHTTPError as error:
-        may_not = error.response.status_code in (401, 403)
-        raise UserError(
-            "the hub refuses the upload",
-            where=f"{api.endpoint}, --push {name}",
-            found=str(error).strip().splitlines()[0],
-            next="take a token that may write there" if may_not else retry,
-        ) from error
-    except HFValidationError as error:
-        raise UserError(
-            "this is no name of a model on the hub",
-            where=f"--push {name}",
-            found=str(error),
-            expected="NAME, or OWNER/NAME",
-            next=retry,
-        ) from None
-    # whatever the hub's client raises for a network, by version: httpx's errors, or requests'
+    # a refusal, a name that is none, or whatever the hub's client raises for a network
     except Exception as error:
+        first = next(iter(str(error).strip().splitlines()), "")
         raise UserError(
-            "the hub cannot be reached",
+            "the hub did not take the model",
             where=f"{api.endpoint}, --push {name}",
-            found=f"{type(error).__name__}: {error}",
-            expected="a server that answers",
-            next=retry,
+            found=f"{type(error).__name__}: {first}",
+            expected="a hub that can be reached, OWNER/NAME, and a token that may write there",
+            next=f"the export stays where it is: hf upload {name} {folder}",
         ) from error

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from tandem import __version__
+from tandem.runtime.version import __version__
 from tandem.config.recipe import describe
 from tests.support.command import ROOT, assert_is_a_users_error, in_own_process, tandem
 
@@ -29,7 +29,6 @@ def test_help_version_and_mistakes_in_a_recipe_come_before_torch(tmp_path):
         "eval r.toml run.seed=x": mistakes,
         "serve no/model --host 0.0.0.0": ["needs a token", "0.0.0.0", "TANDEM_API_KEY"],
         "init there": ["there", "a new folder"],
-        "init two --tiny --model x": ["--model x and --tiny"],
         "view no-such-folder": ["no runs to view", "no-such-folder"],
         "report .": ["not a run folder"],
         "plot . -o x.pdf": ["as SVG or PNG", "x.pdf", "x.svg"],

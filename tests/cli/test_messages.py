@@ -41,7 +41,7 @@ train model.path=~/model | does not exist | ~/model
 train model.path=cut | cut
 train model.path=pickle | pickle | pytorch_model.bin
 train rollout.max_new_tokens=100000 | rollout.max_new_tokens | lower
-train data.train= | data.train | add data.train=FILE
+train data.train= | data.train | add data.train=...
 train data.train=nope.jsonl | data.train | nope.jsonl
 train data.train=targt.jsonl | data.train | target.jsonl
 train steps=3 | run.steps or sft.steps or preference.steps
@@ -76,7 +76,7 @@ train run.folder=nan.jsonl | nan.jsonl | another path
 train run.folder=/proc/x | /proc/x | another path
 init empty | empty | name another
 tiny model | model | name another
-try nope.py:score | data.train | add data.train=FILE
+try nope.py:score | data.train | add data.train=...
 """
 WITHOUT_RECIPE = ("export", "show", "status", "why", "report", "init", "tiny", "try")
 

@@ -1,7 +1,7 @@
 """`tandem plan RECIPE --gpus 64`: the meshes on which a run would be fastest, by arithmetic.
 
     tandem plan my.toml --gpus 64                 64 H200
-    tandem plan my.toml --gpus 512 --gpu h100     others: tandem/plugins/plan/gpus.py
+    tandem plan my.toml --gpus 512 --gpu h100     others: tandem/plugins/plan/scaling.py
 
 No GPU is needed and no weights are read; where the recipe has data.max_prompt_tokens, prompts are
 taken to be so long and no data is read, so that a directory with a config.json is enough.
@@ -22,10 +22,18 @@ from tandem.jobs.models import check_shape
 from tandem.model import custom_code
 from tandem.model.config_file import LEAN_ARCHITECTURES
 from tandem.model.paths import divisible
-from tandem.model.placement import Placement, no_float8
+from tandem.model.placement import Placement
 from tandem.plugins.plan.footprint import Footprint, model_sizes
-from tandem.plugins.plan.gpus import GPUS, Assumptions, Gpu
-from tandem.plugins.plan.scaling import Rollout, Times, cached_bytes, rollout_time, update_time
+from tandem.plugins.plan.scaling import (
+    GPUS,
+    Assumptions,
+    Gpu,
+    Rollout,
+    Times,
+    cached_bytes,
+    rollout_time,
+    update_time,
+)
 from tandem.registry import find
 from tandem.runtime.disk import human_bytes
 from tandem.runtime.errors import UserError
@@ -136,8 +144,6 @@ def plan_gpus(config: Config, command: str, count: int, kind: str) -> None:
         raise UserError("not a number of GPUs", where="--gpus", found=str(count), expected=expected)
     find("inputs", command, key="--for")  # raises for a command without a plan
     gpu, assumed = GPUS[kind], Assumptions()
-    if config.model.dtype == "float8":
-        raise no_float8(gpu.name)
     if command in ("train", "distill"):
         require_correction(config)
     custom_code.allow(config.model.trust_remote_code)

@@ -31,6 +31,8 @@ def open_fusion(config: SandboxConfig) -> "SandboxFusion":
 class SandboxFusion:
     """The server at a URL. Implements Sandbox."""
 
+    limits = LIMITS
+
     def __init__(self, url: str):
         self.url = url.rstrip("/")
 

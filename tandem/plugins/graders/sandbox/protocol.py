@@ -68,6 +68,8 @@ class SandboxFailed(RuntimeError):
 class Sandbox(Protocol):
     """A place where untrusted programs run."""
 
+    limits: Limits  # of a run that names no others
+
     def run(
         self,
         command: Sequence[str],
