@@ -146,7 +146,9 @@ def _episode_sections(run: Run) -> list[str]:
     found = []
     if steps["train"]:
         last = steps["train"][-1]
-        samples = sorted(read_samples(episode_file(folder, last)), key=lambda one: one.reward)
+        samples = sorted(
+            read_samples(episode_file(folder, last)), key=lambda one: one.episode.reward
+        )
         for name, chosen in (("Best", samples[::-1]), ("Worst", samples)):
             found.append(_section(run, f"{name} of step {last}", chosen[:CHOSEN]))
     kind = "eval_greedy" if steps["eval_greedy"] else "eval_sampled"
@@ -157,7 +159,8 @@ def _episode_sections(run: Run) -> list[str]:
             for step in (first, last)
         )
         both = [name for name in after if name in before]
-        both.sort(key=lambda name: -abs(after[name].reward - before[name].reward))
+        gains = {name: after[name].episode.reward - before[name].episode.reward for name in both}
+        both.sort(key=lambda name: -abs(gains[name]))
         pairs = [sample for name in both[:CHOSEN] for sample in (before[name], after[name])]
         title = f"Held-out problems, before (step {first}) and after (step {last})"
         found.append(_section(run, title, pairs))
@@ -170,7 +173,7 @@ def _section(run: Run, title: str, samples: Sequence[Sample]) -> str:
 
 def _article(run: Run, sample: Sample) -> str:
     messages = ""
-    for message in (*sample.prompt, *sample.transcript):
+    for message in sample.episode.chat(sample.group.problem):
         text = _text(message_text(message)[:LONGEST])
         messages += f"<pre><b>{_text(message['role'])}</b> {text}</pre>"
         for name in images_of([message]):
@@ -178,7 +181,8 @@ def _article(run: Run, sample: Sample) -> str:
                 data, kind = read_image(run, name)
                 source = f"data:{kind};base64,{b64encode(data).decode()}"
                 messages += f'<img alt="{_text(name)}" src="{source}">'
-    notes = [f"expected answer: {sample.answer}"] * bool(sample.answer)
+    answer = sample.group.problem.answer
+    notes = [f"expected answer: {answer}"] * bool(answer)
     notes += [f"error: {error}" for error in sample.errors]
     lines = "".join(f"<br>{_text(note)}" for note in notes)
     heading = f"<b>{_text(sample.name)}</b> <span class=dim>{_text(sample.summary)}</span>{lines}"

@@ -54,7 +54,7 @@ function facts(one, low, high) {
   if (Object.keys(parts).length > 1 || Object.values(parts).some((v) => v !== one.reward)) for (const [name, value] of Object.entries(parts)) pairs.push([plain(name), number(value)]);
   if (one.advantage !== null) pairs.push(["advantage", h("span", { title: `${one.advantage_kind} of its group's rewards` }, number(one.advantage, 3))]);
   pairs.push(["ended by", words(one.stop_reason)], ["sampled", `${number(one.tokens.sampled.filter(Boolean).length)} tokens`]);
-  if (one.num_turns > 1) pairs.push(["turns", one.num_turns]);
+  if (one.num_turns > 1) pairs.push(["turns", `${one.num_turns}, ${one.tokens.starts.length ? "each behind its own prompt" : "each behind all before it"}`]);
   if (one.answer) pairs.push(["expected", h("code", {}, visible(one.answer))]);
   if (one.outcome_text) pairs.push(["outcome", one.masked ? "carries no loss: its environment failed" : one.outcome_text]);
   const errors = [one.env_error, one.reward_error].filter(Boolean);
@@ -143,7 +143,7 @@ function tokens(one, run) {
   color();
   fill(readout, "point at a token for its values");
   const command = ["tandem", "why", run, "--episode", `${one.step}:${one.uid}:${one.sample_index}`, "--json", `${run}/why/${one.key}.json`].map(quoted).join(" ");
-  return h("section", { class: "card" }, h("div", { class: "bar" }, h("h2", {}, "Tokens"), h("span", { class: "choice" }, choices), note), opening, fill(box, spans), readout,
+  return h("section", { class: "card" }, h("div", { class: "bar" }, h("h2", {}, "Tokens"), h("span", { class: "choice" }, choices), note), opening, fill(box, spans.flatMap((one, k) => (t.starts.includes(first + k) ? [h("hr", { title: "the next turn, and its prompt" }), one] : [one]))), readout,
     one.kind === "train" && !t.ratio && h("details", { class: "dim" }, h("summary", {}, t.advantage ? "ratio of each token" : "ratio and advantage of each token"), h("p", {}, "A replay of the step has more, in the folder of runs; then this page shows it:"), h("pre", {}, plain(command))));
 }
 

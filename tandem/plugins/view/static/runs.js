@@ -51,7 +51,7 @@ function compare(a, b) {
 }
 
 function empty(root) {
-  return h("div", { class: "card" }, h("p", {}, `There is no run in ${root} yet.`), h("p", { class: "dim" }, "`tandem demo` makes one in two minutes; it appears here as it begins."));
+  return h("div", { class: "card" }, h("p", {}, `There is no run in ${root} yet.`), h("p", { class: "dim" }, "`tandem demo` makes one in minutes; it appears here as it begins."));
 }
 
 const COLUMNS = ["", "run", "state", "step", "begun", "reward", "trend", "held-out reward", "tok/s", "s/step", "failures"];
