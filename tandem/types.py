@@ -254,7 +254,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A flat sequence to train on; further inputs of a loss are in train/batch.py.
+    """A flat sequence to train on; further inputs of a loss are in trainer/batch.py.
 
     Example: tokens [5, 9, 2, 7, 1], loss_mask [0, 0, 0, 1, 1], prefix 3, group 0
     """
@@ -343,7 +343,7 @@ class WeightSync(Protocol):
 
 
 class ParityCheck(Protocol):
-    """Check of a run that the engine samples from the trainer's model (train/parity.py)."""
+    """Check of a run that the engine samples from the trainer's model (trainer/parity.py)."""
 
     exact: bool  # the two agree bit for bit here (P1), so any log-prob gap is an error
 

@@ -19,31 +19,6 @@ from tandem.config.training import SFT, Distill, Lora, Preference, Train
 from tandem.registry import names
 from tandem.rl.algorithms import OWN, counts_with
 
-__all__ = [
-    "RL",
-    "SFT",
-    "SHORTHANDS",
-    "Cluster",
-    "Config",
-    "Critic",
-    "Data",
-    "Distill",
-    "Env",
-    "Eval",
-    "Lora",
-    "Model",
-    "Parallel",
-    "Preference",
-    "Reward",
-    "Rollout",
-    "Run",
-    "Sandbox",
-    "Section",
-    "Stream",
-    "Train",
-    "Weights",
-]
-
 # in a recipe, `env = "guess"` stands for this key of the section
 SHORTHANDS = {"env": "name", "reward": "function"}
 

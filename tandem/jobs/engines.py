@@ -12,7 +12,7 @@ import torch
 
 from tandem.choices import Report, engine_of
 from tandem.config.schema import Config
-from tandem.data.renderer import ChatRenderer
+from tandem.data.renderer import ChatRenderer, load_renderer
 from tandem.engine.engine import Engine, check_room, make_engine
 from tandem.engine.page_cache import page_bytes
 from tandem.envs.load import load_env
@@ -22,7 +22,6 @@ from tandem.jobs.reward_workers import build_reward_pool
 from tandem.model import custom_code
 from tandem.model.config_file import check_model, inner_size
 from tandem.model.load import ExactModel, load_model
-from tandem.model.paths import Gap
 from tandem.model.probe import Exactness, fastest_exact, probe, try_matmuls
 from tandem.model.schedule import random_model
 from tandem.rewards.pool import ScorePool
@@ -30,7 +29,7 @@ from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.score import RolloutRunner
 from tandem.run_folder.folder import read_matmul
 from tandem.runtime import numerics
-from tandem.types import Generate, Renderer, Reward
+from tandem.types import Generate, Problem, Renderer, Reward
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +72,7 @@ def probe_exactness(
     processor = placement(config).processor()
     on_gpu = model.device.type == "cuda"
     chosen = model.kernels.chosen if on_gpu else ""
-    if isinstance(model.exactness, Gap):  # operators of the inexact path, which nobody probes
-        gap = model.exactness.gap
+    if gap := model.gap:  # operators of the inexact path, which nobody probes
         report(
             f"NOT exact: engine and trainer compute differently ({gap}), gap measured each step; "
             f"bits depend on the thread count, {torch.get_num_threads()} are kept; {processor}"
@@ -88,8 +86,8 @@ def probe_exactness(
     free = max(1, min(torch.get_num_threads(), numerics.cores() - workers))
     found, seen = probe(model, seed, [free], microbatch), [_shape(model)]
     for other in others:
-        if isinstance(other.exactness, Gap):
-            found.thread_dependent.append(f"a model that is not exact, {other.exactness.gap}")
+        if other.gap:
+            found.thread_dependent.append(f"a model that is not exact, {other.gap}")
         elif _shape(other) not in seen:
             seen.append(_shape(other))
             alike = random_model(other, seed, placement(config).dtype)
@@ -202,6 +200,20 @@ def open_envs_and_rewards(
         machine.open_rewards(config, here, report) as rewards,
     ):
         yield envs, rewards
+
+
+@contextmanager
+def open_runner(
+    config: Config, problems: Sequence[Problem], key: str, report: Report
+) -> Iterator[tuple[RolloutRunner, list[Problem]]]:
+    """Open what plays and scores episodes for a command that only generates, and return the
+    problems whose prompts are short enough. key: that names the problems."""
+    check_model(config.model.path)
+    renderer = load_renderer(config.model.path, config.data.chat_template)
+    problems, lengths = renderer.check_lengths(problems, config.data, key=key)
+    with open_envs_and_rewards(config) as (envs, rewards):
+        engine = load_engine(config, renderer, max(lengths), report)
+        yield build_runner(config, engine, renderer, envs, rewards), problems
 
 
 def build_runner(

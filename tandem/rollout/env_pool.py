@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.config.schema import Env as EnvConfig
+from tandem.config.episodes import Env as EnvConfig
 from tandem.envs.calls import ALIVE_S, CLOSE_S, Caller, close_env, environment_loop
 from tandem.types import Env
 

@@ -13,8 +13,8 @@ from tandem.data.chat_template import with_calls_read
 from tandem.run_folder.episode_files import json_lines
 from tandem.run_folder.metrics import read_metrics
 from tandem.run_folder.read import open_past, read_step
-from tandem.train.batch import pack_batch, token_weights
-from tandem.train.learn import token_advantages
+from tandem.trainer.batch import pack_batch, token_weights
+from tandem.trainer.learn import token_advantages
 from tandem.types import Group
 from tests.support.episodes import sampled_groups, settings
 from tests.support.past_runs import STEPS, past_run
