@@ -29,8 +29,11 @@ $(DEV): $(READY)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gguf,serve,lora,dev]'
 	@touch $@
 
-# Adapters whose packages are heavy or need a compiler (the last); their tests are skipped without them.
+# Adapters whose packages are heavy or need a compiler (the last); their tests are skipped without them. mini-swe-agent
+# comes without LiteLLM, which its test does not need.
 adapters: $(DEV)
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt tenacity python-dotenv platformdirs requests
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps mini-swe-agent
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[wandb,png,mcp,openenv]'
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[reasoning-gym]'
 

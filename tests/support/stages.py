@@ -6,17 +6,17 @@ import numpy as np
 
 from tandem.config.schema import Config
 from tandem.engine.engine import Engine
-from tandem.jobs.rl_job import RLJob
+from tandem.jobs.rl import RLJob
 from tandem.rollout.collect import Collector
 from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.score import RolloutRunner
 from tandem.run_folder.episode_files import read_groups
 from tandem.run_folder.journal import Journal
 from tandem.step import Stages
-from tandem.train.batch import Models
-from tandem.train.learner import Learner
-from tandem.train.optimizer import Optimizer, Settings
-from tandem.train.parity import ExactCheck, NoCheck
+from tandem.trainer.batch import Models
+from tandem.trainer.learner import Learner
+from tandem.trainer.optimizer import Optimizer, Settings
+from tandem.trainer.parity import ExactCheck, NoCheck
 from tandem.types import Completion, Env, Problem, SamplingParams, Score
 from tandem.weights.in_process import InlineSync
 from tests.support.scripted import DigitRenderer, ScriptedEngine, ScriptedReward

@@ -32,7 +32,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from tandem.config.schema import Sandbox
+from tandem.config.episodes import Sandbox
 from tandem.envs.calls import in_thread
 from tandem.envs.tools import ToolEnv, ToolUnavailable
 from tandem.registry import find

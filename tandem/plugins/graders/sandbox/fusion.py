@@ -7,7 +7,7 @@ import base64
 import shlex
 from collections.abc import Mapping, Sequence
 
-from tandem.config.schema import Sandbox as SandboxConfig
+from tandem.config.episodes import Sandbox as SandboxConfig
 from tandem.plugins.graders.sandbox.protocol import (
     LIMITS,
     Limits,
