@@ -25,15 +25,14 @@ from typing import Any
 
 from tandem.envs.tools import NamedTool, ToolEnv, ToolUnavailable
 from tandem.model.tool_calls import Call, argument_types, with_types
-from tandem.runtime.errors import UserError
+from tandem.runtime.errors import UserError, not_installed
 from tandem.types import Tool
 
 try:
     from mcp import Client, MCPError, StdioServerParameters, stdio_client
     from mcp_types import CONNECTION_CLOSED
 except ModuleNotFoundError as error:
-    where, next = "env.name = mcp", "pip install 'tandem-rl[mcp]'"
-    raise UserError("mcp is not installed", where=where, next=next) from error
+    raise not_installed("mcp", "mcp", where="env.name = mcp") from error
 
 START_S = 30.0  # for a server to list its tools
 Servers = Mapping[str, Mapping[str, Any]]

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from tandem.config.schema import Sandbox
+from tandem.config.episodes import Sandbox
 from tandem.model.tool_calls import Call, write_calls
-from tandem.plugins.graders.sandbox import open_sandbox
+from tandem.plugins.graders.sandbox.protocol import open_sandbox
 from tandem.plugins.harbor import HarborEnv, rows
 from tandem.runtime.errors import UserError
 from tandem.types import Problem
