@@ -38,8 +38,8 @@ from tandem.model.probe import fastest_exact, try_matmuls
 from tandem.model.triton.plans import TRITON
 from tandem.plugins.plan.footprint import Footprint, model_sizes
 from tandem.run_folder.metrics import read_metrics
-from tandem.train.optimizer import Optimizer
-from tandem.train.pack import pack
+from tandem.trainer.optimizer import Optimizer
+from tandem.trainer.pack import pack
 from tandem.types import Microbatch, Request, Sample, SamplingDistribution, SamplingParams
 from tests.support.runs import output, prepare
 

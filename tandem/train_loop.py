@@ -33,8 +33,8 @@ from tandem.run_folder.status import write_status
 from tandem.runtime import signals, watchdog
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import InvariantError, UserError
-from tandem.train.learner import Learner
-from tandem.train.ranks import Ranks
+from tandem.trainer.learner import Learner
+from tandem.trainer.ranks import Ranks
 from tandem.types import Row, StepResult
 from tandem.weights.hashing import weight_hash
 

@@ -14,9 +14,9 @@ from tandem.run_folder.metrics import read_metrics
 from tandem.run_folder.status import read_status
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import UserError
-from tandem.train.learner import Learner
-from tandem.train.optimizer import Optimizer, Settings
 from tandem.train_loop import TrainJob, run_training
+from tandem.trainer.learner import Learner
+from tandem.trainer.optimizer import Optimizer, Settings
 from tandem.types import StepResult
 from tests.support.tiny import exact_model
 

@@ -22,15 +22,15 @@ from torch import Tensor
 from tandem.audit.diff import Divergence
 from tandem.audit.replay import replay
 from tandem.choices import Report
-from tandem.config.schema import RL
+from tandem.config.algorithm import RL
 from tandem.model.tokenizer import load_tokenizer
 from tandem.run_folder.episode_files import read_columns
 from tandem.run_folder.read import PastRun, read_step
 from tandem.run_folder.samples import Sample
 from tandem.runtime.errors import UserError
 from tandem.runtime.image_tokens import IMAGE
-from tandem.train.batch import TokenTensors, pack_batch
-from tandem.train.learn import policy_loss
+from tandem.trainer.batch import TokenTensors, pack_batch
+from tandem.trainer.learn import policy_loss
 from tandem.types import Microbatch, Outcome
 
 # the ways to name an episode, the narrower first; a uid may be a number, or hold colons
@@ -169,25 +169,35 @@ def trace_updates(past: PastRun, ref: EpisodeRef, report: Report) -> EpisodeUpda
     ]
     number = [row for row, _ in groups].index(trained.row)
     places = pack_batch([group for _, group in groups], past.config).sample_index
-    place = (number, trained.place)
-    sample = places.index(place) if place in places else None
+    samples = [n for n, place in enumerate(places) if place == (number, trained.place)]
+    parts: dict[int, tuple[TokenTensors, Tensor]] = {}
 
     def observe(batch: Microbatch, columns: TokenTensors, logprobs: Tensor) -> None:
-        if sample is not None and sample in batch.samples:
+        for sample in {*samples}.intersection(batch.samples.tolist()):
             own = columns.sequences == int((batch.samples == sample).argmax())
-            traced.columns, traced.logprobs = _part(columns, own), logprobs[own]
+            parts[sample] = _part(columns, own, sample), logprobs[own]
 
     traced.divergence = replay(past, step, report, observe, score=False).divergence
+    if found := [parts[sample] for sample in samples if sample in parts]:
+        values = {
+            one.name: [getattr(part, one.name) for part, _ in found] for one in fields(TokenTensors)
+        }
+        joined: dict[str, Any] = {
+            n: None if v[0] is None else torch.cat(v) for n, v in values.items()
+        }
+        traced.columns = TokenTensors(**joined)
+        traced.logprobs = torch.cat([logprobs for _, logprobs in found])
     return traced
 
 
-def _part(columns: TokenTensors, which: Tensor | slice) -> TokenTensors:
+def _part(columns: TokenTensors, which: Tensor | slice, sequence: int = 0) -> TokenTensors:
     """Select some of the tokens, as those of one sequence."""
     values = {one.name: getattr(columns, one.name) for one in fields(columns)}
     picked: dict[str, Any] = {
         name: None if value is None else value[which] for name, value in values.items()
     }
-    return TokenTensors(**picked | {"sequences": torch.zeros_like(columns.sequences[which])})
+    own = torch.full_like(columns.sequences[which], sequence)
+    return TokenTensors(**picked | {"sequences": own})
 
 
 def tokens(past: PastRun, ref: EpisodeRef, update: EpisodeUpdate | None) -> list[Token]:
@@ -267,7 +277,8 @@ def _ratio(
     other tokens; a loss of which nothing is known does not say what it clips."""
     if not rl.policy_loss.starts_at_advantage:
         return float((logprobs[n] - columns.proximal[n]).exp()), None
-    which = slice(None) if rl.policy_loss.of_sequences else slice(n, n + 1)
+    own = columns.sequences == columns.sequences[n]
+    which = own if rl.policy_loss.of_sequences else slice(n, n + 1)
     part = _part(columns, which)
     alone = replace(part, advantages=torch.full_like(part.advantages, float(columns.advantages[n])))
     _, sums = policy_loss(rl, alone, logprobs[which], torch.zeros_like(part.engine))

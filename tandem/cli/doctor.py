@@ -176,7 +176,7 @@ def _rewards() -> Finding:
 
 def _sandbox() -> Finding:
     """Describe the sandbox. A missing one fails nothing: only code of a model needs it."""
-    from tandem.config.schema import Sandbox
+    from tandem.config.episodes import Sandbox
 
     section = Sandbox()
     try:

@@ -8,18 +8,15 @@ from tandem.config.schema import Config
 from tandem.jobs.engines import open_runner, prepare_process
 from tandem.jobs.inputs import read_data
 from tandem.rollout.evaluate import Evaluator
+from tandem.runtime.disk import disk_errors
 from tandem.runtime.errors import UserError
 from tandem.runtime.wording import counted
 
 
 def evaluate(config: Config, out: Path | None) -> dict[str, float]:
-    if out is not None and not out.parent.is_dir():
-        raise UserError(
-            "the folder of the result does not exist",
-            where=str(out.parent),
-            expected="a folder",
-            next=f"mkdir -p {out.parent}",
-        )
+    if out is not None:
+        with disk_errors(out):
+            out.parent.mkdir(parents=True, exist_ok=True)
     prepare_process(config)
     problems = read_data(config, "eval.data")
     if not problems:

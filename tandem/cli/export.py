@@ -20,10 +20,10 @@ from tandem.run_folder.checkpoint import (
     step_name,
 )
 from tandem.run_folder.export import export, export_adapter, model_card
-from tandem.run_folder.hub import push, require_token
 from tandem.run_folder.metrics import read_metrics
 from tandem.run_folder.read import PastRun, entered
 from tandem.runtime.errors import UserError
+from tandem.runtime.hub import push, require_token
 
 
 def export_run(

@@ -60,15 +60,10 @@ def rollout(
     Raises UserError for an output that belongs to something else, or to another config, data file
     or model.
     """
-    if out is not None and not out.parent.is_dir():
-        raise UserError(
-            "the folder of the output does not exist",
-            where=str(out.parent),
-            expected="a folder",
-            next=f"mkdir -p {out.parent}",
-        )
     output = Output(out or DEFAULT_OUT)
     output.check()
+    with disk_errors(output.path):
+        output.path.parent.mkdir(parents=True, exist_ok=True)
     prepare_process(config)
     with open_output(output, config, fresh) as run:
         keep_in(run.path / "images")

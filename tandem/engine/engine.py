@@ -89,7 +89,7 @@ class Engine:
         """Make the cache, and what plans passes within it."""
         self.cache = PageCache(self.model, cache_bytes, record_experts)
         self.scheduler = Scheduler(self.cache, **sizes)
-        self.lookahead: Lookahead | None = None
+        self.lookahead: Lookahead | None = None  # a CPU that computes has nothing to wait for
         if self.model.kernels.runs_ahead:
             from tandem.engine.lookahead import lookahead_for
 
@@ -230,15 +230,13 @@ class Engine:
         # stand beside each other
         work.sort(key=lambda part: (-len(part[0].page_table), part[0].page_table))
         ahead = self.lookahead
-        taken = None if ahead is None else ahead.take(work)
-        done = {} if taken is None else taken.rows
-        ready, logits = self._forward(work, done)
+        taken = () if ahead is None else ahead.take(work)
+        ready, logits = self._forward(work, taken)
         sampled = []
         if logits is not None:
-            sampled = self._sample([s for s in ready if s not in done], logits)
-        if ahead is not None and taken is not None:
-            ahead.launch(taken, sampled)
-            sampled += taken.read()
+            sampled = self._sample([s for s in ready if s not in taken], logits)
+        if ahead is not None:
+            sampled += ahead.launch(sampled)
         for members, results in sampled:
             columns = (column.tolist() for column in results)
             for sequence, token, logprob, top, top_logprobs in zip(members, *columns, strict=True):
@@ -256,15 +254,15 @@ class Engine:
         return ended + ready
 
     def _forward(
-        self, work: Work, done: Collection[RunningSequence]
+        self, work: Work, taken: Collection[RunningSequence]
     ) -> tuple[list[RunningSequence], Tensor | None]:
-        """Run the new tokens, whose keys and values go into the cache, but for those of `done`,
-        which ran ahead. Return the sequences without further tokens to run, and the logits [B, V]
-        of those that ran here, or None for none."""
+        """Run the new tokens, whose keys and values go into the cache, but for those of sequences
+        that ran ahead, `taken`. Return the sequences without further tokens to run, and the logits
+        [B, V] of those that ran here, or None for none."""
         cache, (tokens, runs) = self.cache, _new_tokens(work)
-        here = [part for part in work if part[0] not in done]
+        here = [part for part in work if part[0] not in taken]
         if here:
-            own_tokens, own = _new_tokens(here) if done else (tokens, runs)
+            own_tokens, own = _new_tokens(here) if taken else (tokens, runs)
             plan = self.model.paged_plan(cache.keys, cache.values, own)
             positions = torch.from_numpy(own.positions)
             inputs = torch.from_numpy(own_tokens), positions, plan

@@ -43,7 +43,7 @@ class InexactEngine(Engine):
         self._batches: list[Batch] = []
 
     def _forward(
-        self, work: Work, done: Collection[RunningSequence]
+        self, work: Work, taken: Collection[RunningSequence]
     ) -> tuple[list[RunningSequence], Tensor | None]:
         ready = [sequence for sequence, _ in work]
         running = set(ready)

@@ -20,7 +20,7 @@ from tandem.model.stock import INDEX
 from tandem.run_folder.shards import not_written
 from tandem.runtime.disk import disk_errors, os_error
 from tandem.runtime.errors import UserError
-from tandem.train.learner import Learner
+from tandem.trainer.learner import Learner
 
 _FACTORS = ("lora_A.weight", "lora_B.weight")
 

@@ -110,7 +110,7 @@ def problem_inputs(config: Config, *others: str, exact: bool) -> ProblemInputs:
     shape = check_models(config, *others)
     where = f"model.path = {config.model.path}"
     place = placement(config)
-    reason = path_of(shape, where, place).exactness(shape, place).gap
+    reason = path_of(shape, where, place).gap(shape, place)
     require_correction(config, reason and f"{where}, {reason}")
     renderer = load_renderer(config.model.path, config.data.chat_template)
     check_tokenizer(config, shape, renderer)

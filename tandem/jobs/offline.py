@@ -6,7 +6,8 @@ from functools import partial
 from typing import Any
 
 from tandem.choices import Report
-from tandem.config.schema import SFT, Config, Preference
+from tandem.config.schema import Config
+from tandem.config.training import SFT, Preference
 from tandem.data.mixture import problems_of_step
 from tandem.jobs.engines import make_room
 from tandem.jobs.models import build_learner, build_reference
@@ -17,17 +18,17 @@ from tandem.run_folder.folder import RunFolder
 from tandem.run_folder.journal import Journal
 from tandem.runtime import signals
 from tandem.runtime.timer import Timer
-from tandem.train.learner import Learner
-from tandem.train.pack import pack
-from tandem.train.ranks import Ranks
-from tandem.train.supervised import (
+from tandem.train_loop import TrainJob
+from tandem.trainer.learner import Learner
+from tandem.trainer.pack import pack
+from tandem.trainer.ranks import Ranks
+from tandem.trainer.supervised import (
     pair_metrics,
     preference_step,
     reward_model_step,
     score_metrics,
     sft_step,
 )
-from tandem.train_loop import TrainJob
 from tandem.types import Microbatch, Row, Sample, StepResult
 from tandem.weights.in_process import InlineSync
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from tandem.config.schema import Eval
+from tandem.config.episodes import Eval
 from tandem.run_folder.files import RESTORE_OR_FRESH, read_file
 from tandem.run_folder.metrics import Metrics
 from tandem.runtime.disk import write_atomic

@@ -12,7 +12,6 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from tandem import __version__
 from tandem.config.recipe import changed
 from tandem.config.schema import Config
 from tandem.model.custom_code import is_custom, save_files
@@ -21,6 +20,7 @@ from tandem.model.stock import SUMS, WEIGHTS
 from tandem.model.tokenizer import load_tokenizer
 from tandem.runtime.disk import file_hash, os_error, whole_folder
 from tandem.runtime.errors import UserError
+from tandem.runtime.version import __version__
 from tandem.types import Row
 from tandem.weights.hashing import weight_hash
 

@@ -17,7 +17,7 @@ from tandem.model.lora import Lora
 from tandem.model.tiny import make_tokenizer
 from tandem.run_folder.export import export, export_adapter, model_card
 from tandem.runtime.errors import UserError
-from tandem.train.optimizer import Optimizer, Settings
+from tandem.trainer.optimizer import Optimizer, Settings
 from tests.support.parity import engine_for, largest_gap, random_requests
 from tests.support.tiny import exact_logits, random_tokens, stock_logits, stock_model, tiny_config
 

@@ -120,7 +120,7 @@ def test_pyarrow_alone_reads_every_column(tmp_path):
     assert json.loads(row["metadata"]) == problem.metadata
     assert tuple(json.loads(row["messages"])) == problem.messages
     assert row["tokens"] == wanted.tokens.tolist() and row["loss_mask"] == wanted.loss_mask.tolist()
-    assert set(Episode.__slots__) - {"experts"} <= set(table.column_names)
+    assert set(Episode.__slots__) - {"experts", "starts"} <= set(table.column_names)
     assert not any(pa.types.is_binary(f.type) for f in table.schema)
 
 

@@ -57,10 +57,12 @@ def in_own_process(*commands, cwd, **variables):
 
 
 def assert_is_a_users_error(result, *words):
-    """Exit code 2, nothing on stdout, a told error and no traceback."""
+    """Exit code 2, nothing on stdout, one told error and no traceback."""
     code, stdout, stderr, *_ = result
     assert code == 2 and stdout == ""
-    assert stderr.startswith("error: ") and "Traceback" not in stderr
+    assert (
+        stderr.startswith("error: ") and stderr.count("error:") == 1 and "Traceback" not in stderr
+    )
     assert all(word in stderr for word in words), stderr
 
 

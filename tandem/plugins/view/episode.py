@@ -53,11 +53,8 @@ def read_episode(run: Run, kind: str, step: int, row: int) -> dict[str, Any]:
     group = table.column("group").to_numpy() == record["group"]
     peers = table.select(_PEER).filter(group).to_pylist()
     places = np.flatnonzero(group).tolist()
-    values, command = run.config_values(), read_json(run.folder / "run.json").get("command")
-    advantages = _advantages(values, peers) if (kind, command) == ("train", "train") else None
-    own = None
-    if advantages and record["outcome"] != "unfinished" and not any(record["penalties"]):
-        own = advantages[places.index(row)]
+    values = run.config_values()
+    own = _step_advantages(run, values, step).get(row) if kind == "train" else None
     return {
         **{name: record[name] for name in _PLAIN},
         "key": str(record["key"]),  # 64 bits, more than a number of a browser
@@ -203,6 +200,7 @@ def _tokens(
     same = same and all(isinstance(row, dict) for row in learned)
     return {
         "id": ids,
+        "starts": record.get("starts") or [],
         "text": token_texts(run.folder, str(values.get("model.path", "")), ids),
         "sampled": mask,
         "logprob": record["engine_logprobs"],
@@ -298,6 +296,6 @@ _GROUP = ("kind", "group", "uid", "category", "answer", "prompt", "outcome")
 _ATTEMPT = ("row", "sample", "reward", "stop", "tokens", "error", "masked", "snippet")
 _SETTINGS = (
     *("rl.algorithm", "rl.advantage", "rl.loss", "rl.aggregation", "rl.correction", "rl.kl_coef"),
-    *("rl.kl_in", "rl.entropy_coef"),
+    *("rl.kl_in", "rl.entropy_coef", "rollout.history"),
     *("rl.prompts_per_step", "rl.group_size", "rollout.staleness", "train.learning_rate"),
 )

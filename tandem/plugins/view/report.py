@@ -42,8 +42,7 @@ article{border:1px solid var(--line);border-radius:8px;margin:.8rem 0;overflow:h
 article>p{margin:0;padding:.5rem .8rem;background:var(--card);font-size:.85rem}
 pre{white-space:pre-wrap;overflow-wrap:anywhere;margin:0;padding:.5rem .8rem;
 font:13px/1.5 ui-monospace,monospace;border-top:1px solid var(--line);unicode-bidi:isolate}
-pre b{color:var(--dim);font-weight:500}table{border-collapse:collapse;font-size:.85rem}
-td{padding:.1rem .8rem .1rem 0;vertical-align:top;overflow-wrap:anywhere}
+pre b{color:var(--dim);font-weight:500}
 """
 
 
@@ -91,21 +90,24 @@ def report(run: Run) -> str:
     """Write the HTML file of a run. Raises UserError for damaged episodes."""
     summary = run.summary()
     title = f"{run.name}: tandem {summary['command']}"
-    curves = figure(panels([run])) if run.metrics.steps else "<p>It has made no step yet.</p>"
+    drawn = panels([run])
+    flat = [f"{one.title} {one.lines[0].y[0]:g}" for one in drawn if one.is_constant]
+    curves = figure([one for one in drawn if not one.is_constant]) if drawn else ""
+    about = [summary[name] for name in ("command", "algorithm", "state", "model", "machine")]
+    about += [f"{summary['size']:,} parameters" * bool(summary["size"])]
+    about += [f"begun {summary['created']}, last written {summary['written']}"]
     notes = [f"failed: {summary['failed']}"] * bool(summary["failed"]) + summary["warnings"]
-    config = "".join(
-        f"<tr><td>{_text(name)}</td><td>{_text(str(value))}</td></tr>"
-        for name, value in run.config_values().items()
-    )
+    values = run.config_values().items()
+    config = "\n".join(f"{name} = {json.dumps(value, default=str)}" for name, value in values)
     sections = [
-        f"<h1>{_text(run.name)}</h1><p class=dim>tandem {_text(summary['command'])}, "
-        f"{_text(summary['created'])}, {_text(summary['state'])}</p>",
+        f"<h1>{_text(run.name)}</h1><p class=dim>{_text(' · '.join(filter(None, about)))}</p>",
         _figures(summary),
         *(f"<article><p>{_text(note)}</p></article>" for note in notes),
-        f"<h2>Curves</h2>{curves}",
+        f"<h2>Curves</h2>{curves or '<p>It has made no step yet.</p>'}",
+        *([f"<p class=dim>Constant: {', '.join(flat)}</p>"] if flat else []),
         *_episode_sections(run),
         "<h2>Configuration</h2><details><summary>every key</summary>",
-        f"<table>{config}</table></details>",
+        f"<pre>{_text(config)}</pre></details>",
     ]
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     return (
@@ -117,11 +119,12 @@ def report(run: Run) -> str:
 
 
 def _figures(summary: dict[str, Any]) -> str:
-    held_out, interval = summary["held_out"], summary["interval"]
+    held_out, interval = summary["held_out"], summary["interval"] or 0
+    ends = [] if held_out is None else [f"{summary['held_out_first']:.3f}", f"{held_out:.3f}"]
     rows = {
         "step": f"{summary['step']} of {summary['steps']}",
         summary["what"]: _number(summary["reward"]),
-        "held-out reward": "" if held_out is None else f"{held_out:.3f} ± {interval or 0:.3f}",
+        "held-out reward": f"{' → '.join(ends)} ± {interval:.3f}" if ends else "",
         "seconds a step": _number(summary["step_s"]),
         "tokens a second": _number(summary["tokens_s"]),
         "failed episodes": str(summary["errors"]),

@@ -16,6 +16,7 @@ from tandem.plugins.plan.footprint import model_sizes
 from tandem.run_folder.metrics import read_metrics
 from tandem.runtime.errors import UserError
 from tandem.train_loop import saved_tensors
+from tests.support.call_templates import call_templates
 from tests.support.command import tandem
 from tests.support.home import invoke, make_home
 
@@ -66,6 +67,14 @@ def test_plan_warns_of_problems_that_come_several_times_a_step(
     )
     assert code == 0
     assert [line.partition(" times")[0] for line in said] == [about] * bool(times)
+
+
+def test_plan_tells_where_a_model_s_own_calls_of_tools_are_not_read(home, tmp_path, caplog):
+    template = call_templates()["qwen3"].replace('{"name": "', '{"do": "')
+    (tmp_path / "odd.jinja").write_text(template)
+    shown = (f"data.chat_template={tmp_path}/odd.jinja", "env=tools", "reward=answer")
+    planned(home, tmp_path / "run", *shown, "env.options.tools=calculator")
+    assert "own form are not read" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from tandem.plugins.vision.images import load_image_reader
 from tandem.run_folder.export import export_adapter
 from tandem.runtime.image_parts import keep_in
 from tandem.runtime.image_tokens import IMAGE, image_run, name_of
-from tandem.train.pack import pack
+from tandem.trainer.pack import pack
 from tandem.types import Request, Sample, SamplingParams
 from tests.support.image_models import (
     KINDS,
