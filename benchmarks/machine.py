@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from tandem.model.cpu_kernels import CPU
+from tandem.model.kernels import CPU
 from tandem.runtime import numerics
 
 

@@ -23,7 +23,7 @@ import trl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.rewards import get_soft_overlong_punishment
 
-from tandem.model.cpu_kernels import CPU
+from tandem.model.kernels import CPU
 from tandem.model.logprobs import Head, token_logprobs
 from tandem.model.tiny import make_tiny
 from tandem.rl.advantages import centred, grpo, rloo

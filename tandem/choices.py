@@ -56,7 +56,7 @@ class Choice(ABC):
 
 
 class RolloutBackend(Choice):
-    """Sampler of episodes: jobs/tandem_engine.py, jobs/http_backend.py, plugins/vllm, or of a
+    """Sampler of episodes: jobs/tandem_engine.py, plugins/servers, plugins/vllm, or of a
     package with an entry point `tandem.engines`."""
 
     on_nodes = False  # its workers run on the nodes of a cluster

@@ -306,9 +306,7 @@ def tried(shape: Shape, seed: int) -> dict[str, Any]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = AutoConfig.for_model(shape.architecture, **shape.config)
-        unfit = (
-            [reason] if (reason := path_of(config, shape.name).exactness(config, None).gap) else []
-        )
+        unfit = [reason] if (reason := path_of(config, shape.name).gap(config, None)) else []
         if shape.variant:
             dtype = torch.bfloat16 if shape.variant.endswith("bfloat16") else torch.float32
             module = random_module(config, seed, dtype)
@@ -336,7 +334,7 @@ def tried(shape: Shape, seed: int) -> dict[str, Any]:
 def lived(model: Any, longest: int, rng: np.random.Generator) -> tuple[float, int, bool]:
     """(largest gap between engine and trainer, tokens sampled, whether one and two threads give the
     trainer the same bits)."""
-    from tandem.train.pack import join, pack
+    from tandem.trainer.pack import join, pack
     from tandem.types import Request, SamplingDistribution, SamplingParams
     from tests.support.parity import engine_for, sample_of
 

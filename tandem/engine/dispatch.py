@@ -1,7 +1,7 @@
 """Decision which rollout worker gets which request, and which weights it runs. Pure: it knows no
 process, no clock and no weights, so a simulation can drive it (benchmarks/cluster_model.py).
 
-    a step's thread                     Dispatcher                         the pool, or http.py
+    a step's thread                     Dispatcher                         the pool, or servers
     ---------------                     ----------                         --------------------
     open(version)   a queue
     add(ticket)     --------------->    switches: who loads which version  ->   target

@@ -13,16 +13,15 @@ not know problems, rewards or losses.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tandem.engine.ending import find_ending
-from tandem.engine.lookahead import NOTHING, Sampled, Taken, lookahead_for
 from tandem.engine.masks import mask_logits
 from tandem.engine.packed import packed_gap, packed_logprobs
 from tandem.engine.page_cache import PageCache
@@ -41,6 +40,9 @@ from tandem.runtime.image_tokens import text_tokens
 from tandem.runtime.rng import uniforms
 from tandem.types import Completion, CompletionStop, Request
 from tandem.weights.hashing import tensor_digests, weight_hash
+
+if TYPE_CHECKING:
+    from tandem.engine.lookahead import Lookahead, Sampled
 
 OnUpdate = Literal["finish", "restart", "continue"]
 
@@ -87,7 +89,11 @@ class Engine:
         """Make the cache, and what plans passes within it."""
         self.cache = PageCache(self.model, cache_bytes, record_experts)
         self.scheduler = Scheduler(self.cache, **sizes)
-        self.lookahead = lookahead_for(self.model, self.cache, sizes["max_batch"])
+        self.lookahead: Lookahead | None = None  # a CPU that computes has nothing to wait for
+        if self.model.kernels.runs_ahead:
+            from tandem.engine.lookahead import lookahead_for
+
+            self.lookahead = lookahead_for(self.model, self.cache, sizes["max_batch"])
 
     # ---- requests
 
@@ -224,14 +230,13 @@ class Engine:
         # stand beside each other
         work.sort(key=lambda part: (-len(part[0].page_table), part[0].page_table))
         ahead = self.lookahead
-        taken = NOTHING if ahead is None else ahead.take(work)
+        taken = () if ahead is None else ahead.take(work)
         ready, logits = self._forward(work, taken)
         sampled = []
         if logits is not None:
-            sampled = self._sample([s for s in ready if s not in taken.rows], logits)
+            sampled = self._sample([s for s in ready if s not in taken], logits)
         if ahead is not None:
-            ahead.launch(taken, sampled)
-            sampled += taken.read()
+            sampled += ahead.launch(sampled)
         for members, results in sampled:
             columns = (column.tolist() for column in results)
             for sequence, token, logprob, top, top_logprobs in zip(members, *columns, strict=True):
@@ -248,14 +253,16 @@ class Engine:
                 self._end(sequence, *ending)
         return ended + ready
 
-    def _forward(self, work: Work, taken: Taken) -> tuple[list[RunningSequence], Tensor | None]:
-        """Run the new tokens, whose keys and values go into the cache, but for those that ran
-        ahead. Return the sequences without further tokens to run, and the logits [B, V] of those
-        that ran here, or None for none."""
+    def _forward(
+        self, work: Work, taken: Collection[RunningSequence]
+    ) -> tuple[list[RunningSequence], Tensor | None]:
+        """Run the new tokens, whose keys and values go into the cache, but for those of sequences
+        that ran ahead, `taken`. Return the sequences without further tokens to run, and the logits
+        [B, V] of those that ran here, or None for none."""
         cache, (tokens, runs) = self.cache, _new_tokens(work)
-        here = [part for part in work if part[0] not in taken.rows]
+        here = [part for part in work if part[0] not in taken]
         if here:
-            own_tokens, own = _new_tokens(here) if taken.rows else (tokens, runs)
+            own_tokens, own = _new_tokens(here) if taken else (tokens, runs)
             plan = self.model.paged_plan(cache.keys, cache.values, own)
             positions = torch.from_numpy(own.positions)
             inputs = torch.from_numpy(own_tokens), positions, plan
@@ -283,7 +290,7 @@ class Engine:
                 top = sequence.request.params.prompt_logprobs or 0
                 sequence.prompt_scores += score_tokens(self.model.head, states, aims, top)
 
-    def _sample(self, sequences: list[RunningSequence], logits: Tensor) -> list[Sampled]:
+    def _sample(self, sequences: list[RunningSequence], logits: Tensor) -> "list[Sampled]":
         """Sample the next token of each sequence from its logits [B, V]; one call for those that
         are sampled alike."""
         keys = np.array([s.request.key for s in sequences], np.uint64)

@@ -14,14 +14,13 @@ paused or preempted sequence is computed again.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tandem.engine.engine import Engine
-from tandem.engine.lookahead import Taken
 from tandem.engine.page_cache import page_bytes
 from tandem.engine.scheduler import Queue, RunningSequence, Work
 from tandem.model.inexact import InexactModel, SequenceStates
@@ -43,7 +42,9 @@ class InexactEngine(Engine):
         self.lookahead = None
         self._batches: list[Batch] = []
 
-    def _forward(self, work: Work, taken: Taken) -> tuple[list[RunningSequence], Tensor | None]:
+    def _forward(
+        self, work: Work, taken: Collection[RunningSequence]
+    ) -> tuple[list[RunningSequence], Tensor | None]:
         ready = [sequence for sequence, _ in work]
         running = set(ready)
         self._batches = [batch for batch in self._batches if batch.keep(running)]

@@ -1,12 +1,11 @@
 """Decode one step ahead of the host, so that a GPU never waits for it.
 
-    Engine.step n:    take: results of step n, which runs since Engine.step n - 1
+    Engine.step n:    take: step n runs since Engine.step n - 1; which of the schedule does it have?
                         |
-                      the plain pass of what is not among them: prompts, other ways to sample
+                      the plain pass of what it has not: prompts, other ways to sample
                         |
-                      launch: step n + 1, fed with tokens that the host has not seen yet
-                        |
-                      Taken.read: waits for step n; tokens are recorded, sequences end
+                      launch: step n + 1, fed with tokens that the host has not seen yet; then it
+                      waits for step n, whose tokens are recorded, and sequences end
 
 Engine, scheduler and cache are at every moment as without it: a step in flight is a guess at what
 the next one has to run, and a result counts only if the schedule asks for it. The guess for a
@@ -15,6 +14,7 @@ key behind the filled part of its own page, or into a free page; whoever gets th
 writes it first.
 """
 
+from collections.abc import Collection
 from functools import partial
 from typing import NamedTuple
 
@@ -59,24 +59,6 @@ class Row(NamedTuple):
         return held and self.page == self.table[self.position // PAGE]
 
 
-class Taken(NamedTuple):
-    """Results of a step for some sequences, by their rows in it."""
-
-    rows: dict[RunningSequence, int]
-    copy: HostCopy | None = None
-
-    def read(self) -> list[Sampled]:
-        """Wait for the results; the list is empty if there are none."""
-        if self.copy is None:
-            return []
-        tokens, logprobs = (column[list(self.rows.values())] for column in self.copy.wait())
-        no_top = tokens.new_empty(len(tokens), 0)
-        return [(list(self.rows), SampledTokens(tokens, logprobs, no_top, no_top))]
-
-
-NOTHING = Taken({})
-
-
 class Lookahead:
     """The decode step in flight and its rows."""
 
@@ -87,55 +69,63 @@ class Lookahead:
         self._step = DecodeStep(model, cache, max_batch, capture)
         self._rows: list[Row] = []
         self._copy: HostCopy | None = None
+        self._taken: dict[RunningSequence, int] = {}
 
     def clear(self) -> None:
         """Drop the step in flight and every captured one: the weights have changed."""
         self._rows = []
         self._step.graphs.clear()
 
-    def take(self, work: Work) -> Taken:
-        """Return what the step in flight has for the schedule. If it has nothing, and one step can
-        run the whole schedule, run that."""
-        rows = {row.sequence: n for n, row in enumerate(self._rows) if row.is_next()}
-        if not rows:
-            sequences = [sequence for sequence, _ in work]
-            if any(s.length - s.num_cached > 1 for s in sequences) or not _alike(sequences):
-                return NOTHING
+    def take(self, work: Work) -> Collection[RunningSequence]:
+        """Return the sequences of the schedule that the step in flight runs. If it has none, and
+        one step can run the whole schedule, run that."""
+        self._taken = {row.sequence: n for n, row in enumerate(self._rows) if row.is_next()}
+        sequences = [] if self._taken else [sequence for sequence, _ in work]
+        one_each = all(s.length - s.num_cached == 1 for s in sequences)
+        if sequences and one_each and _alike(sequences):
             tokens = np.array([s.next_tokens(1) for s in sequences])[:, 0]
-            rows = {sequence: n for n, sequence in enumerate(sequences)}
+            self._taken = {sequence: n for n, sequence in enumerate(sequences)}
             self._start(
                 [Row(s, len(s.tokens), s.page_table, s.page_table[-1]) for s in sequences],
                 upload(tokens, self._step.tokens.device),
             )
-        return Taken(rows, self._copy)
+        return self._taken
 
-    def launch(self, taken: Taken, plain: list[Sampled]) -> None:
-        """Start the next step for the sequences that get a token now, in the step that `taken` is
-        of or in the plain pass, unless that is their last by its number.
+    def launch(self, plain: list[Sampled]) -> list[Sampled]:
+        """Start the next step for the sequences that get a token now, taken or in the plain pass,
+        unless that is their last by its number; then wait for the results of those taken.
 
         None is started if they are sampled in different ways, or if pages are needed that are not
         free.
         """
-        before, self._rows = self._rows, []
-        rows = [*taken.rows.items()]
+        taken, before, copy = self._taken, self._rows, self._copy
+        self._rows = []
         joined = [sequence for members, _ in plain for sequence in members]
+        rows = [*taken.items()]
         rows += [(sequence, len(before) + number) for number, sequence in enumerate(joined)]
         rows = [(sequence, source) for sequence, source in rows if not _is_last(sequence)]
         if joined:  # sequences that share pages stand beside each other
             rows.sort(key=lambda row: row[0].page_table)
         sequences, sources = [s for s, _ in rows], [source for _, source in rows]
         pages = self._next_pages(sequences)
-        if not pages or not _alike(sequences):
-            return
-        following = [
-            Row(s, len(s.tokens) + 1, s.page_table, page)
-            for s, page in zip(sequences, pages, strict=True)
-        ]
-        tokens, moved = None, [row.place for row in following] != [row.place for row in before]
-        if moved or sources != [*range(len(before))]:
-            known = [self._step.tokens[: len(before)], *(sampled.tokens for _, sampled in plain)]
-            tokens = torch.cat(known)[upload(np.array(sources), known[0].device)]
-        self._start(following, tokens)
+        if pages and _alike(sequences):
+            following = [
+                Row(s, len(s.tokens) + 1, s.page_table, page)
+                for s, page in zip(sequences, pages, strict=True)
+            ]
+            tokens, moved = None, [row.place for row in following] != [row.place for row in before]
+            if moved or sources != [*range(len(before))]:
+                known = [
+                    self._step.tokens[: len(before)],
+                    *(results.tokens for _, results in plain),
+                ]
+                tokens = torch.cat(known)[upload(np.array(sources), known[0].device)]
+            self._start(following, tokens)
+        if not taken or copy is None:
+            return []
+        tokens, logprobs = (column[list(taken.values())] for column in copy.wait())
+        no_top = tokens.new_empty(len(tokens), 0)
+        return [(list(taken), SampledTokens(tokens, logprobs, no_top, no_top))]
 
     def _next_pages(self, sequences: list[RunningSequence]) -> list[int]:
         """List the pages of the next keys; empty if one cannot be known.
@@ -166,14 +156,9 @@ class Lookahead:
         self._copy = self._step.run(len(rows), longest, rows[0].sequence.request.params)
 
 
-def lookahead_for(model: ExactModel, cache: PageCache, max_batch: int) -> Lookahead | None:
-    """Make the Lookahead of a model on Triton's kernels, or None: a CPU that computes has nothing
-    to wait for.
-
-    Experts are not captured: their batches have sizes that the host must know.
-    """
-    if not model.kernels.runs_ahead:
-        return None
+def lookahead_for(model: ExactModel, cache: PageCache, max_batch: int) -> Lookahead:
+    """Make the Lookahead of a model. Experts are not captured: their batches have sizes that the
+    host must know."""
     experts = any(layer.sparse for layer in model.module.model.layers)
     captured = model.device.type == "cuda" and not experts
     capture = partial(cuda_capture, model.device) if captured else None

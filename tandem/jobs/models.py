@@ -2,12 +2,13 @@
 
 import os
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from tandem.choices import choices, machine_of, trainer_of
-from tandem.config.schema import SFT, Config, Preference, Train
+from tandem.config.schema import Config
+from tandem.config.training import SFT, Preference, Train
 from tandem.data.renderer import ChatRenderer
 from tandem.model.config_file import LEAN_ARCHITECTURES, check_model, has_experts
 from tandem.model.load import ExactModel, load_model
@@ -18,10 +19,13 @@ from tandem.registry import find
 from tandem.runtime.errors import UserError
 from tandem.runtime.place import here
 from tandem.runtime.rng import address
-from tandem.train.batch import Models
-from tandem.train.learner import Learner
-from tandem.train.optimizer import Optimizer, Settings
-from tandem.train.ranks import ALONE, Ranks
+from tandem.trainer.batch import Models
+from tandem.trainer.learner import Learner
+from tandem.trainer.optimizer import Optimizer, Settings
+from tandem.trainer.ranks import ALONE, Ranks
+
+if TYPE_CHECKING:
+    from tandem.model.lora import Lora
 
 Head = Literal["tokens", "value"]
 
@@ -31,7 +35,7 @@ def placement(config: Config) -> Placement:
     device that is not there."""
     place = place_models(config.model.device, config.model.dtype)
     if place.device.type == "cuda" and config.parallel.processes > 1:
-        from tandem.train.parallel.checks import own_gpu
+        from tandem.trainer.parallel.checks import own_gpu
 
         own = machine_of(config).own_place(config, here(os.environ, config.parallel.processes))
         number = own_gpu(config.model.device, own, torch.cuda.device_count())
@@ -56,19 +60,23 @@ def build_model(
     return ranks.divide(model, place.dtype)
 
 
-def _load(config: Config, path: str, place: Placement, head: Head) -> ExactModel:
-    lora, adapter = config.lora, None
-    if lora.rank:
-        from tandem.model.lora import Lora
+def adapter_of(config: Config) -> "Lora | None":
+    """Return the adapter of a run's models; None without one."""
+    if not (lora := config.lora).rank:
+        return None
+    from tandem.model.lora import Lora
 
-        adapter = Lora(
-            rank=lora.rank,
-            alpha=lora.alpha,
-            targets=tuple(lora.targets),
-            seed=address(config.run.seed, "lora") >> 1,
-            base=lora.base,
-        )
-    model = load_model(path, adapter, head=head, place=place)
+    return Lora(
+        rank=lora.rank,
+        alpha=lora.alpha,
+        targets=tuple(lora.targets),
+        seed=address(config.run.seed, "lora") >> 1,
+        base=lora.base,
+    )
+
+
+def _load(config: Config, path: str, place: Placement, head: Head) -> ExactModel:
+    model = load_model(path, adapter_of(config), head=head, place=place)
     model.split(config.parallel.tensor)
     return model
 
@@ -203,7 +211,7 @@ def check_shape(config: Config, shape: Any, key: str, head: Head = "tokens") -> 
     if head == "value":
         _check_scored(shape, key)
     if processes > 1:
-        from tandem.train.parallel.checks import check_mesh
+        from tandem.trainer.parallel.checks import check_mesh
 
         check_mesh(config.parallel, shape, key)
     for choice in choices(config):

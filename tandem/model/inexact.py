@@ -22,11 +22,10 @@ from tandem.model.expert_choices import ExpertChoices
 from tandem.model.general import GeneralModel, Pass, put_exact_parts
 from tandem.model.general_experts import ExactFunctions
 from tandem.model.lora import Lora, add_adapter
-from tandem.model.paths import Gap
 from tandem.model.rope import has_static_ropes
 
 BATCH_TOKENS = 4096  # of a padded batch, unless one sequence is longer
-UNTRIED = Gap("it runs by transformers' own operators")
+UNTRIED = "it runs by transformers' own operators"
 CACHES = ("past_key_values", "cache_params")  # names that forward passes have for their cache
 
 
@@ -91,11 +90,11 @@ class InexactModel(GeneralModel):
         module: Any,
         lora: Lora | None,
         functions: ExactFunctions | None,
-        gap: Gap,
+        gap: str,
         caches: bool,
     ):
         super().__init__(module, lora, functions)
-        self.exactness = gap
+        self.gap = gap
         # a rotary embedding may depend on the longest sequence of a batch
         self._pads = has_static_ropes(self.config)
         names = inspect.signature(module.base_model.forward).parameters
@@ -161,7 +160,7 @@ class SequenceStates:
 
 
 def make_inexact(
-    module: Any, lora: Lora | None = None, *, gap: Gap = UNTRIED, caches: bool = True
+    module: Any, lora: Lora | None = None, *, gap: str = UNTRIED, caches: bool = True
 ) -> InexactModel:
     """Put exact parts into a transformers module in place, where it has any, and with lora a new
     adapter. gap, caches: as in InexactModel."""

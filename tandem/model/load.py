@@ -29,13 +29,12 @@ from tandem.model.config_file import (
 )
 from tandem.model.custom_code import from_config
 from tandem.model.expert_choices import ExpertChoices
-from tandem.model.experts import ExactExperts, ExactRouter
 from tandem.model.kernels import Kernels, kernels_of
-from tandem.model.layers import ExactLayer, embed, norm, rotation_of
-from tandem.model.linear import ExactLinear, PackedWeight, Part
+from tandem.model.layers import embed, norm, rotation_of
+from tandem.model.linear import ExactLinear, PackedWeight, PackOwner, Part
 from tandem.model.onednn import padded_rows
 from tandem.model.paged_attention import Runs
-from tandem.model.paths import Exact, Exactness, divisible, named_path, path_of
+from tandem.model.paths import divisible, named_path, path_of
 from tandem.model.placement import CPU_FLOAT32, Placement
 from tandem.model.row_parts import WHOLE
 from tandem.model.stock import load_stock, stock_class
@@ -45,17 +44,16 @@ if TYPE_CHECKING:
     from tandem.model.lora import Lora
 
 T = TypeVar("T")
-OWNERS_OF_PACKS = (ExactLinear, ExactLayer, ExactRouter, ExactExperts)
 
 
-class Merged(Mapping[str, Tensor]):
-    """Weights with their adapters, each merged as it is asked for: not all are there at once."""
+class LazyWeights(Mapping[str, Tensor]):
+    """Weights by name, each made of its part as it is asked for: not all are there at once."""
 
-    def __init__(self, parts: dict[str, Part]):
-        self._parts = parts
+    def __init__(self, parts: Mapping[str, Any], make: Callable[[Any], Tensor]):
+        self._parts, self._make = parts, make
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._parts[name].merged()
+        return self._make(self._parts[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parts)
@@ -76,7 +74,7 @@ class ExactModel(nn.Module):
     softcap = 0.0  # of the logits, as in logprobs.token_logprobs
     path = "lean"  # its name (paths.py)
     engine = "paged"  # what samples from it, in registry.py
-    exactness: Exactness = Exact()  # of the engine's passes and the trainer's
+    gap = ""  # why the engine's passes differ from the trainer's by rounding; "": they do not
 
     def __init__(self, module: Any, lora: "Lora | None" = None):
         super().__init__()
@@ -155,7 +153,7 @@ class ExactModel(nn.Module):
 
     def packs(self) -> list[PackedWeight]:
         """Return the packs of all linears."""
-        owners = [part for part in self.modules() if isinstance(part, OWNERS_OF_PACKS)]
+        owners = [part for part in self.modules() if isinstance(part, PackOwner)]
         return [pack for owner in owners for pack in owner.packs()]
 
     @property
@@ -195,11 +193,12 @@ class ExactModel(nn.Module):
         """Return the weights that run, the adapter merged, by their plain Hugging Face names."""
         return dict(self.merged())
 
-    def merged(self) -> Merged:
+    def merged(self) -> Mapping[str, Tensor]:
         """Return `merged_weights` one at a time."""
         parts = {f"{name}.weight": part.adapted_part() for name, part in self.adapted.items()}
         weights, factors = self.named_weights(), self.adapter_weights()
-        return Merged({n: parts.get(n, Part(w)) for n, w in weights.items() if n not in factors})
+        plain = {n: parts.get(n, Part(w)) for n, w in weights.items() if n not in factors}
+        return LazyWeights(plain, Part.merged)
 
     def adapter_weights(self) -> dict[str, Tensor]:
         """Return the adapter's factors by their names in `named_weights`; empty without one."""

@@ -10,7 +10,6 @@ batches or losses.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -229,7 +228,8 @@ class _Chunk:
             assert call.seen is not None, "a repetition penalty needs the tokens seen before"
             tokens = call.seen(rows.start, rows.stop)
             factor = penalize(logits, sampling.repetition_penalty, tokens)
-            self._backwards.insert(0, partial(_scale_seen, tokens, factor))
+            at = tokens.rows, tokens.tokens
+            self._backwards.insert(0, lambda slope: slope.index_put_(at, slope[at] * factor))
         mask_unnamed(logits, sampling, self.targets)
         self._fused = kernels_of(logits).fused and not _is_filtered(sampling)
         self.table = logits if self._fused else log_distribution(logits, sampling, self.targets)
@@ -268,10 +268,6 @@ class _Chunk:
         for step in self._backwards:
             step(slope)
         return slope
-
-
-def _scale_seen(seen: SeenTokens, factor: Tensor, slope: Tensor) -> None:
-    slope[seen.rows, seen.tokens] = slope[seen.rows, seen.tokens] * factor
 
 
 def row_sums(table: Tensor) -> Tensor:

@@ -107,24 +107,6 @@ def _check_targets(targets: Sequence[str], linears: Sequence[str]) -> None:
         )
 
 
-def chosen_shapes(module: Any, targets: Sequence[str]) -> list[tuple[int, int]]:
-    """List (outputs, inputs) of the linears of a stock transformers module that the targets name.
-
-    Raises UserError for a target that the module lacks.
-    """
-    linears = _linear_names(module)
-    _check_targets(targets, linears)
-    names = linears
-    if ALL_LINEAR not in targets:
-        names = [name for target in targets for name in _matching(linears, target)]
-    shapes = []
-    for name in dict.fromkeys(names):
-        linear = module.get_submodule(name)
-        outputs, inputs = linear.weight.shape
-        shapes.append((inputs, outputs) if is_conv1d(linear) else (outputs, inputs))
-    return shapes
-
-
 def _matching(names: Sequence[str], target: str) -> list[str]:
     """Find the names that PEFT matches with target."""
     return [name for name in names if _named(name, [target])]

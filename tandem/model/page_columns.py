@@ -78,7 +78,9 @@ def column_of(pages: np.ndarray, used: int, rows: int) -> Column:
         if total > sequences:  # else they are in order
             moved = width * (np.cumsum(tiles) - tiles) - firsts  # padding before a group's first
             at = np.arange(sequences) + moved.repeat(counts)
-            members, places = torch.from_numpy(_members(at, total)), torch.from_numpy(at)
+            # the sequence at each place, in padding the last one before it
+            members = torch.from_numpy(np.searchsorted(at, np.arange(total), side="right") - 1)
+            places = torch.from_numpy(at)
     first, is_run = int(pages[0]), bool((np.diff(pages) == 1).all())
     return Column(
         sequences=sequences,
@@ -88,11 +90,6 @@ def column_of(pages: np.ndarray, used: int, rows: int) -> Column:
         members=members,
         places=places,
     )
-
-
-def _members(places: np.ndarray, total: int) -> np.ndarray:
-    """Find the sequence at each of the places, or the last one before a place of padding."""
-    return np.searchsorted(places, np.arange(total), side="right") - 1
 
 
 def _width(counts: np.ndarray, rows: int) -> int:

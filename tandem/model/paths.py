@@ -6,30 +6,10 @@ weight is read. Knows no torch and no path's arithmetic.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from tandem.registry import find, names
 from tandem.runtime.errors import UserError
-
-
-@dataclass(frozen=True, slots=True)
-class Exact:
-    """Engine and trainer agree to the last bit, unless the probe finds that this machine's
-    operators do not."""
-
-    gap: ClassVar[str] = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Gap:
-    """Log-probs of engine and trainer differ by rounding. Example: Gap("architecture mamba: no
-    attention heads")"""
-
-    gap: str
-
-
-Exactness = Exact | Gap
 
 
 class ModelPath:
@@ -43,9 +23,10 @@ class ModelPath:
         weights, a model.placement.Placement."""
         raise NotImplementedError
 
-    def exactness(self, config: Any, place: Any) -> Exactness:
-        """Return what the path promises of a model that takes it."""
-        return Exact()
+    def gap(self, config: Any, place: Any) -> str:
+        """Say why log-probs of engine and trainer differ by rounding; "" if they agree to the last
+        bit, unless the probe finds that this machine's operators do not."""
+        return ""
 
     def maker(self, folder: str, config: Any, place: Any) -> Callable[..., Any]:
         """Return what makes an ExactModel of a stock module and a Lora or None, in place. folder:

@@ -34,7 +34,7 @@ class Placement:
 
 
 DEVICES = r"auto|cpu|cuda(:[0-9]+)?"
-DTYPES = ("auto", "float32", "bfloat16", "float8")
+DTYPES = ("auto", "float32", "bfloat16")
 CPU_FLOAT32 = Placement(torch.device("cpu"), torch.float32)
 
 
@@ -42,8 +42,8 @@ def place_models(device: str, dtype: str) -> Placement:
     """Resolve model.device ("auto", "cpu", "cuda", "cuda:1") and model.dtype ("auto", "float32",
     "bfloat16").
 
-    Raises UserError for a device that is not there, or that cannot compute in bfloat16, for float8,
-    and for other words.
+    Raises UserError for a device that is not there, or that cannot compute in bfloat16, and for
+    other words.
     """
     if not re.fullmatch(DEVICES, device) or dtype not in DTYPES:
         raise UserError(
@@ -66,9 +66,6 @@ def place_models(device: str, dtype: str) -> Placement:
         )
     on_gpu = kind == "cuda" or (device == "auto" and count > 0)
     place = torch.device("cuda", int(number or 0)) if on_gpu else torch.device("cpu")
-    if dtype == "float8":
-        processor = torch.cuda.get_device_name(place) if on_gpu else numerics.processor()
-        raise no_float8(processor)
     if on_gpu and dtype != "float32" and not torch.cuda.is_bf16_supported(False):
         if dtype == "bfloat16":
             raise UserError(
@@ -81,14 +78,3 @@ def place_models(device: str, dtype: str) -> Placement:
         dtype = "float32"
     auto = "bfloat16" if on_gpu else "float32"
     return Placement(place, getattr(torch, auto if dtype == "auto" else dtype))
-
-
-def no_float8(processor: str) -> UserError:
-    """Tell why linears do not run in float8."""
-    return UserError(
-        "linears in float8 are not built",
-        where="model.dtype = float8",
-        found=processor,
-        expected="auto, float32 or bfloat16",
-        next="set model.dtype=auto: bfloat16 on a GPU, float32 on a CPU",
-    )

@@ -23,7 +23,7 @@ from tandem.model.inexact import InexactModel, SequenceStates, make_inexact
 from tandem.model.linear import ExactLinear
 from tandem.model.load import ExactModel
 from tandem.model.lora import Lora, add_adapter
-from tandem.model.paths import Gap, ModelPath
+from tandem.model.paths import ModelPath
 from tandem.model.random_models import VOCABULARY, first_layers, random_module
 from tandem.model.rope import positions_of
 from tandem.model.schedule import Schedule
@@ -72,11 +72,11 @@ class Inexact(ModelPath):
     def why_not(self, config: Any, place: Any) -> str:
         return stock_trial(config).fault
 
-    def exactness(self, config: Any, place: Any) -> Gap:
-        return Gap(f"architecture {config.model_type}: {GENERAL.why_not(config, place)}")
+    def gap(self, config: Any, place: Any) -> str:
+        return f"architecture {config.model_type}: {GENERAL.why_not(config, place)}"
 
     def maker(self, folder: str, config: Any, place: Any) -> Callable[..., InexactModel]:
-        gap, caches = self.exactness(config, place), stock_trial(config).caches
+        gap, caches = self.gap(config, place), stock_trial(config).caches
         return partial(make_inexact, gap=gap, caches=caches)
 
 

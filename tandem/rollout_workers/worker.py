@@ -41,7 +41,7 @@ Receive = Callable[[Message, deque[int]], "dict[str, Tensor]"]
 PRELOADED = (
     "tandem.engine.inexact_engine",
     "tandem.engine.sync_check",
-    "tandem.model.cpu_kernels",
+    "tandem.model.kernels",
     "tandem.model.lean",
     "tandem.model.load",
     "tandem.model.tokenizer",

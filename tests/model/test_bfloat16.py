@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tandem.model.cpu_kernels import CPU
+from tandem.model.kernels import CPU
 from tandem.model.layers import embed
 from tandem.model.linear import Part, fused_linear
 from tandem.model.load import make_exact

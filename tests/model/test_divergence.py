@@ -8,8 +8,8 @@ from typing import get_args
 import pytest
 import torch
 
-from tandem.model.cpu_kernels import CPU
 from tandem.model.divergence import divergences
+from tandem.model.kernels import CPU
 from tandem.model.logprobs import CHUNK_BYTES, Head, chunks
 from tandem.rl.distillation import DivergenceKind, divergence
 

@@ -10,11 +10,10 @@ from tandem.model.config_file import check_model
 from tandem.model.forward import batch_logprobs
 from tandem.model.load import load_model
 from tandem.model.lora import Lora
-from tandem.model.paths import Gap
 from tandem.model.trial import StockTrial, stock_trial
 from tandem.run_folder.export import export
 from tandem.runtime.errors import UserError
-from tandem.train.pack import pack
+from tandem.trainer.pack import pack
 from tandem.types import SamplingDistribution
 from tests.support.architectures import (
     INEXACT,
@@ -101,7 +100,7 @@ def test_export_loads_in_transformers(name, rank, tmp_path):
     save_architecture(name, tmp_path / "model")
     lora = Lora(rank=rank, alpha=8.0, targets=("all-linear",), seed=7) if rank else None
     model, noise = load_model(str(tmp_path / "model"), lora), torch.Generator().manual_seed(1)
-    assert isinstance(model.exactness, Gap)
+    assert model.gap
     model.load_weights(
         {n: w + 0.05 * torch.randn(w.shape, generator=noise) for n, w in model.trainable().items()}
     )

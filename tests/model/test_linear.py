@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tandem.model.cpu_kernels import CPU
+from tandem.model.kernels import CPU
 from tandem.model.layers import made_again
 from tandem.model.linear import ExactLinear, FusedLinear, PackedWeight
 from tests.support.operators import Operators

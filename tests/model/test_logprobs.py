@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.model.cpu_kernels import CPU
+from tandem.model.kernels import CPU
 from tandem.model.logprobs import CHUNK_BYTES, Head, SeenTokens, log_distribution, token_logprobs
 from tandem.types import SamplingDistribution
 from tests.support.operators import Operators

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.model.cpu_kernels import CPU
+from tandem.model.kernels import CPU
 from tandem.model.logprobs import Head, log_distribution, token_logprobs
 from tandem.rl.corrections import correction
 from tandem.rl.losses import ppo_clip

@@ -302,4 +302,4 @@ def inexact(name, lora=None, seed=0, **changes):
 
 def why_inexact(config, place=None):
     """Why a model of a transformers config cannot be exact; "" if it is."""
-    return path_of(config, "here", place).exactness(config, place).gap
+    return path_of(config, "here", place).gap(config, place)

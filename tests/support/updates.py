@@ -5,11 +5,11 @@ import torch
 
 from tandem.model.forward import batch_logprobs
 from tandem.model.schedule import threads_of
-from tandem.train.learner import Learner
-from tandem.train.optimizer import Optimizer, Settings
-from tandem.train.pack import pack
-from tandem.train.parallel.ranks import ParallelRanks
-from tandem.train.ranks import Ranks
+from tandem.trainer.learner import Learner
+from tandem.trainer.optimizer import Optimizer, Settings
+from tandem.trainer.pack import pack
+from tandem.trainer.parallel.ranks import ParallelRanks
+from tandem.trainer.ranks import Ranks
 from tandem.types import SamplingDistribution
 from tests.support.tiny import exact_model, random_samples
 

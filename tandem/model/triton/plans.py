@@ -4,7 +4,7 @@ Cache and shapes are the same, the arithmetic is another: engine and trainer agr
 to the bit, and with the CPU closely.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,14 +23,11 @@ from tandem.model.triton.packed_attention import PackedSegments, packed_attentio
 from tandem.model.triton.shared_splits import shared_attention, split_tiles
 
 
-class TritonPackedPlan:
+class TritonPackedPlan(PackedSegments):
     """Attention of packed segments, as in types.Microbatch, with a backward pass."""
 
-    def __init__(self, segments: np.ndarray, device: torch.device):
-        self.segments = PackedSegments(segments, device)
-
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        return packed_attention(q, k, v, self.segments, scoring)
+        return packed_attention(q, k, v, self, scoring)
 
 
 class TritonPagedPlan:
@@ -87,6 +84,7 @@ class TritonKernels(Kernels):
     own_matmuls = ("plain", "persistent", "tma")
     matmuls = (*own_matmuls, "cublas")
     fused = runs_ahead = True
+    head_rows, most_ranked = (), 1 << 62  # all
     rms_norm, add_rms_norm = staticmethod(rowwise.rms_norm), staticmethod(rowwise.add_rms_norm)
     swiglu = staticmethod(rowwise.swiglu)
     log_softmax = staticmethod(vocabulary.log_softmax)
@@ -109,6 +107,9 @@ class TritonKernels(Kernels):
 
     def time_ms(self, work: Callable[[], Any]) -> float:
         return float(do_bench_cudagraph(work))
+
+    def distinct(self, counts: Iterable[int], dtype: torch.dtype) -> list[int]:
+        return list(counts)
 
     def packed_plan(
         self, segments: np.ndarray, device: torch.device, heads: int, kv_heads: int

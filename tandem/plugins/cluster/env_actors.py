@@ -29,8 +29,8 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.config.schema import Env as EnvConfig
-from tandem.config.schema import Sandbox
+from tandem.config.episodes import Env as EnvConfig
+from tandem.config.episodes import Sandbox
 from tandem.envs.calls import (
     ALIVE_S,
     CLOSE_S,

@@ -106,7 +106,6 @@ class Nodes(Here):
                 yield local
             return
         from tandem.plugins.cluster.env_actors import EnvActors, EnvWorker, RemoteCaller
-        from tandem.rollout.env_pool import EnvPool
 
         actors = EnvActors(
             self.cluster.for_calls(EnvWorker).spawn,
@@ -117,9 +116,7 @@ class Nodes(Here):
             heartbeat_s=config.run.stall_s / 2,
             report=report,
         )
-        pool = EnvPool(
-            make=actors.make, limits=config.env, caller=RemoteCaller, status=actors.status
-        )
+        pool = replace(local, make=actors.make, caller=RemoteCaller, status=actors.status)
         with actors, closing(pool):
             yield pool
 

@@ -12,7 +12,7 @@ from tandem.runtime.errors import not_installed
 
 if TYPE_CHECKING:
     from tandem.plugins.cluster.transfer_queue import Servers, TransferQueueStream
-    from tandem.train.ranks import Ranks
+    from tandem.trainer.ranks import Ranks
 
 START_S = 240.0  # for Ray to place and start three processes that import torch, under load
 MIN_STALL_S = 20

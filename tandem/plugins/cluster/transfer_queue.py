@@ -41,9 +41,9 @@ from tandem.plugins.cluster.rows import (
     tag_of,
     unpack_arrays,
 )
+from tandem.rollout.stream import Place, Plan
 from tandem.runtime import watchdog
 from tandem.runtime.errors import UserError
-from tandem.stream.stream import Place, Plan
 from tandem.types import Array, Group
 
 # TransferQueue sets torch's threads around each transfer, for the whole process: to this number

@@ -23,8 +23,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tandem.config.episodes import Sandbox as SandboxConfig
 from tandem.config.schema import Config
-from tandem.config.schema import Sandbox as SandboxConfig
 from tandem.plugins.graders.code_inside import decode, encode
 from tandem.plugins.graders.code_tests import (
     CallTest,

@@ -15,7 +15,7 @@ import os
 import re
 import threading
 
-from tandem.config.schema import Sandbox as SandboxConfig
+from tandem.config.episodes import Sandbox as SandboxConfig
 from tandem.envs.calls import in_thread
 from tandem.envs.tools import ToolEnv, ToolUnavailable
 from tandem.model.tool_calls import Format

@@ -17,7 +17,7 @@ from tandem.config.parallel import Parallel
 from tandem.model.attention import Plan, Scoring
 from tandem.model.config_file import head_size, window_of
 from tandem.runtime.errors import UserError, not_installed
-from tandem.train.parallel.mesh import Mesh
+from tandem.trainer.parallel.mesh import Mesh
 
 
 class PackedAttention(nn.Module):

@@ -23,11 +23,11 @@ from tandem.model.onednn import padded_rows
 from tandem.model.row_parts import WHOLE
 from tandem.plugins.megatron import core
 from tandem.plugins.megatron.weights import Place, Slot, find_slots
-from tandem.train.parallel.context import divide_rows
-from tandem.train.parallel.mesh import EXPERTS, WEIGHTS, Group, Mesh
-from tandem.train.parallel.pipeline import make_stage
-from tandem.train.parallel.processes import Processes
-from tandem.train.parallel.ranks import ParallelRanks
+from tandem.trainer.parallel.context import divide_rows
+from tandem.trainer.parallel.mesh import EXPERTS, WEIGHTS, Group, Mesh
+from tandem.trainer.parallel.pipeline import make_stage
+from tandem.trainer.parallel.processes import Processes
+from tandem.trainer.parallel.ranks import ParallelRanks
 
 T = TypeVar("T")
 
@@ -191,10 +191,10 @@ class MegatronRanks(ParallelRanks):
     """Processes whose models are Megatron's.
 
     Weights, optimizer state and checkpoints are boxes of the Hugging Face weights, as in
-    train/parallel; Megatron divides heads, features, vocabulary (tensor) and experts, and builds
-    the layers of a stage. Stages take turns as in train/parallel/pipeline.py, and rows are divided
-    as in its context.py. Gradients are summed over the processes that have the same weights here,
-    in rank order.
+    trainer/parallel; Megatron divides heads, features, vocabulary (tensor) and experts, and builds
+    the layers of a stage. Stages take turns as in trainer/parallel/pipeline.py, and rows are
+    divided as in its context.py. Gradients are summed over the processes that have the same weights
+    here, in rank order.
     """
 
     def __init__(self, mesh: Mesh, processes: Processes | None = None):

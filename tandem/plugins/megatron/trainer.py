@@ -10,9 +10,9 @@ from tandem.runtime.errors import UserError
 
 if TYPE_CHECKING:
     from tandem.model.config_file import HeadKind
-    from tandem.train.parallel.mesh import Mesh
-    from tandem.train.parallel.processes import Processes
-    from tandem.train.ranks import Ranks
+    from tandem.trainer.parallel.mesh import Mesh
+    from tandem.trainer.parallel.processes import Processes
+    from tandem.trainer.ranks import Ranks
 
 
 class Megatron(Trainer):

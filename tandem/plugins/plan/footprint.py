@@ -20,11 +20,11 @@ from tandem.config.parallel import Parallel
 from tandem.config.schema import Config
 from tandem.engine.page_cache import page_bytes
 from tandem.jobs.inputs import Count
-from tandem.jobs.models import placement, releases_cache
+from tandem.jobs.models import adapter_of, placement, releases_cache
 from tandem.model.config_file import check_model, has_experts, head_size, inner_size, kv_heads_of
 from tandem.model.load import empty_model
 from tandem.model.logprobs import CHUNK_BYTES
-from tandem.model.lora import chosen_shapes
+from tandem.model.lora import add_adapter
 from tandem.model.onednn import pack_bytes
 from tandem.model.paged_attention import PAGE
 from tandem.model.placement import Placement
@@ -108,15 +108,14 @@ def _model(path: str, config: Config, *, trained: bool = True) -> Model:
         return Model(shape=shape, count=count)
     optimizer = find("optimizers", config.train.optimizer, key="train.optimizer")
     lora, steps = config.lora, [weight.shape for weight in weights.values()]
-    if lora.rank:
-        chosen = chosen_shapes(module, lora.targets)
-        steps = [torch.Size((lora.rank, inputs)) for _, inputs in chosen]
-        steps += [torch.Size((outputs, lora.rank)) for outputs, _ in chosen]
     saved_in_base, width = 0, placement(config).dtype.itemsize
     if lora.base != "float":  # of the linears of the layers
         linears = [m for m in module.base_model.modules() if isinstance(m, torch.nn.Linear)]
         for weight in (linear.weight for linear in linears):
             saved_in_base += width * weight.numel() - quantized_bytes(weight, lora.base)
+    if (adapter := adapter_of(config)) is not None:
+        add_adapter(module, adapter)
+        steps = [w.shape for name, w in module.named_parameters() if ".lora_" in name]
     return Model(
         shape=shape,
         count=count,

@@ -22,7 +22,7 @@ from tandem.jobs.models import check_shape
 from tandem.model import custom_code
 from tandem.model.config_file import LEAN_ARCHITECTURES
 from tandem.model.paths import divisible
-from tandem.model.placement import Placement, no_float8
+from tandem.model.placement import Placement
 from tandem.plugins.plan.footprint import Footprint, model_sizes
 from tandem.plugins.plan.scaling import (
     GPUS,
@@ -55,17 +55,6 @@ class Plan:
     @property
     def needed(self) -> int:
         return max(self.loading, sum(self.memory.values()))
-
-    @property
-    def sizes(self) -> list[tuple[str, int]]:
-        """The sizes of the mesh beyond 1."""
-        return sizes_of(self.mesh)
-
-
-def sizes_of(mesh: Parallel) -> list[tuple[str, int]]:
-    """List the sizes of a mesh beyond 1, outermost first."""
-    sizes = [(name, int(getattr(mesh, name))) for name in (*DIMENSIONS, "shard")]
-    return [(name, size) for name, size in sizes if size > 1]
 
 
 def why_refused(run: Footprint) -> str:
@@ -155,8 +144,6 @@ def plan_gpus(config: Config, command: str, count: int, kind: str) -> None:
         raise UserError("not a number of GPUs", where="--gpus", found=str(count), expected=expected)
     find("inputs", command, key="--for")  # raises for a command without a plan
     gpu, assumed = GPUS[kind], Assumptions()
-    if config.model.dtype == "float8":
-        raise no_float8(gpu.name)
     if command in ("train", "distill"):
         require_correction(config)
     custom_code.allow(config.model.trust_remote_code)
@@ -230,7 +217,7 @@ def _run(config: Config, command: str) -> Footprint:
 
 def _print_meshes(found: list[Plan], updates: int, of_recipe: Parallel) -> None:
     """Print the fastest meshes, and that of the recipe if it has several processes."""
-    own = [plan for plan in found if plan.sizes == sizes_of(of_recipe)]
+    own = [plan for plan in found if plan.mesh.mesh == of_recipe.mesh]
     shown = found[:SHOWN] + [plan for plan in own if plan not in found[:SHOWN]]
     print_table(
         ["mesh", "seconds", "messages", "bubble", "memory", "bound by"],
@@ -247,7 +234,7 @@ def _print_meshes(found: list[Plan], updates: int, of_recipe: Parallel) -> None:
         ],
         title=f"updates of a step: the fastest of {len(found)} meshes that fit",
     )
-    if settings := [f"parallel.{name}={size}" for name, size in found[0].sizes]:
+    if settings := [f"parallel.{size}" for size in found[0].mesh.mesh.split()]:
         print_lines([f"the first one: {' '.join(settings)}"])
     if of_recipe.processes > 1:
         stands = "is *" if own else f"is not among them: {_name(of_recipe)}"
@@ -255,7 +242,7 @@ def _print_meshes(found: list[Plan], updates: int, of_recipe: Parallel) -> None:
 
 
 def _name(mesh: Parallel) -> str:
-    return " x ".join(f"{name} {size}" for name, size in sizes_of(mesh)) or "one GPU"
+    return mesh.mesh.replace(" ", " x ").replace("=", " ") or "one GPU"
 
 
 def _print_rollout(run: Footprint, count: int, gpu: Gpu, assumed: Assumptions) -> None:

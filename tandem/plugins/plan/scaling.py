@@ -1,7 +1,7 @@
 """Communication and time of an update over a mesh of GPUs, and of a rollout, by arithmetic over the
 shapes.
 
-Formulas are of what train/parallel does; results/scaling.md has them in words, with their checks
+Formulas are of what trainer/parallel does; results/scaling.md has them in words, with their checks
 against published numbers. H, E and L are query heads, head size and layers; bytes are those that
 one rank sends. GPUs are those of their vendor's data sheets, and the shares of them that a plan
 assumes; nothing is measured. They know no run.

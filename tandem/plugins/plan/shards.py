@@ -1,6 +1,6 @@
 """Memory by arithmetic over the shapes: what autograd keeps of a microbatch, and a rank in a mesh.
 
-Of a mesh the formulas are of what train/parallel does; results/scaling.md has them in words, with
+Of a mesh the formulas are of what trainer/parallel does; results/scaling.md has them in words, with
 their checks against published numbers. Bytes are of one rank. They know no run.
 
 What autograd keeps is that of the operators of model/layers.py and model/logprobs.py on a CPU;
@@ -20,7 +20,7 @@ from tandem.config.parallel import Parallel
 from tandem.model.config_file import head_size, heads_of, inner_size, is_sparse, kv_heads_of
 from tandem.model.onednn import padded_rows
 from tandem.model.paths import divisible
-from tandem.train.optimizer import BUCKET
+from tandem.trainer.optimizer import BUCKET
 
 FLOAT32, INT64 = 4, 8  # bytes
 

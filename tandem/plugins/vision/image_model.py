@@ -18,7 +18,7 @@ from torch import Tensor
 from tandem.model.general import put_exact_parts
 from tandem.model.inexact import NO_PASS, InexactModel
 from tandem.model.lora import Lora, add_adapter
-from tandem.model.paths import Gap, ModelPath
+from tandem.model.paths import ModelPath
 from tandem.model.tokenizer import load_tokenizer
 from tandem.plugins.vision.images import (
     ImagePrompts,
@@ -33,7 +33,7 @@ from tandem.runtime.image_tokens import IMAGE, MOST_PLACES, PLACE_BITS, name_fro
 class ImageModel(InexactModel):
     """transformers' model of images and text."""
 
-    def __init__(self, module: Any, lora: Lora | None, gap: Gap, reader: ImageReader):
+    def __init__(self, module: Any, lora: Lora | None, gap: str, reader: ImageReader):
         super().__init__(module, lora, put_exact_parts(module, lora), gap, caches=True)
         self._reader = reader
         self._counts_rows = hasattr(module.base_model, "get_rope_index")
@@ -129,12 +129,12 @@ class Vision(ModelPath):
     def why_not(self, config: Any, place: Any) -> str:
         return ""  # registry.py has the types of models
 
-    def exactness(self, config: Any, place: Any) -> Gap:
-        return Gap(f"architecture {config.model_type}: it reads images")
+    def gap(self, config: Any, place: Any) -> str:
+        return f"architecture {config.model_type}: it reads images"
 
     def maker(self, folder: str, config: Any, place: Any) -> Callable[..., ImageModel]:
         reader = load_image_reader(folder, load_tokenizer(folder))
-        return partial(make_image_model, reader=reader, gap=self.exactness(config, place))
+        return partial(make_image_model, reader=reader, gap=self.gap(config, place))
 
     def prompts(self, folder: str, tokenizer: Any) -> Callable[[str, str], ImagePrompts]:
         return partial(ImagePrompts, load_image_reader(folder, tokenizer))
@@ -144,7 +144,7 @@ VISION = Vision()
 
 
 def make_image_model(
-    module: Any, lora: Lora | None = None, *, reader: ImageReader, gap: Gap
+    module: Any, lora: Lora | None = None, *, reader: ImageReader, gap: str
 ) -> ImageModel:
     """Put exact parts into a transformers module in place, and with lora a new adapter in its
     language model."""

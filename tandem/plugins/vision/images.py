@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tandem.model.config_file import check_model, find_file, first_line
-from tandem.runtime import image_store
+from tandem.plugins.vision import store
 from tandem.runtime.errors import UserError
 from tandem.runtime.image_parts import images_of
 from tandem.runtime.image_tokens import MOST_PLACES, image_run
@@ -80,13 +80,13 @@ class ImageReader:
 
             options = {"return_row_col_info": True} if self._tiled else {}
             try:
-                file = Image.open(io.BytesIO(image_store.get(name)), formats=image_store.FORMATS)
+                file = Image.open(io.BytesIO(store.get(name)), formats=store.FORMATS)
                 image = ImageOps.exif_transpose(file).convert("RGB")  # as transformers loads one
                 made = dict(self._processor(images=[image], return_tensors="np", **options))
             except (OSError, ValueError) as error:
                 raise UserError(
                     "an image cannot be read",
-                    where=str(image_store.image_folder() / name),
+                    where=str(store.image_folder() / name),
                     found=first_line(error),
                     expected="an image that the model's image processor takes",
                     next="leave its row out",
@@ -95,7 +95,7 @@ class ImageReader:
             if self.count(name) > MOST_PLACES:
                 raise UserError(
                     "an image has too many tokens",
-                    where=str(image_store.image_folder() / name),
+                    where=str(store.image_folder() / name),
                     found=f"{self.count(name):,}",
                     expected=f"at most {MOST_PLACES:,}",
                     next="lower the size in the model's preprocessor_config.json",

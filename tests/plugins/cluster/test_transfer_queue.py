@@ -10,8 +10,8 @@ import pytest
 from tandem.config.schema import Config, Run, Stream
 from tandem.plugins.cluster.rows import ARRAYS
 from tandem.plugins.cluster.stream import START_S
+from tandem.rollout.stream import MemoryStream
 from tandem.runtime.errors import UserError
-from tandem.stream.stream import MemoryStream
 from tests.support.episodes import episodes_of
 from tests.support.meshes import on_mesh
 from tests.support.runs import fingerprint, prepare, run

@@ -23,9 +23,9 @@ from tandem.model.forward import batch_logprobs
 from tandem.plugins.megatron.core import require_megatron, version
 from tandem.plugins.megatron.trainer import check_megatron
 from tandem.runtime.errors import UserError
-from tandem.train.learner import Learner
-from tandem.train.pack import pack
-from tandem.train.ranks import ALONE
+from tandem.trainer.learner import Learner
+from tandem.trainer.pack import pack
+from tandem.trainer.ranks import ALONE
 from tandem.types import SamplingDistribution
 from tests.support import megatron_cpu
 from tests.support.meshes import on_mesh

@@ -11,7 +11,6 @@ from tandem.config.recipe import load_config
 from tandem.jobs import engines
 from tandem.jobs.models import releases_cache
 from tandem.jobs.stage import note_machine
-from tandem.model.paths import Exact
 from tandem.model.placement import Placement, place_models
 from tandem.model.probe import Exactness
 from tandem.plugins.plan.footprint import model_sizes
@@ -48,8 +47,6 @@ def test_auto_is_the_first_gpu_and_bfloat16(gpus):
     assert SECOND.processor() == "Fake H100, sm_90, CUDA 13.0"
     with pytest.raises(UserError, match=r"2 that this PyTorch can use(.|\n)*a number below 2"):
         place_models("cuda:2", "auto")
-    with pytest.raises(UserError, match=r"not built(.|\n)*Fake H100"):
-        place_models("cuda", "float8")
 
 
 def test_a_gpu_without_bfloat16_computes_in_float32():
@@ -70,7 +67,7 @@ def test_matmul_kernel_of_a_gpu_is_chosen_before_the_probe_and_noted(gpus, home,
         engines, "choose_matmul", lambda model, *_, alone, microbatch: chosen.append(alone)
     )
     model = SimpleNamespace(
-        exactness=Exact(),
+        gap="",
         device=SECOND.device,
         heads=(2, 1, 8),
         config=model_sizes(config, "sft").policy.shape,
@@ -97,7 +94,7 @@ def test_plan_compares_a_run_with_the_memory_of_the_gpu(gpus, home):
 def test_doctor_names_the_gpus_and_what_is_missing_without_triton(gpus, monkeypatch):
     pytest.importorskip("triton")
     found = doctor._gpu()
-    assert found.ok and found.facts["count"] == 2 and found.facts["driver"]
+    assert found.ok and "; driver " in found.detail
     assert "cuda:1 Fake H100, sm_90, CUDA 13.0, 40.0 GiB of 80.0 GiB free" in found.detail
     assert [name for name, _ in doctor._gpu_checks()] == ["gpu float32", "gpu bfloat16"]
     monkeypatch.setitem(sys.modules, "triton", None)

@@ -30,8 +30,8 @@ from tandem.plugins.plan.shards import (
     parameters,
     part_of,
 )
-from tandem.train.pack import pack
-from tandem.train.parallel.ranks import ParallelRanks
+from tandem.trainer.pack import pack
+from tandem.trainer.parallel.ranks import ParallelRanks
 from tandem.types import SamplingDistribution
 from tests.support.home import invoke, make_home
 from tests.support.meshes import on_mesh, sent_bytes

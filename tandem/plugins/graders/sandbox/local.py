@@ -53,7 +53,7 @@ from tandem.runtime.errors import UserError
 from tandem.runtime.processes import adopt_orphans
 
 if TYPE_CHECKING:
-    from tandem.config.schema import Sandbox as SandboxConfig
+    from tandem.config.episodes import Sandbox as SandboxConfig
 
 POLL_S = 0.02  # how often memory is looked at; a program that ends sooner is never measured
 # a killed namespace is gone in milliseconds; the kernel may be busy freeing its memory
@@ -259,6 +259,8 @@ ENVIRONMENT = {
 class LocalSandbox(ABC):
     """A sandbox on this machine; a subclass starts the programs. Implements Sandbox."""
 
+    limits = LIMITS
+
     @abstractmethod
     def start(self, program: Program, limits: Limits, stdin: int, stdout: int | None = None) -> Run:
         """Start a program that reads from a descriptor and writes to another; without that, to a
@@ -403,6 +405,8 @@ DEVICES = (
     "random",
     "urandom",
 )  # not zero: mapped, it is memory that no limit counts
+# where tasks that are written for containers have their files; they lead into /tmp
+CONTAINER_FOLDERS = ("app", "logs", "root", "tests", "workspace")
 # Process 1 of the namespace is bubblewrap's, of the same user and without the limits: its memory
 # must not be written to.
 HIDE_FIRST = ("--perms", "0000", "--size", "4096", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1")
@@ -510,6 +514,8 @@ def _view(python: str, limits: Limits) -> list[str]:
     args += ["--symlink", "/proc/self/fd", "/dev/fd", "--symlink", "/tmp", "/dev/shm"]
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         args += ["--symlink", f"/proc/self/fd/{number}", f"/dev/{name}"]
+    for name in CONTAINER_FOLDERS:
+        args += ["--symlink", f"/tmp/{name}", f"/{name}"]
     args += ["--proc", "/proc", *HIDE_FIRST]
     return [*args, "--size", str(limits.disk_mb * 2**20), "--perms", "0700", "--tmpfs", "/tmp"]
 

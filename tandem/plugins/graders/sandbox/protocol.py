@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 from tandem.registry import find
 
 if TYPE_CHECKING:
-    from tandem.config.schema import Sandbox as SandboxConfig
+    from tandem.config.episodes import Sandbox as SandboxConfig
 
 # a command, and the files it finds in its working directory
 Program = tuple[Sequence[str], Mapping[str, str]]
@@ -69,6 +69,8 @@ class SandboxFailed(RuntimeError):
 @runtime_checkable
 class Sandbox(Protocol):
     """A place where untrusted programs run."""
+
+    limits: Limits  # of a run that names no others
 
     def run(
         self,

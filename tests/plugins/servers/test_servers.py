@@ -1,0 +1,597 @@
+"""Servers as engines: Tandem's own gives the bits of a local engine; others are taken at their
+word, or refused by name."""
+
+import json
+import threading
+import time
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from tandem.cli.serve import load_weights
+from tandem.engine.engine import Engine
+from tandem.plugins.servers.engines import CHECK_S, TOKEN_S, HttpEngines
+from tandem.plugins.servers.rollouts import FileSync
+from tandem.runtime.errors import UserError
+from tandem.runtime.http import ServerLost, ask, start
+from tandem.serve.requests import Served
+from tandem.step import train_step
+from tandem.types import Score
+from tests.support.engines import decode, engine_of, facts, mixed_requests, request
+from tests.support.scripted import ScriptedReward
+from tests.support.serving import metric, running
+from tests.support.stages import config, stages_in, weights_of, with_runner
+from tests.support.tiny import VOCAB, exact_model
+from tests.support.waiting import WAIT_S, eventually
+from tests.support.working import run
+
+SERVED = Served(name="tiny", context=512, vocabulary=VOCAB, default_max_tokens=16, max_choices=8)
+
+
+class Letters:
+    """The tokenizer of tests.support.engines, as far as a server of token ids needs one."""
+
+    stop_token_ids, byte_tokens, vocabulary = (), frozenset(), 0
+    encode = encode_chat = None  # of texts
+
+    def decode(self, tokens):
+        return decode(tokens)
+
+    def token_text(self, token):
+        return decode([token])
+
+
+def served(model=None, **options):
+    """A server of a tiny model."""
+    engine = engine_of(model or exact_model("qwen3"), max_batch=16)
+    return running(engine, Letters(), SERVED, **options)
+
+
+@contextmanager
+def connected(*urls, kind=HttpEngines, **options):
+    reports = []
+    options = {
+        "longest": 512,
+        "max_batch": 16,
+        "deadline_s": WAIT_S,
+        "restarts": 1000,
+        "report": reports.append,
+    } | options
+    with closing(kind([f"{url}/v1" for url in urls], decode, **options)) as engines:
+        engines.reports = reports
+        yield engines
+
+
+@pytest.fixture(scope="module")
+def url():
+    with served() as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def sha256(url):
+    with connected(url) as engines:
+        return engines.servers[0].served.sha256
+
+
+class Clock:
+    """A clock that a test sets; tick: seconds that pass each time it is read."""
+
+    def __init__(self, tick=0.0):
+        self.now, self.tick = 0.0, tick
+
+    def __call__(self):
+        self.now += self.tick
+        return self.now
+
+
+class Odd(ThreadingHTTPServer):
+    """A server that says what it is told: answers[path] is (status, JSON), or None to say nothing
+    at all and close, or a function of the body that returns one of these; bodies: what it was
+    sent; asked: the paths."""
+
+    daemon_threads = True
+
+    def __init__(self, answers):
+        super().__init__(("127.0.0.1", 0), OddHandler)
+        self.answers, self.bodies, self.asked = answers, [], []
+
+
+class OddHandler(BaseHTTPRequestHandler):
+    def answer(self):
+        path, size = self.path.removeprefix("/v1"), int(self.headers.get("content-length", 0))
+        body = json.loads(self.rfile.read(size)) if size else None
+        self.server.asked.append(path)
+        if size:
+            self.server.bodies.append(body)
+        found = self.server.answers.get(path)
+        found = found(body) if callable(found) else found
+        if found is None:
+            return self.connection.close()
+        data = json.dumps(found[1]).encode()
+        with suppress(OSError):  # the client has left
+            self.send_response(found[0])
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+    do_GET = do_POST = answer
+
+    def log_message(self, *_):
+        pass
+
+
+@contextmanager
+def odd(completion=None, status=200, **model):
+    listed = {"data": [{"id": "other", "max_model_len": 400} | model]}
+    answers = {"/models": (200, listed), "/completions": completion and (status, completion)}
+    server = Odd(answers)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", server
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def serve_weights(server, sha256):
+    """Have an odd server say that it has weights, as Tandem's does."""
+    has = {"weight_version": 0, "sha256": sha256, "takes_updates": True}
+    server.answers["/weights"] = 200, has
+
+
+def choice(tokens, finish="length", **more):
+    logprobs = {"token_logprobs": [-0.5] * len(tokens)}
+    fields = {"token_ids": tokens, "logprobs": logprobs, "finish_reason": finish} | more
+    return {"choices": [fields]}
+
+
+# ---- Tandem's own server
+
+
+def every_request():
+    turn = replace(request(90, [4, 4, 9], max_new_tokens=9), num_sampled=7)
+    filtered = {"min_p": 0.05, "repetition_penalty": 1.3, "top_k": 50, "top_p": 0.9}
+    return [*mixed_requests(), turn, request(91, [1, 2], max_new_tokens=20, **filtered)]
+
+
+def test_completions_of_tandems_server_have_the_bits_of_a_local_engine(url):
+    asked = every_request()
+    expected = engine_of(exact_model("qwen3")).generate(asked)
+    with connected(url) as engines:
+        assert list(map(facts, run(engines, asked))) == list(map(facts, expected))
+    assert {c.stop_reason for c in expected} == {"stop", "length"}
+
+
+def test_a_paused_completion_goes_on_at_a_server(url):
+    local, whole = engine_of(exact_model("qwen3")), request(3, [7, 8], max_new_tokens=12)
+    with connected(url) as engines:
+        [paused] = run(engines, [replace(whole, max_tokens_now=5)])
+        assert facts(paused) == facts(local.generate([replace(whole, max_tokens_now=5)])[0])
+        assert paused.stop_reason == "paused" and len(paused.tokens) == 5
+        [paused] = run(engines, [replace(whole, resume_from=paused, max_tokens_now=4)])
+        assert paused.stop_reason == "paused" and len(paused.tokens) == 9
+        [completion] = run(engines, [replace(whole, resume_from=paused)])
+    assert facts(completion) == facts(local.generate([whole])[0])
+
+
+def test_requests_of_a_lost_server_go_to_another_with_the_reason_in_the_log(url, sha256):
+    asked = mixed_requests()
+    expected = engine_of(exact_model("qwen3")).generate(asked)
+    for completion, status in ((None, 200), ({"error": "out of memory"}, 503)):
+        with odd(completion, status, owned_by="tandem") as (broken, server):
+            serve_weights(server, sha256)
+            with connected(broken, url) as engines:
+                found = run(engines, asked)
+                assert list(map(facts, found)) == list(map(facts, expected))
+                assert server.bodies
+        reason = "HTTP 503" if completion else "RemoteProtocolError"
+        [first, *_] = engines.reports
+        assert first.startswith(f"the server {broken}/v1 was lost: {reason}")
+        assert first.endswith("of its requests go to another")
+
+
+def test_both_servers_get_requests_and_a_prompt_stays_at_one(sha256):
+    answer = choice([5, 6], weight_versions=[0, 0])
+    with odd(answer, owned_by="tandem") as (a, one), odd(answer, owned_by="tandem") as (b, two):
+        for server in (one, two):
+            serve_weights(server, sha256)
+        with connected(a, b) as engines:
+            for _ in range(3):
+                run(engines, [request(n, [9, n % 2], max_new_tokens=2) for n in range(8)])
+    prompts = [{tuple(body["prompt"]) for body in server.bodies} for server in (one, two)]
+    assert len(one.bodies) == len(two.bodies) == 12
+    assert sorted(map(sorted, prompts)) == [[(9, 0)], [(9, 1)]]
+
+
+def test_all_servers_lost_is_one_error_after_the_deadline_that_names_each():
+    clock = Clock()
+    with (
+        odd(None) as (a, one),
+        odd({"error": "x"}, 500) as (b, two),
+        connected(a, b, clock=clock) as e,
+    ):
+        one.answers["/models"], two.answers["/models"] = None, (500, {})
+        clock.now += 10 * WAIT_S  # in which the servers were not lost
+        for n in range(4):
+            e.submit(request(n))
+        assert eventually(lambda: e.step() or not e.serving)
+        clock.now += WAIT_S
+        e.step()  # not longer than the deadline yet
+        clock.now += 1
+        with pytest.raises(UserError, match="none of the servers answers") as caught:
+            e.step()
+        assert f"{a}/v1: RemoteProtocolError" in caught.value.found
+        assert f"{b}/v1: HTTP 500" in caught.value.found
+        assert f"{WAIT_S:g} s" in caught.value.expected
+    gone = pytest.raises(UserError, match="none of the servers answers")
+    with gone as caught, connected(a):
+        pass
+    assert "ConnectError" in caught.value.found
+
+
+def test_a_request_that_makes_a_server_fail_ends_the_run():
+    with (
+        odd({"error": "x"}, 500) as (url, server),
+        connected(url, restarts=2, deadline_s=1e6, clock=Clock(tick=1.0)) as engines,
+        pytest.raises(UserError, match="lost again and again") as caught,
+    ):
+        run(engines, [request(0)])
+    assert len(server.bodies) == 3 and caught.value.found.startswith("HTTP 500")
+    assert "at most 2 losses" in caught.value.expected
+
+
+def test_a_server_that_stays_busy_is_lost_in_the_end():
+    with (
+        odd({"error": "x"}, 429) as (url, _),
+        connected(url, restarts=0, deadline_s=1000.0, clock=Clock(tick=100.0)) as engines,
+        pytest.raises(UserError, match="lost again and again") as caught,
+    ):
+        run(engines, [request(0)])
+    assert caught.value.found == "HTTP 429 for 1008 s"
+
+
+def test_a_long_completion_is_waited_for_while_its_server_answers_checks():
+    clock, over = Clock(tick=WAIT_S), threading.Event()
+
+    def long(body):
+        assert over.wait(WAIT_S)
+        return 200, choice([5, 6])
+
+    with odd() as (url, server), connected(url, clock=clock) as engines:
+        server.answers["/completions"] = long
+        ticket = engines.submit(request(0, max_new_tokens=2))
+        assert eventually(lambda: engines.step() or server.asked.count("/models") > 3)
+        assert engines.answer_s(ticket) == WAIT_S + 2 * TOKEN_S
+        over.set()
+        assert eventually(lambda: engines.step() and ticket.completion)
+        assert len(server.bodies) == 1 and not engines.reports
+
+
+def test_a_server_at_work_that_answers_no_check_is_lost():
+    over = threading.Event()
+
+    def frozen(answer):
+        assert over.wait(WAIT_S)
+        return answer
+
+    with odd() as (url, server), connected(url) as engines:
+        models = server.answers["/models"]
+        server.answers["/completions"] = lambda body: frozen((200, choice([5] * 100)))
+        server.answers["/models"] = lambda body: frozen(models)
+        ticket = engines.submit(request(0, max_new_tokens=100))
+        engines.deadline_s = 0.2
+        assert eventually(lambda: engines.step() or engines.servers[0].lost)
+        over.set()
+        engines.deadline_s = WAIT_S
+        assert eventually(lambda: engines.step() and ticket.completion)
+    assert engines.reports[0].startswith(f"the server {url}/v1 was lost: ReadTimeout")
+
+
+def test_an_answer_has_a_time_of_its_own_once_there_is_a_connection():
+    def slow(body):
+        time.sleep(0.5)
+        return 200, {}
+
+    with odd() as (url, server):
+        server.answers["/models"] = slow
+        assert start(ask(f"{url}/models", connect_s=0.2, answer_s=WAIT_S)).result() == {}
+        with pytest.raises(ServerLost, match="ReadTimeout"):
+            start(ask(f"{url}/models", connect_s=WAIT_S, answer_s=0.1)).result()
+
+
+def test_an_address_that_cannot_be_and_weights_that_are_not_described_are_losses():
+    nowhere = "http://127.0.0.1:80a"
+    with odd(owned_by="tandem") as (url, server):
+        server.answers["/weights"] = 200, {"weight_version": 0}
+        refused = pytest.raises(UserError, match="none of the servers answers")
+        with refused as caught, connected(nowhere, url):
+            pass
+    assert f"{nowhere}/v1: InvalidURL" in caught.value.found
+    assert f"{url}/v1: GET /models or /weights does not describe" in caught.value.found
+
+
+def test_a_bug_in_the_thread_of_a_request_is_raised_to_the_caller(url):
+    class Failing(HttpEngines):
+        failing = False
+
+        async def _ask(self, *arguments, **options):
+            if self.failing:
+                raise KeyError("a bug")
+            return await super()._ask(*arguments, **options)
+
+    with connected(url, kind=Failing) as engines:
+        engines.failing = True
+        engines.submit(request(0))
+        with pytest.raises(KeyError, match="a bug"):
+            assert eventually(engines.step)
+
+
+def test_a_server_that_comes_back_serves_again(sha256):
+    answer = choice([5, 6], weight_versions=[0, 0])
+    with odd(None, owned_by="tandem") as (url, server):
+        serve_weights(server, sha256)
+        with connected(url) as engines:
+            ticket = engines.submit(request(0, max_new_tokens=2))
+            assert eventually(lambda: engines.step() or engines.servers[0].lost)
+            server.answers["/completions"] = 200, answer
+            assert eventually(lambda: engines.step() and ticket.completion)
+            assert [line.split("/v1 ")[1].split(":")[0] for line in engines.reports] == [
+                "was lost",
+                "serves again",
+            ]
+
+
+def test_a_cancelled_request_ends_at_the_server(url):
+    with connected(url) as engines:
+        ticket = engines.submit(request(0, max_new_tokens=500))
+        assert eventually(lambda: engines.step() or metric(url, "tandem_running"))
+        engines.cancel(ticket)
+        assert ticket.completion.stop_reason == "cancelled"
+        assert eventually(lambda: not metric(url, "tandem_running"))
+        assert run(engines, [request(1)])[0].stop_reason == "length"
+
+
+# ---- others
+
+
+def test_another_server_gets_a_seed_and_its_answer_is_read():
+    with odd(choice([5, 3], "stop")) as (url, server), connected(url) as engines:
+        asked = request(0, max_new_tokens=8, stop_token_ids=(3,), top_k=4)
+        [completion] = run(engines, [asked])
+        [body] = server.bodies
+        assert engines.longest == 400
+    assert completion.tokens.tolist() == [5, 3] and completion.text == decode([5])
+    assert completion.logprobs.tolist() == [-0.5, -0.5] and completion.stop_reason == "stop"
+    assert body["prompt"] == [5, 9, 2] and body["return_token_ids"] and body["top_k"] == 4
+    assert 0 <= body["seed"] < 2**63 and not {"draw_key", "repetition_penalty"} & body.keys()
+
+
+@pytest.mark.parametrize(
+    ("params", "where"),
+    [
+        ({"repetition_penalty": 1.2}, "rollout.repetition_penalty"),
+        ({"min_p": 0.1, "top_k": 5}, "rollout.min_p"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+    ],
+)
+def test_what_servers_define_otherwise_is_refused_by_name(params, where):
+    refused = pytest.raises(UserError, match="does not define this setting")
+    with odd() as (url, _), connected(url) as engines, refused as caught:
+        engines.submit(request(0, **params))
+    assert caught.value.where.startswith(where)
+
+
+def test_a_stop_string_across_a_pause_is_refused(url):
+    with connected(url) as engines:
+        [paused] = run(engines, [replace(request(3), max_tokens_now=5)])
+        with pytest.raises(UserError, match="does not define this setting"):
+            engines.submit(replace(request(3, stop=("a",)), resume_from=paused))
+        with pytest.raises(UserError, match="longer than an engine can hold"):
+            engines.submit(request(3, max_new_tokens=512))
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "message"),
+    [
+        ({"choices": [{"text": "hi"}]}, 200, "does not return token ids and log-probs"),
+        (choice([[5]] * 8), 200, "does not return token ids and log-probs"),
+        (choice([5] * 8, weight_versions=3), 200, "does not return token ids and log-probs"),
+        (choice([5, 6], "stop"), 200, "ended a completion where the run would not"),
+        (choice([5, 6], "length"), 200, "ended a completion where the run would not"),
+        (choice([5] * 9, "length"), 200, "ended a completion where the run would not"),
+        ({"error": {"message": "no such model"}}, 404, "refuses a request"),
+        ({"error": {"message": "a wrong key"}}, 401, "refuses a request"),
+    ],
+)
+def test_answers_that_cannot_be_trained_on_are_errors(answer, status, message):
+    refused = pytest.raises(UserError, match=message)
+    with odd(answer, status) as (url, _), connected(url) as engines, refused:
+        run(engines, [request(0)])
+
+
+def test_more_tokens_than_until_the_pause_are_refused_and_fewer_too(url):
+    whole = request(3, [7, 8], max_new_tokens=12)
+    with connected(url) as engines:
+        [paused] = run(engines, [replace(whole, max_tokens_now=5)])
+    for count in (3, 5):
+        refused = pytest.raises(UserError, match="where the run would not")
+        with odd(choice([5] * count)) as (other, _), connected(other) as engines, refused as caught:
+            run(engines, [replace(whole, resume_from=paused, max_tokens_now=4)])
+        assert f"found:    {count} tokens" in str(caught.value)
+        assert "or 4 tokens" in caught.value.expected
+
+
+def test_versions_that_a_server_leaves_empty_are_those_that_it_serves(sha256):
+    answer = choice([5, 6], weight_versions=None)
+    with odd(answer, owned_by="tandem") as (url, server):
+        serve_weights(server, sha256)
+        with connected(url) as engines:
+            [completion] = run(engines, [request(0, max_new_tokens=2)])
+    assert completion.weight_versions.tolist() == [0, 0]
+
+
+def test_servers_of_other_weights_are_refused(url):
+    refused = pytest.raises(UserError, match="do not run the same weights")
+    with served(exact_model("qwen3", seed=1)) as other, refused, connected(url, other):
+        pass
+
+
+def test_tokens_of_weights_that_changed_are_refused(sha256):
+    answer = choice([5, 6], weight_versions=[0, 1])
+    with odd(answer, owned_by="tandem") as (url, server):
+        serve_weights(server, sha256)
+        with (
+            connected(url) as engines,
+            pytest.raises(UserError, match="changed while it") as caught,
+        ):
+            run(engines, [request(0, max_new_tokens=2)])
+    assert caught.value.found == "tokens of versions [0, 1]"
+
+
+# ---- new weights
+
+
+class TokenReward(ScriptedReward):
+    """0, 1 or 2, by the tokens: servers answer in any order."""
+
+    def score(self, problem, attempt):
+        return Score(reward=sum(attempt.tokens) % 3, parts={})
+
+
+def test_steps_with_a_server_have_the_bits_of_the_inline_engine(tmp_path):
+    plain = stages_in(tmp_path / "plain", config(), reward=TokenReward())
+    expected = [train_step(plain, step).metrics for step in range(3)]
+    model = exact_model("qwen3", seed=5)  # the first sync replaces it
+    engine = Engine(model, decode, cache_bytes=1 << 24, max_batch=8)
+    with running(engine, Letters(), SERVED, update=load_weights) as url, connected(url) as engines:
+        stages = stages_in(tmp_path / "served", config(), reward=TokenReward())
+        local = stages.collector.runner.engine
+        stages, engines.reference = with_runner(stages, engine=engines), local
+        sync = FileSync(engines, local, tmp_path / "weights", keep=0)
+        stages = replace(stages, sync=sync)
+        sync.publish(0)
+        rows = [train_step(stages, step).metrics for step in range(3)]
+        assert engines.weight_version == engine.weight_version == 2
+    assert rows == expected and weights_of(stages) == weights_of(plain)
+    assert [file.name for file in (tmp_path / "weights").iterdir()] == [
+        "version_000003.safetensors"
+    ]
+
+
+def test_a_gap_of_a_server_shows(url):
+    local = engine_of(exact_model("qwen3", seed=1))
+    with connected(url) as engines:
+        run(engines, [request(0)])
+        engines.reference = local
+        assert engines.logprob_gap() > 0.1
+
+
+def test_new_weights_are_refused_by_a_server_that_was_not_told_to_take_them(url, tmp_path):
+    with connected(url) as engines:
+        sync = FileSync(engines, engine_of(exact_model("qwen3")), tmp_path, keep=0)
+        sync.publish(1)
+        with pytest.raises(UserError, match="refuses a request") as caught:
+            sync.sync_to(1)
+    assert "--allow-weight-updates" in caught.value.found
+
+
+def test_a_file_that_is_no_file_of_weights_is_named_and_other_weights_are_found(tmp_path):
+    with served(update=load_weights) as url, connected(url) as engines:
+        (tmp_path / "odd").write_text("no weights")
+        with pytest.raises(UserError, match="refuses a request") as caught:
+            engines.load(str(tmp_path / "odd"), 1, "")
+        assert "the weights cannot be read" in caught.value.found
+        sync = FileSync(engines, engine_of(exact_model("qwen3")), tmp_path, keep=0)
+        sync.publish(2)
+        sync.hashes[2] = "another"
+        with pytest.raises(UserError, match="weights differ from the trainer's"):
+            sync.sync_to(2)
+
+
+@contextmanager
+def taking_weights():
+    """A server that answers as Tandem's and takes any weights; their hash is their file's name."""
+    has = {"weight_version": 0, "sha256": "", "takes_updates": True}
+
+    def load(body):
+        if body is not None:
+            has.update(weight_version=body["version"], sha256=body["path"])
+        return 200, dict(has)
+
+    with odd(choice([5, 6]), owned_by="tandem") as (url, server):
+        server.answers["/weights"] = load
+        yield url, server
+
+
+def publish(engines, version):
+    engines.load(f"file {version}", version, f"file {version}")
+
+
+@pytest.mark.parametrize("status", [200, 400])
+def test_a_check_with_outdated_weights_is_made_again(status):
+    clock, over, asked = Clock(), threading.Event(), []
+
+    with (
+        taking_weights() as (a, _),
+        taking_weights() as (b, back),
+        connected(a, b, clock=clock) as engines,
+    ):
+        publish(engines, 1)
+        load, lost = back.answers["/weights"], engines.servers[1]
+        back.answers["/completions"] = None
+        run(engines, [request(n, max_new_tokens=2) for n in range(4)])
+        assert lost.lost
+
+        def late(body):
+            if body is None:
+                return load(None)
+            asked.append(body["version"])
+            if len(asked) > 1:
+                return load(body)
+            assert over.wait(WAIT_S)
+            return status, load(body)[1]
+
+        back.answers |= {"/weights": late, "/completions": (200, choice([5, 6]))}
+        clock.now += CHECK_S
+        assert eventually(lambda: engines.step() or asked)
+        publish(engines, 2)
+        over.set()
+        assert eventually(lambda: engines.step() or not lost.lost)
+        assert asked == [1, 2] and lost.served.weights == (2, "file 2")
+
+
+def test_servers_lost_at_new_weights_have_the_deadline_to_come_back():
+    clock = Clock()
+    with taking_weights() as (url, server), connected(url, clock=clock) as engines:
+        load = server.answers["/weights"]
+        publish(engines, 1)
+        server.answers["/weights"] = None
+        for version in (2, 3):
+            clock.now += 10 * WAIT_S  # of learning
+            publish(engines, version)
+            engines.step()
+        [lost] = engines.servers
+        assert eventually(lambda: engines.step() or lost.check is None) and lost.lost
+        server.answers["/weights"] = load
+        clock.now += CHECK_S
+        [completion] = run(engines, [request(0, max_new_tokens=2)])
+        assert completion.weight_versions.tolist() == [3, 3]
+
+
+def test_weights_that_another_run_loads_are_refused():
+    clock = Clock()
+    with taking_weights() as (url, server), connected(url, clock=clock) as engines:
+        load = server.answers["/weights"]
+        server.answers["/weights"] = lambda body: (
+            load(body)
+            if body
+            else (200, {"weight_version": 7, "sha256": "file 7", "takes_updates": True})
+        )
+        with pytest.raises(UserError, match="do not run the same weights") as caught:
+            publish(engines, 1)
+    assert caught.value.expected == "version 1, hash file 1"
