@@ -29,9 +29,12 @@ $(DEV): $(READY)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gguf,serve,lora,dev]'
 	@touch $@
 
-# Adapters whose packages are heavy or need a compiler (the last); their tests are skipped without them.
+# Adapters whose packages are heavy or need a compiler (the last); their tests are skipped without them. mini-swe-agent
+# comes without LiteLLM, which its test does not need.
 adapters: $(DEV)
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[wandb,png]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt tenacity python-dotenv platformdirs requests
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps mini-swe-agent
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[wandb,png,mcp,openenv]'
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[reasoning-gym]'
 
 # Ray, TransferQueue and NIXL; their tests are skipped without them. NIXL's plain package wants CUDA's libraries.
@@ -124,7 +127,7 @@ mutants: $(DEV)
 # The pages as a site with a search, in build/site (a warning is an error), and the API's from the docstrings, in build/docs.
 docs: site
 	@$(BIN)/pdoc -o build/docs tandem '!tandem.plugins.graders.code_inside' '!tandem.plugins.graders.code_tester' \
-		'!tandem.plugins.verifiers.host' '!tandem.plugins.vllm.engine' '!tandem.run_folder.trackers.mlflow' \
+		'!tandem.plugins.mcp' '!tandem.plugins.openenv' '!tandem.plugins.verifiers.host' '!tandem.plugins.vllm.engine' '!tandem.run_folder.trackers.mlflow' \
 		'!tandem.run_folder.trackers.trackio' '!tandem.run_folder.trackers.wandb' # their packages may be missing
 
 site: $(DEV)

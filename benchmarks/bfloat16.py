@@ -21,7 +21,7 @@ from tandem.model.forward import batch_logprobs
 from tandem.model.load import ExactModel, load_model
 from tandem.model.onednn import has_bfloat16_tiles
 from tandem.model.placement import Placement
-from tandem.train.pack import pack
+from tandem.trainer.pack import pack
 from tandem.types import Microbatch, Sample, SamplingDistribution
 
 ROUNDS = 5

@@ -15,7 +15,7 @@ from tandem.jobs.engines import choose_matmul
 from tandem.model.load import ExactModel, make_exact
 from tandem.model.placement import Placement
 from tandem.model.tiny import make_tokenizer
-from tandem.train.optimizer import Optimizer, Settings
+from tandem.trainer.optimizer import Optimizer, Settings
 
 REPEATS = 5
 # Qwen3's shapes, from their config.json on the hub: no weights are needed for speed.

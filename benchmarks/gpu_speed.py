@@ -38,8 +38,8 @@ from tandem.model.probe import fastest_exact, try_matmuls
 from tandem.model.triton.plans import TRITON
 from tandem.plugins.plan.footprint import Footprint, model_sizes
 from tandem.run_folder.metrics import read_metrics
-from tandem.train.optimizer import Optimizer
-from tandem.train.pack import pack
+from tandem.trainer.optimizer import Optimizer
+from tandem.trainer.pack import pack
 from tandem.types import Microbatch, Request, Sample, SamplingDistribution, SamplingParams
 from tests.support.runs import output, prepare
 
@@ -240,7 +240,7 @@ def rl_step(bench: Bench, name: str) -> Figures:
 def run_without_a_save(command: list[str], folder: Path, rows: int) -> None:
     """Run a command until its timings have that many rows, and kill it before its last step, after
     which it would save and export: for Qwen3-4B 150 GB. Raises RuntimeError if it ends before."""
-    process, timings = forks().start(command, folder, never_saves), folder / "timings.jsonl"
+    process, timings = forks().start(command, folder), folder / "timings.jsonl"
 
     def count() -> int:
         return timings.read_bytes().count(b"\n") if timings.exists() else 0
@@ -253,13 +253,6 @@ def run_without_a_save(command: list[str], folder: Path, rows: int) -> None:
         process.join()
     if count() < rows:
         raise RuntimeError((output(folder).strip() or "no output").splitlines()[-1])
-
-
-def never_saves() -> None:
-    """Let the run of this process begin where a save would not fit on the disk."""
-    import tandem.cli.train
-
-    tandem.cli.train.require_disk = lambda *_: None
 
 
 def inexact(bench: Bench, name: str, count: int, length: int) -> Figures:

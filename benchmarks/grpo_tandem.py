@@ -26,7 +26,7 @@ from tandem.rollout.score import RolloutRunner, sampling_params
 from tandem.run_folder.journal import Journal
 from tandem.run_folder.metrics import peak_rss_mb
 from tandem.step import Stages, train_step
-from tandem.train.parity import ExactCheck
+from tandem.trainer.parity import ExactCheck
 from tandem.weights.in_process import InlineSync
 
 MEMORY = {

@@ -216,7 +216,7 @@ ABOUT = [
     "## Where the figures come from",
     "",
     "Weights, packs, moments, gradients, kept activations, pages of the cache and a save under way are arithmetic over the shapes, for as many",
-    "tokens as a step has if every completion is as long as `rollout.max_new_tokens` allows (plugins/plan/footprint.py, plugins/plan/plan_memory.py). What this",
+    "tokens as a step has if every completion is as long as `rollout.max_new_tokens` allows (plugins/plan/footprint.py). What this",
     "process of `tandem plan` holds once it has read the data is what a run begins with. Measured once, on these recipes, and written down:",
     "80 MiB of libraries and kernels in every run, 100 MiB of kernels of gradients, 45 MiB of an engine, 3/8 MiB a row that it decodes, and the",
     "small processes beside it. So",

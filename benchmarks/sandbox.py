@@ -25,7 +25,8 @@ from chaos.hostile.cheats import CHEATS, TESTS, solution  # noqa: E402
 from chaos.hostile.escapes import ESCAPES  # noqa: E402
 from chaos.hostile.world import World  # noqa: E402
 from tandem.plugins.graders.code import code_reward  # noqa: E402
-from tandem.plugins.graders.sandbox import Bubblewrap, Unisolated, run_python  # noqa: E402
+from tandem.plugins.graders.sandbox.local import Bubblewrap, Unisolated  # noqa: E402
+from tandem.plugins.graders.sandbox.protocol import run_python  # noqa: E402
 from tandem.types import Problem  # noqa: E402
 
 RUNS = 200

@@ -36,12 +36,12 @@ from tandem.model.load import make_exact
 from tandem.plugins.plan.scaling import communication
 from tandem.plugins.plan.shards import Work, memory, model_of, parameters
 from tandem.runtime import numerics
-from tandem.train.learner import Learner
-from tandem.train.optimizer import Optimizer, Settings
-from tandem.train.pack import pack
-from tandem.train.parallel.mesh import make_mesh
-from tandem.train.parallel.ranks import ParallelRanks
-from tandem.train.ranks import ALONE, Ranks
+from tandem.trainer.learner import Learner
+from tandem.trainer.optimizer import Optimizer, Settings
+from tandem.trainer.pack import pack
+from tandem.trainer.parallel.mesh import make_mesh
+from tandem.trainer.parallel.ranks import ParallelRanks
+from tandem.trainer.ranks import ALONE, Ranks
 from tandem.types import Microbatch, Sample, SamplingDistribution
 from tests.support.meshes import sent_bytes
 

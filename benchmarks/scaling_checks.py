@@ -9,8 +9,10 @@ import torch
 from scaling_models import OTHERS, PUBLISHED, QWEN3
 
 from tandem.config.parallel import Parallel
-from tandem.plugins.plan.gpus import GPUS, Assumptions, Gpu
 from tandem.plugins.plan.scaling import (
+    GPUS,
+    Assumptions,
+    Gpu,
     Rollout,
     decode_time,
     flops_per_token,

@@ -11,9 +11,8 @@ from tandem.config.parallel import DIMENSIONS, Parallel
 from tandem.config.schema import Config
 from tandem.model.placement import Placement
 from tandem.plugins.plan.footprint import Footprint, Sizes
-from tandem.plugins.plan.gpus import GPUS, Assumptions
 from tandem.plugins.plan.meshes import plans, rollout_of, smallest
-from tandem.plugins.plan.scaling import rollout_time
+from tandem.plugins.plan.scaling import GPUS, Assumptions, rollout_time
 from tandem.plugins.plan.shards import model_of, parameters
 
 ROOT = Path(__file__).parent.parent
@@ -36,7 +35,7 @@ recipe of yours. No GPU has run Tandem's meshes: tables of GPUs are plans, and s
 ## Formulas
 
 In code: `tandem/plugins/plan/shards.py` (memory), `tandem/plugins/plan/scaling.py` (communication, time),
-`tandem/plugins/plan/meshes.py` (which meshes are possible), `tandem/plugins/plan/gpus.py` (GPUs, from their vendor's data sheets).
+`tandem/plugins/plan/meshes.py` (which meshes are possible), `tandem/plugins/plan/scaling.py` (GPUs, from their vendor's data sheets).
 W is the shards (data x expert x context, or `parallel.shard`), t, c, p, e the sizes of tensor, context, pipeline and expert,
 m the microbatches of a rank, M the bytes of a rank's weights.
 
@@ -48,7 +47,7 @@ m the microbatches of a rank, M the bytes of a rank's weights.
 | moments | 8 P / (t p W), of what Muon steps 4 |
 | gradients | 4 P / (t p W) and those of two layers and the root; with m > 1 they add up undivided: 4 P / (t p) |
 | experts | as above with e of t p e and shards data x context |
-| activations | those of one microbatch (`tandem/plugins/plan/activations.py`) with tokens / c, heads and inner features / t, layers / p; the first stage keeps min(m, p) of them (arXiv 2104.04473, section 2.2.1) |
+| activations | those of one microbatch (`tandem/plugins/plan/shards.py`) with tokens / c, heads and inner features / t, layers / p; the first stage keeps min(m, p) of them (arXiv 2104.04473, section 2.2.1) |
 | engine | rank 0 holds a whole copy of the policy's weights, and the cache |
 | while loading | each model is whole in bf16 on each rank before it is divided, a layer of it in float32, beside the models before it |
 

@@ -39,8 +39,8 @@ from tandem.model.forward import batch_logprobs
 from tandem.model.kernels import CPU
 from tandem.model.load import ExactModel, load_model
 from tandem.model.logprobs import Head, token_logprobs
-from tandem.train.optimizer import Optimizer, Settings
-from tandem.train.pack import pack
+from tandem.trainer.optimizer import Optimizer, Settings
+from tandem.trainer.pack import pack
 from tandem.types import Microbatch, Sample, SamplingDistribution
 
 ROUNDS = 3

@@ -14,7 +14,7 @@ it and measures, medians of REPEATS but for the first visit:
     long           its curves in a browser: drawn; zoomed by a drag; smoothed by the slider
     live           from the row's write to the new row in the page
 
-With --pictures it only renews the three pictures of the README, from the runs of a demo (look at
+With --pictures it only renews the two pictures of the README, from the runs of a demo (look at
 each before it is committed):
 
     tandem demo && python -m benchmarks.view --pictures runs
@@ -84,11 +84,6 @@ PICTURES = {  # name -> address, when it is drawn, width, height, whether dark
         "return document.querySelectorAll('.token').length > 0 && document.querySelectorAll('.peer').length === 8",
         *(1440, 900, True),
     ),
-    "narrow": (
-        f"episodes/{RUN}",
-        "return document.querySelectorAll('[data-row]').length === 50",
-        *(400, 860, False),
-    ),
 }
 ROWS = "return document.querySelectorAll('[data-row]').length"
 
@@ -127,7 +122,7 @@ def main() -> int:
 
 
 def take_pictures(runs: Path) -> None:
-    """Write the pictures of the README: curves, light; an episode, dark; a list, narrow."""
+    """Write the pictures of the README: curves, light; an episode, dark."""
     with viewing(runs) as url, browser() as page:
         for name, (path, ready, width, height, dark) in PICTURES.items():
             page.resize(width, height, dark=dark)
@@ -190,7 +185,7 @@ def first_visits(url: str) -> dict[str, float]:
     """Open each page in a browser of its own; the server has read nothing before the first."""
     pages = {
         "": f"{ROWS} === 1",
-        "episodes/large": f"{ROWS} === 50",
+        "episodes/large": f"{ROWS} === 200",
         "curves/large": "return document.querySelectorAll('.u-wrap canvas').length >= 5",
         "step/large/1000": "return document.querySelectorAll('.square').length > 0",
     }

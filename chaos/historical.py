@@ -32,7 +32,7 @@ from tandem.config.recipe import load_config
 from tandem.config.schema import Config
 from tandem.engine.engine import Engine
 from tandem.jobs.input_hashes import input_hashes
-from tandem.jobs.rl_job import RLJob
+from tandem.jobs.rl import RLJob
 from tandem.model.load import ExactModel, make_exact
 from tandem.model.lora import Lora
 from tandem.rewards.pool import RewardPool
@@ -45,10 +45,10 @@ from tandem.runtime.errors import UserError
 from tandem.runtime.timer import Timer
 from tandem.step import Stages, learn_step, rollout_step
 from tandem.step_async import RolloutPrefetcher
-from tandem.train.batch import Models, pack_batch
-from tandem.train.learner import Learner
-from tandem.train.optimizer import Optimizer, Settings
 from tandem.train_loop import run_training
+from tandem.trainer.batch import Models, pack_batch
+from tandem.trainer.learner import Learner
+from tandem.trainer.optimizer import Optimizer, Settings
 from tandem.types import Env, Observation, Problem, SamplingParams, Score, StepResult
 from tandem.weights.hashing import weight_hash
 from tandem.weights.in_process import InlineSync

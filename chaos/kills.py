@@ -70,7 +70,7 @@ PHASES = (
     ("journal read", r'journal\.py", line \d+ in (read|_read|clean)'),
     ("eval", r"rollout/evaluate\.py"),
     ("sync", r"in (publish|sync_to|apply)\b"),
-    ("learn", r"tandem/train/\w+\.py|in learn_step\b"),
+    ("learn", r"tandem/trainer/\w+\.py|in learn_step\b"),
     ("metrics row", r'train_loop\.py", line \d+ in _log\b'),
     ("resume", r"in (resumable|load_checkpoint)\b"),
     ("rollout", r"tandem/rollout/\w+\.py"),

@@ -14,9 +14,9 @@ import torch
 from tandem.config.parallel import Parallel
 from tandem.runtime import numerics
 from tandem.runtime.place import Place
-from tandem.train.parallel.mesh import WEIGHTS, Mesh, make_mesh
-from tandem.train.parallel.pipeline import STATES
-from tandem.train.parallel.processes import Processes, join
+from tandem.trainer.parallel.mesh import WEIGHTS, Mesh, make_mesh
+from tandem.trainer.parallel.pipeline import STATES
+from tandem.trainer.parallel.processes import Processes, join
 
 STEPS = 200
 

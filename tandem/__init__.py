@@ -17,8 +17,7 @@ The stages of a step, in order
   rollout/       problems to scored groups of episodes; evaluation
   rewards/       reward functions, and the pool of processes that run them
   rl/            advantages, losses, KL and corrections as pure functions
-  train/         packing, log-probs, updates of the weights
-  stream/        samples to the processes that train
+  trainer/       packing, log-probs, updates of the weights
   weights/       new weights to the engines
   model/         the exact forward pass that engine and trainer share
 
@@ -31,6 +30,7 @@ Around them
   runtime/       this machine: signals, files, HTTP client, random numbers, errors
   serve/         the OpenAI-compatible server
   cli/           the commands
+  api/           the commands as functions of Python, and a session of four calls
 
 Beside them
   plugins/       what a run may add, a folder each; the core imports none
@@ -38,6 +38,38 @@ Beside them
 A room imports `types`, `runtime/` and rooms below it, never one that leads back to it;
 tests/test_layout.py holds the rule and this map. Importing this package has no effects: no thread,
 no environment variable, no torch.
+
+From Python: train, sft, dpo, rm, distill, evaluate, generate and Run (api/run.py), and Session for
+an algorithm of your own (api/session.py).
 """
 
-__version__ = "0.1.0"
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from tandem.runtime.version import __version__
+
+if TYPE_CHECKING:
+    from tandem.api.run import Run, distill, dpo, evaluate, generate, rm, sft, train
+    from tandem.api.session import Session
+    from tandem.runtime.errors import UserError
+
+__all__ = [
+    "Run",
+    "Session",
+    "UserError",
+    "__version__",
+    "distill",
+    "dpo",
+    "evaluate",
+    "generate",
+    "rm",
+    "sft",
+    "train",
+]
+_HOMES = {"Session": "tandem.api.session", "UserError": "tandem.runtime.errors"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'tandem' has no attribute {name!r}")
+    return getattr(import_module(_HOMES.get(name, "tandem.api.run")), name)

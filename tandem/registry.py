@@ -6,8 +6,7 @@ anybody's adds choices by entry points, in the group `tandem.KIND`:
     [project.entry-points."tandem.trackers"]
     aim = "tandem_aim:AimTracker"
 
-Knows no object's interface: the Protocol of each kind is named beside the kind. Built-in names
-cannot be replaced.
+Knows no object's interface: each kind's Protocol is named beside it. Built-in names stay.
 
     python -c "from tandem.registry import names; print(names('trackers'))"
 """
@@ -35,9 +34,8 @@ BUILT_IN: dict[str, dict[str, str]] = {
         ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3"),
         "tandem.plugins.vision.image_model:VISION",
     ),
-    "row_parts": {  # what fills chats with parts of a row: (messages, row) -> messages
-        "images": "tandem.plugins.vision.image_rows:with_images"
-    },
+    # what fills chats with parts of a row: (messages, row) -> messages
+    "row_parts": {"images": "tandem.plugins.vision.image_rows:with_images"},
     "tiny_models": {  # what `tandem tiny` writes
         "text": "tandem.model.tiny:make_tiny",
         "images": "tandem.plugins.vision.tiny_images:make_tiny_images",
@@ -50,36 +48,35 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "paged": "tandem.engine.engine:Engine",
         "unpaged": "tandem.engine.inexact_engine:InexactEngine",
     },
-    "commands": {  # cli/main.py: Commands
+    "commands": {  # cli/main.py: Commands; in the order of --help
         "demo": "tandem.cli.demo:demo",
-        "diff": "tandem.cli.of_runs:diff",
-        "doctor": "tandem.cli.doctor:doctor",
-        "eval": "tandem.cli.of_runs:evaluate",
-        "export": "tandem.cli.of_runs:export",
-        "generate": "tandem.plugins.tasks.cli:generate",
         "init": "tandem.cli.init:init",
-        "plan": "tandem.plugins.plan.cli:plan",
-        "plot": "tandem.plugins.view.cli:plot",
-        "replay": "tandem.cli.of_runs:replay",
-        "report": "tandem.plugins.view.cli:report",
-        "rollout": "tandem.cli.of_runs:rollout",
-        "scale": "tandem.cli.of_runs:scale",
-        "serve": "tandem.cli.serve:command",
-        "show": "tandem.cli.of_runs:show",
-        "status": "tandem.cli.of_runs:status",
+        "generate": "tandem.plugins.tasks.cli:generate",
         "tiny": "tandem.cli.tiny:tiny",
         "try": "tandem.cli.of_runs:try_out",
-        "view": "tandem.plugins.view.cli:view",
+        "doctor": "tandem.cli.doctor:doctor",
+        "rollout": "tandem.cli.of_runs:rollout",
+        "eval": "tandem.cli.of_runs:evaluate",
+        "export": "tandem.cli.of_runs:export",
+        "replay": "tandem.cli.of_runs:replay",
+        "status": "tandem.cli.of_runs:status",
+        "scale": "tandem.cli.of_runs:scale",
+        "show": "tandem.cli.of_runs:show",
         "why": "tandem.cli.of_runs:why",
+        "diff": "tandem.cli.of_runs:diff",
+        "view": "tandem.plugins.view.cli:view",
+        "report": "tandem.plugins.view.cli:report",
+        "plot": "tandem.plugins.view.cli:plot",
+        "serve": "tandem.cli.serve:command",
+        "plan": "tandem.plugins.plan.cli:plan",
     },
     "engines": {  # choices.py: RolloutBackend
         "tandem": "tandem.jobs.tandem_engine:TandemEngine",
         "vllm": "tandem.plugins.vllm.backend:VLLM",
         "http": "tandem.plugins.servers.backend:Servers",
     },
-    "reward_options": {  # what a run gives a reward besides the recipe's: config -> options
-        "code": "tandem.plugins.graders.code:code_options"
-    },
+    # what a run gives a reward besides the recipe's: config -> options
+    "reward_options": {"code": "tandem.plugins.graders.code:code_options"},
     "envs": {  # types.py: Env
         "single_turn": "tandem.types:Env",
         "tools": "tandem.envs.tools:ToolEnv",
@@ -88,6 +85,9 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "gymnasium": "tandem.envs.gym:GymEnv",
         "verifiers": "tandem.plugins.verifiers.env:VerifiersEnv",
         "agent": "tandem.envs.agent.env:AgentEnv",
+        "mcp": "tandem.plugins.mcp:McpEnv",
+        "openenv": "tandem.plugins.openenv:OpenEnv",
+        "harbor": "tandem.plugins.harbor:HarborEnv",
     },
     "extractors": {"answer": "tandem.plugins.graders.answer:extract"},  # text -> final answer
     "inputs": {  # jobs/inputs.py: of a command
@@ -108,17 +108,16 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "here": "tandem.jobs.here:Here",
         "ray": "tandem.plugins.cluster.job:Nodes",
     },
-    "offload": {  # the optimizers that can leave their state in host memory
-        "adamw": "tandem.plugins.optim.offload:OffloadedOptimizer"
-    },
-    "optimizers": {  # train/optimizer.py: Optimizer
-        "adamw": "tandem.train.optimizer:Optimizer",
+    # the optimizers that can leave their state in host memory
+    "offload": {"adamw": "tandem.plugins.optim.offload:OffloadedOptimizer"},
+    "optimizers": {  # trainer/optimizer.py: Optimizer
+        "adamw": "tandem.trainer.optimizer:Optimizer",
         "adamw_8bit": "tandem.plugins.optim.adamw_8bit:Optimizer8bit",
-        "muon": "tandem.train.muon:Muon",
+        "muon": "tandem.trainer.muon:Muon",
     },
-    "resources": {  # of a run, by arithmetic over its config
+    "resources": {
         "memory": "tandem.plugins.plan.footprint:out_of_memory"
-    },
+    },  # of a run, by its config
     "rewards": {  # rewards/load.py: functions with one of its signatures
         "answer": "tandem.plugins.graders.rewards:answer",
         "choice": "tandem.plugins.graders.rewards:choice",
@@ -127,7 +126,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "env": "tandem.rewards.builtin:env",
         "exact": "tandem.rewards.builtin:exact",
         "format": "tandem.rewards.builtin:format_of_tags",
-        "json_schema": "tandem.rewards.schema:json_schema",
+        "json_schema": "tandem.rewards.builtin:json_schema",
         "judge": "tandem.rewards.judge:judge",
         "length": "tandem.rewards.builtin:length",
         "numeric": "tandem.plugins.graders.rewards:numeric",
@@ -136,10 +135,13 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "reward_model": "tandem.rewards.builtin:reward_model",
     },
     "sandboxes": {  # the section [sandbox] -> plugins/graders/sandbox/protocol.py: Sandbox
-        "bubblewrap": "tandem.plugins.graders.sandbox.bubblewrap:open_bubblewrap",
+        "bubblewrap": "tandem.plugins.graders.sandbox.local:open_bubblewrap",
         "fusion": "tandem.plugins.graders.sandbox.fusion:open_fusion",
     },
-    "sources": {"verifiers": "tandem.plugins.verifiers.env:rows"},  # (id, limit=) -> rows
+    "sources": {  # what `tandem generate NAME:ID` copies: (id, limit=) -> rows
+        "harbor": "tandem.plugins.harbor:rows",
+        "verifiers": "tandem.plugins.verifiers.env:rows",
+    },
     "streams": {  # choices.py: StreamBackend
         "memory": "tandem.jobs.streams:Memory",
         "transfer_queue": "tandem.plugins.cluster.stream:TransferQueue",
@@ -195,11 +197,8 @@ def built_in(kind: str) -> Mapping[str, Any]:
 
 
 def find(kind: str, name: str, *, key: str) -> Any:
-    """Import the object of that kind and name. Raises UserError if there is none, or if a foreign
-    package fails.
-
-    key: the config key that holds the name, e.g. "run.trackers".
-    """
+    """Import the object of that kind and name, which the config's key holds. Raises UserError if
+    there is none, or if a foreign package fails."""
     if (choice := built_in(kind).get(name)) is not None:
         return _load(choice) if isinstance(choice, str) else choice
     if (point := _foreign(kind).get(name)) is None:

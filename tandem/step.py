@@ -19,12 +19,12 @@ from dataclasses import dataclass, field, replace
 
 from tandem.rollout.checks import check_batch, check_groups, check_progress
 from tandem.rollout.collect import Collector, RolloutBatch, Turn, step_metrics
+from tandem.rollout.stream import MemoryStream, Stream
 from tandem.run_folder.journal import Journal
 from tandem.runtime import signals
 from tandem.runtime.timer import Timer
-from tandem.stream.stream import MemoryStream, Stream
-from tandem.train.batch import compute_logprobs, not_finite, pack_batch
-from tandem.train.learn import (
+from tandem.trainer.batch import compute_logprobs, not_finite, pack_batch
+from tandem.trainer.learn import (
     SKIPPED,
     LearnStage,
     Observe,
@@ -103,13 +103,14 @@ def learn_step(stage: LearnStage, rollouts: RolloutBatch, observe: Observe | Non
     """Make all optimizer updates of a step; return its metrics.
 
     A quantity that is not finite is reported under "bad/" and never reaches a weight. With a
-    teacher the step distills (train/distill.py). observe: called with each microbatch of an update.
+    teacher the step distills (trainer/distill.py). observe: called with each microbatch of an
+    update.
     """
     config, models, step = stage.config, stage.models, rollouts.step
     check_groups(rollouts, config.rl.max_truncated)
     check_batch(rollouts, config)
     if models.teacher is not None:
-        from tandem.train.distill import distill
+        from tandem.trainer.distill import distill
 
         return distill(stage, models.teacher, rollouts.trained, step, observe)
     batch = pack_batch(rollouts.trained, config, models.policy.ranks)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tandem.config.recipe import to_toml
 from tandem.model.load import ExactModel
@@ -33,8 +33,8 @@ from tandem.run_folder.status import write_status
 from tandem.runtime import signals, watchdog
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import InvariantError, UserError
-from tandem.train.learner import Learner
-from tandem.train.ranks import Ranks
+from tandem.trainer.learner import Learner
+from tandem.trainer.ranks import Ranks
 from tandem.types import Row, StepResult
 from tandem.weights.hashing import weight_hash
 
@@ -48,37 +48,35 @@ Show = Callable[[int, Row, Row], None]  # (step, metrics, timings)
 Report = Callable[[str], None]
 
 
-class TrainJob(Protocol):
-    """A command that trains, repeated step by step. Every method takes the number of steps done."""
+class TrainJob:
+    """A command that trains, repeated step by step. Every method takes the number of steps done;
+    here those that a job may do without."""
 
     learners: dict[str, Learner]  # by their name in checkpoints; the run is for the first
     data: dict[str, str]  # SHA-256 by key of data files and starting weights
     steps: int
     eval_every: int  # 0: only before the first step and after the last
+    evaluate: Callable[[int], Row]
 
     def start(self, done: int) -> None:
         """Publish the weights, and start threads beside the training."""
-        ...
+        raise NotImplementedError
 
-    def step(self, done: int) -> StepResult: ...
-
-    def evaluate(self, done: int) -> Row: ...
+    def step(self, done: int) -> StepResult:
+        raise NotImplementedError
 
     def restore(self, done: int, state: dict[str, Any]) -> None:
         """Take up the state that step `done` has left."""
-        ...
 
     def wait_until_durable(self, done: int) -> None:
         """Wait until all that a checkpoint of that step needs is durable."""
-        ...
 
     def workers(self) -> list[dict[str, Any]]:
         """Describe who works for the run beside the ranks, for its status."""
-        ...
+        return []
 
     def stop_soon(self) -> None:
         """Let `wait_until_durable` give up soon, with a UserError: the run is being left."""
-        ...
 
 
 def trained_model(job: TrainJob) -> ExactModel:

@@ -6,7 +6,8 @@ into microbatches. This file knows numpy and nothing else: no torch, no model, n
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -37,6 +38,10 @@ Outcome = Literal[
     "no_signal",  # left out by dynamic sampling
     "unfinished",  # some of its episodes are paused
 ]
+
+
+# fields of an episode with a value for each token
+PER_TOKEN = ("tokens", "loss_mask", "engine_logprobs", "weight_versions", "penalties")
 
 
 def _no_experts() -> Array:
@@ -165,6 +170,23 @@ class Episode:
     reward_parts: dict[str, float] = field(default_factory=dict)
     reward_error: str = ""  # why scoring failed, empty if it did not
     experts: Array = field(default_factory=_no_experts)  # int16 [T - 1, layers, k], or none
+    # where in `tokens` each turn after the first begins, with its whole prompt
+    # (rollout.history = "template"); () if a turn goes on from the one before
+    starts: tuple[int, ...] = ()
+
+    @property
+    def sequences(self) -> "tuple[Episode, ...]":
+        """Sequences to train: itself or, with `starts`, each turn behind its own prompt. The
+        num_prompt_tokens of a turn are then those that it has in common with the first prompt."""
+        if not self.starts:
+            return (self,)
+        prompt, found = self.tokens[: self.num_prompt_tokens], []
+        for start, end in pairwise((0, *self.starts, len(self.tokens))):
+            arrays = {name: getattr(self, name)[start:end] for name in PER_TOKEN}
+            read = min(len(prompt), int(arrays["loss_mask"].argmax()))
+            common = int(np.cumprod(arrays["tokens"][:read] == prompt[:read]).sum())
+            found.append(replace(self, **arrays, starts=(), num_prompt_tokens=common))
+        return tuple(one for one in found if one.loss_mask.any())
 
     @property
     def trainable(self) -> bool:
@@ -192,12 +214,13 @@ class Episode:
 
     def attempt(self) -> "Attempt":
         """Return all that a reward function may see of the episode."""
+        own = self.loss_mask if self.starts else slice(self.num_prompt_tokens, None)
         return Attempt(
             text=self.text,
             messages=self.messages,
             opening=self.opening,
             stop_reason=self.stop_reason,
-            tokens=tuple(self.tokens[self.num_prompt_tokens :].tolist()),
+            tokens=tuple(self.tokens[own].tolist()),
             env_rewards=self.env_rewards,
         )
 
@@ -231,7 +254,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A flat sequence to train on; further inputs of a loss are in train/batch.py.
+    """A flat sequence to train on; further inputs of a loss are in trainer/batch.py.
 
     Example: tokens [5, 9, 2, 7, 1], loss_mask [0, 0, 0, 1, 1], prefix 3, group 0
     """
@@ -320,7 +343,7 @@ class WeightSync(Protocol):
 
 
 class ParityCheck(Protocol):
-    """Check of a run that the engine samples from the trainer's model (train/parity.py)."""
+    """Check of a run that the engine samples from the trainer's model (trainer/parity.py)."""
 
     exact: bool  # the two agree bit for bit here (P1), so any log-prob gap is an error
 
@@ -398,7 +421,8 @@ class Attempt:
     messages: tuple[Message, ...] = ()  # the chat behind the prompt, as Episode.messages
     opening: tuple[Message, ...] = ()  # the chat before that, if it is not the problem's
     stop_reason: EpisodeStop = "stop"
-    tokens: tuple[int, ...] = ()  # the ids of all tokens behind the prompt
+    # the ids of all tokens behind the prompt; of sampled ones, if each turn has its own prompt
+    tokens: tuple[int, ...] = ()
     # Rewards that are known already, by function: "env", and its parts.
     env_rewards: dict[str, float] = field(default_factory=dict)
 

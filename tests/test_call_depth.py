@@ -14,7 +14,7 @@ from tests.support.runs import prepare
 ROOT = Path(__file__).parents[1]
 PROGRAM = """
 import functools, json, sys
-import tandem.engine.engine as engine, tandem.jobs.rl_job as rl, tandem.rl.losses as losses
+import tandem.engine.engine as engine, tandem.jobs.rl as rl, tandem.rl.losses as losses
 from tandem.cli.main import run
 
 def name(frame):

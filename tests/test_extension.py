@@ -11,7 +11,7 @@ from tandem.config.recipe import load_config
 from tandem.jobs.exactness import require_correction
 from tandem.rl.algorithms import policy_loss
 from tandem.run_folder.metrics import read_metrics
-from tandem.train.batch import Models
+from tandem.trainer.batch import Models
 from tests.support.command import assert_is_a_users_error, tandem
 from tests.support.episodes import bits, learn, sampled_groups, settings, trained
 from tests.support.home import make_home
@@ -86,7 +86,7 @@ class Shifted(RolloutBackend):
             yield "rollout.workers: shifted runs in the trainer's process"
 
     def parity(self, config, exact, inexact):
-        from tandem.train.parity import MeasuredGap
+        from tandem.trainer.parity import MeasuredGap
 
         return MeasuredGap(config, self.where(config))
 

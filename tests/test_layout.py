@@ -37,8 +37,7 @@ ROOMS = {  # room -> the other rooms that it may import; none of them leads back
     "rewards": {"config", "workers"},
     "run_folder": {"config", "model", "weights"},
     "rollout": {"config", "data", "envs", "rl", "run_folder"},
-    "train": {"config", "model", "rl"},
-    "stream": {"config"},
+    "trainer": {"config", "model", "rl"},
 }
 KNOWS_EVERYONE = [
     "step",
@@ -47,9 +46,11 @@ KNOWS_EVERYONE = [
     "jobs",
     "audit",
     "cli",
+    "api",
     "__main__",
 ]  # each imports those before it
 OPTIONAL = (
+    "minisweagent",
     "datasets",
     "deepspeed",
     "fastapi",
@@ -125,6 +126,7 @@ def test_environments_share_the_application_and_the_schema_with_the_server():
     """Neither brings an engine with it."""
     used = set().union(*(imported(path) for path in (PACKAGE / "envs").rglob("*.py")))
     assert {module for module in used if module.startswith("tandem.serve")} == {
+        "tandem.serve.apis",
         "tandem.serve.app",
         "tandem.serve.listen",
         "tandem.serve.openai",

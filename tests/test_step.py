@@ -19,7 +19,8 @@ from tandem.run_folder.journal import Journal
 from tandem.runtime.errors import UserError
 from tandem.runtime.timer import Timer
 from tandem.step import learn_step, rollout_step, train_step
-from tandem.types import Episode, Group, Score
+from tandem.types import Group, Score
+from tests.support.attempts import attempt
 from tests.support.stages import (
     PARAMS,
     PROBLEMS,
@@ -35,35 +36,10 @@ from tests.support.stages import (
 )
 
 
-def episode(
-    uid="p",
-    sample=0,
-    *,
-    prompt=2,
-    count=3,
-    stop_reason="stop",
-    reward=0.0,
-    error="",
-    parts=None,
-    text="t",
-):
-    total = prompt + count
-    mask = np.arange(total) >= prompt
-    return Episode(
-        uid=uid,
-        sample_index=sample,
-        tokens=np.arange(total),
-        loss_mask=mask,
-        num_prompt_tokens=prompt,
-        messages=({"role": "assistant", "content": text},),
-        penalties=np.zeros(total, np.float32),
-        engine_logprobs=np.where(mask, np.float32(-0.5), np.float32(0)),
-        weight_versions=np.where(mask, 3, -1).astype(np.int32),
-        stop_reason=stop_reason,
-        reward=reward,
-        reward_parts=parts or {},
-        reward_error=error,
-    )
+def episode(uid="p", sample=0, *, prompt=2, count=3, error="", parts=None, text="t", **fields):
+    messages = ({"role": "assistant", "content": text},)
+    own = {"reward_error": error, "reward_parts": parts or {}, "messages": messages}
+    return attempt(uid, sample, range(prompt + count), prompt, 3, **own, **fields)
 
 
 def groups_with(*rewards, **more):

@@ -17,8 +17,8 @@ from tandem.run_folder.episode_files import read_episodes
 from tandem.runtime.errors import InvariantError, UserError
 from tandem.step import train_step
 from tandem.step_async import RolloutPrefetcher
-from tandem.train.pack import pack
-from tandem.train.parity import ExactCheck
+from tandem.trainer.pack import pack
+from tandem.trainer.parity import ExactCheck
 from tandem.types import Env, Observation, Sample
 from tests.support.ahead import STEPS, SlowSync, VersionedEngine, journal_of, ran, versions
 from tests.support.stages import (

@@ -14,9 +14,9 @@ from tandem.run_folder.metrics import read_metrics
 from tandem.run_folder.status import read_status
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import UserError
-from tandem.train.learner import Learner
-from tandem.train.optimizer import Optimizer, Settings
-from tandem.train_loop import run_training
+from tandem.train_loop import TrainJob, run_training
+from tandem.trainer.learner import Learner
+from tandem.trainer.optimizer import Optimizer, Settings
 from tandem.types import StepResult
 from tests.support.tiny import exact_model
 
@@ -27,7 +27,7 @@ class Killed(Exception):
     """Ends a process between two steps."""
 
 
-class ScriptedJob:
+class ScriptedJob(TrainJob):
     """Step n has the metrics script[n] ("." good, "x" bad, "K" a kill before it, "^" Ctrl-C); a
     good one adds 1 to a weight."""
 
@@ -74,14 +74,8 @@ class ScriptedJob:
         held_out = {"eval/sampled": self.rewards[done // 2]} if self.rewards else {}
         return {"eval/x": float(done), **held_out}
 
-    def wait_until_durable(self, done):
-        pass
-
     def workers(self):
         return [{"role": "rollout worker 0", "node": "here", "pid": 7, "state": "idle"}]
-
-    def stop_soon(self):
-        pass
 
 
 @contextmanager

@@ -334,7 +334,7 @@ def tried(shape: Shape, seed: int) -> dict[str, Any]:
 def lived(model: Any, longest: int, rng: np.random.Generator) -> tuple[float, int, bool]:
     """(largest gap between engine and trainer, tokens sampled, whether one and two threads give the
     trainer the same bits)."""
-    from tandem.train.pack import join, pack
+    from tandem.trainer.pack import join, pack
     from tandem.types import Request, SamplingDistribution, SamplingParams
     from tests.support.parity import engine_for, sample_of
 

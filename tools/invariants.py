@@ -51,7 +51,7 @@ JSON, PAGE = ROOT / "results" / "invariants.json", ROOT / "results" / "invariant
 LIVES = 1000
 SOAK = 10_000  # requests
 SCHEDULES = 40  # for each architecture
-MOST_CHANGE = 1e-3  # as in tests/train/test_meshes.py, which says why
+MOST_CHANGE = 1e-3  # as in tests/trainer/test_meshes.py, which says why
 KILLS, STEPS = 5, 6  # of each kind, in the order of MOVES; of a run
 KINDS = (
     "train",

@@ -12,8 +12,8 @@ from tandem.model.load import load_model
 from tandem.model.schedule import threads_of
 from tandem.model.tiny import make_tiny
 from tandem.runtime.errors import UserError
-from tandem.train.parallel.checks import check_mesh
-from tandem.train.parallel.ranks import ParallelRanks
+from tandem.trainer.parallel.checks import check_mesh
+from tandem.trainer.parallel.ranks import ParallelRanks
 from tests.support.meshes import on_mesh
 from tests.support.tiny import exact_model
 from tests.support.updates import SAMPLING, Halves, learner_of, microbatches, updated

@@ -3,7 +3,7 @@
 import platform
 
 from chaos.hostile.world import Hostile
-from tandem.plugins.graders.sandbox import Limits
+from tandem.plugins.graders.sandbox.protocol import Limits
 
 QUICK = Limits(wall_s=0.3, cpu_s=2)
 SMALL = Limits(wall_s=60.0, cpu_s=30, memory_mb=128)

@@ -18,7 +18,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.plugins.graders.sandbox import Limits
+from tandem.plugins.graders.sandbox.protocol import Limits
 
 # nothing that ends by itself comes near, however busy the machine is
 LIMITS = Limits(wall_s=60.0, cpu_s=10)

@@ -32,8 +32,8 @@ from tandem.run_folder.metrics import metrics_row, read_metrics
 from tandem.run_folder.read import PastRun, altered, read_step, require_step, without_evaluation
 from tandem.runtime import numerics
 from tandem.runtime.disk import file_hash
-from tandem.train.batch import pack_batch
-from tandem.train.learn import Observe
+from tandem.trainer.batch import pack_batch
+from tandem.trainer.learn import Observe
 from tandem.types import Group, Row
 from tandem.weights.hashing import tensor_hash
 

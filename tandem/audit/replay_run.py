@@ -29,9 +29,9 @@ from tandem.run_folder.folder import MACHINE, RunFolder
 from tandem.run_folder.read import PastRun, read_step
 from tandem.runtime.errors import UserError
 from tandem.step import learn_step
-from tandem.train.learn import LearnStage, Observe
-from tandem.train.ranks import ALONE
 from tandem.train_loop import TrainJob
+from tandem.trainer.learn import LearnStage, Observe
+from tandem.trainer.ranks import ALONE
 from tandem.types import Row
 from tandem.weights.hashing import weight_hash
 

@@ -11,7 +11,6 @@ by its `key` where a step has a problem twice. It does not check the run: that i
     tandem why runs/demo --episode 12:algebra/17:3      --episode 12 lists those of step 12
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from itertools import repeat
@@ -23,14 +22,26 @@ from torch import Tensor
 from tandem.audit.diff import Divergence
 from tandem.audit.replay import replay
 from tandem.choices import Report
-from tandem.config.schema import RL
+from tandem.config.algorithm import RL
 from tandem.model.tokenizer import load_tokenizer
-from tandem.run_folder.read import PastRun, holds, read_step
+from tandem.run_folder.episode_files import read_columns
+from tandem.run_folder.read import PastRun, read_step
+from tandem.run_folder.samples import Sample
 from tandem.runtime.errors import UserError
 from tandem.runtime.image_tokens import IMAGE
-from tandem.train.batch import TokenTensors, pack_batch
-from tandem.train.learn import policy_loss
-from tandem.types import Episode, Group, Microbatch, Outcome
+from tandem.trainer.batch import TokenTensors, pack_batch
+from tandem.trainer.learn import policy_loss
+from tandem.types import Microbatch, Outcome
+
+# the ways to name an episode, the narrower first; a uid may be a number, or hold colons
+NAMES = (
+    "{step}:{uid}:{sample_index}",
+    "{step}:{uid}",
+    "{uid}:{sample_index}",
+    "{uid}",
+    "{step}",
+    "{key}",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,23 +64,11 @@ class Token:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EpisodeRef:
-    """An episode in the journal file of a step: number `place` of group `row`."""
+class EpisodeRef(Sample):
+    """An episode in the journal, and the steps that had it."""
 
-    step: int
-    row: int
-    place: int
-    group: Group
     # (step, outcome) of each file that has it, ascending
     history: list[tuple[int, Outcome]] = field(default_factory=list)
-
-    @property
-    def episode(self) -> Episode:
-        return self.group.episodes[self.place]
-
-    @property
-    def name(self) -> str:
-        return f"{self.step}:{self.episode.uid}:{self.episode.sample_index}"
 
     @property
     def trained_in(self) -> int | None:
@@ -87,30 +86,23 @@ class EpisodeUpdate:
 
 
 def find_episodes(past: PastRun, name: str) -> list[EpisodeRef]:
-    """Find the episodes that a name means, each once. name: STEP:UID:SAMPLE, or less of it, the
-    journal's key, or a step's number for all of its episodes; a number is read as a uid first.
+    """Find the episodes that a name means, each once: in the first of NAMES that some have.
 
     Raises UserError if there is none.
     """
-    steps = past.journaled()
-    for step, uid, sample in _readings(name):
+    columns = ["step", "uid", "sample_index", "key"]
+    steps = {step: read_columns(past.journal(step), columns) for step in past.journaled()}
+    for form in NAMES:
         refs = {
             ref.episode.key: ref
-            for s in steps
-            if step in (None, s) and holds(past.journal(s), "uid", uid)
-            for ref in _refs_of_step(past, s)
-            if ref.episode.uid == uid and sample in (None, ref.episode.sample_index)
+            for step, rows in steps.items()
+            if any(meant := [form.format_map(row) == name for row in rows])
+            for ref, is_meant in zip(_refs_of_step(past, step), meant, strict=True)
+            if is_meant
         }
         if refs:
             return list(refs.values())
-    if name.isdecimal():
-        if int(name) in steps:
-            return _refs_of_step(past, int(name))
-        having = [s for s in steps if holds(past.journal(s), "key", int(name))]
-        if having:
-            refs_of_last = _refs_of_step(past, having[-1])
-            return [ref for ref in refs_of_last if ref.episode.key == int(name)]
-    last = [ref for step in steps[-1:] for ref in _refs_of_step(past, step)]
+    last = [ref for step in [*steps][-1:] for ref in _refs_of_step(past, step)]
     raise UserError(
         "the journal has no such episode",
         where=str(past.episodes),
@@ -119,17 +111,6 @@ def find_episodes(past: PastRun, name: str) -> list[EpisodeRef]:
         f"{last[0].name if last else '12:algebra/17:3'}",
         next=f"tandem why {past.folder} --episode STEP lists those of a step",
     )
-
-
-def _readings(name: str) -> Iterator[tuple[int | None, str, int | None]]:
-    """Yield (step, uid, sample) in the ways that a name can be read: a uid may hold colons."""
-    if match := re.fullmatch(r"(\d+):(.+):(\d+)", name):
-        yield int(match[1]), match[2], int(match[3])
-    if match := re.fullmatch(r"(\d+):(.+)", name):
-        yield int(match[1]), match[2], None
-    if match := re.fullmatch(r"(.+):(\d+)", name):
-        yield None, match[1], int(match[2])
-    yield None, name, None
 
 
 def _refs_of_step(past: PastRun, step: int) -> list[EpisodeRef]:
@@ -188,25 +169,35 @@ def trace_updates(past: PastRun, ref: EpisodeRef, report: Report) -> EpisodeUpda
     ]
     number = [row for row, _ in groups].index(trained.row)
     places = pack_batch([group for _, group in groups], past.config).sample_index
-    place = (number, trained.place)
-    sample = places.index(place) if place in places else None
+    samples = [n for n, place in enumerate(places) if place == (number, trained.place)]
+    parts: dict[int, tuple[TokenTensors, Tensor]] = {}
 
     def observe(batch: Microbatch, columns: TokenTensors, logprobs: Tensor) -> None:
-        if sample is not None and sample in batch.samples:
+        for sample in {*samples}.intersection(batch.samples.tolist()):
             own = columns.sequences == int((batch.samples == sample).argmax())
-            traced.columns, traced.logprobs = _part(columns, own), logprobs[own]
+            parts[sample] = _part(columns, own, sample), logprobs[own]
 
     traced.divergence = replay(past, step, report, observe, score=False).divergence
+    if found := [parts[sample] for sample in samples if sample in parts]:
+        values = {
+            one.name: [getattr(part, one.name) for part, _ in found] for one in fields(TokenTensors)
+        }
+        joined: dict[str, Any] = {
+            n: None if v[0] is None else torch.cat(v) for n, v in values.items()
+        }
+        traced.columns = TokenTensors(**joined)
+        traced.logprobs = torch.cat([logprobs for _, logprobs in found])
     return traced
 
 
-def _part(columns: TokenTensors, which: Tensor | slice) -> TokenTensors:
+def _part(columns: TokenTensors, which: Tensor | slice, sequence: int = 0) -> TokenTensors:
     """Select some of the tokens, as those of one sequence."""
     values = {one.name: getattr(columns, one.name) for one in fields(columns)}
     picked: dict[str, Any] = {
         name: None if value is None else value[which] for name, value in values.items()
     }
-    return TokenTensors(**picked | {"sequences": torch.zeros_like(columns.sequences[which])})
+    own = torch.full_like(columns.sequences[which], sequence)
+    return TokenTensors(**picked | {"sequences": own})
 
 
 def tokens(past: PastRun, ref: EpisodeRef, update: EpisodeUpdate | None) -> list[Token]:
@@ -286,7 +277,8 @@ def _ratio(
     other tokens; a loss of which nothing is known does not say what it clips."""
     if not rl.policy_loss.starts_at_advantage:
         return float((logprobs[n] - columns.proximal[n]).exp()), None
-    which = slice(None) if rl.policy_loss.of_sequences else slice(n, n + 1)
+    own = columns.sequences == columns.sequences[n]
+    which = own if rl.policy_loss.of_sequences else slice(n, n + 1)
     part = _part(columns, which)
     alone = replace(part, advantages=torch.full_like(part.advantages, float(columns.advantages[n])))
     _, sums = policy_loss(rl, alone, logprobs[which], torch.zeros_like(part.engine))

@@ -15,7 +15,7 @@ unset, argument = partial(Option, show_default=False), partial(Argument, show_de
 
 Recipe = Annotated[str, argument(help="TOML recipe, e.g. my.toml")]
 Overrides = Annotated[list[str] | None, argument(help="section.field=value, any number")]
-Fresh = Annotated[bool, Option("--fresh", help="start over; the old run folder is kept beside it")]
+Fresh = Annotated[bool, Option("--fresh", help="start over; the old output is kept beside it")]
 Run = Annotated[Path, argument(help="run folder")]
 
 

@@ -21,7 +21,7 @@ from tandem.cli.arguments import Fresh, Overrides
 from tandem.cli.progress import console
 from tandem.config.recipe import load_config
 from tandem.registry import find
-from tandem.runtime.disk import DISK, disk_errors, write_atomic, write_rows
+from tandem.runtime.disk import disk_errors, whole_folder, write_atomic, write_rows
 from tandem.runtime.errors import UserError
 
 RECIPE = Path(__file__).with_name("demo.toml")
@@ -33,7 +33,7 @@ def demo(
     seed: Annotated[int, Option(min=0, help="another seed: other data, model and draws")] = 0,
     fresh: Fresh = False,
 ) -> None:
-    """Show the whole loop in two minutes: data, a tiny model, SFT, GRPO, evaluation, export."""
+    """Show the whole loop in minutes: data, a tiny model, SFT, GRPO, evaluation, export."""
     started, changes = time.perf_counter(), overrides or []
     make_inputs(folder, seed)
     from tandem.cli import train  # imports torch, after the first line has been shown
@@ -103,9 +103,8 @@ def make_inputs(folder: Path, seed: int) -> None:
         say(f"model: a random character-level Qwen3 of 0.9M parameters -> {folder}/model")
         from tandem.model.tiny import make_tiny
 
-        unfinished = folder / ".tmp-model"
-        make_tiny(unfinished, seed=seed)
-        DISK.rename(unfinished, folder / "model")
+        with whole_folder(folder / "model") as unfinished:
+            make_tiny(unfinished, seed=seed)
 
 
 def report(folder: Path, final: Path) -> None:

@@ -1,27 +1,17 @@
 """`tandem doctor`: check whether this machine can make an exact run. Exit code 0 when every check
-passes, else 1.
+passes, else 1."""
 
-    tandem doctor --json      {"ok": true, "tandem": "0.1.0", "checks": {"torch": {"ok": true,
-                               "detail": "2.13.0, 2 threads ...", "version": "2.13.0",
-                               "tested": true, "threads": 2, ...}, ...}}
-"""
-
-import json
 import platform
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Annotated, Any
+from typing import NamedTuple
 
-from typer import Option
-
-from tandem import __version__
 from tandem.cli.progress import console
 from tandem.registry import find
 from tandem.runtime import numerics
@@ -33,25 +23,20 @@ from tandem.runtime.errors import UserError
 TESTED = {"python": ("3.11", "3.12", "3.13"), "torch": ("2.13", "2.15"), "transformers": ("5.23",)}
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """The result of a check."""
 
     ok: bool
     detail: str
-    facts: dict[str, Any] = field(default_factory=dict)  # for --json
 
 
 Check = tuple[str, Callable[[], Finding]]
 
 
-def doctor(
-    as_json: Annotated[bool, Option("--json", help="print one JSON document instead")] = False,
-) -> None:
+def doctor() -> None:
     """Check this machine: versions, exactness of the operators, reward workers, disk."""
     numerics.prepare()
     free = shutil.disk_usage(".").free
-    text = f"{free / 2**30:.1f} GiB free here"
     checks: list[Check] = [
         ("python", lambda: versioned("python", platform.python_version())),
         ("torch", _torch),
@@ -62,30 +47,23 @@ def doctor(
         *_gpu_checks(),
         ("reward workers", _rewards),
         ("sandbox", _sandbox),
-        ("disk", lambda: Finding(free > 1 << 30, text, {"free_bytes": free})),
+        ("disk", lambda: Finding(free > 1 << 30, f"{free / 2**30:.1f} GiB free here")),
     ]
-    found: dict[str, Finding] = {}
+    passed = True
     for name, check in checks:
-        one = found[name] = check()
-        if not as_json:
-            state = "ok  " if one.ok else "FAIL"
-            console.print(f"{state}  {name:<15} {one.detail}", markup=False)
-    passed = all(one.ok for one in found.values())
-    if as_json:
-        shown = {
-            name.replace(" ", "_"): {"ok": one.ok, "detail": one.detail, **one.facts}
-            for name, one in found.items()
-        }
-        print(json.dumps({"ok": passed, "tandem": __version__, "checks": shown}, indent=1))
+        one = check()
+        passed &= one.ok
+        state = "ok  " if one.ok else "FAIL"
+        console.print(f"{state}  {name:<15} {one.detail}", markup=False)
     sys.exit(0 if passed else 1)
 
 
-def versioned(name: str, found: str, others: str = "", **facts: Any) -> Finding:
+def versioned(name: str, found: str, others: str = "") -> Finding:
     """Return the finding of a version, which says if it is none of those tested; that fails
     nothing. others: what else there is to say."""
     tested = any(_numbers(found) == _numbers(version) for version in TESTED[name])
     note = "" if tested else f" (not tested: the tests have run with {', '.join(TESTED[name])})"
-    return Finding(True, f"{found}{note}{others}", {"version": found, "tested": tested, **facts})
+    return Finding(True, f"{found}{note}{others}")
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -98,8 +76,7 @@ def _torch() -> Finding:
 
     threads, cores, processor = torch.get_num_threads(), numerics.cores(), numerics.processor()
     others = f", {threads} threads on {cores} cores, {processor}"
-    facts = {"threads": threads, "cores": cores, "processor": processor}
-    return versioned("torch", str(torch.__version__), others, **facts)
+    return versioned("torch", str(torch.__version__), others)
 
 
 def _gpu() -> Finding:
@@ -107,13 +84,12 @@ def _gpu() -> Finding:
     import torch
 
     if torch.version.cuda is None:
-        return Finding(True, "none: this PyTorch is built for the CPU; runs take the CPU", _gpus(0))
+        return Finding(True, "none: this PyTorch is built for the CPU; runs take the CPU")
     if not torch.cuda.is_available():
         return Finding(
             True,
             f"none that PyTorch sees, which is built for CUDA {torch.version.cuda}; runs take the "
             "CPU. If there is one: does nvidia-smi show it, and is its driver new enough?",
-            _gpus(0),
         )
     from tandem.model.placement import place_models
 
@@ -124,18 +100,13 @@ def _gpu() -> Finding:
         found.append(f"cuda:{number} {processor}, {human_bytes(free)} of {human_bytes(total)} free")
     if find_spec("triton") is None:
         missing = f"{'; '.join(found)}; Triton is missing (the kernels): pip install triton"
-        return Finding(False, missing, _gpus(len(found)))
-    driver, triton = "unknown (no nvidia-smi)", version("triton")
+        return Finding(False, missing)
+    driver = "unknown (no nvidia-smi)"
     if shutil.which("nvidia-smi") is not None:
         command = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         asked = subprocess.run(command, capture_output=True, text=True, timeout=20)
         driver = (asked.stdout.splitlines() or ["unknown"])[0]
-    detail = f"{'; '.join(found)}; driver {driver}, Triton {triton}"
-    return Finding(True, detail, _gpus(len(found), driver, triton))
-
-
-def _gpus(count: int, driver: str = "", triton: str = "") -> dict[str, Any]:
-    return {"count": count, "driver": driver, "triton": triton}
+    return Finding(True, f"{'; '.join(found)}; driver {driver}, Triton {version('triton')}")
 
 
 def _gpu_checks() -> list[Check]:
@@ -178,15 +149,14 @@ def _exactness(device: str, dtype: str) -> Finding:
     if exactness.parity:
         operators = "; ".join(exactness.parity)
         failed = f"not exact on this machine: {operators}; set rl.correction in recipes"
-        return Finding(False, failed, {"exact": False, "thread_dependent": False})
+        return Finding(False, failed)
     threads = ", with any number of threads"
     if exactness.thread_dependent:
         threads = f"; bits depend on the thread count: {'; '.join(exactness.thread_dependent)}"
     slow = ""
     if (device, dtype) == ("cpu", "bfloat16") and not has_bfloat16_tiles():
         slow = "; no faster than float32 on this processor, which has no AMX"
-    facts = {"exact": True, "thread_dependent": bool(exactness.thread_dependent)}
-    return Finding(True, f"engine = trainer, bit for bit{threads}{slow}{kernels}", facts)
+    return Finding(True, f"engine = trainer, bit for bit{threads}{slow}{kernels}")
 
 
 def _rewards() -> Finding:
@@ -206,7 +176,7 @@ def _rewards() -> Finding:
 
 def _sandbox() -> Finding:
     """Describe the sandbox. A missing one fails nothing: only code of a model needs it."""
-    from tandem.config.schema import Sandbox
+    from tandem.config.episodes import Sandbox
 
     section = Sandbox()
     try:

@@ -5,23 +5,18 @@ from pathlib import Path
 
 from tandem.cli.progress import console, print_table
 from tandem.config.schema import Config
-from tandem.data.renderer import load_renderer
-from tandem.jobs.engines import build_runner, load_engine, open_envs_and_rewards, prepare_process
+from tandem.jobs.engines import open_runner, prepare_process
 from tandem.jobs.inputs import read_data
-from tandem.model.config_file import check_model
 from tandem.rollout.evaluate import Evaluator
+from tandem.runtime.disk import disk_errors
 from tandem.runtime.errors import UserError
 from tandem.runtime.wording import counted
 
 
 def evaluate(config: Config, out: Path | None) -> dict[str, float]:
-    if out is not None and not out.parent.is_dir():
-        raise UserError(
-            "the folder of the result does not exist",
-            where=str(out.parent),
-            expected="a folder",
-            next=f"mkdir -p {out.parent}",
-        )
+    if out is not None:
+        with disk_errors(out):
+            out.parent.mkdir(parents=True, exist_ok=True)
     prepare_process(config)
     problems = read_data(config, "eval.data")
     if not problems:
@@ -31,12 +26,7 @@ def evaluate(config: Config, out: Path | None) -> dict[str, float]:
             expected="a JSONL or Parquet file",
             next="add eval.data=FILE",
         )
-    check_model(config.model.path)
-    renderer = load_renderer(config.model.path, config.data.chat_template)
-    problems, lengths = renderer.check_lengths(problems, config.data, key="eval.data")
-    with open_envs_and_rewards(config) as (envs, rewards):
-        engine = load_engine(config, renderer, max(lengths), console.print)
-        runner = build_runner(config, engine, renderer, envs, rewards)
+    with open_runner(config, problems, "eval.data", console.print) as (runner, problems):
         evaluator = Evaluator(config=config, problems=problems, runner=runner)
         metrics = evaluator(0)
     rows = [(name.removeprefix("eval/"), f"{value:.3f}") for name, value in metrics.items()]

@@ -19,11 +19,11 @@ from tandem.run_folder.checkpoint import (
     load_checkpoint,
     step_name,
 )
-from tandem.run_folder.export import Provenance, export, export_adapter, model_card
-from tandem.run_folder.hub import push, require_token
+from tandem.run_folder.export import export, export_adapter, model_card
 from tandem.run_folder.metrics import read_metrics
 from tandem.run_folder.read import PastRun, entered
 from tandem.runtime.errors import UserError
+from tandem.runtime.hub import push, require_token
 
 
 def export_run(
@@ -64,10 +64,8 @@ def export_run(
         model = _load_model(past, tensors)
         rows = [{"step": done}, *read_metrics(past.folder)]
         metrics = [row for row in rows if row["step"] == done][-1]
-        about = Provenance(inputs=state["data"], versions=checkpoint_versions(checkpoint))
-        card = model_card(
-            model, past.config, command=past.command, step=done, metrics=metrics, about=about
-        )
+        about = {"inputs": state["data"], "versions": checkpoint_versions(checkpoint)}
+        card = model_card(model, past.config, command=past.command, metrics=metrics, **about)
         target = target or past.folder / ("adapter" if adapter else "hf") / step_name(done)
         if adapter:
             export_adapter(model, past.config.model.path, target, card)

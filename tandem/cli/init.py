@@ -10,13 +10,11 @@ each meant to be replaced. It knows no run.
 from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Option
-
 from tandem.cli.arguments import argument, unset
 from tandem.cli.progress import print_lines
 from tandem.config.recipe import toml_value
 from tandem.registry import find
-from tandem.runtime.disk import DISK, disk_errors, write_rows
+from tandem.runtime.disk import whole_folder, write_rows
 from tandem.runtime.errors import UserError
 
 RECIPE = """\
@@ -93,19 +91,11 @@ Then reinforcement learning has something to find:
 
 def init(
     folder: Annotated[Path, argument(help="the project: a new folder")],
-    model: Annotated[str, unset(help="Hugging Face directory or hub name to train")] = "",
-    tiny: Annotated[
-        bool, Option("--tiny", help="a tiny random model and chats that warm it up; the default")
-    ] = False,
+    model: Annotated[
+        str, unset(help="Hugging Face directory or hub name to train; default: a tiny random model")
+    ] = "",
 ) -> None:
     """Write a project that runs as it is: recipe, data, a reward of your own, a README."""
-    if model and tiny:
-        raise UserError(
-            "two models are named",
-            where="tandem init",
-            found=f"--model {model} and --tiny",
-            expected="one of them",
-        )
     if model and Path(model).is_dir():
         model = str(Path(model).resolve())
     elif model:
@@ -117,13 +107,8 @@ def init(
             expected="a new folder",
             next="name another",
         )
-    unfinished = folder.with_name(f".tmp-{folder.name}")
-    with disk_errors(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        if unfinished.exists():  # of a killed start
-            DISK.remove(unfinished)
+    with whole_folder(folder) as unfinished:
         _write(unfinished, folder.name, model)
-        DISK.rename(unfinished, folder)
     first = "tandem train recipe.toml" if model else "tandem sft recipe.toml"
     print_lines([f"a project of {len(list(folder.iterdir()))} files -> {folder}", ""])
     print_lines([f"next: cd {folder} && {first}    (README.md has the rest)"])

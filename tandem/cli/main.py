@@ -15,12 +15,12 @@ import typer
 from typer import Option
 from typer.core import TyperGroup
 
-from tandem import __version__
 from tandem.cli.arguments import Fresh, Overrides, Recipe, run_folder
 from tandem.config.recipe import load_config
 from tandem.registry import BUILT_IN, find, names
 from tandem.runtime.errors import InvariantError, UserError
 from tandem.runtime.processes import end_with_starter
+from tandem.runtime.version import __version__
 
 TRAINING = {
     "train": "Train by reinforcement learning: GRPO, PPO and relatives. The same command resumes a "
@@ -70,7 +70,7 @@ app = typer.Typer(
 
 
 def hold_place(*commands: str) -> None:
-    """Give commands of the registry their places in `tandem --help`."""
+    """Give commands of the registry their places in `tandem --help`, where they have none yet."""
     for command in commands:
         app.command(command)(lambda: None)
 
@@ -107,13 +107,12 @@ def main(
         bool, Option("--version", callback=_print_version, is_eager=True, help="print the version")
     ] = False,
 ) -> None:
-    pass
+    end_with_starter()
 
 
 def add_training_command(command: str, help: str) -> None:
     @app.command(command, help=help)
     def run_command(recipe: Recipe, overrides: Overrides = None, fresh: Fresh = False) -> None:
-        end_with_starter()
         config = load_config(recipe, overrides or [])
         from tandem.cli import train
 
@@ -125,22 +124,7 @@ for _command, _help in TRAINING.items():
     add_training_command(_command, _help)
 
 
-hold_place(
-    "rollout",
-    "eval",
-    "export",
-    "replay",
-    "status",
-    "scale",
-    "show",
-    "why",
-    "diff",
-    "view",
-    "report",
-    "plot",
-    "serve",
-    "plan",
-)
+hold_place(*BUILT_IN["commands"])
 
 
 @app.command()

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from typer import Option
 
-from tandem.cli.arguments import Overrides, Recipe, Run, argument, unset
+from tandem.cli.arguments import Fresh, Overrides, Recipe, Run, argument, unset
 from tandem.config.recipe import load_config
 
 
@@ -17,9 +17,7 @@ def rollout(
     out: Annotated[
         Path | None, unset(help="FILE.jsonl, or a folder for Parquet files; default: runs/rollout")
     ] = None,
-    fresh: Annotated[
-        bool, Option("--fresh", help="start over; the old output is kept beside it")
-    ] = False,
+    fresh: Fresh = False,
     keep: Annotated[
         str,
         unset(

@@ -16,7 +16,7 @@ folder (run_folder/folder.py).
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -26,32 +26,29 @@ from typing import Any
 from tandem.cli.progress import console
 from tandem.cli.rollout_filter import KEPT, keep, mean_rewards
 from tandem.config.schema import Config
-from tandem.data.renderer import load_renderer
-from tandem.jobs.engines import build_runner, load_engine, open_envs_and_rewards, prepare_process
+from tandem.jobs.engines import open_runner, prepare_process
 from tandem.jobs.input_hashes import image_hashes, input_hashes
 from tandem.jobs.inputs import read_data
-from tandem.model.config_file import check_model
 from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episode_metrics import episode_metrics
 from tandem.rollout.score import RolloutRunner, generate_and_score, sampling_params
 from tandem.run_folder.episode_files import cut_episodes, episode_file, json_lines, write_episodes
-from tandem.run_folder.files import read_file
+from tandem.run_folder.files import RESTORE_OR_FRESH, read_file
 from tandem.run_folder.folder import RunFolder, open_run
 from tandem.run_folder.metrics import MetricsWriter, peak_rss_mb, read_metrics
+from tandem.run_folder.resume import require_same_inputs
 from tandem.run_folder.status import ROLLOUT, write_status
 from tandem.runtime.disk import DISK, disk_errors, open_regular_file, write_atomic
 from tandem.runtime.errors import UserError
-from tandem.runtime.image_parts import images_of
-from tandem.runtime.image_store import copy_to
+from tandem.runtime.image_parts import keep_in
 from tandem.runtime.timer import Timer
 from tandem.runtime.wording import counted
-from tandem.types import Group, Problem, Row, SamplingParams
+from tandem.types import Group, Problem, Row
 
 MakeBatch = Callable[[int, Timer], list[Group]]  # the scored episodes of a batch, counted from 0
 
 DEFAULT_OUT = Path("runs/rollout")
 BESIDE_JSONL = ".jsonl.rollout"
-FRESH = "start over with --fresh (the old output is kept beside it)"
 
 
 def rollout(
@@ -63,19 +60,14 @@ def rollout(
     Raises UserError for an output that belongs to something else, or to another config, data file
     or model.
     """
-    if out is not None and not out.parent.is_dir():
-        raise UserError(
-            "the folder of the output does not exist",
-            where=str(out.parent),
-            expected="a folder",
-            next=f"mkdir -p {out.parent}",
-        )
     output = Output(out or DEFAULT_OUT)
     output.check()
+    with disk_errors(output.path):
+        output.path.parent.mkdir(parents=True, exist_ok=True)
     prepare_process(config)
-    problems = read_data(config, "data.train")
     with open_output(output, config, fresh) as run:
-        copy_to(run.path / "images", images_of(m for p in problems for m in p.messages))
+        keep_in(run.path / "images")
+        problems = read_data(config, "data.train")
         inputs = hashes(config) | image_hashes(problem.messages for problem in problems)
         if is_complete(output, inputs):
             run.note_start()
@@ -85,15 +77,9 @@ def rollout(
             write_status(run.path, batches, batches, [])
             console.print(f"complete, nothing to do: {summary_line(run.path)}")
         else:
-            check_model(config.model.path)
-            renderer = load_renderer(config.model.path, config.data.chat_template)
-            problems, lengths = renderer.check_lengths(problems, config.data)
-            batches = -(-len(problems) // config.rl.prompts_per_step)
-            sampling = sampling_params(config.rollout, renderer)
-            with open_envs_and_rewards(config) as (envs, rewards):
-                engine = load_engine(config, renderer, max(lengths), console.print)
-                runner = build_runner(config, engine, renderer, envs, rewards)
-                make = partial(make_batch, config, problems, runner, sampling)
+            with open_runner(config, problems, "data.train", console.print) as (runner, problems):
+                batches = -(-len(problems) // config.rl.prompts_per_step)
+                make = partial(make_batch, config, problems, runner)
                 run.note_start()
                 write_batches(output, batches, inputs, make)
             require_scores(run.path, config)
@@ -108,17 +94,13 @@ def rollout(
 
 
 def make_batch(
-    config: Config,
-    problems: Sequence[Problem],
-    runner: RolloutRunner,
-    sampling: SamplingParams,
-    number: int,
-    timer: Timer,
+    config: Config, problems: Sequence[Problem], runner: RolloutRunner, number: int, timer: Timer
 ) -> list[Group]:
     """Generate and score the problems of a batch."""
     size = config.rl.prompts_per_step
     part = problems[number * size : (number + 1) * size]
     groups = new_groups(part, config.rl.group_size, (config.run.seed, "rollout only", number))
+    sampling = sampling_params(config.rollout, runner.renderer)
     return generate_and_score(runner, groups, sampling=sampling, shaping=config.reward, timer=timer)
 
 
@@ -273,16 +255,13 @@ class Output:
 @contextmanager
 def open_output(output: Output, config: Config, fresh: bool) -> Iterator[RunFolder]:
     """Open the run folder of the output. Its errors advise in the words of this command."""
-    with ExitStack() as stack:
-        try:
-            run = stack.enter_context(
-                open_run(output.folder, config, fresh=fresh, command="rollout")
-            )
-        except UserError as error:
-            error.next = error.next.replace("run.folder=PATH", "--out PATH")
-            error.next = error.next.replace("run.folder", "--out")
-            raise
-        yield run
+    try:
+        with open_run(output.folder, config, fresh=fresh, command="rollout") as run:
+            yield run
+    except UserError as error:
+        error.next = error.next.replace("run.folder=PATH", "--out PATH")
+        error.next = error.next.replace("run.folder", "--out")
+        raise
 
 
 # Whether the output is of the same rollout
@@ -312,23 +291,6 @@ def is_complete(output: Output, inputs: dict[str, str]) -> bool:
     rows = read_metrics(output.folder)
     if not rows:
         return False
-
-    def parse(text: str) -> tuple[int, dict[str, str]]:
-        about = json.loads(text)
-        return int(about["batches"]), dict(about["inputs"])
-
-    batches, recorded = read_file(output.folder / ROLLOUT, parse, f"restore it, or {FRESH}")
-    changed = [key for key in {**recorded, **inputs} if recorded.get(key) != inputs.get(key)]
-    if changed:
-        before, now = (
-            f"sha256 {values[changed[0]][:12]}" if changed[0] in values else "nothing"
-            for values in (recorded, inputs)
-        )
-        raise UserError(
-            "a data file, the model or the reward function has changed since the rollout began",
-            where=", ".join(changed),
-            found=f"{now} as the hash of {changed[0]}",
-            expected=f"{before}: the episodes that are there were made from that",
-            next=f"restore it, choose another --out PATH, or {FRESH}",
-        )
-    return output.count(rows) == batches
+    about = read_file(output.folder / ROLLOUT, json.loads, RESTORE_OR_FRESH)
+    require_same_inputs(about["inputs"], inputs)
+    return output.count(rows) == int(about["batches"])

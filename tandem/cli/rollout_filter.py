@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tandem.config.schema import Data
+from tandem.config.episodes import Data
 from tandem.run_folder.episode_files import read_columns
 from tandem.runtime.disk import write_atomic
 from tandem.runtime.errors import UserError

@@ -15,7 +15,8 @@ import numpy as np
 from typer import Option
 
 from tandem.cli.arguments import argument, command_of, unset
-from tandem.config.schema import Config, Model, Rollout
+from tandem.config.episodes import Model, Rollout
+from tandem.config.schema import Config
 from tandem.runtime.errors import UserError
 from tandem.serve.json_masks import JsonGrammars, JsonMask
 from tandem.serve.listen import address_errors, bound, require_token, url_of
@@ -63,7 +64,7 @@ class Options:
 
 
 def serve(options: Options) -> None:
-    """Serve a model over HTTP, compatible with OpenAI's clients: see docs/guide/serving.md."""
+    """Serve a model over HTTP to OpenAI's and Anthropic's clients: see docs/guide/serving.md."""
     require_token(options.host, options.api_key, "TANDEM_API_KEY")
     with bound(options.host, options.port) as sock:
         from tandem.serve.endpoints import EngineServer

@@ -22,8 +22,8 @@ def show(
     path = _file(past, step, held_out)
     samples = read_samples(path)
     if best or worst:
-        samples.sort(key=lambda sample: sample.reward, reverse=best)
-    mean = sum(sample.reward for sample in samples) / len(samples)
+        samples.sort(key=lambda sample: sample.episode.reward, reverse=best)
+    mean = sum(sample.episode.reward for sample in samples) / len(samples)
     order = ", best first" if best else ", worst first" if worst else ""
     number = f"{min(count, len(samples))} of them{order}"
     print_lines([f"{path}: {counted(len(samples), 'episodes')}, mean reward {mean:.3f}; {number}"])

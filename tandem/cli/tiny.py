@@ -16,7 +16,7 @@ from typer import Option
 from tandem.cli.arguments import argument, command_of, unset
 from tandem.cli.progress import print_lines
 from tandem.registry import find
-from tandem.runtime.disk import DISK, disk_errors
+from tandem.runtime.disk import whole_folder
 from tandem.runtime.errors import UserError
 
 
@@ -59,14 +59,9 @@ def make(options: Options) -> None:
     from tandem.model.tiny import CHARACTERS
 
     characters = characters_of(sources, vocab) or CHARACTERS
-    unfinished = folder.with_name(f".tmp-{folder.name}")
-    with disk_errors(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        if unfinished.exists():  # of a killed start
-            DISK.remove(unfinished)
-        make_model = find("tiny_models", "images" if images else "text", key="--images")
+    make_model = find("tiny_models", "images" if images else "text", key="--images")
+    with whole_folder(folder) as unfinished:
         parameters = make_model(unfinished, characters=characters, **sizes)
-        DISK.rename(unfinished, folder)
     size = f"{parameters:,} random parameters over {len(characters)} characters"
     next_command = f"tandem sft RECIPE model.path={folder} sft.train=CHATS"
     kind = "Qwen2.5-VL" if images else "Qwen3"

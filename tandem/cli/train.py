@@ -6,16 +6,18 @@ from tandem.choices import choices
 from tandem.cli.progress import StepProgress, console, evaluation, print_lines
 from tandem.config.schema import Config
 from tandem.data.chat_template import read_template
-from tandem.jobs.disk_space import require_disk
+from tandem.jobs.engines import open_envs_and_rewards, prepare_process
 from tandem.jobs.out_of_memory import explain_out_of_memory
 from tandem.jobs.ranks import is_follower
+from tandem.jobs.stage import read_inputs
 from tandem.registry import find
 from tandem.run_folder.checkpoint import step_name, versions
-from tandem.run_folder.export import Provenance, export, keep_model, model_card
+from tandem.run_folder.export import export, keep_model, model_card
 from tandem.run_folder.files import KEPT_MODEL
-from tandem.run_folder.folder import open_run
+from tandem.run_folder.folder import check_run, open_run
 from tandem.run_folder.metrics import read_metrics
-from tandem.runtime.image_store import keep_in
+from tandem.runtime.errors import UserError
+from tandem.runtime.image_parts import keep_in
 from tandem.runtime.wording import counted
 from tandem.train_loop import run_training, trained_model
 
@@ -31,13 +33,14 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
         from tandem.run_folder.trackers.links import require_trackers
 
         require_trackers(config.run.trackers)
+    if not fresh:
+        _check_folder(folder, config, command)
     with open_run(folder, config, fresh=fresh, command=command) as run:
 
         def report(text: str) -> None:
             run.log(text)
             console.print(text, markup=False)
 
-        print_lines(run.news)
         config = run.config
         keep_in(folder / "images")
         if processes := processes_of(config):
@@ -49,17 +52,15 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
             find("jobs", command, key="command")(config, run, report) as job,
             StepProgress(command, job.steps, log=run.log) as progress,
         ):
+            print_lines(run.news)
             model = trained_model(job)
-            require_disk(config, job.learners.values(), folder)
             template = read_template(config.data.chat_template)
             keep_model(model, config.model.path, folder / KEPT_MODEL, template)
             end = run_training(run, job, progress, report)
             rows = read_metrics(folder)
             target = folder / "hf" / step_name(end.step)
-            about = Provenance(inputs=job.data, versions=versions())
-            card = model_card(
-                model, config, command=command, step=end.step, metrics=rows[-1], about=about
-            )
+            about = {"inputs": job.data, "versions": versions()}
+            card = model_card(model, config, command=command, metrics=rows[-1], **about)
             weights, learner = None, next(iter(job.learners.values()))
             if learner.ranks.size > 1:
                 from tandem.jobs.export import weights_saver
@@ -80,9 +81,22 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
     return target
 
 
+def _check_folder(folder: Path, config: Config, command: str) -> None:
+    """Raise what keeps a run from going on; before it a mistake in the inputs or rewards."""
+    try:
+        check_run(folder, config, command)
+    except UserError:
+        prepare_process(config)
+        read_inputs(config, command)
+        with open_envs_and_rewards(config):
+            raise
+
+
 def processes_of(config: Config) -> str:
-    """Describe the processes of a run, "" for one alone."""
+    """Describe the processes of a run, and how turns become prompts; "" for one process and one
+    turn."""
     mesh, processes = config.parallel.mesh, config.parallel.processes
     parts = [f"{processes} trainer processes ({mesh})"] * bool(mesh)
     described = (choice.describe(config) for choice in choices(config))
-    return "; ".join([*parts, *filter(None, described)])
+    turns = [f"rollout.history = {config.rollout.history}"] * (config.env.name != "single_turn")
+    return "; ".join([*parts, *filter(None, described), *turns])

@@ -123,7 +123,10 @@ def _remarks(problem: Problem, episode: Episode, renderer: Renderer) -> Iterator
             "penalty",
             f"{episode.penalties.max():g} on {int((episode.penalties > 0).sum())} tokens",
         )
-    if isinstance(renderer, ChatRenderer) and episode.num_turns > 1:
+    if isinstance(renderer, ChatRenderer) and episode.starts:
+        yield "rollout.history", "template: each turn had the prompt that the chat template writes"
+    elif isinstance(renderer, ChatRenderer) and episode.num_turns > 1:
+        yield "rollout.history", "keep: each turn went on from the tokens before it"
         difference = renderer.difference(episode.chat(problem), episode.tokens, episode.tools)
         if difference:
             yield "the chat template would write this conversation differently", difference

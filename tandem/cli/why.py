@@ -72,6 +72,7 @@ def _account(past: PastRun, ref: EpisodeRef, update: EpisodeUpdate | None) -> li
     penalties = [f"{value:g}" for value, _ in groupby(episode.penalties.tolist()) if value]
     not_learned = update is not None and update.columns is None
     turns = f" in {episode.num_turns} turns" if episode.num_turns > 1 else ""
+    turns += " with a prompt each" if episode.starts else ""
     size = f"{int(episode.loss_mask.sum())} tokens sampled{turns}, {len(episode.tokens)} in all"
     rows = {
         "problem": f"{problem.uid}{category}: {message_text(problem.messages[-1])!r}",

@@ -173,6 +173,12 @@ class Rollout(Section):
         [],
         description="stop strings in the decoded text (no special tokens), besides the end of turn",
     )
+    history: Literal["keep", "template"] = Field(
+        "keep",
+        description="prompt of a later turn: keep: the tokens so far, and the answer behind them; "
+        "template: the chat so far as the model's chat template writes it, so that earlier "
+        "thoughts go where it drops them; each turn is then a sequence to train",
+    )
     cache_mb: int = Field(1024, ge=1, description="size of the key/value cache, MiB")
     release_cache: bool | Literal["auto"] = Field(
         "auto",
@@ -217,6 +223,11 @@ class Rollout(Section):
     )
 
     @property
+    def renders(self) -> bool:
+        """Tell whether each turn's prompt is rendered by the chat template."""
+        return self.history == "template"
+
+    @property
     def servers(self) -> list[str]:
         """The addresses, if the engine is servers."""
         return [url.strip() for url in self.engine.split(",")]
@@ -235,8 +246,8 @@ class Env(Section):
 
     name: str = Field(
         "single_turn",
-        description="single_turn, tools, python, guess, gymnasium, verifiers or agent; or your own "
-        "as `file.py:Class`",
+        description="single_turn, tools, mcp, python, guess, gymnasium, openenv, harbor, verifiers "
+        "or agent; or your own as `file.py:Class`",
     )
     options: dict[str, Any] = Field({}, description="passed to the class, e.g. {limit = 10}")
     max_turns: int = Field(8, ge=1, description="turns of the model in an episode at most")

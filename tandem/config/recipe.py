@@ -19,8 +19,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from tandem.config.algorithm import settings_of
-from tandem.config.schema import SHORTHANDS, Config, Section
-from tandem.config.section import OR_FUNCTION
+from tandem.config.schema import SHORTHANDS, Config
+from tandem.config.section import OR_FUNCTION, Section
 from tandem.registry import names
 from tandem.rl.algorithms import settings_of_parts
 from tandem.runtime.errors import UserError
@@ -34,11 +34,10 @@ def load_config(recipe: str | Path | None, overrides: list[str]) -> Config:
     one value changes the algorithm. Raises UserError with every mistake.
     """
     tree, origin = merged(recipe, overrides)
-    source = str(recipe or "command line")
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise _explain(error, source, origin) from None
+        raise _explain(error, str(recipe or "command line"), origin) from None
 
 
 def merged(
@@ -66,13 +65,24 @@ def merged(
     return tree, origin
 
 
+CURES = {  # by the first words of tomllib
+    ("Expected '='", "Invalid statement"): 'no YAML or JSON: path = "model" below a line [model]',
+    ("Cannot",): "put both parts together, each key once",
+    ("",): 'a text has quotes, path = "model"; with a backslash single ones; true is small',
+}
+
+
 def _read(path: Path) -> dict[str, Any]:
     text = ""
     try:
         if not path.is_file():
-            near = f"did you mean {path / 'config.toml'}?" if path.is_dir() else look_for(path)
+            what, near = "does not exist", look_for(path)
+            if path.is_dir():
+                what, near = "is a folder", f"did you mean {path / 'config.toml'}?"
+            elif "=" in str(path):
+                what, near = "is missing before an override", f"name it first: RECIPE {path}"
             raise UserError(
-                f"the recipe {'is a folder' if path.is_dir() else 'does not exist'}",
+                f"the recipe {what}",
                 where=str(path),
                 expected="a TOML file",
                 next=f"{near}; or write one, tandem plan --keys lists its keys",
@@ -93,9 +103,8 @@ def _read(path: Path) -> dict[str, Any]:
             "the recipe is not valid TOML",
             where=f"{path}:{number}" if number else str(path),
             found=row + message.partition(" (at line")[0],
-            expected="TOML, no YAML or JSON: [section] and key = value, each once, in UTF-8",
-            next='a text has quotes, path = "model"; one with a backslash has single quotes; true '
-            "and false are small",
+            expected="TOML: [section] and key = value, each once, in UTF-8",
+            next=next(cure for words, cure in CURES.items() if message.startswith(words)),
         ) from None
 
 
@@ -138,6 +147,8 @@ def _apply(tree: dict[str, Any], text: str, origin: dict[str, str]) -> None:
             )
     table[path[-1]] = value
     origin[f"{section}.{field}"] = "command line"
+    if section not in Config.model_fields:  # it is told without its field
+        origin[section] = "command line"
 
 
 def _section(name: str) -> type[Section]:
@@ -208,6 +219,8 @@ def _expected(key: str, mistake: ErrorDetails) -> str:
 OF_TRL = {
     "num_generations": "rl.group_size",
     "num_iterations": "rl.epochs",
+    "max_completion_length": "rollout.max_new_tokens",
+    "max_steps": "run.steps",
     "steps_per_generation": "rl.minibatches",
     "per_device_train_batch_size": "rl.prompts_per_step",
     "beta": "rl.kl_coef",
@@ -237,7 +250,8 @@ def _nearest(key: str) -> str:
         near = [k for k in (*Config.model_fields, *keys) if {k, names.get(k)} & {*close}]
     if near:
         return f"; did you mean {' or '.join(near)}?"
-    return f"; sections are {', '.join(Config.model_fields)}"
+    of_others = "docs/guide/migrate.md has the names of TRL and verl"
+    return f"; sections are {', '.join(Config.model_fields)}; {of_others}"
 
 
 def to_toml(config: Config) -> str:

@@ -19,31 +19,6 @@ from tandem.config.training import SFT, Distill, Lora, Preference, Train
 from tandem.registry import names
 from tandem.rl.algorithms import OWN, counts_with
 
-__all__ = [
-    "RL",
-    "SFT",
-    "SHORTHANDS",
-    "Cluster",
-    "Config",
-    "Critic",
-    "Data",
-    "Distill",
-    "Env",
-    "Eval",
-    "Lora",
-    "Model",
-    "Parallel",
-    "Preference",
-    "Reward",
-    "Rollout",
-    "Run",
-    "Sandbox",
-    "Section",
-    "Stream",
-    "Train",
-    "Weights",
-]
-
 # in a recipe, `env = "guess"` stands for this key of the section
 SHORTHANDS = {"env": "name", "reward": "function"}
 
@@ -85,6 +60,7 @@ COUNTS_WITH: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("cluster.env_workers", "cluster.nodes", ()),
 )
 _ONE_PROCESS = "a microbatch's tokens and layers must be in one process"
+_ONE_SEQUENCE = "it has one sequence of tokens for each episode"
 _WAITS = "an agent's client waits for its answer, so its episode cannot pause"
 # Keys that do not go with each other: one and its values, another and its values, and why; (): any
 # but the default, and of parallel.mesh any of several processes.
@@ -118,6 +94,8 @@ APART: tuple[tuple[str, tuple[str, ...], str, tuple[str, ...], str], ...] = (
         "quantized weights are not divided, so [parallel] may have one process; use float",
     ),
     ("rollout.token_budget", (), "env.name", ("agent", "verifiers"), _WAITS),
+    ("rollout.history", (), "rl.router_replay", (), _ONE_SEQUENCE),
+    ("rollout.history", (), "stream.kind", ("transfer_queue",), _ONE_SEQUENCE),
 )
 
 

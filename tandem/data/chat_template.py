@@ -148,6 +148,33 @@ def with_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Messa
     return [{"role": "system", "content": text}, *messages]
 
 
+def with_calls_read(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+    """Return the messages with the calls in the model's texts as `tool_calls`, as chat templates
+    want them, and the ids of these in the results behind. A text that `split_calls` leaves whole
+    stays as it is."""
+    from tandem.model.tool_calls import split_calls
+
+    read: list[Message] = []
+    ids: list[str] = []  # of calls without a result
+    for place, message in enumerate(messages):
+        if message["role"] == "assistant":
+            content, calls = split_calls(message["content"], tools)
+            ids = [f"call{place:02}{number:03}" for number in range(len(calls))]
+            written = [
+                {
+                    "id": id_,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for id_, call in zip(ids, calls, strict=True)
+            ]
+            message = message | ({"content": content, "tool_calls": written} if calls else {})
+        elif message["role"] == "tool" and ids:
+            message = message | {"tool_call_id": ids.pop(0)}
+        read.append(message)
+    return read
+
+
 def with_calls(message: Message) -> Message:
     """Write the message's `tool_calls`, if any, into its content, as Hermes models do."""
     if "tool_calls" not in message:

@@ -7,7 +7,7 @@ skip or repeat data. Does not know what the items are, nor where they come from.
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import pairwise
-from typing import TypeVar, overload
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,9 +18,8 @@ from tandem.types import Array
 T = TypeVar("T")  # a problem, or another item that a step takes
 
 
-class Mixture(Sequence[T]):
-    """Several lists that each have a share in the items of a step. As a sequence: one list after
-    the other.
+class Mixture(list[T]):
+    """Several lists that each have a share in the items of a step. As a list: one after the other.
 
     Example: Mixture([few, many], weights=[1, 3], names=["few.jsonl", "many.jsonl"]). Of any four
     consecutive items one is from `few`, and each list has its own epochs.
@@ -29,19 +28,9 @@ class Mixture(Sequence[T]):
     def __init__(
         self, parts: Sequence[Sequence[T]], weights: Sequence[float], names: Sequence[str]
     ):
+        super().__init__(item for part in parts for item in part)
         self.parts, self.names = list(parts), list(names)
         self.weights = [Fraction(str(weight)) for weight in weights]  # of the decimal: 0.7 is 7/10
-        self._items = [item for part in self.parts for item in part]
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    @overload
-    def __getitem__(self, place: int) -> T: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[T]: ...
-    def __getitem__(self, place: int | slice) -> T | list[T]:
-        return self._items[place]
 
     def only(self, kept: Sequence[T]) -> "Mixture[T]":
         """Return the mixture of the items that were kept. Raises UserError if a part keeps none."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from tandem.config.schema import Data
+from tandem.config.episodes import Data
 from tandem.data.messages import prompt_messages, with_images
 from tandem.data.mixture import Mixture
 from tandem.data.prompt_columns import OF_PROBLEMS, refuse_columns, with_opening

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tandem.config.schema import Data
+from tandem.config.episodes import Data
 from tandem.data.chat_template import (
     ChatTemplate,
     model_template,

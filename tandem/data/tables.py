@@ -15,6 +15,7 @@ import numpy as np
 
 from tandem.data.readers import Payload, Placed, RowError, Source, open_text, show
 from tandem.runtime.errors import UserError
+from tandem.runtime.hub import hub_answers
 
 BATCH = 1024  # rows of a table
 LONGEST_CELL = 16 << 20  # characters; a quote that never ends would take the rest of a file
@@ -106,6 +107,7 @@ def _dataset(source: Source, key: str) -> Any:
         ) from None
     path, _, configuration = name.partition(":")
     datasets.disable_progress_bars()
+    datasets.config.HF_HUB_OFFLINE |= source.on_hub and not hub_answers()
     try:
         if source.on_hub:
             splits = datasets.load_dataset(path, configuration or None)
@@ -118,7 +120,9 @@ def _dataset(source: Source, key: str) -> Any:
             found=(str(error).splitlines() or [type(error).__name__])[0],
             expected="a file, a folder written by datasets' save_to_disk, or a data set that is on "
             "the hub or in its cache (HF_HUB_OFFLINE=1)",
-            next=f"ls {Path(name).parent}",
+            next="fetch it where there is a network"
+            if source.on_hub
+            else f"ls {source.path.parent}",
         ) from None
     if not isinstance(splits, dict):  # one without a name
         splits = {"": splits}

@@ -14,8 +14,8 @@ from typing import Any, get_type_hints
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
-from tandem.config.schema import Env as EnvConfig
-from tandem.config.schema import Sandbox
+from tandem.config.episodes import Env as EnvConfig
+from tandem.config.episodes import Sandbox
 from tandem.registry import find, names
 from tandem.runtime.errors import UserError
 from tandem.runtime.user_code import load_user_object, source_file, user_line

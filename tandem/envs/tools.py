@@ -16,7 +16,7 @@ the schemas to the model.
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -44,6 +44,15 @@ VARIADIC = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedTool:
+    """A tool as an environment calls it; of a plugin, one that is no function here."""
+
+    name: str
+    schema: Callable[[], Tool]
+    call: Callable[[Call], Awaitable[Any]]  # ValueError is told to the model in its words
+
+
 class ToolUnavailable(Exception):
     """A tool's failure through no fault of the model; raised by a tool, it costs the episode
     (env.on_error)."""
@@ -59,7 +68,7 @@ class ToolEnv(Env):
 
     def __init__(
         self,
-        tools: str | ToolFunction | Sequence[str | ToolFunction] = (),
+        tools: str | ToolFunction | Sequence[str | ToolFunction | NamedTool] = (),
         *,
         format: Format = "auto",
         show_tools: bool = True,
@@ -83,7 +92,7 @@ class ToolEnv(Env):
             )
         alone = isinstance(tools, str) or callable(tools)
         self._tools = _read_tools([tools] if alone else tools)  # type: ignore[list-item, arg-type]
-        self.tools = [_schema(tool.plain) for tool in self._tools.values()] if show_tools else ()
+        self.tools = [tool.schema() for tool in self._tools.values()] if show_tools else ()
         if invalid_call_penalty < 0:
             where, found = "env.options.invalid_call_penalty", str(invalid_call_penalty)
             raise UserError("a penalty below 0", where=where, found=found)
@@ -181,38 +190,38 @@ def _value(name: str, type_: TypeAdapter[Any], value: Any, typed: bool) -> Any:
         ) from None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Tool:
-    function: ToolFunction  # bound to its environment if it is a method
-    plain: ToolFunction  # not bound
-
-    async def call(self, call: Call) -> Any:
-        arguments = _parameters(self.plain).read(call)
-        if inspect.iscoroutinefunction(self.function):
-            return await self.function(**arguments)
-        return await in_thread(partial(self.function, **arguments))
-
-
-def _read_tools(tools: Sequence[str | ToolFunction]) -> dict[str, _Tool]:
+def _read_tools(tools: Sequence[str | ToolFunction | NamedTool]) -> dict[str, NamedTool]:
     """Return the tools by name. Raises UserError for one that a model could not call."""
-    by_name: dict[str, _Tool] = {}
+    by_name: dict[str, NamedTool] = {}
     for tool in tools:
-        function: Any = tool
-        if isinstance(tool, str):
-            load = load_user_object if ":" in tool else partial(find, "tools")
-            function = load(tool, key="env.options.tools")
-        plain = function.__func__ if inspect.ismethod(function) else function
-        if not inspect.isfunction(plain):
-            raise UserError("a tool is not a function", where="env.options.tools", found=repr(tool))
-        if plain.__name__ in by_name:
-            found, where = repr(plain.__name__), "env.options.tools"
+        named = tool if isinstance(tool, NamedTool) else _named(tool)
+        if named.name in by_name:
+            found, where = repr(named.name), "env.options.tools"
             raise UserError("two tools have the same name", where=where, found=found)
-        _parameters(plain)
-        by_name[plain.__name__] = _Tool(function=function, plain=plain)
+        by_name[named.name] = named
     if not by_name:
         what, next = "the environment has no tools", 'env.options.tools="calculator"'
         raise UserError(what, where="env.options.tools", next=next)
     return by_name
+
+
+def _named(tool: str | ToolFunction) -> NamedTool:
+    function: Any = tool
+    if isinstance(tool, str):
+        load = load_user_object if ":" in tool else partial(find, "tools")
+        function = load(tool, key="env.options.tools")
+    plain = function.__func__ if inspect.ismethod(function) else function
+    if not inspect.isfunction(plain):
+        raise UserError("a tool is not a function", where="env.options.tools", found=repr(tool))
+    parameters = _parameters(plain)
+
+    async def call(call: Call) -> Any:
+        arguments = parameters.read(call)
+        if inspect.iscoroutinefunction(function):
+            return await function(**arguments)
+        return await in_thread(partial(function, **arguments))
+
+    return NamedTool(name=plain.__name__, schema=partial(_schema, plain), call=call)
 
 
 @cache  # environments are made by the hundred, of a few functions

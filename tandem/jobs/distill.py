@@ -9,8 +9,8 @@ from tandem.model.config_file import check_model, logit_softcap
 from tandem.model.load import empty_model
 from tandem.model.tokenizer import load_tokenizer
 from tandem.runtime.errors import UserError
-from tandem.train.batch import Models
-from tandem.train.ranks import ALONE, Ranks
+from tandem.trainer.batch import Models
+from tandem.trainer.ranks import ALONE, Ranks
 
 
 def distill_inputs(config: Config, *, exact: bool = True) -> ProblemInputs:

@@ -1,6 +1,7 @@
 """The engine of a command, its environments and rewards, and whether engine and trainer agree."""
 
 import ctypes
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,7 +12,7 @@ import torch
 
 from tandem.choices import Report, engine_of
 from tandem.config.schema import Config
-from tandem.data.renderer import ChatRenderer
+from tandem.data.renderer import ChatRenderer, load_renderer
 from tandem.engine.engine import Engine, check_room, make_engine
 from tandem.engine.page_cache import page_bytes
 from tandem.envs.load import load_env
@@ -28,7 +29,9 @@ from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.score import RolloutRunner
 from tandem.run_folder.folder import read_matmul
 from tandem.runtime import numerics
-from tandem.types import Generate, Renderer, Reward
+from tandem.types import Generate, Problem, Renderer, Reward
+
+logger = logging.getLogger(__name__)
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
@@ -185,7 +188,8 @@ def open_envs_and_rewards(
     """Open environments and reward workers; check their needs before anything expensive is
     loaded. machine: where they run, if not here; those on other nodes report to `report`."""
     machine = machine or Here()
-    local = EnvPool(make=load_env(config.env, config.sandbox), limits=config.env)
+    make, renders = load_env(config.env, config.sandbox), config.rollout.renders
+    local = EnvPool(make=make, limits=config.env, renders=renders)
     if config.reward.model:
         from tandem.jobs.reward_model import check_reward_model
 
@@ -198,10 +202,26 @@ def open_envs_and_rewards(
         yield envs, rewards
 
 
+@contextmanager
+def open_runner(
+    config: Config, problems: Sequence[Problem], key: str, report: Report
+) -> Iterator[tuple[RolloutRunner, list[Problem]]]:
+    """Open what plays and scores episodes for a command that only generates, and return the
+    problems whose prompts are short enough. key: that names the problems."""
+    check_model(config.model.path)
+    renderer = load_renderer(config.model.path, config.data.chat_template)
+    problems, lengths = renderer.check_lengths(problems, config.data, key=key)
+    with open_envs_and_rewards(config) as (envs, rewards):
+        engine = load_engine(config, renderer, max(lengths), report)
+        yield build_runner(config, engine, renderer, envs, rewards), problems
+
+
 def build_runner(
     config: Config, engine: Generate, renderer: Renderer, envs: EnvPool, rewards: Reward
 ) -> RolloutRunner:
     """Put together the parts that generate and score episodes; load the reward model, if any."""
+    if "format" in config.reward.names and isinstance(renderer, ChatRenderer):
+        warn_of_hidden_tags(renderer, **config.reward.options.get("format", {}))
     reward_model = None
     if config.reward.model:
         from tandem.jobs.reward_model import load_reward_model
@@ -210,3 +230,24 @@ def build_runner(
     return RolloutRunner(
         engine=engine, renderer=renderer, envs=envs, rewards=rewards, reward_model=reward_model
     )
+
+
+def warn_of_hidden_tags(
+    renderer: ChatRenderer, tags: Sequence[str] = ("think",), opened: bool = False, **others: Any
+) -> None:
+    """Say it if the reward `format` can never find its tags: where the prompt has opened the first
+    of them, or where a text does not show one. It takes the options of that reward."""
+    [prompt] = renderer.prompts([[{"role": "user", "content": "a"}]])
+    if tags and not opened and renderer.decode(prompt).rstrip().endswith(f"<{tags[0]}>"):
+        logger.warning(
+            "the chat template opens <%s> in the prompt, so `format` would be 0 in every episode: "
+            "set reward.options.format={opened = true}",
+            tags[0],
+        )
+    marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
+    if hidden := [mark for mark in marks if mark not in renderer.decode(renderer.encode(mark))]:
+        logger.warning(
+            "%s are special tokens, which no text shows, so `format` would be 0 in every episode: "
+            "take other reward.options.format.tags",
+            ", ".join(hidden),
+        )

@@ -5,20 +5,22 @@ writes it. None holds the whole model.
     rank 0   model.safetensors.index.json, when all have written
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tandem.model.linear import Adapter, Part
 from tandem.model.load import ExactModel
-from tandem.run_folder.export import save_index, save_part
+from tandem.model.stock import INDEX
 from tandem.run_folder.shards import not_written
 from tandem.runtime.disk import disk_errors, os_error
 from tandem.runtime.errors import UserError
-from tandem.train.learner import Learner
+from tandem.trainer.learner import Learner
 
 _FACTORS = ("lora_A.weight", "lora_B.weight")
 
@@ -42,7 +44,7 @@ def save_weights(learner: Learner, folder: Path) -> None:
     for rank, result in enumerate(results):
         if isinstance(result, UserError):
             raise not_written(rank, vars(result))
-    save_index(folder, dict(zip(names, results, strict=False)))
+    _save_index(folder, dict(zip(names, results, strict=False)))
 
 
 def weights_saver(learner: Learner) -> Callable[[Path], None]:
@@ -88,12 +90,29 @@ def _factors(name: str) -> list[str]:
 
 
 def _save(model: ExactModel, weights: dict[str, Tensor], file: Path) -> dict[str, int] | UserError:
-    """Write a file; return the bytes of its tensors, or the error of the disk."""
+    """Write some of a model's plain weights as transformers would; return the bytes of each tensor,
+    or the error of the disk."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    named = revert_weight_conversion(model.module, weights)
     try:
         with disk_errors(file):
             try:
-                return save_part(model, weights, file)
+                tensors = {n: t.contiguous() for n, t in named.items()}
+                save_file(tensors, file, metadata={"format": "pt"})
             except SafetensorError as error:
                 raise os_error(error, file) or error from None
     except UserError as error:
         return error
+    return {name: tensor.numel() * tensor.element_size() for name, tensor in named.items()}
+
+
+def _save_index(folder: Path, files: dict[str, dict[str, int]]) -> None:
+    """Write the index of the weights' files as transformers reads it; files: of each the bytes of
+    its tensors."""
+    index = {
+        "metadata": {"total_size": sum(sum(sizes.values()) for sizes in files.values())},
+        "weight_map": {name: file for file, sizes in files.items() for name in sizes},
+    }
+    text = json.dumps(index, indent=2, sort_keys=True)
+    (folder / INDEX).write_text(text + "\n", encoding="utf-8")

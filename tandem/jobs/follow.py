@@ -26,6 +26,7 @@ from tandem.jobs.streams import JournalStream
 from tandem.registry import find
 from tandem.rollout.collect import RolloutBatch
 from tandem.rollout.score import sampling_params
+from tandem.rollout.stream import StreamReader
 from tandem.run_folder.checkpoint import Saver, load_checkpoint
 from tandem.run_folder.journal import Journal
 from tandem.run_folder.shards import Shard
@@ -33,11 +34,10 @@ from tandem.runtime import watchdog
 from tandem.runtime.errors import UserError
 from tandem.runtime.place import here
 from tandem.step import learn_step
-from tandem.stream.stream import StreamReader
-from tandem.train.learn import LearnStage
-from tandem.train.learner import Learner
-from tandem.train.ranks import Ranks
 from tandem.train_loop import load_learners, saved_boxes, saved_tensors
+from tandem.trainer.learn import LearnStage
+from tandem.trainer.learner import Learner
+from tandem.trainer.ranks import Ranks
 
 WAIT_S = 5.0  # for rank 0 to end by the same error, whose text is the better one
 
@@ -46,7 +46,7 @@ Orders = Mapping[str, Callable[..., object]]
 
 def follow(config: Config, command: str) -> None:
     """Be a rank after 0, until rank 0 ends."""
-    from tandem.train.parallel.processes import join
+    from tandem.trainer.parallel.processes import join
 
     for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 saves first, and needs this process
         signal.signal(number, signal.SIG_IGN)

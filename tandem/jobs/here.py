@@ -78,7 +78,7 @@ class Here(Choice):
     ) -> Iterator[tuple[Callable[..., Any], Place]]:
         """Open what starts the ranks after 0; yields a function that starts them, and the place
         where they meet. command: of a rank, behind the interpreter."""
-        from tandem.train.parallel.processes import start_here
+        from tandem.trainer.parallel.processes import start_here
 
         self.check_ranks(config)
         yield start_here([sys.executable, *command]), place

@@ -70,12 +70,7 @@ def read_data(config: Config, key: Literal["data.train", "eval.data"]) -> Sequen
         (config.data.train, config.data.weights) if key == "data.train" else (config.eval.data, [])
     )
     if key == "data.train" and not source:
-        raise UserError(
-            "no training problems are named",
-            where=key,
-            expected="a source of problems, see docs/guide/data.md",
-            next="add data.train=FILE",
-        )
+        raise missing("no training problems are named", key, "a source, see docs/guide/data.md")
     return read_problems(source, config.data, key=key, weights=weights) if source else []
 
 
@@ -198,5 +193,5 @@ def _check_repeats(config: Config, problems: int) -> None:
 
 
 def missing(what: str, key: str, expected: str) -> UserError:
-    """Report a key that the command needs."""
+    """Return the error of a key that the command needs."""
     return UserError(what, where=key, expected=expected, next=f"add {key}=...")

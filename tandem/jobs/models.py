@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from tandem.choices import choices, machine_of, trainer_of
-from tandem.config.schema import SFT, Config, Preference, Train
+from tandem.config.schema import Config
+from tandem.config.training import SFT, Preference, Train
 from tandem.data.renderer import ChatRenderer
 from tandem.model.config_file import LEAN_ARCHITECTURES, check_model, has_experts
 from tandem.model.load import ExactModel, load_model
@@ -18,10 +19,10 @@ from tandem.registry import find
 from tandem.runtime.errors import UserError
 from tandem.runtime.place import here
 from tandem.runtime.rng import address
-from tandem.train.batch import Models
-from tandem.train.learner import Learner
-from tandem.train.optimizer import Optimizer, Settings
-from tandem.train.ranks import ALONE, Ranks
+from tandem.trainer.batch import Models
+from tandem.trainer.learner import Learner
+from tandem.trainer.optimizer import Optimizer, Settings
+from tandem.trainer.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     from tandem.model.lora import Lora
@@ -34,7 +35,7 @@ def placement(config: Config) -> Placement:
     device that is not there."""
     place = place_models(config.model.device, config.model.dtype)
     if place.device.type == "cuda" and config.parallel.processes > 1:
-        from tandem.train.parallel.checks import own_gpu
+        from tandem.trainer.parallel.checks import own_gpu
 
         own = machine_of(config).own_place(config, here(os.environ, config.parallel.processes))
         number = own_gpu(config.model.device, own, torch.cuda.device_count())
@@ -210,7 +211,7 @@ def check_shape(config: Config, shape: Any, key: str, head: Head = "tokens") -> 
     if head == "value":
         _check_scored(shape, key)
     if processes > 1:
-        from tandem.train.parallel.checks import check_mesh
+        from tandem.trainer.parallel.checks import check_mesh
 
         check_mesh(config.parallel, shape, key)
     for choice in choices(config):

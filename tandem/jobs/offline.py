@@ -6,7 +6,8 @@ from functools import partial
 from typing import Any
 
 from tandem.choices import Report
-from tandem.config.schema import SFT, Config, Preference
+from tandem.config.schema import Config
+from tandem.config.training import SFT, Preference
 from tandem.data.mixture import problems_of_step
 from tandem.jobs.engines import make_room
 from tandem.jobs.models import build_learner, build_reference
@@ -17,10 +18,11 @@ from tandem.run_folder.folder import RunFolder
 from tandem.run_folder.journal import Journal
 from tandem.runtime import signals
 from tandem.runtime.timer import Timer
-from tandem.train.learner import Learner
-from tandem.train.pack import pack
-from tandem.train.ranks import Ranks
-from tandem.train.supervised import (
+from tandem.train_loop import TrainJob
+from tandem.trainer.learner import Learner
+from tandem.trainer.pack import pack
+from tandem.trainer.ranks import Ranks
+from tandem.trainer.supervised import (
     pair_metrics,
     preference_step,
     reward_model_step,
@@ -31,7 +33,7 @@ from tandem.types import Microbatch, Row, Sample, StepResult
 from tandem.weights.in_process import InlineSync
 
 
-class OfflineJob:
+class OfflineJob(TrainJob):
     """A job for train_loop.py over fixed items, in addressed shuffles; a subclass learns from them.
     data, sync and evaluator are rank 0's, the last two of the engine that evaluates, if there is
     one."""
@@ -40,8 +42,7 @@ class OfflineJob:
         self, config: Config, settings: SFT | Preference, learner: Learner, items: Sequence[Any]
     ):
         self.config, self.settings, self.learner, self.items = config, settings, learner, items
-        self.learners: dict[str, Learner] = {learner.name: learner}
-        self.data: dict[str, str] = {}
+        self.learners, self.data = {learner.name: learner}, {}
         self.steps, self.eval_every = settings.steps, config.eval.every
         self.journal: Journal | None = None
         self.sync: InlineSync | None = None
@@ -80,19 +81,6 @@ class OfflineJob:
 
     def evaluate(self, done: int) -> Row:
         return {} if self.evaluator is None else self.evaluator(done)
-
-    def restore(self, done: int, state: dict[str, Any]) -> None:
-        """Do nothing: the only state is the number of the step."""
-
-    def wait_until_durable(self, done: int) -> None:
-        """Return at once: a checkpoint needs no other file."""
-
-    def workers(self) -> list[dict[str, Any]]:
-        """Return none: the ranks do all of it."""
-        return []
-
-    def stop_soon(self) -> None:
-        """Do nothing: no thread waits."""
 
 
 class SFTJob(OfflineJob):

@@ -19,7 +19,7 @@ from tandem.jobs.models import check_models, check_tokenizer
 from tandem.model.rope import positions_of
 from tandem.runtime.errors import UserError
 from tandem.runtime.wording import counted
-from tandem.train.supervised import answer_pair, scored_pair
+from tandem.trainer.supervised import answer_pair, scored_pair
 from tandem.types import Problem, Sample
 
 Pairs = list[list[Sample]]

@@ -25,10 +25,10 @@ from tandem.jobs.models import placement
 from tandem.run_folder.folder import RunFolder
 from tandem.runtime.errors import UserError
 from tandem.runtime.place import here
-from tandem.train.ranks import ALONE, Ranks
+from tandem.trainer.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
-    from tandem.train.parallel.processes import Processes
+    from tandem.trainer.parallel.processes import Processes
 
 
 def is_follower(config: Config) -> bool:
@@ -48,7 +48,7 @@ def open_ranks(
     if place.size == 1 and trainer_of(config).runs_alone:
         yield ALONE
         return
-    from tandem.train.parallel.processes import join
+    from tandem.trainer.parallel.processes import join
 
     with ExitStack() as opened:
         start = None
@@ -72,7 +72,7 @@ def open_ranks(
 
 def make_ranks(config: Config, processes: "Processes") -> Ranks:
     """Make the mesh of the joined processes, for the models of train.backend."""
-    from tandem.train.parallel.mesh import make_mesh
+    from tandem.trainer.parallel.mesh import make_mesh
 
     device = placement(config).device
     if device.type == "cuda":

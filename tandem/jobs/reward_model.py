@@ -13,7 +13,7 @@ from tandem.model.load import load_model
 from tandem.model.stock import check_weights
 from tandem.rollout.score import RewardModel
 from tandem.runtime.errors import UserError
-from tandem.train.supervised import scores
+from tandem.trainer.supervised import scores
 from tandem.types import Episode, Problem
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tandem.config.schema import Config
 from tandem.engine.engine import Engine
@@ -12,9 +12,8 @@ from tandem.rollout.score import RolloutRunner
 from tandem.types import WeightSync
 
 Report = Callable[[str], None]
-Lane = tuple[
-    RolloutRunner, WeightSync
-]  # of a step's rollouts: what plays them, and gives it weights
+# of a step's rollouts: what plays them, and gives it weights
+Lane = tuple[RolloutRunner, WeightSync]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,18 +29,11 @@ class RolloutStage:
     report: Report
 
 
-class RolloutPool(Protocol):
-    """Rollout workers."""
-
-    def status(self) -> list[dict[str, Any]]:
-        """Describe each of them, for the run's status."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Rollouts:
     """Opened rollouts. lanes: one for each step that is rolled out at once; stop: ends rollouts
     under way."""
 
     lanes: Sequence[Lane]
-    pool: RolloutPool | None = None
+    pool: Any = None  # workers.pool.Pool, whose `status` tells of the workers
     stop: Callable[[], None] = lambda: None

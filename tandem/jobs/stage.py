@@ -28,7 +28,7 @@ from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.score import RolloutRunner
 from tandem.run_folder.folder import RunFolder, identity
 from tandem.run_folder.journal import Journal
-from tandem.train.ranks import Ranks
+from tandem.trainer.ranks import Ranks
 from tandem.types import Problem, Row
 
 SAMPLING = ("train", "distill")  # commands whose episodes are sampled on the way

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from tandem.choices import Report, StreamBackend
 from tandem.config.schema import Config
+from tandem.rollout.stream import MemoryStream, Plan, Stream
 from tandem.runtime.errors import UserError
-from tandem.stream.stream import MemoryStream, Plan, Stream
 from tandem.types import Group
 
 if TYPE_CHECKING:
     from tandem.run_folder.journal import Journal
-    from tandem.train.ranks import Ranks
+    from tandem.trainer.ranks import Ranks
 
 
 class Memory(StreamBackend):

@@ -25,7 +25,7 @@ class TandemEngine(RolloutBackend):
         return releases_cache(config, placement(config)) and not config.rollout.staleness
 
     def parity(self, config: Config, exact: bool, inexact: str) -> ParityCheck:
-        from tandem.train.parity import STEPS_OF_CACHE, ExactCheck, MeasuredGap, NoCheck
+        from tandem.trainer.parity import STEPS_OF_CACHE, ExactCheck, MeasuredGap, NoCheck
 
         if inexact:
             return MeasuredGap(config, self.where(config), STEPS_OF_CACHE)

@@ -54,7 +54,7 @@ def check_model(path: str, key: str = "model.path", *, head: HeadKind = "tokens"
     if (is_local or folder.exists()) and not (folder / CONFIG).is_file():
         raise _no_model(folder, key, where)
     if not folder.is_dir():
-        logger.warning("no directory %s here: looking for it on the Hugging Face hub", path)
+        _tell(f"no directory {path} here: looking for it on the Hugging Face hub")
     config = _read_config(path, where)
     if head == "tokens" and (config.architectures or [""])[0].endswith(SCORES):
         raise UserError(
@@ -191,11 +191,14 @@ def find_file(path: str, name: str) -> Path | None:
         return file if file.is_file() else None
     from transformers.utils import cached_file
 
+    from tandem.runtime.hub import hub_answers
+
     found = cached_file(
         path,
         name,
         _raise_exceptions_for_missing_entries=name == CONFIG,
         _raise_exceptions_for_connection_errors=name == CONFIG,
+        local_files_only=not hub_answers(),
     )
     return None if found is None else Path(found)
 

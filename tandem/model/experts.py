@@ -1,7 +1,7 @@
 """Exact mixture of experts: transformers' router and experts on the exact linear.
 
 One expert runs at a time, so a token's output is the sum over its experts in the order of their
-numbers and does not depend on the choices of other tokens. train/routing.py has the statistics of
+numbers and does not depend on the choices of other tokens. trainer/routing.py has the statistics of
 routers and the loss that balances them.
 """
 
@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from tandem.model.kernels import kernels_of
-from tandem.model.linear import PackedWeight, linear, sum_in_order
+from tandem.model.linear import PackedWeight, PackOwner, linear, sum_in_order
 
 Expert = Callable[[Tensor], Tensor]  # maps the rows of its tokens [n, D] to [n, D]
 # What one expert says: its tokens int64 [n], its place among the k of each int64 [n], and its
@@ -25,7 +25,7 @@ Output = tuple[Tensor, Tensor, Tensor]
 Dispatch = Callable[[Sequence[Expert], Tensor, Tensor], Iterable[Output]]
 
 
-class ExactRouter(nn.Module):
+class ExactRouter(PackOwner):
     """Qwen3MoeTopKRouter with the exact linear, in place of a router whose parameter it keeps."""
 
     def __init__(self, router: Any):
@@ -61,7 +61,7 @@ class ExactRouter(nn.Module):
         return logits, scores, experts
 
 
-class ExactExperts(nn.Module):
+class ExactExperts(PackOwner):
     """Qwen3MoeExperts on the exact linear, in place of experts whose parameters it keeps."""
 
     def __init__(self, experts: Any):

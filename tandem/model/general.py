@@ -99,7 +99,7 @@ class GeneralModel(ExactModel):
         return [*super().packs(), *(self._functions.packs.values() if self._functions else ())]
 
     def split(self, count: int) -> None:
-        """Take a single process only: train/parallel/checks.py refuses others before."""
+        """Take a single process only: trainer/parallel/checks.py refuses others before."""
         assert count == 1
 
     def _run_layer(self, forward: Callable[..., Any], x: Tensor, *args: Any, **others: Any) -> Any:

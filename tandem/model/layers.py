@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from tandem.model.attention import Plan, Scoring
 from tandem.model.expert_choices import ExpertChoices
 from tandem.model.kernels import Rotation, kernels_of
-from tandem.model.linear import FusedLinear, PackedWeight
+from tandem.model.linear import FusedLinear, PackedWeight, PackOwner
 
 
-class ExactLayer(nn.Module):
+class ExactLayer(PackOwner):
     """A pre-norm decoder layer (Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE).
 
     It is made of the children of a transformers layer.

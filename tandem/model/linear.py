@@ -92,7 +92,14 @@ def _pack_parts(parts: Sequence[Part]) -> Tensor:
     return kernels_of(weight).pack(weight)
 
 
-class ExactLinear(nn.Module):
+class PackOwner(nn.Module):
+    """A part of a model that has packs of weights."""
+
+    def packs(self) -> list[PackedWeight]:
+        raise NotImplementedError
+
+
+class ExactLinear(PackOwner):
     """nn.Linear with the exact forward, on the same parameters, so names and ties stay.
 
     With an adapter (lora_A, lora_B) it runs the merged weight. While `base_only` is set it runs the

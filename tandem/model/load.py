@@ -29,10 +29,9 @@ from tandem.model.config_file import (
 )
 from tandem.model.custom_code import from_config
 from tandem.model.expert_choices import ExpertChoices
-from tandem.model.experts import ExactExperts, ExactRouter
 from tandem.model.kernels import Kernels, kernels_of
-from tandem.model.layers import ExactLayer, embed, norm, rotation_of
-from tandem.model.linear import ExactLinear, PackedWeight, Part
+from tandem.model.layers import embed, norm, rotation_of
+from tandem.model.linear import ExactLinear, PackedWeight, PackOwner, Part
 from tandem.model.onednn import padded_rows
 from tandem.model.paged_attention import Runs
 from tandem.model.paths import divisible, named_path, path_of
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
     from tandem.model.lora import Lora
 
 T = TypeVar("T")
-OWNERS_OF_PACKS = (ExactLinear, ExactLayer, ExactRouter, ExactExperts)
 
 
 class LazyWeights(Mapping[str, Tensor]):
@@ -155,7 +153,7 @@ class ExactModel(nn.Module):
 
     def packs(self) -> list[PackedWeight]:
         """Return the packs of all linears."""
-        owners = [part for part in self.modules() if isinstance(part, OWNERS_OF_PACKS)]
+        owners = [part for part in self.modules() if isinstance(part, PackOwner)]
         return [pack for owner in owners for pack in owner.packs()]
 
     @property

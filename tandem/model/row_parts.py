@@ -1,4 +1,4 @@
-"""The rows of a microbatch that a process computes: here all of them. train/parallel/context.py
+"""The rows of a microbatch that a process computes: here all of them. trainer/parallel/context.py
 divides them among several processes."""
 
 from torch import Tensor

@@ -81,10 +81,10 @@ def split_calls(text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]]:
 
     If there is no call, or one that cannot be read, the content is the whole text.
     """
-    types = {tool["function"]["name"]: _argument_types(tool) for tool in tools}
+    types = {tool["function"]["name"]: argument_types(tool) for tool in tools}
     reading = read_calls(text, tools=types) if types else Reading(before=text)
     calls = [
-        _with_types(call, types.get(call.name, {}))
+        with_types(call, types.get(call.name, {}))
         for call in reading.calls
         if isinstance(call, Call)
     ]
@@ -110,7 +110,7 @@ def plain_value(text: str) -> Any:
     return _literal(text.strip())
 
 
-def _argument_types(tool: Tool) -> dict[str, frozenset[str]]:
+def argument_types(tool: Tool) -> dict[str, frozenset[str]]:
     """Look up the JSON types of each of a tool's parameters that its schema gives some."""
     match tool:
         case {"function": {"parameters": {"properties": dict(properties)}}}:
@@ -128,7 +128,7 @@ def _types(schema: Any) -> frozenset[str]:
     return frozenset(filter(lambda name: isinstance(name, str), named)).union(*inner)
 
 
-def _with_types(call: Call, types: dict[str, frozenset[str]]) -> Call:
+def with_types(call: Call, types: dict[str, frozenset[str]]) -> Call:
     """Turn arguments written as text into values, unless the schema wants text."""
     values: dict[str, Any] = {}
     for name, text in {} if call.typed else call.arguments.items():

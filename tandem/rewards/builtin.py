@@ -10,13 +10,15 @@ Knows neither processes nor weights.
 """
 
 import difflib
+import inspect
+import json
 import re
 from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 from tandem import registry
 from tandem.rewards.parts import BadFunction, BadValue, checked_by
-from tandem.rewards.thoughts import behind_thoughts
 from tandem.types import Attempt, Problem
 
 Function = Callable[..., Any]
@@ -33,6 +35,46 @@ def find(name: str) -> Function:
     near = difflib.get_close_matches(plain, [*known, *ELSEWHERE], 1, 0.5)
     hint = f"; did you mean {ELSEWHERE.get(near[0], near[0])!r}?" if near else "."
     raise BadFunction(f"no built-in {name!r}{hint} The built-in ones are {', '.join(known)}")
+
+
+def behind_thoughts(function: Function) -> Function:
+    """Make a reward function read only what stands behind the thoughts; `opened`: the prompt opens
+    them, so that without their end all is thoughts.
+
+    A checker(problem, completion, extract, **options) gets `extract`; its ValueError: a bad row.
+    """
+    signature = inspect.signature(function)
+    given = (
+        {"extract": registry.find("extractors", "answer", key="reward.function")}
+        if "extract" in signature.parameters
+        else {}
+    )
+
+    @wraps(function)
+    def reward(problem: Problem, completion: str, opened: bool = False, **options: Any) -> float:
+        *thoughts, text = _END_OF_THOUGHTS.split(completion)
+        text = _THOUGHTS.split(text)[0] if thoughts or not opened else ""
+        try:
+            return float(function(problem, text, **given, **options))
+        except ValueError as error:
+            if not given:
+                raise
+            raise BadValue(str(error)) from None
+
+    kept = [p for p in signature.parameters.values() if p.name not in given]
+    kept.append(inspect.Parameter("opened", inspect.Parameter.KEYWORD_ONLY, default=False))
+    reward.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+    reward.__annotations__ = {**function.__annotations__, "opened": bool}
+    return reward
+
+
+# gpt-oss, and without its special tokens "analysis...assistantfinal..."; Gemma 4
+_END_OF_THOUGHTS = re.compile(
+    r"</think>|assistantfinal|<\|channel\|>final<\|message\|>|<channel\|>"
+)
+_THOUGHTS = re.compile(
+    r"(?m)^\s*<think>|\A(?:<\|channel\|>)?analysis(?=[^\s:.,;])|\A<\|channel>thought"
+)
 
 
 # ---------------------------------------------------------------- is it the answer?
@@ -142,3 +184,70 @@ ELSEWHERE = {
     "multiple_choice": "choice",
     "preference_model": "reward_model",
 }
+
+
+# ---------------------------------------------------------------- JSON, by the extra `schema`
+
+JSON_CHARS = 20_000  # of the end of a completion
+NOTHING = object()  # no JSON in a text
+
+
+def check_schema(options: Mapping[str, Any]) -> None:
+    """Refuse an invalid schema, and a machine without jsonschema; raises BadFunction."""
+    try:
+        from jsonschema import SchemaError  # type: ignore[import-untyped]
+        from jsonschema.validators import validator_for
+    except ImportError:
+        raise BadFunction(
+            "json_schema needs the package jsonschema: pip install 'tandem-rl[schema]'"
+        ) from None
+    schema = options.get("schema", {})
+    try:
+        validator_for(schema).check_schema(schema)
+    except SchemaError as error:
+        raise BadFunction(f"json_schema: the option is no schema: {error.message}") from None
+
+
+@checked_by(check_schema)
+@behind_thoughts
+def json_schema(problem: Problem, completion: str, *, schema: dict[str, Any] = {}) -> float:  # noqa: B006
+    """Return 1 if the last JSON value of the completion is valid under the option `schema`, or,
+    without one, metadata["schema"]."""
+    from jsonschema.validators import validator_for  # type: ignore[import-untyped]
+
+    wanted = schema or problem.metadata.get("schema")
+    if not isinstance(wanted, (dict, bool)):
+        raise BadValue(f"json_schema: {problem.uid!r} has no `schema`, and no option has one")
+    value = last_json(completion)
+    return 0.0 if value is NOTHING else float(validator_for(wanted)(wanted).is_valid(value))
+
+
+def last_json(text: str) -> Any:
+    """Return the whole text as JSON, else the last fenced block of JSON, else the last object or
+    list in the text, else NOTHING."""
+    text = text[-JSON_CHARS:].strip()
+    blocks = re.findall(r"```(?:json)?[ \t]*\n(.*?)```", text, re.DOTALL)
+    for candidate in (text, *blocks[:-4:-1]):
+        try:
+            return json.loads(candidate, parse_constant=_refuse)
+        except (ValueError, RecursionError):
+            continue
+    return _last_inside(text)
+
+
+def _last_inside(text: str) -> Any:
+    value, at, decoder = NOTHING, 0, json.JSONDecoder(parse_constant=_refuse)
+    for opening in re.finditer(r"[{\[]", text):
+        if opening.start() < at:  # inside the one before
+            continue
+        try:
+            value, at = decoder.raw_decode(text, opening.start())
+        except ValueError:
+            continue
+        except RecursionError:  # each of the next thousand would be as deep
+            return NOTHING
+    return value
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")

@@ -18,7 +18,7 @@ reward.options. Knows no process.
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import partial
+from dataclasses import dataclass, replace
 from numbers import Real
 from types import UnionType
 from typing import Any, get_args, get_origin
@@ -76,14 +76,15 @@ def load(name: str, options: Arguments, part: str = "") -> Scorer:
 
 def _adapt(function: Function, part: str, name: str, options: Arguments) -> Scorer:
     """Make a scorer of a function by its signature. Raises BadFunction for an unknown one."""
+    call = _Call(function, part, options)
     try:
         signature = inspect.signature(function)
     except ValueError:  # some functions written in C have none
-        return partial(_call_own, function, part, (), options)
+        return call.own
     parameters = signature.parameters
     if "completions" in parameters or "completion_ids" in parameters:
         names = _names(signature, name, options, expected="(completions, prompts)")
-        return partial(_call_trl, function, part, names, options)
+        return replace(call, names=names).trl
     if not parameters.keys().isdisjoint(_VERL_TEXTS):
         names = _names(signature, name, options, expected=_VERL_FORM)
         known_names = {*_VERL_TEXTS, "data_source", "ground_truth", "extra_info", *options}
@@ -91,7 +92,7 @@ def _adapt(function: Function, part: str, name: str, options: Arguments) -> Scor
             named = p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
             if named and p.default is p.empty and p.name not in known_names:
                 raise _bad_signature(name, signature, options, _VERL_FORM)
-        return partial(_call_verl, function, part, names, options)
+        return replace(call, names=names).verl
     positional = [
         p.name
         for p in parameters.values()
@@ -99,12 +100,12 @@ def _adapt(function: Function, part: str, name: str, options: Arguments) -> Scor
     ]
     if any(found.strip("_") not in ("", own) for found, own in zip(positional, _OWN, strict=False)):
         raise _bad_signature(name, signature, options, _FORMS)
-    extras = tuple(extra for extra in ("attempt", "loading") if extra in parameters)
+    extras = frozenset(parameters) & {"attempt", "loading"}
     try:
         signature.bind(None, None, **dict.fromkeys(extras), **options)
     except TypeError:
         raise _bad_signature(name, signature, options, _OWN_FORM) from None
-    return partial(_call_own, function, part, extras, options)
+    return replace(call, names=extras).own
 
 
 def _names(
@@ -141,82 +142,71 @@ def _check_types(function: Function, name: str, options: Arguments) -> None:
             raise BadFunction(f"option {option!r} of {name} is {value!r}, expected {expected}")
 
 
-def _call_own(
-    function: Function,
-    part: str,
-    extras: tuple[str, ...],
-    options: Arguments,
-    problem: Problem,
-    attempt: Attempt,
-    loading: Loading,
-) -> Result:
-    available = {"attempt": attempt, "loading": loading}
-    extra_args = {extra: available[extra] for extra in extras}
-    return read_value(_finished(function(problem, attempt.text, **extra_args, **options)), part)
+@dataclass(frozen=True)
+class _Call:
+    """A function, and how it is called. names: of the keyword arguments that it takes beside
+    `options`; None: any."""
 
+    function: Function
+    part: str  # as of `load`
+    options: Arguments
+    names: frozenset[str] | None = frozenset()
 
-def _call_trl(
-    function: Function,
-    part: str,
-    names: frozenset[str] | None,
-    options: Arguments,
-    problem: Problem,
-    attempt: Attempt,
-    _: Loading,
-) -> Result | None:
-    """Call with a batch of one, as GRPOTrainer does: every column a list, and messages only if the
-    prompt was messages.
+    def own(self, problem: Problem, attempt: Attempt, loading: Loading) -> Result:
+        extras = self._wanted({"attempt": attempt, "loading": loading})
+        value = self.function(problem, attempt.text, **extras, **self.options)
+        return read_value(_finished(value), self.part)
 
-    A None for this completion: the function does not apply. Values of log_metric are parts.
-    """
-    metrics: dict[str, Any] = {}
-    truth = _truth(problem)
-    # "solution" is TRL's own name for the answer
-    row = {"answer": truth, "solution": truth, **_columns(problem)}
-    columns = {key: [value] for key, value in row.items() if key not in _NOT_COLUMNS}
-    chat = problem.conversational
-    columns["prompts"] = [list(problem.messages) if chat else problem.messages[-1]["content"]]
-    columns["completions"] = [list(attempt.messages) if chat else attempt.text]
-    columns["completion_ids"] = [list(attempt.tokens)]
-    logs = {"log_extra": lambda column, values: None, "log_metric": metrics.__setitem__}
-    values = _finished(function(**_wanted({**columns, **logs, **options}, names)))
-    is_list = isinstance(values, (list, tuple))
-    if not is_list or len(values) != 1:
-        found = f"{len(values)} values" if is_list else f"a {type(values).__name__}"
-        raise BadValue(f"expected a list with one reward for one completion, found {found}")
-    if values[0] is None:
-        return None
-    reward, parts = read_value(values[0], part)
-    logged = {key: number(value, f"part {key!r}") for key, value in metrics.items()}
-    return reward, {**logged, **parts}
+    def trl(self, problem: Problem, attempt: Attempt, _: Loading) -> Result | None:
+        """Call with a batch of one, as GRPOTrainer does: every column a list, and messages only if
+        the prompt was messages.
 
+        A None for this completion: the function does not apply. Values of log_metric are parts.
+        """
+        metrics: dict[str, Any] = {}
+        truth = _truth(problem)
+        # "solution" is TRL's own name for the answer
+        row = {"answer": truth, "solution": truth, **_columns(problem)}
+        columns = {key: [value] for key, value in row.items() if key not in _NOT_COLUMNS}
+        chat = problem.conversational
+        columns["prompts"] = [list(problem.messages) if chat else problem.messages[-1]["content"]]
+        columns["completions"] = [list(attempt.messages) if chat else attempt.text]
+        columns["completion_ids"] = [list(attempt.tokens)]
+        logs = {"log_extra": lambda column, values: None, "log_metric": metrics.__setitem__}
+        values = _finished(self.function(**self._wanted({**columns, **logs, **self.options})))
+        is_list = isinstance(values, (list, tuple))
+        if not is_list or len(values) != 1:
+            found = f"{len(values)} values" if is_list else f"a {type(values).__name__}"
+            raise BadValue(f"expected a list with one reward for one completion, found {found}")
+        if values[0] is None:
+            return None
+        reward, parts = read_value(values[0], self.part)
+        logged = {key: number(value, f"part {key!r}") for key, value in metrics.items()}
+        return reward, {**logged, **parts}
 
-def _call_verl(
-    function: Function,
-    part: str,
-    names: frozenset[str] | None,
-    options: Arguments,
-    problem: Problem,
-    attempt: Attempt,
-    _: Loading,
-) -> Result:
-    """Call as verl's reward managers do. In a dict, "score" is the reward, other numbers parts."""
-    arguments = {
-        "data_source": problem.category,
-        **dict.fromkeys(_VERL_TEXTS, attempt.text),
-        "ground_truth": _truth(problem),
-        # the column of verl's rows, else all
-        "extra_info": problem.metadata.get("extra_info", _columns(problem)),
-    }
-    value = _finished(function(**_wanted({**arguments, **options}, names)))
-    if not isinstance(value, dict):
-        return read_value(value, part)
-    if "score" not in value:
-        found = ", ".join(map(str, value)) or "none"
-        raise BadValue(f"expected a dict with `score`, found {found}")
-    numbers = {key: item for key, item in value.items() if isinstance(item, (Real, np.bool_))}
-    numbers.pop("score", None)
-    return read_value({**numbers, "reward": value["score"]}, part)
+    def verl(self, problem: Problem, attempt: Attempt, _: Loading) -> Result:
+        """Call as verl's reward managers do. In a dict, "score" is the reward, other numbers
+        parts."""
+        arguments = {
+            "data_source": problem.category,
+            **dict.fromkeys(_VERL_TEXTS, attempt.text),
+            "ground_truth": _truth(problem),
+            # the column of verl's rows, else all
+            "extra_info": problem.metadata.get("extra_info", _columns(problem)),
+        }
+        value = _finished(self.function(**self._wanted({**arguments, **self.options})))
+        if not isinstance(value, dict):
+            return read_value(value, self.part)
+        if "score" not in value:
+            found = ", ".join(map(str, value)) or "none"
+            raise BadValue(f"expected a dict with `score`, found {found}")
+        numbers = {key: item for key, item in value.items() if isinstance(item, (Real, np.bool_))}
+        numbers.pop("score", None)
+        return read_value({**numbers, "reward": value["score"]}, self.part)
+
+    def _wanted(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        known = arguments if self.names is None else self.names
+        return {name: value for name, value in arguments.items() if name in known}
 
 
 def _truth(problem: Problem) -> Any:
@@ -227,12 +217,6 @@ def _truth(problem: Problem) -> Any:
 
 def _columns(problem: Problem) -> dict[str, Any]:
     return {key: value for key, value in problem.metadata.items() if key != RAW_ANSWER}
-
-
-def _wanted(arguments: dict[str, Any], names: frozenset[str] | None) -> dict[str, Any]:
-    if names is None:
-        return arguments
-    return {name: value for name, value in arguments.items() if name in names}
 
 
 def _finished(value: Any) -> Any:

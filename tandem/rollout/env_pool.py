@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.config.schema import Env as EnvConfig
+from tandem.config.episodes import Env as EnvConfig
 from tandem.envs.calls import ALIVE_S, CLOSE_S, Caller, close_env, environment_loop
 from tandem.types import Env
 
@@ -15,12 +15,14 @@ from tandem.types import Env
 class EnvPool:
     """A maker of environments, its limits, and the environments of paused episodes.
 
-    caller: makes what calls an environment for so many seconds in all. status: describes the
-    workers on other nodes, for `tandem status`. Example: EnvPool(make=Env, limits=config.env)
+    renders: the chat template renders each turn's prompt (rollout.history). caller: makes what
+    calls an environment for so many seconds in all. status: describes the workers on other nodes,
+    for `tandem status`. Example: EnvPool(make=Env, limits=config.env)
     """
 
     make: Callable[[], Env]
     limits: EnvConfig
+    renders: bool = False
     caller: Callable[[float], Caller] = Caller
     status: Callable[[], list[dict[str, Any]]] = list
     paused: dict[int, tuple[Env, Caller]] = field(default_factory=dict)  # by episode key

@@ -62,7 +62,8 @@ class EpisodeBuilder:
         self.messages, self.env_rewards = list(episode.messages), dict(episode.env_rewards)
         self.opening, self.tools = episode.opening, episode.tools
         self.num_prompt_tokens, self.experts = episode.num_prompt_tokens, episode.experts
-        self.length, self._digest = 0, hashlib.blake2b()
+        self.starts, self._digest = list(episode.starts), hashlib.blake2b()
+        self.length = -sum(self.starts[-1:])  # tokens of the sequence that goes on
         self._spans: list[tuple[Array, Array, Array, Array]] = []
         done = len(episode.tokens) - episode.last_turn_tokens
         self.num_sampled = int(episode.loss_mask[:done].sum())
@@ -89,8 +90,15 @@ class EpisodeBuilder:
         return [message["content"] for message in self.messages if message["role"] == "assistant"]
 
     def tokens(self) -> Array:
-        """Return all tokens but those of an unfinished turn, int64 [T]."""
-        return np.concatenate([tokens for tokens, *_ in self._spans])
+        """Return the tokens that the next turn goes on from, int64 [T]."""
+        tokens = np.concatenate([tokens for tokens, *_ in self._spans])
+        return tokens[len(tokens) - self.length :]
+
+    def begin_sequence(self, prompt: Array) -> None:
+        """Begin the next turn with a prompt of its own, int64 [T]."""
+        self.starts.append(sum(self.starts[-1:]) + self.length)
+        self.length = 0
+        self.append_prompt_tokens(prompt)
 
     def append_prompt_tokens(self, tokens: Array) -> None:
         """Append tokens that the model did not sample."""
@@ -117,7 +125,8 @@ class EpisodeBuilder:
     def build(self, stop_reason: EpisodeStop, error: str, *, masked: bool = False) -> Episode:
         """Return the episode. Raises InvariantError if a token has changed since it was
         appended."""
-        if self._digest.digest() != hashlib.blake2b(self.tokens().tobytes()).digest():
+        so_far = np.concatenate([tokens for tokens, *_ in self._spans])
+        if self._digest.digest() != hashlib.blake2b(so_far.tobytes()).digest():
             raise InvariantError(
                 "a token of an episode has changed since it was sampled or read",
                 where=f"problem {self.uid}, sample {self.sample}",
@@ -147,6 +156,7 @@ class EpisodeBuilder:
             env_error=error,
             masked=masked,
             experts=(self.unfinished_turn or self).experts,
+            starts=tuple(self.starts),
         )
 
     def _append(self, tokens: Array, logprobs: Array, versions: Array, penalties: Array) -> None:

@@ -10,8 +10,8 @@ from math import comb
 
 import numpy as np
 
+from tandem.config.episodes import Reward as RewardConfig
 from tandem.config.schema import Config
-from tandem.config.schema import Reward as RewardConfig
 from tandem.rl.advantages import sampled_lengths
 from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episode_metrics import TRUNCATED, env_metrics

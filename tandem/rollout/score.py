@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-from tandem.config.schema import Reward as RewardConfig
-from tandem.config.schema import Rollout
+from tandem.config.episodes import Reward as RewardConfig
+from tandem.config.episodes import Rollout
 from tandem.rl.filters import overlong_penalty
 from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.episodes import run_episodes

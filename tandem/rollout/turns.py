@@ -1,9 +1,9 @@
 """One episode's turns: prompt, completion, the environment's answer, until an end or a pause.
 
 A coroutine, which waits for its environment and for what it asks the engine; who runs it, and in
-which thread, is episodes.py's. Sampled tokens are never tokenized again: a turn only appends. An
-episode depends on its address, the weights and its environment, never on other episodes or their
-order.
+which thread, is episodes.py's. Sampled tokens are never trained as others: a turn only appends, or
+begins behind a prompt of its own (rollout.history = "template"). An episode depends on its address,
+the weights and its environment, never on other episodes or their order.
 """
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -132,7 +132,16 @@ class Turns:
             builder.apply_observation(observation, cost)
             if observation.done:
                 return "stop"
-            if turn < self.envs.limits.max_turns:
+            if turn < self.envs.limits.max_turns and self.envs.renders:
+                from tandem.data.chat_template import with_calls_read
+
+                chat = [*builder.opening, *with_calls_read(builder.messages, builder.tools)]
+                with _template_errors():
+                    [prompt] = self.renderer.prompts([chat], builder.tools)
+                if len(prompt) >= self.max_tokens:
+                    return "tokens"
+                builder.begin_sequence(prompt)
+            elif turn < self.envs.limits.max_turns:
                 with _template_errors():  # from the end of the turn to the next one's header
                     answer = self.renderer.turn(observation.messages)
                 if answer[0] not in self.renderer.stop_token_ids:

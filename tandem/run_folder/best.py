@@ -9,10 +9,10 @@ was never stopped. It does not know what a checkpoint holds.
 import json
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from tandem.config.schema import Eval
+from tandem.config.episodes import Eval
 from tandem.run_folder.files import RESTORE_OR_FRESH, read_file
 from tandem.run_folder.metrics import Metrics
 from tandem.runtime.disk import write_atomic
@@ -35,24 +35,6 @@ class Best:
         return f"{what}, held-out reward {self.reward:.3f}"
 
 
-def best_so_far(rows: Iterable[Metrics], best: Best | None = None) -> Best | None:
-    """Take up the rows of metrics after those that `best` is of.
-
-    Of equal rewards the first is the best, and one that is not finite is none.
-    """
-    for row in rows:
-        name = next((name for name in REWARDS if name in row), None)
-        if name is None:
-            continue
-        reward = row[name]
-        finite = reward is not None and math.isfinite(reward)
-        if finite and (best is None or reward > best.reward):
-            best = Best(step=row["step"], reward=reward, misses=0)
-        elif best is not None:
-            best = Best(step=best.step, reward=best.reward, misses=best.misses + 1)
-    return best
-
-
 class BestTracker:
     """The best evaluation while a run goes on, in best.json.
 
@@ -65,8 +47,19 @@ class BestTracker:
         self.best: Best | None = None
 
     def update(self, rows: Iterable[Metrics]) -> bool:
-        """Take up the rows that follow; return whether one of them is the best so far."""
-        before, self.best = self.best, best_so_far(rows, self.best)
+        """Take up the rows that follow; return whether one of them is the best so far. Of equal
+        rewards the first is the best, and one that is not finite is none."""
+        before = self.best
+        for row in rows:
+            rewards = [row[name] for name in REWARDS if name in row]
+            if not rewards:
+                continue
+            reward, best = rewards[0], self.best
+            finite = reward is not None and math.isfinite(reward)
+            if finite and (best is None or reward > best.reward):
+                self.best = Best(step=row["step"], reward=reward, misses=0)
+            elif best is not None:
+                self.best = replace(best, misses=best.misses + 1)
         if self.best is not None and self.best != before:
             write_best(self.folder, self.best)
         return self.best is not None and (before is None or self.best.step > before.step)
@@ -112,9 +105,4 @@ def read_best(folder: Path) -> Best:
             expected="a run with eval.keep_best=true that has evaluated",
             next="name a checkpoint with --step",
         )
-
-    def parse(text: str) -> Best:
-        found = json.loads(text)
-        return Best(step=int(found["step"]), reward=float(found["reward"]), misses=found["misses"])
-
-    return read_file(path, parse, next=RESTORE_OR_FRESH)
+    return read_file(path, lambda text: Best(**json.loads(text)), next=RESTORE_OR_FRESH)

@@ -46,7 +46,6 @@ from typing import Any, Self
 
 from safetensors import SafetensorError
 
-from tandem import __version__
 from tandem.run_folder.files import RESTORE_OR_FRESH
 from tandem.run_folder.shards import (
     Entries,
@@ -61,6 +60,7 @@ from tandem.run_folder.shards import (
 )
 from tandem.runtime.disk import DISK, Disk, disk_errors, make_folder, read_regular_file
 from tandem.runtime.errors import UserError
+from tandem.runtime.version import __version__
 from tandem.runtime.watchdog import waiting_for
 
 MANIFEST = "manifest.json"

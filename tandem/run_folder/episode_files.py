@@ -5,9 +5,10 @@ is trained on.
                                             or in DuckDB: select uid, reward, text from it
 
 Columns are plain: arrays are lists, chats and metadata are JSON text; `experts`, there with
-rl.router_replay only, is bytes. The same episodes give the same bytes, in Parquet and as lines of
-JSON. The file's metadata holds a `note` of its writer. It does not know how an episode came about
-or what it is used for; journal.py reads a run's own files back.
+rl.router_replay only, is bytes; `starts` is there with rollout.history = "template" only. The same
+episodes give the same bytes, in Parquet and as lines of JSON. The file's metadata holds a `note` of
+its writer. It does not know how an episode came about or what it is used for; journal.py reads a
+run's own files back.
 """
 
 import json
@@ -43,6 +44,7 @@ _SCALARS = {
     "reward_error": pa.string(),
 }
 EXPERTS = "experts"  # a column of bytes, in files with such episodes only; its field has the shape
+STARTS = pa.field("starts", pa.list_(pa.int64()))
 # follow from the others; for people who read the file
 _DERIVED = {"text": pa.string(), "num_turns": pa.int64()}
 _NOTE = b"tandem"
@@ -212,6 +214,7 @@ def _episodes(table: pa.Table) -> list[Episode]:
         for number, part in enumerate(table.column(EXPERTS).to_pylist()):
             if part:
                 experts[number] = np.frombuffer(part, "<i2").astype(np.int16).reshape(-1, *shape)
+    starts = table.column(STARTS.name).to_pylist() if STARTS.name in table.column_names else []
     for number, row in enumerate(plain.to_pylist()):
         fields: dict[str, Any] = {
             **row,
@@ -220,6 +223,7 @@ def _episodes(table: pa.Table) -> list[Episode]:
             **{name: column[number] for name, column in arrays.items()},
             "messages": tuple(json.loads(row["transcript"])),
             "experts": experts[number],
+            "starts": tuple(starts[number]) if starts else (),
         }
         del fields["transcript"]
         episodes.append(Episode(**fields))
@@ -257,6 +261,9 @@ def _table(step: int, groups: Sequence[Group]) -> pa.Table:
         for field in SCHEMA
     }
     table = pa.table(columns, schema=SCHEMA)
+    if any(episode.starts for episode in episodes):
+        starts = pa.array([list(episode.starts) for episode in episodes], STARTS.type)
+        table = table.append_column(STARTS, starts)
     if not any(map(len, experts)):
         return table
     # int16 [T - 1, layers, k] of each episode, in bytes of little-endian rows
@@ -306,14 +313,14 @@ def _lists(arrays: Sequence[Array], kind: type[np.generic]) -> pa.ListArray:
     )
 
 
-def read_table(
-    path: Path, columns: Sequence[str] = SCHEMA.names, *, with_experts: bool = False
-) -> pa.Table:
-    """Read some columns of a file as a table. Raises UserError for a damaged file."""
+def read_table(path: Path, columns: Sequence[str] = (), *, with_experts: bool = False) -> pa.Table:
+    """Read some columns of a file as a table, or all but the experts. Raises UserError for a
+    damaged file."""
     try:
         file = pq.ParquetFile(path, page_checksum_verification=True)
-        if with_experts and EXPERTS in file.schema_arrow.names:
-            columns = [*columns, EXPERTS]
+        more = [STARTS.name] * (not columns) + [EXPERTS] * with_experts
+        there = [name for name in more if name in file.schema_arrow.names]
+        columns = [*(columns or SCHEMA.names), *there]
         return file.read(columns=list(columns), use_threads=False).select(columns)
     except (OSError, KeyError, pa.ArrowException) as error:
         raise _unreadable(path, error) from error

@@ -6,34 +6,23 @@ An adapter is merged into it, or exported by itself in PEFT's format.
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
 
-from tandem import __version__
 from tandem.config.recipe import changed
 from tandem.config.schema import Config
 from tandem.model.custom_code import is_custom, save_files
 from tandem.model.load import ExactModel
-from tandem.model.stock import INDEX, SUMS, WEIGHTS
+from tandem.model.stock import SUMS, WEIGHTS
 from tandem.model.tokenizer import load_tokenizer
-from tandem.runtime.disk import disk_errors, file_hash, os_error
+from tandem.runtime.disk import file_hash, os_error, whole_folder
 from tandem.runtime.errors import UserError
+from tandem.runtime.version import __version__
 from tandem.types import Row
 from tandem.weights.hashing import weight_hash
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Provenance:
-    """The origin of a model besides its config, for its card."""
-
-    inputs: Mapping[str, str]  # SHA-256 by key
-    versions: Mapping[str, str]  # of the libraries that computed it
 
 
 def export(
@@ -63,27 +52,6 @@ def export(
         model.save_reader(source, folder)
 
     return _write_folder(folder, write, card)
-
-
-def save_part(model: ExactModel, weights: dict[str, Tensor], file: Path) -> dict[str, int]:
-    """Write some of a model's plain weights as transformers would, in a file of their own; return
-    the bytes of each tensor in it."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    named = revert_weight_conversion(model.module, weights)
-    save_file({n: t.contiguous() for n, t in named.items()}, file, metadata={"format": "pt"})
-    return {name: tensor.numel() * tensor.element_size() for name, tensor in named.items()}
-
-
-def save_index(folder: Path, files: dict[str, dict[str, int]]) -> None:
-    """Write the index of the weights' files as transformers reads it; files: of each the bytes of
-    its tensors."""
-    index = {
-        "metadata": {"total_size": sum(sum(sizes.values()) for sizes in files.values())},
-        "weight_map": {name: file for file, sizes in files.items() for name in sizes},
-    }
-    text = json.dumps(index, indent=2, sort_keys=True)
-    (folder / INDEX).write_text(text + "\n", encoding="utf-8")
 
 
 def keep_model(model: ExactModel, source: str, folder: Path, chat_template: str = "") -> None:
@@ -141,35 +109,32 @@ def export_adapter(model: ExactModel, source: str, folder: Path, card: str) -> P
 def _write_folder(folder: Path, write: Callable[[Path], None], card: str) -> Path:
     """Let write fill a directory, add card and SHA-256 sums, and put it at folder, in place of an
     older one."""
-    temporary = folder.with_name(f".tmp-{folder.name}")
-    with disk_errors(folder):
+    with whole_folder(folder) as temporary:
         try:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
             write(temporary)
-            (temporary / "README.md").write_text(card, encoding="utf-8")
-            sums = [f"{file_hash(file)}  {file.name}\n" for file in sorted(temporary.iterdir())]
-            (temporary / SUMS).write_text("".join(sums))
-            for file in temporary.iterdir():
-                file.chmod(0o644)  # safetensors writes files that only their owner can read
-        except (OSError, SafetensorError) as error:
-            shutil.rmtree(temporary, ignore_errors=True)
+        except SafetensorError as error:
             raise os_error(error, temporary) or error from None
-        aside = folder.with_name(f".old-{folder.name}")
-        shutil.rmtree(aside, ignore_errors=True)
-        if folder.exists():
-            folder.rename(aside)
-        temporary.rename(folder)
-        shutil.rmtree(aside, ignore_errors=True)
+        (temporary / "README.md").write_text(card, encoding="utf-8")
+        sums = [f"{file_hash(file)}  {file.name}\n" for file in sorted(temporary.iterdir())]
+        (temporary / SUMS).write_text("".join(sums))
+        for file in temporary.iterdir():
+            file.chmod(0o644)  # safetensors writes files that only their owner can read
     return folder
 
 
 def model_card(
-    model: ExactModel, config: Config, *, command: str, step: int, metrics: Row, about: Provenance
+    model: ExactModel,
+    config: Config,
+    *,
+    command: str,
+    metrics: Row,
+    inputs: Mapping[str, str],
+    versions: Mapping[str, str],
 ) -> str:
     """Write the README.md of an exported model: its origin, its metrics, and what the run was a
-    function of."""
-    base = config.model.path
+    function of. metrics: of its step; inputs: SHA-256 by key; versions: of the libraries that
+    computed it."""
+    base, step = config.model.path, metrics["step"]
     task, method = (
         ("text-classification", "reward-model") if command == "rm" else ("text-generation", command)
     )
@@ -191,8 +156,8 @@ def model_card(
         f"Last metrics of the run:\n{_block('json', json.dumps(numbers, indent=2))}\n"
         f"## Recipe\n\nEvery key that differs from its default:\n{_block('toml', lines)}\n"
         f"## Inputs\n\nSHA-256 of the data, functions and weights that the run began with:\n"
-        f"{_block('', [f'{digest}  {key}' for key, digest in sorted(about.inputs.items())])}\n"
-        f"## Versions\n\n{_block('', [f'{name} {v}' for name, v in about.versions.items()])}"
+        f"{_block('', [f'{digest}  {key}' for key, digest in sorted(inputs.items())])}\n"
+        f"## Versions\n\n{_block('', [f'{name} {v}' for name, v in versions.items()])}"
     )
 
 

@@ -27,12 +27,12 @@ from pathlib import Path
 from tandem.config.recipe import load_config
 from tandem.config.schema import Config
 from tandem.model import custom_code
-from tandem.run_folder.episode_files import episode_file, read_columns, read_groups
+from tandem.run_folder.episode_files import episode_file, read_groups
 from tandem.run_folder.files import FAILED, KEPT_MODEL, LEDGER, read_file, require_run
 from tandem.run_folder.metrics import Metrics, read_lines, read_metrics
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import UserError
-from tandem.runtime.image_store import keep_in
+from tandem.runtime.image_parts import keep_in
 from tandem.types import Group
 
 MOST_WARNINGS = 50
@@ -197,12 +197,6 @@ def read_step(path: Path) -> list[Group]:
             next="restore the folder from a copy",
         )
     return read_groups(path)
-
-
-def holds(path: Path, column: str, value: str | int) -> bool:
-    """Tell whether some episode of a journal file has this uid, or this key. Raises UserError for a
-    damaged file."""
-    return any(row[column] == value for row in read_columns(path, [column]))
 
 
 # ---- log.txt

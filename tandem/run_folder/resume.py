@@ -39,7 +39,15 @@ def resumable(
             )
         return None
     tensors, state = load_checkpoint(path, verify=False)  # latest_checkpoint has just verified it
-    if changed := [k for k in {**state["data"], **data} if state["data"].get(k) != data.get(k)]:
+    require_same_inputs(state["data"], data)
+    logged = checkpoint_step(path) - (json.loads(state["pending_metrics"]) is not None)
+    _check_past(folder, logged, report)
+    return path, tensors, state
+
+
+def require_same_inputs(recorded: dict[str, str], now: dict[str, str]) -> None:
+    """Raise UserError unless the inputs have the hashes that the run began with, by key."""
+    if changed := [k for k in {**recorded, **now} if recorded.get(k) != now.get(k)]:
         raise UserError(
             "a data file, a function of yours or the starting model has changed since the run "
             "began",
@@ -47,9 +55,6 @@ def resumable(
             expected="the same bytes: the rest of the run would not be the same run",
             next=f"restore it, take another run.folder=PATH, or {FRESH}",
         )
-    logged = checkpoint_step(path) - (json.loads(state["pending_metrics"]) is not None)
-    _check_past(folder, logged, report)
-    return path, tensors, state
 
 
 def _check_past(folder: Path, done: int, report: Report) -> None:

@@ -6,56 +6,54 @@ The text of a model is not trusted: every character that a terminal could obey i
 escape. It does not know why an episode became what it is: that is audit/why.py.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from tandem.run_folder.episode_files import episode_file, read_columns
+from tandem.run_folder.episode_files import episode_file, read_groups
 from tandem.runtime.image_parts import message_text
-from tandem.types import Message
+from tandem.types import Episode, Group, Message
 
-_COLUMNS = [
-    "step",
-    "group",
-    "uid",
-    "sample_index",
-    "answer",
-    "messages",
-    "opening",
-    "transcript",
-    "loss_mask",
-    "reward",
-    "reward_parts",
-    "env_rewards",
-    "stop_reason",
-    "reward_error",
-    "env_error",
-]
 WIDTH = 66  # characters of a text on one line of `brief`
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Sample:
-    """The texts of an episode."""
+    """An episode in the file of a step: number `place` of group `row`."""
 
-    name: str  # STEP:UID:SAMPLE, by which `tandem why` finds one that was trained
-    held_out: bool  # of an evaluation
-    group: int
-    sample_index: int
-    prompt: tuple[Message, ...]
-    transcript: tuple[Message, ...]
-    answer: str
-    reward: float
-    summary: str  # "reward 1 (answer 1), ended by stop, 14 tokens"
-    errors: tuple[str, ...]
+    step: int
+    row: int
+    place: int
+    group: Group
+    held_out: bool = False  # of an evaluation
 
     @property
-    def completion(self) -> str:
-        """The last message of the model."""
-        return next(
-            (m["content"] for m in reversed(self.transcript) if m["role"] == "assistant"), ""
+    def episode(self) -> Episode:
+        return self.group.episodes[self.place]
+
+    @property
+    def name(self) -> str:
+        """STEP:UID:SAMPLE, by which `tandem why` finds one that was trained."""
+        return f"{self.step}:{self.episode.uid}:{self.episode.sample_index}"
+
+    @property
+    def prompt(self) -> tuple[Message, ...]:
+        return self.episode.opening or self.group.problem.messages
+
+    @property
+    def errors(self) -> list[str]:
+        return [*filter(None, (self.episode.reward_error, self.episode.env_error))]
+
+    @property
+    def summary(self) -> str:
+        """Example: "reward 1 (answer 1), ended by stop, 14 tokens"."""
+        episode = self.episode
+        parts = episode.reward_parts or episode.env_rewards
+        named = ", ".join(f"{name} {value:g}" for name, value in parts.items())
+        turns = f" in {episode.num_turns} turns" if episode.num_turns > 1 else ""
+        return (
+            f"reward {episode.reward:g}{f' ({named})' if named else ''}, "
+            f"ended by {episode.stop_reason}, {episode.loss_mask.sum()} tokens{turns}"
         )
 
 
@@ -71,37 +69,18 @@ def sample_file(episodes: Path, step: int, *, held_out: bool) -> Path | None:
 def read_samples(path: Path) -> list[Sample]:
     """Read the episodes of a file, one of each problem first, then the next of each. Raises
     UserError."""
-    held_out = path.name.startswith("eval_")
-    samples = [_sample(row, held_out) for row in read_columns(path, _COLUMNS)]
-    return sorted(samples, key=lambda sample: (sample.sample_index, sample.group))
-
-
-def _sample(row: dict[str, Any], held_out: bool) -> Sample:
-    parts = dict(row["reward_parts"]) or dict(row["env_rewards"])
-    named = ", ".join(f"{name} {value:g}" for name, value in parts.items())
-    transcript = tuple(json.loads(row["transcript"]))
-    turns = sum(message["role"] == "assistant" for message in transcript)
-    summary = (
-        f"reward {row['reward']:g}{f' ({named})' if named else ''}, ended by {row['stop_reason']}, "
-        f"{sum(row['loss_mask'])} tokens{f' in {turns} turns' if turns > 1 else ''}"
-    )
-    return Sample(
-        name=f"{row['step']}:{row['uid']}:{row['sample_index']}",
-        held_out=held_out,
-        group=row["group"],
-        sample_index=row["sample_index"],
-        prompt=tuple(json.loads(row["opening"]) or json.loads(row["messages"])),
-        transcript=transcript,
-        answer=row["answer"],
-        reward=row["reward"],
-        summary=summary,
-        errors=tuple(filter(None, (row["reward_error"], row["env_error"]))),
-    )
+    kind, _, step = path.stem.partition("_step_")
+    samples = [
+        Sample(step=int(step), row=row, place=place, group=group, held_out=kind.startswith("eval"))
+        for row, group in enumerate(read_groups(path))
+        for place in range(len(group.episodes))
+    ]
+    return sorted(samples, key=lambda sample: (sample.episode.sample_index, sample.row))
 
 
 def brief(sample: Sample) -> str:
     """Write three lines: the summary, the end of the prompt, begin and end of the completion."""
-    prompt, completion = repr(message_text(sample.prompt[-1])), repr(sample.completion)
+    prompt, completion = repr(message_text(sample.prompt[-1])), repr(sample.episode.text)
     if len(prompt) > WIDTH:
         prompt = f"... {prompt[4 - WIDTH :]}"
     if len(completion) > WIDTH:
@@ -115,9 +94,10 @@ def page(sample: Sample) -> str:
     """Write the whole conversation."""
     chat = [
         f"{message['role']}: {printable(message_text(message))}"
-        for message in (*sample.prompt, *sample.transcript)
+        for message in sample.episode.chat(sample.group.problem)
     ]
-    expected = [f"expected answer: {printable(sample.answer)}"] if sample.answer else []
+    answer = sample.group.problem.answer
+    expected = [f"expected answer: {printable(answer)}"] if answer else []
     errors = [f"error: {printable(error)}" for error in sample.errors]
     return "\n".join([f"{printable(sample.name)}: {sample.summary}", *chat, *expected, *errors])
 

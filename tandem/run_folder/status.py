@@ -65,14 +65,9 @@ def take_requested_workers(folder: Path) -> int:
 def requested_workers(folder: Path) -> int:
     """Return for how many workers the run was asked; 0: it was not."""
     try:
-        text = (folder / REQUEST).read_text()
+        return int(json.loads((folder / REQUEST).read_text())["rollout"])
     except FileNotFoundError:  # or another step's rollouts took it at this moment
         return 0
-    try:
-        workers = json.loads(text)["rollout"]
-    except (ValueError, KeyError, TypeError):
-        return 0
-    return workers if isinstance(workers, int) and 0 < workers <= MOST_WORKERS else 0
 
 
 def parse_worker_count(text: str) -> int:

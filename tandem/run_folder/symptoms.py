@@ -86,6 +86,9 @@ def no_signal(rows: Rows) -> str:
     equal = f"over {FLAT_GROUPS:.0%} of the groups have equal rewards, with a mean of {reward:.3g}"
     if reward >= SOLVED:
         return f"{equal}: solved, where 1 is the best; take harder problems in data.train, or stop"
+    if reward <= 0:
+        advice = "warm up by tandem sft, or take easier problems in data.train"
+        return f"{equal}: none was solved; {advice}"
     return (
         f"{equal}, so nothing to learn from: take problems that are sometimes solved, a larger "
         "rl.group_size, or rl.max_gen_batches"

@@ -117,6 +117,26 @@ def write_atomic(path: Path, data: bytes, disk: Disk = DISK) -> None:
         disk.fsync(path.parent)
 
 
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Yield a folder to fill, which then takes the place of `folder`: nothing is seen of a half
+    one. Raises UserError on a full disk."""
+    unfinished, aside = (folder.with_name(f".{kind}-{folder.name}") for kind in ("tmp", "old"))
+    with disk_errors(folder):
+        for left in (unfinished, aside):  # of a killed start
+            DISK.remove(left)
+        unfinished.mkdir(parents=True)
+        try:
+            yield unfinished
+        except Exception:
+            DISK.remove(unfinished)
+            raise
+        if folder.exists():
+            DISK.rename(folder, aside)
+        DISK.rename(unfinished, folder)
+        DISK.remove(aside)
+
+
 def _write_bytes(path: Path, data: bytes) -> None:
     with open(open_regular_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
         file.write(data)

@@ -27,5 +27,16 @@ class UserError(Exception):
         return "\n".join([self.what, *(f"  {name + ':':<10}{text}" for name, text in rows if text)])
 
 
+def not_installed(package: str, extra: str, *, where: str, instead: str = "") -> UserError:
+    """Report a package that is missing. extra: that brings it; instead: a setting that needs it
+    not."""
+    return UserError(
+        f"the package {package} is not installed",
+        where=where,
+        found=f"no {package}",
+        next=f"pip install 'tandem-rl[{extra}]'" + f", or {instead}" * bool(instead),
+    )
+
+
 class InvariantError(UserError):
     """A broken invariant of Tandem's own: a bug, which keeps its traceback."""

@@ -1,13 +1,21 @@
 """Images in the messages of chats, and in rows: content in parts, of which every room may ask."""
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tandem.runtime.errors import UserError
 from tandem.types import Message
 
+VARIABLE = "TANDEM_IMAGES"  # in the environment: the folder of plugins/vision/store.py
 COLUMNS = ("images", "image")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
+
+
+def keep_in(folder: Path) -> None:
+    """Keep and look for images in a folder, in this process and those that it starts."""
+    os.environ[VARIABLE] = str(folder.absolute())
 
 
 def shows_images(message: Message) -> bool:

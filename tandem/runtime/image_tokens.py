@@ -30,11 +30,6 @@ def image_run(name: str, count: int) -> Array:
     return (IMAGE | int(name, 16) << PLACE_BITS) + np.arange(count, dtype=np.int64)
 
 
-def number_of(name: str) -> int:
-    """Return what tokens of an image have in the place of its name, as `numbers_of`."""
-    return int(name, 16)
-
-
 def name_from(number: int) -> str:
     """Return the name of an image by its number."""
     return f"{number:0{NAME_DIGITS}x}"

@@ -81,6 +81,12 @@ def kill_descendants(pid: int, excluded: Collection[int] = ()) -> None:
             return
 
 
+def kill_group(pid: int) -> None:
+    """Kill a process group, which may be gone already; macOS then reports a lack of permission."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
 def state_of(pid: int) -> str:
     """Read the state of a process: a letter of STATES, or "" if unknown."""
     return _stat(f"/proc/{pid}/stat")[0]

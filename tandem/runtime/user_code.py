@@ -1,5 +1,5 @@
 """A user's own Python: reward functions, environments and tools, named `file.py:NAME` or
-`module:NAME`.
+`module:NAME`; what was handed over from Python, `file.pkl:NAME`.
 
 A file is found from the working directory, loaded once in a process, and may import its neighbours.
 Knows neither rewards nor environments.
@@ -8,6 +8,7 @@ Knows neither rewards nor environments.
 import importlib
 import importlib.util
 import inspect
+import pickle
 import sys
 import traceback
 from functools import cache
@@ -19,6 +20,7 @@ from tandem.runtime.errors import UserError
 from tandem.runtime.wording import look_for
 
 ERROR_CHARS = 500
+FILES = (".py", ".pkl")
 
 
 def load_user_object(spec: str, *, key: str) -> Any:
@@ -51,10 +53,12 @@ def find_user_object(spec: str, *, key: str) -> Any:
             found=repr(spec),
             expected="file.py:NAME or module:NAME",
         )
-    if not source.endswith(".py"):
+    module: Any
+    if not source.endswith(FILES):
         module = importlib.import_module(source)
     elif Path(source).is_file():
-        module = load_file(Path(source))
+        load = load_file if source.endswith(".py") else load_pickle
+        module = load(Path(source))
     else:
         raise UserError(
             f"there is no file {source}",
@@ -101,6 +105,12 @@ def load_file(path: Path) -> ModuleType:
     return module
 
 
+@cache
+def load_pickle(path: Path) -> Any:
+    """Return the namespace of a pickle that given.py wrote; it holds one object."""
+    return pickle.loads(path.read_bytes())
+
+
 def _is_free(path: Path) -> bool:
     """Check that nothing else is imported by the file's name."""
     try:
@@ -115,7 +125,7 @@ def _is_free(path: Path) -> bool:
 def source_file(spec: str) -> Path | None:
     """Find the file that holds spec, without loading it; None for a built-in name."""
     source = spec.rpartition(":")[0]
-    if not source or source.endswith(".py"):
+    if not source or source.endswith(FILES):
         return Path(source) if source else None
     try:
         module_spec = importlib.util.find_spec(source)

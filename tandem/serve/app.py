@@ -24,6 +24,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tandem.serve.apis import api_of
 from tandem.serve.listen import is_loopback
 from tandem.serve.openai import ApiError
 
@@ -44,7 +45,7 @@ Respond = Callable[[Request, Exception], Response]
 
 
 def error_response(request: Request, error: Exception) -> Response:
-    """Answer an exception in OpenAI's shape."""
+    """Answer an exception in the shape of the path's API."""
     match error:
         case ClientDisconnect():
             return Response(status_code=CLIENT_LEFT)
@@ -55,14 +56,16 @@ def error_response(request: Request, error: Exception) -> Response:
             answer = ApiError(error.status_code, message)
         case _:
             answer = ApiError(500, "the server failed on this request; its log says how")
-    return JsonResponse(answer.body(), answer.status, answer.headers)
+    body = api_of(request.url.path).error_body(answer)
+    return JsonResponse(body, answer.status, answer.headers)
 
 
 def bearer_token(request: Request) -> bytes:
-    """Return the token of the Authorization header."""
+    """Return the token of the Authorization header, or of Anthropic's clients."""
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    # the bytes that were sent: headers are decoded as latin-1
-    return token.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+    if scheme.lower() != "bearer":
+        token = request.headers.get("x-api-key", "")
+    return token.strip().encode("latin-1")  # the bytes that were sent: headers are decoded as it
 
 
 async def read_json(request: Request) -> bytes:

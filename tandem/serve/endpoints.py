@@ -1,6 +1,6 @@
-"""The endpoints of `tandem serve`: OpenAI's completions and chat completions over an EngineService.
+"""The endpoints of `tandem serve`: completions, and chats in three APIs, over an EngineService.
 
-    request --> Access --> body --> a thread: parse, render, tokenize
+    request --> Access --> body --> a thread: translate, parse, render, tokenize
             --> service.submit --> updates --> JSON, or server-sent events
                                       ^
                 a client that leaves cancels its preparation and its generation, only here
@@ -9,7 +9,6 @@ Knows no sockets.
 """
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
@@ -25,15 +24,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.engine.scheduler import QueueFull
 from tandem.runtime.errors import UserError
+from tandem.serve.apis import APIS, Api, Chunks, Messages
 from tandem.serve.app import JsonResponse, Server, make_app, read_json
 from tandem.serve.openai import (
-    DONE,
     ApiError,
     Body,
     ChatBody,
     CompletionBody,
     WeightsBody,
-    event,
     model_list,
     read_body,
 )
@@ -63,15 +61,18 @@ class Endpoints:
         self._keys, self._created = DrawKeys(), int(time.time())
 
     def routes(self) -> list[Route]:
-        complete, chat = (partial(self._generate, kind) for kind in (CompletionBody, ChatBody))
+        def post(path: str, answer: Callable[[HttpRequest], Awaitable[Response]]) -> Route:
+            return Route(f"/v1/{path}", answer, methods=["POST"])
+
         return [
-            Route("/v1/completions", complete, methods=["POST"]),
-            Route("/v1/chat/completions", chat, methods=["POST"]),
+            post("completions", partial(self._generate, CompletionBody, Api)),
+            *(post(path, partial(self._generate, ChatBody, api)) for path, api in APIS.items()),
+            post("messages/count_tokens", self.count_tokens),
             Route("/v1/models", self.models),
             Route("/health", self.health),
             Route("/metrics", self.metrics),
             Route("/weights", self.weights),
-            Route("/v1/weights", self.update_weights, methods=["POST"]),
+            post("weights", self.update_weights),
         ]
 
     async def models(self, request: HttpRequest) -> Response:
@@ -113,14 +114,22 @@ class Endpoints:
             raise _bad_request(error, "path") from None
         return await self.weights(request)
 
-    async def _generate(self, kind: type[Body], request: HttpRequest) -> Response:
+    async def count_tokens(self, request: HttpRequest) -> Response:
+        """Count the tokens of a prompt of Messages."""
+        raw = await read_json(request)
+        *_, (counted,) = await asyncio.to_thread(self._prepare, ChatBody, Messages, raw)
+        return JsonResponse({"input_tokens": len(counted.prompt)})
+
+    async def _generate(self, kind: type[Body], speak: type[Api], request: HttpRequest) -> Response:
         arrival = time.monotonic()
         raw = await read_json(request)
-        body, generation = await self.while_there(request.receive, self._start(kind, raw))
+        api, body, generation = await self.while_there(
+            request.receive, self._start(kind, speak, raw)
+        )
         answer = new_answer(body, generation.requests, self._tokenizer, self._served.name)
         updates = self._timed(generation, arrival)
         if body.stream:
-            return _Stream(_events(answer, updates), generation, self.while_there)
+            return _Stream(_events(api, _chunks(answer, updates)), generation, self.while_there)
 
         async def collect() -> None:
             async for several in updates:
@@ -132,7 +141,7 @@ class Endpoints:
         finally:
             generation.cancel()
         # in a thread: log-probs may be many megabytes
-        return await asyncio.to_thread(lambda: JsonResponse(answer.full()))
+        return await asyncio.to_thread(lambda: JsonResponse(api.answer(answer.full())))
 
     async def while_there(self, receive: Receive, work: Awaitable[T]) -> T:
         """Await work; cancel it and raise ClientDisconnect if the client leaves first."""
@@ -153,20 +162,26 @@ class Endpoints:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _start(self, kind: type[Body], raw: bytes) -> tuple[Body, Generation]:
-        def prepare() -> tuple[Body, list[Request]]:
-            body, name = read_body(kind, raw), self._served.name
-            if body.model not in (None, name):
-                message = f"the model {body.model!r} does not exist; this server has {name!r}"
-                raise ApiError(404, message, param="model", code="model_not_found")
-            try:
-                return body, to_requests(body, self._tokenizer, self._served, self._keys)
-            except UserError as error:
-                raise _bad_request(error, body.source) from None
-
-        body, requests = await asyncio.to_thread(prepare)  # a large one holds up no small one
+    def _prepare(
+        self, kind: type[Body], speak: type[Api], raw: bytes
+    ) -> tuple[Api, Body, list[Request]]:
+        api, name = speak(raw), self._served.name
+        body = read_body(kind, api.chat)
+        if body.model not in (None, name):
+            message = f"the model {body.model!r} does not exist; this server has {name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
         try:
-            return body, await self._service.submit(requests)
+            return api, body, to_requests(body, self._tokenizer, self._served, self._keys)
+        except UserError as error:
+            raise _bad_request(error, body.source) from None
+
+    async def _start(
+        self, kind: type[Body], speak: type[Api], raw: bytes
+    ) -> tuple[Api, Body, Generation]:
+        # in a thread: a large one holds up no small one
+        api, body, requests = await asyncio.to_thread(self._prepare, kind, speak, raw)
+        try:
+            return api, body, await self._service.submit(requests)
         except QueueFull as error:
             message, headers = f"the server is busy: {error}", {"Retry-After": "1"}
             raise ApiError(429, message, code="queue_full", headers=headers) from None
@@ -190,18 +205,21 @@ def _bad_request(error: UserError, param: str) -> ApiError:
     return ApiError(400, error.what + found + expected, param=param)
 
 
-async def _events(answer: Answer, updates: AsyncIterator[list[Update]]) -> AsyncIterator[str]:
+async def _chunks(answer: Answer, updates: AsyncIterator[list[Update]]) -> Chunks:
+    async for several in updates:
+        yield [*answer.chunks(several)]
+    if (chunk := answer.usage_chunk()) is not None:
+        yield [chunk]
+
+
+async def _events(api: Api, chunks: Chunks) -> AsyncIterator[str]:
     """Yield server-sent events, those of a pass together; the last one reports an engine that
     stops, or an answer that cannot be finished."""
     try:
-        async for several in updates:
-            if text := "".join(event(json.dumps(chunk)) for chunk in answer.chunks(several)):
-                yield text
-        if (chunk := answer.usage_chunk()) is not None:
-            yield event(json.dumps(chunk))
-        yield DONE
+        async for text in api.events(chunks):
+            yield text
     except ApiError as error:
-        yield event(json.dumps(error.body()))
+        yield api.fail(error)
 
 
 class _Stream(StreamingResponse):

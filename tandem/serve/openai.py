@@ -107,14 +107,14 @@ def read_body(kind: type[M], raw: bytes) -> M:
 # ---------------------------------------------------------------- messages and tools
 
 
-def _join_parts(content: object) -> object:
+def join_parts(content: object) -> object:
     """Join parts such as {"type": "text", "text": "Hi"}; leave the rest to the field."""
     if not isinstance(content, list):
         return content
     texts = []
     for part in content:
         match part:
-            case {"type": "text" | "input_text", "text": str(text)}:
+            case {"type": "text" | "input_text" | "output_text", "text": str(text)}:
                 texts.append(text)
             case _:
                 raise ValueError("only parts of type text are supported")
@@ -147,7 +147,7 @@ class ChatMessage(Lenient):
     """A message of a request. Example: ChatMessage(role="user", content="Hi")"""
 
     role: Annotated[str, AfterValidator(lambda role: "system" if role == "developer" else role)]
-    content: Annotated[str, BeforeValidator(_join_parts)] = ""
+    content: Annotated[str, BeforeValidator(join_parts)] = ""
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -209,20 +209,24 @@ def _schema_of(response_format: object) -> Json | None:
     )
 
 
+MaxTokens = Annotated[int, Field(ge=1)] | None
+Stops = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=1024)]],
+    Field(max_length=16, default_factory=list),
+    BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
+]
+
+
 class Body(Strict):
     """Fields of both endpoints."""
 
     model: str | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: MaxTokens = None
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     n: Annotated[int, Field(ge=1)] = 1
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[
-        list[Annotated[str, Field(min_length=1, max_length=1024)]],
-        Field(max_length=16, default_factory=list),
-        BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
-    ]
+    stop: Stops
     stream: bool = False
     stream_options: _StreamOptions = _StreamOptions()
     top_k: Annotated[int, BeforeValidator(lambda k: 0 if k == -1 else k), Field(ge=0)] = 0
@@ -312,7 +316,7 @@ class ChatBody(Body):
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: Annotated[dict[str, Any], Field(default_factory=dict)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: MaxTokens = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
 

@@ -27,6 +27,7 @@ Message = dict[str, Any]
 MAX_LINE_BYTES = 256 * 2**20
 _ERROR_FIELDS = ("what", "where", "found", "expected", "next")
 _CHUNK = 1 << 20
+FORK = "fork"  # the argument that makes a worker's program the fork server of workers
 _MAX_DESCRIPTORS = 16
 _QUOTED = 60  # bytes of a bad line in the error
 

@@ -34,9 +34,9 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any, NoReturn
 
-from tandem.workers.channel import Channel, encode, take_channel
+from tandem.runtime.processes import kill_group
+from tandem.workers.channel import FORK, Channel, encode, take_channel
 
-FORK = "fork"
 _PR_SET_PDEATHSIG = 1
 LONG_CALL_S = 600.0  # after which a long call gives no more signs of life
 BEAT_S = 0.2  # between those of workers that the fork server will fork
@@ -80,12 +80,6 @@ def die_with_parent(parent: int) -> None:
 def die_with_starter() -> None:
     """Have the kernel kill this process when its parent ends, whichever that is by now."""
     die_with_parent(os.getppid())
-
-
-def kill_group(pid: int) -> None:
-    """Kill a process group, which may be gone already; macOS then reports a lack of permission."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
 
 
 def close_input() -> None:

@@ -27,9 +27,8 @@ from typing import Protocol
 
 from tandem.runtime import numerics
 from tandem.runtime.place import without_place
-from tandem.runtime.processes import ZOMBIE, state_of
-from tandem.workers.channel import Channel
-from tandem.workers.fork_server import FORK, kill_group
+from tandem.runtime.processes import ZOMBIE, kill_group, state_of
+from tandem.workers.channel import FORK, Channel
 
 HERE = socket.gethostname()
 EXIT_S = 5.0  # between the end of a worker's socket, or a SIGKILL, and the end of its process

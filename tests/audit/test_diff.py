@@ -13,7 +13,7 @@ from tandem.run_folder.metrics import read_metrics
 from tandem.run_folder.read import open_past, read_step
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import UserError
-from tandem.types import Episode
+from tests.support.attempts import attempt
 from tests.support.past_runs import copy_of, edit, past_run, rewrite
 
 
@@ -81,22 +81,17 @@ def test_the_first_token_that_differs_is_named_with_both(tmp_path):
     assert diff(run, other) == 1
 
 
-def test_equal_episodes_with_another_metric_diverge_in_it(tmp_path):
-    run = past_run("sft")
-    other = copy_of(run, tmp_path)
-    row = read_metrics(run)[2]
-    edit(other / "metrics.jsonl", f'"grad_norm": {row["grad_norm"]}', '"grad_norm": 0.125')
-    assert first_divergence(run, other) == (2, "grad_norm", repr(row["grad_norm"]), "0.125")
-
-
-def test_equal_metrics_with_other_weights_diverge(tmp_path):
+def test_equal_episodes_with_another_metric_or_other_weights_diverge_there(tmp_path):
     run = past_run("sft")
     other = copy_of(run, tmp_path)
     hashes = [row["weights"] for row in read_metrics(run, "ledger.jsonl")]
-    edit(other / "ledger.jsonl", hashes[3], hashes[1])
-    assert first_divergence(run, other) == (3, "weights after the step", hashes[3], hashes[1])
-    edit(other / "ledger.jsonl", hashes[0], hashes[1])
-    assert first_divergence(run, other) == (0, "starting weights", hashes[0], hashes[1])
+    for step, what in ((3, "weights after the step"), (0, "starting weights")):
+        edit(other / "ledger.jsonl", hashes[step], hashes[1])
+        assert first_divergence(run, other) == (step, what, hashes[step], hashes[1])
+    grad_norm = read_metrics(run)[2]["grad_norm"]
+    edit(other / "metrics.jsonl", f'"grad_norm": {grad_norm}', '"grad_norm": 0.125')
+    edit(other / "ledger.jsonl", hashes[1], hashes[0])
+    assert first_divergence(run, other) == (2, "grad_norm", repr(grad_norm), "0.125")
 
 
 def test_shorter_run_is_compared_up_to_its_last_whole_row(tmp_path, capsys):
@@ -164,18 +159,7 @@ def test_runs_without_a_common_step_are_refused(tmp_path):
     ],
 )
 def test_first_divergence_of_two_episodes_is_named(change, what, a, b):
-    one = Episode(
-        uid="a",
-        sample_index=0,
-        tokens=np.array([5, 9, 2, 7, 1]),
-        loss_mask=np.array([0, 0, 0, 1, 1], bool),
-        engine_logprobs=np.array([0, 0, 0, -0.5, -0.25], np.float32),
-        weight_versions=np.array([-1, -1, -1, 4, 4], np.int32),
-        penalties=np.zeros(5, np.float32),
-        num_prompt_tokens=3,
-        messages=(),
-        stop_reason="length",
-    )
+    one = attempt(stop_reason="length", messages=())
     found = next(compare_episodes(one, replace(one, **change)))
     assert found.what.endswith(what) and (found.a, found.b) == (a, b)
     assert list(compare_episodes(one, replace(one))) == []

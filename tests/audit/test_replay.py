@@ -108,39 +108,29 @@ def test_other_token_in_the_journal_diverges_in_its_logprob(step, tmp_path):
 
     rewrite(run, step, change)
     found = first_divergence(run, 4)
-    assert (
-        found.what.startswith(f"log-prob of token {places['at']} ")
-        and f"of episode {places['name']} " in found.what
-    )
+    assert found.what.startswith(f"log-prob of token {places['at']} ")
+    assert f"of episode {places['name']} " in found.what
 
 
-def test_another_learning_rate_is_named(tmp_path):
-    run = copy_of(past_run("ema"), tmp_path)
-    edit(run / "config.toml", "learning_rate = 0.001", "learning_rate = 0.002")
-    found = first_divergence(run, 4)
-    assert (found.what, found.a, found.b) == ("learning_rate of step 4", "0.001", "0.002")
+CHANGES = [  # of a run: kind, file, what stands there, what then; step, and its first difference
+    ("ema", "config.toml", "learning_rate = 0.001", "learning_rate = 0.002", 4, "learning_rate of"),
+    # the step itself learns with the baseline before it, which is that of the checkpoint
+    ("ema", "config.toml", "ema_decay = 0.9", "ema_decay = 0.8", 4, "baseline of the rollouts"),
+    ("sft", "ledger.jsonl", 4, 2, 4, "weights after step 4"),
+    ("sft", "ledger.jsonl", 0, 1, 1, "starting weights"),
+]
 
 
-def test_other_baseline_diverges_in_the_journal_note(tmp_path):
-    """The step itself learns with the baseline before it, which is that of the checkpoint."""
-    run = copy_of(past_run("ema"), tmp_path)
-    edit(run / "config.toml", "ema_decay = 0.9", "ema_decay = 0.8")
-    assert first_divergence(run, 4).what == "baseline of the rollouts after step 4"
-
-
-def test_other_weights_in_the_ledger_diverge(tmp_path):
-    run = copy_of(past_run("sft"), tmp_path)
-    hashes = [row["weights"] for row in read_metrics(run, "ledger.jsonl")]
-    edit(run / "ledger.jsonl", hashes[4], hashes[2])
-    found = first_divergence(run, 4)
-    assert (found.what, found.a, found.b) == ("weights after step 4", hashes[2], hashes[4])
-
-
-def test_other_starting_weights_diverge_before_any_step(tmp_path):
-    run = copy_of(past_run("sft"), tmp_path)
-    hashes = [row["weights"] for row in read_metrics(run, "ledger.jsonl")]
-    edit(run / "ledger.jsonl", hashes[0], hashes[1])
-    assert first_divergence(run, 1).what == "starting weights"
+@pytest.mark.parametrize(("kind", "name", "old", "new", "step", "what"), CHANGES)
+def test_what_was_changed_is_the_first_difference(kind, name, old, new, step, what, tmp_path):
+    run = copy_of(past_run(kind), tmp_path)
+    if name == "ledger.jsonl":  # the weights of another step
+        hashes = [row["weights"] for row in read_metrics(run, name)]
+        old, new = hashes[old], hashes[new]
+    edit(run / name, old, new)
+    found = first_divergence(run, step)
+    assert found.what.startswith(what)
+    assert name != "ledger.jsonl" or (found.a, found.b) == (new, old)
 
 
 @pytest.mark.parametrize(("part", "what"), [(0.0, None), (1.0, "reward part answer of episode 4:")])

@@ -78,10 +78,8 @@ def test_ratios_and_clipping_are_those_of_the_last_update():
     """Groups that a step carried on are trained by newer weights; their log-probs then are the next
     version's, which is in a checkpoint."""
     past, found = of("dapo, narrow", "carry")
-    assert [outcome for _, outcome in found.history] == [
-        "carry",
-        "train",
-    ] and found.trained_in == found.step + 1
+    assert [outcome for _, outcome in found.history] == ["carry", "train"]
+    assert found.trained_in == found.step + 1
     rows = learned_rows(past, found)
     assert all(row.ratio != 1 for row in rows)
     advantage = rows[0].advantage
@@ -196,11 +194,9 @@ def test_json_has_all_of_it(tmp_path, capsys):
     past, found = of("train", "train", 2)
     why(past.folder, found.name, 40, learning=True, out=tmp_path / "why.json")
     told = json.loads((tmp_path / "why.json").read_text())
-    assert (
-        told["episode"] == found.name
-        and told["history"] == [[2, "train"]]
-        and told["replay_is_equal"] is True
-    )
+    assert told["episode"] == found.name
+    assert told["history"] == [[2, "train"]]
+    assert told["replay_is_equal"] is True
     assert [row["token"] for row in told["tokens"]] == found.episode.tokens.tolist()
     assert all(math.isfinite(row["weight"]) for row in told["tokens"] if row["sampled"])
     assert f"episode {found.name} of" in capsys.readouterr().out

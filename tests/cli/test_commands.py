@@ -61,22 +61,13 @@ def stock_logits(folder, kind=AutoModelForCausalLM):
 
 def test_dpo_learns_its_pairs_and_exports_a_language_model(home, tmp_path):
     pairs = f"preference.train={home}/pairs.jsonl"
-    rows, target = done(
-        "dpo",
-        home,
-        tmp_path,
-        pairs,
-        f"preference.test={home}/pairs.jsonl",
-        "preference.batch_size=24",
-    )
-    assert (
-        rows[0]["eval/loss"] == pytest.approx(0.6931, abs=1e-4)
-        and rows[1]["loss"] == rows[0]["eval/loss"]
-    )
+    held_out = f"preference.test={home}/pairs.jsonl"
+    rows, target = done("dpo", home, tmp_path, pairs, held_out, "preference.batch_size=24")
+    assert rows[0]["eval/loss"] == pytest.approx(0.6931, abs=1e-4)
+    assert rows[1]["loss"] == rows[0]["eval/loss"]
     assert rows[2]["eval/loss"] < rows[2]["loss"] < rows[1]["loss"]
-    assert stock_logits(target).isfinite().all() and not same(
-        weights(target), weights(home / "model")
-    )
+    assert stock_logits(target).isfinite().all()
+    assert not same(weights(target), weights(home / "model"))
     assert "eval/greedy" in rows[-1]  # the problems of eval.data too
 
 
@@ -97,14 +88,8 @@ def test_reward_model_scores_conversations_as_transformers_does(home, tmp_path):
         "reward.weights=[1.0, 0.5]",
         'reward.function=["reward_model", "env"]',
     ]
-    done(
-        "train",
-        home,
-        tmp_path / "run",
-        *how,
-        f"reward.model={scorer}",
-        'rollout.stop=["a", "e", "1", "x", "Z"]',
-    )
+    how += [f"reward.model={scorer}", 'rollout.stop=["a", "e", "1", "x", "Z"]']
+    done("train", home, tmp_path / "run", *how)
     stock = AutoModelForSequenceClassification.from_pretrained(scorer).eval()
     tokenizer, found = AutoTokenizer.from_pretrained(scorer), []
     for row in pq.read_table(tmp_path / "run/episodes/train_step_000001.parquet").to_pylist():
@@ -173,23 +158,15 @@ def test_run_is_exported_and_replayed_from_another_directory(home, tmp_path):
         _, target = done("train", Path(), Path("runs/mine"))
     (tmp_path / "other").mkdir()
     with chdir(tmp_path / "other"):
-        wrong = invoke(
-            "train", "../project/recipe.toml", f"run.folder={tmp_path}/project/runs/mine"
-        )
-        assert isinstance(
-            wrong.exception, UserError
-        )  # its data and its model are not here, which changes nothing there
-        assert "equal" in invoke("replay", "../project/runs/mine", "--step", 1).output
-        row = pq.read_table("../project/runs/mine/episodes/train_step_000001.parquet").to_pylist()[
-            0
-        ]
+        run = "../project/runs/mine"
+        # its data and its model are not here, which changes nothing there
+        mistake("train", "../project/recipe.toml", f"run.folder={tmp_path}/project/runs/mine")
+        assert "equal" in invoke("replay", run, "--step", 1).output
+        row = pq.read_table(f"{run}/episodes/train_step_000001.parquet").to_pylist()[0]
         name = f"1:{row['uid']}:{row['sample_index']}"
-        assert (
-            row["text"][:5]
-            in invoke("why", "../project/runs/mine", "--episode", name, "--no-learning").output
-        )
+        assert row["text"][:5] in invoke("why", run, "--episode", name, "--no-learning").output
         shutil.rmtree(tmp_path / "project/model")
-        assert invoke("export", "../project/runs/mine", "--out", "again").exit_code == 0
+        assert invoke("export", run, "--out", "again").exit_code == 0
     assert same(weights(tmp_path / "other/again"), weights(tmp_path / "project" / target))
     assert torch.equal(
         stock_logits(tmp_path / "other/again"), stock_logits(tmp_path / "project" / target)
@@ -259,10 +236,8 @@ def test_pair_one_token_too_long_is_named(command, key, home, tmp_path):
     last = places + (command == "dpo")
     write(last + 1)
     text = mistake(command, home / "recipe.toml", f"run.folder={tmp_path}/run", *overrides)
-    assert (
-        f"preference.{key}, pair 7" in text
-        and "an answer is longer than the model can place" in text
-    )
+    assert f"preference.{key}, pair 7" in text
+    assert "an answer is longer than the model can place" in text
     write(last)
     done(command, home, tmp_path / "run", *overrides)
 
@@ -294,26 +269,13 @@ def test_a_reward_model_is_no_policy(home, tmp_path):
     assert "reward model" in text and "critic.path" in text
 
 
-def test_resume_with_a_changed_reward_function_is_refused(home, tmp_path):
-    reward = tmp_path / "mine.py"
-    reward.write_text("def score(problem, completion):\n    return float(len(completion) % 2)\n")
-    command = [
-        "train",
-        home / "recipe.toml",
-        f"run.folder={tmp_path}/run",
-        f"reward.function={reward}:score",
-    ]
-    assert invoke(*command).exit_code == 0
-    reward.write_text("def score(problem, completion):\n    return -3.0\n")
-    assert f"reward.function/{reward}" in mistake(*command, f"run.steps={STEPS + 1}")
-
-
-FUNCTIONS = {"rl.loss": "loss", "rl.filter": "keep"}
+FUNCTIONS = {"rl.loss": "loss", "rl.filter": "keep", "reward.function": "score"}
 OWN = (Path(__file__).parents[2] / "examples/own_functions.py").read_text()
+OWN += "\n\ndef score(problem, completion):\n    return float(len(completion) % 2)\n"
 
 
 @pytest.mark.parametrize("key", FUNCTIONS)
-def test_resume_with_a_changed_function_of_the_algorithm_is_refused(key, home, tmp_path):
+def test_resume_with_a_changed_function_is_refused(key, home, tmp_path):
     mine = tmp_path / "mine.py"
     mine.write_text(OWN)
     command = ["train", home / "recipe.toml", f"run.folder={tmp_path}/run"]

@@ -1,6 +1,5 @@
-"""`tandem doctor`: the facts as a document for programs, and versions that were not tested."""
+"""`tandem doctor`: a line for each check, and versions that were not tested."""
 
-import json
 import re
 import tomllib
 from pathlib import Path
@@ -8,30 +7,22 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tandem import __version__
 from tandem.cli.doctor import TESTED, versioned
 from tests.support.home import invoke
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_json_has_every_check_under_stable_keys():
-    result = invoke("doctor", "--json")
-    document = json.loads(result.stdout)
-    assert document["tandem"] == __version__
-    assert document["ok"] == (result.exit_code == 0)
-    checks = document["checks"]
+def test_every_check_has_a_line_and_all_of_them_decide():
+    result = invoke("doctor")
+    states = {line[6:21].strip(): line[:4].strip() for line in result.stdout.splitlines()}
     there = [
         *("python", "torch", "transformers", "gpu", "exactness", "bfloat16"),
-        *("reward_workers", "sandbox", "disk"),
+        *("reward workers", "sandbox", "disk"),
     ]
-    assert [name for name in checks if not name.startswith("gpu_")] == there
-    for check in checks.values():
-        assert isinstance(check["ok"], bool) and isinstance(check["detail"], str)
-    assert document["ok"] == all(check["ok"] for check in checks.values())
-    assert checks["torch"].keys() > {"version", "tested", "threads", "cores", "processor"}
-    assert checks["gpu"].keys() > {"count", "driver", "triton"}
-    assert checks["exactness"]["exact"] is True and checks["disk"]["free_bytes"] > 0
+    assert [name for name in states if not name.startswith("gpu ")] == there
+    assert set(states.values()) <= {"ok", "FAIL"} and states["exactness"] == "ok"
+    assert (result.exit_code == 0) == ("FAIL" not in states.values())
 
 
 def test_each_pin_is_within_the_bounds_of_its_requirement_and_the_page_has_both():
@@ -57,7 +48,7 @@ def test_tested_versions_are_those_that_are_pinned_and_those_of_the_page():
     pins = dict(re.findall(r"^(\S+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
     page = (ROOT / "docs/reference/versions.md").read_text()
     for name in ("torch", "transformers"):
-        assert versioned(name, pins[name]).facts["tested"], name
+        assert "not tested" not in versioned(name, pins[name]).detail, name
         assert all(f"{name} {version}." in page for version in TESTED[name]), name
     classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
     named = [line.rpartition(" ")[2] for line in classifiers if "Python :: 3." in line]

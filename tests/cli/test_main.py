@@ -3,10 +3,8 @@
 import subprocess
 import sys
 
-import pytest
-
-from tandem import __version__
 from tandem.config.recipe import describe
+from tandem.runtime.version import __version__
 from tests.support.command import ROOT, assert_is_a_users_error, in_own_process, tandem
 
 
@@ -26,11 +24,11 @@ def test_help_version_and_mistakes_in_a_recipe_come_before_torch(tmp_path):
         "tiny there --from there/chats.jsonl": ["something at the model's place", "there"],
         "train none.toml": ["the recipe does not exist", "none.toml"],
         "plan none.toml": ["the recipe does not exist", "none.toml"],
+        "plan rl.num_generations=4": ["an override", "RECIPE rl.num_generations=4"],
         "sft r.toml run.seed=x": mistakes,
         "eval r.toml run.seed=x": mistakes,
         "serve no/model --host 0.0.0.0": ["needs a token", "0.0.0.0", "TANDEM_API_KEY"],
         "init there": ["there", "a new folder"],
-        "init two --tiny --model x": ["--model x and --tiny"],
         "view no-such-folder": ["no runs to view", "no-such-folder"],
         "report .": ["not a run folder"],
         "plot . -o x.pdf": ["as SVG or PNG", "x.pdf", "x.svg"],
@@ -61,25 +59,6 @@ def test_broken_invariant_is_printed_as_a_bug_with_its_traceback(tmp_path):
     )
     assert result.returncode == 1 and "bug: a token has changed" in result.stderr
     assert "Traceback" in result.stderr and "in app" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        ("train r.toml", ["data.train", "none.jsonl"]),
-        (
-            "train r.toml data.train=p.jsonl model.path=./none",
-            ["the model directory does not exist", "model.path", "./none"],
-        ),
-        ("export .", ["not a run folder"]),
-    ],
-)
-def test_a_mistake_names_its_key_and_its_place(command, words, tmp_path):
-    (tmp_path / "p.jsonl").write_text('{"prompt": "1 + 1 = ?", "answer": "2"}\n')
-    (tmp_path / "r.toml").write_text("[data]\ntrain = 'none.jsonl'\n")
-    result = tandem(*command.split(), cwd=tmp_path)
-    assert_is_a_users_error(result, *words)
-    assert result[2].count("error:") == 1
 
 
 def test_plan_lists_every_key_with_its_default(tmp_path):

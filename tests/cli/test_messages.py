@@ -6,8 +6,10 @@ from contextlib import chdir
 
 import pytest
 
+from tandem.config.recipe import to_toml
+from tandem.config.schema import Config
 from tandem.runtime.errors import UserError
-from tests.support.home import invoke, make_home
+from tests.support.home import invoke, make_home, mistake
 
 # command | what its message names, and what it offers
 CASES = """
@@ -39,7 +41,7 @@ train model.path=~/model | does not exist | ~/model
 train model.path=cut | cut
 train model.path=pickle | pickle | pytorch_model.bin
 train rollout.max_new_tokens=100000 | rollout.max_new_tokens | lower
-train data.train= | data.train | add data.train=FILE
+train data.train= | data.train | add data.train=...
 train data.train=nope.jsonl | data.train | nope.jsonl
 train data.train=targt.jsonl | data.train | target.jsonl
 train steps=3 | run.steps or sft.steps or preference.steps
@@ -74,7 +76,7 @@ train run.folder=nan.jsonl | nan.jsonl | another path
 train run.folder=/proc/x | /proc/x | another path
 init empty | empty | name another
 tiny model | model | name another
-try nope.py:score | data.train | add data.train=FILE
+try nope.py:score | data.train | add data.train=...
 """
 WITHOUT_RECIPE = ("export", "show", "status", "why", "report", "init", "tiny", "try")
 
@@ -124,3 +126,17 @@ def test_a_mistake_is_told_with_its_key_and_what_was_meant(folder, case):
         error = invoke(command, *recipe, argument).exception
     assert isinstance(error, UserError), error
     assert all(word in str(error) for word in words), error
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["data.train=nope.jsonl", "model.path=./nope", "reward=nope", "env=nope", "rl.loss=nope.py:f"],
+)
+def test_a_mistake_is_told_before_the_values_that_differ_from_the_run_in_the_folder(folder, wrong):
+    ended = folder / "ended"
+    ended.mkdir(exist_ok=True)
+    (ended / "run.json").write_text('{"command": "train"}')
+    (ended / "config.toml").write_text(to_toml(Config()))
+    (ended / "metrics.jsonl").touch()
+    said = mistake("train", folder / "recipe.toml", f"run.folder={ended}", wrong)
+    assert "nope" in said and "the config differs" not in said

@@ -5,9 +5,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from functools import partial
 
 import numpy as np
@@ -21,8 +18,8 @@ from tandem.model.tiny import make_tiny
 from tandem.run_folder.episode_files import SCHEMA
 from tandem.run_folder.status import ROLLOUT
 from tandem.runtime.errors import UserError
-from tandem.types import Episode, Group, Problem
-from tests.support.command import ROOT
+from tandem.types import Group, Problem
+from tests.support.attempts import attempt
 from tests.support.datasets import write_algebra
 from tests.support.faults import in_a_fork
 
@@ -35,16 +32,14 @@ OUTPUTS = pytest.mark.parametrize("name", ["episodes.jsonl", "episodes"])
 
 
 def episode(rng, uid, sample, length):
-    return Episode(
-        uid=uid,
-        sample_index=sample,
-        tokens=rng.integers(0, 90, length),
-        loss_mask=np.arange(length) >= 2,
+    said = {"role": "assistant", "content": f'x = {sample}\n\u2028é "数"'}
+    return attempt(
+        uid,
+        sample,
+        rng.integers(0, 90, length),
+        read=2,
         engine_logprobs=-rng.random(length).astype(np.float32),
-        weight_versions=np.zeros(length, np.int32),
-        num_prompt_tokens=2,
-        penalties=np.zeros(length, np.float32),
-        messages=({"role": "assistant", "content": f'x = {sample}\n\u2028é "数"'},),
+        messages=(said,),
         stop_reason="length" if sample else "stop",
         reward=float(rng.random()),
         reward_parts={"answer": 1.0, "overlong": -0.5} if sample else {},
@@ -176,9 +171,8 @@ def test_jsonl_has_the_columns_of_the_journal_with_native_values(undisturbed):
             **{name: dict(other[name]) for name in ("reward_parts", "env_rewards")},
         }
         assert list(row) == SCHEMA.names
-    assert rows[1]["reward_parts"] == {"answer": 1.0, "overlong": -0.5} and rows[1]["loss_mask"][
-        :3
-    ] == [False, False, True]
+    assert rows[1]["reward_parts"] == {"answer": 1.0, "overlong": -0.5}
+    assert rows[1]["loss_mask"][:3] == [False, False, True]
 
 
 @OUTPUTS
@@ -244,27 +238,23 @@ def private(home, folder):
 
 @pytest.fixture(scope="module")
 def outputs(home, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("outputs")
+    folder = tmp_path_factory.mktemp("outputs") / "new"
     for name in ("episodes.jsonl", "episodes"):
         rollout(config(home), folder / name)
     return {name: Output(folder / name) for name in ("episodes.jsonl", "episodes")}
 
 
-def test_every_problem_comes_once_in_order_in_both_formats(home, outputs):
-    uids = [
-        problem.uid
-        for problem in read_problems(str(home / "data/train.jsonl"), Data(), key="data.train")
-    ]
+def test_every_problem_comes_once_in_order(home, outputs):
+    data = str(home / "data/train.jsonl")
+    uids = [problem.uid for problem in read_problems(data, Data(), key="data.train")]
     rows = [json.loads(line) for line in outputs["episodes.jsonl"].path.read_bytes().splitlines()]
-    assert [(row["uid"], row["sample_index"]) for row in rows] == [
-        (uid, n) for uid in uids for n in range(2)
-    ]
+    found = [(row["uid"], row["sample_index"]) for row in rows]
+    assert found == [(uid, n) for uid in uids for n in range(2)]
     files = sorted(outputs["episodes"].path.glob("*.parquet"))
     assert [file.name for file in files] == [f"rollout_step_{n:06d}.parquet" for n in range(4)]
-    wanted = [row for file in files for row in pq.read_table(file).to_pylist()]
-    as_text = {"messages", "metadata", "opening", "tools", "transcript"}
-    for name in set(SCHEMA.names) - as_text - {"reward_parts", "env_rewards"}:
-        assert [row[name] for row in rows] == [row[name] for row in wanted]
+    assert [row["uid"] for file in files for row in pq.read_table(file).to_pylist()] == [
+        uid for uid, _ in found
+    ]
 
 
 @OUTPUTS
@@ -278,10 +268,8 @@ def test_a_complete_rollout_says_so_and_loads_no_model(name, home, tmp_path, cap
     capsys.readouterr()
     rollout(config(home), output.path)
     printed = capsys.readouterr().out
-    assert (
-        printed.startswith("complete, nothing to do: 14 episodes, mean reward ")
-        and printed.count("\n") == 1
-    )
+    assert printed.startswith("complete, nothing to do: 14 episodes, mean reward ")
+    assert printed.count("\n") == 1
     assert contents(output.path) == before
     # the witness: a rollout that is not complete does
     with pytest.raises(UserError, match="model cannot be loaded"):
@@ -313,58 +301,26 @@ def test_other_inputs_are_refused_by_name_and_taken_with_fresh(home, tmp_path):
     for key, damage in CHANGES.items():
         kept = {file: file.read_bytes() for file in home.rglob("*") if file.is_file()}
         damage(home)
-        with pytest.raises(UserError, match="has changed since the rollout began") as caught:
+        with pytest.raises(UserError, match="has changed since the run began") as caught:
             rollout(config(home), out)
         error = caught.value
-        assert error.where == key and error.found and error.expected and "--fresh" in error.next
+        assert error.where == key and error.expected and "--out PATH, or" in error.next
         for file, data in kept.items():
             file.write_bytes(data)
     assert out.read_bytes() == before
     damage_weights(home)
     rollout(config(home), out, fresh=True)
-    assert (tmp_path / "e.jsonl.old-1").read_bytes() == before and len(
-        out.read_bytes().splitlines()
-    ) == 14
+    assert (tmp_path / "e.jsonl.old-1").read_bytes() == before
+    assert len(out.read_bytes().splitlines()) == 14
 
 
-HELD = """
-import time
-from pathlib import Path
-from tandem.plugins.graders.answer import score as answer
-def score(problem, completion):
-    folder = Path(__file__).parent
-    first = folder / "e.jsonl.rollout/rollout_step_000000.parquet"
-    while first.exists() and not (folder / "go").exists():
-        time.sleep(0.01)
-    return {"answer": answer(completion, problem.answer)}
-"""
-
-
-def test_a_real_kill_loses_nothing(home, outputs, tmp_path):
-    """The command in a process group of its own, killed once its first batch is there, before the
-    last one is scored."""
-    (tmp_path / "held.py").write_text(HELD)
-    values = ["rollout.max_new_tokens=6", "rl.prompts_per_step=2", "rl.group_size=2"]
-    values += [
-        f"reward.function={tmp_path}/held.py:score",
-        "reward.timeout_s=600",
-        "--out",
-        str(tmp_path / "e.jsonl"),
-    ]
-    command = [sys.executable, "-m", "tandem", "rollout", "recipe.toml", *values]
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, cwd=home, env=env, start_new_session=True)
-    first = tmp_path / "e.jsonl.rollout/rollout_step_000000.parquet"
-    rows = first.with_name("metrics.jsonl")
-    while process.poll() is None and not (rows.exists() and rows.read_bytes().endswith(b"\n")):
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    (tmp_path / "go").touch()
+def test_a_rollout_that_goes_on_samples_only_what_is_missing(home, outputs, tmp_path):
+    output = copied(outputs["episodes.jsonl"], tmp_path)
+    first, *_, last = sorted(output.folder.glob("*.parquet"))
     before = first.stat().st_mtime_ns
-    assert not (tmp_path / "e.jsonl").exists()
-    subprocess.run(command, cwd=home, env=env, check=True)
-    assert (tmp_path / "e.jsonl").read_bytes() == contents(outputs["episodes.jsonl"].path)
+    last.unlink()
+    rollout(config(home), output.path)
+    assert contents(output.path) == contents(outputs["episodes.jsonl"].path)
     assert first.stat().st_mtime_ns == before
 
 
@@ -379,8 +335,6 @@ def test_impossible_output_is_refused_before_any_work(home, tmp_path):
     (tmp_path / "other/notes.txt").write_text("mine")
     before = sorted(tmp_path.rglob("*"))
     for name, word in {
-        "none/e.jsonl": "does not exist",
-        "none/e": "does not exist",
         "mine.jsonl": "something else",
         "folder.jsonl": "a folder",
         "other/notes.txt": "a file",
@@ -389,7 +343,6 @@ def test_impossible_output_is_refused_before_any_work(home, tmp_path):
         for fresh in (False, True):
             with pytest.raises(UserError, match=r".") as caught:
                 rollout(config(home), tmp_path / name, fresh=fresh)
-            assert word in str(caught.value) and "--out" in caught.value.next + "--out" * (
-                "none" in name
-            )
+            assert word in str(caught.value)
+            assert "--out" in caught.value.next + "--out" * ("none" in name)
     assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "mine.jsonl").read_text() == "{}\n"

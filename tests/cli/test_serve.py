@@ -36,20 +36,8 @@ def test_public_host_without_a_key_is_refused_before_loading(host, tmp_path, mon
 
 
 def options(**changes):
-    values = {
-        "model": "no/model",
-        "host": "127.0.0.1",
-        "port": 0,
-        "api_key": "",
-        "served_name": "",
-        "cache_mb": 8,
-        "max_batch": 4,
-        "max_queue": 4,
-        "max_new_tokens_default": 8,
-        "device": "cpu",
-        "dtype": "auto",
-    }
-    return serve.Options(**{**values, **changes})
+    small = {"model": "no/model", "port": 0, "cache_mb": 8, "max_batch": 4, "device": "cpu"}
+    return serve.Options(**small | changes)
 
 
 def test_a_key_or_a_loopback_host_is_enough():

@@ -61,39 +61,19 @@ def tried(*arguments):
 
 
 def test_a_reward_function_is_tried_on_typed_answers(data, tmp_path):
-    output = tried(
-        f"{tmp_path}/my_reward.py:score",
-        "--data",
-        data,
-        "--rows",
-        2,
-        "--answer",
-        "it is 1",
-        "--answer",
-        "7",
-    )
-    assert (
-        "reward 1.5 (right 1, short 0.5)" in output and "reward 0.5 (right 0, short 0.5)" in output
-    )
+    how = ["--data", data, "--rows", 2, "--answer", "it is 1", "--answer", "7"]
+    output = tried(f"{tmp_path}/my_reward.py:score", *how)
+    assert "reward 1.5 (right 1, short 0.5)" in output
+    assert "reward 0.5 (right 0, short 0.5)" in output
     assert output.count("1 turn(s), ended by stop") == 2 and output.count("user: 1 + 1?") == 1
 
 
 def test_an_environment_is_played_by_hand_turn_by_turn(data, tmp_path):
-    answers = ["--answer", "a", "--answer", "bad", "--answer", "word"]
-    output = tried(f"{tmp_path}/my_env.py:Echo", "--data", data, "--rows", 1, *answers)
+    how = [f"{tmp_path}/my_env.py:Echo", "--data", data, "--rows", 1, "--answer", "a"]
+    output = tried(*how, "--answer", "bad", "--answer", "word")
     assert "reward 4 (env 4, letters 8)" in output and "user: you said bad" in output
     assert "penalty: 0.5 on 4 tokens" in output and "3 turn(s), ended by stop" in output
-    short = tried(
-        f"{tmp_path}/my_env.py:Echo",
-        "env.options.turns=1",
-        "--data",
-        data,
-        "--rows",
-        1,
-        "--answer",
-        "a",
-    )
-    assert "1 turn(s)" in short
+    assert "1 turn(s)" in tried(*how, "env.options.turns=1")
 
 
 def test_a_model_plays_an_environment(home, data, tmp_path):
@@ -104,14 +84,12 @@ def test_a_model_plays_an_environment(home, data, tmp_path):
 
 def test_mistakes_are_told_before_anything_is_played(data, tmp_path):
     env, reward = f"{tmp_path}/my_env.py", f"{tmp_path}/my_reward.py"
-    assert "there are no more answers" in mistake(
-        "try", f"{env}:Echo", "--data", data, "--answer", "a"
-    )
-    assert "no training problems are named" in mistake("try", f"{reward}:score", "--answer", "a")
-    assert "no_such" in mistake("try", f"{reward}:no_such", "--data", data, "--answer", "a")
-    assert "unexpected keyword argument 'steps'" in mistake(
-        "try", f"{env}:Echo", "env.options.steps=1", "--data", data, "--answer", "a"
-    )
+    how = ["--data", data, "--answer", "a"]
+    assert "there are no more answers" in mistake("try", f"{env}:Echo", *how)
+    assert "no training problems are named" in mistake("try", f"{reward}:score", *how[2:])
+    assert "no_such" in mistake("try", f"{reward}:no_such", *how)
+    unknown = mistake("try", f"{env}:Echo", "env.options.steps=1", *how)
+    assert "unexpected keyword argument 'steps'" in unknown
 
 
 def test_rows_of_one_exception_are_one_block_and_others_stay_blocks(data, tmp_path):

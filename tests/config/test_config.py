@@ -95,6 +95,7 @@ def test_an_unknown_key_is_reported_with_the_nearest_one(text, message, tmp_path
         ("[rollout]\nengine = 'http://a:70000/v1'\n", "rollout.engine", "'http://a:70000/v1'"),
         ("[rollout]\nengine = 'http://a b/v1'\n", "rollout.engine", "'http://a b/v1'"),
         ("[rl]\nadvantage = 'dr_grpo'\n", "rl.advantage", "'dr_grpo'"),
+        ("[rl]\nalgorithm = 3\n", "rl.algorithm", "3"),
         ("[model]\ndevice = 'gpu'\n", "model.device", "'gpu'"),
         ("[rollout]\ndevices = ['cuda:1', 'tpu']\n", "rollout.devices.1", "'tpu'"),
         ("rl = 3\n", "rl", "3"),
@@ -175,7 +176,7 @@ def test_a_section_s_name_alone_stands_for_its_main_key(text, tmp_path):
 def test_an_unknown_key_on_the_command_line_is_reported(tmp_path):
     for override in ("rl.grop_size=8", "rll.group_size=8", "rl.deep.group_size=8"):
         [line] = mistakes(tmp_path, "", override)
-        assert "unknown key; did you mean rl" in line
+        assert "(command line): unknown key; did you mean rl" in line
 
 
 @pytest.mark.parametrize("override", ["learning_rate=3e-4", "learning_rat=3e-4", "lr=3e-4"])
@@ -229,23 +230,24 @@ def test_a_section_given_as_a_value_on_the_command_line_is_told_how(override, ad
 
 
 @pytest.mark.parametrize(
-    ("text", "place", "found"),
+    ("text", "place", "found", "cure"),
     [
-        ("[model]\npath = 'a'\n\n[model]\n", ":4", "[model]: "),
-        ("[rl]\nk = 1\nk = 2\n", ":3", "k = 2: "),
-        ("[model]\npath = m\n", ":2", "path = m: "),
-        ("[model\n", ":1", "[model: "),
-        ("[data]\ntrain = ['a', 'b'\n", "", "Unclosed array"),
-        ("model:\n  path: m\n", ":1", "model:: "),
-        ('{"model": {"path": "m"}}', ":1", '{"model": '),
-        ("\xff", ":1", "\xff: "),
+        ("[model]\npath = 'a'\n\n[model]\n", ":4", "[model]: ", "once"),
+        ("[rl]\nk = 1\nk = 2\n", ":3", "k = 2: ", "once"),
+        ("[model]\npath = m\n", ":2", "path = m: ", "quotes"),
+        ("[model\n", ":1", "[model: ", ""),
+        ("[data]\ntrain = ['a', 'b'\n", "", "Unclosed array", ""),
+        ("model:\n  path: m\n", ":1", "model:: ", "YAML"),
+        ("- model\n", ":1", "- model: ", "YAML"),
+        ('{"model": {"path": "m"}}', ":1", '{"model": ', "JSON"),
+        ("\xff", ":1", "\xff: ", "JSON"),
     ],
 )
-def test_a_mistake_of_toml_is_shown_with_its_line(text, place, found, tmp_path):
+def test_a_mistake_of_toml_is_shown_with_its_line(text, place, found, cure, tmp_path):
     with pytest.raises(UserError, match="not valid TOML") as error:
         load(tmp_path, text)
     assert error.value.where == f"{tmp_path / 'recipe.toml'}{place}"
-    assert error.value.found.startswith(found) and "a text has quotes" in error.value.next
+    assert error.value.found.startswith(found) and cure in error.value.next
 
 
 def test_a_recipe_with_a_byte_order_mark_is_read(tmp_path):
@@ -367,20 +369,6 @@ def test_an_algorithm_override_keeps_other_keys_and_overrides(tmp_path):
     assert load(tmp_path, text, "rl.prompts_per_step=4").rl.clip_low == 0.1
 
 
-@pytest.mark.parametrize("found", ["'drgrpo'", "3", "['grpo']"])
-def test_a_wrong_algorithm_is_told_with_all_there_are(found, tmp_path):
-    for text, overrides in ((f"[rl]\nalgorithm = {found}\n", []), ("", [f"rl.algorithm={found}"])):
-        [line] = mistakes(tmp_path, text, *overrides)
-        assert line.startswith("rl.algorithm (") and f"found {found}" in line
-        assert all(name in line for name in ALGORITHMS)
-
-
-def test_a_missing_recipe_is_a_users_error_that_names_it(tmp_path):
-    with pytest.raises(UserError, match="the recipe does not exist") as error:
-        load_config(tmp_path / "none.toml", [])
-    assert error.value.where == str(tmp_path / "none.toml")
-
-
 def test_a_recipe_that_is_not_utf_8_is_reported_with_its_path(tmp_path):
     (tmp_path / "broken.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(UserError, match="not valid TOML") as error:
@@ -393,14 +381,6 @@ def test_a_recipe_that_is_not_utf_8_is_reported_with_its_path(tmp_path):
 )
 def test_text_with_brackets_is_text_where_the_key_takes_text(text):
     assert text.partition("=")[2] in to_toml(load_config(None, ["reward=regex", text]))
-
-
-def test_the_next_command_of_an_error_exists(tmp_path):
-    with pytest.raises(UserError) as error:
-        load(tmp_path, "zzzz = 4\n")
-    assert (
-        error.value.next == "tandem plan --keys lists every key, as docs/reference/config.md does"
-    )
 
 
 def test_every_default_survives_the_round_trip_through_toml(tmp_path):
@@ -428,7 +408,7 @@ def test_any_value_survives_the_round_trip_through_toml(folder, seed, stop, temp
 
 def test_every_leaf_has_a_help_and_a_valid_default():
     leaves = describe()
-    assert len({key for key, _, _ in leaves}) == len(leaves) <= 163
+    assert len({key for key, _, _ in leaves}) == len(leaves) <= 164
     assert all(help_text for _, _, help_text in leaves)
     # a default that breaks its own bounds would be found here
     Config.model_validate(Config().model_dump())

@@ -5,6 +5,7 @@ import logging
 import pytest
 
 from tandem.data.own_calls import EXAMPLE, NAME, sampled_turn, unread_calls, warn_of_unread_calls
+from tandem.jobs.engines import warn_of_hidden_tags
 from tandem.model.tool_calls import read_calls
 from tests.support.call_templates import call_marks, call_templates, template_renderer
 
@@ -66,3 +67,17 @@ def test_a_format_that_is_not_read_is_said_once(caplog):
             warn_of_unread_calls(renderer)
     [said] = [r.getMessage() for r in caplog.records if "own form are not read" in r.getMessage()]
     assert "chat template of odd" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("qwen3_5_think", {}, "opens <think> in the prompt"),
+        ("qwen3_5_think", {"opened": True, "rest": False}, ""),
+        ("qwen3", {}, ""),
+        ("qwen3", {"tags": ["think", "|im_end|"]}, "<|im_end|> are special tokens"),
+    ],
+)
+def test_tags_that_the_reward_format_cannot_find_are_said(name, options, said, caplog):
+    warn_of_hidden_tags(template_renderer(name, call_templates()[name]), **options)
+    assert said in caplog.text and bool(caplog.text) == bool(said)

@@ -275,34 +275,6 @@ def test_a_template_that_fails_is_a_users_error(tmp_path, template, said):
     assert said in message
 
 
-# ---- the same text as transformers
-
-THOUGHTFUL = """
-{%- macro turn(m, open=true) %}<|im_start|>{{ m.role }}
-{{ m['content'] | trim }}{% if open %}<|im_end|>
-{% endif %}{% endmacro -%}
-{%- set ns = namespace(last=-1, text='') %}
-{% for m in messages %}
-    {% if loop.index0 > 50 %}{% break %}{% endif %}
-    {% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
-    {% set ns.text = ns.text + m.content[:3] ~ '/' ~ loop.index %}
-{% endfor %}
-{% set head %}  {{ messages | length }} & <{{ dict(a=1, b='é<') | tojson }}>
-{{- {'z': [1, none]} | tojson(indent=1) }}{% endset %}
-{{ head | upper }}{{ ns.text }}|{{ ns.last * 2 }}{{ '-' * 3 }}{{ [1, 2] + [3] }}{{ bos_token }}
-{{ eos_token }}
-{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ turn(m) }}
-{% endgeneration %}{% else %}
-{{- turn(m) }}{% endif %}
-{% if m.reasoning_content is defined %}({{ m.reasoning_content }},{{ m.thinking }}){% endif %}
-{% endfor %}
-{% for m in messages recursive %}{{ m.role }}{% endfor %}
-{% call(x) twice() %}[{{ x }}]{% endcall %}
-{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}{{ tools is none }}{{ nothing is defined }}"""
-THOUGHTFUL = "{% macro twice() %}{{ caller(1) }}{{ caller('b') }}{% endmacro %}" + THOUGHTFUL
-
-
 # ---- turns, one after the other
 
 LLAMA = (
@@ -389,11 +361,9 @@ def test_tools_without_a_place_are_in_the_system_message(tmp_path):
     plain = load_renderer(make_model(tmp_path / "b"))
     for chat in ([user("q")], [{"role": "system", "content": "Be kind."}, user("q")]):
         text = text_of(plain, plain.prompts([chat], [TOOL])[0])
-        assert (
-            text.count("<|im_start|>system\n") == 1
-            and json.dumps(TOOL) in text
-            and "<tool_call>" in text
-        )
+        assert text.count("<|im_start|>system\n") == 1
+        assert json.dumps(TOOL) in text
+        assert "<tool_call>" in text
         assert text.startswith(
             "<|im_start|>system\n" + "Be kind.\n\n" * (len(chat) - 1) + "# Tools"
         )

@@ -15,7 +15,9 @@ import pytest
 from tandem.config.schema import Data
 from tandem.data import readers
 from tandem.data.problems import read_problems
+from tandem.model.config_file import check_model
 from tandem.runtime.errors import UserError
+from tandem.runtime.hub import hub_answers
 
 GOOD = {"prompt": "1 + 1 =", "answer": "2"}
 FORMATS = ("jsonl", "csv", "parquet", "arrow")
@@ -239,6 +241,17 @@ def test_a_hub_name_that_is_not_cached_offline_is_one_error():
     said = error_of("nobody/nothing:main#train")
     assert "data.train is no file, and no data set that can be had" in said
     assert "where:    data.train, 'nobody/nothing:main'" in said
+
+
+def test_a_hub_without_an_answer_is_asked_once(offline, monkeypatch, caplog):
+    for settings in (huggingface_hub.constants, datasets.config):
+        monkeypatch.setattr(settings, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    hub_answers.cache_clear()
+    assert "data.train, 'nobody/nothing'" in error_of("nobody/nothing")
+    with pytest.raises(UserError, match="config cannot be read"):
+        check_model("nobody/nothing")
+    assert "thrown while requesting" not in caplog.text and not hub_answers()
 
 
 @pytest.mark.usefixtures("offline")

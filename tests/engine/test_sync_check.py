@@ -9,7 +9,7 @@ from tandem.config.schema import RL, Config
 from tandem.engine.sync_check import LENGTH, make_probe
 from tandem.rollout_workers.worker import Server
 from tandem.runtime.errors import UserError
-from tandem.train.parity import gap_limit
+from tandem.trainer.parity import gap_limit
 from tandem.weights.hashing import combine
 from tests.support.engines import engine_of
 from tests.support.tiny import exact_model

@@ -5,6 +5,7 @@ import asyncio
 import json
 import threading
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -24,6 +25,7 @@ from tandem.envs.agent.chat import (
 from tandem.envs.agent.env import AgentDrivenEnv, AgentEnv, AgentFailed
 from tandem.envs.agent.server import the_server
 from tandem.envs.calls import environment_loop
+from tandem.model.tool_calls import split_calls
 from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episodes import run_episodes
@@ -31,9 +33,11 @@ from tandem.run_folder.episode_files import read_episodes
 from tandem.runtime.errors import UserError
 from tandem.serve.openai import ApiError, ChatMessage, read_body
 from tandem.step import train_step
-from tandem.types import Problem, SamplingParams, Score
-from tests.support.scripted import DigitRenderer, ScriptedReward
+from tandem.types import Problem, SamplingParams
+from tests.support.env_steps import Given
+from tests.support.scripted import DigitRenderer
 from tests.support.stages import PROBLEMS, config, stages_in, with_runner
+from tests.support.talks import TALKS, ChatTalk, MessagesTalk, needs_anthropic
 from tests.support.tiny import exact_model
 from tests.support.waiting import WAIT_S, eventually
 
@@ -159,25 +163,32 @@ def test_a_posted_reward_counts_where_the_agent_returns_none(posted, returned, r
     assert (last.done, last.reward, last.parts) == (True, reward, parts)
 
 
-@pytest.mark.parametrize("tools", [(), (ADD,)])
-@pytest.mark.parametrize("text", ["sieben\n", CALL])
-def test_a_streamed_answer_is_the_whole_answer(text, tools):
-    answers = []
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("talk", TALKS)
+@pytest.mark.parametrize("text", ["sieben\n", CALL, f"Hm.\n{CALL}", ""])
+def test_a_reply_is_recognized_when_its_api_gives_it_back(text, talk, stream):
+    """Text that is a call without tools, too."""
+    heard = []
 
     def run(problem, base_url, api_key):
-        more = {"tools": list(tools)} if tools else {}
-        with client(base_url).chat.completions.stream(
-            model="m", messages=list(problem.messages), **more
-        ) as stream:
-            answers.append(stream.get_final_completion().choices[0])
+        own = talk(base_url, *problem.messages)
+        for tools in ((ADD,), ()):
+            said, calls, reason, _ = own.ask(stream=stream, tools=tools)
+            heard.append((said, [tuple(call) for call in calls], reason))
+            for id, *_ in calls:
+                own.result(id, "7")
+            own.say("go on")
+        return 1.0
 
-    play(run, text)
-    reply = Reply.to(ChatRequest(messages=CHAT, tools=list(tools)), text, 1)
-    message = answers[0].message
-    assert (message.content or "") == reply.content
-    calls = [(c.id, c.function.name, c.function.arguments) for c in message.tool_calls or []]
-    assert calls == ([("call_1_0", "add", '{"a": 3, "b": 4}')] if tools and text == CALL else [])
-    assert answers[0].finish_reason == ("tool_calls" if calls else "stop")
+    (_, first, last), env = play(run, text, text)
+    content, calls = split_calls(text, [ADD])
+    called = [("add", {"a": 3, "b": 4})] if calls else []
+    for turn, (said, found, reason) in enumerate(heard, 1):
+        assert (said, reason) == (content, "tool_calls" if calls else "stop")
+        assert found == [(f"call_{turn}_0", *call) for call in called]
+    assert env.tools == (ADD,) and last.reward == 1.0
+    results = [{"role": "tool", "content": "7"} for _ in called]
+    assert first.messages == [*results, user("go on")]
 
 
 @pytest.mark.parametrize("back", ["as given", "as text", "written anew"])
@@ -203,6 +214,26 @@ def test_tool_calls_are_recognized_when_they_come_back(back):
     (_, first, last), env = play(run, f"Hm.\n{CALL}", "7")
     assert env.tools == (ADD,)
     assert seen == [("Hm.", "add", {"a": 3, "b": 4})]
+    assert first.messages == [{"role": "tool", "content": "7"}] and last.reward == 1.0
+
+
+@needs_anthropic
+def test_the_tool_runner_of_anthropics_client_plays():
+    """It asks for a conversation on the server first."""
+    import anthropic
+
+    def run(problem, base_url, api_key):
+        @anthropic.beta_tool
+        def add(a: int, b: int) -> str:
+            return str(a + b)
+
+        messages = MessagesTalk(base_url).client.beta.messages
+        ask = {"model": "policy", "max_tokens": 9, "system": "Add.", "tools": [add]}
+        last = messages.tool_runner(messages=problem.messages, **ask).until_done()
+        return float(last.content[0].text == problem.answer)
+
+    (chat, first, last), _ = play(run, f"Hm.\n{CALL}", "7")
+    assert chat == [{"role": "system", "content": "Add."}, *PROBLEM.messages]
     assert first.messages == [{"role": "tool", "content": "7"}] and last.reward == 1.0
 
 
@@ -253,14 +284,16 @@ def test_request_that_does_not_continue_breaks_the_episode(now, complaint):
         continuation(ChatRequest(messages=CHAT), Reply(text="a", content="a"), now)
 
 
-def test_second_conversation_costs_the_episode_with_a_reason():
+@pytest.mark.parametrize("talk", TALKS)
+def test_second_conversation_costs_the_episode_with_a_reason(talk):
     told = []
 
     def run(problem, base_url, api_key):
-        ask(base_url, list(problem.messages))
+        talk(base_url, *problem.messages).ask()
+        other = talk(base_url, user("Something else"))
         try:
-            ask(base_url, [user("Something else")])
-        except openai.APIStatusError as error:
+            other.ask()
+        except other.errors as error:
             told.append((error.status_code, error.message))
             raise
 
@@ -499,23 +532,14 @@ def test_the_example_answers_checks_itself_and_is_scored():
 PARAMS = SamplingParams(max_new_tokens=40, temperature=0.9, stop_token_ids=(91, *range(30)))
 
 
-async def chatty(problem, base_url, api_key):
+def chatty(problem, base_url, api_key, talk=ChatTalk, stream=False):
     """Three turns; what it says depends on what the model said; the reward is the length of
     that."""
-    chat, said = list(problem.messages), 0
-    # to read certificates is most of an episode's time
-    http = openai.DefaultAsyncHttpxClient(verify=False)
-    async with openai.AsyncOpenAI(
-        base_url=base_url, api_key=api_key, timeout=WAIT_S, http_client=http
-    ) as api:
-        for _ in range(3):
-            reply = (
-                (await api.chat.completions.create(model="policy", messages=chat))
-                .choices[0]
-                .message
-            )
-            said += len(reply.content)
-            chat += [{"role": "assistant", "content": reply.content}, user(str(len(reply.content)))]
+    own, said = talk(base_url, *problem.messages), 0
+    for _ in range(3):
+        text, *_ = own.ask(stream=stream)
+        said += len(text)
+        own.say(str(len(text)))
     return {"reward": said / 10, "parts": {"said": said}}
 
 
@@ -523,17 +547,13 @@ def real_engine(model):
     return Engine(model, lambda tokens: str(tokens.tolist()), cache_bytes=1 << 24, max_batch=8)
 
 
-class Given(ScriptedReward):
-    """The result that the agent gave."""
-
-    def score(self, problem, attempt):
-        return Score(reward=attempt.env_rewards.get("env", 0.0), parts={})
-
-
-def test_training_step_with_an_agent_is_exactly_on_policy(tmp_path):
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("talk", TALKS)
+def test_training_step_with_an_agent_is_exactly_on_policy(talk, stream, tmp_path):
+    run = partial(chatty, talk=talk, stream=stream)
     settings = config(env__name="agent", env__timeout_s=WAIT_S)
     stages = stages_in(tmp_path, settings, reward=Given(), sampling=PARAMS)
-    envs = EnvPool(make=lambda: AgentDrivenEnv(chatty), limits=settings.env)
+    envs = EnvPool(make=lambda: AgentDrivenEnv(run), limits=settings.env)
     stages = with_runner(stages, envs=envs)
     metrics = train_step(stages, 0).metrics
     assert (metrics["logprob_gap"], metrics["ratio"]) == (0.0, 1.0) and metrics["grad_norm"] > 0

@@ -10,7 +10,8 @@ from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episodes import EnvPool, run_episodes
 from tandem.runtime.errors import UserError
 from tandem.types import Completion, Problem, SamplingParams
-from tests.support.scripted import DigitRenderer, ScriptedEngine
+from tests.support.env_steps import Digits
+from tests.support.scripted import ScriptedEngine
 
 PROBLEM = Problem(
     uid="p",
@@ -147,16 +148,6 @@ class Guesser(ScriptedEngine):
             )
             for r in requests
         ]
-
-
-class Digits(DigitRenderer):
-    def prompts(self, chats, tools=()):
-        return super().prompts(
-            [
-                [{"content": "".join(c for c in m["content"] if c.isdigit())} for m in chat]
-                for chat in chats
-            ]
-        )
 
 
 def test_a_rollout_plays_it_and_closes_every_world():

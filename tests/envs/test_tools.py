@@ -15,7 +15,7 @@ from tandem.config.schema import Sandbox
 from tandem.envs.tools import ToolEnv, ToolUnavailable
 from tandem.model.tool_calls import Call, write_calls
 from tandem.plugins.graders.python_env import PythonEnv
-from tandem.plugins.graders.sandbox import Result
+from tandem.plugins.graders.sandbox.protocol import Result
 from tandem.plugins.tasks.calculator import MAX_BITS, calculate
 from tandem.runtime.errors import UserError
 from tests.support.tool_calls import write_in_style

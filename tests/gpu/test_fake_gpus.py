@@ -16,10 +16,10 @@ from tandem.engine.lookahead import Lookahead
 from tandem.model.load import make_exact
 from tandem.model.triton.matmul import matmul
 from tandem.plugins.optim.offload import OffloadedOptimizer
-from tandem.train.muon import orthogonalized
-from tandem.train.optimizer import Optimizer
-from tandem.train.pack import pack
-from tandem.train.ranks import ALONE
+from tandem.trainer.muon import orthogonalized
+from tandem.trainer.optimizer import Optimizer
+from tandem.trainer.pack import pack
+from tandem.trainer.ranks import ALONE
 from tests.support.engines import Replayed, facts, request
 from tests.support.fake_cuda import FakeCuda
 from tests.support.kernels import BF16, FP32, ON_GPU, triton_everywhere

@@ -11,7 +11,7 @@ from tandem.engine.engine import Engine
 from tandem.model.forward import batch_logprobs
 from tandem.model.load import make_exact
 from tandem.runtime.rng import address
-from tandem.train.pack import join, pack
+from tandem.trainer.pack import join, pack
 from tandem.types import Request, SamplingDistribution, SamplingParams
 from tests.support.kernels import BF16, DEVICE, FP32, triton_everywhere
 from tests.support.parity import sample_of, words

@@ -6,8 +6,8 @@ import torch
 
 from tandem.model.forward import batch_logprobs, reference_logprobs
 from tandem.rl.kl import kl_estimate
-from tandem.train.optimizer import Optimizer, Settings
-from tandem.train.pack import pack
+from tandem.trainer.optimizer import Optimizer, Settings
+from tandem.trainer.pack import pack
 from tandem.types import SamplingDistribution
 from tests.support.parity import (
     CONFIGS,

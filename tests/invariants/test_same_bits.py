@@ -22,6 +22,7 @@ KINDS = [
     "dapo, curriculum",
     "ppo, lora",
     "multi-turn",
+    "rendered turns",
     "bfloat16",
     "8-bit moments",
     "gemma2",
@@ -33,7 +34,8 @@ KINDS = [
     "qwen3_vl",
     "smolvlm",
 ]
-A_COMMIT = ("ppo, lora", "gemma2", "multi-turn, lora, partial")  # the others at night
+# the others at night
+A_COMMIT = ("ppo, lora", "gemma2", "multi-turn, lora, partial", "rendered turns, partial")
 
 AHEAD = [
     "partial",
@@ -42,6 +44,7 @@ AHEAD = [
     "images, one step off",
     "dapo, bfloat16, lora, two sources, one step off",
     "multi-turn, lora, partial",
+    "rendered turns, partial",
 ]
 
 
@@ -171,7 +174,8 @@ def test_kill_while_rollouts_are_ahead_leaves_no_trace(kind, forks, tmp_path):
     than a checkpoint."""
     command = [*prepare(tmp_path, steps=STEPS, command=kind), "run.save_every=2", "eval.every=0"]
     assert forks.run([*command, "rollout.workers=0"], tmp_path / "whole") == 0
-    workers = {"three at once": 2, "images, one step off": 1}.get(kind, int("lora" in kind))
+    several = {"three at once": 2, "images, one step off": 1, "rendered turns, partial": 3}
+    workers = several.get(kind, int("lora" in kind))
     killed = [*command, f"rollout.workers={workers}"]
     if kind == "partial":
         killed = [*command, "rollout.workers=1", "weights.transport=collective"]

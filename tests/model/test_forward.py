@@ -13,7 +13,7 @@ from tandem.model.forward import (
 )
 from tandem.model.layers import norm
 from tandem.rl.distillation import reverse_kl
-from tandem.train.pack import join, pack, split
+from tandem.trainer.pack import join, pack, split
 from tandem.types import SamplingDistribution
 from tests.support import dense
 from tests.support.episodes import adapted_model

@@ -23,7 +23,7 @@ from tandem.model.probe import Exactness, probe
 from tandem.model.tiny import make_tokenizer
 from tandem.run_folder.export import export
 from tandem.runtime.errors import UserError
-from tandem.train.pack import pack
+from tandem.trainer.pack import pack
 from tandem.types import SamplingDistribution
 from tests.support.architectures import (
     ARCHITECTURES,

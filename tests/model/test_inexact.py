@@ -13,7 +13,7 @@ from tandem.model.lora import Lora
 from tandem.model.trial import StockTrial, stock_trial
 from tandem.run_folder.export import export
 from tandem.runtime.errors import UserError
-from tandem.train.pack import pack
+from tandem.trainer.pack import pack
 from tandem.types import SamplingDistribution
 from tests.support.architectures import (
     INEXACT,

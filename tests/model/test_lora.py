@@ -15,9 +15,9 @@ from tandem.config.schema import Config
 from tandem.model.load import load_model, make_exact
 from tandem.model.lora import Lora
 from tandem.model.tiny import make_tokenizer
-from tandem.run_folder.export import Provenance, export, export_adapter, model_card
+from tandem.run_folder.export import export, export_adapter, model_card
 from tandem.runtime.errors import UserError
-from tandem.train.optimizer import Optimizer, Settings
+from tandem.trainer.optimizer import Optimizer, Settings
 from tests.support.parity import engine_for, largest_gap, random_requests
 from tests.support.tiny import exact_logits, random_tokens, stock_logits, stock_model, tiny_config
 
@@ -268,8 +268,8 @@ def test_an_export_is_a_plain_directory_of_the_merged_model(kind, tmp_path):
     source = saved(kind, tmp_path / "source")
     model = trained(kind, source)
     config = Config.model_validate({"model": {"path": source}, "run": {"seed": 7}})
-    about = Provenance(inputs={"data.train": "0f" * 32}, versions={"torch": "2.13.0"})
-    origin = {"command": "train", "step": 3, "metrics": {}, "about": about}
+    about = {"inputs": {"data.train": "0f" * 32}, "versions": {"torch": "2.13.0"}}
+    origin = {"command": "train", "metrics": {"step": 3}, **about}
     card = model_card(model, config, **origin)
     told = ["seed 7", f'model.path = "{source}"', f"{'0f' * 32}  data.train", "torch 2.13.0"]
     assert all(text in card for text in told)

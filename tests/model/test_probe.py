@@ -24,7 +24,7 @@ from tandem.model.probe import (
     try_kernels,
 )
 from tandem.model.schedule import Schedule, random_model, threads_of
-from tandem.train.pack import pack
+from tandem.trainer.pack import pack
 from tandem.types import SamplingDistribution
 from tests.support.parity import CONFIGS
 from tests.support.parity import random_model as model_of

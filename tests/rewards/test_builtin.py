@@ -12,11 +12,11 @@ from tandem.plugins.graders import rewards
 from tandem.plugins.graders.answer_numbers import written_numbers
 from tandem.plugins.tasks.countdown import value_of
 from tandem.rewards import builtin
+from tandem.rewards.builtin import NOTHING, last_json
 from tandem.rewards.judge import judge
 from tandem.rewards.load import load
 from tandem.rewards.parts import BadFunction, BadValue, read_value
 from tandem.rewards.pool import RewardPool
-from tandem.rewards.schema import NOTHING, last_json
 from tandem.types import Attempt, Problem
 from tests.support.scoring import FakeClock, submit_all, time_out
 from tests.support.waiting import WAIT_S

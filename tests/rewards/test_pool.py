@@ -18,9 +18,8 @@ import numpy as np
 import pytest
 
 from tandem.rewards.parts import BadValue, weigh
-from tandem.rewards.pool import RewardPool
+from tandem.rewards.pool import RewardPool, RewardWorker, StragglerDetector
 from tandem.rewards.protocol import MAX_CHARS
-from tandem.rewards.stragglers import RewardWorker, StragglerDetector
 from tandem.runtime.errors import UserError
 from tandem.types import Attempt, Problem
 from tests.support.scoring import (
@@ -496,7 +495,7 @@ def worker_that_used(seconds, *, straggler=False):
 def test_a_straggler_uses_several_times_the_usual_processor_time():
     detector = StragglerDetector()
     assert not detector.is_straggler(worker_that_used(100.0))  # nothing is known
-    detector.on_score(worker_that_used(0.25))
+    detector.on_end(worker_that_used(0.25), killed=False)
     assert not detector.is_straggler(worker_that_used(1.25))
     assert detector.is_straggler(worker_that_used(1.26))
 
@@ -504,13 +503,13 @@ def test_a_straggler_uses_several_times_the_usual_processor_time():
 def test_a_pool_is_overloaded_while_most_stragglers_are_killed():
     detector, straggler = StragglerDetector(), worker_that_used(1.0, straggler=True)
     for _ in range(3):
-        detector.on_kill(straggler)
-        detector.on_kill(worker_that_used(1.0))
+        detector.on_end(straggler, killed=True)
+        detector.on_end(worker_that_used(1.0), killed=True)
     assert not detector.overloaded  # too few to tell
-    detector.on_kill(straggler)
+    detector.on_end(straggler, killed=True)
     assert detector.overloaded
     for _ in range(4):
-        detector.on_score(straggler)  # they are merely slow
+        detector.on_end(straggler, killed=False)  # they are merely slow
     assert not detector.overloaded
 
 
@@ -645,15 +644,6 @@ def test_a_text_whose_worker_was_killed_from_outside_is_scored_again():
         clock.advance(pool, LIMIT_S + 1)
         assert hung.result(WAIT_S).error == "timeout after 30.0 s"
         assert [score.result(WAIT_S).reward for score in others] == [0.25, 2.0]
-
-
-@LINUX
-def test_a_text_that_kills_its_worker_costs_its_own_score():
-    with hostile_pool() as pool:
-        scores = scores_of(pool, PROBLEM, ["fine", "kill", "total"])
-        assert pool.failures == {"timeout": 0, "died": 1, "exception": 0, "bad_value": 0}
-    assert [score.reward for score in scores] == [0.25, 0.0, 2.0]
-    assert scores[1].error == "worker died: it was ended by SIGKILL"
 
 
 @LINUX

@@ -19,7 +19,7 @@ from tandem.rl.user_functions import (
     user_metric,
 )
 from tandem.runtime.errors import UserError
-from tandem.train.batch import Models
+from tandem.trainer.batch import Models
 from tests.support.episodes import bits, learn, sampled_groups, settings, trained
 from tests.support.tiny import exact_model
 

@@ -18,7 +18,7 @@ from tandem.envs.calls import environment_loop
 from tandem.envs.observations import malformed_thinking
 from tandem.model.forward import batch_logprobs
 from tandem.runtime.errors import UserError
-from tandem.train.pack import join, pack
+from tandem.trainer.pack import join, pack
 from tandem.types import (
     Completion,
     Env,

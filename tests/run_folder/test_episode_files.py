@@ -111,20 +111,16 @@ def test_pyarrow_alone_reads_every_column(tmp_path):
     table = pq.read_table(write_episodes(tmp_path, 7, groups))
     row = table.slice(3, 1).to_pylist()[0]
     problem, wanted = groups[1].problem, groups[1].episodes[0]
-    assert (
-        row["step"] == 7
-        and row["group"] == 1
-        and row["uid"] == "algebra/0"
-        and row["sample_index"] == 0
-    )
-    assert (
-        row["category"] == "linear"
-        and row["answer"] == "3/4"
-        and json.loads(row["metadata"]) == problem.metadata
-    )
+    assert row["step"] == 7
+    assert row["group"] == 1
+    assert row["uid"] == "algebra/0"
+    assert row["sample_index"] == 0
+    assert row["category"] == "linear"
+    assert row["answer"] == "3/4"
+    assert json.loads(row["metadata"]) == problem.metadata
     assert tuple(json.loads(row["messages"])) == problem.messages
     assert row["tokens"] == wanted.tokens.tolist() and row["loss_mask"] == wanted.loss_mask.tolist()
-    assert set(Episode.__slots__) - {"experts"} <= set(table.column_names)
+    assert set(Episode.__slots__) - {"experts", "starts"} <= set(table.column_names)
     assert not any(pa.types.is_binary(f.type) for f in table.schema)
 
 

@@ -93,60 +93,52 @@ def test_status_and_requested_workers_of_the_run_before_are_dropped_when_it_star
 
 
 def test_a_start_that_is_refused_or_killed_leaves_config_and_status_as_they_were(tmp_path):
-    def refused():
+    def ended(end):
         with open_run(tmp_path, changed, fresh=False, command="train") as run:
             assert load_config(run.recipe, []) == changed  # other ranks read it
             assert run.news[-1] == "config changed: run.save_every: 10 -> 7"
-            raise UserError("refused")
-
-    def killed():
-        with open_run(tmp_path, changed, fresh=False, command="train"):
-            os.kill(os.getpid(), signal.SIGKILL)
+            end()
 
     start(tmp_path)
     write_status(tmp_path, 4, 4, [])
     names, changed = ("config.toml", "status.json"), config(run__save_every=7)
     before = [(tmp_path / name).read_bytes() for name in names]
-    in_a_fork(killed)
-    with pytest.raises(UserError, match="refused"):
-        refused()
+    in_a_fork(lambda: ended(lambda: os.kill(os.getpid(), signal.SIGKILL)))
+    with pytest.raises(ZeroDivisionError):
+        ended(lambda: 1 / 0)
     assert [(tmp_path / name).read_bytes() for name in names] == before
     start(tmp_path, run__save_every=7)
     assert load_config(tmp_path / "config.toml", []) == changed
     assert not list(tmp_path.glob(".next-*"))
 
 
+def refused(folder, act=lambda run: None, fresh=False, command="train"):
+    """A start that acts, and then is refused."""
+    with (
+        pytest.raises(UserError, match="refused"),
+        open_run(folder, config(), fresh=fresh, command=command) as run,
+    ):
+        act(run)
+        raise UserError("refused")
+
+
 @pytest.mark.parametrize("fresh", [False, True])
 def test_a_first_start_that_is_refused_leaves_no_folder(fresh, tmp_path):
     folder = tmp_path / "runs" / "new"
-    with (
-        pytest.raises(UserError, match="refused"),
-        open_run(folder, config(), fresh=fresh, command="sft") as run,
-    ):
-        run.note_machine("one", any_threads=True)
-        raise UserError("refused")
+    refused(folder, lambda run: run.note_machine("one", any_threads=True), fresh, "sft")
     assert not folder.exists()
 
 
 def test_a_folder_that_was_there_and_one_with_more_in_it_stay_after_a_refused_start(tmp_path):
     (tmp_path / "mine").mkdir()
     for name in ("mine", "engine-log"):
-        with (
-            pytest.raises(UserError),
-            open_run(tmp_path / name, config(), fresh=False, command="train") as run,
-        ):
-            (run.path / "engine.txt").touch()
-            raise UserError("refused")
+        refused(tmp_path / name, lambda run: (run.path / "engine.txt").touch())
         assert "refused" in log_of(tmp_path / name)
 
 
 def test_a_fresh_start_that_is_refused_leaves_the_run_in_its_place(tmp_path):
     start(tmp_path / "run", run__seed=3)
-    with (
-        pytest.raises(UserError, match="refused"),
-        open_run(tmp_path / "run", config(), fresh=True, command="train"),
-    ):
-        raise UserError("refused")
+    refused(tmp_path / "run", fresh=True)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert load_config(tmp_path / "run/config.toml", []).run.seed == 3
 
@@ -201,11 +193,9 @@ def test_changed_config_is_refused_with_every_changed_key(tmp_path):
     with pytest.raises(UserError, match="config differs") as caught:
         start(tmp_path, run__seed=1, train__learning_rate=2e-5, rollout__workers=2)
     text = str(caught.value)
-    assert (
-        "run.seed: 0 -> 1" in text
-        and "train.learning_rate: 1e-05 -> 2e-05" in text
-        and "--fresh" in text
-    )
+    assert "run.seed: 0 -> 1" in text
+    assert "train.learning_rate: 1e-05 -> 2e-05" in text
+    assert "--fresh" in text
     assert "rollout.workers" not in text
     assert load_config(tmp_path / "config.toml", []) == config(
         run__seed=0, train__learning_rate=1e-5

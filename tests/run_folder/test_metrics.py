@@ -97,9 +97,9 @@ def test_a_missing_row_is_an_error_and_not_a_gap(tmp_path):
     write(tmp_path, range(3), -1)
     with pytest.raises(UserError, match="end before the checkpoint") as caught:
         MetricsWriter(tmp_path, 5)
-    assert (
-        "step 2" in caught.value.found and "step 5" in caught.value.expected and caught.value.next
-    )
+    assert "step 2" in caught.value.found
+    assert "step 5" in caught.value.expected
+    assert caught.value.next
     assert len(read_metrics(tmp_path)) == 3
     # step 2 lost its end: not a row to go on after
     (tmp_path / "metrics.jsonl").write_bytes(rows_of(tmp_path)[:-1])

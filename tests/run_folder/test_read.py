@@ -2,45 +2,25 @@
 
 import json
 
-import numpy as np
 import pytest
 
 from tandem.config.recipe import to_toml
 from tandem.config.schema import Config
-from tandem.run_folder.episode_files import write_episodes
+from tandem.run_folder.episode_files import read_columns, write_episodes
 from tandem.run_folder.metrics import MetricsWriter
-from tandem.run_folder.read import altered, holds, open_past, read_step, require_step
+from tandem.run_folder.read import altered, open_past, read_step, require_step
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import UserError
-from tandem.types import Episode, Group, Problem
-
-
-def an_episode(uid, sample, tokens=(5, 9, 7), key=0):
-    size = len(tokens)
-    return Episode(
-        uid=uid,
-        sample_index=sample,
-        tokens=np.array(tokens),
-        loss_mask=np.arange(size) >= 2,
-        engine_logprobs=np.zeros(size, np.float32),
-        weight_versions=np.full(size, -1, np.int32),
-        penalties=np.zeros(size, np.float32),
-        num_prompt_tokens=2,
-        messages=({"role": "assistant", "content": "x"},),
-        stop_reason="stop",
-        key=key,
-    )
+from tandem.types import Group, Problem
+from tests.support.attempts import attempt
 
 
 def a_group(uid, outcome="train"):
     problem = Problem(
         uid=uid, messages=({"role": "user", "content": uid},), answer="3", metadata={"level": 1}
     )
-    return Group(
-        problem=problem,
-        episodes=(an_episode(uid, 0, key=1), an_episode(uid, 1, (1, 2, 3, 4), 2)),
-        outcome=outcome,
-    )
+    episodes = attempt(uid, 0, (5, 9, 7), 2, key=1), attempt(uid, 1, (1, 2, 3, 4), 2, key=2)
+    return Group(problem=problem, episodes=episodes, outcome=outcome)
 
 
 @pytest.fixture
@@ -67,42 +47,17 @@ def test_a_step_that_is_not_told_is_refused(run):
         require_step(open_past(run), 1)
 
 
-def test_step_is_read_in_order_with_outcomes_and_problems(run):
-    # a problem may come twice
-    groups = [a_group("b", "carry"), a_group("a", "no_signal"), a_group("b")]
-    write_episodes(run / "episodes", 2, groups)
-    past = open_past(run)
-    found = read_step(past.journal(2))
-    assert past.journaled() == [2]
-    assert [(g.problem, g.outcome) for g in found] == [(g.problem, g.outcome) for g in groups]
-    assert [[e.tokens.tolist() for e in g.episodes] for g in found] == [
-        [[5, 9, 7], [1, 2, 3, 4]]
-    ] * 3
-
-
-def test_what_is_no_run_folder_is_refused(tmp_path):
-    for folder in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(UserError, match="not a run folder") as caught:
-            open_past(folder)
-        assert caught.value.where == str(folder)
-
-
-def test_a_damaged_file_of_the_folder_is_named(run):
-    (run / "run.json").write_text("{")
-    with pytest.raises(UserError, match="cannot be read") as caught:
-        open_past(run)
-    assert caught.value.where == str(run / "run.json")
-
-
 def test_a_journal_file_that_is_gone_or_not_parquet_is_named(run):
     past = open_past(run)
     with pytest.raises(UserError, match="not there"):
         read_step(past.journal(1))
     past.episodes.mkdir()
+    assert past.journaled() == []
     past.journal(1).write_bytes(b"PAR1 but no more")
-    for read in (read_step, lambda path: holds(path, "uid", "a")):
+    for read in (read_step, lambda path: read_columns(path, ["uid"])):
         with pytest.raises(UserError, match="cannot be read") as caught:
             read(past.journal(1))
+        assert past.journaled() == [1]
         assert caught.value.where == str(past.journal(1))
 
 

@@ -39,16 +39,13 @@ def test_evaluation_shows_the_same_problem_each_time(home, tmp_path):
     lines = [line for line in printed.splitlines() if line.startswith("held-out sample ")]
     first, _, last, _ = lines  # two of each evaluation
     assert first.startswith("held-out sample 0:") and last.startswith("held-out sample 2:")
-    assert (
-        first.split(":")[1:3] == last.split(":")[1:3]
-        and ": reward " in first
-        and ", ended by " in first
-    )
+    assert first.split(":")[1:3] == last.split(":")[1:3]
+    assert ": reward " in first
+    assert ", ended by " in first
     assert first in (tmp_path / "run/log.txt").read_text()
     shown = texts(tmp_path / "run")
-    assert shown.keys() == {0, 2} and all(
-        line.startswith("    ") for text in shown.values() for line in text.splitlines()
-    )
+    assert shown.keys() == {0, 2}
+    assert all(line.startswith("    ") for text in shown.values() for line in text.splitlines())
     assert "    user: " in shown[2] and "    assistant: " in shown[2]
 
 
@@ -87,15 +84,12 @@ def shown_names(*arguments):
 
 def test_show_prints_different_problems_of_the_newest_step():
     names, text = shown_names(past_run("train"))
-    assert len({name.rpartition(":")[0] for name in names}) == 4 and all(
-        name.startswith("4:") for name in names
-    )
-    assert (
-        "user: " in text
-        and "assistant: " in text
-        and "expected answer: " in text
-        and "16 episodes, mean reward" in text
-    )
+    assert len({name.rpartition(":")[0] for name in names}) == 4
+    assert all(name.startswith("4:") for name in names)
+    assert "user: " in text
+    assert "assistant: " in text
+    assert "expected answer: " in text
+    assert "16 episodes, mean reward" in text
 
 
 def test_best_and_worst_come_first():
@@ -123,14 +117,12 @@ def test_text_of_a_model_cannot_command_the_terminal(tmp_path):
         lambda row, place, episode: replace(episode, messages=said, env_error="it broke\x07"),
     )
     samples = read_samples(sample_file(run / "episodes", 2, held_out=False))
-    assert "\\x1b[2Jgone\\r\n[bold]x" in page(samples[0]) and "error: it broke\\x07" in page(
-        samples[0]
-    )
+    assert "\\x1b[2Jgone\\r\n[bold]x" in page(samples[0])
+    assert "error: it broke\\x07" in page(samples[0])
     lines = brief(samples[0]).splitlines()
     assert len(lines) == 3 and max(map(len, lines[1:])) <= 80
-    assert lines[2].startswith("  said    '\\x1b[2Jgone\\r\\n[bold]xx") and lines[2].endswith(
-        "xxend'"
-    )
+    assert lines[2].startswith("  said    '\\x1b[2Jgone\\r\\n[bold]xx")
+    assert lines[2].endswith("xxend'")
     assert "\x1b" not in invoke("show", run, "--step", 2).output
 
 
@@ -145,6 +137,3 @@ def test_text_of_a_model_cannot_command_the_terminal(tmp_path):
 def test_what_cannot_be_shown_is_a_users_error(arguments, said):
     result = invoke("show", past_run("train"), *arguments)
     assert isinstance(result.exception, UserError) and said in str(result.exception)
-
-
-# ---- tandem why with a step

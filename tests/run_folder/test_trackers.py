@@ -20,19 +20,10 @@ from tandem.run_folder.trackers.links import QUEUED, Trackers, require_trackers
 from tandem.runtime.errors import UserError
 from tests.support.environment import environment
 from tests.support.odd_tracker import OddTracker
+from tests.support.viewing import group
 
-SAMPLE = Sample(
-    name="1:p/1:0",
-    held_out=True,
-    group=0,
-    sample_index=0,
-    prompt=({"role": "user", "content": "1+1?"},),
-    transcript=({"role": "assistant", "content": "\x1b[2Jtwo"},),
-    answer="2",
-    reward=0.5,
-    summary="",
-    errors=(),
-)
+TOLD = group("p/1", ["\x1b[2Jtwo"], [0.5], prompt="1+1?")
+SAMPLE = Sample(step=1, row=0, place=0, group=TOLD)
 READ_WANDB = Path(__file__).parents[1] / "support/read_wandb.py"
 ROW = {"reward": 0.25, "eval/pass@4": 0.5, "none": None, "nan": float("nan"), "deep": {"a": 1}}
 
@@ -87,20 +78,10 @@ def test_tracker_gets_the_config_every_row_and_the_samples_in_order(tmp_path):
     opened, first, samples, second, _, closed = lines(tmp_path / "got")
     assert opened[0] == "open" and opened[2:] == ["run", 3] and closed == ["close"]
     assert first[2].pop("nan") != first[2]
-    assert first == [
-        "log",
-        1,
-        {"reward": 0.25, "eval/pass@4": 0.5, "deep/a": 1.0, "timings/step_s": 0.5},
-    ]
-    assert second[2]["reward"] == 0.5
-    [row] = samples[2]
-    assert row == {
-        "step": 1,
-        "sample": "1:p/1:0",
-        "prompt": "user: 1+1?",
-        "completion": "\\x1b[2Jtwo",
-        "reward": 0.5,
-    }
+    row = {"reward": 0.25, "eval/pass@4": 0.5, "deep/a": 1.0, "timings/step_s": 0.5}
+    assert first == ["log", 1, row] and second[2]["reward"] == 0.5
+    told = {"prompt": "user: 1+1?", "completion": "\\x1b[2Jtwo"}
+    assert samples[2] == [{"step": 1, "sample": "1:p/1:0", "reward": 0.5, **told}]
 
 
 def test_resumed_run_opens_the_same_run_of_the_tracker(tmp_path):
@@ -112,21 +93,14 @@ def test_resumed_run_opens_the_same_run_of_the_tracker(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        ("raise-open", "ConnectionError: no route at open"),
-        ("raise-log", "ConnectionError: no route at log"),
-        ("raise-close", "ConnectionError: no route at close"),
-        ("hang-open", "had not taken everything"),
-        ("hang-log", "had not taken everything"),
-        ("hang-close", "had not taken everything"),
-    ],
+    ("how", "said"),
+    [("raise", "ConnectionError: no route at {}"), ("hang", "had not taken everything")],
 )
-def test_tracker_that_fails_or_hangs_is_one_warning(kind, said, tmp_path):
-    warnings, seconds = tracked(
-        tmp_path / "run", odd=odd(tmp_path / "got", kind), steps=range(50), close_s=0.5
-    )
-    [warning] = warnings
+@pytest.mark.parametrize("when", ["open", "log", "close"])
+def test_tracker_that_fails_or_hangs_is_one_warning(how, said, when, tmp_path):
+    tracker = odd(tmp_path / "got", f"{how}-{when}")
+    warnings, seconds = tracked(tmp_path / "run", odd=tracker, steps=range(50), close_s=0.5)
+    [warning], said = warnings, said.format(when)
     assert warning.startswith("warning: tracker odd is lost, the run goes on without it: ")
     assert said in warning and seconds < 5
 
@@ -202,9 +176,6 @@ def test_trackio_has_the_run_in_a_local_folder(name, tmp_path):
         rows = connection.execute("select run_name, step, metrics from metrics").fetchall()
     assert len({run for run, _, _ in rows}) == 1
     found = [(step, json.loads(text)) for _, step, text in rows]
-    assert {step: row["reward"] for step, row in found if "reward" in row} == {
-        1: 0.25,
-        2: 0.5,
-        3: 0.75,
-    }
+    rewards = {step: row["reward"] for step, row in found if "reward" in row}
+    assert rewards == {1: 0.25, 2: 0.5, 3: 0.75}
     assert sum("samples" in row for _, row in found) == 4

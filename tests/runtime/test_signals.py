@@ -1,6 +1,4 @@
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 
@@ -8,6 +6,7 @@ import pytest
 
 from tandem.runtime import signals
 from tandem.runtime.processes import state_of
+from tests.support.command import started
 from tests.support.waiting import WAIT_S, eventually
 
 PRELUDE = """
@@ -26,16 +25,9 @@ print("got through")
 
 
 def start(program):
-    """Start a program that catches KeyboardInterrupt as the command line does; it is "ready"."""
+    """Start a program that catches KeyboardInterrupt as the command line does."""
     body = textwrap.indent(textwrap.dedent(program), "    ")
-    process = subprocess.Popen(
-        [sys.executable, "-c", f"{PRELUDE}try:\n{body}{ENDING}"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout.readline() == "ready\n"
-    return process
+    return started(f"{PRELUDE}try:\n{body}{ENDING}")
 
 
 def finish(process):

@@ -1,14 +1,12 @@
 import _thread
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 from chaos.deadlocks import DEADLOCKS, faults, run
 from tandem.runtime import watchdog
+from tests.support.command import started
 from tests.support.waiting import WAIT_S, eventually
 
 DEADLINE_S = 0.6
@@ -37,19 +35,6 @@ def in_thread(name, target):
     return thread
 
 
-def start(program):
-    """Start a program; its first line of output has come."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout.readline() == "ready\n"
-    return process
-
-
 def test_hang_is_named_and_ended(tmp_path):
     """`make chaos` runs all deadlocks; these are the four ways to find a culprit, side by side."""
     names = [
@@ -71,7 +56,7 @@ def test_hang_is_named_and_ended(tmp_path):
 
 def hang_without_a_terminal(log):
     """Return the log of a process that hangs and whose terminal takes nothing."""
-    process = start(f"""
+    process = started(f"""
         import os, threading
         from pathlib import Path
         from tandem.runtime import watchdog
@@ -92,9 +77,8 @@ def hang_without_a_terminal(log):
 def test_heartbeat_without_a_watchdog_is_a_no_op():
     watchdog.heartbeat()
     with watchdog.waiting_for("rollouts", "nothing"):
-        assert watchdog._watchdog is None and "watchdog" not in {
-            t.name for t in threading.enumerate()
-        }
+        assert watchdog._watchdog is None
+        assert "watchdog" not in {t.name for t in threading.enumerate()}
 
 
 def test_live_actor_and_the_actor_waiting_for_it_are_not_blamed():
@@ -157,10 +141,8 @@ def test_stalled_actor_nobody_waits_for_is_reported_once():
         time.sleep(2 * DEADLINE_S)
         over.set()
         hanging.join()
-    assert (
-        "`rollouts` shows no sign of life, at " in on_stall.finding
-        and on_stall.finding.endswith(", hang")
-    )
+    assert "`rollouts` shows no sign of life, at " in on_stall.finding
+    assert on_stall.finding.endswith(", hang")
     assert len(on_stall.reports) == 1
 
 
@@ -198,7 +180,7 @@ def test_ended_thread_nobody_waits_for_is_forgotten():
 
 
 def test_sigusr1_writes_the_stacks():
-    process = start("""
+    process = started("""
         import time
         from tandem.runtime import watchdog
         def rest():

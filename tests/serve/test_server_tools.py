@@ -12,22 +12,12 @@ import pytest
 from tandem.cli.serve import RendererTexts
 from tandem.data.renderer import load_renderer
 from tandem.envs.tools import ToolEnv
-from tandem.model.tool_calls import Call, write_calls
 from tandem.serve.openai import FunctionCall
 from tests.support.byte_models import CHATML, make_model
-from tests.support.fake_engine import FAKE, FakeEngine, FakeTexts
-from tests.support.serving import post, running
+from tests.support.fake_engine import FAKE, FakeTexts
+from tests.support.serving import ASK, CALCULATOR, SAID, answering, post
 from tests.support.waiting import WAIT_S
 
-CALCULATOR = {
-    "type": "function",
-    "function": {
-        "name": "calculator",
-        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
-    },
-}
-ASK = {"role": "user", "content": "What is 6 times 7?"}
-SAID = "I see.\n" + write_calls([Call(name="calculator", arguments={"expression": "6*7"})])
 # As the templates of Qwen2.5 and Qwen3 write tools and calls.
 KNOWS_TOOLS = (
     "{% if tools %}<|im_start|>system\n"
@@ -41,11 +31,6 @@ KNOWS_TOOLS = (
         "{% endfor %}",
     )
 )
-
-
-def answering(said, texts=None, served=FAKE):
-    """A server whose model says that, and ends its turn."""
-    return running(FakeEngine(said + "\0"), texts or FakeTexts(), served)
 
 
 def ask(url, **fields):

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -56,8 +57,19 @@ def in_own_process(*commands, cwd, **variables):
 
 
 def assert_is_a_users_error(result, *words):
-    """Exit code 2, nothing on stdout, a told error and no traceback."""
+    """Exit code 2, nothing on stdout, one told error and no traceback."""
     code, stdout, stderr, *_ = result
     assert code == 2 and stdout == ""
-    assert stderr.startswith("error: ") and "Traceback" not in stderr
+    assert (
+        stderr.startswith("error: ") and stderr.count("error:") == 1 and "Traceback" not in stderr
+    )
     assert all(word in stderr for word in words), stderr
+
+
+def started(program):
+    """A process of this Python program, which has printed that it is ready."""
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    process = subprocess.Popen(command, text=True, **pipes)
+    assert process.stdout.readline() == "ready\n"
+    return process

@@ -13,11 +13,11 @@ from tandem.model.load import make_exact
 from tandem.model.lora import Lora
 from tandem.rollout.collect import RolloutBatch
 from tandem.step import learn_step
-from tandem.train.batch import Models
-from tandem.train.learn import LearnStage
-from tandem.train.learner import Learner
-from tandem.train.optimizer import Optimizer, Settings
-from tandem.train.pack import pack
+from tandem.trainer.batch import Models
+from tandem.trainer.learn import LearnStage
+from tandem.trainer.learner import Learner
+from tandem.trainer.optimizer import Optimizer, Settings
+from tandem.trainer.pack import pack
 from tandem.types import Episode, Group, Problem, SamplingParams
 from tests.support import dense
 from tests.support.tiny import make_sample, random_tokens, stock_model, tiny_config

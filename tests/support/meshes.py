@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from tandem.config.parallel import Parallel
 from tandem.runtime import numerics
-from tandem.train.parallel.mesh import make_mesh
+from tandem.trainer.parallel.mesh import make_mesh
 
 TIMEOUT = timedelta(seconds=240)  # of a busy machine
 CONTEXT = multiprocessing.get_context("forkserver")

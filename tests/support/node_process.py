@@ -7,8 +7,8 @@ machine.
 import sys
 from pathlib import Path
 
-from tandem.plugins.cluster.env_worker import EnvWorker
-from tandem.plugins.cluster.reward_worker import RewardWorker
+from tandem.plugins.cluster.env_actors import EnvWorker
+from tandem.plugins.cluster.node_pool import RewardWorker
 from tandem.workers.fork_server import prepare
 from tandem.workers.host import LocalProcess
 

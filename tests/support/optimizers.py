@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from tandem.train.optimizer import Optimizer, Settings
+from tandem.trainer.optimizer import Optimizer, Settings
 
 
 def optimizer(weights, kind=Optimizer, **changes):

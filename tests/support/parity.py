@@ -16,8 +16,8 @@ from tandem.engine.engine import Engine, make_engine
 from tandem.model.forward import batch_logprobs
 from tandem.model.load import ExactModel, make_exact
 from tandem.runtime.rng import address
-from tandem.train.optimizer import Optimizer, Settings
-from tandem.train.pack import join, pack
+from tandem.trainer.optimizer import Optimizer, Settings
+from tandem.trainer.pack import join, pack
 from tandem.types import Completion, Request, Sample, SamplingParams
 
 VOCABULARY = 97

@@ -31,6 +31,7 @@ from tests.support.architectures import ARCHITECTURES, INEXACT, save_architectur
 from tests.support.datasets import write_algebra
 from tests.support.image_models import save_image_model
 from tests.support.part_models import PARTS, save_whole
+from tests.support.thinking import save_thinking
 
 RECIPE = """
 [run]
@@ -102,6 +103,16 @@ KINDS = {  # name: command and overrides
         "reward.function=env",
         'rollout.stop=["a", "e", "1", "x", "Z"]',
     ],
+    "rendered turns": [
+        "train",
+        "rl.algorithm=ppo",
+        "critic.warmup_steps=1",
+        "rollout.history=template",
+        "model.path=FOLDER/thinking",
+        "env.name=FOLDER/env.py:Chat",
+        "reward.function=env",
+        'rollout.stop=["a", "e", "1", "x", "Z"]',
+    ],
     "ppo, lora": [
         "train",
         "rl.algorithm=ppo",
@@ -159,6 +170,13 @@ KINDS |= {
         "data.weights=[3, 1]",
         *AHEAD,
     ],
+    "rendered turns, partial": [
+        *KINDS["rendered turns"],
+        "rl.algorithm=gspo",
+        "critic.warmup_steps=0",
+        *AHEAD,
+        "rollout.token_budget=5",
+    ],
     "multi-turn, lora, partial": [
         *KINDS["multi-turn"],
         "lora.rank=4",
@@ -179,6 +197,8 @@ def prepare(folder: Path, steps: int = 12, command: str = "train") -> list[str]:
     if "images" in str(KINDS[command]):
         make_tiny_images(folder / "images", hidden=32, heads=4, layers=2, intermediate=64)
         write_rows(folder / "squares.jsonl", squares.TASK.rows("train", IMAGES, 0, 1))
+    if "thinking" in str(KINDS[command]):
+        save_thinking(folder / "thinking")
     if command in IMAGE_MODELS:
         save_image_model(command, folder / command)
     if command in (*ARCHITECTURES, *INEXACT):

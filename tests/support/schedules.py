@@ -18,7 +18,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.page_cache import PageCache
 from tandem.model.forward import batch_logprobs
 from tandem.runtime.rng import address
-from tandem.train.pack import join, pack
+from tandem.trainer.pack import join, pack
 from tandem.types import Completion, Request, Sample, SamplingParams
 from tests.support.parity import CONFIGS, VOCABULARY, random_model, words
 

@@ -7,10 +7,21 @@ from functools import partial
 
 import httpx
 
+from tandem.model.tool_calls import Call, write_calls
 from tandem.serve.endpoints import EngineServer
+from tests.support.fake_engine import FAKE, FakeEngine, FakeTexts
 from tests.support.waiting import WAIT_S
 
 get, post = partial(httpx.get, timeout=WAIT_S), partial(httpx.post, timeout=WAIT_S)
+CALCULATOR = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
+    },
+}
+ASK = {"role": "user", "content": "What is 6 times 7?"}
+SAID = "I see.\n" + write_calls([Call(name="calculator", arguments={"expression": "6*7"})])
 
 
 @contextmanager
@@ -34,6 +45,11 @@ def running(engine, texts, served, **options):
             assert not [
                 t for t in set(threading.enumerate()) - before if t.name in ("engine", thread.name)
             ]
+
+
+def answering(said, texts=None, served=FAKE):
+    """A server whose model says that, and ends its turn."""
+    return running(FakeEngine(said + "\0"), texts or FakeTexts(), served)
 
 
 def metric(url, name):

@@ -6,17 +6,17 @@ import numpy as np
 
 from tandem.config.schema import Config
 from tandem.engine.engine import Engine
-from tandem.jobs.rl_job import RLJob
+from tandem.jobs.rl import RLJob
 from tandem.rollout.collect import Collector
 from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.score import RolloutRunner
 from tandem.run_folder.episode_files import read_groups
 from tandem.run_folder.journal import Journal
 from tandem.step import Stages
-from tandem.train.batch import Models
-from tandem.train.learner import Learner
-from tandem.train.optimizer import Optimizer, Settings
-from tandem.train.parity import ExactCheck, NoCheck
+from tandem.trainer.batch import Models
+from tandem.trainer.learner import Learner
+from tandem.trainer.optimizer import Optimizer, Settings
+from tandem.trainer.parity import ExactCheck, NoCheck
 from tandem.types import Completion, Env, Problem, SamplingParams, Score
 from tandem.weights.in_process import InlineSync
 from tests.support.scripted import DigitRenderer, ScriptedEngine, ScriptedReward
@@ -105,22 +105,28 @@ def config(**changes):
 
 
 def stages_in(
-    folder, settings, *, engine=None, reward=None, seed=0, sampling=PARAMS, run="run", kind="qwen3"
+    folder,
+    settings,
+    *,
+    engine=None,
+    reward=None,
+    seed=0,
+    sampling=PARAMS,
+    run="run",
+    kind="qwen3",
+    decode=str,
+    problems=PROBLEMS,
 ):
     """Stages that write to the folder in the name of a run.
 
-    engine: None for the real one on the policy's model.
+    engine: None for the real one on the policy's model, whose texts are decode(tokens).
     """
     model = exact_model(kind, seed=seed)
     exact = engine is None  # a scripted engine's log-probs are no model's
     engine = engine or Engine(
-        model,
-        lambda tokens: str(tokens),
-        cache_bytes=1 << 24,
-        max_batch=8,
-        record_experts=settings.rl.router_replay,
+        model, decode, cache_bytes=1 << 24, max_batch=8, record_experts=settings.rl.router_replay
     )
-    journal = Journal(folder, run, PROBLEMS)
+    journal = Journal(folder, run, problems)
     return Stages(
         config=settings,
         models=Models(policy=Learner(model, WatchingOptimizer(model, folder, engine))),
@@ -128,7 +134,7 @@ def stages_in(
         parity=ExactCheck() if exact else NoCheck(),
         collector=Collector(
             config=settings,
-            problems=PROBLEMS,
+            problems=problems,
             runner=RolloutRunner(
                 engine=engine,
                 renderer=DigitRenderer(),

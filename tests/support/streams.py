@@ -16,11 +16,11 @@ from tandem.plugins.cluster.rows import (
     unpack_arrays,
 )
 from tandem.rollout.collect import RolloutBatch
+from tandem.rollout.stream import MemoryStream
 from tandem.step import learn_step
-from tandem.stream.stream import MemoryStream
-from tandem.train.batch import Models
-from tandem.train.parallel.ranks import ParallelRanks
-from tandem.train.ranks import ALONE
+from tandem.trainer.batch import Models
+from tandem.trainer.parallel.ranks import ParallelRanks
+from tandem.trainer.ranks import ALONE
 from tests.support.episodes import changed, learn_stage, perturbed, sampled_groups, settings
 from tests.support.tiny import exact_model
 from tests.support.updates import learner_of

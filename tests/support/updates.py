@@ -4,10 +4,10 @@ import numpy as np
 
 from tandem.model.expert_choices import replayed_experts
 from tandem.model.forward import batch_logprobs
-from tandem.train.learner import Learner
-from tandem.train.optimizer import Optimizer, Settings
-from tandem.train.pack import pack
-from tandem.train.ranks import Ranks
+from tandem.trainer.learner import Learner
+from tandem.trainer.optimizer import Optimizer, Settings
+from tandem.trainer.pack import pack
+from tandem.trainer.ranks import Ranks
 from tandem.types import SamplingDistribution
 from tests.support.tiny import random_samples
 

@@ -16,7 +16,8 @@ from tandem.config.schema import Config
 from tandem.plugins.view.app import make_server
 from tandem.run_folder.episode_files import write_episodes
 from tandem.runtime.image_tokens import name_of
-from tandem.types import Episode, Group, Problem
+from tandem.types import Group, Problem
+from tests.support.attempts import attempt
 from tests.support.waiting import WAIT_S
 
 
@@ -80,24 +81,14 @@ def group(uid, texts, rewards, *, prompt="What is 3 + 4?", outcome="train", vers
 
 
 def _attempt(uid, number, prompt, text, reward, version, fields):
-    read, size = 4, 4 + max(1, len(text))
-    mask, logprobs = np.arange(size) >= read, -0.01 * (np.arange(size) % 300)
-    codes = [ord(c) % 90 for c in text] or [1]
-    return Episode(
-        **{
-            "uid": uid,
-            "sample_index": number,
-            "tokens": np.array([5] * read + codes, np.int64),
-            "loss_mask": mask,
-            "engine_logprobs": np.where(mask, logprobs, 0).astype(np.float32),
-            "weight_versions": np.where(mask, version, -1).astype(np.int32),
-            "penalties": np.zeros(size, np.float32),
-            "num_prompt_tokens": read,
-            "messages": ({"role": "assistant", "content": text},),
-            "stop_reason": "stop",
-            "key": (1 << 63) + crc32(f"{uid} {number}".encode()),
-            "reward": reward,
-            "reward_parts": {"score": reward},
-            **fields,
-        }
-    )
+    read, codes = 4, [ord(c) % 90 for c in text] or [1]
+    size = read + len(codes)
+    logprobs = np.where(np.arange(size) >= read, -0.01 * (np.arange(size) % 300), 0)
+    own = {
+        "engine_logprobs": logprobs.astype(np.float32),
+        "messages": ({"role": "assistant", "content": text},),
+        "key": (1 << 63) + crc32(f"{uid} {number}".encode()),
+        "reward": reward,
+        "reward_parts": {"score": reward},
+    }
+    return attempt(uid, number, [5] * read + codes, read, version, **own | fields)

@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from tandem.model.tool_calls import Call, split_calls
+from tandem.serve.apis import Chunks
 from tandem.serve.openai import (
-    DONE,
     ChatMessage,
     FunctionCall,
     FunctionTool,
@@ -30,7 +30,6 @@ from tandem.serve.openai import (
     assistant_message,
     call_deltas,
     call_json,
-    event,
 )
 from tandem.types import Message, Observation
 
@@ -154,9 +153,8 @@ def chat_completion(reply: Reply, request: ChatRequest) -> Json:
     return {**_head(reply, request, "chat.completion"), "choices": [{"index": 0, **choice}]}
 
 
-def completion_events(reply: Reply, request: ChatRequest) -> bytes:
-    """Return the answer to a streaming request as server-sent events: the whole turn in one
-    event."""
+async def completion_chunks(reply: Reply, request: ChatRequest) -> Chunks:
+    """Yield the answer to a streaming request: the whole turn in one chunk."""
     delta = assistant_message(reply.content, reply.written_calls)
     if reply.calls:
         delta["tool_calls"] = call_deltas(reply.written_calls)
@@ -165,8 +163,7 @@ def completion_events(reply: Reply, request: ChatRequest) -> bytes:
         {"index": 0, "delta": {}, "finish_reason": reply.finish_reason},
     ]
     head = _head(reply, request, "chat.completion.chunk")
-    pieces = [event(json.dumps({**head, "choices": [choice]})) for choice in choices]
-    return "".join([*pieces, DONE]).encode()
+    yield [{**head, "choices": [choice]} for choice in choices]
 
 
 def _head(reply: Reply, request: ChatRequest, kind: str) -> Json:

@@ -19,16 +19,17 @@ import asyncio
 import secrets
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from tandem.envs.agent import chat
 from tandem.envs.agent.chat import MODEL, ChatRequest, Reply
 from tandem.envs.calls import environment_loop
+from tandem.serve.apis import APIS, Api
 from tandem.serve.app import JsonResponse, Server, make_app, read_json
 from tandem.serve.listen import bound, url_of
 from tandem.serve.openai import ApiError, model_list, read_body
@@ -90,7 +91,10 @@ class AgentServer:
         base, sock = "/episodes/{key}/v1", bound("127.0.0.1", 0)
         app = make_app(
             [
-                Route(f"{base}/chat/completions", self._complete, methods=["POST"]),
+                *(
+                    Route(f"{base}/{path}", partial(self._complete, api), methods=["POST"])
+                    for path, api in APIS.items()
+                ),
                 Route(f"{base}/reward", self._reward, methods=["POST"]),
                 Route(f"{base}/models", self._models),
             ]
@@ -114,14 +118,15 @@ class AgentServer:
             return session
         raise ApiError(404, "there is no such episode, or it is over")
 
-    async def _complete(self, http: Request) -> Response:
+    async def _complete(self, speak: type[Api], http: Request) -> Response:
         session = self._session(http)
-        request = read_body(ChatRequest, await read_json(http))
+        api = speak(await read_json(http))
+        request = read_body(ChatRequest, api.chat)
         reply = await session.ask(request, is_retry=http.headers.get(RETRY_HEADER, "0") != "0")
         if request.stream:
-            events = chat.completion_events(reply, request)
-            return Response(events, media_type="text/event-stream")
-        return JsonResponse(chat.chat_completion(reply, request))
+            events = api.events(chat.completion_chunks(reply, request))
+            return StreamingResponse(events, media_type="text/event-stream")
+        return JsonResponse(api.answer(chat.chat_completion(reply, request)))
 
     async def _reward(self, http: Request) -> Response:
         session = self._session(http)

@@ -245,7 +245,7 @@ class _RMSNorm(torch.autograd.Function):
             **shape,
             num_warps=_warps(shape["BLOCK"]),
         )
-        # float32, which a parameter with a master keeps (train/optimizer.py)
+        # float32, which a parameter with a master keeps (trainer/optimizer.py)
         return grad_x, grad_x if fused else None, parts.sum(0), None
 
 

@@ -8,7 +8,7 @@ a run depends on any of it. docs/guide/cluster.md has the recipes, and what has 
     node_pool.py, node_worker.py cluster.reward_workers, cluster.env_workers: calls on the nodes
     stream.py, transfer_queue.py stream.kind = transfer_queue: a step's episodes to all ranks
     transports.py                weights.transport: ray, collective, rdma
-    listener.py, logs.py         connections of workers, proved by a token; their logs
+    logs.py                      what workers and ranks print, in the run folder
 
 It plugs in as machines, streams and transports of tandem/registry.py. Extras: `ray`,
 `transfer-queue`, `rdma`.

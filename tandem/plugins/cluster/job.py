@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tandem.choices import ENGINE, Report, engine_of, stream_of, transport_of
 from tandem.config.schema import Config
 from tandem.jobs.here import Here
+from tandem.runtime.errors import not_installed
 from tandem.runtime.place import Place
 
 if TYPE_CHECKING:
@@ -51,11 +52,10 @@ class Nodes(Here):
             yield f"weights.transport: {name} is of one machine, and cluster.nodes need ray"
 
     def check(self, config: Config) -> None:
-        from tandem.plugins.cluster.errors import no_ray
         from tandem.plugins.cluster.this_machine import require_listener
 
         if find_spec("ray") is None:
-            raise no_ray()
+            raise not_installed("ray", "ray", where="cluster.nodes", instead="cluster.nodes=0")
         if config.cluster.address:
             require_listener(config.cluster.address)
 
@@ -86,9 +86,9 @@ class Nodes(Here):
             opened = start_cluster(nodes, _object_bytes(config), gpus)
         with opened as running:
             running.place(config.cluster.placement)
-            with closing(LogFiles(running.listener.address[0], folder / "workers")) as running.logs:
-                self.cluster = running
-                yield self
+            running.logs = LogFiles(folder / "workers")
+            self.cluster = running
+            yield self
 
     def worker_device(self, device: str) -> str:
         """Return the kind alone: Ray shows each worker its own GPU, whatever its number."""
@@ -105,25 +105,20 @@ class Nodes(Here):
             with closing(local):
                 yield local
             return
-        from tandem.plugins.cluster.env_actors import EnvActors, RemoteCaller
-        from tandem.plugins.cluster.env_worker import EnvWorker
-        from tandem.rollout.env_pool import EnvPool
+        from tandem.plugins.cluster.env_actors import EnvActors, EnvWorker, RemoteCaller
 
-        with closing(self.cluster.for_calls(EnvWorker)) as nodes:
-            actors = EnvActors(
-                nodes.spawn,
-                env=config.env.model_dump(mode="json"),
-                sandbox=config.sandbox.model_dump(),
-                folder=os.getcwd(),
-                most=config.cluster.env_workers,
-                heartbeat_s=config.run.stall_s / 2,
-                report=report,
-            )
-            pool = EnvPool(
-                make=actors.make, limits=config.env, caller=RemoteCaller, status=actors.status
-            )
-            with actors, closing(pool):
-                yield pool
+        actors = EnvActors(
+            self.cluster.for_calls(EnvWorker).spawn,
+            env=config.env.model_dump(mode="json"),
+            sandbox=config.sandbox.model_dump(),
+            folder=os.getcwd(),
+            most=config.cluster.env_workers,
+            heartbeat_s=config.run.stall_s / 2,
+            report=report,
+        )
+        pool = replace(local, make=actors.make, caller=RemoteCaller, status=actors.status)
+        with actors, closing(pool):
+            yield pool
 
     @contextmanager
     def open_rewards(self, config: Config, local: Any, report: Report) -> Iterator[Any]:
@@ -131,21 +126,17 @@ class Nodes(Here):
             yield local
             return
         from tandem.jobs.reward_workers import pool_arguments
-        from tandem.plugins.cluster.node_pool import RewardActors
-        from tandem.plugins.cluster.reward_worker import RewardWorker
+        from tandem.plugins.cluster.node_pool import RewardActors, RewardWorker
 
         local.close()
-        with (
-            closing(self.cluster.for_calls(RewardWorker)) as nodes,
-            RewardActors(
-                nodes.spawn,
-                pool=pool_arguments(config),
-                folder=os.getcwd(),
-                most=config.cluster.reward_workers,
-                heartbeat_s=config.run.stall_s / 2,
-                report=report,
-            ) as pool,
-        ):
+        with RewardActors(
+            self.cluster.for_calls(RewardWorker).spawn,
+            pool=pool_arguments(config),
+            folder=os.getcwd(),
+            most=config.cluster.reward_workers,
+            heartbeat_s=config.run.stall_s / 2,
+            report=report,
+        ) as pool:
             yield pool
 
     @contextmanager

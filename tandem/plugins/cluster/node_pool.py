@@ -3,16 +3,22 @@ episodes' environments. A node's worker serves several at once, and deadlines ar
 
     pool                                      a node
     ----                                      ------
-    RewardActors, env_actors.py          -->  reward_worker.py, env_worker.py
+    RewardActors                         -->  RewardWorker
+    env_actors.py: EnvActors             -->  EnvWorker
 
 Knows no Ray. A worker joins when calls have waited for a second, and leaves after a minute without
 one.
 """
 
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Any
 
-from tandem.rewards.pool import ScorePool
+from tandem.plugins.cluster.node_worker import CallNode
+from tandem.rewards.pool import RewardPool, ScorePool
+from tandem.rewards.protocol import read_request
 from tandem.runtime.errors import UserError
+from tandem.types import Score
 from tandem.workers.calls import CallPool, CallWorker, Q
 from tandem.workers.channel import Message
 from tandem.workers.host import Host, OpenHost
@@ -60,3 +66,33 @@ class RewardActors(NodePool[Any], ScorePool[CallWorker]):
         depth = 2 * pool["workers"]  # one is scored while the next one is on its way
         start = {"pool": pool, "folder": folder}
         super().__init__(open_host, start=start, depth=depth, **options)
+
+
+# ---------------------------------------------------------------- on a node
+
+
+class Scores(AbstractContextManager[None]):
+    """The Service of a reward worker. A call is a request of rewards/protocol.py, its answer one of
+    it. The pool on this node kills what is late or hostile, as on the driver's machine."""
+
+    def __init__(self, start: Message):
+        self._pool = RewardPool(**start["pool"])
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.close()
+
+    def submit(self, call: Message) -> Future[Score]:
+        return self._pool.submit(*read_request(call))
+
+    def answer(self, result: Score) -> Message:
+        fields = {"reward": result.reward, "parts": result.parts, "error": result.error}
+        return {**fields, "kind": "", "last": False}
+
+    def check(self) -> None:
+        pass
+
+
+class RewardWorker(CallNode):
+    """A node's worker that scores."""
+
+    role, service = "reward worker", Scores

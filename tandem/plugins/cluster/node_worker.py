@@ -1,4 +1,4 @@
-"""The process of a worker on a node of a cluster: its connection to the driver.
+"""The process of a worker on a node of a cluster: its channel to the driver.
 
 Does not know Ray, whose actor it is (ray_cluster.py), nor what the worker does.
 """
@@ -8,41 +8,55 @@ import socket
 import sys
 import threading
 import traceback
+import warnings
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
-from tandem.plugins.cluster.listener import CONNECT_S
+from torch import Tensor
+
 from tandem.plugins.cluster.logs import redirect_output
+from tandem.rollout_workers.worker import Receive, load_engine, run
 from tandem.runtime.errors import UserError
+from tandem.types import Array
+from tandem.weights.shared import Layout, offered_layout
 from tandem.workers.channel import Channel, Message
 from tandem.workers.serve import serve_calls, serve_from_start
 
+TAKE_S = 600.0  # for weights to reach a node
+CHUNK = 1 << 16  # bytes that an actor call carries without Ray's store
+
 
 class NodeWorker:
-    """A process on a node that serves a pool of the driver; Ray calls its methods."""
+    """A process on a node that serves a pool of the driver; Ray calls its methods, each from a
+    thread of its own."""
 
     role: ClassVar[str]  # in the status of a run
 
     def __init__(self) -> None:
         self._thread = 0
+        self._own, self._drivers = socket.socketpair()
 
-    def serve(self, address: tuple[str, int], handshake: Message) -> None:
-        """Serve the pool at that address until the connection ends. handshake: with the way of a
-        log, if there is one."""
+    def serve(self, log: str) -> None:
+        """Serve the pool until its end. log: the file for what this process writes, if any."""
         self._thread = threading.get_ident()
-        if log := handshake.pop("log", None):
+        if log:
             redirect_output(log)
-        connection = socket.create_connection(address, CONNECT_S)
-        connection.settimeout(None)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        channel = Channel(connection)
-        channel.send({**handshake, "pid": os.getpid()})
         try:
-            self.run(channel)
+            with self._own:
+                self.run(Channel(self._own))
         except Exception:
             traceback.print_exc()  # Ray only tells the driver
             raise
+
+    def read(self) -> bytes:
+        """Wait for bytes of the channel to the driver; none at its end."""
+        return self._drivers.recv(CHUNK)
+
+    def write(self, data: bytes) -> None:
+        """Take bytes of the channel from the driver."""
+        self._drivers.sendall(data)
 
     def run(self, channel: Channel) -> None:
         """Do the work of this kind of worker until the channel ends."""
@@ -79,3 +93,37 @@ class CallNode(NodeWorker):
             return partial(serve_calls, channel, service, start["beat_s"])
 
         serve_from_start(channel, load)
+
+
+class RolloutWorker(NodeWorker):
+    """A NodeWorker that runs rollout_workers/worker.py, with weights that come beside its
+    channel."""
+
+    role = "rollout worker"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._taken: dict[int, Array] = {}  # weights, by the number that an offer names
+        self._change = threading.Condition()
+
+    def run(self, channel: Channel) -> None:
+        run(channel, load_engine, self._receiver)
+
+    def take(self, number: int, buffer: Array) -> None:
+        """Take weights, which Ray has mapped here: uint8, the bytes of the tensors offered."""
+        with self._change:
+            self._taken[number] = buffer
+            self._change.notify_all()
+
+    def _receiver(self, layout: Layout) -> Receive:
+        def receive(source: Message, descriptors: deque[int]) -> dict[str, Tensor]:
+            number = source["object"]
+            with self._change:
+                if not self._change.wait_for(lambda: number in self._taken, TAKE_S):
+                    raise RuntimeError(f"the weights did not come within {TAKE_S:g} s")
+                buffer = self._taken.pop(number)
+            with warnings.catch_warnings():  # the pages are read only, and are only read
+                warnings.simplefilter("ignore")
+                return dict(offered_layout(source, layout).only(source["names"]).views(buffer))
+
+        return receive

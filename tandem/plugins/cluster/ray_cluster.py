@@ -1,17 +1,17 @@
-"""Workers on the nodes of a Ray cluster. The only file that imports ray.
+"""Workers on the nodes of a Ray cluster.
 
     driver                                               a node
     ------                                               ------
-    RayCluster.spawn(number) an actor on the living  --> RolloutWorker.serve(address, ...)
+    RayCluster.spawn(number) an actor on the living  --> RolloutWorker.serve(log)
                              node with the fewest          |
-    RayHost.connect          accepts, compares       <--  connects: {"token", "number", "pid", ..}
-    JSON lines of rollout_workers                 <--> worker.run(channel, load_engine, receive)
+    RayHost._send, _receive  bytes of the channel    <-->  write, read
+    JSON lines of rollout_workers                    <-->  worker.run(channel, load_engine, receive)
     RayHost.give             an object of weights    --> RolloutWorker.take(number, buffer)
 
-Ray places workers, and moves weights (object_weights.py). All else (heartbeats, restarts, requests
-served again) is the pool's (rollout_workers), as on one machine. A lost worker is replaced by a
-new actor, on another node if there is one. The connections are TCP without encryption, and prove
-themselves by a random token of the run: a cluster is on a network that is trusted.
+Ray places workers, and moves messages and weights (object_weights.py). All else (heartbeats,
+restarts, requests served again) is the pool's (rollout_workers), as on one machine. A lost worker
+is replaced by a new actor, on another node if there is one. Ray's calls are not encrypted, and
+guarded by its token: a cluster is on a network that is trusted.
 
 A cluster of this machine (`start_cluster`) has nodes of its own on loopback addresses. If the
 driver dies, the kernel ends them.
@@ -22,26 +22,30 @@ import logging
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import ray as ray  # the other files have it from here
+import ray._raylet
 import torch
+from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import Tensor
 
-from tandem.plugins.cluster.errors import last_line, no_ray, not_joined
-from tandem.plugins.cluster.listener import Listener
 from tandem.plugins.cluster.logs import LogFiles
-from tandem.plugins.cluster.node_worker import NodeWorker
+from tandem.plugins.cluster.node_worker import CHUNK, NodeWorker, RolloutWorker
 from tandem.plugins.cluster.object_weights import ObjectWeights
-from tandem.plugins.cluster.rollout_worker import RolloutWorker
 from tandem.plugins.cluster.this_machine import (
     environment,
     free_ports,
     keeping_sigterm,
+    last_line,
+    not_joined,
     own_token,
     require_listener,
     short_folder,
@@ -52,18 +56,9 @@ from tandem.runtime import numerics
 from tandem.runtime.errors import UserError
 from tandem.runtime.processes import descendants
 from tandem.weights.shared import Delta
-from tandem.workers.channel import Channel, Message
+from tandem.workers.channel import Channel
 from tandem.workers.fork_server import die_with_starter
 from tandem.workers.host import EXIT_S, LAST_LINES
-
-try:
-    import ray
-    import ray._raylet
-    from ray.cluster_utils import Cluster
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-except ModuleNotFoundError:
-    raise no_ray() from None
-
 
 STACK_S = 2.0
 NAMES = ("NodeManagerAddress", "NodeName", "NodeManagerHostname", "NodeID")  # of a node, by Ray
@@ -88,12 +83,9 @@ PORTS = (
 )
 
 
-class RolloutActor(RolloutWorker):
-    """A RolloutWorker as an actor, which knows its node."""
-
-    def serve(self, address: tuple[str, int], handshake: Message) -> None:
-        node = ray.get_runtime_context().get_node_id()
-        super().serve(address, {**handshake, "node": node})
+def own_place(_: Any) -> tuple[str, int]:
+    """Return the node and the process of the actor that this is called in."""
+    return ray.get_runtime_context().get_node_id(), os.getpid()
 
 
 def worker_variables() -> dict[str, str]:
@@ -108,27 +100,46 @@ class RayHost:
         self.cluster, self.actor, self.node_id, self.name = cluster, actor, node_id, name
         self.node, self.pid = cluster.address_of(node_id), 0
         self._channel: Channel | None = None
-        self.handshake = {**cluster.listener.expect(self._on_connected), "node": node_id}
-        log = cluster.logs and cluster.logs.expect(name, self.node)
-        self._ended = actor.serve.remote(cluster.listener.address, {**self.handshake, "log": log})
+        self._place = self._beside("__ray_call__", own_place)
+        log = cluster.logs.begin(name, self.node) if cluster.logs else ""
+        self._ended = actor.serve.remote(log)
 
-    def _on_connected(self, connection: socket.socket, handshake: Message) -> None:
-        self._channel = Channel(connection)
-        self.pid, self.node_id = int(handshake["pid"]), str(handshake["node"])
-        self.node = self.cluster.address_of(self.node_id)
+    def _beside(self, method: str, *arguments: Any, group: str = "side") -> Any:
+        """Call a method of the actor while it serves."""
+        return getattr(self.actor, method).options(concurrency_group=group).remote(*arguments)
 
     def connect(self) -> Channel | None:
-        self.cluster.listener.accept()
-        if self._channel is None and ray.wait([self._ended], timeout=0)[0]:
-            raise EOFError
+        if self._channel is None and ray.wait([self._place], timeout=0)[0]:
+            try:
+                self.node_id, self.pid = ray.get(self._place)
+            except ray.exceptions.RayError:
+                raise EOFError from None
+            self.node = self.cluster.address_of(self.node_id)
+            ours, theirs = socket.socketpair()
+            ours.setblocking(False)
+            self._channel = Channel(ours)
+            for carry in (self._send, self._receive):
+                thread = threading.Thread(target=carry, args=(theirs,), name=self.name, daemon=True)
+                thread.start()
         return self._channel
+
+    def _send(self, theirs: socket.socket) -> None:
+        with suppress(OSError, ray.exceptions.RayError), theirs:
+            while data := theirs.recv(CHUNK):
+                ray.get(self._beside("write", data, group="in"))
+
+    def _receive(self, theirs: socket.socket) -> None:
+        with suppress(OSError, ray.exceptions.RayError):
+            while data := ray.get(self._beside("read", group="out")):
+                theirs.sendall(data)
+        with suppress(OSError):
+            theirs.shutdown(socket.SHUT_RDWR)
 
     def stack(self) -> str:
         if self._channel is None:
             return f"Ray has not started it: {self.cluster.free()}"
-        asked = self.actor.stack.options(concurrency_group="side").remote()
         try:
-            return str(ray.get(asked, timeout=STACK_S))
+            return str(ray.get(self._beside("stack"), timeout=STACK_S))
         except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
             return ""
 
@@ -150,7 +161,7 @@ class RayHost:
         return ""
 
     def give(self, number: int, stored: Any) -> None:
-        self.actor.take.options(concurrency_group="side").remote(number, stored)
+        self._beside("take", number, stored)
 
     def end(self) -> None:
         self.cluster.forget(self)
@@ -160,27 +171,26 @@ class RayHost:
 
 
 class RayCluster:
-    """A running Ray cluster. `spawn` starts workers of one kind on its nodes, which connect back to
-    this process's node. worker: their class; gpus, cpus: of each one; runtime_env: Ray's, if a
-    worker's process is not to have the node's environment; logs: of what they print."""
+    """A running Ray cluster. `spawn` starts workers of one kind on its nodes. worker: their class;
+    gpus, cpus: of each one; runtime_env: Ray's, if a worker's process is not to have the node's
+    environment; logs: of what they print."""
 
     def __init__(
         self,
         gpus: int,
         runtime_env: dict[str, Any] | None,
-        worker: type[NodeWorker] = RolloutActor,
+        worker: type[NodeWorker] = RolloutWorker,
         cpus: int = 1,
         logs: LogFiles | None = None,
     ):
         self.ray: Any = ray  # for trainer_ranks.py
         self.home = str(ray.get_runtime_context().get_node_id())  # the node of this process
-        self.listener = Listener(self.address_of(self.home))
         self.gpus, self.logs, self.role = gpus, logs, worker.role
         self.placement: str | list[str] = "spread"
         self._hosts: list[RayHost] = []
         self._last_node: dict[int, str] = {}  # of each worker number
         as_actor: Any = ray.remote
-        self._actor = as_actor(concurrency_groups={"side": 2})(worker)
+        self._actor = as_actor(concurrency_groups={"side": 2, "in": 1, "out": 1})(worker)
         self._options: dict[str, Any] = {
             "num_cpus": cpus,
             "num_gpus": gpus,
@@ -240,13 +250,7 @@ class RayCluster:
         return ObjectWeights(tensors, delta, put=ray.put, get=ray.get)
 
     def forget(self, host: RayHost) -> None:
-        """Refuse its connection from now on."""
-        self.listener.forget(host.handshake)
         self._hosts.remove(host)
-
-    def close(self) -> None:
-        """Take no more connections. The workers are the pool's."""
-        self.listener.close()
 
 
 def named_nodes(names: Sequence[str]) -> dict[str, str]:
@@ -346,12 +350,8 @@ def local_nodes(nodes: int, object_bytes: int, gpus: int = 0) -> Iterator[LocalN
 def start_cluster(nodes: int, object_bytes: int, gpus: int = 0) -> Iterator[RayCluster]:
     """Start a cluster of `local_nodes`, with this process on the first one. gpus: of a worker."""
     here = torch.cuda.device_count() if gpus else 0
-    with (
-        local_nodes(nodes, object_bytes, here) as local,
-        _connected(local.address),
-        closing(RayCluster(gpus, None)) as cluster,
-    ):
-        yield cluster
+    with local_nodes(nodes, object_bytes, here) as local, _connected(local.address):
+        yield RayCluster(gpus, None)
 
 
 @contextmanager
@@ -398,7 +398,7 @@ def join_cluster(address: str, nodes: int, gpus: int = 0) -> Iterator[RayCluster
                     "cluster.nodes",
                 )
             time.sleep(0.5)
-        yield leaving.enter_context(closing(RayCluster(gpus, {"env_vars": worker_variables()})))
+        yield RayCluster(gpus, {"env_vars": worker_variables()})
 
 
 @contextmanager

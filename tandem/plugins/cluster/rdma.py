@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.plugins.cluster.errors import no_nixl
 from tandem.weights.shared import Delta, Layout, Memory, SharedWeights, Target
 
 TIMEOUT_S = 600.0  # of one read
@@ -31,7 +30,7 @@ POLL_S = 0.0005
 
 
 class RdmaWeights(SharedWeights):
-    """SharedWeights in registered memory. Raises UserError without NIXL."""
+    """SharedWeights in registered memory."""
 
     def __init__(self, tensors: dict[str, Tensor], delta: Delta = False):
         super().__init__(tensors, delta)
@@ -119,12 +118,10 @@ def _register(agent: Any, memory: Tensor) -> Any:
 
 
 def open_agent(answers: bool) -> Any:
-    """Open an agent of NIXL. answers: have a thread that serves others' reads where no card does.
-    Raises UserError if NIXL is not installed."""
-    try:
-        from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
-    except ImportError as error:
-        raise no_nixl(str(error)) from None
+    """Open an agent of NIXL. answers: have a thread that serves others' reads where no card
+    does."""
+    from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
+
     if "NIXL_LOG_LEVEL" not in os.environ:
         logging.getLogger("nixl").setLevel(logging.WARNING)
     # the trainer's thread registers while the pool's offers

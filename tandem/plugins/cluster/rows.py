@@ -12,7 +12,7 @@ from zlib import crc32
 
 import numpy as np
 
-from tandem.stream.stream import Place
+from tandem.rollout.stream import Place
 from tandem.types import Array, Episode, Group, Problem
 
 # per token of an episode; all else of it is metadata

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from tandem.choices import Report, StreamBackend
 from tandem.config.schema import Config
-from tandem.plugins.cluster.errors import no_transfer_queue
+from tandem.runtime.errors import not_installed
 
 if TYPE_CHECKING:
     from tandem.plugins.cluster.transfer_queue import Servers, TransferQueueStream
-    from tandem.train.ranks import Ranks
+    from tandem.trainer.ranks import Ranks
 
 START_S = 240.0  # for Ray to place and start three processes that import torch, under load
 MIN_STALL_S = 20
@@ -39,7 +39,10 @@ class TransferQueue(StreamBackend):
     def check(self, config: Config) -> None:
         for package in ("ray", "transfer_queue"):
             if find_spec(package) is None:
-                raise no_transfer_queue(package)
+                where = "stream.kind = transfer_queue"
+                raise not_installed(
+                    package, "transfer-queue", where=where, instead="stream.kind=memory"
+                )
 
     def describe(self, config: Config) -> str:
         return "episodes by transfer_queue"

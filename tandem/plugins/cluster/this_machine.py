@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tandem.plugins.cluster.errors import not_joined
 from tandem.runtime.errors import UserError
 from tandem.runtime.processes import descendants, kill_descendants
 
@@ -25,6 +24,26 @@ MAX_FOLDER = 23  # characters, and 17 more: the path of a Unix socket below has 
 REMOVE = (
     'exec 3<&0 >&- 2>&-; (read _ <&3; for n in 1 2 3; do sleep 1; rm -rf "$0" && break; done) &'
 )
+
+
+def last_line(text: str) -> str:
+    """Return the last line of what Ray says of an actor's end, without its guesses at causes."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1].split(" Some common causes")[0] if lines else ""
+
+
+def not_joined(address: str, found: str) -> UserError:
+    """Report a cluster that cannot be joined. found: what Ray says, any number of lines."""
+    lines = [line for line in found.splitlines() if line.strip()]
+    return UserError(
+        "the Ray cluster cannot be joined",
+        where=f"cluster.address = {address}",
+        found=" ".join(lines[:3])[:300],
+        expected="the address that `ray start --head` printed, a node of the cluster on this "
+        "machine, and its token (RAY_AUTH_TOKEN, or `ray get-auth-token --generate`)",
+        next="look with `ray status`; a cluster without tokens needs RAY_AUTH_MODE=disabled; or "
+        "leave cluster.address out for a cluster on this machine",
+    )
 
 
 @functools.cache

@@ -1,5 +1,4 @@
-"""The trainer's ranks after 0 on the nodes of a Ray cluster. Has the module ray from RayCluster, as
-only ray_cluster.py imports it.
+"""The trainer's ranks after 0 on the nodes of a Ray cluster: their places, starts and ends.
 
     driver, rank 0                                 a node
     --------------                                 ------
@@ -7,7 +6,9 @@ only ray_cluster.py imports it.
     .start(place) -> RankHost                 -->  RankProcess.run: the process of a local rank
     processes.py: orders, signs of life       <->  the same rank loop (jobs/follow.py)
     RankHost.poll    its exit code            <--  Ray: the end of the call, the actor or the node
-    LogFiles                                  <--  stdout and stderr of the process
+    LogFiles                                       its file has stdout and stderr of the process
+
+Knows nothing of what the ranks do.
 """
 
 import os
@@ -20,13 +21,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem.plugins.cluster.errors import last_line
-from tandem.plugins.cluster.logs import connect_log
+from tandem.plugins.cluster.this_machine import last_line
 from tandem.runtime import numerics, watchdog
 from tandem.runtime.errors import UserError
 from tandem.runtime.place import NODE, Place, without_place
 from tandem.runtime.processes import STARTER
-from tandem.workers.channel import Message
 
 if TYPE_CHECKING:
     from tandem.plugins.cluster.ray_cluster import RayCluster
@@ -43,20 +42,20 @@ class RankProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(
-        self, command: Sequence[str], folder: str, environment: dict[str, str], log: Message
+        self, command: Sequence[str], folder: str, environment: dict[str, str], log: str
     ) -> int:
         """Run Python with these arguments in a folder; return the exit code. environment: replaces
         this process's settings of arithmetic."""
         own = without_place(os.environ)
         rest = {name: own[name] for name in own.keys() - numerics.environment().keys()}
-        with connect_log(log) as connection:
+        with open(log, "ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, *command],
                 cwd=folder,
                 env=rest | environment | {STARTER: str(os.getpid())},
                 stdin=subprocess.DEVNULL,
-                stdout=connection.fileno(),
-                stderr=connection.fileno(),
+                stdout=output,
+                stderr=output,
             )
         return self._process.wait()
 
@@ -151,7 +150,7 @@ class TrainerRanks:
         actor = self._actor.options(
             num_cpus=1, num_gpus=self._cluster.gpus, scheduling_strategy=bundle
         ).remote()
-        environment, log = own | {**place, NODE: node}, logs.expect(name, node)
+        environment, log = own | {**place, NODE: node}, logs.begin(name, node)
         ended = actor.run.remote(self._command, os.getcwd(), environment, log)
         return RankHost(self._ray, actor, ended, logs.path(name))
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from tandem.plugins.cluster.errors import no_transfer_queue
+from tandem.plugins.cluster.ray_cluster import ray
 from tandem.plugins.cluster.rows import (
     COMPARED,
     FIELDS,
@@ -41,23 +41,20 @@ from tandem.plugins.cluster.rows import (
     tag_of,
     unpack_arrays,
 )
+from tandem.rollout.stream import Place, Plan
 from tandem.runtime import watchdog
 from tandem.runtime.errors import UserError
-from tandem.stream.stream import Place, Plan
 from tandem.types import Array, Group
 
 # TransferQueue sets torch's threads around each transfer, for the whole process: to this number
 os.environ.setdefault("TQ_NUM_THREADS", str(torch.get_num_threads()))
-try:
-    from tensordict import NonTensorStack, TensorDict
-    from transfer_queue.client import AsyncTransferQueueClient
-    from transfer_queue.controller import TransferQueueController
-    from transfer_queue.storage.simple_storage import SimpleStorageUnit
-    from transfer_queue.utils.common import get_node_round_robin_scheduling_strategies
-    from transfer_queue.utils.enum_utils import Role
-    from transfer_queue.utils.zmq_utils import ZMQServerInfo, process_zmq_server_info
-except ModuleNotFoundError as missing:
-    raise no_transfer_queue(missing.name) from None
+from tensordict import NonTensorStack, TensorDict
+from transfer_queue.client import AsyncTransferQueueClient
+from transfer_queue.controller import TransferQueueController
+from transfer_queue.storage.simple_storage import SimpleStorageUnit
+from transfer_queue.utils.common import get_node_round_robin_scheduling_strategies
+from transfer_queue.utils.enum_utils import Role
+from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
 LOOK_S = 1.0  # between two looks whether the processes still listen
 CONNECT_S = 2.0  # for one of them to take a connection
@@ -74,55 +71,32 @@ class Servers:
     units: Sequence[Server]
 
 
-def _start(units: int) -> tuple[list[Any], list[Any]]:
-    """Start the processes; return their addresses, and Ray's handles of them, the controller's
-    first."""
-    # without names, so that runs on one Ray cluster have each its own
-    handles = [TransferQueueController.remote(polling_mode=True)]
-    for strategy in get_node_round_robin_scheduling_strategies(units):
-        unit = SimpleStorageUnit.options(scheduling_strategy=strategy)
-        handles.append(unit.remote({"num_data_storage_units": units}))
-    return [process_zmq_server_info(handle) for handle in handles], handles
-
-
-def start_servers(
-    units: int, timeout_s: float, start: Callable[[int], tuple[list[Any], list[Any]]] = _start
-) -> tuple[Servers, list[Any]]:
+def start_servers(units: int, timeout_s: float) -> tuple[Servers, list[Any]]:
     """Start a controller and storage units on the running Ray cluster, one CPU each; return their
-    addresses, and the handles that keep them alive.
+    addresses, and the handles that keep them alive, the controller's first.
 
     Raises UserError if they do not start, or Ray has not placed them after `timeout_s`.
     """
     units = max(MIN_UNITS, units)
-    found: list[Any] = []
-
-    def attempt() -> None:
-        try:
-            found.append(start(units))
-        except Exception as error:  # Ray has one for each way in which an actor fails
-            found.append(error)
-
-    thread = threading.Thread(target=attempt, name="TransferQueue", daemon=True)
-    thread.start()
-    with watchdog.waiting_for("Ray", "the processes of TransferQueue"):
-        thread.join(timeout_s)
-    match found:
-        case [(infos, handles)]:
-            controller, *others = ({"id": i.id, "ip": i.ip, "ports": dict(i.ports)} for i in infos)
-            return Servers(controller=controller, units=others), handles
-        case [Exception() as error]:
-            raise _not_started(units, f"{type(error).__name__}: {error}"[:300]) from error
-    raise _not_started(units, f"no answer of its processes in {timeout_s:g} s")
-
-
-def _not_started(units: int, found: str) -> UserError:
-    return UserError(
-        "TransferQueue did not start",
-        where="stream.kind = transfer_queue",
-        found=found,
-        expected=f"a Ray cluster with {units + 1} free CPUs",
-        next="ray status; free the CPUs, or stream.kind=memory",
-    )
+    try:
+        # without names, so that runs on one Ray cluster have each its own
+        handles = [TransferQueueController.remote(polling_mode=True)]
+        for strategy in get_node_round_robin_scheduling_strategies(units):
+            unit = SimpleStorageUnit.options(scheduling_strategy=strategy)
+            handles.append(unit.remote({"num_data_storage_units": units}))
+        with watchdog.waiting_for("Ray", "the processes of TransferQueue"):
+            asked = [handle.get_zmq_server_info.remote() for handle in handles]
+            infos = ray.get(asked, timeout=timeout_s)
+    except Exception as error:  # Ray has one for each way in which an actor fails
+        raise UserError(
+            "TransferQueue did not start",
+            where="stream.kind = transfer_queue",
+            found=f"{type(error).__name__}: {error}"[:300],
+            expected=f"a Ray cluster with {units + 1} free CPUs",
+            next="ray status; free the CPUs, or stream.kind=memory",
+        ) from error
+    controller, *others = ({"id": i.id, "ip": i.ip, "ports": dict(i.ports)} for i in infos)
+    return Servers(controller=controller, units=others), handles
 
 
 class TransferQueueStream:
@@ -286,11 +260,13 @@ class TransferQueueStream:
             (f"storage unit {number}", unit, "put_get_socket")
             for number, unit in enumerate(self.servers.units)
         ]
-        return [
-            f"{name} at {server['ip']}:{server['ports'][port]}"
-            for name, server, port in ports
-            if not _listens(server["ip"], server["ports"][port])
-        ]
+        gone = list[str]()
+        for name, server, port in ports:
+            try:
+                socket.create_connection((server["ip"], server["ports"][port]), CONNECT_S).close()
+            except OSError:
+                gone.append(f"{name} at {server['ip']}:{server['ports'][port]}")
+        return gone
 
     def _failed(self, what: str, found: str) -> UserError:
         gone = self._gone()
@@ -323,11 +299,3 @@ def _partition(step: int) -> str:
 
 def _info(role: Any, server: Server) -> Any:
     return ZMQServerInfo(role, server["id"], server["ip"], server["ports"])
-
-
-def _listens(ip: str, port: int) -> bool:
-    try:
-        socket.create_connection((ip, port), CONNECT_S).close()
-    except OSError:
-        return False
-    return True

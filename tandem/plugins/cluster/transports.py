@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from tandem.choices import Transport
-from tandem.plugins.cluster.errors import no_nixl
+from tandem.runtime.errors import not_installed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +37,7 @@ class Rdma(Transport):
 
     def check(self, config: "Config") -> None:
         if find_spec("nixl") is None:
-            raise no_nixl("no nixl")
+            raise not_installed("nixl", "rdma", where="weights.transport = rdma")
 
     def open(self, tensors: "dict[str, Tensor]", delta: "Delta") -> "SharedWeights":
         from tandem.plugins.cluster.rdma import RdmaWeights
@@ -52,7 +52,7 @@ class Rdma(Transport):
 
 
 class ObjectStore(Transport):
-    """Ray's object store. The workers on its nodes read it (rollout_worker.py)."""
+    """Ray's object store. The workers on its nodes read it (node_worker.py)."""
 
     crosses_machines = True
 

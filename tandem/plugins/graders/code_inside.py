@@ -21,7 +21,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-FLUSH, SAME = "__flush__", "__same__"  # names that a script gets (code_asserts.across_the_line)
+FLUSH, SAME = "__flush__", "__same__"  # names that a script gets (code_tests.across_the_line)
 Other = Callable[[Any], Any]  # what no plain data is -> JSON
 
 # ---------------------------------------------------------------- values as JSON

@@ -15,11 +15,17 @@ import os
 import re
 import threading
 
-from tandem.config.schema import Sandbox as SandboxConfig
+from tandem.config.episodes import Sandbox as SandboxConfig
 from tandem.envs.calls import in_thread
 from tandem.envs.tools import ToolEnv, ToolUnavailable
 from tandem.model.tool_calls import Format
-from tandem.plugins.graders.sandbox import Limits, Result, SandboxFailed, open_sandbox, run_python
+from tandem.plugins.graders.sandbox.protocol import (
+    Limits,
+    Result,
+    SandboxFailed,
+    open_sandbox,
+    run_python,
+)
 from tandem.types import Observation
 
 _FENCED = re.compile(

@@ -13,8 +13,8 @@ from fractions import Fraction
 from tandem.plugins.graders.answer import TEXT_CHARS, extract, score
 from tandem.plugins.graders.answer_compare import Loading, ignore_loading
 from tandem.plugins.graders.answer_numbers import Number, parse_number, written_numbers
+from tandem.rewards.builtin import behind_thoughts
 from tandem.rewards.parts import BadValue
-from tandem.rewards.thoughts import behind_thoughts
 from tandem.types import Problem
 
 

@@ -5,8 +5,7 @@ so log-probs differ by rounding: the gap is measured in each step, and rl.correc
 
     trainer.py   the choice: what goes with it, models that are refused, how its ranks are opened
     core.py      a GPTModel from a Hugging Face config; the one file that imports Megatron
-    model.py     the model as algorithms see it
-    ranks.py     its passes over the processes of a mesh
+    model.py     the model as algorithms see it, and its passes over the processes of a mesh
     weights.py   where the parts of Hugging Face weights lie in Megatron's
 
 It plugs in as a trainer of tandem/registry.py. Extra: `megatron`. No GPU has run it.

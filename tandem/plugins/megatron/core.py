@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from tandem.config.parallel import Parallel
 from tandem.model.attention import Plan, Scoring
 from tandem.model.config_file import head_size, window_of
-from tandem.runtime.errors import UserError
-from tandem.train.parallel.mesh import Mesh
+from tandem.runtime.errors import UserError, not_installed
+from tandem.trainer.parallel.mesh import Mesh
 
 
 class PackedAttention(nn.Module):
@@ -42,12 +42,8 @@ class PackedAttention(nn.Module):
 def require_megatron() -> None:
     """Raise UserError if Megatron-Core is not installed, or has no GPU."""
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
-        raise UserError(
-            "Megatron-Core is not installed",
-            where="train.backend = megatron",
-            expected="the package megatron-core",
-            next="pip install 'tandem-rl[megatron]', or train.backend=tandem",
-        )
+        where, instead = "train.backend = megatron", "train.backend=tandem"
+        raise not_installed("megatron-core", "megatron", where=where, instead=instead)
     try:
         torch.cuda.current_device()  # it asks so for the place of its weights and messages
     except (AssertionError, RuntimeError) as error:

@@ -18,11 +18,16 @@ from tandem.model.attention import Plan
 from tandem.model.expert_choices import ExpertChoices
 from tandem.model.kernels import Kernels, kernels_of
 from tandem.model.linear import PackedWeight
-from tandem.model.load import ExactModel
+from tandem.model.load import ExactModel, weight_conversions
 from tandem.model.onednn import padded_rows
 from tandem.model.row_parts import WHOLE
-from tandem.plugins.megatron.weights import Slot
-from tandem.train.parallel.mesh import Group
+from tandem.plugins.megatron import core
+from tandem.plugins.megatron.weights import Place, Slot, find_slots
+from tandem.trainer.parallel.context import divide_rows
+from tandem.trainer.parallel.mesh import EXPERTS, WEIGHTS, Group, Mesh
+from tandem.trainer.parallel.pipeline import make_stage
+from tandem.trainer.parallel.processes import Processes
+from tandem.trainer.parallel.ranks import ParallelRanks
 
 T = TypeVar("T")
 
@@ -180,3 +185,54 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0][ctx.rank * ctx.rows : (ctx.rank + 1) * ctx.rows], None
+
+
+class MegatronRanks(ParallelRanks):
+    """Processes whose models are Megatron's.
+
+    Weights, optimizer state and checkpoints are boxes of the Hugging Face weights, as in
+    trainer/parallel; Megatron divides heads, features, vocabulary (tensor) and experts, and builds
+    the layers of a stage. Stages take turns as in trainer/parallel/pipeline.py, and rows are
+    divided as in its context.py. Gradients are summed over the processes that have the same weights
+    here, in rank order.
+    """
+
+    def __init__(self, mesh: Mesh, processes: Processes | None = None):
+        super().__init__(mesh, processes)
+        core.start(mesh.config)
+
+    def divide(self, model: ExactModel, dtype: torch.dtype) -> ExactModel:
+        """Return Megatron's model with this process's part of an exact model's weights."""
+        config, mesh, whole = model.config, self.mesh, model.named_weights()
+        module = core.build(config, mesh, dtype, model.checkpointing)
+        tensor, expert = mesh.group("tensor"), mesh.group("expert")
+        place = Place((tensor.rank, tensor.size), (expert.rank, expert.size))
+        shapes = {name: weight.shape for name, weight in whole.items()}
+        slots = find_slots(module, config, shapes, place)
+        # an export by its process has the names of the exact model's
+        module._weight_conversions = weight_conversions(model.module)
+        for parameter in module.parameters():
+            parameter.data.zero_()  # rows that pad the vocabulary stay so
+            parameter.grad_dtype = torch.float32
+        rotary = model.module.model.rotary_emb
+        divided = MegatronModel(module, slots, config, rotary.inv_freq, tensor, expert)
+        divided.load_weights(whole)
+        divide_rows(divided, mesh, dtype)
+        stage = make_stage(divided, mesh.group("pipeline"), dtype, config.tie_word_embeddings)
+        self.keep(stage, {}, divided.parts, {name: slot.box for name, slot in slots.items()})
+        return divided
+
+    def take_gradients(self, model: ExactModel) -> None:
+        """Sum the gradients of the processes that hold the same part, and give them to the
+        parts."""
+        assert isinstance(model, MegatronModel)
+        zeros = {p: torch.zeros_like(p) for p in model.module.parameters() if p.grad is None}
+        for name, slot in model.slots.items():
+            gradient = slot.read(lambda p: zeros[p] if p.grad is None else p.grad)
+            if slot.of_own_heads:
+                gradient = self.mesh.group("tensor").sum(gradient, name)
+            dimensions = EXPERTS if slot.is_expert else WEIGHTS
+            model.parts[name].grad = self.mesh.group(*dimensions).sum(gradient, name)
+        for parameter in model.module.parameters():
+            parameter.grad = None
+        self.sum_tied(self._divided[model])

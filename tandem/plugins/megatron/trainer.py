@@ -10,9 +10,9 @@ from tandem.runtime.errors import UserError
 
 if TYPE_CHECKING:
     from tandem.model.config_file import HeadKind
-    from tandem.train.parallel.mesh import Mesh
-    from tandem.train.parallel.processes import Processes
-    from tandem.train.ranks import Ranks
+    from tandem.trainer.parallel.mesh import Mesh
+    from tandem.trainer.parallel.processes import Processes
+    from tandem.trainer.ranks import Ranks
 
 
 class Megatron(Trainer):
@@ -50,7 +50,7 @@ class Megatron(Trainer):
         check_megatron(shape, config.parallel, "value" if head == "value" else "tokens")
 
     def make_ranks(self, mesh: "Mesh", processes: "Processes") -> "Ranks":
-        from tandem.plugins.megatron.ranks import MegatronRanks
+        from tandem.plugins.megatron.model import MegatronRanks
 
         return MegatronRanks(mesh, processes)
 

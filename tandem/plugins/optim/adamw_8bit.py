@@ -24,7 +24,7 @@ from torch.nn import functional
 from torch.optim.adamw import adamw
 
 from tandem.model.boxes import Box
-from tandem.train.optimizer import MOMENTS, Optimizer
+from tandem.trainer.optimizer import MOMENTS, Optimizer
 
 BLOCK = 256  # numbers with a scale of their own, of one row
 CHUNK = 1 << 22  # numbers of a matrix whose moments are float32 at once

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tandem.train.optimizer import BUCKET, MOMENTS, Optimizer, Settings
+from tandem.trainer.optimizer import BUCKET, MOMENTS, Optimizer, Settings
 
 
 class OffloadedOptimizer(Optimizer):

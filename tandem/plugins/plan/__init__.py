@@ -5,9 +5,8 @@ of so many GPUs (`--gpus`). results/plan_accuracy.md compares plans with runs, r
 the formulas of meshes with published numbers.
 
     footprint.py    memory and disk of one process or of a mesh, and what a setting saves
-    shards.py, activations.py   the bytes of a rank, and what autograd keeps
-    plan_memory.py  what a run takes of this machine besides: Python, passing tensors, workers
-    scaling.py, gpus.py, meshes.py   communication, time, and which meshes are possible
+    shards.py       the bytes of a rank, and what autograd keeps
+    scaling.py, meshes.py   GPUs, communication, time, and which meshes are possible
     command.py, cli.py   the command
 
 It plugs in as a command, and as `resources` of tandem/registry.py: a run asks it for advice when

@@ -12,6 +12,7 @@ nor how long a step takes: that says a run with run.steps=3, in its timings.json
 
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,20 +25,19 @@ from tandem.choices import machine_of
 from tandem.cli.progress import WIDTH, console
 from tandem.config.recipe import describe, toml_value
 from tandem.config.schema import Config
-from tandem.jobs.disk_space import free_for
+from tandem.data.own_calls import warn_of_unread_calls
 from tandem.jobs.engines import open_envs_and_rewards
 from tandem.jobs.input_hashes import KEYS, input_hashes
 from tandem.jobs.inputs import ProblemInputs
 from tandem.jobs.models import placement, releases_cache
 from tandem.model import custom_code
 from tandem.model.rope import positions_of
-from tandem.plugins.plan.footprint import Footprint, Need, model_sizes
-from tandem.plugins.plan.plan_memory import Batch, batch_of, rows_here
+from tandem.plugins.plan.footprint import Batch, Footprint, Need, batch_of, model_sizes, rows_here
 from tandem.registry import find
 from tandem.run_folder.folder import check_run, has_steps, resolved
 from tandem.run_folder.resume import resumable
 from tandem.run_folder.trackers.links import require_trackers
-from tandem.runtime.disk import human_bytes, write_atomic
+from tandem.runtime.disk import existing_parent, human_bytes, write_atomic
 from tandem.runtime.errors import UserError
 from tandem.runtime.wording import counted
 from tandem.types import Attempt, Problem
@@ -59,7 +59,8 @@ class Machine:
         ]
         texts = [limit.read_text().strip() for limit in limits if limit.is_file()]
         memory = min([memory, *(int(text) for text in texts if text.isdecimal())])
-        return cls(memory=memory, disk=free_for(folder))
+        held = sum(file.stat().st_size for file in (folder / "checkpoints").glob("step_*/*"))
+        return cls(memory=memory, disk=shutil.disk_usage(existing_parent(folder)).free + held)
 
 
 def plan(
@@ -95,6 +96,7 @@ class _Plan:
         self.reasons: list[str] = []  # why it could not start
         self.longest = 0  # tokens of a prompt, chat or answer to train on
         self.first_problem: Problem | None = None
+        self.renderer: Any = None  # data.renderer.ChatRenderer, if the data could be read
         self.figures: dict[str, Any] = {}  # bytes and seconds, for programs
         self.batch: Batch | None = None  # without, the data could not be read
 
@@ -159,9 +161,16 @@ class _Plan:
         if self.command in ("train", "distill"):
             rl = config.rl
             episodes = rl.prompts_per_step * rl.group_size * max(1, rl.max_gen_batches)
-            tokens, updates = episodes * config.rollout.max_new_tokens, rl.minibatches * rl.epochs
+            turns = 1 if config.env.name == "single_turn" else config.env.max_turns
+            tokens = episodes * turns * config.rollout.max_new_tokens
+            updates = rl.minibatches * rl.epochs
             _say("a step")
             _say(f"  {counted(tokens, 'sampled tokens')} at most, {counted(updates, 'updates')}")
+            if turns > 1:
+                rows = counted(episodes * (turns if config.rollout.renders else 1), "sequences")
+                most = f"{config.env.max_tokens:,}" if config.env.max_tokens else "all that it can"
+                text = f"at most, each of {most} tokens the model places"
+                _say(f"  {rows} {text} (rollout.history = {config.rollout.history})")
             bound = "at most " if rl.max_gen_batches else ""
             return f"{counted(config.run.steps, 'steps')} of {bound}{counted(episodes, 'episodes')}"
         if self.command == "sft":
@@ -184,7 +193,7 @@ class _Plan:
     def _data(self) -> None:
         inputs = find("inputs", self.command, key="--for")(self.config)
         problems = inputs.problems if isinstance(inputs, ProblemInputs) else inputs.held_out
-        self.first_problem = next(iter(problems), None)
+        self.first_problem, self.renderer = next(iter(problems), None), inputs.renderer
         self.images = inputs.images
         self.batch = batch_of(self.config, self.command, inputs.counts)
         for key, count in inputs.counts.items():
@@ -202,7 +211,9 @@ class _Plan:
         """Load environment and reward functions, and score a made-up completion of the first
         problem: a function that cannot would stop the run at its first step."""
         config, problem = self.config, self.first_problem
-        with open_envs_and_rewards(config) as (_, rewards):
+        with open_envs_and_rewards(config) as (envs, rewards):
+            if envs.make().tools:
+                warn_of_unread_calls(self.renderer)
             others = {"env", "reward_model"} & set(config.reward.functions)
             if problem is None or others or config.env.name != "single_turn":
                 return  # what an environment or a model gives cannot be made up

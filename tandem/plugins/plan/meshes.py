@@ -1,7 +1,7 @@
 """`tandem plan RECIPE --gpus 64`: the meshes on which a run would be fastest, by arithmetic.
 
     tandem plan my.toml --gpus 64                 64 H200
-    tandem plan my.toml --gpus 512 --gpu h100     others: tandem/plugins/plan/gpus.py
+    tandem plan my.toml --gpus 512 --gpu h100     others: tandem/plugins/plan/scaling.py
 
 No GPU is needed and no weights are read; where the recipe has data.max_prompt_tokens, prompts are
 taken to be so long and no data is read, so that a directory with a config.json is enough.
@@ -24,8 +24,16 @@ from tandem.model.config_file import LEAN_ARCHITECTURES
 from tandem.model.paths import divisible
 from tandem.model.placement import Placement
 from tandem.plugins.plan.footprint import Footprint, model_sizes
-from tandem.plugins.plan.gpus import GPUS, Assumptions, Gpu
-from tandem.plugins.plan.scaling import Rollout, Times, cached_bytes, rollout_time, update_time
+from tandem.plugins.plan.scaling import (
+    GPUS,
+    Assumptions,
+    Gpu,
+    Rollout,
+    Times,
+    cached_bytes,
+    rollout_time,
+    update_time,
+)
 from tandem.registry import find
 from tandem.runtime.disk import human_bytes
 from tandem.runtime.errors import UserError
@@ -47,17 +55,6 @@ class Plan:
     @property
     def needed(self) -> int:
         return max(self.loading, sum(self.memory.values()))
-
-    @property
-    def sizes(self) -> list[tuple[str, int]]:
-        """The sizes of the mesh beyond 1."""
-        return sizes_of(self.mesh)
-
-
-def sizes_of(mesh: Parallel) -> list[tuple[str, int]]:
-    """List the sizes of a mesh beyond 1, outermost first."""
-    sizes = [(name, int(getattr(mesh, name))) for name in (*DIMENSIONS, "shard")]
-    return [(name, size) for name, size in sizes if size > 1]
 
 
 def why_refused(run: Footprint) -> str:
@@ -220,7 +217,7 @@ def _run(config: Config, command: str) -> Footprint:
 
 def _print_meshes(found: list[Plan], updates: int, of_recipe: Parallel) -> None:
     """Print the fastest meshes, and that of the recipe if it has several processes."""
-    own = [plan for plan in found if plan.sizes == sizes_of(of_recipe)]
+    own = [plan for plan in found if plan.mesh.mesh == of_recipe.mesh]
     shown = found[:SHOWN] + [plan for plan in own if plan not in found[:SHOWN]]
     print_table(
         ["mesh", "seconds", "messages", "bubble", "memory", "bound by"],
@@ -237,7 +234,7 @@ def _print_meshes(found: list[Plan], updates: int, of_recipe: Parallel) -> None:
         ],
         title=f"updates of a step: the fastest of {len(found)} meshes that fit",
     )
-    if settings := [f"parallel.{name}={size}" for name, size in found[0].sizes]:
+    if settings := [f"parallel.{size}" for size in found[0].mesh.mesh.split()]:
         print_lines([f"the first one: {' '.join(settings)}"])
     if of_recipe.processes > 1:
         stands = "is *" if own else f"is not among them: {_name(of_recipe)}"
@@ -245,7 +242,7 @@ def _print_meshes(found: list[Plan], updates: int, of_recipe: Parallel) -> None:
 
 
 def _name(mesh: Parallel) -> str:
-    return " x ".join(f"{name} {size}" for name, size in sizes_of(mesh)) or "one GPU"
+    return mesh.mesh.replace(" ", " x ").replace("=", " ") or "one GPU"
 
 
 def _print_rollout(run: Footprint, count: int, gpu: Gpu, assumed: Assumptions) -> None:

@@ -1,9 +1,10 @@
 """Communication and time of an update over a mesh of GPUs, and of a rollout, by arithmetic over the
 shapes.
 
-Formulas are of what train/parallel does; results/scaling.md has them in words, with their checks
+Formulas are of what trainer/parallel does; results/scaling.md has them in words, with their checks
 against published numbers. H, E and L are query heads, head size and layers; bytes are those that
-one rank sends. They know no run.
+one rank sends. GPUs are those of their vendor's data sheets, and the shares of them that a plan
+assumes; nothing is measured. They know no run.
 """
 
 from dataclasses import dataclass
@@ -15,9 +16,87 @@ import numpy as np
 
 from tandem.config.parallel import DIMENSIONS, Parallel
 from tandem.model.config_file import head_size, is_sparse
-from tandem.plugins.plan.activations import FLOAT32
-from tandem.plugins.plan.gpus import Assumptions, Gpu
-from tandem.plugins.plan.shards import Work, layer_parameters, part_of
+from tandem.plugins.plan.shards import FLOAT32, Work, layer_parameters, part_of
+
+# ---------------------------------------------------------------- GPUs, by their vendor's numbers
+
+GB, TERA = 1e9, 1e12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """A GPU in a node of eight. Rates are of one GPU and in one direction."""
+
+    name: str
+    flops: float  # FLOP/s of dense products in bfloat16
+    memory: float  # bytes
+    bandwidth: float  # bytes/s of its memory
+    nvlink: float  # bytes/s to the others of its node
+    network: float  # bytes/s to other nodes
+    source: str
+    node: int = 8  # GPUs of a node
+
+
+# Data sheets give products with sparsity, twice those of dense matrices, and NVLink both ways,
+# twice one way. Networks are those of the vendor's own systems, one adapter a GPU.
+GPUS = {
+    "a100": Gpu(
+        name="A100 80GB SXM",
+        flops=312 * TERA,
+        memory=80 * GB,
+        bandwidth=2039 * GB,
+        nvlink=300 * GB,
+        network=25 * GB,
+        source="NVIDIA A100 data sheet; DGX A100: 8 x 200 Gb/s",
+    ),
+    "h100": Gpu(
+        name="H100 SXM",
+        flops=989 * TERA,
+        memory=80 * GB,
+        bandwidth=3350 * GB,
+        nvlink=450 * GB,
+        network=50 * GB,
+        source="NVIDIA H100 data sheet; DGX H100: 8 x 400 Gb/s",
+    ),
+    "h200": Gpu(
+        name="H200 SXM",
+        flops=989 * TERA,
+        memory=141 * GB,
+        bandwidth=4800 * GB,
+        nvlink=450 * GB,
+        network=50 * GB,
+        source="NVIDIA H200 data sheet; DGX H200: 8 x 400 Gb/s",
+    ),
+    "b200": Gpu(
+        name="B200 SXM",
+        flops=2250 * TERA,
+        memory=180 * GB,
+        bandwidth=8000 * GB,
+        nvlink=900 * GB,
+        network=50 * GB,
+        source="NVIDIA DGX B200 data sheet, an eighth of it; 8 x 400 Gb/s",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assumptions:
+    """Shares of the vendor's numbers that a plan counts on."""
+
+    products: float = 0.4  # of the FLOP/s, in training
+    links: float = 0.8  # of NVLink and network
+    decode: float = 0.6  # of the memory's bandwidth, in decode; of the FLOP/s, in prefill
+    memory: float = 0.9  # of the GPU's memory; the rest is for passing tensors and fragments
+
+    def __str__(self) -> str:
+        return (
+            f"{self.products:.0%} of peak FLOP/s in training, {self.links:.0%} of the links, "
+            f"{self.decode:.0%} of bandwidth in decode, {self.memory:.0%} of memory; no latencies, "
+            "work evenly divided, gathers of weights behind the products"
+        )
+
+
+# ---------------------------------------------------------------- communication and time
 
 WEIGHTS = ("data", "expert", "context")  # dimensions whose ranks have copies of the weights
 

@@ -29,7 +29,7 @@ class Servers(RolloutBackend):
 
     def parity(self, config: Config, exact: bool, inexact: str) -> ParityCheck:
         from tandem.plugins.servers.rollouts import ExactServers
-        from tandem.train.parity import MeasuredGap
+        from tandem.trainer.parity import MeasuredGap
 
         measured = MeasuredGap(config, self.where(config))
         return ExactServers(measured) if exact else measured

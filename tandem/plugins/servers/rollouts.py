@@ -25,9 +25,9 @@ from tandem.model.rope import positions_of
 from tandem.plugins.servers.engines import HttpEngines
 from tandem.runtime.disk import disk_errors
 from tandem.runtime.errors import UserError
-from tandem.train.batch import TrainBatch
-from tandem.train.learner import Learner
-from tandem.train.parity import ExactCheck, MeasuredGap
+from tandem.trainer.batch import TrainBatch
+from tandem.trainer.learner import Learner
+from tandem.trainer.parity import ExactCheck, MeasuredGap
 from tandem.types import Row
 from tandem.weights.hashing import weight_hash
 from tandem.weights.in_process import weights_gone

@@ -13,12 +13,12 @@ from tandem.registry import find, names
 from tandem.runtime.errors import UserError
 from tandem.runtime.wording import counted
 
-REASONING, VERIFIERS = "reasoning_gym:", "verifiers:"
+REASONING = "reasoning_gym:"
 
 
 def generate(
     task: Annotated[
-        str, argument(help="a task, e.g. countdown, guess, reasoning_gym:NAME, verifiers:ID")
+        str, argument(help="a task, e.g. guess, reasoning_gym:NAME, verifiers:ID, harbor:FOLDER")
     ],
     out: Annotated[Path, unset(help="FILE.jsonl")],
     count: Annotated[int, Option(min=1, help="how many problems")] = 1000,
@@ -56,7 +56,7 @@ def generate(
     console.print(made, markup=False)
     if len(rows) < count:
         why = "there are no more new ones at this difficulty; another --difficulty may have more"
-        if task.startswith(VERIFIERS):
+        if task.partition(":")[0] in names("sources"):
             why = "the environment has no more tasks"
         elif "," in task:
             why = "one of the data sets has no more new questions, and each keeps its share"
@@ -74,21 +74,22 @@ def _rows(
     if weights:
         what = "weights mix the data sets of reasoning-gym; of files, data.weights mixes them"
         raise UserError(what, where="--weights", found=task)
-    if task.startswith(VERIFIERS):  # which copies a fixed list, and draws nothing
+    source, _, id = task.partition(":")
+    if id and source in names("sources"):  # which copies a fixed list, and draws nothing
         options: list[tuple[str, object, object]] = [("--split", split, "train")]
         options += [("--difficulty", difficulty, None), ("--seed", seed, 0)]
         given = [f"{option} {value}" for option, value, default in options if value != default]
         if given:
-            what = "the tasks of a verifiers environment are its own: they are not drawn"
+            what = f"the tasks of {source} are its own: they are not drawn"
             raise UserError(what, where=task, found=" ".join(given))
-        rows = find("sources", "verifiers", key="TASK")
-        return list(rows(task.removeprefix(VERIFIERS), limit=count))
+        return list(find("sources", source, key="TASK")(id, limit=count))
     if task in names("tasks"):
         drawn = find("tasks", task, key="TASK")
         lowest = drawn.difficulties[0]
         return drawn.rows(split, count, seed, lowest if difficulty is None else difficulty)  # type: ignore[no-any-return]
+    others = ":ID or ".join(names("sources"))
     raise UserError(
         "there is no such task",
         found=task,
-        expected=f"{', '.join(names('tasks'))}, {REASONING}NAME,... or {VERIFIERS}ID",
+        expected=f"{', '.join(names('tasks'))}, {REASONING}NAME,... or {others}:ID",
     )

@@ -19,7 +19,7 @@ from fractions import Fraction
 from typing import Any
 
 from tandem.plugins.tasks.generate import Generator, TaskProblem, drawn, randint
-from tandem.rewards.thoughts import behind_thoughts
+from tandem.rewards.builtin import behind_thoughts
 from tandem.types import Problem
 
 LEVELS = [2, 3, 4, 5, 6]

@@ -15,20 +15,16 @@ from typing import Any
 
 from tandem.data.mixture import owners, taken_by
 from tandem.plugins.tasks.generate import Row, check_split, is_test
-from tandem.rewards.thoughts import behind_thoughts
+from tandem.rewards.builtin import behind_thoughts
 from tandem.runtime import rng
-from tandem.runtime.errors import UserError
+from tandem.runtime.errors import UserError, not_installed
 from tandem.types import Problem
 
 try:
     import reasoning_gym
     from reasoning_gym.factory import CURRICULA, DATASETS, create_curriculum
 except ModuleNotFoundError as missing:
-    raise UserError(
-        "the package reasoning-gym is not installed",
-        found=f"no {missing.name}",
-        next="pip install 'tandem-rl[reasoning-gym]'",
-    ) from None
+    raise not_installed(f"{missing.name}", "reasoning-gym", where="reasoning_gym") from None
 
 # Entries made under one seed. Fixed: entries of some generators depend on how many there are.
 CHUNK = 500

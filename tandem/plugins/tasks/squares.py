@@ -12,7 +12,7 @@ import io
 import numpy as np
 
 from tandem.plugins.tasks.generate import Generator, TaskProblem, drawn, randint
-from tandem.runtime.errors import UserError
+from tandem.runtime.errors import not_installed
 
 # difficulty -> (most squares, colours on an image)
 LEVELS = {1: (3, 1), 2: (5, 1), 3: (5, 2), 4: (9, 3)}
@@ -51,11 +51,7 @@ def _png(squares: list[tuple[int, int, int, str]]) -> str:
     try:
         from PIL import Image
     except ImportError:
-        raise UserError(
-            "images are drawn by the package pillow, which is not installed",
-            where="tandem generate squares",
-            next="pip install 'tandem-rl[images]'",
-        ) from None
+        raise not_installed("pillow", "images", where="tandem generate squares") from None
     pixels, size = np.full((SIDE, SIDE, 3), 255, np.uint8), SIDE // CELLS
     for place, down, right, colour in squares:
         top, left = place // CELLS * size + down, place % CELLS * size + right

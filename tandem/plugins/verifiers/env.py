@@ -16,7 +16,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from tandem.envs.agent.env import AgentDrivenEnv
-from tandem.runtime.errors import UserError
+from tandem.runtime.errors import UserError, not_installed
 from tandem.types import Problem
 
 if TYPE_CHECKING:
@@ -65,11 +65,7 @@ def rows(
 def host_of(id: str, args: Options | None = None, env: Options | None = None) -> "Host":
     """Return the host of this environment in this process. Raises UserError."""
     if importlib.util.find_spec("verifiers") is None:
-        raise UserError(
-            "verifiers is not installed",
-            where="env.name = verifiers",
-            next="pip install 'tandem-rl[verifiers]'",
-        )
+        raise not_installed("verifiers", "verifiers", where="env.name = verifiers")
     return _host(id, json.dumps(args or {}, sort_keys=True), json.dumps(env or {}, sort_keys=True))
 
 

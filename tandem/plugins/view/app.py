@@ -62,7 +62,7 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 
-Answer = Callable[[Request], Any]  # JSON, from a thread
+Answer = Callable[[Request], Any]  # JSON or a response, from a thread
 
 
 class Api:
@@ -82,11 +82,11 @@ class Api:
             "episode": self.episode,
             "step": self.step,
             "diff": self.diff,
+            "export": self.export,
+            "image": self.image,
         }
         return [
-            *(Route(f"/api/{name}", _json_endpoint(answer)) for name, answer in answers.items()),
-            Route("/api/export", self.export),
-            Route("/api/image", self.image),
+            *(Route(f"/api/{name}", _endpoint(answer)) for name, answer in answers.items()),
             Route("/api/events", self.events),
         ]
 
@@ -152,14 +152,10 @@ class Api:
 
     def export(self, request: Request) -> Response:
         """Send the episodes of a query as a file."""
-        try:
-            [run] = self._asked(request, 1)
-            query = parse_query(request.query_params)
-            if (kind := request.query_params.get("format", "jsonl")) not in FORMATS:
-                raise ValueError(f"format is {kind!r:.40}; expected one of {', '.join(FORMATS)}")
-        except (KeyError, ValueError) as error:
-            return _problem(error)
-        table = self.table(run)
+        [run] = self._asked(request, 1)
+        query, table = parse_query(request.query_params), self.table(run)
+        if (kind := request.query_params.get("format", "jsonl")) not in FORMATS:
+            raise ValueError(f"format is {kind!r:.40}; expected one of {', '.join(FORMATS)}")
         name = f"{run.name.replace('/', '-')}-episodes.{kind}"
         plain = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in name)
         headers = {"Content-Disposition": f'attachment; filename="{plain}"'}
@@ -173,11 +169,8 @@ class Api:
 
     def image(self, request: Request) -> Response:
         """Send an image by the name that its tokens have."""
-        try:
-            [run] = self._asked(request, 1)
-            data, media_type = read_image(run, request.query_params.get("name", ""))
-        except (KeyError, ValueError) as error:
-            return _problem(error)
+        [run] = self._asked(request, 1)
+        data, media_type = read_image(run, request.query_params.get("name", ""))
         return Response(data, media_type=media_type)
 
     async def events(self, request: Request) -> Response:
@@ -233,10 +226,11 @@ def _parquet(write: Callable[[Any], None]) -> Iterator[bytes]:
             yield part
 
 
-def _json_endpoint(answer: Answer) -> Callable[[Request], Response]:
+def _endpoint(answer: Answer) -> Callable[[Request], Response]:
     def endpoint(request: Request) -> Response:
         try:
-            return _Json(answer(request))
+            found = answer(request)
+            return found if isinstance(found, Response) else _Json(found)
         except (KeyError, ValueError, OverflowError, UserError) as error:
             return _problem(error)
 

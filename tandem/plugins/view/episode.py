@@ -27,7 +27,6 @@ from tandem.rl.algorithms import estimator
 from tandem.run_folder.episode_files import episode_file, read_table
 from tandem.runtime.errors import UserError
 from tandem.runtime.image_parts import images_of, message_text, shows_images
-from tandem.runtime.image_store import media_type
 from tandem.runtime.image_tokens import IMAGE, NAME_DIGITS
 
 PEER_TEXT = 4000  # characters of another attempt
@@ -54,11 +53,8 @@ def read_episode(run: Run, kind: str, step: int, row: int) -> dict[str, Any]:
     group = table.column("group").to_numpy() == record["group"]
     peers = table.select(_PEER).filter(group).to_pylist()
     places = np.flatnonzero(group).tolist()
-    values, command = run.config_values(), read_json(run.folder / "run.json").get("command")
-    advantages = _advantages(values, peers) if (kind, command) == ("train", "train") else None
-    own = None
-    if advantages and record["outcome"] != "unfinished" and not any(record["penalties"]):
-        own = advantages[places.index(row)]
+    values = run.config_values()
+    own = _step_advantages(run, values, step).get(row) if kind == "train" else None
     return {
         **{name: record[name] for name in _PLAIN},
         "key": str(record["key"]),  # 64 bits, more than a number of a browser
@@ -94,6 +90,13 @@ _PLAIN = [
     *("step", "group", "outcome", "uid", "sample_index", "category", "answer", "stop_reason"),
     *("env_error", "reward_error", "masked", "reward", "num_turns", "num_prompt_tokens"),
 ]
+# files that a browser shows, by their first bytes
+_IMAGES = {
+    b"\x89PNG": "image/png",
+    b"\xff\xd8\xff": "image/jpeg",
+    b"GIF8": "image/gif",
+    b"BM": "image/bmp",
+}
 
 
 def read_image(run: Run, name: str) -> tuple[bytes, str]:
@@ -101,7 +104,8 @@ def read_image(run: Run, name: str) -> tuple[bytes, str]:
     known = len(name) == NAME_DIGITS and not set(name) - set(hexdigits)
     path = run.folder / "images" / name
     data = path.read_bytes() if known and path.is_file() else b""
-    if not (kind := media_type(data)):
+    found = (kind for start, kind in _IMAGES.items() if data.startswith(start))
+    if not (kind := "image/webp" if data[8:12] == b"WEBP" else next(found, "")):
         raise KeyError(f"{run.name} has no image {name!r:.40}")
     return data, kind
 
@@ -196,6 +200,7 @@ def _tokens(
     same = same and all(isinstance(row, dict) for row in learned)
     return {
         "id": ids,
+        "starts": record.get("starts") or [],
         "text": token_texts(run.folder, str(values.get("model.path", "")), ids),
         "sampled": mask,
         "logprob": record["engine_logprobs"],
@@ -291,6 +296,6 @@ _GROUP = ("kind", "group", "uid", "category", "answer", "prompt", "outcome")
 _ATTEMPT = ("row", "sample", "reward", "stop", "tokens", "error", "masked", "snippet")
 _SETTINGS = (
     *("rl.algorithm", "rl.advantage", "rl.loss", "rl.aggregation", "rl.correction", "rl.kl_coef"),
-    *("rl.kl_in", "rl.entropy_coef"),
+    *("rl.kl_in", "rl.entropy_coef", "rollout.history"),
     *("rl.prompts_per_step", "rl.group_size", "rollout.staleness", "train.learning_rate"),
 )

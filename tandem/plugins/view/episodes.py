@@ -210,7 +210,7 @@ class EpisodeTable:
         """Write the episodes of a query as one Parquet file, with the journal's columns."""
         with pq.ParquetWriter(sink, SCHEMA, compression="zstd") as writer:
             for path, rows in self._selected(query):
-                writer.write_table(read_table(path).take(rows).cast(SCHEMA))
+                writer.write_table(read_table(path, SCHEMA.names).take(rows).cast(SCHEMA))
 
     def _selected(self, query: Query) -> Iterator[tuple[Path, list[int]]]:
         """Yield each file of a query with the rows in it, in the order of the files."""

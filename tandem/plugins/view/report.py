@@ -42,8 +42,7 @@ article{border:1px solid var(--line);border-radius:8px;margin:.8rem 0;overflow:h
 article>p{margin:0;padding:.5rem .8rem;background:var(--card);font-size:.85rem}
 pre{white-space:pre-wrap;overflow-wrap:anywhere;margin:0;padding:.5rem .8rem;
 font:13px/1.5 ui-monospace,monospace;border-top:1px solid var(--line);unicode-bidi:isolate}
-pre b{color:var(--dim);font-weight:500}table{border-collapse:collapse;font-size:.85rem}
-td{padding:.1rem .8rem .1rem 0;vertical-align:top;overflow-wrap:anywhere}
+pre b{color:var(--dim);font-weight:500}
 """
 
 
@@ -91,21 +90,24 @@ def report(run: Run) -> str:
     """Write the HTML file of a run. Raises UserError for damaged episodes."""
     summary = run.summary()
     title = f"{run.name}: tandem {summary['command']}"
-    curves = figure(panels([run])) if run.metrics.steps else "<p>It has made no step yet.</p>"
+    drawn = panels([run])
+    flat = [f"{one.title} {one.lines[0].y[0]:g}" for one in drawn if one.is_constant]
+    curves = figure([one for one in drawn if not one.is_constant]) if drawn else ""
+    about = [summary[name] for name in ("command", "algorithm", "state", "model", "machine")]
+    about += [f"{summary['size']:,} parameters" * bool(summary["size"])]
+    about += [f"begun {summary['created']}, last written {summary['written']}"]
     notes = [f"failed: {summary['failed']}"] * bool(summary["failed"]) + summary["warnings"]
-    config = "".join(
-        f"<tr><td>{_text(name)}</td><td>{_text(str(value))}</td></tr>"
-        for name, value in run.config_values().items()
-    )
+    values = run.config_values().items()
+    config = "\n".join(f"{name} = {json.dumps(value, default=str)}" for name, value in values)
     sections = [
-        f"<h1>{_text(run.name)}</h1><p class=dim>tandem {_text(summary['command'])}, "
-        f"{_text(summary['created'])}, {_text(summary['state'])}</p>",
+        f"<h1>{_text(run.name)}</h1><p class=dim>{_text(' · '.join(filter(None, about)))}</p>",
         _figures(summary),
         *(f"<article><p>{_text(note)}</p></article>" for note in notes),
-        f"<h2>Curves</h2>{curves}",
+        f"<h2>Curves</h2>{curves or '<p>It has made no step yet.</p>'}",
+        *([f"<p class=dim>Constant: {', '.join(flat)}</p>"] if flat else []),
         *_episode_sections(run),
         "<h2>Configuration</h2><details><summary>every key</summary>",
-        f"<table>{config}</table></details>",
+        f"<pre>{_text(config)}</pre></details>",
     ]
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     return (
@@ -117,11 +119,12 @@ def report(run: Run) -> str:
 
 
 def _figures(summary: dict[str, Any]) -> str:
-    held_out, interval = summary["held_out"], summary["interval"]
+    held_out, interval = summary["held_out"], summary["interval"] or 0
+    ends = [] if held_out is None else [f"{summary['held_out_first']:.3f}", f"{held_out:.3f}"]
     rows = {
         "step": f"{summary['step']} of {summary['steps']}",
         summary["what"]: _number(summary["reward"]),
-        "held-out reward": "" if held_out is None else f"{held_out:.3f} ± {interval or 0:.3f}",
+        "held-out reward": f"{' → '.join(ends)} ± {interval:.3f}" if ends else "",
         "seconds a step": _number(summary["step_s"]),
         "tokens a second": _number(summary["tokens_s"]),
         "failed episodes": str(summary["errors"]),
@@ -143,7 +146,9 @@ def _episode_sections(run: Run) -> list[str]:
     found = []
     if steps["train"]:
         last = steps["train"][-1]
-        samples = sorted(read_samples(episode_file(folder, last)), key=lambda one: one.reward)
+        samples = sorted(
+            read_samples(episode_file(folder, last)), key=lambda one: one.episode.reward
+        )
         for name, chosen in (("Best", samples[::-1]), ("Worst", samples)):
             found.append(_section(run, f"{name} of step {last}", chosen[:CHOSEN]))
     kind = "eval_greedy" if steps["eval_greedy"] else "eval_sampled"
@@ -154,7 +159,8 @@ def _episode_sections(run: Run) -> list[str]:
             for step in (first, last)
         )
         both = [name for name in after if name in before]
-        both.sort(key=lambda name: -abs(after[name].reward - before[name].reward))
+        gains = {name: after[name].episode.reward - before[name].episode.reward for name in both}
+        both.sort(key=lambda name: -abs(gains[name]))
         pairs = [sample for name in both[:CHOSEN] for sample in (before[name], after[name])]
         title = f"Held-out problems, before (step {first}) and after (step {last})"
         found.append(_section(run, title, pairs))
@@ -167,7 +173,7 @@ def _section(run: Run, title: str, samples: Sequence[Sample]) -> str:
 
 def _article(run: Run, sample: Sample) -> str:
     messages = ""
-    for message in (*sample.prompt, *sample.transcript):
+    for message in sample.episode.chat(sample.group.problem):
         text = _text(message_text(message)[:LONGEST])
         messages += f"<pre><b>{_text(message['role'])}</b> {text}</pre>"
         for name in images_of([message]):
@@ -175,7 +181,8 @@ def _article(run: Run, sample: Sample) -> str:
                 data, kind = read_image(run, name)
                 source = f"data:{kind};base64,{b64encode(data).decode()}"
                 messages += f'<img alt="{_text(name)}" src="{source}">'
-    notes = [f"expected answer: {sample.answer}"] * bool(sample.answer)
+    answer = sample.group.problem.answer
+    notes = [f"expected answer: {answer}"] * bool(answer)
     notes += [f"error: {error}" for error in sample.errors]
     lines = "".join(f"<br>{_text(note)}" for note in notes)
     heading = f"<b>{_text(sample.name)}</b> <span class=dim>{_text(sample.summary)}</span>{lines}"

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from array import array
+from collections import defaultdict
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from tandem.run_folder.best import BEST, read_best
 from tandem.run_folder.config_changes import toml_values
@@ -53,7 +55,7 @@ class Columns:
 
     def _forget(self, inode: int) -> None:
         self.steps = array("q")
-        self.values: dict[str, array[float]] = {}
+        self.values: dict[str, array[float]] = defaultdict(lambda: array("d"))
         self.broken, self._offset, self._inode = 0, 0, inode
 
     def refresh(self) -> None:
@@ -88,11 +90,8 @@ class Columns:
             return
         place = len(self.steps) - 1
         for name, value in values:
-            column = self.values.get(name)
-            if column is None:
-                column = self.values[name] = array("d")
-            if len(column) < place:
-                column.extend([NAN] * (place - len(column)))
+            column = self.values[name]
+            column.extend([NAN] * (place - len(column)))
             if len(column) == place:  # a name twice, as "a/b" and in "a", counts once
                 column.append(value)
 
@@ -184,17 +183,18 @@ class Run:
             best = asdict(read_best(self.folder))
         done, steps = self.progress(status)
         state = self.state(done, steps)
-        failures = sum(
-            value
-            for name in FAILURES
-            for value in metrics.values.get(name, ())
-            if not math.isnan(value)
-        )
+        failures = sum(np.nansum(metrics.values.get(name, ())) for name in FAILURES)
         reward = next((n for n in ("reward", "loss", "nll") if n in metrics.values), "reward")
+        config, command = self.config_values(), str(about.get("command", ""))
         return {
             "name": self.name,
-            "command": about.get("command", ""),
-            "created": about.get("created", ""),
+            "command": command,
+            "algorithm": config.get("rl.algorithm", "") if command == "train" else "",
+            "model": str(config.get("model.path", "")),
+            "size": self.size(),
+            "machine": str(read_json(self.folder / "machine.json").get("processor", "")),
+            "created": str(about.get("created", "")),
+            "written": str(status.get("time", "")),
             "state": state,
             **self.messages(state),
             "step": done,
@@ -202,6 +202,7 @@ class Run:
             "what": reward,
             "reward": last(reward),
             "trend": self.series(reward, points=60)["y"],
+            "held_out_first": next(iter(self.series("eval/sampled")["y"]), None),
             "held_out": last("eval/sampled"),
             "best": best,
             "interval": last("eval/sampled_interval"),
@@ -211,6 +212,14 @@ class Run:
             "broken": metrics.broken + self.timings.broken,
             "processes": status.get("processes", []),
         }
+
+    def size(self) -> int:
+        """Count the weights of the newest checkpoint, by the header of its file; 0 without one."""
+        for path in sorted(self.folder.glob("checkpoints/step_*/policy.safetensors"), reverse=True):
+            with suppress(OSError, SafetensorError), safe_open(path, "np") as file:
+                shapes = [file.get_slice(name).get_shape() for name in file.offset_keys()]
+                return sum(map(math.prod, shapes))
+        return 0
 
     def progress(self, status: dict[str, Any]) -> tuple[int | None, Any]:
         """Return the last step that is done, and of how many."""

@@ -47,6 +47,11 @@ class Panel:
     title: str
     lines: Sequence[Line]
 
+    @property
+    def is_constant(self) -> bool:
+        """Tell whether all its values are one, and there is more than one step."""
+        return len({y for one in self.lines for y in one.y}) == 1 < len(self.lines[0].y)
+
 
 def figure(panels: Sequence[Panel], columns: int = 2) -> str:
     """Draw panels in rows, as one SVG with its own style."""
@@ -80,6 +85,7 @@ def _panel(panel: Panel) -> str:
         parts.append(
             f'<text x="{at:.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{tick:g}</text>'
         )
+    parts.append(f'<text x="{WIDTH - RIGHT}" y="16" text-anchor="end">by step</text>')
     at = LEFT
     for place, line in enumerate(panel.lines):
         color = COLORS[place % len(COLORS)]
@@ -96,6 +102,7 @@ def _panel(panel: Panel) -> str:
                 f'fill="{color}"/>'
             )
         label = line.label if len(line.label) <= 34 else f"...{line.label[-31:]}"
+        label += f" {line.y[-1]:.4g}"
         parts.append(f'<rect x="{at}" y="{HEIGHT - 17}" width="9" height="9" fill="{color}"/>')
         parts.append(f'<text x="{at + 13}" y="{HEIGHT - 9}">{escape(label)}</text>')
         at += 24 + 6 * len(label)
@@ -110,15 +117,12 @@ class _Axis:
         if low == high:
             low, high = low - (abs(low) or 1) * 0.1, high + (abs(high) or 1) * 0.1
         self._low, self._scale, self._start = low, (end - start) / (high - low), start
-        step = _round_step((high - low) / 4)
+        rough = (high - low) / 4
+        power = 10.0 ** math.floor(math.log10(rough))
+        # the 1, 2 or 5 times a power of ten that is next above
+        step = next(f * power for f in (1, 2, 5, 10) if f * power >= rough * (1 - 1e-9))
         first = math.ceil(low / step)
         self.ticks = [n * step for n in range(first, math.floor(high / step) + 1)]
 
     def __call__(self, value: float) -> float:
         return self._start + (value - self._low) * self._scale
-
-
-def _round_step(rough: float) -> float:
-    """Return the 1, 2 or 5 times a power of ten that is next above."""
-    power = 10.0 ** math.floor(math.log10(rough))
-    return next(f * power for f in (1, 2, 5, 10) if f * power >= rough * (1 - 1e-9))

@@ -4,8 +4,8 @@ For whom trains on images and text by GRPO, SFT or distillation. These models ru
 path: each step measures the gap. docs/guide/data.md has the rows.
 
     image_rows.py      images of rows to parts of a chat, each a file of the run's image store
-    image_prompts.py   places of images in a rendered text, and their tokens
-    images.py          transformers' image processor
+    store.py           files of images, in the run folder
+    images.py          transformers' image processor; places of images in a text, their tokens
     image_model.py     the model: features of an image go into its tokens' embeddings
     tiny_images.py     a tiny model for tests and first steps: `tandem tiny --images`
 

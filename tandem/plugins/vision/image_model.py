@@ -20,8 +20,12 @@ from tandem.model.inexact import NO_PASS, InexactModel
 from tandem.model.lora import Lora, add_adapter
 from tandem.model.paths import ModelPath
 from tandem.model.tokenizer import load_tokenizer
-from tandem.plugins.vision.image_prompts import ImagePrompts
-from tandem.plugins.vision.images import ImageReader, copy_processor, load_image_reader
+from tandem.plugins.vision.images import (
+    ImagePrompts,
+    ImageReader,
+    copy_processor,
+    load_image_reader,
+)
 from tandem.runtime.errors import UserError
 from tandem.runtime.image_tokens import IMAGE, MOST_PLACES, PLACE_BITS, name_from
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from tandem.data.readers import Row, RowError, show
+from tandem.plugins.vision.store import FORMATS, put
 from tandem.runtime.image_parts import image_column, is_data_uri, shows_images
-from tandem.runtime.image_store import FORMATS, put
 from tandem.types import Message
 
 MARK = "<image>"  # verl's place of an image in a text

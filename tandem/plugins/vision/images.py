@@ -2,23 +2,26 @@
 variant, which needs no torchvision.
 
 Gives the text that stands for an image in a prompt, as transformers' processing_*.py writes it, and
-the arrays that the model computes its features from. Knows no chats and no weights.
+the arrays that the model computes its features from; ImagePrompts puts both into chats. Knows no
+weights.
 """
 
 import io
 import shutil
 import threading
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tandem.model.config_file import check_model, find_file, first_line
-from tandem.runtime import image_store
+from tandem.plugins.vision import store
 from tandem.runtime.errors import UserError
-from tandem.runtime.image_tokens import MOST_PLACES
-from tandem.types import Array
+from tandem.runtime.image_parts import images_of
+from tandem.runtime.image_tokens import MOST_PLACES, image_run
+from tandem.types import Array, Message
 
 FILES = (  # of a model directory, that say how it reads images
     "preprocessor_config.json",
@@ -77,13 +80,13 @@ class ImageReader:
 
             options = {"return_row_col_info": True} if self._tiled else {}
             try:
-                file = Image.open(io.BytesIO(image_store.get(name)), formats=image_store.FORMATS)
+                file = Image.open(io.BytesIO(store.get(name)), formats=store.FORMATS)
                 image = ImageOps.exif_transpose(file).convert("RGB")  # as transformers loads one
                 made = dict(self._processor(images=[image], return_tensors="np", **options))
             except (OSError, ValueError) as error:
                 raise UserError(
                     "an image cannot be read",
-                    where=str(image_store.image_folder() / name),
+                    where=str(store.image_folder() / name),
                     found=first_line(error),
                     expected="an image that the model's image processor takes",
                     next="leave its row out",
@@ -92,7 +95,7 @@ class ImageReader:
             if self.count(name) > MOST_PLACES:
                 raise UserError(
                     "an image has too many tokens",
-                    where=str(image_store.image_folder() / name),
+                    where=str(store.image_folder() / name),
                     found=f"{self.count(name):,}",
                     expected=f"at most {MOST_PLACES:,}",
                     next="lower the size in the model's preprocessor_config.json",
@@ -147,3 +150,59 @@ def copy_processor(source: str, folder: Path) -> None:
     for name in FILES:
         if (file := find_file(source, name)) is not None:
             shutil.copyfile(file, folder / name)
+
+
+Chats = Sequence[Sequence[Message]]
+
+
+class ImagePrompts:
+    """Chats with images for one model's template. where: of the template, for errors.
+
+    template    <|vision_start|><|image_pad|><|vision_end|>How many?      one place an image
+    text        ... as many <|image_pad|> as the image has tokens ...     as transformers' processor
+    tokens      the ids of these places become the image's (runtime/image_tokens.py)
+    """
+
+    def __init__(self, reader: ImageReader, template: str, where: str):
+        self._reader, self._where = reader, where
+        self._wants_parts = "is string" not in template  # else it writes content that is text
+
+    def prepare(self, chats: Chats) -> Chats:
+        """Return the chats with content as the template reads it."""
+        return [[_in_parts(m) for m in chat] for chat in chats] if self._wants_parts else chats
+
+    def encode(
+        self, texts: list[str], chats: Chats, encode: Callable[[list[str]], list[Array]]
+    ) -> list[Array]:
+        """Return int64 [T] of texts, with the tokens of the images in their chats. encode: of texts
+        without images."""
+        names = [images_of(chat) for chat in chats]
+        rows = encode([self._expand(*pair) for pair in zip(texts, names, strict=True)])
+        return [self._with_tokens(*pair) for pair in zip(rows, names, strict=True)]
+
+    def _expand(self, text: str, names: list[str]) -> str:
+        """Write as many places for each image as it has tokens."""
+        first, *rest = text.split(self._reader.token)
+        if len(rest) != len(names):
+            raise UserError(
+                "the chat template does not write one place for each image",
+                where=self._where,
+                found=f"{len(rest)} times {self._reader.token} for {len(names)} images",
+                expected="as many places as images",
+                next=f"leave {self._reader.token} out of the texts, or correct the template",
+            )
+        texts = [self._reader.text(name) + after for name, after in zip(names, rest, strict=True)]
+        return "".join([first, *texts])
+
+    def _with_tokens(self, row: Array, names: list[str]) -> Array:
+        runs = [image_run(name, self._reader.count(name)) for name in names]
+        if runs:
+            row[row == self._reader.token_id] = np.concatenate(runs)
+        return row
+
+
+def _in_parts(message: Message) -> Message:
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}

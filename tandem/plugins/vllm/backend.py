@@ -78,7 +78,7 @@ class VLLM(RolloutBackend):
             )
 
     def parity(self, config: Config, exact: bool, inexact: str) -> ParityCheck:
-        from tandem.train.parity import MeasuredGap
+        from tandem.trainer.parity import MeasuredGap
 
         return MeasuredGap(config, self.where(config))
 
@@ -95,7 +95,7 @@ class VLLM(RolloutBackend):
 def _probe(config: Config, engine: "Engine") -> "Probe":
     """Score what vLLM compares itself with after a sync, by the weights in use."""
     from tandem.engine.sync_check import make_probe
-    from tandem.train.parity import gap_limit
+    from tandem.trainer.parity import gap_limit
 
     model, limit = engine.model, gap_limit(config, engine.model.dtype)
     return make_probe(engine.score, model.config.vocab_size, engine.longest, limit)

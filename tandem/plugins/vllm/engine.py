@@ -10,7 +10,7 @@ interpreter (worker.py), in one process, with the loop of worker.py around it.
                                  the cache
 
 Completions depend on what vLLM runs together, so the trainer measures the gap of every token
-(train/learn.py) and the journal keeps what was sampled. Written for vLLM 0.32.
+(trainer/learn.py) and the journal keeps what was sampled. Written for vLLM 0.32.
 """
 
 import os

@@ -91,8 +91,8 @@ class Trackers:
                 "step": step,
                 "sample": sample.name,
                 "prompt": "\n".join(prompt)[:TEXT],
-                "completion": printable(sample.completion)[:TEXT],
-                "reward": sample.reward,
+                "completion": printable(sample.episode.text)[:TEXT],
+                "reward": sample.episode.reward,
             }
             rows.append(row)
         self._send(lambda tracker: tracker.log_samples(step, rows))

@@ -18,6 +18,7 @@ from tandem.runtime.errors import UserError
 from tandem.workers.pool import Limits
 from tests.support.node_process import Nodes
 from tests.support.playing import PROBLEMS, TurnEngine, play
+from tests.support.scoring import FakeClock
 from tests.support.waiting import WAIT_S, eventually
 
 # what a problem's environment does is its answer's matter, and each turn depends on all before it
@@ -90,13 +91,6 @@ def agent(problem, base_url, api_key):
         chat += [reply, {"role": "user", "content": str(total)}]
     return total
 """
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 @contextmanager
@@ -249,15 +243,14 @@ def test_closing_an_environment_ends_its_step(tmp_path, begun):
 
 
 def test_worker_joins_when_episodes_wait_and_leaves_when_it_holds_none(tmp_path):
-    clock, loop = Clock(), environment_loop()
+    clock, loop = FakeClock(), environment_loop()
     with workers(tmp_path, most=2, clock=clock, habits={"0": "gate"}) as (actors, _, reports):
         actors.started.result(WAIT_S)
         envs = [actors.make() for _ in range(DEPTH + 1)]
         begun = [asyncio.run_coroutine_threadsafe(e.reset(PROBLEMS[0]), loop) for e in envs]
 
         def passes():
-            clock.now += 0.5
-            actors.wake()
+            clock.advance(actors, 0.5)
             return len(actors.status()) == 2
 
         assert eventually(passes)

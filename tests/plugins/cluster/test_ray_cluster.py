@@ -3,7 +3,6 @@
 The cluster is real, two nodes on this machine; so are the actors, the connections and the weights.
 """
 
-import json
 import os
 import signal
 import socket
@@ -14,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from tandem.plugins.cluster.listener import Listener
 from tandem.run_folder.status import read_status
 from tests.support.command import assert_is_a_users_error, in_own_process, tandem
 from tests.support.gated import DEADLINE_S, gated, until, until_gone
@@ -247,76 +245,3 @@ def test_only_a_run_that_lives_can_be_scaled(tmp_path):
     (tmp_path / "config.toml").write_text("")
     result = tandem("scale", tmp_path, "rollout=2", cwd=tmp_path)
     assert_is_a_users_error(result, "no process that runs it")
-
-
-# ---- the listener
-
-
-@contextmanager
-def listening():
-    listener = Listener("127.0.0.1")
-    try:
-        yield listener
-    finally:
-        listener.close()
-
-
-def connect(listener, line, connected):
-    """Connect and send a line, until the listener hands the connection on or closes it; return
-    whether it has closed it."""
-    before = len(connected)
-    with socket.create_connection(listener.address) as connection:
-        connection.sendall(line)
-        connection.setblocking(False)
-
-        def is_closed():
-            listener.accept()
-            try:
-                return connection.recv(1) == b""
-            except BlockingIOError:
-                return False
-            except ConnectionResetError:
-                return True
-
-        until(lambda: is_closed() or len(connected) > before)
-        return len(connected) == before
-
-
-def test_the_listener_hands_on_a_proved_connection_once():
-    with listening() as listener:
-        connected = []
-        handshake = listener.expect(
-            lambda connection, message: connected.append((connection, message))
-        )
-        line = json.dumps({**handshake, "pid": 7}).encode() + b"\n"
-        assert not connect(listener, line, connected)
-        assert [message["pid"] for _, message in connected] == [7]
-        assert connect(listener, line, connected)
-        connected[0][0].close()
-
-
-@pytest.mark.parametrize(
-    "forge",
-    [
-        lambda handshake: json.dumps({**handshake, "token": "0" * 64}).encode() + b"\n",
-        lambda handshake: json.dumps({**handshake, "number": 99}).encode() + b"\n",
-        lambda handshake: json.dumps({**handshake, "number": "0"}).encode() + b"\n",
-        lambda handshake: json.dumps({"number": 0}).encode() + b"\n",
-        lambda handshake: json.dumps({**handshake, "token": "\ud800"}).encode() + b"\n",
-        lambda handshake: b"GET / HTTP/1.1\r\n\r\n",
-        lambda handshake: b"x" * 10_000,
-    ],
-)
-def test_the_listener_closes_a_connection_that_proves_nothing(forge):
-    with listening() as listener:
-        connected = []
-        handshake = listener.expect(lambda *both: connected.append(both))
-        assert connect(listener, forge(handshake), connected)
-
-
-def test_the_listener_refuses_a_handshake_that_is_forgotten():
-    with listening() as listener:
-        connected = []
-        handshake = listener.expect(lambda *both: connected.append(both))
-        listener.forget(handshake)
-        assert connect(listener, json.dumps(handshake).encode() + b"\n", connected)

@@ -14,6 +14,7 @@ from tandem.runtime.errors import UserError
 from tandem.types import Attempt, Problem
 from tandem.workers.pool import Limits
 from tests.support.node_process import Nodes
+from tests.support.scoring import FakeClock
 from tests.support.waiting import WAIT_S, eventually
 
 PROBLEM = Problem(uid="p/1", messages=({"role": "user", "content": "?"},), answer="")
@@ -56,13 +57,6 @@ def scores(futures):
 RESTARTS = Limits().restarts
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
 def test_scores_are_those_of_the_pool_on_one_machine(tmp_path):
     with pool_of(tmp_path) as (pool, *_):
         found = scores(submit(pool, TEXTS))
@@ -76,15 +70,14 @@ def test_scores_are_those_of_the_pool_on_one_machine(tmp_path):
 
 
 def test_a_stopped_worker_is_lost_and_its_calls_are_served_again(tmp_path):
-    clock = Clock()
+    clock = FakeClock()
     with pool_of(tmp_path, clock=clock, heartbeat_s=5.0) as (pool, nodes, reports):
         scores(submit(pool, TEXTS[:1]))
         os.kill(nodes.hosts[0].pid, signal.SIGSTOP)
         futures = submit(pool, TEXTS[1:2])
 
         def passes():
-            clock.now += 1.0
-            pool.wake()
+            clock.advance(pool, 1.0)
             return reports
 
         assert eventually(passes)

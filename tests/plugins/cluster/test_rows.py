@@ -16,9 +16,9 @@ from tandem.plugins.cluster.rows import (
 from tandem.rollout.checks import check_groups
 from tandem.rollout.collect import RolloutBatch
 from tandem.runtime.errors import InvariantError
-from tandem.train.batch import Models, not_finite, pack_batch, plan_share
-from tandem.train.learner import Learner
-from tandem.train.ranks import Ranks
+from tandem.trainer.batch import Models, not_finite, pack_batch, plan_share
+from tandem.trainer.learner import Learner
+from tandem.trainer.ranks import Ranks
 from tests.support.episodes import changed, episodes_of
 from tests.support.meshes import on_mesh
 from tests.support.streams import config_of, groups_to_learn, through_memory_on, through_rows_on

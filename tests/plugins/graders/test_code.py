@@ -10,12 +10,11 @@ import pytest
 from chaos.hostile.cheats import ASSERTS, CHEATS, TESTS, WITNESS, solution
 from chaos.hostile.graded import GRADED
 from tandem.config import schema
-from tandem.plugins.graders.code import code_reward
-from tandem.plugins.graders.code_asserts import CallTest, calls
-from tandem.plugins.graders.code_compare import holds, same_output
+from tandem.plugins.graders.code import code_reward, holds, same_output
 from tandem.plugins.graders.code_inside import decode, encode
-from tandem.plugins.graders.code_tests import extract_code, read_tests
-from tandem.plugins.graders.sandbox import Bubblewrap, Limits, Result, Unisolated
+from tandem.plugins.graders.code_tests import CallTest, calls, extract_code, read_tests
+from tandem.plugins.graders.sandbox.local import Bubblewrap, Limits, Unisolated
+from tandem.plugins.graders.sandbox.protocol import Result
 from tandem.runtime.errors import UserError
 from tandem.types import Problem
 from tests.support.waiting import WAIT_S, given_time
@@ -287,23 +286,6 @@ def test_a_script_that_no_solution_can_pass_is_the_rows_mistake(script, found):
 
 
 @needs_bubblewrap
-def test_an_error_of_the_solution_is_not_the_rows_mistake():
-    script = "def test_add():\n    assert add(1, 2) == 3"
-    for code in (
-        "import nowhere\ndef add(a, b): return 3",
-        "def add(a, b): return undefined",
-        "def other(): pass",
-    ):
-        assert reward(script, f"```python\n{code}\n```")["reward"] == 0.0
-    empty = "```python\ndef add(a, b): return []\n```"
-    for script in (
-        "for x in add(1, 2):\n    last = x\nassert last == 3",
-        "def test_add():\n    for x in add(1, 2): pass\n    assert x == 3",
-    ):
-        assert reward(script, empty)["reward"] == 0.0
-
-
-@needs_bubblewrap
 def test_one_object_for_everything_does_not_pass_a_list_test():
     cheat = "```python\ns = object()\nclass Pt:\n    __new__ = lambda c, x: s\npt = Pt\ndef mk(x): return [s]\n```"
     assert reward("assert pt(2) in mk(2)", cheat)["reward"] == 0.0
@@ -348,6 +330,7 @@ SWALLOWS = (
     "class A:\n    __enter__ = lambda s: s\n    __exit__ = lambda *a: True\n    def get(self): "
 )
 WITH = "from solution import A\n"
+ADDS = "def test_add():\n    assert add(1, 2) == 3"
 HIDDEN = [  # (the script, a solution that hides the test's own error)
     (WITH + "with A() as a:\n    assert a.get() == 5", SWALLOWS + "return 0"),
     (WITH + "with A() as a:\n    assert a.get() == 5", SWALLOWS + "raise ValueError"),
@@ -380,6 +363,29 @@ HIDDEN = [  # (the script, a solution that hides the test's own error)
         "class M: E = Exception\ndef f(x): return 0",
     ),
     ("import pytest\nwith pytest.raises(Exception): f(1)", "import os\ndef f(x): os._exit(0)"),
+    # no error of a good row either
+    (SUITE + "self.assertEqual(IsPrime(3), True)", "class R: pass\ndef IsPrime(x): return R()"),
+    ("x = IsPrime(3)\nassert x == True", "class IsPrime:\n    def __init__(self, x): pass"),
+    ("assert IsPrime(3) == IsPrime(5)", "class R: pass\ndef IsPrime(x): return R()"),
+    (
+        WITH + "with A() as a:\n    x = a.get()\nassert x == 5",
+        SWALLOWS + "import json; json.loads('')",
+    ),
+    (WITH + "with A() as a:\n    x = a.get()\nassert x == 5", SWALLOWS + "raise SystemExit"),
+    (ADDS, "import nowhere\ndef add(a, b): return 3"),
+    (ADDS, "def add(a, b): return undefined"),
+    (ADDS, "def other(): pass"),
+    ("for x in add(1, 2):\n    last = x\nassert last == 3", "def add(a, b): return []"),
+    (
+        "def test_add():\n    for x in add(1, 2): pass\n    assert x == 3",
+        "def add(a, b): return []",
+    ),
+    # a skip of the solution skips no test
+    (SUITE + "self.assertEqual(f(), 2)", "import unittest\ndef f(): raise unittest.SkipTest('')"),
+    (
+        SUITE + "self.assertEqual(f(), 2)",
+        "import unittest\ndef f(): raise type('S', (unittest.SkipTest,), {})('')",
+    ),
 ]
 
 
@@ -387,33 +393,6 @@ HIDDEN = [  # (the script, a solution that hides the test's own error)
 @pytest.mark.parametrize(("script", "program"), HIDDEN, ids=range(len(HIDDEN)))
 def test_a_solution_hides_no_failure_of_the_test(script, program):
     assert reward(script, f"```python\n{program}\n```")["reward"] == 0.0
-
-
-@needs_bubblewrap
-@pytest.mark.parametrize(
-    ("script", "program"),
-    [
-        (SUITE + "self.assertEqual(IsPrime(3), True)", "class R: pass\ndef IsPrime(x): return R()"),
-        ("x = IsPrime(3)\nassert x == True", "class IsPrime:\n    def __init__(self, x): pass"),
-        ("assert IsPrime(3) == IsPrime(5)", "class R: pass\ndef IsPrime(x): return R()"),
-        (
-            WITH + "with A() as a:\n    x = a.get()\nassert x == 5",
-            SWALLOWS + "import json; json.loads('')",
-        ),
-        (WITH + "with A() as a:\n    x = a.get()\nassert x == 5", SWALLOWS + "raise SystemExit"),
-    ],
-    ids=range(5),
-)
-def test_no_program_makes_an_error_of_a_good_row(script, program):
-    assert reward(script, f"```python\n{program}\n```")["reward"] == 0.0
-
-
-@needs_bubblewrap
-def test_a_skip_of_the_solution_skips_no_test():
-    script = "import unittest\nclass T(unittest.TestCase):\n    def test_f(self): self.assertEqual(f(), 2)"
-    for raised in ("unittest.SkipTest", "type('S', (unittest.SkipTest,), {})"):
-        code = f"```python\nimport unittest\ndef f(): raise {raised}('')\n```"
-        assert reward(script, code)["reward"] == 0.0
 
 
 @needs_bubblewrap

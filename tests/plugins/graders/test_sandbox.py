@@ -23,16 +23,10 @@ import pytest
 from chaos.hostile.escapes import ESCAPES
 from chaos.hostile.world import World
 from tandem.config import schema
-from tandem.plugins.graders.sandbox import (
-    Bubblewrap,
-    Limits,
-    SandboxFailed,
-    SandboxFusion,
-    Unisolated,
-    run_python,
-    seccomp,
-)
-from tandem.plugins.graders.sandbox.local import Run, supervise
+from tandem.plugins.graders.sandbox import seccomp
+from tandem.plugins.graders.sandbox.fusion import SandboxFusion
+from tandem.plugins.graders.sandbox.local import Bubblewrap, Run, Unisolated, supervise
+from tandem.plugins.graders.sandbox.protocol import Limits, SandboxFailed, run_python
 from tandem.registry import find
 from tandem.runtime.errors import UserError
 from tests.support.sandbox_fusion import FusionServer
@@ -108,7 +102,7 @@ def test_fork_bombs_cost_other_runs_nothing(world):
 def test_killed_parent_takes_the_sandbox_with_it(world, kind, processes, tmp_path):
     program = ["python", "-c", "import time; time.sleep(3600)", world.token]
     code = (
-        "from tandem.plugins.graders.sandbox import *; "
+        "from tandem.plugins.graders.sandbox.local import *; "
         f"{kind}().run({program}, limits=Limits(wall_s=3600.0))"
     )
     env = os.environ | {"TMPDIR": str(tmp_path)}  # killed, it cannot remove its folder
@@ -124,7 +118,8 @@ def test_killed_parent_takes_the_sandbox_with_it(world, kind, processes, tmp_pat
 
 PLAIN = '''
 import os, sys
-from tandem.plugins.graders.sandbox import Bubblewrap, Limits, run_python
+from tandem.plugins.graders.sandbox.local import Bubblewrap
+from tandem.plugins.graders.sandbox.protocol import Limits, run_python
 sandbox, patient = Bubblewrap(), Limits(wall_s=120.0)
 print(os.getuid(), run_python(sandbox, "print(6 * 7)", limits=patient).stdout.strip())
 many = """
@@ -147,7 +142,9 @@ for code in ("open('/proc/1/mem', 'r+b')", "import os; os.listdir('/root')"):
 @needs_bubblewrap
 def test_orphans_after_a_run_are_not_adopted():
     code = (
-        "import subprocess, time; from pathlib import Path; from tandem.plugins.graders.sandbox import *\n"
+        "import subprocess, time; from pathlib import Path\n"
+        "from tandem.plugins.graders.sandbox.local import Bubblewrap\n"
+        "from tandem.plugins.graders.sandbox.protocol import Limits, run_python\n"
         "run_python(Bubblewrap(), 'print(1)', limits=Limits(wall_s=120.0))\n"
         "for _ in range(5): subprocess.run(['sh', '-c', 'sleep 0.05 &'])\n"
         "time.sleep(0.5); import os\n"
@@ -159,13 +156,12 @@ def test_orphans_after_a_run_are_not_adopted():
 
 UNDER_INIT = """
 import os, sys, time
-from tandem.plugins.graders.sandbox import Bubblewrap
+from tandem.plugins.graders.sandbox.local import Bubblewrap, Limits
 sandbox = Bubblewrap()
 if sys.argv[1] == "worker" and os.fork():
     os.wait()
 else:
     for code in ("pass", "import time; time.sleep(9)"):
-        from tandem.plugins.graders.sandbox import Limits
         sandbox.run(["python", "main.py"], files={"main.py": code}, limits=Limits(wall_s=0.5))
     time.sleep(0.1)
     stats = [open(f"/proc/{pid}/stat").read() for pid in os.listdir("/proc") if pid.isdigit()]
@@ -193,7 +189,7 @@ def test_sandbox_works_for_an_unprivileged_user():
     drop = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     reachable = subprocess.run(
-        [*drop, python, "-c", "import tandem.plugins.graders.sandbox"],
+        [*drop, python, "-c", "import tandem.plugins.graders.sandbox.local"],
         env=env,
         cwd="/",
         capture_output=True,
@@ -310,13 +306,14 @@ def test_interrupted_run_is_killed(sandbox, world):
 
 HOLDING = """
 import os, sys, tempfile
-from tandem.plugins.graders import sandbox as s
+from tandem.plugins.graders.sandbox import local as s
+from tandem.plugins.graders.sandbox.protocol import run_python
 def held(): return sorted(os.listdir("/proc/self/fd")), os.listdir(tempfile.gettempdir())
 sandbox = getattr(s, sys.argv[1])()
-s.run_python(sandbox, "pass")
+run_python(sandbox, "pass")
 before = held()
-s.run_python(sandbox, "pass")
-s.run_python(sandbox, "import time; time.sleep(600)", limits=s.Limits(wall_s=0.3))
+run_python(sandbox, "pass")
+run_python(sandbox, "import time; time.sleep(600)", limits=s.Limits(wall_s=0.3))
 sandbox.converse((["true"], {}), (["true"], {}))
 assert held() == before, (before, held())
 """

@@ -23,9 +23,9 @@ from tandem.model.forward import batch_logprobs
 from tandem.plugins.megatron.core import require_megatron, version
 from tandem.plugins.megatron.trainer import check_megatron
 from tandem.runtime.errors import UserError
-from tandem.train.learner import Learner
-from tandem.train.pack import pack
-from tandem.train.ranks import ALONE
+from tandem.trainer.learner import Learner
+from tandem.trainer.pack import pack
+from tandem.trainer.ranks import ALONE
 from tandem.types import SamplingDistribution
 from tests.support import megatron_cpu
 from tests.support.meshes import on_mesh
@@ -103,7 +103,7 @@ def by_megatron(mesh, kinds, checkpointing=False):
     """Return for each kind: weights there and back, log-probs, gradients, metrics of two updates,
     and the weights after them."""
     megatron_cpu.prepare()
-    from tandem.plugins.megatron.ranks import MegatronRanks
+    from tandem.plugins.megatron.model import MegatronRanks
 
     def published():
         target = model_of(kind, seed=1) if mesh.rank == 0 else None
@@ -189,7 +189,7 @@ def test_stages_that_recompute_their_layers_have_the_same_bits():
 
 def export_parts(mesh, kind, folder):
     megatron_cpu.prepare()
-    from tandem.plugins.megatron.ranks import MegatronRanks
+    from tandem.plugins.megatron.model import MegatronRanks
 
     ranks = MegatronRanks(mesh)
     save_weights(Learner(ranks.divide(model_of(kind), torch.float32), None, ranks), folder)

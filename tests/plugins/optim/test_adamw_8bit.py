@@ -12,7 +12,7 @@ from tandem.plugins.optim.adamw_8bit import (
     dynamic_levels,
     quantize,
 )
-from tandem.train.ranks import Ranks
+from tandem.trainer.ranks import Ranks
 from tests.support.optimizers import bits, optimizer, set_gradients
 from tests.support.tiny import exact_model
 from tests.support.updates import learner_of, microbatches, updated

@@ -7,8 +7,8 @@ import torch
 
 from tandem.model.forward import batch_logprobs
 from tandem.model.load import make_exact
-from tandem.plugins.plan.activations import _layer_bytes, activation_bytes
-from tandem.train.pack import pack
+from tandem.plugins.plan.shards import _layer_bytes, activation_bytes
+from tandem.trainer.pack import pack
 from tandem.types import SamplingDistribution
 from tests.support.architectures import exact
 from tests.support.tiny import make_sample, random_tokens, stock_model, tiny_config

@@ -6,16 +6,17 @@ import re
 import shutil
 
 import pytest
+import torch
 
 from tandem.config.origins import origins
 from tandem.config.recipe import load_config
-from tandem.jobs import disk_space
-from tandem.jobs.disk_space import require_disk
 from tandem.jobs.models import build_learner
 from tandem.plugins.plan.command import Machine, plan, value_lines
-from tandem.plugins.plan.footprint import Footprint, model_sizes
+from tandem.plugins.plan.footprint import model_sizes
 from tandem.run_folder.metrics import read_metrics
 from tandem.runtime.errors import UserError
+from tandem.train_loop import saved_tensors
+from tests.support.call_templates import call_templates
 from tests.support.command import tandem
 from tests.support.home import invoke, make_home
 
@@ -66,6 +67,14 @@ def test_plan_warns_of_problems_that_come_several_times_a_step(
     )
     assert code == 0
     assert [line.partition(" times")[0] for line in said] == [about] * bool(times)
+
+
+def test_plan_tells_where_a_model_s_own_calls_of_tools_are_not_read(home, tmp_path, caplog):
+    template = call_templates()["qwen3"].replace('{"name": "', '{"do": "')
+    (tmp_path / "odd.jinja").write_text(template)
+    shown = (f"data.chat_template={tmp_path}/odd.jinja", "env=tools", "reward=answer")
+    planned(home, tmp_path / "run", *shown, "env.options.tools=calculator")
+    assert "own form are not read" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -210,16 +219,16 @@ def test_checkpoints_that_the_disk_cannot_take_are_not_ready(home, tmp_path, cap
 
 
 @pytest.mark.parametrize("changes", [[], ["lora.rank=4"], ["train.optimizer=muon"]])
-def test_a_run_asks_at_its_start_for_the_disk_of_its_plan(home, tmp_path, monkeypatch, changes):
+def test_a_checkpoint_has_the_bytes_that_are_planned(home, changes):
     config = load_config(home / "recipe.toml", changes)
-    run = Footprint(sizes=model_sizes(config, "train"), config=config, command="train", longest=20)
     learner = build_learner(config, config.model.path, config.train, 1)
-    needed = sum(size for _, size, _ in run.disk())
-    monkeypatch.setattr(disk_space, "free_for", lambda folder: needed)
-    require_disk(config, [learner], tmp_path)
-    monkeypatch.setattr(disk_space, "free_for", lambda folder: needed - 1)
-    with pytest.raises(UserError, match="would not fit on the disk"):
-        require_disk(config, [learner], tmp_path)
+    for weight in learner.model.trainable().values():
+        weight.grad = torch.ones_like(weight)
+    learner.optimizer.update()  # makes the moments
+    saved = saved_tensors({"policy": learner}).values()
+    found = sum(tensor.nbytes for named in saved for tensor in named.values())
+    # beside a step for each tensor
+    assert found == pytest.approx(model_sizes(config, "train").checkpoint, rel=0.01)
 
 
 def test_a_run_that_is_there_is_held_against_the_plan(home, tmp_path):

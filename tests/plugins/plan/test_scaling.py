@@ -12,9 +12,15 @@ from tandem.config.schema import Config
 from tandem.model.forward import batch_logprobs
 from tandem.model.placement import Placement
 from tandem.plugins.plan.footprint import Footprint, Sizes, model_sizes
-from tandem.plugins.plan.gpus import GPUS, Assumptions
 from tandem.plugins.plan.meshes import plans, possible_meshes, smallest, why_refused
-from tandem.plugins.plan.scaling import communication, flops_per_token, rate, update_time
+from tandem.plugins.plan.scaling import (
+    GPUS,
+    Assumptions,
+    communication,
+    flops_per_token,
+    rate,
+    update_time,
+)
 from tandem.plugins.plan.shards import (
     Model,
     Work,
@@ -24,8 +30,8 @@ from tandem.plugins.plan.shards import (
     parameters,
     part_of,
 )
-from tandem.train.pack import pack
-from tandem.train.parallel.ranks import ParallelRanks
+from tandem.trainer.pack import pack
+from tandem.trainer.parallel.ranks import ParallelRanks
 from tandem.types import SamplingDistribution
 from tests.support.home import invoke, make_home
 from tests.support.meshes import on_mesh, sent_bytes

@@ -15,8 +15,7 @@ from sympy.parsing.sympy_parser import (
 )
 
 from tandem.plugins.tasks import algebra
-from tandem.plugins.tasks.algebra import warm_start
-from tandem.plugins.tasks.algebra_templates import SCHOOL_FORMAT
+from tandem.plugins.tasks.algebra import SCHOOL_FORMAT, warm_start
 from tandem.runtime.disk import write_rows
 
 X, Y = sympy.symbols("x y")

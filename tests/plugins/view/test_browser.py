@@ -8,6 +8,7 @@ from urllib.parse import quote
 import pyarrow.parquet as pq
 import pytest
 
+from tandem.run_folder.episode_files import write_episodes
 from tests.support.browser import browser, missing
 from tests.support.home import make_home
 from tests.support.viewing import add_step, group, keep_image, make_run, viewing
@@ -59,10 +60,9 @@ def opened(tmp_path_factory):
 def visit(opened, path, ready):
     page, url, run = opened
     # the address may be the one that is open, and the same one again opens nothing
-    page.run("location.hash = '#/'; document.getElementById('main').replaceChildren()")
-    page.open(
-        f"{url}/#/{path.replace('RUN', page.run(f'return encodeURIComponent({run.name!r})'))}"
-    )
+    page.run("location.hash = '#/away'; document.getElementById('main').replaceChildren()")
+    name = page.run(f"return encodeURIComponent({run.name!r})")
+    page.open(f"{url}/#/{path.replace('RUN', name)}")
     page.until(f"return {ready}")
     return page
 
@@ -76,7 +76,7 @@ TOOLS = f"episode/{quote('tools/run', safe='')}/train/1/0"
 PAGES = [
     ("", f"{ROWS} === 2"),
     (TOOLS, "document.querySelectorAll('.call').length === 1"),
-    ("curves/RUN", "document.querySelectorAll('.u-wrap canvas').length >= 3"),
+    ("curves/RUN", "document.querySelectorAll('.u-wrap canvas').length === 2"),
     ("episodes/RUN", f"{ROWS} >= 12"),
     ("episode/RUN/train/1/0", "document.querySelectorAll('.token').length > 50"),
     ("episode/RUN/train/1/1", "document.querySelectorAll('.token').length > 50"),
@@ -95,15 +95,8 @@ def test_hostile_texts_stay_texts_and_nothing_leaves_the_machine(opened, path, r
     made = "return document.querySelectorAll('main script, main img, main iframe, main style, [onclick], [onerror], a[href^=javascript]').length"
     assert page.run(made) == 0
     addresses = page.requested()
-    assert (
-        addresses
-        and [
-            one
-            for one in addresses
-            if not one.startswith((url, "data:", "chrome:", "chrome-untrusted:"))
-        ]
-        == []
-    )
+    own = (url, "data:", "chrome:", "chrome-untrusted:")
+    assert addresses and all(one.startswith(own) for one in addresses)
 
 
 def test_directions_and_controls_are_named_where_they_stand(opened):
@@ -126,15 +119,25 @@ def test_a_command_to_copy_is_safe_in_a_shell_whatever_the_names_are(opened):
 
 
 def test_a_row_of_a_run_under_way_appears_by_itself(opened):
+    """Attempts that said the same share it."""
     page = visit(opened, "episodes/RUN", f"{ROWS} === 12")
-    add_step(opened[2], 3, [group("new", ["brand new text"], [1.0])], reward=0.9)
-    page.until(f"return {ROWS} === 13 && document.body.innerText.includes('brand new text')")
+    add_step(opened[2], 3, [group("new", ["brand new text"] * 3, [1.0, 1.0, 0.0])], reward=0.9)
+    page.until(f"return {ROWS} === 14 && document.body.innerText.includes('brand new text')")
+    assert words_of(page, ".episode-row .meta")[0] == "14 tokens · stop #0 #1"
+    assert words_of(page, ".problem .meta code")[0] == "7"  # the expected answer
+
+
+def test_runs_are_filtered_by_what_is_known_of_them(opened):
+    page = visit(opened, *PAGES[0])
+    write = "const f = document.querySelector('input[type=search]'); f.value = {!r}; f.dispatchEvent(new Event('input'))"
+    for text, shown in (("train TOOLS/", 1), ("sft", 0), ("", 2)):
+        page.run(write.format(text))
+        assert page.run(f"return {ROWS}") == shown
 
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
-    """(a browser, the address, the folder) of two runs that part at step 2, with numbers of KL and
-    entropy."""
+    """(a browser, the address, the folder) of two runs; at step 2 they part, learn m and lose n."""
     root = tmp_path_factory.mktemp("two")
     rl = {"advantage": "rloo", "kl_coef": 0.5, "entropy_coef": 0.25}
     for name, rewards in (("a", [1.0, 0.0]), ("b", [0.0, 1.0])):
@@ -142,7 +145,11 @@ def compared(tmp_path_factory):
         for step in (1, 2):
             told = rewards if step == 2 else [1.0, 0.0]
             numbers = {"policy_loss": 0.5, "reference_kl": 0.25, "entropy": 1.0}
-            add_step(run, step, [group("p", ["first", "second one"], told)], reward=0.5, **numbers)
+            numbers |= {"eval/sampled": 0.5, "eval/sampled_interval": 0.05}
+            groups = [group("p", ["first", "second one"], told), group("q", ["x", "x"], [1.0, 1.0])]
+            held = [group(uid, ["x"], [float((uid == "m") == (step == 2))]) for uid in "mn"]
+            write_episodes(run / "episodes", step, held, "eval_sampled")
+            add_step(run, step, groups, reward=0.5, **numbers)
     with viewing(root) as url, browser() as page:
         yield page, url, root
 
@@ -150,13 +157,17 @@ def compared(tmp_path_factory):
 def test_step_page_says_how_the_loss_came_about_and_has_advantages(compared):
     page, url, _ = compared
     page.open(f"{url}/#/step/a/2")
-    page.until("return document.querySelectorAll('.square').length === 2")
+    page.until("return document.querySelectorAll('.square').length === 8")
     text = page.run("return document.body.innerText")
-    assert (
-        "in the mean of loss tokens: policy loss 0.5 + 0.5 × KL 0.25 - 0.25 × entropy 1 = 0.375"
-        in text
-    )
-    assert words_of(page, ".square small") == ["+1", "-1"]
+    loss = "policy loss 0.5 + 0.5 × KL 0.25 - 0.25 × entropy 1 = 0.375"
+    signal = "1 of them carry a signal; in the other 1 every advantage is 0"
+    changes = "sampled: 1 learned, 1 lost, 0 as before"
+    for told in (f"in the mean of loss tokens: {loss}", signal, changes):
+        assert told in text
+    assert words_of(page, ".square small") == ["+1", "-1", "0", "0"]
+    assert words_of(page, ".group .chip")[:2] == ["trained", "advantage 0"]
+    page.run("document.querySelector('.bar input[type=checkbox]').click()")
+    assert words_of(page, ".group:not([hidden]) b") == ["p", "n", "m"]
 
 
 def test_episode_page_paints_advantages_and_tells_a_tokens_values(compared):
@@ -190,26 +201,30 @@ def test_two_runs_share_a_chart_with_an_interval_each_and_can_be_smoothed(compar
     for name in ("a", "b"):
         for step in (10, 20, 30):
             value = step / 100 + (name == "b") / 10
-            add_step(root / name, step, **{"eval/sampled": value, "eval/sampled_interval": 0.05})
+            numbers = {"eval/greedy": value, "eval/sampled": value, "eval/sampled_interval": 0.05}
+            add_step(root / name, step, **numbers)
         (root / name / "log.txt").write_text(f"T warning at step 2: <b>{name}</b> is falling\n")
     page.open(f"{url}/#/curves/a,b")
-    held = "[...document.querySelectorAll('.chart')].find(c => c.querySelector('h2').textContent === 'Held-out reward')"
+    held = "[...document.querySelectorAll('.chart')].find(c => c.querySelector('h2').textContent.startsWith('Held-out'))"
     page.until(f"return {held}?.querySelector('canvas')")
     labels = f"return [...{held}.querySelectorAll('.u-series:not(.u-silent) .u-label')].map(e => e.textContent)"
-    assert page.run(labels) == ["step", "a", "b"]
+    assert page.run(labels) == ["step", "a", "greedy", "b", "greedy"]
+    last = f"return [...{held}.querySelectorAll('.u-series:not(.u-silent) .u-value')].map(e => e.textContent)"
+    assert page.run(last) == ["30", "0.3", "0.3", "0.4", "0.4"]
+    assert words_of(page, ".chart h2")[0] == "Held-out rewardsolid: sampled, dashed: greedy"
+    assert "Constant: Reward 0.5 · Loss 0.5 · KL 0.25 · Entropy 1" in words_of(page, "p.dim")
     bounds = f"return {held}.querySelectorAll('.u-legend .u-silent').length"
     assert page.run(bounds) == 4  # low and high of each
     ink = f"return {held}.querySelector('canvas').toDataURL()"
     before = page.run(ink)
     slide = "const s = document.querySelector('input[type=range]'); s.value = {}; s.dispatchEvent(new Event('input'))"
     page.run(slide.format(0.9))
-    page.until(f"{bounds} === 6")  # and what is smoothed, faint
+    page.until(f"{bounds} === 8")  # and what is smoothed, faint
     page.until(f"return (() => {{ {ink} }})() !== {json.dumps(before)}")
     page.run(slide.format(0))
     page.until(f"{bounds} === 4")
-    assert words_of(page, "details li") == [
-        f"{name}: warning at step 2: <b>{name}</b> is falling" for name in ("a", "b")
-    ]
+    falling = [f"{name}: warning at step 2: <b>{name}</b> is falling" for name in ("a", "b")]
+    assert words_of(page, "details li") == falling
 
 
 @pytest.mark.parametrize(("path", "ready"), PAGES)

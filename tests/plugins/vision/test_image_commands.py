@@ -9,7 +9,7 @@ import torch
 
 from tandem.model.load import load_model
 from tandem.run_folder.metrics import read_metrics
-from tandem.runtime import image_store
+from tandem.runtime.image_parts import keep_in
 from tests.support.home import invoke, mistake
 from tests.support.image_models import picture, prompts_of, stock_logits
 
@@ -44,8 +44,8 @@ def score(problem, completion):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def store(tmp_path_factory):
-    image_store.keep_in(tmp_path_factory.mktemp("kept"))
+def image_folder(tmp_path_factory):
+    keep_in(tmp_path_factory.mktemp("kept"))
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_export_is_a_stock_model_with_its_processor(trained):
     assert (target / "preprocessor_config.json").is_file()
     name = sorted(file.name for file in (folder / "images").iterdir())[0]
     chat = ({"role": "user", "content": [{"type": "image", "image": name}]},)
-    image_store.keep_in(folder / "images")
+    keep_in(folder / "images")
     [prompt] = prompts_of(str(target), chat)
     model = load_model(str(target))
     with torch.no_grad():

@@ -13,11 +13,12 @@ from tandem.model.config_file import check_model
 from tandem.model.load import load_model
 from tandem.model.lora import Lora
 from tandem.model.tokenizer import load_tokenizer
+from tandem.plugins.vision import store
 from tandem.plugins.vision.images import load_image_reader
 from tandem.run_folder.export import export_adapter
-from tandem.runtime import image_store
-from tandem.runtime.image_tokens import IMAGE, image_run, name_of, number_of
-from tandem.train.pack import pack
+from tandem.runtime.image_parts import keep_in
+from tandem.runtime.image_tokens import IMAGE, image_run, name_of
+from tandem.trainer.pack import pack
 from tandem.types import Request, Sample, SamplingParams
 from tests.support.image_models import (
     KINDS,
@@ -34,8 +35,8 @@ LORA = Lora(rank=2, alpha=4.0, targets=("all-linear",), seed=0)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def store(tmp_path_factory):
-    image_store.keep_in(tmp_path_factory.mktemp("images"))
+def image_folder(tmp_path_factory):
+    keep_in(tmp_path_factory.mktemp("images"))
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -61,12 +62,12 @@ def test_tokens_name_the_image_and_its_place():
     name = name_of(b"some file")
     run = image_run(name, 5)
     assert run.dtype == np.int64 and (run >= IMAGE).all() and len(set(run.tolist())) == 5
-    assert ((run - IMAGE) >> 16 == number_of(name)).all() and (run & 0xFFFF).tolist() == [*range(5)]
+    assert ((run - IMAGE) >> 16 == int(name, 16)).all() and (run & 0xFFFF).tolist() == [*range(5)]
 
 
 def test_log_probs_are_those_of_a_stock_pass(folder):
     """Two images in a prompt, one wider than high; samples of a group share the prompt's pass."""
-    names = [image_store.put(picture(1)), image_store.put(picture(2, width=56))]
+    names = [store.put(picture(1)), store.put(picture(2, width=56))]
     prompts = prompts_of(folder, chat(*names), chat(names[1]))
     engine = make_engine(load_model(folder), words, cache_bytes=64 << 20, max_batch=8)
     requests, compared = requests_of(prompts), 0
@@ -85,7 +86,7 @@ def test_log_probs_are_those_of_a_stock_pass(folder):
 
 def test_packed_pass_agrees_with_whole_sequences(folder):
     """Samples that share a prompt, beside one of another image and one of text."""
-    names = [image_store.put(picture(n)) for n in (1, 2)]
+    names = [store.put(picture(n)) for n in (1, 2)]
     text = ({"role": "user", "content": "No image."},)
     first, second, third = prompts_of(folder, chat(names[0]), chat(names[1]), text)
     answers = [np.arange(20, 20 + n) for n in (6, 3, 5, 4)]
@@ -115,7 +116,7 @@ def test_packed_pass_agrees_with_whole_sequences(folder):
 
 
 def test_other_image_is_another_prompt(folder):
-    a, b = (image_store.put(picture(n)) for n in (3, 4))
+    a, b = (store.put(picture(n)) for n in (3, 4))
     first, second, again = prompts_of(folder, chat(a), chat(b), chat(a))
     assert first.tolist() == again.tolist() != second.tolist()
     assert first[first < IMAGE].tolist() == second[second < IMAGE].tolist()
@@ -128,7 +129,7 @@ def test_other_image_is_another_prompt(folder):
 
 def test_sampled_placeholder_is_a_token_as_any_other(folder):
     """A random model says its own placeholder; the next pass must not look for its image."""
-    name = image_store.put(picture(5))
+    name = store.put(picture(5))
     [prompt] = prompts_of(folder, chat(name))
     model = load_model(folder)
     reader = load_image_reader(folder, load_tokenizer(folder))
@@ -139,7 +140,7 @@ def test_sampled_placeholder_is_a_token_as_any_other(folder):
 
 
 def test_every_part_is_trained_and_an_adapter_only_in_the_language_model(folder):
-    name = image_store.put(picture(6))
+    name = store.put(picture(6))
     [prompt] = prompts_of(folder, chat(name))
     whole, adapted = load_model(folder), load_model(folder, LORA)
     for model in (whole, adapted):
@@ -151,7 +152,7 @@ def test_every_part_is_trained_and_an_adapter_only_in_the_language_model(folder)
 
 
 def test_checkpointing_gives_the_same_gradients(folder):
-    name = image_store.put(picture(7))
+    name = store.put(picture(7))
     [prompt] = prompts_of(folder, chat(name))
     found = []
     for checkpointing in (False, True):
@@ -169,7 +170,7 @@ def test_exported_adapter_is_read_by_peft(folder, tmp_path):
         for name, factor in model.adapter_weights().items():
             if "lora_B" in name:
                 factor.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
-    name = image_store.put(picture(8))
+    name = store.put(picture(8))
     [prompt] = prompts_of(folder, chat(name))
     export_adapter(model, folder, tmp_path / "adapter", "# An adapter\n")
     adapted = PeftModel.from_pretrained(stock_image_model(folder), tmp_path / "adapter")

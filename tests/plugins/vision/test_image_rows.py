@@ -17,10 +17,10 @@ from tandem.data.loss_mask import training_samples
 from tandem.data.problems import read_problems
 from tandem.data.readers import read_rows
 from tandem.data.renderer import load_renderer
+from tandem.plugins.vision import store
 from tandem.plugins.vision.images import TILED
-from tandem.runtime import image_store
 from tandem.runtime.errors import UserError
-from tandem.runtime.image_parts import images_of, message_text
+from tandem.runtime.image_parts import images_of, keep_in, message_text
 from tandem.runtime.image_tokens import IMAGE, name_from, name_of
 from tests.support.image_models import KINDS, data_uri, picture, save_image_model
 
@@ -30,8 +30,8 @@ TEXT = "How many?"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def store(tmp_path_factory):
-    image_store.keep_in(tmp_path_factory.mktemp("images"))
+def image_folder(tmp_path_factory):
+    keep_in(tmp_path_factory.mktemp("images"))
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_every_form_is_one_chat(form, folder):
     assert [part["type"] for part in only["content"]] == ["image", "image", "text"]
     assert message_text(only) == f"[image][image]{TEXT}"
     assert "images" not in problem.metadata and problem.conversational
-    assert [image_store.get(name) for name in NAMES] == [A, B]
+    assert [store.get(name) for name in NAMES] == [A, B]
 
 
 def test_parquet_of_datasets_has_bytes(folder):
@@ -178,7 +178,7 @@ def test_tokens_are_those_of_transformers_processor(kind, models):
     """Qwen's: one placeholder for 2 x 2 patches of 7 pixels. The others': by their own function."""
     renderer = load_renderer(models[kind])
     for data in (A, B):
-        image_store.put(data)
+        store.put(data)
     [tokens] = renderer.prompts([chat(*NAMES)])
     if kind in TILED:
         pieces = ("<fake_token_around_image>", "<image>", "<global-img>")

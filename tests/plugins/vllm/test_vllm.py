@@ -34,7 +34,7 @@ from tandem.rollout_workers.process import EngineSpec
 from tandem.run_folder.metrics import read_metrics
 from tandem.run_folder.read import open_past
 from tandem.runtime.errors import UserError
-from tandem.train.parity import MAX_MEAN
+from tandem.trainer.parity import MAX_MEAN
 from tandem.types import SamplingParams
 from tandem.weights.shared import SharedWeights
 from tests.support.runs import prepare

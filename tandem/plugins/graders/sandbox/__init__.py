@@ -3,32 +3,5 @@
 protocol.py has the callers' interface, docs/guide/sandbox.md lists the guarantees. It does not know
 the purpose of the programs: ../code.py compares their results, and believes nothing else.
 
-    python -c "from tandem.plugins.graders.sandbox import *; print(Bubblewrap())"
+    python -c "from tandem.plugins.graders.sandbox.local import *; print(Bubblewrap().state())"
 """
-
-from tandem.plugins.graders.sandbox.bubblewrap import Bubblewrap
-from tandem.plugins.graders.sandbox.fusion import SandboxFusion
-from tandem.plugins.graders.sandbox.local import LocalSandbox, Unisolated
-from tandem.plugins.graders.sandbox.protocol import (
-    Limits,
-    Program,
-    Result,
-    Sandbox,
-    SandboxFailed,
-    open_sandbox,
-    run_python,
-)
-
-__all__ = [
-    "Bubblewrap",
-    "Limits",
-    "LocalSandbox",
-    "Program",
-    "Result",
-    "Sandbox",
-    "SandboxFailed",
-    "SandboxFusion",
-    "Unisolated",
-    "open_sandbox",
-    "run_python",
-]

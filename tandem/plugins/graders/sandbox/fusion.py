@@ -7,7 +7,7 @@ import base64
 import shlex
 from collections.abc import Mapping, Sequence
 
-from tandem.config.schema import Sandbox as SandboxConfig
+from tandem.config.episodes import Sandbox as SandboxConfig
 from tandem.plugins.graders.sandbox.protocol import (
     LIMITS,
     Limits,
@@ -30,6 +30,8 @@ def open_fusion(config: SandboxConfig) -> "SandboxFusion":
 
 class SandboxFusion:
     """The server at a URL. Implements Sandbox."""
+
+    limits = LIMITS
 
     def __init__(self, url: str):
         self.url = url.rstrip("/")

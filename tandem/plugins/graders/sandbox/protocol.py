@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import PurePosixPath
 from typing import Literal, Protocol, runtime_checkable
 
-from tandem.config.schema import Sandbox as SandboxConfig
+from tandem.config.episodes import Sandbox as SandboxConfig
 from tandem.registry import find
 
 # a command, and the files it finds in its working directory
@@ -67,6 +67,8 @@ class SandboxFailed(RuntimeError):
 @runtime_checkable
 class Sandbox(Protocol):
     """A place where untrusted programs run."""
+
+    limits: Limits  # of a run that names no others
 
     def run(
         self,

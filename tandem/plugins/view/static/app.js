@@ -48,8 +48,8 @@ function navigation(name, parts) {
     run && tab("curves", "Curves", link("curves", [name === "curves" ? parts[0] : run])),
     run && tab(name === "episode" ? "episode" : "episodes", "Episodes", link("episodes", [run])),
     run && tab("step", "Step", link("step", [run, name === "step" ? parts[1] || "" : name === "episode" ? parts[2] : ""])),
-    run && tab("diff", "Diff", link("diff", [run])),
-    run && h("span", { class: "crumb" }, run));
+    run && tab("diff", "Diff", link("diff", [run])));
+  fill(document.getElementById("crumb"), run);
 }
 
 const HINT = "j/k or arrows: move · Enter: open · ←/→: before and after · /: search · x: choose · g: runs · Esc: leave a field";

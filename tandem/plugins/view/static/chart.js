@@ -13,6 +13,13 @@ function span(u, low, high) {
   return [low - room, high + room];
 }
 
+const tick = (value) => (Math.abs(value) >= 1000 ? value.toLocaleString("en") : String(Number(value.toPrecision(6))));
+// What the legend says: the value under the pointer, else the last one.
+function told(u, value, place, at) {
+  const shown = at === null || at === undefined ? u.data?.[place]?.findLast((v) => v !== null && v !== undefined) : value;
+  return shown === null || shown === undefined ? "" : number(shown);
+}
+
 const faint = (color) => `${color}3a`;
 
 function smoothed(values, strength) {
@@ -23,8 +30,8 @@ function smoothed(values, strength) {
 
 // lines: [{label, color, dash, x, y, low, high}] -> uPlot's data and series
 function prepare(lines, strength) {
-  const tables = [], series = [{ label: "step", value: (u, v) => (v === null ? "" : number(v)) }], bands = [];
-  const add = (x, y, options) => { tables.push([x, y]); series.push({ spanGaps: true, value: (u, v) => (v === null || v === undefined ? "" : number(v)), ...options }); };
+  const tables = [], series = [{ label: "step", value: told }], bands = [];
+  const add = (x, y, options) => { tables.push([x, y]); series.push({ spanGaps: true, value: told, ...options }); };
   for (const line of lines) {
     if (line.low) {
       const place = series.length;
@@ -54,13 +61,13 @@ export class Chart {
     if (this.plot && shape === this.shape) return this.plot.setData(data);
     this.shape = shape;
     this.plot?.destroy();
-    const axis = { stroke: css("--dim"), font: "11px system-ui, sans-serif", grid: { stroke: css("--line"), width: 1 }, ticks: { show: false } };
+    const font = "11px system-ui, sans-serif", axis = { stroke: css("--dim"), font, labelFont: font, values: (u, splits) => splits.map(tick), grid: { stroke: css("--line"), width: 1 }, ticks: { show: false } };
     const legend = series.filter((s) => s.class !== "u-silent").length;
     this.plot = new uPlot({
       width: this.box.clientWidth || 300, height: this.height, series, bands,
       scales: { x: { time: false }, y: { range: span } },
-      axes: [{ ...axis, size: 26 }, { ...axis, size: 52 }],
-      legend: { show: true, live: legend < 12 },
+      axes: [{ ...axis, size: 26, label: "step", labelSize: 14, labelGap: -2 }, { ...axis, size: 52 }],
+      legend: { show: true, live: legend < 12, markers: { dash: (u, i) => (series[i].dash ? "dashed" : "solid") } },
       cursor: { sync: { key: "steps", setSeries: false }, drag: { x: true, y: false, setScale: false }, points: { size: 6 }, bind: { dblclick: () => () => { this.onzoom(null); return null; } } },
       hooks: { setSelect: [(u) => {
         if (u.select.width > 4) this.onzoom([u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")]);

@@ -1,7 +1,7 @@
 // Two runs: the first step, episode and token where they part.
 
 import { get, link } from "./api.js";
-import { fill, h, plain, visible } from "./dom.js";
+import { fill, h, plain, table, visible } from "./dom.js";
 
 export async function diff(main, [a, b]) {
   const { runs } = await get("runs"), result = h("div", {});
@@ -43,8 +43,7 @@ export async function diff(main, [a, b]) {
 function told(found) {
   const one = found.divergence;
   const side = (name, value) => h("div", {}, h("b", {}, name), h("pre", {}, visible(value)));
-  const list = (title, rows) => rows.length > 0 && h("section", { class: "card" }, h("h2", {}, `${title}: ${rows.length} differ`), h("div", { class: "scroll" }, h("table", { class: "config" }, h("thead", {}, h("tr", {}, ["", "A", "B"].map((t) => h("th", {}, t)))),
-    h("tbody", {}, rows.map((row) => h("tr", {}, h("td", { class: "dim" }, plain(row.what)), h("td", {}, visible(row.a)), h("td", {}, visible(row.b))))))));
+  const list = (title, rows) => rows.length > 0 && h("section", { class: "card" }, h("h2", {}, `${title}: ${rows.length} differ`), table(["", "A", "B"], rows.map((row) => [plain(row.what), visible(row.a), visible(row.b)])));
   const unsure = found.altered.length > 0;
   const heading = one ? `They part ${found.step ? `at step ${found.step}` : "before the first step"}` : unsure ? `Not known to be equal over ${found.steps} steps` : `Equal to the last bit over ${found.steps} steps`;
   return [

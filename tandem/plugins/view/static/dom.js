@@ -61,6 +61,25 @@ export function rewardVars(reward, low, high) {
   return { "--hue": String(Math.round(8 + 142 * Math.min(1, Math.max(0, share)))) };
 }
 
+// A table whose cells name their columns, for a screen that is too narrow for them.
+export function table(columns, rows) {
+  return h("div", { class: "scroll" }, h("table", { class: "config" }, h("thead", {}, h("tr", {}, columns.map((name) => h("th", {}, name)))),
+    h("tbody", {}, rows.map((cells) => h("tr", {}, cells.map((cell, i) => h("td", { "data-label": columns[i], class: i ? "" : "dim" }, cell)))))));
+}
+
+// How values spread: a bar for each stretch of them; whole numbers share no bar with halves of others.
+export function histogram(title, values) {
+  if (values.length < 2) return null;
+  const low = Math.min(...values), high = Math.max(...values), unit = values.every(Number.isInteger) ? 1 : 0, span = high - low + unit;
+  const width = unit ? Math.ceil(span / 24) : span / 24 || 1, counts = Array(Math.max(1, Math.ceil(span / width - 1e-9))).fill(0);
+  for (const value of values) counts[Math.min(counts.length - 1, Math.floor((value - low) / width))] += 1;
+  const most = Math.max(...counts), from = (i) => low + i * width, mean = values.reduce((sum, v) => sum + v, 0) / values.length;
+  const stretch = (i) => (unit && width === 1 ? number(from(i)) : `${number(from(i), 3)} to ${number(unit ? from(i + 1) - 1 : from(i + 1), 3)}`);
+  return h("figure", { class: "histogram" }, h("figcaption", {}, title, h("small", {}, `mean ${number(mean, 3)}`)),
+    h("div", { class: "bars" }, counts.map((count, i) => h("i", { title: `${stretch(i)}: ${number(count)} of ${number(values.length)}`, vars: { "--share": String(count / most) } }))),
+    h("div", { class: "ends dim" }, h("span", {}, number(low, 3)), high > low && h("span", {}, number(high, 3))));
+}
+
 export function sparkline(values, label) {
   const ns = "http://www.w3.org/2000/svg";
   const svg = document.createElementNS(ns, "svg");

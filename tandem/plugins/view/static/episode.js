@@ -6,7 +6,7 @@ import { chip, fill, h, many, number, plain, rewardVars, visible, words } from "
 let paint = "logprob";
 const PAINTS = {
   logprob: { title: "log-prob", note: "the less likely, the more colour" },
-  version: { title: "weights", note: "a colour for each version of the weights that sampled" },
+  version: { title: "weights", note: "a colour for each version that sampled" },
   penalty: { title: "penalty", note: "penalties of the environment" },
   advantage: { title: "advantage", note: "blue: more likely after the update, red: less likely" },
   ratio: { title: "ratio", note: "policy / sampler in the last update: blue above 1, red below" },
@@ -43,8 +43,8 @@ function draw(main, one, [run, kind, step]) {
       h("button", { onclick: keys.right, disabled: one.row + 1 >= one.rows, title: "the next episode ( → )" }, "→")),
     h("div", { class: "two" },
       h("div", {}, facts(one, low, high), conversation(one, run), tokens(one, run), extras(one)),
-      h("aside", {}, h("section", { class: "card" }, h("h2", {}, `${many(one.peers.length, "attempt")} at it`), one.peers.map((peer) => attempt(peer, peer.row === one.row, low, high, link("episode", [run, kind, step, String(peer.row)]))),
-        h("a", { class: "dim pad", href: link("episodes", [run], { uid: one.uid }) }, "in all steps")))));
+      h("aside", {}, h("section", { class: "card" }, h("h2", {}, `${many(one.peers.length, "attempt")} at this problem`), one.peers.map((peer) => attempt(peer, peer.row === one.row, low, high, link("episode", [run, kind, step, String(peer.row)]))),
+        h("a", { class: "pad", href: link("episodes", [run], { uid: one.uid }) }, "This problem in all steps →")))));
   return keys;
 }
 
@@ -54,7 +54,7 @@ function facts(one, low, high) {
   if (Object.keys(parts).length > 1 || Object.values(parts).some((v) => v !== one.reward)) for (const [name, value] of Object.entries(parts)) pairs.push([plain(name), number(value)]);
   if (one.advantage !== null) pairs.push(["advantage", h("span", { title: `${one.advantage_kind} of its group's rewards` }, number(one.advantage, 3))]);
   pairs.push(["ended by", words(one.stop_reason)], ["sampled", `${number(one.tokens.sampled.filter(Boolean).length)} tokens`]);
-  if (one.num_turns > 1) pairs.push(["turns", one.num_turns]);
+  if (one.num_turns > 1) pairs.push(["turns", `${one.num_turns}, ${one.tokens.starts.length ? "each behind its own prompt" : "each behind all before it"}`]);
   if (one.answer) pairs.push(["expected", h("code", {}, visible(one.answer))]);
   if (one.outcome_text) pairs.push(["outcome", one.masked ? "carries no loss: its environment failed" : one.outcome_text]);
   const errors = [one.env_error, one.reward_error].filter(Boolean);
@@ -83,7 +83,7 @@ function call(one) {
 
 function tokens(one, run) {
   const t = one.tokens, has = (name) => t[name]?.some((v, i) => t.sampled[i] && v !== null && (name !== "penalty" || v !== 0));
-  const there = Object.keys(PAINTS).filter(has), box = h("div", { class: "tokens" }), readout = h("div", { class: "readout dim" }), note = h("span", { class: "dim" });
+  const there = Object.keys(PAINTS).filter(has), box = h("div", { class: "tokens" }), readout = h("div", { class: "readout dim" }), note = h("span", { class: "scale dim" });
   if (!there.length) return h("section", { class: "card" }, h("h2", {}, "Tokens"), h("p", { class: "dim pad" }, "Nothing was sampled."));
   if (!there.includes(paint)) paint = there[0];
   const first = Math.max(0, t.sampled.indexOf(true)), text = (i) => (t.text ? t.text[i] : `${t.id[i]} `);
@@ -94,21 +94,34 @@ function tokens(one, run) {
   const opening = h("details", {}, h("summary", {}, `${number(first)} tokens of the prompt`), h("div", { class: "tokens" }));
   opening.addEventListener("toggle", () => { const inside = opening.lastChild; if (!inside.childNodes.length) inside.append(...t.id.slice(0, first).map((_, i) => span(i))); }, { once: true });
 
+  function shade(value, most) {
+    if (value === null || value === undefined) return [28, 0];
+    if (paint === "logprob") return [28, 1 - Math.exp(Math.min(0, value))];
+    if (paint === "version") return [(210 + 77 * versions.indexOf(value)) % 360, 0.45];
+    const signed = paint === "ratio" ? value - 1 : value;
+    return [signed < 0 || paint === "penalty" ? 8 : 215, Math.abs(signed) / most];
+  }
+
+  // The colours of some values, each with its name.
+  function scale(most) {
+    if (paint === "logprob") return [1, 0.9, 0.5, 0.1, 0.01].map((p) => [Math.log(p), `p ${p}`]);
+    const values = { version: versions.slice(0, 8), penalty: [0, most], ratio: [1 - most, 1, 1 + most], advantage: [-most, 0, most] }[paint];
+    return values.map((value) => [value, number(value, 3)]).filter(([, name], i, all) => all.findIndex((one) => one[1] === name) === i);
+  }
+
   function color() {
     const most = paint === "logprob" || paint === "version" ? 1 : extreme(paint);
-    for (const element of spans) {
-      const i = Number(element.dataset.i), value = t[paint]?.[i];
-      let hue = 28, share = 0;
-      if (t.sampled[i] && value !== null && value !== undefined) {
-        if (paint === "logprob") share = 1 - Math.exp(Math.min(0, value));
-        else if (paint === "version") { hue = (210 + 77 * versions.indexOf(value)) % 360; share = 0.45; }
-        else { const signed = paint === "ratio" ? value - 1 : value; hue = signed < 0 || paint === "penalty" ? 8 : 215; share = Math.abs(signed) / most; }
-      }
+    const dye = (element, value) => {
+      const [hue, share] = shade(value, most);
       element.style.setProperty("--hue", String(hue));
       element.style.setProperty("--share", `${Math.round(85 * share)}%`);
-      element.classList.toggle("clipped", paint === "ratio" && Boolean(t.clipped?.[i]));
+      return element;
+    };
+    for (const element of spans) {
+      const i = Number(element.dataset.i);
+      dye(element, t.sampled[i] ? t[paint]?.[i] : null).classList.toggle("clipped", paint === "ratio" && Boolean(t.clipped?.[i]));
     }
-    note.textContent = PAINTS[paint].note;
+    fill(note, PAINTS[paint].note, scale(most).map(([value, name]) => dye(h("i", { class: "swatch" }, name), value)));
   }
 
   function read(event) {
@@ -130,7 +143,7 @@ function tokens(one, run) {
   color();
   fill(readout, "point at a token for its values");
   const command = ["tandem", "why", run, "--episode", `${one.step}:${one.uid}:${one.sample_index}`, "--json", `${run}/why/${one.key}.json`].map(quoted).join(" ");
-  return h("section", { class: "card" }, h("div", { class: "bar" }, h("h2", {}, "Tokens"), h("span", { class: "choice" }, choices), note), opening, fill(box, spans), readout,
+  return h("section", { class: "card" }, h("div", { class: "bar" }, h("h2", {}, "Tokens"), h("span", { class: "choice" }, choices), note), opening, fill(box, spans.flatMap((one, k) => (t.starts.includes(first + k) ? [h("hr", { title: "the next turn, and its prompt" }), one] : [one]))), readout,
     one.kind === "train" && !t.ratio && h("details", { class: "dim" }, h("summary", {}, t.advantage ? "ratio of each token" : "ratio and advantage of each token"), h("p", {}, "A replay of the step has more, in the folder of runs; then this page shows it:"), h("pre", {}, plain(command))));
 }
 

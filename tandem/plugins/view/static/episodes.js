@@ -1,10 +1,10 @@
 // Every episode of a run: filter, sort, search; a click opens one.
 
 import { get, link } from "./api.js";
-import { chip, fill, h, number, plain, rewardVars, visible, words } from "./dom.js";
+import { chip, fill, h, many, number, plain, rewardVars, visible, words } from "./dom.js";
 import { rowKeys } from "./rows.js";
 
-const PAGE = 50;
+const PAGE = 200, SNIPPET = 240; // SNIPPET: that the server sends of a text
 const SORTS = { "-step": "newest first", step: "oldest first", "-reward": "highest reward", reward: "lowest reward", "-tokens": "longest", tokens: "shortest", "-turns": "most turns" };
 
 export async function episodes(main, [run], params) {
@@ -45,7 +45,7 @@ export async function episodes(main, [run], params) {
     status.textContent = `${number(count)} of ${number(total)} episodes${complete ? "" : ", reading more"}${mean === null ? "" : `, mean reward ${mean.toFixed(3)}`}${bad ? `; ${bad} damaged files left out` : ""}`;
     const rewards = rows.map((r) => r.reward), low = Math.min(0, ...rewards), high = Math.max(1, ...rewards);
     const marked = [...list.querySelectorAll("[data-row]")].findIndex((r) => r.classList.contains("marked"));
-    fill(list, rows.map((row) => item(run, row, low, high)), rows.length === 0 && h("p", { class: "dim pad" }, complete ? "No episode is like that." : "Reading ..."));
+    fill(list, together(rows).map((group) => problem(run, group, low, high)), rows.length === 0 && h("p", { class: "dim pad" }, complete ? "No episode is like that." : "Reading ..."));
     list.querySelectorAll("[data-row]")[marked]?.classList.add("marked");
     before.disabled = offset === 0;
     after.disabled = offset + PAGE >= count;
@@ -72,12 +72,28 @@ export async function episodes(main, [run], params) {
   return { keys: { ...rowKeys(() => list), left: () => offset > 0 && page(-PAGE), right: () => !after.disabled && page(PAGE) }, news: (names) => names.has(run) && load(), close: () => { over = true; clearTimeout(timer); } };
 }
 
-function item(run, row, low, high) {
-  return h("div", { class: "episode-row", "data-row": true },
-    h("span", { class: "reward", vars: rewardVars(row.reward, low, high) }, number(row.reward, 3)),
-    h("a", { href: link("episode", [run, row.kind, String(row.step), String(row.row)]) },
-      h("span", { class: "meta" }, h("b", {}, `${row.step}:${plain(row.uid)}:${row.sample}`), ` ${number(row.tokens)} tokens`, row.turns > 1 && ` · ${row.turns} turns`, ` · ${words(row.stop)}`,
-        row.kind !== "train" ? chip(row.kind.replace("eval_", "held-out "), "info") : row.outcome !== "train" && chip(row.outcome, "warn"), row.error && chip("failure", "bad")),
-      h("span", { class: "asked dim" }, visible(row.prompt.slice(-200).replace(/\s+/g, " "))),
-      h("span", { class: "said" }, visible(row.snippet.replace(/\s+/g, " ") || row.error || "(nothing)"))));
+// Rows side by side that are attempts at one problem in a step, and among them those alike: [[[row, ...], ...], ...]
+function together(rows) {
+  const groups = [];
+  let last = null;
+  for (const row of rows) {
+    const place = `${row.kind} ${row.step} ${row.group}`;
+    if (place !== last) groups.push(new Map());
+    last = place;
+    const { snippet, reward, stop, tokens, turns, outcome, error } = row, alike = snippet.length < SNIPPET ? JSON.stringify([snippet, reward, stop, tokens, turns, outcome, error]) : row.row;
+    const group = groups.at(-1);
+    group.set(alike, [...(group.get(alike) || []), row]);
+  }
+  return groups.map((group) => [...group.values()]);
+}
+
+function problem(run, group, low, high) {
+  const one = group[0][0], open = (row) => link("episode", [run, row.kind, String(row.step), String(row.row)]);
+  return h("div", { class: "problem" },
+    h("div", { class: "meta" }, h("b", {}, `${one.step}:${plain(one.uid)}`), one.kind !== "train" ? chip(one.kind.replace("eval_", "held-out "), "info") : one.outcome !== "train" && chip(one.outcome, "warn"),
+      one.answer && h("span", {}, " expected ", h("code", {}, visible(one.answer))), h("div", { class: "asked" }, visible(one.prompt.slice(-200).replace(/\s+/g, " ")))),
+    group.map((rows) => h("div", { class: "episode-row", "data-row": true },
+      h("span", { class: "reward", vars: rewardVars(rows[0].reward, low, high) }, number(rows[0].reward, 3)),
+      h("a", { class: "said", href: open(rows[0]) }, visible(rows[0].snippet.replace(/\s+/g, " ") || rows[0].error || "(nothing)")),
+      h("span", { class: "meta" }, rows[0].error && chip("failure", "bad"), rows[0].turns > 1 && `${rows[0].turns} turns · `, `${many(rows[0].tokens, "token")} · ${words(rows[0].stop)}`, rows.map((row) => h("a", { href: open(row) }, ` #${row.sample}`))))));
 }

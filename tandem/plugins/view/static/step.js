@@ -2,8 +2,13 @@
 
 import { get, link } from "./api.js";
 import { COLORS } from "./chart.js";
-import { chip, fill, h, many, number, plain, rewardVars, visible, words } from "./dom.js";
+import { chip, fill, h, histogram, many, number, plain, rewardVars, visible, words } from "./dom.js";
 
+const narrowed = { "with signal only": false, "changed only": true };
+let base = null; // the step that an evaluation is compared with
+// Whether the advantages of a group move the policy; an advantage that is not known here may.
+const signal = (group) => group.attempts.some((a) => a.advantage === null || Math.abs(a.advantage) > 1e-9);
+const mean = (group) => group.attempts.reduce((sum, a) => sum + a.reward, 0) / group.attempts.length;
 const STAGES = ["rollout_s", "reward_s", "wait_s", "check_s", "journal_s", "learn_s", "sync_s", "apply_s", "eval_s"];
 
 export async function step(main, [run, wanted]) {
@@ -12,25 +17,45 @@ export async function step(main, [run, wanted]) {
     const { runs } = await get("runs");
     place = String(runs.find((one) => one.name === run)?.step ?? 1);
   }
-  let one = null, shown = "", over = false;
+  let one = null, shown = "", over = false, evaluated = [];
   const bar = h("div", { class: "bar" }), body = h("div", {});
   const go = (to) => { if (to >= one.first && to <= one.last) location.hash = link("step", [run, String(to)]); };
   const keys = { left: () => go(one.step - 1), right: () => go(one.step + 1), j: () => go(one.step + 1), k: () => go(one.step - 1) };
 
   async function load() {
-    const found = await get("step", { run, step: place });
+    const keys = ["eval/sampled", "eval/greedy"], found = await get("step", { run, step: place });
+    const { series } = (await get("series", { run, key: keys, points: 20000 }))[run];
+    evaluated = [...new Set(Object.values(series).flatMap((s) => s.x))].sort((a, b) => a - b);
+    if (!evaluated.includes(base)) base = evaluated[0] ?? null;
+    const compared = found.groups.some((g) => g.kind !== "train") && base !== found.step ? await get("step", { run, step: base }) : { groups: [] };
     if (over) return;
     one = found;
     fill(bar, h("h1", {}, `Step ${one.step}`), h("span", { class: "dim" }, `of ${one.last}`), h("span", { class: "grow" }),
+      evaluated.length > 0 && steps(evaluated.includes(one.step) ? one.step : "", go),
       h("button", { onclick: keys.left, disabled: one.step <= one.first, title: "the step before ( ← )" }, "←"), h("button", { onclick: keys.right, disabled: one.step >= one.last, title: "the next step ( → )" }, "→"));
-    const text = JSON.stringify({ ...one, last: 0 });
+    const text = JSON.stringify([{ ...one, last: 0 }, base]);
     if (text === shown) return; // the same step of a longer run: what is being read stays where it is
     shown = text;
-    const train = one.groups.filter((g) => g.kind === "train"), held = one.groups.filter((g) => g.kind !== "train");
+    const train = one.groups.filter((g) => g.kind === "train"), evaluation = one.groups.filter((g) => g.kind !== "train"), attempts = train.flatMap((g) => g.attempts);
     fill(body,
-      one.damaged && h("div", { class: "card problem" }, h("pre", {}, visible(one.damaged))), account(one, train), seconds(one.numbers), numbers(one),
-      train.length > 0 && groups("What it sampled", run, one, train),
-      held.length > 0 && groups("Its evaluation", run, one, held));
+      one.damaged && h("div", { class: "card problem" }, h("pre", {}, visible(one.damaged))), account(one, train), seconds(one.numbers),
+      attempts.length > 1 && h("section", { class: "card bar spread" }, histogram("Rewards of its episodes", attempts.map((a) => a.reward)), histogram("Tokens of its episodes", attempts.map((a) => a.tokens))),
+      numbers(one),
+      train.length > 0 && groups(h("h2", {}, `What it sampled: ${many(train.length, "group")}`), run, one.step, train, attempts.some((a) => a.advantage !== null) && "with signal only", signal),
+      evaluation.length > 0 && held(evaluation, compared.groups));
+  }
+
+  const steps = (own, chosen) => h("select", { "aria-label": "evaluation", onchange: (e) => chosen(Number(e.target.value)) },
+    own === "" && h("option", { value: "" }, "evaluations"), evaluated.map((n) => h("option", { value: n, selected: n === own }, `evaluation ${n}`)));
+
+  // The evaluation, beside that of another step: what was learned since, and what was lost.
+  function held(evaluation, others) {
+    const key = (g) => `${g.kind} ${g.uid}`, before = new Map(others.filter((g) => g.kind !== "train").map((g) => [key(g), g]));
+    const change = (g) => (before.has(key(g)) ? mean(g) - mean(before.get(key(g))) : 0), kinds = [...new Set(evaluation.map((g) => g.kind))];
+    const told = (kind) => { const all = evaluation.filter((g) => g.kind === kind).map(change); return `${words(kind.replace("eval_", ""))}: ${all.filter((by) => by > 0).length} learned, ${all.filter((by) => by < 0).length} lost, ${all.filter((by) => by === 0).length} as before`; };
+    const heading = [h("h2", {}, `Its evaluation: ${many(evaluation.length, "group")}`), evaluated.length > 1 && h("label", { class: "dim" }, "compared with ", steps(base, (to) => { base = to; load(); })), before.size > 0 && h("span", { class: "dim" }, kinds.map(told).join("; "))];
+    const sorted = evaluation.map((g) => ({ ...g, before: before.get(key(g)), change: change(g) })).sort((a, b) => a.change - b.change);
+    return groups(heading, run, one.step, sorted, before.size > 0 && "changed only", (g) => g.change !== 0, base);
   }
 
   await load();
@@ -55,7 +80,9 @@ function account(one, train) {
   const counts = {};
   for (const group of train) counts[group.outcome] = (counts[group.outcome] || 0) + 1;
   const attempts = train.flatMap((g) => (g.outcome === "train" ? g.attempts : []));
+  const trained = train.filter((g) => g.outcome === "train"), moving = trained.filter(signal).length;
   const lines = Object.entries(counts).map(([outcome, count]) => `${many(count, "group")} ${one.outcomes[outcome] || words(outcome)}`);
+  if (moving < trained.length) lines.push(`${number(moving)} of them carry a signal; in the other ${number(trained.length - moving)} every advantage is 0, which adds nothing to the policy loss`);
   const masked = attempts.filter((a) => a.masked).length, failed = attempts.filter((a) => a.error).length;
   if (attempts.length) lines.push(`${many(attempts.length, "episode")} and ${many(one.numbers.num_loss_tokens ?? attempts.reduce((sum, a) => sum + a.tokens, 0), "loss token")} went into the update`);
   for (const [version, count] of Object.entries(one.versions)) {
@@ -87,11 +114,19 @@ function numbers(one) {
   return names.length > 0 && h("details", { class: "card", open: true }, h("summary", {}, `${names.length} numbers`), h("dl", { class: "facts small" }, names.map((n) => h("div", {}, h("dt", { title: n }, plain(n)), h("dd", {}, number(one.numbers[n]))))));
 }
 
-function groups(title, run, one, all) {
-  const rewards = all.flatMap((g) => g.attempts.map((a) => a.reward)), low = Math.min(0, ...rewards), high = Math.max(1, ...rewards);
-  const mean = (g) => g.attempts.reduce((sum, a) => sum + a.reward, 0) / g.attempts.length;
-  return h("section", { class: "card" }, h("h2", {}, `${title}: ${many(all.length, "group")}`), all.map((g) => h("div", { class: "group" },
-    h("div", {}, h("b", {}, plain(g.uid)), " ", g.kind === "train" ? chip(g.outcome === "train" ? "trained" : g.outcome, g.outcome === "train" ? "finished" : "warn") : chip(g.kind.replace("eval_", ""), "info"), h("span", { class: "dim" }, ` mean ${number(mean(g), 3)}`), h("div", { class: "asked dim" }, visible(g.prompt.slice(-160).replace(/\s+/g, " ")))),
-    h("div", { class: "squares" }, g.attempts.map((a) => h("a", { class: `square ${a.masked || a.error ? "bad" : ""}`, vars: rewardVars(a.reward, low, high), href: link("episode", [run, g.kind, String(one.step), String(a.row)]), title: plain(`#${a.sample}: reward ${number(a.reward)},${a.advantage === null ? "" : ` advantage ${number(a.advantage, 3)},`} ${a.tokens} tokens, ended by ${words(a.stop)}${a.error ? `, ${a.error}` : ""}\n${a.snippet}`) }, number(a.reward, 2), a.advantage !== null && h("small", {}, `${a.advantage > 0 ? "+" : ""}${number(a.advantage, 2)}`)))))),
-    all.some((g) => g.attempts.some((a) => a.advantage !== null)) && h("p", { class: "dim pad" }, "A square has the reward of an attempt, and under it its advantage."));
+// Groups with the rewards of their attempts; a box shows only those that `keep` keeps.
+function groups(heading, run, step, all, only, keep, earlier) {
+  const rewards = all.flatMap((g) => [g, g.before].filter(Boolean).flatMap((one) => one.attempts.map((a) => a.reward))), low = Math.min(0, ...rewards), high = Math.max(1, ...rewards);
+  const squares = (g, at) => h("span", { class: "squares" }, g.attempts.map((a) => h("a", { class: `square ${a.masked || a.error ? "bad" : ""}`, vars: rewardVars(a.reward, low, high), href: link("episode", [run, g.kind, String(at), String(a.row)]), title: plain(`#${a.sample}: reward ${number(a.reward)},${a.advantage === null ? "" : ` advantage ${number(a.advantage, 3)},`} ${a.tokens} tokens, ended by ${words(a.stop)}${a.error ? `, ${a.error}` : ""}\n${a.snippet}`) }, number(a.reward, 2), a.advantage !== null && h("small", {}, `${a.advantage > 0 ? "+" : ""}${number(a.advantage, 2)}`))));
+  const mark = (g) => {
+    if (g.kind !== "train") return [chip(g.kind.replace("eval_", ""), "info"), g.change > 0 && " ", chip("learned", "good"), g.change < 0 && " ", chip("lost", "bad")];
+    return g.outcome !== "train" ? chip(g.outcome, "warn") : signal(g) ? chip("trained", "finished") : chip("advantage 0");
+  };
+  const rows = all.map((g) => h("div", { class: "group" },
+    h("div", {}, h("b", {}, plain(g.uid)), " ", mark(g), h("span", { class: "dim" }, ` mean ${g.before ? `${number(mean(g.before), 3)} → ` : ""}${number(mean(g), 3)}`), g.answer && h("span", { class: "dim" }, " expected ", h("code", {}, visible(g.answer))), h("div", { class: "asked dim" }, visible(g.prompt.slice(-160).replace(/\s+/g, " ")))),
+    h("div", { class: "squares" }, g.before && [squares(g.before, earlier), " → "], squares(g, step))));
+  const none = h("p", { class: "dim" }, "None is like that."), narrow = () => { rows.forEach((row, i) => { row.hidden = Boolean(only) && narrowed[only] && !keep(all[i]); }); none.hidden = rows.some((row) => !row.hidden); };
+  narrow();
+  return h("section", { class: "card" }, h("div", { class: "bar" }, heading, h("span", { class: "grow" }), only && h("label", { class: "dim" }, h("input", { type: "checkbox", checked: narrowed[only], onchange: (e) => { narrowed[only] = e.target.checked; narrow(); } }), ` ${only}`)), rows, none,
+    all.some((g) => g.attempts.some((a) => a.advantage !== null)) && h("p", { class: "dim" }, "A square has the reward of an attempt, and under it its advantage."));
 }

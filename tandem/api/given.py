@@ -1,0 +1,194 @@
+"""Keywords, rows, functions and classes of a caller from Python, made into the values of a recipe
+that the commands read.
+
+    {"group_size": 8, "reward": score, "data": [{...}]}
+    {"rl": {"group_size": 8}, "reward": {"function": "runs/inputs/score-1f2e.pkl:score"},
+     "data": {"train": "runs/inputs/data.train-9ab3.jsonl"}}
+
+Rows and pickled objects are files named by their content, so a changed one is another file, and a
+run that began with the old one still has it. An object of a module is named by the module. Only
+what is defined in a notebook, in the script itself or inside of a function is pickled. Knows no
+command but its sections.
+"""
+
+import hashlib
+import io
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import CodeType, SimpleNamespace
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
+
+from tandem.config.recipe import toml_value
+from tandem.config.schema import SHORTHANDS, Config
+from tandem.runtime.disk import write_atomic
+from tandem.runtime.errors import UserError
+from tandem.runtime.wording import nearest
+
+# the section of a command, and its key with the rows
+SECTIONS = {
+    "train": ("rl", "data.train"),
+    "distill": ("distill", "data.train"),
+    "sft": ("sft", "sft.train"),
+    "dpo": ("preference", "preference.train"),
+    "rm": ("preference", "preference.train"),
+    "eval": ("eval", "eval.data"),
+}
+ROWS = {"eval.data", "preference.test", *(key for _, key in SECTIONS.values())}
+
+
+def values_of(command: str, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of keywords by their keys in the configuration.
+
+    A keyword is a section (`rl={"group_size": 8}`), a key ("rl.group_size"), the name of a key
+    alone, which is looked for in the command's own section first, or one of these: `model` (a
+    path), `data` and `eval_data` (rows or a source), `reward` (functions), `env` (a class), `tools`
+    (functions). Raises UserError for an unknown one.
+    """
+    own, rows = SECTIONS[command]
+    values: dict[str, Any] = {}
+    for name, value in keys.items():
+        if name == "tools":
+            values |= {"env.name": "tools", "env.options": {"tools": value}}
+        elif name in Config.model_fields and isinstance(value, Mapping):
+            values |= {f"{name}.{field}": one for field, one in value.items()}
+        else:
+            values[{"data": rows, "eval_data": "eval.data"}.get(name) or _key(name, own)] = value
+    return values
+
+
+def overrides_of(values: Mapping[str, Any], folder: Path) -> list[str]:
+    """Return values by key as overrides of a recipe, `section.key=value`; rows and objects become
+    files in `folder`."""
+    return [f"{key}={toml_value(_value(key, value, folder))}" for key, value in values.items()]
+
+
+def _key(name: str, own: str) -> str:
+    """Find the key that a keyword means."""
+    if "." in name:
+        return name
+    if name == "model":
+        return "model.path"
+    if name in SHORTHANDS:
+        return f"{name}.{SHORTHANDS[name]}"
+    fields = {section: Config.model_fields[section].annotation for section in Config.model_fields}
+    commands = {section for section, _ in SECTIONS.values()} - {"rl", "eval"}
+    usual = ("run", "train", *(section for section in fields if section not in commands))
+    for section in (own, *usual):
+        if name in fields[section].model_fields:  # type: ignore[union-attr]
+            return f"{section}.{name}"
+    known = [*fields, *(field for of in fields.values() for field in of.model_fields)]  # type: ignore[union-attr]
+    raise UserError(
+        f"there is no key {name!r}",
+        where="the keywords",
+        expected="a section, a key, data, eval_data or tools",
+        next=nearest(name, known) or "tandem plan --keys lists every key",
+    )
+
+
+def _value(key: str, value: Any, folder: Path) -> Any:
+    """Return a value as the recipe has it."""
+    if key in ROWS:
+        return source(value, key, folder)
+    if isinstance(value, Mapping):
+        return {name: _value("", one, folder) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_value("", one, folder) for one in value]
+    if callable(value):
+        return named(value, folder)
+    return value if isinstance(value, str | int | float) else _plain(value)
+
+
+# ---- rows
+
+
+def source(rows: Any, key: str, folder: Path) -> Any:
+    """Return the source of rows: a name as it is, and a list of dicts, a `datasets.Dataset` or a
+    DataFrame as a file. Raises UserError for rows that JSON does not hold."""
+    if isinstance(rows, str | Path):
+        return str(rows)
+    if hasattr(rows, "iloc"):  # a DataFrame, whose iteration gives its columns
+        rows = rows.to_dict("records")
+    listed = list(rows)
+    if listed and all(isinstance(row, str | Path) for row in listed):
+        return [str(row) for row in listed]
+    try:
+        lines = [json.dumps(row, allow_nan=False, default=_plain) + "\n" for row in listed]
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            "the rows cannot be written",
+            where=key,
+            found=str(error),
+            expected="dicts of texts, numbers, lists and dicts",
+            next="write images and other objects to files, and name these in the rows",
+        ) from None
+    return _kept(folder, key, ".jsonl", "".join(lines).encode())
+
+
+def _plain(value: Any) -> Any:
+    """Return a number or an array of numpy as Python's, and a path as its text."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"a {type(value).__name__}: {value!r:.60}")
+
+
+def _kept(folder: Path, name: str, suffix: str, content: bytes) -> str:
+    """Write a file named by its content, and return its path."""
+    digest = hashlib.sha256(content).hexdigest()[:12]
+    path = folder / f"{name}-{digest}{suffix}"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, content)
+    return str(path)
+
+
+# ---- functions and classes
+
+
+def named(value: Any, folder: Path) -> str:
+    """Return the name of a function or class in a recipe: `file.py:NAME` or `module:NAME` of what a
+    module holds, else that of a pickle of it. Raises UserError for what cannot be pickled."""
+    if isinstance(value, str):
+        return value
+    name = getattr(value, "__name__", type(value).__name__)
+    module = sys.modules.get(getattr(value, "__module__", None) or "")
+    if (
+        module is not None
+        and module.__name__ != "__main__"
+        and getattr(module, name, None) is value
+    ):
+        file = Path(getattr(module, "__file__", None) or "")
+        is_package = "." in module.__name__ or file.suffix != ".py"
+        return f"{module.__name__ if is_package else file}:{name}"
+    name = name if name.isidentifier() else "function"  # a lambda
+    buffer = io.BytesIO()
+    try:
+        _Pickler(buffer).dump(SimpleNamespace(**{name: value}))
+    except Exception as error:  # an object's own __reduce__ may raise anything
+        raise UserError(
+            "a function or class cannot be handed to another process",
+            where=name,
+            found=f"{type(error).__name__}: {error}",
+            expected="one that needs no open file, lock or connection of this process",
+            next="make these inside of it, or define it in a file.py and name it file.py:NAME",
+        ) from None
+    return f"{_kept(folder, name, '.pkl', buffer.getvalue())}:{name}"
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles objects by value. The same code gives the same bytes in another process, whose
+    notebook has another temporary file."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, CodeType) and obj.co_filename != "notebook":
+            return _same, (obj.replace(co_filename="notebook", co_firstlineno=1),)
+        return super().reducer_override(obj)
+
+
+def _same(value: Any) -> Any:
+    return value

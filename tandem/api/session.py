@@ -1,0 +1,294 @@
+"""An algorithm of your own over the exact engine: sample, forward_backward, optim_step, save.
+
+    session = tandem.Session("runs/tiny", learning_rate=1e-4)
+    [completions] = session.sample([[{"role": "user", "content": "1+1=?"}]], n=4)
+    session.forward_backward([session.datum(c, advantage=1.0) for c in completions], "ppo_clip")
+    session.optim_step()  # and the engine samples with the new weights
+
+Engine and trainer are one model in this process, so the log-probs of `sample` are, to the last bit,
+those that `forward_backward` starts from. All draws are addressed by the seed. The session sets
+torch's threads and its switches for reproducible arithmetic, as every command does; keys of the
+configuration are keywords (given.py). Knows no environment, no reward and no advantage.
+"""
+
+import inspect
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.api.given import overrides_of, values_of
+from tandem.config.recipe import load_config, to_toml
+from tandem.data.renderer import load_renderer
+from tandem.jobs.engines import build_engine, prepare_process, probe_exactness
+from tandem.jobs.models import build_learner, check_models
+from tandem.model.forward import batch_logprobs
+from tandem.registry import names
+from tandem.rl.algorithms import policy_loss
+from tandem.rollout.score import sampling_params
+from tandem.run_folder.checkpoint import Contents, load_checkpoint, save_checkpoint, versions
+from tandem.run_folder.export import export, model_card
+from tandem.run_folder.folder import resolved
+from tandem.runtime.errors import UserError
+from tandem.runtime.rng import address
+from tandem.train_loop import load_learners, saved_tensors
+from tandem.trainer.pack import join, pack, split
+from tandem.trainer.ranks import Totals
+from tandem.types import Array, Completion, Message, Microbatch, Request, Sample
+
+logger = logging.getLogger(__name__)
+
+Prompt = str | Sequence[Message] | Array  # a user's text, a chat, or tokens int64 [T]
+# by the names of its parameters: policy_logprobs, proximal_logprobs, engine_logprobs, advantages,
+# each float32 [N], sequences int64 [N], and settings -> losses of the tokens [N], metrics as sums
+Loss = str | Callable[..., tuple[Tensor, Mapping[str, float]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Datum:
+    """A sequence to train on; arrays are aligned with its tokens [T].
+
+    prefix: so many first tokens are equal in all data of the same group, and run once.
+    """
+
+    tokens: Array  # int64
+    weights: Array  # float32, of the loss of each token; 0: it has none
+    advantages: Array  # float32
+    logprobs: Array  # float32, nats, that the tokens were sampled with
+    prefix: int = 0
+    group: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled(Completion):
+    """A completion with its prompt, tokens int64 [T]."""
+
+    prompt: Array
+
+
+class Session:
+    """A model, its engine and its optimizer in this process.
+
+    model: a Hugging Face directory or hub name; keys: of the configuration, e.g. learning_rate,
+    rank (LoRA), device, max_new_tokens. Raises UserError for a mistake in them.
+    """
+
+    def __init__(self, model: str | Path, **keys: Any):
+        values = values_of("train", {"model": model, "schedule": "constant", **keys})
+        overrides = overrides_of(values, Path("runs/inputs"))
+        self.config = resolved(load_config(None, overrides), Path(os.devnull))
+        prepare_process(self.config)
+        check_models(self.config)
+        path = self.config.model.path
+        self.renderer = load_renderer(path, self.config.data.chat_template)
+        self.params = sampling_params(self.config.rollout, self.renderer)
+        self.learner = build_learner(self.config, path, self.config.train, steps=1)
+        self.exact = not probe_exactness(self.config, self.learner.model, logger.info).parity
+        self.engine = build_engine(self.config, self.learner.model, self.renderer)
+        self.version, self._calls, self._totals = 0, 0, Totals()
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        n: int = 1,
+        *,
+        place: tuple[int | str, ...] = (),
+        uids: Sequence[str] = (),
+        **params: Any,
+    ) -> list[list[Sampled]]:
+        """Return n completions of each prompt, by the newest weights.
+
+        place and uids address the draws: the same weights, place and uid give the same tokens. By
+        default they are the number of this call and of the prompt. params: fields of
+        types.SamplingParams in place of the configured ones.
+        """
+        wanted = replace(self.params, **params)
+        place, self._calls = place or ("sample", self._calls), self._calls + 1
+        tickets = []
+        for row, prompt in enumerate(prompts):
+            uid, tokens = uids[row] if uids else "", self.tokens(prompt)
+            for number in range(n):
+                key = address(self.config.run.seed, *place, row, uid, number)
+                request = Request(key=key, prompt=tokens, params=wanted)
+                tickets.append((tokens, self.engine.submit(request)))
+        while any(ticket.completion is None for _, ticket in tickets):
+            self.engine.step()
+        done = [
+            Sampled(prompt=tokens, **{f: getattr(ticket.completion, f) for f in FIELDS})
+            for tokens, ticket in tickets
+        ]
+        return [done[first : first + n] for first in range(0, len(done), n)]
+
+    def tokens(self, prompt: Prompt) -> Array:
+        """Return the tokens int64 [T] of a prompt, with the header of the model's turn."""
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        if len(prompt) and isinstance(prompt[0], Mapping):
+            return self.renderer.prompts([prompt], ())[0]  # type: ignore[list-item]
+        return np.asarray(prompt, np.int64)
+
+    def datum(
+        self, completion: Sampled, *, advantage: float = 1.0, weight: float = 1.0, group: int = 0
+    ) -> Datum:
+        """Return the datum of a completion: its tokens carry that weight and advantage."""
+        prompt, size = completion.prompt, len(completion.tokens)
+        zeros = np.zeros(len(prompt), np.float32)
+        of_tokens = [np.full(size, value, np.float32) for value in (weight, advantage)]
+        weights, advantages, logprobs = (
+            np.concatenate([zeros, array]) for array in (*of_tokens, completion.logprobs)
+        )
+        return Datum(
+            tokens=np.concatenate([prompt, completion.tokens]),
+            weights=weights,
+            advantages=advantages,
+            logprobs=logprobs,
+            prefix=len(prompt),
+            group=group,
+        )
+
+    def logprobs(self, data: Sequence[Datum]) -> list[Array]:
+        """Return the log-probs, float32 [N], nats, of each datum's tokens with a weight, by the
+        trainer's pass."""
+        batches = self._pack(data)
+        with torch.no_grad():
+            found = [self._logprobs(batch)[0].numpy() for batch in batches]
+        by_datum = split(batches, found)
+        return [by_datum[number] for number in range(len(data))]
+
+    def forward_backward(
+        self, data: Sequence[Datum], loss: Loss = "cross_entropy", **settings: Any
+    ) -> dict[str, float]:
+        """Add the gradient of sum(weight x loss) over the tokens of all data; return metrics, as
+        sums over tokens.
+
+        loss: cross_entropy, importance_sampling, a name that rl.loss takes, or a function.
+        settings: of the loss, e.g. clip_low. Raises UserError if the loss is not finite, and then
+        forgets all gradients.
+        """
+        function = _function(loss)
+        settings = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0, **settings}
+        arrays = {
+            name: [getattr(one, name)[one.weights != 0] for one in data]
+            for name in ("weights", "advantages", "logprobs")
+        }
+
+        def total(batch: Microbatch) -> tuple[Tensor, dict[str, float]]:
+            own = {name: torch.from_numpy(join([batch], of)[0]) for name, of in arrays.items()}
+            logprobs, entropy = self._logprobs(batch)
+            offered = {
+                "policy_logprobs": logprobs,
+                "proximal_logprobs": own["logprobs"],
+                "engine_logprobs": own["logprobs"],
+                "advantages": own["advantages"],
+                "sequences": torch.from_numpy(batch.sequences),
+                "entropy": entropy,
+                **settings,
+            }
+            terms, metrics = function(offered)
+            value = (terms * own["weights"]).sum()
+            return value, {**metrics, "loss": float(value.detach())}
+
+        batches, ranks = self._pack(data), self.learner.ranks
+        totals = ranks.backward(self.learner.model, batches, total)
+        if not totals.finite:
+            self.learner.optimizer.update(skip=True)
+            raise UserError("the loss is not finite", where="forward_backward", found=f"{loss}")
+        return {**totals.metrics, "tokens": float(totals.num_loss_tokens)}
+
+    def optim_step(self, learning_rate: float | None = None) -> dict[str, float]:
+        """Step the weights by the gradients added so far, and have the engine run the new ones;
+        return grad_norm, learning_rate and skipped_updates. learning_rate: from now on."""
+        optimizer = self.learner.optimizer
+        if learning_rate is not None:
+            optimizer.settings = replace(optimizer.settings, learning_rate=learning_rate)
+        metrics = optimizer.update()
+        self._publish(self.version + 1)
+        return metrics
+
+    def save(self, folder: str | Path) -> Path:
+        """Write weights, moments and the place of the draws to `folder/step_N`; return it."""
+        state = {"calls": self._calls, "optimizer_steps": {"policy": self.learner.optimizer.step}}
+        contents = Contents(
+            step=self.version,
+            tensors=saved_tensors({"policy": self.learner}),
+            state=state,
+            config=to_toml(self.config),
+            keep=1 << 30,
+        )
+        return save_checkpoint(Path(folder), contents)
+
+    def load(self, path: str | Path) -> None:
+        """Go back to what `save` wrote to that path. Raises UserError for a damaged one."""
+        tensors, state = load_checkpoint(Path(path))
+        load_learners({"policy": self.learner}, tensors, state["optimizer_steps"])
+        self._calls = state["calls"]
+        self._publish(int(Path(path).name.rpartition("_")[2]))
+
+    def export(self, folder: str | Path) -> Path:
+        """Write the model as a Hugging Face directory; return it."""
+        about: dict[str, Any] = {
+            "metrics": {"step": self.version},
+            "inputs": {},
+            "versions": versions(),
+        }
+        card = model_card(self.learner.model, self.config, command="session", **about)
+        return export(self.learner.model, self.config.model.path, Path(folder), card)
+
+    def _publish(self, version: int) -> None:
+        self.version = version
+        self.engine.apply(version)
+
+    def _pack(self, data: Sequence[Datum]) -> list[Microbatch]:
+        samples = [
+            Sample(
+                tokens=one.tokens, loss_mask=one.weights != 0, prefix=one.prefix, group=one.group
+            )
+            for one in data
+        ]
+        return list(pack(samples, self.config.train.tokens_per_microbatch))
+
+    def _logprobs(self, batch: Microbatch) -> tuple[Tensor, Tensor]:
+        return batch_logprobs(self.learner.model, batch, self.params)
+
+
+FIELDS = tuple(Completion.__dataclass_fields__)
+
+
+def _function(loss: Loss) -> Callable[[Mapping[str, Any]], tuple[Tensor, Mapping[str, float]]]:
+    """Return the function of a loss, of all that it may be given."""
+    if isinstance(loss, str) and loss not in OWN:
+        if loss not in names("losses"):
+            raise UserError(
+                "there is no such loss",
+                where="forward_backward",
+                found=repr(loss),
+                expected=f"one of {', '.join([*OWN, *names('losses')])}, or a function",
+            )
+        return lambda offered: policy_loss(loss).bind(offered)()
+    function = OWN[loss] if isinstance(loss, str) else loss
+    wanted = inspect.signature(function).parameters
+    return lambda offered: function(**{name: offered[name] for name in wanted if name in offered})
+
+
+def cross_entropy(policy_logprobs: Tensor) -> tuple[Tensor, Mapping[str, float]]:
+    """Compute -log p."""
+    return -policy_logprobs, {}
+
+
+def importance_sampling(
+    policy_logprobs: Tensor, engine_logprobs: Tensor, advantages: Tensor
+) -> tuple[Tensor, Mapping[str, float]]:
+    """Compute -r A, r = policy / sampled, without a clip."""
+    return -(policy_logprobs - engine_logprobs).exp() * advantages, {}
+
+
+OWN: dict[str, Callable[..., Any]] = {
+    "cross_entropy": cross_entropy,
+    "importance_sampling": importance_sampling,
+}

@@ -1,0 +1,175 @@
+"""Harbor's tasks (Terminal-Bench and others) in the sandbox: the environment `harbor`.
+
+For whom has tasks as folders (task.toml, instruction.md, environment/, tests/test.sh) and no place
+for containers. What cannot be played here is left out of the rows:
+
+    tandem generate harbor:FOLDER --out tasks.jsonl
+    tandem train my.toml data.train=tasks.jsonl env=harbor reward=env env.timeout_s=900
+
+The model's one tool is `bash`. A command runs in bubblewrap without a network, in the Dockerfile's
+WORKDIR, with this machine's /usr. Files in /app, /root, /workspace and /tmp stay from command to
+command, processes do not. A turn without a call is the end: tests/test.sh runs on those files, and
+the reward is what it writes to /logs/verifier/reward.txt or reward.json; nothing there is an error
+(env.on_error). At a limit of turns or tokens no test runs, and the reward is 0.
+
+Of a Dockerfile, FROM is passed over, WORKDIR and COPY are done; `env.options.skip_run = true`
+passes over RUN. A task that needs more (an image, several containers or steps) needs Harbor itself.
+It plugs in as envs and sources of tandem/registry.py. The package harbor is not needed.
+"""
+
+import base64
+import io
+import tarfile
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from math import fsum
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from tandem.config.episodes import Sandbox
+from tandem.envs.calls import in_thread
+from tandem.envs.tools import ToolEnv, ToolUnavailable
+from tandem.registry import find
+from tandem.runtime.errors import UserError
+from tandem.types import Message, Observation, Problem
+
+PLACES = ("app",), ("root",), ("workspace",)  # that the sandbox has in /tmp
+SIZES = {"memory_mb": 2048, "disk_mb": 64, "file_mb": 64, "output_bytes": 2**27, "processes": 256}
+HERE = Sandbox()
+# one trial run in a process is enough
+open_sandbox = cache(lambda config: find("sandboxes", config.kind, key="sandbox")(config))
+# the files are unpacked before a command, and packed behind it: between commands nothing runs
+RUN = """
+test -L /app && mkdir -p /tmp/{app,root,workspace,logs} "/tmp$1" && cd "$1" || exit 3
+base64 -d /tmp/.tandem/files | tar xz -C /tmp
+timeout -k 1 "$2" bash /tmp/.tandem/command >/tmp/.tandem.out 2>&1 </dev/null
+echo $?
+head -c 65536 /tmp/.tandem.out | base64 -w0; echo
+tar cz -C /tmp --ignore-failed-read --exclude='./.tandem*' . | base64 -w0
+"""
+TEST = """
+rm -rf /tmp/tests /tmp/logs/verifier && mkdir -p /tmp/logs/verifier
+base64 -d /tmp/.tandem/tests | tar xz -C /tmp
+bash /tests/test.sh >/tmp/logs/verifier/test-stdout.txt 2>&1
+cd /logs/verifier
+for file in reward.json reward.txt; do [ -f $file ] && exec cat $file; done
+echo no reward; tail -c 500 test-stdout.txt
+"""
+
+
+class HarborEnv(ToolEnv):
+    """One episode of a task. Parts: those of ToolEnv, and the rewards that the tests name."""
+
+    def __init__(
+        self,
+        *,
+        sandbox: Sandbox = HERE,
+        skip_run: bool = False,
+        seconds: float = 60,
+        **options: Any,
+    ):
+        """Take the options. seconds: that a command may take; others are ToolEnv's."""
+        super().__init__(self.bash, **options)
+        self._sandbox, self._skip_run, self._seconds = open_sandbox(sandbox), skip_run, seconds
+
+    async def reset(self, problem: Problem) -> Sequence[Message]:
+        self._task = Path(problem.metadata["task"])
+        self._workdir, self._files = _environment(self._task, self._skip_run)
+        return problem.messages
+
+    def bash(self, command: str) -> str:
+        """Runs a command in bash and returns what it prints, and its exit code if that is not 0.
+
+        Args:
+            command: The command. It begins in the task's folder; files stay, processes do not.
+        """
+        code, out = self._run(command, self._seconds)
+        return out if code == "0" else f"{out}\n(exit code {code})".lstrip("\n")
+
+    async def step(self, text: str) -> Observation:
+        observation = await super().step(text)
+        if not observation.done:
+            return observation
+        settings = tomllib.loads((self._task / "task.toml").read_text()).get("verifier", {})
+        tests = {".tandem/tests": _packed({PurePosixPath("tests"): self._task / "tests"})}
+        _, out = await in_thread(self._run, TEST, settings.get("timeout_sec", 600.0), tests)
+        try:
+            rewards = TypeAdapter(float | dict[str, float]).validate_json(out)
+        except ValidationError:
+            raise RuntimeError(f"the tests of {self._task.name} leave no reward: {out}") from None
+        parts = rewards if isinstance(rewards, dict) else {"reward": rewards}
+        reward = parts.get("reward", fsum(parts.values()) / len(parts))
+        return replace(observation, reward=reward, parts={**observation.parts, **parts})
+
+    def _run(self, command: str, seconds: float, more: Mapping[str, str] = {}) -> tuple[str, str]:
+        """Return a command's exit code and output; the files are then as it leaves them."""
+        files = {".tandem/command": command, ".tandem/files": self._files, **more}
+        times = {"wall_s": seconds + 30, "cpu_s": int(seconds) + 30}
+        limits = replace(self._sandbox.limits, **SIZES, **times)
+        words = ["bash", "-c", RUN, "bash", self._workdir, str(seconds)]
+        result = self._sandbox.run(words, files=files, limits=limits)
+        if result.exit_code == 3:
+            raise ToolUnavailable(f"the sandbox has no {self._workdir}: {self._sandbox.state()}")
+        if result.exit_code != 0:
+            return result.stop_reason, ""
+        code, out, self._files = result.stdout.split("\n")
+        return code, base64.b64decode(out).decode(errors="replace").rstrip("\n")
+
+
+def rows(id: str, *, limit: int | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the first `limit` tasks below a folder that can be played, as rows of a data file."""
+    for file in sorted(Path(id).resolve().glob("**/task.toml"))[:limit]:
+        with suppress(UserError):
+            _environment(file.parent, skip_run=True)
+            prompt = file.with_name("instruction.md").read_text()
+            yield {
+                "uid": file.parent.name,
+                "prompt": prompt,
+                "answer": "",
+                "task": str(file.parent),
+            }
+
+
+def _environment(folder: Path, skip_run: bool) -> tuple[str, str]:
+    """Return a task's working directory, and its first files packed. Raises UserError for a task
+    that needs a container."""
+    task, place = tomllib.loads((folder / "task.toml").read_text()), folder / "environment"
+    needs: list[Any] = [
+        name for name in ("docker_image", "gpus") if task.get("environment", {}).get(name)
+    ]
+    needs += [*place.glob("*compose*"), *folder.glob("steps"), *folder.glob("tests/Dockerfile")]
+    workdir, files = PurePosixPath("/app"), dict[PurePosixPath, Path]()
+    dockerfile = place / "Dockerfile"
+    text = dockerfile.read_text() if dockerfile.exists() else "no Dockerfile"
+    for line in text.replace("\\\n", " ").splitlines():
+        match line.split():
+            case ["WORKDIR", name]:
+                workdir /= name
+            case ["COPY", *sources, target] if sources[0][0] not in "-[":
+                for path in (place / source for source in sources):
+                    inside = path.is_file() and (target[-1] in "/." or len(sources) > 1)
+                    files[workdir / target / (path.name if inside else "")] = path
+            case [word, *_] if not word.startswith(("FROM", "#", "RUN" if skip_run else "#")):
+                needs.append(line)
+    needs += [name for name in (workdir, *files) if name.parts[1:2] not in PLACES]
+    for path in files.values():
+        if not (path.exists() and path.resolve().is_relative_to(place.resolve())):
+            needs.append(path)
+    if needs:
+        what, next = "a task needs a container", "Harbor's own runner, or env.options.skip_run"
+        raise UserError(what, where=str(folder), found=str(needs[0]), next=next)
+    return str(workdir), _packed(files)
+
+
+def _packed(files: Mapping[PurePosixPath, Path]) -> str:
+    """Pack files and folders into a tar without times, as base64."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1) as tar:
+        for name, path in files.items():
+            tar.add(path, str(name), filter=lambda info: info.replace(mtime=0))
+    return base64.b64encode(packed.getvalue()).decode()

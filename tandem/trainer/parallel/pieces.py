@@ -1,0 +1,151 @@
+"""Parts of the weights that each process holds, as boxes of the whole tensors; sums and copies of
+whole tensors made of them."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from tandem.model.boxes import Box, whole_box
+from tandem.trainer.optimizer import row_squares
+from tandem.trainer.parallel.mesh import Group
+
+
+def box_of(parameter: nn.Parameter, outer: Box | None) -> Box:
+    """Return the box of a parameter's part. outer: the part of the tensor that the parameter is
+    before FSDP divides it; None: all of it."""
+    outer = outer or whole_box(parameter.shape)
+    if not isinstance(parameter.data, DTensor):
+        return outer
+    data = parameter.data
+    shape, offset = compute_local_shape_and_global_offset(
+        data.shape, data.device_mesh, data.placements
+    )
+    start = tuple(a + b for a, b in zip(outer.start, offset, strict=True))
+    return Box(start, tuple(shape), outer.whole)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this process holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Pieces:
+    """The parts of all processes of a model's parameters. Making it, and every method, is a
+    collective of all processes.
+
+    own: the boxes of this process's parts. Of equal parts the process with the lowest rank has the
+    one that counts.
+    """
+
+    def __init__(self, own: Mapping[str, Box], world: Group):
+        self.own, self.world = dict(own), world
+        self.boxes: list[dict[str, Box]] = world.gather(self.own, "boxes of weights")  # by rank
+        self.owners: dict[str, dict[Box, int]] = {}  # by name, in the order of the boxes
+        for rank, boxes in enumerate(self.boxes):
+            for name, box in boxes.items():
+                if math.prod(box.shape):
+                    self.owners.setdefault(name, {}).setdefault(box, rank)
+
+    def counted(self, name: str) -> bool:
+        """Tell whether this process's part is the one that counts."""
+        return self.owners[name].get(self.own[name]) == self.world.rank
+
+    def norm(self, gradients: Mapping[str, Tensor]) -> float:
+        """Compute the L2 norm over whole gradients, from parts, in the order of names and rows:
+        where only rows are divided, to the bits of `global_norm`."""
+        squares = {
+            name: row_squares(gradient, self.own[name].whole[0])
+            for name, gradient in gradients.items()
+            if self.counted(name) and gradient.numel()
+        }
+        found = self.world.gather(squares, "norm of the gradients")
+        total = 0.0
+        for name, boxes in self.owners.items():
+            parts = [(box, found[rank].get(name)) for box, rank in boxes.items()]
+            there = [(box, part) for box, part in parts if part is not None]
+            if not there:  # a frozen weight has no gradient
+                continue
+            rows = there[0][0].whole[0]
+            if rows == 1:
+                total += float(sum(part.sum() for _, part in there))
+                continue
+            added = np.zeros(rows)
+            for box, part in there:
+                added[box.slices[0]] += part
+            total += float(added.sum())
+        return math.sqrt(total)
+
+    def collect(
+        self, tensors: Mapping[str, Tensor], to: int = 0, names: Sequence[str] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield every whole tensor by name on rank `to`, one at a time; on the others its own part,
+        which is of no use. All processes must go through to the end. names: by default all."""
+        dtype = next(iter(tensors.values())).dtype
+        for name in self.owners if names is None else names:
+            whole, boxes = None, self.owners[name]
+            for box, rank in boxes.items():
+                if rank == self.world.rank == to:
+                    part = tensors[name]
+                elif rank == self.world.rank:
+                    self.world.send_and_receive(to, [tensors[name]], [], name)
+                    continue
+                elif to == self.world.rank:
+                    part = torch.empty(box.shape, dtype=dtype, device=self.world.device)
+                    self.world.send_and_receive(rank, [], [part], name)
+                else:
+                    continue
+                if whole is None:
+                    whole = torch.empty(box.whole, dtype=part.dtype)
+                whole[box.slices] = part.cpu()
+            if whole is not None:
+                yield name, whole
+
+    def map_whole(
+        self, tensors: Mapping[str, Tensor], function: Callable[[str, Tensor], Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield this process's part of function(name, whole tensor) for each name that any process
+        has; the function maps the matrices of a tensor one by one, and keeps shapes.
+
+        A process that holds whole matrices maps them itself. The others are sent to one process
+        each, as many at a time as there are processes, largest first, and their results back: two
+        collectives for each such round."""
+        given = {name for names in self.world.gather(list(tensors), "names") for name in names}
+        divided = []
+        for name in (name for name in self.owners if name in given):
+            if any(box.shape[-2:] != box.whole[-2:] for box in self.owners[name]):
+                divided.append(name)
+            elif name in tensors and tensors[name].numel():
+                yield name, function(name, tensors[name])
+        divided.sort(key=lambda name: -math.prod(next(iter(self.owners[name])).whole))
+        for first in range(0, len(divided), self.world.size):
+            yield from self._map_round(divided[first : first + self.world.size], tensors, function)
+
+    def _map_round(
+        self,
+        names: list[str],
+        tensors: Mapping[str, Tensor],
+        function: Callable[[str, Tensor], Tensor],
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Map the tensor of the i-th name on process i, from parts and back to parts."""
+        nothing = torch.empty(0, device=self.world.device)
+        idle = [nothing] * (self.world.size - len(names))
+        counted = [name in tensors and self.counted(name) for name in names]
+        sent = [tensors[n] if counts else nothing for n, counts in zip(names, counted, strict=True)]
+        here, found = [nothing] * self.world.size, [nothing] * self.world.size
+        if is_mapper := self.world.rank < len(names):
+            name = names[self.world.rank]
+            whole = torch.empty(next(iter(self.owners[name])).whole, device=self.world.device)
+            for box, rank in self.owners[name].items():
+                here[rank] = whole[box.slices]
+        self.world.all_to_all(sent + idle, here, "whole matrices")
+        if is_mapper:
+            result, boxes = function(name, whole), [own.get(name) for own in self.boxes]
+            found = [nothing if box is None else result[box.slices] for box in boxes]
+        parts = [torch.empty_like(tensors[n]) if n in tensors else nothing for n in names] + idle
+        self.world.all_to_all(found, parts, "whole matrices")
+        yield from ((n, part) for n, part in zip(names, parts, strict=False) if n in tensors)

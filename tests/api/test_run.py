@@ -1,0 +1,167 @@
+"""Tandem from Python: the runs are those of the command line, and objects become files that any
+process reads."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from functools import partial
+
+import numpy as np
+import pytest
+
+import tandem
+from tandem.api.given import named, overrides_of, source, values_of
+from tandem.rewards.load import load
+from tandem.run_folder.metrics import read_metrics
+from tandem.runtime.user_code import load_user_object
+from tandem.types import Env, Problem
+from tests.support.command import tandem as command
+from tests.support.runs import prepare
+
+ROWS = [{"prompt": f"{n}+1=?", "answer": str(n + 1)} for n in range(6)]
+BONUS = 0.25
+
+
+def length(problem, completion):
+    return len(completion) / 100 + BONUS * (problem.answer in completion)
+
+
+def in_main(function):
+    """The function as a notebook or a script defines it."""
+    function.__module__ = "__main__"
+    return function
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("api")
+    prepare(folder, steps=1, command="sft")
+    return folder / "model"
+
+
+def given(model, **more):
+    sizes = {"prompts_per_step": 2, "group_size": 2, "max_new_tokens": 4}
+    return {"model": model, "data": ROWS, "reward": in_main(length), "steps": 2, **sizes, **more}
+
+
+def test_a_run_is_that_of_the_command_line_and_a_second_call_resumes_it(model, tmp_path, capsys):
+    rows = []
+    run = tandem.train(**given(model, folder=tmp_path / "run"), callbacks=[rows.append])
+    assert [row["step"] for row in rows] == [0, 1, 2] and rows == read_metrics(run.folder)
+    code, *_ = command("train", tmp_path / "inputs/run.toml", "run.folder=other", cwd=tmp_path)
+    lines = (run.folder / "metrics.jsonl").read_bytes()
+    assert code == 0 and (tmp_path / "other/metrics.jsonl").read_bytes() == lines
+    assert (run.model_dir / "model.safetensors").exists() and len(run.episodes(1)) == 4
+    assert list(run.metrics.index) == [0, 1, 2]
+
+    again = tandem.train(**given(model, folder=tmp_path / "run"))
+    assert "resumed from step_000002" in capsys.readouterr().out
+    longer = again.resume(steps=3, callbacks=[rows.append])
+    assert [row["step"] for row in rows[3:]] == [3]
+    straight = tandem.train(given(model, folder=tmp_path / "straight"), steps=3)
+    assert read_metrics(longer.folder) == read_metrics(straight.folder)
+
+
+def test_a_callback_and_an_interrupt_stop_a_run_which_is_saved(model, tmp_path):
+    keys = given(model, folder=tmp_path / "run", steps=500, save_every=500)
+    run = tandem.train(**keys, callbacks=[lambda row: row["step"] < 2])
+    stopped = max(row["step"] for row in read_metrics(run.folder))
+    assert 2 <= stopped < 500 and (run.folder / f"checkpoints/step_{stopped:06d}").exists()
+
+    def interrupt(row):
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    with pytest.raises(KeyboardInterrupt):
+        run.resume(callbacks=[interrupt])
+    last = max(row["step"] for row in read_metrics(run.folder))
+    assert (run.folder / f"checkpoints/step_{last:06d}").exists() and last > stopped
+
+
+def test_mistakes_are_errors_of_the_caller(model, tmp_path):
+    with pytest.raises(tandem.UserError, match=r"rl\.group_size"):
+        tandem.train(**given(model, folder=tmp_path / "run", group_size="many"))
+    with pytest.raises(tandem.UserError, match="did you mean group_size"):
+        tandem.train(**given(model, groupsize=2))
+    with pytest.raises(tandem.UserError, match=r"model\.path = nowhere"):
+        tandem.train(**given("nowhere", folder=tmp_path / "run"))
+    with pytest.raises(tandem.UserError, match="not a run folder"):
+        tandem.Run(tmp_path / "run")
+
+
+def test_problems_are_generated_and_a_model_is_evaluated_on_them(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = tandem.generate("arithmetic", 4, seed=3)
+    assert len(rows) == 4 and rows == tandem.generate("arithmetic", 4, seed=3)
+    keys = {"model": model, "data": ROWS, "reward": in_main(length), "max_new_tokens": 4}
+    assert 0 <= tandem.evaluate(**keys)["eval/sampled"] <= 1.25
+
+
+@pytest.mark.parametrize(
+    ("command", "keys", "overrides"),
+    [
+        ("train", {"steps": 3, "learning_rate": 0.1}, ["run.steps=3", "train.learning_rate=0.1"]),
+        ("sft", {"steps": 3, "learning_rate": 0.1}, ["sft.steps=3", "sft.learning_rate=0.1"]),
+        ("rm", {"data": "a.jsonl"}, ['preference.train="a.jsonl"']),
+        ("train", {"rl": {"group_size": 2}, "rl.seed": 1}, ["rl.group_size=2", "rl.seed=1"]),
+        ("train", {"env": "guess", "path": np.int64(1)}, ['env.name="guess"', "model.path=1"]),
+        ("distill", {"data": ["a", "b"], "teacher": "t"}, None),
+    ],
+)
+def test_a_keyword_is_a_key(command, keys, overrides, tmp_path):
+    expected = ['data.train=["a", "b"]', 'distill.teacher="t"'] if overrides is None else overrides
+    assert overrides_of(values_of(command, keys), tmp_path) == expected
+
+
+def test_rows_of_any_kind_are_the_same_file(tmp_path):
+    pandas, datasets = pytest.importorskip("pandas"), pytest.importorskip("datasets")
+    kinds = [ROWS, iter(ROWS), pandas.DataFrame(ROWS), datasets.Dataset.from_list(ROWS)]
+    assert len({source(rows, "data.train", tmp_path) for rows in kinds}) == 1
+    assert len(list(tmp_path.iterdir())) == 1
+    with pytest.raises(tandem.UserError, match=r"eval\.data"):
+        source([{"prompt": object()}], "eval.data", tmp_path)
+
+
+def test_functions_and_classes_are_read_by_another_process(tmp_path):
+    class Shop(Env):
+        pass
+
+    spec = named(in_main(length), tmp_path)
+    assert spec.endswith(".pkl:length")
+    assert load(spec, {})(Problem(uid="a", messages=(), answer="7"), Attempt7(), print)[0] == 0.26
+    assert issubclass(load_user_object(named(Shop, tmp_path), key="env.name"), Env)
+    assert named(source, tmp_path) == "tandem.api.given:source"
+    assert named(lambda problem, completion: 1.0, tmp_path).endswith(":function")
+    with pytest.raises(tandem.UserError, match="another process"):
+        named(in_main(partial(length, threading.Lock())), tmp_path)
+
+
+class Attempt7:
+    text = "7"
+
+
+def test_the_same_code_is_the_same_file_in_every_process(tmp_path):
+    script = "from tandem.api.given import named\nfrom pathlib import Path\nK = 2\n\n"
+    script += "def score(p, c):\n    return len(c) * K\n\nprint(named(score, Path('.')))\n"
+    outputs = set()
+    for number, first in enumerate(["", "# a line before\n"]):
+        environment = {**os.environ, "PYTHONHASHSEED": str(number)}
+        done = subprocess.run(
+            [sys.executable, "-"],
+            input=first + script,
+            cwd=tmp_path,
+            env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        outputs.add(done.stdout)
+    assert len(outputs) == 1
+
+
+def test_importing_tandem_has_no_effects():
+    script = "import sys, os, threading; e = dict(os.environ); import tandem, tandem.api\n"
+    script += "print('torch' in sys.modules, threading.active_count(), e == dict(os.environ))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == "False 1 True\n", done.stderr

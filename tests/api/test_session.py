@@ -1,0 +1,95 @@
+"""An algorithm over the engine by four calls: its log-probs are the trainer's, and where it does
+what `tandem train` does it reaches the same weights."""
+
+import numpy as np
+import pytest
+import torch
+
+import tandem
+from examples import grpo_in_one_file, own_algorithm, self_play
+from tandem.plugins.tasks.arithmetic import TASK
+from tandem.weights.hashing import weight_hash
+from tests.support.runs import prepare
+
+ROWS = TASK.rows("train", 16, 0, 1)
+PROMPTS = ["1+1=?", [{"role": "user", "content": "2+2=?"}]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("session")
+    prepare(folder, steps=1, command="sft")
+    return folder / "model"
+
+
+def weights(session):
+    return weight_hash(session.learner.model.merged())
+
+
+def test_grpo_in_one_file_reaches_the_weights_of_train(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(grpo_in_one_file, "PROBLEMS", 2)
+    monkeypatch.setattr(grpo_in_one_file, "GROUP", 3)
+    session = grpo_in_one_file.train(model, ROWS, steps=2)
+    run = tandem.train(
+        {"rl": {"algorithm": "dr_grpo", "prompts_per_step": 2, "group_size": 3}},
+        model=model,
+        data=ROWS,
+        reward=grpo_in_one_file.score,
+        folder=tmp_path / "run",
+        steps=2,
+        max_new_tokens=grpo_in_one_file.MAX_TOKENS,
+        learning_rate=grpo_in_one_file.LEARNING_RATE,
+        schedule="constant",
+        shuffle=False,
+    )
+    assert f"weights {weights(session)[:16]}" in (run.folder / "log.txt").read_text()
+
+
+def test_sampled_logprobs_are_the_trainers_and_draws_have_an_address(model):
+    session = tandem.Session(model, max_new_tokens=6, temperature=0.7, top_k=20)
+    assert session.exact
+    groups = session.sample(PROMPTS, n=3)
+    data = [session.datum(one, group=row) for row, group in enumerate(groups) for one in group]
+    for found, datum in zip(session.logprobs(data), data, strict=True):
+        assert np.array_equal(found, datum.logprobs[datum.weights != 0])
+    again = tandem.Session(model, max_new_tokens=6, temperature=0.7, top_k=20)
+    texts = [[one.text for one in group] for group in groups]
+    assert [[one.text for one in group] for group in again.sample(PROMPTS, n=3)] == texts
+    assert [[one.text for one in group] for group in again.sample(PROMPTS, n=3)] != texts
+
+
+def test_a_saved_session_goes_on_as_if_never_stopped(model, tmp_path, capsys):
+    straight = own_algorithm.train(model, tmp_path / "straight", steps=3, n=4)
+    own_algorithm.train(model, tmp_path / "stopped", steps=2, n=4)
+    stopped = own_algorithm.train(model, tmp_path / "stopped", steps=3, n=4)
+    assert weights(straight) == weights(stopped)
+    assert capsys.readouterr().out.count("step 3/3") == 2
+    exported = stopped.export(tmp_path / "hf")
+    assert weights(tandem.Session(exported)) == weights(stopped)
+
+
+def test_gradients_add_up_until_a_step_and_two_sessions_are_apart(model):
+    first, second = self_play.train(model, steps=1)
+    assert weights(first) != weights(second)
+    data = [second.datum(one) for one in second.sample(["a"], n=2)[0]]
+    before = weights(second)
+    second.forward_backward(data)
+    one = [p.grad.clone() for p in second.learner.optimizer.parameters.values()]
+    second.forward_backward(data)
+    for p, grad in zip(second.learner.optimizer.parameters.values(), one, strict=True):
+        assert torch.equal(p.grad, 2 * grad)
+    assert weights(second) == before
+    assert second.optim_step(learning_rate=0.0)["learning_rate"] == 0.0
+    assert weights(second) == before
+
+
+def test_mistakes_of_a_loss_are_named(model):
+    session = tandem.Session(model, max_new_tokens=2)
+    data = [session.datum(one) for one in session.sample(["a"])[0]]
+    with pytest.raises(tandem.UserError, match="cross_entropy, importance_sampling, ppo_clip"):
+        session.forward_backward(data, "pposs")
+    before = weights(session)
+    with pytest.raises(tandem.UserError, match="not finite"):
+        session.forward_backward(data, lambda policy_logprobs: (policy_logprobs / 0, {}))
+    session.optim_step()
+    assert weights(session) == before

@@ -1,0 +1,120 @@
+"""Tasks in Harbor's folders, played and tested in bubblewrap. Skipped where it does not work."""
+
+import asyncio
+
+import pytest
+
+from tandem.config.schema import Sandbox
+from tandem.model.tool_calls import Call, write_calls
+from tandem.plugins.graders.sandbox import open_sandbox
+from tandem.plugins.harbor import HarborEnv, rows
+from tandem.runtime.errors import UserError
+from tandem.types import Problem
+from tests.support.env_steps import step_in
+
+try:
+    open_sandbox(Sandbox())
+except UserError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+TEST = """#!/bin/bash
+cmp -s /app/sum.txt <(echo 7) && right=1 || right=0
+echo "{\\"reward\\": $right, \\"files\\": $(ls /app | wc -l)}" > /logs/verifier/reward.json
+"""
+
+
+def write_task(folder, *, dockerfile="FROM ubuntu:24.04\nWORKDIR /app\nCOPY in.txt .\n", test=TEST):
+    for name, text in {
+        "task.toml": 'schema_version = "1.4"\n[verifier]\ntimeout_sec = 30.0\n',
+        "instruction.md": "Write the sum of /app/in.txt to /app/sum.txt.",
+        "environment/Dockerfile": dockerfile,
+        "environment/in.txt": "3\n4\n",
+        "tests/test.sh": test,
+    }.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def problem_of(row):
+    messages = ({"role": "user", "content": row["prompt"]},)
+    return Problem(uid=row["uid"], messages=messages, answer="", metadata={"task": row["task"]})
+
+
+def bash(command):
+    return write_calls([Call(name="bash", arguments={"command": command})])
+
+
+def play(env, problem, *turns):
+    async def episode():
+        try:
+            await env.reset(problem)
+            return [await env.step(turn) for turn in turns]
+        finally:
+            await env.close()
+
+    return asyncio.run(episode())
+
+
+def test_files_stay_from_command_to_command_and_the_tests_give_the_reward(tmp_path):
+    [row] = rows(str(write_task(tmp_path / "sum")))
+    assert row["prompt"].startswith("Write the sum")
+    *heard, last = play(
+        HarborEnv(seconds=2.0),
+        problem_of(row),
+        bash("pwd; cat in.txt"),
+        bash("echo $((3 + 4)) > sum.txt; touch /root/x; false"),
+        bash("cat sum.txt; ls /root /tests /solution"),
+        bash("echo no > sum.txt; touch slow; sleep 60"),
+        # both are undone before the tests
+        bash(
+            "cd /tmp; mkdir -p tests logs/verifier; tee logs/verifier/reward.txt tests/test.sh <<<1"
+        ),
+        "Done.",
+    )
+    said = [one.messages[0]["content"] for one in heard]
+    assert said[:2] == ["/app\n3\n4", "(exit code 1)"]
+    assert said[2].startswith("7\n") and "/root:\nx" in said[2] and "exit code 2" in said[2]
+    assert said[3] == "(exit code 124)" and said[4] == "1"
+    # the command that was stopped had written its files
+    assert (last.done, last.reward) == (True, 0.0)
+    assert last.parts == {"tool_calls": 5.0, "bad_calls": 0.0, "reward": 0.0, "files": 3.0}
+
+
+def test_a_task_without_a_result_is_an_error(tmp_path):
+    [row] = rows(str(write_task(tmp_path / "sum", test="echo 1")))
+    with pytest.raises(RuntimeError, match="leave no reward"):
+        play(HarborEnv(), problem_of(row), "Done.")
+
+
+@pytest.mark.parametrize(
+    ("dockerfile", "found"),
+    [
+        ("FROM a\nRUN apt-get \\\n  install x\n", "RUN apt-get"),
+        ("FROM a\nCOPY in.txt /etc/\n", "/etc/in.txt"),
+        ("FROM a\nCOPY --from=b x /app\n", "COPY --from"),
+        ("FROM a\nCOPY ../task.toml /app\n", "task.toml"),
+        ("FROM a\nCOPY out.txt /app\n", "out.txt"),
+    ],
+)
+def test_a_task_that_needs_a_container_is_refused(dockerfile, found, tmp_path):
+    write_task(tmp_path / "sum", dockerfile=dockerfile)
+    row = {"uid": "sum", "prompt": "?", "task": str(tmp_path / "sum")}
+    with pytest.raises(UserError, match=found):
+        play(HarborEnv(), problem_of(row), "Done.")
+
+
+def test_a_step_with_tasks_is_exactly_on_policy(tmp_path):
+    for name in "abcde":
+        write_task(tmp_path / "tasks" / name)
+    problems = [problem_of(row) for row in rows(str(tmp_path / "tasks"))]
+
+    def words(number):
+        return bash("seq 7 7 > sum.txt") if number % 2 else "Done."
+
+    episodes = step_in(tmp_path, HarborEnv, words, problems)
+    rewards = {
+        bool(e.env_rewards["tool_calls"]): e.reward for e in episodes if e.stop_reason == "stop"
+    }
+    assert rewards == {True: 1.0, False: 0.0}

@@ -1,0 +1,500 @@
+"""A step of learning against its definition on stock transformers: every loss, aggregation,
+correction and KL."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.config.schema import Config, Reward
+from tandem.rl.algorithms import ALGORITHMS
+from tandem.runtime.errors import UserError
+from tandem.trainer.batch import Models, TokenTensors, compute_logprobs, pack_batch
+from tandem.trainer.learn import expected_gradient, policy_loss, token_advantages
+from tandem.types import SamplingParams
+from tests.support import dense
+from tests.support.episodes import (
+    MAX_NEW_TOKENS,
+    SAMPLING,
+    adapted_model,
+    bits,
+    changed,
+    engine_of,
+    episodes_of,
+    grpo_of,
+    learn,
+    learn_once,
+    perturbed,
+    recorded,
+    sampled_groups,
+    settings,
+    stock_logprobs,
+    trained,
+)
+from tests.support.tiny import exact_model, twins, value_twins
+
+# ---- on policy
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_first_update_of_each_algorithm_is_exactly_on_policy(algorithm):
+    policy = trained(exact_model("qwen3"))
+    config = settings(algorithm=algorithm, kl_coef=0.1)
+    critic = trained(value_twins("qwen3")[0]) if config.rl.advantage == "gae" else None
+    models = Models(policy=policy, critic=critic, reference=exact_model("qwen3"))
+    before = bits(policy)
+    groups = sampled_groups(policy.model, turns=2)
+    row = learn(models, groups, config, baseline=0.1)
+    assert row["logprob_gap"] == row["reference_kl"] == row["skipped_updates"] == 0.0
+    assert all(math.isfinite(value) for value in row.values())
+    assert row["num_loss_tokens"] == sum(e.loss_mask.sum() for e in episodes_of(groups))
+    ratios = {name: row[name] for name in ("ratio", "clip_share", "approx_kl") if name in row}
+    assert ratios == (
+        {} if config.rl.loss == "reinforce" else {"ratio": 1.0, "clip_share": 0.0, "approx_kl": 0.0}
+    )
+    after = bits(policy)
+    assert all(after[name] != before[name] for name in before)
+
+
+def test_engine_one_ulp_off_raises_before_a_weight_changes():
+    policy = trained(exact_model("qwen3"))
+    groups = sampled_groups(policy.model)
+    learn(Models(policy=policy), groups, settings())
+    before = bits(policy)
+    groups = sampled_groups(policy.model, seed=1, version=1)
+    last = groups[-1].episodes[-1]
+    off = last.engine_logprobs.copy()
+    off[-1] = np.nextafter(off[-1], np.float32(0))
+    wrong = changed(groups, (2, 2), engine_logprobs=off)
+    with pytest.raises(UserError, match="engine and policy do not agree") as error:
+        learn(Models(policy=policy), wrong, settings(), version=1)
+    assert "nats" in error.value.found and bits(policy) == before
+    row = learn(Models(policy=policy), wrong, settings(), version=1, exact=False)
+    assert 0.0 < row["logprob_gap"] < 1e-5
+    # tokens of older weights are not held to these
+    assert "logprob_gap" not in learn(Models(policy=policy), wrong, settings(), version=2)
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo", "reinforce"])
+def test_expected_gradient_is_the_one_that_arrives_bit_for_bit(loss):
+    rng = np.random.default_rng(0)
+    engine, advantages, weights, corrections = (
+        torch.from_numpy(rng.normal(size=50).astype(np.float32)) for _ in range(4)
+    )
+    tokens = TokenTensors(
+        engine=engine,
+        proximal=engine,
+        advantages=advantages,
+        weights=weights.abs(),
+        corrections=corrections.abs(),
+        fresh=torch.ones(50, dtype=torch.bool),
+        sequences=torch.zeros(50, dtype=torch.int64),
+        reference=None,
+    )
+    rl = settings(loss=loss, dual_clip=3.0 if loss == "ppo_clip" else 0.0).rl
+    logprobs = engine.clone().requires_grad_()
+    policy_loss(rl, tokens, logprobs, torch.zeros(50))[0].backward()
+    assert torch.equal(logprobs.grad, expected_gradient(rl, tokens))
+
+
+# ---- the losses
+
+
+@pytest.mark.parametrize(
+    ("loss", "aggregation"),
+    [
+        ("ppo_clip", "sequence_mean"),
+        ("gspo", "token_mean"),
+        ("cispo", "fixed_length"),
+        ("reinforce", "token_mean"),
+    ],
+)
+def test_gradient_is_that_of_the_formula_on_whole_logits(loss, aggregation):
+    (exact, stock), (reference, stock_reference) = twins("qwen3"), twins("qwen3", seed=5)
+    groups = perturbed(sampled_groups(exact, turns=2), 0.3)
+    config = settings(
+        44,
+        loss=loss,
+        aggregation=aggregation,
+        **({} if loss == "reinforce" else {"clip_low": 0.02, "clip_high": 0.04}),
+        entropy_coef=0.2,
+        kl_coef=0.3,
+        dual_clip=1.2 if loss == "ppo_clip" else 0.0,
+    )
+    [minibatch] = pack_batch(groups, config).minibatches
+    order = [number for microbatch in minibatch for number in microbatch.samples]
+    assert order != sorted(order)  # what belongs to an episode must follow it
+    row, gradients = learn_once(exact, groups, config, reference=reference)
+    terms = []
+    for episode, advantage in zip(episodes_of(groups), grpo_of(groups), strict=True):
+        logprobs = stock_logprobs(stock, episode)
+        entropy = dense.entropies(stock, episode.tokens, episode.loss_mask, SAMPLING.temperature)
+        part = dense.policy_terms(
+            config.rl, logprobs, engine_of(episode), torch.full((len(logprobs),), advantage)
+        )
+        held = stock_logprobs(stock_reference, episode).detach()
+        terms.append(part - 0.2 * entropy + 0.3 * dense.k3(logprobs, held))
+    dense.aggregate(aggregation, terms, MAX_NEW_TOKENS).backward()
+    dense.assert_gradients(gradients, stock)
+    assert loss == "reinforce" or 0.0 < row["clip_share"] < 1.0
+    assert row["reference_kl"] > 0.0 and row["logprob_gap"] > 0.1
+
+
+def test_tokens_not_sampled_carry_no_loss_whatever_logprobs():
+    gradients = []
+    for fill in (0.0, -7.0):
+        model = exact_model("qwen3")
+        groups = sampled_groups(model, turns=3)
+        for place, episode in enumerate(groups[0].episodes):
+            column = np.where(episode.loss_mask, episode.engine_logprobs, np.float32(fill))
+            groups = changed(groups, (0, place), engine_logprobs=column)
+        gradients.append(learn_once(model, groups, settings(), exact=True)[1])
+    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
+
+
+# ---- updates and microbatches
+
+
+def test_minibatches_are_updates_on_their_own_groups_in_order():
+    config, alone = settings(prompts_per_step=4, minibatches=2), settings(prompts_per_step=2)
+    policy, twin = trained(exact_model("qwen3")), trained(exact_model("qwen3"))
+    groups = sampled_groups(policy.model, prompts=4)
+    row = learn(Models(policy=policy), groups, config)
+    parts = [
+        learn(Models(policy=twin), part, alone, exact=exact)
+        for part, exact in ((groups[:2], True), (groups[2:], False))
+    ]
+    assert bits(policy) == bits(twin) and policy.optimizer.step == 2
+    tokens = [part["num_loss_tokens"] for part in parts]
+    assert (
+        row["num_loss_tokens"] == sum(tokens)
+        and row["logprob_gap"] == 0.0 < parts[1]["logprob_gap"]
+    )
+    assert row["ratio"] == pytest.approx(
+        np.average([part["ratio"] for part in parts], weights=tokens), rel=1e-12
+    )
+    assert parts[0]["ratio"] == 1.0 != parts[1]["ratio"]
+
+
+def test_epochs_train_against_the_policy_of_the_start():
+    policy, twin = trained(exact_model("qwen3")), trained(exact_model("qwen3"))
+    groups = sampled_groups(policy.model)
+    learn(Models(policy=policy), groups, settings(epochs=2))
+    for exact in (True, False):
+        learn(Models(policy=twin), groups, settings(), exact=exact)
+    assert bits(policy) == bits(twin) and policy.optimizer.step == 2
+
+
+# ---- truncated episodes
+
+
+def truncated(groups, *places):
+    for place in places:
+        groups = changed(groups, place, stop_reason="length")
+    return groups
+
+
+def test_masked_truncated_episode_still_counts_in_the_baseline():
+    exact, stock = twins("qwen3")
+    groups = truncated(sampled_groups(exact), (0, 1), (2, 0), (2, 2))
+    config = settings(mask_truncated=True)
+    row, gradients = learn_once(exact, groups, config, exact=True)
+    pairs = zip(episodes_of(groups), grpo_of(groups), strict=True)
+    kept = [(episode, advantage) for episode, advantage in pairs if episode.stop_reason == "stop"]
+    terms = []
+    for episode, advantage in kept:
+        logprobs = stock_logprobs(stock, episode)
+        terms.append(
+            dense.policy_terms(
+                config.rl, logprobs, engine_of(episode), torch.full_like(logprobs, advantage)
+            )
+        )
+    dense.aggregate("sequence_mean", terms, MAX_NEW_TOKENS).backward()
+    dense.assert_gradients(gradients, stock)
+    assert len(kept) == 6 and row["num_loss_tokens"] == sum(len(t) for t in terms)
+
+
+def test_all_episodes_truncated_updates_nothing():
+    policy = trained(exact_model("qwen3"))
+    groups = sampled_groups(policy.model, size=2)
+    groups = truncated(groups, *((row, place) for row in range(3) for place in range(2)))
+    before = bits(policy)
+    row = learn(Models(policy=policy), groups, settings(mask_truncated=True))
+    assert row == {"num_loss_tokens": 0.0, "skipped_updates": 1.0} and bits(policy) == before
+
+
+# ---- the reference
+
+
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("advantage", ["rloo", "reinforce_pp"])
+def test_kl_to_identical_weights_is_0_and_changes_no_bit(kl_in, adapter, advantage):
+    make = adapted_model if adapter else lambda: exact_model("qwen3")
+    policy, twin = trained(make()), trained(make())
+    reference = policy.model if adapter else exact_model("qwen3")
+    groups = sampled_groups(policy.model)
+    config = settings(
+        kl_coef=0.5,
+        kl_in=kl_in,
+        kl_estimator="k3" if kl_in == "loss" else "k1",
+        advantage=advantage,
+    )
+    row = learn(Models(policy=policy, reference=reference), groups, config)
+    learn(Models(policy=twin), groups, settings(advantage=advantage))
+    assert row["reference_kl"] == 0.0 and bits(policy) == bits(twin)
+    # and it is a KL to where the policy was: after the update it is not zero any more
+    assert (
+        learn(Models(policy=policy, reference=reference), groups, config, version=1)["reference_kl"]
+        != 0.0
+    )
+
+
+def kl_of_episodes(stock, stock_reference, groups):
+    """Each token's k1, in Python floats."""
+    with torch.no_grad():
+        return [
+            (stock_logprobs(stock, e) - stock_logprobs(stock_reference, e)).tolist()
+            for e in episodes_of(groups)
+        ]
+
+
+def advantages_of(config, groups, exact, reference, critic=None):
+    models = Models(policy=recorded(exact), reference=reference, critic=critic)
+    batch = pack_batch(groups, config)
+    compute_logprobs(batch, models, config.rl, SAMPLING)
+    return token_advantages(batch, config, 0.0)[0]
+
+
+def test_kl_in_reward_is_subtracted_before_group_is_compared():
+    (exact, stock), (reference, stock_reference) = twins("qwen3"), twins("qwen3", seed=5)
+    groups = sampled_groups(exact, turns=2)
+    config = settings(advantage="grpo", kl_in="reward", kl_coef=0.05, kl_estimator="k1")
+    kl = [sum(part) for part in kl_of_episodes(stock, stock_reference, groups)]
+    found = advantages_of(config, groups, exact, reference)
+    for row, group in enumerate(groups):
+        rewards = [
+            r - 0.05 * k
+            for r, k in zip(group.rewards.tolist(), kl[3 * row : 3 * row + 3], strict=True)
+        ]
+        for column, advantage in zip(
+            found[3 * row : 3 * row + 3], dense.group_relative(rewards), strict=True
+        ):
+            # sums of float32 log-probs
+            np.testing.assert_allclose(column, advantage, rtol=1e-3, atol=1e-4)
+    assert [len(column) for column in found] == [e.loss_mask.sum() for e in episodes_of(groups)]
+
+
+def test_kl_in_reward_of_reinforce_pp_counts_at_its_own_token():
+    (exact, stock), (reference, stock_reference) = twins("qwen3"), twins("qwen3", seed=5)
+    groups = sampled_groups(exact, turns=3)
+    config = settings(algorithm="reinforce_pp", kl_coef=0.05, gamma=0.9)
+    returns = []
+    for episode, kl in zip(
+        episodes_of(groups), kl_of_episodes(stock, stock_reference, groups), strict=True
+    ):
+        rewards = [-0.05 * k for k in kl]
+        rewards[-1] += episode.reward
+        returns.append(
+            [sum(0.9 ** (u - t) * rewards[u] for u in range(t, len(kl))) for t in range(len(kl))]
+        )
+    for found, expected in zip(
+        advantages_of(config, groups, exact, reference), dense.whitened(returns), strict=True
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
+
+
+# ---- advantages of a step
+
+
+def test_gdpo_compares_each_function_and_the_overlong_penalty():
+    groups = sampled_groups(exact_model("qwen3"))
+    rng, table = np.random.default_rng(5), {}
+    for place in [(row, column) for row in range(3) for column in range(3)]:
+        parts = dict(
+            zip(("score", "form", "overlong", "detail"), rng.normal(size=4).tolist(), strict=True)
+        )
+        # of which the first function did not apply
+        table[place] = parts if place != (1, 1) else {"form": 0.5}
+        groups = changed(groups, place, reward_parts=table[place])
+    reward = Reward(function=["my.py:score", "form"], weights=[1.0, 0.3], overlong_penalty=0.5)
+    plain = settings(aggregation="token_mean")
+    config = Config(
+        rl={**plain.rl.model_dump(), "advantage": "gdpo"}, reward=reward, train=plain.train
+    )
+    sums = np.zeros((3, 3))
+    for name, weight in (("score", 1.0), ("form", 0.3), ("overlong", 1.0)):
+        absent = 0.0 if name == "overlong" else None  # is not penalized, or does not apply
+        for row in range(3):
+            given = {n: v for n in range(3) if (v := table[row, n].get(name, absent)) is not None}
+            sums[row, list(given)] += weight * np.array(dense.group_relative([*given.values()]))
+    expected = (sums - sums.mean()) / (sums.std() + 1e-6)
+    found = advantages_of(config, groups, exact_model("qwen3"), None)
+    assert [set(column.tolist()) for column in found] == [
+        {float(np.float32(a))} for a in expected.ravel()
+    ]
+
+
+# ---- an engine that is not exact
+
+FLOOR, CAP = 0.9, 1.1
+
+
+def by_hand(kind, ratios):
+    """The correction of one episode's tokens."""
+    match kind:
+        case "decoupled":
+            return ratios
+        case "tis":
+            return [min(r, CAP) for r in ratios]
+        case "tis_sequence":
+            return [min(math.prod(ratios), CAP)] * len(ratios)
+        case "icepop":
+            return [r if FLOOR <= r <= CAP else 0.0 for r in ratios]
+        case "mis":
+            return [math.prod(ratios) if math.prod(ratios) <= CAP else 0.0] * len(ratios)
+        case "mis_geometric":
+            return [
+                r if FLOOR <= math.prod(ratios) ** (1 / len(ratios)) <= CAP else 0.0 for r in ratios
+            ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss"),
+    [
+        ("decoupled", "ppo_clip"),
+        ("tis", "ppo_clip"),
+        ("tis_sequence", "gspo"),
+        ("icepop", "ppo_clip"),
+        ("mis", "gspo"),
+        ("mis_geometric", "ppo_clip"),
+    ],
+)
+def test_correction_is_as_computed_by_hand_and_ratio_starts_at_1(kind, loss):
+    exact, stock = twins("qwen3")
+    groups = perturbed(sampled_groups(exact, turns=2), 0.1)
+    bounds = {} if kind == "decoupled" else {"correction_cap": CAP}
+    bounds |= {"correction_floor": FLOOR} if kind in ("icepop", "mis_geometric") else {}
+    config = settings(correction=kind, loss=loss, **bounds)
+    row, gradients = learn_once(exact, groups, config)
+    terms, factors = [], []
+    for episode, advantage in zip(episodes_of(groups), grpo_of(groups), strict=True):
+        logprobs = stock_logprobs(stock, episode)
+        ratios = (logprobs.detach() - engine_of(episode)).double().exp().tolist()
+        factors.append(torch.tensor(by_hand(kind, ratios), dtype=torch.float32))
+        part = dense.policy_terms(
+            config.rl, logprobs, logprobs.detach(), torch.full_like(logprobs, advantage)
+        )
+        terms.append(part * factors[-1])
+    dense.aggregate("sequence_mean", terms, MAX_NEW_TOKENS).backward()
+    dense.assert_gradients(gradients, stock)
+    weights = torch.cat(factors)
+    assert len(weights.unique()) > 3 and (
+        kind == "decoupled" or not torch.equal(weights, weights.clamp(FLOOR, 1.099))
+    )
+    assert row["ratio"] == 1.0 and row["logprob_gap"] > 0.1
+    assert row["correction"] == pytest.approx(float(weights.mean()), rel=1e-4)
+
+
+def test_correction_weighs_neither_the_kl_nor_the_entropy_bonus():
+    (exact, stock), (reference, stock_reference) = twins("qwen3"), twins("qwen3", seed=5)
+    groups = perturbed(sampled_groups(exact, turns=2), 0.3)
+    config = settings(correction="tis", correction_cap=CAP, kl_coef=0.4, entropy_coef=0.3)
+    _, gradients = learn_once(exact, groups, config, reference=reference)
+    terms = []
+    for episode, advantage in zip(episodes_of(groups), grpo_of(groups), strict=True):
+        logprobs = stock_logprobs(stock, episode)
+        factor = (logprobs.detach() - engine_of(episode)).exp().clamp(max=CAP)
+        part = (
+            dense.policy_terms(
+                config.rl, logprobs, logprobs.detach(), torch.full_like(logprobs, advantage)
+            )
+            * factor
+        )
+        kl = dense.k3(logprobs, stock_logprobs(stock_reference, episode).detach())
+        entropy = dense.entropies(stock, episode.tokens, episode.loss_mask, SAMPLING.temperature)
+        terms.append(part + 0.4 * kl - 0.3 * entropy)
+    dense.aggregate("sequence_mean", terms, MAX_NEW_TOKENS).backward()
+    dense.assert_gradients(gradients, stock)
+
+
+def test_off_policy_mask_drops_bad_tokens_of_left_sequences():
+    exact, stock = twins("qwen3")
+    groups = perturbed(sampled_groups(exact, turns=2), 0.3, seed=2)
+    config = settings(off_policy_mask=0.01)
+    row, gradients = learn_once(exact, groups, config)
+    terms, dropped = [], 0
+    for episode, advantage in zip(episodes_of(groups), grpo_of(groups), strict=True):
+        logprobs, engine = stock_logprobs(stock, episode), engine_of(episode)
+        left = advantage < 0 and (engine - logprobs.detach()).mean() > 0.01
+        part = dense.policy_terms(config.rl, logprobs, engine, torch.full_like(logprobs, advantage))
+        terms.append(part * float(not left))
+        dropped += len(part) * left
+    dense.aggregate("sequence_mean", terms, MAX_NEW_TOKENS).backward()
+    dense.assert_gradients(gradients, stock)
+    assert (
+        row["off_policy_masked"] * row["num_loss_tokens"] == pytest.approx(dropped) and dropped > 0
+    )
+
+
+@pytest.mark.parametrize("changes", [{"loss": "gspo"}, {"off_policy_mask": 0.001}], ids=str)
+def test_sequence_with_older_tokens_is_not_held_to_ratio_1(changes):
+    policy = trained(exact_model("qwen3"))
+    groups = sampled_groups(policy.model, version=1, turns=2)
+    for place in ((row, column) for row in range(3) for column in range(3)):
+        episode = groups[place[0]].episodes[place[1]]
+        first = int(np.flatnonzero(episode.loss_mask)[0])
+        versions, engine = episode.weight_versions.copy(), episode.engine_logprobs.copy()
+        versions[first], engine[first] = 0, engine[first] + 0.4
+        groups = changed(groups, place, weight_versions=versions, engine_logprobs=engine)
+    row = learn(Models(policy=policy), groups, settings(**changes), version=1)
+    assert row["logprob_gap"] == 0.0 and row["ratio"] != 1.0
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "fixed_length"])
+def test_sequences_with_large_logprob_error_are_not_counted(aggregation):
+    exact, stock = twins("qwen3")
+    groups = sampled_groups(exact)
+    wrong = {(0, 2): 0.5, (1, 0): -0.6}
+    for (row, place), shift in {**wrong, (2, 1): 0.1}.items():
+        episode = groups[row].episodes[place]
+        off = np.where(
+            episode.loss_mask, episode.engine_logprobs + np.float32(shift), np.float32(0)
+        )
+        groups = changed(groups, (row, place), engine_logprobs=off)
+    config = settings(max_logprob_error=1.2, aggregation=aggregation)
+    row, gradients = learn_once(exact, groups, config)
+    terms = []
+    for number, (episode, advantage) in enumerate(
+        zip(episodes_of(groups), grpo_of(groups), strict=True)
+    ):
+        if divmod(number, 3) in wrong:
+            continue
+        logprobs = stock_logprobs(stock, episode)
+        # the mask does not change the ratio
+        engine = torch.from_numpy(episode.engine_logprobs[episode.loss_mask])
+        part = dense.policy_terms(config.rl, logprobs, engine, torch.full_like(logprobs, advantage))
+        terms.append(part)
+    dense.aggregate(aggregation, terms, MAX_NEW_TOKENS).backward()
+    dense.assert_gradients(gradients, stock)
+    errors = [1.0] * 6 + [math.exp(0.5), math.exp(0.6), math.exp(0.1)]
+    assert row["masked_sequences"] == 2.0
+    assert row["logprob_error_max"] == pytest.approx(max(errors), rel=1e-5)
+    assert row["logprob_error_mean"] == pytest.approx(sum(errors) / 9, rel=1e-5)
+
+
+# ---- adapters
+
+
+def test_first_update_is_on_policy_whatever_the_sampling():
+    for settings_of_sampling in (
+        {},
+        {"top_k": 20, "top_p": 0.9, "temperature": 0.8},
+        {"repetition_penalty": 1.2, "min_p": 0.01},
+    ):
+        sampling = SamplingParams(max_new_tokens=MAX_NEW_TOKENS, **settings_of_sampling)
+        policy = trained(exact_model("qwen3"))
+        groups = sampled_groups(policy.model, sampling=sampling)
+        row = learn(Models(policy=policy), groups, settings(epochs=2), sampling=sampling)
+        assert row["logprob_gap"] == 0.0 and math.isfinite(row["ratio"])

@@ -1,0 +1,88 @@
+"""NaN and infinity, wherever they come from: named, kept out of every weight and moment, and
+forgotten by the next step."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.trainer.batch import Models
+from tests.support.episodes import bits, changed, learn, sampled_groups, settings, trained
+from tests.support.tiny import exact_model, value_twins
+
+
+def actor_and_critic():
+    return Models(policy=trained(exact_model("qwen3")), critic=trained(value_twins("qwen3")[0]))
+
+
+def state(models):
+    return bits(models.policy), bits(models.critic)
+
+
+def step(models, groups, version, **rl):
+    """One step of PPO with both models; tokens of another version are not held to exactness."""
+    return learn(models, groups, settings(algorithm="ppo", **rl), version=version)
+
+
+def with_engine_logprob(groups, value, at=(1, 2)):
+    episode = groups[at[0]].episodes[at[1]]
+    column = episode.engine_logprobs.copy()
+    column[np.flatnonzero(episode.loss_mask)[-1]] = value
+    return changed(groups, at, engine_logprobs=column)
+
+
+@pytest.fixture
+def models():
+    """After one good step, so that there are moments to spoil."""
+    made = actor_and_critic()
+    step(made, sampled_groups(made.policy.model), 0)
+    return made
+
+
+def assert_the_next_clean_step_trains(models):
+    """And trains as if nothing had happened: as a twin does that never saw the bad step."""
+    twin = actor_and_critic()
+    step(twin, sampled_groups(twin.policy.model), 0)
+    assert state(models) == state(twin)
+    for each in (models, twin):
+        row = step(each, sampled_groups(each.policy.model, seed=2), 0)
+        assert row["skipped_updates"] == 0.0 and all(math.isfinite(value) for value in row.values())
+        assert not any(name.startswith("bad/") for name in row)
+    assert state(models) == state(twin)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_reward_not_finite_trains_nothing(models, value):
+    groups = changed(sampled_groups(models.policy.model, seed=1), (0, 1), reward=value)
+    row = step(models, groups, 0)
+    assert row == {"num_loss_tokens": 0.0, "skipped_updates": 1.0} | dict.fromkeys(
+        ("bad/reward", "bad/advantage", "bad/return"), 1.0
+    )
+    assert_the_next_clean_step_trains(models)
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+@pytest.mark.parametrize("correction", ["none", "tis", "mis"])
+def test_engine_logprob_not_finite_trains_nothing(models, value, correction):
+    groups = with_engine_logprob(sampled_groups(models.policy.model, seed=1), value)
+    row = step(models, groups, 1, correction=correction)
+    assert row == {"num_loss_tokens": 0.0, "skipped_updates": 1.0, "bad/engine_logprob": 1.0}
+    assert_the_next_clean_step_trains(models)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_critic_weight_not_finite_trains_neither_model(models, value):
+    weight = models.critic.model.module.model.layers[0].mlp.down_proj.weight
+    with torch.no_grad():
+        held = weight[3, 5].clone()
+        weight[3, 5] = value
+    before = state(models)
+    row = step(models, sampled_groups(models.policy.model, seed=1), 0)
+    assert row == {"num_loss_tokens": 0.0, "skipped_updates": 1.0} | dict.fromkeys(
+        ("bad/value", "bad/advantage", "bad/return"), 1.0
+    )
+    assert state(models) == before
+    with torch.no_grad():
+        weight[3, 5] = held
+    assert_the_next_clean_step_trains(models)

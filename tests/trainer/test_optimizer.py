@@ -1,0 +1,259 @@
+"""AdamW, clipping, schedules and state, against torch's plain AdamW and against itself after a
+reload."""
+
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tandem.plugins.optim.offload import OffloadedOptimizer
+from tandem.trainer.optimizer import Optimizer, factor, global_norm
+from tests.support.optimizers import bits, optimizer, set_gradients
+
+SHAPES = {"embedding": (30, 8), "bias": (8,), "experts": (3, 5, 8)}
+
+
+def parameters(seed=0):
+    noise = torch.Generator().manual_seed(seed)
+    return {
+        name: nn.Parameter(torch.randn(shape, generator=noise)) for name, shape in SHAPES.items()
+    }
+
+
+def bfloat16_parameters():
+    return {name: nn.Parameter(p.detach().bfloat16()) for name, p in parameters().items()}
+
+
+def in_host_memory(bucket):
+    return partial(OffloadedOptimizer, bucket=bucket)
+
+
+def test_updates_are_torchs_adamw_with_decay_on_matrices_only():
+    weights, twin = parameters(), parameters()
+    ours = optimizer(weights)
+    theirs = torch.optim.AdamW(
+        [
+            {"params": [twin["embedding"], twin["experts"]], "weight_decay": 0.1},
+            {"params": [twin["bias"]], "weight_decay": 0.0},
+        ],
+        lr=0.01,
+        betas=(0.9, 0.95),
+        fused=False,
+        foreach=False,
+    )
+    for step in range(5):
+        set_gradients(weights, step)
+        set_gradients(twin, step)
+        ours.update()
+        theirs.step()
+        for name, parameter in weights.items():
+            # the fused kernel rounds its intermediate results elsewhere: an ulp or two of a weight
+            # of order 1
+            torch.testing.assert_close(parameter, twin[name], rtol=1e-6, atol=1e-6)
+
+
+def test_norm_is_of_before_clipping_and_gradient_is_scaled():
+    weights, twin = parameters(), parameters()
+    clipped, scaled = optimizer(weights, max_grad_norm=0.5), optimizer(twin)
+    set_gradients(weights, 0, 7.0)
+    set_gradients(twin, 0, 7.0)
+    norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in twin.values()))
+    for parameter in twin.values():
+        parameter.grad.mul_(0.5 / global_norm([p.grad for p in weights.values()]))
+    assert clipped.update()["grad_norm"] == pytest.approx(norm, rel=1e-6) and norm > 0.5
+    scaled.update()
+    # Adam divides by the gradient's own size, so the moments show the clipping and the weights
+    # hardly would
+    assert all(torch.equal(clipped.state()[key], scaled.state()[key]) for key in clipped.state())
+    assert global_norm([clipped.state()[f"exp_avg.{name}"] for name in SHAPES]) == pytest.approx(
+        0.1 * 0.5, rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_gradient_not_finite_leaves_weights_and_moments(bad):
+    weights = parameters()
+    ours = optimizer(weights)
+    set_gradients(weights, 0)
+    assert ours.update()["skipped_updates"] == 0.0
+    before, moments = bits(weights), {k: v.clone() for k, v in ours.state().items()}
+    set_gradients(weights, 1)
+    weights["experts"].grad[1, 2, 3] = bad
+    metrics = ours.update()
+    assert metrics["skipped_updates"] == 1.0 and not math.isfinite(metrics["grad_norm"])
+    assert bits(weights) == before and all(
+        torch.equal(v, moments[k]) for k, v in ours.state().items()
+    )
+    assert ours.step == 1 and all(p.grad is None for p in weights.values())
+
+
+def test_gradients_are_cleared_and_version_counters_rise():
+    weights = parameters()
+    ours = optimizer(weights)
+    for step in range(2):
+        before = {name: p._version for name, p in weights.items()}
+        set_gradients(weights, step)
+        ours.update()
+        assert all(p.grad is None and p._version > before[name] for name, p in weights.items())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [1 / 3, 2 / 3, 1, 1, 1, 1, 1]),
+        ("linear", [1 / 3, 2 / 3, 1, 0.75, 0.5, 0.25, 0]),
+        ("cosine", [1 / 3, 2 / 3, 1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0]),
+    ],
+)
+def test_a_schedule_warms_up_and_decays_over_the_rest(schedule, expected):
+    factors = [factor(schedule, step, 2, 6) for step in range(7)]
+    assert factors == pytest.approx(expected, abs=1e-12)
+    assert factor(schedule, 1000, 2, 6) == pytest.approx(expected[-1], abs=1e-12)
+
+
+def test_the_learning_rate_of_the_schedule_is_the_one_used():
+    weights = parameters()
+    ours = optimizer(weights, schedule="linear", total_steps=4, weight_decay=0.0)
+    rates, moves = [], []
+    for _ in range(4):
+        before = weights["bias"].detach().clone()
+        for parameter in weights.values():
+            parameter.grad = torch.ones_like(parameter)
+        rates.append(ours.update()["learning_rate"])
+        moves.append(float((before - weights["bias"].detach()).mean()))
+    assert rates == pytest.approx([0.01, 0.0075, 0.005, 0.0025])
+    # with equal gradients Adam moves by its learning rate
+    assert moves == pytest.approx(rates, rel=1e-3)
+
+
+@pytest.mark.parametrize("make", [parameters, bfloat16_parameters])
+def test_a_reloaded_state_continues_with_the_same_bits(make):
+    weights = make()
+    ours = optimizer(weights, schedule="cosine", warmup_steps=1)
+    for step in range(3):
+        set_gradients(weights, step)
+        ours.update()
+    saved = {key: tensor.clone() for key, tensor in ours.state().items()}
+    copies = {name: nn.Parameter(p.detach().clone()) for name, p in weights.items()}
+    again = optimizer(copies, schedule="cosine", warmup_steps=1)
+    again.load_weights({name: w.clone() for name, w in ours.weights().items()})
+    again.load_state(saved, ours.step)
+    for step in range(3, 6):
+        set_gradients(weights, step)
+        set_gradients(copies, step)
+        assert ours.update() == again.update()
+        assert bits(weights) == bits(copies)
+    assert all(torch.equal(again.state()[key], tensor) for key, tensor in ours.state().items())
+    assert set(saved) == {
+        f"{moment}.{name}" for moment in ("exp_avg", "exp_avg_sq", "step") for name in SHAPES
+    }
+
+
+def test_global_norm_has_the_same_bits_for_one_and_two_threads():
+    noise = torch.Generator().manual_seed(0)
+    shapes = [(700, 300), (3, 70_000), (1, 90_001), (90_001,), (2, 50, 900), (1,), (1, 1)]
+    tensors = [torch.randn(shape, generator=noise) for shape in shapes]
+    before, norms = torch.get_num_threads(), []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        norms.append(global_norm(tensors))
+    torch.set_num_threads(before)
+    assert norms[0] == norms[1]
+    exact = math.sqrt(sum(float(np.square(t.numpy().astype(np.float64)).sum()) for t in tensors))
+    assert norms[0] == pytest.approx(exact, rel=1e-6)  # rows are summed in float32
+
+
+def test_bfloat16_parameters_are_their_masters_rounded():
+    """The masters take the steps that float32 parameters with the same gradients take."""
+    rounded = bfloat16_parameters()
+    exact = {name: nn.Parameter(p.detach().float()) for name, p in rounded.items()}
+    ours, theirs = optimizer(rounded), optimizer(exact)
+    for step in range(3):
+        set_gradients(rounded, step)
+        set_gradients(exact, step)
+        assert ours.update() == theirs.update()
+    assert bits(ours.weights()) == bits(exact)
+    assert all(torch.equal(p, exact[name].bfloat16()) for name, p in rounded.items())
+    assert all(tensor.dtype == torch.float32 for tensor in ours.state().values())
+
+
+def test_updates_below_the_spacing_of_bfloat16_add_up():
+    weights = {"w": nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))}
+    ours = optimizer(weights, learning_rate=1e-4)
+    moved = []
+    for _ in range(60):
+        weights["w"].grad = torch.ones(4, 4)
+        ours.update()
+        moved.append(bool((weights["w"] != 1.0).any()))
+    assert not moved[0] and moved[-1]  # 60 x 1e-4 is more than half of 2 ** -8
+
+
+def test_gradients_of_bfloat16_parameters_are_summed_in_float32():
+    weights = {"w": nn.Parameter(torch.zeros(1, 2, dtype=torch.bfloat16))}
+    optimizer(weights)
+    for part in (1.0, 2.0**-9):  # whose sum bfloat16 does not have
+        (weights["w"] * torch.tensor([[part, 0.0]])).sum().backward()
+    assert weights["w"].grad.tolist() == [[1.0 + 2.0**-9, 0.0]]
+
+
+@pytest.mark.parametrize("make", [parameters, bfloat16_parameters])
+@pytest.mark.parametrize("bucket", [1, 250, 10_000])
+def test_offloaded_state_gives_the_same_bits(make, bucket):
+    weights, twin = make(), make()
+    resident, offloaded = optimizer(weights), optimizer(twin, in_host_memory(bucket))
+    for step in range(4):
+        set_gradients(weights, step)
+        set_gradients(twin, step)
+        if step == 2:  # a parameter without a gradient, and its state, stay as they are
+            weights["experts"].grad = twin["experts"].grad = None
+        assert resident.update() == offloaded.update()
+        assert bits(weights) == bits(twin) and bits(resident.weights()) == bits(offloaded.weights())
+    states = resident.state(), offloaded.state()
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
+def test_state_leaves_the_device_after_an_update_and_comes_bucket_by_bucket():
+    weights = bfloat16_parameters()
+    ours = optimizer(weights, in_host_memory(250))
+    homes = {name: master.data_ptr() for name, master in ours.masters.items()}
+    sizes, step = [], ours.adam.step
+
+    def watched():
+        [group] = ours.adam.param_groups
+        away = [p.data_ptr() not in homes.values() for p in group["params"]]
+        sizes.append((len(group["params"]), all(away)))
+        step()
+
+    ours.adam.step = watched
+    moments = []
+    for number in range(2):
+        set_gradients(weights, number)
+        ours.update()
+        assert {name: master.data_ptr() for name, master in ours.masters.items()} == homes
+        moments.append({name: tensor.data_ptr() for name, tensor in ours.state().items()})
+    # "embedding" and "experts" have 240 and 120 elements, "bias" is of the other group
+    assert sizes == 2 * [(1, True), (1, True), (1, True)] and moments[0] == moments[1]
+
+
+def test_offloaded_state_is_saved_and_loaded_to_the_same_bits():
+    weights = bfloat16_parameters()
+    ours = optimizer(weights, in_host_memory(250))
+    set_gradients(weights, 0)
+    ours.update()
+    for bucket in (0, 250):  # a run may go on with the other setting
+        copies = bfloat16_parameters()
+        again = optimizer(copies, in_host_memory(bucket) if bucket else Optimizer)
+        again.load_weights({name: w.clone() for name, w in ours.weights().items()})
+        again.load_state({name: t.clone() for name, t in ours.state().items()}, ours.step)
+        twin = bfloat16_parameters()
+        theirs = optimizer(twin)
+        for step in range(2):
+            set_gradients(twin, step)
+            theirs.update()
+        set_gradients(copies, 1)
+        again.update()
+        assert bits(twin) == bits(copies) and bits(theirs.weights()) == bits(again.weights())

@@ -1,0 +1,171 @@
+"""Packed microbatches against the definition, sample by sample: what each target's row can see, and
+nothing lost."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.trainer.pack import join, pack, split
+from tests.support.tiny import make_sample
+
+
+def seen_by(batch, row):
+    """(tokens, positions) that a row attends to, itself last."""
+    [(first, _, prefix_first, prefix)] = [
+        s for s in batch.segments.tolist() if s[0] <= row < s[0] + s[1]
+    ]
+    rows = [*range(prefix_first, prefix_first + prefix), *range(first, row + 1)]
+    return batch.tokens[rows].tolist(), batch.positions[rows].tolist()
+
+
+def by_definition(samples):
+    """(context, target) of every loss token, by sample."""
+    return {
+        number: [
+            (s.tokens[:place].tolist(), s.tokens[place]) for place in np.flatnonzero(s.loss_mask)
+        ]
+        for number, s in enumerate(samples)
+    }
+
+
+def unpacked(batches):
+    """The same, out of the microbatches; every sample is in one of them, once."""
+    found = {}
+    for batch in batches:
+        for place, number in enumerate(batch.samples.tolist()):
+            assert number not in found
+            found[number] = []
+            for row, target in zip(
+                *(part[batch.sequences == place] for part in (batch.rows, batch.targets)),
+                strict=True,
+            ):
+                context, positions = seen_by(batch, row)
+                assert positions == list(range(len(context)))
+                found[number].append((context, target))
+    return found
+
+
+def own_rows(sample):
+    return len(sample.tokens) - 1 - sample.prefix
+
+
+def clusters(samples, keep_groups, budget):
+    """Rows of what cannot be split, by definition: neighbours of a group behind one prefix, as many
+    as fit."""
+    sizes, last = [], None
+    for sample in samples:
+        key = (sample.group, sample.prefix)
+        joined = key == last and (
+            keep_groups or (sample.prefix and sizes[-1] + own_rows(sample) <= budget)
+        )
+        if joined:
+            sizes[-1] += own_rows(sample)
+        else:
+            sizes.append(sample.prefix + own_rows(sample))
+        last = key
+    return sizes
+
+
+@st.composite
+def groups_of_samples(draw):
+    samples = []
+    for group in range(draw(st.integers(1, 5))):
+        prefix = draw(st.integers(0, 7))
+        prompt = draw(st.lists(st.integers(0, 9), min_size=prefix, max_size=prefix))
+        for _ in range(draw(st.integers(1, 4))):
+            # a single token without a prompt has nothing to train and no row; everything longer is
+            # drawn
+            own = draw(st.lists(st.integers(0, 9), min_size=1 if prefix else 2, max_size=9))
+            mask = draw(st.lists(st.booleans(), min_size=len(own), max_size=len(own)))
+            mask[0] = mask[0] and prefix > 0  # nothing predicts the first token of a sequence
+            samples.append(
+                make_sample(prompt + own, [False] * prefix + mask, prefix=prefix, group=group)
+            )
+    return samples
+
+
+@given(samples=groups_of_samples(), budget=st.integers(1, 60))
+def test_sample_is_packed_once_and_sees_its_own_prefix_only(samples, budget):
+    assert unpacked(pack(samples, budget)) == by_definition(samples)
+
+
+@given(samples=groups_of_samples(), budget=st.integers(1, 60))
+def test_the_budget_is_kept_unless_a_single_sample_is_longer(samples, budget):
+    for batch in pack(samples, budget):
+        assert len(batch.tokens) <= budget or len(batch.samples) == 1
+
+
+@given(samples=groups_of_samples(), budget=st.integers(1, 60), keep_groups=st.booleans())
+def test_microbatches_differ_by_at_most_the_largest_piece(samples, budget, keep_groups):
+    pieces = clusters(samples, keep_groups, budget)
+    sizes = [len(batch.tokens) for batch in pack(samples, budget, keep_groups=keep_groups)]
+    assert sum(sizes) == sum(pieces) and max(sizes) - min(sizes) <= max(pieces)
+
+
+@given(samples=groups_of_samples(), budget=st.integers(1, 60))
+def test_kept_groups_are_whole_even_over_the_budget(samples, budget):
+    batches = pack(samples, budget, keep_groups=True)
+    assert unpacked(batches) == by_definition(samples)
+    for batch in batches:
+        groups = {samples[number].group for number in batch.samples}
+        members = [number for number, sample in enumerate(samples) if sample.group in groups]
+        # in their order, too: the loss of pairs relies on it
+        assert batch.samples.tolist() == members
+        assert len(batch.tokens) <= budget or len(groups) == 1
+
+
+@given(samples=groups_of_samples(), budget=st.integers(1, 60), keep_groups=st.booleans())
+def test_join_puts_values_beside_targets_and_split_inverts_it(samples, budget, keep_groups):
+    batches = pack(samples, budget, keep_groups=keep_groups)
+    columns = [s.tokens[s.loss_mask] + 1000 * number for number, s in enumerate(samples)]
+    joined = join(batches, columns)
+    for batch, column in zip(batches, joined, strict=True):
+        assert np.array_equal(column, batch.targets + 1000 * batch.samples[batch.sequences])
+    back = split(batches, joined)
+    assert sorted(back) == list(range(len(samples)))
+    assert all(np.array_equal(back[number], column) for number, column in enumerate(columns))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "mask", "prefix"),
+    [
+        ([5, 9], [False, False], 2),
+        ([5, 9], [True, False], 0),
+        ([5, 9, 2], [False, True, True], 2),
+        ([5], [False], 1),
+    ],
+)
+def test_a_sample_that_cannot_be_trained_is_refused(tokens, mask, prefix):
+    with pytest.raises(ValueError, match="sample of group 7"):
+        pack([make_sample(tokens, mask, prefix=prefix, group=7)], 100)
+
+
+@given(samples=groups_of_samples(), budget=st.integers(1, 60))
+def test_every_row_belongs_to_exactly_one_segment(samples, budget):
+    for batch in pack(samples, budget):
+        rows = [
+            row
+            for first, count, _, _ in batch.segments.tolist()
+            for row in range(first, first + count)
+        ]
+        assert rows == list(range(len(batch.tokens))) == list(range(len(batch.positions)))
+
+
+def test_shared_prefix_appears_once_a_group_not_across_groups():
+    mask = [False] * 10 + [True] * 4
+    prompt = list(range(10))
+    samples = [make_sample([*prompt, *[n] * 4], mask, prefix=10, group=n // 4) for n in range(8)]
+    [batch] = pack(samples, 1000)
+    assert len(batch.tokens) == 2 * (10 + 4 * 3)
+    assert (batch.tokens == 0).sum() == 2 + 3  # the first token of two prompts, and sample 0's own
+    # alone, each carries its prompt
+    assert [len(b.tokens) for b in pack(samples, 15)] == [10 + 3] * 8
+
+
+def test_group_over_the_budget_repeats_its_prefix_seldom():
+    mask = [False] * 10 + [True] * 4
+    samples = [make_sample([*range(10), *[n] * 4], mask, prefix=10) for n in range(8)]
+    batches = pack(samples, 20)  # the prefix and three responses of three rows
+    assert [len(b.tokens) for b in batches] == [19, 19, 16]
+    assert unpacked(batches) == by_definition(samples)

@@ -1,0 +1,137 @@
+"""The trainer's processes: where each finds its place, and who is named when one does not come."""
+
+import socket
+import time
+
+import pytest
+
+from chaos.ranks import reserved_port, trial
+from tandem.config.parallel import Parallel
+from tandem.runtime.errors import UserError
+from tandem.runtime.place import Place
+from tandem.trainer.parallel.checks import check_mesh, own_gpu
+from tandem.trainer.parallel.mesh import make_mesh
+from tandem.trainer.parallel.processes import LOOK_S, join
+from tandem.trainer.parallel.waits import find_absent, find_circle, waits_of
+from tests.support.meshes import CONTEXT, on_mesh
+from tests.support.tiny import tiny_config
+from tests.support.waiting import WAIT_S
+
+TIMEOUT_S = 10.0  # a healthy process of a busy machine is not silent for so long
+SHORT_S = 5.0  # nor an idle one for so long
+
+
+@pytest.mark.parametrize(
+    ("fault", "victim"), [("killed", 1), ("out of memory", 0), ("out of step", 2), ("stopped", 0)]
+)
+def test_a_process_that_does_not_come_is_named(fault, victim):
+    assert trial(fault, victim, at=7, timeout_s=TIMEOUT_S) == (True, "")
+
+
+@pytest.mark.parametrize("dimension", ["tensor", "pipeline"])
+def test_so_is_one_of_other_meshes(dimension):
+    assert trial("killed", 1, at=7, timeout_s=TIMEOUT_S, mesh={dimension: 3}) == (True, "")
+
+
+def test_one_that_hangs_is_named_once_others_have_waited_for_it():
+    assert trial("hung", 1, at=7, stall_s=15.0) == (True, "")
+
+
+def joins_late(rank, port):
+    time.sleep(1.5 * SHORT_S * rank)
+    with join(Place(rank, 2, rank, 2, "127.0.0.1", port), timeout_s=SHORT_S, stall_s=WAIT_S):
+        time.sleep(3 * LOOK_S)
+
+
+def test_one_that_comes_later_than_it_may_be_silent_is_alive_when_it_comes():
+    with reserved_port() as port:
+        processes = [CONTEXT.Process(target=joins_late, args=(rank, port)) for rank in range(2)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(WAIT_S)
+            process.kill()
+    assert [process.exitcode for process in processes] == [0, 0]
+
+
+def test_an_address_that_is_taken_is_one_error():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        place = Place(0, 2, 0, 2, "127.0.0.1", port)
+        with pytest.raises(UserError) as caught, join(place, timeout_s=1.0, stall_s=1.0):
+            pass
+    assert caught.value.where == f"127.0.0.1:{port}" and "MASTER_PORT" in caught.value.next
+
+
+def limits_on(mesh, stall_s):
+    made = make_mesh(mesh.config, mesh.device, mesh.world.announce, stall_s)
+    backends = [group.group._get_backend(mesh.device) for group in made.groups.values()]
+    return {backend.options._timeout.total_seconds() for backend in backends}
+
+
+def test_a_collective_fails_only_after_those_who_do_not_come_were_named():
+    [limits] = on_mesh(limits_on, 500.0, data=1)
+    assert min(limits) > 500.0
+
+
+def test_a_size_that_divides_is_named():
+    shape = tiny_config("qwen3", num_attention_heads=12, num_key_value_heads=6)
+    with pytest.raises(UserError, match="equal shares") as caught:
+        check_mesh(Parallel(context=4), shape)
+    assert caught.value.next == "set parallel.context=3"
+    with pytest.raises(UserError) as caught:
+        check_mesh(Parallel(tensor=4), shape)
+    assert caught.value.next == "set parallel.tensor=2"
+
+
+def waiting(**ranks):
+    return {
+        int(name[1:]): {"what": what, "ranks": of, "for_s": rest[0] if rest else 9.0}
+        for name, (what, of, *rest) in ranks.items()
+    }
+
+
+def test_ranks_that_wait_for_each_other_in_different_collectives_are_out_of_step():
+    two = waiting(r0=("loss", [0, 1]), r1=("norm", [0, 1]))
+    assert find_circle(two) == (
+        "ranks 0 and 1 are out of step: rank 0 waits for `loss`, rank 1 waits for `norm`"
+    )
+    mesh = waiting(r0=("a", [0, 1]), r1=("b", [1, 3]), r3=("a", [2, 3]), r2=("b", [0, 2]))
+    assert find_circle(mesh).startswith("ranks 0, 1, 2 and 3 are out of step")
+
+
+def test_one_that_waits_for_a_circle_is_not_in_it():
+    waits = waiting(
+        r0=("loss", [0, 1]), r1=("norm", [0, 1]), r2=("a", [1, 2]), r3=("b", [2, 3]), r4=("c", [4])
+    )
+    assert find_circle(waits).startswith("ranks 0 and 1 are out of step: rank 0 waits for `loss`")
+
+
+def test_an_old_sign_of_life_does_not_tell_what_a_rank_waits_for():
+    wait = {"what": "loss", "ranks": [0, 1], "for_s": 9.0}
+    seen = {0: ([7, {"wait": wait}], 97.5), 1: ([7, {"wait": wait}], 98.5)}
+    assert waits_of(seen, now=100.0) == {1: wait}
+
+
+def test_ranks_that_wait_for_one_that_is_busy_are_in_step():
+    assert find_circle(waiting(r0=("loss", [0, 1, 2]), r1=("loss", [0, 1, 2]))) == ""
+    chain = waiting(r0=("a", [0, 1]), r1=("b", [1, 2]), r2=("c", [2, 3]))
+    assert find_circle(chain) == ""
+
+
+def test_who_is_not_in_the_oldest_collective_is_named_once_it_has_stalled():
+    waits = waiting(r0=("a", [0, 1], 8.0), r1=("b", [1, 2], 9.0), r3=("an order", [0], 99.0))
+    assert find_absent(waits, 9.0) == ([], "b")  # nothing is known of rank 2
+    waits[2] = {}
+    assert find_absent(waits, 9.0) == ([2], "b")
+    assert find_absent(waits, 10.0) == ([], "")
+    assert find_absent(waiting(r3=("an order", [0])), 1.0) == ([], "")
+
+
+def test_each_process_of_a_machine_has_a_gpu_of_its_own():
+    place = Place(3, 4, 3, 4, "", 0)
+    assert own_gpu("cuda", place, 8) == 3
+    for device, count in (("cuda", 3), ("cuda", 1), ("cuda:1", 8)):
+        with pytest.raises(UserError, match="a GPU of its own"):
+            own_gpu(device, place, count)
+    assert own_gpu("cuda", Place(3, 4, 3, 4, "", 0, by_slurm=True), 1) == 0
