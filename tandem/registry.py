@@ -76,7 +76,10 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "http": "tandem.plugins.servers.backend:Servers",
     },
     # what a run gives a reward besides the recipe's: config -> options
-    "reward_options": {"code": "tandem.plugins.graders.code:code_options"},
+    "reward_options": {
+        "code": "tandem.plugins.graders.code:code_options",
+        "suite": "tandem.plugins.suites.suites:suite_options",
+    },
     "envs": {  # types.py: Env
         "single_turn": "tandem.types:Env",
         "tools": "tandem.envs.tools:ToolEnv",
@@ -133,6 +136,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "reasoning_gym": "tandem.plugins.tasks.reasoning_gym:reward",
         "regex": "tandem.rewards.builtin:regex",
         "reward_model": "tandem.rewards.builtin:reward_model",
+        "suite": "tandem.plugins.suites.suites:reward",
     },
     "sandboxes": {  # the section [sandbox] -> plugins/graders/sandbox/protocol.py: Sandbox
         "bubblewrap": "tandem.plugins.graders.sandbox.local:open_bubblewrap",
@@ -151,6 +155,8 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "parquet": "tandem.data.tables:parquet_rows",
         "dataset": "tandem.data.tables:dataset_rows",
         "dataset_files": "tandem.data.tables:dataset_files",
+        "suite": "tandem.plugins.suites.suites:rows",
+        "suite_files": "tandem.plugins.suites.suites:files",
     },
     "tasks": {  # plugins/tasks/generate.py: Task
         "algebra": "tandem.plugins.tasks.algebra:TASK",
@@ -182,6 +188,7 @@ TABLES = {
     "advantages": "tandem.rl.algorithms:ADVANTAGES",
     "algorithms": "tandem.rl.algorithms:ALGORITHMS",
     "losses": "tandem.rl.algorithms:LOSSES",
+    "suites": "tandem.plugins.suites.known:SUITES",
 }
 
 

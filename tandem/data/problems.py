@@ -14,6 +14,7 @@ from tandem.data.messages import prompt_messages, with_images
 from tandem.data.mixture import Mixture
 from tandem.data.prompt_columns import OF_PROBLEMS, refuse_columns, with_opening
 from tandem.data.readers import (
+    SUITE,
     Row,
     RowError,
     column,
@@ -60,7 +61,8 @@ def read_problems(
     parts = []
     for name, prefix in zip(names, uid_prefixes(names, key), strict=True):
         uids: Uids = {}
-        build = partial(_problem, config=config, prefix=prefix, uids=uids, earlier=dict(earlier))
+        columns = Data(system=config.system) if name.startswith(SUITE) else config
+        build = partial(_problem, config=columns, prefix=prefix, uids=uids, earlier=dict(earlier))
         parts.append(read_rows(name, build, key=key))
         earlier[name] = uids
     tell_repeats(

@@ -2,9 +2,10 @@
 
     problems.jsonl   chats.parquet   pairs.csv.gz   folder   folder#train   openai/gsm8k:main#train
 
-A source is a file, a folder that Hugging Face's `datasets` wrote with save_to_disk, or a data set
-of the hub (needs the extra `datasets`). Rows are read one by one or in small batches. Does not know
-what a row means, nor what a message, a problem or a training chat is.
+A source is a file, a folder that Hugging Face's `datasets` wrote with save_to_disk, a data set of
+the hub (needs the extra `datasets`), or benchmarks by name, suite:gsm8k (plugins/suites). Rows are
+read one by one or in small batches. Does not know what a row means, nor what a message, a problem
+or a training chat is.
 """
 
 import difflib
@@ -39,6 +40,7 @@ MAX_MISTAKES = 10
 COMPRESSED = (".gz", ".zst")
 TEXT = (".jsonl", ".json", ".csv", ".tsv")
 SUFFIXES = (*(kind + end for kind in TEXT for end in ("", *COMPRESSED)), ".parquet")
+SUITE = "suite:"  # begins the names of benchmarks
 # OWNER/NAME or OWNER/NAME:CONFIGURATION, without the split
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(:[\w.-]+)?")
 
@@ -199,14 +201,16 @@ class Source(NamedTuple):
     path: Path
     split: str
     on_hub: bool
-    suffix: str  # of the file's format, and that of its compression; "" if it has no such
+    suffix: str  # of the file's format, and that of its compression, or SUITE; "" if it has none
 
 
 def source_rows(name: str, key: str) -> Placed:
     """Yield (place, payload) for every row. key: the config key that names the source. Raises
     UserError."""
     source = _locate(name, key)
-    if source.on_hub or source.path.is_dir():
+    if source.suffix == SUITE:
+        kind = "suite"
+    elif source.on_hub or source.path.is_dir():
         kind = "dataset"
     elif source.suffix.startswith(".json"):
         return _jsonl_rows(source.path, key)
@@ -219,14 +223,17 @@ def source_rows(name: str, key: str) -> Placed:
 def source_files(name: str, key: str) -> list[Path]:
     """Return the files that the rows of a source are in. Raises UserError."""
     source = _locate(name, key)
-    if not (source.on_hub or source.path.is_dir()):
+    if not (source.suffix == SUITE or source.on_hub or source.path.is_dir()):
         return [source.path]
-    files: list[Path] = find("tables", "dataset_files", key=key)(source, key)
+    kind = "suite_files" if source.suffix == SUITE else "dataset_files"
+    files: list[Path] = find("tables", kind, key=key)(source, key)
     return files
 
 
 def _locate(name: str, key: str) -> Source:
     source = _split(name)
+    if source.suffix == SUITE:
+        return source
     if not name or not (source.on_hub or source.path.exists()):
         raise UserError(
             f"{key} names no file",
@@ -251,6 +258,8 @@ def _locate(name: str, key: str) -> Source:
 
 def _split(name: str) -> Source:
     """Take a name apart: unless the whole name exists, the text behind the last # is the split."""
+    if name.startswith(SUITE):
+        return Source(Path(name), "", False, SUITE)
     base, mark, split = name.rpartition("#")
     if Path(name).exists() or not mark:
         base, split = name, ""

@@ -18,6 +18,7 @@ from tandem.choices import engine_of
 from tandem.config.schema import Config
 from tandem.data.mixture import only
 from tandem.data.problems import read_problems
+from tandem.data.readers import SUITE
 from tandem.data.renderer import ChatRenderer, load_renderer
 from tandem.jobs.engines import require_room
 from tandem.jobs.exactness import require_correction
@@ -71,6 +72,13 @@ def read_data(config: Config, key: Literal["data.train", "eval.data"]) -> Sequen
     )
     if key == "data.train" and not source:
         raise missing("no training problems are named", key, "a source, see docs/guide/data.md")
+    functions = config.reward.functions
+    if key == "eval.data" and config.eval.data.startswith(SUITE) and "suite" not in functions:
+        logger.warning(
+            "reward.function = %s grades %s; reward=suite grades it as its own grader does",
+            ", ".join(functions),
+            config.eval.data,
+        )
     return read_problems(source, config.data, key=key, weights=weights) if source else []
 
 

@@ -1,0 +1,151 @@
+"""Benchmarks by name: rows made up in the form that each has on the hub, read and graded."""
+
+import json
+import shutil
+
+import pytest
+
+from tandem.config.episodes import Data
+from tandem.config.schema import Config
+from tandem.data.problems import read_problems
+from tandem.plugins.suites.suites import suite_options
+from tandem.registry import names
+from tandem.rewards.load import load
+from tandem.rewards.parts import BadValue
+from tandem.runtime.errors import UserError
+from tandem.types import Attempt, Problem
+
+ASKED = {"problem": "What is 20 + 22?", "answer": "42"}
+MAXIMUM = 'def top(a, b):\n    """Return the larger.\n    >>> top(1, 2)\n    2\n    """\n'
+# by suite: a row as its data set has it, made up; a right completion; a wrong one
+ROWS = {
+    "gsm8k": (
+        {
+            "question": "Ann has 1,000 eggs and buys 5.",
+            "answer": "1000+5=<<1000+5=1005>>\n#### 1,005",
+        },
+        "So \\boxed{1005}.",
+        "\\boxed{1000}, then 1005",
+    ),
+    "math500": ({**ASKED, "answer": "\\frac{1}{2}"}, "\\boxed{\\dfrac12}", "\\boxed{2}"),
+    "aime24": (ASKED, "<think>\\boxed{7}</think>\\boxed{42}", "\\boxed{42}</think>\\boxed{7}"),
+    "aime25": ({**ASKED, "answer": "042"}, "\\boxed{42}", "42"),
+    "amc": ({"question": "What is 20 + 7?", "answer": "27.0"}, "\\boxed{27}", "\\boxed{20}"),
+    "gpqa": (
+        {
+            "Question": "Which is a metal?",
+            "Correct Answer": "iron\n",
+            **{f"Incorrect Answer {i}": gas for i, gas in enumerate(("neon", "argon", "xenon"), 1)},
+        },
+        None,
+        None,
+    ),
+    "mmlu_pro": (
+        {
+            "question": "Which is even?",
+            "options": ["one", "three", "five", "seven", "eight"],
+            "answer": "E",
+            "answer_index": 4,
+        },
+        "It is eight.\nAnswer: E",
+        "Answer: A",
+    ),
+    "humaneval": (
+        {
+            "task_id": "HumanEval/0",
+            "prompt": MAXIMUM,
+            "entry_point": "top",
+            "test": "def check(candidate):\n    for i in range(3):\n"
+            "        assert candidate(i, 1) == max(i, 1)\n",
+        },
+        "```python\ndef top(a, b):\n    return a if a > b else b\n```",
+        "```python\ndef top(a, b):\n    return 1\n```",
+    ),
+    "mbpp": (
+        {
+            "text": "Write a function to add two numbers.",
+            "test_list": ["assert add(1, 2) == 3", "assert add(0, 0) == 0"],
+            "test_setup_code": "",
+        },
+        "```\ndef add(a, b):\n    return a + b\n```",
+        "```\ndef add(a, b):\n    return 0\n```",
+    ),
+}
+PROGRAMS = ("humaneval", "mbpp")
+
+
+def rows_of(suite, folder):
+    file = folder / f"{suite}.jsonl"
+    file.write_text(json.dumps(ROWS[suite][0]) + "\n", encoding="utf-8")
+    return f"{suite}={file}"
+
+
+def grade(problem, text, **options):
+    scorer = load("suite", options)
+    return scorer(problem, Attempt(text=text), lambda _: None)[0]
+
+
+@pytest.mark.parametrize("suite", ROWS)
+def test_the_rows_of_a_suite_are_graded_by_its_own_grader(suite, tmp_path):
+    if suite in PROGRAMS and not shutil.which("bwrap"):
+        pytest.skip("bubblewrap is not installed")
+    # the columns of other data do not matter to it
+    columns = Data(prompt_column="chat", answer_column="")
+    [problem] = read_problems("suite:" + rows_of(suite, tmp_path), columns, key="eval.data")
+    assert (problem.uid, problem.category) == (f"{suite}/1", suite)
+    _, right, wrong = ROWS[suite]
+    if suite == "gpqa":  # the place of the right answer is drawn
+        prompt = problem.messages[0]["content"]
+        assert f"\n{problem.answer}) iron" in prompt and prompt.index("A)") < prompt.index("D)")
+        right, wrong = (
+            f"Answer: {letter}" for letter in (problem.answer, "ABCD".strip(problem.answer)[0])
+        )
+    assert grade(problem, right) == 1.0
+    assert grade(problem, wrong) == 0.0
+
+
+def test_every_suite_has_a_made_up_row():
+    assert set(names("suites")) == set(ROWS)
+
+
+def test_several_suites_are_one_source_whose_prompts_say_how_to_answer(tmp_path):
+    source = "suite:" + ",".join(rows_of(suite, tmp_path) for suite in ROWS)
+    problems = read_problems(source, Data(system="Be brief."), key="eval.data")
+    assert [problem.category for problem in problems] == list(ROWS)
+    for problem in problems:
+        system, user = problem.messages
+        assert system["content"] == "Be brief."
+        assert any(word in user["content"] for word in ("\\boxed{}", "$LETTER", "code"))
+    again = read_problems(source, Data(system="Be brief."), key="eval.data")
+    assert again == problems
+
+
+def test_only_programs_need_the_sandbox_of_a_run(tmp_path):
+    def config(*suites):
+        return Config(eval={"data": "suite:" + ",".join(suites)}, data={"train": "own.jsonl"})
+
+    assert suite_options(config("gsm8k", "gpqa")) == {}
+    assert list(suite_options(config("gsm8k", "mbpp"))) == ["sandbox"]
+
+
+def test_rows_of_no_suite_are_graded_by_the_reward_that_is_named_for_them():
+    own = Problem(uid="own/1", messages=(), answer="yes")
+    assert grade(own, "yes", otherwise="exact") == 1.0
+    with pytest.raises(BadValue, match=r"otherwise"):
+        grade(own, "yes")
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "found"),
+    [
+        ("gsm8", {}, "did you mean gsm8k?"),
+        ("gsm8k", {"text": "1+1"}, "columns text"),
+        ("mbpp", {"text": 3}, "columns text"),
+    ],
+)
+def test_an_unknown_suite_and_a_row_of_another_form_are_told(name, row, found, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    with pytest.raises(UserError) as error:
+        read_problems(f"suite:{name}={file}", Data(), key="eval.data")
+    assert found in str(error.value)
