@@ -1,12 +1,14 @@
 """Tandem from Python: the runs are those of the command line, and objects become files that any
 process reads."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from tests.support.runs import prepare
 
 ROWS = [{"prompt": f"{n}+1=?", "answer": str(n + 1)} for n in range(6)]
 BONUS = 0.25
+NOTEBOOK = Path(__file__).parents[2] / "examples/first_run.ipynb"
 
 
 def length(problem, completion):
@@ -165,3 +168,19 @@ def test_importing_tandem_has_no_effects():
     script += "print('torch' in sys.modules, threading.active_count(), e == dict(os.environ))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout == "False 1 True\n", done.stderr
+
+
+def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    sizes, *rest = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    names = {"__name__": "__main__"}
+    exec(sizes, names)
+    small = dict.fromkeys(("PROBLEMS", "HELD_OUT", "STEPS", "PROMPTS", "GROUP"), 2)
+    small |= {"CHATS": 32, "WARM_STEPS": 1}
+    assert small.keys() == names.keys() - {"FOLDER", "__name__", "__builtins__"}
+    names |= small
+    for cell in rest:
+        exec(cell, names)
+    assert len(names["rewards"]) == 2 and len(names["page"].split("<br>")) == 2
+    assert names["after"].items() <= names["table"][-1].items()
