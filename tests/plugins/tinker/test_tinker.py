@@ -1,8 +1,10 @@
 """The real SDK against `tandem serve --train`, a process of its own."""
 
+import json
 import os
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -14,6 +16,7 @@ tinker = pytest.importorskip("tinker", reason="needs pip install 'tandem-rl[tink
 from tinker import types
 
 from tandem.model.tiny import make_tiny
+from tests.support.byte_models import make_model
 from tests.support.command import ROOT
 
 ADAM = types.AdamParams(learning_rate=0.02)
@@ -217,3 +220,53 @@ def test_what_is_not_offered_is_refused_by_name(url):
         client(url).create_lora_training_client("large").result()
     with pytest.raises(tinker.RequestFailedError, match="no path of such a checkpoint"):
         other.save_state("../../up").result()
+
+
+@pytest.fixture
+def recipes(folder, tmp_path, monkeypatch):
+    """Return recipes of tinker-cookbook, whose rows are made up here, and a run of one of them: its
+    model lies where the name of a known one leads, and its rewards are numbers of letters."""
+    monkeypatch.setattr(
+        tempfile, "tempdir", str(tmp_path)
+    )  # wandb, which it imports, makes folders
+    pytest.importorskip("tinker_cookbook", reason="needs tinker-cookbook")
+    import datasets
+    from tinker_cookbook.recipes import rl_loop, sl_loop
+
+    known = "Qwen/Qwen3-8B"
+    if not (folder / known).exists():
+        characters = [chr(code) for code in range(256, 520)]  # as many as the other tokenizer has
+        make_tiny(folder / known, characters=characters, hidden=64, layers=2, max_tokens=2048)
+        make_model(folder / known)
+    chat = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    one = {"messages": chat, "question": "1+1", "answer": "#### 2"}
+    made_up = datasets.DatasetDict(train=datasets.Dataset.from_list([one] * 40))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names: made_up)
+    monkeypatch.setattr(rl_loop, "get_reward", lambda text, answer: sum(map(str.isalpha, text)))
+    monkeypatch.setenv("TINKER_API_KEY", "tml-any")
+    monkeypatch.chdir(folder)
+
+    def run(recipe, url, log_path, **settings):
+        given = {"base_url": url, "log_path": str(tmp_path / log_path), "model_name": known}
+        recipe.main(recipe.Config(**given, batch_size=4, learning_rate=0.01, **settings))
+        lines = (tmp_path / log_path / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    return {"sl": sl_loop, "rl": rl_loop}, run
+
+
+def test_the_loops_of_the_cookbook_run_unchanged(folder, recipes):
+    loops, run = recipes
+    with served(folder, "Qwen/Qwen3-8B") as url:
+        losses = [row["train_mean_nll"] for row in run(loops["sl"], url, log_path="sl")]
+        assert losses[-1] < losses[0]
+        rows = run(
+            loops["rl"],
+            url,
+            log_path="rl",
+            loss_fn="importance_sampling",
+            group_size=8,
+            max_tokens=8,
+        )
+        rewards = [row["reward/total"] for row in rows]
+        assert len(rows) == 10 and sum(rewards[-3:]) > 1.5 * sum(rewards[:3]), rewards
