@@ -72,7 +72,7 @@ WORDS = [
 ]
 PAINT = "const p = performance.getEntriesByName('first-contentful-paint')[0]; return p ? p.startTime : 0"
 IMAGES = Path(__file__).parents[1] / "docs/images"
-RUN, SHOWN_STEP = "demo%2Ftrain", 10
+RUN, SHOWN_STEP = "demo%2Ftrain", 15
 PICTURES = {  # name -> address, when it is drawn, width, height, whether dark
     "curves": (
         f"curves/{RUN}",
@@ -186,7 +186,7 @@ def first_visits(url: str) -> dict[str, float]:
     pages = {
         "": f"{ROWS} === 1",
         "episodes/large": f"{ROWS} === 200",
-        "curves/large": "return document.querySelectorAll('.u-wrap canvas').length >= 5",
+        "curves/large": "return document.querySelectorAll('.u-wrap canvas').length >= 3",
         "step/large/1000": "return document.querySelectorAll('.square').length > 0",
     }
     found, paints = {}, []

@@ -59,9 +59,9 @@ def learn(mesh: Mesh) -> None:
     layer, rows = mesh.group("tensor"), torch.ones(999, 4)
     stages, context, experts = (mesh.group(n) for n in ("pipeline", "context", "expert"))
     if stages.rank > 0:
-        stages.receive(rows.shape, rows.dtype, stages.rank - 1, STATES)
+        stages.send_and_receive(stages.rank - 1, [], [torch.empty_like(rows)], STATES)
     if stages.rank + 1 < stages.size:
-        stages.send(rows, stages.rank + 1, STATES)
+        stages.send_and_receive(stages.rank + 1, [rows], [], STATES)
     layer.sum(rows, "outputs of a layer")
     if context.size > 1:
         context.exchange(rows.view(context.size, -1), "attention heads")

@@ -114,6 +114,11 @@ def ran(
     return scripted
 
 
+def killed(folder, script, **settings):
+    with pytest.raises(Killed):
+        ran(folder, script, **settings)
+
+
 def stopped(folder, script, **settings):
     with pytest.raises(UserError, match="training stops") as caught:
         ran(folder, script, **settings)
@@ -143,8 +148,7 @@ def test_one_bad_step_too_many_stops_and_names_the_checkpoint(tmp_path):
 @pytest.mark.parametrize("killed_at", [2, 3])
 def test_count_of_bad_steps_survives_a_resume(killed_at, tmp_path):
     script = ".xxx...."
-    with pytest.raises(Killed):
-        ran(tmp_path, script[:killed_at] + "K" + script[killed_at + 1 :])
+    killed(tmp_path, script[:killed_at] + "K" + script[killed_at + 1 :])
     assert stopped(tmp_path, script).where.startswith("step 4 ")
 
 
@@ -160,8 +164,7 @@ def test_stopped_run_started_again_stops_at_the_same_step(tmp_path):
 
 def test_state_of_a_step_comes_back_with_the_checkpoint(tmp_path):
     whole = ran(tmp_path / "whole", "..x..", save_every=2)
-    with pytest.raises(Killed):
-        ran(tmp_path / "killed", "..xK.", save_every=2)
+    killed(tmp_path / "killed", "..xK.", save_every=2)
     shown = []
     again = ran(tmp_path / "killed", "..x..", save_every=2, shown=shown)
     assert again.restored == (2, {"memory": ["good 0", "good 1"]}) and again.memory == whole.memory
@@ -211,8 +214,7 @@ def kept(folder, step):
 
 
 def test_resume_refuses_changed_episodes_and_reports_missing(tmp_path):
-    with pytest.raises(Killed):
-        ran(tmp_path, "...K..")
+    killed(tmp_path, "...K..")
     path = kept(tmp_path, 2)
     path.write_bytes(b"Episodes")
     with pytest.raises(
@@ -238,8 +240,7 @@ def test_resume_refuses_changed_episodes_and_reports_missing(tmp_path):
     ],
 )
 def test_resume_refuses_what_was_changed_after_its_checkpoint(name, old, new, tmp_path):
-    with pytest.raises(Killed):
-        ran(tmp_path, ".....K..", save_every=3)
+    killed(tmp_path, ".....K..", save_every=3)
     kept(tmp_path, 4), kept(tmp_path, 5)
     text = (tmp_path / name).read_text()
     assert old in text
@@ -250,8 +251,7 @@ def test_resume_refuses_what_was_changed_after_its_checkpoint(name, old, new, tm
 
 
 def test_resume_takes_what_a_kill_leaves_after_its_checkpoint(tmp_path):
-    with pytest.raises(Killed):
-        ran(tmp_path, ".....K..", save_every=3)
+    killed(tmp_path, ".....K..", save_every=3)
     kept(tmp_path, 4).unlink()  # as one of another mesh: its step is made again
     metrics = tmp_path / "metrics.jsonl"  # a row of the ledger is written before that of metrics
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
@@ -259,8 +259,7 @@ def test_resume_takes_what_a_kill_leaves_after_its_checkpoint(tmp_path):
 
 
 def test_resume_refuses_another_hash_of_the_weights_that_it_loads(tmp_path):
-    with pytest.raises(Killed):
-        ran(tmp_path, "...K..")
+    killed(tmp_path, "...K..")
     ledger = tmp_path / "ledger.jsonl"
     text = ledger.read_text()
     rows = [json.loads(line) for line in text.splitlines()]

@@ -346,10 +346,6 @@ GOES_ON = {  # the run goes on from the step, told where that is not the newest
         2,
     ),
     "an unfinished checkpoint that is a file": (written("checkpoints/.tmp-step_000003", "x"), 2),
-    "a checkpoint aside that is a link": (
-        linked("checkpoints/.aside-step_000001", "../../precious-folder"),
-        2,
-    ),
     "an unfinished config that is a link": (linked(".tmp-run.json", "../precious"), 2),
 }
 

@@ -51,18 +51,13 @@ class Column:
         read = cache[pages] if isinstance(pages, slice) else cache.index_select(0, pages)
         if self.width == 1:
             return product(rows[: self.sequences], read.float())
-        return self._split(product(self._tile(rows), read.float()))
-
-    def _tile(self, rows: Tensor) -> Tensor:
-        """Put rows [n, K, R, x] of the sequences into tiles [tiles, K, width * R, x]."""
         at = self.members
         rows = rows[: self.sequences] if at is None else rows.index_select(0, at)
-        return rows.unflatten(0, (-1, self.width)).transpose(1, 2).flatten(2, 3)
-
-    def _split(self, tiles: Tensor) -> Tensor:
-        """Take the rows [m, K, R, x] of the sequences out of tiles [tiles, K, width * R, x]."""
-        rows = tiles.unflatten(2, (self.width, -1)).transpose(1, 2).flatten(0, 1)
-        return rows if self.places is None else rows.index_select(0, self.places)
+        # to tiles [tiles, K, width * R, x], and back to the sequences' rows [m, K, R, y]
+        tiles = rows.unflatten(0, (-1, self.width)).transpose(1, 2).flatten(2, 3)
+        found = product(tiles, read.float()).unflatten(2, (self.width, -1))
+        found = found.transpose(1, 2).flatten(0, 1)
+        return found if self.places is None else found.index_select(0, self.places)
 
 
 def column_of(pages: np.ndarray, used: int, rows: int) -> Column:

@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tandem.runtime.disk import DISK, Disk, disk_errors, write_atomic
+from tandem.runtime.disk import disk_errors, write_atomic
 from tandem.runtime.errors import UserError
 from tandem.types import Array, Episode, Group, Problem
 
@@ -93,7 +93,6 @@ def write_episodes(
     *,
     note: Any = None,
     part: str = "",
-    disk: Disk = DISK,
 ) -> Path:
     """Write `folder/<kind>_step_N.parquet`, durable on return, in place of an existing file. Raises
     UserError.
@@ -113,7 +112,7 @@ def write_episodes(
     )
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, sink.getvalue().to_pybytes(), disk)
+    write_atomic(path, sink.getvalue().to_pybytes())
     return path
 
 

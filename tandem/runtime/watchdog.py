@@ -33,7 +33,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
 
 from tandem.runtime.processes import (
     STOPPED,
@@ -87,12 +86,12 @@ def waiting_for(target: str, what: str) -> Iterator[None]:
         actor.last_sign = time.monotonic()
 
 
-def dump_stacks_on_signal(file: TextIO | int = 2) -> None:
+def dump_stacks_on_signal() -> None:
     """Let SIGUSR1 write the stacks of this process's threads, even if they hang.
 
     For processes that a run starts; the watchdog sends the signal.
     """
-    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
 
 
 @contextmanager

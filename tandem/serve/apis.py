@@ -90,7 +90,7 @@ def _event(type: str, **fields: object) -> str:
 
 def to_tool(tool: Json) -> Json:
     """Make the chat request's tool of one, whose fields it has at the top."""
-    if not isinstance(tool.get("name"), str) or not {"input_schema", "parameters"} & tool.keys():
+    if "input_schema" not in tool and (tool.get("type"), "name" in tool) != ("function", True):
         raise ValueError("expected a function of the client's own, with its name and schema")
     names = {"name": "name", "description": "description", "input_schema": "parameters"}
     names |= {"parameters": "parameters", "strict": "strict"}
@@ -308,7 +308,9 @@ class Responses(Api):
         head |= {"incomplete_details": {"reason": "max_output_tokens"} if cut else None}
         tools = [{"type": "function", **tool["function"]} for tool in self._body.tools]
         head |= {"tools": tools, "tool_choice": "auto", "parallel_tool_calls": True}
-        return head | {"usage": used | {"total_tokens": sum(used.values())}}
+        details: Json = {"input_tokens_details": {"cached_tokens": 0}}
+        details |= {"output_tokens_details": {"reasoning_tokens": 0}}
+        return head | {"usage": {**details, **used, "total_tokens": sum(used.values())}}
 
     async def events(self, chunks: Chunks) -> AsyncIterator[str]:
         number = count()

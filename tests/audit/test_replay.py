@@ -7,16 +7,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from tandem.audit.replay import replay
 from tandem.audit.rescore import rescore
-from tandem.cli.main import app
 from tandem.run_folder.metrics import read_metrics
 from tandem.run_folder.read import open_past, read_step
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import UserError
-from tests.support.past_runs import PARTIAL, copy_of, edit, past_run, rewrite
+from tests.support.home import invoke, mistake
+from tests.support.past_runs import PARTIAL, change_first, copy_of, edit, past_run, rewrite
 from tests.support.runs import REWARD
 
 KINDS = ["dapo, narrow", "ema", "ppo, lora", PARTIAL, "sft"]
@@ -153,13 +152,7 @@ def test_judge_score_is_read_back_and_the_others_are_repeated(part, what):
 
 def test_failed_scoring_is_read_back_and_a_new_failure_diverges(tmp_path):
     run = copy_of(past_run("ema"), tmp_path)
-    rewrite(
-        run,
-        4,
-        lambda row, place, e: (
-            replace(e, reward_error="timeout", reward=7.0) if (row, place) == (0, 0) else e
-        ),
-    )
+    change_first(run, 4, reward_error="timeout", reward=7.0)
     groups = read_step(open_past(run).journal(4))
     config = open_past(run).config
     scoring = rescore(config, groups, 4)
@@ -206,11 +199,10 @@ def test_audit_commands_have_their_exit_codes(tmp_path):
     run = past_run("sft")
     other = copy_of(run, tmp_path)
     edit(other / "metrics.jsonl", '"learning_rate": ', '"learning_rate": 1')
-    runner = CliRunner()
-    assert runner.invoke(app, ["diff", str(run), str(run)]).exit_code == 0
-    assert runner.invoke(app, ["replay", str(run), "--step", "4"]).exit_code == 0
-    assert runner.invoke(app, ["diff", str(run), str(other)]).exit_code == 1
-    assert isinstance(runner.invoke(app, ["why", str(run), "--episode", "x"]).exception, UserError)
+    assert invoke("diff", run, run).exit_code == 0
+    assert invoke("replay", run, "--step", 4).exit_code == 0
+    assert invoke("diff", run, other).exit_code == 1
+    assert "no such episode" in mistake("why", run, "--episode", "x")
 
 
 def test_changed_evaluation_row_diverges_by_its_hash(tmp_path):
@@ -225,9 +217,7 @@ def test_changed_evaluation_row_diverges_by_its_hash(tmp_path):
 
 def test_altered_files_are_noted_whatever_else_differs(tmp_path):
     run = copy_of(past_run("ema"), tmp_path)
-    rewrite(
-        run, 3, lambda row, at, e: replace(e, reward=e.reward + 1) if (row, at) == (0, 0) else e
-    )
+    change_first(run, 3, reward=9.0)
     report = again(run, 4)
     assert [
         note
@@ -241,7 +231,7 @@ def test_altered_files_are_noted_whatever_else_differs(tmp_path):
     assert first_divergence(other, 4).what == f"SHA-256 of episodes/{path.name}"
 
 
-def test_run_of_another_processor_is_noted_by_its_name(tmp_path):
+def test_another_processor_is_noted_and_its_other_bits_diverge_in_a_logprob(tmp_path):
     run = copy_of(past_run("ema"), tmp_path)
     edit(
         run / "machine.json",
@@ -251,15 +241,6 @@ def test_run_of_another_processor_is_noted_by_its_name(tmp_path):
     report = again(run, 2)
     assert report.divergence is None
     assert [note for note in report.notes if "has computed on an abacus, this is " in note]
-
-
-def test_other_bits_of_another_processor_diverge_in_a_logprob(tmp_path):
-    run = copy_of(past_run("ema"), tmp_path)
-    edit(
-        run / "machine.json",
-        json.loads((run / "machine.json").read_text())["processor"],
-        "an abacus",
-    )
     written = file_hash(run / "episodes" / "train_step_000001.parquet")
     off = np.float32(1 + 1e-6)
     rewrite(run, 1, lambda row, place, e: replace(e, engine_logprobs=e.engine_logprobs * off))

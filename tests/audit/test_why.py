@@ -3,7 +3,6 @@ step that trained it."""
 
 import json
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from tandem.cli.why import why
 from tandem.run_folder.episode_files import episode_file
 from tandem.run_folder.read import open_past, read_step
 from tandem.runtime.errors import UserError
-from tests.support.past_runs import PARTIAL, copy_of, edit, past_run, rewrite
+from tests.support.past_runs import PARTIAL, change_first, copy_of, edit, past_run
 
 
 def quiet(text):
@@ -122,13 +121,7 @@ def test_a_paused_episode_is_followed_from_step_to_step():
 
 def test_setting_that_masks_an_episode_is_named(tmp_path):
     run = copy_of(past_run("train"), tmp_path)
-    rewrite(
-        run,
-        2,
-        lambda row, place, e: (
-            replace(e, masked=True, env_error="it broke") if (row, place) == (0, 0) else e
-        ),
-    )
+    change_first(run, 2, masked=True, env_error="it broke")
     past, found = of("train", "train", 2)
     past = open_past(run)
     found = with_history(past, find_episodes(past, f"2:{found.episode.uid}:0")[0])

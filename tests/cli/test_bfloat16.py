@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from tandem.run_folder.checkpoint import step_name
 from tandem.run_folder.metrics import read_metrics
-from tests.support.home import invoke, make_home
+from tests.support.home import make_home, output_of
 
 STEPS = 2
 BF16 = "model.dtype=bfloat16"
@@ -18,13 +18,6 @@ BF16 = "model.dtype=bfloat16"
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     return make_home(tmp_path_factory.mktemp("home"), STEPS)
-
-
-def done(*arguments):
-    """The output of a command that ended well."""
-    result = invoke(*arguments)
-    assert result.exit_code == 0, result.exception or result.output
-    return result.output
 
 
 @pytest.mark.parametrize(
@@ -40,7 +33,9 @@ def done(*arguments):
 def test_a_run_exports_bfloat16_and_keeps_float32_masters(command, settings, home, tmp_path):
     folder = tmp_path / "run"
     settings = [setting.replace("HOME", str(home)) for setting in settings]
-    done(command, home / "recipe.toml", f"run.folder={folder}", BF16, "eval.every=0", *settings)
+    output_of(
+        command, home / "recipe.toml", f"run.folder={folder}", BF16, "eval.every=0", *settings
+    )
     rows = read_metrics(folder)
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
     exported = load_file(folder / "hf" / step_name(STEPS) / "model.safetensors")
@@ -56,17 +51,17 @@ def test_a_run_exports_bfloat16_and_keeps_float32_masters(command, settings, hom
     if command == "train":
         gaps = [row["logprob_gap"] for row in rows if "logprob_gap" in row]
         assert gaps and set(gaps) == {0.0}
-    assert "equal" in done("replay", folder, "--step", STEPS)
+    assert "equal" in output_of("replay", folder, "--step", STEPS)
 
 
 def test_commands_that_only_generate_run_in_bfloat16(home, tmp_path):
-    done("eval", home / "recipe.toml", BF16, "--out", tmp_path / "means.json")
+    output_of("eval", home / "recipe.toml", BF16, "--out", tmp_path / "means.json")
     assert json.loads((tmp_path / "means.json").read_text())
-    done("rollout", home / "recipe.toml", BF16, "--out", tmp_path / "e.jsonl")
+    output_of("rollout", home / "recipe.toml", BF16, "--out", tmp_path / "e.jsonl")
     lines = (tmp_path / "e.jsonl").read_text().splitlines()
     assert lines and all(json.loads(line)["engine_logprobs"] for line in lines)
     problems = tmp_path / "p.jsonl"
     problems.write_text(json.dumps({"prompt": "1 + 1?", "answer": "2"}) + "\n")
     how = ["--data", problems, "--model", home / "model", "--rows", 1, BF16]
-    output = done("try", f"{home}/reward.py:score", *how, "rollout.max_new_tokens=4")
+    output = output_of("try", f"{home}/reward.py:score", *how, "rollout.max_new_tokens=4")
     assert "reward" in output

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tandem.run_folder.checkpoint import step_name
-from tests.support.home import invoke, make_home, mistake
+from tests.support.home import make_home, mistake, output_of
 
 STEPS = 1
 
@@ -36,16 +36,14 @@ def test_base_model_trains_as_one_with_that_template(home, command, tmp_path):
     assert "data.chat_template=FILE" in mistake(*run(home, command, tmp_path / "none", "base"))
     template = f"data.chat_template={home / 'chat.jinja'}"
     for name, model, *overrides in (("own", "model"), ("given", "base", template)):
-        result = invoke(*run(home, command, tmp_path / name, model, *overrides))
-        assert result.exit_code == 0, result.output
+        output_of(*run(home, command, tmp_path / name, model, *overrides))
     exported = [tmp_path / name / "hf" / step_name(STEPS) for name in ("own", "given")]
     one, other = ((folder / "model.safetensors").read_bytes() for folder in exported)
     assert one == other
     text = (home / "chat.jinja").read_text()
     assert AutoTokenizer.from_pretrained(exported[1]).chat_template == text
-    assert invoke("eval", home / "recipe.toml", f"model.path={exported[1]}").exit_code == 0
-    folder = invoke("export", tmp_path / "given", "--out", tmp_path / "again")
-    assert folder.exit_code == 0, folder.output
+    output_of("eval", home / "recipe.toml", f"model.path={exported[1]}")
+    output_of("export", tmp_path / "given", "--out", tmp_path / "again")
     assert AutoTokenizer.from_pretrained(tmp_path / "again").chat_template == text
 
 
@@ -53,7 +51,7 @@ def test_template_is_part_of_the_run(home, tmp_path):
     file = tmp_path / "mine.jinja"
     file.write_text((home / "chat.jinja").read_text())
     command = run(home, "train", tmp_path / "run", "base", f"data.chat_template={file}")
-    assert invoke(*command).exit_code == 0
+    output_of(*command)
     file.write_text(file.read_text() + "{# the same text, another file #}")
     assert "data.chat_template" in mistake(*command, f"run.steps={STEPS + 1}")
 

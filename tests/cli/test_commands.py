@@ -20,7 +20,7 @@ from tandem.run_folder.checkpoint import step_name
 from tandem.run_folder.metrics import read_metrics
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import UserError
-from tests.support.home import invoke, make_home, mistake
+from tests.support.home import invoke, make_home, mistake, output_of
 
 STEPS = 2
 TOKENS = torch.arange(10, 40)[None]
@@ -36,8 +36,7 @@ def home(tmp_path_factory):
 def done(command, home, folder, *overrides):
     """The rows of metrics.jsonl of a command that ended well, and the directory that it
     exported."""
-    result = invoke(command, home / "recipe.toml", f"run.folder={folder}", *overrides)
-    assert result.exit_code == 0, result.exception or result.output
+    output_of(command, home / "recipe.toml", f"run.folder={folder}", *overrides)
     rows = read_metrics(folder)
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
     return rows, folder / "hf" / step_name(STEPS)
@@ -76,7 +75,7 @@ def test_reward_model_learns_pairs_and_is_a_one_label_classifier(home, tmp_path)
     rows, target = done("rm", home, tmp_path / "run", pairs, f"preference.test={home}/pairs.jsonl")
     assert rows[-1]["eval/loss"] < rows[0]["eval/loss"] == pytest.approx(0.6931, abs=1e-4)
     assert stock_logits(target, AutoModelForSequenceClassification).shape == (1, 1)
-    assert invoke("export", tmp_path / "run", "--out", tmp_path / "again").exit_code == 0
+    output_of("export", tmp_path / "run", "--out", tmp_path / "again")
     assert same(weights(tmp_path / "again"), weights(target))
 
 
@@ -166,7 +165,7 @@ def test_run_is_exported_and_replayed_from_another_directory(home, tmp_path):
         name = f"1:{row['uid']}:{row['sample_index']}"
         assert row["text"][:5] in invoke("why", run, "--episode", name, "--no-learning").output
         shutil.rmtree(tmp_path / "project/model")
-        assert invoke("export", run, "--out", "again").exit_code == 0
+        output_of("export", run, "--out", "again")
     assert same(weights(tmp_path / "other/again"), weights(tmp_path / "project" / target))
     assert torch.equal(
         stock_logits(tmp_path / "other/again"), stock_logits(tmp_path / "project" / target)
@@ -281,13 +280,13 @@ def test_resume_with_a_changed_function_is_refused(key, home, tmp_path):
     command = ["train", home / "recipe.toml", f"run.folder={tmp_path}/run"]
     command += [f"{key}={mine}:{FUNCTIONS[key]}"]
     command += ["rl.max_gen_batches=9"] * (key == "rl.filter")
-    assert invoke(*command).exit_code == 0
+    output_of(*command)
     mine.write_text(OWN + "\n# another\n")
     more = f"run.steps={STEPS + 1}"
     text = mistake(*command, more)
     assert f"{key}/{mine}" in text and "a function of yours" in text
     mine.write_text(OWN)
-    assert invoke(*command, more).exit_code == 0
+    output_of(*command, more)
 
 
 def test_a_rank_with_another_file_of_a_function_is_refused(tmp_path):

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from tandem.run_folder.best import Best, write_best
 from tests.support.architectures import save_architecture
 from tests.support.command import in_own_process
-from tests.support.home import invoke, make_home, mistake
+from tests.support.home import make_home, mistake, output_of
 from tests.support.hub import hub_server
 from tests.support.past_runs import past_run
 
@@ -83,7 +83,7 @@ def test_wrong_token_is_a_users_error(run):
 
 def test_best_checkpoint_is_exported_by_name(run):
     write_best(run, Best(step=3, reward=0.9, misses=1))
-    assert invoke("export", run, "--best").exit_code == 0
+    output_of("export", run, "--best")
     assert [path.name for path in (run / "hf").iterdir()] == ["step_000003"]
     assert "one of them" in mistake("export", run, "--best", "--step", 4)
 
@@ -108,9 +108,9 @@ def test_checkpoint_is_exported_with_buffers_that_no_training_changes(tmp_path):
     shutil.rmtree(home / "model")
     save_architecture("deepseek_v3", home / "model")
     chats = f"sft.train={home}/data/warm.jsonl"
-    assert not invoke("sft", home / "recipe.toml", chats, "sft.steps=1").exit_code
+    output_of("sft", home / "recipe.toml", chats, "sft.steps=1")
     shutil.rmtree(home / "run" / "hf")
-    assert not invoke("export", home / "run").exit_code
+    output_of("export", home / "run")
     [folder] = (home / "run" / "hf").iterdir()
     before, after = (load_file(path / "model.safetensors") for path in (home / "model", folder))
     biases = [name for name in before if "correction_bias" in name]

@@ -7,7 +7,7 @@ import pytest
 
 from tandem.run_folder.metrics import read_metrics
 from tests.support.architectures import save_architecture
-from tests.support.home import invoke, mistake
+from tests.support.home import mistake, output_of
 
 STEPS = 8
 RECIPE = """
@@ -48,9 +48,7 @@ def home(tmp_path_factory):
 @pytest.fixture(scope="module")
 def trained(home):
     run = home / "run"
-    result = invoke("train", home / "recipe.toml", f"run.folder={run}")
-    assert result.exit_code == 0, result.exception or result.output
-    return run, result.output
+    return run, output_of("train", home / "recipe.toml", f"run.folder={run}")
 
 
 def test_first_line_says_that_it_is_not_exact(trained):
@@ -73,17 +71,14 @@ def test_it_learns_and_its_gap_is_measured(trained):
 
 def test_replay_learns_a_step_again(trained):
     folder, _ = trained
-    result = invoke("replay", folder, "--step", STEPS)
-    assert result.exit_code == 0, result.output
-    told = " ".join(result.output.split())
+    told = " ".join(output_of("replay", folder, "--step", STEPS).split())
     assert f"equal: step {STEPS}" in told and "not compared bit by bit" in told
 
 
 def test_evaluation_needs_no_correction(home, tmp_path):
     changes = [f"eval.data={home}/problems.jsonl", "rl.correction=none"]
-    result = invoke("eval", home / "recipe.toml", *changes, "--out", tmp_path / "means.json")
-    assert result.exit_code == 0, result.output
-    assert "NOT exact" in result.output
+    output = output_of("eval", home / "recipe.toml", *changes, "--out", tmp_path / "means.json")
+    assert "NOT exact" in output
     assert json.loads((tmp_path / "means.json").read_text())["eval/sampled"] >= 0
 
 

@@ -3,8 +3,8 @@
 import subprocess
 import sys
 
-from tandem.runtime.version import __version__
 from tandem.config.recipe import describe
+from tandem.runtime.version import __version__
 from tests.support.command import ROOT, assert_is_a_users_error, in_own_process, tandem
 
 

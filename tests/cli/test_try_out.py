@@ -7,7 +7,7 @@ import pytest
 
 from tandem.config.schema import Data
 from tandem.data.problems import read_problems
-from tests.support.home import invoke, make_home, mistake
+from tests.support.home import invoke, make_home, mistake, output_of
 
 ROWS = [{"prompt": f"{n} + 1?", "answer": str(n + 1), "uid": f"q{n}", "level": n} for n in range(4)]
 ENVIRONMENT = '''
@@ -55,9 +55,7 @@ def data(tmp_path):
 
 
 def tried(*arguments):
-    result = invoke("try", *arguments)
-    assert result.exit_code == 0, result.exception or result.output
-    return result.output
+    return output_of("try", *arguments)
 
 
 def test_a_reward_function_is_tried_on_typed_answers(data, tmp_path):

@@ -1,16 +1,13 @@
 """Reading chats and preferences: every form of a row, and what is said of one that cannot be
 used."""
 
-import json
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from tandem.data.chats import parse_chat
 from tandem.data.preferences import Preference, parse_preference
 from tandem.data.readers import read_rows
 from tandem.runtime.errors import UserError
+from tests.support.datasets import jsonl, parquet
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER, MORE = {"role": "user", "content": "1 + 1 ="}, {"role": "user", "content": "Sure?"}
@@ -18,13 +15,6 @@ GOOD, BAD = {"role": "assistant", "content": "2"}, {"role": "assistant", "conten
 TOOL = {"role": "tool", "content": "2.0"}
 PAIR = {"prompt": "1 + 1 =", "chosen": "2", "rejected": "3"}
 PARTS = [{"type": "text", "text": text} for text in ("1 + 1 ", "=", "2")]
-
-
-def jsonl(path, *rows):
-    path.write_text(
-        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
-    )
-    return str(path)
 
 
 def preference(prompt, chosen, rejected):
@@ -106,8 +96,7 @@ FORMS = [
 
 @pytest.mark.parametrize(("parse", "row", "expected"), FORMS)
 def test_a_row_is_read_in_every_form_that_data_sets_have(tmp_path, parse, row, expected):
-    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "p.parquet")
-    for path in (jsonl(tmp_path / "p.jsonl", row), str(tmp_path / "p.parquet")):
+    for path in (jsonl(tmp_path / "p.jsonl", row), parquet(tmp_path / "p.parquet", row)):
         assert read_rows(path, parse, key="sft.train") == [expected]
 
 

@@ -10,8 +10,8 @@ import pytest
 from tandem.config.schema import Data
 from tandem.data.mixture import problems_of_step
 from tandem.data.problems import read_problems
-from tandem.runtime.errors import UserError
 from tandem.types import Problem
+from tests.support.datasets import error_of, jsonl, parquet, read
 
 GOOD = {"prompt": "1 + 1 =", "answer": "2"}
 VERL = {
@@ -21,27 +21,6 @@ VERL = {
     "reward_model": {"style": "rule", "ground_truth": "3"},
     "extra_info": {"split": "train", "index": 0, "uid": "algebra/a"},
 }
-
-
-def jsonl(path, *rows):
-    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    return str(path)
-
-
-def parquet(path, *rows):
-    pq.write_table(pa.Table.from_pylist(list(rows)), path)
-    return str(path)
-
-
-def read(path, **columns):
-    return read_problems(str(path), Data(**columns), key="data.train")
-
-
-def error_of(path, **columns):
-    with pytest.raises(UserError) as caught:
-        read(path, **columns)
-    return str(caught.value)
 
 
 # ---- what rows mean

@@ -2,16 +2,14 @@
 
 import json
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from tandem.config.schema import Config, Data
-from tandem.data.problems import read_problems
+from tandem.config.schema import Config
 from tandem.data.renderer import load_renderer
 from tandem.jobs.offline_inputs import dpo_inputs, sft_inputs
 from tandem.model.tiny import TEMPLATE, make_tiny
 from tandem.runtime.errors import UserError
+from tests.support.datasets import jsonl, parquet, read
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER, ASSISTANT = {"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "2"}
@@ -38,23 +36,15 @@ def model(tmp_path_factory):
 
 
 def write(folder, *rows, form="jsonl"):
-    path = folder / f"rows.{form}"
-    if form == "parquet":
-        names = {name: None for row in rows for name in row}
-        pq.write_table(pa.table({name: [row.get(name) for row in rows] for name in names}), path)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return {"jsonl": jsonl, "parquet": parquet}[form](folder / f"rows.{form}", *rows)
 
 
 def texts_of(model, command, path):
     """The chats that a command trains on, the chosen ones of pairs; of problems, their prompts."""
     if command == "train":
-        problems = read_problems(str(path), Data(), key="data.train")
+        problems = read(path)
         return load_renderer(str(model)).prompt_texts([p.messages for p in problems])
-    config = Config(
-        model={"path": str(model)}, sft={"train": str(path)}, preference={"train": str(path)}
-    )
+    config = Config(model={"path": str(model)}, sft={"train": path}, preference={"train": path})
     inputs = sft_inputs(config) if command == "sft" else dpo_inputs(config)
     samples = inputs.samples if command == "sft" else [pair[0] for pair in inputs.train]
     return [inputs.renderer.tokenizer.decode(sample.tokens.tolist()) for sample in samples]

@@ -12,12 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tandem.config.schema import Data
 from tandem.data import readers
-from tandem.data.problems import read_problems
 from tandem.model.config_file import check_model
 from tandem.runtime.errors import UserError
 from tandem.runtime.hub import hub_answers
+from tests.support.datasets import error_of, jsonl, read
 
 GOOD = {"prompt": "1 + 1 =", "answer": "2"}
 FORMATS = ("jsonl", "csv", "parquet", "arrow")
@@ -30,7 +29,7 @@ def write(folder, form, table):
     path = folder / (f"rows.{form}" if form != "arrow" else "rows")
     match form:
         case "jsonl":
-            path.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
+            jsonl(path, *table.to_pylist())
         case "csv":
             import pyarrow.csv
 
@@ -40,16 +39,6 @@ def write(folder, form, table):
         case "arrow":
             datasets.Dataset(table).save_to_disk(path)
     return str(path)
-
-
-def read(path, **columns):
-    return read_problems(str(path), Data(**columns), key="data.train")
-
-
-def error_of(path, **columns):
-    with pytest.raises(UserError) as caught:
-        read(path, **columns)
-    return str(caught.value)
 
 
 def place(form, row):

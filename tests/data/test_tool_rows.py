@@ -3,8 +3,6 @@
 import json
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from tandem.data.chats import parse_chat
@@ -14,6 +12,7 @@ from tandem.data.prompt_columns import template_inputs
 from tandem.data.readers import Row, read_rows
 from tandem.runtime.errors import UserError
 from tests.support.call_templates import call_templates, template_renderer
+from tests.support.datasets import jsonl, parquet
 
 SCHEMA = {
     "name": "add",
@@ -81,8 +80,7 @@ def test_nulls_that_a_table_pads_are_left_out(tmp_path):
         {"messages": [USER, turn(call({"a": 1})), DONE], "tools": TOOLS},
         {"messages": [USER, turn(call({"b": "x"})), DONE], "tools": [OTHER]},
     ]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    file = str(tmp_path / "rows.parquet")
+    file = parquet(tmp_path / "rows.parquet", *rows)
     chats = read_rows(file, parse_chat, key="sft.train")
     assert [chat[1]["tool_calls"][0]["function"]["arguments"] for chat in chats] == [
         {"a": 1},
@@ -111,9 +109,9 @@ def test_a_pair_may_differ_in_its_calls():
     ],
 )
 def test_a_call_that_cannot_be_read_is_named(tmp_path, calls, field, said):
-    (tmp_path / "f.jsonl").write_text(json.dumps({"messages": [USER, turn(*calls), DONE]}) + "\n")
+    file = jsonl(tmp_path / "f.jsonl", {"messages": [USER, turn(*calls), DONE]})
     with pytest.raises(UserError) as caught:
-        read_rows(str(tmp_path / "f.jsonl"), parse_chat, key="sft.train")
+        read_rows(file, parse_chat, key="sft.train")
     assert field in str(caught.value) and said in str(caught.value)
 
 

@@ -1,6 +1,7 @@
 """A coding agent of the index as it is, mini-swe-agent: it runs what a tiny random model says in
 bash, and what it said is trained."""
 
+import asyncio
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -8,12 +9,13 @@ import numpy as np
 import pytest
 
 from tandem.engine.engine import Engine
-from tandem.envs.agent.env import AgentDrivenEnv
+from tandem.envs.agent.env import AgentDrivenEnv, AgentEnv
+from tandem.envs.calls import environment_loop
 from tandem.model.tool_calls import Call, write_calls
 from tandem.rollout.env_pool import EnvPool
 from tandem.run_folder.episode_files import read_episodes
 from tandem.step import train_step
-from tandem.types import SamplingParams, Score
+from tandem.types import Problem, SamplingParams, Score
 from tests.support.scripted import ScriptedReward
 from tests.support.stages import config, stages_in, with_runner
 from tests.support.waiting import WAIT_S
@@ -24,6 +26,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+ROOT = Path(__file__).parent.parent.parent
+PROBLEM = Problem(uid="p", messages=({"role": "user", "content": "How much is 3+4?"},), answer="7")
+
+
 class Given(ScriptedReward):
     """The result that the agent gave."""
 
@@ -31,17 +37,45 @@ class Given(ScriptedReward):
         return Score(reward=attempt.env_rewards.get("env", 0.0), parts={})
 
 
-def as_command(tokens):
-    """Whatever is sampled is a call that appends to a file."""
-    command = f"echo {len(tokens)} >> answer.txt; cat answer.txt | wc -l"
+def bash(command):
     return write_calls([Call(name="bash", arguments={"command": command})])
 
 
-@pytest.mark.parametrize("api", ["chat/completions", "responses"])
-def test_what_a_coding_agent_has_run_is_trained(api, tmp_path, monkeypatch):
+def as_command(tokens):
+    """Whatever is sampled is a call that appends to a file."""
+    return bash(f"echo {len(tokens)} >> answer.txt; cat answer.txt | wc -l")
+
+
+@pytest.fixture(autouse=True)
+def quiet(tmp_path, monkeypatch):
     monkeypatch.setenv("MSWEA_GLOBAL_CONFIG_DIR", str(tmp_path / "mswea"))
     monkeypatch.setenv("MSWEA_SILENT_STARTUP", "1")
     monkeypatch.setenv("MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT", "1")
+
+
+@pytest.mark.parametrize(
+    ("texts", "reward"),
+    [
+        ((bash("echo 7 > answer.txt"), bash("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")), 1.0),
+        ((bash("echo 8 > answer.txt"), "I am done."), 0.0),
+    ],
+)
+def test_the_example_is_scored_by_what_its_commands_leave(texts, reward):
+    async def driver():
+        env = AgentEnv(run=str(ROOT / "examples" / "environments" / "coding_agent.py") + ":run")
+        async with asyncio.timeout(WAIT_S):
+            seen = [await env.reset(PROBLEM), *[await env.step(text) for text in texts]]
+        await env.close()
+        return seen
+
+    work = asyncio.run_coroutine_threadsafe(driver(), environment_loop())
+    chat, result, last = work.result()
+    assert chat[-1] == PROBLEM.messages[0] and (last.done, last.reward) == (True, reward)
+    assert "<returncode>0</returncode>" in result.messages[0]["content"]
+
+
+@pytest.mark.parametrize("api", ["chat/completions", "responses"])
+def test_what_a_coding_agent_has_run_is_trained(api, tmp_path):
     from minisweagent.agents.default import DefaultAgent
     from minisweagent.environments.local import LocalEnvironment
     from minisweagent.models.openrouter_model import OpenRouterModel

@@ -1,10 +1,9 @@
 r"""The built-in reward functions, each by itself; `answer` has a file of its own, `judge` needs a
 server."""
 
-import json
 import sys
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import ExitStack
 
 import pytest
 
@@ -18,6 +17,7 @@ from tandem.rewards.load import load
 from tandem.rewards.parts import BadFunction, BadValue, read_value
 from tandem.rewards.pool import RewardPool
 from tandem.types import Attempt, Problem
+from tests.support.json_server import JsonServer
 from tests.support.scoring import FakeClock, submit_all, time_out
 from tests.support.waiting import WAIT_S
 
@@ -323,55 +323,23 @@ def test_json_schema_without_its_package_says_what_to_install():
 # ---------------------------------------------------------------- the judge
 
 
-class Judge(ThreadingHTTPServer):
+class Judge(JsonServer):
     """An OpenAI-compatible server that says what it is told: texts, or HTTP statuses."""
 
-    daemon_threads = True
-
     def __init__(self, *replies):
-        self.replies, self.requests, self.keys = list(replies), [], []
-        super().__init__(("127.0.0.1", 0), Judging)
-        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+        super().__init__(self.reply)
+        self.replies, self.url = list(replies), f"{self.url}/v1"
 
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_address[1]}/v1"
-
-
-class Judging(BaseHTTPRequestHandler):
-    def do_POST(self):
-        self.server.requests.append(
-            json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        )
-        self.server.keys.append((self.path, self.headers["Authorization"]))
-        reply = (
-            self.server.replies.pop(0) if len(self.server.replies) > 1 else self.server.replies[0]
-        )
-        status, body = (reply, "busy") if isinstance(reply, int) else (200, reply)
-        data = json.dumps(
-            {"choices": [{"message": {"role": "assistant", "content": body}}]}
-        ).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_):
-        pass
+    def reply(self, path, body):
+        said = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
+        status, text = (said, "busy") if isinstance(said, int) else (200, said)
+        return status, {"choices": [{"message": {"role": "assistant", "content": text}}]}
 
 
 @pytest.fixture
 def server():
-    made = []
-
-    def start(*replies):
-        made.append(Judge(*replies))
-        return made[-1]
-
-    yield start
-    for one in made:
-        one.shutdown()
-        one.server_close()
+    with ExitStack() as made:
+        yield lambda *replies: made.enter_context(Judge(*replies))
 
 
 def ask(server, text="so 3", **options):
@@ -408,7 +376,10 @@ def test_the_judge_gets_question_reference_answer_and_key(server, monkeypatch):
         {"role": "user", "content": "What?|3|{answer} {scale}|10"}
     ]
     assert (one.requests[0]["model"], one.requests[0]["temperature"]) == ("m", 0.0)
-    assert one.keys == [("/v1/chat/completions", "Bearer secret"), ("/v1/chat/completions", None)]
+    assert [(path, headers["Authorization"]) for path, headers, _ in one.asked] == [
+        ("/v1/chat/completions", "Bearer secret"),
+        ("/v1/chat/completions", None),
+    ]
 
 
 def test_a_busy_judge_and_one_without_a_score_are_asked_again(server):
@@ -437,13 +408,8 @@ def test_judges_are_asked_side_by_side_by_as_many_workers(server):
     # passes only when three requests are there at once
     together = threading.Barrier(3, timeout=WAIT_S)
 
-    class Together(Judging):
-        def do_POST(self):
-            together.wait()
-            super().do_POST()
-
     one = server("Score: 1")
-    one.RequestHandlerClass = Together
+    one.answer = lambda path, body: together.wait() * 0 or one.reply(path, body)
     options = {"judge": {"base_url": one.url, "model": "m"}}
     with RewardPool("judge", timeout_s=2 * WAIT_S, workers=3, options=options) as pool:
         futures = [pool.submit(problem("3"), Attempt(text=str(i))) for i in range(6)]

@@ -60,7 +60,6 @@ def test_a_run_of_rendered_turns_is_replayed_and_explained():
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dapo", "dr_grpo", "ppo", "reinforce_pp"])
 def test_turns_apart_have_the_advantages_and_weights_of_their_episode(algorithm):
-    """The same tokens as one sequence, and as one for each turn."""
     config = settings(algorithm=algorithm, max_gen_batches=0, kl_coef=0.0)
     whole = sampled_groups(exact_model("qwen3"), turns=3)
     apart = [Group(problem=g.problem, episodes=tuple(map(divided, g.episodes))) for g in whole]

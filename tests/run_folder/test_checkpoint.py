@@ -3,7 +3,6 @@
 The larger numbers of the same functions are in `make chaos only=checkpoints`.
 """
 
-import errno
 import hashlib
 import json
 import stat
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from chaos.checkpoints import (
+    DAMAGED,
     at_once,
     calls,
     content,
@@ -124,9 +124,7 @@ def assert_met(result):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    "scenario", ["the first save", "a save that prunes", "the only step saved again"]
-)
+@pytest.mark.parametrize("scenario", ["the first save", "a save that prunes", DAMAGED])
 def test_save_killed_at_any_operation_leaves_old_or_new(memory, scenario, mode):
     # 4 writes, 4 + 2 fsyncs, a rename
     assert_met(tally("", kills(memory, scenario, mode, at_once), at_least=11))
@@ -134,7 +132,7 @@ def test_save_killed_at_any_operation_leaves_old_or_new(memory, scenario, mode):
 
 def test_save_killed_at_any_system_call_leaves_old_or_new(memory):
     """Every 7th: `make chaos` takes each of them."""
-    assert_met(tally("", calls(memory, "the only step saved again", every=7), at_least=10))
+    assert_met(tally("", calls(memory, DAMAGED, every=7), at_least=10))
 
 
 def test_ninety_damages_are_found_and_the_one_before_is_taken(memory):
@@ -245,22 +243,6 @@ def test_before_write_returns_before_the_checkpoint_is_visible(tmp_path):
     written = ["optimizer.safetensors", "policy.safetensors", "state.json"]
     assert seen == [[".tmp-step_000020", "step_000010"], written, tmp_path / "step_000010"]
     assert names(tmp_path) == ["step_000010", "step_000020"]
-
-
-def test_checkpoint_set_aside_returns_if_its_successor_is_bad(tmp_path):
-    save(tmp_path, 30).rename(tmp_path / ".aside-step_000030")
-    (save(tmp_path / "other", 30) / "state.json").unlink()
-    (tmp_path / "other" / "step_000030").rename(tmp_path / "step_000030")
-    (tmp_path / "other").rmdir()
-
-    class Full(Disk):
-        def write(self, path, save):
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
-    with pytest.raises(UserError, match="the disk is full"):
-        save(tmp_path, 40, disk=Full())
-    assert names(tmp_path) == ["step_000030"]
-    assert_is(latest_checkpoint(tmp_path, fail), 30)
 
 
 def test_the_manifest_can_be_checked_without_the_program(tmp_path):

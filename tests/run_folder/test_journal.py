@@ -29,6 +29,14 @@ def stages(folder, run="run", **changes):
     return stages_in(folder, settings, engine=AddressedEngine(), reward=KeyReward(), run=run)
 
 
+@pytest.fixture
+def whole(tmp_path):
+    """The stages of a run that has made a step, and its groups."""
+    made = stages(tmp_path / "whole")
+    train_step(made, 0)
+    return made, read_groups(episode_file(tmp_path / "whole", 1), BY_UID)
+
+
 def test_step_rolled_out_before_a_kill_is_read_from_the_journal(tmp_path):
     for changes in ({}, {"rl__max_gen_batches": 50}, {"rl__curriculum": True}):
         folder = tmp_path / str(sorted(changes))
@@ -54,10 +62,8 @@ def test_the_files_of_another_run_do_not_count_and_are_replaced(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [1, 4, 6])
-def test_step_under_way_plays_only_the_missing_episodes(keep, tmp_path):
-    whole = stages(tmp_path / "whole")
-    train_step(whole, 0)
-    groups = read_groups(episode_file(tmp_path / "whole", 1), BY_UID)
+def test_step_under_way_plays_only_the_missing_episodes(keep, whole, tmp_path):
+    made, groups = whole
     kept = [e.key for group in groups for e in group.episodes][-keep:]
     some = [replace(g, episodes=tuple(e for e in g.episodes if e.key in kept)) for g in groups]
     write_episodes(tmp_path / "again", 1, some, "part", note={"run": "run"}, part="_0_0")
@@ -68,7 +74,7 @@ def test_step_under_way_plays_only_the_missing_episodes(keep, tmp_path):
         e.key for g in groups for e in g.episodes if e.key not in kept
     )
     assert len(again.collector.runner.rewards.items) == 6 - keep
-    assert weights_of(again) == weights_of(whole)
+    assert weights_of(again) == weights_of(made)
     # the parts are gone
     assert [path.name for path in (tmp_path / "again").iterdir()] == ["train_step_000001.parquet"]
     assert (
@@ -77,10 +83,8 @@ def test_step_under_way_plays_only_the_missing_episodes(keep, tmp_path):
     )
 
 
-def test_an_episode_is_durable_soon_after_it_was_scored(tmp_path):
-    whole = stages(tmp_path / "whole")
-    train_step(whole, 0)
-    groups = read_groups(episode_file(tmp_path / "whole", 1), BY_UID)
+def test_an_episode_is_durable_soon_after_it_was_scored(whole, tmp_path):
+    _, groups = whole
     journal = Journal(tmp_path / "run", "run", PROBLEMS)
     with journal.parts(1, 0, [g.problem for g in groups], True) as parts:
         assert parts.ended == {}
@@ -95,9 +99,8 @@ def test_an_episode_is_durable_soon_after_it_was_scored(tmp_path):
         assert parts.ended == {}  # another tick of the step
 
 
-def test_a_damaged_part_costs_its_episodes_only(tmp_path):
-    train_step(stages(tmp_path / "whole"), 0)
-    groups = read_groups(episode_file(tmp_path / "whole", 1), BY_UID)
+def test_a_damaged_part_costs_its_episodes_only(whole, tmp_path):
+    _, groups = whole
     (tmp_path / "again").mkdir()
     (tmp_path / "again/part_step_000001_0_0.parquet").write_bytes(b"no parquet")
     again = stages(tmp_path / "again")
@@ -105,12 +108,10 @@ def test_a_damaged_part_costs_its_episodes_only(tmp_path):
     assert len(again.collector.runner.engine.requests) == sum(len(g.episodes) for g in groups)
 
 
-def test_a_disk_that_takes_no_part_stops_the_step(tmp_path):
+def test_a_disk_that_takes_no_part_stops_the_step(whole, tmp_path):
+    _, groups = whole
     journal = Journal(tmp_path / "a file", "run", PROBLEMS)
     (tmp_path / "a file").write_text("in the way")
-    whole = stages(tmp_path / "whole")
-    train_step(whole, 0)
-    groups = read_groups(episode_file(tmp_path / "whole", 1), BY_UID)
     with (
         pytest.raises(UserError, match="cannot be written"),
         journal.parts(1, 0, [g.problem for g in groups], True) as parts,

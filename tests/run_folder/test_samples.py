@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tandem.run_folder.read import open_past, read_step
 from tandem.run_folder.samples import brief, page, read_samples, sample_file
 from tandem.runtime.errors import UserError
-from tests.support.home import invoke, make_home
+from tests.support.home import invoke, make_home, output_of
 from tests.support.past_runs import copy_of, past_run, rewrite
 
 
@@ -20,9 +20,7 @@ def home(tmp_path_factory):
 
 def trained(home, folder, *overrides):
     """Return what a run printed."""
-    result = invoke("train", home / "recipe.toml", f"run.folder={folder}", *overrides)
-    assert result.exit_code == 0, result.exception or result.output
-    return result.output
+    return output_of("train", home / "recipe.toml", f"run.folder={folder}", *overrides)
 
 
 def texts(folder):
@@ -34,8 +32,10 @@ def texts(folder):
     }
 
 
-def test_evaluation_shows_the_same_problem_each_time(home, tmp_path):
+def test_evaluation_shows_the_same_problem_each_time_and_changes_no_byte(home, tmp_path):
+    nothing = trained(home, tmp_path / "0", "run.show_samples=0")
     printed = trained(home, tmp_path / "run")
+    assert "held-out sample " not in nothing
     lines = [line for line in printed.splitlines() if line.startswith("held-out sample ")]
     first, _, last, _ = lines  # two of each evaluation
     assert first.startswith("held-out sample 0:") and last.startswith("held-out sample 2:")
@@ -47,6 +47,11 @@ def test_evaluation_shows_the_same_problem_each_time(home, tmp_path):
     assert shown.keys() == {0, 2}
     assert all(line.startswith("    ") for text in shown.values() for line in text.splitlines())
     assert "    user: " in shown[2] and "    assistant: " in shown[2]
+    files = ["metrics.jsonl", "ledger.jsonl"]
+    files += [f"episodes/{path.name}" for path in (tmp_path / "0/episodes").iterdir()]
+    assert len(files) == 8
+    for name in files:
+        assert (tmp_path / "0" / name).read_bytes() == (tmp_path / "run" / name).read_bytes()
 
 
 def test_training_episodes_are_shown_without_an_eval_set(home, tmp_path):
@@ -57,29 +62,13 @@ def test_training_episodes_are_shown_without_an_eval_set(home, tmp_path):
     assert texts(tmp_path / "run").keys() == {1, 2}
 
 
-def test_what_is_shown_changes_no_byte_of_what_is_kept(home, tmp_path):
-    for count in (0, 3):
-        printed = trained(home, tmp_path / f"{count}", f"run.show_samples={count}")
-        assert printed.count("held-out sample ") == 2 * count
-    files = [
-        "metrics.jsonl",
-        "ledger.jsonl",
-        *(f"episodes/{path.name}" for path in (tmp_path / "0/episodes").iterdir()),
-    ]
-    assert len(files) == 8
-    for name in files:
-        assert (tmp_path / "0" / name).read_bytes() == (tmp_path / "3" / name).read_bytes()
-
-
 # ---- tandem show
 
 
 def shown_names(*arguments):
-    result = invoke("show", *arguments)
-    assert result.exit_code == 0, result.exception
-    return [
-        line.split(": reward ")[0] for line in result.output.splitlines() if ": reward " in line
-    ], result.output
+    text = output_of("show", *arguments)
+    names = [line.split(": reward ")[0] for line in text.splitlines() if ": reward " in line]
+    return names, text
 
 
 def test_show_prints_different_problems_of_the_newest_step():

@@ -78,9 +78,7 @@ def test_a_begin_without_any_signal_is_told_at_the_second_step():
     assert symptoms(rows((2, {"groups_without_signal": 1.0}))).keys() == {"no_signal"}
 
 
-@pytest.mark.parametrize(
-    ("reward", "word"), [(0.95, "solved,"), (0.5, "nothing to learn from"), (0.0, "tandem sft")]
-)
+@pytest.mark.parametrize(("reward", "word"), [(0.95, "solved,"), (0.5, "nothing"), (0.0, "sft")])
 def test_flat_groups_near_the_top_are_solved_ones(reward, word):
     flat = symptoms(rows((5, {"groups_without_signal": 0.95, "reward": reward})))["no_signal"]
     assert word in flat and f"mean of {reward:g}" in flat

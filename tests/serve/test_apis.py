@@ -42,13 +42,6 @@ def test_a_conversation_is_the_same_in_every_api(talk, stream):
 
 
 @pytest.mark.parametrize("talk", TALKS)
-def test_an_answer_without_text_is_one_too(talk):
-    with answering("") as url:
-        own = talk(f"{url}/v1", ASK, model="fake")
-        assert [own.ask(stream=stream)[:3] for stream in (False, True)] == [("", [], "stop")] * 2
-
-
-@pytest.mark.parametrize("talk", TALKS)
 def test_errors_have_the_form_of_their_api(talk):
     long = ASK | {"content": "x" * 5000}
     with running(FakeEngine("abc", room=0), FakeTexts(), FAKE, api_key="x") as url:

@@ -44,22 +44,6 @@ def ask(url, **fields):
         return [piece.choices[0] for piece in client.chat.completions.create(**fields)]
 
 
-def test_a_call_in_the_answer_is_a_tool_call():
-    with answering(SAID) as url:
-        choice = ask(url)
-    [call] = choice.message.tool_calls
-    assert (choice.finish_reason, choice.message.content, call.type) == (
-        "tool_calls",
-        "I see.",
-        "function",
-    )
-    assert (call.function.name, json.loads(call.function.arguments)) == (
-        "calculator",
-        {"expression": "6*7"},
-    )
-    assert call.id.startswith("call_")
-
-
 def test_streamed_content_comes_at_once_and_its_call_in_the_last_piece():
     with answering(SAID) as url:
         *before, last = ask(url, stream=True)

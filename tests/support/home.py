@@ -28,6 +28,13 @@ def invoke(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
+def output_of(*arguments):
+    """The output of a command that ended well."""
+    result = invoke(*arguments)
+    assert result.exit_code == 0, (arguments, result.exception or result.output)
+    return result.output
+
+
 def mistake(*arguments):
     """The error of a command that a user got wrong, as text; nothing was trained."""
     result = invoke(*arguments)

@@ -1,6 +1,6 @@
 """A store of objects, and a worker's process that takes them, without Ray."""
 
-from tandem.plugins.cluster.node_worker import RolloutWorker
+from tandem.plugins.cluster.rollout_worker import RolloutWorker
 
 
 class Store:

@@ -62,6 +62,11 @@ def rewrite(run, step, change):
     write_episodes(run / "episodes", step, groups, note=read_note(path))
 
 
+def change_first(run, step, **changes):
+    """Change fields of the first episode in the journal file of a step."""
+    rewrite(run, step, lambda row, place, e: replace(e, **changes) if (row, place) == (0, 0) else e)
+
+
 def edit(path, old, new):
     text = path.read_text()
     assert old in text

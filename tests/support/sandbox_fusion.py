@@ -5,48 +5,25 @@ with FusionServer() as server: SandboxFusion(server.url)
 """
 
 import base64
-import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+
+from tests.support.json_server import JsonServer
 
 
-class FusionServer(ThreadingHTTPServer):
+class FusionServer(JsonServer):
     """answer: what to reply in place of running anything."""
 
     def __init__(self, answer=None):
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.answer, self.requests = answer, []
-        self.url = f"http://127.0.0.1:{self.server_port}"
+        def reply(path, request):
+            found = path == "/run_code" and {"code", "language"} <= set(request)
+            return (200 if found else 422), answer or run_code(request)
 
-    def __enter__(self):
-        Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        return self
-
-    def __exit__(self, *exc):
-        self.shutdown()
-        self.server_close()
-
-
-class _Handler(BaseHTTPRequestHandler):
-    def do_POST(self):
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.requests.append(request)
-        found = self.path == "/run_code" and {"code", "language"} <= set(request)
-        reply = self.server.answer or run_code(request)
-        body = json.dumps(reply).encode()
-        self.send_response(200 if found else 422)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_):
-        pass
+        super().__init__(reply)
 
 
 def run_code(request):

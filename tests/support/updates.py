@@ -1,17 +1,15 @@
 """Updates of tiny models, by one process or by those of a mesh."""
 
 import numpy as np
-import torch
 
+from tandem.model.expert_choices import replayed_experts
 from tandem.model.forward import batch_logprobs
-from tandem.model.schedule import threads_of
 from tandem.trainer.learner import Learner
 from tandem.trainer.optimizer import Optimizer, Settings
 from tandem.trainer.pack import pack
-from tandem.trainer.parallel.ranks import ParallelRanks
 from tandem.trainer.ranks import Ranks
 from tandem.types import SamplingDistribution
-from tests.support.tiny import exact_model, random_samples
+from tests.support.tiny import random_samples
 
 SAMPLING = SamplingDistribution()
 
@@ -35,7 +33,8 @@ def microbatches(shares):
 
 def updated(learner, batches, steps=2):
     def loss(batch):
-        logprobs, _ = batch_logprobs(learner.model, batch, SAMPLING)
+        choices = replayed_experts(batch, learner.model.device)
+        logprobs, _ = batch_logprobs(learner.model, batch, SAMPLING, choices=choices)
         return -logprobs.sum() / 50, {"nll": -float(logprobs.detach().sum())}
 
     return [learner.update(batches, loss) for _ in range(steps)]
@@ -53,15 +52,6 @@ def require_same_change(found, expected, before):
     for name, weight in expected.items():
         difference, change = (found[name] - weight).norm(), (weight - before[name]).norm()
         assert difference <= 1e-3 * change, (name, difference / change)
-
-
-def step_on(mesh, kind, shares, optimizer=Optimizer):
-    model, ranks = exact_model(kind), ParallelRanks(mesh)
-    ranks.divide(model, torch.float32)
-    rows = updated(learner_of(model, ranks, kind=optimizer), microbatches(shares))
-    whole = exact_model(kind, seed=1) if mesh.rank == 0 else None
-    ranks.publish(model, whole)
-    return rows, None if whole is None else whole.named_weights()
 
 
 class Halves(Ranks):
@@ -85,11 +75,3 @@ class Halves(Ranks):
         for name, gradient in grads.items():
             model.trainable()[name].grad = gradient
         return totals
-
-
-def step_alone(kind, shares, optimizer=Optimizer):
-    """Step with one thread, as each process of a mesh has: a router's gradient depends on it."""
-    model = exact_model(kind)
-    with threads_of(1):
-        rows = updated(learner_of(model, Halves(shares), kind=optimizer), microbatches(shares))
-    return rows, model.named_weights()

@@ -15,15 +15,19 @@ import pytest
 import torch
 
 import tandem
+from tandem.model.expert_choices import replayed_experts
 from tandem.model.forward import batch_logprobs, batch_values, teacher_divergences
 from tandem.model.load import make_exact
 from tandem.model.lora import Lora
 from tandem.model.probe import probe
 from tandem.model.schedule import random_model, threads_of
+from tandem.plugins.optim.adamw_8bit import Optimizer8bit
 from tandem.plugins.optim.offload import OffloadedOptimizer
 from tandem.rl.distillation import divergence, reverse_kl
 from tandem.runtime.errors import InvariantError
 from tandem.trainer.checks import require_frozen
+from tandem.trainer.muon import Muon
+from tandem.trainer.optimizer import Optimizer
 from tandem.trainer.pack import pack
 from tandem.trainer.parallel.pipeline import schedule
 from tandem.trainer.parallel.ranks import ParallelRanks
@@ -33,6 +37,7 @@ from tandem.types import SamplingDistribution
 from tests.support.meshes import on_mesh, peak_bytes
 from tests.support.parity import engine_for, largest_gap, random_requests
 from tests.support.tiny import (
+    VOCAB,
     exact_model,
     make_sample,
     random_samples,
@@ -47,8 +52,6 @@ from tests.support.updates import (
     learner_of,
     microbatches,
     require_same_change,
-    step_alone,
-    step_on,
     updated,
 )
 
@@ -74,6 +77,8 @@ class Case(NamedTuple):
     checkpointing: bool = False
     only_two: bool = False  # every token chooses expert 0 or expert 1
     count: int | None = None  # None: all
+    optimizer: Any = Optimizer
+    replay: bool = False  # the experts of most tokens are given
 
 
 STAGED = Case("qwen3", layers=4, tied=False)
@@ -81,9 +86,13 @@ STAGES = [*(STAGED._replace(count=n) for n in (1, 2, None)), STAGED._replace(tie
 ROUNDED = STAGED._replace(dtype=BFLOAT16, checkpointing=True)
 DENSE, SPARSE = [Case("qwen3"), Case("llama")], Case("qwen3_moe")
 ADAPTED = Case("qwen2", LORA)
+ADAPTERS = [ADAPTED, ADAPTED._replace(dtype=BFLOAT16)]
 FEW = Case("qwen3_moe", only_two=True, checkpointing=True)
+REPLAYED = SPARSE._replace(replay=True)
+KEPT_APART = Case("qwen3", optimizer=partial(OffloadedOptimizer, bucket=20_000))
+OTHERS = [case._replace(optimizer=o) for case in (DENSE[0], SPARSE) for o in (Muon, Optimizer8bit)]
 MESHES: list[tuple[dict[str, int], list[Case]]] = [
-    ({"data": 2}, [*DENSE, SPARSE, ADAPTED, ADAPTED._replace(dtype=BFLOAT16)]),
+    ({"data": 2}, [*DENSE, SPARSE, *ADAPTERS, REPLAYED, *OTHERS, KEPT_APART]),
     ({"data": 4}, [Case("llama"), SPARSE]),
     ({"data": 4, "shard": 2}, [Case("qwen3"), SPARSE]),
     ({"tensor": 2}, [*DENSE, Case("qwen2"), SPARSE, ADAPTED]),
@@ -99,7 +108,7 @@ MESHES: list[tuple[dict[str, int], list[Case]]] = [
     ({"pipeline": 4}, STAGES),
     ({"pipeline": 2, "data": 2}, [*STAGES, ROUNDED]),
     ({"pipeline": 2, "expert": 2}, [SPARSE]),
-    ({"expert": 2}, [SPARSE, SPARSE._replace(dtype=BFLOAT16)]),
+    ({"expert": 2}, [SPARSE, SPARSE._replace(dtype=BFLOAT16), REPLAYED]),
     ({"data": 2, "expert": 2}, [SPARSE, FEW]),
     ({"expert": 2, "tensor": 2}, [SPARSE, FEW]),
 ]
@@ -155,7 +164,12 @@ def batches_of(case, shares):
     rng = np.random.default_rng(5)
     tokens = random_tokens(rng, 90)
     lonely = make_sample(tokens, np.arange(90) >= 70), make_sample(tokens[:3], [False, True, True])
-    packed = pack(random_samples(rng, 6), 90, shares=shares)
+    samples = random_samples(rng, 6)
+    if case.replay:
+        each = np.tile(np.arange(8, dtype=np.int16), (VOCAB, case.layers, 1))
+        given = rng.permuted(each, axis=2)[..., :2]
+        samples = [replace(one, experts=given[one.tokens[:-1]]) for one in samples]
+    packed = pack(samples, 90, shares=shares)
     return [*packed, *(pack([one], 90)[0] for one in lonely)][: case.count]
 
 
@@ -166,7 +180,12 @@ def values(ranks, made, batches, sizes):
     """The values of all targets that passes give, by model; of others beside the policy, if there
     are any. A pipeline's frozen models run with a loss alone."""
     policy, *others = made
-    passes = {"policy": (policy, lambda b: torch.stack(batch_logprobs(policy, b, SAMPLING)))}
+
+    def both(batch):
+        choices = replayed_experts(batch, policy.device)
+        return torch.stack(batch_logprobs(policy, batch, SAMPLING, choices=choices))
+
+    passes = {"policy": (policy, both)}
     if others:
         teacher, critic = others
         passes["critic"] = critic, lambda b: batch_values(critic, b)
@@ -188,17 +207,25 @@ def backward(ranks, model, batches):
     def loss(batch):
         packed = len(batch.samples) > 1
         expected = torch.full((len(batch.targets),), 1 / 50) if packed else None
-        logprobs, entropies = batch_logprobs(model, batch, SAMPLING, expected, entropy=not packed)
+        logprobs, entropies = batch_logprobs(
+            model,
+            batch,
+            SAMPLING,
+            expected,
+            entropy=not packed,
+            choices=replayed_experts(batch, model.device),
+        )
         total = logprobs.sum() + (0.0 if packed else 0.1 * entropies.sum())
         return total / 50, {"entropy": float(entropies.detach().sum())}
 
     return ranks.backward(model, batches, loss)
 
 
-def steps(model, ranks, batches, sizes):
+def steps(case, model, ranks, batches, sizes):
     """Metrics of two updates, with a loss that balances experts where all ranks see all rows."""
     balances = not {"pipeline", "context"} & set(sizes)
-    return updated(replace(learner_of(model, ranks), router_aux_loss_coef=0.1 * balances), batches)
+    learner = learner_of(model, ranks, kind=case.optimizer)
+    return updated(replace(learner, router_aux_loss_coef=0.1 * balances), batches)
 
 
 def whole_gradients(ranks, model):
@@ -225,7 +252,7 @@ def run_on(mesh, cases, sizes):
         batches = batches_of(case, ranks.shares)
         passed = values(ranks, made, batches, sizes)
         totals, grads = backward(ranks, policy, batches), whole_gradients(ranks, policy)
-        rows = steps(policy, ranks, batches, sizes)
+        rows = steps(case, policy, ranks, batches, sizes)
         ranks.publish(policy, whole if mesh.rank == 0 else None)
         weights = whole.named_weights() if mesh.rank == 0 else None
         found.append((passed, totals, grads, rows, weights))
@@ -246,7 +273,7 @@ def run_alone(case, sizes):
         grads = {name: p.grad for name, p in policy.trainable().items()}
         for parameter in policy.trainable().values():
             parameter.grad = None
-        rows = steps(policy, ranks, batches, sizes)
+        rows = steps(case, policy, ranks, batches, sizes)
     return passed, totals, grads, rows, policy.named_weights(), before
 
 
@@ -457,17 +484,6 @@ def test_a_reference_without_its_adapter_and_a_frozen_teacher_run_through_the_sa
     assert rows == expected[0] and distilled == expected[2]
     assert distilled[1]["kl"] < distilled[0]["kl"] and answers.keys() == expected[1].keys()
     assert all(np.array_equal(answers[number], own) for number, own in expected[1].items())
-
-
-def offloaded_on(mesh):
-    return step_on(mesh, "qwen3", 2, optimizer=partial(OffloadedOptimizer, bucket=20_000))
-
-
-def test_two_processes_with_offloaded_state_step_to_the_bits_of_one():
-    (rows, weights), (others, _) = on_mesh(offloaded_on, data=2)
-    alone, expected = step_alone("qwen3", 2)
-    assert rows == alone == others
-    assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
 
 
 def shares_memory_on(mesh):

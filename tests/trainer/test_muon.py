@@ -14,7 +14,6 @@ from tandem.trainer.parallel.ranks import ParallelRanks
 from tests.support.meshes import on_mesh
 from tests.support.optimizers import bits, optimizer, set_gradients
 from tests.support.tiny import exact_model
-from tests.support.updates import step_alone, step_on
 
 LAYER = "model.layers.0."
 WIDE, TALL = f"{LAYER}self_attn.q_proj.weight", f"{LAYER}mlp.up_proj.weight"
@@ -148,19 +147,6 @@ def test_one_and_two_threads_orthogonalize_to_the_same_bits():
             found.append(orthogonalized(matrix))
         torch.set_num_threads(before)
         assert torch.equal(*found), shape
-
-
-def muon_on(mesh, kind):
-    return step_on(mesh, kind, 2, optimizer=Muon)
-
-
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
-def test_two_processes_step_to_the_bits_of_one(kind):
-    """Each holds some rows of a matrix, and some of five experts."""
-    (rows, weights), (others, _) = on_mesh(muon_on, kind, data=2)
-    alone, expected = step_alone(kind, 2, optimizer=Muon)
-    assert rows == alone == others
-    assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
 
 
 def mapped_on(mesh, names):

@@ -17,16 +17,14 @@ from tandem.rollout_workers.process import EngineSpec
 from tandem.runtime.errors import InvariantError
 from tandem.trainer.batch import Models
 from tandem.trainer.pack import pack
-from tandem.trainer.parallel.ranks import ParallelRanks
 from tandem.types import Sample, SamplingDistribution
 from tandem.weights.shared import SharedWeights
 from tests.support import dense
 from tests.support.engines import decode, request
 from tests.support.episodes import changed, episodes_of, learn, learn_once, sampled_groups, trained
 from tests.support.episodes import settings as learn_settings
-from tests.support.meshes import on_mesh
 from tests.support.tiny import exact_model, random_samples, random_tokens, stock_model, tiny_config
-from tests.support.updates import SAMPLING, Halves, learner_of
+from tests.support.updates import SAMPLING
 from tests.support.working import bits, open_workers, run
 
 KIND, EXPERTS, K, LAYERS = "qwen3_moe", 5, 2, 2
@@ -294,49 +292,3 @@ def test_stale_tokens_are_trained_with_the_old_choices():
             own = batch_logprobs(model, batch, sampling, choices=choices)[0].numpy()
         errors.append(np.exp(np.abs(own - episode.engine_logprobs[episode.loss_mask])).mean())
     assert rows[True]["logprob_error_mean"] == pytest.approx(float(np.mean(errors)), rel=1e-5)
-
-
-# ---- whole steps
-
-
-# ---- several processes
-
-
-def given_batches(shares):
-    """Microbatches with choices that are nobody's own."""
-    rng = np.random.default_rng(3)
-    samples = random_samples(np.random.default_rng(5), 6)
-    table = rng.permuted(np.tile(np.arange(4, dtype=np.int16), (97, LAYERS, 1)), axis=2)[..., :K]
-    return pack([replace(s, experts=table[s.tokens[:-1]]) for s in samples], 60, shares=shares)
-
-
-def updated(learner, shares):
-    def loss(batch):
-        choices = replayed_experts(batch, learner.model.device)
-        logprobs, _ = batch_logprobs(learner.model, batch, SAMPLING, choices=choices)
-        moved = float(choices.changed(batch.rows).sum())
-        return -logprobs.sum() / 50, {"nll": -float(logprobs.detach().sum()), "moved": moved}
-
-    return [learner.update(given_batches(shares), loss) for _ in range(2)]
-
-
-def replay_on(mesh):
-    model, ranks = exact_model(KIND, num_experts=4), ParallelRanks(mesh)
-    ranks.divide(model, torch.float32)
-    rows = updated(learner_of(model, ranks), ranks.shares)
-    whole = exact_model(KIND, seed=1, num_experts=4) if mesh.rank == 0 else None
-    ranks.publish(model, whole)
-    return rows, None if whole is None else whole.named_weights()
-
-
-@pytest.mark.parametrize("dimension", ["data", "expert"])
-def test_two_processes_replay_as_one(dimension):
-    """Divided data give the same bits; of divided experts tests/trainer/test_meshes.py has
-    the bounds."""
-    (rows, weights), other = on_mesh(replay_on, **{dimension: 2})
-    model, ranks = exact_model(KIND, num_experts=4), Halves(2)
-    expected = updated(learner_of(model, ranks), 2)
-    assert rows == other[0] and rows[0]["nll"] == expected[0]["nll"] and rows[0]["moved"] > 0.2
-    for name, weight in model.named_weights().items():
-        bound = 0 if dimension == "data" else 1e-4 if ".experts." in name else 2e-5
-        assert float((weights[name] - weight).abs().max()) <= bound, name

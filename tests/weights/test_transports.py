@@ -7,8 +7,6 @@ The workers are real processes under the real pool, with an engine that has weig
 import importlib.util
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -287,19 +285,3 @@ def test_released_memory_is_read_again_by_one_sided_reads():
         assert descriptor == -1
     assert len(set(addresses)) == 3 and addresses[3:] == addresses[:2]
     weights.close()
-
-
-def test_a_missing_nixl_names_the_extra():
-    code = """
-import sys
-sys.modules["nixl"] = None
-import torch
-from tandem.runtime.errors import UserError
-from tandem.registry import find
-try:
-    find("transports", "rdma", key="")().open({"a": torch.zeros(1)}, False)
-except UserError as error:
-    print(error.where, error.next)
-"""
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout == "weights.transport pip install 'tandem-rl[rdma]'\n"

@@ -1,5 +1,5 @@
-"""Chat completions for an agent: its requests, their answers, and the check that a request
-continues the one before.
+"""Chats of an agent: its requests, their answers, and the check that a request continues the one
+before.
 
 Fields that only change how tokens are sampled (temperature, top_p, stop, seed, max_tokens) are
 ignored, as sampling is the trainer's; those that would change the answer are refused. Does not know
@@ -150,29 +150,18 @@ def chat_completion(reply: Reply, request: ChatRequest) -> Json:
     """Return the answer to a request that does not stream, without `usage`: no tokens are known."""
     message = assistant_message(reply.content, reply.written_calls)
     choice = {"message": message, "logprobs": None, "finish_reason": reply.finish_reason}
-    return {**_head(reply, request, "chat.completion"), "choices": [{"index": 0, **choice}]}
+    head = {"id": f"chatcmpl-{reply.turn}", "object": "chat.completion", "model": request.model}
+    return head | {"created": int(time.time()), "choices": [{"index": 0, **choice}]}
 
 
 async def completion_chunks(reply: Reply, request: ChatRequest) -> Chunks:
     """Yield the answer to a streaming request: the whole turn in one chunk."""
-    delta = assistant_message(reply.content, reply.written_calls)
+    full = chat_completion(reply, request)
+    delta = full["choices"][0].pop("message")
     if reply.calls:
         delta["tool_calls"] = call_deltas(reply.written_calls)
-    choices: list[Json] = [
-        {"index": 0, "delta": delta, "finish_reason": None},
-        {"index": 0, "delta": {}, "finish_reason": reply.finish_reason},
-    ]
-    head = _head(reply, request, "chat.completion.chunk")
-    yield [{**head, "choices": [choice]} for choice in choices]
-
-
-def _head(reply: Reply, request: ChatRequest, kind: str) -> Json:
-    return {
-        "id": f"chatcmpl-{reply.turn}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": request.model,
-    }
+    choice = full["choices"][0] | {"delta": delta}
+    yield [full | {"object": "chat.completion.chunk", "choices": [choice]}]
 
 
 # ---- the conversation

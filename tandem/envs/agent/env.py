@@ -1,11 +1,11 @@
-"""The environment `agent`: any program that speaks the OpenAI API plays the episode, and gives its
-reward.
+"""The environment `agent`: any program that speaks OpenAI's or Anthropic's API plays the episode,
+and gives its reward.
 
     tandem train RECIPE env.name=agent 'env.options={run = "my_agent.py:run"}' reward.function=env
 
     def run(problem, base_url, api_key) -> float | dict | None: ...       # or `async def`
 
-The agent calls BASE_URL/chat/completions as often as it likes. `reset` returns its first request;
+The agent asks under BASE_URL as often as it likes (server.py). `reset` returns its first request;
 `step` answers it with the model's turn, and returns the next request, which must continue the
 conversation, as the observation. Only the new messages are tokenized. The episode is over when
 `run` returns. Its reward is the value that `run` returned or, if that is None, the one last posted

@@ -1,7 +1,7 @@
 """The HTTP server for agents during a rollout: chat completions and rewards, under a base URL for
 each episode.
 
-    POST BASE/chat/completions   waits for the model's turn
+    POST BASE/chat/completions   waits for the model's turn; also BASE/responses, BASE/messages
     POST BASE/reward             {"reward": 1.0, "parts": {"format": 1.0}}
     GET  BASE/models
 

@@ -119,7 +119,9 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, kernel: str = 
     if kernel == "plain":
         matmul_kernel[output_tiles, row_tiles](*arguments, **options)
         return out
-    if tma := kernel == "tma" and _aligned_rows(x, weight):
+    # tensor descriptors want addresses and rows of whole 16 bytes
+    whole = not any(t.data_ptr() % 16 or t.stride(0) * t.element_size() % 16 for t in (x, weight))
+    if tma := kernel == "tma" and whole:
         triton.set_allocator(partial(_descriptor_memory, x.device))
     programs = min(_processors(x.device), row_tiles * output_tiles)
     persistent_matmul_kernel[(programs,)](*arguments, TMA=tma, **options)
@@ -145,8 +147,3 @@ def need_contiguous_rows(*tensors: Tensor) -> None:
         if t.stride(-1) != 1:
             found = f"a tensor {tuple(t.shape)} has strides {t.stride()}"
             raise ValueError(f"{found}, expected 1 in the last dimension")
-
-
-def _aligned_rows(*tensors: Tensor) -> bool:
-    """Tell whether tensor descriptors can describe the tensors."""
-    return not any(t.data_ptr() % 16 or t.stride(0) * t.element_size() % 16 for t in tensors)

@@ -38,8 +38,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import Tensor
 
 from tandem.plugins.cluster.logs import LogFiles
-from tandem.plugins.cluster.node_worker import CHUNK, NodeWorker, RolloutWorker
+from tandem.plugins.cluster.node_worker import CHUNK, NodeWorker
 from tandem.plugins.cluster.object_weights import ObjectWeights
+from tandem.plugins.cluster.rollout_worker import RolloutWorker
 from tandem.plugins.cluster.this_machine import (
     environment,
     free_ports,
@@ -183,7 +184,6 @@ class RayCluster:
         cpus: int = 1,
         logs: LogFiles | None = None,
     ):
-        self.ray: Any = ray  # for trainer_ranks.py
         self.home = str(ray.get_runtime_context().get_node_id())  # the node of this process
         self.gpus, self.logs, self.role = gpus, logs, worker.role
         self.placement: str | list[str] = "spread"

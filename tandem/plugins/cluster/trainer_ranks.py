@@ -19,16 +19,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tandem.plugins.cluster.ray_cluster import RayCluster, ray
 from tandem.plugins.cluster.this_machine import last_line
 from tandem.runtime import numerics, watchdog
 from tandem.runtime.errors import UserError
 from tandem.runtime.place import NODE, Place, without_place
 from tandem.runtime.processes import STARTER
-
-if TYPE_CHECKING:
-    from tandem.plugins.cluster.ray_cluster import RayCluster
 
 PLACE_S = 10.0  # for Ray to find room, by each strategy
 PIN = 0.001  # of the resource that a node alone has
@@ -68,30 +66,30 @@ class RankProcess:
 class RankHost:
     """A rank's actor, as the driver holds it: what processes.py asks of a Popen."""
 
-    def __init__(self, ray: Any, actor: Any, ended: Any, log: Path):
-        self._ray, self._actor, self._ended, self._log = ray, actor, ended, log
+    def __init__(self, actor: Any, ended: Any, log: Path):
+        self._actor, self._ended, self._log = actor, ended, log
         self.returncode: str | None = None
 
     def poll(self) -> str | None:
         """Return how it ended; None as long as it has not."""
-        if self.returncode is None and self._ray.wait([self._ended], timeout=0)[0]:
+        if self.returncode is None and ray.wait([self._ended], timeout=0)[0]:
             try:
-                code = str(self._ray.get(self._ended))
-            except self._ray.exceptions.RayError as error:
+                code = str(ray.get(self._ended))
+            except ray.exceptions.RayError as error:
                 code = f"none: {last_line(str(error))}"
             self.returncode = f"{code}; its output is in {self._log}"
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for its end. Raises TimeoutExpired after a given timeout."""
-        ended, _ = self._ray.wait([self._ended], timeout=timeout or KILL_S)
+        ended, _ = ray.wait([self._ended], timeout=timeout or KILL_S)
         if timeout and not ended:
             raise subprocess.TimeoutExpired("a rank on a Ray node", timeout)
 
     def kill(self) -> None:
         """Kill the process, then the actor, which could do so no more if it had ended before."""
-        self._ray.wait([self._actor.end.options(concurrency_group="side").remote()], timeout=KILL_S)
-        self._ray.kill(self._actor, no_restart=True)
+        ray.wait([self._actor.end.options(concurrency_group="side").remote()], timeout=KILL_S)
+        ray.kill(self._actor, no_restart=True)
 
 
 class TrainerRanks:
@@ -99,17 +97,14 @@ class TrainerRanks:
     rank, for Python; report: told where they are, if not with the driver."""
 
     def __init__(
-        self,
-        cluster: "RayCluster",
-        command: Sequence[str],
-        count: int,
-        report: Callable[[str], None],
+        self, cluster: RayCluster, command: Sequence[str], count: int, report: Callable[[str], None]
     ):
-        self._ray, self._cluster, self._command = cluster.ray, cluster, command
+        self._cluster, self._command = cluster, command
         self.address = cluster.address_of(cluster.home)
-        self._actor = cluster.ray.remote(concurrency_groups={"side": 1})(RankProcess)
+        as_actor: Any = ray.remote
+        self._actor = as_actor(concurrency_groups={"side": 1})(RankProcess)
         self._group, packed = self._reserve(count)
-        places = cluster.ray.util.placement_group_table(self._group)["bundles_to_node_id"]
+        places = ray.util.placement_group_table(self._group)["bundles_to_node_id"]
         self._nodes = [cluster.address_of(places[number]) for number in range(count)]
         if not packed:
             where = ", ".join(f"{rank} on {node}" for rank, node in enumerate(self._nodes, 1))
@@ -121,11 +116,11 @@ class TrainerRanks:
         bundle = {"CPU": 1.0} | ({"GPU": 1.0} if self._cluster.gpus else {})
         for strategy in ("STRICT_PACK", "PACK"):
             own = {f"node:{self.address}": PIN} if strategy == "STRICT_PACK" else {}
-            group = self._ray.util.placement_group([bundle | own] * count, strategy=strategy)
+            group = ray.util.placement_group([bundle | own] * count, strategy=strategy)
             with watchdog.waiting_for("Ray", "room for the trainer's ranks"):
                 if group.wait(PLACE_S):
                     return group, strategy == "STRICT_PACK"
-            self._ray.util.remove_placement_group(group)
+            ray.util.remove_placement_group(group)
         needs = " and ".join(f"{amount:g} {what}" for what, amount in bundle.items())
         raise UserError(
             "the Ray cluster has no room for the trainer's ranks",
@@ -145,15 +140,15 @@ class TrainerRanks:
         node, name = self._nodes[rank - 1], f"trainer rank {rank}"
         assert logs is not None
         own = {n: os.environ[n] for n in numerics.environment() if n in os.environ}
-        strategies = self._ray.util.scheduling_strategies
+        strategies = ray.util.scheduling_strategies
         bundle = strategies.PlacementGroupSchedulingStrategy(self._group, rank - 1)
         actor = self._actor.options(
             num_cpus=1, num_gpus=self._cluster.gpus, scheduling_strategy=bundle
         ).remote()
         environment, log = own | {**place, NODE: node}, logs.begin(name, node)
         ended = actor.run.remote(self._command, os.getcwd(), environment, log)
-        return RankHost(self._ray, actor, ended, logs.path(name))
+        return RankHost(actor, ended, logs.path(name))
 
     def close(self) -> None:
-        with suppress(self._ray.exceptions.RayError):
-            self._ray.util.remove_placement_group(self._group)
+        with suppress(ray.exceptions.RayError):
+            ray.util.remove_placement_group(self._group)

@@ -52,7 +52,7 @@ class Rdma(Transport):
 
 
 class ObjectStore(Transport):
-    """Ray's object store. The workers on its nodes read it (node_worker.py)."""
+    """Ray's object store. The workers on its nodes read it (rollout_worker.py)."""
 
     crosses_machines = True
 

@@ -4,7 +4,7 @@ For whom has tasks as folders (task.toml, instruction.md, environment/, tests/te
 for containers. What cannot be played here is left out of the rows:
 
     tandem generate harbor:FOLDER --out tasks.jsonl
-    tandem train my.toml data.train=tasks.jsonl env=harbor reward=env env.timeout_s=900
+    tandem train my.toml env=harbor reward=env env.timeout_s=900 env.on_error=zero
 
 The model's one tool is `bash`. A command runs in bubblewrap without a network, in the Dockerfile's
 WORKDIR, with this machine's /usr. Files in /app, /root, /workspace and /tmp stay from command to
@@ -13,7 +13,8 @@ the reward is what it writes to /logs/verifier/reward.txt or reward.json; nothin
 (env.on_error). At a limit of turns or tokens no test runs, and the reward is 0.
 
 Of a Dockerfile, FROM is passed over, WORKDIR and COPY are done; `env.options.skip_run = true`
-passes over RUN. A task that needs more (an image, several containers or steps) needs Harbor itself.
+passes over RUN. A task that needs more (several containers or steps, a GPU) needs Harbor itself.
+Tests that install what they need, as many do by apt-get or uvx, give 0 here: try each task first.
 It plugs in as envs and sources of tandem/registry.py. The package harbor is not needed.
 """
 
@@ -38,24 +39,24 @@ from tandem.registry import find
 from tandem.runtime.errors import UserError
 from tandem.types import Message, Observation, Problem
 
-PLACES = ("app",), ("root",), ("workspace",)  # that the sandbox has in /tmp
+FOLDERS = "app", "root", "workspace", "tests", "logs"  # of the sandbox, beside /tmp
 SIZES = {"memory_mb": 2048, "disk_mb": 64, "file_mb": 64, "output_bytes": 2**27, "processes": 256}
 HERE = Sandbox()
 # one trial run in a process is enough
 open_sandbox = cache(lambda config: find("sandboxes", config.kind, key="sandbox")(config))
 # the files are unpacked before a command, and packed behind it: between commands nothing runs
 RUN = """
-test -L /app && mkdir -p /tmp/{app,root,workspace,logs} "/tmp$1" && cd "$1" || exit 3
-base64 -d /tmp/.tandem/files | tar xz -C /tmp
+[ "$HOME" = /tmp ] && [ -w /app ] && mkdir -p "$1" && cd "$1" || exit 3
+base64 -d /tmp/.tandem/files | tar xz -C /
 timeout -k 1 "$2" bash /tmp/.tandem/command >/tmp/.tandem.out 2>&1 </dev/null
 echo $?
 head -c 65536 /tmp/.tandem.out | base64 -w0; echo
-tar cz -C /tmp --ignore-failed-read --exclude='./.tandem*' . | base64 -w0
+tar cz -C / --ignore-failed-read --exclude='tmp/.tandem*' app root workspace logs tmp | base64 -w0
 """
 TEST = """
-rm -rf /tmp/tests /tmp/logs/verifier && mkdir -p /tmp/logs/verifier
-base64 -d /tmp/.tandem/tests | tar xz -C /tmp
-bash /tests/test.sh >/tmp/logs/verifier/test-stdout.txt 2>&1
+rm -rf /logs/verifier && mkdir /logs/verifier
+base64 -d /tmp/.tandem/tests | tar xz -C /
+bash /tests/test.sh >/logs/verifier/test-stdout.txt 2>&1
 cd /logs/verifier
 for file in reward.json reward.txt; do [ -f $file ] && exec cat $file; done
 echo no reward; tail -c 500 test-stdout.txt
@@ -66,12 +67,7 @@ class HarborEnv(ToolEnv):
     """One episode of a task. Parts: those of ToolEnv, and the rewards that the tests name."""
 
     def __init__(
-        self,
-        *,
-        sandbox: Sandbox = HERE,
-        skip_run: bool = False,
-        seconds: float = 60,
-        **options: Any,
+        self, *, sandbox: Sandbox = HERE, skip_run: bool = False, seconds: int = 60, **options: Any
     ):
         """Take the options. seconds: that a command may take; others are ToolEnv's."""
         super().__init__(self.bash, **options)
@@ -110,7 +106,7 @@ class HarborEnv(ToolEnv):
         """Return a command's exit code and output; the files are then as it leaves them."""
         files = {".tandem/command": command, ".tandem/files": self._files, **more}
         times = {"wall_s": seconds + 30, "cpu_s": int(seconds) + 30}
-        limits = replace(self._sandbox.limits, **SIZES, **times)
+        limits = replace(self._sandbox.limits, folders=FOLDERS, **SIZES, **times)
         words = ["bash", "-c", RUN, "bash", self._workdir, str(seconds)]
         result = self._sandbox.run(words, files=files, limits=limits)
         if result.exit_code == 3:
@@ -122,27 +118,21 @@ class HarborEnv(ToolEnv):
 
 
 def rows(id: str, *, limit: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the first `limit` tasks below a folder that can be played, as rows of a data file."""
+    """Yield those of the first `limit` tasks below a folder that can be played, as rows."""
     for file in sorted(Path(id).resolve().glob("**/task.toml"))[:limit]:
         with suppress(UserError):
             _environment(file.parent, skip_run=True)
             prompt = file.with_name("instruction.md").read_text()
-            yield {
-                "uid": file.parent.name,
-                "prompt": prompt,
-                "answer": "",
-                "task": str(file.parent),
-            }
+            row = {"uid": file.parent.name, "prompt": prompt, "answer": ""}
+            yield row | {"task": str(file.parent)}
 
 
 def _environment(folder: Path, skip_run: bool) -> tuple[str, str]:
     """Return a task's working directory, and its first files packed. Raises UserError for a task
     that needs a container."""
     task, place = tomllib.loads((folder / "task.toml").read_text()), folder / "environment"
-    needs: list[Any] = [
-        name for name in ("docker_image", "gpus") if task.get("environment", {}).get(name)
-    ]
-    needs += [*place.glob("*compose*"), *folder.glob("steps"), *folder.glob("tests/Dockerfile")]
+    needs: list[Any] = [*place.glob("*compose*"), *folder.glob("steps")]
+    needs += ["gpus"] * bool(task.get("environment", {}).get("gpus"))
     workdir, files = PurePosixPath("/app"), dict[PurePosixPath, Path]()
     dockerfile = place / "Dockerfile"
     text = dockerfile.read_text() if dockerfile.exists() else "no Dockerfile"
@@ -156,7 +146,7 @@ def _environment(folder: Path, skip_run: bool) -> tuple[str, str]:
                     files[workdir / target / (path.name if inside else "")] = path
             case [word, *_] if not word.startswith(("FROM", "#", "RUN" if skip_run else "#")):
                 needs.append(line)
-    needs += [name for name in (workdir, *files) if name.parts[1:2] not in PLACES]
+    needs += [name for name in (workdir, *files) if "".join(name.parts[1:2]) not in FOLDERS]
     for path in files.values():
         if not (path.exists() and path.resolve().is_relative_to(place.resolve())):
             needs.append(path)

@@ -25,17 +25,16 @@ from typing import Any
 
 from tandem.envs.tools import NamedTool, ToolEnv, ToolUnavailable
 from tandem.model.tool_calls import Call, argument_types, with_types
-from tandem.runtime.errors import UserError
+from tandem.runtime.errors import UserError, not_installed
 from tandem.types import Tool
 
 try:
     from mcp import Client, MCPError, StdioServerParameters, stdio_client
     from mcp_types import CONNECTION_CLOSED
 except ModuleNotFoundError as error:
-    raise UserError("mcp is not installed", next="pip install 'tandem-rl[mcp]'") from error
+    raise not_installed("mcp", "mcp", where="env.name = mcp") from error
 
 START_S = 30.0  # for a server to list its tools
-Function = dict[str, Any]  # name, description, parameters
 Servers = Mapping[str, Mapping[str, Any]]
 
 
@@ -43,32 +42,25 @@ class McpEnv(ToolEnv):
     """One episode with the tools of servers. Parts are those of ToolEnv."""
 
     def __init__(
-        self,
-        servers: Servers,
-        *,
-        shared: bool = False,
-        call_timeout_s: float = 30.0,
-        **options: Any,
+        self, servers: Servers, *, shared: bool = False, call_timeout_s: float = 30, **options: Any
     ):
         """Take the options: `servers` by any name, {command, args, env, cwd}; those of ToolEnv."""
         specs = [json.dumps(spec, sort_keys=True) for spec in servers.values()]
         tools = [
-            NamedTool(
-                name=tool["name"], schema=partial(_schema, tool), call=partial(self.ask, spec, tool)
-            )
+            NamedTool(name=name, schema=partial(dict, schema), call=partial(self.ask, spec, schema))
             for spec in specs
-            for tool in list_tools(spec)
+            for name, schema in list_tools(spec).items()
         ]
         super().__init__(tools, **options)
         self._call_timeout_s, self.stateless = call_timeout_s, shared
         self._connections: dict[str, _Connection] = _SHARED if shared else {}
 
-    async def ask(self, spec: str, tool: Function, call: Call) -> str:
+    async def ask(self, spec: str, schema: Tool, call: Call) -> str:
         """Return the text of a server's answer. Raises ValueError in the model's terms."""
         if spec not in self._connections or self._connections[spec].over.is_set():
             self._connections[spec] = _Connection(spec)
         client = await asyncio.shield(self._connections[spec].client)
-        given = with_types(call, argument_types(_schema(tool))).arguments
+        given = with_types(call, argument_types(schema)).arguments
         try:
             result = await client.call_tool(call.name, given, self._call_timeout_s)
         except MCPError as error:
@@ -117,7 +109,7 @@ def _client(spec: str) -> Client:
 
 
 @cache  # a server is started once to look at; the others are started for episodes
-def list_tools(spec: str) -> list[Function]:
+def list_tools(spec: str) -> dict[str, Tool]:
     async def ask() -> list[Any]:
         async with asyncio.timeout(START_S), _client(spec) as client:
             page = await client.list_tools()
@@ -133,9 +125,9 @@ def list_tools(spec: str) -> list[Function]:
         except Exception as error:  # a server is any program
             what, where = "an MCP server lists no tools", f"env.options.servers: {spec}"
             raise UserError(what, where=where, found=repr(error), next="start it") from error
-    given = [(tool.name, tool.description or "", tool.input_schema) for tool in tools]
-    return [dict(zip(("name", "description", "parameters"), one, strict=True)) for one in given]
+    return {tool.name: schema_of(tool) for tool in tools}
 
 
-def _schema(function: Function) -> Tool:
-    return {"type": "function", "function": function}
+def schema_of(tool: Any) -> Tool:
+    about = {"name": tool.name, "description": tool.description or ""}
+    return {"type": "function", "function": {**about, "parameters": tool.input_schema}}

@@ -21,15 +21,14 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from tandem.runtime.errors import UserError
+from tandem.runtime.errors import not_installed
 from tandem.runtime.rng import address
 from tandem.types import Env, Message, Observation, Problem
 
 try:
     from websockets.asyncio.client import connect
 except ModuleNotFoundError as error:
-    next = "pip install 'tandem-rl[openenv]'"
-    raise UserError("websockets is not installed", next=next) from error
+    raise not_installed("websockets", "openenv", where="env.name = openenv") from error
 
 REFUSED = "VALIDATION_ERROR", "EXECUTION_ERROR"  # codes of an action, not of the session
 

@@ -168,9 +168,9 @@ class _Plan:
             _say(f"  {counted(tokens, 'sampled tokens')} at most, {counted(updates, 'updates')}")
             if turns > 1:
                 rows = counted(episodes * (turns if config.rollout.renders else 1), "sequences")
-                most = f"{config.env.max_tokens:,}" if config.env.max_tokens else "all that it can"
-                text = f"at most, each of {most} tokens the model places"
-                _say(f"  {rows} {text} (rollout.history = {config.rollout.history})")
+                most = config.env.max_tokens
+                text = f" of {most:,} tokens" * bool(most)
+                _say(f"  {rows}{text} at most (rollout.history = {config.rollout.history})")
             bound = "at most " if rl.max_gen_batches else ""
             return f"{counted(config.run.steps, 'steps')} of {bound}{counted(episodes, 'episodes')}"
         if self.command == "sft":

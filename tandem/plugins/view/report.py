@@ -36,7 +36,7 @@ body{background:var(--bg);color:var(--fg);font:15px/1.5 system-ui,sans-serif;max
 margin:2rem auto;padding:0 1rem}
 h1{font-size:1.5rem;margin:0}h2{font-size:1.05rem;margin:2.2rem 0 .6rem}
 svg,img{max-width:100%;height:auto}
-.dim{color:var(--dim)}dl{display:grid;grid-template-columns:repeat(auto-fill,minmax(150px,1fr));
+.dim{color:var(--dim)}dl{display:grid;grid-template-columns:repeat(auto-fill,minmax(200px,1fr));
 gap:.8rem;margin:1.2rem 0}dt{color:var(--dim);font-size:.8rem}dd{margin:0;font-size:1.15rem}
 article{border:1px solid var(--line);border-radius:8px;margin:.8rem 0;overflow:hidden}
 article>p{margin:0;padding:.5rem .8rem;background:var(--card);font-size:.85rem}
@@ -94,7 +94,7 @@ def report(run: Run) -> str:
     flat = [f"{one.title} {one.lines[0].y[0]:g}" for one in drawn if one.is_constant]
     curves = figure([one for one in drawn if not one.is_constant]) if drawn else ""
     about = [summary[name] for name in ("command", "algorithm", "state", "model", "machine")]
-    about += [f"{summary['size']:,} parameters" * bool(summary["size"])]
+    about += [f"{summary['size']:,} trained parameters" * bool(summary["size"])]
     about += [f"begun {summary['created']}, last written {summary['written']}"]
     notes = [f"failed: {summary['failed']}"] * bool(summary["failed"]) + summary["warnings"]
     values = run.config_values().items()

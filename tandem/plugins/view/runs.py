@@ -91,7 +91,8 @@ class Columns:
         place = len(self.steps) - 1
         for name, value in values:
             column = self.values[name]
-            column.extend([NAN] * (place - len(column)))
+            if len(column) < place:
+                column.extend([NAN] * (place - len(column)))
             if len(column) == place:  # a name twice, as "a/b" and in "a", counts once
                 column.append(value)
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, HEIGHT, GAP = 440, 240, 16
-LEFT, RIGHT, TOP, BOTTOM = 52, 12, 34, 40
+WIDTH, HEIGHT, GAP = 440, 254, 16
+LEFT, RIGHT, TOP, BOTTOM = 52, 12, 34, 54
 COLORS = ("#3b6fd4", "#d97706", "#0f9d76", "#c2417c", "#7c5cd6", "#6b8e23", "#0891b2", "#a16207")
 # system-ui is a browser's; where the picture is drawn without one, the first that is there
 FONTS = "system-ui,'DejaVu Sans','Liberation Sans','Noto Sans',Helvetica,Arial,sans-serif"
@@ -86,7 +86,7 @@ def _panel(panel: Panel) -> str:
             f'<text x="{at:.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{tick:g}</text>'
         )
     parts.append(f'<text x="{WIDTH - RIGHT}" y="16" text-anchor="end">by step</text>')
-    at = LEFT
+    at, below = LEFT, HEIGHT - 31
     for place, line in enumerate(panel.lines):
         color = COLORS[place % len(COLORS)]
         points, outline = (
@@ -103,9 +103,11 @@ def _panel(panel: Panel) -> str:
             )
         label = line.label if len(line.label) <= 34 else f"...{line.label[-31:]}"
         label += f" {line.y[-1]:.4g}"
-        parts.append(f'<rect x="{at}" y="{HEIGHT - 17}" width="9" height="9" fill="{color}"/>')
-        parts.append(f'<text x="{at + 13}" y="{HEIGHT - 9}">{escape(label)}</text>')
-        at += 24 + 6 * len(label)
+        if (end := at + 24 + 6 * len(label)) > WIDTH:
+            at, below, end = LEFT, below + 14, end - at + LEFT
+        parts.append(f'<rect x="{at}" y="{below}" width="9" height="9" fill="{color}"/>')
+        parts.append(f'<text x="{at + 13}" y="{below + 8}">{escape(label)}</text>')
+        at = end
     return "".join(parts)
 
 
@@ -117,7 +119,7 @@ class _Axis:
         if low == high:
             low, high = low - (abs(low) or 1) * 0.1, high + (abs(high) or 1) * 0.1
         self._low, self._scale, self._start = low, (end - start) / (high - low), start
-        rough = (high - low) / 4
+        rough = (high - low) / 6
         power = 10.0 ** math.floor(math.log10(rough))
         # the 1, 2 or 5 times a power of ten that is next above
         step = next(f * power for f in (1, 2, 5, 10) if f * power >= rough * (1 - 1e-9))

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from tandem.config.schema import Sandbox
+from tandem.config.episodes import Sandbox
 from tandem.model.tool_calls import Call, write_calls
-from tandem.plugins.graders.sandbox import open_sandbox
+from tandem.plugins.graders.sandbox.protocol import open_sandbox
 from tandem.plugins.harbor import HarborEnv, rows
 from tandem.runtime.errors import UserError
 from tandem.types import Problem
@@ -19,13 +19,16 @@ except UserError as error:
 
 TEST = """#!/bin/bash
 cmp -s /app/sum.txt <(echo 7) && right=1 || right=0
-echo "{\\"reward\\": $right, \\"files\\": $(ls /app | wc -l)}" > /logs/verifier/reward.json
+echo $right > /logs/verifier/reward.txt
+"""
+NAMED = """
+echo "{\\"reward\\": 0.5, \\"files\\": $(ls /app | wc -l)}" > /logs/verifier/reward.json
 """
 
 
 def write_task(folder, *, dockerfile="FROM ubuntu:24.04\nWORKDIR /app\nCOPY in.txt .\n", test=TEST):
     for name, text in {
-        "task.toml": 'schema_version = "1.4"\n[verifier]\ntimeout_sec = 30.0\n',
+        "task.toml": '[verifier]\ntimeout_sec = 30\n[environment]\ndocker_image = "a"\ngpus = 0\n',
         "instruction.md": "Write the sum of /app/in.txt to /app/sum.txt.",
         "environment/Dockerfile": dockerfile,
         "environment/in.txt": "3\n4\n",
@@ -65,24 +68,25 @@ def test_files_stay_from_command_to_command_and_the_tests_give_the_reward(tmp_pa
         problem_of(row),
         bash("pwd; cat in.txt"),
         bash("echo $((3 + 4)) > sum.txt; touch /root/x; false"),
-        bash("cat sum.txt; ls /root /tests /solution"),
+        bash("cat sum.txt; find /root /tests -mindepth 1; ls /solution"),
         bash("echo no > sum.txt; touch slow; sleep 60"),
-        # both are undone before the tests
-        bash(
-            "cd /tmp; mkdir -p tests logs/verifier; tee logs/verifier/reward.txt tests/test.sh <<<1"
-        ),
+        # it is undone before the tests
+        bash("mkdir /logs/verifier; tee /logs/verifier/reward.json /tests/test.sh <<< 1"),
         "Done.",
     )
     said = [one.messages[0]["content"] for one in heard]
     assert said[:2] == ["/app\n3\n4", "(exit code 1)"]
-    assert said[2].startswith("7\n") and "/root:\nx" in said[2] and "exit code 2" in said[2]
+    assert said[2].startswith("7\n/root/x\nls: ") and said[2].endswith("(exit code 2)")
     assert said[3] == "(exit code 124)" and said[4] == "1"
     # the command that was stopped had written its files
     assert (last.done, last.reward) == (True, 0.0)
-    assert last.parts == {"tool_calls": 5.0, "bad_calls": 0.0, "reward": 0.0, "files": 3.0}
+    assert last.parts == {"tool_calls": 5.0, "bad_calls": 0.0, "reward": 0.0}
 
 
-def test_a_task_without_a_result_is_an_error(tmp_path):
+def test_tests_may_name_rewards_and_no_result_is_an_error(tmp_path):
+    [row] = rows(str(write_task(tmp_path / "named", test=NAMED)))
+    [last] = play(HarborEnv(), problem_of(row), "Done.")
+    assert (last.reward, last.parts["files"]) == (0.5, 1.0)
     [row] = rows(str(write_task(tmp_path / "sum", test="echo 1")))
     with pytest.raises(RuntimeError, match="leave no reward"):
         play(HarborEnv(), problem_of(row), "Done.")

@@ -13,10 +13,9 @@ from tandem.plugins.optim.adamw_8bit import (
     quantize,
 )
 from tandem.trainer.ranks import Ranks
-from tests.support.meshes import on_mesh
 from tests.support.optimizers import bits, optimizer, set_gradients
 from tests.support.tiny import exact_model
-from tests.support.updates import learner_of, microbatches, step_alone, step_on, updated
+from tests.support.updates import learner_of, microbatches, updated
 
 SHAPES = {"embedding": (40, 300), "experts": (3, 5, 7), "wide": (2, 513), "norm": (300,)}
 
@@ -142,15 +141,3 @@ def test_it_learns_samples_by_heart():
     learner = learner_of(exact_model("qwen3"), Ranks(), rate=0.01, kind=Optimizer8bit)
     losses = [row["nll"] for row in updated(learner, microbatches(1), steps=20)]
     assert losses[-1] < 0.05 * losses[0]
-
-
-def in_8bit_on(mesh, kind):
-    return step_on(mesh, kind, 2, optimizer=Optimizer8bit)
-
-
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
-def test_two_processes_step_to_the_bits_of_one(kind):
-    (rows, weights), (others, _) = on_mesh(in_8bit_on, kind, data=2)
-    alone, expected = step_alone(kind, 2, optimizer=Optimizer8bit)
-    assert rows == alone == others
-    assert all(torch.equal(weights[name], weight) for name, weight in expected.items())

@@ -2,9 +2,7 @@
 where it is absent."""
 
 import asyncio
-import json
 import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import numpy as np
 import pytest
@@ -19,6 +17,7 @@ from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episodes import run_episodes
 from tandem.runtime.errors import UserError
 from tandem.types import Completion, Problem, SamplingParams
+from tests.support.json_server import JsonServer
 from tests.support.scripted import DigitRenderer, ScriptedEngine
 from tests.support.waiting import WAIT_S, eventually
 
@@ -306,35 +305,16 @@ def test_a_missing_environment_is_a_user_error_at_once(options, words):
         VerifiersEnv(**options)
 
 
-class Recorder(BaseHTTPRequestHandler):
-    """Answers every request with "1" and keeps its headers."""
-
-    headers_seen: list[dict[str, str]] = []  # noqa: RUF012
-
-    def do_POST(self):
-        self.headers_seen.append(dict(self.headers))
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        asked = ChatRequest.model_validate_json(body)
-        body = json.dumps(chat_completion(Reply(text="1", content="1"), asked)).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *arguments):
-        pass
-
-
 def test_no_key_of_the_user_is_sent_along(monkeypatch):
     for name in ("PRIME_API_KEY", "OPENAI_API_KEY", "PRIME_TEAM_ID"):
         monkeypatch.setenv(name, "secret")
-    with HTTPServer(("127.0.0.1", 0), Recorder) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        play_at = host_of("tandem-sums").play(
-            problems("tandem-sums")[0], f"http://127.0.0.1:{server.server_port}/v1", ""
-        )
+
+    def answer(path, body):
+        asked = ChatRequest.model_validate(body)
+        return 200, chat_completion(Reply(text="1", content="1"), asked)
+
+    with JsonServer(answer) as server:
+        play_at = host_of("tandem-sums").play(problems("tandem-sums")[0], f"{server.url}/v1", "")
         verdict = asyncio.run_coroutine_threadsafe(play_at, agents_loop()).result(WAIT_S)
-        server.shutdown()
     assert verdict["reward"] == 2.0
-    assert Recorder.headers_seen and "secret" not in str(Recorder.headers_seen)
+    assert server.asked and "secret" not in str([str(headers) for _, headers, _ in server.asked])

@@ -161,11 +161,10 @@ def test_step_page_says_how_the_loss_came_about_and_has_advantages(compared):
     text = page.run("return document.body.innerText")
     loss = "policy loss 0.5 + 0.5 × KL 0.25 - 0.25 × entropy 1 = 0.375"
     signal = "1 of them carry a signal; in the other 1 every advantage is 0"
-    changes = "sampled: 1 learned, 1 lost, 0 as before"
-    for told in (f"in the mean of loss tokens: {loss}", signal, changes):
+    for told in (f"loss tokens: {loss}", signal, "sampled: 1 learned, 1 lost, 0 as before"):
         assert told in text
     assert words_of(page, ".square small") == ["+1", "-1", "0", "0"]
-    assert words_of(page, ".group .chip")[:2] == ["trained", "advantage 0"]
+    assert words_of(page, ".group .chip")[1:4] == ["advantage 0", "sampled", "lost"]
     page.run("document.querySelector('.bar input[type=checkbox]').click()")
     assert words_of(page, ".group:not([hidden]) b") == ["p", "n", "m"]
 

@@ -34,9 +34,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tandem.config.episodes import Sandbox as SandboxConfig
 from tandem.plugins.graders.sandbox.protocol import (
     LIMITS,
     Limits,
@@ -52,6 +51,9 @@ from tandem.plugins.graders.sandbox.protocol import (
 from tandem.plugins.graders.sandbox.seccomp import seccomp_filter
 from tandem.runtime.errors import UserError
 from tandem.runtime.processes import adopt_orphans
+
+if TYPE_CHECKING:
+    from tandem.config.episodes import Sandbox as SandboxConfig
 
 POLL_S = 0.02  # how often memory is looked at; a program that ends sooner is never measured
 # a killed namespace is gone in milliseconds; the kernel may be busy freeing its memory
@@ -403,15 +405,13 @@ DEVICES = (
     "random",
     "urandom",
 )  # not zero: mapped, it is memory that no limit counts
-# where tasks that are written for containers have their files; they lead into /tmp
-CONTAINER_FOLDERS = ("app", "logs", "root", "tests", "workspace")
 # Process 1 of the namespace is bubblewrap's, of the same user and without the limits: its memory
 # must not be written to.
 HIDE_FIRST = ("--perms", "0000", "--size", "4096", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1")
 _run_numbers = itertools.count()
 
 
-def open_bubblewrap(config: SandboxConfig) -> Sandbox:
+def open_bubblewrap(config: "SandboxConfig") -> Sandbox:
     """Open bubblewrap after a trial run; where it does not work, with the config's switch a place
     for plain processes. Raises UserError."""
     programs = ("bwrap", "prlimit", "setpriv", "bash")
@@ -512,10 +512,10 @@ def _view(python: str, limits: Limits) -> list[str]:
     args += ["--symlink", "/proc/self/fd", "/dev/fd", "--symlink", "/tmp", "/dev/shm"]
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         args += ["--symlink", f"/proc/self/fd/{number}", f"/dev/{name}"]
-    for name in CONTAINER_FOLDERS:
-        args += ["--symlink", f"/tmp/{name}", f"/{name}"]
     args += ["--proc", "/proc", *HIDE_FIRST]
-    return [*args, "--size", str(limits.disk_mb * 2**20), "--perms", "0700", "--tmpfs", "/tmp"]
+    for name in ("tmp", *limits.folders):
+        args += ["--size", str(limits.disk_mb * 2**20), "--perms", "0700", "--tmpfs", f"/{name}"]
+    return args
 
 
 def _confinement(bpf: Sequence[int], status: int) -> list[str]:

@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import PurePosixPath
-from typing import Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
-from tandem.config.episodes import Sandbox as SandboxConfig
 from tandem.registry import find
+
+if TYPE_CHECKING:
+    from tandem.config.episodes import Sandbox as SandboxConfig
 
 # a command, and the files it finds in its working directory
 Program = tuple[Sequence[str], Mapping[str, str]]
@@ -34,6 +36,7 @@ class Limits:
     open_files: int = 64
     processes: int = 16  # threads count, and so does bubblewrap's own
     output_bytes: int = 65536  # of stdout, and again of stderr
+    folders: tuple[str, ...] = ()  # of bubblewrap, to write beside /tmp: each of disk_mb
 
     @property
     def file_bytes(self) -> int:
@@ -90,7 +93,7 @@ class Sandbox(Protocol):
 
 
 @cache  # one trial run in a process is enough
-def open_sandbox(config: SandboxConfig) -> Sandbox:
+def open_sandbox(config: "SandboxConfig") -> Sandbox:
     """Open the sandbox of a config; raises UserError if there is none."""
     return find("sandboxes", config.kind, key="sandbox")(config)  # type: ignore[no-any-return]
 

@@ -49,7 +49,7 @@ function navigation(name, parts) {
     run && tab(name === "episode" ? "episode" : "episodes", "Episodes", link("episodes", [run])),
     run && tab("step", "Step", link("step", [run, name === "step" ? parts[1] || "" : name === "episode" ? parts[2] : ""])),
     run && tab("diff", "Diff", link("diff", [run])));
-  fill(document.getElementById("crumb"), run);
+  fill(document.getElementById("crumb"), run && (name === "diff" ? parts.join(" · ") : name === "curves" ? parts[0].replaceAll(",", " · ") : run));
 }
 
 const HINT = "j/k or arrows: move · Enter: open · ←/→: before and after · /: search · x: choose · g: runs · Esc: leave a field";

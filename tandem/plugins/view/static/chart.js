@@ -13,6 +13,7 @@ function span(u, low, high) {
   return [low - room, high + room];
 }
 
+const WHOLE = Array.from({ length: 10 }, (_, power) => [1, 2, 5].map((n) => n * 10 ** power)).flat(); // steps between ticks of steps
 const tick = (value) => (Math.abs(value) >= 1000 ? value.toLocaleString("en") : String(Number(value.toPrecision(6))));
 // What the legend says: the value under the pointer, else the last one.
 function told(u, value, place, at) {
@@ -66,7 +67,7 @@ export class Chart {
     this.plot = new uPlot({
       width: this.box.clientWidth || 300, height: this.height, series, bands,
       scales: { x: { time: false }, y: { range: span } },
-      axes: [{ ...axis, size: 26, label: "step", labelSize: 14, labelGap: -2 }, { ...axis, size: 52 }],
+      axes: [{ ...axis, size: 26, incrs: WHOLE, label: "step", labelSize: 14, labelGap: -2 }, { ...axis, size: 52 }],
       legend: { show: true, live: legend < 12, markers: { dash: (u, i) => (series[i].dash ? "dashed" : "solid") } },
       cursor: { sync: { key: "steps", setSeries: false }, drag: { x: true, y: false, setScale: false }, points: { size: 6 }, bind: { dblclick: () => () => { this.onzoom(null); return null; } } },
       hooks: { setSelect: [(u) => {

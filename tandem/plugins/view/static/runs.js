@@ -70,7 +70,7 @@ function duration(seconds) {
 
 function amount(count) {
   const [size, unit] = count >= 1e9 ? [1e9, "B"] : count >= 1e5 ? [1e6, "M"] : [1, ""];
-  return count ? `${number(Number((count / size).toPrecision(3)))}${unit} parameters` : "";
+  return count ? `${number(Number((count / size).toPrecision(3)))}${unit} trained parameters` : "";
 }
 
 function row(run, redraw) {

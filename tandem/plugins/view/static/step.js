@@ -26,12 +26,13 @@ export async function step(main, [run, wanted]) {
     const keys = ["eval/sampled", "eval/greedy"], found = await get("step", { run, step: place });
     const { series } = (await get("series", { run, key: keys, points: 20000 }))[run];
     evaluated = [...new Set(Object.values(series).flatMap((s) => s.x))].sort((a, b) => a - b);
-    if (!evaluated.includes(base)) base = evaluated[0] ?? null;
-    const compared = found.groups.some((g) => g.kind !== "train") && base !== found.step ? await get("step", { run, step: base }) : { groups: [] };
+    const earlier = evaluated.filter((n) => n < found.step);
+    if (!earlier.includes(base)) base = earlier[0] ?? null;
+    const compared = found.groups.some((g) => g.kind !== "train") && base !== null ? await get("step", { run, step: base }) : { groups: [] };
     if (over) return;
     one = found;
     fill(bar, h("h1", {}, `Step ${one.step}`), h("span", { class: "dim" }, `of ${one.last}`), h("span", { class: "grow" }),
-      evaluated.length > 0 && steps(evaluated.includes(one.step) ? one.step : "", go),
+      evaluated.length > 0 && steps(evaluated, evaluated.includes(one.step) ? one.step : "", go),
       h("button", { onclick: keys.left, disabled: one.step <= one.first, title: "the step before ( ← )" }, "←"), h("button", { onclick: keys.right, disabled: one.step >= one.last, title: "the next step ( → )" }, "→"));
     const text = JSON.stringify([{ ...one, last: 0 }, base]);
     if (text === shown) return; // the same step of a longer run: what is being read stays where it is
@@ -45,15 +46,15 @@ export async function step(main, [run, wanted]) {
       evaluation.length > 0 && held(evaluation, compared.groups));
   }
 
-  const steps = (own, chosen) => h("select", { "aria-label": "evaluation", onchange: (e) => chosen(Number(e.target.value)) },
-    own === "" && h("option", { value: "" }, "evaluations"), evaluated.map((n) => h("option", { value: n, selected: n === own }, `evaluation ${n}`)));
+  const steps = (all, own, chosen) => h("select", { "aria-label": "evaluation", onchange: (e) => chosen(Number(e.target.value)) },
+    own === "" && h("option", { value: "" }, "evaluations"), all.map((n) => h("option", { value: n, selected: n === own }, `evaluation ${n}`)));
 
   // The evaluation, beside that of another step: what was learned since, and what was lost.
   function held(evaluation, others) {
     const key = (g) => `${g.kind} ${g.uid}`, before = new Map(others.filter((g) => g.kind !== "train").map((g) => [key(g), g]));
     const change = (g) => (before.has(key(g)) ? mean(g) - mean(before.get(key(g))) : 0), kinds = [...new Set(evaluation.map((g) => g.kind))];
     const told = (kind) => { const all = evaluation.filter((g) => g.kind === kind).map(change); return `${words(kind.replace("eval_", ""))}: ${all.filter((by) => by > 0).length} learned, ${all.filter((by) => by < 0).length} lost, ${all.filter((by) => by === 0).length} as before`; };
-    const heading = [h("h2", {}, `Its evaluation: ${many(evaluation.length, "group")}`), evaluated.length > 1 && h("label", { class: "dim" }, "compared with ", steps(base, (to) => { base = to; load(); })), before.size > 0 && h("span", { class: "dim" }, kinds.map(told).join("; "))];
+    const heading = [h("h2", {}, `Its evaluation: ${many(evaluation.length, "group")}`), base !== null && h("label", { class: "dim" }, "compared with ", steps(evaluated.filter((n) => n < one.step), base, (to) => { base = to; load(); })), before.size > 0 && h("span", { class: "dim" }, kinds.map(told).join("; "))];
     const sorted = evaluation.map((g) => ({ ...g, before: before.get(key(g)), change: change(g) })).sort((a, b) => a.change - b.change);
     return groups(heading, run, one.step, sorted, before.size > 0 && "changed only", (g) => g.change !== 0, base);
   }
@@ -95,7 +96,7 @@ function account(one, train) {
   const terms = loss(one.numbers, one.settings);
   if (terms) lines.push(terms);
   if (one.numbers.skipped_updates) lines.push(`${many(one.numbers.skipped_updates, "update")} skipped: not finite`);
-  const settings = Object.entries(one.settings).map(([k, v]) => h("span", { class: "setting" }, `${k} `, h("b", {}, String(v))));
+  const settings = Object.entries(train.length ? one.settings : {}).map(([k, v]) => h("span", { class: "setting" }, `${k} `, h("b", {}, String(v))));
   return (lines.length > 0 || settings.length > 0) && h("section", { class: "card" }, h("h2", {}, "What it trained on"), h("ul", {}, lines.map((line) => h("li", {}, line))), h("p", { class: "settings dim" }, settings));
 }
 
@@ -119,7 +120,7 @@ function groups(heading, run, step, all, only, keep, earlier) {
   const rewards = all.flatMap((g) => [g, g.before].filter(Boolean).flatMap((one) => one.attempts.map((a) => a.reward))), low = Math.min(0, ...rewards), high = Math.max(1, ...rewards);
   const squares = (g, at) => h("span", { class: "squares" }, g.attempts.map((a) => h("a", { class: `square ${a.masked || a.error ? "bad" : ""}`, vars: rewardVars(a.reward, low, high), href: link("episode", [run, g.kind, String(at), String(a.row)]), title: plain(`#${a.sample}: reward ${number(a.reward)},${a.advantage === null ? "" : ` advantage ${number(a.advantage, 3)},`} ${a.tokens} tokens, ended by ${words(a.stop)}${a.error ? `, ${a.error}` : ""}\n${a.snippet}`) }, number(a.reward, 2), a.advantage !== null && h("small", {}, `${a.advantage > 0 ? "+" : ""}${number(a.advantage, 2)}`))));
   const mark = (g) => {
-    if (g.kind !== "train") return [chip(g.kind.replace("eval_", ""), "info"), g.change > 0 && " ", chip("learned", "good"), g.change < 0 && " ", chip("lost", "bad")];
+    if (g.kind !== "train") return [chip(g.kind.replace("eval_", ""), "info"), g.change > 0 && [" ", chip("learned", "good")], g.change < 0 && [" ", chip("lost", "bad")]];
     return g.outcome !== "train" ? chip(g.outcome, "warn") : signal(g) ? chip("trained", "finished") : chip("advantage 0");
   };
   const rows = all.map((g) => h("div", { class: "group" },
