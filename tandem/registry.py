@@ -118,9 +118,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "adamw_8bit": "tandem.plugins.optim.adamw_8bit:Optimizer8bit",
         "muon": "tandem.trainer.muon:Muon",
     },
-    "resources": {
-        "memory": "tandem.plugins.plan.footprint:out_of_memory"
-    },  # of a run, by its config
+    "resources": {"memory": "tandem.plugins.plan.footprint:out_of_memory"},  # of a run's config
     "rewards": {  # rewards/load.py: functions with one of its signatures
         "answer": "tandem.plugins.graders.rewards:answer",
         "choice": "tandem.plugins.graders.rewards:choice",
@@ -142,6 +140,8 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "bubblewrap": "tandem.plugins.graders.sandbox.local:open_bubblewrap",
         "fusion": "tandem.plugins.graders.sandbox.fusion:open_fusion",
     },
+    # `tandem serve --train`: (its options, a bound socket) -> None, once it is stopped
+    "training_servers": {"tinker": "tandem.plugins.tinker.server:serve"},
     "sources": {  # what `tandem generate NAME:ID` copies: (id, limit=) -> rows
         "harbor": "tandem.plugins.harbor:rows",
         "verifiers": "tandem.plugins.verifiers.env:rows",

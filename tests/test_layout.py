@@ -176,6 +176,7 @@ def test_an_optional_stack_is_imported_in_one_file_of_a_room():
     assert twice == {
         "starlette": [
             "envs/agent/server.py",
+            "plugins/tinker/server.py",
             "plugins/view/app.py",
             "serve/app.py",
             "serve/endpoints.py",

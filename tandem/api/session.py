@@ -92,6 +92,8 @@ class Session:
         self.exact = not probe_exactness(self.config, self.learner.model, logger.info).parity
         self.engine = build_engine(self.config, self.learner.model, self.renderer)
         self.version, self._calls, self._totals = 0, 0, Totals()
+        # of the last pass with a loss, by datum: log-probs of the tokens with a weight, float32 [N]
+        self.trained_logprobs: list[Array] = []
 
     def sample(
         self,
@@ -157,9 +159,7 @@ class Session:
         trainer's pass."""
         batches = self._pack(data)
         with torch.no_grad():
-            found = [self._logprobs(batch)[0].numpy() for batch in batches]
-        by_datum = split(batches, found)
-        return [by_datum[number] for number in range(len(data))]
+            return _by_datum(batches, [self._logprobs(batch)[0] for batch in batches])
 
     def forward_backward(
         self, data: Sequence[Datum], loss: Loss = "cross_entropy", **settings: Any
@@ -171,7 +171,36 @@ class Session:
         settings: of the loss, e.g. clip_low. Raises UserError if the loss is not finite, and then
         forgets all gradients.
         """
-        function = _function(loss)
+        batches, found = self._pack(data), list[Tensor]()
+        total = self._loss_of(data, _function(loss), settings, found)
+        totals = self.learner.ranks.backward(self.learner.model, batches, total)
+        if not totals.finite:
+            self.learner.optimizer.update(skip=True)
+            raise UserError("the loss is not finite", where="forward_backward", found=f"{loss}")
+        self.trained_logprobs = _by_datum(batches, found)
+        return {**totals.metrics, "tokens": float(totals.num_loss_tokens)}
+
+    def forward(
+        self, data: Sequence[Datum], loss: Loss = "cross_entropy", **settings: Any
+    ) -> dict[str, float]:
+        """Return the metrics of `forward_backward`, without a gradient."""
+        batches, found, totals = self._pack(data), list[Tensor](), Totals()
+        total = self._loss_of(data, _function(loss), settings, found)
+        with torch.no_grad():
+            for batch in batches:
+                totals.add(len(batch.targets), True, total(batch)[1])
+        self.trained_logprobs = _by_datum(batches, found)
+        return {**totals.metrics, "tokens": float(totals.num_loss_tokens)}
+
+    def _loss_of(
+        self,
+        data: Sequence[Datum],
+        function: Callable[[Mapping[str, Any]], tuple[Tensor, Mapping[str, float]]],
+        settings: Mapping[str, Any],
+        found: list[Tensor],
+    ) -> Callable[[Microbatch], tuple[Tensor, dict[str, float]]]:
+        """Return the function of a microbatch's loss and metrics, which appends its log-probs to
+        found."""
         settings = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0, **settings}
         arrays = {
             name: [getattr(one, name)[one.weights != 0] for one in data]
@@ -181,6 +210,7 @@ class Session:
         def total(batch: Microbatch) -> tuple[Tensor, dict[str, float]]:
             own = {name: torch.from_numpy(join([batch], of)[0]) for name, of in arrays.items()}
             logprobs, entropy = self._logprobs(batch)
+            found.append(logprobs.detach())
             offered = {
                 "policy_logprobs": logprobs,
                 "proximal_logprobs": own["logprobs"],
@@ -194,12 +224,7 @@ class Session:
             value = (terms * own["weights"]).sum()
             return value, {**metrics, "loss": float(value.detach())}
 
-        batches, ranks = self._pack(data), self.learner.ranks
-        totals = ranks.backward(self.learner.model, batches, total)
-        if not totals.finite:
-            self.learner.optimizer.update(skip=True)
-            raise UserError("the loss is not finite", where="forward_backward", found=f"{loss}")
-        return {**totals.metrics, "tokens": float(totals.num_loss_tokens)}
+        return total
 
     def optim_step(self, learning_rate: float | None = None) -> dict[str, float]:
         """Step the weights by the gradients added so far, and have the engine run the new ones;
@@ -223,10 +248,15 @@ class Session:
         )
         return save_checkpoint(Path(folder), contents)
 
-    def load(self, path: str | Path) -> None:
-        """Go back to what `save` wrote to that path. Raises UserError for a damaged one."""
+    def load(self, path: str | Path, *, optimizer: bool = True) -> None:
+        """Go back to what `save` wrote to that path. optimizer: its moments, too, else this
+        session's stay. Raises UserError for a damaged one."""
         tensors, state = load_checkpoint(Path(path))
-        load_learners({"policy": self.learner}, tensors, state["optimizer_steps"])
+        learner = self.learner
+        if optimizer:
+            load_learners({"policy": learner}, tensors, state["optimizer_steps"])
+        else:
+            learner.load(tensors["policy"], learner.saved()[1], learner.optimizer.step)
         self._calls = state["calls"]
         self._publish(int(Path(path).name.rpartition("_")[2]))
 
@@ -255,6 +285,11 @@ class Session:
 
     def _logprobs(self, batch: Microbatch) -> tuple[Tensor, Tensor]:
         return batch_logprobs(self.learner.model, batch, self.params)
+
+
+def _by_datum(batches: Sequence[Microbatch], found: Sequence[Tensor]) -> list[Array]:
+    by_datum = split(batches, [logprobs.cpu().numpy() for logprobs in found])
+    return [by_datum[number] for number in range(len(by_datum))]
 
 
 FIELDS = tuple(Completion.__dataclass_fields__)

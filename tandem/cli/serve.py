@@ -17,6 +17,7 @@ from typer import Option
 from tandem.cli.arguments import argument, command_of, unset
 from tandem.config.episodes import Model, Rollout
 from tandem.config.schema import Config
+from tandem.registry import find
 from tandem.runtime.errors import UserError
 from tandem.serve.json_masks import JsonGrammars, JsonMask
 from tandem.serve.listen import address_errors, bound, require_token, url_of
@@ -61,12 +62,21 @@ class Options:
     allow_weight_updates: Annotated[
         bool, Option(help="let clients have it load new weights, as `tandem train` does")
     ] = False
+    train: Annotated[
+        bool, Option("--train", help="let clients of Tinker's API train and sample, in its place")
+    ] = False
+    folder: Annotated[Path, Option(help="with --train: where clients' checkpoints go")] = Path(
+        "runs/tinker"
+    )
 
 
 def serve(options: Options) -> None:
-    """Serve a model over HTTP to OpenAI's and Anthropic's clients: see docs/guide/serving.md."""
+    """Serve a model over HTTP to OpenAI's and Anthropic's clients, or with --train to Tinker's: see
+    docs/guide/serving.md."""
     require_token(options.host, options.api_key, "TANDEM_API_KEY")
     with bound(options.host, options.port) as sock:
+        if options.train:
+            return find("training_servers", "tinker", key="--train")(options, sock)
         from tandem.serve.endpoints import EngineServer
 
         engine, renderer = _load(options)
