@@ -60,7 +60,6 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "export": "tandem.cli.of_runs:export",
         "replay": "tandem.cli.of_runs:replay",
         "status": "tandem.cli.of_runs:status",
-        "scale": "tandem.cli.of_runs:scale",
         "show": "tandem.cli.of_runs:show",
         "why": "tandem.cli.of_runs:why",
         "diff": "tandem.cli.of_runs:diff",

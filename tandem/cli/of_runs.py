@@ -88,13 +88,6 @@ def status(run: Run) -> None:
     status(run)
 
 
-def scale(run: Run, count: Annotated[str, argument(help="rollout=N", metavar="rollout=N")]) -> None:
-    """Have rollout workers join or leave a run that goes on, until there are N; its bits stay."""
-    from tandem.cli.status import scale
-
-    scale(run, count)
-
-
 def show(
     run: Run,
     step: Annotated[int | None, unset(min=0, help="default: the newest")] = None,

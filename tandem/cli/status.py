@@ -1,4 +1,4 @@
-"""`tandem status` and `tandem scale`: a run looked at, and grown or shrunk, while it goes on."""
+"""`tandem status`: a run looked at while it goes on."""
 
 from pathlib import Path
 
@@ -6,14 +6,7 @@ from tandem.cli.progress import print_lines, print_table
 from tandem.run_folder.files import require_run
 from tandem.run_folder.lock import holder
 from tandem.run_folder.read import read_notes
-from tandem.run_folder.status import (
-    ROLLOUT,
-    parse_worker_count,
-    read_status,
-    request_workers,
-    requested_workers,
-)
-from tandem.runtime.errors import UserError
+from tandem.run_folder.status import ROLLOUT, read_status
 
 COLUMNS = ("role", "node", "pid", "state", "version", "requests", "restarts")
 
@@ -35,39 +28,8 @@ def status(folder: Path) -> None:
         return
     step, steps, when = written["step"], written["steps"], written["time"]
     print_lines([f"step {step} of {steps}, {'as of' if alive else 'last seen'} {when}"])
-    if wanted := requested_workers(folder):
-        print_lines([f"{wanted} rollout workers from the next rollout on (tandem scale)"])
     if alive:
         print_table(
             COLUMNS,
             [[str(process.get(name, "")) for name in COLUMNS] for process in written["processes"]],
         )
-
-
-def scale(folder: Path, wanted: str) -> None:
-    """Ask a run that lives for another number of rollout workers; it follows before its next
-    rollout. Raises UserError."""
-    require_run(folder)
-    count, alive = parse_worker_count(wanted), holder(folder)
-    written = read_status(folder)
-    if not alive or written is None:
-        raise UserError(
-            "only a run that is under way has workers",
-            where=str(folder),
-            found="no process that runs it" if not alive else "a run that is just starting",
-            expected="a run that has made a step since its last start",
-            next="wait for its first step"
-            if alive
-            else f"start the same command with rollout.workers={count}",
-        )
-    workers = [row for row in written["processes"] if row["role"].startswith("rollout worker")]
-    if not workers:
-        raise UserError(
-            "the run has no rollout workers",
-            where=str(folder),
-            found="rollout.workers = 0: the trainer's own process samples",
-            expected="a run with rollout.workers of at least 1",
-            next=f"stop it, and start the same command with rollout.workers={count}",
-        )
-    request_workers(folder, count)
-    print_lines([f"{folder}: {len(workers)} rollout workers now, {count} from the next rollout on"])

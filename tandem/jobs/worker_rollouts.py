@@ -4,19 +4,16 @@ transport of weights to them, and a lane for each step that is rolled out at onc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 
 from tandem.choices import engine_of
 from tandem.engine.sync_check import Probe
 from tandem.jobs.models import placement
-from tandem.jobs.rollouts import Lane, Report, Rollouts, RolloutStage
+from tandem.jobs.rollouts import Lane, Rollouts, RolloutStage
 from tandem.model.placement import place_models
 from tandem.rollout.collect import steps_at_once
 from tandem.rollout_workers.client import Client
 from tandem.rollout_workers.pool import Workers
 from tandem.rollout_workers.process import COMMAND, ENVIRONMENT, EngineSpec, Published
-from tandem.run_folder.status import take_requested_workers
 from tandem.weights.worker_sync import ProcessSync
 from tandem.workers.host import LocalHosts, OpenHost
 from tandem.workers.pool import Limits
@@ -63,7 +60,6 @@ def open_workers(
                 shared,
                 lambda: (model.merged_weights(), probe()),
                 config.rollout.staleness,
-                partial(_resize_on_request, workers, stage.folder, stage.report),
             )
             return replace(stage.local, engine=client, after_generation=client.rest), sync
 
@@ -111,12 +107,3 @@ def _start(
         ) as workers,
     ):
         yield workers
-
-
-def _resize_on_request(pool: Workers, folder: Path, report: Report) -> None:
-    """Have workers join or leave, as `tandem scale` has asked for. Requests of other steps may be
-    under way; those of workers that leave are served again."""
-    wanted = take_requested_workers(folder)
-    if wanted and wanted != pool.count:
-        report(f"rollout workers: {pool.count} -> {wanted}, as `tandem scale` asks")
-        pool.resize(wanted)

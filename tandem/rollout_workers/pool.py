@@ -84,22 +84,6 @@ class Workers(Pool[WorkerProcess]):
             self._begin(number)
         self.start()
 
-    def resize(self, count: int) -> None:
-        """Start or end workers until there are count; the requests of those that end go to
-        others."""
-
-        def change() -> None:
-            for number in sorted(self._workers)[count:]:
-                self._remove(self._workers[number])
-            for number in range(len(self._workers), count):
-                self._begin(number)
-
-        self.call(change)
-
-    @property
-    def count(self) -> int:
-        return len(self._workers)
-
     def status(self) -> list[dict[str, Any]]:
         """Describe each worker: where it runs and what it does."""
         numbers = sorted(self._workers.copy())
@@ -200,17 +184,13 @@ class Workers(Pool[WorkerProcess]):
     def _start_of(self, worker: WorkerProcess) -> Message:
         return {**self._spec.start_of(worker.number), "layout": self._weights.layout.parts}
 
-    def _remove(self, worker: WorkerProcess) -> int:
-        """End a worker, and forget it; return how many of its requests are served again."""
-        self._end(worker)
-        self.checks.lose(worker)
-        return self.dispatcher.put_back(worker)
-
     def _lose(self, worker: WorkerProcess, reason: str) -> None:
         """Kill a worker, start another in its place, and put its requests back in front."""
         lost = f"{worker} was lost while {worker.state}: {reason}"
         last_words = worker.host.last_words()
-        back = self._remove(worker)
+        self._end(worker)
+        self.checks.lose(worker)
+        back = self.dispatcher.put_back(worker)
         self._lost[worker.number] += 1
         if not self.restarts.spend():
             raise UserError(

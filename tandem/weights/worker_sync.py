@@ -23,7 +23,7 @@ class ProcessSync:
     workers: run the versions that rollouts ask for; local: the engine of evaluations, which runs
     the trainer's own tensors; weights: returns those to publish, and what workers compare
     themselves with by them, or None; keep: how many versions before the newest may still be asked
-    for; before: called before a version is asked for.
+    for.
     """
 
     def __init__(
@@ -33,10 +33,9 @@ class ProcessSync:
         shared: SharedWeights,
         weights: Callable[[], tuple[dict[str, Tensor], dict[str, Any] | None]],
         keep: int,
-        before: Callable[[], None] = lambda: None,
     ):
         self.workers, self.local, self.shared = workers, local, shared
-        self.weights, self.keep, self.before = weights, keep, before
+        self.weights, self.keep = weights, keep
         self.version = -1  # that rollouts have asked for last
 
     def publish(self, version: int) -> None:
@@ -47,7 +46,6 @@ class ProcessSync:
     def sync_to(self, version: int) -> None:
         """Have the workers run a version. Raises UserError if it is gone, or a worker runs other
         weights than the published ones."""
-        self.before()
         if self.workers.weight_version != version:
             if version not in self.shared.versions:
                 raise weights_gone(version, found=f"versions {self.shared.versions}")

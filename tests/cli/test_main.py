@@ -32,7 +32,6 @@ def test_help_version_and_mistakes_in_a_recipe_come_before_torch(tmp_path):
         "view no-such-folder": ["no runs to view", "no-such-folder"],
         "report .": ["not a run folder"],
         "plot . -o x.pdf": ["as SVG or PNG", "x.pdf", "x.svg"],
-        "scale . rollout=2": ["not a run folder"],
         "status .": ["not a run folder"],
     }
     told = in_own_process(*map(str.split, commands), cwd=tmp_path)

@@ -98,23 +98,6 @@ def serving(workers, version):
     return [one for one in processes(workers) if one.is_ready and one.version == version]
 
 
-def test_workers_join_and_leave_while_two_versions_run():
-    with shared_pool(count=1) as (workers, (old, new)):
-        old.apply(0)
-        olds = [old.submit(one) for one in groups(4, max_new_tokens=60)]
-        until(old, lambda: serving(workers, 0))
-        new.apply(1)
-        news = [new.submit(one) for one in groups(4)]
-        new.step()
-        old._pool.resize(3)
-        until(new, lambda: serving(workers, 1))
-        assert finish(new, news) == expected_of(workers, 1, groups(4))
-        old._pool.resize(1)
-        whole = expected_of(workers, 0, groups(4, max_new_tokens=60))
-        assert finish(old, olds) == whole and workers.count == 1
-        assert workers.restarts.used == 0
-
-
 def test_a_worker_checks_its_completions_before_it_leaves_their_version():
     for fault, gap in (("none", 0.0), ("gap", 1e-6)):
         with shared_pool(checks=True, fault=fault) as (workers, (old, new)):

@@ -243,6 +243,19 @@ def test_a_worker_killed_or_stopped_in_any_state_changes_no_bit(how):
         assert requests_served_again(workers.reports) > 0 and workers.weight_version == 1
 
 
+def test_the_status_tells_who_runs_where_and_what_was_lost():
+    with odd_workers(count=2, restarts=1) as workers:
+        until(workers, lambda: all_idle(workers))
+        run(workers, groups(2))
+        first, second = workers.status()
+        assert (first["role"], second["role"]) == ("rollout worker 0", "rollout worker 1")
+        assert first["requests"] + second["requests"] == 8
+        assert {first["state"], second["state"]} == {"idle"} and first["version"] == 0
+        os.kill(second["pid"], signal.SIGKILL)
+        until(workers, lambda: workers.status()[1]["restarts"] == 1)
+        assert workers.status()[0] == first and workers.status()[1]["pid"] != second["pid"]
+
+
 @pytest.mark.parametrize("fault", ["crash", "garbage"])
 def test_a_worker_that_crashes_or_babbles_changes_no_bit(fault, tmp_path):
     file = tmp_path / "fault"

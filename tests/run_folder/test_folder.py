@@ -17,12 +17,7 @@ from tandem.config.schema import Config
 from tandem.run_folder.config_changes import MESH, allowed_changes, toml_values
 from tandem.run_folder.folder import check_run, identity, open_run, read_matmul
 from tandem.run_folder.read import Notes, read_notes
-from tandem.run_folder.status import (
-    read_status,
-    request_workers,
-    take_requested_workers,
-    write_status,
-)
+from tandem.run_folder.status import read_status, write_status
 from tandem.runtime.disk import DISK, write_atomic
 from tandem.runtime.errors import UserError
 from tests.support.faults import DIED, DyingDisk, in_a_fork, make_read_only, small_disk
@@ -81,12 +76,11 @@ def kill(process):
     process.stdout.close()
 
 
-def test_status_and_requested_workers_of_the_run_before_are_dropped_when_it_starts_again(tmp_path):
+def test_status_of_the_run_before_is_dropped_when_it_starts_again(tmp_path):
     for number in range(2):
         start(tmp_path)
-        assert read_status(tmp_path) is None and take_requested_workers(tmp_path) == 0
+        assert read_status(tmp_path) is None
         write_status(tmp_path, number, 9, [])
-        request_workers(tmp_path, 3)
         with pytest.raises(UserError), open_run(tmp_path, config(), fresh=False, command="sft"):
             pass
         assert read_status(tmp_path)["step"] == number

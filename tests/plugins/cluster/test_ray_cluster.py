@@ -1,4 +1,4 @@
-"""Runs on a Ray cluster: the bits of a run in one process, whoever is killed, joins or leaves.
+"""Runs on a Ray cluster: the bits of a run in one process, whoever is killed.
 
 The cluster is real, two nodes on this machine; so are the actors, the connections and the weights.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tandem.run_folder.status import read_status
-from tests.support.command import assert_is_a_users_error, in_own_process, tandem
+from tests.support.command import in_own_process
 from tests.support.gated import DEADLINE_S, gated, until, until_gone
 from tests.support.runs import fingerprint, run
 
@@ -147,38 +147,15 @@ def test_killed_env_workers_change_no_bit(nodes, inputs):
     assert (acted / "workers" / "env_worker_0.log").exists()
 
 
-def test_workers_join_and_leave_while_a_run_goes_on(inputs, inline):
-    """Without Ray: `tandem scale` is the same for processes of one machine."""
+def test_a_run_on_two_nodes_has_the_bits_of_one_process(nodes, inputs, inline):
     folder, command = inputs
-    scaled = folder / "scaled"
-    with gated(scaled) as allow, running(command, scaled, "rollout.workers=1"):
+    spread = folder / "spread"
+    with gated(spread) as allow, running(command, spread, *joined(nodes, count=3)):
         allow(1)
-        assert tandem("scale", scaled, "rollout=3", cwd=folder)[0] == 0
-        allow(3)
-        assert len(workers(scaled)) == 3
-        assert tandem("scale", scaled, "rollout=1", cwd=folder)[0] == 0
-        code, output, _ = tandem("status", scaled, cwd=folder)
-        assert code == 0 and "runs: pid" in output and "trainer rank 0" in output
-        allow(5)
-        assert len(workers(scaled)) == 1
-        allow(6)
-    assert fingerprint(scaled) == inline
-    assert "has finished" in tandem("status", scaled, cwd=folder)[1]
-    log = (scaled / "log.txt").read_text()
-    assert "rollout workers: 1 -> 3" in log and "rollout workers: 3 -> 1" in log
-
-
-def test_a_run_on_two_nodes_whose_workers_join_has_the_bits_of_one_process(nodes, inputs, inline):
-    folder, command = inputs
-    grown = folder / "grown"
-    with gated(grown) as allow, running(command, grown, *joined(nodes, count=1)):
-        allow(1)
-        assert tandem("scale", grown, "rollout=3", cwd=folder)[0] == 0
-        allow(3)
-        seen = workers(grown)
+        seen = workers(spread)
         assert len(seen) == 3 and len({row["node"] for row in seen}) == 2
         allow(6)
-    assert fingerprint(grown) == inline
+    assert fingerprint(spread) == inline
 
 
 def test_a_worker_that_needs_a_gpu_is_placed_on_a_node_of_this_machine_that_has_one(nodes):
@@ -229,19 +206,3 @@ def test_nobody_at_the_address_is_a_users_error_soon(inputs):
     [(code, _, stderr, _)] = in_own_process(arguments, cwd=folder, HF_HUB_OFFLINE="1")
     assert code == 2 and "Traceback" not in stderr
     assert "the Ray cluster cannot be joined" in stderr and f"127.0.0.1:{port}" in stderr
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["rollout=0", "rollout=-1", "rollout=x", "4", "rollout=", "env=2", f"rollout={'9' * 5000}"],
-)
-def test_what_is_no_number_of_workers_is_refused(tmp_path, text):
-    (tmp_path / "config.toml").write_text("")
-    result = tandem("scale", tmp_path, text, cwd=tmp_path)
-    assert_is_a_users_error(result, "not a number of workers", text)
-
-
-def test_only_a_run_that_lives_can_be_scaled(tmp_path):
-    (tmp_path / "config.toml").write_text("")
-    result = tandem("scale", tmp_path, "rollout=2", cwd=tmp_path)
-    assert_is_a_users_error(result, "no process that runs it")

@@ -77,7 +77,7 @@ def test_ranks_on_nodes_have_the_bits_of_local_ones_also_after_a_killed_rank_and
         allow(2)
         assert rank(placed, 0)["node"] == rank(placed, 1)["node"] == home
         code, shown, _ = tandem("status", placed, cwd=folder)
-        assert code == 0 and "trainer rank 1" in shown
+        assert code == 0 and "runs: pid" in shown and "trainer rank 1" in shown
         os.kill(rank(placed, 1)["pid"], signal.SIGKILL)
         assert first.wait(END_S) == 3, output(placed)
         assert f"on {home}) was killed" in output(placed)
