@@ -15,7 +15,7 @@ not know problems, rewards or losses.
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -43,8 +43,6 @@ from tandem.weights.hashing import tensor_digests, weight_hash
 
 if TYPE_CHECKING:
     from tandem.engine.lookahead import Lookahead, Sampled
-
-OnUpdate = Literal["finish", "restart", "continue"]
 
 
 def make_engine(model: ExactModel, decode: Callable[[np.ndarray], str], **sizes: Any) -> "Engine":
@@ -135,25 +133,17 @@ class Engine:
 
     # ---- weights
 
-    def apply(
-        self, version: int, load: Callable[[], None] | None = None, running: OnUpdate = "finish"
-    ) -> None:
+    def apply(self, version: int, load: Callable[[], None] | None = None) -> None:
         """Switch to weights of that version; load writes them into the model, unless they are there
         already.
 
-        Requests that have tokens are finished by the old weights first ("finish"; the next step
-        returns them), start again ("restart"), or go on with the new weights, which compute their
-        keys and values again ("continue"). No cached key survives.
+        Requests that have tokens are finished by the old weights first; the next step returns them.
+        No cached key survives.
         """
         scheduler = self.scheduler
-        if running == "finish":
-            while scheduler.running or any(sequence.tokens for sequence in scheduler.waiting):
-                ready = Engine.step(self, only_started=True)  # self.step may be wrapped
-                self._ended = [sequence for sequence in ready if sequence.completion is not None]
-        scheduler.preempt_all()
-        if running == "restart":
-            for sequence in scheduler.waiting:
-                sequence.restart()
+        while scheduler.running or any(sequence.tokens for sequence in scheduler.waiting):
+            ready = Engine.step(self, only_started=True)  # self.step may be wrapped
+            self._ended = [sequence for sequence in ready if sequence.completion is not None]
         if load is not None:
             load()
         self.weight_version = version

@@ -79,12 +79,6 @@ class RunningSequence:
             return self.tokens[start : start + count]
         return self.all_tokens()[self.num_cached : self.num_cached + count].tolist()
 
-    def restart(self) -> None:
-        """Drop the sampled tokens."""
-        for column in (self.tokens, self.logprobs, self.weight_versions, self.top):
-            column.clear()
-        self.prompt_scores.clear()
-
 
 Work = list[tuple[RunningSequence, int]]  # a sequence and how many of its tokens run
 

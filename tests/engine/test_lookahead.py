@@ -156,8 +156,7 @@ class Life:
 
     def update(self):
         version = self.engine.weight_version + 1
-        running = str(self.rng.choice(["finish", "restart", "continue"]))
-        self.engine.apply(version, lambda: self.model.load_weights(weights_of(version)), running)
+        self.engine.apply(version, lambda: self.model.load_weights(weights_of(version)))
 
 
 @cache

@@ -61,8 +61,7 @@ def test_weights_that_change_under_a_prompt_score_it_anew():
     sequence = engine.submit(request(1, PROMPT, prompt_logprobs=0))
     engine.step()
     assert len(columns(sequence)[0]) == 100
-    engine.apply(1, running="continue")
-    assert not sequence.prompt_scores
+    engine.weight_version = 1
     while engine.has_work:
         engine.step()
     assert len(columns(sequence)[0]) == len(PROMPT) - 1

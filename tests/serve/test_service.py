@@ -6,8 +6,6 @@ import threading
 import time
 from contextlib import asynccontextmanager
 
-import pytest
-
 from tandem.serve.service import EngineService
 from tests.support.engines import engine_of, request
 from tests.support.tiny import exact_model
@@ -40,8 +38,7 @@ def held_at(engine, count):
     return go
 
 
-@pytest.mark.parametrize("running", ["finish", "continue"])
-def test_client_gets_every_token_once_across_new_weights(running):
+def test_client_gets_every_token_once_across_new_weights():
     model, new = exact_model("qwen3"), exact_model("qwen3", seed=1).named_weights()
 
     async def life():
@@ -57,7 +54,7 @@ def test_client_gets_every_token_once_across_new_weights(running):
                 )
                 if len(tokens) == 3:
                     apply = service.ask(
-                        lambda engine: engine.apply(1, lambda: model.load_weights(new), running)
+                        lambda engine: engine.apply(1, lambda: model.load_weights(new))
                     )
                     applied = asyncio.create_task(apply)
                     await asyncio.sleep(0)  # now it is asked for
@@ -68,7 +65,7 @@ def test_client_gets_every_token_once_across_new_weights(running):
     tokens, versions, completion = asyncio.run(asyncio.wait_for(life(), WAIT_S))
     assert tokens == completion.tokens.tolist() and len(tokens) == 40
     assert versions == completion.weight_versions.tolist() == sorted(versions)
-    assert set(versions) == ({0} if running == "finish" else {0, 1})
+    assert set(versions) == {0}
 
 
 def test_clients_that_keep_asking_do_not_stop_generation():
