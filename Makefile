@@ -34,7 +34,7 @@ $(DEV): $(READY)
 adapters: $(DEV)
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt tenacity python-dotenv platformdirs requests
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps mini-swe-agent
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[wandb,png,mcp,openenv]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[wandb,png,mcp,openenv,tinker]'
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[reasoning-gym]'
 
 # Ray, TransferQueue and NIXL; their tests are skipped without them. NIXL's plain package wants CUDA's libraries.
@@ -127,7 +127,7 @@ mutants: $(DEV)
 # The pages as a site with a search, in build/site (a warning is an error), and the API's from the docstrings, in build/docs.
 docs: site
 	@$(BIN)/pdoc -o build/docs tandem '!tandem.plugins.graders.code_inside' '!tandem.plugins.graders.code_tester' \
-		'!tandem.plugins.mcp' '!tandem.plugins.openenv' '!tandem.plugins.verifiers.host' '!tandem.plugins.vllm.engine' '!tandem.run_folder.trackers.mlflow' \
+		'!tandem.plugins.mcp' '!tandem.plugins.openenv' '!tandem.plugins.tinker.models' '!tandem.plugins.tinker.server' '!tandem.plugins.tinker.wire' '!tandem.plugins.verifiers.host' '!tandem.plugins.vllm.engine' '!tandem.run_folder.trackers.mlflow' \
 		'!tandem.run_folder.trackers.trackio' '!tandem.run_folder.trackers.wandb' # their packages may be missing
 
 site: $(DEV)

@@ -66,8 +66,10 @@ SCENARIOS: dict[str, tuple[tuple[int, int], ...]] = {
     "a later save": ((10, 0),),
     "a save that prunes": ((10, 0), (20, 0)),
     "a damaged step saved again": ((20, 0), (30, 1)),
+    "the only step saved again": ((30, 1),),
 }
 DAMAGED = "a damaged step saved again"  # its newest one, before which the run has resumed
+ONLY = "the only step saved again"  # with the metrics of the evaluation that a stop has cut short
 
 
 EACH_WAY = "killed before and midway in each operation, and with the power gone"
@@ -99,7 +101,7 @@ def section() -> list[Result]:
                 calls(folder, "a save that prunes"),
                 100,
             ),
-            tally("a damaged step saved again, kill -9 at each call", calls(folder, DAMAGED), 100),
+            tally(f"{ONLY}, kill -9 at each call", calls(folder, ONLY), 100),
             tally(
                 "a damaged checkpoint: each found, and the one before taken",
                 damages(folder, DAMAGES),
@@ -234,7 +236,7 @@ def kills(place: Path, scenario: str, mode: str, save: Save) -> Iterator[Case]:
 
 def kill_pairs(place: Path, mode: str) -> Iterator[Case]:
     """Kill the save that follows a killed one too; it starts by tidying up."""
-    before = Before(place, DAMAGED)
+    before = Before(place, ONLY)
     for first in deaths(lambda disk: at_once(before.folder, 30, disk), mode):
         left = place / "left"
         shutil.rmtree(left, ignore_errors=True)
@@ -375,7 +377,7 @@ def refusals(place: Path, save: Save) -> Iterator[Case]:
     """Refuse each operation, and all after it, with each error number."""
     words = ("the disk is full", "the disk refuses to be written", "the disk fails")
     for number in NUMBERS:
-        before, n, struck = Before(place, DAMAGED), 0, True
+        before, n, struck = Before(place, ONLY), 0, True
         while struck:
             disk = RefusingDisk(n, number)
             found, wrong = refused(before, save, disk, words, f"errno {number} at operation {n}")
@@ -403,7 +405,7 @@ def full_disks(place: Path, save: Save) -> Iterator[Case]:
             yield from limits(place, save)
             return
         before, ballast, pages, found = (
-            Before(place / "full", DAMAGED),
+            Before(place / "full", ONLY),
             place / "full/ballast",
             0,
             "",
@@ -422,7 +424,7 @@ def full_disks(place: Path, save: Save) -> Iterator[Case]:
 
 def limits(place: Path, save: Save) -> Iterator[Case]:
     """Limit the size of files instead, where no disk may be mounted."""
-    before = Before(place, DAMAGED)
+    before = Before(place, ONLY)
     for size in range(0, 4 * PAGE, PAGE // 2):
 
         def limited(size: int = size) -> None:
@@ -440,7 +442,7 @@ def frozen_disks(place: Path, save: Save) -> Iterator[Case]:
     """Turn a real file system read-only before operation n; the folder, if none may be mounted."""
     mount = place / "frozen"
     with small_disk(mount, "2m") as mounted:
-        before, n, struck = Before(mount, DAMAGED), 0, True
+        before, n, struck = Before(mount, ONLY), 0, True
         freeze = partial(make_read_only, mount) if mounted else partial(before.folder.chmod, 0o555)
         thaw = (
             partial(make_read_only, mount, undo=True)

@@ -48,7 +48,7 @@ def train(model, rows, steps=STEPS):
         # every attempt counts by its tokens, over a fixed length
         weight = 1.0 / (PROBLEMS * GROUP * MAX_TOKENS)
         data = [
-            session.datum(attempt, advantage=advantages[i, j], weight=weight, group=i)
+            session.datum(attempt, advantage=advantages[i, j], weight=weight)
             for i, group in enumerate(groups)
             for j, attempt in enumerate(group)
         ]
@@ -59,7 +59,7 @@ def train(model, rows, steps=STEPS):
         )
         session.forward_backward(data, clipped)
         session.optim_step()
-        print(f"step {step + 1}/{steps}  reward {rewards.mean():.3f}  gap {gap:.0f}")
+        print(f"step {step + 1}/{steps}  reward {rewards.mean():.3f}  gap {gap:g}")
     return session
 
 

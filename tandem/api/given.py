@@ -14,7 +14,10 @@ command but its sections.
 import hashlib
 import io
 import json
+import marshal
+import os
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import CodeType, SimpleNamespace
@@ -22,11 +25,9 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
-from tandem.config.recipe import toml_value
+from tandem.config.recipe import keys_like, toml_value
 from tandem.config.schema import SHORTHANDS, Config
-from tandem.runtime.disk import write_atomic
 from tandem.runtime.errors import UserError
-from tandem.runtime.wording import nearest
 
 # the section of a command, and its key with the rows
 SECTIONS = {
@@ -80,12 +81,11 @@ def _key(name: str, own: str) -> str:
     for section in (own, *usual):
         if name in fields[section].model_fields:  # type: ignore[union-attr]
             return f"{section}.{name}"
-    known = [*fields, *(field for of in fields.values() for field in of.model_fields)]  # type: ignore[union-attr]
     raise UserError(
         f"there is no key {name!r}",
         where="the keywords",
-        expected="a section, a key, data, eval_data or tools",
-        next=nearest(name, known) or "tandem plan --keys lists every key",
+        expected="a section or a key; model, data, eval_data, reward, env, tools; callbacks, fresh",
+        next=keys_like(name)[2:],
     )
 
 
@@ -125,7 +125,7 @@ def source(rows: Any, key: str, folder: Path) -> Any:
             expected="dicts of texts, numbers, lists and dicts",
             next="write images and other objects to files, and name these in the rows",
         ) from None
-    return _kept(folder, key, ".jsonl", "".join(lines).encode())
+    return kept(folder, key, ".jsonl", "".join(lines).encode())
 
 
 def _plain(value: Any) -> Any:
@@ -137,13 +137,14 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__}: {value!r:.60}")
 
 
-def _kept(folder: Path, name: str, suffix: str, content: bytes) -> str:
+def kept(folder: Path, name: str, suffix: str, content: bytes) -> str:
     """Write a file named by its content, and return its path."""
-    digest = hashlib.sha256(content).hexdigest()[:12]
-    path = folder / f"{name}-{digest}{suffix}"
+    path = folder / f"{name}-{hashlib.sha256(content).hexdigest()[:12]}{suffix}"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, content)
+        temporary = path.with_name(f".{path.name}-{os.getpid()}-{threading.get_ident()}")
+        temporary.write_bytes(content)
+        temporary.replace(path)
     return str(path)
 
 
@@ -163,7 +164,7 @@ def named(value: Any, folder: Path) -> str:
         and getattr(module, name, None) is value
     ):
         file = Path(getattr(module, "__file__", None) or "")
-        is_package = "." in module.__name__ or file.suffix != ".py"
+        is_package = "." in module.__name__ or hasattr(module, "__path__") or file.suffix != ".py"
         return f"{module.__name__ if is_package else file}:{name}"
     name = name if name.isidentifier() else "function"  # a lambda
     buffer = io.BytesIO()
@@ -177,18 +178,20 @@ def named(value: Any, folder: Path) -> str:
             expected="one that needs no open file, lock or connection of this process",
             next="make these inside of it, or define it in a file.py and name it file.py:NAME",
         ) from None
-    return f"{_kept(folder, name, '.pkl', buffer.getvalue())}:{name}"
+    return f"{kept(folder, name, '.pkl', buffer.getvalue())}:{name}"
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles objects by value. The same code gives the same bytes in another process, whose
-    notebook has another temporary file."""
+    notebook has another temporary file and whose sets have another order."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, CodeType) and obj.co_filename != "notebook":
-            return _same, (obj.replace(co_filename="notebook", co_firstlineno=1),)
+        if isinstance(obj, CodeType):  # version 2: without marks of how often an object is used
+            return marshal.loads, (marshal.dumps(_of_notebook(obj), 2),)
         return super().reducer_override(obj)
 
 
-def _same(value: Any) -> Any:
-    return value
+def _of_notebook(code: CodeType) -> CodeType:
+    """Return the code without its file and its place in it."""
+    constants = (_of_notebook(c) if isinstance(c, CodeType) else c for c in code.co_consts)
+    return code.replace(co_filename="notebook", co_firstlineno=1, co_consts=tuple(constants))

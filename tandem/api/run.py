@@ -3,7 +3,7 @@
     import tandem
 
     def score(problem, completion):
-        return float(problem.answer in completion)
+        return float(completion.split()[-1:] == [problem.answer])
 
     run = tandem.train(model="runs/tiny", data=rows, reward=score, steps=20, group_size=8)
     run.metrics, run.episodes(), run.model_dir
@@ -22,18 +22,19 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.api.given import overrides_of, values_of
+from tandem.api.given import kept, overrides_of, values_of
 from tandem.config.recipe import load_config, merged, to_toml
 from tandem.run_folder.files import require_run
 from tandem.run_folder.metrics import read_metrics
 from tandem.run_folder.read import open_past, read_step
-from tandem.runtime.disk import write_atomic
+from tandem.run_folder.status import read_status
 from tandem.runtime.errors import UserError
 from tandem.runtime.processes import STARTER
 from tandem.types import Episode
@@ -43,7 +44,7 @@ Recipe = str | Path | dict[str, Any] | None
 Callback = Callable[[dict[str, Any]], Any]
 
 POLL_S = 0.1
-ERRORS = ("error: ", "bug: ", "Traceback (most recent call last)")
+KEPT_LINES = 400  # of the end, for an error's text
 
 
 def train(
@@ -136,7 +137,7 @@ class Run:
             from pandas import DataFrame
         except ImportError:
             return rows
-        return DataFrame(rows).set_index("step")
+        return DataFrame(rows).set_index("step") if rows else DataFrame()
 
     def episodes(self, step: int | None = None) -> list[Episode]:
         """Return the episodes of a step, counted from 1; by default of the newest. Raises UserError
@@ -159,8 +160,8 @@ class Run:
         return exported[-1]
 
     def resume(self, **arguments: Any) -> "Run":
-        """Go on with the run, with keys that may change, e.g. steps=200; arguments as of
-        `train`."""
+        """Go on with the run, with keys that may change, e.g. steps=200; arguments as of `train`,
+        callbacks anew."""
         past = open_past(self.folder)
         given = {"folder": self.folder, "directory": past.directory, **arguments}
         return _run(past.command, self.folder / "config.toml", **given)
@@ -208,7 +209,8 @@ def _run(
     saved = sorted((folder / "checkpoints").glob("step_*")) if not fresh else []
     last = int(saved[-1].name.rpartition("_")[2]) if saved else -1  # rows after it are made again
     # there the line of a step stands in the place of the one before
-    in_place, is_open = sys.stdout.isatty() or "ipykernel" in sys.modules, False
+    in_place = sys.stdout.isatty() or "ipykernel" in sys.modules
+    is_open = is_taken = False
     process = _Process([command, str(path), *["--fresh"] * fresh], directory)
     try:
         for line in process.lines():
@@ -217,14 +219,16 @@ def _run(
                 start = "\r" if steps else "\n" * is_open
                 print(start + line.ljust(80 * steps), end="" if steps else "\n", flush=True)
                 is_open = steps
-            rows = read_metrics(folder) if callbacks and (folder / "metrics.jsonl").exists() else []
-            for row in rows:
+            # until the process has taken up the run, its rows may be those of the run before
+            is_taken = bool(callbacks) and (is_taken or process.has_taken(folder))
+            for row in read_metrics(folder) if is_taken else ():
                 if row["step"] <= last:
                     continue
                 last = row["step"]
                 answers = [callback(row) for callback in callbacks]
                 if any(answer is False for answer in answers):
-                    return Run(folder)
+                    process.stop()
+                    break
     finally:
         process.stop()
     process.close()
@@ -242,22 +246,22 @@ def _recipe(command: str, recipe: Recipe, keys: dict[str, Any]) -> tuple[Path, P
     folder = Path(given.get("run.folder") or tree.get("run", {}).get("folder") or usual).absolute()
     inputs = folder.parent / "inputs"
     config = load_config(file, overrides_of({**given, "run.folder": str(folder)}, inputs))
-    path = inputs / f"{folder.name}.toml"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, to_toml(config).encode())
-    return path, folder
+    return Path(kept(inputs, folder.name, ".toml", to_toml(config).encode())), folder
 
 
 class _Process:
     """A command in a process of its own, which ends with this one."""
 
     def __init__(self, arguments: Sequence[str], directory: str = ""):
-        self._failure: list[str] = []
+        self._tail: deque[str] = deque(maxlen=KEPT_LINES)
+        self._is_stopped = False
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tandem", *arguments],
             cwd=directory or None,
-            env=os.environ | {STARTER: str(os.getpid()), "PYTHONUNBUFFERED": "1"},
+            env=os.environ
+            | {STARTER: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+            | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -274,28 +278,34 @@ class _Process:
         self._lines.put(None)
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines until the end, without those of an error, and "" now and then."""
+        """Yield the lines until the end, and "" now and then."""
         while True:
             line: str | None = ""
             with suppress(queue.Empty):
                 line = self._lines.get(timeout=POLL_S)
             if line is None:
                 return
-            if line and (self._failure or line.startswith(ERRORS)):
-                self._failure.append(line)
-            else:
-                yield line
+            if line:
+                self._tail.append(line)
+            yield line
+
+    def has_taken(self, folder: Path) -> bool:
+        """Tell whether it goes on with the run of a folder, whose later rows are cut then."""
+        status = read_status(folder)
+        pids = [one.get("pid") for one in status["processes"]] if status else []
+        return self._process.pid in pids
 
     def stop(self) -> None:
         """Interrupt the command if it runs, as Ctrl-C does, and wait for its end."""
         while self._process.poll() is None:
+            self._is_stopped = True
             self._process.send_signal(signal.SIGINT)
             self._process.wait()
 
     def close(self) -> None:
         """Wait for the end. Raises UserError for a user's mistake, and RuntimeError for a bug."""
-        code, text = self._process.wait(), "\n".join(self._failure)
+        code, text = self._process.wait(), "\n".join(self._tail)
         if code == 2:
-            raise UserError(text.removeprefix("error: "))
-        if code:
+            raise UserError(text.rpartition("error: ")[2])
+        if code and not (code == 130 and self._is_stopped):
             raise RuntimeError(f"tandem has ended with exit code {code}\n{text}")

@@ -54,7 +54,7 @@ Loss = str | Callable[..., tuple[Tensor, Mapping[str, float]]]
 class Datum:
     """A sequence to train on; arrays are aligned with its tokens [T].
 
-    prefix: so many first tokens are equal in all data of the same group, and run once.
+    prefix: so many first tokens have no weight; neighbours with equal ones share their pass.
     """
 
     tokens: Array  # int64
@@ -62,7 +62,6 @@ class Datum:
     advantages: Array  # float32
     logprobs: Array  # float32, nats, that the tokens were sampled with
     prefix: int = 0
-    group: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,9 +105,10 @@ class Session:
     ) -> list[list[Sampled]]:
         """Return n completions of each prompt, by the newest weights.
 
-        place and uids address the draws: the same weights, place and uid give the same tokens. By
-        default they are the number of this call and of the prompt. params: fields of
-        types.SamplingParams in place of the configured ones.
+        place, the prompt's row and its uid address the draws: with the same weights they give the
+        same tokens. By default place is the number of this call. params: fields of
+        types.SamplingParams in place of the configured ones; the trainer's log-probs are always
+        those of the configured temperature and filters.
         """
         wanted = replace(self.params, **params)
         place, self._calls = place or ("sample", self._calls), self._calls + 1
@@ -119,8 +119,13 @@ class Session:
                 key = address(self.config.run.seed, *place, row, uid, number)
                 request = Request(key=key, prompt=tokens, params=wanted)
                 tickets.append((tokens, self.engine.submit(request)))
-        while any(ticket.completion is None for _, ticket in tickets):
-            self.engine.step()
+        try:
+            while any(ticket.completion is None for _, ticket in tickets):
+                self.engine.step()
+        finally:  # after Ctrl-C, too
+            for _, ticket in tickets:
+                if ticket.completion is None:
+                    self.engine.cancel(ticket)
         done = [
             Sampled(prompt=tokens, **{f: getattr(ticket.completion, f) for f in FIELDS})
             for tokens, ticket in tickets
@@ -135,9 +140,7 @@ class Session:
             return self.renderer.prompts([prompt], ())[0]  # type: ignore[list-item]
         return np.asarray(prompt, np.int64)
 
-    def datum(
-        self, completion: Sampled, *, advantage: float = 1.0, weight: float = 1.0, group: int = 0
-    ) -> Datum:
+    def datum(self, completion: Sampled, *, advantage: float = 1.0, weight: float = 1.0) -> Datum:
         """Return the datum of a completion: its tokens carry that weight and advantage."""
         prompt, size = completion.prompt, len(completion.tokens)
         zeros = np.zeros(len(prompt), np.float32)
@@ -151,7 +154,6 @@ class Session:
             advantages=advantages,
             logprobs=logprobs,
             prefix=len(prompt),
-            group=group,
         )
 
     def logprobs(self, data: Sequence[Datum]) -> list[Array]:
@@ -168,14 +170,18 @@ class Session:
         sums over tokens.
 
         loss: cross_entropy, importance_sampling, a name that rl.loss takes, or a function.
-        settings: of the loss, e.g. clip_low. Raises UserError if the loss is not finite, and then
-        forgets all gradients.
+        settings: of the loss, e.g. clip_low. Raises UserError if the loss is not finite. After an
+        error all gradients are forgotten.
         """
         batches, found = self._pack(data), list[Tensor]()
         total = self._loss_of(data, _function(loss), settings, found)
-        totals = self.learner.ranks.backward(self.learner.model, batches, total)
+        try:
+            totals = self.learner.ranks.backward(self.learner.model, batches, total)
+        except BaseException:
+            self._forget_gradients()
+            raise
         if not totals.finite:
-            self.learner.optimizer.update(skip=True)
+            self._forget_gradients()
             raise UserError("the loss is not finite", where="forward_backward", found=f"{loss}")
         self.trained_logprobs = _by_datum(batches, found)
         return {**totals.metrics, "tokens": float(totals.num_loss_tokens)}
@@ -238,7 +244,12 @@ class Session:
 
     def save(self, folder: str | Path) -> Path:
         """Write weights, moments and the place of the draws to `folder/step_N`; return it."""
-        state = {"calls": self._calls, "optimizer_steps": {"policy": self.learner.optimizer.step}}
+        optimizer = self.learner.optimizer
+        state = {
+            "calls": self._calls,
+            "optimizer_steps": {"policy": optimizer.step},
+            "learning_rate": optimizer.settings.learning_rate,
+        }
         contents = Contents(
             step=self.version,
             tensors=saved_tensors({"policy": self.learner}),
@@ -249,14 +260,25 @@ class Session:
         return save_checkpoint(Path(folder), contents)
 
     def load(self, path: str | Path, *, optimizer: bool = True) -> None:
-        """Go back to what `save` wrote to that path. optimizer: its moments, too, else this
-        session's stay. Raises UserError for a damaged one."""
+        """Go back to what `save` wrote to that path; gradients are forgotten. optimizer: moments
+        and learning rate, too, else this session's stay. Raises UserError for a damaged one."""
         tensors, state = load_checkpoint(Path(path))
-        learner = self.learner
-        if optimizer:
-            load_learners({"policy": learner}, tensors, state["optimizer_steps"])
+        if "calls" not in state:
+            raise UserError(
+                "this is not a session's save",
+                where=str(path),
+                found="a checkpoint of a run",
+                next="tandem export RUN, and a Session of the exported folder",
+            )
+        self._forget_gradients()
+        old = self.learner.optimizer
+        if optimizer:  # a new one has no moments, as a save before the first step
+            settings = replace(old.settings, learning_rate=state["learning_rate"])
+            fresh = type(old)(old.parameters, settings, norm=old.norm, map_whole=old.map_whole)
+            self.learner = replace(self.learner, optimizer=fresh)
+            load_learners({"policy": self.learner}, tensors, state["optimizer_steps"])
         else:
-            learner.load(tensors["policy"], learner.saved()[1], learner.optimizer.step)
+            self.learner.load(tensors["policy"], self.learner.saved()[1], old.step)
         self._calls = state["calls"]
         self._publish(int(Path(path).name.rpartition("_")[2]))
 
@@ -270,14 +292,21 @@ class Session:
         card = model_card(self.learner.model, self.config, command="session", **about)
         return export(self.learner.model, self.config.model.path, Path(folder), card)
 
+    def _forget_gradients(self) -> None:
+        self.learner.optimizer.update(skip=True)
+
     def _publish(self, version: int) -> None:
         self.version = version
         self.engine.apply(version)
 
     def _pack(self, data: Sequence[Datum]) -> list[Microbatch]:
+        groups: dict[bytes, int] = {}  # by prefix: what shares a pass has equal tokens
         samples = [
             Sample(
-                tokens=one.tokens, loss_mask=one.weights != 0, prefix=one.prefix, group=one.group
+                tokens=one.tokens,
+                loss_mask=one.weights != 0,
+                prefix=one.prefix,
+                group=groups.setdefault(one.tokens[: one.prefix].tobytes(), len(groups)),
             )
             for one in data
         ]

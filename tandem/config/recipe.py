@@ -123,7 +123,7 @@ def _apply(tree: dict[str, Any], text: str, origin: dict[str, str]) -> None:
     except (ValueError, RecursionError):  # not TOML, or a number of 5,000 digits
         value = raw
     if not (sign and section and field):
-        advice = _nearest(key)[2:]
+        advice = keys_like(key)[2:]
         if key in Config.model_fields:
             advice = f"{key} is a section; write {key}.{_main_key(key, value)}={raw}"
         raise UserError(
@@ -172,7 +172,7 @@ def _explain(error: ValidationError, path: str, origin: dict[str, str]) -> UserE
         key = ".".join(str(part) for part in place[: 2 if _has_types(place) else None])
         source = origin.get(".".join(map(str, place[:2])), path)
         if mistake["type"] == "extra_forbidden":
-            lines.append(f"{key} ({source}): unknown key{_nearest(key)}")
+            lines.append(f"{key} ({source}): unknown key{keys_like(key)}")
         elif not key:
             reasons = mistake["msg"].removeprefix("Value error, ").splitlines()
             lines += [f"{r} ({origin.get(r.partition(':')[0], path)})" for r in reasons]
@@ -222,7 +222,9 @@ OF_TRL = {
     "max_completion_length": "rollout.max_new_tokens",
     "max_steps": "run.steps",
     "steps_per_generation": "rl.minibatches",
-    "per_device_train_batch_size": "rl.prompts_per_step",
+    "per_device_train_batch_size": "rl.prompts_per_step times rl.group_size",
+    "train_dataset": "data.train",
+    "reward_funcs": "reward.function",
     "beta": "rl.kl_coef",
     "epsilon": "rl.clip_low",
     "epsilon_high": "rl.clip_high",
@@ -232,7 +234,7 @@ OF_TRL = {
 }
 
 
-def _nearest(key: str) -> str:
+def keys_like(key: str) -> str:
     """Offer the keys that may be meant: of a bare name, those of all sections that have it."""
     section, _, field = key.partition(".")
     if (field or section) in OF_TRL:

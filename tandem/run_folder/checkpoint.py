@@ -67,7 +67,7 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 _LIBRARIES = ("torch", "transformers", "safetensors", "numpy")
 _UNREADABLE = (SafetensorError, OSError, ValueError, TypeError, RecursionError)
-_GONE = ".tmp-gone-"
+_GONE, _ASIDE = ".tmp-gone-", ".aside-"
 
 # Called in the saver's thread of a process after rank 0: with the entries of its files once they
 # are durable, or the fields of a UserError.
@@ -228,11 +228,15 @@ def plain_state(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _put_in_place(temporary: Path, target: Path, disk: Disk) -> None:
-    """Rename. A target that is already there is damaged: the run has resumed from before it."""
+    """Rename. A target that is already there (a resumed run saves a step again) steps aside, and is
+    the checkpoint until then."""
+    aside = target.with_name(f"{_ASIDE}{target.name}")
     if target.exists():
-        _discard(target, disk)
+        disk.rename(target, aside)
     disk.rename(temporary, target)
     disk.fsync(target.parent)
+    if aside.exists():
+        _discard(aside, disk)
 
 
 def _prune(folder: Path, contents: Contents, disk: Disk) -> None:
@@ -258,18 +262,27 @@ def _discard(path: Path, disk: Disk) -> None:
 
 
 def _sweep(folder: Path, disk: Disk, own: Path | None) -> None:
-    """Remove the unfinished folders of a killed save. own: that of this save, which other processes
-    write into already."""
+    """Remove the unfinished folders of a killed save; bring back a checkpoint that stepped aside in
+    vain. own: the unfinished folder of this save, which other processes write into already."""
     for path in sorted(folder.glob(".tmp-*")):  # those renamed already come first
         if path.name.startswith(_GONE):
             disk.remove(path)
         elif path != own:
             _discard(path, disk)  # a process of a killed run may still write into it
+    for aside in folder.glob(f"{_ASIDE}step_*"):
+        target = folder / aside.name.removeprefix(_ASIDE)
+        if not find_damage(target):
+            _discard(aside, disk)
+            continue
+        if target.exists():  # its successor has gone bad since
+            _discard(target, disk)
+        disk.rename(aside, target)
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    names = [path for path in folder.glob("*") if re.fullmatch(r"step_\d+", path.name)]
-    return sorted(names, key=checkpoint_step, reverse=True)
+    """List the checkpoints by falling step, with any that a killed save had moved aside."""
+    names = [path for path in folder.glob("*") if re.fullmatch(r"(\.aside-)?step_\d+", path.name)]
+    return sorted(names, key=lambda path: (checkpoint_step(path), path.name), reverse=True)
 
 
 def _sealed(body: dict[str, Any]) -> bytes:

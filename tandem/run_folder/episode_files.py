@@ -222,7 +222,7 @@ def _episodes(table: pa.Table) -> list[Episode]:
             **{name: column[number] for name, column in arrays.items()},
             "messages": tuple(json.loads(row["transcript"])),
             "experts": experts[number],
-            "starts": tuple(starts[number]) if starts else (),
+            "starts": tuple(starts[number] or ()) if starts else (),
         }
         del fields["transcript"]
         episodes.append(Episode(**fields))

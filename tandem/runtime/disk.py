@@ -123,15 +123,15 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     one. Raises UserError on a full disk."""
     unfinished, aside = (folder.with_name(f".{kind}-{folder.name}") for kind in ("tmp", "old"))
     with disk_errors(folder):
-        for left in (unfinished, aside):  # of a killed start
-            DISK.remove(left)
+        DISK.remove(unfinished)  # of a killed start
         unfinished.mkdir(parents=True)
         try:
             yield unfinished
         except Exception:
             DISK.remove(unfinished)
             raise
-        if folder.exists():
+        if folder.exists():  # else a killed start may have left the only whole copy aside
+            DISK.remove(aside)
             DISK.rename(folder, aside)
         DISK.rename(unfinished, folder)
         DISK.remove(aside)

@@ -160,4 +160,6 @@ def describe(error: BaseException) -> str:
 
 def run_by_hand(source: str) -> str:
     """Return the command that shows the whole error of a file or module."""
+    if source.endswith(".pkl"):
+        return "define it in a file.py, and name it file.py:NAME"
     return f"python {source}" if source.endswith(".py") else f'python -c "import {source}"'

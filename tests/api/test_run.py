@@ -53,7 +53,8 @@ def test_a_run_is_that_of_the_command_line_and_a_second_call_resumes_it(model, t
     rows = []
     run = tandem.train(**given(model, folder=tmp_path / "run"), callbacks=[rows.append])
     assert [row["step"] for row in rows] == [0, 1, 2] and rows == read_metrics(run.folder)
-    code, *_ = command("train", tmp_path / "inputs/run.toml", "run.folder=other", cwd=tmp_path)
+    [recipe] = (tmp_path / "inputs").glob("run-*.toml")
+    code, *_ = command("train", recipe, "run.folder=other", cwd=tmp_path)
     lines = (run.folder / "metrics.jsonl").read_bytes()
     assert code == 0 and (tmp_path / "other/metrics.jsonl").read_bytes() == lines
     assert (run.model_dir / "model.safetensors").exists() and len(run.episodes(1)) == 4
@@ -85,7 +86,7 @@ def test_a_callback_and_an_interrupt_stop_a_run_which_is_saved(model, tmp_path):
 def test_mistakes_are_errors_of_the_caller(model, tmp_path):
     with pytest.raises(tandem.UserError, match=r"rl\.group_size"):
         tandem.train(**given(model, folder=tmp_path / "run", group_size="many"))
-    with pytest.raises(tandem.UserError, match="did you mean group_size"):
+    with pytest.raises(tandem.UserError, match=r"did you mean rl\.group_size"):
         tandem.train(**given(model, groupsize=2))
     with pytest.raises(tandem.UserError, match=r"model\.path = nowhere"):
         tandem.train(**given("nowhere", folder=tmp_path / "run"))
@@ -146,7 +147,8 @@ class Attempt7:
 
 def test_the_same_code_is_the_same_file_in_every_process(tmp_path):
     script = "from tandem.api.given import named\nfrom pathlib import Path\nK = 2\n\n"
-    script += "def score(p, c):\n    return len(c) * K\n\nprint(named(score, Path('.')))\n"
+    script += "def score(p, c):\n    return K * (c in {'yes', 'no', 'none', 'perhaps'})\n\n"
+    script += "print(named(score, Path('.')))\n"
     outputs = set()
     for number, first in enumerate(["", "# a line before\n"]):
         environment = {**os.environ, "PYTHONHASHSEED": str(number)}

@@ -12,7 +12,7 @@ from tandem.weights.hashing import weight_hash
 from tests.support.runs import prepare
 
 ROWS = TASK.rows("train", 16, 0, 1)
-PROMPTS = ["1+1=?", [{"role": "user", "content": "2+2=?"}]]
+PROMPTS = ["1+1=?", [{"role": "user", "content": "2+2=?"}], "4+4=?"]  # of equal lengths
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_sampled_logprobs_are_the_trainers_and_draws_have_an_address(model):
     session = tandem.Session(model, max_new_tokens=6, temperature=0.7, top_k=20)
     assert session.exact
     groups = session.sample(PROMPTS, n=3)
-    data = [session.datum(one, group=row) for row, group in enumerate(groups) for one in group]
+    data = [session.datum(one) for group in groups for one in group]
     for found, datum in zip(session.logprobs(data), data, strict=True):
         assert np.array_equal(found, datum.logprobs[datum.weights != 0])
     again = tandem.Session(model, max_new_tokens=6, temperature=0.7, top_k=20)

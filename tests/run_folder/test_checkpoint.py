@@ -3,6 +3,7 @@
 The larger numbers of the same functions are in `make chaos only=checkpoints`.
 """
 
+import errno
 import hashlib
 import json
 import stat
@@ -13,6 +14,7 @@ import torch
 
 from chaos.checkpoints import (
     DAMAGED,
+    ONLY,
     at_once,
     calls,
     content,
@@ -34,7 +36,7 @@ from tandem.run_folder.checkpoint import (
 from tandem.runtime.disk import DISK, Disk, make_folder
 from tandem.runtime.errors import UserError
 from tandem.weights.hashing import weight_hash
-from tests.support.faults import MODES, memory_folder
+from tests.support.faults import MODES, RefusingDisk, memory_folder
 
 
 @pytest.fixture
@@ -124,7 +126,7 @@ def assert_met(result):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("scenario", ["the first save", "a save that prunes", DAMAGED])
+@pytest.mark.parametrize("scenario", ["the first save", "a save that prunes", DAMAGED, ONLY])
 def test_save_killed_at_any_operation_leaves_old_or_new(memory, scenario, mode):
     # 4 writes, 4 + 2 fsyncs, a rename
     assert_met(tally("", kills(memory, scenario, mode, at_once), at_least=11))
@@ -132,7 +134,7 @@ def test_save_killed_at_any_operation_leaves_old_or_new(memory, scenario, mode):
 
 def test_save_killed_at_any_system_call_leaves_old_or_new(memory):
     """Every 7th: `make chaos` takes each of them."""
-    assert_met(tally("", calls(memory, DAMAGED, every=7), at_least=10))
+    assert_met(tally("", calls(memory, ONLY, every=7), at_least=10))
 
 
 def test_ninety_damages_are_found_and_the_one_before_is_taken(memory):
@@ -243,6 +245,17 @@ def test_before_write_returns_before_the_checkpoint_is_visible(tmp_path):
     written = ["optimizer.safetensors", "policy.safetensors", "state.json"]
     assert seen == [[".tmp-step_000020", "step_000010"], written, tmp_path / "step_000010"]
     assert names(tmp_path) == ["step_000010", "step_000020"]
+
+
+def test_checkpoint_set_aside_returns_if_its_successor_is_bad(tmp_path):
+    save(tmp_path, 30).rename(tmp_path / ".aside-step_000030")
+    (save(tmp_path / "other", 30) / "state.json").unlink()
+    (tmp_path / "other" / "step_000030").rename(tmp_path / "step_000030")
+    (tmp_path / "other").rmdir()
+    with pytest.raises(UserError, match="the disk is full"):
+        save(tmp_path, 40, disk=RefusingDisk(3, errno.ENOSPC))  # after what is tidied up
+    assert names(tmp_path) == ["step_000030"]
+    assert_is(latest_checkpoint(tmp_path, fail), 30)
 
 
 def test_the_manifest_can_be_checked_without_the_program(tmp_path):

@@ -1,5 +1,6 @@
 """The run folder: who may open it, with which config, and what happens to what was there."""
 
+import errno
 import os
 import re
 import signal
@@ -18,7 +19,7 @@ from tandem.run_folder.config_changes import MESH, allowed_changes, toml_values
 from tandem.run_folder.folder import check_run, identity, open_run, read_matmul
 from tandem.run_folder.read import Notes, read_notes
 from tandem.run_folder.status import read_status, write_status
-from tandem.runtime.disk import DISK, write_atomic
+from tandem.runtime.disk import DISK, whole_folder, write_atomic
 from tandem.runtime.errors import UserError
 from tests.support.faults import DIED, DyingDisk, in_a_fork, make_read_only, small_disk
 
@@ -352,6 +353,25 @@ def test_atomic_write_killed_anywhere_leaves_old_or_new(tmp_path, mode):
         contents.append(path.read_bytes())
     assert codes == [DIED] * 4 + [0, 0]
     assert contents == [b"old"] * 3 + [b"new content"] * 3
+
+
+def test_a_killed_swap_of_folders_leaves_a_whole_copy_until_the_next_one_stands(tmp_path):
+    def fill(text, failure=None):
+        with whole_folder(tmp_path / "model") as unfinished:
+            (unfinished / "weights").write_text(text)
+            if failure:
+                raise failure
+
+    fill("old")
+    (tmp_path / "model").rename(tmp_path / ".old-model")  # killed between its two renames
+    with pytest.raises(UserError, match="the disk is full"):
+        fill("half", OSError(errno.ENOSPC, "No space left on device"))
+    assert [path.read_text() for path in tmp_path.glob("*/weights")] == ["old"]
+    fill("new")
+    (tmp_path / ".old-model").mkdir()  # killed before the old one was removed
+    fill("newer")
+    assert [path.read_text() for path in tmp_path.glob("*/weights")] == ["newer"]
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 @pytest.mark.parametrize(

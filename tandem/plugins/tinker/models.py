@@ -132,7 +132,7 @@ class Models:
             for name, value in request.loss_fn_config_v2.items()
         }
         loss, settings = loss_named(request.loss_fn, config)
-        read = [read_datum(message, loss, group) for group, message in enumerate(request.data)]
+        read = [read_datum(message, loss) for message in request.data]
         data, masks = [datum for datum, _ in read], [mask for _, mask in read]
         run = session.forward if request.forward_only else session.forward_backward
         metrics = run(data, loss.function, **settings)

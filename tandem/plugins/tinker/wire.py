@@ -15,7 +15,7 @@ DTYPES = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64}
 STOPS = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
 
 
-def read_datum(message: Any, loss: Loss, group: int) -> tuple[Datum, Array]:
+def read_datum(message: Any, loss: Loss) -> tuple[Datum, Array]:
     """Read a datum; return it with a mask, bool [N], of the targets that are scored.
 
     The sequence is its model input and its last target. A target that is not the sequence's next
@@ -57,7 +57,6 @@ def read_datum(message: Any, loss: Loss, group: int) -> tuple[Datum, Array]:
         weights=aligned(scored),
         advantages=aligned(of_tokens),
         logprobs=aligned(logprobs),
-        group=group,
     )
     return datum, scored
 

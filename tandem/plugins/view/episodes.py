@@ -208,9 +208,13 @@ class EpisodeTable:
 
     def export_parquet(self, query: Query, sink: Any) -> None:
         """Write the episodes of a query as one Parquet file, with the journal's columns."""
-        with pq.ParquetWriter(sink, SCHEMA, compression="zstd") as writer:
-            for path, rows in self._selected(query):
-                writer.write_table(read_table(path, SCHEMA.names).take(rows).cast(SCHEMA))
+        found = list(self._selected(query))
+        schema = pa.unify_schemas([SCHEMA, *(pq.read_schema(path) for path, _ in found)])
+        with pq.ParquetWriter(sink, schema, compression="zstd") as writer:
+            for path, rows in found:
+                some = read_table(path, with_experts=True).take(rows)
+                parts = [schema.empty_table(), some]
+                writer.write_table(pa.concat_tables(parts, promote_options="default"))
 
     def _selected(self, query: Query) -> Iterator[tuple[Path, list[int]]]:
         """Yield each file of a query with the rows in it, in the order of the files."""

@@ -13,8 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import load_file
 
+from tandem.plugins.view.episodes import EpisodeTable, Query
 from tandem.plugins.view.runs import Columns, thin
-from tandem.run_folder.episode_files import json_lines, read_groups
+from tandem.run_folder.episode_files import json_lines, read_episodes, read_groups, write_episodes
 from tandem.run_folder.metrics import read_metrics
 from tests.support.past_runs import STEPS, copy_of, past_run, rewrite
 from tests.support.viewing import add_step, group, keep_image, make_run, viewing
@@ -162,6 +163,16 @@ def test_export_has_the_lines_of_the_journal(server, tmp_path):
     (tmp_path / "some.parquet").write_bytes(answer.content)
     groups = read_groups(tmp_path / "some.parquet")
     assert [e.text for g in groups for e in g.episodes] == ["answer: 8 <b>"] * 3
+
+
+def test_exported_episodes_keep_what_only_some_files_have(tmp_path):
+    experts = np.arange(24, dtype=np.int16).reshape(12, 2, 1)
+    for step, fields in enumerate(({"starts": (6,)}, {}, {"experts": experts})):
+        write_episodes(tmp_path, step, [group("p", ["Answer: 7"], [1.0], **fields)])
+    EpisodeTable(tmp_path).export_parquet(Query(), tmp_path / "all.parquet")
+    first, second, third = read_episodes(tmp_path / "all.parquet")
+    assert [one.starts for one in (first, second, third)] == [(6,), (), ()]
+    assert np.array_equal(third.experts, experts) and not second.experts.size
 
 
 def test_one_episode_has_its_tokens_group_and_reward(server):
