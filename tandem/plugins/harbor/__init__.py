@@ -12,6 +12,10 @@ command, processes do not. A turn without a call is the end: tests/test.sh runs 
 the reward is what it writes to /logs/verifier/reward.txt or reward.json; nothing there is an error
 (env.on_error). At a limit of turns or tokens no test runs, and the reward is 0.
 
+A command can forge its own exit code, output and files, but not the tests: they have a run of their
+own, on its files. A program of the model's that the tests start or import can write the reward, as
+it can in Harbor.
+
 Of a Dockerfile, FROM is passed over, WORKDIR and COPY are done; `env.options.skip_run = true`
 passes over RUN. A task that needs more (several containers or steps, a GPU) needs Harbor itself.
 Tests that install what they need, as many do by apt-get or uvx, give 0 here: try each task first.
@@ -25,12 +29,12 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from math import fsum
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from tandem.config.episodes import Sandbox
 from tandem.envs.calls import in_thread
@@ -39,28 +43,32 @@ from tandem.registry import find
 from tandem.runtime.errors import UserError
 from tandem.types import Message, Observation, Problem
 
-FOLDERS = "app", "root", "workspace", "tests", "logs"  # of the sandbox, beside /tmp
+FOLDERS = "app", "root", "workspace", "logs"  # of the sandbox, beside /tmp and /tests
 SIZES = {"memory_mb": 2048, "disk_mb": 64, "file_mb": 64, "output_bytes": 2**27, "processes": 256}
 HERE = Sandbox()
 # one trial run in a process is enough
 open_sandbox = cache(lambda config: find("sandboxes", config.kind, key="sandbox")(config))
-# the files are unpacked before a command, and packed behind it: between commands nothing runs
+# The files are unpacked before a command, and packed behind it: between commands nothing runs. They
+# may be a forged tar: the output is opened before them, and the tests come after them, from stdin.
 RUN = """
 [ "$HOME" = /tmp ] && [ -w /app ] && mkdir -p "$1" && cd "$1" || exit 3
-base64 -d /tmp/.tandem/files | tar xz -C /
-timeout -k 1 "$2" bash /tmp/.tandem/command >/tmp/.tandem.out 2>&1 </dev/null
+exec 3>/tmp/.tandem.out 4<&0 </dev/null
+base64 -d /tmp/.tandem/files | tar xz -C / app root workspace logs tmp
+timeout -k 1 "${@:2}" >&3 2>&1 3>&-
 echo $?
-head -c 65536 /tmp/.tandem.out | base64 -w0; echo
+head -c 65536 /dev/fd/3 | base64 -w0; echo
 tar cz -C / --ignore-failed-read --exclude='tmp/.tandem*' app root workspace logs tmp | base64 -w0
 """
 TEST = """
-rm -rf /logs/verifier && mkdir /logs/verifier
-base64 -d /tmp/.tandem/tests | tar xz -C /
+chmod -R u+rwX /logs
+rm -rf /logs/verifier && mkdir /logs/verifier || exit
+base64 -d <&4 | tar xz -C /
 bash /tests/test.sh >/logs/verifier/test-stdout.txt 2>&1
 cd /logs/verifier
 for file in reward.json reward.txt; do [ -f $file ] && exec cat $file; done
 echo no reward; tail -c 500 test-stdout.txt
 """
+Named = Annotated[dict[str, float], Field(min_length=1)]  # the rewards of reward.json
 
 
 class HarborEnv(ToolEnv):
@@ -84,7 +92,8 @@ class HarborEnv(ToolEnv):
         Args:
             command: The command. It begins in the task's folder; files stay, processes do not.
         """
-        code, out = self._run(command, self._seconds)
+        words, files = ["bash", "/tmp/.tandem/command"], {".tandem/command": command}
+        code, out = self._run(words, self._seconds, files=files)
         return out if code == "0" else f"{out}\n(exit code {code})".lstrip("\n")
 
     async def step(self, text: str) -> Observation:
@@ -92,23 +101,26 @@ class HarborEnv(ToolEnv):
         if not observation.done:
             return observation
         settings = tomllib.loads((self._task / "task.toml").read_text()).get("verifier", {})
-        tests = {".tandem/tests": _packed({PurePosixPath("tests"): self._task / "tests"})}
-        _, out = await in_thread(self._run, TEST, settings.get("timeout_sec", 600.0), tests)
+        tests = _packed({PurePosixPath("tests"): self._task / "tests"})
+        words, seconds = ["bash", "-c", TEST], settings.get("timeout_sec", 600.0)
+        _, out = await in_thread(partial(self._run, words, seconds, stdin=tests))
         try:
-            rewards = TypeAdapter(float | dict[str, float]).validate_json(out)
+            rewards = TypeAdapter(float | Named).validate_json(out)
         except ValidationError:
             raise RuntimeError(f"the tests of {self._task.name} leave no reward: {out}") from None
         parts = rewards if isinstance(rewards, dict) else {"reward": rewards}
         reward = parts.get("reward", fsum(parts.values()) / len(parts))
         return replace(observation, reward=reward, parts={**observation.parts, **parts})
 
-    def _run(self, command: str, seconds: float, more: Mapping[str, str] = {}) -> tuple[str, str]:
+    def _run(
+        self, words: list[str], seconds: float, *, files: Mapping[str, str] = {}, stdin: str = ""
+    ) -> tuple[str, str]:
         """Return a command's exit code and output; the files are then as it leaves them."""
-        files = {".tandem/command": command, ".tandem/files": self._files, **more}
         times = {"wall_s": seconds + 30, "cpu_s": int(seconds) + 30}
-        limits = replace(self._sandbox.limits, folders=FOLDERS, **SIZES, **times)
-        words = ["bash", "-c", RUN, "bash", self._workdir, str(seconds)]
-        result = self._sandbox.run(words, files=files, limits=limits)
+        limits = replace(self._sandbox.limits, folders=(*FOLDERS, "tests"), **SIZES, **times)
+        words = ["bash", "-c", RUN, "bash", self._workdir, str(seconds), *words]
+        files = {".tandem/files": self._files, **files}
+        result = self._sandbox.run(words, files=files, stdin=stdin, limits=limits)
         if result.exit_code == 3:
             raise ToolUnavailable(f"the sandbox has no {self._workdir}: {self._sandbox.state()}")
         if result.exit_code != 0:

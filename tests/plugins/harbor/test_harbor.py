@@ -1,6 +1,9 @@
 """Tasks in Harbor's folders, played and tested in bubblewrap. Skipped where it does not work."""
 
 import asyncio
+import tarfile
+from base64 import b64encode
+from io import BytesIO
 
 import pytest
 
@@ -90,6 +93,43 @@ def test_tests_may_name_rewards_and_no_result_is_an_error(tmp_path):
     [row] = rows(str(write_task(tmp_path / "sum", test="echo 1")))
     with pytest.raises(RuntimeError, match="leave no reward"):
         play(HarborEnv(), problem_of(row), "Done.")
+    [row] = rows(str(write_task(tmp_path / "none", test="echo {} > /logs/verifier/reward.json")))
+    with pytest.raises(RuntimeError, match=r"leave no reward: \{}"):
+        play(HarborEnv(), problem_of(row), "Done.")
+
+
+class ForgingEnv(HarborEnv):
+    """An episode whose files are a forged tar, as a process can write it to the run's stdout."""
+
+    async def reset(self, problem):
+        packed, messages = BytesIO(), await super().reset(problem)
+        with tarfile.open(fileobj=packed, mode="w:gz") as tar:
+            for name, target in {"app/x": "/tests", "app/y": "../logs", "tmp/z": "."}.items():
+                link = tarfile.TarInfo(name)
+                link.type, link.linkname = tarfile.SYMTYPE, target
+                tar.addfile(link)
+            for name in FORGED:
+                file = tarfile.TarInfo(name)
+                file.size, file.mode = 2, 0o444
+                tar.addfile(file, BytesIO(b"9\n"))
+            for name in ("logs/verifier", "logs", "tmp"):
+                folder = tarfile.TarInfo(name)
+                folder.type, folder.mode = tarfile.DIRTYPE, 0o555
+                tar.addfile(folder)
+        self._files = b64encode(packed.getvalue()).decode()
+        return messages
+
+
+FORGED = ["tests/test.sh", "tests/more", "app/x/more", "/tests/more", "logs/verifier/reward.json"]
+FORGED += ["app/y/verifier/reward.json", "tmp/.tandem.out", "tmp/z/.tandem.out", "app/forged"]
+FORGED += ["tmp/.tandem/command", "tmp/z/.tandem/command"]
+
+
+def test_a_forged_tar_replaces_neither_the_tests_nor_their_reward(tmp_path):
+    test = "ls -A /tests /app/forged | wc -w > /logs/verifier/reward.txt"
+    [row] = rows(str(write_task(tmp_path / "sum", test=test)))
+    [last] = play(ForgingEnv(), problem_of(row), "Done.")
+    assert last.reward == 3  # /app/forged, /tests: and test.sh
 
 
 @pytest.mark.parametrize(
@@ -97,6 +137,7 @@ def test_tests_may_name_rewards_and_no_result_is_an_error(tmp_path):
     [
         ("FROM a\nRUN apt-get \\\n  install x\n", "RUN apt-get"),
         ("FROM a\nCOPY in.txt /etc/\n", "/etc/in.txt"),
+        ("FROM a\nCOPY in.txt /tests/\n", "/tests/in.txt"),
         ("FROM a\nCOPY --from=b x /app\n", "COPY --from"),
         ("FROM a\nCOPY ../task.toml /app\n", "task.toml"),
         ("FROM a\nCOPY out.txt /app\n", "out.txt"),
