@@ -35,19 +35,19 @@ BARS = {
     "lines of tests": 34_000,
 }
 HELD = {
-    "lines of the core, without tandem/plugins": 41_803,
-    "lines with plugins": 56_290,
-    "lines that tandem.step imports": 9_957,
-    "lines that a plain `tandem train` imports": 20_671,
+    "lines of the core, without tandem/plugins": 41_753,
+    "lines with plugins": 57_280,
+    "lines that tandem.step imports": 9_958,
+    "lines that a plain `tandem train` imports": 20_619,
     "conditions on a backend's name": 11,
     "of them on the step page": 0,
-    "files that name rollout.engine": 4,
+    "files that name rollout.engine": 3,
     "circles of files": 0,
     "imports of a plugin from outside": 0,
-    "private functions with one use": 459,
+    "private functions with one use": 457,
     "functions with 8 or more parameters": 11,
     "yields in tandem/config": 27,
-    "lines of tests": 44_942,
+    "lines of tests": 45_148,
 }
 
 
