@@ -271,12 +271,10 @@ def _sweep(folder: Path, disk: Disk, own: Path | None) -> None:
             _discard(path, disk)  # a process of a killed run may still write into it
     for aside in folder.glob(f"{_ASIDE}step_*"):
         target = folder / aside.name.removeprefix(_ASIDE)
-        if not find_damage(target):
-            _discard(aside, disk)
-            continue
-        if target.exists():  # its successor has gone bad since
-            _discard(target, disk)
-        disk.rename(aside, target)
+        if target.exists():  # the successor, which may have gone bad since
+            _discard(target if find_damage(target) else aside, disk)
+        if not target.exists():
+            disk.rename(aside, target)
 
 
 def _newest_first(folder: Path) -> list[Path]:
