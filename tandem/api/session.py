@@ -175,13 +175,13 @@ class Session:
         """
         batches, found = self._pack(data), list[Tensor]()
         total = self._loss_of(data, _function(loss), settings, found)
+        totals = None
         try:
             totals = self.learner.ranks.backward(self.learner.model, batches, total)
-        except BaseException:
-            self._forget_gradients()
-            raise
+        finally:
+            if totals is None or not totals.finite:
+                self._forget_gradients()
         if not totals.finite:
-            self._forget_gradients()
             raise UserError("the loss is not finite", where="forward_backward", found=f"{loss}")
         self.trained_logprobs = _by_datum(batches, found)
         return {**totals.metrics, "tokens": float(totals.num_loss_tokens)}

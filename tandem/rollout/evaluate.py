@@ -10,7 +10,6 @@ from math import comb
 
 import numpy as np
 
-from tandem.config.episodes import Reward as RewardConfig
 from tandem.config.schema import Config
 from tandem.rl.advantages import sampled_lengths
 from tandem.rollout.episode_builder import new_groups
@@ -20,8 +19,6 @@ from tandem.run_folder.journal import Journal
 from tandem.runtime.errors import UserError
 from tandem.runtime.timer import Timer
 from tandem.types import Group, Problem, Row, SamplingParams
-
-NO_PENALTY = RewardConfig()  # shaping is for training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +93,8 @@ class Evaluator:
             self.runner,
             new_groups(self.problems, samples, (self.config.run.seed, "eval", name)),
             sampling=sampling,
-            shaping=NO_PENALTY,
+            # shaping is for training
+            shaping=self.config.reward.model_copy(update={"overlong_penalty": 0.0}),
             timer=Timer(),
         )
         if self.journal is not None:
