@@ -35,8 +35,8 @@ BARS = {
     "lines of tests": 34_000,
 }
 HELD = {
-    "lines of the core, without tandem/plugins": 41_749,
-    "lines with plugins": 57_276,
+    "lines of the core, without tandem/plugins": 41_751,
+    "lines with plugins": 57_278,
     "lines that tandem.step imports": 9_958,
     "lines that a plain `tandem train` imports": 20_617,
     "conditions on a backend's name": 11,
@@ -47,7 +47,7 @@ HELD = {
     "private functions with one use": 457,
     "functions with 8 or more parameters": 11,
     "yields in tandem/config": 27,
-    "lines of tests": 45_148,
+    "lines of tests": 45_151,
 }
 
 

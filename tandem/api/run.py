@@ -291,9 +291,10 @@ class _Process:
 
     def has_taken(self, folder: Path) -> bool:
         """Tell whether it goes on with the run of a folder, whose later rows are cut then."""
-        status = read_status(folder)
-        pids = [one.get("pid") for one in status["processes"]] if status else []
-        return self._process.pid in pids
+        with suppress(UserError):  # a start drops the file of the run before at any moment
+            status = read_status(folder) or {"processes": []}
+            return any(one.get("pid") == self._process.pid for one in status["processes"])
+        return False
 
     def stop(self) -> None:
         """Interrupt the command if it runs, as Ctrl-C does, and wait for its end."""
