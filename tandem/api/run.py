@@ -44,7 +44,6 @@ Recipe = str | Path | dict[str, Any] | None
 Callback = Callable[[dict[str, Any]], Any]
 
 POLL_S = 0.1
-KEPT_LINES = 400  # of the end, for an error's text
 
 
 def train(
@@ -59,7 +58,7 @@ def train(
 
     recipe: a TOML file, or a dict of its sections. keys: over the recipe, sections and keys of the
     configuration by their names, and `model`, `data`, `eval_data`, `reward`, `env` and `tools`,
-    which take paths, rows, functions and classes (given.py:overrides_of). fresh: start over; the
+    which take paths, rows, functions and classes (values_of in given.py). fresh: start over; the
     old folder is kept beside it. Without `folder` the run is in runs/<recipe>-train, or runs/train.
 
     Raises UserError for a mistake in them, RuntimeError for a bug, and KeyboardInterrupt once an
@@ -112,8 +111,7 @@ def _result(arguments: list[str]) -> str:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.jsonl"
         process = _Process([*arguments, "--out", str(out)])
-        for _ in process.lines():
-            pass
+        deque(process.lines(), maxlen=0)
         process.close()
         return out.read_text(encoding="utf-8")
 
@@ -253,15 +251,15 @@ class _Process:
     """A command in a process of its own, which ends with this one."""
 
     def __init__(self, arguments: Sequence[str], directory: str = ""):
-        self._tail: deque[str] = deque(maxlen=KEPT_LINES)
+        self._tail: deque[str] = deque(maxlen=400)  # for an error's text
         self._is_stopped = False
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        path = os.pathsep.join(map(os.path.abspath, sys.path))  # what the caller can import
+        own = {STARTER: str(os.getpid()), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tandem", *arguments],
             cwd=directory or None,
-            env=os.environ
-            | {STARTER: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
-            | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+            env=os.environ | own,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -90,7 +90,7 @@ class Session:
         self.learner = build_learner(self.config, path, self.config.train, steps=1)
         self.exact = not probe_exactness(self.config, self.learner.model, logger.info).parity
         self.engine = build_engine(self.config, self.learner.model, self.renderer)
-        self.version, self._calls, self._totals = 0, 0, Totals()
+        self.version, self._calls = 0, 0
         # of the last pass with a loss, by datum: log-probs of the tokens with a weight, float32 [N]
         self.trained_logprobs: list[Array] = []
 
