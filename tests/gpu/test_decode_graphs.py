@@ -57,7 +57,7 @@ def play(model, other, *, ahead):
     order = [[s.arrival for s in engine.step()] for _ in range(4)]
     engine.cancel(running[1])
     weights = other.named_weights()
-    engine.apply(1, lambda: model.load_weights(weights), "continue")
+    engine.apply(1, lambda: model.load_weights(weights))
     while engine.has_work:
         order.append([s.arrival for s in engine.step()])
     books = engine.cache._filled.tolist(), engine.cache._tokens.tolist(), engine.cache._free
