@@ -8,12 +8,11 @@ does not come.
       reads those of all                                              reads that of rank 0
 
 Each process says twice a second that it lives, and which others it waits for in which collective.
-Rank 0 looks for one that says nothing any more for `timeout_s`, for a circle of waits (out of
-step), and for one that has not come, in `stall_s`, to the start or to a collective; the others look
-whether rank 0 lives. A process that does nothing in `stall_s` while nobody waits for it is found by
-its own watchdog. Whoever finds a culprit writes it into the store, and all end with its name: exit
-code 3, or 2 if a user's error ended a rank. Nothing is written after that, so the same command goes
-on from the last checkpoint.
+Rank 0 looks for one that says nothing any more for `timeout_s`, and for one that has not come, in
+`stall_s`, to the start or to a collective; the others look whether rank 0 lives. A process that
+does nothing in `stall_s` while nobody waits for it is found by its own watchdog. Whoever finds a
+culprit writes it into the store, and all end with its name: exit code 3, or 2 if a user's error
+ended a rank. Nothing is written after that, so the same command goes on from the last checkpoint.
 """
 
 import json
@@ -37,10 +36,9 @@ from tandem.runtime import watchdog
 from tandem.runtime.errors import UserError
 from tandem.runtime.place import Place, without_place
 from tandem.runtime.processes import STARTER, kill_descendants, write_report
-from tandem.trainer.parallel.waits import find_absent, find_circle, waits_of
+from tandem.trainer.parallel.waits import find_absent, waits_of
 
 LOOK_S = 0.5  # between two signs of life
-CIRCLE_S = 5.0  # for so long a circle of waits has stood before it is one
 LOST_S = 5.0  # without a sign of life, once a process has lost a connection
 EARLY = 0.95  # of `stall_s`: a wait is blamed before the watchdog ends it without a name
 CONNECT_S = 60.0  # at least, for rank 0 to have its store
@@ -108,7 +106,7 @@ class Processes:
         except RuntimeError as error:
             # a lost connection: rank 0 is told, finds whose it was, and ends this process
             self._lost = True
-            self._over.wait(self.timeout_s + CIRCLE_S)
+            self._over.wait(self.timeout_s + LOST_S)
             reason = str(error).strip().partition("\n")[0]
             self.fail(f"`{what}` failed on rank {self.rank} ({reason})")
         finally:
@@ -294,12 +292,11 @@ class Processes:
             silent_s = now - max(joined, seen[rank][1] if rank in seen else joined)
             if silent_s > patience:
                 return f"{self._name(rank, seen)} has given no sign of life for {silent_s:.0f} s"
-        waits = waits_of(seen, now)
-        late, what = find_absent(waits, EARLY * self.stall_s)
-        if self.rank == 0 and late:
-            names = " and ".join(self._name(rank, seen) for rank in late)
-            return f"{names} did not come to `{what}` in {EARLY * self.stall_s:.0f} s (run.stall_s)"
-        return find_circle({n: w for n, w in waits.items() if w and w["for_s"] > CIRCLE_S})
+        late, where = find_absent(waits_of(seen, now), EARLY * self.stall_s)
+        if self.rank or not late:
+            return ""
+        names = " and ".join(self._name(rank, seen) for rank in late)
+        return f"{names} did not come to {where} in {EARLY * self.stall_s:.0f} s (run.stall_s)"
 
     def _name(self, rank: int, seen: Mapping[int, tuple[Any, float]]) -> str:
         sign = seen.get(rank, (None, 0.0))[0]

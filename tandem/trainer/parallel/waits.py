@@ -18,41 +18,15 @@ def waits_of(seen: Mapping[int, tuple[Any, float]], now: float) -> Waits:
     return {rank: sign[1]["wait"] for rank, (sign, at) in seen.items() if now - at <= STALE_S}
 
 
-def find_circle(waits: Waits) -> str:
-    """Return the members of circles of waits, which are out of step; "" if there is none."""
-    blocking = {  # those that a rank waits for, and that wait in another collective themselves
-        rank: {other for other in absent_from(waits, wait) if waits[other]}
-        for rank, wait in waits.items()
-        if wait
-    }
-    circles = set(blocking)
-    while outside := [
-        rank
-        for rank in circles
-        if not blocking[rank] & circles or not any(rank in blocking[other] for other in circles)
-    ]:
-        circles -= set(outside)
-    if not circles:
-        return ""
-    *most, last = sorted(circles)
-    reasons = (f"rank {rank} waits for `{waits[rank]['what']}`" for rank in (*most, last))
-    text = f"ranks {', '.join(map(str, most))} and {last} are out of step: "
-    return text + ", ".join(reasons)
-
-
 def find_absent(waits: Waits, stall_s: float) -> tuple[list[int], str]:
-    """Return the ranks that are not in the collective in which one has waited longest, and its
-    name; none if that is less than `stall_s`. In later ones others may wait for those who wait
+    """Return the ranks that are not in the collective in which one has waited longest, and what it
+    waits for; none if that is less than `stall_s`. In later ones others may wait for those who wait
     here. An order is no collective: its rank waits for as long as rank 0 has none."""
     collectives = [rank for rank, wait in waits.items() if wait and rank in wait["ranks"]]
     first = max(collectives, key=lambda rank: waits[rank]["for_s"], default=None)
     if first is None or waits[first]["for_s"] < stall_s:
         return [], ""
-    return absent_from(waits, waits[first]), waits[first]["what"]
-
-
-def absent_from(waits: Waits, wait: Mapping[str, Any]) -> list[int]:
-    """Return the ranks of a collective that are not in it."""
-    own = wait["what"], wait["ranks"]
-    known = [rank for rank in wait["ranks"] if rank in waits]
-    return [r for r in known if not waits[r] or (waits[r]["what"], waits[r]["ranks"]) != own]
+    own = waits[first]["what"], waits[first]["ranks"]
+    known = [rank for rank in own[1] if rank in waits]
+    absent = [r for r in known if not waits[r] or (waits[r]["what"], waits[r]["ranks"]) != own]
+    return absent, f"`{own[0]}`, where rank {first} waits,"
