@@ -1,7 +1,7 @@
 """Rewards in a storm: a tenth of the samples is hostile, and three in eighty hang until their
 deadline. What is left of the throughput?
 
-    python benchmarks/storm.py [--samples 10000] [--cost-ms 5] [--timeout-s 1] [--workers 2]
+    python benchmarks/storm.py [--samples 10000] [--cost-ms 5] [--timeout-s 1] [--workers 16]
                                [--rounds 2] [--write]
 
 A clean round scores `samples` harmless ones, each `cost-ms` of processor time; a storm round the
@@ -95,7 +95,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=10_000)
     parser.add_argument("--cost-ms", type=float, default=5.0)
     parser.add_argument("--timeout-s", type=float, default=1.0)
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--write", action="store_true")
     return parser.parse_args()

@@ -235,6 +235,8 @@ def storm() -> list[str]:
         "`python benchmarks/storm.py --write`; 10% hostile samples of eight kinds against none, alternating:",
         "",
     ]
+    if not recorded("storm"):
+        return [*lines, "Not measured."]
     lines += [
         "| samples, each | timeout | throughput kept (target 80%) | processes left over | memory, after a first storm -> after |"
     ]

@@ -12,13 +12,12 @@ import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from tandem.rewards.parts import BadValue, weigh
-from tandem.rewards.pool import RewardPool, RewardWorker, StragglerDetector
+from tandem.rewards.pool import RewardPool
 from tandem.rewards.protocol import MAX_CHARS
 from tandem.runtime.errors import UserError
 from tandem.types import Attempt, Problem
@@ -459,66 +458,6 @@ def test_a_hung_attempt_holds_up_no_other_worker():
         time_out(pool, clock, ["loop"], seconds=LIMIT_S + 1)
         assert {future.result(WAIT_S).reward for future in others} == {0.25}
         assert hung.result(WAIT_S).error == "timeout after 30.0 s"
-
-
-@LINUX
-def test_nobody_waits_behind_attempts_that_hang():
-    """One worker, four endless loops first: all others are scored while those have their time."""
-    with hostile_pool(timeout_s=600.0) as pool:
-        scores_of(pool, PROBLEM, ["fine"] * 20)  # what is usual
-        hung = submit_all(pool, PROBLEM, ["loop"] * 4)
-        others = submit_all(pool, PROBLEM, ["fine"] * 100)
-        assert {future.result(WAIT_S).reward for future in others} == {0.25}
-        assert not any(future.done() for future in hung)
-
-
-@LINUX
-def test_a_function_that_waits_gets_no_spare_worker(mine, server):
-    with RewardPool(mine("wait"), timeout_s=600.0, workers=2) as pool:
-        scores_of(pool, PROBLEM, [""] * 200)  # what is usual
-        held = submit_all(pool, PROBLEM, [port(server)] * 2)
-        waiting = [begun(server) for _ in held]
-        behind = submit_all(pool, PROBLEM, [""] * 40)
-        time.sleep(0.2)  # a spare would be asked for at once
-        workers = pool.workers
-        assert {worker.pid for worker in workers} == {pid for _, pid in waiting}
-        assert not any(future.done() for future in behind)
-        for connection, _ in waiting:
-            connection.sendall(b".")
-        assert {future.result(WAIT_S).error for future in held + behind} == {""}
-
-
-def worker_that_used(seconds, *, straggler=False):
-    return SimpleNamespace(processor_s=lambda: seconds, straggler=straggler)
-
-
-def test_a_straggler_uses_several_times_the_usual_processor_time():
-    detector = StragglerDetector()
-    assert not detector.is_straggler(worker_that_used(100.0))  # nothing is known
-    detector.on_end(worker_that_used(0.25), killed=False)
-    assert not detector.is_straggler(worker_that_used(1.25))
-    assert detector.is_straggler(worker_that_used(1.26))
-
-
-def test_a_pool_is_overloaded_while_most_stragglers_are_killed():
-    detector, straggler = StragglerDetector(), worker_that_used(1.0, straggler=True)
-    for _ in range(3):
-        detector.on_end(straggler, killed=True)
-        detector.on_end(worker_that_used(1.0), killed=True)
-    assert not detector.overloaded  # too few to tell
-    detector.on_end(straggler, killed=True)
-    assert detector.overloaded
-    for _ in range(4):
-        detector.on_end(straggler, killed=False)  # they are merely slow
-    assert not detector.overloaded
-
-
-@LINUX
-def test_a_deprioritized_worker_runs_when_nobody_else_wants_to():
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        worker = RewardWorker("reward worker", 1, process, now=0.0)  # of a Host, only pid is asked
-        worker.deprioritize()
-        assert os.sched_getscheduler(process.pid) == os.SCHED_IDLE
 
 
 def test_a_storm_takes_no_other_score_and_leaves_no_process():
