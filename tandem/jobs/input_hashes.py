@@ -16,14 +16,6 @@ from tandem.runtime.image_parts import images_of
 from tandem.runtime.user_code import source_file
 from tandem.types import Message
 
-KEYS = {  # the data keys that a run of the command is a function of
-    "train": ("data.train", "eval.data"),
-    "distill": ("data.train", "eval.data"),
-    "sft": ("sft.train", "eval.data"),
-    "dpo": ("preference.train", "preference.test", "eval.data"),
-    "rm": ("preference.train", "preference.test"),
-}
-
 MODEL_FILES = (".safetensors", ".json", ".jinja", ".model", ".txt")
 IMAGES = "images"  # the key of those in the data
 

@@ -22,7 +22,7 @@ from tandem.data.readers import SUITE
 from tandem.data.renderer import ChatRenderer, load_renderer
 from tandem.jobs.engines import require_room
 from tandem.jobs.exactness import require_correction
-from tandem.jobs.input_hashes import image_hashes
+from tandem.jobs.input_hashes import image_hashes, input_hashes
 from tandem.jobs.models import check_models, check_tokenizer, placement
 from tandem.model.paths import path_of
 from tandem.model.rope import positions_of
@@ -51,17 +51,23 @@ class Count:
 class Inputs:
     """Inputs that every command has."""
 
+    keys: tuple[str, ...]  # of the data that a run is a function of
     shape: Any  # transformers config of model.path
     renderer: ChatRenderer
     held_out: Sequence[Problem]  # of eval.data; empty without
     counts: dict[str, Count]  # by data key
     images: dict[str, str] = field(default_factory=dict)  # SHA-256 of those in the data, or {}
 
+    def hashes(self, config: Config) -> dict[str, str]:
+        """Hash the files that a run is a function of; SHA-256 by key."""
+        return input_hashes(config, *self.keys) | self.images
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemInputs(Inputs):
     """Inputs of `tandem train` and `tandem distill`."""
 
+    keys: tuple[str, ...] = ("data.train", "eval.data")
     problems: Sequence[Problem]
 
 

@@ -29,6 +29,7 @@ Pairs = list[list[Sample]]
 class ChatInputs(Inputs):
     """Inputs of `tandem sft`."""
 
+    keys: tuple[str, ...] = ("sft.train", "eval.data")
     samples: list[Sample]
 
 
@@ -141,6 +142,7 @@ def _pair_inputs(
         counts |= {key: count} if pairs else {}
     held_out, held_out_count = held_out_of(config, held_out, shape, renderer)
     return PairInputs(
+        keys=(*paths, "eval.data") if make is answer_pair else tuple(paths),
         shape=shape,
         renderer=renderer,
         train=made[0],

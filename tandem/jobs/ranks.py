@@ -20,7 +20,6 @@ import torch
 from tandem.choices import Report, trainer_of
 from tandem.config.schema import Config
 from tandem.jobs.here import Here
-from tandem.jobs.input_hashes import function_hashes
 from tandem.jobs.models import placement
 from tandem.run_folder.folder import RunFolder
 from tandem.runtime.errors import UserError
@@ -48,6 +47,7 @@ def open_ranks(
     if place.size == 1 and trainer_of(config).runs_alone:
         yield ALONE
         return
+    from tandem.jobs.input_hashes import function_hashes
     from tandem.trainer.parallel.processes import join
 
     with ExitStack() as opened:

@@ -17,7 +17,6 @@ from tandem.jobs.engines import (
     probe_exactness,
 )
 from tandem.jobs.here import Here
-from tandem.jobs.input_hashes import KEYS, input_hashes
 from tandem.jobs.models import placement
 from tandem.jobs.ranks import open_ranks
 from tandem.model.load import ExactModel
@@ -89,7 +88,7 @@ def open_stage(config: Config, run: RunFolder, report: Report) -> Iterator[Stage
         choice.check(config)
     prepare_process(config)
     inputs = read_inputs(config, run.command)
-    data = input_hashes(config, *KEYS[run.command]) | inputs.images
+    data = inputs.hashes(config)
     run_id = identity(config, data)
     with machine_of(config).open(config, run.path, only_ranks=not samples) as machine:
         place, needed = machine if samples else None, samples or inputs.held_out

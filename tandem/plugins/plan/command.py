@@ -27,7 +27,6 @@ from tandem.config.recipe import describe, toml_value
 from tandem.config.schema import Config
 from tandem.data.own_calls import warn_of_unread_calls
 from tandem.jobs.engines import open_envs_and_rewards
-from tandem.jobs.input_hashes import KEYS, input_hashes
 from tandem.jobs.inputs import ProblemInputs
 from tandem.jobs.models import placement, releases_cache
 from tandem.model import custom_code
@@ -96,7 +95,7 @@ class _Plan:
         self.reasons: list[str] = []  # why it could not start
         self.longest = 0  # tokens of a prompt, chat or answer to train on
         self.first_problem: Problem | None = None
-        self.renderer: Any = None  # data.renderer.ChatRenderer, if the data could be read
+        self.inputs: Any = None  # jobs.inputs.Inputs, if the data could be read
         self.figures: dict[str, Any] = {}  # bytes and seconds, for programs
         self.batch: Batch | None = None  # without, the data could not be read
 
@@ -142,7 +141,7 @@ class _Plan:
         news = "a new run"
         with self._checked():
             if check_run(self.folder, self.config, self.command) and not self.reasons:
-                hashes = input_hashes(self.config, *KEYS[self.command]) | self.images
+                hashes = self.inputs.hashes(self.config)
                 checkpoint = resumable(
                     self.folder, self.config, hashes, lambda line: _say(f"  {line}")
                 )
@@ -191,10 +190,9 @@ class _Plan:
                 self.reasons.append(reason)
 
     def _data(self) -> None:
-        inputs = find("inputs", self.command, key="--for")(self.config)
+        self.inputs = inputs = find("inputs", self.command, key="--for")(self.config)
         problems = inputs.problems if isinstance(inputs, ProblemInputs) else inputs.held_out
-        self.first_problem, self.renderer = next(iter(problems), None), inputs.renderer
-        self.images = inputs.images
+        self.first_problem = next(iter(problems), None)
         self.batch = batch_of(self.config, self.command, inputs.counts)
         for key, count in inputs.counts.items():
             self.longest = max(self.longest, count.longest * key.endswith(".train"))
@@ -213,7 +211,7 @@ class _Plan:
         config, problem = self.config, self.first_problem
         with open_envs_and_rewards(config) as (envs, rewards):
             if envs.make().tools:
-                warn_of_unread_calls(self.renderer)
+                warn_of_unread_calls(self.inputs and self.inputs.renderer)
             others = {"env", "reward_model"} & set(config.reward.functions)
             if problem is None or others or config.env.name != "single_turn":
                 return  # what an environment or a model gives cannot be made up
