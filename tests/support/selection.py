@@ -1,9 +1,9 @@
-"""Tests that run when, by two lists.
+"""Tests that run when, by two lists of folders, files, fixtures (their tests) and functions.
 
-tests/long.txt     functions that take long: `make test` leaves them out, `make check` runs them.
-                   `make long-tests` makes the list anew from the seconds of a whole run.
-tests/nightly.txt  folders, files and functions that only `make nightly` runs. A parameter is marked
-                   where it stands, by `pytest.param(..., marks=pytest.mark.nightly)`.
+tests/long.txt     what takes long: `make test` leaves it out, `make check` runs it. `make long-tests`
+                   renews its functions from the seconds of a whole run.
+tests/nightly.txt  what only `make nightly` runs. A parameter is marked where it stands, by
+                   `pytest.param(..., marks=pytest.mark.nightly)`.
 
 Two files are never long: what nobody may change without seeing it at once.
 """
@@ -15,24 +15,25 @@ import pytest
 
 TESTS = Path(__file__).parent.parent
 LONG = TESTS / "long.txt"
-LIMIT_S = 1.5  # of a test function, with all its parameters and what it sets up
+LIMIT_S = 1.0  # of a test function, with all its parameters and what it sets up
 NEVER = ("tests/gpu/test_compiled_for_gpus.py", "tests/invariants/test_parity.py")
 
 
 def mark(items):
     """Mark those of pytest's items that are listed."""
-    listed, nightly = set(read(LONG)), tuple(read(TESTS / "nightly.txt"))
+    lists = {"long": set(read(LONG)), "nightly": set(read(TESTS / "nightly.txt"))}
     for item in items:
         function = item.nodeid.partition("[")[0]
-        if function in listed:
-            item.add_marker(pytest.mark.long)
-        if any(f"{function}/".startswith((f"{place}/", f"{place}::")) for place in nightly):
-            item.add_marker(pytest.mark.nightly)
+        file = function.partition("::")[0]
+        fixtures = (f"{file}::{name}" for name in item.fixturenames)
+        for name, listed in lists.items():
+            if listed & {function, file, *map(str, Path(file).parents), *fixtures}:
+                item.add_marker(getattr(pytest.mark, name))
 
 
 def record(reports):
-    """Write the list from pytest's reports. What was listed and has not run, as what it needs is
-    not installed, stays."""
+    """Write the list from pytest's reports. What was listed and has not run stays: what it needs is
+    not installed, or it is no function."""
     listed = set(read(LONG))
     seconds = Counter()
     for report in reports:
