@@ -32,7 +32,9 @@ def overridden() -> Iterator[tuple[str, str]]:
             if isinstance(node, ast.ClassDef):
                 functions = ast.FunctionDef | ast.AsyncFunctionDef
                 own[node.name] = module, {f.name for f in node.body if isinstance(f, functions)}
-                bases[node.name] = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
+                bases[node.name] = [
+                    ast.unparse(b).partition("[")[0].rpartition(".")[2] for b in node.bases
+                ]
     for name, (module, methods) in own.items():
         above, seen = list(bases[name]), {name}
         while above:

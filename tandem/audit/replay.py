@@ -102,7 +102,13 @@ class _Replay:
             found = f"{sizes} processes" if counts else "a mesh"
             notes.append(f"the run has trained with {found}, this is one: {OTHER_SUMS}")
         self.result.divergence = next(self._compare(other_machine), None)
-        self._compare_with_ledger()
+        # files and rows up to this step, evaluations included, have the ledger's hashes
+        changed = altered(past.folder, self.step)
+        notes += [f"not as it was written: {one}" for one in changed]
+        for one in changed:
+            if one.step == self.step and one.found and self.result.divergence is None:
+                what = f"SHA-256 of {one.what}"
+                self.result.divergence = Divergence(what=what, a=one.recorded, b=one.found)
         return self.result
 
     def _compare(self, other_machine: bool) -> Iterator[Divergence]:
@@ -262,17 +268,6 @@ class _Replay:
             what = f"optimizer steps of the {name} in {path.name}"
             yield from compare(what, state["optimizer_steps"][name], optimizer.step)
         self.result.checkpoint = f"{path.name}, {sum(map(len, tensors.values()))} tensors"
-
-    def _compare_with_ledger(self) -> None:
-        """Compare the folder's files and rows, up to this step, with the ledger's hashes. A
-        difference becomes a note; one in this step, evaluations included, is the divergence."""
-        result = self.result
-        changed = altered(self.past.folder, self.step)
-        result.notes += [f"not as it was written: {one}" for one in changed]
-        for one in changed:
-            if one.step == self.step and one.found and result.divergence is None:
-                what = f"SHA-256 of {one.what}"
-                result.divergence = Divergence(what=what, a=one.recorded, b=one.found)
 
 
 def _trained(groups: Sequence[Group]) -> list[Group]:

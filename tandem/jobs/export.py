@@ -44,7 +44,13 @@ def save_weights(learner: Learner, folder: Path) -> None:
     for rank, result in enumerate(results):
         if isinstance(result, UserError):
             raise not_written(rank, vars(result))
-    _save_index(folder, dict(zip(names, results, strict=False)))
+    files = dict(zip(names, results, strict=False))
+    index = {  # as transformers reads it
+        "metadata": {"total_size": sum(sum(sizes.values()) for sizes in files.values())},
+        "weight_map": {name: file for file, sizes in files.items() for name in sizes},
+    }
+    text = json.dumps(index, indent=2, sort_keys=True)
+    (folder / INDEX).write_text(text + "\n", encoding="utf-8")
 
 
 def weights_saver(learner: Learner) -> Callable[[Path], None]:
@@ -105,14 +111,3 @@ def _save(model: ExactModel, weights: dict[str, Tensor], file: Path) -> dict[str
     except UserError as error:
         return error
     return {name: tensor.numel() * tensor.element_size() for name, tensor in named.items()}
-
-
-def _save_index(folder: Path, files: dict[str, dict[str, int]]) -> None:
-    """Write the index of the weights' files as transformers reads it; files: of each the bytes of
-    its tensors."""
-    index = {
-        "metadata": {"total_size": sum(sum(sizes.values()) for sizes in files.values())},
-        "weight_map": {name: file for file, sizes in files.items() for name in sizes},
-    }
-    text = json.dumps(index, indent=2, sort_keys=True)
-    (folder / INDEX).write_text(text + "\n", encoding="utf-8")

@@ -47,7 +47,19 @@ def add_adapter(module: Any, lora: Lora) -> None:
     """
     peft = require_peft()
     linears = _linear_names(module)
-    _check_targets(lora.targets, linears)
+    unknown = [
+        target
+        for target in lora.targets
+        if not (linears if target == ALL_LINEAR else [n for n in linears if _named(n, [target])])
+    ]
+    if unknown or not lora.targets:
+        known = ", ".join(_last_names(linears)) or "it has none"
+        raise UserError(
+            "LoRA targets are not in this model",
+            where="lora.targets",
+            found=", ".join(unknown) or "none",
+            expected=f"{ALL_LINEAR}, or some of its linear modules: {known}",
+        )
     config = _peft_config(peft, lora, linears)
     config.fan_in_fan_out = any(map(is_conv1d, module.modules()))
     with torch.random.fork_rng(devices=[]):
@@ -93,23 +105,6 @@ def quantize_base(module: Any, lora: Lora | None) -> None:
         if not isinstance(weight, QuantizedWeight):
             # the file of all weights stays in memory as long as one of them is mapped from it
             weight.data = weight.data.clone()
-
-
-def _check_targets(targets: Sequence[str], linears: Sequence[str]) -> None:
-    unknown = [t for t in targets if not (linears if t == ALL_LINEAR else _matching(linears, t))]
-    if unknown or not targets:
-        known = ", ".join(_last_names(linears)) or "it has none"
-        raise UserError(
-            "LoRA targets are not in this model",
-            where="lora.targets",
-            found=", ".join(unknown) or "none",
-            expected=f"{ALL_LINEAR}, or some of its linear modules: {known}",
-        )
-
-
-def _matching(names: Sequence[str], target: str) -> list[str]:
-    """Find the names that PEFT matches with target."""
-    return [name for name in names if _named(name, [target])]
 
 
 def _named(name: str, targets: Sequence[str]) -> bool:

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from tandem.model.attention import PackedPlan
 from tandem.model.config_file import first_line, special_float, why_not_exact
+from tandem.model.first_layers import first_layers
 from tandem.model.general import make_general
 from tandem.model.inexact import InexactModel, SequenceStates, make_inexact
 from tandem.model.linear import ExactLinear
 from tandem.model.load import ExactModel
 from tandem.model.lora import Lora, add_adapter
 from tandem.model.paths import ModelPath
-from tandem.model.random_models import VOCABULARY, first_layers, random_module
+from tandem.model.random_models import VOCABULARY, random_module
 from tandem.model.rope import positions_of
 from tandem.model.schedule import Schedule
 

@@ -108,7 +108,11 @@ class Server:
                 self._handle(message)
             if self._engine.has_work:
                 for running in self._engine.step():
-                    self._answer(running)
+                    if running.completion is not None:
+                        # the identity of the request as the engine had it
+                        identity = identity_of(running.request)
+                        number = self._numbers.pop(running)
+                        self._channel.send(completion_message(number, identity, running.completion))
             if time.monotonic() - self._channel.last_sent >= self._beat_s:
                 self._channel.send({"alive": self._engine.has_work})
 
@@ -117,7 +121,11 @@ class Server:
             case {"request": int(number)}:
                 self._numbers[self._engine.submit(read_request(message))] = number
             case {"cancel": int(number)}:
-                self._cancel(number)
+                for running in [one for one, its in self._numbers.items() if its == number]:
+                    del self._numbers[running]
+                    self._engine.cancel(running)
+                    self._channel.send({"cancelled": number})
+                # none found: its completion is on the way
             case {"check": int(version)}:
                 with signs_of_life(self._channel, self._beat_s):
                     gap = self._sync_gap
@@ -129,20 +137,6 @@ class Server:
                 self._apply(version, source)
             case _:
                 raise RuntimeError(f"no such message: {message}")
-
-    def _answer(self, running: Running) -> None:
-        if running.completion is not None:
-            # the identity of the request as the engine had it
-            identity = identity_of(running.request)
-            number = self._numbers.pop(running)
-            self._channel.send(completion_message(number, identity, running.completion))
-
-    def _cancel(self, number: int) -> None:
-        for running in [one for one, its in self._numbers.items() if its == number]:
-            del self._numbers[running]
-            self._engine.cancel(running)
-            self._channel.send({"cancelled": number})
-        # none found: its completion is on the way
 
     def _apply(self, version: int, source: Message) -> None:
         from tandem.engine.sync_check import check_probe

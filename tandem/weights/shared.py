@@ -300,7 +300,12 @@ class SharedWeights:
             raise LookupError(f"weights of version {version} are not published; there are {there}")
 
     def _new_memory(self) -> Memory:
-        descriptor = _nameless_file(self._room)
+        if sys.platform == "linux":
+            descriptor = os.memfd_create("tandem weights")
+        else:
+            with tempfile.TemporaryFile() as file:
+                descriptor = os.dup(file.fileno())
+        os.ftruncate(descriptor, self._room)
         mapped = np.frombuffer(mmap.mmap(descriptor, self._room), np.uint8)
         return Memory(descriptor, mapped)
 
@@ -344,16 +349,6 @@ def write_tensors(layout: Layout, tensors: Mapping[str, Tensor], memory: Array) 
         parts = threads.map(lambda _: [(name, write(name)) for name in left], range(num_threads))
         found = dict(chain.from_iterable(parts))
     return {name: found[name] for name in offsets}
-
-
-def _nameless_file(size: int) -> int:
-    if sys.platform == "linux":
-        descriptor = os.memfd_create("tandem weights")
-    else:
-        with tempfile.TemporaryFile() as file:
-            descriptor = os.dup(file.fileno())
-    os.ftruncate(descriptor, size)
-    return descriptor
 
 
 def _aligned(size: int) -> int:

@@ -128,7 +128,10 @@ class CallPool(Pool[V], Generic[V, Q]):
     def step(self) -> None:
         self._dispatch()
         self._scale()  # by what could not be given out
-        self._wait()
+        due = len(self._todo) + sum(len(worker.calls) for worker in self.workers)
+        whom, what = (f"{self.role}s", f"{due} answers") if due else ("trainer", "calls")
+        with watchdog.waiting_for(whom, what):
+            self._listen(self._look_s(due))
         self._check_deadlines()
 
     def _give_up(self, error: BaseException) -> None:
@@ -137,12 +140,6 @@ class CallPool(Pool[V], Generic[V, Q]):
             call.future.set_exception(error)
         if not self.started.done():
             self.started.set_exception(error)
-
-    def _wait(self) -> None:
-        due = len(self._todo) + sum(len(worker.calls) for worker in self.workers)
-        whom, what = (f"{self.role}s", f"{due} answers") if due else ("trainer", "calls")
-        with watchdog.waiting_for(whom, what):
-            self._listen(self._look_s(due))
 
     def _look_s(self, due: int) -> float | None:
         """Return how long to wait at most. due: answers."""

@@ -18,8 +18,8 @@ from transformers import (
 from transformers.masking_utils import create_chunked_causal_mask
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from tandem.model.first_layers import lower_thresholds
 from tandem.model.load import make_exact
-from tandem.model.random_models import lower_thresholds
 from tandem.model.rope import positions_of
 from tandem.model.schedule import random_model
 from tandem.model.trial import general_fault

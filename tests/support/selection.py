@@ -1,7 +1,7 @@
 """Tests that run when, by two lists of folders, files, fixtures (their tests) and functions.
 
-tests/long.txt     what takes long: `make test` leaves it out, `make check` runs it. `make long-tests`
-                   renews its functions from the seconds of a whole run.
+tests/long.txt     what takes long: `make test` leaves it out, `make check` runs it; `make
+                   long-tests` renews its functions from the seconds of a whole run.
 tests/nightly.txt  what only `make nightly` runs. A parameter is marked where it stands, by
                    `pytest.param(..., marks=pytest.mark.nightly)`.
 

@@ -201,7 +201,11 @@ class Environments(nullcontext[None]):
     async def _serve_call(self, call: Message) -> Message:
         episode = call["episode"]
         if call["closes"]:
-            await self._close(episode)
+            if (under_way := self._calls.get(episode)) is not None:
+                under_way.cancel()
+                await asyncio.wait([under_way])
+            if episode in self._open:
+                await close_env(*self._open.pop(episode))
             return {}
         self._calls[episode] = asyncio.current_task()
         try:
@@ -210,7 +214,7 @@ class Environments(nullcontext[None]):
             return {"late": True}
         except EnvironmentFailed as failure:
             return {"failed": str(failure)}
-        except asyncio.CancelledError:  # by _close
+        except asyncio.CancelledError:  # it is to be closed
             return OVER
         finally:
             del self._calls[episode]
@@ -230,13 +234,6 @@ class Environments(nullcontext[None]):
         for text in texts:
             answer = _fields(check_observation(await caller.call(env.step, text)))
         return answer
-
-    async def _close(self, episode: int) -> None:
-        if (call := self._calls.get(episode)) is not None:
-            call.cancel()
-            await asyncio.wait([call])
-        if episode in self._open:
-            await close_env(*self._open.pop(episode))
 
 
 def _fields(observation: Observation) -> Message:

@@ -75,11 +75,19 @@ class ObjectWeights(SharedWeights):
         return offers
 
     def _part(self, version: int, wanted: Layout) -> Part:
+        """Return the object of some tensors, in the layout of these alone."""
         with self._lock:
             parts: Parts = self._published[version]
         if wanted not in parts:
             whole = self._get(parts[self.layout].stored)
-            parts[wanted] = Part(self._put(_cut(whole, self.layout, wanted)))
+            part, there, here = (
+                np.empty(wanted.size, np.uint8),
+                self.layout.offsets(),
+                wanted.offsets(),
+            )
+            for name, nbytes in wanted.lengths():
+                part[here[name] : here[name] + nbytes] = whole[there[name] : there[name] + nbytes]
+            parts[wanted] = Part(self._put(part))
         return parts[wanted]
 
     def _store(
@@ -98,11 +106,3 @@ class ObjectWeights(SharedWeights):
 
     def _drop(self, stored: Parts) -> None:
         """Forget the objects; the store frees one when no worker maps it."""
-
-
-def _cut(whole: Array, layout: Layout, wanted: Layout) -> Array:
-    """Return the bytes of some tensors, in the layout of these alone."""
-    part, there, here = np.empty(wanted.size, np.uint8), layout.offsets(), wanted.offsets()
-    for name, nbytes in wanted.lengths():
-        part[here[name] : here[name] + nbytes] = whole[there[name] : there[name] + nbytes]
-    return part

@@ -96,21 +96,16 @@ class Reader:
                 trainer,
             )
             try:
-                _wait(agent, transfer)
+                ends, state = time.monotonic() + TIMEOUT_S, agent.transfer(transfer)
+                while state == "PROC" and time.monotonic() < ends:
+                    time.sleep(POLL_S)
+                    state = agent.check_xfer_state(transfer)
+                if state != "DONE":
+                    raise RuntimeError(f"a read of the trainer's memory ended as {state}")
             finally:
                 agent.release_xfer_handle(transfer)
         finally:
             agent.deregister_memory(registration)
-
-
-def _wait(agent: Any, transfer: Any) -> None:
-    """Run a transfer to its end. Raises RuntimeError if it fails or takes TIMEOUT_S."""
-    ends, state = time.monotonic() + TIMEOUT_S, agent.transfer(transfer)
-    while state == "PROC" and time.monotonic() < ends:
-        time.sleep(POLL_S)
-        state = agent.check_xfer_state(transfer)
-    if state != "DONE":
-        raise RuntimeError(f"a read of the trainer's memory ended as {state}")
 
 
 def _register(agent: Any, memory: Tensor) -> Any:

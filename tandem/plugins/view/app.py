@@ -232,17 +232,13 @@ def _endpoint(answer: Answer) -> Callable[[Request], Response]:
             found = answer(request)
             return found if isinstance(found, Response) else _Json(found)
         except (KeyError, ValueError, OverflowError, UserError) as error:
-            return _problem(error)
+            # a mistake in the address, or a damaged file of the run
+            if isinstance(error, KeyError):
+                return _Json({"error": f"not there: {error.args[0]}"}, 404)
+            wrong = isinstance(error, ValueError | OverflowError)
+            return _Json({"error": str(error)}, 400 if wrong else 422)
 
     return endpoint
-
-
-def _problem(error: Exception) -> Response:
-    """Answer a mistake in the address, or a damaged file of the run."""
-    wrong = isinstance(error, ValueError | OverflowError)
-    status = 404 if isinstance(error, KeyError) else 400 if wrong else 422
-    text = str(error.args[0]) if isinstance(error, KeyError) else str(error)
-    return _Json({"error": f"not there: {text}" if status == 404 else text}, status)
 
 
 class _Json(JSONResponse):

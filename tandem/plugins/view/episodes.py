@@ -150,17 +150,14 @@ class EpisodeTable:
             ):
                 if time.monotonic() > until:
                     return False
-                self._add(self.folder / name)
+                try:
+                    self._parts.append(_index(self.folder / name))
+                except (UserError, ValueError, TypeError, KeyError, AttributeError) as error:
+                    self._damaged[name] = str(error).splitlines()[0]
+                if len(self._parts) > TAIL:
+                    self._parts = [pa.concat_tables(self._parts).combine_chunks()]
                 self._read[name] = there[name]
         return True
-
-    def _add(self, path: Path) -> None:
-        try:
-            self._parts.append(_index(path))
-        except (UserError, ValueError, TypeError, KeyError, AttributeError) as error:
-            self._damaged[path.name] = str(error).splitlines()[0]
-        if len(self._parts) > TAIL:
-            self._parts = [pa.concat_tables(self._parts).combine_chunks()]
 
     def table(self) -> pa.Table:
         """Return all rows that are read, as they are now."""
