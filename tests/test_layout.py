@@ -229,14 +229,6 @@ def test_every_file_says_what_it_is():
     assert silent == []
 
 
-def test_files_and_functions_keep_within_the_limits_of_the_house():
-    result = subprocess.run(
-        [sys.executable, "tools/size.py"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.endswith("within what is held\n")
-
-
 def test_the_examples_that_docs_show_are_the_files():
     """`make figures` copies them."""
     shown = [

@@ -116,10 +116,7 @@ class Workers(Pool[WorkerProcess]):
                     future.set_result(function())
                 except Exception as error:  # who has posted it raises it
                     future.set_exception(error)
-        for version, movers in self.dispatcher.switches(self.workers).items():
-            self._sync(version, movers)
-        for worker, ticket in self.dispatcher.assign(self.workers):
-            self._send(worker, request_message(ticket.number, ticket.request))
+        self._dispatch()
         self._listen(WAIT_S)
 
     def open(self, version: int, number: int, ended: "SimpleQueue[Ticket]") -> RequestQueue:
@@ -161,6 +158,13 @@ class Workers(Pool[WorkerProcess]):
             worker.target = worker.version = -1
 
     # ---------------------------------------------------------------- to a worker
+
+    def _dispatch(self) -> None:
+        """Have workers load the weights, and send them the requests, that are theirs now."""
+        for version, movers in self.dispatcher.switches(self.workers).items():
+            self._sync(version, movers)
+        for worker, ticket in self.dispatcher.assign(self.workers):
+            self._send(worker, request_message(ticket.number, ticket.request))
 
     def _sync(self, version: int, workers: Sequence[WorkerProcess]) -> None:
         """Offer the weights to workers; what they run is unknown until the hash is right."""

@@ -108,11 +108,7 @@ class Server:
                 self._handle(message)
             if self._engine.has_work:
                 for running in self._engine.step():
-                    if running.completion is not None:
-                        # the identity of the request as the engine had it
-                        identity = identity_of(running.request)
-                        number = self._numbers.pop(running)
-                        self._channel.send(completion_message(number, identity, running.completion))
+                    self._answer(running)
             if time.monotonic() - self._channel.last_sent >= self._beat_s:
                 self._channel.send({"alive": self._engine.has_work})
 
@@ -137,6 +133,13 @@ class Server:
                 self._apply(version, source)
             case _:
                 raise RuntimeError(f"no such message: {message}")
+
+    def _answer(self, running: Running) -> None:
+        if running.completion is not None:
+            # the identity of the request as the engine had it
+            identity = identity_of(running.request)
+            number = self._numbers.pop(running)
+            self._channel.send(completion_message(number, identity, running.completion))
 
     def _apply(self, version: int, source: Message) -> None:
         from tandem.engine.sync_check import check_probe

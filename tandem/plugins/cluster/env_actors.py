@@ -232,19 +232,15 @@ class Environments(nullcontext[None]):
             answer = {"messages": list(chat), "tools": tools, "stateless": stateless}
         env, caller = self._open[episode]
         for text in texts:
-            answer = _fields(check_observation(await caller.call(env.step, text)))
+            observation = check_observation(await caller.call(env.step, text))
+            answer = {  # numpy's numbers are no JSON
+                "messages": list(observation.messages),
+                "done": bool(observation.done),
+                "reward": float(observation.reward),
+                "parts": {name: float(value) for name, value in observation.parts.items()},
+                "penalty": float(observation.penalty),
+            }
         return answer
-
-
-def _fields(observation: Observation) -> Message:
-    """Return the fields of an observation, its numbers as floats: numpy's are no JSON."""
-    return {
-        "messages": list(observation.messages),
-        "done": bool(observation.done),
-        "reward": float(observation.reward),
-        "parts": {name: float(value) for name, value in observation.parts.items()},
-        "penalty": float(observation.penalty),
-    }
 
 
 def _sendable(answer: Message) -> Message:
