@@ -6,7 +6,7 @@ import sys
 from contextlib import contextmanager
 
 from tests.support.command import tandem
-from tests.support.runs import Forks, fingerprint, prepare
+from tests.support.runs import prepare
 from tests.support.waiting import WAIT_S
 
 WEIGHTS = "checkpoints/step_000002/policy.safetensors"
@@ -30,19 +30,6 @@ def serving(model, log, *options):
             assert it.wait(WAIT_S) == 0
         finally:
             it.kill()
-
-
-def test_a_run_with_rollouts_by_a_server_has_the_bits_of_the_inline_engine(tmp_path):
-    command, forks = [*prepare(tmp_path, steps=2), "eval.data="], Forks()
-    with serving(tmp_path / "model", tmp_path / "log", "--allow-weight-updates") as url:
-        assert forks.run([*command, f"rollout.engine={url}/v1"], tmp_path / "served") == 0
-    assert forks.run(command, tmp_path / "inline") == 0
-    # not the files of episodes, which have the hash of the config, nor the ledger, which has theirs
-    served, inline = (
-        [fingerprint(tmp_path / run)[name] for name in (WEIGHTS, "metrics.jsonl")]
-        for run in ("served", "inline")
-    )
-    assert served == inline
 
 
 def test_a_server_that_keeps_its_weights_is_refused_before_anything_is_evaluated(tmp_path):

@@ -9,7 +9,6 @@ import subprocess
 import numpy as np
 import pytest
 
-from tandem.run_folder.best import read_best
 from tandem.run_folder.metrics import read_metrics
 from tests.support.runs import Forks, fingerprint, prepare, run, unpinned
 
@@ -145,26 +144,6 @@ def test_kill_after_a_checkpoint_leaves_no_trace(kind, forks, tmp_path):
     assert fingerprint(tmp_path / "killed") == fingerprint(tmp_path / "whole")
     learned = [row for row in read_metrics(tmp_path / "whole") if row.get("grad_norm", 0) > 0]
     assert len(learned) >= STEPS - 1  # the step of a critic's warm-up has none
-
-
-def test_early_stop_after_a_kill_leaves_the_bytes_of_a_run_never_killed(forks, tmp_path):
-    """The killed run is stopped once more when it is over already."""
-    watched = ["eval.every=1", "eval.keep_best=true", "eval.patience=5", "run.steps=60"]
-    command = [*prepare(tmp_path), *watched]
-    assert forks.run(command, tmp_path / "whole") == 0
-    best = read_best(tmp_path / "whole")
-    end = best.step + best.misses
-    assert best.misses == 5 and end < 60
-    assert best.step == 0 or (tmp_path / f"whole/checkpoints/step_{best.step:06d}").is_dir()
-    assert [path.name for path in (tmp_path / "whole/hf").iterdir()] == [f"step_{end:06d}"]
-    assert forks.run(command, tmp_path / "killed", kill_at_row=5) != 0
-    assert forks.run(command, tmp_path / "killed") == 0
-    assert forks.run(command, tmp_path / "killed") == 0
-    assert fingerprint(tmp_path / "killed") == fingerprint(tmp_path / "whole")
-    assert read_best(tmp_path / "killed") == best
-    assert "stopped early, at step" in (tmp_path / "killed/log.txt").read_text()
-    checkpoints = [sorted((tmp_path / n / "checkpoints").iterdir()) for n in ("whole", "killed")]
-    assert [p.name for p in checkpoints[0]] == [p.name for p in checkpoints[1]]
 
 
 @pytest.mark.parametrize("kind", by_need(AHEAD))
