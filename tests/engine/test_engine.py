@@ -7,20 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.engine.page_cache import PageCache
 from tandem.model.logprobs import log_distribution
 from tandem.runtime.errors import UserError
 from tandem.runtime.rng import address, uniforms
 from tandem.types import SamplingDistribution
-from tests.support.engines import (
-    MODEL,
-    CountingModel,
-    decode,
-    engine_of,
-    facts,
-    mixed_requests,
-    request,
-)
+from tests.support.engines import MODEL, decode, engine_of, facts, mixed_requests, request
 from tests.support.tiny import exact_logits, exact_model, random_tokens, twins
 
 
@@ -42,16 +33,6 @@ def test_stop_token_ends_the_completion_and_is_not_in_the_text():
     [completion] = engine_of().generate([request(max_new_tokens=20, stop_token_ids=(96, stop))])
     assert completion.tokens.tolist() == free.tokens[: first + 1].tolist()
     assert completion.text == decode(free.tokens[:first]) and completion.stop_reason == "stop"
-
-
-def test_stop_string_that_spans_tokens_ends_the_text_before_it():
-    [free] = engine_of().generate([request(max_new_tokens=20)])
-    stop = decode(free.tokens[7:10])
-    first = free.text.index(stop)
-    [completion] = engine_of().generate([request(max_new_tokens=20, stop=("never there", stop))])
-    # the tokens that were sampled all stay
-    assert completion.tokens.tolist() == free.tokens[: first + 3].tolist()
-    assert completion.text == free.text[:first] and completion.stop_reason == "stop"
 
 
 def test_logprobs_are_of_the_tempered_and_filtered_distribution():
@@ -84,39 +65,6 @@ def test_greedy_decoding_gives_the_tokens_of_stock_transformers(kind):
     )[0, 12:]
     assert completion.tokens.tolist() == expected.tolist()
     assert len(set(completion.tokens.tolist())) > 3
-
-
-@pytest.mark.parametrize("kind", ["qwen3", "mistral", "qwen3_moe"])
-def test_request_has_equal_bits_in_any_batch_order_and_cache(kind):
-    model, requests = exact_model(kind), mixed_requests()
-    alone = [facts(engine_of(model).generate([r])[0]) for r in requests]
-    three_pages = 3 * PageCache(model, 1 << 24).page_bytes
-    order = np.random.default_rng(1).permutation(len(requests)).tolist()
-    assert [facts(c) for c in engine_of(model).generate(requests)] == alone
-    for engine in (engine_of(model, max_batch=5), engine_of(model, cache_bytes=three_pages)):
-        assert [facts(c) for c in engine.generate([requests[n] for n in order])] == [
-            alone[n] for n in order
-        ]
-
-
-def test_requests_join_as_others_leave():
-    model = CountingModel(MODEL)
-    requests = [request(n, [n + 1], max_new_tokens=2 + 3 * n) for n in range(6)]
-    completions = engine_of(model, max_batch=3).generate(requests)
-    assert [len(c.tokens) for c in completions] == [2, 5, 8, 11, 14, 17]
-    assert max(model.passes) <= 3
-    # a step decodes all live sequences together: far fewer passes than tokens, and no slot waits
-    # for the slowest
-    assert len(model.passes) < 57 and sum(model.passes) == 57
-
-
-def test_shared_prompt_is_prefilled_once():
-    model, prompts = CountingModel(MODEL), [[5, 9, 2, 7, 1, 3, 3, 8, 6, 4], [8, 9, 2]]
-    # the two prompts alternate
-    requests = [request(n, prompts[n % 2], max_new_tokens=5) for n in range(8)]
-    engine_of(model).generate(requests)
-    # the others follow with the last token of the prompt, whose logits they need, one pass behind
-    assert model.passes == [10 + 3] + [8] * 4 + [6]
 
 
 def test_token_t_is_drawn_with_the_uniform_of_its_key_and_t():
@@ -155,16 +103,6 @@ def test_a_sequence_longer_than_the_models_positions_is_refused():
     with pytest.raises(UserError, match="longer than the model can place") as error:
         engine_of(model).generate([request(max_new_tokens=18)])
     assert "21 tokens" in error.value.found and "20" in error.value.expected
-
-
-def test_engine_runs_the_weights_of_the_newest_update():
-    model, other = exact_model("qwen3"), exact_model("qwen3", seed=1)
-    engine = engine_of(model)
-    before = engine.generate([request()])
-    model.load_weights(other.named_weights())
-    after = engine.generate([request()])
-    assert [facts(c) for c in after] == [facts(c) for c in engine_of(other).generate([request()])]
-    assert facts(before[0]) != facts(after[0])
 
 
 def test_logprob_gap_is_zero_for_any_sampling_and_length():

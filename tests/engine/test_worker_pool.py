@@ -484,67 +484,12 @@ def test_the_largest_gap_of_all_workers_is_told(fault, gap):
         run(workers, groups(2))
 
 
-def every_kind():
-    """Groups under every sampling setting, a turn that goes on, and prompts that share a
-    beginning."""
-    kinds = [
-        {},
-        {"temperature": 0.7, "top_p": 0.8, "stop_token_ids": (30, 31, 32, 33)},
-        {"temperature": 0.0},
-        {"top_k": 9, "min_p": 0.02, "repetition_penalty": 1.2, "top_logprobs": 2},
-        {"stop": ("a", "Bc"), "temperature": 1.4},
-    ]
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(9, 100, length) for length in (3, 40, 17, 130, 64)]
-    return [
-        request(n, prompts[n // 3 % 5], max_new_tokens=24, **kinds[n // 3 % 5]) for n in range(30)
-    ]
-
-
 def change(model):
     with torch.no_grad():
         for weight in model.trainable().values():
             weight.add_(
                 0.01 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
             )
-
-
-def test_workers_give_the_bits_of_the_inline_engine(real):
-    workers, engine, shared = real
-    before = engine.generate(every_kind())
-    assert [bits(c, text=True) for c in run(workers, every_kind())] == [
-        bits(c, text=True) for c in before
-    ]
-    until(workers, lambda: all_idle(workers))
-
-    change(engine.model)
-    assert shared.publish(1, engine.model.merged_weights()) != shared.hash_of(0)
-    engine.apply(1)
-    workers.apply(1)
-    shared.release(below=1)
-    inline = [bits(c, text=True) for c in engine.generate(every_kind())]
-    with struck(workers, "serving", signal.SIGKILL) as hit:
-        assert [bits(c, text=True) for c in run(workers, every_kind())] == inline
-    require_replaced(workers, hit)
-    assert workers.restarts.used == 1 and requests_served_again(workers.reports) > 0
-    # the new one was told the weights of version 1, not those on disk
-    until(workers, lambda: all_idle(workers))
-    assert [bits(c, text=True) for c in run(workers, every_kind())] == inline
-
-    paused = engine.generate([replace(r, max_tokens_now=5) for r in every_kind()])
-    going_on = [
-        replace(r, resume_from=c)
-        for r, c in zip(every_kind(), paused, strict=True)
-        if c.stop_reason == "paused"
-    ]
-    again = [
-        bits(c, text=True)
-        for c in run(workers, [replace(r, max_tokens_now=5) for r in every_kind()])
-    ]
-    assert going_on and again == [bits(c, text=True) for c in paused]
-    assert [bits(c, text=True) for c in run(workers, going_on)] == [
-        bits(c, text=True) for c in engine.generate(going_on)
-    ]
 
 
 def test_workers_score_a_probe_with_the_bits_of_the_inline_engine(real):

@@ -12,7 +12,6 @@ from tandem.rl.algorithms import ALGORITHMS
 from tandem.runtime.errors import UserError
 from tandem.trainer.batch import Models, TokenTensors, compute_logprobs, pack_batch
 from tandem.trainer.learn import expected_gradient, policy_loss, token_advantages
-from tandem.types import SamplingParams
 from tests.support import dense
 from tests.support.episodes import (
     MAX_NEW_TOKENS,
@@ -485,16 +484,3 @@ def test_sequences_with_large_logprob_error_are_not_counted(aggregation):
 
 
 # ---- adapters
-
-
-def test_first_update_is_on_policy_whatever_the_sampling():
-    for settings_of_sampling in (
-        {},
-        {"top_k": 20, "top_p": 0.9, "temperature": 0.8},
-        {"repetition_penalty": 1.2, "min_p": 0.01},
-    ):
-        sampling = SamplingParams(max_new_tokens=MAX_NEW_TOKENS, **settings_of_sampling)
-        policy = trained(exact_model("qwen3"))
-        groups = sampled_groups(policy.model, sampling=sampling)
-        row = learn(Models(policy=policy), groups, settings(epochs=2), sampling=sampling)
-        assert row["logprob_gap"] == 0.0 and math.isfinite(row["ratio"])

@@ -16,7 +16,7 @@ import pytest
 from tandem.run_folder.status import read_status
 from tests.support.command import in_own_process
 from tests.support.gated import DEADLINE_S, gated, until, until_gone
-from tests.support.runs import fingerprint, run
+from tests.support.runs import fingerprint
 
 
 @contextmanager
@@ -68,83 +68,6 @@ def test_a_killed_actor_and_a_killed_node_change_no_bit(nodes, inputs, inline):
     assert fingerprint(struck) == inline
     log = (struck / "log.txt").read_text()
     assert "was lost while" in log and "restart 2 of 10" in log
-
-
-def test_killed_reward_workers_change_no_bit(nodes, inputs, inline):
-    """A step that is held keeps calls waiting, so a second worker joins, on another node."""
-    folder, command = inputs
-    scored, _ = folder / "scored", nodes.add()
-    log = scored / "log.txt"
-
-    def until_joined(times):
-        until(lambda: log.read_text().count("reward workers: 1 -> 2") == times)
-
-    options = [*joined(nodes, count=1), "cluster.reward_workers=2"]
-    with gated(scored) as allow, running(command, scored, *options):
-        allow(1)
-        first = workers(scored, "reward")[0]
-        until_joined(1)
-        os.kill(first["pid"], signal.SIGKILL)
-        until_joined(2)
-        allow(3)
-        both = workers(scored, "reward")
-        assert first["pid"] not in [row["pid"] for row in both]
-        assert len({row["node"] for row in both}) == 2
-        lost = next(row["node"] for row in both if row["node"] != "127.0.0.2")  # not the driver's
-        nodes.remove(lost)
-        until_joined(3)
-        allow(6)
-    assert fingerprint(scored) == inline
-    assert log.read_text().count("calls are served again") == 2
-
-
-# As of tests/support/runs.py; its steps wait while the run is held, and show it.
-GATED = """
-import time
-from pathlib import Path
-
-from env import Chat
-from reward import is_held
-
-class Gated(Chat):
-    def step(self, text):
-        while is_held():
-            (Path(__file__).parent / "in_step").touch()
-            time.sleep(0.02)
-        return super().step(text)
-"""
-
-
-def test_killed_env_workers_change_no_bit(nodes, inputs):
-    """The process is killed in steps of its environments, then the node of the next one."""
-    folder, command = inputs
-    (folder / "gated.py").write_text(GATED)
-    name, stops = f"env.name={folder / 'gated.py'}:Gated", 'rollout.stop=["a", "e", "1", "x", "Z"]'
-    command = [*command, name, stops, "reward.function=env", "env.timeout_s=590"]
-    run(command, folder / "played")
-    acted, _ = folder / "acted", nodes.add()
-    log, options = acted / "log.txt", [*joined(nodes, count=0), "cluster.env_workers=2"]
-
-    def until_in_step():
-        (folder / "in_step").unlink(missing_ok=True)
-        until((folder / "in_step").exists)
-
-    with gated(acted) as allow, running(command, acted, *options):
-        allow(1)
-        [first] = workers(acted, "env")
-        until_in_step()
-        os.kill(first["pid"], signal.SIGKILL)
-        until_gone(first["pid"])
-        allow(3)
-        [second] = workers(acted, "env")
-        assert second["node"] != first["node"]
-        until_in_step()
-        nodes.remove(second["node"])
-        until_gone(second["pid"])
-        allow(6)
-    assert fingerprint(acted) == fingerprint(folder / "played")
-    assert log.read_text().count("was lost while serving") == 2
-    assert (acted / "workers" / "env_worker_0.log").exists()
 
 
 def test_a_run_on_two_nodes_has_the_bits_of_one_process(nodes, inputs, inline):
