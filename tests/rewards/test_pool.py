@@ -4,7 +4,6 @@ else."""
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -545,27 +544,6 @@ def test_a_file_that_changes_while_in_use_is_not_read_again(tmp_path):
         ]
 
 
-THREADED = """
-import threading
-threading.Thread(target=threading.Event().wait, daemon=True).start()
-"""
-
-
-@LINUX
-def test_a_module_with_threads_loads_in_every_worker(tmp_path):
-    file = tmp_path / "mine.py"
-    loads = tmp_path / "loads"
-    file.write_text(f"{THREADED}\nopen({str(loads)!r}, 'a').write('.')\n{FILE.read_text()}")
-    with RewardPool(f"{file}:score", timeout_s=30.0) as pool:
-        before = len(loads.read_text())
-        assert [score.reward for score in scores_of(pool, PROBLEM, ["fine", "exit", "fine"])] == [
-            0.25,
-            0.0,
-            0.25,
-        ]
-        assert len(loads.read_text()) == before + 2  # "exit" ends two workers
-
-
 # ---------------------------------------------------------------- processes
 
 
@@ -679,65 +657,9 @@ def test_an_idle_pool_uses_no_processor():
 
 
 @LINUX
-def test_a_killed_fork_server_costs_no_score():
-    with hostile_pool(2, timeout_s=30.0) as pool:
-        fork_server = parent(int(scores_of(pool, PROBLEM, ["pid"])[0].reward))
-        futures = [pool.submit(PROBLEM, Attempt(text=act)) for act in ["slow"] * 4]
-        os.kill(fork_server, signal.SIGKILL)
-        assert [future.result().reward for future in futures] == [0.25] * 4
-        assert parent(int(scores_of(pool, PROBLEM, ["pid"])[0].reward)) != fork_server
-    assert not any(pool.failures.values())
-
-
-@LINUX
 def test_a_text_that_kills_the_fork_server_costs_its_own_score():
     with hostile_pool(timeout_s=30.0) as pool:
         scores = scores_of(pool, PROBLEM, ["fine", "kill fork server", "total", "fine"])
     assert [score.reward for score in scores] == [0.25, 0.0, 2.0, 0.25]
     assert "which had forked it, ended first" in scores[1].error
     assert pool.failures == {"timeout": 0, "died": 1, "exception": 0, "bad_value": 0}
-
-
-@LINUX
-def test_no_process_and_no_file_descriptor_is_left():
-    """In a process of its own, where no thread of another test ends meanwhile."""
-    program = (
-        "import os, sys, threading\n"
-        "from tandem.rewards.pool import RewardPool\n"
-        "from tandem.types import Attempt, Problem\n"
-        "def held(): return sorted(os.listdir('/proc/self/fd')), threading.active_count()\n"
-        "before, problem = held(), Problem(uid='', messages=(), answer='')\n"
-        "with RewardPool(sys.argv[1], timeout_s=60.0, workers=3) as pool:\n"
-        "    texts = ('pid', 'exit', 'pid', 'segfault') * 5\n"
-        "    futures = [pool.submit(problem, Attempt(text=text)) for text in texts]\n"
-        "    print(*{int(future.result().reward) for future in futures})\n"
-        "pool.close()\n"
-        "assert held() == before, (before, held())\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program, HOSTILE], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    pids = [int(pid) for pid in done.stdout.split() if pid != "0"]
-    assert pids and all(gone(pid) for pid in pids)
-
-
-@LINUX
-@pytest.mark.parametrize("act", ["fine", "long c call"])
-def test_a_killed_parent_leaves_no_worker(act):
-    program = (
-        "import sys\n"
-        "from tandem.rewards.pool import RewardPool\n"
-        "from tandem.types import Attempt, Problem\n"
-        "pool = RewardPool(sys.argv[1], timeout_s=600.0)\n"
-        "problem = Problem(uid='', messages=(), answer='')\n"
-        "print(int(pool.submit(problem, Attempt(text='pid')).result().reward), flush=True)\n"
-        "pool.submit(problem, Attempt(text=sys.argv[2])).result(); sys.stdin.read()\n"
-    )
-    command = [sys.executable, "-c", program, HOSTILE, act]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as parent:
-        worker = int(parent.stdout.readline())
-        assert eventually(lambda: act == "fine" or processor_ticks(worker) > 20)  # it is at it
-        assert alive(worker)
-        parent.kill()
-    assert gone(worker)
