@@ -22,7 +22,7 @@ def test_a_schedule_can_do_what_it_is_for():
         Step(4),
         Update(),
         Ask(4, 0, 2, 2),
-        Step(2),
+        Step(8),
         Update(),
     ]
     gap, tokens, seen = run(Schedule("qwen3", 5, 8, 64, acts))
