@@ -35,19 +35,19 @@ BARS = {
     "lines of tests": 34_000,
 }
 HELD = {
-    "lines of the core, without tandem/plugins": 41_751,
-    "lines with plugins": 57_278,
+    "lines of the core, without tandem/plugins": 41_601,
+    "lines with plugins": 57_110,
     "lines that tandem.step imports": 9_958,
-    "lines that a plain `tandem train` imports": 20_617,
+    "lines that a plain `tandem train` imports": 19_955,
     "conditions on a backend's name": 11,
     "of them on the step page": 0,
     "files that name rollout.engine": 3,
     "circles of files": 0,
     "imports of a plugin from outside": 0,
-    "private functions with one use": 457,
+    "private functions with one use": 420,
     "functions with 8 or more parameters": 11,
     "yields in tandem/config": 27,
-    "lines of tests": 45_151,
+    "lines of tests": 44_503,
 }
 
 
