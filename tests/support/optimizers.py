@@ -18,5 +18,25 @@ def set_gradients(weights, step, scale=1.0):
         parameter.grad = torch.randn(parameter.shape, generator=noise) * scale
 
 
+def check_reload(make, kind=Optimizer, **changes):
+    """Check that an optimizer of another set of parameters, given weights and state, goes on with
+    the same bits; return the state that it was given."""
+    weights, copies = make(), make()
+    ours, again = (optimizer(w, kind, schedule="cosine", **changes) for w in (weights, copies))
+    for step in range(3):
+        set_gradients(weights, step)
+        ours.update()
+    saved = {name: tensor.clone() for name, tensor in ours.state().items()}
+    again.load_weights({name: w.clone() for name, w in ours.weights().items()})
+    again.load_state(saved, ours.step)
+    for step in range(3, 6):
+        set_gradients(weights, step)
+        set_gradients(copies, step)
+        assert ours.update() == again.update()
+        assert bits(weights) == bits(copies) and bits(ours.weights()) == bits(again.weights())
+    assert all(torch.equal(again.state()[name], t) for name, t in ours.state().items())
+    return saved
+
+
 def bits(weights):
     return {name: p.detach().float().numpy().tobytes() for name, p in weights.items()}

@@ -12,7 +12,7 @@ from tandem.runtime import numerics
 from tandem.trainer.muon import Muon, is_hidden_matrix, orthogonalized
 from tandem.trainer.parallel.ranks import ParallelRanks
 from tests.support.meshes import on_mesh
-from tests.support.optimizers import bits, optimizer, set_gradients
+from tests.support.optimizers import bits, check_reload, optimizer, set_gradients
 from tests.support.tiny import exact_model
 
 LAYER = "model.layers.0."
@@ -121,18 +121,7 @@ def test_matrices_of_numbered_layers_are_muons_whatever_a_model_calls_them(name,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_reloaded_state_continues_with_the_same_bits(dtype):
-    weights, copies = parameters(dtype), parameters(dtype)
-    ours, again = muon(weights, schedule="cosine"), muon(copies, schedule="cosine")
-    for step in range(2):
-        set_gradients(weights, step)
-        ours.update()
-    again.load_weights({name: w.clone() for name, w in ours.weights().items()})
-    again.load_state({name: t.clone() for name, t in ours.state().items()}, ours.step)
-    for step in (2, 3):
-        set_gradients(weights, step)
-        set_gradients(copies, step)
-        assert ours.update() == again.update()
-        assert bits(weights) == bits(copies) and bits(ours.weights()) == bits(again.weights())
+    check_reload(lambda: parameters(dtype), Muon)
 
 
 def test_one_and_two_threads_orthogonalize_to_the_same_bits():

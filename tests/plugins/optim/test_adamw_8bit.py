@@ -13,7 +13,7 @@ from tandem.plugins.optim.adamw_8bit import (
     quantize,
 )
 from tandem.trainer.ranks import Ranks
-from tests.support.optimizers import bits, optimizer, set_gradients
+from tests.support.optimizers import bits, check_reload, optimizer, set_gradients
 from tests.support.tiny import exact_model
 from tests.support.updates import learner_of, microbatches, updated
 
@@ -105,19 +105,7 @@ def test_state_has_a_quarter_of_the_bytes_and_a_scale_for_each_block():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_reloaded_state_continues_with_the_same_bits(dtype):
-    weights, copies = parameters(dtype), parameters(dtype)
-    ours, again = (optimizer(w, Optimizer8bit, schedule="cosine") for w in (weights, copies))
-    for step in range(2):
-        set_gradients(weights, step)
-        ours.update()
-    again.load_weights({name: w.clone() for name, w in ours.weights().items()})
-    again.load_state({name: t.clone() for name, t in ours.state().items()}, ours.step)
-    for step in (2, 3):
-        set_gradients(weights, step)
-        set_gradients(copies, step)
-        assert ours.update() == again.update()
-        assert bits(weights) == bits(copies) and bits(ours.weights()) == bits(again.weights())
-    assert all(torch.equal(again.state()[name], t) for name, t in ours.state().items())
+    check_reload(lambda: parameters(dtype), Optimizer8bit)
 
 
 def test_one_and_two_threads_and_any_rows_of_a_matrix_take_the_same_steps():
