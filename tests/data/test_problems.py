@@ -153,21 +153,6 @@ def test_the_system_message_is_added_only_where_none_is(tmp_path):
     assert list(second.messages) == own
 
 
-# ---- what is refused: the file
-
-
-def test_a_missing_file_is_told_with_its_key(tmp_path):
-    assert error_of(tmp_path / "no.jsonl").splitlines() == [
-        "data.train names no file",
-        "  where:    data.train",
-        f"  found:    '{tmp_path}/no.jsonl', which does not exist",
-        "  expected: a JSONL, Parquet or CSV file, a Hugging Face dataset folder, or OWNER/NAME "
-        "of one on the hub",
-        f"  next:     ls {tmp_path}",
-    ]
-    assert "set data.train=FILE" in error_of("")
-
-
 # ---- what is refused: a row. (line, what the error must say); the line stands as line 2 of the
 # file
 

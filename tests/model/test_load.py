@@ -184,15 +184,6 @@ def test_model_without_a_path_is_refused_by_name_without_weights(tmp_path):
         assert "architecture t5" in error.value.found and str(tmp_path) in error.value.where
 
 
-@pytest.mark.parametrize("content", [None, b"", b"not safetensors"])
-def test_missing_and_broken_weights_are_a_users_error(content, tmp_path):
-    tiny_config("llama").save_pretrained(tmp_path)
-    if content is not None:
-        (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(UserError, match="cannot be loaded"):
-        load_model(str(tmp_path))
-
-
 def test_checkpoint_lacking_a_tensor_refused(tmp_path):
     model = exact_model("qwen3")
     model.module.save_pretrained(tmp_path)
@@ -249,16 +240,6 @@ def test_what_a_config_says_of_kernels_and_code_is_dropped(tmp_path):
         torch.equal(weight, model.named_weights()[name])
         for name, weight in loaded.named_weights().items()
     )
-
-
-def test_pickled_weights_refused_with_a_way_to_convert(tmp_path):
-    model = exact_model("llama")
-    model.module.save_pretrained(tmp_path)
-    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(UserError, match="cannot be loaded") as error:
-        load_model(str(tmp_path))
-    assert "pytorch_model.bin" in error.value.found and "save_pretrained" in error.value.next
 
 
 def quantized_again(folder, values, change):

@@ -16,7 +16,7 @@ from tandem.cli.status import status
 from tandem.config.recipe import load_config, to_toml
 from tandem.config.schema import Config
 from tandem.run_folder.config_changes import MESH, allowed_changes, toml_values
-from tandem.run_folder.folder import check_run, identity, open_run, read_matmul
+from tandem.run_folder.folder import identity, open_run, read_matmul
 from tandem.run_folder.read import Notes, read_notes
 from tandem.run_folder.status import read_status, write_status
 from tandem.runtime.disk import DISK, whole_folder, write_atomic
@@ -319,16 +319,6 @@ def test_a_damaged_file_of_the_folder_is_named(tmp_path, name, text):
     with pytest.raises(UserError, match="cannot be read") as caught:
         start(tmp_path)
     assert caught.value.where == str(tmp_path / name) and "--fresh" in caught.value.next
-
-
-def test_a_path_through_a_file_is_refused(tmp_path):
-    (tmp_path / "file").write_text("")
-    for folder in (tmp_path / "file", tmp_path / "file" / "run"):
-        for attempt in (start, lambda folder: check_run(folder, config(), "train")):
-            with pytest.raises(UserError, match="cannot be written") as caught:
-                attempt(folder)
-            assert caught.value.what == "the path cannot be written"
-            assert "free" not in caught.value.found
 
 
 def test_a_read_only_or_full_disk_refuses_a_run_in_words(tmp_path):
