@@ -39,7 +39,8 @@ def record(reports):
     for report in reports:
         if report.when != "teardown" and not report.skipped:
             seconds[report.nodeid.partition("[")[0]] += report.duration
-    long = {name for name, s in seconds.items() if s > LIMIT_S and not name.startswith(NEVER)}
+    apart = (*NEVER, *(f"{place}::" for place in listed if "::" not in place))
+    long = {name for name, s in seconds.items() if s > LIMIT_S and not name.startswith(apart)}
     long |= listed - seconds.keys()
     LONG.write_text("".join(f"{name}\n" for name in sorted(long)), encoding="utf-8")
 
