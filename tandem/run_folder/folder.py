@@ -158,8 +158,8 @@ def _opened(
     """Open a locked folder. is_new: this start has made it; if it is refused, it goes."""
     verb = "resumed" if _is_run(folder) else "started"
     config, changes = resolved(config, folder), list[str]()
-    # A start that a mistake ended before the first metrics row leaves nothing to protect: the
-    # corrected config replaces it.
+    # A start that a mistake ended before the first step leaves nothing to protect: the corrected
+    # config replaces it.
     begins = not has_steps(folder)
     if begins:
         _write_about(folder, {"command": command, "created": now()})
@@ -245,7 +245,9 @@ def _is_run(folder: Path) -> bool:
 
 
 def has_steps(folder: Path) -> bool:
-    return _is_run(folder) and (folder / "metrics.jsonl").exists()
+    """Tell whether a run there has ended a step; its first row is of the evaluation before."""
+    rows = folder / "metrics.jsonl"
+    return _is_run(folder) and rows.exists() and rows.read_bytes().count(b"\n") > 1
 
 
 def _refuse_foreign(folder: Path) -> None:
