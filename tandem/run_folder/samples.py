@@ -91,10 +91,12 @@ def brief(sample: Sample) -> str:
 
 
 def page(sample: Sample) -> str:
-    """Write the whole conversation."""
+    """Write the whole conversation, behind the names of its tools."""
+    tools = ", ".join(tool["function"]["name"] for tool in sample.episode.tools)
+    offered: list[Message] = [{"role": "tools", "content": tools}] * bool(tools)
     chat = [
         f"{message['role']}: {printable(message_text(message))}"
-        for message in sample.episode.chat(sample.group.problem)
+        for message in (*offered, *sample.episode.chat(sample.group.problem))
     ]
     answer = sample.group.problem.answer
     expected = [f"expected answer: {printable(answer)}"] if answer else []
