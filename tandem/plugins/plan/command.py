@@ -32,6 +32,7 @@ from tandem.jobs.inputs import ProblemInputs
 from tandem.jobs.models import placement, releases_cache
 from tandem.model import custom_code
 from tandem.model.rope import positions_of
+from tandem.model.tiny import ANSWER
 from tandem.plugins.plan.footprint import Batch, Footprint, Need, batch_of, model_sizes, rows_here
 from tandem.registry import find
 from tandem.run_folder.folder import check_run, has_steps, resolved
@@ -96,6 +97,7 @@ class _Plan:
         self.reasons: list[str] = []  # why it could not start
         self.longest = 0  # tokens of a prompt, chat or answer to train on
         self.first_problem: Problem | None = None
+        self.positions = 0  # that the model can place
         self.renderer: Any = None  # data.renderer.ChatRenderer, if the data could be read
         self.figures: dict[str, Any] = {}  # bytes and seconds, for programs
         self.batch: Batch | None = None  # without, the data could not be read
@@ -141,7 +143,7 @@ class _Plan:
     def show_verdict(self) -> None:
         news = "a new run"
         with self._checked():
-            if check_run(self.folder, self.config, self.command) and not self.reasons:
+            if not self.reasons and check_run(self.folder, self.config, self.command):
                 hashes = input_hashes(self.config, *KEYS[self.command]) | self.images
                 checkpoint = resumable(
                     self.folder, self.config, hashes, lambda line: _say(f"  {line}")
@@ -194,6 +196,7 @@ class _Plan:
         inputs = find("inputs", self.command, key="--for")(self.config)
         problems = inputs.problems if isinstance(inputs, ProblemInputs) else inputs.held_out
         self.first_problem, self.renderer = next(iter(problems), None), inputs.renderer
+        self.positions = positions_of(inputs.shape)
         self.images = inputs.images
         self.batch = batch_of(self.config, self.command, inputs.counts)
         for key, count in inputs.counts.items():
@@ -202,7 +205,7 @@ class _Plan:
             longest = f"longest {text} {counted(count.longest, 'tokens')}"
             _say(f"  {key:<18}{counted(count.number, count.unit)}, {longest}")
         prompts = [count.longest for count in inputs.counts.values() if count.unit == "problems"]
-        places = f"of {positions_of(inputs.shape):,} that the model can place"
+        places = f"of {self.positions:,} that the model can place"
         if prompts:
             length = f"{max(prompts)} + {self.config.rollout.max_new_tokens} tokens"
             _say(f"  {'longest sequence':<18}{length}, {places}")
@@ -212,8 +215,21 @@ class _Plan:
         problem: a function that cannot would stop the run at its first step."""
         config, problem = self.config, self.first_problem
         with open_envs_and_rewards(config) as (envs, rewards):
-            if envs.make().tools:
+            if (tools := envs.make().tools) and problem is not None:
                 warn_of_unread_calls(self.renderer)
+                render, chats = self.renderer.prompts, [problem.messages]
+                added = len(render(chats, tools)[0]) - len(render(chats)[0])
+                longest, most = self.longest + added, config.env.max_tokens or self.positions
+                if longest >= most:
+                    is_tiny = ANSWER in self.renderer.tokenizer.get_vocab()
+                    raise UserError(
+                        "a prompt with the tools described in it leaves no room for an answer",
+                        where=f"env.name = {config.env.name}, model.path = {config.model.path}",
+                        found=f"{longest:,} tokens, {added:,} of them about the tools",
+                        expected=f"fewer than {most:,}, which an episode may have",
+                        next="shorter descriptions, fewer tools, or env.options.show_tools=false"
+                        + f", or tandem tiny DIR --context {2 * longest}" * is_tiny,
+                    )
             others = {"env", "reward_model"} & set(config.reward.functions)
             if problem is None or others or config.env.name != "single_turn":
                 return  # what an environment or a model gives cannot be made up
