@@ -61,7 +61,7 @@ def make(options: Options) -> None:
     characters = characters_of(sources, vocab) or CHARACTERS
     make_model = find("tiny_models", "images" if images else "text", key="--images")
     with whole_folder(folder) as unfinished:
-        parameters = make_model(unfinished, characters=characters, **sizes)
+        parameters = make_model(unfinished, characters=characters, pad_row=True, **sizes)
     size = f"{parameters:,} random parameters over {len(characters)} characters"
     next_command = f"tandem sft RECIPE model.path={folder} sft.train=CHATS"
     kind = "Qwen2.5-VL" if images else "Qwen3"
