@@ -32,7 +32,6 @@ from tandem.jobs.inputs import ProblemInputs
 from tandem.jobs.models import placement, releases_cache
 from tandem.model import custom_code
 from tandem.model.rope import positions_of
-from tandem.model.tiny import ANSWER
 from tandem.plugins.plan.footprint import Batch, Footprint, Need, batch_of, model_sizes, rows_here
 from tandem.registry import find
 from tandem.run_folder.folder import check_run, has_steps, resolved
@@ -219,16 +218,14 @@ class _Plan:
                 warn_of_unread_calls(self.renderer)
                 render, chats = self.renderer.prompts, [problem.messages]
                 added = len(render(chats, tools)[0]) - len(render(chats)[0])
-                longest, most = self.longest + added, config.env.max_tokens or self.positions
-                if longest >= most:
-                    is_tiny = ANSWER in self.renderer.tokenizer.get_vocab()
+                if (longest := self.longest + added) >= self.positions:
                     raise UserError(
-                        "a prompt with the tools described in it leaves no room for an answer",
+                        "a prompt with its tools leaves no room for an answer",
                         where=f"env.name = {config.env.name}, model.path = {config.model.path}",
                         found=f"{longest:,} tokens, {added:,} of them about the tools",
-                        expected=f"fewer than {most:,}, which an episode may have",
-                        next="shorter descriptions, fewer tools, or env.options.show_tools=false"
-                        + f", or tandem tiny DIR --context {2 * longest}" * is_tiny,
+                        expected=f"fewer than {self.positions:,}, which the model can place",
+                        next="fewer tools, shorter descriptions, or a model with more context; "
+                        f"a tiny one: tandem tiny DIR --context {2 * longest}",
                     )
             others = {"env", "reward_model"} & set(config.reward.functions)
             if problem is None or others or config.env.name != "single_turn":
