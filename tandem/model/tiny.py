@@ -3,8 +3,7 @@
     tandem tiny DIR
 
 The tokenizer is of characters. The directory is an ordinary Hugging Face one, which
-`AutoModelForCausalLM` and `AutoTokenizer` load like any other. Knows nothing of data sets or
-training.
+`AutoModelForCausalLM` and `AutoTokenizer` load like any other. Knows no data sets, no training.
 """
 
 import string

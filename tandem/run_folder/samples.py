@@ -85,9 +85,8 @@ def brief(sample: Sample) -> str:
         prompt = f"... {prompt[4 - WIDTH :]}"
     if len(completion) > WIDTH:
         completion = f"{completion[: WIDTH // 2]} ... {completion[5 - WIDTH // 2 :]}"
-    kind = "held-out sample" if sample.held_out else "sample"
-    name = printable(sample.name)
-    return f"{kind} {name}: {sample.summary}\n  prompt  {prompt}\n  said    {completion}"
+    name = f"{'held-out ' * sample.held_out}sample {printable(sample.name)}"
+    return f"{name}: {sample.summary}\n  prompt  {prompt}\n  said    {completion}"
 
 
 def page(sample: Sample) -> str:

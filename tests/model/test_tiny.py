@@ -32,20 +32,11 @@ def encode(tokenizer, text):
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        " ",
-        "a  b",
-        " lead and trail ",
-        "x+3=8\nAnswer: 5",
-        "\n\n",
-        "Answer:5 Answer:  7",
-        "".join(map(chr, range(32, 127))),
-    ],
+    "text", ["", " ", "a  b", " lead and trail ", "x+3=8\nAnswer: 5", "\n\n", "Answer:5 Answer:  7"]
 )
 def test_text_comes_back_exactly(tokenizer, text):
-    assert tokenizer.decode(encode(tokenizer, text)) == text
+    for whole in (text, text + "".join(map(chr, range(32, 127)))):
+        assert tokenizer.decode(encode(tokenizer, whole)) == whole
 
 
 def test_the_template_renders_turns_and_the_assistants_header(tokenizer):
