@@ -77,10 +77,8 @@ def characters_of(sources: Sequence[str], vocab: str) -> list[str]:
 
     characters = set(vocab)
     for source in sources:
-        for row_characters in read_rows(
-            source, lambda row: set().union(*_texts(row.values)), key="--from"
-        ):
-            characters |= row_characters
+        for found in read_rows(source, lambda row: set().union(*_texts(row.values)), key="--from"):
+            characters |= found
     return sorted(characters)
 
 

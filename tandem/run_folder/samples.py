@@ -61,9 +61,8 @@ def sample_file(episodes: Path, step: int, *, held_out: bool) -> Path | None:
     """Find the file of the step's episodes, or of its evaluation, which comes first if held_out;
     None if it has neither."""
     kinds = ("eval_sampled", "train") if held_out else ("train", "eval_sampled")
-    return next(
-        (path for kind in kinds if (path := episode_file(episodes, step, kind)).is_file()), None
-    )
+    paths = (episode_file(episodes, step, kind) for kind in kinds)
+    return next(filter(Path.is_file, paths), None)
 
 
 def read_samples(path: Path) -> list[Sample]:

@@ -53,10 +53,8 @@ class Machine:
     @classmethod
     def here(cls, folder: Path) -> "Machine":
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        limits = [
-            Path("/sys/fs/cgroup/memory.max"),
-            Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-        ]
+        names = "memory.max", "memory/memory.limit_in_bytes"
+        limits = [Path("/sys/fs/cgroup") / name for name in names]
         texts = [limit.read_text().strip() for limit in limits if limit.is_file()]
         memory = min([memory, *(int(text) for text in texts if text.isdecimal())])
         held = sum(file.stat().st_size for file in (folder / "checkpoints").glob("step_*/*"))
@@ -132,10 +130,7 @@ class _Plan:
                 self._need("memory", host, there, "in this machine")
             else:
                 # several processes, or another backend, divide the model
-                if self.batch is None or run.divided:
-                    rows = run.needs()
-                else:
-                    rows = rows_here(run, self.batch)
+                rows = rows_here(run, self.batch) if self.batch and not run.divided else run.needs()
                 self._need("memory", rows, there, "in this machine")
             self._need("disk", run.disk(), self.machine.disk, f"free for {self.folder}")
 
@@ -174,11 +169,9 @@ class _Plan:
                 _say(f"  {rows}{text} at most (rollout.history = {config.rollout.history})")
             bound = "at most " if rl.max_gen_batches else ""
             return f"{counted(config.run.steps, 'steps')} of {bound}{counted(episodes, 'episodes')}"
-        if self.command == "sft":
-            size = counted(config.sft.batch_size, "chats")
-            return f"{counted(config.sft.steps, 'steps')} of {size}"
-        size = counted(config.preference.batch_size, "pairs")
-        return f"{counted(config.preference.steps, 'steps')} of {size}"
+        is_sft = self.command == "sft"
+        section, unit = (config.sft, "chats") if is_sft else (config.preference, "pairs")
+        return f"{counted(section.steps, 'steps')} of {counted(section.batch_size, unit)}"
 
     @contextmanager
     def _checked(self) -> Iterator[None]:
@@ -204,9 +197,9 @@ class _Plan:
             longest = f"longest {text} {counted(count.longest, 'tokens')}"
             _say(f"  {key:<18}{counted(count.number, count.unit)}, {longest}")
         prompts = [count.longest for count in inputs.counts.values() if count.unit == "problems"]
-        places = f"of {self.positions:,} that the model can place"
         if prompts:
             length = f"{max(prompts)} + {self.config.rollout.max_new_tokens} tokens"
+            places = f"of {self.positions:,} that the model can place"
             _say(f"  {'longest sequence':<18}{length}, {places}")
 
     def _reward(self) -> None:
@@ -297,9 +290,8 @@ def value_lines(
         other = f"; default {default}" if value != default else ""
         given, about = f"  {key} = {value}", origin + other
         about += f"; here {here[key]}" if key in here else ""
-        yield (
-            f"{given}    {about}" if len(given + about) + 4 <= WIDTH else f"{given}\n      {about}"
-        )
+        between = "    " if len(given + about) + 4 <= WIDTH else "\n      "
+        yield given + between + about
 
 
 def values_here(config: Config, command: str, folder: Path) -> dict[str, str]:
@@ -313,6 +305,7 @@ def values_here(config: Config, command: str, folder: Path) -> dict[str, str]:
     dtype = kept if has_steps(folder) else f"that of a {'GPU' if on_gpu else 'CPU'}"
     device = "the first GPU" if on_gpu else "as PyTorch finds no GPU"
     released = "a GPU's memory is the scarce one" if on_gpu else "there is no GPU"
+    released = f"{str(releases_cache(config, place)).lower()}, {released}"
     transport = machine_of(config).usual_transport
     model = f"model.path, {config.model.path}"
     samples = command in ("train", "distill")
@@ -323,12 +316,7 @@ def values_here(config: Config, command: str, folder: Path) -> dict[str, str]:
         ("model.dtype", "auto", f"{now.model.dtype}, {dtype}", True),
         ("model.reference", "", model, command == "dpo" or bool(config.rl.kl_coef)),
         ("critic.path", "", model, command == "train" and config.rl.estimator.needs_critic),
-        (
-            "rollout.release_cache",
-            "auto",
-            f"{str(releases_cache(config, place)).lower()}, {released}",
-            samples,
-        ),
+        ("rollout.release_cache", "auto", released, samples),
         ("weights.transport", "auto", transport, samples and bool(config.rollout.workers)),
     ]
     tree = config.model_dump()
