@@ -27,6 +27,7 @@ import machine
 import numpy as np
 import torch
 import torch.distributed as dist
+from scaling_models import model_of
 from scaling_page import JSON, write_page
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -34,7 +35,7 @@ from tandem.config.parallel import Parallel
 from tandem.model.forward import batch_logprobs
 from tandem.model.load import make_exact
 from tandem.plugins.plan.scaling import communication
-from tandem.plugins.plan.shards import Work, memory, model_of, parameters
+from tandem.plugins.plan.shards import Work, memory, parameters
 from tandem.runtime import numerics
 from tandem.trainer.learner import Learner
 from tandem.trainer.optimizer import Optimizer, Settings

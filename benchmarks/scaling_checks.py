@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from scaling_models import OTHERS, PUBLISHED, QWEN3
+from scaling_models import OTHERS, PUBLISHED, QWEN3, model_of
 
 from tandem.config.parallel import Parallel
 from tandem.plugins.plan.scaling import (
@@ -19,7 +19,7 @@ from tandem.plugins.plan.scaling import (
     rollout_time,
     update_time,
 )
-from tandem.plugins.plan.shards import Work, memory, model_of, parameters
+from tandem.plugins.plan.shards import Work, memory, parameters
 
 BF16, GIB = torch.bfloat16, 2**30
 WHOLE = Assumptions(products=1.0, links=1.0, decode=1.0, memory=1.0)

@@ -4,6 +4,13 @@ from typing import Any
 
 from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
+from tandem.plugins.plan.shards import Model, parameters
+
+
+def model_of(shape: Any) -> Model:
+    """Count a model that is trained whole, by AdamW."""
+    return Model(shape=shape, count=parameters(shape))
+
 
 def _qwen3(hidden: int, layers: int, heads: int, inner: int, tied: bool = False) -> Qwen3Config:
     return Qwen3Config(

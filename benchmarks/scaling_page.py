@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from scaling_checks import checks
-from scaling_models import QWEN3
+from scaling_models import QWEN3, model_of
 
 from tandem.config.parallel import DIMENSIONS, Parallel
 from tandem.config.schema import Config
@@ -13,7 +13,7 @@ from tandem.model.placement import Placement
 from tandem.plugins.plan.footprint import Footprint, Sizes
 from tandem.plugins.plan.meshes import plans, rollout_of, smallest
 from tandem.plugins.plan.scaling import GPUS, Assumptions, rollout_time
-from tandem.plugins.plan.shards import model_of, parameters
+from tandem.plugins.plan.shards import parameters
 
 ROOT = Path(__file__).parent.parent
 JSON, PAGE = ROOT / "results" / "scaling.json", ROOT / "results" / "scaling.md"

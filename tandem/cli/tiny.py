@@ -61,7 +61,7 @@ def make(options: Options) -> None:
     characters = characters_of(sources, vocab) or CHARACTERS
     make_model = find("tiny_models", "images" if images else "text", key="--images")
     with whole_folder(folder) as unfinished:
-        parameters = make_model(unfinished, characters=characters, **sizes)
+        parameters = make_model(unfinished, characters=characters, pad_row=True, **sizes)
     size = f"{parameters:,} random parameters over {len(characters)} characters"
     next_command = f"tandem sft RECIPE model.path={folder} sft.train=CHATS"
     kind = "Qwen2.5-VL" if images else "Qwen3"
@@ -77,10 +77,8 @@ def characters_of(sources: Sequence[str], vocab: str) -> list[str]:
 
     characters = set(vocab)
     for source in sources:
-        for row_characters in read_rows(
-            source, lambda row: set().union(*_texts(row.values)), key="--from"
-        ):
-            characters |= row_characters
+        for found in read_rows(source, lambda row: set().union(*_texts(row.values)), key="--from"):
+            characters |= found
     return sorted(characters)
 
 

@@ -3,8 +3,7 @@
     tandem tiny DIR
 
 The tokenizer is of characters. The directory is an ordinary Hugging Face one, which
-`AutoModelForCausalLM` and `AutoTokenizer` load like any other. Knows nothing of data sets or
-training.
+`AutoModelForCausalLM` and `AutoTokenizer` load like any other. Knows no data sets, no training.
 """
 
 import string
@@ -48,8 +47,9 @@ def make_tiny(
     max_tokens: int = 256,
     init_std: float = 0.06,
     seed: int = 0,
+    pad_row: bool = False,
 ) -> int:
-    """Write a random model of about 0.9M parameters and its tokenizer.
+    """Write a random model of about 0.9M parameters and its tokenizer; pad_row: as of save_random.
 
     The same arguments give the same bits. Returns the number of parameters. Raises UserError for a
     shape that the engine cannot run.
@@ -76,16 +76,20 @@ def make_tiny(
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
     )
-    return save_random(Qwen3ForCausalLM, config, tokenizer, folder, seed)
+    return save_random(Qwen3ForCausalLM, config, tokenizer, folder, seed, pad_row)
 
 
 def save_random(
-    model_class: Any, config: Any, tokenizer: Any, folder: str | Path, seed: int
+    model_class: Any, config: Any, tokenizer: Any, folder: str | Path, seed: int, pad_row: bool
 ) -> int:
-    """Write a model of random weights and its tokenizer; return the number of parameters."""
+    """Write a model of random weights and its tokenizer; return the number of parameters. pad_row:
+    the pad token has some too. Where they are 0, RMSNorm multiplies a gradient by 1,000."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config)
+        if pad_row:
+            rows = model.get_input_embeddings().weight.data
+            rows[tokenizer.pad_token_id] = torch.randn(rows.shape[1]) * rows.std()
     logging.disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

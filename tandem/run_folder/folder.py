@@ -158,8 +158,7 @@ def _opened(
     """Open a locked folder. is_new: this start has made it; if it is refused, it goes."""
     verb = "resumed" if _is_run(folder) else "started"
     config, changes = resolved(config, folder), list[str]()
-    # A start that a mistake ended before the first metrics row leaves nothing to protect: the
-    # corrected config replaces it.
+    # before the first step there is nothing to protect: the corrected config replaces that one
     begins = not has_steps(folder)
     if begins:
         _write_about(folder, {"command": command, "created": now()})
@@ -245,7 +244,9 @@ def _is_run(folder: Path) -> bool:
 
 
 def has_steps(folder: Path) -> bool:
-    return _is_run(folder) and (folder / "metrics.jsonl").exists()
+    """Tell whether a run there has ended a step; its first row is of the evaluation before."""
+    rows = folder / "metrics.jsonl"
+    return _is_run(folder) and rows.exists() and rows.read_bytes().count(b"\n") > 1
 
 
 def _refuse_foreign(folder: Path) -> None:
@@ -266,9 +267,8 @@ def resolved(config: Config, folder: Path) -> Config:
     """Resolve run.threads = 0 and model.dtype = "auto": to those of the run in the folder, or of
     this machine if it has not recorded."""
     run, model = config.run, config.model
-    recorded = {}
-    if has_steps(folder):
-        recorded = read_file(folder / "config.toml", toml_values, _RESTORE)
+    old = folder / "config.toml"
+    recorded = read_file(old, toml_values, _RESTORE) if has_steps(folder) else {}
     if not run.threads:
         threads = recorded.get(THREADS) or share_of_threads(
             numerics.prepare(), os.environ, config.parallel.processes

@@ -61,9 +61,8 @@ def sample_file(episodes: Path, step: int, *, held_out: bool) -> Path | None:
     """Find the file of the step's episodes, or of its evaluation, which comes first if held_out;
     None if it has neither."""
     kinds = ("eval_sampled", "train") if held_out else ("train", "eval_sampled")
-    return next(
-        (path for kind in kinds if (path := episode_file(episodes, step, kind)).is_file()), None
-    )
+    paths = (episode_file(episodes, step, kind) for kind in kinds)
+    return next(filter(Path.is_file, paths), None)
 
 
 def read_samples(path: Path) -> list[Sample]:
@@ -85,16 +84,17 @@ def brief(sample: Sample) -> str:
         prompt = f"... {prompt[4 - WIDTH :]}"
     if len(completion) > WIDTH:
         completion = f"{completion[: WIDTH // 2]} ... {completion[5 - WIDTH // 2 :]}"
-    kind = "held-out sample" if sample.held_out else "sample"
-    name = printable(sample.name)
-    return f"{kind} {name}: {sample.summary}\n  prompt  {prompt}\n  said    {completion}"
+    name = f"{'held-out ' * sample.held_out}sample {printable(sample.name)}"
+    return f"{name}: {sample.summary}\n  prompt  {prompt}\n  said    {completion}"
 
 
 def page(sample: Sample) -> str:
-    """Write the whole conversation."""
+    """Write the whole conversation, behind the names of its tools."""
+    tools = ", ".join(tool["function"]["name"] for tool in sample.episode.tools)
+    offered: list[Message] = [{"role": "tools", "content": tools}] * bool(tools)
     chat = [
         f"{message['role']}: {printable(message_text(message))}"
-        for message in sample.episode.chat(sample.group.problem)
+        for message in (*offered, *sample.episode.chat(sample.group.problem))
     ]
     answer = sample.group.problem.answer
     expected = [f"expected answer: {printable(answer)}"] if answer else []

@@ -137,6 +137,7 @@ def test_a_mistake_is_told_before_the_values_that_differ_from_the_run_in_the_fol
     ended.mkdir(exist_ok=True)
     (ended / "run.json").write_text('{"command": "train"}')
     (ended / "config.toml").write_text(to_toml(Config()))
-    (ended / "metrics.jsonl").touch()
-    said = mistake("train", folder / "recipe.toml", f"run.folder={ended}", wrong)
-    assert "nope" in said and "the config differs" not in said
+    (ended / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
+    command = folder / "recipe.toml", f"run.folder={ended}", wrong
+    for said in (mistake("train", *command), invoke("plan", *command).output):
+        assert "nope" in said and "the config differs" not in said

@@ -43,11 +43,12 @@ def config(**changes):
     return Config.model_validate(tree)
 
 
-def start(folder, *, fresh=False, command="train", **changes):
-    """Open, take a first step, close."""
+def start(folder, *, fresh=False, command="train", steps=1, **changes):
+    """Open, take steps, close."""
     with open_run(folder, config(**changes), fresh=fresh, command=command) as run:
         run.note_start()
-        (run.path / "metrics.jsonl").touch()
+        rows = [f'{{"step": {step}}}\n' for step in range(steps + 1)]
+        (run.path / "metrics.jsonl").write_text("".join(rows))
         return run
 
 
@@ -183,7 +184,8 @@ def test_forked_worker_of_a_killed_run_does_not_keep_the_lock(tmp_path):
         os.kill(worker, signal.SIGKILL)
 
 
-def test_changed_config_is_refused_with_every_changed_key(tmp_path):
+def test_changed_config_is_refused_with_every_changed_key_once_a_step_has_ended(tmp_path):
+    start(tmp_path, run__seed=3, command="sft", steps=0)
     start(tmp_path, run__seed=0, train__learning_rate=1e-5)
     with pytest.raises(UserError, match="config differs") as caught:
         start(tmp_path, run__seed=1, train__learning_rate=2e-5, rollout__workers=2)

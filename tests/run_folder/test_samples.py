@@ -97,17 +97,23 @@ def test_held_out_episodes_are_shown_on_request_or_if_alone():
     assert "eval_sampled_step_000004" in shown_names(past_run("sft"))[1]
 
 
-def test_text_of_a_model_cannot_command_the_terminal(tmp_path):
+def test_a_page_shows_tools_and_text_of_a_model_cannot_command_the_terminal(tmp_path):
     run = copy_of(past_run("train"), tmp_path)
     said = ({"role": "assistant", "content": "\x1b[2Jgone\r\n[bold]" + 200 * "x" + "end"},)
     rewrite(
         run,
         2,
-        lambda row, place, episode: replace(episode, messages=said, env_error="it broke\x07"),
+        lambda row, place, episode: replace(
+            episode,
+            messages=(*said, {"role": "tool", "name": "add", "content": "7"}),
+            tools=({"type": "function", "function": {"name": "add"}},),
+            env_error="it broke\x07",
+        ),
     )
     samples = read_samples(sample_file(run / "episodes", 2, held_out=False))
     assert "\\x1b[2Jgone\\r\n[bold]x" in page(samples[0])
     assert "error: it broke\\x07" in page(samples[0])
+    assert {"tools: add", "tool: 7"} <= set(page(samples[0]).splitlines())
     lines = brief(samples[0]).splitlines()
     assert len(lines) == 3 and max(map(len, lines[1:])) <= 80
     assert lines[2].startswith("  said    '\\x1b[2Jgone\\r\\n[bold]xx")

@@ -52,10 +52,8 @@ class Machine:
     @classmethod
     def here(cls, folder: Path) -> "Machine":
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        limits = [
-            Path("/sys/fs/cgroup/memory.max"),
-            Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-        ]
+        names = "memory.max", "memory/memory.limit_in_bytes"
+        limits = [Path("/sys/fs/cgroup") / name for name in names]
         texts = [limit.read_text().strip() for limit in limits if limit.is_file()]
         memory = min([memory, *(int(text) for text in texts if text.isdecimal())])
         held = sum(file.stat().st_size for file in (folder / "checkpoints").glob("step_*/*"))
@@ -96,6 +94,7 @@ class _Plan:
         self.longest = 0  # tokens of a prompt, chat or answer to train on
         self.first_problem: Problem | None = None
         self.inputs: Any = None  # jobs.inputs.Inputs, if the data could be read
+        self.positions = 0  # that the model can place
         self.figures: dict[str, Any] = {}  # bytes and seconds, for programs
         self.batch: Batch | None = None  # without, the data could not be read
 
@@ -130,17 +129,14 @@ class _Plan:
                 self._need("memory", host, there, "in this machine")
             else:
                 # several processes, or another backend, divide the model
-                if self.batch is None or run.divided:
-                    rows = run.needs()
-                else:
-                    rows = rows_here(run, self.batch)
+                rows = rows_here(run, self.batch) if self.batch and not run.divided else run.needs()
                 self._need("memory", rows, there, "in this machine")
             self._need("disk", run.disk(), self.machine.disk, f"free for {self.folder}")
 
     def show_verdict(self) -> None:
         news = "a new run"
         with self._checked():
-            if check_run(self.folder, self.config, self.command) and not self.reasons:
+            if not self.reasons and check_run(self.folder, self.config, self.command):
                 hashes = self.inputs.hashes(self.config)
                 checkpoint = resumable(
                     self.folder, self.config, hashes, lambda line: _say(f"  {line}")
@@ -172,11 +168,9 @@ class _Plan:
                 _say(f"  {rows}{text} at most (rollout.history = {config.rollout.history})")
             bound = "at most " if rl.max_gen_batches else ""
             return f"{counted(config.run.steps, 'steps')} of {bound}{counted(episodes, 'episodes')}"
-        if self.command == "sft":
-            size = counted(config.sft.batch_size, "chats")
-            return f"{counted(config.sft.steps, 'steps')} of {size}"
-        size = counted(config.preference.batch_size, "pairs")
-        return f"{counted(config.preference.steps, 'steps')} of {size}"
+        is_sft = self.command == "sft"
+        section, unit = (config.sft, "chats") if is_sft else (config.preference, "pairs")
+        return f"{counted(section.steps, 'steps')} of {counted(section.batch_size, unit)}"
 
     @contextmanager
     def _checked(self) -> Iterator[None]:
@@ -193,6 +187,7 @@ class _Plan:
         self.inputs = inputs = find("inputs", self.command, key="--for")(self.config)
         problems = inputs.problems if isinstance(inputs, ProblemInputs) else inputs.held_out
         self.first_problem = next(iter(problems), None)
+        self.positions = positions_of(inputs.shape)
         self.batch = batch_of(self.config, self.command, inputs.counts)
         for key, count in inputs.counts.items():
             self.longest = max(self.longest, count.longest * key.endswith(".train"))
@@ -200,9 +195,9 @@ class _Plan:
             longest = f"longest {text} {counted(count.longest, 'tokens')}"
             _say(f"  {key:<18}{counted(count.number, count.unit)}, {longest}")
         prompts = [count.longest for count in inputs.counts.values() if count.unit == "problems"]
-        places = f"of {positions_of(inputs.shape):,} that the model can place"
         if prompts:
             length = f"{max(prompts)} + {self.config.rollout.max_new_tokens} tokens"
+            places = f"of {self.positions:,} that the model can place"
             _say(f"  {'longest sequence':<18}{length}, {places}")
 
     def _reward(self) -> None:
@@ -210,8 +205,19 @@ class _Plan:
         problem: a function that cannot would stop the run at its first step."""
         config, problem = self.config, self.first_problem
         with open_envs_and_rewards(config) as (envs, rewards):
-            if envs.make().tools:
-                warn_of_unread_calls(self.inputs and self.inputs.renderer)
+            if (tools := envs.make().tools) and problem is not None:
+                warn_of_unread_calls(self.inputs.renderer)
+                render, chats = self.inputs.renderer.prompts, [problem.messages]
+                added = len(render(chats, tools)[0]) - len(render(chats)[0])
+                if (longest := self.longest + added) >= self.positions:
+                    raise UserError(
+                        "a prompt with its tools leaves no room for an answer",
+                        where=f"env.name = {config.env.name}, model.path = {config.model.path}",
+                        found=f"{longest:,} tokens, {added:,} of them about the tools",
+                        expected=f"fewer than {self.positions:,}, which the model can place",
+                        next="fewer tools, shorter descriptions, or a model with more context; "
+                        f"a tiny one: tandem tiny DIR --context {2 * longest}",
+                    )
             others = {"env", "reward_model"} & set(config.reward.functions)
             if problem is None or others or config.env.name != "single_turn":
                 return  # what an environment or a model gives cannot be made up
@@ -282,9 +288,8 @@ def value_lines(
         other = f"; default {default}" if value != default else ""
         given, about = f"  {key} = {value}", origin + other
         about += f"; here {here[key]}" if key in here else ""
-        yield (
-            f"{given}    {about}" if len(given + about) + 4 <= WIDTH else f"{given}\n      {about}"
-        )
+        between = "    " if len(given + about) + 4 <= WIDTH else "\n      "
+        yield given + between + about
 
 
 def values_here(config: Config, command: str, folder: Path) -> dict[str, str]:
@@ -298,6 +303,7 @@ def values_here(config: Config, command: str, folder: Path) -> dict[str, str]:
     dtype = kept if has_steps(folder) else f"that of a {'GPU' if on_gpu else 'CPU'}"
     device = "the first GPU" if on_gpu else "as PyTorch finds no GPU"
     released = "a GPU's memory is the scarce one" if on_gpu else "there is no GPU"
+    released = f"{str(releases_cache(config, place)).lower()}, {released}"
     transport = machine_of(config).usual_transport
     model = f"model.path, {config.model.path}"
     samples = command in ("train", "distill")
@@ -308,12 +314,7 @@ def values_here(config: Config, command: str, folder: Path) -> dict[str, str]:
         ("model.dtype", "auto", f"{now.model.dtype}, {dtype}", True),
         ("model.reference", "", model, command == "dpo" or bool(config.rl.kl_coef)),
         ("critic.path", "", model, command == "train" and config.rl.estimator.needs_critic),
-        (
-            "rollout.release_cache",
-            "auto",
-            f"{str(releases_cache(config, place)).lower()}, {released}",
-            samples,
-        ),
+        ("rollout.release_cache", "auto", released, samples),
         ("weights.transport", "auto", transport, samples and bool(config.rollout.workers)),
     ]
     tree = config.model_dump()

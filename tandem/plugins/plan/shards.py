@@ -250,11 +250,6 @@ def parameters(shape: Any) -> int:
     return round(part_of(shape, Parallel(), 0).whole)
 
 
-def model_of(shape: Any) -> Model:
-    """Count a model that is trained whole, by AdamW."""
-    return Model(shape=shape, count=parameters(shape))
-
-
 def _activations(work: Work, mesh: Parallel, stage: int) -> int:
     """Return the bytes that wait for a backward pass: of 1F1B's first stage those of as many
     microbatches as there are stages (Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1)."""

@@ -54,6 +54,7 @@ def make_tiny_images(
     max_tokens: int = 256,
     init_std: float = 0.06,
     seed: int = 0,
+    pad_row: bool = False,
 ) -> int:
     """Write a random model of about 1.1M parameters, tokenizer and image processor. As make_tiny,
     with a vision tower of two layers of 64."""
@@ -89,6 +90,7 @@ def make_tiny_images(
         tie_word_embeddings=True,
         dtype="float32",
     )
-    count = save_random(Qwen2_5_VLForConditionalGeneration, config, tokenizer, folder, seed)
+    model_class = Qwen2_5_VLForConditionalGeneration
+    count = save_random(model_class, config, tokenizer, folder, seed, pad_row)
     (Path(folder) / "preprocessor_config.json").write_text(json.dumps(PROCESSOR, indent=2))
     return count

@@ -69,12 +69,13 @@ def test_plan_warns_of_problems_that_come_several_times_a_step(
     assert [line.partition(" times")[0] for line in said] == [about] * bool(times)
 
 
-def test_plan_tells_where_a_model_s_own_calls_of_tools_are_not_read(home, tmp_path, caplog):
+def test_plan_tells_calls_that_are_not_read_and_tools_without_room(home, tmp_path, caplog):
     template = call_templates()["qwen3"].replace('{"name": "', '{"do": "')
     (tmp_path / "odd.jinja").write_text(template)
     shown = (f"data.chat_template={tmp_path}/odd.jinja", "env=tools", "reward=answer")
-    planned(home, tmp_path / "run", *shown, "env.options.tools=calculator")
+    code, last, text = planned(home, tmp_path / "run", *shown, "env.options.tools=calculator")
     assert "own form are not read" in caplog.text
+    assert code == 2 and "with its tools leaves no room" in last and "tandem tiny DIR" in text
 
 
 @pytest.mark.parametrize(
@@ -135,6 +136,7 @@ def test_a_reward_that_cannot_score_is_not_ready(function, found, home, tmp_path
     assert last == "not ready: the reward function cannot score a completion of the first problem"
     run = invoke("train", home / "recipe.toml", f"run.folder={tmp_path}/run", reward)
     assert isinstance(run.exception, UserError) and found in run.exception.found
+    assert "mine.py:score" in run.exception.where
 
 
 @pytest.mark.parametrize(

@@ -21,15 +21,7 @@ from tandem.plugins.plan.scaling import (
     rate,
     update_time,
 )
-from tandem.plugins.plan.shards import (
-    Model,
-    Work,
-    largest_layer,
-    memory,
-    model_of,
-    parameters,
-    part_of,
-)
+from tandem.plugins.plan.shards import Model, Work, largest_layer, memory, parameters, part_of
 from tandem.trainer.pack import pack
 from tandem.trainer.parallel.ranks import ParallelRanks
 from tandem.types import SamplingDistribution
@@ -39,6 +31,10 @@ from tests.support.tiny import CONFIGS, exact_model, random_samples, tiny_config
 
 ALONE, H200 = Parallel(), GPUS["h200"]
 EVEN = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 4, "head_dim": 16}
+
+
+def model_of(shape):
+    return Model(shape=shape, count=parameters(shape))
 
 
 def work(kind="qwen3", dtype=torch.bfloat16, **changes):
