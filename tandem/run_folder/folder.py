@@ -174,12 +174,12 @@ def _opened(
     with disk_errors(folder):
         log = open_regular_file(folder / "log.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     try:
-        told = [
+        chosen = [
             f"{name}.learning_rate = auto: {getattr(config, name).learning_rate}"
             for name in RATED
             if getattr(given, name).learning_rate == "auto"
         ]
-        news = tuple(filter(None, [lock_news, *changes, *told]))
+        news = tuple(filter(None, [lock_news, *changes, *chosen]))
         run = RunFolder(
             path=folder,
             config=config,
