@@ -35,10 +35,10 @@ BARS = {
     "lines of tests": 34_000,
 }
 HELD = {
-    "lines of the core, without tandem/plugins": 41_799,
-    "lines with plugins": 57_334,
+    "lines of the core, without tandem/plugins": 41_800,
+    "lines with plugins": 57_335,
     "lines that tandem.step imports": 9_958,
-    "lines that a plain `tandem train` imports": 20_668,
+    "lines that a plain `tandem train` imports": 20_669,
     "conditions on a backend's name": 11,
     "of them on the step page": 0,
     "files that name rollout.engine": 3,
@@ -47,7 +47,7 @@ HELD = {
     "private functions with one use": 457,
     "functions with 8 or more parameters": 11,
     "yields in tandem/config": 27,
-    "lines of tests": 45_174,
+    "lines of tests": 45_233,
 }
 
 

@@ -12,8 +12,9 @@ def auto_learning_rate(path: str, *, adapters: bool) -> float:
         5e-5 * (10 with adapters, else 1) * (2000 / hidden size) ** POWERS[family]
 
     It is `get_lr` of tinker-cookbook 0.6.1, fitted to supervised sweeps of Llama and Qwen. The ten
-    is of "LoRA Without Regret" (Thinking Machines 2025), which finds it for RL too. Raises
-    UserError for a model of another family, or that is not there.
+    is of "LoRA Without Regret" (Thinking Machines 2025), which finds it for RL too. A model of some
+    million parameters wants far more (results/lora_regret.md). Raises UserError for a model of
+    another family, or that is not there.
     """
     text = check_model(path).get_text_config()
     family = next((name for name in POWERS if text.model_type.startswith(name)), "")
