@@ -170,9 +170,9 @@ smollm2-model: $(DEV)
 recipes: $(DEV)
 	@HF_HUB_OFFLINE=1 $(BIN)/python tools/recipes.py $(only)
 
-# Adapters of several ranks beside full training, each at its best learning rate: results/lora_regret.md; models="MODEL ROWS" of your own.
+# Adapters of several ranks beside full training, each at its best learning rate: results/lora_regret.md; `make lora-regret model="runs/smollm2/model 20"`.
 lora-regret: $(DEV)
-	@$(BIN)/python benchmarks/lora_regret.py $(models)
+	@$(BIN)/python benchmarks/lora_regret.py $(model)
 
 # The newest release of every requirement, in an environment of its own and without constraints.txt: the tests' core and a
 # short demo, and a row for docs/reference/versions.md. `make newest PYTHON=python3.13`.

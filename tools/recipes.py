@@ -55,8 +55,8 @@ def main() -> None:
             found = planned(path) if "Not run here" in head else ran(commands)
             rows[path.stem] = [what, found[0], expected, *found[1:]]
             RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
-    lines = [f"| {' | '.join([name, *rows[name]])} |" for name in sorted(rows)]
-    RESULTS.with_suffix(".md").write_text("\n".join([HEAD, *lines, ""]))
+            lines = [f"| {' | '.join([name, *rows[name]])} |" for name in sorted(rows)]
+            RESULTS.with_suffix(".md").write_text("\n".join([HEAD, *lines, ""]))
 
 
 def planned(path: Path) -> list[str]:
