@@ -2,8 +2,7 @@
 
     python tools/recipes.py [NAME ...]      of recipes/; default: all
 
-A recipe that says `Not run here` is planned instead: as it is, for the reason, and with a tiny
-model and generated rows in place of those on a hub. Rows of other recipes stay (recipes.json).
+One that says `Not run here` is planned, as it is and with a tiny model and generated rows.
 """
 
 import json
@@ -26,7 +25,6 @@ RESULTS, STAND_IN = ROOT / "results" / "recipes.json", ROOT / "runs" / "recipes"
 TANDEM = [sys.executable, "-m", "tandem"]
 HERE = {
     "model.path": STAND_IN / "model",
-    "model.device": "cpu",
     "data.train": STAND_IN / "rows.jsonl",
     "data.prompt_column": "prompt",
     "data.answer_column": "answer",
@@ -39,7 +37,7 @@ HEAD = """# Recipes
 `make recipes` runs the commands in the header of each file of [recipes/](../recipes/), and writes this page. Where a CPU is not enough, it
 plans the recipe with a tiny model and generated rows, and says what is missing here.
 
-| recipe | what | held-out reward | expected | steps | seconds | machine |
+| recipe | what | expected | held-out reward | steps | seconds | machine |
 |---|---|---|---|---|---|---|"""
 
 
@@ -47,13 +45,11 @@ def main() -> None:
     rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for path in sorted((ROOT / "recipes").glob("*.toml")):
         if path.stem in (sys.argv[1:] or [path.stem]):
-            print(f"== {path.stem}", flush=True)
             head, _, rest = path.read_text().partition("\n#\n")
             commands = re.findall(r"^#   ((?:tandem|python) .*)", rest, re.M)
-            what = head[2:].partition("\n")[0].rstrip(".")
             [expected] = re.findall(r"Expected:? (.*?)(?:;|\.?$)", head, re.M)
             found = planned(path) if "Not run here" in head else ran(commands)
-            rows[path.stem] = [what, found[0], expected, *found[1:]]
+            rows[path.stem] = [head[2:].partition("\n")[0].rstrip("."), expected, *found]
             RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
             lines = [f"| {' | '.join([name, *rows[name]])} |" for name in sorted(rows)]
             RESULTS.with_suffix(".md").write_text("\n".join([HEAD, *lines, ""]))
@@ -66,9 +62,9 @@ def planned(path: Path) -> list[str]:
         call([*TANDEM, "generate", "algebra", "--out", STAND_IN / "rows.jsonl"])
     plan, figures = [*TANDEM, "plan", path], STAND_IN / "plan.json"
     subprocess.run([*plan, "--json", figures], cwd=ROOT, check=False)
-    reason = "; ".join(json.loads(figures.read_text())["reasons"])
+    reasons = "; ".join(["no GPU", *json.loads(figures.read_text())["reasons"]])
     call([*plan, *(f"{key}={value}" for key, value in HERE.items())])
-    return [f"not run here: no GPU, and {reason}", "", "", f"ready with them, {date.today()}"]
+    return [f"not run here: {reasons}", "", "", f"ready with stand-ins, {date.today()}"]
 
 
 def ran(commands: list[str]) -> list[str]:
