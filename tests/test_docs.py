@@ -75,6 +75,15 @@ def test_recipes_rows_and_python_of_a_page_are_right(page, tmp_path, monkeypatch
             exec(compile(block.text, block.place, "exec"), {"__name__": "shown"})
 
 
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.stem
+)
+def test_a_recipe_loads_and_says_how_it_is_run_and_what_to_expect(path):
+    load_config(path, [])
+    head, _, commands = path.read_text().partition("\n#\n")
+    assert head.count("Expected") == 1 and re.search(r"(?m)^#   .*(tandem|python) ", commands)
+
+
 def test_cheap_commands_of_the_pages_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tandem = partial(invoke_well, CliRunner())

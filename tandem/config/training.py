@@ -8,6 +8,15 @@ from tandem.config.section import Section, name_of
 from tandem.registry import names
 
 LearningRate = Annotated[float, Field(gt=0, description="peak learning rate of AdamW")]
+RATED = ("train", "sft", "preference")  # sections with a rate that may be "auto"
+RateOrAuto = Annotated[
+    Annotated[float, Field(gt=0)] | Literal["auto"],
+    Field(
+        description="peak learning rate of AdamW. auto: 5e-5 * (2000 / hidden size) ** p, with "
+        "adapters ten times that; p is 0.781 for Llama, 0.0775 for Qwen (get_lr of tinker-cookbook "
+        "0.6.1, of supervised sweeps; the ten is of LoRA Without Regret, Thinking Machines 2025)"
+    ),
+]
 Schedule = Annotated[
     Literal["constant", "linear", "cosine"], Field(description="shape after the warm-up")
 ]
@@ -26,7 +35,7 @@ def _refuse_compile(value: bool) -> bool:
 class Schedules(Section):
     """The learning rate over the optimizer steps of a run."""
 
-    learning_rate: LearningRate = 1e-5
+    learning_rate: RateOrAuto = 1e-5
     schedule: Schedule = "constant"
     warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
 
@@ -111,7 +120,7 @@ class Train(Schedules):
 class SFT(Schedules):
     """`tandem sft`: supervised warm start on the same trainer."""
 
-    learning_rate: LearningRate = 1e-4
+    learning_rate: RateOrAuto = 1e-4
     schedule: Schedule = "linear"
     train: str = Field(
         "", description="chats, JSONL or Parquet, with `messages`, or with `prompt` and `response`"
@@ -126,7 +135,7 @@ class SFT(Schedules):
 class Preference(Schedules):
     """`tandem dpo` and `tandem rm`: learning from pairs of a chosen and a rejected answer."""
 
-    learning_rate: LearningRate = 1e-6
+    learning_rate: RateOrAuto = 1e-6
     schedule: Schedule = "linear"
     train: str = Field(
         "", description="pairs, JSONL or Parquet, with `prompt`, `chosen` and `rejected`"

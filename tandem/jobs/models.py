@@ -99,7 +99,7 @@ def build_learner(
     optimizer: Optimizer = find(kind, train.optimizer, key="train.optimizer")(
         ranks.trainable(model),
         Settings(
-            learning_rate=rates.learning_rate,
+            learning_rate=float(rates.learning_rate),
             schedule=rates.schedule,
             warmup_steps=rates.warmup_steps,
             total_steps=steps,

@@ -25,6 +25,8 @@ from typing import Any
 
 from tandem.config.recipe import to_toml
 from tandem.config.schema import Config
+from tandem.config.training import RATED
+from tandem.model.auto_rate import auto_learning_rate
 from tandem.model.placement import place_models
 from tandem.run_folder.config_changes import (
     THREADS,
@@ -130,6 +132,7 @@ def open_run(folder: Path, config: Config, *, fresh: bool, command: str) -> Iter
     when the disk does not take it.
     """
     _refuse_foreign(folder)
+    resolved(config, folder)  # what it refuses makes and moves no folder
     is_new = not folder.exists()
     with locked(folder) as lock_news:
         if fresh and _is_run(folder):
@@ -157,7 +160,7 @@ def _opened(
 ) -> Iterator[RunFolder]:
     """Open a locked folder. is_new: this start has made it; if it is refused, it goes."""
     verb = "resumed" if _is_run(folder) else "started"
-    config, changes = resolved(config, folder), list[str]()
+    given, config, changes = config, resolved(config, folder), list[str]()
     # before the first step there is nothing to protect: the corrected config replaces that one
     begins = not has_steps(folder)
     if begins:
@@ -170,7 +173,12 @@ def _opened(
     with disk_errors(folder):
         log = open_regular_file(folder / "log.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     try:
-        news = tuple(filter(None, [lock_news, *changes]))
+        chosen = [
+            f"{name}.learning_rate = auto: {getattr(config, name).learning_rate}"
+            for name in RATED
+            if getattr(given, name).learning_rate == "auto"
+        ]
+        news = tuple(filter(None, [lock_news, *changes, *chosen]))
         run = RunFolder(
             path=folder,
             config=config,
@@ -265,7 +273,7 @@ def _refuse_foreign(folder: Path) -> None:
 
 def resolved(config: Config, folder: Path) -> Config:
     """Resolve run.threads = 0 and model.dtype = "auto": to those of the run in the folder, or of
-    this machine if it has not recorded."""
+    this machine if it has not recorded; and learning_rate = "auto", by the model."""
     run, model = config.run, config.model
     old = folder / "config.toml"
     recorded = read_file(old, toml_values, _RESTORE) if has_steps(folder) else {}
@@ -277,7 +285,12 @@ def resolved(config: Config, folder: Path) -> Config:
     if model.dtype == "auto":
         dtype = recorded.get("model.dtype") or place_models(model.device, "auto").dtype_name
         model = model.model_copy(update={"dtype": dtype})
-    return config.model_copy(update={"run": run, "model": model})
+    rated = {}
+    for name in RATED:
+        if (section := getattr(config, name)).learning_rate == "auto":
+            rate = auto_learning_rate(model.path, adapters=bool(config.lora.rank))
+            rated[name] = section.model_copy(update={"learning_rate": rate})
+    return config.model_copy(update={"run": run, "model": model, **rated})
 
 
 def _changes(folder: Path, config: Config, command: str) -> list[str]:

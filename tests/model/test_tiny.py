@@ -147,7 +147,7 @@ def test_smollm2_can_be_had_without_a_training_run(tmp_path):
     assert result.returncode == 0 and result.stdout == "model in runs/smollm2/model\n", (
         result.stderr
     )
-    assert [path.name for path in (tmp_path / "runs/smollm2").iterdir()] == ["model"]
+    assert {path.name for path in (tmp_path / "runs/smollm2").iterdir()} == {"data", "model"}
 
 
 def test_the_walk_through_of_the_docs_is_ready_to_run(tmp_path):

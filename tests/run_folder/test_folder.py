@@ -1,6 +1,7 @@
 """The run folder: who may open it, with which config, and what happens to what was there."""
 
 import errno
+import json
 import os
 import re
 import signal
@@ -218,6 +219,28 @@ def test_the_thread_count_is_resolved_when_a_run_begins_and_kept(tmp_path):
 
     assert [threads(at_hand) for at_hand in (1, 2)] == [1, 1]
     assert load_config(tmp_path / "config.toml", []).run.threads == 1
+
+
+def test_an_automatic_learning_rate_is_that_number_written_out(tmp_path):
+    """The numbers are those of tinker-cookbook's get_lr for Llama-3.1-8B and Qwen3-4B."""
+
+    def begun(kind, size, rank, **changes):
+        about = {"model_type": kind, "hidden_size": size}
+        (tmp_path / "config.json").write_text(json.dumps(about))
+        changes |= {"model__path": str(tmp_path), "lora__rank": rank}
+        return start(tmp_path / "runs" / f"{kind}-{rank}", **changes)
+
+    for *model, rate in (
+        ("llama", 4096, 0, 2.86e-5),
+        ("llama", 4096, 8, 2.86e-4),
+        ("qwen3", 2560, 8, 4.91e-4),
+    ):
+        run = begun(*model, train__learning_rate="auto")
+        assert run.news == (f"train.learning_rate = auto: {rate}",)
+        assert run.config == begun(*model, train__learning_rate=rate).config
+    with pytest.raises(UserError, match="no learning rate is known"):
+        begun("gemma2", 64, 0, train__learning_rate="auto")
+    assert not (tmp_path / "runs" / "gemma2-0").exists()
 
 
 def test_other_thread_count_is_taken_only_if_it_changes_no_bit(tmp_path):

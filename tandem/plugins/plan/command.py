@@ -25,6 +25,7 @@ from tandem.choices import machine_of
 from tandem.cli.progress import WIDTH, console
 from tandem.config.recipe import describe, toml_value
 from tandem.config.schema import Config
+from tandem.config.training import RATED
 from tandem.data.own_calls import warn_of_unread_calls
 from tandem.jobs.engines import open_envs_and_rewards
 from tandem.jobs.inputs import ProblemInputs
@@ -316,6 +317,10 @@ def values_here(config: Config, command: str, folder: Path) -> dict[str, str]:
         ("critic.path", "", model, command == "train" and config.rl.estimator.needs_critic),
         ("rollout.release_cache", "auto", released, samples),
         ("weights.transport", "auto", transport, samples and bool(config.rollout.workers)),
+        *(
+            (f"{name}.learning_rate", "auto", f"{getattr(now, name).learning_rate}, {model}", True)
+            for name in RATED
+        ),
     ]
     tree = config.model_dump()
     return {
