@@ -38,6 +38,7 @@ from tandem.model.onednn import (
 )
 from tandem.model.paged_attention import DecodeRows, PagedPlan, Runs
 from tandem.registry import find
+from tandem.runtime.errors import UserError
 
 CDF_BLOCK = 128  # tokens of the vocabulary, as inverse_cdf divides it
 
@@ -65,8 +66,15 @@ class Kernels:
 
     def use_matmul(self, kernel: str) -> None:
         """Multiply by one of `matmuls` from now on. Others may have other bits, so engine and
-        trainer take the same."""
-        self.chosen = kernel
+        trainer take the same. On a CPU it is the name of all its kernels."""
+        if kernel not in self.matmuls:
+            raise UserError(
+                f"the {kernel} kernels are not on this machine",
+                where="the kernels of a CPU",
+                expected=" or ".join(self.matmuls),
+                next="install a C++ compiler, then Tandem again: pip builds them",
+            )
+        in_use["cpu"] = find("cpu_kernels", kernel, key="the kernels of a CPU")
 
     # ---- linears
 

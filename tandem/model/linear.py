@@ -78,7 +78,8 @@ class PackedWeight:
         kept beside the pack."""
         if not self.kept:
             return _pack_parts(parts)
-        versions = tuple(version for part in parts for version in part.version())
+        own = kernels_of(parts[0].weight)
+        versions = (id(own), *(version for part in parts for version in part.version()))
         if self._packed is None or self._versions != versions:
             # free the old pack before the new one is made
             self._packed, self._versions = None, versions

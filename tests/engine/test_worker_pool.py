@@ -555,7 +555,7 @@ def test_workers_score_a_probe_with_the_bits_of_the_inline_engine(real):
     shared.publish(2, engine.model.merged_weights(), probe)
     workers.apply(2)
     until(workers, lambda: all_idle(workers))
-    assert workers.logprob_gap() == 0.5 / len(probe["logprobs"])
+    assert workers.logprob_gap() == pytest.approx(0.5 / len(probe["logprobs"]))
 
 
 def test_weights_that_are_not_the_trainers_are_found_by_name(real):
