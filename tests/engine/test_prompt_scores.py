@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from tandem.engine.packed import packed_logprobs
+from tandem.model.logprobs import log_distribution
+from tandem.types import SamplingDistribution
 from tests.support.engines import MODEL, facts, mixed_requests, paged_engine, request
 from tests.support.tiny import exact_logits, random_tokens
 
