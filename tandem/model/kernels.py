@@ -32,9 +32,11 @@ from tandem.model.onednn import (
     HAS_PREPACKED,
     PACK_ROWS_HINT,
     TILE_ROWS,
+    gradient_product,
     in_float32,
     padded_rows,
     tile_sizes,
+    weight_gradient,
 )
 from tandem.model.paged_attention import DecodeRows, PagedPlan, Runs
 from tandem.registry import find
@@ -115,6 +117,14 @@ class Kernels:
         if not HAS_PREPACKED:
             return list(counts)
         return sorted({padded_rows(rows, dtype): rows for rows in counts}.values())
+
+    def gradient_product(self, a: Tensor, b: Tensor) -> Tensor:
+        """Multiply a [N, K] with b [K, M] as onednn.gradient_product."""
+        return gradient_product(a, b)
+
+    def weight_gradient(self, above: Tensor, x: Tensor, total: Tensor | None = None) -> Tensor:
+        """Multiply above [N, O], transposed, with x [N, I] as onednn.weight_gradient."""
+        return weight_gradient(above, x, total)
 
     # ---- attention
 

@@ -193,6 +193,47 @@ void pack(const T* w, long outputs, long K, T* out, int threads) {
         out[(p * K + k) * PANEL + j] = p * PANEL + j < outputs ? w[(p * PANEL + j) * K + k] : T{};
 }
 
+// c [M, N] = a b, or c += a b: the products of gradients. a [M, K] is at a_row and a_step, b [K, N]
+// at b_step. Blocks of K follow one another, so a sum has one order whatever the sizes are.
+void multiply(const float* a, long a_row, long a_step, long M, long K, const float* b, long b_step,
+              long N, float* c, bool add, int threads) {
+  long count = (N + PANEL - 1) / PANEL, tasks = (M + 4 * ROWS - 1) / (4 * ROWS);
+  for (long from = 0; from < K; from += STEPS) {
+    long steps = std::min(STEPS, K - from);
+    float* columns = scratch(0, count * steps * PANEL);
+#pragma omp parallel num_threads(threads) if (M * steps * N >= 8 * GRAIN)
+    {
+#pragma omp for schedule(static)
+      for (long p = 0; p < count; p++)
+        for (long k = 0; k < steps; k++)
+          for (long j = 0; j < PANEL; j += W)
+            store(columns + (p * steps + k) * PANEL + j,
+                  take(b + (from + k) * b_step + p * PANEL + j, std::max(0l, N - p * PANEL - j)));
+#pragma omp for schedule(dynamic)
+      for (long t = 0; t < tasks; t++) {
+        long first = t * 4 * ROWS, rows = std::min(4l * ROWS, M - first);
+        float *beside = scratch(1, rows * steps), found[ROWS * PANEL];
+        for (long g = 0; g < rows; g += ROWS) {
+          long R = std::min((long)ROWS, rows - g);
+          const float* own = a + (first + g) * a_row + from * a_step;
+          for (long k = 0; k < steps; k++)
+            for (long r = 0; r < R; r++) beside[g * steps + k * R + r] = own[r * a_row + k * a_step];
+        }
+        for (long p = 0; p < count; p++)
+          for (long g = 0; g < rows; g += ROWS) {
+            long R = std::min((long)ROWS, rows - g), width = std::min((long)PANEL, N - p * PANEL);
+            bool more = add || from > 0;
+            float* to = c + (first + g) * N + p * PANEL;
+            if (more)
+              for (long r = 0; r < R; r++) memcpy(found + r * PANEL, to + r * N, 4 * width);
+            panels<ROWS>(R, steps, beside + g * steps, columns + p * steps * PANEL, found, more);
+            for (long r = 0; r < R; r++) memcpy(to + r * N, found + r * PANEL, 4 * width);
+          }
+      }
+    }
+  }
+}
+
 // ---- rows
 
 // y = x + change (unless change is null), out = y * factor * weight; factor = 1 / sqrt(mean y^2 + e).

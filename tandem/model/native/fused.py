@@ -18,7 +18,7 @@ from tandem.model.attention import PackedPlan, Plan, Scoring
 from tandem.model.kernels import CPU as PLAIN
 from tandem.model.kernels import Kernels, Rotation
 from tandem.model.native.library import Library, load
-from tandem.model.onednn import has_bfloat16_tiles
+from tandem.model.onednn import has_bfloat16_tiles, in_float32
 from tandem.model.paged_attention import DecodeRows, PagedPlan, Runs
 
 PANEL, LANES = 64, 16  # as in kernels.cpp
@@ -50,6 +50,24 @@ class FusedKernels(Kernels):
         x, outputs = x.contiguous(), len(packed)
         out = x.new_empty(len(x), outputs)
         self._run("linear", x, x, *x.shape, packed, outputs, bias, out)
+        return out
+
+    def gradient_product(self, a: Tensor, b: Tensor) -> Tensor:
+        if b.dtype != torch.float32 and not in_float32(b):
+            return super().gradient_product(a, b)
+        return self._multiply(a.float(), b.float())
+
+    def weight_gradient(self, above: Tensor, x: Tensor, total: Tensor | None = None) -> Tensor:
+        if x.dtype != torch.float32 and not in_float32(x):
+            return super().weight_gradient(above, x, total)
+        return self._multiply(above.float().t(), x.float(), total)
+
+    def _multiply(self, a: Tensor, b: Tensor, total: Tensor | None = None) -> Tensor:
+        """Multiply a [M, K] with b [K, N], and add that to total [M, N] if it is given."""
+        b = b if b.stride(1) == 1 else b.contiguous()
+        out = a.new_empty(len(a), b.shape[1]) if total is None else total
+        sides = a, *a.stride(), *a.shape, b, b.stride(0), b.shape[1]
+        self._run("multiply", None, *sides, out, int(total is not None))
         return out
 
     # ---- attention

@@ -22,6 +22,7 @@ constexpr long BLOCK = 128;   // tokens of the vocabulary
 constexpr long QUERIES = 24;  // query rows that are attended together
 constexpr long GRAIN = 1 << 15; // numbers of a row kernel that are worth a second thread
 constexpr long FEW = 36;          // rows of a linear, up to which memory bounds it
+constexpr long STEPS = 768;       // of a sum, whose factors stay in the cache
 constexpr int AHEAD = 16;     // steps of a product that are fetched before they are used
 
 typedef float V __attribute__((vector_size(4 * W)));
@@ -73,7 +74,7 @@ struct Kernel {
 const Kernel kernels[] = {
     TYPED(linear), TYPED(pack), TYPED(rms_norm), TYPED(rms_norm_backward), TYPED(rotate),
     TYPED(swiglu), TYPED(swiglu_backward), TYPED(paged), TYPED(packed), TYPED(packed_backward),
-    PLAIN(log_softmax), PLAIN(target_logprobs), PLAIN(logprob_slope), PLAIN(inverse_cdf),
+    PLAIN(multiply), PLAIN(log_softmax), PLAIN(target_logprobs), PLAIN(logprob_slope), PLAIN(inverse_cdf),
 };
 
 }  // namespace
