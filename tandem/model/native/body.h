@@ -94,6 +94,7 @@ INLINE void tile(long K, const float* a, long a_row, long a_step, const B* b, lo
   V sum[R][C];
   for (int r = 0; r < R; r++)
     for (int j = 0; j < C; j++) sum[r][j] = add ? load(c + r * c_row + W * j) : V{};
+#pragma GCC unroll 4
   for (long k = 0; k < K; k++, a += a_step, b += b_step) {
     V column[C];
     for (int j = 0; j < C; j++) {
