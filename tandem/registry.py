@@ -41,8 +41,12 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "images": "tandem.plugins.vision.tiny_images:make_tiny_images",
     },
     "kernels": {  # model/kernels.py: Kernels, by the type of a device
-        "cpu": "tandem.model.kernels:CPU",
+        "cpu": "tandem.model.native.fused:CPU",
         "cuda": "tandem.model.triton.plans:TRITON",
+    },
+    "cpu_kernels": {  # the same for a CPU, by name
+        "fused": "tandem.model.native.fused:CPU",
+        "plain": "tandem.model.kernels:CPU",
     },
     "model_engines": {  # what samples from the models of a path: an engine.engine.Engine
         "paged": "tandem.engine.engine:Engine",

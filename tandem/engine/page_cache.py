@@ -264,7 +264,7 @@ class PageCache:
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first tokens of a page into another page."""
         for held in self._held:
-            held[:, :, target, :, :length] = held[:, :, source, :, :length]
+            held[:, :, target] = held[:, :, source]  # kernels lay a page out in their own way
         if self.experts is not None:
             self.experts[target, :length] = self.experts[source, :length]
         self._tokens[target, :length] = self._tokens[source, :length]

@@ -70,21 +70,28 @@ def probe_exactness(
     these weights.
     """
     processor = placement(config).processor()
-    on_gpu = model.device.type == "cuda"
-    chosen = model.kernels.chosen if on_gpu else ""
+    on_gpu, seed = model.device.type == "cuda", config.run.seed
+    microbatch = config.train.tokens_per_microbatch
+    before = "" if folder is None else read_matmul(folder, processor)
+    if before and not on_gpu:
+        keep_kernels(model, before, report)
     if gap := model.gap:  # operators of the inexact path, which nobody probes
         report(
             f"NOT exact: engine and trainer compute differently ({gap}), gap measured each step; "
             f"bits depend on the thread count, {torch.get_num_threads()} are kept; {processor}"
         )
-        return Exactness(parity=[], thread_dependent=[gap], inexact=gap, matmul=chosen)
-    seed, microbatch = config.run.seed, config.train.tokens_per_microbatch
+        return Exactness(
+            parity=[], thread_dependent=[gap], inexact=gap, matmul=model.kernels.chosen
+        )
     if on_gpu:
-        before = "" if folder is None else read_matmul(folder, processor)
         alone = alone and config.parallel.processes == 1 and engine_of(config).multiplies_here
         choose_matmul(model, seed, report, before, alone=alone, microbatch=microbatch)
     free = max(1, min(torch.get_num_threads(), numerics.cores() - workers))
     found, seen = probe(model, seed, [free], microbatch), [_shape(model)]
+    if found.parity and not before and model.kernels.chosen == "fused":
+        report(f"the compiled kernels are not exact here ({'; '.join(found.parity)}): not taken")
+        model.kernels.use_matmul("plain")
+        found = probe(model, seed, [free], microbatch)
     for other in others:
         if other.gap:
             found.thread_dependent.append(f"a model that is not exact, {other.gap}")
@@ -101,7 +108,18 @@ def probe_exactness(
         threads = ", with any number of threads" * (not found.parity)
         report(f"exactness probe: {parity}{threads} ({processor})")
         torch.set_num_threads(free)
-    return replace(found, matmul=model.kernels.chosen if on_gpu else "")
+    return replace(found, matmul=model.kernels.chosen)
+
+
+def keep_kernels(model: ExactModel, before: str, report: Report) -> None:
+    """Take the kernels of a CPU that a run took before, where they are here."""
+    if before in model.kernels.matmuls:
+        model.kernels.use_matmul(before)
+    else:
+        report(
+            f"the run has computed with {before} kernels, which are not here: from here on its "
+            "bits are those of the plain ones; pip install builds them by a C++ compiler"
+        )
 
 
 def choose_matmul(

@@ -15,6 +15,7 @@ A layer attends by the plan it is given: `PackedPlan` for packed segments,
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -127,9 +128,12 @@ class PackedPlan:
     """Attention of packed segments (types.Microbatch.segments): causal, and over the prefix."""
 
     def __init__(self, segments: np.ndarray, *, group: int, kv_heads: int):
-        self.buckets = _buckets(segments, group * kv_heads)
-        self._segments = segments
+        self._segments, self._heads = segments, group * kv_heads
         self._before: list[Tensor] = []  # `_rows_before` for a lag of 1, 2 and so on
+
+    @cached_property
+    def buckets(self) -> list[Bucket]:
+        return _buckets(self._segments, self._heads)
 
     def earlier(self, layer: int, x: Tensor, count: int) -> list[Tensor]:
         """Look up rows as general_parts.History."""

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.model.kernels import kernels_of
 from tandem.model.logprobs import Head, chunks, log_distribution
-from tandem.model.onednn import gradient_product, weight_gradient
 from tandem.types import SamplingDistribution
 
 # Log-probs of student and teacher, [n, V] each -> (nats [n], their slope [n, V] in the student's
@@ -46,14 +46,14 @@ class _Divergences(torch.autograd.Function):
         tensors = ctx.saved_tensors
         hidden, weight, *_ = tensors
         grad_hidden = torch.empty_like(hidden)
-        wanted = ctx.needs_input_grad[1]
+        wanted, kernels = ctx.needs_input_grad[1], kernels_of(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted else None
         for rows in chunks(len(hidden), weight):
             _, slope = ctx.divergence(*_tables(tensors, rows, ctx.sampling))
             slope.mul_(grads[0][rows, None] / ctx.sampling.temperature)
-            grad_hidden[rows] = gradient_product(slope, weight)
+            grad_hidden[rows] = kernels.gradient_product(slope, weight)
             if grad_weight is not None:
-                weight_gradient(slope, hidden[rows], grad_weight)
+                kernels.weight_gradient(slope, hidden[rows], grad_weight)
         return grad_hidden, grad_weight, *(None for _ in range(6))
 
 

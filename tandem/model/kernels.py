@@ -32,12 +32,15 @@ from tandem.model.onednn import (
     HAS_PREPACKED,
     PACK_ROWS_HINT,
     TILE_ROWS,
+    gradient_product,
     in_float32,
     padded_rows,
     tile_sizes,
+    weight_gradient,
 )
 from tandem.model.paged_attention import DecodeRows, PagedPlan, Runs
 from tandem.registry import find
+from tandem.runtime.errors import UserError
 
 CDF_BLOCK = 128  # tokens of the vocabulary, as inverse_cdf divides it
 
@@ -65,8 +68,15 @@ class Kernels:
 
     def use_matmul(self, kernel: str) -> None:
         """Multiply by one of `matmuls` from now on. Others may have other bits, so engine and
-        trainer take the same."""
-        self.chosen = kernel
+        trainer take the same. On a CPU it is the name of all its kernels."""
+        if kernel not in self.matmuls:
+            raise UserError(
+                f"the {kernel} kernels are not on this machine",
+                where="the kernels of a CPU",
+                expected=" or ".join(self.matmuls),
+                next="install a C++ compiler, then Tandem again: pip builds them",
+            )
+        in_use["cpu"] = find("cpu_kernels", kernel, key="the kernels of a CPU")
 
     # ---- linears
 
@@ -107,6 +117,14 @@ class Kernels:
         if not HAS_PREPACKED:
             return list(counts)
         return sorted({padded_rows(rows, dtype): rows for rows in counts}.values())
+
+    def gradient_product(self, a: Tensor, b: Tensor) -> Tensor:
+        """Multiply a [N, K] with b [K, M] as onednn.gradient_product."""
+        return gradient_product(a, b)
+
+    def weight_gradient(self, above: Tensor, x: Tensor, total: Tensor | None = None) -> Tensor:
+        """Multiply above [N, O], transposed, with x [N, I] as onednn.weight_gradient."""
+        return weight_gradient(above, x, total)
 
     # ---- attention
 

@@ -105,6 +105,9 @@ def made_again(
     """Have the backward pass of what is computed here call `make` for a tensor's bits, instead of
     keeping it; unless `again`, do nothing."""
 
+    if not again:
+        return nullcontext()
+
     def identity(t: Tensor) -> tuple[object, ...]:
         return t.data_ptr(), t.shape, t.stride(), t.dtype
 
@@ -113,8 +116,6 @@ def made_again(
     def pack(kept: Tensor) -> Tensor | Callable[[], Tensor]:
         return make if identity(kept) == same else kept
 
-    if not again:
-        return nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(
         pack, lambda kept: kept if isinstance(kept, Tensor) else kept()
     )

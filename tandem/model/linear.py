@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.model.kernels import kernels_of
-from tandem.model.onednn import TILE_TERMS, gradient_product, in_float32, product, weight_gradient
+from tandem.model.onednn import TILE_TERMS, in_float32, product
 
 
 class Adapter(NamedTuple):
@@ -78,7 +78,8 @@ class PackedWeight:
         kept beside the pack."""
         if not self.kept:
             return _pack_parts(parts)
-        versions = tuple(version for part in parts for version in part.version())
+        own = kernels_of(parts[0].weight)
+        versions = (id(own), *(version for part in parts for version in part.version()))
         if self._packed is None or self._versions != versions:
             # free the old pack before the new one is made
             self._packed, self._versions = None, versions
@@ -283,9 +284,10 @@ def _input_gradient(above: Sequence[Tensor], parts: Sequence[Part]) -> Tensor:
 
     It is the sum of g W + scaling * (g B) A; B A is never formed.
     """
-    total = gradient_product(above[0], parts[0].weight)
+    multiply = kernels_of(above[0]).gradient_product
+    total = multiply(above[0], parts[0].weight)
     for grad, part in zip(above[1:], parts[1:], strict=True):
-        total += gradient_product(grad, part.weight)
+        total += multiply(grad, part.weight)
     for grad, part in zip(above, parts, strict=True):
         if part.adapter is not None:
             inner = product(grad, part.adapter.b).split(TILE_TERMS, 1)
@@ -298,7 +300,10 @@ def _part_gradients(
     x: Tensor, grad: Tensor, part: Part, wanted: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """Compute the wanted gradients of weight, bias, a and b from x [N, I] and grad [N, O]."""
-    own = weight_gradient(grad, x) if wanted[0] else None, grad.sum(0) if wanted[1] else None
+    own = (
+        kernels_of(grad).weight_gradient(grad, x) if wanted[0] else None,
+        grad.sum(0) if wanted[1] else None,
+    )
     if part.adapter is None:
         return *own, None, None
     a, b, scaling = part.adapter

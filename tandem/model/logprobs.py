@@ -17,7 +17,6 @@ from torch import Tensor
 
 from tandem.model.activations import soft_cap
 from tandem.model.kernels import kernels_of
-from tandem.model.onednn import gradient_product, weight_gradient
 from tandem.types import SamplingDistribution
 
 CHUNK_BYTES = 1 << 25  # logits held at once
@@ -202,12 +201,13 @@ class _Gradients:
 
     def add(self, rows: slice, slope: Tensor) -> None:
         """Add the part of these rows. slope: d loss / d logits of the projection, [n, V]."""
+        kernels = kernels_of(slope)
         if self.bias is not None:
             self.bias += slope.sum(0)
         if self.hidden is not None:
-            self.hidden[rows] = gradient_product(slope, self.head.weight)
+            self.hidden[rows] = kernels.gradient_product(slope, self.head.weight)
         if self.weight is not None:
-            weight_gradient(slope, self.head.hidden[rows], self.weight)
+            kernels.weight_gradient(slope, self.head.hidden[rows], self.weight)
 
 
 class _Chunk:

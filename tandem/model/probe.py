@@ -24,7 +24,7 @@ from tandem.model.config_file import first_line
 from tandem.model.linear import ExactLinear
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import chunks, log_distribution
-from tandem.model.onednn import gradient_product, padded_rows, weight_gradient
+from tandem.model.onednn import padded_rows
 from tandem.model.paths import named_path
 from tandem.model.random_models import VOCABULARY
 from tandem.model.schedule import (
@@ -317,9 +317,11 @@ def _gradients_differ(
     noise: torch.Generator,
     threads: Sequence[int],
     microbatch: int,
-    of_weight: Callable[[Tensor, Tensor], Tensor] = weight_gradient,
+    of_weight: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> list[str]:
     """Name the linears whose gradients, long sums over outputs or rows, differ with threads."""
+    kernels = model.kernels
+    of_weight = of_weight or kernels.weight_gradient
     differing = []
     for (outputs, inputs), linear in _linears(model).items():
         most, whole = max(2 * microbatch, MANY_ROWS), WHOLE_ROWS
@@ -337,7 +339,7 @@ def _gradients_differ(
             found = []
             for count in threads:
                 with threads_of(count):
-                    found.append((gradient_product(above, part), of_weight(above, x)))
+                    found.append((kernels.gradient_product(above, part), of_weight(above, x)))
             if not all(map(torch.equal, found[0] * len(found), chain(*found))):
                 differing.append(f"gradient of a linear {inputs} -> {outputs}: {rows} rows")
                 break

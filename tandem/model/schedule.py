@@ -10,10 +10,9 @@ from functools import partial
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.model.attention import Plan
+from tandem.model.attention import Plan, Scoring
 from tandem.model.forward import head_of
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import log_distribution, token_logprobs
@@ -69,14 +68,12 @@ class Cache:
         self.layer = min(n for n, values in enumerate(self.values) if len(values))
 
     def fill(self, k: Tensor, v: Tensor) -> None:
-        """Write keys and values [T, K, E] into the pages of every sequence, in the first layer that
-        attends, `layer`."""
-        for table in self.tables:
-            for side, t in ((self.keys, k), (self.values, v)):
-                padded = F.pad(t, (0, 0, 0, 0, 0, len(table) * PAGE - len(t)))
-                side[self.layer][table] = padded.view(len(table), PAGE, *t.shape[1:]).transpose(
-                    1, 2
-                )
+        """Have plans write keys and values [T, K, E] into the pages of every sequence, in the first
+        layer that attends, `layer`."""
+        q = k.new_zeros(len(k), self.model.heads[0], k.shape[2])
+        for member in range(len(self.tables)):
+            plan, _ = self.plan([member], np.array([0]), np.array([len(k)]))
+            plan.attend(self.layer, q, k, v, Scoring(1.0))
 
     def plan(
         self, members: Sequence[int], starts: np.ndarray, counts: np.ndarray

@@ -97,7 +97,8 @@ class RunFolder:
 
     def note_machine(self, processor: str, any_threads: bool, matmul: str = "") -> str:
         """Write machine.json: the processor, the thread count, whether any count gives the same
-        bits (any_threads), and the matmul kernel of a GPU. Returns a warning if the run was on
+        bits (any_threads), and its kernels: the name of those of a CPU, of a GPU that of the
+        matmul. Returns a warning if the run was on
         another processor before.
 
         Raises UserError if the count matters here and has changed.
@@ -221,21 +222,23 @@ def check_run(folder: Path, config: Config, command: str) -> bool:
 
 
 def read_matmul(folder: Path, processor: str) -> str:
-    """Return the matmul kernel that a run has taken on this GPU; "" if it has taken none."""
+    """Return the kernels that a run has taken on this processor; "" if it has taken none."""
     machine = read_machine(folder)
     return "" if machine is None or machine["processor"] != processor else machine["matmul"]
 
 
 def read_machine(folder: Path) -> dict[str, Any] | None:
-    """Read machine.json of a run folder: processor, threads, any_threads and matmul, "" on a CPU;
-    None if there is none."""
+    """Read machine.json of a run folder: processor, threads, any_threads and matmul, "plain" if
+    there is no name; None if there is no file."""
     path, names = folder / MACHINE, ("processor", "threads", "any_threads")
     if not path.exists():
         return None
 
     def parse(text: str) -> dict[str, Any]:
         machine = json.loads(text)
-        return {"matmul": str(machine.get("matmul", ""))} | {name: machine[name] for name in names}
+        return {"matmul": str(machine.get("matmul", "plain"))} | {
+            name: machine[name] for name in names
+        }
 
     return read_file(path, parse, _RESTORE)
 

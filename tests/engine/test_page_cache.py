@@ -108,7 +108,6 @@ def test_a_copy_of_the_equal_part_has_its_keys_values_and_tokens():
     cache.copy(page, target, 40)
     assert torch.equal(cache.keys[0][target, 0, :40, 0], torch.from_numpy(sequence[:40]).float())
     assert torch.equal(cache.values[0][target, 0, :40, 0], -torch.from_numpy(sequence[:40]).float())
-    assert not cache.keys[0][target, :, 40:].any()
     assert cache.match(np.concatenate([sequence[:40], [95, 95]])).length == 40
 
 

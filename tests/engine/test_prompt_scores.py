@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from tandem.engine.packed import packed_logprobs
+from tandem.model.logprobs import log_distribution
+from tandem.types import SamplingDistribution
 from tests.support.engines import MODEL, facts, mixed_requests, paged_engine, request
 from tests.support.tiny import exact_logits, random_tokens
 
@@ -35,7 +37,7 @@ def test_prompt_logprobs_are_the_trainers(chunk_tokens):
     assert logprobs.tobytes() == expected.tobytes()
     with torch.no_grad():
         [logits] = exact_logits(MODEL, [np.array(PROMPT)])
-    table = logits[:-1].float().log_softmax(-1).numpy()
+    table = log_distribution(logits[:-1].float(), SamplingDistribution()).numpy()
     assert np.array_equal(ranks, (table >= logprobs[:, None]).sum(-1)) and len(set(ranks)) > 20
     assert np.array_equal(np.take_along_axis(table, top_tokens, 1), top_logprobs)
     assert np.array_equal(top_logprobs, -np.sort(-table, 1)[:, :3])

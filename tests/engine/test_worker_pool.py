@@ -468,7 +468,8 @@ def real(tmp_path_factory):
     )
     shared, reports = Crossing(model.merged_weights()), []
     shared.publish(0, model.merged_weights())
-    spec = EngineSpec(model_path=path, cache_mb=4, max_batch=8, longest=engine.longest)
+    sizes = {"cache_mb": 4, "max_batch": 8, "longest": engine.longest}
+    spec = EngineSpec(model_path=path, matmul=engine.model.kernels.chosen, **sizes)
     with open_workers(spec, shared, reports, count=2) as workers:
         workers.apply(0)
         engine.apply(0)

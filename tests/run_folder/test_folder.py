@@ -267,7 +267,7 @@ def test_a_run_keeps_its_matmul_kernel_on_the_gpu_that_chose_it(tmp_path):
     assert read_matmul(tmp_path, "one") == ""
     run = start(tmp_path)
     run.note_machine("one", any_threads=True)
-    assert read_matmul(run.path, "one") == ""
+    assert read_matmul(run.path, "one") == "plain"
     run.note_machine("one", any_threads=True, matmul="tma")
     assert read_matmul(run.path, "one") == "tma" and read_matmul(run.path, "another") == ""
 

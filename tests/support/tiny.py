@@ -15,7 +15,6 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from tandem.model.attention import PackedPlan
 from tandem.model.load import make_exact
 from tandem.types import Sample
 
@@ -110,13 +109,10 @@ def stock_logits(model, tokens):
 
 def exact_logits(model, documents):
     """The logits of each document, out of one packed pass over all of them."""
-    heads, kv_heads, _ = model.heads
     lengths = [len(d) for d in documents]
     firsts = np.cumsum([0, *lengths[:-1]])
     nothing = np.zeros(len(lengths), np.int64)
-    plan = PackedPlan(
-        np.stack([firsts, lengths, nothing, nothing], 1), group=heads // kv_heads, kv_heads=kv_heads
-    )
+    plan = model.packed_plan(np.stack([firsts, lengths, nothing, nothing], 1))
     tokens = torch.from_numpy(np.concatenate(documents))
     positions = torch.from_numpy(np.concatenate([np.arange(n) for n in lengths]))
     return model.head(model.hidden(tokens, positions, plan)).split(lengths)

@@ -97,6 +97,9 @@ class TritonKernels(Kernels):
             torch.cuda.set_device(device)
         return self
 
+    def use_matmul(self, kernel: str) -> None:
+        self.chosen = kernel
+
     def pack(self, weight: Tensor) -> Tensor:
         return weight.detach().contiguous()
 

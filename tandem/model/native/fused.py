@@ -1,0 +1,362 @@
+"""The compiled kernels of a CPU: one call where torch's operators are ten, and linears that read a
+weight at the speed of the memory for few rows.
+
+Norm, rotation, SwiGLU, attention and the vocabulary are float32 inside, and round once to the
+model's type. Where the processor multiplies bfloat16 in AMX tiles, oneDNN's products stay.
+"""
+
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.model.attention import PackedPlan, Plan, Scoring
+from tandem.model.kernels import CPU as PLAIN
+from tandem.model.kernels import Kernels, Rotation
+from tandem.model.native.library import Library, load
+from tandem.model.onednn import has_bfloat16_tiles, in_float32
+from tandem.model.paged_attention import DecodeRows, PagedPlan, Runs
+
+PANEL, LANES = 64, 16  # as in kernels.cpp
+TYPES = (torch.float32, torch.bfloat16)
+
+
+class FusedKernels(Kernels):
+    """The kernels of a CPU by a library."""
+
+    matmuls, chosen, fused = ("fused", "plain"), "fused", True
+
+    def __init__(self, library: Library):
+        self._run = library.run
+
+    # ---- linears
+
+    def pack(self, weight: Tensor) -> Tensor:
+        weight = weight.detach().contiguous()
+        if not _multiplied(weight):
+            return super().pack(weight)
+        outputs, inputs = weight.shape
+        packed = weight.new_empty(outputs + -outputs % PANEL, inputs)
+        self._run("pack", weight, weight, outputs, inputs, packed)
+        return packed[:outputs]  # its memory is [panels, I, PANEL]
+
+    def matmul(self, x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+        if packed.is_mkldnn:
+            return super().matmul(x, packed, bias)
+        x, outputs = x.contiguous(), len(packed)
+        out = x.new_empty(len(x), outputs)
+        self._run("linear", x, x, *x.shape, packed, outputs, bias, out)
+        return out
+
+    def gradient_product(self, a: Tensor, b: Tensor) -> Tensor:
+        if b.dtype != torch.float32 and not in_float32(b):
+            return super().gradient_product(a, b)
+        return self._multiply(a.float(), b.float())
+
+    def weight_gradient(self, above: Tensor, x: Tensor, total: Tensor | None = None) -> Tensor:
+        if x.dtype != torch.float32 and not in_float32(x):
+            return super().weight_gradient(above, x, total)
+        return self._multiply(above.float().t(), x.float(), total)
+
+    def _multiply(self, a: Tensor, b: Tensor, total: Tensor | None = None) -> Tensor:
+        """Multiply a [M, K] with b [K, N], and add that to total [M, N] if it is given."""
+        b = b if b.stride(1) == 1 else b.contiguous()
+        out = a.new_empty(len(a), b.shape[1]) if total is None else total
+        sides = a, *a.stride(), *a.shape, b, b.stride(0), b.shape[1]
+        self._run("multiply", None, *sides, out, int(total is not None))
+        return out
+
+    # ---- attention
+
+    def packed_plan(
+        self, segments: np.ndarray, device: torch.device, heads: int, kv_heads: int
+    ) -> Plan:
+        return FusedPackedPlan(segments, heads, kv_heads, self)
+
+    def paged_plan(
+        self, keys: Sequence[Tensor], values: Sequence[Tensor], runs: Runs, heads: int
+    ) -> Plan:
+        size = next(k.shape[3] for k, v in zip(keys, values, strict=True) if len(v))
+        if size % LANES:
+            return super().paged_plan(keys, values, runs, heads)
+        return FusedPagedPlan(keys, values, runs, heads, self)
+
+    def decode_plan(
+        self, keys: Sequence[Tensor], values: Sequence[Tensor], rows: DecodeRows, heads: int
+    ) -> Plan:
+        return self.paged_plan(keys, values, rows.runs(), heads)
+
+    # ---- rows
+
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        if weight.dtype != x.dtype:
+            return super().rms_norm(x, weight, epsilon)
+        if torch.is_grad_enabled():
+            return _RMSNorm.apply(x, weight, epsilon, self)  # type: ignore[no-any-return]
+        return self.norm(x, weight, epsilon)[0]
+
+    def norm(self, x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        """Compute the norm of x [..., D] and its factors, float32 [N]."""
+        x = x.contiguous()
+        out, factors = (
+            torch.empty_like(x),
+            x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32),
+        )
+        sizes = len(factors), x.shape[-1]
+        self._run("rms_norm", x, x, None, weight, epsilon, *sizes, None, out, factors)
+        return out, factors
+
+    def add_rms_norm(
+        self, x: Tensor, change: Tensor, weight: Tensor, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
+        if torch.is_grad_enabled() or weight.dtype != x.dtype:
+            return super().add_rms_norm(x, change, weight, epsilon)
+        x, change = x.contiguous(), change.contiguous()
+        total, out = torch.empty_like(x), torch.empty_like(x)
+        sizes = x.numel() // x.shape[-1], x.shape[-1]
+        self._run("rms_norm", x, x, change, weight, epsilon, *sizes, total, out, None)
+        return total, out
+
+    def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
+        if torch.is_grad_enabled():
+            return _Rotate.apply(x, *rotation, self)  # type: ignore[no-any-return]
+        return self.turn(x, *rotation, 1.0)
+
+    def turn(self, x: Tensor, cosine: Tensor, sine: Tensor, sign: float) -> Tensor:
+        """Rotate x [T, n, E], by the negative angle for sign -1."""
+        x = _by_rows(x)
+        out = x.new_empty(x.shape)
+        sides = cosine.contiguous(), sine.contiguous()
+        self._run("rotate", x, x, x.stride(0), *sides, sign, *x.shape, out)
+        return out
+
+    def swiglu(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            return _SwiGLU.apply(x, self)  # type: ignore[no-any-return]
+        return self.gated(x)
+
+    def gated(self, x: Tensor) -> Tensor:
+        """Compute `swiglu` without gradients."""
+        x = x.contiguous()
+        out = x.new_empty(len(x), x.shape[1] // 2)
+        self._run("swiglu", x, x, *out.shape, out)
+        return out
+
+    # ---- the vocabulary
+
+    def log_softmax(self, logits: Tensor, temperature: float) -> Tensor:
+        logits = logits.contiguous()
+        out = torch.empty_like(logits)
+        self._run("log_softmax", None, logits, *logits.shape, float(temperature), out)
+        return out
+
+    def inverse_cdf(self, table: Tensor, uniform: Tensor) -> Tensor:
+        table, uniform = table.contiguous(), uniform.contiguous()
+        tokens = torch.empty(len(table), dtype=torch.int64)
+        self._run("inverse_cdf", None, table, uniform, *table.shape, tokens)
+        return tokens
+
+    def target_logprobs(
+        self, logits: Tensor, targets: Tensor, temperature: float, *, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        logits, targets = logits.contiguous(), targets.contiguous()
+        found = logits.new_empty(len(logits))
+        entropies = torch.empty_like(found) if entropy else None
+        sizes = *logits.shape, float(temperature)
+        self._run("target_logprobs", None, logits, targets, *sizes, found, entropies)
+        return found, entropies
+
+    def logprob_slope(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        temperature: float,
+        above: Tensor | None,
+        above_entropy: Tensor | None,
+    ) -> Tensor:
+        given = (None if grad is None else grad.contiguous() for grad in (above, above_entropy))
+        sizes = *logits.shape, float(temperature)
+        self._run("logprob_slope", None, logits, targets.contiguous(), *sizes, *given)
+        return logits
+
+
+def _multiplied(weight: Tensor) -> bool:
+    """Tell whether the library multiplies with a weight: not in AMX tiles."""
+    return weight.dtype == torch.float32 or not has_bfloat16_tiles()
+
+
+def _by_rows(x: Tensor) -> Tensor:
+    """Return x [T, n, E] itself if only its rows may be apart, else a copy."""
+    dense = x.stride(2) == 1 and x.stride(1) == x.shape[2]
+    return x if dense else x.contiguous()
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, epsilon: float, kernels: FusedKernels
+    ) -> Tensor:
+        x = x.contiguous()
+        out, factors = kernels.norm(x, weight, epsilon)
+        ctx.save_for_backward(x, weight, factors)
+        ctx.kernels = kernels
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, factors = ctx.saved_tensors
+        above, width = grads[0].contiguous(), x.shape[-1]
+        grad, scaled = torch.empty_like(x), x.new_empty(len(factors), width, dtype=torch.float32)
+        sides = x, weight, factors, above, len(factors), width, grad, scaled
+        ctx.kernels._run("rms_norm_backward", x, *sides)
+        return grad, scaled.sum(0) if ctx.needs_input_grad[1] else None, None, None
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor, kernels: FusedKernels) -> Tensor:
+        ctx.rotation, ctx.kernels = (cosine, sine), kernels
+        return kernels.turn(x, cosine, sine, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.kernels.turn(grads[0], *ctx.rotation, -1.0), None, None, None
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kernels: FusedKernels) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.kernels = kernels
+        return kernels.gated(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x,), above = ctx.saved_tensors, grads[0].contiguous()
+        x = x.contiguous()
+        grad = torch.empty_like(x)
+        ctx.kernels._run("swiglu_backward", x, x, above, *above.shape, grad)
+        return grad, None
+
+
+def _scoring(scoring: Scoring) -> tuple[float, float, int]:
+    """Return scale, soft cap and window, 0 for none, as the kernels take them."""
+    return float(scoring.scale), float(scoring.softcap), scoring.window or 0
+
+
+def _sides(*sides: Tensor) -> list[Any]:
+    """Return each tensor [T, n, E] with the numbers between its rows."""
+    return [part for side in map(_by_rows, sides) for part in (side, side.stride(0))]
+
+
+class FusedPackedPlan(PackedPlan):
+    """Attention of packed segments, as in types.Microbatch, with a backward pass."""
+
+    def __init__(self, segments: np.ndarray, heads: int, kv_heads: int, kernels: FusedKernels):
+        super().__init__(segments, group=heads // kv_heads, kv_heads=kv_heads)
+        self.segments, self.kernels = torch.from_numpy(np.ascontiguousarray(segments)), kernels
+
+    @cached_property
+    def groups(self) -> Tensor:
+        """Where each group of segments that share keys begins, and where the last one ends, int64
+        [G + 1]; segments are in the order of their rows."""
+        first, _, prefix_first, prefix = self.segments.numpy().T
+        owner = np.searchsorted(first, np.where(prefix > 0, prefix_first, first), side="right") - 1
+        # a group ends where no later segment reaches back over the place
+        reach = np.minimum.accumulate(owner[::-1])[::-1]
+        starts = np.flatnonzero(reach == np.arange(len(reach)))
+        return torch.from_numpy(np.append(starts, len(reach)))
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+        if q.shape[2] % LANES:
+            return super().attend(layer, q, k, v, scoring)
+        if torch.is_grad_enabled():
+            return _PackedAttention.apply(q, k, v, scoring.sinks, self, scoring)  # type: ignore[no-any-return]
+        return self.forward(q, k, v, scoring)[0]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+        """Return the output [T, H, E], zeros in rows of no segment, and the logarithms of the sums
+        of exponentials, float32 [T, H]."""
+        (_, heads, size), kv_heads = q.shape, k.shape[1]
+        out, lse = q.new_zeros(q.shape), q.new_zeros(q.shape[:2], dtype=torch.float32)
+        sinks = None if scoring.sinks is None else scoring.sinks.detach().float()
+        sizes = self.segments, len(self.segments), heads, kv_heads, size
+        given = *_sides(q, k, v), *sizes, *_scoring(scoring), sinks, out, lse
+        self.kernels._run("packed", q, *given)
+        return out, lse
+
+
+class _PackedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        plan: FusedPackedPlan,
+        scoring: Scoring,
+    ) -> Tensor:
+        out, lse = plan.forward(q, k, v, scoring)
+        ctx.save_for_backward(q, k, v, sinks, lse)
+        ctx.plan, ctx.scoring = plan, scoring._replace(sinks=None)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (q, k, v, sinks, lse), plan = ctx.saved_tensors, ctx.plan
+        made = [torch.zeros(side.shape) for side in (q, k, v)]
+        lost, groups = torch.zeros(q.shape[:2]), plan.groups
+        sizes = plan.segments, groups, len(groups) - 1, q.shape[1], k.shape[1], q.shape[2]
+        given = *_sides(q, k, v), grads[0].contiguous(), lse, *sizes, *_scoring(ctx.scoring)
+        plan.kernels._run("packed_backward", q, *given, *made, lost)
+        of_sinks = None
+        if sinks is not None:  # each has the rest of a row's probability
+            inside = torch.zeros(len(q), 1)
+            for first, rows, *_ in plan.segments.tolist():
+                inside[first : first + rows] = 1.0
+            of_sinks = -((sinks.float() - lse).exp() * lost * inside).sum(0).to(sinks.dtype)
+        return *(grad.to(q.dtype) for grad in made), of_sinks, None, None
+
+
+class FusedPagedPlan(PagedPlan):
+    """Attention over a paged cache, whose pages of keys are by element: [E, PAGE]."""
+
+    def __init__(
+        self,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        runs: Runs,
+        heads: int,
+        kernels: FusedKernels,
+    ):
+        self.keys, self.values, self._runs, self._kernels = keys, values, runs, kernels
+        self._new, self._slots = len(runs.pages), []
+        table, *each = (
+            torch.from_numpy(np.ascontiguousarray(part))
+            for part in (runs.table, runs.starts, runs.counts, runs.firsts)
+        )
+        self._places = table, table.shape[1], *each, len(runs.counts)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+        keys, values, heads = self.keys[layer], self.values[layer], q.shape[1]
+        out = q.new_empty(q.shape) if len(q) == self._new else q.new_zeros(q.shape)
+        sinks = None if scoring.sinks is None else scoring.sinks.detach().float()
+        sizes = *self._places, heads, keys.shape[1], q.shape[2], *_scoring(scoring)
+        self._kernels._run("paged", q, *_sides(q, k, v), keys, values, *sizes, sinks, out)
+        return out
+
+
+def _of_this_cpu() -> Kernels:
+    library = None if os.environ.get("TANDEM_KERNELS") == "plain" else load()
+    if library is None:
+        return PLAIN
+    PLAIN.matmuls = FusedKernels.matmuls
+    return FusedKernels(library)
+
+
+CPU = _of_this_cpu()

@@ -1,0 +1,92 @@
+// The kernels of body.h for each instruction set, found by name at run time.
+//
+// They are compiled with OpenMP but not linked to it: torch has loaded one, and two teams of threads
+// on the same cores would wait for each other.
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#define INLINE inline __attribute__((always_inline))
+
+namespace {
+
+constexpr int W = 16;         // numbers of a vector
+constexpr int PANEL = 64;     // outputs of a linear that stand beside each other
+constexpr long PAGE = 128;    // tokens of a page, as in model/paged_attention.py
+constexpr long BLOCK = 128;   // tokens of the vocabulary
+constexpr long QUERIES = 24;  // query rows that are attended together
+constexpr long GRAIN = 1 << 15; // numbers of a row kernel that are worth a second thread
+constexpr long FEW = 36;          // rows of a linear, up to which memory bounds it
+constexpr long STEPS = 768;       // of a sum, whose factors stay in the cache
+constexpr int AHEAD = 16;     // steps of a product that are fetched before they are used
+
+typedef float V __attribute__((vector_size(4 * W)));
+typedef int32_t I __attribute__((vector_size(4 * W)));
+typedef uint32_t U __attribute__((vector_size(4 * W)));
+typedef uint16_t H __attribute__((vector_size(2 * W)));
+constexpr I LANES = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+struct bf16 {
+  uint16_t bits;
+};
+
+// A thread's memory, kept from call to call.
+float* scratch(int which, size_t count) {
+  static thread_local std::vector<float> kept[9];
+  auto& own = kept[which];
+  if (own.size() < count + 2 * W) own.resize(count + 2 * W);
+  return (float*)(((uintptr_t)own.data() + 63) / 64 * 64);
+}
+
+// REGISTERS: vectors of sums that fit. ROWS: of a linear, beside each other.
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma")
+#define REGISTERS 28
+#define ROWS 14
+namespace avx512 {
+#include "body.h"
+}
+#pragma GCC pop_options
+#undef REGISTERS
+#undef ROWS
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#define REGISTERS 6
+#define ROWS 6
+namespace avx2 {
+#include "body.h"
+}
+#pragma GCC pop_options
+
+struct Kernel {
+  const char* name;
+  void *avx512, *avx2;
+};
+#define TYPED(name) \
+  {#name ".float32", (void*)avx512::name<float>, (void*)avx2::name<float>}, \
+  {#name ".bfloat16", (void*)avx512::name<bf16>, (void*)avx2::name<bf16>}
+#define PLAIN(name) {#name, (void*)avx512::name, (void*)avx2::name}
+const Kernel kernels[] = {
+    TYPED(linear), TYPED(pack), TYPED(rms_norm), TYPED(rms_norm_backward), TYPED(rotate),
+    TYPED(swiglu), TYPED(swiglu_backward), TYPED(paged), TYPED(packed), TYPED(packed_backward),
+    PLAIN(multiply), PLAIN(log_softmax), PLAIN(target_logprobs), PLAIN(logprob_slope), PLAIN(inverse_cdf),
+};
+
+}  // namespace
+
+// The address of a kernel, or null where this processor lacks the instruction set.
+extern "C" void* find_kernel(const char* name, int wide) {
+  __builtin_cpu_init();
+  bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (wide ? !has_avx512 : !has_avx2) return nullptr;
+  for (const Kernel& kernel : kernels)
+    if (!strcmp(kernel.name, name)) return wide ? kernel.avx512 : kernel.avx2;
+  return nullptr;
+}

@@ -1,0 +1,65 @@
+"""The compiled kernels of kernels.cpp, called with tensors.
+
+`pip install` compiles them where there is a C++ compiler. Without them, or on a processor without
+AVX2, `load` returns None. They are called through ctypes: the library has no Python and no torch in
+it, so one file is good for all versions of both.
+"""
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Library:
+    """Kernels by name, each for the type of a tensor; kernels.cpp says what they take."""
+
+    def __init__(self, found: Any, wide: bool):
+        self._find, self._wide = found.find_kernel, wide
+        self._find.restype, self._find.argtypes = ctypes.c_void_p, (ctypes.c_char_p, ctypes.c_int)
+        self._kernels: dict[Any, Callable[..., Any]] = {}
+
+    def has(self, name: str) -> bool:
+        return bool(self._find(name.encode(), self._wide))
+
+    def run(self, name: str, like: Tensor | None, *arguments: Any) -> None:
+        """Run a kernel with torch's threads. Tensors are given by address, a float is float32, and
+        an int is int64; like: a tensor of the type in question, None for a kernel of one type."""
+        kernel = self._kernels.get(key := (name, None if like is None else like.dtype))
+        if kernel is None:
+            full = name if like is None else f"{name}.{str(like.dtype).removeprefix('torch.')}"
+            types = [_type(argument) for argument in arguments]
+            place = self._find(full.encode(), self._wide)
+            kernel = ctypes.CFUNCTYPE(None, *types, ctypes.c_int)(place)
+            self._kernels[key] = kernel
+        given = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
+        kernel(*given, torch.get_num_threads())
+
+
+def _type(argument: Any) -> Any:
+    match argument:
+        case float():
+            return ctypes.c_float
+        case int():
+            return ctypes.c_int64
+        case _:
+            return ctypes.c_void_p
+
+
+@cache
+def load() -> Library | None:
+    """Load the compiled kernels, for the instruction set that torch takes; None if they are not
+    there."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    for path in sorted(Path(__file__).parent.glob("compiled*.so")):
+        try:
+            library = Library(ctypes.CDLL(str(path)), capability.startswith("AVX512"))
+        except OSError:  # of another platform, or torch has no OpenMP of that kind
+            continue
+        if capability != "DEFAULT" and library.has("inverse_cdf"):
+            return library
+    return None

@@ -1,0 +1,158 @@
+"""The compiled kernels against the plain ones and torch's gradients, and the bits of their rows."""
+
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.model.attention import Scoring
+from tandem.model.kernels import CPU as PLAIN
+from tandem.model.native.fused import CPU
+from tandem.runtime.errors import UserError
+from tests.support.tiny import exact_model
+
+pytestmark = pytest.mark.skipif(CPU is PLAIN, reason="the kernels are not compiled here")
+
+SEGMENTS = np.array(
+    [[0, 20, 0, 0], [20, 300, 0, 20], [320, 30, 0, 20], [350, 40, 0, 0], [390, 7, 350, 40]]
+)
+ROWS = 400  # three of them in no segment
+TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def noise(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def near(found, expected, dtype):
+    bound = (2e-6 if dtype == torch.float32 else 1e-2) * expected.float().abs().max()
+    return (found.float() - expected.float()).abs().max() <= bound
+
+
+def both(operator, *inputs):
+    """Results and gradients of an operator of both sets of kernels, for the same inputs."""
+    made = []
+    for kernels in (CPU, PLAIN):
+        own = [t.clone().requires_grad_() for t in inputs]
+        out = operator(kernels, *own)
+        out.backward(noise(*out.shape, dtype=out.dtype, seed=9))
+        with torch.no_grad():
+            assert torch.equal(operator(kernels, *own), out)
+        made.append((out.detach(), *(t.grad for t in own)))
+    return zip(*made, strict=True)
+
+
+@TYPES
+@pytest.mark.parametrize("width", [50, 64])
+def test_row_kernels_are_near_the_plain_ones_with_their_gradients(width, dtype):
+    angle = noise(7, 1, width // 2)
+    cosine = torch.cat([angle.cos(), angle.cos()], -1).to(dtype)
+    sine = torch.cat([-angle.sin(), angle.sin()], -1).to(dtype)
+    x, weight = noise(7, 3, width, dtype=dtype), noise(width, dtype=dtype, seed=1)
+    for found, expected in (
+        *both(lambda kernels, x, w: kernels.rms_norm(x, w, 1e-5), x, weight),
+        *both(lambda kernels, x: kernels.rotate(x, (cosine, sine)), x),
+        *both(lambda kernels, x: kernels.swiglu(x.flatten(0, 1)), x),
+    ):
+        assert near(found, expected, dtype)
+    with torch.no_grad():
+        total, out = CPU.add_rms_norm(x, x * 3, weight, 1e-5)
+        assert torch.equal(total, x + x * 3)
+        assert torch.equal(out, CPU.rms_norm(total, weight, 1e-5))
+
+
+@TYPES
+@pytest.mark.parametrize("size", [48, 64])
+@pytest.mark.parametrize(
+    "scoring", [{}, {"window": 10}, {"softcap": 5.0}, {"sinks": noise(6)}], ids=str
+)
+def test_packed_attention_is_near_the_plain_one_with_its_gradients(scoring, size, dtype):
+    sides = [noise(ROWS, heads, size, dtype=dtype, seed=heads) for heads in (6, 2, 3)]
+    sides[2] = sides[2][:, :2]  # rows apart
+
+    def attend(kernels, *given):
+        plan = kernels.packed_plan(SEGMENTS, torch.device("cpu"), 6, 2)
+        names = {"sinks": given[3]} if len(given) > 3 else scoring
+        return plan.attend(0, *given[:3], Scoring(0.125, **names))
+
+    inputs = [*sides, *(t for name, t in scoring.items() if name == "sinks")]
+    for found, expected in both(attend, *inputs):
+        assert near(found, expected, dtype)
+
+
+def test_a_linear_has_the_bits_of_its_row_alone_for_any_threads():
+    for outputs, inputs in ((97, 33), (960, 576), (64, 1100)):
+        x, weight, bias = noise(75, inputs), noise(outputs, inputs, seed=1), noise(outputs, seed=2)
+        packed = CPU.pack(weight)
+        whole = CPU.matmul(x, packed, bias)
+        assert near(whole, x.double() @ weight.double().t() + bias, torch.float32)
+        for rows in (1, 2, 4, 6, 7, 13, 36, 37):
+            assert torch.equal(CPU.matmul(x[-rows:], packed, bias), whole[-rows:])
+
+
+@pytest.mark.parametrize(("rows", "inner", "columns"), [(1, 1, 1), (75, 33, 97), (130, 2100, 576)])
+def test_gradients_of_a_linear_are_near_those_of_float64(rows, inner, columns):
+    above, weight, x = noise(rows, inner), noise(inner, columns, seed=1), noise(rows, columns)
+    product = CPU.gradient_product(above, weight)
+    assert near(product, above.double() @ weight.double(), torch.float32)
+    expected = above.double().t() @ x.double()
+    assert near(CPU.weight_gradient(above, x), expected, torch.float32)
+    assert near(
+        CPU.weight_gradient(above, x, torch.ones(inner, columns)), expected + 1, torch.float32
+    )
+
+
+def test_the_vocabulary_of_engine_and_trainer_has_one_set_of_bits():
+    logits, targets = 5 * noise(9, 1000), torch.arange(9) * 100
+    table = CPU.log_softmax(logits, 0.7)
+    logprobs, entropies = CPU.target_logprobs(logits, targets, 0.7, entropy=True)
+    assert torch.equal(logprobs, table.gather(1, targets[:, None])[:, 0])
+    wide = logits.double().requires_grad_()
+    exact = (wide / 0.7).log_softmax(-1)
+    entropy = -(exact * exact.exp()).sum(-1)
+    assert near(table, exact, torch.float32) and near(entropies, entropy, torch.float32)
+    above, of_entropy = noise(9, seed=1), noise(9, seed=2)
+    (
+        exact.gather(1, targets[:, None])[:, 0] @ above.double() + entropy @ of_entropy.double()
+    ).backward()
+    slope = CPU.logprob_slope(logits.clone(), targets, 0.7, above, of_entropy)
+    assert near(slope / 0.7, wide.grad, torch.float32)
+    uniform = torch.rand(9, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(CPU.inverse_cdf(table, uniform), PLAIN.inverse_cdf(table, uniform))
+    filtered = table.masked_fill(table < -4, -math.inf)
+    drawn = CPU.inverse_cdf(filtered, torch.full((9,), 1 - 2**-24))
+    assert filtered.gather(1, drawn[:, None]).isfinite().all()
+
+
+PROGRAM = """
+import hashlib, numpy as np, torch
+from tests.model.test_native import CPU, ROWS, SEGMENTS, Scoring, noise
+torch.set_num_threads(int(__import__("sys").argv[1]))
+q, k, v = (noise(ROWS, heads, 64, seed=heads).requires_grad_() for heads in (6, 2, 3))
+plan = CPU.packed_plan(SEGMENTS, torch.device("cpu"), 6, 2)
+out = plan.attend(0, q, k, v[:, :2], Scoring(0.125))
+out.square().sum().backward()
+x = CPU.matmul(out.detach().flatten(1), CPU.pack(noise(512, 384)))
+made = [out, q.grad, k.grad, v.grad, x, CPU.swiglu(x), CPU.rms_norm(x, noise(512), 1e-5)]
+made += [CPU.log_softmax(x, 1.0), CPU.gradient_product(x, noise(512, 384))]
+made += [CPU.weight_gradient(x, out.detach().flatten(1), torch.ones(512, 384))]
+print(hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in made)).hexdigest())
+"""
+
+
+def test_threads_and_instruction_sets_have_the_same_bits():
+    def digest(threads, **variables):
+        command = [sys.executable, "-c", PROGRAM, str(threads)]
+        environment = {**__import__("os").environ, **variables}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    assert len({digest(1), digest(2), digest(2, ATEN_CPU_CAPABILITY="avx2")}) == 1
+
+
+def test_kernels_that_are_not_here_are_refused_by_name():
+    with pytest.raises(UserError, match="the odd kernels are not on this machine"):
+        exact_model("llama").kernels.use_matmul("odd")
