@@ -54,7 +54,7 @@ class Evaluator:
             row |= _summary("greedy", self._evaluation_pass(step, "greedy", greedy, 1))
         row |= _pass_at(groups, config.eval.success)
         for name, own in _categories(groups).items():
-            if _is_suite(own):
+            if "suite" in own[0].problem.metadata:
                 row |= _pass_at(own, config.eval.success, of=f"/{name}")
         return row | self._own_metrics(groups, taken=row)
 
@@ -110,10 +110,6 @@ def _categories(groups: Sequence[Group]) -> dict[str, list[Group]]:
     return dict(sorted(found.items())) if len(found) > 1 else {}
 
 
-def _is_suite(groups: Sequence[Group]) -> bool:
-    return "suite" in groups[0].problem.metadata
-
-
 def _pass_at(groups: Sequence[Group], success: float, of: str = "") -> Row:
     """Return the unbiased chance that one of k samples passes (arXiv 2107.03374)."""
     size = len(groups[0].episodes)
@@ -139,7 +135,7 @@ def _summary(name: str, groups: Sequence[Group]) -> Row:
     row = _mean(name, groups)
     for category, own in _categories(groups).items():
         mean, interval = _mean(f"{name}/{category}", own).items()
-        row |= [mean, interval] if _is_suite(own) else [mean]
+        row |= [mean, interval] if "suite" in own[0].problem.metadata else [mean]
     episodes = [e for g in groups for e in g.episodes]
     for failure, value in env_metrics(episodes).items():
         if failure.startswith("env_"):
