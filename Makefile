@@ -30,10 +30,13 @@ $(DEV): $(READY)
 	@touch $@
 
 # Adapters whose packages are heavy or need a compiler (the last); their tests are skipped without them. mini-swe-agent
-# comes without LiteLLM, which its test does not need.
+# comes without LiteLLM, which its test does not need; lm-eval, Inspect and tinker-cookbook with what their tests need.
 adapters: $(DEV)
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt tenacity python-dotenv platformdirs requests
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps mini-swe-agent
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps mini-swe-agent lm-eval inspect-ai botocore tinker-cookbook
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt sacrebleu agent-client-protocol pylatexenc ijson \
+		jsonlines jsonpatch mmh3 nest_asyncio2 semver shortuuid textual zipfile-zstd blobfile chz termcolor \
+		langdetect immutabledict nltk
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[wandb,png,mcp,openenv,tinker]'
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[reasoning-gym]'
 

@@ -6,8 +6,11 @@ from pathlib import Path
 from tandem.cli.progress import console, print_table
 from tandem.config.schema import Config
 from tandem.jobs.engines import open_runner, prepare_process
+from tandem.jobs.input_hashes import image_hashes, input_hashes
 from tandem.jobs.inputs import read_data
 from tandem.rollout.evaluate import Evaluator
+from tandem.run_folder.folder import identity
+from tandem.run_folder.journal import Journal
 from tandem.runtime.disk import disk_errors
 from tandem.runtime.errors import UserError
 from tandem.runtime.wording import counted
@@ -27,7 +30,12 @@ def evaluate(config: Config, out: Path | None) -> dict[str, float]:
             next="add eval.data=FILE",
         )
     with open_runner(config, problems, "eval.data", console.print) as (runner, problems):
-        evaluator = Evaluator(config=config, problems=problems, runner=runner)
+        journal = None
+        if out is not None:
+            inputs = input_hashes(config, "eval.data") | image_hashes(p.messages for p in problems)
+            answers = out.with_name(f"{out.name}.answers")
+            journal = Journal(answers, identity(config, inputs), problems)
+        evaluator = Evaluator(config=config, problems=problems, runner=runner, journal=journal)
         metrics = evaluator(0)
     rows = [(name.removeprefix("eval/"), f"{value:.3f}") for name, value in metrics.items()]
     title = f"{config.model.path} on {counted(len(problems), 'problems')}"

@@ -38,9 +38,11 @@ def rollout(
 def evaluate(
     recipe: Recipe,
     overrides: Overrides = None,
-    out: Annotated[Path | None, Option(help="also write the metrics to this JSON file")] = None,
+    out: Annotated[
+        Path | None, Option(help="write the metrics to this JSON file, and the answers beside it")
+    ] = None,
 ) -> None:
-    """Evaluate a model on the held-out problems: sampled and greedy, by category."""
+    """Evaluate a model on the held-out problems; with --out the same command resumes."""
     config = load_config(recipe, overrides or [])
     from tandem.cli import eval
 

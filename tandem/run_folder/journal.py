@@ -52,8 +52,7 @@ class Journal:
         """Write the groups of a step, durable on return; state: what it leaves to the next, as
         JSON."""
         write_episodes(self.folder, step, groups, kind, note={**self.note, "state": state})
-        if kind == "train":
-            self._remove(self.folder.glob(f"part_step_{step:06d}_*.parquet"))
+        self._remove(self.folder.glob(f"part_step_{step:06d}_*.parquet"))
 
     def read(self, step: int, kind: str = "train") -> tuple[list[Group], Any] | None:
         """Read (groups, state) of a step; None if this run has not written them."""

@@ -254,7 +254,7 @@ class Body(Strict):
     frequency_penalty: Zero | None = None
     logit_bias: NoObject | None = None
     best_of: Literal[1] | None = None
-    echo: Literal[False] | None = None
+    echo: bool = False
     suffix: Literal[""] | None = None
     functions: NoList | None = None
     function_call: NoChoice | None = None
@@ -298,6 +298,14 @@ class CompletionBody(Body):
     tool_choice: NoChoice | None = None
     chat_template_kwargs: NoObject | None = None
 
+    @model_validator(mode="after")
+    def _score_echo(self) -> Self:
+        if self.echo and self.stream:
+            raise ValueError("echo comes with a whole answer, not with stream")
+        if self.echo and self.logprobs is not None:  # as vLLM has it
+            self.prompt_logprobs = max(self.logprobs, self.prompt_logprobs or 0)
+        return self
+
     @property
     def source(self) -> str:
         return "prompt"
@@ -319,6 +327,7 @@ class ChatBody(Body):
     max_completion_tokens: MaxTokens = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
+    echo: Literal[False] = False
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:

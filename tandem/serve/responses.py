@@ -218,7 +218,21 @@ class _CompletionAnswer(Answer):
     prefix, full_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
     def _full_choice(self, choice: _Choice) -> Json:
-        return self._chunk_choice(choice, choice.text) | self._prompt_logprobs(choice.prompt)
+        scores, text = self._prompt_logprobs(choice.prompt), choice.text
+        if self._body.echo:
+            prompt = self._prompts[choice.prompt]
+            text = self._tokenizer.decode(prompt) + text
+            found = zip(prompt.tolist(), scores.get("prompt_logprobs", ()), strict=False)
+            rows = [(token, row or {str(token): {"logprob": 0.0}}) for token, row in found]
+            choice.sampled[:0] = [
+                (token, row[str(token)]["logprob"], {int(t): s["logprob"] for t, s in row.items()})
+                for token, row in rows
+            ]
+        fields = self._chunk_choice(choice, text) | scores
+        if self._body.echo and fields["logprobs"]:  # nothing predicts the first token
+            for name in ("token_logprobs", "top_logprobs"):
+                fields["logprobs"][name][0] = None
+        return fields
 
     def _chunk_choice(self, choice: _Choice, text: str) -> Json:
         return {"text": text, "logprobs": self._logprobs_field(choice)}

@@ -1,5 +1,6 @@
 """Evaluation: means, intervals, categories and pass@k, each against its definition."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -47,18 +48,27 @@ class ThirdReward(ScriptedReward):
         return Score(reward=(1.0, 0.5, 0.0)[int(attempt.text) % 3], parts={})
 
 
-def evaluated(folder, samples, **settings):
+class Interrupted(ThirdReward):
+    """Scores 13 answers and ends."""
+
+    def score(self, problem, attempt):
+        if len(self.items) > 13:
+            raise RuntimeError("ended it")
+        return super().score(problem, attempt)
+
+
+def evaluated(folder, samples, problems=PROBLEMS, reward=ThirdReward, **settings):
     """(metrics, the journal that has the episodes)"""
     config = Config(eval=Eval(samples=samples, **settings))
-    journal = Journal(folder, "run", PROBLEMS)
+    journal = Journal(folder, "run", problems)
     runner = RolloutRunner(
         engine=KeyEngine(),
         renderer=DigitRenderer(),
         envs=EnvPool(make=Env, limits=config.env),
-        rewards=ThirdReward(),
+        rewards=reward(),
         reward_model=None,
     )
-    evaluate = Evaluator(config=config, problems=PROBLEMS, runner=runner, journal=journal)
+    evaluate = Evaluator(config=config, problems=problems, runner=runner, journal=journal)
     return evaluate(3), journal
 
 
@@ -99,3 +109,25 @@ def test_greedy_pass_switched_off_leaves_no_metrics_and_files(tmp_path):
     metrics, journal = evaluated(tmp_path, 2, greedy=False)
     assert not any("greedy" in name for name in metrics)
     assert journal.read(3, "eval_sampled") and journal.read(3, "eval_greedy") is None
+
+
+def test_a_suite_beside_others_has_numbers_of_its_own(tmp_path):
+    suites = [replace(problem, metadata={"suite": problem.category}) for problem in PROBLEMS]
+    metrics, journal = evaluated(tmp_path, 4, suites)
+    for name, own in zip("ab", (rewards(journal)[0::2], rewards(journal)[1::2]), strict=True):
+        means = np.mean(own, axis=1)
+        half = 1.96 * np.std(means, ddof=1) / np.sqrt(len(means))
+        assert metrics[f"eval/sampled/{name}_interval"] == pytest.approx(half)
+        assert metrics[f"eval/pass@4/{name}"] == np.mean(np.max(own, axis=1) == 1)
+        assert metrics[f"eval/greedy/{name}_interval"] == 0.0
+
+
+def test_an_interrupted_pass_goes_on_from_its_answers(tmp_path):
+    with pytest.raises(RuntimeError, match="ended it"):
+        evaluated(tmp_path / "resumed", 4, reward=Interrupted)
+    reward = ThirdReward()
+    resumed, journal = evaluated(tmp_path / "resumed", 4, reward=lambda: reward)
+    assert len(reward.items) == 4 * 5 - 13 + 5  # and the greedy pass
+    straight, other = evaluated(tmp_path / "straight", 4)
+    assert resumed == straight and rewards(journal) == rewards(other)
+    assert not list((tmp_path / "resumed").glob("part_*"))

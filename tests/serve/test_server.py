@@ -194,6 +194,19 @@ def test_prompt_logprobs_are_the_trainers_by_token_id(tiny, client):
         assert {score["rank"] for score in row.values()} == {1, 2, own["rank"]}
         assert all((s["rank"] < own["rank"]) == (s["logprob"] > logprob) for s in row.values())
 
+    ask |= {"prompt": ["Solve 2x = 6.", "x"], "logprobs": 1}
+    choices = client.completions.create(**ask, echo=True, seed=2).choices
+    plain = client.completions.create(**ask, seed=2).choices
+    for choice, alone, prompt in zip(choices[::2], plain[::2], prompts, strict=True):
+        found, own = choice.logprobs, alone.logprobs
+        assert choice.text == tiny.texts.decode(prompt) + alone.text
+        assert found.tokens == [*map(tiny.texts.token_text, prompt.tolist()), *own.tokens]
+        scores = [None, *(tiny.twin.score(prompt).tolist() if len(prompt) > 1 else ())]
+        assert found.token_logprobs == [*scores, *own.token_logprobs]
+        assert found.top_logprobs[len(prompt) :] == own.top_logprobs
+        for logprob, top in zip(scores[1:], found.top_logprobs[1:], strict=False):
+            assert 1 <= len(top) <= 2 and logprob in top.values()
+
     body = {"prompt_logprobs": 0}
     chat = client.chat.completions.create(
         model="tiny", messages=HELLO, max_tokens=1, extra_body=body
@@ -394,7 +407,8 @@ CHAT, PLAIN = {"messages": [{"role": "user", "content": "hi"}]}, {"prompt": "hi"
     ("body", "param"),
     [
         (PLAIN | {"temprature": 1}, "temprature"),
-        (PLAIN | {"echo": True}, "echo"),
+        (PLAIN | {"echo": True, "stream": True}, "echo"),
+        (CHAT | {"echo": True}, "echo"),
         (PLAIN | {"presence_penalty": 0.5}, "presence_penalty"),
         (CHAT | {"tools": [{"type": "function"}]}, "tools[0]"),
         (CHAT | {"chat_template": "{{ messages }}"}, "chat_template"),

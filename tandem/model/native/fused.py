@@ -22,7 +22,6 @@ from tandem.model.onednn import has_bfloat16_tiles, in_float32
 from tandem.model.paged_attention import DecodeRows, PagedPlan, Runs
 
 PANEL, LANES = 64, 16  # as in kernels.cpp
-TYPES = (torch.float32, torch.bfloat16)
 
 
 class FusedKernels(Kernels):
@@ -37,7 +36,7 @@ class FusedKernels(Kernels):
 
     def pack(self, weight: Tensor) -> Tensor:
         weight = weight.detach().contiguous()
-        if not _multiplied(weight):
+        if weight.dtype != torch.float32 and has_bfloat16_tiles():
             return super().pack(weight)
         outputs, inputs = weight.shape
         packed = weight.new_empty(outputs + -outputs % PANEL, inputs)
@@ -182,11 +181,6 @@ class FusedKernels(Kernels):
         sizes = *logits.shape, float(temperature)
         self._run("logprob_slope", None, logits, targets.contiguous(), *sizes, *given)
         return logits
-
-
-def _multiplied(weight: Tensor) -> bool:
-    """Tell whether the library multiplies with a weight: not in AMX tiles."""
-    return weight.dtype == torch.float32 or not has_bfloat16_tiles()
 
 
 def _by_rows(x: Tensor) -> Tensor:

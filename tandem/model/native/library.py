@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 
 
+_TYPES: dict[type, Any] = {float: ctypes.c_float, int: ctypes.c_int64}  # all others are addresses
+
+
 class Library:
     """Kernels by name, each for the type of a tensor; kernels.cpp says what they take."""
 
@@ -32,22 +35,12 @@ class Library:
         kernel = self._kernels.get(key := (name, None if like is None else like.dtype))
         if kernel is None:
             full = name if like is None else f"{name}.{str(like.dtype).removeprefix('torch.')}"
-            types = [_type(argument) for argument in arguments]
+            types = [_TYPES.get(type(argument), ctypes.c_void_p) for argument in arguments]
             place = self._find(full.encode(), self._wide)
             kernel = ctypes.CFUNCTYPE(None, *types, ctypes.c_int)(place)
             self._kernels[key] = kernel
         given = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
         kernel(*given, torch.get_num_threads())
-
-
-def _type(argument: Any) -> Any:
-    match argument:
-        case float():
-            return ctypes.c_float
-        case int():
-            return ctypes.c_int64
-        case _:
-            return ctypes.c_void_p
 
 
 @cache

@@ -3,7 +3,7 @@
 For whom compares a model with others. docs/guide/evaluation.md lists rows, prompts and graders.
 
     suites.py    what a suite is, its rows, and the reward `suite`, which grades each as its suite
-    known.py     gsm8k, math500, aime24, aime25, amc; gpqa, mmlu_pro; humaneval, mbpp
+    known.py     gsm8k, math500, aime24, aime25, amc; gpqa, mmlu_pro; humaneval, mbpp; ifeval
 
 It plugs in as suites, tables and rewards of tandem/registry.py.
 """

@@ -3,7 +3,7 @@ r"""The known suites: for each where its rows lie, what a model is asked, and wh
 Mathematics: no examples; the sentence behind the problem is the one that the model cards of Qwen
 and DeepSeek-R1 recommend; the grader reads `\boxed{...}`. Multiple choice: OpenAI's simple-evals,
 without examples. HumanEval: as EvalPlus asks chat models; MBPP: as its paper, without the three
-examples; a program counts if it passes all tests.
+examples; a program counts if it passes all tests. IFEval: the prompt alone.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,10 @@ from string import ascii_uppercase
 from typing import Any
 
 from tandem.plugins.suites.suites import Suite, Values
+from tandem.rewards.builtin import behind_thoughts
+from tandem.rewards.load import Loading
 from tandem.runtime import rng
+from tandem.types import Problem
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 LETTER = (
@@ -27,6 +30,7 @@ EXPERT = (
     "You are an expert Python programmer, and here is your task: {text} "
     "Your code should pass these tests:\n\n{tests}\n"
 )
+INSTRUCTIONS = "tandem.plugins.suites.known:follows_instructions"
 
 
 def boxed(question: str, answer: Any) -> Values:
@@ -77,6 +81,27 @@ def mbpp(row: Values, _: int) -> Values:
     return {"prompt": prompt, "answer": "", **tests}
 
 
+def ifeval(row: Values, _: int) -> Values:
+    names = ("key", "prompt", "instruction_id_list", "kwargs")
+    return {"prompt": row["prompt"], "answer": "", "ifeval": {name: row[name] for name in names}}
+
+
+@behind_thoughts
+def follows_instructions(
+    problem: Problem, completion: str, loading: Loading = lambda _: None
+) -> float:
+    """Return 1 if all instructions of a row of IFEval are followed (arXiv 2311.07911, strict), by
+    lm-evaluation-harness's checks."""
+    loading(True)
+    from langdetect import DetectorFactory
+    from lm_eval.tasks.ifeval.utils import process_results
+
+    loading(False)
+    DetectorFactory.seed = 0  # else it draws
+    found = process_results(problem.metadata["ifeval"], [completion])
+    return float(found["prompt_level_strict_acc"])
+
+
 SUITES = {
     "gsm8k": Suite("openai/gsm8k:main#test", gsm8k, "answer"),
     "math500": Suite("HuggingFaceH4/MATH-500#test", problem, "answer"),
@@ -87,4 +112,5 @@ SUITES = {
     "mmlu_pro": Suite("TIGER-Lab/MMLU-Pro#test", mmlu_pro, "choice"),
     "humaneval": Suite("openai/openai_humaneval#test", humaneval, "code"),
     "mbpp": Suite("google-research-datasets/mbpp:full#test", mbpp, "code"),
+    "ifeval": Suite("google/IFEval#train", ifeval, INSTRUCTIONS, package="lm_eval"),
 }

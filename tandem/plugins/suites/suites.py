@@ -7,14 +7,16 @@ Knows neither tokens nor models, nor the graders behind the names of rewards.
 
 from collections.abc import Callable, Iterator
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from tandem.config.schema import Config
 from tandem.data.readers import SUITE, Payload, Placed, RowError, Source, source_files, source_rows
 from tandem.registry import find
 from tandem.rewards.load import Loading, Scorer, load
 from tandem.rewards.parts import BadValue
+from tandem.runtime.errors import not_installed
 from tandem.types import Attempt, Problem
 
 Values = dict[str, Any]
@@ -26,7 +28,8 @@ class Suite(NamedTuple):
 
     source: str  # on the hub
     columns: Callable[[Values, int], Values]
-    reward: Literal["answer", "choice", "code"]  # a program counts if it passes all tests
+    reward: str  # "code": a program counts if it passes all tests
+    package: str = ""  # that the reward imports, of the extra `evals`
 
 
 def rows(source: Source, key: str) -> Placed:
@@ -97,8 +100,12 @@ def _other(function: str) -> Scorer:
 
 
 def suite_options(config: Config) -> Values:
-    """Return the options that a run gives the reward: its sandbox, if a suite needs one."""
+    """Return the options that a run gives the reward: its sandbox, if a suite needs one. Raises
+    UserError for a package that a suite needs."""
     named = [s for s in (*config.data.sources, config.eval.data) if s.startswith(SUITE)]
     suites = [suite for source in named for _, suite, _ in _suites(source, "eval.data")]
+    for package in {suite.package for suite in suites if suite.package}:
+        if find_spec(package) is None:
+            raise not_installed(package, "evals", where="eval.data")
     needed = any(suite.reward == "code" for suite in suites)
     return {"sandbox": config.sandbox.model_dump()} if needed else {}

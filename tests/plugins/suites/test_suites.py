@@ -70,6 +70,20 @@ ROWS = {
         "```\ndef add(a, b):\n    return a + b\n```",
         "```\ndef add(a, b):\n    return 0\n```",
     ),
+    "ifeval": (
+        {
+            "key": 1000,
+            "prompt": "Write of rain in lowercase, in at least 3 words, without commas.",
+            "instruction_id_list": [
+                "change_case:english_lowercase",
+                "punctuation:no_comma",
+                "length_constraints:number_words",
+            ],
+            "kwargs": [{}, {}, {"relation": "at least", "num_words": 3, "keyword": None}],
+        },
+        "<think>Rain, OK</think>the rain is falling on the roof of the house",
+        "the rain, it is falling on the roof of the house",
+    ),
 }
 PROGRAMS = ("humaneval", "mbpp")
 
@@ -89,6 +103,8 @@ def grade(problem, text, **options):
 def test_the_rows_of_a_suite_are_graded_by_its_own_grader(suite, tmp_path):
     if suite in PROGRAMS and not shutil.which("bwrap"):
         pytest.skip("bubblewrap is not installed")
+    if suite == "ifeval":
+        pytest.importorskip("lm_eval", reason="needs pip install 'tandem-rl[evals]'")
     # the columns of other data do not matter to it
     columns = Data(prompt_column="chat", answer_column="")
     [problem] = read_problems("suite:" + rows_of(suite, tmp_path), columns, key="eval.data")
@@ -115,7 +131,7 @@ def test_several_suites_are_one_source_whose_prompts_say_how_to_answer(tmp_path)
     for problem in problems:
         system, user = problem.messages
         assert system["content"] == "Be brief."
-        assert any(word in user["content"] for word in ("\\boxed{}", "$LETTER", "code"))
+        assert any(word in user["content"] for word in ("\\boxed{}", "$LETTER", "code", "Write"))
     again = read_problems(source, Data(system="Be brief."), key="eval.data")
     assert again == problems
 

@@ -1,5 +1,6 @@
 """The real SDK against `tandem serve --train`, a process of its own."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -21,16 +22,18 @@ from tests.support.command import ROOT
 
 ADAM = types.AdamParams(learning_rate=0.02)
 TEXT = "1+1=2 and 2+2=4"
+KNOWN = "Qwen/Qwen3-8B"
+ALL = "env/all/reward/total"
 
 
 @contextmanager
-def served(folder, model="tiny"):
+def served(folder, model="tiny", key=""):
     """Serve a model of a folder to one that trains; end the process by its id."""
     command = [sys.executable, "-m", "tandem", "serve", model, "--train", "--port=0"]
     process = subprocess.Popen(
         [*command, f"--folder={folder / 'checkpoints'}"],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TANDEM_API_KEY": key},
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -54,8 +57,8 @@ def url(folder):
         yield url
 
 
-def client(url):
-    return tinker.ServiceClient(base_url=url, api_key="tml-any")
+def client(url, key="tml-any"):
+    return tinker.ServiceClient(base_url=url, api_key=key)
 
 
 def datum(tokens, prompt=0, **of_completion):
@@ -222,6 +225,13 @@ def test_what_is_not_offered_is_refused_by_name(url):
         other.save_state("../../up").result()
 
 
+def test_a_server_with_a_key_answers_who_has_it(folder):
+    with served(folder, key="tml-own") as url:
+        with pytest.raises(tinker.AuthenticationError):
+            client(url, "tml-other").create_lora_training_client("tiny", rank=4)
+        client(url, "tml-own").create_lora_training_client("tiny", rank=4).result()
+
+
 @pytest.fixture
 def recipes(folder, tmp_path, monkeypatch):
     """Return recipes of tinker-cookbook, whose rows are made up here, and a run of one of them: its
@@ -232,12 +242,12 @@ def recipes(folder, tmp_path, monkeypatch):
     pytest.importorskip("tinker_cookbook", reason="needs tinker-cookbook")
     import datasets
     from tinker_cookbook.recipes import rl_loop, sl_loop
+    from tinker_cookbook.recipes.math_rl import train as math_rl
 
-    known = "Qwen/Qwen3-8B"
-    if not (folder / known).exists():
+    if not (folder / KNOWN).exists():
         characters = [chr(code) for code in range(256, 520)]  # as many as the other tokenizer has
-        make_tiny(folder / known, characters=characters, hidden=64, layers=2, max_tokens=2048)
-        make_model(folder / known)
+        make_tiny(folder / KNOWN, characters=characters, hidden=64, layers=2, max_tokens=2048)
+        make_model(folder / KNOWN)
     chat = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
     one = {"messages": chat, "question": "1+1", "answer": "#### 2"}
     made_up = datasets.DatasetDict(train=datasets.Dataset.from_list([one] * 40))
@@ -246,27 +256,28 @@ def recipes(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("TINKER_API_KEY", "tml-any")
     monkeypatch.chdir(folder)
 
-    def run(recipe, url, log_path, **settings):
-        given = {"base_url": url, "log_path": str(tmp_path / log_path), "model_name": known}
-        recipe.main(recipe.Config(**given, batch_size=4, learning_rate=0.01, **settings))
+    def run(start, config, url, log_path, **settings):
+        given = {"base_url": url, "log_path": str(tmp_path / log_path), "model_name": KNOWN}
+        start(config(**given, learning_rate=0.01, **settings))
         lines = (tmp_path / log_path / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
 
-    return {"sl": sl_loop, "rl": rl_loop}, run
+    return sl_loop, rl_loop, math_rl, run
 
 
-def test_the_loops_of_the_cookbook_run_unchanged(folder, recipes):
-    loops, run = recipes
-    with served(folder, "Qwen/Qwen3-8B") as url:
-        losses = [row["train_mean_nll"] for row in run(loops["sl"], url, log_path="sl")]
+def test_the_recipes_of_the_cookbook_run_unchanged(folder, recipes):
+    sl_loop, rl_loop, math_rl, run = recipes
+    on_policy = {"loss_fn": "importance_sampling"}
+    with served(folder, KNOWN) as url:
+        rows = run(sl_loop.main, sl_loop.Config, url, log_path="sl", batch_size=4)
+        losses = [row["train_mean_nll"] for row in rows]
         assert losses[-1] < losses[0]
-        rows = run(
-            loops["rl"],
-            url,
-            log_path="rl",
-            loss_fn="importance_sampling",
-            group_size=8,
-            max_tokens=8,
-        )
+        sizes = {"batch_size": 4, "group_size": 8, "max_tokens": 8}
+        rows = run(rl_loop.main, rl_loop.Config, url, log_path="rl", **sizes, **on_policy)
         rewards = [row["reward/total"] for row in rows]
         assert len(rows) == 10 and sum(rewards[-3:]) > 1.5 * sum(rewards[:3]), rewards
+        sizes = {"groups_per_batch": 4, "group_size": 16, "max_steps": 6}
+        arithmetic = lambda config: asyncio.run(math_rl.cli_main(config))  # noqa: E731
+        rows = run(arithmetic, math_rl.CLIConfig, url, log_path="sums", **sizes, **on_policy)
+        rewards = [row[ALL] for row in rows if ALL in row]
+        assert len(rewards) == 6 and rewards[-1] > rewards[0] + 0.01, rewards  # -0.1: it never ends
