@@ -26,7 +26,6 @@ from typing import Any
 from tandem.config.recipe import to_toml
 from tandem.config.schema import Config
 from tandem.config.training import RATED
-from tandem.model.auto_rate import auto_learning_rate
 from tandem.model.placement import place_models
 from tandem.run_folder.config_changes import (
     THREADS,
@@ -291,6 +290,8 @@ def resolved(config: Config, folder: Path) -> Config:
     rated = {}
     for name in RATED:
         if (section := getattr(config, name)).learning_rate == "auto":
+            from tandem.model.auto_rate import auto_learning_rate
+
             rate = auto_learning_rate(model.path, adapters=bool(config.lora.rank))
             rated[name] = section.model_copy(update={"learning_rate": rate})
     return config.model_copy(update={"run": run, "model": model, **rated})

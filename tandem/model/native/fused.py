@@ -31,6 +31,7 @@ class FusedKernels(Kernels):
 
     def __init__(self, library: Library):
         self._run = library.run
+        PLAIN.matmuls = self.matmuls  # from now on there is a choice
 
     # ---- linears
 
@@ -345,12 +346,5 @@ class FusedPagedPlan(PagedPlan):
         return out
 
 
-def _of_this_cpu() -> Kernels:
-    library = None if os.environ.get("TANDEM_KERNELS") == "plain" else load()
-    if library is None:
-        return PLAIN
-    PLAIN.matmuls = FusedKernels.matmuls
-    return FusedKernels(library)
-
-
-CPU = _of_this_cpu()
+_library = None if os.environ.get("TANDEM_KERNELS") == "plain" else load()
+CPU: Kernels = PLAIN if _library is None else FusedKernels(_library)
