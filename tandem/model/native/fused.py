@@ -257,8 +257,8 @@ class FusedPackedPlan(PackedPlan):
 
     @cached_property
     def groups(self) -> Tensor:
-        """Where each group of segments that share keys begins, and where the last one ends, int64
-        [G + 1]; segments are in the order of their rows."""
+        """Find where each group of segments that share keys begins, and where the last one ends,
+        int64 [G + 1]; segments are in the order of their rows."""
         first, _, prefix_first, prefix = self.segments.numpy().T
         owner = np.searchsorted(first, np.where(prefix > 0, prefix_first, first), side="right") - 1
         # a group ends where no later segment reaches back over the place

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
 _TYPES: dict[type, Any] = {float: ctypes.c_float, int: ctypes.c_int64}  # all others are addresses
 
 
