@@ -10,13 +10,14 @@ ragged   16 prompts x 8 samples whose lengths differ, the longest about 4 times 
          until the longest has ended; `generate_batch` is transformers' own continuous batching. Tokens that were asked for
          count. One round.
 shared   a prompt of 512 tokens and 8 samples: time to the first token of all, and of 8 different prompts.
-exact    the same engine without what makes rows exact outside attention: no padding of rows, torch's SiLU. (Attention by pages
-         is the engine's own on both sides.)
+exact    the plain kernels without what makes rows exact outside attention: no padding of rows, torch's SiLU. (Attention by
+         pages is the engine's own on both sides.)
 
 Sides alternate, so that a drift of the machine meets each; medians. Sampling is included, no
 sequence stops early.
 """
 
+import copy
 import json
 import statistics
 import sys
@@ -31,13 +32,12 @@ from machine import ceilings
 from roofline import decode_floor, prefill_floor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-import tandem.model.layers
-import tandem.model.linear
-import tandem.model.load
 from tandem.config.schema import Config
 from tandem.engine.engine import Engine
 from tandem.engine.page_cache import PageCache
 from tandem.jobs.engines import prepare_process
+from tandem.model.kernels import CPU as PLAIN
+from tandem.model.kernels import Kernels, kernels_for
 from tandem.model.load import ExactModel, load_model
 from tandem.types import Request, SamplingParams
 
@@ -149,36 +149,33 @@ def shared(stock: torch.nn.Module, model: ExactModel) -> dict:
 
 
 def exact(stock: torch.nn.Module, model: ExactModel) -> dict:
-    rows = {}
+    rows, kernels = {}, {"exact": PLAIN, "inexact": Inexact()}
+    models = {name: copy.deepcopy(model) for name in kernels}
     for batch in (8, 32):
         prompts = np.random.default_rng(0).integers(0, 1000, (batch, PROMPT))
-        engines = {"exact": engine_of(model), "inexact": engine_of(model)}
+        engines = {name: engine_of(own) for name, own in models.items()}
 
         def side(
             name: str, new: int, prompts: np.ndarray = prompts, engines: dict = engines
         ) -> float:
-            use_stock_operators(name == "inexact")
-            return _tandem(engines[name], prompts, new)
+            with kernels_for("cpu", kernels[name]):
+                return _tandem(engines[name], prompts, new)
 
         rows[batch] = decode_speeds({name: partial(side, name) for name in engines}, batch)
-    use_stock_operators(False)
     return rows
 
 
-OURS = (tandem.model.linear.padded_rows, tandem.model.load.padded_rows, tandem.model.layers.swiglu)
+class Inexact(Kernels):
+    """Linears of just the rows there are, and torch's SiLU."""
 
+    def matmul(
+        self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
-def use_stock_operators(stock: bool) -> None:
-    """torch's SiLU and linears of just the rows there are in the place of the exact ones, or these
-    again."""
-    linear, load, layers = tandem.model.linear, tandem.model.load, tandem.model.layers
-    theirs = (lambda rows: rows, lambda rows: rows, _stock_swiglu)
-    linear.padded_rows, load.padded_rows, layers.swiglu = theirs if stock else OURS  # type: ignore[assignment]
-
-
-def _stock_swiglu(x: torch.Tensor) -> torch.Tensor:
-    gate, up = x.chunk(2, -1)
-    return F.silu(gate).mul_(up)
+    def swiglu(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate).mul_(up)
 
 
 def decode_speeds(sides: dict[str, Callable[[int], float]], batch: int) -> dict[str, float]:
