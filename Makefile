@@ -8,7 +8,7 @@ DEV := $(VENV)/.ready-dev
 # With OMP_WAIT_POLICY=passive a waiting thread leaves its core to them; it changes no bit.
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=passive
 
-.PHONY: setup setup-dev adapters distributed megatron demo test test-all nightly long-tests check format lint types size same-bits gpu docs site mutants invariants chaos bench plan-accuracy scaling cluster smollm2 smollm2-model recipes lora-regret learning environments figures newest models clean
+.PHONY: setup setup-dev adapters distributed megatron wheels demo test test-all nightly long-tests check format lint types size same-bits gpu docs site mutants invariants chaos bench plan-accuracy scaling cluster smollm2 smollm2-model recipes lora-regret learning environments figures newest models clean
 
 # What the demo and the commands need; what tests, benchmarks and the SmolLM2 example need besides comes with setup-dev.
 setup: $(READY)
@@ -49,6 +49,10 @@ distributed: $(DEV)
 # runs on Python 3.11 too, though it asks for 3.12. Without it its tests are skipped.
 megatron: $(DEV)
 	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python megatron-core==0.19.2
+
+# A wheel with the compiled kernels, for every version of Python and torch on this kind of machine.
+wheels: $(READY)
+	@$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 
 demo: $(READY)
 	@HF_HUB_OFFLINE=1 $(BIN)/tandem demo
