@@ -140,7 +140,8 @@ def _exactness(device: str, dtype: str) -> Finding:
     )
     with torch.random.fork_rng(devices=[]):
         module = AutoModelForCausalLM.from_config(config, dtype=place.dtype)
-        model, kernels = make_exact(module.to(place.device)), ""
+        model = make_exact(module.to(place.device))
+        kernels = f"; {model.kernels.chosen} kernels"
         if device == "cuda":
             trials = try_matmuls(model)
             model.kernels.use_matmul(fastest_exact(trials))

@@ -157,8 +157,9 @@ class Engine:
         """Return weights.hashing.tensor_digest of each of the weights in use, by name."""
         return tensor_digests(self.model.named_weights())
 
-    def _weights_stamp(self) -> tuple[int, int]:
-        return self.weight_version, self.model.changes()
+    def _weights_stamp(self) -> tuple[int, int, int]:
+        """Return what keys in the cache depend on; kernels lay a page out in their own way."""
+        return self.weight_version, self.model.changes(), id(self.model.kernels)
 
     def _check_weights(self) -> None:
         """Drop every cached key and value if other weights computed it."""

@@ -150,5 +150,8 @@ def _learner_orders(
     def export(learner: str, folder: str) -> None:
         save_weights(learners[learner], Path(folder))
 
-    checkpoints = folder / "checkpoints"
-    return {"publish": publish, "load": load, "save": save, "export": export}
+    def use_kernels(kernels: str) -> None:
+        next(iter(learners.values())).model.kernels.use_matmul(kernels)
+
+    checkpoints, orders = folder / "checkpoints", (publish, load, save, export, use_kernels)
+    return {order.__name__: order for order in orders}

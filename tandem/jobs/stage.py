@@ -55,6 +55,8 @@ class Stage:
             self.config, model, self.report, workers=workers, others=others, folder=self.run.path
         )
         note_machine(self.run, found, self.report)
+        if model.device.type == "cpu":
+            self.ranks.order("use_kernels", kernels=found.matmul)
         return found
 
     def open_engine(self, model: ExactModel) -> tuple[Engine, RolloutRunner]:

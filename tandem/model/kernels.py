@@ -39,7 +39,7 @@ from tandem.model.onednn import (
     weight_gradient,
 )
 from tandem.model.paged_attention import DecodeRows, PagedPlan, Runs
-from tandem.registry import find
+from tandem.registry import built_in, find
 from tandem.runtime.errors import UserError
 
 CDF_BLOCK = 128  # tokens of the vocabulary, as inverse_cdf divides it
@@ -69,6 +69,8 @@ class Kernels:
     def use_matmul(self, kernel: str) -> None:
         """Multiply by one of `matmuls` from now on. Others may have other bits, so engine and
         trainer take the same. On a CPU it is the name of all its kernels."""
+        if kernel not in built_in("cpu_kernels"):
+            return  # a trainer's on another kind of device
         if kernel not in self.matmuls:
             raise UserError(
                 f"the {kernel} kernels are not on this machine",

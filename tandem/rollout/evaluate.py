@@ -86,7 +86,7 @@ class Evaluator:
         kind = f"eval_{name}"
         if self.journal is not None and (recorded := self.journal.read(step, kind)) is not None:
             return recorded[0]
-        kept = self.journal and self.journal.parts(step, 0, self.problems, last=True)
+        kept = self.journal and self.journal.parts(step, 0, self.problems, True, "eval_part")
         with kept or nullcontext() as parts:
             groups = generate_and_score(
                 self.runner,

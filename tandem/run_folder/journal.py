@@ -52,7 +52,8 @@ class Journal:
         """Write the groups of a step, durable on return; state: what it leaves to the next, as
         JSON."""
         write_episodes(self.folder, step, groups, kind, note={**self.note, "state": state})
-        self._remove(self.folder.glob(f"part_step_{step:06d}_*.parquet"))
+        part = "part" if kind == "train" else "eval_part"
+        self._remove(self.folder.glob(f"{part}_step_{step:06d}_*.parquet"))
 
     def read(self, step: int, kind: str = "train") -> tuple[list[Group], Any] | None:
         """Read (groups, state) of a step; None if this run has not written them."""
@@ -64,11 +65,12 @@ class Journal:
 
     @contextmanager
     def parts(
-        self, step: int, tick: int, problems: Sequence[Problem], last: bool
+        self, step: int, tick: int, problems: Sequence[Problem], last: bool, kind: str = "part"
     ) -> Iterator["Parts"]:
         """Collect the episodes of a step under way; `ended` has those of an earlier start of the
-        run. last: the step's own file follows at once."""
-        parts = Parts(self, step, tick, problems)
+        run. last: the step's own file follows at once. kind: "eval_part" for an evaluation, which
+        keeps no failed episode."""
+        parts = Parts(self, step, tick, problems, kind)
         complete = False
         try:
             yield parts
@@ -113,7 +115,10 @@ class Parts:
     """A part of a step's episodes, added from any thread and made durable by one. `close` raises an
     error of the disk."""
 
-    def __init__(self, journal: Journal, step: int, tick: int, problems: Sequence[Problem]):
+    def __init__(
+        self, journal: Journal, step: int, tick: int, problems: Sequence[Problem], kind: str
+    ):
+        self._kind = kind
         self._journal, self._step, self._tick, self._problems = journal, step, tick, problems
         self._new: list[tuple[int, Episode]] = []
         self._lock, self._over, self._error = threading.Lock(), threading.Event(), list[Exception]()
@@ -121,6 +126,10 @@ class Parts:
         self.ended, self._count = self._read()
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
+
+    def keeps(self, episode: Episode) -> bool:
+        """Tell whether an episode counts at the next start: not what failed in an evaluation."""
+        return self._kind == "part" or not (episode.reward_error or episode.env_error)
 
     def add(self, row: int, episode: Episode) -> None:
         with self._lock:
@@ -153,14 +162,16 @@ class Parts:
             for row, problem in enumerate(self._problems)
         ]
         note, part = self._journal.note, f"_{self._tick}_{self._count}"
-        write_episodes(self._journal.folder, self._step, groups, "part", note=note, part=part)
+        write_episodes(self._journal.folder, self._step, groups, self._kind, note=note, part=part)
         self._count += 1
 
     def _read(self) -> tuple[Ended, int]:
         """Read the episodes that ended in this tick in earlier starts; return them and the number
         of the next part."""
         ended: Ended = {}
-        paths = self._journal.folder.glob(f"part_step_{self._step:06d}_{self._tick}_*.parquet")
+        paths = self._journal.folder.glob(
+            f"{self._kind}_step_{self._step:06d}_{self._tick}_*.parquet"
+        )
         parts = {int(path.stem.rpartition("_")[2]): path for path in paths}
         for _, path in sorted(parts.items()):
             with suppress(UserError):  # a damaged one: its episodes are played again

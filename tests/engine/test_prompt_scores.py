@@ -38,6 +38,7 @@ def test_prompt_logprobs_are_the_trainers(chunk_tokens):
     with torch.no_grad():
         [logits] = exact_logits(MODEL, [np.array(PROMPT)])
     table = log_distribution(logits[:-1].float(), SamplingDistribution()).numpy()
+    assert np.allclose(table, logits[:-1].float().log_softmax(-1).numpy(), atol=1e-5)
     assert np.array_equal(ranks, (table >= logprobs[:, None]).sum(-1)) and len(set(ranks)) > 20
     assert np.array_equal(np.take_along_axis(table, top_tokens, 1), top_logprobs)
     assert np.array_equal(top_logprobs, -np.sort(-table, 1)[:, :3])

@@ -6,8 +6,8 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from tandem.model.kernels import kernels_of
 from tandem.model.logprobs import Head, SeenTokens, token_logprobs
-from tandem.model.triton.plans import TRITON
 from tandem.model.triton.vocabulary import log_softmax, logprob_slope, target_logprobs
 from tandem.types import SamplingDistribution
 from tests.support.kernels import (
@@ -118,7 +118,7 @@ def test_token_logprobs_and_their_gradients_are_near_those_of_the_cpu(sampling, 
 
         expected = above[0].to(hidden.device) if known else None
         return token_logprobs(
-            Head(hidden, weight, TRITON.pack(weight)),
+            Head(hidden, weight, kernels_of(weight).pack(weight)),
             *(place % 5, sampling, seen, expected),
             entropy=not known,
         )[: len(above)]

@@ -10,7 +10,10 @@ import torch
 
 from tandem.model.attention import Scoring
 from tandem.model.kernels import CPU as PLAIN
+from tandem.model.kernels import Kernels
 from tandem.model.native.fused import CPU
+from tandem.model.paged_attention import Runs
+from tandem.model.quantized import quantize
 from tandem.runtime.errors import UserError
 from tests.support.tiny import exact_model
 
@@ -154,5 +157,43 @@ def test_threads_and_instruction_sets_have_the_same_bits():
 
 
 def test_kernels_that_are_not_here_are_refused_by_name():
-    with pytest.raises(UserError, match="the odd kernels are not on this machine"):
-        exact_model("llama").kernels.use_matmul("odd")
+    with pytest.raises(UserError, match="the fused kernels are not on this machine"):
+        Kernels().use_matmul("fused")
+    CPU.use_matmul("cublas")  # of a trainer on a GPU
+    assert exact_model("llama").kernels is CPU
+
+
+def test_a_page_of_keys_is_read_as_the_packed_pass_reads_them():
+    """Also with values that a page kept from before, which may be anything."""
+    q, k, v = (noise(260, heads, 64, seed=heads) for heads in (6, 2, 3))
+    v, scoring = v[:, :2].contiguous(), Scoring(0.125, window=200)
+    keys, values = ([torch.full((3, 2, 128, 64), math.nan)] for _ in range(2))
+    whole = CPU.packed_plan(np.array([[0, 260, 0, 0]]), torch.device("cpu"), 6, 2)
+    with torch.no_grad():
+        expected = whole.attend(0, q, k, v, scoring)
+        for start, count in ((0, 100), (100, 159), (259, 1)):
+            runs = Runs([[2, 0, 1]], np.array([start]), np.array([count]))
+            rows = slice(start, start + count)
+            plan = CPU.paged_plan(keys, values, runs, 6)
+            assert torch.equal(plan.attend(0, q[rows], k[rows], v[rows], scoring), expected[rows])
+
+
+def test_what_the_plain_kernels_take_or_refuse_the_compiled_ones_do_too():
+    assert not CPU.weight_gradient(torch.empty(0, 8), torch.empty(0, 4)).any()
+    quantized = quantize(noise(64, 64), "int8")
+    assert near(
+        CPU.gradient_product(noise(3, 64), quantized),
+        noise(3, 64) @ quantized.numbers(),
+        torch.float32,
+    )
+    broken = noise(2, 40).index_fill(1, torch.tensor([3]), math.nan)
+    logprobs, entropies = CPU.target_logprobs(broken, torch.tensor([0, 1]), 1.0, entropy=True)
+    assert logprobs.isnan().all() and entropies.isnan().all()
+    assert (CPU.inverse_cdf(broken.log_softmax(-1), torch.rand(2)) < -40).all()
+    with pytest.raises(IndexError, match="not in the vocabulary"):
+        CPU.target_logprobs(noise(1, 40), torch.tensor([40]), 1.0, entropy=False)
+    sinks = torch.full((6,), 300.0, requires_grad=True)
+    q, k, v = (noise(ROWS, heads, 64).requires_grad_() for heads in (6, 2, 2))
+    plan = CPU.packed_plan(SEGMENTS, torch.device("cpu"), 6, 2)
+    plan.attend(0, q, k, v, Scoring(0.125, sinks=sinks)).sum().backward()
+    assert not sinks.grad.any() and not q.grad.any()

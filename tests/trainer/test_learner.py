@@ -67,6 +67,20 @@ def test_microbatch_loss_not_finite_spoils_nothing(bad, where):
     assert updated(learner, batches)["skipped_updates"] == 0.0 and bits(learner) != before
 
 
+def test_gradient_not_finite_spoils_nothing():
+    learner, batches = trained(exact_model("qwen3")), batches_of()
+    before = bits(learner)
+
+    def steep(number, value):  # the root of 0 is 0, and its slope is not finite
+        return (value - value.detach()).sqrt() if number == 1 else value
+
+    row = updated(learner, batches, steep)
+    assert row["bad/gradient"] == row["skipped_updates"] == 1.0 and "bad/loss" not in row
+    assert bits(learner) == before and all(
+        p.grad is None for p in learner.model.module.parameters()
+    )
+
+
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen3_moe"])
 def test_model_runs_new_weights_after_an_update_not_a_stale_pack(kind):
     learner = trained(exact_model(kind))

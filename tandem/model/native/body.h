@@ -32,6 +32,7 @@ INLINE float number(bf16 x) {
 }
 INLINE V splat(float x) { return x - V{}; }
 INLINE V maximum(V a, V b) { return a > b ? a : b; }
+INLINE V at_least(V v, float least) { return v < least ? splat(least) : v; }  // keeps a NaN
 
 // The first `count` < 16 numbers; the others are `fill`.
 template <class T>
@@ -66,7 +67,7 @@ INLINE float lanes_max(V v) {
   return most;
 }
 
-// e^x to 2 ulp (Cephes' polynomial); 0 below -87.3, the largest number above 88.7.
+// e^x to 2 ulp (Cephes' polynomial); 0 below -87.3, 3.4e38 above 88.37.
 INLINE V exponential(V x) {
   V n = x * 1.44269504f + 12582912.0f;
   I power = (I)n;
@@ -82,7 +83,7 @@ INLINE V exponential(V x) {
   V scale = (V)((power << 23) + (127 << 23));
   V out = p * scale;
   out = x < -87.3f ? V{} : out;
-  return x > 88.7f ? splat(3.4e38f) : out;
+  return x > 88.37f ? splat(3.4e38f) : out;
 }
 
 // ---- products
@@ -147,9 +148,8 @@ void panels(long rows, long K, const float* a, const T* b, float* c, bool add) {
   if constexpr (R > 1) panels<R - 1>(rows, K, a, b, c, add);
 }
 
-// out [N, O] = x [N, K] w + bias; w as `pack` left it, [O / PANEL, K, PANEL].
 template <class T>
-void linear(const T* x, long rows, long K, const T* w, long outputs, const T* bias, T* out,
+void linear_block(const T* x, long rows, long K, const T* w, long outputs, const T* bias, T* out,
             int threads) {
   // few rows: sums of a whole panel, which comes from memory; many: a panel is read less often
   long groups = (rows + (rows <= FEW ? 5 : ROWS - 1)) / (rows <= FEW ? 6 : ROWS);
@@ -184,6 +184,14 @@ void linear(const T* x, long rows, long K, const T* w, long outputs, const T* bi
       }
     }
   }
+}
+// out [N, O] = x [N, K] w + bias; w as `pack` left it, [O / PANEL, K, PANEL].
+template <class T>
+void linear(const T* x, long rows, long K, const T* w, long outputs, const T* bias, T* out,
+            int threads) {
+  for (long first = 0; first < rows; first += MANY)  // bounds the copy of x
+    linear_block(x + first * K, std::min(MANY, rows - first), K, w, outputs, bias,
+                 out + first * outputs, threads);
 }
 template <class T>
 void pack(const T* w, long outputs, long K, T* out, int threads) {
@@ -394,7 +402,7 @@ void target_logprobs(const float* logits, const int64_t* targets, long rows, lon
       long left = n - i;
       V v = take(from + i, left, -INFINITY);
       v = v / temperature - of.most - of.log_sum;
-      v = maximum(v, splat(-1e4f));
+      v = at_least(v, -1e4f);
       sum += exponential(v) * v;
     }
     entropies[r] = -lanes_sum(sum);
@@ -414,7 +422,7 @@ void logprob_slope(float* logits, const int64_t* targets, long rows, long n, flo
       for (long i = 0; i < n; i += W) {
         long left = n - i;
         V v = take(at + i, left, -INFINITY);
-        v = maximum(v / temperature - of.most - of.log_sum, splat(-1e4f));
+        v = at_least(v / temperature - of.most - of.log_sum, -1e4f);
         sum += exponential(v) * v;
       }
       entropy = -lanes_sum(sum);
@@ -422,7 +430,7 @@ void logprob_slope(float* logits, const int64_t* targets, long rows, long n, flo
     for (long i = 0; i < n; i += W) {
       long left = n - i;
       V v = take(at + i, left, -INFINITY);
-      v = maximum(v / temperature - of.most - of.log_sum, splat(-1e4f));
+      v = at_least(v / temperature - of.most - of.log_sum, -1e4f);
       V slope = exponential(v) * ((v + entropy) * -of_entropy - own);
       put(at + i, slope, left);
     }
@@ -464,11 +472,15 @@ void inverse_cdf(const float* table, const float* uniforms, long rows, long n, i
       for (long i = 0; i < BLOCK; i += W) sum += load(parts + i);
       total += sums[b] = lanes_sum(sum);
     }
+    if (!(total > 0.0f)) {  // a NaN among the logits: no token, which the next lookup refuses
+      tokens[r] = -1 - n;
+      continue;
+    }
     float target = uniforms[r] * total, own = 0.0f;
     long block = search(sums, blocks, total, target);
     probabilities(block);
     for (long i = 0; i < BLOCK; i++) own += parts[i];
-    tokens[r] = block * BLOCK + search(parts, BLOCK, own, target);
+    tokens[r] = std::min(n - 1, block * BLOCK + search(parts, BLOCK, own, target));
   }
 }
 
@@ -502,6 +514,7 @@ INLINE void softmax_row(float* row, long start, long keys, long first, long last
     most = maximum(most, v);
   }
   float top = lanes_max(most);
+  if (by.sinks) top = std::max(top, by.sinks[head]);
   for (long i = 0; i < keys; i += W) {
     V e = exponential(load(row + i) - top);
     store(row + i, e);
@@ -562,7 +575,7 @@ void paged(const T* q, long q_row, const T* k, long k_row, const T* v, long v_ro
       long last = at + tokens - 1, low = window ? std::max(0l, at - window + 1) : 0;
       long from = low / PAGE, pages = last / PAGE + 1 - from, keys_here = pages * PAGE;
       float *query = scratch(1, rows * E), *scores = scratch(2, rows * keys_here);
-      float *made = scratch(3, rows * E), totals[QUERIES + 64], lse;
+      float *made = scratch(3, rows * E), *totals = scratch(8, rows), lse;
       gather(q + (firsts[s] + t) * q_row + h * group * E, q_row, tokens, group, E, query);
       auto place = [&](long p) {
         return (tables[s * table_row + from + p] * kv_heads + h) * PAGE * E;
@@ -622,7 +635,7 @@ void packed(const T* q, long q_row, const T* k, long k_row, const T* v, long v_r
       long low = window ? std::max(0l, at - window + 1) / W * W : 0, row = segment[0] + t;
       long seen = at + tokens - low, width = (seen + W - 1) / W * W;
       float *query = scratch(3, rows * E), *scores = scratch(4, rows * width);
-      float *made = scratch(5, rows * E), totals[QUERIES + 64];
+      float *made = scratch(5, rows * E), *totals = scratch(8, rows);
       gather(q + row * q_row + h * group * E, q_row, tokens, group, E, query);
       product(rows, width, E, query, E, 1, key + low, columns, scores, width, false);
       Scoring by{scale, softcap, window, sinks};

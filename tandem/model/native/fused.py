@@ -6,7 +6,7 @@ model's type. Where the processor multiplies bfloat16 in AMX tiles, oneDNN's pro
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -47,6 +47,9 @@ class FusedKernels(Kernels):
     def matmul(self, x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
         if packed.is_mkldnn:
             return super().matmul(x, packed, bias)
+        if x.dtype != packed.dtype:
+            return self.matmul(x.to(packed.dtype), packed, bias).to(x.dtype)
+        bias = None if bias is None else bias.to(x.dtype).contiguous()
         x, outputs = x.contiguous(), len(packed)
         out = x.new_empty(len(x), outputs)
         self._run("linear", x, x, *x.shape, packed, outputs, bias, out)
@@ -55,7 +58,8 @@ class FusedKernels(Kernels):
     def gradient_product(self, a: Tensor, b: Tensor) -> Tensor:
         if b.dtype != torch.float32 and not in_float32(b):
             return super().gradient_product(a, b)
-        return self._multiply(a.float(), b.float())
+        numbers = getattr(b, "numbers", None)  # of a QuantizedWeight
+        return self._multiply(a.float(), b.float() if numbers is None else numbers().float())
 
     def weight_gradient(self, above: Tensor, x: Tensor, total: Tensor | None = None) -> Tensor:
         if x.dtype != torch.float32 and not in_float32(x):
@@ -65,10 +69,17 @@ class FusedKernels(Kernels):
     def _multiply(self, a: Tensor, b: Tensor, total: Tensor | None = None) -> Tensor:
         """Multiply a [M, K] with b [K, N], and add that to total [M, N] if it is given."""
         b = b if b.stride(1) == 1 else b.contiguous()
-        out = a.new_empty(len(a), b.shape[1]) if total is None else total
+        if total is not None and (total.dtype != torch.float32 or not total.is_contiguous()):
+            return total.add_(self._multiply(a, b))
+        out = a.new_zeros(len(a), b.shape[1]) if total is None else total
         sides = a, *a.stride(), *a.shape, b, b.stride(0), b.shape[1]
         self._run("multiply", None, *sides, out, int(total is not None))
         return out
+
+    def distinct(self, counts: Iterable[int], dtype: torch.dtype) -> list[int]:
+        if dtype != torch.float32 and has_bfloat16_tiles():
+            return super().distinct(counts, dtype)
+        return list(counts)
 
     # ---- attention
 
@@ -113,7 +124,7 @@ class FusedKernels(Kernels):
     def add_rms_norm(
         self, x: Tensor, change: Tensor, weight: Tensor, epsilon: float
     ) -> tuple[Tensor, Tensor]:
-        if torch.is_grad_enabled() or weight.dtype != x.dtype:
+        if torch.is_grad_enabled() or not x.dtype == weight.dtype == change.dtype:
             return super().add_rms_norm(x, change, weight, epsilon)
         x, change = x.contiguous(), change.contiguous()
         total, out = torch.empty_like(x), torch.empty_like(x)
@@ -130,7 +141,7 @@ class FusedKernels(Kernels):
         """Rotate x [T, n, E], by the negative angle for sign -1."""
         x = _by_rows(x)
         out = x.new_empty(x.shape)
-        sides = cosine.contiguous(), sine.contiguous()
+        sides = cosine.to(x.dtype).contiguous(), sine.to(x.dtype).contiguous()
         self._run("rotate", x, x, x.stride(0), *sides, sign, *x.shape, out)
         return out
 
@@ -164,6 +175,8 @@ class FusedKernels(Kernels):
         self, logits: Tensor, targets: Tensor, temperature: float, *, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         logits, targets = logits.contiguous(), targets.contiguous()
+        if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < logits.shape[1]:
+            raise IndexError("a target is not in the vocabulary")
         found = logits.new_empty(len(logits))
         entropies = torch.empty_like(found) if entropy else None
         sizes = *logits.shape, float(temperature)
@@ -280,7 +293,14 @@ class FusedPackedPlan(PackedPlan):
         out, lse = q.new_zeros(q.shape), q.new_zeros(q.shape[:2], dtype=torch.float32)
         sinks = None if scoring.sinks is None else scoring.sinks.detach().float()
         sizes = self.segments, len(self.segments), heads, kv_heads, size
-        given = *_sides(q, k, v), *sizes, *_scoring(scoring), sinks, out, lse
+        given = (
+            *_sides(q, k.to(q.dtype), v.to(q.dtype)),
+            *sizes,
+            *_scoring(scoring),
+            sinks,
+            out,
+            lse,
+        )
         self.kernels._run("packed", q, *given)
         return out, lse
 
@@ -307,14 +327,16 @@ class _PackedAttention(torch.autograd.Function):
         made = [torch.zeros(side.shape) for side in (q, k, v)]
         lost, groups = torch.zeros(q.shape[:2]), plan.groups
         sizes = plan.segments, groups, len(groups) - 1, q.shape[1], k.shape[1], q.shape[2]
-        given = *_sides(q, k, v), grads[0].contiguous(), lse, *sizes, *_scoring(ctx.scoring)
+        sides = _sides(q, k.to(q.dtype), v.to(q.dtype))
+        given = *sides, grads[0].to(q.dtype).contiguous(), lse, *sizes, *_scoring(ctx.scoring)
         plan.kernels._run("packed_backward", q, *given, *made, lost)
         of_sinks = None
         if sinks is not None:  # each has the rest of a row's probability
-            inside = torch.zeros(len(q), 1)
+            padding = torch.ones(len(q), 1, dtype=torch.bool)
             for first, rows, *_ in plan.segments.tolist():
-                inside[first : first + rows] = 1.0
-            of_sinks = -((sinks.float() - lse).exp() * lost * inside).sum(0).to(sinks.dtype)
+                padding[first : first + rows] = False
+            rest = (sinks.float() - lse).masked_fill_(padding, float("-inf")).exp_()
+            of_sinks = -(rest * lost).sum(0).to(sinks.dtype)
         return *(grad.to(q.dtype) for grad in made), of_sinks, None, None
 
 
@@ -339,6 +361,9 @@ class FusedPagedPlan(PagedPlan):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         keys, values, heads = self.keys[layer], self.values[layer], q.shape[1]
+        if q.dtype != keys.dtype:
+            kind = keys.dtype
+            return self.attend(layer, q.to(kind), k.to(kind), v.to(kind), scoring).to(q.dtype)
         out = q.new_empty(q.shape) if len(q) == self._new else q.new_zeros(q.shape)
         sinks = None if scoring.sinks is None else scoring.sinks.detach().float()
         sizes = *self._places, heads, keys.shape[1], q.shape[2], *_scoring(scoring)

@@ -22,6 +22,7 @@ constexpr long BLOCK = 128;   // tokens of the vocabulary
 constexpr long QUERIES = 24;  // query rows that are attended together
 constexpr long GRAIN = 1 << 15; // numbers of a row kernel that are worth a second thread
 constexpr long FEW = 36;          // rows of a linear, up to which memory bounds it
+constexpr long MANY = 1008;        // rows of a linear that are copied together
 constexpr long STEPS = 768;       // of a sum, whose factors stay in the cache
 constexpr int AHEAD = 16;     // steps of a product that are fetched before they are used
 
@@ -78,6 +79,9 @@ const Kernel kernels[] = {
 };
 
 }  // namespace
+
+// What fused.py must find: another number for other arguments, or for other bits.
+extern "C" int edition() { return 1; }
 
 // The address of a kernel, or null where this processor lacks the instruction set.
 extern "C" void* find_kernel(const char* name, int wide) {

@@ -6,6 +6,7 @@ it, so one file is good for all versions of both.
 """
 
 import ctypes
+import logging
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+logger = logging.getLogger(__name__)
+
+EDITION = 1  # of kernels.cpp
 _TYPES: dict[type, Any] = {float: ctypes.c_float, int: ctypes.c_int64}  # all others are addresses
 
 
@@ -38,8 +42,15 @@ class Library:
             place = self._find(full.encode(), self._wide)
             kernel = ctypes.CFUNCTYPE(None, *types, ctypes.c_int)(place)
             self._kernels[key] = kernel
-        given = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
+        given = [_address(a) if isinstance(a, Tensor) else a for a in arguments]
         kernel(*given, torch.get_num_threads())
+
+
+def _address(tensor: Tensor) -> int:
+    address = tensor.data_ptr()
+    if not address and tensor.numel():
+        raise TypeError(f"{type(tensor).__name__} has no memory of its own")
+    return address
 
 
 @cache
@@ -49,9 +60,13 @@ def load() -> Library | None:
     capability = torch.backends.cpu.get_cpu_capability()
     for path in sorted(Path(__file__).parent.glob("compiled*.so")):
         try:
-            library = Library(ctypes.CDLL(str(path)), capability.startswith("AVX512"))
+            found = ctypes.CDLL(str(path))
         except OSError:  # of another platform, or torch has no OpenMP of that kind
             continue
+        if not hasattr(found, "edition") or found.edition() != EDITION:
+            logger.warning("%s is of another revision: install Tandem again to build it", path)
+            continue
+        library = Library(found, capability.startswith("AVX512"))
         if capability != "DEFAULT" and library.has("inverse_cdf"):
             return library
     return None

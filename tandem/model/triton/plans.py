@@ -98,7 +98,8 @@ class TritonKernels(Kernels):
         return self
 
     def use_matmul(self, kernel: str) -> None:
-        self.chosen = kernel
+        if kernel in self.matmuls:  # else of a trainer on a CPU
+            self.chosen = kernel
 
     def pack(self, weight: Tensor) -> Tensor:
         return weight.detach().contiguous()

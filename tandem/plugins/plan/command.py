@@ -210,7 +210,9 @@ class _Plan:
                 warn_of_unread_calls(self.inputs.renderer)
                 render, chats = self.inputs.renderer.prompts, [problem.messages]
                 added = len(render(chats, tools)[0]) - len(render(chats)[0])
-                if (longest := self.longest + added) >= self.positions:
+                counts = self.inputs.counts.values()
+                longest = added + max(c.longest for c in counts if c.unit == "problems")
+                if longest >= self.positions:
                     raise UserError(
                         "a prompt with its tools leaves no room for an answer",
                         where=f"env.name = {config.env.name}, model.path = {config.model.path}",

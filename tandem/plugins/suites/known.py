@@ -112,5 +112,5 @@ SUITES = {
     "mmlu_pro": Suite("TIGER-Lab/MMLU-Pro#test", mmlu_pro, "choice"),
     "humaneval": Suite("openai/openai_humaneval#test", humaneval, "code"),
     "mbpp": Suite("google-research-datasets/mbpp:full#test", mbpp, "code"),
-    "ifeval": Suite("google/IFEval#train", ifeval, INSTRUCTIONS, package="lm_eval"),
+    "ifeval": Suite("google/IFEval#train", ifeval, INSTRUCTIONS, package="langdetect"),
 }
