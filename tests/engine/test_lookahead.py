@@ -83,6 +83,12 @@ def logged_engine(**sizes):
     return engine, log
 
 
+@pytest.fixture(autouse=True)
+def kernels_with_a_page_by_token():
+    with kernels_for("cpu", CPU):
+        yield
+
+
 def state(engine):
     """Hash everything that an engine keeps of its sequences and of its cache, the keys and values
     of filled places too."""
@@ -248,8 +254,7 @@ def test_padding_rows_touch_no_page(live):
     rng = np.random.default_rng(live)
     tables = rng.permutation(39)[: 2 * live].reshape(live, 2)
     runs = Runs(tables.tolist(), rng.integers(0, 256, live), np.ones(live, np.int64))
-    # the compiled kernels lay keys out in their own way
-    with torch.no_grad(), kernels_for("cpu", CPU):
+    with torch.no_grad():
         step.load(torch.arange(live), runs, np.arange(live), np.arange(live))
         step.run(live, int(runs.positions.max()) + 1, SamplingParams(max_new_tokens=1))
     for side, old in zip((*cache.keys, *cache.values), before, strict=True):
