@@ -78,3 +78,12 @@ def pytest_terminal_summary(terminalreporter):
     if LEFT:
         terminalreporter.section("error: the tests left files behind")
         terminalreporter.write_line("\n".join(LEFT))
+
+
+@pytest.fixture
+def plain_kernels():
+    """The kernels of torch's operators, for what is true of them alone."""
+    from tandem.model.kernels import CPU, kernels_for
+
+    with kernels_for("cpu", CPU):
+        yield

@@ -42,6 +42,7 @@ PRELOADED = (
     "tandem.engine.inexact_engine",
     "tandem.engine.sync_check",
     "tandem.model.kernels",
+    "tandem.model.native.fused",
     "tandem.model.lean",
     "tandem.model.load",
     "tandem.model.tokenizer",

@@ -16,7 +16,6 @@ from tandem.engine.decode import DecodeStep, padded_batch
 from tandem.engine.graphs import StepGraphs
 from tandem.engine.lookahead import Lookahead
 from tandem.engine.page_cache import PageCache
-from tandem.model.kernels import CPU, kernels_for
 from tandem.model.paged_attention import Runs
 from tandem.runtime.rng import address
 from tandem.types import Request, SamplingParams
@@ -43,6 +42,8 @@ ENDS = [
     {"max_new_tokens": 20, "stop": ("a", "Bc")},
     {"max_new_tokens": 40, "stop_token_ids": (3,)},
 ]
+
+pytestmark = pytest.mark.usefixtures("plain_kernels")  # whose pages lie by token
 
 
 def engine_of(model=MODEL, *, ahead=True, capture=None, pages=64, max_batch=64, **sizes):
@@ -81,12 +82,6 @@ def logged_engine(**sizes):
     engine, log = engine_of(**sizes), []
     engine.lookahead._step = Logged(engine, log)
     return engine, log
-
-
-@pytest.fixture(autouse=True)
-def kernels_with_a_page_by_token():
-    with kernels_for("cpu", CPU):
-        yield
 
 
 def state(engine):

@@ -3,17 +3,10 @@
 import numpy as np
 import pytest
 
-from tandem.model.kernels import CPU, kernels_for
 from tests.support.engines import CountingModel, facts, paged_engine, request
 from tests.support.tiny import exact_model, random_tokens
 
-
-@pytest.fixture(autouse=True)
-def kernels_that_read_pages_in_tiles():
-    with kernels_for("cpu", CPU):
-        yield
-
-
+pytestmark = pytest.mark.usefixtures("plain_kernels")  # which read shared pages in tiles
 MODELS = {kind: exact_model(kind) for kind in ("qwen3", "mistral", "llama")}
 
 

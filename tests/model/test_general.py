@@ -226,6 +226,7 @@ def test_model_without_linear_modules_takes_no_adapter():
     assert "it has none" in error.value.expected
 
 
+@pytest.mark.usefixtures("plain_kernels")
 @pytest.mark.parametrize("name", LEAN)
 def test_lean_layer_and_general_path_have_the_same_bits(name):
     """Gradients do not: the lean layer sums those of its fused linears in another order, and has

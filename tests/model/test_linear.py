@@ -173,6 +173,7 @@ def test_base_only_runs_the_base_and_trains_no_adapter():
     assert torch.equal(fused(x), whole) and not torch.equal(whole, base)
 
 
+@pytest.mark.usefixtures("plain_kernels")
 def test_frozen_linear_keeps_no_activations():
     x, held = noise(64, 96).requires_grad_(), []
     with torch.autograd.graph.saved_tensors_hooks(

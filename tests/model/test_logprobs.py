@@ -137,7 +137,7 @@ def test_gradient_of_several_chunks_is_autograds():
     (table.gather(1, targets[:, None])[:, 0] * above).sum().backward()
     for one, other in zip(ours, theirs, strict=True):
         # float32 on both sides
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("sampling", FILTERS, ids=str)
@@ -254,6 +254,7 @@ def test_the_gradient_goes_through_the_repetition_penalty(sampling):
         torch.testing.assert_close(one.grad, other.grad.float(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("plain_kernels")
 @pytest.mark.parametrize("frozen", [True, False])
 def test_frozen_output_projection_gets_no_gradient(frozen):
     hidden, weight = (
@@ -301,6 +302,7 @@ def test_expected_gradient_same_bits_other_gradient_its_own(sampling, frozen):
             assert (found is None and truth is None and frozen) or torch.equal(found, truth)
 
 
+@pytest.mark.usefixtures("plain_kernels")
 @pytest.mark.parametrize(("shift", "products"), [(0.0, 0), (1.0, 3)])
 def test_expected_gradient_saves_the_second_logits(shift, products):
     hidden, weight, above = (
