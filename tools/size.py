@@ -35,10 +35,10 @@ BARS = {
     "lines of tests": 34_000,
 }
 HELD = {
-    "lines of the core, without tandem/plugins": 42_175,
-    "lines with plugins": 57_720,
-    "lines that tandem.step imports": 9_992,
-    "lines that a plain `tandem train` imports": 20_030,
+    "lines of the core, without tandem/plugins": 42_223,
+    "lines with plugins": 57_770,
+    "lines that tandem.step imports": 9_998,
+    "lines that a plain `tandem train` imports": 20_037,
     "conditions on a backend's name": 11,
     "of them on the step page": 0,
     "files that name rollout.engine": 3,
@@ -47,7 +47,7 @@ HELD = {
     "private functions with one use": 420,
     "functions with 8 or more parameters": 11,
     "yields in tandem/config": 27,
-    "lines of tests": 44_832,
+    "lines of tests": 44_896,
 }
 
 

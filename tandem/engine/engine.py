@@ -158,7 +158,6 @@ class Engine:
         return tensor_digests(self.model.named_weights())
 
     def _weights_stamp(self) -> tuple[int, int, int]:
-        """Return what keys in the cache depend on; kernels lay a page out in their own way."""
         return self.weight_version, self.model.changes(), id(self.model.kernels)
 
     def _check_weights(self) -> None:

@@ -67,17 +67,13 @@ class Kernels:
         return self
 
     def use_matmul(self, kernel: str) -> None:
-        """Multiply by one of `matmuls` from now on. Others may have other bits, so engine and
-        trainer take the same. On a CPU it is the name of all its kernels."""
+        """Multiply by one of `matmuls` from now on, as engine and trainer both must; on a CPU the
+        name is that of all its kernels."""
         if kernel not in built_in("cpu_kernels"):
             return  # a trainer's on another kind of device
         if kernel not in self.matmuls:
-            raise UserError(
-                f"the {kernel} kernels are not on this machine",
-                where="the kernels of a CPU",
-                expected=" or ".join(self.matmuls),
-                next="install a C++ compiler, then Tandem again: pip builds them",
-            )
+            missing = f"the {kernel} kernels are not on this machine"
+            raise UserError(missing, next="install a C++ compiler, then Tandem: pip builds them")
         in_use["cpu"] = find("cpu_kernels", kernel, key="the kernels of a CPU")
 
     # ---- linears

@@ -135,7 +135,7 @@ class _Scoring:
         def finish(score: Future[Score]) -> None:
             try:
                 rewarded = with_reward(episode, score.result(), self._shaping, self._max_new_tokens)
-                if self._parts is not None and self._parts.keeps(rewarded):
+                if self._parts is not None:
                     self._parts.add(row, rewarded)
                 scored.set_result(rewarded)
             except Exception as error:  # raised again by `results`

@@ -68,8 +68,7 @@ class Journal:
         self, step: int, tick: int, problems: Sequence[Problem], last: bool, kind: str = "part"
     ) -> Iterator["Parts"]:
         """Collect the episodes of a step under way; `ended` has those of an earlier start of the
-        run. last: the step's own file follows at once. kind: "eval_part" for an evaluation, which
-        keeps no failed episode."""
+        run. last: the step's own file follows at once. kind: "eval_part" in an evaluation."""
         parts = Parts(self, step, tick, problems, kind)
         complete = False
         try:
@@ -127,11 +126,9 @@ class Parts:
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
 
-    def keeps(self, episode: Episode) -> bool:
-        """Tell whether an episode counts at the next start: not what failed in an evaluation."""
-        return self._kind == "part" or not (episode.reward_error or episode.env_error)
-
     def add(self, row: int, episode: Episode) -> None:
+        if self._kind != "part" and (episode.reward_error or episode.env_error):
+            return  # the next start evaluates it again
         with self._lock:
             self._new.append((row, episode))
 

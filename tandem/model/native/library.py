@@ -42,15 +42,11 @@ class Library:
             place = self._find(full.encode(), self._wide)
             kernel = ctypes.CFUNCTYPE(None, *types, ctypes.c_int)(place)
             self._kernels[key] = kernel
-        given = [_address(a) if isinstance(a, Tensor) else a for a in arguments]
+        given = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
+        tensors = [a for a in arguments if isinstance(a, Tensor)] if 0 in given else ()
+        if any(t.numel() and not t.data_ptr() for t in tensors):
+            raise TypeError(f"a tensor of {name} has no memory of its own")
         kernel(*given, torch.get_num_threads())
-
-
-def _address(tensor: Tensor) -> int:
-    address = tensor.data_ptr()
-    if not address and tensor.numel():
-        raise TypeError(f"{type(tensor).__name__} has no memory of its own")
-    return address
 
 
 @cache
