@@ -22,4 +22,4 @@ def save_thinking(folder):
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     size = {"vocab_size": len(tokenizer), "hidden_size": 48, "head_dim": 16}
     config = Qwen3Config(**{**SHAPE, **ids, **size}, dtype="float32")
-    save_random(Qwen3ForCausalLM, config, tokenizer, folder, seed=0)
+    save_random(Qwen3ForCausalLM, config, tokenizer, folder, seed=0, pad_row=False)

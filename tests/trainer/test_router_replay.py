@@ -134,7 +134,12 @@ def test_a_worker_reports_the_experts_of_the_inline_engine(moe_folder):
     shared = SharedWeights(model.merged_weights())
     shared.publish(0, model.merged_weights())
     spec = EngineSpec(
-        model_path=moe_folder, cache_mb=4, max_batch=8, longest=400, record_experts=True
+        matmul=model.kernels.chosen,
+        model_path=moe_folder,
+        cache_mb=4,
+        max_batch=8,
+        longest=400,
+        record_experts=True,
     )
     with open_workers(spec, shared, []) as workers:
         workers.apply(0)

@@ -208,7 +208,6 @@ class _RMSNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, epsilon: float, kernels: FusedKernels
     ) -> Tensor:
-        x = x.contiguous()
         out, factors = kernels.norm(x, weight, epsilon)
         ctx.save_for_backward(x, weight, factors)
         ctx.kernels = kernels
@@ -217,7 +216,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, factors = ctx.saved_tensors
-        above, width = grads[0].contiguous(), x.shape[-1]
+        x, above, width = x.contiguous(), grads[0].contiguous(), x.shape[-1]
         grad, scaled = torch.empty_like(x), x.new_empty(len(factors), width, dtype=torch.float32)
         sides = x, weight, factors, above, len(factors), width, grad, scaled
         ctx.kernels._run("rms_norm_backward", x, *sides)
