@@ -181,11 +181,8 @@ def test_a_page_of_keys_is_read_as_the_packed_pass_reads_them():
 def test_what_the_plain_kernels_take_or_refuse_the_compiled_ones_do_too():
     assert not CPU.weight_gradient(torch.empty(0, 8), torch.empty(0, 4)).any()
     quantized = quantize(noise(64, 64), "int8")
-    assert near(
-        CPU.gradient_product(noise(3, 64), quantized),
-        noise(3, 64) @ quantized.numbers(),
-        torch.float32,
-    )
+    made = CPU.gradient_product(noise(3, 64), quantized)
+    assert near(made, noise(3, 64) @ quantized.numbers(), torch.float32)
     broken = noise(2, 40).index_fill(1, torch.tensor([3]), math.nan)
     logprobs, entropies = CPU.target_logprobs(broken, torch.tensor([0, 1]), 1.0, entropy=True)
     assert logprobs.isnan().all() and entropies.isnan().all()

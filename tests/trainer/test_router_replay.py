@@ -133,14 +133,8 @@ def test_a_worker_reports_the_experts_of_the_inline_engine(moe_folder):
     model, asked = load_model(moe_folder), shared_requests()
     shared = SharedWeights(model.merged_weights())
     shared.publish(0, model.merged_weights())
-    spec = EngineSpec(
-        matmul=model.kernels.chosen,
-        model_path=moe_folder,
-        cache_mb=4,
-        max_batch=8,
-        longest=400,
-        record_experts=True,
-    )
+    sizes = {"cache_mb": 4, "max_batch": 8, "longest": 400, "record_experts": True}
+    spec = EngineSpec(model_path=moe_folder, matmul=model.kernels.chosen, **sizes)
     with open_workers(spec, shared, []) as workers:
         workers.apply(0)
         found = run(workers, asked)
