@@ -117,8 +117,8 @@ def keep_kernels(model: ExactModel, before: str, report: Report) -> None:
         model.kernels.use_matmul(before)
     else:
         report(
-            f"the run has computed with {before} kernels, which are not here: from here on its "
-            "bits are those of the plain ones; pip install builds them by a C++ compiler"
+            f"the run's {before} kernels are not here, so its bits are those of the plain ones now: "
+            "pip install builds them by a C++ compiler, TANDEM_KERNELS=plain leaves them out"
         )
 
 

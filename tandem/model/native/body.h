@@ -1,9 +1,9 @@
 // The kernels, once for each instruction set: kernels.cpp includes this file into a namespace.
 //
-// A vector has 16 numbers under every instruction set, and every sum has one order: over inner
-// features (`tile`) one number after another with a fused multiply-add, over a row (`row_sum`) 16
-// lanes and then those. So a row's bits depend on that row alone: not on the rows beside it, on
-// the threads, or on the instruction set.
+// A vector has 16 numbers under every instruction set, and every sum has one order. A product
+// (`tile`) adds one term after another with a fused multiply-add. A sum over a row adds vectors, then
+// their 16 lanes (`lanes_sum`). So a row's bits depend on that row alone: not on the rows beside it,
+// on the threads, or on the instruction set.
 
 INLINE V load(const float* p) {
   V v;
@@ -150,7 +150,7 @@ void panels(long rows, long K, const float* a, const T* b, float* c, bool add) {
 
 template <class T>
 void linear_block(const T* x, long rows, long K, const T* w, long outputs, const T* bias, T* out,
-            int threads) {
+                  int threads) {
   // few rows: sums of a whole panel, which comes from memory; many: a panel is read less often
   long groups = (rows + (rows <= FEW ? 5 : ROWS - 1)) / (rows <= FEW ? 6 : ROWS);
   long together = (rows + groups - 1) / std::max(1l, groups);
