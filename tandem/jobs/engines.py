@@ -117,7 +117,7 @@ def keep_kernels(model: ExactModel, before: str, report: Report) -> None:
         model.kernels.use_matmul(before)
     else:
         report(
-            f"the run's {before} kernels are not here, so its bits are those of the plain ones now: "
+            f"the run's {before} kernels are not here, so its bits are now of the plain ones: "
             "pip install builds them by a C++ compiler, TANDEM_KERNELS=plain leaves them out"
         )
 
