@@ -163,13 +163,6 @@ def test_the_same_code_is_the_same_file_in_every_process(tmp_path):
     assert len(outputs) == 1
 
 
-def test_importing_tandem_has_no_effects():
-    script = "import sys, os, threading; e = dict(os.environ); import tandem, tandem.api\n"
-    script += "print('torch' in sys.modules, threading.active_count(), e == dict(os.environ))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.stdout == "False 1 True\n", done.stderr
-
-
 def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
