@@ -24,7 +24,7 @@ def home(tmp_path_factory):
     ("command", "settings"),
     [
         ("train", ["rl.minibatches=2", 'rollout.devices=["cpu", "cpu"]', "rollout.workers=2"]),
-        ("sft", ["sft.train=HOME/data/warm.jsonl"]),
+        pytest.param("sft", ["sft.train=HOME/data/warm.jsonl"], marks=pytest.mark.nightly),
         pytest.param("dpo", ["preference.train=HOME/pairs.jsonl"], marks=pytest.mark.nightly),
         ("rm", ["preference.train=HOME/pairs.jsonl"]),
         pytest.param("distill", ["distill.teacher=HOME/teacher"], marks=pytest.mark.nightly),

@@ -140,13 +140,6 @@ def test_a_fresh_start_that_is_refused_leaves_the_run_in_its_place(tmp_path):
     assert load_config(tmp_path / "run/config.toml", []).run.seed == 3
 
 
-def test_new_run_folder_holds_the_resolved_config(tmp_path):
-    run = start(tmp_path / "deep" / "run", run__seed=3)
-    assert not resumed(run) and run.path == tmp_path / "deep" / "run"
-    assert load_config(run.path / "config.toml", []) == config(run__seed=3)
-    assert resumed(start(run.path, run__seed=3))
-
-
 def test_second_open_is_refused_and_names_the_holder(tmp_path):
     with open_run(tmp_path / "run", config(), fresh=False, command="train") as run:
         for fresh in (False, True):

@@ -23,7 +23,6 @@ from tandem.audit.replay import replay
 from tandem.cli.train import train
 from tandem.config.recipe import load_config
 from tandem.engine.dispatch import devices_of
-from tandem.engine.ending import find_ending
 from tandem.engine.packed import packed_logprobs
 from tandem.engine.sync_check import make_probe
 from tandem.model.load import load_model
@@ -35,7 +34,6 @@ from tandem.run_folder.metrics import read_metrics
 from tandem.run_folder.read import open_past
 from tandem.runtime.errors import UserError
 from tandem.trainer.parity import MAX_MEAN
-from tandem.types import SamplingParams
 from tandem.weights.shared import SharedWeights
 from tests.support.runs import prepare
 from tests.support.waiting import eventually
@@ -413,20 +411,3 @@ def test_vllm_asks_for_the_memory_that_it_uses_and_not_for_the_whole_gpu(ranks):
     assert 80 * vllm_worker.memory_share(start, 32768, 80 << 30) - needed > 3.0
     assert 80 * vllm_worker.memory_share({**start, "max_batch": 2048}, 4096, 80 << 30) > needed + 2
     assert vllm_worker.memory_share(start, 4096, 6 << 30) == 1.0  # vLLM says what is missing
-
-
-@pytest.mark.parametrize(
-    ("tokens", "pause_at", "ending"),
-    [
-        ([1, 2], 0, None),
-        ([1, 9], 0, ("1", "stop")),
-        ([1, 2, 3, 4], 0, ("1234", "length")),
-        ([1, 2], 2, ("12", "paused")),
-        ([5, 6, 7], 0, ("5", "stop")),
-        ([5, 6, 7, 8], 4, ("5", "stop")),
-        ([1, 2, 3, 9], 4, ("123", "stop")),
-    ],
-)
-def test_the_ending_of_a_completion(tokens, pause_at, ending):
-    params = SamplingParams(max_new_tokens=4, stop_token_ids=(9,), stop=("67",))
-    assert find_ending(params, tokens, pause_at, lambda ids: "".join(map(str, ids))) == ending
