@@ -153,6 +153,14 @@ def read_completion(
             expected=f"version {served.version}",
             next="let no other run load weights into it",
         )
+    if (named := request.params.vocabulary) and (last := int(tokens.max())) >= named:
+        raise UserError(
+            "a server sampled an id that has no token",
+            where=url,
+            found=f"id {last}",
+            expected=f"ids below {named:,}: the other rows pad the vocabulary",
+            next="tandem serve, which never samples them",
+        )
     column = np.full(len(tokens), weight_version, np.int32)
     sampled, pause_at = len(tokens), request.max_tokens_now
     if (paused := request.resume_from) is not None:
