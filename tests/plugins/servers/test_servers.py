@@ -404,7 +404,7 @@ def test_a_stop_string_across_a_pause_is_refused(url):
         (choice([5, 6], "stop"), 200, "ended a completion where the run would not"),
         (choice([5, 6], "length"), 200, "ended a completion where the run would not"),
         (choice([5] * 9, "length"), 200, "ended a completion where the run would not"),
-        (choice([5] * 7 + [VOCAB]), 200, "an id that has no token"),
+        (choice([5] * 7 + [VOCAB]), 200, "does not return token ids and log-probs"),
         ({"error": {"message": "no such model"}}, 404, "refuses a request"),
         ({"error": {"message": "a wrong key"}}, 401, "refuses a request"),
     ],
