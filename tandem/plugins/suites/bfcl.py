@@ -17,8 +17,8 @@ CATEGORIES = "simple", "simple_python", "multiple", "parallel", "parallel_multip
 ANSWERS = "possible_answer"  # the folder of the answers, beside the questions
 NAMES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}  # in JSON schemas
 # of values; others are text
-TYPES: dict[str, tuple[type, ...]] = {"dict": (dict,), "float": (float, int), "tuple": (list,)}
-TYPES |= {"array": (list,), "integer": (int,), "boolean": (bool,)}
+TYPES: dict[str, set[type]] = {"object": {dict}, "number": {float, int}, "array": {list}}
+TYPES |= {"integer": {int}, "boolean": {bool}}
 
 
 class FunctionsEnv(Env):
@@ -62,7 +62,6 @@ def columns(row: Mapping[str, Any], _: int) -> dict[str, Any]:
         "answer": "",
         "data_source": f"bfcl_{category}",
         "functions": [{"type": "function", "function": one} for one in json.loads(shown)],
-        "described": {one["name"]: one["parameters"] for one in row["function"]},
         "calls": [] if category == "irrelevance" else row["ground_truth"],
     }
 
@@ -71,25 +70,25 @@ def columns(row: Mapping[str, Any], _: int) -> dict[str, Any]:
 def right_calls(problem: Problem, completion: str) -> float:
     """Return 1 if the calls are those wanted, in any order; where none is wanted, if none can be
     read."""
-    row = problem.metadata
-    types = {one["function"]["name"]: argument_types(one) for one in row["functions"]}
-    found = list(read_calls(completion, tools=types).calls)
-    for [(name, answers)] in map(dict.items, row["calls"]):
-        about = row["described"][name]
+    wanted = problem.metadata["calls"]
+    tools = {one["function"]["name"]: one for one in problem.metadata["functions"]}
+    found = list(read_calls(completion, tools=tools).calls)
+    for [(name, answers)] in map(dict.items, wanted):
+        about = tools[name]["function"]["parameters"]
         for call in found:
             if isinstance(call, Call) and call.name == name:
-                given = with_types(call, types[name]).arguments
+                given = with_types(call, argument_types(tools[name])).arguments
                 if given.keys() >= set(about["required"]) and is_right(given, answers, about):
                     found.remove(call)
                     break
         else:
             return 0.0
-    return float(not found if row["calls"] else not any(isinstance(one, Call) for one in found))
+    return float(not found if wanted else not any(isinstance(one, Call) for one in found))
 
 
 def is_right(given: Any, answers: Any, about: Mapping[str, Any]) -> bool:
     """Tell whether the arguments are right: of the types described, or of the answer's own."""
-    known = {name: TYPES.get(one["type"], (str,)) for name, one in about["properties"].items()}
+    known = {name: TYPES.get(one["type"], {str}) for name, one in about["properties"].items()}
     return _fits(given, answers) and all(
         name in known
         and type(value) in (*known[name], *(type(one) for one in answers[name] if one != ""))

@@ -45,9 +45,8 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from tandem.engine.ending import Decode, find_ending
 from tandem.model import custom_code
-from tandem.model.logprobs import UNNAMED
 from tandem.model.tokenizer import decode_text, load_tokenizer
-from tandem.plugins.vllm import WHERE
+from tandem.plugins.vllm import WHERE, bias
 from tandem.runtime.errors import UserError
 from tandem.runtime.rng import address
 from tandem.types import Array, Completion, CompletionStop, Request
@@ -56,7 +55,6 @@ from tandem.weights.shared import Layout, SharedWeights, read_tensors
 
 BACKEND = "tandem"  # of vLLM's weight transfer
 CPU_BLOCK = 32  # tokens of a page: prompts share whole ones, and vLLM's 128 is longer than many
-MOST_BIASED = 1024  # ids, by vLLM's newer runner; it allows no longer list of allowed ids either
 PASS_TOKENS = 4096  # of one pass of the model, or more if one prompt can be longer
 # how vLLM says no to a model or to weights; pydantic's errors are ValueErrors
 REFUSALS = (ValueError, RuntimeError, AssertionError, LookupError, TypeError)
@@ -288,23 +286,19 @@ class VLLMEngine:
 
 def sampling(running: VLLMRequest, rows: int) -> SamplingParams:
     """Translate a request's params. Its seed is an address, so the same request in the same company
-    gives the same tokens, and no other request its draws.
-
-    rows: of the vocabulary. Those without a token get the trainer's logit of them, by a bias.
-    """
+    gives the same tokens, and no other request its draws. rows: of the vocabulary."""
     request, params = running.request, running.request.params
     if params.top_logprobs or params.min_tokens or params.prompt_logprobs is not None:
         raise ValueError("top_logprobs, min_tokens and prompt_logprobs are not asked of vLLM")
     left = params.max_new_tokens - len(running.tokens)
     seed = address("vllm", request.key, request.num_sampled + len(running.tokens))
-    unnamed = range(params.vocabulary or rows, rows)
     return SamplingParams(
         temperature=params.temperature,
         top_k=params.top_k,
         top_p=params.top_p,
         min_p=params.min_p,
         repetition_penalty=params.repetition_penalty,
-        logit_bias=dict.fromkeys(unnamed[:MOST_BIASED], UNNAMED) or None,
+        logit_bias=bias(params.vocabulary, rows),
         stop_token_ids=list(params.stop_token_ids),
         ignore_eos=True,  # stop_token_ids has all that end a turn
         max_tokens=max(1, min(left, request.max_tokens_now or left)),

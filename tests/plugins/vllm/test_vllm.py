@@ -12,10 +12,7 @@ import subprocess
 import sys
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -33,6 +30,7 @@ from tandem.model.load import load_model
 from tandem.model.logprobs import UNNAMED
 from tandem.model.tiny import make_tiny
 from tandem.model.tokenizer import decode_text, load_tokenizer
+from tandem.plugins.vllm import MOST_BIASED, bias
 from tandem.plugins.vllm import worker as vllm_worker
 from tandem.rollout_workers.process import EngineSpec
 from tandem.run_folder.metrics import read_metrics
@@ -142,43 +140,11 @@ def every_kind():
     return [request(n, prompts[n % 6], max_new_tokens=16, **kinds[n % 6]) for n in range(12)]
 
 
-class Stub(type):
-    """Classes in the place of vLLM's: to inherit from, to call, with any attribute."""
-
-    def __getattr__(cls, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return cls
-
-    def __getitem__(cls, _):
-        return cls
-
-    def __call__(cls, *args, **options):
-        return SimpleNamespace(**options)
-
-
-def test_ids_without_a_token_are_biased_away_at_vllm(monkeypatch):
-    """vLLM's own part is a stub here; every_kind has the same where it is installed."""
-    name = "tandem.plugins.vllm.engine"
-    for imported in re.findall(r"^from (vllm\S*) import", source_of(name), re.MULTILINE):
-        module = ModuleType(imported)
-        module.__getattr__ = lambda attribute: Stub(attribute, (), {})
-        monkeypatch.setitem(sys.modules, imported, module)
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    engine = import_module(name)
-    monkeypatch.delitem(sys.modules, name)
-
-    def bias(rows, **changes):
-        asked = SimpleNamespace(request=request(0, **changes), tokens=[])
-        return engine.sampling(asked, rows).logit_bias
-
-    assert bias(100) is bias(100, vocabulary=100) is None
-    assert bias(100, vocabulary=97) == {97: UNNAMED, 98: UNNAMED, 99: UNNAMED}
-    assert len(bias(5000, vocabulary=97)) == engine.MOST_BIASED
-
-
-def source_of(module):
-    return Path(find_spec(module).origin).read_text("utf-8")
+def test_ids_without_a_token_are_biased_away_and_no_others():
+    """In every_kind vLLM itself has such ids."""
+    assert bias(0, 100) is bias(100, 100) is None
+    assert bias(97, 100) == {97: UNNAMED, 98: UNNAMED, 99: UNNAMED}
+    assert len(bias(97, 5000)) == MOST_BIASED
 
 
 @needs_vllm
