@@ -47,11 +47,7 @@ def gsm8k(row: Values, _: int) -> Values:
 
 
 def problem(row: Values, _: int) -> Values:
-    return boxed(row["problem"], row["answer"])
-
-
-def amc(row: Values, _: int) -> Values:
-    return boxed(row["question"], row["answer"])
+    return boxed(row["problem" if "problem" in row else "question"], row["answer"])
 
 
 def letter(question: str, options: Sequence[str], right: int) -> Values:
@@ -136,7 +132,7 @@ SUITES = {
     "math500": Suite("HuggingFaceH4/MATH-500#test", problem, "answer"),
     "aime24": Suite("HuggingFaceH4/aime_2024#train", problem, "answer"),
     "aime25": Suite("math-ai/aime25#test", problem, "answer"),
-    "amc": Suite("math-ai/amc23#test", amc, "answer"),
+    "amc": Suite("math-ai/amc23#test", problem, "answer"),
     "gpqa": Suite("Idavidrein/gpqa:gpqa_diamond#train", gpqa, "choice"),
     "mmlu_pro": Suite("TIGER-Lab/MMLU-Pro#test", mmlu_pro, "choice"),
     "humaneval": Suite("openai/openai_humaneval#test", humaneval, "code"),

@@ -96,22 +96,14 @@ def told(name, text):
     return f'<tool_call>{{"name": "{name}", "arguments": {text}}}</tool_call>'
 
 
-FUNCTIONS = [
-    {
-        "name": "trip.book",
-        "description": "Book a trip.",
-        "parameters": {
-            "type": "dict",
-            "properties": {
-                "city": {"type": "string"},
-                "days": {"type": "integer"},
-                "price": {"type": "float", "description": "At most."},
-                "stops": {"type": "array", "items": {"type": "string"}},
-            },
-            "required": ["city", "days"],
-        },
-    }
-]
+ABOUT = {
+    "city": {"type": "string"},
+    "days": {"type": "integer"},
+    "price": {"type": "float", "description": "At most."},
+    "stops": {"type": "array", "items": {"type": "string"}},
+}
+PARAMETERS = {"type": "dict", "properties": ABOUT, "required": ["city", "days"]}
+FUNCTIONS = [{"name": "trip.book", "description": "Book a trip.", "parameters": PARAMETERS}]
 RIGHT = {"city": ["New York", "NYC"], "days": [3], "price": ["", 90.0], "stops": ["", ["Rome", 2]]}
 BOOK = told("trip.book", '{"city": "new-york", "days": 3}')
 TWO = told("trip.book", '{"city": "Rome", "days": 3}') + told(
