@@ -41,12 +41,13 @@ def evaluate(
     out: Annotated[
         Path | None, Option(help="write the metrics to this JSON file, and the answers beside it")
     ] = None,
+    fresh: Annotated[bool, Option("--fresh", help="ask again: answers beside --out go")] = False,
 ) -> None:
     """Evaluate a model on the held-out problems; with --out the same command resumes."""
     config = load_config(recipe, overrides or [])
     from tandem.cli import eval
 
-    eval.evaluate(config, out)
+    eval.evaluate(config, out, fresh)
 
 
 def export(

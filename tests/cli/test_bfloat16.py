@@ -55,7 +55,9 @@ def test_a_run_exports_bfloat16_and_keeps_float32_masters(command, settings, hom
 
 
 def test_commands_that_only_generate_run_in_bfloat16(home, tmp_path):
-    output_of("eval", home / "recipe.toml", BF16, "--out", tmp_path / "means.json")
+    evaluate = "eval", home / "recipe.toml", BF16, "--out", tmp_path / "means.json"
+    read = [" answers read from " in output_of(*evaluate, *more) for more in ((), (), ("--fresh",))]
+    assert read == [False, True, False]
     assert json.loads((tmp_path / "means.json").read_text())
     output_of("rollout", home / "recipe.toml", BF16, "--out", tmp_path / "e.jsonl")
     lines = (tmp_path / "e.jsonl").read_text().splitlines()

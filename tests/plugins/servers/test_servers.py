@@ -353,6 +353,7 @@ def test_a_stop_string_across_a_pause_is_refused(url):
         (choice([5, 6], "stop"), 200, "ended a completion where the run would not"),
         (choice([5, 6], "length"), 200, "ended a completion where the run would not"),
         (choice([5] * 9, "length"), 200, "ended a completion where the run would not"),
+        (choice([5] * 7 + [VOCAB]), 200, "does not return token ids and log-probs"),
         ({"error": {"message": "no such model"}}, 404, "refuses a request"),
         ({"error": {"message": "a wrong key"}}, 401, "refuses a request"),
     ],
@@ -360,7 +361,7 @@ def test_a_stop_string_across_a_pause_is_refused(url):
 def test_answers_that_cannot_be_trained_on_are_errors(answer, status, message):
     refused = pytest.raises(UserError, match=message)
     with odd(answer, status) as (url, _), connected(url) as engines, refused:
-        run(engines, [request(0)])
+        run(engines, [request(0, vocabulary=VOCAB)])
 
 
 def test_servers_of_other_weights_are_refused(url):

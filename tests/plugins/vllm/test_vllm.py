@@ -26,8 +26,10 @@ from tandem.engine.dispatch import devices_of
 from tandem.engine.packed import packed_logprobs
 from tandem.engine.sync_check import make_probe
 from tandem.model.load import load_model
+from tandem.model.logprobs import UNNAMED
 from tandem.model.tiny import make_tiny
 from tandem.model.tokenizer import decode_text, load_tokenizer
+from tandem.plugins.vllm import MOST_BIASED, bias
 from tandem.plugins.vllm import worker as vllm_worker
 from tandem.rollout_workers.process import EngineSpec
 from tandem.run_folder.metrics import read_metrics
@@ -126,7 +128,7 @@ def largest_gap(model, requests, completions):
 def every_kind():
     kinds = [
         {},
-        {"temperature": 0.7, "top_p": 0.8},
+        {"temperature": 0.7, "top_p": 0.8, "vocabulary": 90},
         {"top_k": 9, "temperature": 1.3},
         {"top_k": 20, "top_p": 0.9},
         {"min_p": 0.02, "top_k": 30},
@@ -134,6 +136,13 @@ def every_kind():
     ]
     prompts = [np.random.default_rng(n).integers(9, 100, n) for n in (3, 40, 17, 130, 64, 33)]
     return [request(n, prompts[n % 6], max_new_tokens=16, **kinds[n % 6]) for n in range(12)]
+
+
+def test_ids_without_a_token_are_biased_away_and_no_others():
+    """In every_kind vLLM itself has such ids."""
+    assert bias(0, 100) is bias(100, 100) is None
+    assert bias(97, 100) == {97: UNNAMED, 98: UNNAMED, 99: UNNAMED}
+    assert len(bias(97, 5000)) == MOST_BIASED
 
 
 @needs_vllm
