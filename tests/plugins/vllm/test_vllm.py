@@ -19,7 +19,6 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from tandem.audit.replay import replay
 from tandem.cli.train import train
 from tandem.config.recipe import load_config
 from tandem.engine.dispatch import devices_of
@@ -29,6 +28,7 @@ from tandem.engine.sync_check import make_probe
 from tandem.model.load import load_model
 from tandem.model.tiny import make_tiny
 from tandem.model.tokenizer import decode_text, load_tokenizer
+from tandem.plugins.audit.replay import replay
 from tandem.plugins.vllm import worker as vllm_worker
 from tandem.rollout_workers.process import EngineSpec
 from tandem.run_folder.metrics import read_metrics

@@ -18,9 +18,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tandem.cli.serve import RendererTexts, load_weights
 from tandem.data.renderer import load_renderer
-from tandem.serve import service
+from tandem.plugins.serve import service
+from tandem.plugins.serve.command import RendererTexts, load_weights
 from tests.support.byte_models import CHATML, make_model
 from tests.support.fake_engine import FAKE, FakeEngine, FakeTexts
 from tests.support.serving import get, metric, post, running

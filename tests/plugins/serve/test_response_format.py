@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from jsonschema import validate
 
-from tandem.cli.serve import RendererTexts
 from tandem.data.renderer import load_renderer
 from tandem.model.tiny import CHARACTERS, make_tiny
-from tandem.serve.json_masks import JsonGrammars
+from tandem.plugins.serve.command import RendererTexts
+from tandem.plugins.serve.json_masks import JsonGrammars
 from tandem.serve.openai import ApiError
 from tests.support.byte_models import make_model
 from tests.support.serving import post
