@@ -31,10 +31,10 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tandem.audit.diff import compare_runs
 from tandem.plugins.view.episode import read_episode, read_image, read_step
 from tandem.plugins.view.episodes import KINDS, EpisodeTable, parse_query
 from tandem.plugins.view.runs import Run, Runs
+from tandem.run_folder.diff import compare_runs
 from tandem.run_folder.read import open_past
 from tandem.runtime.errors import UserError
 from tandem.serve.app import Server, make_app

@@ -9,12 +9,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tandem.cli.serve import load_weights
 from tandem.engine.engine import Engine
+from tandem.plugins.serve.command import load_weights
+from tandem.plugins.serve.requests import Served
 from tandem.plugins.servers.engines import TOKEN_S, HttpEngines
 from tandem.plugins.servers.rollouts import FileSync
 from tandem.runtime.errors import UserError
-from tandem.serve.requests import Served
 from tandem.step import train_step
 from tandem.types import Score
 from tests.support.engines import decode, engine_of, facts, mixed_requests, request

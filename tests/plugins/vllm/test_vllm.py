@@ -19,7 +19,6 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from tandem.audit.replay import replay
 from tandem.cli.train import train
 from tandem.config.recipe import load_config
 from tandem.engine.dispatch import devices_of
@@ -29,6 +28,7 @@ from tandem.model.load import load_model
 from tandem.model.logprobs import UNNAMED
 from tandem.model.tiny import make_tiny
 from tandem.model.tokenizer import decode_text, load_tokenizer
+from tandem.plugins.audit.replay import replay
 from tandem.plugins.vllm import MOST_BIASED, bias
 from tandem.plugins.vllm import worker as vllm_worker
 from tandem.rollout_workers.process import EngineSpec

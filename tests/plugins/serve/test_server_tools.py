@@ -9,9 +9,9 @@ import numpy as np
 import openai
 import pytest
 
-from tandem.cli.serve import RendererTexts
 from tandem.data.renderer import load_renderer
 from tandem.envs.tools import ToolEnv
+from tandem.plugins.serve.command import RendererTexts
 from tests.support.byte_models import CHATML, make_model
 from tests.support.fake_engine import FAKE, FakeTexts
 from tests.support.serving import ASK, CALCULATOR, SAID, answering, post

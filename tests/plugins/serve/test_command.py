@@ -11,9 +11,9 @@ import sys
 import httpx
 import pytest
 
-from tandem.cli import serve
 from tandem.data.renderer import load_renderer
 from tandem.model.tiny import make_tiny
+from tandem.plugins.serve import command as serve
 from tandem.runtime.errors import UserError
 from tandem.serve.listen import require_token
 from tests.support.byte_models import make_model

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jsonschema import validate
 
-from tandem.cli.serve import RendererTexts
 from tandem.data.renderer import load_renderer
 from tandem.model.tiny import CHARACTERS, make_tiny
+from tandem.plugins.serve.command import RendererTexts
 from tandem.serve.openai import ApiError
 from tests.support.byte_models import make_model
 from tests.support.serving import post

@@ -14,9 +14,9 @@ import numpy as np
 import openai
 import pytest
 
-from tandem.cli.serve import RendererTexts
 from tandem.data.renderer import load_renderer
-from tandem.serve import service
+from tandem.plugins.serve import service
+from tandem.plugins.serve.command import RendererTexts
 from tests.support.byte_models import CHATML, make_model
 from tests.support.fake_engine import FAKE, FakeEngine, FakeTexts
 from tests.support.serving import get, metric, post, running
