@@ -90,7 +90,7 @@ def check_ifeval(_: Config) -> None:
     """Load what NLTK splits sentences by, unless it is there."""
     if find_spec("langdetect") is None:
         raise not_installed("langdetect", "evals", where="eval.data")
-    import nltk  # type: ignore[import-not-found]
+    import nltk
 
     try:
         nltk.data.find("tokenizers/punkt_tab")
