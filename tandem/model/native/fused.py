@@ -2,7 +2,8 @@
 weight at the speed of the memory for few rows.
 
 Norm, rotation, SwiGLU, attention and the vocabulary are float32 inside, and round once to the
-model's type. Where the processor multiplies bfloat16 in AMX tiles, oneDNN's products stay.
+model's type. Where the processor multiplies bfloat16 in AMX tiles, so do linears; their
+gradients are oneDNN's.
 """
 
 import os
@@ -30,7 +31,7 @@ class FusedKernels(Kernels):
     matmuls, chosen, fused = ("fused", "plain"), "fused", True
 
     def __init__(self, library: Library):
-        self._run = library.run
+        self._run, self._has_tiles = library.run, library.has("linear_tiles")
         PLAIN.matmuls = self.matmuls  # from now on there is a choice
 
     # ---- linears
@@ -48,7 +49,7 @@ class FusedKernels(Kernels):
 
     def _in_tiles(self, t: Tensor) -> bool:
         """Tell whether products with t run in AMX tiles."""
-        return t.dtype != torch.float32 and has_bfloat16_tiles()
+        return t.dtype != torch.float32 and self._has_tiles and has_bfloat16_tiles()
 
     def matmul(self, x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
         if x.dtype != packed.dtype:
