@@ -2,8 +2,7 @@
 weight at the speed of the memory for few rows.
 
 Norm, rotation, SwiGLU, attention and the vocabulary are float32 inside, and round once to the
-model's type. Where the processor multiplies bfloat16 in AMX tiles, so do linears; their
-gradients are oneDNN's.
+model's type. Linears of bfloat16 run in AMX tiles, where there are such; gradients are oneDNN's.
 """
 
 import os
