@@ -51,6 +51,8 @@ class FusedKernels(Kernels):
         return t.dtype != torch.float32 and self._has_tiles and has_bfloat16_tiles()
 
     def matmul(self, x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+        if packed.is_mkldnn:
+            return super().matmul(x, packed, bias)
         if x.dtype != packed.dtype:
             return self.matmul(x.to(packed.dtype), packed, bias).to(x.dtype)
         bias = None if bias is None else bias.to(x.dtype).contiguous()
