@@ -21,7 +21,7 @@ from tandem.model.native.library import Library, load
 from tandem.model.onednn import has_bfloat16_tiles, in_float32
 from tandem.model.paged_attention import DecodeRows, PagedPlan, Runs
 
-PANEL, TILES, LANES = 64, 32, 16  # as in kernels.cpp
+PANEL, TILES, LANES = 64, 32, 16  # as in kernels.cpp and tiles.h
 
 
 class FusedKernels(Kernels):
@@ -30,20 +30,17 @@ class FusedKernels(Kernels):
     matmuls, chosen, fused = ("fused", "plain"), "fused", True
 
     def __init__(self, library: Library):
-        self._run, self._has_tiles = library.run, library.has("linear_tiles")
+        self._run, self._has_tiles = library.run, library.has("linear_tiles.bfloat16")
         PLAIN.matmuls = self.matmuls  # from now on there is a choice
 
     # ---- linears
 
     def pack(self, weight: Tensor) -> Tensor:
         weight = weight.detach().contiguous()
-        outputs, inputs = weight.shape
-        if self._in_tiles(weight):
-            packed = weight.new_empty(outputs + -outputs % TILES, inputs + -inputs % TILES)
-            self._run("pack_tiles", None, weight, outputs, inputs, packed)
-        else:
-            packed = weight.new_empty(outputs + -outputs % PANEL, inputs)
-            self._run("pack", weight, weight, outputs, inputs, packed)
+        (outputs, inputs), tiles = weight.shape, self._in_tiles(weight)
+        panel, terms = (TILES, TILES) if tiles else (PANEL, 1)
+        packed = weight.new_empty(outputs + -outputs % panel, inputs + -inputs % terms)
+        self._run("pack_tiles" if tiles else "pack", weight, weight, outputs, inputs, packed)
         return packed[:outputs]  # its memory is in panels
 
     def _in_tiles(self, t: Tensor) -> bool:
@@ -58,9 +55,8 @@ class FusedKernels(Kernels):
         bias = None if bias is None else bias.to(x.dtype).contiguous()
         x, outputs = x.contiguous(), len(packed)
         out = x.new_empty(len(x), outputs)
-        sides = x, *x.shape, packed, outputs, bias, out
-        tiles = self._in_tiles(packed)
-        self._run(*(("linear_tiles", None) if tiles else ("linear", x)), *sides)
+        kernel = "linear_tiles" if self._in_tiles(packed) else "linear"
+        self._run(kernel, x, x, *x.shape, packed, outputs, bias, out)
         return out
 
     def gradient_product(self, a: Tensor, b: Tensor) -> Tensor:

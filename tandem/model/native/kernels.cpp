@@ -11,7 +11,7 @@
 #include <cstring>
 #include <vector>
 
-#if defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
+#if defined(__linux__) && __GNUC__ >= 11 && !defined(__clang__)  // which knows no GCC target
 #define HAS_TILES
 #include <immintrin.h>
 #include <sys/syscall.h>
@@ -91,8 +91,8 @@ const Kernel kernels[] = {
     TYPED(linear), TYPED(pack), TYPED(rms_norm), TYPED(rms_norm_backward), TYPED(rotate),
     TYPED(swiglu), TYPED(swiglu_backward), TYPED(paged), TYPED(packed), TYPED(packed_backward),
 #ifdef HAS_TILES
-    {"linear_tiles", (void*)amx::linear_tiles, (void*)amx::linear_tiles},
-    {"pack_tiles", (void*)amx::pack_tiles, (void*)amx::pack_tiles},
+    {"linear_tiles.bfloat16", (void*)amx::linear_tiles, (void*)amx::linear_tiles},
+    {"pack_tiles.bfloat16", (void*)amx::pack_tiles, (void*)amx::pack_tiles},
 #endif
     PLAIN(multiply), PLAIN(log_softmax), PLAIN(target_logprobs), PLAIN(logprob_slope), PLAIN(inverse_cdf),
 };

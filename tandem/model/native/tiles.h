@@ -4,6 +4,7 @@
 constexpr long TERMS = 32, OUTPUTS = 32;  // of a step; the outputs are two tiles
 constexpr long STEP = TERMS * OUTPUTS;
 constexpr long TOGETHER = 256;  // rows that stay in the cache while a panel meets them
+constexpr long MOST = 2048;     // rows that are copied together
 
 INLINE void configure() {  // each tile: 16 rows of 64 bytes
   alignas(64) uint8_t config[64] = {1};
@@ -44,6 +45,8 @@ INLINE void tiles(long wide, const bf16* a, const bf16* b, float* c) {
 // out [N, O] = x [N, K] w + bias; w as `pack_tiles` left it.
 void linear_tiles(const bf16* x, long rows, long K, const bf16* w, long outputs, const bf16* bias,
                   bf16* out, int threads) {
+  for (; rows > MOST; rows -= MOST, x += MOST * K, out += MOST * outputs)
+    linear_tiles(x, MOST, K, w, outputs, bias, out, threads);
   long wide = (K + TERMS - 1) / TERMS * TERMS, count = (outputs + OUTPUTS - 1) / OUTPUTS;
   long padded = (rows + 31) / 32 * 32, groups = (rows + TOGETHER - 1) / TOGETHER;
   long each = groups > 1 ? 4 : 1;  // panels of one task: longer runs of outputs
