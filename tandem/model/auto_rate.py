@@ -11,10 +11,9 @@ def auto_learning_rate(path: str, adapters: bool, supervised: bool = True) -> fl
 
         5e-5 * (10 with adapters, else 1) * (2000 / hidden size) ** POWERS[family]
 
-    It is `get_lr` of tinker-cookbook 0.6.1, fitted to supervised sweeps of Llama and Qwen. The ten
-    is of "LoRA Without Regret" (Thinking Machines 2025), which finds it for RL too. Small models
-    want more (results/lora_regret.md). supervised: whether it is SFT. Raises UserError for another
-    family, and for RL or preferences on all weights.
+    It is `get_lr` of tinker-cookbook 0.6.1, fitted to sweeps of SFT with Llama and Qwen. The ten is
+    of "LoRA Without Regret" (Thinking Machines 2025), for RL too. Small models want more
+    (results/lora_regret.md). Raises UserError for other families, and for RL on all weights.
     """
     text = check_model(path).get_text_config()
     family = next((name for name in POWERS if text.model_type.startswith(name)), "")

@@ -11,6 +11,7 @@ from typing import Any
 from tandem.data.readers import Placed, RowError, source_rows
 from tandem.model.tool_calls import Call, argument_types, read_calls, with_types
 from tandem.rewards.builtin import behind_thoughts
+from tandem.runtime.errors import UserError
 from tandem.types import Env, Message, Problem
 
 CATEGORIES = "simple", "simple_python", "multiple", "parallel", "parallel_multiple", "irrelevance"
@@ -34,7 +35,12 @@ def files(place: str, key: str) -> list[Path]:
     if not (folder := Path(place)).is_dir():
         from huggingface_hub import snapshot_download
 
-        folder = Path(snapshot_download(place, repo_type="dataset", allow_patterns="*BFCL_v*"))
+        try:
+            folder = Path(snapshot_download(place, repo_type="dataset", allow_patterns="*BFCL_v*"))
+        except OSError as error:
+            found, place = str(error).partition("\n")[0], f"{key}, {place!r}"
+            text = "fetch it where there is a network, or name bfcl-eval's data: suite:bfcl=FOLDER"
+            raise UserError("bfcl has no rows", where=place, found=found, next=text) from None
     return [file for name in CATEGORIES for file in sorted(folder.glob(f"**/BFCL_v?_{name}.json"))]
 
 
@@ -68,8 +74,7 @@ def columns(row: Mapping[str, Any], _: int) -> dict[str, Any]:
 
 @behind_thoughts
 def right_calls(problem: Problem, completion: str) -> float:
-    """Return 1 if the calls are those wanted, in any order; where none is wanted, if none can be
-    read."""
+    """Return 1 if the calls are those wanted, in any order; if none is, when none can be read."""
     wanted = problem.metadata["calls"]
     tools = {one["function"]["name"]: one for one in problem.metadata["functions"]}
     found = list(read_calls(completion, tools=tools).calls)

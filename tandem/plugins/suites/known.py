@@ -100,8 +100,7 @@ def check_ifeval(_: Config) -> None:
                 "ifeval cannot count sentences",
                 where="eval.data",
                 found="NLTK has no punkt_tab, and cannot download it",
-                next="python -m nltk.downloader punkt_tab, where there is a network; then name its "
-                "folder nltk_data in NLTK_DATA",
+                next="python -m nltk.downloader punkt_tab, where there is a network",
             ) from None
 
 
