@@ -1,10 +1,11 @@
 """Tandem's engine against transformers: same weights, same prompts, same number of sampled tokens,
 temperature 1.
 
-    python benchmarks/decode.py MODEL_DIR [steady] [long] [ragged] [shared] [exact]      prints one JSON line
+    python benchmarks/decode.py MODEL_DIR [steady] [bfloat16] [long] [ragged] [shared] [exact]      prints one JSON line
 
 steady   48 tokens of 1, 8, 32 and 64 prompts of 64 tokens. Decode is the time of 48 tokens less that of one.
-long     the same at a context of 404 to 452 tokens, in pages with gaps between them, as after a while of serving: four page
+bfloat16 the same with both sides in bfloat16.
+long     steady at a context of 404 to 452 tokens, in pages with gaps between them, as after a while of serving: four page
          columns, all of them gathered.
 ragged   16 prompts x 8 samples whose lengths differ, the longest about 4 times the mean. `generate` runs the whole batch
          until the longest has ended; `generate_batch` is transformers' own continuous batching. Tokens that were asked for
@@ -39,6 +40,7 @@ from tandem.jobs.engines import prepare_process
 from tandem.model.kernels import CPU as PLAIN
 from tandem.model.kernels import Kernels, kernels_for
 from tandem.model.load import ExactModel, load_model
+from tandem.model.placement import Placement
 from tandem.types import Request, SamplingParams
 
 PROMPT, LONG, NEW, ROUNDS = 64, 404, 48, 3
@@ -56,7 +58,14 @@ def main() -> None:
         "parameters": sum(p.numel() for p in model.module.parameters()),
     }
     result["head_parameters"] = model.head.weight.numel()
-    sides = {"steady": steady, "long": long, "ragged": ragged, "shared": shared, "exact": exact}
+    sides = {
+        "steady": steady,
+        "bfloat16": bfloat16,
+        "long": long,
+        "ragged": ragged,
+        "shared": shared,
+        "exact": exact,
+    }
     for part in parts or list(sides):
         result[part] = sides[part](stock, model)
     # a machine that others share has better and worse minutes
@@ -86,6 +95,12 @@ def steady(stock: torch.nn.Module, model: ExactModel) -> dict:
         }
         rows[batch] = decode_speeds(sides, batch)
     return rows
+
+
+def bfloat16(stock: torch.nn.Module, model: ExactModel) -> dict:
+    place = Placement(torch.device("cpu"), torch.bfloat16)
+    path = stock.name_or_path
+    return steady(copy.deepcopy(stock).bfloat16(), load_model(path, place=place))
 
 
 def long(stock: torch.nn.Module, model: ExactModel) -> dict:
