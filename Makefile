@@ -15,7 +15,7 @@ setup: $(READY)
 
 setup-dev: $(DEV)
 
-$(READY): constraints.txt pyproject.toml tandem/model/native/kernels.cpp tandem/model/native/body.h
+$(READY): constraints.txt pyproject.toml $(wildcard tandem/model/native/*.h tandem/model/native/*.cpp)
 	@$(PYTHON) -c 'import sys; sys.exit(not ((3, 11) <= sys.version_info[:2] < (3, 15)))' || \
 		{ echo "error: Tandem needs Python 3.11 to 3.14, found $$($(PYTHON) --version); next: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	$(PYTHON) -m venv $(VENV)

@@ -25,10 +25,9 @@ Around them
   config/        what a run is
   jobs/          a command that trains, put together from its config
   run_folder/    what a run writes: metrics, journal, checkpoints, exports
-  audit/         a finished run read again: replay, why, diff
   workers/       the one way to run something in another process: channel, host, fork server, pool
   runtime/       this machine: signals, files, HTTP client, random numbers, errors
-  serve/         the OpenAI-compatible server
+  serve/         the HTTP application, and OpenAI's and Anthropic's bodies: of agents, `serve`, view
   cli/           the commands
   api/           the commands as functions of Python, and a session of four calls
 

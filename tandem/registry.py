@@ -62,15 +62,15 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "rollout": "tandem.cli.of_runs:rollout",
         "eval": "tandem.cli.of_runs:evaluate",
         "export": "tandem.cli.of_runs:export",
-        "replay": "tandem.cli.of_runs:replay",
+        "replay": "tandem.plugins.audit.cli:replay",
         "status": "tandem.cli.of_runs:status",
         "show": "tandem.cli.of_runs:show",
-        "why": "tandem.cli.of_runs:why",
+        "why": "tandem.plugins.audit.cli:why",
         "diff": "tandem.cli.of_runs:diff",
         "view": "tandem.plugins.view.cli:view",
         "report": "tandem.plugins.view.cli:report",
         "plot": "tandem.plugins.view.cli:plot",
-        "serve": "tandem.cli.serve:command",
+        "serve": "tandem.plugins.serve.command:command",
         "plan": "tandem.plugins.plan.cli:plan",
     },
     "engines": {  # choices.py: RolloutBackend
@@ -86,6 +86,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
     "envs": {  # types.py: Env
         "single_turn": "tandem.types:Env",
         "tools": "tandem.envs.tools:ToolEnv",
+        "functions": "tandem.plugins.suites.bfcl:FunctionsEnv",
         "python": "tandem.plugins.graders.python_env:PythonEnv",
         "guess": "tandem.plugins.tasks.guess:GuessTheNumber",
         "gymnasium": "tandem.envs.gym:GymEnv",
@@ -114,8 +115,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "here": "tandem.jobs.here:Here",
         "ray": "tandem.plugins.cluster.job:Nodes",
     },
-    # the optimizers that can leave their state in host memory
-    "offload": {"adamw": "tandem.plugins.optim.offload:OffloadedOptimizer"},
+    "offload": {"adamw": "tandem.plugins.optim.offload:OffloadedOptimizer"},  # to host memory
     "optimizers": {  # trainer/optimizer.py: Optimizer
         "adamw": "tandem.trainer.optimizer:Optimizer",
         "adamw_8bit": "tandem.plugins.optim.adamw_8bit:Optimizer8bit",

@@ -23,7 +23,7 @@ def name(frame):
 def ours(frame):
     return frame.f_globals.get("__name__", "").startswith("tandem.")
 
-stacks, functions, recording = {}, set(), []
+stacks, functions = {}, set()
 
 def observed(function, key):
     @functools.wraps(function)
@@ -39,19 +39,18 @@ def observed(function, key):
 def profile(frame, event, _):
     code = frame.f_code
     written = not code.co_name.startswith("<") and not code.co_qualname.startswith("__create_fn__")
-    if recording and event == "call" and ours(frame) and written:
+    if event == "call" and ours(frame) and written:
         functions.add(name(frame))
 
 def step(stages, number):
-    recording.extend([True] * (number == 1))  # the second step: nothing is done for the first time
+    sys.setprofile(profile if number == 1 else None)  # then nothing is done for the first time
     try:
         return train_step(stages, number)
     finally:
-        recording.clear()
+        sys.setprofile(None)
 
 train_step, rl.train_step = rl.train_step, step
 engine.sample, losses.ppo_clip = observed(engine.sample, "token"), observed(losses.ppo_clip, "loss")
-sys.setprofile(profile)
 try:
     run()
 finally:

@@ -112,25 +112,6 @@ def test_step_on_real_engine_has_gap_0_and_moves_weights(tmp_path):
     } == set(timings)
 
 
-def shaped(episodes, **shaping):
-    """Return what the overlong penalty leaves of a reward of 1, by episode; at most 10 tokens."""
-    made = [
-        with_reward(episode, Score(reward=1.0, parts={}), RewardConfig(**shaping), 10)
-        for episode in episodes
-    ]
-    for each in made:
-        assert each.reward_parts == ({} if each.reward == 1.0 else {"overlong": each.reward - 1.0})
-    return [each.reward for each in made]
-
-
-def test_overlong_penalty_with_buffer_grows_linearly():
-    episodes = [episode(count=n) for n in (3, 6, 7, 8, 10)] + [
-        episode(count=10, stop_reason="length")
-    ]
-    rewards = shaped(episodes, overlong_penalty=0.5, overlong_buffer=4)
-    assert rewards == [1.0, 1.0, 1 - 0.5 * 1 / 4, 1 - 0.5 * 2 / 4, 0.5, 0.5]
-
-
 def test_overlong_penalty_is_a_part_of_the_reward():
     verdict = Score(reward=2.0, parts={"answer": 2.0})
     made = [

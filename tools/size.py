@@ -35,19 +35,19 @@ BARS = {
     "lines of tests": 34_000,
 }
 HELD = {
-    "lines of the core, without tandem/plugins": 42_223,
-    "lines with plugins": 57_770,
-    "lines that tandem.step imports": 9_998,
-    "lines that a plain `tandem train` imports": 20_037,
+    "lines of the core, without tandem/plugins": 39_759,
+    "lines with plugins": 58_025,
+    "lines that tandem.step imports": 9_996,
+    "lines that a plain `tandem train` imports": 20_035,
     "conditions on a backend's name": 11,
     "of them on the step page": 0,
     "files that name rollout.engine": 3,
     "circles of files": 0,
     "imports of a plugin from outside": 0,
-    "private functions with one use": 420,
+    "private functions with one use": 419,
     "functions with 8 or more parameters": 11,
     "yields in tandem/config": 27,
-    "lines of tests": 44_896,
+    "lines of tests": 43_483,
 }
 
 

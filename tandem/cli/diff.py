@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from tandem.audit.diff import Comparison, compare_runs
 from tandem.cli.progress import print_lines
+from tandem.run_folder.diff import Comparison, compare_runs
 from tandem.run_folder.read import open_past
 from tandem.runtime.wording import counted
 

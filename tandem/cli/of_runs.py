@@ -41,12 +41,13 @@ def evaluate(
     out: Annotated[
         Path | None, Option(help="write the metrics to this JSON file, and the answers beside it")
     ] = None,
+    fresh: Annotated[bool, Option("--fresh", help="ask again: answers beside --out go")] = False,
 ) -> None:
     """Evaluate a model on the held-out problems; with --out the same command resumes."""
     config = load_config(recipe, overrides or [])
     from tandem.cli import eval
 
-    eval.evaluate(config, out)
+    eval.evaluate(config, out, fresh)
 
 
 def export(
@@ -76,13 +77,6 @@ def export(
     )
 
 
-def replay(run: Run, step: Annotated[int, unset(help="as in metrics.jsonl, from 1 on")]) -> None:
-    """Learn a step again: print that it is equal to the last bit, or the first difference."""
-    from tandem.cli import replay
-
-    sys.exit(replay.replay_step(run, step))
-
-
 def status(run: Run) -> None:
     """Tell whether a run goes on, and who runs where and does what."""
     from tandem.cli.status import status
@@ -102,21 +96,6 @@ def show(
     from tandem.cli import show
 
     show.show(run, step, best=best, worst=worst, count=count, held_out=held_out)
-
-
-def why(
-    run: Run,
-    episode: Annotated[str, unset(help="STEP:UID:SAMPLE; or UID, or STEP, for a list")] = "",
-    count: Annotated[int, Option(min=1, help="lines of a list at most")] = 40,
-    learning: Annotated[
-        bool, Option(help="replay the step that trained it, for advantages and ratios")
-    ] = True,
-    json: Annotated[Path | None, unset(help="also write all of it to this file")] = None,
-) -> None:
-    """Explain what happened to an episode, and to each of its tokens."""
-    from tandem.cli import why
-
-    why.why(run, episode, count, learning=learning, out=json)
 
 
 def diff(

@@ -14,7 +14,7 @@ RateOrAuto = Annotated[
     Field(
         description="peak learning rate of AdamW. auto: 5e-5 * (2000 / hidden size) ** p, with "
         "adapters ten times that; p is 0.781 for Llama, 0.0775 for Qwen (get_lr of tinker-cookbook "
-        "0.6.1, of supervised sweeps; the ten is of LoRA Without Regret, Thinking Machines 2025)"
+        "0.6.1, of sweeps of SFT, so not for RL of all weights; the ten: LoRA Without Regret, 2025)"
     ),
 ]
 Schedule = Annotated[

@@ -64,12 +64,17 @@ class DecodeStep:
         self.tokens[:live].copy_(tokens)
         table = upload(runs.table.astype(np.int32), device)
         self.tables[:live, : table.shape[1]].copy_(table)
+
+    def share(self, runs: Runs) -> None:
+        """Plan what the live rows read together. It stays right while they get new pages."""
         heads, kv_heads, _ = self.model.heads
         tiles = self.model.kernels.shared_tiles(runs, heads // kv_heads)
         self.sharing = tiles is not None
         if tiles is not None:
             self.tiles.zero_()  # no tile
-            self.tiles[:, : tiles.shape[1], :live].copy_(upload(tiles, device))
+            self.tiles[:, : tiles.shape[1], : tiles.shape[2]].copy_(
+                upload(tiles, self.tiles.device)
+            )
 
     def run(self, live: int, longest: int, sampling: SamplingParams) -> HostCopy:
         """Run the step for the live rows, all at positions below `longest`; return their next

@@ -22,12 +22,9 @@ import torch
 from torch import Tensor
 
 from tandem.engine.ending import find_ending
-from tandem.engine.masks import mask_logits
-from tandem.engine.packed import packed_gap, packed_logprobs
 from tandem.engine.page_cache import PageCache
-from tandem.engine.prompt_scores import score_tokens
 from tandem.engine.sampler import sample, sampling_key
-from tandem.engine.scheduler import RunningSequence, Scheduler, Work
+from tandem.engine.scheduler import Parts, RunningSequence, Scheduler, Work, newest_tokens
 from tandem.model.expert_choices import RecordedExperts
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import SeenTokens
@@ -187,6 +184,8 @@ class Engine:
     def logprob_gap(self) -> float:
         """Compare a completion of these weights with the trainer's packed pass over it: the largest
         difference of its log-probs in nats. 0 if none has ended since the engine was last idle."""
+        from tandem.engine.packed import packed_gap
+
         checked = self._to_check
         if checked is None:
             return 0.0
@@ -200,6 +199,8 @@ class Engine:
 
     def score(self, tokens: np.ndarray) -> np.ndarray:
         """Return the log-probs of all tokens but the first, float32 nats, by the packed pass."""
+        from tandem.engine.packed import packed_logprobs
+
         return packed_logprobs(self.model, tokens[:1], tokens[1:])
 
     # ---- one pass
@@ -214,11 +215,8 @@ class Engine:
         if not self.cache.keys:  # given back for an update
             self.cache.restore()
         work = self.scheduler.schedule(only_started=only_started)
-        if not work:
+        if not work.sequences:
             return ended
-        # the order of paged attention, where no rows are moved then, and sequences that share pages
-        # stand beside each other
-        work.sort(key=lambda part: (-len(part[0].page_table), part[0].page_table))
         ahead = self.lookahead
         taken = () if ahead is None else ahead.take(work)
         ready, logits = self._forward(work, taken)
@@ -228,15 +226,16 @@ class Engine:
         if ahead is not None:
             sampled += ahead.launch(sampled)
         for members, results in sampled:
-            columns = (column.tolist() for column in results)
-            for sequence, token, logprob, top, top_logprobs in zip(members, *columns, strict=True):
+            tokens, logprobs, *top = (column.tolist() for column in results)
+            for sequence, token, logprob in zip(members, tokens, logprobs, strict=True):
                 sequence.tokens.append(token)
                 sequence.logprobs.append(logprob)
                 sequence.weight_versions.append(self.weight_version)
-                if top:
-                    sequence.top.append((top, top_logprobs))
+            if results.top_tokens.shape[1]:
+                for sequence, *likeliest in zip(members, *top, strict=True):
+                    sequence.top.append(tuple(likeliest))
         self._generated += len(ready)
-        for sequence in ready:
+        for sequence in work.may_have_ended() if work.ends else ready:
             params = sequence.request.params
             ending = find_ending(params, sequence.tokens, sequence.pause_at, self.decode)
             if ending is not None:
@@ -249,8 +248,14 @@ class Engine:
         """Run the new tokens, whose keys and values go into the cache, but for those of sequences
         that ran ahead, `taken`. Return the sequences without further tokens to run, and the logits
         [B, V] of those that ran here, or None for none."""
-        cache, (tokens, runs) = self.cache, _new_tokens(work)
-        here = [part for part in work if part[0] not in taken]
+        cache, counts = self.cache, work.counts.tolist()
+        if len(taken) == len(counts):
+            cache.fill(*_newest(work.sequences))
+            self.scheduler.advance(work)
+            return work.sequences, None
+        parts = list(zip(work.sequences, counts, strict=True))
+        tokens, runs = _new_tokens(parts)
+        here = [part for part in parts if part[0] not in taken]
         if here:
             own_tokens, own = _new_tokens(here) if taken else (tokens, runs)
             plan = self.model.paged_plan(cache.keys, cache.values, own)
@@ -261,7 +266,7 @@ class Engine:
                 self._score_prompts(here, hidden)
         cache.fill(runs.pages, runs.offsets, tokens)
         self.scheduler.advance(work)
-        ready = [sequence for sequence, _ in work if sequence.num_cached == sequence.length]
+        ready = [sequence for sequence in work.sequences if sequence.num_cached == sequence.length]
         ends = np.cumsum([count for _, count in here]) - 1
         rows = [row for (s, _), row in zip(here, ends, strict=True) if s.num_cached == s.length]
         if not rows:
@@ -269,13 +274,15 @@ class Engine:
         at = torch.from_numpy(np.array(rows)).to(self.model.device)
         return ready, self.model.head(hidden.index_select(0, at))
 
-    def _score_prompts(self, work: Work, hidden: Tensor) -> None:
+    def _score_prompts(self, work: Parts, hidden: Tensor) -> None:
         """Score the prompt tokens that hidden states [T, D] of a pass predict, where asked for."""
         ends = np.cumsum([count for _, count in work])
         for (sequence, count), end in zip(work, ends, strict=True):
             first = sequence.num_cached + 1
             targets = sequence.request.prompt[first : first + count]
             if sequence.scored and not sequence.tokens and len(targets):
+                from tandem.engine.prompt_scores import score_tokens
+
                 states, aims = hidden[end - count :][: len(targets)], torch.from_numpy(targets)
                 top = sequence.request.params.prompt_logprobs or 0
                 sequence.prompt_scores += score_tokens(self.model.head, states, aims, top)
@@ -287,6 +294,8 @@ class Engine:
         positions = np.array([s.request.num_sampled + len(s.tokens) for s in sequences])
         draws = torch.from_numpy(uniforms(keys, positions)).to(logits.device)
         if any(sequence.masked for sequence in sequences):
+            from tandem.engine.masks import mask_logits
+
             mask_logits(sequences, logits)
         rows_by_sampling: dict[tuple[float, ...], list[int]] = defaultdict(list)
         for row, sequence in enumerate(sequences):
@@ -342,7 +351,14 @@ class Engine:
         }
 
 
-def _new_tokens(work: Work) -> tuple[np.ndarray, Runs]:
+def _newest(sequences: list[RunningSequence]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return page, offset and token of the newest token of each sequence, int64 [S]."""
+    pages = np.array([sequence.page_table[-1] for sequence in sequences])
+    offsets = np.array([sequence.num_cached % PAGE for sequence in sequences])
+    return pages, offsets, newest_tokens(sequences)
+
+
+def _new_tokens(work: Parts) -> tuple[np.ndarray, Runs]:
     """Return the tokens of a pass, int64 [T], and where they go."""
     tokens = np.array([token for s, count in work for token in s.next_tokens(count)], np.int64)
     starts = np.array([sequence.num_cached for sequence, _ in work])

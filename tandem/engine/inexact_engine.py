@@ -45,7 +45,7 @@ class InexactEngine(Engine):
     def _forward(
         self, work: Work, taken: Collection[RunningSequence]
     ) -> tuple[list[RunningSequence], Tensor | None]:
-        ready = [sequence for sequence, _ in work]
+        ready = work.sequences
         running = set(ready)
         self._batches = [batch for batch in self._batches if batch.keep(running)]
         passes = [(batch, batch.extend()) for batch in self._batches]
@@ -60,6 +60,7 @@ class InexactEngine(Engine):
         for batch, hidden in passes:
             own = zip(batch.members, hidden, strict=True)
             states |= {sequence: state for sequence, state in own if sequence is not None}
+        work.advance()
         for sequence in ready:
             sequence.num_cached = sequence.length
         return ready, self.model.head(torch.stack([states[sequence] for sequence in ready]))
@@ -144,7 +145,7 @@ class BatchScheduler(Queue):
             self._admit(sequence, len(tokens))
             self.cache.reserved += pages
             work.append((sequence, len(tokens)))
-        return work
+        return Work(work)
 
     def _give_up_pages(self, sequence: RunningSequence) -> None:
         self.cache.reserved -= pages_of(sequence)

@@ -16,7 +16,6 @@ writes it first.
 
 from collections.abc import Collection
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,37 +25,69 @@ from tandem.engine.decode import DecodeStep
 from tandem.engine.graphs import HostCopy, NewCapture, cuda_capture, upload
 from tandem.engine.page_cache import PageCache
 from tandem.engine.sampler import SampledTokens, sampling_key
-from tandem.engine.scheduler import RunningSequence, Work
+from tandem.engine.scheduler import RunningSequence, Work, newest_tokens
 from tandem.model.load import ExactModel
 from tandem.model.paged_attention import PAGE, Runs
 
 Sampled = tuple[list[RunningSequence], SampledTokens]  # sequences and their next tokens
 
 
-class Row(NamedTuple):
-    """The place of a sequence in a decode step."""
+class Rows:
+    """The rows of a decode step: arrays that follow the sequences without a look at each.
 
-    sequence: RunningSequence
-    sampled: int  # tokens it has sampled, the step's input included
-    table: list[int]  # its page table, this very list: a sequence that comes back has another
-    page: int  # takes the key of the input
+    ahead: tokens of each sequence that the host has yet to see. All int64 [n]: positions, of the
+    step's inputs; limits, RunningSequence.limit; draws and keys, of the next tokens. table int64
+    [n, M]: the page tables, with the pages that take the keys of the inputs.
+    """
 
-    @property
-    def position(self) -> int:
-        """Position of the step's input."""
-        return len(self.sequence.request.prompt) + self.sampled - 1
+    def __init__(self, sequences: list[RunningSequence], ahead: int):
+        self.sequences = sequences
+        # these very lists: a sequence that comes back has another
+        self.tables = [sequence.page_table for sequence in sequences]
+        numbers = [
+            (s.length - 1, s.limit(), s.request.num_sampled + len(s.tokens)) for s in sequences
+        ]
+        self.positions, self.limits, self.draws = np.array(numbers).T.copy()
+        self.keys = np.array([s.request.key for s in sequences], np.uint64).view(np.int64)
+        self._runs = Runs(self.tables, self.positions, np.ones_like(self.positions))
+        self.table = self._runs.table
+        self.positions += ahead
+        self.draws += ahead
 
-    @property
-    def place(self) -> tuple[int, int]:
-        """Page of the key, and its number in the sequence: one that a sequence gives up, as an
-        equal one is there, may come back at once as its next."""
-        return self.page, self.position // PAGE
+    def going(self, rows: list[int]) -> list[int]:
+        """List those of the rows whose next token, whichever that is, is not their last."""
+        return np.array(rows, np.int64)[(self.positions + 2 < self.limits)[rows]].tolist()
 
-    def is_next(self) -> bool:
-        """Tell, after `schedule`, whether the sequence has just this to run: it still holds its
-        pages, and the page of the key is the one that was foreseen."""
-        held = self.table is self.sequence.page_table
-        return held and self.page == self.table[self.position // PAGE]
+    def advance(self, kept: list[int]) -> None:
+        """Make them the rows of the next step, of those kept, without its new pages."""
+        if len(kept) < len(self.sequences):
+            self.sequences = [self.sequences[n] for n in kept]
+            self.tables = [self.tables[n] for n in kept]
+            for name in ("positions", "limits", "draws", "keys", "table"):
+                setattr(self, name, getattr(self, name)[kept])
+        self.positions += 1
+        self.draws += 1
+
+    def add_pages(self, cache: PageCache) -> bool | None:
+        """Add the pages of inputs that begin one; tell whether there are such, None if a page
+        cannot be known: it is the one that the scheduler will allocate if nothing else happens."""
+        new = np.flatnonzero(self.positions % PAGE == 0).tolist()
+        new.sort(key=lambda n: self.sequences[n].arrival)  # the scheduler's order
+        free = cache.next_free(len(new))
+        if len(free) < len(new):
+            return None
+        if new:
+            at = self.positions[new] // PAGE
+            wider = max(0, int(at.max()) + 1 - self.table.shape[1])
+            self.table = np.pad(self.table, ((0, 0), (0, wider)))
+            # the page before may have given way to an equal one
+            self.table[new, at - 1] = [self.tables[n][-1] for n in new]
+            self.table[new, at] = free
+        return bool(new)
+
+    def runs(self) -> Runs:
+        self._runs.place(self.table, self.positions, np.ones_like(self.positions))
+        return self._runs
 
 
 class Lookahead:
@@ -67,28 +98,32 @@ class Lookahead:
     ):
         self.cache = cache
         self._step = DecodeStep(model, cache, max_batch, capture)
-        self._rows: list[Row] = []
+        self._rows: Rows | None = None
+        self._pages: list[int] = []  # those of the rows' inputs
         self._copy: HostCopy | None = None
         self._taken: dict[RunningSequence, int] = {}
 
     def clear(self) -> None:
         """Drop the step in flight and every captured one: the weights have changed."""
-        self._rows = []
+        self._rows = None
         self._step.graphs.clear()
 
     def take(self, work: Work) -> Collection[RunningSequence]:
         """Return the sequences of the schedule that the step in flight runs. If it has none, and
         one step can run the whole schedule, run that."""
-        self._taken = {row.sequence: n for n, row in enumerate(self._rows) if row.is_next()}
-        sequences = [] if self._taken else [sequence for sequence, _ in work]
-        one_each = all(s.length - s.num_cached == 1 for s in sequences)
-        if sequences and one_each and _alike(sequences):
-            tokens = np.array([s.next_tokens(1) for s in sequences])[:, 0]
-            self._taken = {sequence: n for n, sequence in enumerate(sequences)}
-            self._start(
-                [Row(s, len(s.tokens), s.page_table, s.page_table[-1]) for s in sequences],
-                upload(tokens, self._step.tokens.device),
-            )
+        self._taken = {}
+        if self._rows is not None:
+            rows = zip(self._rows.sequences, self._rows.tables, self._pages, strict=True)
+            self._taken = {  # those that still hold their pages, the new one as it was foreseen
+                sequence: n
+                for n, (sequence, table, page) in enumerate(rows)
+                if sequence.page_table is table and table[-1] == page
+            }
+        one_each = not self._taken and work.ends and (work.counts == 1).all()
+        if one_each and _alike(work.sequences):
+            tokens = newest_tokens(work.sequences)
+            self._taken = {sequence: n for n, sequence in enumerate(work.sequences)}
+            self._start(Rows(work.sequences, 0), upload(tokens, self._step.tokens.device), True)
         return self._taken
 
     def launch(self, plain: list[Sampled]) -> list[Sampled]:
@@ -98,62 +133,47 @@ class Lookahead:
         None is started if they are sampled in different ways, or if pages are needed that are not
         free.
         """
-        taken, before, copy = self._taken, self._rows, self._copy
-        self._rows = []
-        joined = [sequence for members, _ in plain for sequence in members]
-        rows = [*taken.items()]
-        rows += [(sequence, len(before) + number) for number, sequence in enumerate(joined)]
-        rows = [(sequence, source) for sequence, source in rows if not _is_last(sequence)]
+        taken, rows, copy = self._taken, self._rows, self._copy
+        before = [] if rows is None else rows.sequences
+        sources = [] if rows is None else rows.going(list(taken.values()))
+        sampled = enumerate((s for members, _ in plain for s in members), len(before))
+        joined = [(s, source) for source, s in sampled if s.length + 1 < s.limit()]
         if joined:  # sequences that share pages stand beside each other
-            rows.sort(key=lambda row: row[0].page_table)
-        sequences, sources = [s for s, _ in rows], [source for _, source in rows]
-        pages = self._next_pages(sequences)
-        if pages and _alike(sequences):
-            following = [
-                Row(s, len(s.tokens) + 1, s.page_table, page)
-                for s, page in zip(sequences, pages, strict=True)
-            ]
-            tokens, moved = None, [row.place for row in following] != [row.place for row in before]
-            if moved or sources != [*range(len(before))]:
-                known = [
-                    self._step.tokens[: len(before)],
-                    *(results.tokens for _, results in plain),
-                ]
-                tokens = torch.cat(known)[upload(np.array(sources), known[0].device)]
-            self._start(following, tokens)
+            joined += [(before[n], n) for n in sources]
+            joined.sort(key=lambda row: row[0].page_table)
+            rows, sources = Rows([s for s, _ in joined], 1), [source for _, source in joined]
+        elif rows is not None:
+            rows.advance(sources)
+        self._rows = None
+        if rows is not None and sources and (not joined or _alike(rows.sequences)):
+            others, new = rows.sequences != before, rows.add_pages(self.cache)
+            tokens = self._step.tokens[: len(before)]
+            if others and new is not None:
+                known = torch.cat([tokens, *(results.tokens for _, results in plain)])
+                tokens = known[upload(np.array(sources), known.device)]
+            if new is not None:
+                self._start(rows, tokens if others or new else None, others)
         if not taken or copy is None:
             return []
-        tokens, logprobs = (column[list(taken.values())] for column in copy.wait())
+        tokens, logprobs = copy.wait()
+        if len(taken) < len(tokens):
+            at = torch.tensor([*taken.values()])
+            tokens, logprobs = tokens[at], logprobs[at]
         no_top = tokens.new_empty(len(tokens), 0)
         return [(list(taken), SampledTokens(tokens, logprobs, no_top, no_top))]
 
-    def _next_pages(self, sequences: list[RunningSequence]) -> list[int]:
-        """List the pages of the next keys; empty if one cannot be known.
-
-        A new page is the one that the scheduler will allocate if nothing else happens.
-        """
-        without = [s for s in sequences if s.length == len(s.page_table) * PAGE]
-        without.sort(key=lambda s: s.arrival)  # the scheduler's order
-        free = self.cache.next_free(len(without))
-        if len(free) < len(without):
-            return []
-        new = dict(zip(without, free, strict=True))
-        return [new[s] if s in new else s.page_table[s.length // PAGE] for s in sequences]
-
-    def _start(self, rows: list[Row], tokens: Tensor | None) -> None:
-        """Run a step for the rows. tokens: its input int64 [n] on the device, or None for the rows
-        of the step before, which left everything in place."""
+    def _start(self, rows: Rows, tokens: Tensor | None, others: bool) -> None:
+        """Run a step for the rows. tokens: its input int64 [n] on the device, or None if the step
+        before left everything in place; others: they are not the rows of the step before."""
         if tokens is not None:
-            positions = np.array([row.position for row in rows])
-            tables = [[*row.table[: row.position // PAGE], row.page] for row in rows]
-            requests = [row.sequence.request for row in rows]
-            draws = [r.num_sampled + row.sampled for r, row in zip(requests, rows, strict=True)]
-            keys = np.array([r.key for r in requests], np.uint64).view(np.int64)
-            runs = Runs(tables, positions, np.ones(len(rows), np.int64))
-            self._step.load(tokens, runs, np.array(draws), keys)
-        longest = max(row.position for row in rows) + 1
+            runs = rows.runs()
+            self._step.load(tokens, runs, rows.draws, rows.keys)
+            self._pages = runs.pages.tolist()
+            if others:
+                self._step.share(runs)
         self._rows = rows
-        self._copy = self._step.run(len(rows), longest, rows[0].sequence.request.params)
+        longest, sampling = int(rows.positions.max()) + 1, rows.sequences[0].request.params
+        self._copy = self._step.run(len(rows.sequences), longest, sampling)
 
 
 def lookahead_for(model: ExactModel, cache: PageCache, max_batch: int) -> Lookahead:
@@ -173,9 +193,3 @@ def _alike(sequences: list[RunningSequence]) -> bool:
         return False
     params = sequences[0].request.params
     return params.repetition_penalty == 1.0 and not params.top_logprobs
-
-
-def _is_last(sequence: RunningSequence) -> bool:
-    """Tell whether a sequence ends or pauses with its next token, whichever that is."""
-    count = len(sequence.tokens) + 1
-    return count >= sequence.request.params.max_new_tokens or count == sequence.pause_at

@@ -208,7 +208,10 @@ class PageCache:
     def next_free(self, count: int) -> list[int]:
         """List the pages that the next allocations take, at most `count`; nothing is cached in
         them. Fewer if cached pages would have to be evicted."""
-        return sorted(self._free)[:count] if count else []
+        pages = [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))]
+        for page in pages:
+            heapq.heappush(self._free, page)
+        return pages
 
     def next_prefix_hash(self, page: int) -> bytes:
         """Return the prefix hash of the page that follows a full page."""

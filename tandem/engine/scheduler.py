@@ -11,15 +11,19 @@ scheduler does not know the model.
 """
 
 from bisect import insort
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tandem.engine.page_cache import EMPTY_PREFIX, NO_MATCH, Match, PageCache, hash_page
-from tandem.engine.prompt_scores import PromptScores
 from tandem.model.paged_attention import PAGE
 from tandem.types import Completion, Request
+
+if TYPE_CHECKING:
+    from tandem.engine.prompt_scores import PromptScores
 
 _ARRIVAL = attrgetter("arrival")
 
@@ -43,7 +47,7 @@ class RunningSequence:
     # likeliest tokens, if asked for
     top: list[tuple[list[int], list[float]]] = field(default_factory=list)
     # of all tokens of the prompt but the first, in parts, if asked for
-    prompt_scores: list[PromptScores] = field(default_factory=list)
+    prompt_scores: "list[PromptScores]" = field(default_factory=list)
     completion: Completion | None = None
     page_table: list[int] = field(default_factory=list)
     num_cached: int = 0  # tokens whose keys and values are in its pages
@@ -68,6 +72,11 @@ class RunningSequence:
     def length(self) -> int:
         return len(self.request.prompt) + len(self.tokens)
 
+    def limit(self) -> int:
+        """Return the length at which it ends or pauses, whatever its tokens are."""
+        most = self.request.params.max_new_tokens
+        return len(self.request.prompt) + min(most, self.pause_at or most)
+
     def all_tokens(self) -> np.ndarray:
         """Return prompt and sampled tokens, int64 [T]."""
         return np.concatenate([self.request.prompt, np.array(self.tokens, np.int64)])
@@ -80,7 +89,59 @@ class RunningSequence:
         return self.all_tokens()[self.num_cached : self.num_cached + count].tolist()
 
 
-Work = list[tuple[RunningSequence, int]]  # a sequence and how many of its tokens run
+Parts = list[tuple[RunningSequence, int]]  # a sequence and how many of its tokens run
+
+
+class Work:
+    """The tokens of a pass, in the order of paged attention, where no rows are moved then;
+    sequences that share pages stand beside each other.
+
+    Of each sequence, int64 [S]: counts, the tokens that run; starts, those in the cache; limits,
+    the length at which its end is looked for whatever its token is, 0 with stop strings. stops: the
+    stop tokens of any. ends: each sequence runs the last of its tokens.
+    """
+
+    def __init__(self, parts: Parts):
+        parts = sorted(parts, key=lambda part: _place_of(part[0]))
+        self.sequences = [sequence for sequence, _ in parts]
+        limits = [0 if s.request.params.stop else s.limit() for s in self.sequences]
+        columns = [count for _, count in parts], [s.num_cached for s in self.sequences], limits
+        self.counts, self.starts, self._limits = np.array(columns, np.int64)
+        self.ends = all(s.num_cached + count == s.length for s, count in parts)
+        stops = {s.request.params.stop_token_ids for s in self.sequences}
+        self.stops = np.array([token for own in stops for token in own], np.int64)
+
+    def select(self, order: Sequence[int]) -> None:
+        """Keep these sequences, by their places, in this order."""
+        self.sequences = [self.sequences[n] for n in order]
+        columns = self.counts, self.starts, self._limits
+        self.counts, self.starts, self._limits = (column[order] for column in columns)
+
+    def sort(self) -> None:
+        """Sort again; some sequences have got a page."""
+        places = [_place_of(sequence) for sequence in self.sequences]
+        self.select(sorted(range(len(places)), key=places.__getitem__))
+
+    def advance(self) -> None:
+        """Make it the work of the next pass: the token that each sequence has sampled."""
+        self.starts += self.counts
+        self.counts[:] = 1
+
+    def may_have_ended(self) -> list[RunningSequence]:
+        """List the sequences that their newest tokens may have ended, of work that `ends`."""
+        tokens = newest_tokens(self.sequences)
+        full = self.starts + self.counts >= self._limits
+        found = full | (tokens[:, None] == self.stops).any(1)
+        return [self.sequences[n] for n in np.flatnonzero(found).tolist()]
+
+
+def newest_tokens(sequences: list[RunningSequence]) -> np.ndarray:
+    """Return the last token of each sequence, int64 [S]."""
+    return np.array([(s.tokens or s.request.prompt)[-1] for s in sequences])
+
+
+def _place_of(sequence: RunningSequence) -> tuple[int, list[int]]:
+    return -len(sequence.page_table), sequence.page_table
 
 
 class Queue:
@@ -92,6 +153,8 @@ class Queue:
         self.waiting: list[RunningSequence] = []
         self.running: list[RunningSequence] = []
         self.preemptions = self.prompt_tokens = self.prompt_tokens_cached = 0
+        # the pass to come, if nobody joins: kept while each running sequence has one token to run
+        self._next: Work | None = None
 
     def submit(self, sequence: RunningSequence) -> None:
         if len(self.waiting) >= self.max_queue:
@@ -104,6 +167,9 @@ class Queue:
         if sequence in self.running:
             self._give_up_pages(sequence)
             self.running.remove(sequence)
+            if self._next is not None:
+                others = [n for n, s in enumerate(self._next.sequences) if s is not sequence]
+                self._next.select(others)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
@@ -115,6 +181,7 @@ class Queue:
 
     def _preempt(self, sequence: RunningSequence) -> None:
         self.preemptions += 1
+        self._next = None
         self._give_up_pages(sequence)
         if not sequence.tokens:  # its prompt runs again, perhaps with other weights
             sequence.prompt_scores.clear()
@@ -124,6 +191,7 @@ class Queue:
     def _admit(self, sequence: RunningSequence, count: int) -> None:
         """Let a waiting sequence run, of whose tokens so many are not cached."""
         self.waiting.remove(sequence)
+        self._next = None
         insort(self.running, sequence, key=_ARRIVAL)
         if not sequence.tokens:
             self.prompt_tokens += count + sequence.num_cached
@@ -142,7 +210,9 @@ class Scheduler(Queue):
 
     def schedule(self, *, only_started: bool = False) -> Work:
         """Plan the next pass. only_started: admit only sequences that have sampled before."""
-        work: Work = []
+        if self._next is not None and self._continues():
+            return self._next
+        work: Parts = []
         budget, preempted, at = self.chunk_tokens, self.preemptions, 0
         while at < len(self.running):  # _grow preempts from the end
             sequence = self.running[at]
@@ -154,23 +224,44 @@ class Scheduler(Queue):
         # room was short a moment ago: running sequences come first
         if preempted == self.preemptions:
             work += self._admit_waiting(budget, only_started)
-        return work
+        planned = Work(work)
+        self._next = planned if planned.ends and len(work) == len(self.running) else None
+        return planned
+
+    def _continues(self) -> bool:
+        """Tell whether the sequences of the last pass are those of the next, and give each that
+        needs one a page."""
+        work = self._next
+        if work is None or (self.waiting and len(self.running) < self.max_batch):
+            return False
+        [full] = np.nonzero(work.starts % PAGE == 0)
+        if len(full) > self.cache.available:
+            return False
+        for sequence in sorted((work.sequences[n] for n in full.tolist()), key=_ARRIVAL):
+            self._grow(sequence)
+        if len(full):
+            work.sort()
+        return True
 
     def advance(self, work: Work) -> None:
         """Count a pass's tokens as cached, keep one of equal full pages, leave those behind."""
-        for sequence, count in work:
-            full = sequence.num_cached // PAGE
-            sequence.num_cached += count
-            for at in range(full, sequence.num_cached // PAGE):
+        window, starts = self.cache.window, work.starts.copy()
+        work.advance()
+        for sequence, cached in zip(work.sequences, work.starts.tolist(), strict=True):
+            sequence.num_cached = cached
+        crossed = work.starts // PAGE > starts // PAGE
+        for n in np.flatnonzero(crossed | bool(window)).tolist():
+            sequence = work.sequences[n]
+            for at in range(int(starts[n]) // PAGE, sequence.num_cached // PAGE):
                 sequence.page_table[at] = self.cache.merge(sequence.page_table[at])
             # pages that no further token sees stay in the table; attention masks them
-            before, window = sequence.num_unseen, self.cache.window
+            before = sequence.num_unseen
             if window and (unseen := (sequence.num_cached + 1 - window) // PAGE) > before:
                 self.cache.release(sequence.page_table[before:unseen])
                 sequence.num_unseen = unseen
 
-    def _admit_waiting(self, budget: int, only_started: bool) -> Work:
-        work: Work = []
+    def _admit_waiting(self, budget: int, only_started: bool) -> Parts:
+        work: Parts = []
         for sequence in list(self.waiting):
             if budget <= 0 or len(self.running) >= self.max_batch:
                 break

@@ -8,7 +8,6 @@ no request and no schedule.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -54,12 +53,12 @@ class Runs:
     """
 
     def __init__(self, tables: Sequence[Sequence[int]], starts: np.ndarray, counts: np.ndarray):
-        self.starts, self.counts = starts, counts
-        lengths = np.array([len(table) for table in tables])
-        self.table = np.zeros((len(tables), lengths.max()), np.int64)
-        self.table[np.arange(lengths.max()) < lengths[:, None]] = np.fromiter(
-            chain.from_iterable(tables), np.int64, lengths.sum()
-        )
+        width = max(map(len, tables))
+        padded = [[*table, *[0] * (width - len(table))] for table in tables]
+        self.place(np.array(padded, np.int64), starts, counts)
+
+    def place(self, table: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
+        self.table, self.starts, self.counts = table, starts, counts
         self.firsts = np.cumsum(counts) - counts
         self.positions = np.arange(counts.sum()) + (starts - self.firsts).repeat(counts)
         self.pages = self.table[np.arange(len(counts)).repeat(counts), self.positions // PAGE]

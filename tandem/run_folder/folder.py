@@ -292,7 +292,7 @@ def resolved(config: Config, folder: Path) -> Config:
         if (section := getattr(config, name)).learning_rate == "auto":
             from tandem.model.auto_rate import auto_learning_rate
 
-            rate = auto_learning_rate(model.path, adapters=bool(config.lora.rank))
+            rate = auto_learning_rate(model.path, bool(config.lora.rank), name == "sft")
             rated[name] = section.model_copy(update={"learning_rate": rate})
     return config.model_copy(update={"run": run, "model": model, **rated})
 

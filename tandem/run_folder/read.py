@@ -10,7 +10,7 @@ of each step, and what log.txt notes.
                     2026-01-31T12:04:02Z failed: the engine cannot be reached
 
 `altered` compares the folder with it. Reading changes nothing and works while the run goes on. It
-does not know how a step is made: that is audit/replay_run.py.
+does not know how a step is made: that is plugins/audit/replay_run.py.
 """
 
 import hashlib

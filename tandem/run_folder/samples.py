@@ -3,7 +3,7 @@
     tandem show runs/demo/train --step 12 --worst
 
 The text of a model is not trusted: every character that a terminal could obey is written as an
-escape. It does not know why an episode became what it is: that is audit/why.py.
+escape. It does not know why an episode became what it is: that is plugins/audit/why.py.
 """
 
 from collections.abc import Sequence

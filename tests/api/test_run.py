@@ -62,10 +62,8 @@ def test_a_run_is_that_of_the_command_line_and_a_second_call_resumes_it(model, t
 
     again = tandem.train(**given(model, folder=tmp_path / "run"))
     assert "resumed from step_000002" in capsys.readouterr().out
-    longer = again.resume(steps=3, callbacks=[rows.append])
+    again.resume(steps=3, callbacks=[rows.append])
     assert [row["step"] for row in rows[3:]] == [3]
-    straight = tandem.train(given(model, folder=tmp_path / "straight"), steps=3)
-    assert read_metrics(longer.folder) == read_metrics(straight.folder)
 
 
 def test_a_callback_and_an_interrupt_stop_a_run_which_is_saved(model, tmp_path):
@@ -163,13 +161,6 @@ def test_the_same_code_is_the_same_file_in_every_process(tmp_path):
         )
         outputs.add(done.stdout)
     assert len(outputs) == 1
-
-
-def test_importing_tandem_has_no_effects():
-    script = "import sys, os, threading; e = dict(os.environ); import tandem, tandem.api\n"
-    script += "print('torch' in sys.modules, threading.active_count(), e == dict(os.environ))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.stdout == "False 1 True\n", done.stderr
 
 
 def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ def home(tmp_path_factory):
     ("command", "settings"),
     [
         ("train", ["rl.minibatches=2", 'rollout.devices=["cpu", "cpu"]', "rollout.workers=2"]),
-        ("sft", ["sft.train=HOME/data/warm.jsonl"]),
+        pytest.param("sft", ["sft.train=HOME/data/warm.jsonl"], marks=pytest.mark.nightly),
         pytest.param("dpo", ["preference.train=HOME/pairs.jsonl"], marks=pytest.mark.nightly),
         ("rm", ["preference.train=HOME/pairs.jsonl"]),
         pytest.param("distill", ["distill.teacher=HOME/teacher"], marks=pytest.mark.nightly),
@@ -55,7 +55,9 @@ def test_a_run_exports_bfloat16_and_keeps_float32_masters(command, settings, hom
 
 
 def test_commands_that_only_generate_run_in_bfloat16(home, tmp_path):
-    output_of("eval", home / "recipe.toml", BF16, "--out", tmp_path / "means.json")
+    evaluate = "eval", home / "recipe.toml", BF16, "--out", tmp_path / "means.json"
+    read = [" answers read from " in output_of(*evaluate, *more) for more in ((), (), ("--fresh",))]
+    assert read == [False, True, False]
     assert json.loads((tmp_path / "means.json").read_text())
     output_of("rollout", home / "recipe.toml", BF16, "--out", tmp_path / "e.jsonl")
     lines = (tmp_path / "e.jsonl").read_text().splitlines()

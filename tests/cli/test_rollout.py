@@ -187,18 +187,6 @@ def test_other_config_is_refused_and_fresh_keeps_the_old_output(name, undisturbe
     assert contents(output.path) != contents(undisturbed[name].path)
 
 
-@OUTPUTS
-def test_two_at_once_are_refused(name, tmp_path):
-    def meanwhile(number, clock):
-        for fresh in (False, True):
-            with pytest.raises(UserError, match="in use") as caught:
-                write(tmp_path / name, make=never, fresh=fresh)
-            assert f"pid {os.getpid()}" in caught.value.found and "--out PATH" in caught.value.next
-        return batch(number, clock)
-
-    write(tmp_path / name, make=meanwhile)
-
-
 # With a model
 # ------------------------------------------------------------------------------
 
@@ -312,16 +300,6 @@ def test_other_inputs_are_refused_by_name_and_taken_with_fresh(home, tmp_path):
     rollout(config(home), out, fresh=True)
     assert (tmp_path / "e.jsonl.old-1").read_bytes() == before
     assert len(out.read_bytes().splitlines()) == 14
-
-
-def test_a_rollout_that_goes_on_samples_only_what_is_missing(home, outputs, tmp_path):
-    output = copied(outputs["episodes.jsonl"], tmp_path)
-    first, *_, last = sorted(output.folder.glob("*.parquet"))
-    before = first.stat().st_mtime_ns
-    last.unlink()
-    rollout(config(home), output.path)
-    assert contents(output.path) == contents(outputs["episodes.jsonl"].path)
-    assert first.stat().st_mtime_ns == before
 
 
 # Mistakes, before any work

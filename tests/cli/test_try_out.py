@@ -90,15 +90,6 @@ def test_mistakes_are_told_before_anything_is_played(data, tmp_path):
     assert "unexpected keyword argument 'steps'" in unknown
 
 
-def test_rows_of_one_exception_are_one_block_and_others_stay_blocks(data, tmp_path):
-    (tmp_path / "bad.py").write_text(
-        "def score(problem, completion):\n    return 1 / (problem.metadata['level'] == 1)\n"
-    )
-    result = invoke("try", f"{tmp_path}/bad.py:score", "--data", data, "--answer", "a", "--rows", 4)
-    assert result.exit_code == 1 and result.output.count("ZeroDivisionError") == 1
-    assert "reward 1" in result.output and "the same error as of q0: q2, q3\n" in result.output
-
-
 def test_keep_writes_a_data_file_that_reads_back(home, tmp_path):
     out, reward = tmp_path / "episodes.jsonl", tmp_path / "by_row.py"
     reward.write_text("def score(problem, completion):\n    return int(problem.answer) % 3 / 2\n")
@@ -122,9 +113,3 @@ def test_a_range_that_is_none_is_refused(text, home):
     assert "range of mean rewards cannot be read" in mistake(
         "rollout", home / "recipe.toml", "--keep", text
     )
-
-
-def test_code_without_a_sandbox_is_refused_unless_allowed(monkeypatch, data, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))  # there is no bubblewrap on it
-    text = mistake("try", "code", "--data", data, "--answer", "print(1)")
-    assert "bubblewrap" in text and "sandbox.run_untrusted_code_without_isolation" in text

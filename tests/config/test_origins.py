@@ -86,10 +86,3 @@ def test_another_algorithm_on_the_command_line_drops_what_the_file_says_of_one(t
     assert named["rl.algorithm"] == "command line"
     assert named["rl.clip_high"] == named["rl.clip_low"] == "rl.algorithm=gspo"
     assert named["rl.max_gen_batches"] == "default"
-
-
-def test_without_a_recipe_everything_else_is_the_default():
-    named = origins(None, ["reward=answer"])
-    assert {key for key, origin in named.items() if origin != "default"} == {
-        f"reward.{SHORTHANDS['reward']}"
-    }

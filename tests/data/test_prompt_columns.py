@@ -109,13 +109,6 @@ def test_tools_and_variables_of_a_row_reach_the_template(model, tmp_path, comman
     assert texts_of(model, command, path) == [start + plain for start in expected]
 
 
-def test_a_template_without_tools_has_them_in_the_system_message(model, tmp_path):
-    folder = tmp_path / "model"
-    make_tiny(folder, max_tokens=2048, hidden=32, layers=1)
-    [text] = texts_of(folder, "sft", write(tmp_path, ROWS["sft"] | {"tools": [ADD]}))
-    assert text.startswith("<|system|># Tools") and json.dumps(ADD) in text
-
-
 def test_pairs_that_the_template_makes_equal_are_refused(tmp_path):
     make_tiny(tmp_path / "model", hidden=32, layers=1)
     trimmed = TEMPLATE.replace("message['content']", "message['content'] | trim")

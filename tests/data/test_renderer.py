@@ -91,19 +91,6 @@ def test_loss_is_on_the_assistants_text_and_its_end_of_turn(tmp_path):
     assert tokens.tolist() == whole
 
 
-def test_a_template_without_generation_marks_has_the_loss_of_one_with_them(tmp_path):
-    """The loss is found from the turns: a mask made of the marks is empty where there are none."""
-    written = "{{ m['content'] }}<|im_end|>"
-    marked = "{% generation %}" + written + "{% endgeneration %}{{ '' }}"
-    chat = [user("hi"), assistant("yo"), user("and?"), assistant("bye")]
-    pairs = [
-        training_of(load_renderer(make_model(tmp_path / name, template)), chat)
-        for name, template in (("plain", CHATML), ("marked", CHATML.replace(written, marked)))
-    ]
-    assert all(np.array_equal(plain, other) for plain, other in zip(*pairs, strict=True))
-    assert pairs[0][1].any()
-
-
 def test_the_tokens_before_a_turn_are_the_engines_prompt(tmp_path):
     renderer = load_renderer(make_model(tmp_path))
     messages = [user("hi"), assistant("yo"), user("and?"), assistant("bye")]
@@ -259,14 +246,10 @@ def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{{ messages.nothing.more }}", "UndefinedError"),
         ("a\n{% if true %}\n{{ messages[0].nothing.more }}{% endif %}", "(line 3)"),
         ("{{ raise_exception('System role not supported') }}", "System role not supported"),
-        ("{{ 1 // 0 }}", "ZeroDivisionError"),
-        ("{{ messages[0]['content'] + 1 }}", "TypeError"),
         ("{{ ''.__class__.__mro__ }}", "SecurityError"),
         ("{% for i in range(10 ** 9) %}{% endfor %}", "OverflowError"),
-        ("{% set n = namespace(**{'__init__': 1}) %}", "SecurityError"),
     ],
 )
 def test_a_template_that_fails_is_a_users_error(tmp_path, template, said):

@@ -193,18 +193,10 @@ def test_invalid_utf_8_is_told_with_its_row(tmp_path, form):
         (b'prompt,answer\n"a\nb",2\n?\n', ":4", "found:    1 cells"),
         (b'prompt,answer\n?,2\n"never, ends\n?,2\n', ":3", "broken CSV: unexpected end of data"),
         (b'prompt,answer\n"a"b,2\n', ":2", "broken CSV: ',' expected after '\"'"),
-        (b"prompt;answer\n?;2\n?;2;3\n", ":3", "found:    3 cells"),
         (b'prompt;answer\n"a"b;2\n', ":2", "cells with ';' between them"),
         (b"prompt,prompt\n?,2\n", ":1", "a different name for every column"),
-        (b"prompt,\n?,2\n", ":1", "a different name for every column"),
         (b"prompt,caf\xe9\n?,2\n", ":2", "invalid UTF-8"),
-        (b"", "", "no rows"),
         (b"prompt,answer\n\n", "", "no rows"),
-        (
-            b'prompt,answer\n"' + (b"a" * 99 + b"\n") * 180_000 + b'",2\n',
-            ":2",
-            "field larger than field limit",
-        ),
     ],
 )
 def test_a_broken_csv_file_is_told_with_its_line(tmp_path, content, where, said):
@@ -266,15 +258,7 @@ def test_what_load_dataset_finds_is_read_by_split(tmp_path, monkeypatch):
     assert file.suffix == ".arrow"
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("no.jsonl", "which does not exist"),
-        ("nobody/no.csv", "which does not exist"),
-        ("a/b/c", "which does not exist"),
-        ("../up/here", "which does not exist"),
-    ],
-)
-def test_a_path_that_is_no_hub_name_is_never_looked_for_there(tmp_path, monkeypatch, name, said):
+@pytest.mark.parametrize("name", ["no.jsonl", "nobody/no.csv", "a/b/c", "../up/here"])
+def test_a_path_that_is_no_hub_name_is_never_looked_for_there(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    assert said in error_of(name)
+    assert "which does not exist" in error_of(name)

@@ -99,18 +99,6 @@ def test_a_worker_has_no_more_tickets_than_it_runs_at_once():
     assert len(play.dispatch()) == 1 and play.loads() == [3, 3]
 
 
-def test_a_share_counts_workers_that_still_load_or_start():
-    play = Play(4)
-    play.workers[3].started = False
-    queue = play.dispatcher.open(0)
-    play.ask(queue, 8)
-    play.dispatch(loads=False)
-    assert play.loads() == [0, 0, 0, 0]
-    play.workers[0].is_ready = True
-    play.dispatch()
-    assert play.loads() == [2, 0, 0, 0] and play.dispatcher.num_waiting == 6
-
-
 def test_a_straggler_keeps_its_worker_and_no_other():
     play = Play(3, version=0)
     old = play.dispatcher.open(0)
@@ -195,14 +183,6 @@ def test_a_version_without_a_worker_takes_the_only_one_of_a_newer():
     assert len(play.dispatch()) == 1
 
 
-def test_of_one_version_the_queue_with_the_lower_number_comes_first():
-    play = Play(1, max_batch=4)
-    later, earlier = play.dispatcher.open(0, number=1), play.dispatcher.open(0, number=0)
-    play.ask(later, 3)
-    play.ask(earlier, 3)
-    assert [ticket for _, ticket in play.dispatch()] == [3, 4, 5, 0]
-
-
 def test_tickets_of_a_lost_worker_are_the_next_of_their_queues():
     play = Play(2, max_batch=2)
     queue = play.dispatcher.open(0)
@@ -232,32 +212,3 @@ def test_a_lost_workers_version_takes_another_from_newer_requests():
     play.end(first)
     play.dispatch()
     assert first.target == 0 and not play.dispatcher.num_waiting
-
-
-def test_weights_that_are_needed_no_more_are_given_up_while_they_load():
-    play = Play(1)
-    old = play.dispatcher.open(0)
-    play.dispatch(loads=False)
-    play.dispatcher.close(old)
-    play.dispatcher.open(1)
-    assert play.targets() == [0]
-    play.dispatch()
-    assert play.targets() == [1]
-
-
-def test_who_is_idle_after_the_last_ticket_was_given_keeps_its_weights():
-    """To load them takes time, and a newer version comes soon."""
-    play = Play(2, version=0)
-    old, new = play.dispatcher.open(0), play.dispatcher.open(1)
-    play.ask(old, 1)
-    play.ask(new, 4)
-    play.dispatch()
-    assert sorted(play.targets()) == [0, 1]
-    home = next(worker for worker in play.workers if worker.target == 0)
-    play.end(home)
-    play.dispatcher.close(old)
-    play.dispatch()
-    assert home.target == 0
-    play.dispatcher.open(2)
-    play.dispatch()
-    assert home.target == 2

@@ -94,7 +94,7 @@ def state(engine):
     ]
     books = cache.ref_count, cache._tokens, cache._filled, cache._reserved, cache._last_used
     indexes = [{k: sorted(v) for k, v in i.items() if v} for i in (cache._following, cache._full)]
-    told = len(scheduler.running), sequences, indexes, cache._free, engine.stats()
+    told = len(scheduler.running), sequences, indexes, sorted(cache._free), engine.stats()
     digest = hashlib.blake2b(repr(told).encode())
     for book in books:
         digest.update(book.tobytes())
@@ -217,7 +217,7 @@ def test_a_token_behind_a_stop_reaches_nobody():
     while sequence.completion is None:
         returned = engine.step()
     assert log.count("run") == first + 1  # one more than the tokens that come after a first
-    assert engine.lookahead._rows[0].sequence is sequence and returned == [sequence, other]
+    assert engine.lookahead._rows.sequences[0] is sequence and returned == [sequence, other]
     assert sequence.completion.tokens.tolist() == free.tokens[: first + 1].tolist()
     assert engine.step() == [other] and len(sequence.tokens) == first + 1
 
@@ -228,7 +228,7 @@ def test_a_page_is_foreseen_and_a_guess_that_fails_is_run_again():
     running = [engine.submit(one) for one in asked]
     while engine.has_work:
         if len(running[0].tokens) == 3 and "wait" in log:
-            page = engine.lookahead._rows[0].page
+            page = engine.lookahead._pages[0]
             assert page not in running[0].page_table  # free, until the next schedule gives it out
             assert engine.cache.allocate(b"another") == page  # something else takes it
             log.clear()

@@ -1,7 +1,6 @@
 """An environment is found by its name and made with its options, and what is wrong is said before a
 model is loaded."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -140,19 +139,3 @@ def test_a_run_depends_on_the_files_of_ones_own(own):
     assert files("no_such_module:Mine") == []
     assert files("tools", tools=["calculator", "my.py:add"]) == [Path("my.py")]
     assert files("tools", tools="my.py:add") == [Path("my.py")]
-
-
-def test_data_are_read_and_invalid_options_refused_without_importing_torch():
-    code = """
-import sys, tandem.data.problems, tandem.data.chats
-from tandem.config.schema import Env, Sandbox
-from tandem.envs.load import load_env
-try:
-    load_env(Env(name="tools", options={"tools": "calculator", "format": "xml"}), Sandbox())
-except Exception as error:
-    print(type(error).__name__, sorted({"torch", "transformers"} & set(sys.modules)))
-"""
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert result.stdout == "UserError []\n"

@@ -1,24 +1,18 @@
 """Tools are called, and everything that is wrong with a call is told to the model."""
 
 import asyncio
-import os
 import sys
 import threading
-import time
 from enum import Enum
 from fractions import Fraction
 from typing import Literal
 
 import pytest
 
-from tandem.config.schema import Sandbox
 from tandem.envs.tools import ToolEnv, ToolUnavailable
 from tandem.model.tool_calls import Call, write_calls
-from tandem.plugins.graders.python_env import PythonEnv
-from tandem.plugins.graders.sandbox.protocol import Result
 from tandem.plugins.tasks.calculator import MAX_BITS, calculate
 from tandem.runtime.errors import UserError
-from tests.support.tool_calls import write_in_style
 from tests.support.waiting import WAIT_S
 
 
@@ -156,24 +150,6 @@ def test_arguments_arrive_in_the_types_of_the_hints():
     ]
 
 
-def test_texts_of_qwen3_coder_become_what_the_hints_say():
-    seen = []
-
-    def take(text: str, number: int, numbers: list[int], yes: bool) -> None:
-        seen.append((text, number, numbers, yes))
-
-    env = ToolEnv(take, show_tools=False, format="qwen3_coder")
-    written = write_in_style(
-        [Call(name="take", arguments={"text": "12", "number": 3, "numbers": [1], "yes": True})],
-        "qwen3_coder",
-    )
-    play(env, written)
-    assert seen == [("12", 3, [1], True)]
-    assert told(env, written.replace("\n3\n", "\nthree\n")) == [
-        "error: argument 'number': input should be a valid integer, found 'three'"
-    ]
-
-
 def test_results_are_text_or_json_and_are_cut():
     assert told(ToolEnv(say, show_tools=False), call("say", value={"ä": [1, None]})) == [
         '{"ä": [1, null]}'
@@ -305,41 +281,6 @@ def test_tools_of_a_file_are_found_and_loaded_once(tmp_path, monkeypatch):
 
 
 # ---------------------------------------------------------------- python
-
-PRINTS = "```python\nprint(1)\n```"
-
-
-class BusySandbox:
-    """Remembers how many runs were under way at most."""
-
-    def __init__(self):
-        self.lock = threading.Lock()
-        self.now = self.most = 0
-
-    def run(self, command, **given):
-        with self.lock:
-            self.now += 1
-            self.most = max(self.most, self.now)
-        time.sleep(0.05)
-        with self.lock:
-            self.now -= 1
-        return Result(stdout="1", stderr="", exit_code=0, stop_reason="exit", seconds=0.0)
-
-
-def test_no_more_programs_run_at_a_time_than_there_are_cores():
-    busy, envs = (
-        BusySandbox(),
-        [PythonEnv(sandbox=Sandbox(url="http://unused")) for _ in range(4 * os.cpu_count())],
-    )
-    for env in envs:
-        env._sandbox = busy
-
-    async def all_of_them():
-        return await asyncio.gather(*(env.step(PRINTS) for env in envs))
-
-    printed = [observation.messages[0]["content"] for observation in asyncio.run(all_of_them())]
-    assert printed == ["```output\n1\n```"] * len(envs)
-    assert 1 <= busy.most <= os.cpu_count()
 
 
 # ---------------------------------------------------------------- the calculator

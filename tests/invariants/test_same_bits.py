@@ -34,7 +34,7 @@ KINDS = [
     "smolvlm",
 ]
 # the others at night
-A_COMMIT = ("ppo, lora", "gemma2", "multi-turn, lora, partial")
+A_COMMIT = ("ppo, lora", "multi-turn, lora, partial")
 
 AHEAD = [
     "partial",

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tandem.model.config_file import check_model, read_json
+from tandem.model.config_file import check_model
 from tandem.runtime.errors import UserError
 from tests.support.tiny import tiny_config
 
@@ -39,14 +39,6 @@ def test_a_broken_config_names_its_file_and_is_not_sent_to_the_hub(change, tmp_p
     assert error.value.where == f"critic.path = {tmp_path}, config.json"
     assert error.value.next.startswith(f"mend {tmp_path}/config.json, or copy it again")
     assert "hub" not in str(error.value)
-
-
-def test_any_other_file_of_a_model_is_named_too(tmp_path):
-    (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(UserError, match="the generation config cannot be read") as error:
-        read_json(str(tmp_path), "generation_config.json", what="generation config")
-    assert error.value.where == f"{tmp_path}, generation_config.json"
-    assert f"mend {tmp_path}/generation_config.json" in error.value.next
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 read by others."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
@@ -202,15 +201,6 @@ def test_lora_on_mixture_of_experts_leaves_mlps_out():
         )
     assert error.value.expected.endswith("k_proj, o_proj, q_proj, v_proj")
     assert len(adapted("qwen3_moe", mlp_only_layers=[1]).adapted) == 8
-
-
-def test_without_peft_the_error_says_how_to_get_it(monkeypatch):
-    for name in ["peft", *(name for name in sys.modules if name.startswith("peft."))]:
-        monkeypatch.setitem(sys.modules, name, None)
-    lora = Lora(rank=4, alpha=8.0, targets=("all-linear",), seed=0)
-    with pytest.raises(UserError) as error:
-        make_exact(stock_model(tiny_config("qwen3")), lora)
-    assert error.value.next == "pip install 'tandem-rl[lora]'"
 
 
 # ---- gradients

@@ -125,16 +125,6 @@ def test_quantized_weights_are_refused(part, tmp_path):
     assert "quantized" in error.value.found
 
 
-def test_a_reward_model_is_no_policy(tmp_path):
-    path = save_whole("gemma3", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["architectures"] = ["Gemma3ForSequenceClassification"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="this is a reward model"):
-        check_model(path)
-    assert check_model(path, head="value").model_type == "gemma3_text"
-
-
 @pytest.mark.parametrize(
     ("values", "reason"),
     [

@@ -39,14 +39,6 @@ def test_text_comes_back_exactly(tokenizer, text):
         assert tokenizer.decode(encode(tokenizer, whole)) == whole
 
 
-def test_the_template_renders_turns_and_the_assistants_header(tokenizer):
-    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2x=4, x?"}]
-    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    assert text == "<|system|>Be brief.<|end|><|user|>2x=4, x?<|end|><|assistant|>"
-    chat.append({"role": "assistant", "content": "Answer: 2"})
-    assert tokenizer.apply_chat_template(chat, tokenize=False) == text + "Answer: 2<|end|>"
-
-
 def test_a_chat_tokenizes_as_its_prompt_followed_by_the_reply(tokenizer):
     chat = [{"role": "user", "content": "x?"}, {"role": "assistant", "content": "x=1\nAnswer: 1"}]
     prompt = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True)["input_ids"]

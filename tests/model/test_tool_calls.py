@@ -53,32 +53,10 @@ def test_what_is_written_is_read_back(written, style, by_its_name):
     assert (reading.before, reading.after.strip()) == ("", "")
 
 
-PIECES = (
-    *(
-        "<tool_call>",
-        "</tool_call>",
-        '{"name": "add", ',
-        '"arguments": {',
-        '"parameters": ',
-        "}",
-        "}}",
-        "[",
-        "]",
-        "[add(",
-    ),
-    *(
-        "a=",
-        "1",
-        ")",
-        "<function=add>",
-        "</function>",
-        "<parameter=a>",
-        "</parameter>",
-        "<|python_tag|>",
-        "[TOOL_CALLS]",
-    ),
-    *("<think>", "</think>", ";", "\n", '"', "NaN", "1e999", "\ud800", "\x00", "((((", "9" * 5000),
-)
+MARKS = """<tool_call> </tool_call> "arguments":{ "parameters": } }} [ ] [add( a= 1 ) ; <think>
+</think> <function=add> </function> <parameter=a> </parameter> <|python_tag|> [TOOL_CALLS] NaN
+1e999 (((("""
+PIECES = (*MARKS.split(), '{"name": "add", ', "\n", '"', "\ud800", "\x00", "9" * 5000)
 
 
 @settings(max_examples=300, deadline=None)
@@ -151,53 +129,32 @@ def test_pythonic_arguments_are_literals_and_nothing_is_evaluated():
 
 
 @pytest.mark.parametrize(
-    "text, reason",
+    "text, word",
     [
-        ('<tool_call>{"name": "add"}', "the call is not closed by </tool_call>"),
-        ("<tool_call>", "the call is not closed by </tool_call>"),
-        ('{"name": "add"}</tool_call>', "</tool_call> without <tool_call> before it"),
-        (
-            '<tool_call>{"name": "add", "arguments": {a: 1}}</tool_call>',
-            "broken JSON: Expecting property name enclosed in double quotes at character 31",
-        ),
-        ("<tool_call></tool_call>", "broken JSON: Expecting value at character 1"),
-        (
-            '<tool_call>{"name": "add"} or so</tool_call>',
-            "there is text between the arguments and </tool_call>",
-        ),
-        ("<tool_call>[]</tool_call>", "the call is not a JSON object"),
-        ('<tool_call>{"arguments": {}}</tool_call>', 'the call has no "name"'),
-        (
-            '<tool_call>{"name": "add", "arguments": [1]}</tool_call>',
-            "the arguments are not a JSON object",
-        ),
-        (
-            '<tool_call>{"name": "add", "arguments": "{"}</tool_call>',
-            "the arguments are broken JSON: "
-            "Expecting property name enclosed in double quotes at character 2",
-        ),
-        (
-            '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
-            "broken JSON: NaN is not JSON",
-        ),
-        (
-            "<tool_call><function=add></tool_call>",
-            "the call is not closed by </function></tool_call>",
-        ),
-        (
-            "<tool_call><function=add>3</function></tool_call>",
-            "there is text between the arguments and </function></tool_call>",
-        ),
-        (
-            '{"name": "add", "parameters": {',
-            "broken JSON: Expecting property name enclosed in double quotes at character 32",
-        ),
-        ('[TOOL_CALLS]{"name": "add"}', "not a JSON list of calls"),
-        ("[add(a=1]", "not a Python list of calls"),
+        ('<tool_call>{"name": "add"}', "</tool_call>"),
+        ("<tool_call>", "</tool_call>"),
+        ('{"name": "add"}</tool_call>', "<tool_call>"),
+        ('<tool_call>{"name": "add", "arguments": {a: 1}}</tool_call>', "character 31"),
+        ("<tool_call></tool_call>", "character 1"),
+        ('<tool_call>{"name": "add"} or so</tool_call>', "between"),
+        ("<tool_call>[]</tool_call>", "object"),
+        ('<tool_call>{"arguments": {}}</tool_call>', '"name"'),
+        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "arguments"),
+        ('<tool_call>{"name": "add", "arguments": "{"}</tool_call>', "character 2"),
+        ('<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "NaN"),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1, "a": 2}}</tool_call>', "twice"),
+        ("<tool_call><function=add></tool_call>", "</function></tool_call>"),
+        ("<tool_call><function=add>3</function></tool_call>", "between"),
+        ("<tool_call><function=f><parameter=a>1</function></tool_call>", "</parameter>"),
+        ("<tool_call><function=f><parameter=a>1</parameter></tool_call>", "</function>"),
+        ('{"name": "add", "parameters": {', "character 32"),
+        ('[TOOL_CALLS]{"name": "add"}', "JSON list"),
+        ("[add(a=1]", "Python list"),
     ],
 )
-def test_a_malformed_call_says_what_is_wrong_with_it(text, reason):
-    assert read_calls(text, "auto", {"add"}).calls == (BadCall(reason=reason),)
+def test_a_malformed_call_says_what_is_wrong_with_it(text, word):
+    [call] = read_calls(text, "auto", {"add"}).calls
+    assert isinstance(call, BadCall) and word in call.reason
 
 
 def test_one_bad_call_does_not_hide_the_good_ones_beside_it():
@@ -237,13 +194,6 @@ def test_a_bare_call_may_stand_behind_prose():
         assert read_calls(text, tools=("add",)).calls == (call,), text
 
 
-def test_a_doubled_key_is_a_reason():
-    text = '<tool_call>{"name": "f", "arguments": {"a": 1, "a": 2}}</tool_call>'
-    assert read_calls(text).calls == (
-        BadCall(reason="broken JSON: an object has the same key twice"),
-    )
-
-
 SCHEMA = {
     "on": {"type": "boolean"},
     "n": {"type": ["integer", "null"]},
@@ -267,13 +217,6 @@ def test_a_tag_inside_a_value_is_text():
         value = f"<parameter=a>\nx {tag} y\n</parameter>\n"
         text = f"<tool_call>\n<function=f>\n{value}</function>\n</tool_call>"
         assert read_calls(text).calls[0].arguments == {"a": f"x {tag} y"}
-
-
-def test_a_tag_that_is_missing_is_named():
-    text = "<tool_call><function=f><parameter=a>1</function></tool_call>"
-    assert "</parameter>" in read_calls(text).calls[0].reason
-    text = "<tool_call><function=f><parameter=a>1</parameter></tool_call>"
-    assert "</function>" in read_calls(text).calls[0].reason
 
 
 def test_the_analysis_of_gpt_oss_makes_no_calls():

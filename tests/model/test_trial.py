@@ -10,7 +10,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     Lfm2Config,
-    Llama4TextConfig,
     MiniMaxM3VLTextConfig,
     Olmo2Config,
     Olmo2ForCausalLM,
@@ -18,7 +17,6 @@ from transformers import (
 from transformers.masking_utils import create_chunked_causal_mask
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tandem.model.first_layers import lower_thresholds
 from tandem.model.load import make_exact
 from tandem.model.rope import positions_of
 from tandem.model.schedule import random_model
@@ -107,28 +105,6 @@ def own_architectures():
 
 def test_attention_that_is_another_beyond_thousands_of_tokens_is_not_exact():
     assert "logits that differ" in fault_of(ChunkedConfig(**SHAPE, **GROUPED))
-
-
-@pytest.mark.parametrize(
-    ("config", "thresholds"),
-    [
-        (
-            Llama4TextConfig(**SHAPE, **GROUPED, head_dim=16, interleave_moe_layer_step=2),
-            {"attention_chunk_size", "floor_scale"},
-        ),
-        (architecture("deepseek_v3", num_attention_heads=128, num_key_value_heads=128), set()),
-        (
-            architecture("gemma2", query_pre_attn_scalar=256, sliding_window=4096),
-            {"sliding_window"},
-        ),
-    ],
-    ids=["llama4", "deepseek", "gemma2"],
-)
-def test_thresholds_are_lowered_and_no_other_number_is(config, thresholds):
-    before = dict(vars(config))
-    lower_thresholds(config, 60)
-    changed = {name for name, value in vars(config).items() if value != before[name]}
-    assert changed == thresholds
 
 
 def test_model_that_depends_on_the_longest_position_of_a_pass_is_not_exact():

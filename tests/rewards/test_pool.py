@@ -100,22 +100,6 @@ def children(pid):
     ]
 
 
-def processor_ticks(pid):
-    """Hundredths of a second that the process has run."""
-    return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
-
-
-def naps(place):
-    """Return how often it has begun to sleep or was made to wait: a process, or one thread of one
-    (as "PID/task/ID")."""
-    with suppress(FileNotFoundError, ProcessLookupError):
-        return [
-            line
-            for line in Path(f"/proc/{place}/status").read_text().splitlines()
-            if "ctxt_switches" in line
-        ]
-
-
 def gone(pid, *, within_s=WAIT_S):
     return eventually(lambda: not alive(pid), within_s=within_s)
 
@@ -303,14 +287,6 @@ def test_several_functions_give_a_weighted_sum_and_named_parts(mine):
         assert (score.reward, score.parts, score.error) == (reward, parts, "")
 
 
-def test_a_weight_applies_to_the_reward_and_not_to_its_parts():
-    with RewardPool([HOSTILE], timeout_s=30.0, weights=[0.5]) as pool:
-        fine, total, died = scores_of(pool, PROBLEM, ["fine", "total", "exit"])
-    assert (fine.reward, fine.parts) == (0.125, {"score": 0.25})
-    assert (total.reward, total.parts) == (1.0, {"score": 2.0, "format": 0.5})
-    assert died.error == "score: worker died: it ended with exit code 7"
-
-
 def test_functions_of_one_file_share_its_module_and_no_problem(mine):
     with RewardPool(mine("format", "once", "spoil", "clean"), timeout_s=30.0) as pool:
         [score] = scores_of(pool, PROBLEM, ["x"])
@@ -318,9 +294,7 @@ def test_functions_of_one_file_share_its_module_and_no_problem(mine):
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["last", "first"])
-@pytest.mark.parametrize(
-    "harm", ["loop", "exit", "forge", "raise", "raise long", "nan", "inf part", "string"]
-)
+@pytest.mark.parametrize("harm", ["loop", "exit", "raise long", "inf part"])
 def test_one_failing_function_fails_the_text_and_is_named(mine, harm, first):
     functions = [HOSTILE, *mine("length")] if first else [*mine("length"), HOSTILE]
     (said, kind), clock = HARMS[harm], FakeClock()
@@ -335,20 +309,6 @@ def test_one_failing_function_fails_the_text_and_is_named(mine, harm, first):
     assert pool.failures == {"timeout": 0, "died": 0, "exception": 0, "bad_value": 0} | {kind: 1}
     assert before == after
     assert (after.reward, after.error) == (4.25, "")
-
-
-def test_the_name_of_a_failure_is_that_of_its_own_text(mine):
-    """The text before got as far as the second function; this one dies in the first."""
-    with RewardPool([HOSTILE, *mine("length")], timeout_s=30.0, weights=[1.0, 1.0]) as pool:
-        errors = [score.error for score in scores_of(pool, PROBLEM, ["fine", "exit"] * 3)]
-    assert errors == ["", "score: worker died: it ended with exit code 7"] * 3
-
-
-def test_the_weighted_sum_keeps_the_order_of_the_functions():
-    results = dict.fromkeys("abc", (1.0, {}))
-    for weights in ((0.1, 0.2, 0.3), (0.3, 0.2, 0.1)):
-        assert weigh(results, weights)[0] == weights[0] + weights[1] + weights[2]
-    assert 0.1 + 0.2 + 0.3 != 0.3 + 0.2 + 0.1
 
 
 @pytest.mark.parametrize(
@@ -435,28 +395,9 @@ def test_a_math_verifier_that_hangs_costs_its_own_sample_only():
     assert [(score.reward, score.error) for score in number] == [(0.0, "")] * 2
 
 
-def test_loading_the_verifier_midway_changes_no_score(mine):
-    """It says that it loads Math-Verify while the second function is at work."""
-    functions = [*mine("one"), "answer", *mine("length")]
-    with RewardPool(functions, timeout_s=30.0) as pool:
-        scores = scores_of(pool, Problem(uid="p", messages=(), answer="x+1"), [r"\boxed{1+x}"] * 2)
-    assert [(score.reward, score.error) for score in scores] == [(1.0 + 1.0 + 11.0, "")] * 2
-
-
 # ---------------------------------------------------------------- storms
 
 STORM = ("loop", "long c call", "allocate", "nan", "string", "raise", "exit", "slow")
-
-
-def test_a_hung_attempt_holds_up_no_other_worker():
-    clock = FakeClock()
-    with hostile_pool(workers=2, clock=clock) as pool:
-        hung, *others = submit_all(pool, PROBLEM, ["loop"] + ["fine"] * 100)
-        assert {future.result(WAIT_S).reward for future in others} == {0.25}
-        assert not hung.done()
-        time_out(pool, clock, ["loop"], seconds=LIMIT_S + 1)
-        assert {future.result(WAIT_S).reward for future in others} == {0.25}
-        assert hung.result(WAIT_S).error == "timeout after 30.0 s"
 
 
 def test_a_storm_takes_no_other_score_and_leaves_no_process():
@@ -608,21 +549,6 @@ def test_closing_ends_what_runs_at_once_and_fails_what_waits():
         pool.submit(PROBLEM, Attempt(text="fine"))
 
 
-def test_an_interrupted_wait_leaves_a_pool_that_closes():
-    with hostile_pool(timeout_s=3600.0) as pool:
-        old = int(scores_of(pool, PROBLEM, ["pid"])[0].reward)
-        before = processor_ticks(old)
-
-        def interrupt():
-            eventually(lambda: processor_ticks(old) > before + 5)  # the loop has begun
-            os.kill(os.getpid(), signal.SIGINT)
-
-        with pytest.raises(KeyboardInterrupt):
-            threading.Thread(target=interrupt).start()
-            scores_of(pool, PROBLEM, ["loop"])
-    assert gone(old)
-
-
 def test_items_of_many_threads_get_their_own_scores():
     def ask(start):
         problems = [
@@ -636,24 +562,6 @@ def test_items_of_many_threads_get_their_own_scores():
     with RewardPool("answer", timeout_s=30.0, workers=2) as pool, ThreadPoolExecutor(4) as threads:
         rewards = [reward for part in threads.map(ask, (0, 100, 200, 300)) for reward in part]
     assert rewards == [float(i < 150) for i in range(400)]
-
-
-def test_an_idle_pool_uses_no_processor():
-    """Once it has come to rest, nothing of it wakes in half a second: of this process the pool's
-    thread is looked at only."""
-    with hostile_pool(2) as pool:
-        scores_of(pool, PROBLEM, ["pid"] * 1000)
-        fork_server = parent(int(scores_of(pool, PROBLEM, ["pid"])[0].reward))
-        threads = [f"self/task/{t.native_id}" for t in threading.enumerate() if t.name == "rewards"]
-        assert len(threads) == 1
-
-        def asleep():
-            places = [fork_server, *children(fork_server), *threads]
-            before = [naps(place) for place in places]
-            time.sleep(0.5)
-            return [naps(place) for place in places] == before and len(places) >= 3
-
-        assert eventually(asleep)
 
 
 @LINUX

@@ -2,8 +2,6 @@
 
 import re
 import sys
-from contextlib import chdir
-from dataclasses import replace
 
 import pytest
 
@@ -277,20 +275,6 @@ def test_trls_own_reward_functions_give_what_they_give_in_trl():
         scores = {text: future.result() for text, future in futures.items()}
     assert {text: score.error for text, score in scores.items()} == dict.fromkeys(texts, "")
     assert {text: tuple(score.parts.values()) for text, score in scores.items()} == texts
-
-
-def test_a_file_named_like_a_package_does_not_hide_it(tmp_path):
-    (tmp_path / "math_verify.py").write_text(
-        "def compute_score(solution_str, ground_truth):\n    return 0.5\n"
-    )
-    with (
-        chdir(tmp_path),
-        RewardPool(["math_verify.py:compute_score", "answer"], timeout_s=60.0) as pool,
-    ):
-        found = pool.submit(
-            replace(CHAT, answer=r"\sqrt{12}"), Attempt(text=r"\boxed{2\sqrt{3}}")
-        ).result()
-    assert (found.parts, found.error) == ({"compute_score": 0.5, "answer": 1.0}, "")
 
 
 # ---------------------------------------------------------------- names

@@ -180,8 +180,6 @@ def fails(failure):
                     raise TimeoutError("the tool's own")
                 case "silent":
                     return Observation()
-                case "no messages at all":
-                    return Observation(messages=None)
                 case "an error that cannot be written":
                     raise ValueError("\ud800")
                 case "parts without names":
@@ -205,7 +203,6 @@ def fails(failure):
         ("chat", "reset returned 'str no chat'"),
         ("raise", "ValueError: it broke"),
         ("constructor", "OSError: too many open files"),
-        ("no messages at all", "messages none"),
         ("an error that cannot be written", "ValueError: ?"),
         ("parts without names", "parts that are no names"),
         ("cancelled", "CancelledError"),
@@ -300,30 +297,6 @@ def test_thread_that_never_returns_holds_up_nobody(skip):
     )
     assert [e[0].stop_reason for e in found] == ["stop", "time", "stop"]
     forever.set()
-
-
-def test_others_generate_while_an_environment_waits():
-    """The first episode's tool ends only when the others have played to their end."""
-    over = []
-
-    class Waiting(Counting):
-        async def reset(self, problem):
-            self.first = problem.uid == "p0"
-            return problem.messages
-
-        async def step(self, text):
-            while self.first and len(over) < 3:
-                await asyncio.sleep(0.001)
-            return await super().step(text)
-
-    ended = []
-    play(
-        Waiting,
-        TurnEngine(),
-        problems=PROBLEMS,
-        on_end=lambda row, e: (over.append(row), ended.append(e.uid)),
-    )
-    assert sorted(ended[:3]) == ["p1", "p2", "p3"] and ended[3] == "p0"
 
 
 def test_async_method_that_blocks_ends_the_rollout_and_is_named():

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from tandem.audit.replay import replay
-from tandem.audit.why import find_episodes, tokens, trace_updates, with_history
 from tandem.data.chat_template import with_calls_read
+from tandem.plugins.audit.replay import replay
+from tandem.plugins.audit.why import find_episodes, tokens, trace_updates, with_history
 from tandem.run_folder.episode_files import json_lines
 from tandem.run_folder.metrics import read_metrics
 from tandem.run_folder.read import open_past, read_step

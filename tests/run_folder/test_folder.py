@@ -140,13 +140,6 @@ def test_a_fresh_start_that_is_refused_leaves_the_run_in_its_place(tmp_path):
     assert load_config(tmp_path / "run/config.toml", []).run.seed == 3
 
 
-def test_new_run_folder_holds_the_resolved_config(tmp_path):
-    run = start(tmp_path / "deep" / "run", run__seed=3)
-    assert not resumed(run) and run.path == tmp_path / "deep" / "run"
-    assert load_config(run.path / "config.toml", []) == config(run__seed=3)
-    assert resumed(start(run.path, run__seed=3))
-
-
 def test_second_open_is_refused_and_names_the_holder(tmp_path):
     with open_run(tmp_path / "run", config(), fresh=False, command="train") as run:
         for fresh in (False, True):
@@ -230,17 +223,15 @@ def test_an_automatic_learning_rate_is_that_number_written_out(tmp_path):
         changes |= {"model__path": str(tmp_path), "lora__rank": rank}
         return start(tmp_path / "runs" / f"{kind}-{rank}", **changes)
 
-    for *model, rate in (
-        ("llama", 4096, 0, 2.86e-5),
-        ("llama", 4096, 8, 2.86e-4),
-        ("qwen3", 2560, 8, 4.91e-4),
-    ):
+    for *model, rate in (("llama", 4096, 8, 2.86e-4), ("qwen3", 2560, 8, 4.91e-4)):
         run = begun(*model, train__learning_rate="auto")
         assert run.news == (f"train.learning_rate = auto: {rate}",)
         assert run.config == begun(*model, train__learning_rate=rate).config
-    with pytest.raises(UserError, match="no learning rate is known"):
-        begun("gemma2", 64, 0, train__learning_rate="auto")
-    assert not (tmp_path / "runs" / "gemma2-0").exists()
+    assert begun("llama", 4096, 0, sft__learning_rate="auto").config.sft.learning_rate == 2.86e-5
+    for kind, rank in (("gemma2", 8), ("qwen3", 0)):
+        with pytest.raises(UserError, match="no learning rate is known"):
+            begun(kind, 64, rank, train__learning_rate="auto")
+        assert not (tmp_path / "runs" / f"{kind}-{rank}").exists()
 
 
 def test_other_thread_count_is_taken_only_if_it_changes_no_bit(tmp_path):

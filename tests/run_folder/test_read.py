@@ -6,9 +6,9 @@ import pytest
 
 from tandem.config.recipe import to_toml
 from tandem.config.schema import Config
-from tandem.run_folder.episode_files import read_columns, write_episodes
+from tandem.run_folder.episode_files import write_episodes
 from tandem.run_folder.metrics import MetricsWriter
-from tandem.run_folder.read import altered, open_past, read_step, require_step
+from tandem.run_folder.read import altered, open_past, require_step
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import UserError
 from tandem.types import Group, Problem
@@ -45,20 +45,6 @@ def test_a_step_that_is_not_told_is_refused(run):
     (run / "metrics.jsonl").unlink()
     with pytest.raises(UserError, match="has not ended one yet"):
         require_step(open_past(run), 1)
-
-
-def test_a_journal_file_that_is_gone_or_not_parquet_is_named(run):
-    past = open_past(run)
-    with pytest.raises(UserError, match="not there"):
-        read_step(past.journal(1))
-    past.episodes.mkdir()
-    assert past.journaled() == []
-    past.journal(1).write_bytes(b"PAR1 but no more")
-    for read in (read_step, lambda path: read_columns(path, ["uid"])):
-        with pytest.raises(UserError, match="cannot be read") as caught:
-            read(past.journal(1))
-        assert past.journaled() == [1]
-        assert caught.value.where == str(past.journal(1))
 
 
 def test_inputs_are_those_of_the_newest_readable_checkpoint(run):

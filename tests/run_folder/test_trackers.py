@@ -16,8 +16,7 @@ import pytest
 
 from tandem.config.schema import Config
 from tandem.run_folder.samples import Sample
-from tandem.run_folder.trackers.links import QUEUED, Trackers, require_trackers
-from tandem.runtime.errors import UserError
+from tandem.run_folder.trackers.links import QUEUED, Trackers
 from tests.support.environment import environment
 from tests.support.odd_tracker import OddTracker
 from tests.support.viewing import group
@@ -117,14 +116,6 @@ def test_interrupted_run_leaves_a_hanging_tracker_soon(tmp_path):
         trackers.add("odd", odd(tmp_path / "got", "hang-open"))
         raise KeyboardInterrupt
     assert time.perf_counter() - start < 8
-
-
-@pytest.mark.skipif(find_spec("mlflow") is not None, reason="mlflow is installed")
-def test_tracker_without_its_package_is_a_users_error(tmp_path):
-    (tmp_path / "mlflow").mkdir()
-    with chdir(tmp_path), pytest.raises(UserError, match=r"(?s)not installed.*tandem-rl\[mlflow\]"):
-        require_trackers(["mlflow"])
-    require_trackers([])
 
 
 # ---- the real packages, offline

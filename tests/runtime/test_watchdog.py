@@ -74,13 +74,6 @@ def hang_without_a_terminal(log):
     return log.read_text()
 
 
-def test_heartbeat_without_a_watchdog_is_a_no_op():
-    watchdog.heartbeat()
-    with watchdog.waiting_for("rollouts", "nothing"):
-        assert watchdog._watchdog is None
-        assert "watchdog" not in {t.name for t in threading.enumerate()}
-
-
 def test_live_actor_and_the_actor_waiting_for_it_are_not_blamed():
     on_stall, over = Recorder(), threading.Event()
 

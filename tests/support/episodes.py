@@ -24,7 +24,6 @@ from tests.support.tiny import make_sample, random_tokens, stock_model, tiny_con
 
 MAX_NEW_TOKENS = 40
 SAMPLING = SamplingParams(max_new_tokens=MAX_NEW_TOKENS, temperature=0.7)
-DISTRIBUTION = SAMPLING
 LORA = Lora(rank=4, alpha=8.0, targets=("all-linear",), seed=7)
 
 

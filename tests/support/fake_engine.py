@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tandem.engine.scheduler import QueueFull, RunningSequence
-from tandem.serve.requests import Served
+from tandem.plugins.serve.requests import Served
 from tandem.types import Completion
 from tests.support.waiting import WAIT_S
 

@@ -52,20 +52,6 @@ def _fork(problem):
     os._exit(5)
 
 
-def _daemon(problem):
-    """Leave a child in a session of its own, which no signal to our group reaches, and go on."""
-    if os.fork() == 0:
-        os.setsid()
-        child = os.fork()
-        if child == 0:
-            os.closerange(0, 64)
-            time.sleep(3600)
-        Path(problem.metadata["child"]).write_text(str(child))
-        os._exit(0)
-    os.wait()
-    return 0.5
-
-
 def _close(problem):
     """Close every descriptor, the one of our answers too, and stay."""
     os.closerange(0, 256)
@@ -141,17 +127,14 @@ ACTS = {
     "hold memory": _hold_memory,
     "keep 200 MB": lambda problem: len(HELD.append(bytearray(200 * 2**20)) or HELD),
     "fork": _fork,
-    "daemon": _daemon,
     "close": _close,
     "print": _print,
     "input": lambda problem: float(input()),
     "forge": lambda problem: _forge('"id": 99999, "reward": 99.0'),
     "forge NaN as 0": lambda problem: _forge('"id": 0, "reward": NaN'),
     "interrupt": _interrupt,
-    "kill": lambda problem: os.kill(os.getpid(), signal.SIGKILL),
     "kill fork server": lambda problem: os.kill(os.getppid(), signal.SIGKILL) or time.sleep(60),
     "slow": _slow,
-    "slow pid": lambda problem: _slow(problem) and os.getpid(),
     "raise": _raise,
     "raise long": _raise_long,
     "raise unreadable": _raise_unreadable,

@@ -8,7 +8,7 @@ from functools import partial
 import httpx
 
 from tandem.model.tool_calls import Call, write_calls
-from tandem.serve.endpoints import EngineServer
+from tandem.plugins.serve.endpoints import EngineServer
 from tests.support.fake_engine import FAKE, FakeEngine, FakeTexts
 from tests.support.waiting import WAIT_S
 

@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from tandem.cli.serve import Options, RendererTexts, served
 from tandem.data.renderer import load_renderer
 from tandem.engine.engine import Engine
 from tandem.model.load import load_model
 from tandem.model.tiny import make_tiny
+from tandem.plugins.serve.command import Options, RendererTexts, served
 from tandem.runtime.rng import address
 from tandem.types import Request, SamplingParams
 

@@ -198,11 +198,6 @@ def own_forward_kl(world: World, other: Tensor) -> Callable[[Tensor], Tensor]:
     return own_terms(world, lambda ours: (other.exp() * (other - ours)).sum(-1))
 
 
-def own_entropy(world: World) -> Callable[[Tensor], Tensor]:
-    """sum_t entropy at the policy's prefixes."""
-    return own_terms(world, lambda ours: -(ours.exp() * ours).sum(-1))
-
-
 def visits(world: World, parameters: Tensor | None = None) -> Tensor:
     """[prefixes]: the probability that an episode comes there."""
     chances = world.chances(parameters)[world.process.owner]

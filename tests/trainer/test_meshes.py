@@ -2,19 +2,16 @@
 and so have two optimizer steps where only microbatches or layers are divided. On other meshes
 steps differ by the order of sums."""
 
-import ast
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
-import tandem
 from tandem.model.expert_choices import replayed_experts
 from tandem.model.forward import batch_logprobs, batch_values, teacher_divergences
 from tandem.model.load import make_exact
@@ -571,13 +568,3 @@ def test_error_of_the_last_stage_ends_all_stages():
     assert "a microbatch that cannot be" in last
     ends = ("Connection closed by peer", "reset by peer")
     assert all(any(end in other for end in ends) for other in others)
-
-
-def test_one_process_imports_nothing_of_several():
-    """Code that needs other processes imports them inside its functions."""
-    package = Path(tandem.__file__).parent
-    for path in sorted(package.rglob("*.py")):
-        if not {"parallel", "megatron"} & set(path.relative_to(package).parts):
-            for node in ast.parse(path.read_text()).body:
-                text = ast.unparse(node) if isinstance(node, ast.Import | ast.ImportFrom) else ""
-                assert "train.parallel" not in text and "train.megatron" not in text, path

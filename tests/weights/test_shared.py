@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -115,25 +114,6 @@ def test_released_versions_are_gone_and_leave_no_descriptor():
     assert shared.versions == [] and set(os.listdir("/dev/fd")) <= before
 
 
-def test_traffic_is_told_once_and_by_version():
-    shared, worker = SharedWeights(tensors()), SimpleNamespace(version=-1)
-    whole = shared.layout.tensor_bytes
-    for version in (0, 1):
-        shared.publish(version, tensors(version))
-    for version in (0, 1, 1):
-        [(_, descriptor)] = shared.offer(version, [worker])
-        os.close(descriptor)
-    for version, seconds in ((0, 3.0), (0, 2.0), (1, 1.0)):
-        shared.loaded(version, seconds)
-    found = [shared.stats(version) for version in (1, 0, 1)]
-    assert found == [
-        {"sync_bytes": 2 * whole, "load_s": 1.0},
-        {"sync_bytes": whole, "load_s": 3.0},
-        {"sync_bytes": 0},
-    ]
-    shared.close()
-
-
 def test_a_version_is_published_once():
     shared = SharedWeights(tensors())
     digest = shared.publish(0, tensors())
@@ -206,11 +186,3 @@ def test_threads_may_publish_release_and_read_at_once():
     thread.join()
     assert wrong == [] and shared.versions == [26, 27, 28, 29]
     shared.close()
-
-
-def test_the_layout_survives_json():
-    layout = Layout.of(tensors())
-    assert (
-        Layout.from_json([[name, dtype, list(shape)] for name, dtype, shape in layout.parts])
-        == layout
-    )

@@ -2,7 +2,7 @@
 weight at the speed of the memory for few rows.
 
 Norm, rotation, SwiGLU, attention and the vocabulary are float32 inside, and round once to the
-model's type. Where the processor multiplies bfloat16 in AMX tiles, oneDNN's products stay.
+model's type. Linears of bfloat16 run in AMX tiles, where there are such; gradients are oneDNN's.
 """
 
 import os
@@ -21,7 +21,7 @@ from tandem.model.native.library import Library, load
 from tandem.model.onednn import has_bfloat16_tiles, in_float32
 from tandem.model.paged_attention import DecodeRows, PagedPlan, Runs
 
-PANEL, LANES = 64, 16  # as in kernels.cpp
+PANEL, TILES, LANES = 64, 32, 16  # as in kernels.cpp
 
 
 class FusedKernels(Kernels):
@@ -30,19 +30,25 @@ class FusedKernels(Kernels):
     matmuls, chosen, fused = ("fused", "plain"), "fused", True
 
     def __init__(self, library: Library):
-        self._run = library.run
+        self._run, self._has_tiles = library.run, library.has("linear_tiles")
         PLAIN.matmuls = self.matmuls  # from now on there is a choice
 
     # ---- linears
 
     def pack(self, weight: Tensor) -> Tensor:
         weight = weight.detach().contiguous()
-        if weight.dtype != torch.float32 and has_bfloat16_tiles():
-            return super().pack(weight)
         outputs, inputs = weight.shape
-        packed = weight.new_empty(outputs + -outputs % PANEL, inputs)
-        self._run("pack", weight, weight, outputs, inputs, packed)
-        return packed[:outputs]  # its memory is [panels, I, PANEL]
+        if self._in_tiles(weight):
+            packed = weight.new_empty(outputs + -outputs % TILES, inputs + -inputs % TILES)
+            self._run("pack_tiles", None, weight, outputs, inputs, packed)
+        else:
+            packed = weight.new_empty(outputs + -outputs % PANEL, inputs)
+            self._run("pack", weight, weight, outputs, inputs, packed)
+        return packed[:outputs]  # its memory is in panels
+
+    def _in_tiles(self, t: Tensor) -> bool:
+        """Tell whether products with t run in AMX tiles."""
+        return t.dtype != torch.float32 and self._has_tiles and has_bfloat16_tiles()
 
     def matmul(self, x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
         if packed.is_mkldnn:
@@ -52,7 +58,9 @@ class FusedKernels(Kernels):
         bias = None if bias is None else bias.to(x.dtype).contiguous()
         x, outputs = x.contiguous(), len(packed)
         out = x.new_empty(len(x), outputs)
-        self._run("linear", x, x, *x.shape, packed, outputs, bias, out)
+        sides = x, *x.shape, packed, outputs, bias, out
+        tiles = self._in_tiles(packed)
+        self._run(*(("linear_tiles", None) if tiles else ("linear", x)), *sides)
         return out
 
     def gradient_product(self, a: Tensor, b: Tensor) -> Tensor:
@@ -77,8 +85,6 @@ class FusedKernels(Kernels):
         return out
 
     def distinct(self, counts: Iterable[int], dtype: torch.dtype) -> list[int]:
-        if dtype != torch.float32 and has_bfloat16_tiles():
-            return super().distinct(counts, dtype)
         return list(counts)
 
     # ---- attention

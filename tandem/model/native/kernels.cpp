@@ -11,6 +11,13 @@
 #include <cstring>
 #include <vector>
 
+#if defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
+#define HAS_TILES
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #define INLINE inline __attribute__((always_inline))
 
 namespace {
@@ -53,6 +60,14 @@ namespace avx512 {
 #include "body.h"
 }
 #pragma GCC pop_options
+#ifdef HAS_TILES
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,amx-tile,amx-bf16")
+namespace amx {
+#include "tiles.h"
+}
+#pragma GCC pop_options
+#endif
 #undef REGISTERS
 #undef ROWS
 #pragma GCC push_options
@@ -75,13 +90,17 @@ struct Kernel {
 const Kernel kernels[] = {
     TYPED(linear), TYPED(pack), TYPED(rms_norm), TYPED(rms_norm_backward), TYPED(rotate),
     TYPED(swiglu), TYPED(swiglu_backward), TYPED(paged), TYPED(packed), TYPED(packed_backward),
+#ifdef HAS_TILES
+    {"linear_tiles", (void*)amx::linear_tiles, (void*)amx::linear_tiles},
+    {"pack_tiles", (void*)amx::pack_tiles, (void*)amx::pack_tiles},
+#endif
     PLAIN(multiply), PLAIN(log_softmax), PLAIN(target_logprobs), PLAIN(logprob_slope), PLAIN(inverse_cdf),
 };
 
 }  // namespace
 
 // What fused.py must find: another number for other arguments, or for other bits.
-extern "C" int edition() { return 1; }
+extern "C" int edition() { return 2; }
 
 // The address of a kernel, or null where this processor lacks the instruction set.
 extern "C" void* find_kernel(const char* name, int wide) {
@@ -90,6 +109,9 @@ extern "C" void* find_kernel(const char* name, int wide) {
                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   if (wide ? !has_avx512 : !has_avx2) return nullptr;
+#ifdef HAS_TILES
+  if (strstr(name, "tiles")) syscall(SYS_arch_prctl, 0x1023, 18);  // asks Linux for their registers
+#endif
   for (const Kernel& kernel : kernels)
     if (!strcmp(kernel.name, name)) return wide ? kernel.avx512 : kernel.avx2;
   return nullptr;

@@ -53,7 +53,6 @@ class NodePool(CallPool[CallWorker, Q]):
             f"{self._restarts.limit + 1} {self.role}s were lost in a row, and none has answered",
             where=key,
             found=f"{lost}\n{worker.host.last_words()}".rstrip(),
-            expected=f"nodes on which a {self.role} lives",
             next=f"look at that node's memory and logs, or leave it to the driver: {key}=0",
         )
 

@@ -77,8 +77,6 @@ class CallNode(NodeWorker):
                     f"the {self.role} does not find the run's working directory",
                     where=key,
                     found=f"{start['folder']}: {error.strerror}",
-                    expected="the directory that the run was started in, at the same path on every "
-                    "node",
                     next=f"mount it there, or leave it to the driver: {key}=0",
                 ) from None
             service = self.service(start)

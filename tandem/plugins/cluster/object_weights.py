@@ -15,22 +15,13 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 from torch import Tensor
 
 from tandem.types import Array
 from tandem.weights.shared import Delta, Layout, Sent, SharedWeights, Target
-
-
-class NodeHost(Protocol):
-    """The process of a worker on a node."""
-
-    node: str
-
-    def give(self, number: int, stored: Any) -> None:
-        """Have the worker take an object of the store, under that number."""
 
 
 @dataclass(slots=True)
@@ -65,7 +56,7 @@ class ObjectWeights(SharedWeights):
         """Give workers the object of a version, or of what changed; as SharedWeights.offer."""
         offers = []
         for worker in workers:
-            sent, host = self.sent(version, [worker]), cast(NodeHost, cast(Any, worker).host)
+            sent, host = self.sent(version, [worker]), cast(Any, worker).host  # ray_cluster.RayHost
             part, number = self._part(version, sent.only), next(self._numbers)
             copies = int(host.node not in part.nodes)
             part.nodes.add(host.node)
@@ -80,11 +71,8 @@ class ObjectWeights(SharedWeights):
             parts: Parts = self._published[version]
         if wanted not in parts:
             whole = self._get(parts[self.layout].stored)
-            part, there, here = (
-                np.empty(wanted.size, np.uint8),
-                self.layout.offsets(),
-                wanted.offsets(),
-            )
+            part = np.empty(wanted.size, np.uint8)
+            there, here = self.layout.offsets(), wanted.offsets()
             for name, nbytes in wanted.lengths():
                 part[here[name] : here[name] + nbytes] = whole[there[name] : there[name] + nbytes]
             parts[wanted] = Part(self._put(part))

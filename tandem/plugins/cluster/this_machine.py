@@ -126,7 +126,6 @@ def start_nodes(nodes: int, make: Callable[[], Any]) -> Any:
                     "Ray does not start on this machine",
                     where="cluster.nodes",
                     found=first or type(error).__name__,
-                    expected="a node within 30 s, in three tries",
                     next="try again when the machine is less busy, or cluster.nodes=0",
                 ) from error
     raise AssertionError("unreachable")

@@ -274,7 +274,6 @@ class TransferQueueStream:
             "TransferQueue has lost a process" if gone else "TransferQueue has failed",
             where=what,
             found=f"{' and '.join(gone)} is gone" if gone else found,
-            expected="an answer of its controller and storage units",
             next="run the same command again: it goes on from the last checkpoint, and the journal "
             "has the episodes",
         )

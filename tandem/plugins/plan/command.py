@@ -34,7 +34,7 @@ from tandem.model import custom_code
 from tandem.model.rope import positions_of
 from tandem.plugins.plan.footprint import Batch, Footprint, Need, batch_of, model_sizes, rows_here
 from tandem.registry import find
-from tandem.run_folder.folder import check_run, has_steps, resolved
+from tandem.run_folder.folder import check_run, resolved
 from tandem.run_folder.resume import resumable
 from tandem.run_folder.trackers.links import require_trackers
 from tandem.runtime.disk import existing_parent, human_bytes, write_atomic
@@ -296,25 +296,18 @@ def value_lines(
 
 
 def values_here(config: Config, command: str, folder: Path) -> dict[str, str]:
-    """Describe, by key, what the values that leave it open become on this machine, and why. Raises
-    UserError for a device that is not there."""
+    """Describe, by key, what the values that leave it open become on this machine. Raises UserError
+    for a device that is not there."""
     place, now = placement(config), resolved(config, folder)
-    on_gpu = place.device.type == "cuda"
-    kept = "as the run in the folder began"
-    share = "OMP_NUM_THREADS" if "OMP_NUM_THREADS" in os.environ else "one a core"
-    threads = kept if has_steps(folder) else share
-    dtype = kept if has_steps(folder) else f"that of a {'GPU' if on_gpu else 'CPU'}"
-    device = "the first GPU" if on_gpu else "as PyTorch finds no GPU"
-    released = "a GPU's memory is the scarce one" if on_gpu else "there is no GPU"
-    released = f"{str(releases_cache(config, place)).lower()}, {released}"
+    released = str(releases_cache(config, place)).lower()
     transport = machine_of(config).usual_transport
     model = f"model.path, {config.model.path}"
     samples = command in ("train", "distill")
     open_values = [
         ("run.folder", "", f"{folder}", True),
-        ("run.threads", 0, f"{now.run.threads}, {threads}", True),
-        ("model.device", "auto", f"{place.device}, {device}", True),
-        ("model.dtype", "auto", f"{now.model.dtype}, {dtype}", True),
+        ("run.threads", 0, f"{now.run.threads}", True),
+        ("model.device", "auto", f"{place.device}", True),
+        ("model.dtype", "auto", f"{now.model.dtype}", True),
         ("model.reference", "", model, command == "dpo" or bool(config.rl.kl_coef)),
         ("critic.path", "", model, command == "train" and config.rl.estimator.needs_critic),
         ("rollout.release_cache", "auto", released, samples),

@@ -136,13 +136,15 @@ def read_completion(
         logprobs = np.array(choice["logprobs"]["token_logprobs"], np.float32)
         if not tokens.shape == logprobs.shape == (len(tokens),) or not len(tokens):
             raise ValueError(f"{tokens.shape} token ids and {logprobs.shape} log-probs")
+        if 0 < request.params.vocabulary <= tokens.max():
+            raise ValueError(f"the id {tokens.max()}, which has no token")
         versions = {served.version, *map(int, choice.get("weight_versions") or [])}
     except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise UserError(
             "a server does not return token ids and log-probs",
             where=url,
             found=f"{type(error).__name__}: {error}",
-            expected="choices[0].token_ids, and choices[0].logprobs.token_logprobs",
+            expected="choices[0].token_ids of the vocabulary, and logprobs.token_logprobs",
             next="tandem serve; or a vLLM that knows return_token_ids",
         ) from None
     if served.is_tandem and versions != {served.version}:

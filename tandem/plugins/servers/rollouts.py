@@ -69,7 +69,6 @@ def load_servers(config: Config, renderer: ChatRenderer, report: Report) -> Http
                 "the server has weights that a training has sent to it",
                 where=f"{ENGINE} = {server.url}",
                 found=f"version {server.served.version} of them",
-                expected="the weights that it was started with",
                 next="start `tandem serve` again with the model to evaluate",
             )
     return engines

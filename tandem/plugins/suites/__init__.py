@@ -4,6 +4,7 @@ For whom compares a model with others. docs/guide/evaluation.md lists rows, prom
 
     suites.py    what a suite is, its rows, and the reward `suite`, which grades each as its suite
     known.py     gsm8k, math500, aime24, aime25, amc; gpqa, mmlu_pro; humaneval, mbpp; ifeval
+    bfcl.py      calls of functions, and the environment `functions`, which shows them
 
-It plugs in as suites, tables and rewards of tandem/registry.py.
+It plugs in as suites, tables, rewards and envs of tandem/registry.py.
 """

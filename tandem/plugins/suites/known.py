@@ -7,13 +7,17 @@ examples; a program counts if it passes all tests. IFEval: the prompt alone.
 """
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from string import ascii_uppercase
 from typing import Any
 
+from tandem.config.schema import Config
+from tandem.plugins.suites import bfcl
 from tandem.plugins.suites.suites import Suite, Values
 from tandem.rewards.builtin import behind_thoughts
 from tandem.rewards.load import Loading
 from tandem.runtime import rng
+from tandem.runtime.errors import UserError, not_installed
 from tandem.types import Problem
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -43,11 +47,7 @@ def gsm8k(row: Values, _: int) -> Values:
 
 
 def problem(row: Values, _: int) -> Values:
-    return boxed(row["problem"], row["answer"])
-
-
-def amc(row: Values, _: int) -> Values:
-    return boxed(row["question"], row["answer"])
+    return boxed(row["problem" if "problem" in row else "question"], row["answer"])
 
 
 def letter(question: str, options: Sequence[str], right: int) -> Values:
@@ -86,6 +86,31 @@ def ifeval(row: Values, _: int) -> Values:
     return {"prompt": row["prompt"], "answer": "", "ifeval": {name: row[name] for name in names}}
 
 
+def check_ifeval(_: Config) -> None:
+    """Load what NLTK splits sentences by, unless it is there."""
+    if find_spec("langdetect") is None:
+        raise not_installed("langdetect", "evals", where="eval.data")
+    import nltk
+
+    try:
+        nltk.data.find("tokenizers/punkt_tab")
+    except LookupError:
+        if not nltk.download("punkt_tab", quiet=True):
+            raise UserError(
+                "ifeval cannot count sentences",
+                where="eval.data",
+                found="NLTK has no punkt_tab, and cannot download it",
+                next="python -m nltk.downloader punkt_tab, where there is a network; then name its "
+                "folder nltk_data in NLTK_DATA",
+            ) from None
+
+
+def check_bfcl(config: Config) -> None:
+    if config.env.name != "functions":
+        what, found = "bfcl shows functions to the model", f"env.name = {config.env.name}"
+        raise UserError(what, where="eval.data", found=found, next="env.name=functions")
+
+
 @behind_thoughts
 def follows_instructions(
     problem: Problem, completion: str, loading: Loading = lambda _: None
@@ -107,10 +132,18 @@ SUITES = {
     "math500": Suite("HuggingFaceH4/MATH-500#test", problem, "answer"),
     "aime24": Suite("HuggingFaceH4/aime_2024#train", problem, "answer"),
     "aime25": Suite("math-ai/aime25#test", problem, "answer"),
-    "amc": Suite("math-ai/amc23#test", amc, "answer"),
+    "amc": Suite("math-ai/amc23#test", problem, "answer"),
     "gpqa": Suite("Idavidrein/gpqa:gpqa_diamond#train", gpqa, "choice"),
     "mmlu_pro": Suite("TIGER-Lab/MMLU-Pro#test", mmlu_pro, "choice"),
     "humaneval": Suite("openai/openai_humaneval#test", humaneval, "code"),
     "mbpp": Suite("google-research-datasets/mbpp:full#test", mbpp, "code"),
-    "ifeval": Suite("google/IFEval#train", ifeval, INSTRUCTIONS, package="langdetect"),
+    "ifeval": Suite("google/IFEval#train", ifeval, INSTRUCTIONS, check_ifeval),
+    "bfcl": Suite(
+        "gorilla-llm/Berkeley-Function-Calling-Leaderboard",
+        bfcl.columns,
+        "tandem.plugins.suites.bfcl:right_calls",
+        check_bfcl,
+        bfcl.rows,
+        bfcl.files,
+    ),
 }

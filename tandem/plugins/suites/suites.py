@@ -7,7 +7,6 @@ Knows neither tokens nor models, nor the graders behind the names of rewards.
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +15,6 @@ from tandem.data.readers import SUITE, Payload, Placed, RowError, Source, source
 from tandem.registry import find
 from tandem.rewards.load import Loading, Scorer, load
 from tandem.rewards.parts import BadValue
-from tandem.runtime.errors import not_installed
 from tandem.types import Attempt, Problem
 
 Values = dict[str, Any]
@@ -29,20 +27,22 @@ class Suite(NamedTuple):
     source: str  # on the hub
     columns: Callable[[Values, int], Values]
     reward: str  # "code": a program counts if it passes all tests
-    package: str = ""  # that the reward imports, of the extra `evals`
+    check: Callable[[Config], None] = lambda _: None  # raises UserError if it cannot be graded here
+    rows: Callable[[str, str], Placed] = source_rows  # of (a source, its key)
+    files: Callable[[str, str], list[Path]] = source_files
 
 
 def rows(source: Source, key: str) -> Placed:
     """Yield the rows of "suite:NAME,NAME=SOURCE", one suite after the other. Raises UserError."""
     for name, suite, place in _suites(str(source.path), key):
-        for number, (where, payload) in enumerate(source_rows(place, key), start=1):
+        for number, (where, payload) in enumerate(suite.rows(place, key), start=1):
             yield f", {name}{where}", _row(name, suite, payload, number)
 
 
 def files(source: Source, key: str) -> list[Path]:
     """Return the files that the rows of the suites are in. Raises UserError."""
     suites = _suites(str(source.path), key)
-    return [file for _, _, place in suites for file in source_files(place, key)]
+    return [file for _, suite, place in suites for file in suite.files(place, key)]
 
 
 def _suites(source: str, key: str) -> Iterator[tuple[str, Suite, str]]:
@@ -101,11 +101,10 @@ def _other(function: str) -> Scorer:
 
 def suite_options(config: Config) -> Values:
     """Return the options that a run gives the reward: its sandbox, if a suite needs one. Raises
-    UserError for a package that a suite needs."""
+    UserError for what a suite lacks here."""
     named = [s for s in (*config.data.sources, config.eval.data) if s.startswith(SUITE)]
     suites = [suite for source in named for _, suite, _ in _suites(source, "eval.data")]
-    for package in {suite.package for suite in suites if suite.package}:
-        if find_spec(package) is None:
-            raise not_installed(package, "evals", where="eval.data")
+    for suite in suites:
+        suite.check(config)
     needed = any(suite.reward == "code" for suite in suites)
     return {"sandbox": config.sandbox.model_dump()} if needed else {}

@@ -238,12 +238,8 @@ def school_exponent_linear(rng: Generator) -> TaskProblem:
 
 
 def school_fraction_linear(rng: Generator) -> TaskProblem:
-    k, under, right, x = (
-        randint(rng, 1, 7),
-        randint(rng, 2, 12),
-        _nonzero(rng, 15),
-        randint(rng, -15, 20),
-    )
+    k, under = randint(rng, 1, 7), randint(rng, 2, 12)
+    right, x = _nonzero(rng, 15), randint(rng, -15, 20)
     shift = under * right - k * x if _is_whole(rng) else _nonzero(rng, 40)
     formula = f"({_times(k, 'x')}{_plus(shift)})/{under} = {right}"
     product = Fraction(under * right)
@@ -251,12 +247,8 @@ def school_fraction_linear(rng: Generator) -> TaskProblem:
 
 
 def school_linear_nested(rng: Generator) -> TaskProblem:
-    factor, shift, rest, x = (
-        randint(rng, 2, 12),
-        _nonzero(rng, 20),
-        _nonzero(rng, 40),
-        randint(rng, -15, 25),
-    )
+    factor, shift = randint(rng, 2, 12), _nonzero(rng, 20)
+    rest, x = _nonzero(rng, 40), randint(rng, -15, 25)
     total = factor * (x + shift) + rest if _is_whole(rng) else randint(rng, -60, 120)
     product = total - rest
     formula = f"{factor}(x{_plus(shift)}){_plus(rest)} = {total}"

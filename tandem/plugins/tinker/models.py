@@ -85,8 +85,7 @@ class Models:
             raise UserError(
                 "an adapter is of all linears of the layers",
                 where="lora_config",
-                found="train_mlp or train_attn is false",
-                expected="both true",
+                expected="train_mlp and train_attn true",
             )
         rank, seed = (lora.rank, lora.seed or 0) if lora is not None else (0, 0)
         self.models[model_id] = self._make(Info(base_model=base_model, rank=rank, seed=seed))

@@ -31,10 +31,10 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tandem.audit.diff import compare_runs
 from tandem.plugins.view.episode import read_episode, read_image, read_step
 from tandem.plugins.view.episodes import KINDS, EpisodeTable, parse_query
 from tandem.plugins.view.runs import Run, Runs
+from tandem.run_folder.diff import compare_runs
 from tandem.run_folder.read import open_past
 from tandem.runtime.errors import UserError
 from tandem.serve.app import Server, make_app
@@ -130,11 +130,11 @@ class Api:
         kind = query.get("kind", "train")
         if kind not in KINDS:
             raise ValueError(f"kind is {kind!r}; expected one of {', '.join(KINDS)}")
-        return read_episode(run, kind, _whole(request, "step"), _whole(request, "row"))
+        return read_episode(run, kind, int(query.get("step", "")), int(query.get("row", "")))
 
     def step(self, request: Request) -> Any:
         [run] = self._asked(request, 1)
-        return read_step(run, self.table(run), _whole(request, "step"))
+        return read_step(run, self.table(run), int(request.query_params.get("step", "")))
 
     def diff(self, request: Request) -> Any:
         a, b = self._asked(request, 2)
@@ -197,16 +197,6 @@ class Api:
             if news or clock() - sent_at > LIFE_S:
                 sent_at = clock()
                 yield _event({"runs": news})
-
-
-def _whole(request: Request, name: str) -> int:
-    """Return a whole number of an address. Raises ValueError."""
-    found = request.query_params.get(name, "")
-    try:
-        return int(found)
-    except ValueError:
-        text = f"{name} is {found!r:.40}" if found else f"the address has no {name}"
-        raise ValueError(f"{text}; expected a whole number, as {name}=3") from None
 
 
 def _stamps(runs: list[Run]) -> dict[str, Any]:

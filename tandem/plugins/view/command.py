@@ -26,7 +26,6 @@ def view(root: Path, host: str, port: int, token: str) -> None:
             "there are no runs to view",
             where=str(root),
             found="no such folder",
-            expected="a folder of runs, or a run",
             next="tandem demo makes one; or tandem view FOLDER",
         )
     require_token(host, token, "TANDEM_VIEW_TOKEN")
@@ -44,7 +43,7 @@ def report(folder: Path, out: Path | None) -> None:
     """Write the HTML file of a run."""
     [run] = _open([folder])
     target = out or folder / "report.html"
-    _write(target, report_page(run).encode())
+    write_atomic(target, report_page(run).encode())
     print_lines([f"{target}"])
 
 
@@ -55,7 +54,6 @@ def plot(folders: Sequence[Path], out: Path, keys: Sequence[str]) -> None:
             "curves are written as SVG or PNG",
             where="-o",
             found=str(out),
-            expected="a name that ends in .svg or .png",
             next=f"tandem plot RUN -o {out.with_suffix('.svg')}",
         )
     drawn = panels(_open(folders), keys)
@@ -63,26 +61,11 @@ def plot(folders: Sequence[Path], out: Path, keys: Sequence[str]) -> None:
         raise UserError(
             "there is nothing to draw yet",
             where=", ".join(map(str, folders)),
-            found="no numbers",
-            expected="a run with a row in metrics.jsonl",
             next="wait for its first step",
         )
     picture = figure(drawn)
-    _write(out, to_png(picture) if out.suffix == ".png" else picture.encode())
+    write_atomic(out, to_png(picture) if out.suffix == ".png" else picture.encode())
     print_lines([f"{out}"])
-
-
-def _write(path: Path, content: bytes) -> None:
-    try:
-        write_atomic(path, content)
-    except UserError as error:
-        raise UserError(
-            error.what,
-            where=str(path),
-            found=error.found,
-            expected=error.expected,
-            next="name another file, in a folder that is there",
-        ) from None
 
 
 def _open(folders: Sequence[Path]) -> list[Run]:

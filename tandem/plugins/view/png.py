@@ -4,7 +4,7 @@ It draws with the fonts of this machine, by the names that svg.py has.
 """
 
 from tandem.plugins.view.svg import STYLE
-from tandem.runtime.errors import UserError
+from tandem.runtime.errors import UserError, not_installed
 
 _LETTER = '<svg xmlns="http://www.w3.org/2000/svg" class="plot" width="20" height="20">'
 _LETTER += f'<style>{STYLE}</style><text y="15">%s</text></svg>'
@@ -15,15 +15,9 @@ def to_png(svg: str) -> bytes:
     left out in silence."""
     try:
         from resvg_py import svg_to_bytes
-    except ModuleNotFoundError as error:
-        if error.name != "resvg_py":
-            raise
-        raise UserError(
-            "the package that draws PNG is not installed",
-            found="no resvg_py",
-            expected="resvg_py",
-            next="pip install 'tandem-rl[png]'; or name a file that ends in .svg",
-        ) from None
+    except ModuleNotFoundError:
+        instead = "a name that ends in .svg"
+        raise not_installed("resvg_py", "png", where="-o", instead=instead) from None
     letter, blank = (svg_to_bytes(svg_string=_LETTER % text) for text in ("A", ""))
     if letter == blank:
         raise UserError(

@@ -88,7 +88,6 @@ class ImageReader:
                     "an image cannot be read",
                     where=str(store.image_folder() / name),
                     found=first_line(error),
-                    expected="an image that the model's image processor takes",
                     next="leave its row out",
                 ) from None
             self._layouts[name] = self._layout_of(made)
@@ -188,7 +187,6 @@ class ImagePrompts:
                 "the chat template does not write one place for each image",
                 where=self._where,
                 found=f"{len(rest)} times {self._reader.token} for {len(names)} images",
-                expected="as many places as images",
                 next=f"leave {self._reader.token} out of the texts, or correct the template",
             )
         texts = [self._reader.text(name) + after for name, after in zip(names, rest, strict=True)]

@@ -63,6 +63,5 @@ def _lost(file: Path, found: str) -> UserError:
         "an image of the data is not in the run's folder",
         where=str(file),
         found=found,
-        expected="the image as it was when the data were read",
         next="restore it from a copy, or read the data again with --fresh",
     )

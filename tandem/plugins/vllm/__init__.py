@@ -11,3 +11,12 @@ It plugs in as `engines: vllm` of tandem/registry.py.
 """
 
 WHERE = "rollout.engine = vllm"  # the setting, in messages
+MOST_BIASED = 1024  # ids, by vLLM's newer runner; it allows no longer list of allowed ids either
+
+
+def bias(named: int, rows: int) -> dict[int, float] | None:
+    """Give the rows of a vocabulary that have no token the trainer's logit of them. named: how many
+    rows have one; 0: all."""
+    from tandem.model.logprobs import UNNAMED
+
+    return dict.fromkeys(range(named or rows, rows)[:MOST_BIASED], UNNAMED) or None

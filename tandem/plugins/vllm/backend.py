@@ -59,7 +59,6 @@ class VLLM(RolloutBackend):
                 "vLLM does not sleep on a CPU",
                 where="rollout.release_cache",
                 found=f"true, with {WHERE} on a CPU",
-                expected="a GPU, whose memory vLLM can give to the update",
                 next="rollout.release_cache=auto",
             )
         find_python()
@@ -73,7 +72,6 @@ class VLLM(RolloutBackend):
                 "model",
                 where=f"model.path = {config.model.path}",
                 found=f"{shape.model_type}, beside parts that read images or sound",
-                expected="a model of text",
                 next="take Tandem's engine; what `tandem export` writes is a model of text",
             )
 

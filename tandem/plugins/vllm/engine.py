@@ -46,7 +46,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from tandem.engine.ending import Decode, find_ending
 from tandem.model import custom_code
 from tandem.model.tokenizer import decode_text, load_tokenizer
-from tandem.plugins.vllm import WHERE
+from tandem.plugins.vllm import WHERE, bias
 from tandem.runtime.errors import UserError
 from tandem.runtime.rng import address
 from tandem.types import Array, Completion, CompletionStop, Request
@@ -123,7 +123,6 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, Mapped]):  # type: ignor
                 "weights came without some parameters of vLLM's model",
                 where="vLLM's weight transfer",
                 found=f"nothing for {len(names)} of them: {', '.join(names[:4])}",
-                expected="every parameter, as its old value would stay",
                 next="report this with config.json of the model; Tandem's engine goes on",
             )
 
@@ -207,7 +206,8 @@ class VLLMEngine:
         if request.max_tokens_now:
             running.pause_at = len(running.tokens) + request.max_tokens_now
         tokens = [*request.prompt.tolist(), *running.tokens]
-        self._llm.add_request(running.name, {"prompt_token_ids": tokens}, sampling(running))
+        params = sampling(running, self._llm.vllm_config.model_config.get_vocab_size())
+        self._llm.add_request(running.name, {"prompt_token_ids": tokens}, params)
         self._running[running.name] = running
         return running
 
@@ -283,9 +283,9 @@ class VLLMEngine:
         return float("nan")
 
 
-def sampling(running: VLLMRequest) -> SamplingParams:
+def sampling(running: VLLMRequest, rows: int) -> SamplingParams:
     """Translate a request's params. Its seed is an address, so the same request in the same company
-    gives the same tokens, and no other request its draws."""
+    gives the same tokens, and no other request its draws. rows: of the vocabulary."""
     request, params = running.request, running.request.params
     if params.top_logprobs or params.min_tokens or params.prompt_logprobs is not None:
         raise ValueError("top_logprobs, min_tokens and prompt_logprobs are not asked of vLLM")
@@ -297,6 +297,7 @@ def sampling(running: VLLMRequest) -> SamplingParams:
         top_p=params.top_p,
         min_p=params.min_p,
         repetition_penalty=params.repetition_penalty,
+        logit_bias=bias(params.vocabulary, rows),
         stop_token_ids=list(params.stop_token_ids),
         ignore_eos=True,  # stop_token_ids has all that end a turn
         max_tokens=max(1, min(left, request.max_tokens_now or left)),

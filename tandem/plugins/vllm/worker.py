@@ -74,7 +74,6 @@ def _no_vllm(found: str) -> UserError:
         "there is no vLLM to roll out with",
         where=WHERE,
         found=found,
-        expected="an interpreter with vLLM, as its packages do not fit into Tandem's",
         next=f"make cluster (on a CPU), or set {VARIABLE} to the Python of an environment with "
         "vllm 0.32",
     )

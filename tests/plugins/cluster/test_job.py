@@ -6,7 +6,6 @@ import pytest
 
 from tandem.choices import choices, machine_of
 from tandem.config.schema import Cluster, Config, Rollout, Stream, Weights
-from tandem.plugins.vllm.worker import VARIABLE
 from tandem.runtime.errors import UserError
 
 WORKERS = Rollout(workers=1)
@@ -39,12 +38,6 @@ def test_a_missing_package_is_named_by_its_key(sections, missing, where, extra, 
         check(Config(**sections))
     assert caught.value.where.startswith(where) and f"no {missing}" in caught.value.found
     assert f"pip install 'tandem-rl[{extra}]'" in caught.value.next
-
-
-def test_a_missing_vllm_is_named_before_models_are_loaded(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "/nowhere/python")
-    with pytest.raises(UserError, match="no vLLM"):
-        check(Config(rollout=Rollout(engine="vllm", workers=1)))
 
 
 def test_vllm_is_not_told_to_sleep_on_a_cpu():

@@ -8,41 +8,19 @@ import pytest
 
 FOLDER = Path(__file__).parents[3] / "recipes" / "cluster"
 # fields of KubeRay's CRDs (ray.io/v1, KubeRay 1.5.1) and of the pods in them, by where they stand
-JOB = {
-    "entrypoint",
-    "shutdownAfterJobFinishes",
-    "backoffLimit",
-    "rayClusterSpec",
-    "ttlSecondsAfterFinished",
-    "activeDeadlineSeconds",
-    "submissionMode",
-    "runtimeEnvYAML",
-    "suspend",
-    "clusterSelector",
-}
-CLUSTER = {
-    "rayVersion",
-    "authOptions",
-    "headGroupSpec",
-    "workerGroupSpecs",
-    "enableInTreeAutoscaling",
-    "autoscalerOptions",
-    "suspend",
-    "gcsFaultToleranceOptions",
-}
+JOB = """
+entrypoint shutdownAfterJobFinishes backoffLimit rayClusterSpec ttlSecondsAfterFinished
+activeDeadlineSeconds submissionMode runtimeEnvYAML suspend clusterSelector
+"""
+CLUSTER = """
+rayVersion authOptions headGroupSpec workerGroupSpecs enableInTreeAutoscaling autoscalerOptions
+suspend gcsFaultToleranceOptions
+"""
 HEAD = {"rayStartParams", "template", "serviceType", "enableIngress", "headService"}
-WORKERS = {
-    "groupName",
-    "replicas",
-    "minReplicas",
-    "maxReplicas",
-    "numOfHosts",
-    "idleTimeoutSeconds",
-    "rayStartParams",
-    "template",
-    "scaleStrategy",
-    "suspend",
-}
+WORKERS = """
+groupName replicas minReplicas maxReplicas numOfHosts idleTimeoutSeconds rayStartParams template
+scaleStrategy suspend
+"""
 CONTAINER = {"name", "image", "ports", "resources", "volumeMounts", "env", "command", "args"}
 
 
@@ -70,12 +48,12 @@ def job():
 def test_the_manifest_has_the_fields_of_a_rayjob(job):
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     assert set(job) == {"apiVersion", "kind", "metadata", "spec"}
-    assert set(job["spec"]) <= JOB and isinstance(job["spec"]["backoffLimit"], int)
+    assert set(job["spec"]) <= {*JOB.split()} and isinstance(job["spec"]["backoffLimit"], int)
     cluster = job["spec"]["rayClusterSpec"]
-    assert set(cluster) <= CLUSTER and cluster["authOptions"] == {"mode": "token"}
+    assert set(cluster) <= {*CLUSTER.split()} and cluster["authOptions"] == {"mode": "token"}
     head, [workers] = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
     assert {"rayStartParams", "template"} <= set(head) <= HEAD
-    assert {"groupName", "rayStartParams", "template"} <= set(workers) <= WORKERS
+    assert {"groupName", "rayStartParams", "template"} <= set(workers) <= {*WORKERS.split()}
     assert workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
     for group in (head, workers):
         assert all(isinstance(value, str) for value in group["rayStartParams"].values())

@@ -226,14 +226,6 @@ def test_two_numbers_are_equal_exactly_when_their_fractions_are(one, other):
     assert equal(one[0], other[0]) == (one[1] == other[1])
 
 
-@settings(max_examples=100, deadline=None)
-@given(integers, positive, st.integers(2, 9))
-def test_a_fraction_equals_itself_multiplied_out(top, below, factor):
-    assert equal(f"{top * factor}/{below * factor}", f"\\frac{{{top}}}{{{below}}}")
-    assert score(f"so 1 2 3\nAnswer: {top}/{below}", f"{top * factor}/{below * factor}") == 1.0
-    assert not equal(f"{top + 1}/{below}", f"{top}/{below}")
-
-
 @settings(max_examples=300, deadline=None)
 @given(st.text(st.sampled_from("0123456789+-*/=.,%$\\{}() xfrac\n") | st.characters(), max_size=60))
 def test_no_text_raises(text):

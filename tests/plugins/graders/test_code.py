@@ -9,7 +9,6 @@ import pytest
 
 from chaos.hostile.cheats import ASSERTS, CHEATS, TESTS, WITNESS, solution
 from chaos.hostile.graded import GRADED
-from tandem.config import schema
 from tandem.plugins.graders.code import code_reward, holds, same_output
 from tandem.plugins.graders.code_inside import decode, encode
 from tandem.plugins.graders.code_tests import CallTest, calls, extract_code, read_tests
@@ -197,14 +196,6 @@ def test_a_function_may_be_a_method_of_solution():
     assert reward({**tests, "fn_name": "plus"}, methods)["reward"] == 0.0
 
 
-@needs_bubblewrap
-def test_a_sandbox_of_the_config_is_opened_here():
-    assert (
-        reward(["assert add(1, 2) == 3"], ADD, sandbox=schema.Sandbox().model_dump())["reward"]
-        == 1.0
-    )
-
-
 # ---------------------------------------------------------------- cheats
 
 
@@ -247,10 +238,6 @@ def test_no_expected_value_enters_the_solutions_sandbox(form):
 
 # what is a list arrives as one, without methods of its own; at most 2 honest ones
 REFUSED = {"kodcode/a list's child"}
-
-
-def test_the_corpus_of_five_data_sets_is_large():
-    assert [sum(row.honest is kind for row in GRADED) for kind in (True, False)] == [60, 60]
 
 
 @needs_bubblewrap
@@ -426,16 +413,6 @@ def test_the_program_is_the_last_python_block_or_the_text():
     )
     assert extract_code("<think>\n```python\nx = 1\n```\n</think>\n```\nx = 2\n```") == "x = 2\n"
     assert extract_code("```py\nx = 1\n```\n```python\nx = 3") == "x = 3\n"
-
-
-def test_an_assert_of_a_call_and_a_constant_is_taken_apart():
-    assert calls("assert f([1, -2]) == (3, {'a': None})") == [
-        CallTest(expression="f([1, -2])", expected=((3, {"a": None}),))
-    ]
-    assert calls("assert 3 == f(x=1)") == [CallTest(expression="f(x=1)", expected=(3,))]
-    assert calls("assert S(2).f(1) == {1: (2.5,)}") == [
-        CallTest(expression="S(2).f(1)", expected=({1: (2.5,)},))
-    ]
 
 
 @pytest.mark.parametrize(

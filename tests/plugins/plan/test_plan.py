@@ -11,7 +11,7 @@ import torch
 from tandem.config.origins import origins
 from tandem.config.recipe import load_config
 from tandem.jobs.models import build_learner
-from tandem.plugins.plan.command import Machine, plan, value_lines
+from tandem.plugins.plan.command import Machine, plan
 from tandem.plugins.plan.footprint import model_sizes
 from tandem.run_folder.metrics import read_metrics
 from tandem.runtime.errors import UserError
@@ -76,19 +76,6 @@ def test_plan_tells_calls_that_are_not_read_and_tools_without_room(home, tmp_pat
     code, last, text = planned(home, tmp_path / "run", *shown, "env.options.tools=calculator")
     assert "own form are not read" in caplog.text
     assert code == 2 and "with its tools leaves no room" in last and "tandem tiny DIR" in text
-
-
-@pytest.mark.parametrize(
-    ("command", "own"),
-    [("train", {"rl"}), ("sft", {"sft"}), ("dpo", {"preference"}), ("distill", {"rl"})],
-)
-def test_plan_lists_values_of_its_own_command_and_with_values_all(home, command, own):
-    keys = ["sft.batch_size=3", "preference.beta=0.3", "rl.kl_coef=0.0", "rl.clip_low=0.1"]
-    config, named = load_config(home / "recipe.toml", keys), origins(home / "recipe.toml", keys)
-    sections = {"rl", "sft", "preference", "distill"}
-    for every, expected in ((False, own), (True, sections)):
-        lines = value_lines(config, command, named, {}, every=every)
-        assert {line.split(".")[0].strip() for line in lines} & sections == expected
 
 
 @pytest.mark.parametrize(

@@ -51,13 +51,6 @@ def held_after_a_step(config):
     return sum(tensor.nbytes for name, tensor in state.items() if name[:5] != "step.")
 
 
-def test_plan_names_activations_and_what_checkpointing_leaves_of_them(home):
-    run = run_of(home)
-    [(size, text)] = [row[1:] for row in run.needs() if row[0] == "activations"]
-    assert size == run.activations() > run.activations(activation_checkpointing=True)
-    assert text.startswith("8,192 tokens; ") and text.endswith(" with checkpointing")
-
-
 def test_muon_has_one_momentum_for_each_matrix_of_the_layers(home):
     """The plan counts what a policy's and a critic's optimizer hold after a step."""
     before, after = (

@@ -18,7 +18,6 @@ from tandem.plugins.plan.scaling import (
     Assumptions,
     communication,
     flops_per_token,
-    rate,
     update_time,
 )
 from tandem.plugins.plan.shards import Model, Work, largest_layer, memory, parameters, part_of
@@ -198,16 +197,6 @@ def test_hybrid_shards_send_to_other_nodes_what_zhao_et_al_count():
     step, mesh = work(dtype=torch.float32), Parallel(data=16, shard=8)
     weights = 4 * parameters(step.shape)
     assert communication(step, mesh)["replicas"] == 2 * weights / 8 * (1 / 2)
-
-
-def test_reductions_pass_adapters_as_an_all_to_all_and_sums_half_so():
-    """A rank's own adapter, for what leaves the node: nothing takes a ring in rank order."""
-    mesh = Parallel(data=16)
-    assert rate(mesh, "gradients", H200) == H200.network * 15 / 8
-    assert rate(Parallel(data=16, shard=8), "gradients", H200) == H200.nvlink
-    ring, exchange = 8 * H200.network, H200.network * 15 / 8
-    assert rate(Parallel(tensor=16), "tensor", H200) == 2 / (1 / ring + 1 / exchange)
-    assert rate(Parallel(pipeline=4, tensor=4), "pipeline", H200) == H200.network
 
 
 def test_flops_are_six_a_parameter_and_those_of_causal_attention():

@@ -3,20 +3,18 @@ word, or refused by name."""
 
 import json
 import threading
-import time
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tandem.cli.serve import load_weights
 from tandem.engine.engine import Engine
-from tandem.plugins.servers.engines import CHECK_S, TOKEN_S, HttpEngines
+from tandem.plugins.serve.command import load_weights
+from tandem.plugins.serve.requests import Served
+from tandem.plugins.servers.engines import TOKEN_S, HttpEngines
 from tandem.plugins.servers.rollouts import FileSync
 from tandem.runtime.errors import UserError
-from tandem.runtime.http import ServerLost, ask, start
-from tandem.serve.requests import Served
 from tandem.step import train_step
 from tandem.types import Score
 from tests.support.engines import decode, engine_of, facts, mixed_requests, request
@@ -245,16 +243,6 @@ def test_a_request_that_makes_a_server_fail_ends_the_run():
     assert "at most 2 losses" in caught.value.expected
 
 
-def test_a_server_that_stays_busy_is_lost_in_the_end():
-    with (
-        odd({"error": "x"}, 429) as (url, _),
-        connected(url, restarts=0, deadline_s=1000.0, clock=Clock(tick=100.0)) as engines,
-        pytest.raises(UserError, match="lost again and again") as caught,
-    ):
-        run(engines, [request(0)])
-    assert caught.value.found == "HTTP 429 for 1008 s"
-
-
 def test_a_long_completion_is_waited_for_while_its_server_answers_checks():
     clock, over = Clock(tick=WAIT_S), threading.Event()
 
@@ -290,45 +278,6 @@ def test_a_server_at_work_that_answers_no_check_is_lost():
         engines.deadline_s = WAIT_S
         assert eventually(lambda: engines.step() and ticket.completion)
     assert engines.reports[0].startswith(f"the server {url}/v1 was lost: ReadTimeout")
-
-
-def test_an_answer_has_a_time_of_its_own_once_there_is_a_connection():
-    def slow(body):
-        time.sleep(0.5)
-        return 200, {}
-
-    with odd() as (url, server):
-        server.answers["/models"] = slow
-        assert start(ask(f"{url}/models", connect_s=0.2, answer_s=WAIT_S)).result() == {}
-        with pytest.raises(ServerLost, match="ReadTimeout"):
-            start(ask(f"{url}/models", connect_s=WAIT_S, answer_s=0.1)).result()
-
-
-def test_an_address_that_cannot_be_and_weights_that_are_not_described_are_losses():
-    nowhere = "http://127.0.0.1:80a"
-    with odd(owned_by="tandem") as (url, server):
-        server.answers["/weights"] = 200, {"weight_version": 0}
-        refused = pytest.raises(UserError, match="none of the servers answers")
-        with refused as caught, connected(nowhere, url):
-            pass
-    assert f"{nowhere}/v1: InvalidURL" in caught.value.found
-    assert f"{url}/v1: GET /models or /weights does not describe" in caught.value.found
-
-
-def test_a_bug_in_the_thread_of_a_request_is_raised_to_the_caller(url):
-    class Failing(HttpEngines):
-        failing = False
-
-        async def _ask(self, *arguments, **options):
-            if self.failing:
-                raise KeyError("a bug")
-            return await super()._ask(*arguments, **options)
-
-    with connected(url, kind=Failing) as engines:
-        engines.failing = True
-        engines.submit(request(0))
-        with pytest.raises(KeyError, match="a bug"):
-            assert eventually(engines.step)
 
 
 def test_a_server_that_comes_back_serves_again(sha256):
@@ -404,6 +353,7 @@ def test_a_stop_string_across_a_pause_is_refused(url):
         (choice([5, 6], "stop"), 200, "ended a completion where the run would not"),
         (choice([5, 6], "length"), 200, "ended a completion where the run would not"),
         (choice([5] * 9, "length"), 200, "ended a completion where the run would not"),
+        (choice([5] * 7 + [VOCAB]), 200, "does not return token ids and log-probs"),
         ({"error": {"message": "no such model"}}, 404, "refuses a request"),
         ({"error": {"message": "a wrong key"}}, 401, "refuses a request"),
     ],
@@ -411,28 +361,7 @@ def test_a_stop_string_across_a_pause_is_refused(url):
 def test_answers_that_cannot_be_trained_on_are_errors(answer, status, message):
     refused = pytest.raises(UserError, match=message)
     with odd(answer, status) as (url, _), connected(url) as engines, refused:
-        run(engines, [request(0)])
-
-
-def test_more_tokens_than_until_the_pause_are_refused_and_fewer_too(url):
-    whole = request(3, [7, 8], max_new_tokens=12)
-    with connected(url) as engines:
-        [paused] = run(engines, [replace(whole, max_tokens_now=5)])
-    for count in (3, 5):
-        refused = pytest.raises(UserError, match="where the run would not")
-        with odd(choice([5] * count)) as (other, _), connected(other) as engines, refused as caught:
-            run(engines, [replace(whole, resume_from=paused, max_tokens_now=4)])
-        assert f"found:    {count} tokens" in str(caught.value)
-        assert "or 4 tokens" in caught.value.expected
-
-
-def test_versions_that_a_server_leaves_empty_are_those_that_it_serves(sha256):
-    answer = choice([5, 6], weight_versions=None)
-    with odd(answer, owned_by="tandem") as (url, server):
-        serve_weights(server, sha256)
-        with connected(url) as engines:
-            [completion] = run(engines, [request(0, max_new_tokens=2)])
-    assert completion.weight_versions.tolist() == [0, 0]
+        run(engines, [request(0, vocabulary=VOCAB)])
 
 
 def test_servers_of_other_weights_are_refused(url):
@@ -513,85 +442,5 @@ def test_a_file_that_is_no_file_of_weights_is_named_and_other_weights_are_found(
             sync.sync_to(2)
 
 
-@contextmanager
-def taking_weights():
-    """A server that answers as Tandem's and takes any weights; their hash is their file's name."""
-    has = {"weight_version": 0, "sha256": "", "takes_updates": True}
-
-    def load(body):
-        if body is not None:
-            has.update(weight_version=body["version"], sha256=body["path"])
-        return 200, dict(has)
-
-    with odd(choice([5, 6]), owned_by="tandem") as (url, server):
-        server.answers["/weights"] = load
-        yield url, server
-
-
 def publish(engines, version):
     engines.load(f"file {version}", version, f"file {version}")
-
-
-@pytest.mark.parametrize("status", [200, 400])
-def test_a_check_with_outdated_weights_is_made_again(status):
-    clock, over, asked = Clock(), threading.Event(), []
-
-    with (
-        taking_weights() as (a, _),
-        taking_weights() as (b, back),
-        connected(a, b, clock=clock) as engines,
-    ):
-        publish(engines, 1)
-        load, lost = back.answers["/weights"], engines.servers[1]
-        back.answers["/completions"] = None
-        run(engines, [request(n, max_new_tokens=2) for n in range(4)])
-        assert lost.lost
-
-        def late(body):
-            if body is None:
-                return load(None)
-            asked.append(body["version"])
-            if len(asked) > 1:
-                return load(body)
-            assert over.wait(WAIT_S)
-            return status, load(body)[1]
-
-        back.answers |= {"/weights": late, "/completions": (200, choice([5, 6]))}
-        clock.now += CHECK_S
-        assert eventually(lambda: engines.step() or asked)
-        publish(engines, 2)
-        over.set()
-        assert eventually(lambda: engines.step() or not lost.lost)
-        assert asked == [1, 2] and lost.served.weights == (2, "file 2")
-
-
-def test_servers_lost_at_new_weights_have_the_deadline_to_come_back():
-    clock = Clock()
-    with taking_weights() as (url, server), connected(url, clock=clock) as engines:
-        load = server.answers["/weights"]
-        publish(engines, 1)
-        server.answers["/weights"] = None
-        for version in (2, 3):
-            clock.now += 10 * WAIT_S  # of learning
-            publish(engines, version)
-            engines.step()
-        [lost] = engines.servers
-        assert eventually(lambda: engines.step() or lost.check is None) and lost.lost
-        server.answers["/weights"] = load
-        clock.now += CHECK_S
-        [completion] = run(engines, [request(0, max_new_tokens=2)])
-        assert completion.weight_versions.tolist() == [3, 3]
-
-
-def test_weights_that_another_run_loads_are_refused():
-    clock = Clock()
-    with taking_weights() as (url, server), connected(url, clock=clock) as engines:
-        load = server.answers["/weights"]
-        server.answers["/weights"] = lambda body: (
-            load(body)
-            if body
-            else (200, {"weight_version": 7, "sha256": "file 7", "takes_updates": True})
-        )
-        with pytest.raises(UserError, match="do not run the same weights") as caught:
-            publish(engines, 1)
-    assert caught.value.expected == "version 1, hash file 1"

@@ -1,13 +1,16 @@
 """Benchmarks by name: rows made up in the form that each has on the hub, read and graded."""
 
+import asyncio
 import json
 import shutil
 
 import pytest
 
-from tandem.config.episodes import Data
+from tandem.config.episodes import Data, Env
 from tandem.config.schema import Config
 from tandem.data.problems import read_problems
+from tandem.data.readers import source_files
+from tandem.plugins.suites.bfcl import FunctionsEnv
 from tandem.plugins.suites.suites import suite_options
 from tandem.registry import names
 from tandem.rewards.load import load
@@ -88,6 +91,44 @@ ROWS = {
 PROGRAMS = ("humaneval", "mbpp")
 
 
+def told(name, text):
+    """A call in Hermes' form."""
+    return f'<tool_call>{{"name": "{name}", "arguments": {text}}}</tool_call>'
+
+
+ABOUT = {
+    "city": {"type": "string"},
+    "days": {"type": "integer"},
+    "price": {"type": "float", "description": "At most."},
+    "stops": {"type": "array", "items": {"type": "string"}},
+}
+PARAMETERS = {"type": "dict", "properties": ABOUT, "required": ["city", "days"]}
+FUNCTIONS = [{"name": "trip.book", "description": "Book a trip.", "parameters": PARAMETERS}]
+RIGHT = {"city": ["New York", "NYC"], "days": [3], "price": ["", 90.0], "stops": ["", ["Rome", 2]]}
+BOOK = told("trip.book", '{"city": "new-york", "days": 3}')
+TWO = told("trip.book", '{"city": "Rome", "days": 3}') + told(
+    "trip.book", '{"city": "NYC", "days": 3, "stops": ["rome", 2]}'
+)
+TEXTS = ('"days": 3', '"days": "3"', '"days": 4', '"days": 3, "seat": 1', '"price": 9')
+# made up as of BFCL: an id, its answers, completions that are right, and that are wrong
+CALLS = [
+    (
+        "simple_0",
+        [RIGHT],
+        [BOOK, told("trip.book", '{"city": "NYC", "days": 3, "price": 90}')],
+        [*(told("trip.book", f'{{"city": "Rio", {text}}}') for text in TEXTS), BOOK + BOOK, "NYC"]
+        + [told("trip.book", f'{{"city": "NYC", {text}}}') for text in TEXTS[1:]],
+    ),
+    (
+        "parallel_0",
+        [{**RIGHT, "stops": [["Rome", 2]]}, {**RIGHT, "city": ["Rome"]}],
+        [TWO],
+        [BOOK, TWO + BOOK, TWO.replace("Rome", "NYC"), BOOK + "<tool_call>{</tool_call>"],
+    ),
+    ("irrelevance_0", None, ["No function fits.", "<tool_call>{</tool_call>"], [BOOK]),
+]
+
+
 def rows_of(suite, folder):
     file = folder / f"{suite}.jsonl"
     file.write_text(json.dumps(ROWS[suite][0]) + "\n", encoding="utf-8")
@@ -97,6 +138,32 @@ def rows_of(suite, folder):
 def grade(problem, text, **options):
     scorer = load("suite", options)
     return scorer(problem, Attempt(text=text), lambda _: None)[0]
+
+
+def test_bfcl_shows_functions_and_grades_calls_by_names_arguments_and_types(tmp_path):
+    (tmp_path / "possible_answer").mkdir()
+    for id, answers, _, _ in CALLS:
+        name, asked = f"BFCL_v4_{id[:-2]}.json", [[{"role": "user", "content": f"Book {id}."}]]
+        row = {"id": id, "question": asked, "function": FUNCTIONS}
+        (tmp_path / name).write_text(json.dumps(row))
+        if answers is not None:
+            truth = {"id": id, "ground_truth": [{"trip.book": one} for one in answers]}
+            (tmp_path / "possible_answer" / name).write_text(json.dumps(truth))
+    source = f"suite:bfcl={tmp_path}"
+    config = Config(eval={"data": source}, data={"train": "own.jsonl"})
+    with pytest.raises(UserError, match="shows functions"):
+        suite_options(config)
+    assert suite_options(config.model_copy(update={"env": Env(name="functions")})) == {}
+    assert len(source_files(source, "eval.data")) == 5
+    problems = read_problems(source, Data(), key="eval.data")
+    assert [p.category for p in problems] == ["bfcl_simple", "bfcl_parallel", "bfcl_irrelevance"]
+    env = FunctionsEnv()
+    assert asyncio.run(env.reset(problems[0])) == problems[0].messages
+    [tool] = env.tools
+    assert tool["function"]["parameters"]["properties"]["price"]["type"] == "number"
+    for problem, (_, _, right, wrong) in zip(problems, CALLS, strict=True):
+        assert [grade(problem, text) for text in right] == [1.0] * len(right)
+        assert [grade(problem, text) for text in wrong] == [0.0] * len(wrong)
 
 
 @pytest.mark.parametrize("suite", ROWS)
@@ -121,7 +188,7 @@ def test_the_rows_of_a_suite_are_graded_by_its_own_grader(suite, tmp_path):
 
 
 def test_every_suite_has_a_made_up_row():
-    assert set(names("suites")) == set(ROWS)
+    assert set(names("suites")) == {*ROWS, "bfcl"}
 
 
 def test_several_suites_are_one_source_whose_prompts_say_how_to_answer(tmp_path):

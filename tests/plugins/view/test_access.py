@@ -3,13 +3,12 @@
 import re
 import subprocess
 import sys
-import tomllib
 
 import httpx
 import pytest
 
 from tandem.plugins.view.app import POLICY
-from tests.support.command import ROOT, assert_is_a_users_error, tandem
+from tests.support.command import ROOT
 from tests.support.viewing import make_run, viewing
 from tests.support.waiting import WAIT_S
 
@@ -113,32 +112,3 @@ def test_the_front_end_has_no_markup_from_texts_and_no_foreign_address():
         assert addresses <= {"http://www.w3.org/2000/svg"}, path.name
     page = (STATIC / "index.html").read_text()
     assert re.findall(r"<script(?![^>]* src=)", page) == [] and not re.search(r"\son\w+=", page)
-
-
-def test_every_static_file_ships_in_the_wheel():
-    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
-        "package-data"
-    ]["tandem"]
-    shipped = {path for pattern in patterns for path in (ROOT / "tandem").glob(pattern)}
-    files = {path for path in STATIC.rglob("*") if path.is_file()}
-    assert files <= shipped and STATIC / "uplot" / "LICENSE" in files
-    assert "1.6.32" in (STATIC / "uplot" / "VERSION").read_text()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["view", "no-such-folder"], ["no runs to view", "no-such-folder"]),
-        (["view", ".", "--host", "0.0.0.0"], ["needs a token", "TANDEM_VIEW_TOKEN"]),
-        (
-            ["view", ".", "--host", "192.0.2.1", "--token", "x", "--port", "1"],
-            ["cannot use this address"],
-        ),
-        (["report", "."], ["not a run folder"]),
-        (["plot", ".", "-o", "x.svg"], ["not a run folder"]),
-        (["plot", ".", "-o", "x.pdf"], ["as SVG or PNG", "x.pdf", "x.svg"]),
-        (["plot", ".", "-o", "x.png"], ["not a run folder"]),
-    ],
-)
-def test_a_mistake_is_told_without_a_traceback(tmp_path, arguments, words):
-    assert_is_a_users_error(tandem(*arguments, cwd=tmp_path), *words)

@@ -2,7 +2,6 @@
 
 import base64
 import re
-import sys
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
@@ -15,7 +14,7 @@ from tandem.plugins.view.runs import Run
 from tandem.plugins.view.svg import Line, Panel, figure
 from tandem.run_folder.metrics import read_metrics
 from tandem.runtime.errors import UserError
-from tests.support.command import assert_is_a_users_error, tandem
+from tests.support.command import tandem
 from tests.support.past_runs import past_run
 from tests.support.viewing import add_step, group, keep_image, make_run
 
@@ -112,13 +111,6 @@ def test_a_plot_as_png_has_the_line_and_the_texts(tmp_path):
     assert tuple(middle) == tuple(bytes.fromhex(line.get("stroke")[1:]))
     title = picture[: 2 * 20]
     assert (title.sum(-1) < 3 * 80).sum() > 50  # dark pixels of "reward"
-
-
-def test_png_without_its_package_names_the_extra(tmp_path, monkeypatch):
-    add_step(make_run(tmp_path / "run"), 1, reward=0.5)
-    monkeypatch.setitem(sys.modules, "resvg_py", None)
-    result = tandem("plot", "run", "-o", "x.png", cwd=tmp_path)
-    assert_is_a_users_error(result, "tandem-rl[png]", ".svg")
 
 
 def test_plots_of_runs_without_steps_and_of_one_value(tmp_path):

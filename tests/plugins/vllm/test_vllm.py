@@ -19,23 +19,23 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from tandem.audit.replay import replay
 from tandem.cli.train import train
 from tandem.config.recipe import load_config
 from tandem.engine.dispatch import devices_of
-from tandem.engine.ending import find_ending
 from tandem.engine.packed import packed_logprobs
 from tandem.engine.sync_check import make_probe
 from tandem.model.load import load_model
+from tandem.model.logprobs import UNNAMED
 from tandem.model.tiny import make_tiny
 from tandem.model.tokenizer import decode_text, load_tokenizer
+from tandem.plugins.audit.replay import replay
+from tandem.plugins.vllm import MOST_BIASED, bias
 from tandem.plugins.vllm import worker as vllm_worker
 from tandem.rollout_workers.process import EngineSpec
 from tandem.run_folder.metrics import read_metrics
 from tandem.run_folder.read import open_past
 from tandem.runtime.errors import UserError
 from tandem.trainer.parity import MAX_MEAN
-from tandem.types import SamplingParams
 from tandem.weights.shared import SharedWeights
 from tests.support.runs import prepare
 from tests.support.waiting import eventually
@@ -128,7 +128,7 @@ def largest_gap(model, requests, completions):
 def every_kind():
     kinds = [
         {},
-        {"temperature": 0.7, "top_p": 0.8},
+        {"temperature": 0.7, "top_p": 0.8, "vocabulary": 90},
         {"top_k": 9, "temperature": 1.3},
         {"top_k": 20, "top_p": 0.9},
         {"min_p": 0.02, "top_k": 30},
@@ -136,6 +136,13 @@ def every_kind():
     ]
     prompts = [np.random.default_rng(n).integers(9, 100, n) for n in (3, 40, 17, 130, 64, 33)]
     return [request(n, prompts[n % 6], max_new_tokens=16, **kinds[n % 6]) for n in range(12)]
+
+
+def test_ids_without_a_token_are_biased_away_and_no_others():
+    """In every_kind vLLM itself has such ids."""
+    assert bias(0, 100) is bias(100, 100) is None
+    assert bias(97, 100) == {97: UNNAMED, 98: UNNAMED, 99: UNNAMED}
+    assert len(bias(97, 5000)) == MOST_BIASED
 
 
 @needs_vllm
@@ -413,20 +420,3 @@ def test_vllm_asks_for_the_memory_that_it_uses_and_not_for_the_whole_gpu(ranks):
     assert 80 * vllm_worker.memory_share(start, 32768, 80 << 30) - needed > 3.0
     assert 80 * vllm_worker.memory_share({**start, "max_batch": 2048}, 4096, 80 << 30) > needed + 2
     assert vllm_worker.memory_share(start, 4096, 6 << 30) == 1.0  # vLLM says what is missing
-
-
-@pytest.mark.parametrize(
-    ("tokens", "pause_at", "ending"),
-    [
-        ([1, 2], 0, None),
-        ([1, 9], 0, ("1", "stop")),
-        ([1, 2, 3, 4], 0, ("1234", "length")),
-        ([1, 2], 2, ("12", "paused")),
-        ([5, 6, 7], 0, ("5", "stop")),
-        ([5, 6, 7, 8], 4, ("5", "stop")),
-        ([1, 2, 3, 9], 4, ("123", "stop")),
-    ],
-)
-def test_the_ending_of_a_completion(tokens, pause_at, ending):
-    params = SamplingParams(max_new_tokens=4, stop_token_ids=(9,), stop=("67",))
-    assert find_ending(params, tokens, pause_at, lambda ids: "".join(map(str, ids))) == ending

@@ -399,12 +399,8 @@ class Unisolated(LocalSandbox):
 
 NOBODY = 65534
 UIDS = 1_500_000_000  # a root parent takes uids from here: a range that no distribution hands out
-DEVICES = (
-    "null",
-    "full",
-    "random",
-    "urandom",
-)  # not zero: mapped, it is memory that no limit counts
+# not zero: mapped, it is memory that no limit counts
+DEVICES = ("null", "full", "random", "urandom")
 # Process 1 of the namespace is bubblewrap's, of the same user and without the limits: its memory
 # must not be written to.
 HIDE_FIRST = ("--perms", "0000", "--size", "4096", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1")

@@ -9,7 +9,6 @@ from tests.support.fake_engine import FAKE, FakeEngine, FakeTexts
 from tests.support.serving import ASK, CALCULATOR, SAID, answering, post, running
 from tests.support.talks import TALKS, MessagesTalk
 
-FUNCTION = CALCULATOR["function"]
 MESSAGES = {"model": "fake", "messages": [ASK], "max_tokens": 9}
 RESPONSES = {"model": "fake", "input": ASK["content"]}
 
@@ -106,25 +105,6 @@ def test_what_would_change_the_answer_is_refused_by_name(url, path, fields, para
     assert answer.status_code == 400
     assert answer.json()["error"]["message"].startswith(f"{param}: ")
     assert answer.json()["error"].get("param", param) == param
-
-
-@pytest.mark.parametrize(
-    ("path", "fields"),
-    [
-        ("messages", {"thinking": {"type": "disabled"}, "metadata": {"user_id": "u"}}),
-        ("messages", {"system": [{"type": "text", "text": "S", "cache_control": {}}]}),
-        ("messages", {"temperature": 0, "top_k": 3, "stop_sequences": ["z"], "system": "S"}),
-        ("responses", {"instructions": "S", "store": False, "include": ["x"], "reasoning": None}),
-        ("responses", {"text": {"format": {"type": "text"}}, "truncation": "disabled"}),
-    ],
-)
-def test_what_asks_for_nothing_is_taken(path, fields):
-    texts = Heard()
-    with answering("ab", texts) as url:
-        body = MESSAGES if path == "messages" else RESPONSES
-        assert post(f"{url}/v1/{path}", json=body | fields).status_code == 200
-    system = "system:S\n" if "S" in json.dumps(fields) else ""
-    assert texts.prompts == [f"{system}user:{ASK['content']}\n"]
 
 
 def test_tokens_of_messages_are_counted():

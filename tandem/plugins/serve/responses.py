@@ -16,7 +16,9 @@ from itertools import accumulate, count
 from tandem.engine.ending import REPLACEMENT
 from tandem.engine.prompt_scores import PromptScores
 from tandem.model.tool_calls import Call, split_calls
-from tandem.serve.detokenizer import Detokenizer, ToolStream
+from tandem.plugins.serve.detokenizer import Detokenizer, ToolStream
+from tandem.plugins.serve.requests import ChatTokenizer
+from tandem.plugins.serve.service import Update
 from tandem.serve.openai import (
     ApiError,
     Body,
@@ -26,8 +28,6 @@ from tandem.serve.openai import (
     call_deltas,
     call_json,
 )
-from tandem.serve.requests import ChatTokenizer
-from tandem.serve.service import Update
 from tandem.types import Request
 
 # a token, its log-prob, and the likeliest ones with theirs, nats

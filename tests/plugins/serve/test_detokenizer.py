@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tandem.engine.ending import REPLACEMENT
 from tandem.model.tool_calls import Call, split_calls
-from tandem.serve.detokenizer import Detokenizer, ToolStream
+from tandem.plugins.serve.detokenizer import Detokenizer, ToolStream
 from tests.support.decoders import BYTES, DECODERS, FALLBACK_TOKENS
 from tests.support.tool_calls import STYLES, write_in_style
 

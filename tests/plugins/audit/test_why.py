@@ -7,9 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from tandem.audit.why import EpisodeRef, find_episodes, tokens, trace_updates, with_history
-from tandem.cli.why import why
-from tandem.run_folder.episode_files import episode_file
+from tandem.plugins.audit.show_why import why
+from tandem.plugins.audit.why import EpisodeRef, find_episodes, tokens, trace_updates, with_history
 from tandem.run_folder.read import open_past, read_step
 from tandem.runtime.errors import UserError
 from tests.support.past_runs import PARTIAL, change_first, copy_of, edit, past_run
@@ -163,14 +162,6 @@ def test_unknown_episode_is_refused_with_a_valid_example(name):
     with pytest.raises(UserError, match="no such episode") as caught:
         find_episodes(past, name)
     assert caught.value.expected.endswith(f"e.g. 4:{last.uid}:0")
-
-
-def test_divergence_of_the_replay_is_printed(tmp_path, capsys):
-    run = copy_of(past_run("train"), tmp_path)
-    uid = read_step(episode_file(run / "episodes", 2))[0].problem.uid
-    edit(run / "config.toml", "learning_rate = 0.001", "learning_rate = 0.002")
-    why(run, f"2:{uid}:0", 40, learning=True, out=None)
-    assert "WARNING: the replay is not equal to the run" in capsys.readouterr().out
 
 
 def test_a_list_of_a_step_has_texts_no_keys_and_as_many_lines_as_asked_for(capsys):

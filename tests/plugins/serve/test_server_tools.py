@@ -9,10 +9,9 @@ import numpy as np
 import openai
 import pytest
 
-from tandem.cli.serve import RendererTexts
 from tandem.data.renderer import load_renderer
 from tandem.envs.tools import ToolEnv
-from tandem.serve.openai import FunctionCall
+from tandem.plugins.serve.command import RendererTexts
 from tests.support.byte_models import CHATML, make_model
 from tests.support.fake_engine import FAKE, FakeTexts
 from tests.support.serving import ASK, CALCULATOR, SAID, answering, post
@@ -154,9 +153,3 @@ def test_served_conversation_with_tools_has_training_tokens(template, tmp_path):
     assert first["prompt_token_ids"] == trained[0].tolist()
     assert second["prompt_token_ids"] == np.concatenate(trained).tolist()
     assert observation.messages[0]["content"] == "42"
-
-
-@pytest.mark.parametrize("arguments", ["", "{}", {}])
-def test_call_without_arguments_is_read(arguments):
-    function = FunctionCall.model_validate({"name": "now", "arguments": arguments})
-    assert function.arguments == {}

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tandem.audit.replay import replay
-from tandem.audit.rescore import rescore
+from tandem.plugins.audit.replay import replay
+from tandem.plugins.audit.rescore import rescore
 from tandem.run_folder.metrics import read_metrics
 from tandem.run_folder.read import open_past, read_step
 from tandem.runtime.disk import file_hash

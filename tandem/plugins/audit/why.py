@@ -2,7 +2,7 @@
 
     episodes/train_step_*.parquet  --> the weights that sampled it, how it ended, its reward,
                                        the step that trained it, or the reason for none
-    audit/replay.py, observed      --> advantage, ratio, clipping and weight of each token
+    plugins/audit/replay.py, observed      --> advantage, ratio, clipping and weight of each token
                                        in the last update on it
 
 An episode is named STEP:UID:SAMPLE, the columns `step`, `uid` and `sample_index` of the journal, or
@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.audit.diff import Divergence
-from tandem.audit.replay import replay
 from tandem.choices import Report
 from tandem.config.algorithm import RL
 from tandem.model.tokenizer import load_tokenizer
+from tandem.plugins.audit.replay import replay
+from tandem.run_folder.diff import Divergence
 from tandem.run_folder.episode_files import read_columns
 from tandem.run_folder.read import PastRun, read_step
 from tandem.run_folder.samples import Sample

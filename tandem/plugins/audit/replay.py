@@ -20,12 +20,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from torch import Tensor
 
-from tandem.audit.diff import Divergence, compare, compare_items
-from tandem.audit.replay_run import ReplayRun, open_replay_run
-from tandem.audit.rescore import rescore
 from tandem.choices import Report, why_gap
 from tandem.model.forward import batch_logprobs
+from tandem.plugins.audit.replay_run import ReplayRun, open_replay_run
+from tandem.plugins.audit.rescore import rescore
 from tandem.run_folder.checkpoint import checkpoint_step, find_damage, load_checkpoint, step_name
+from tandem.run_folder.diff import Divergence, compare, compare_items
 from tandem.run_folder.episode_files import read_note
 from tandem.run_folder.folder import read_machine
 from tandem.run_folder.metrics import metrics_row, read_metrics

@@ -10,12 +10,12 @@ does not know how a step learns.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tandem.audit.diff import Divergence, compare
 from tandem.config.schema import Config
 from tandem.jobs.inputs import read_data
 from tandem.jobs.reward_workers import build_reward_pool
 from tandem.rewards.parts import part_name
 from tandem.rollout.score import with_reward
+from tandem.run_folder.diff import Divergence, compare
 from tandem.runtime.errors import UserError
 from tandem.types import Episode, Group
 

@@ -23,6 +23,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.engine.scheduler import QueueFull
+from tandem.plugins.serve.prometheus import ServerMetrics
+from tandem.plugins.serve.requests import ChatTokenizer, DrawKeys, Served, to_requests
+from tandem.plugins.serve.responses import Answer, new_answer
+from tandem.plugins.serve.service import EngineService, Generation, ServedEngine, Update
 from tandem.runtime.errors import UserError
 from tandem.serve.apis import APIS, Api, Chunks, Messages
 from tandem.serve.app import JsonResponse, Server, make_app, read_json
@@ -35,10 +39,6 @@ from tandem.serve.openai import (
     model_list,
     read_body,
 )
-from tandem.serve.prometheus import ServerMetrics
-from tandem.serve.requests import ChatTokenizer, DrawKeys, Served, to_requests
-from tandem.serve.responses import Answer, new_answer
-from tandem.serve.service import EngineService, Generation, ServedEngine, Update
 from tandem.types import Request
 
 T = TypeVar("T")

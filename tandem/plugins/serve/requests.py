@@ -11,8 +11,8 @@ from typing import Protocol
 
 import numpy as np
 
+from tandem.plugins.serve.json_masks import JsonMask, calls_schema
 from tandem.runtime.rng import address
-from tandem.serve.json_masks import JsonMask, calls_schema
 from tandem.serve.openai import ApiError, Body, ChatBody, CompletionBody, Json, NamedTool
 from tandem.types import Array, Message, Request, SamplingParams, Tool
 

@@ -2,17 +2,15 @@
 answers stay what they were."""
 
 import json
-import sys
 
 import httpx
 import numpy as np
 import pytest
 from jsonschema import validate
 
-from tandem.cli.serve import RendererTexts
 from tandem.data.renderer import load_renderer
 from tandem.model.tiny import CHARACTERS, make_tiny
-from tandem.serve.json_masks import JsonGrammars
+from tandem.plugins.serve.command import RendererTexts
 from tandem.serve.openai import ApiError
 from tests.support.byte_models import make_model
 from tests.support.serving import post
@@ -75,13 +73,6 @@ def test_json_object_is_any_object_and_a_cut_one_says_so(url):
     assert {choice["finish_reason"] for choice in answer["choices"]} <= {"stop", "length"}
 
 
-def test_streamed_answer_is_the_whole_one(url):
-    [choice] = chat(url, response_format=wanted(SCHEMA)).json()["choices"]
-    pieces = streamed(url, response_format=wanted(SCHEMA))
-    text = "".join(piece["choices"][0]["delta"]["content"] for piece in pieces)
-    assert text == choice["message"]["content"]
-
-
 def test_plain_answers_are_the_same_with_and_without_the_field(tiny, url):
     [choice] = chat(url, response_format={"type": "text"}, max_tokens=20).json()["choices"]
     expected = tiny.complete(tiny.renderer.prompts([HELLO])[0], seed=1, max_new_tokens=20)
@@ -142,19 +133,6 @@ def test_forced_calls_of_a_stream_come_in_its_last_piece(url):
 
 
 @pytest.mark.parametrize(
-    ("schemas", "param", "said"),
-    [
-        ({"f": {"properties": {"a": {"type": "nope"}}}}, "tool_choice", "Invalid type: nope"),
-        ({"f": {"properties": {"a": {"$ref": "http://127.0.0.1/x"}}}}, "tool_choice", "not fetch"),
-    ],
-)
-def test_forced_calls_that_no_mask_can_hold_are_refused(url, schemas, param, said):
-    tools = [tool(*one) for one in schemas.items()]
-    error = chat(url, tools=tools, tool_choice="required").json()["error"]
-    assert error["param"] == param and said in error["message"]
-
-
-@pytest.mark.parametrize(
     ("fields", "said"),
     [
         ({"response_format": {"type": "structural_tag"}}, "json_schema"),
@@ -211,26 +189,3 @@ def test_token_that_a_tokenizer_lacks_is_named(tmp_path, missing, schema, said):
         while not mask.error:
             tokens.append(int(rng.choice(np.flatnonzero(mask.allowed(tokens)))))
         raise ApiError(400, mask.error)
-
-
-def test_mask_begins_again_with_its_sequence(tiny):
-    grammars = JsonGrammars(
-        tiny.renderer.tokenizer,
-        tiny.renderer.stop_token_ids,
-        tiny.served.vocabulary,
-        tiny.texts.token_text,
-    )
-    mask = grammars.mask(SCHEMA, "response_format")
-    first, tokens = mask.allowed([]), tiny.renderer.encode('{"x": 1').tolist()
-    later = mask.allowed(tokens)
-    assert np.array_equal(mask.allowed([]), first) and not np.array_equal(first, later)
-    assert np.array_equal(mask.allowed(tokens), later)
-
-
-def test_missing_package_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    texts = RendererTexts(load_renderer(make_model(tmp_path)))
-    texts.prepare_json(300)  # as the server does at its start
-    with pytest.raises(ApiError, match="pip install 'tandem-rl") as caught:
-        texts.json_mask({}, 300)
-    assert (caught.value.status, caught.value.param) == (400, "response_format")

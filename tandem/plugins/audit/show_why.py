@@ -8,7 +8,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from tandem.audit.why import (
+from tandem.cli.progress import console, print_lines
+from tandem.plugins.audit.why import (
     EpisodeRef,
     EpisodeUpdate,
     Token,
@@ -18,7 +19,6 @@ from tandem.audit.why import (
     why_not_learned,
     with_history,
 )
-from tandem.cli.progress import console, print_lines
 from tandem.run_folder.read import PastRun, entered
 from tandem.runtime.disk import disk_errors, write_atomic
 from tandem.runtime.image_parts import message_text

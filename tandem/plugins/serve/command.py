@@ -17,12 +17,12 @@ from typer import Option
 from tandem.cli.arguments import argument, command_of, unset
 from tandem.config.episodes import Model, Rollout
 from tandem.config.schema import Config
+from tandem.plugins.serve.json_masks import JsonGrammars, JsonMask
+from tandem.plugins.serve.requests import Served
 from tandem.registry import find
 from tandem.runtime.errors import UserError
-from tandem.serve.json_masks import JsonGrammars, JsonMask
 from tandem.serve.listen import address_errors, bound, require_token, url_of
 from tandem.serve.openai import ApiError
-from tandem.serve.requests import Served
 from tandem.types import Array, Message, Tool
 
 if TYPE_CHECKING:  # torch, transformers and the server come after the checks that need none of them
@@ -77,7 +77,7 @@ def serve(options: Options) -> None:
     with bound(options.host, options.port) as sock:
         if options.train:
             return find("training_servers", "tinker", key="--train")(options, sock)
-        from tandem.serve.endpoints import EngineServer
+        from tandem.plugins.serve.endpoints import EngineServer
 
         engine, renderer = _load(options)
         texts = RendererTexts(renderer)

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from tandem.audit.replay import ReplayReport, replay
 from tandem.cli.progress import console, print_lines
+from tandem.plugins.audit.replay import ReplayReport, replay
 from tandem.run_folder.read import entered
 
 _SHOWN = ("reward", "policy_loss", "nll", "loss", "teacher_kl", "grad_norm", "critic/grad_norm")

@@ -6,7 +6,7 @@ import threading
 import time
 from contextlib import asynccontextmanager
 
-from tandem.serve.service import EngineService
+from tandem.plugins.serve.service import EngineService
 from tests.support.engines import engine_of, request
 from tests.support.tiny import exact_model
 from tests.support.waiting import WAIT_S

@@ -3,8 +3,6 @@ with a hand-written engine."""
 
 import asyncio
 import json
-import logging
-import os
 import random
 import socket
 import threading
@@ -15,12 +13,10 @@ import httpx
 import numpy as np
 import openai
 import pytest
-import torch
-from safetensors.torch import save_file
 
-from tandem.cli.serve import RendererTexts, load_weights
 from tandem.data.renderer import load_renderer
-from tandem.serve import service
+from tandem.plugins.serve import service
+from tandem.plugins.serve.command import RendererTexts
 from tests.support.byte_models import CHATML, make_model
 from tests.support.fake_engine import FAKE, FakeEngine, FakeTexts
 from tests.support.serving import get, metric, post, running
@@ -52,15 +48,13 @@ def joined(pieces, field):
 
 
 def test_a_completion_is_the_engines_own(tiny, client):
-    answer = client.completions.create(
-        model="tiny",
-        prompt="1 + 1 =",
-        max_tokens=20,
-        seed=5,
-        extra_body=extras(top_k=30, min_p=0.001),
-    )
+    ends = [token for token in range(100) if token not in tiny.renderer.stop_token_ids]
+    fields = {"top_k": 30, "min_p": 0.001, "min_tokens": 9, "stop_token_ids": ends}
+    ask = {"model": "tiny", "prompt": "1 + 1 =", "max_tokens": 20, "seed": 5}
+    answer = client.completions.create(**ask, extra_body=extras(**fields))
     prompt = tiny.texts.encode("1 + 1 =")
-    expected = tiny.complete(prompt, seed=5, max_new_tokens=20, top_k=30, min_p=0.001)
+    fields["stop_token_ids"] = (*range(100),)  # with the model's own
+    expected = tiny.complete(prompt, seed=5, max_new_tokens=20, **fields)
     [choice] = answer.choices
     assert (answer.object, answer.model, answer.model_extra["weight_version"]) == (
         "text_completion",
@@ -105,18 +99,6 @@ def test_prompt_may_be_text_token_ids_or_lists_of_them(tiny, client):
         assert answer.choices[0].text == alone
         assert answer.model_extra["prompt_token_ids"] == [ids, tiny.texts.encode("cd").tolist()]
         assert len({c.text for c in answer.choices}) == 4
-
-
-def test_a_seed_repeats_its_choices_and_none_does_not(client):
-    def texts(**ask):
-        answer = client.chat.completions.create(
-            model="tiny", messages=HELLO, n=3, max_tokens=10, **ask
-        )
-        return [choice.message.content for choice in answer.choices]
-
-    assert texts(seed=7) == texts(seed=7) != texts(seed=8)
-    assert len(set(texts(seed=7))) == 3
-    assert texts() != texts()
 
 
 @pytest.mark.parametrize("stop", [None, "e", ["zz", "E", "9"]])
@@ -219,34 +201,6 @@ def test_prompt_logprobs_are_the_trainers_by_token_id(tiny, client):
     assert np.array_equal(found, tiny.twin.score(prompt))
 
 
-def test_a_stop_string_ends_the_text_before_it(client):
-    ask = {"model": "tiny", "prompt": "x", "max_tokens": 40, "seed": 4}
-    whole = client.completions.create(**ask).choices[0].text
-    stop = whole[10:13]
-    cut = client.completions.create(**ask, stop=[stop], extra_body=extras()).choices[0]
-    assert (cut.text, cut.finish_reason) == (whole[: whole.index(stop)], "stop")
-    last = cut.model_extra["token_ids"][4]
-    ended = client.completions.create(**ask, extra_body=extras(stop_token_ids=[last])).choices[0]
-    assert ended.finish_reason == "stop" and ended.model_extra["token_ids"][-1] == last
-
-
-def test_min_tokens_holds_back_every_end(tiny, client):
-    ends = [token for token in range(100) if token not in tiny.renderer.stop_token_ids]
-    ask = {"model": "tiny", "prompt": "x", "max_tokens": 20, "seed": 1, "logprobs": 0}
-    body = extras(min_tokens=9, stop_token_ids=ends)
-    [choice] = client.completions.create(**ask, extra_body=body).choices
-    expected = tiny.complete(
-        tiny.texts.encode("x"),
-        seed=1,
-        max_new_tokens=20,
-        min_tokens=9,
-        stop_token_ids=(*range(100),),
-    )
-    assert choice.model_extra["token_ids"] == expected.tokens.tolist()
-    assert np.array_equal(np.float32(choice.logprobs.token_logprobs), expected.logprobs)
-    assert len(expected.tokens) > 9 and min(expected.tokens[:9]) >= 100
-
-
 def test_ignore_eos_passes_the_models_ends_only(tiny, client):
     [eos] = tiny.renderer.stop_token_ids
     ask = {"model": "tiny", "prompt": "x", "max_tokens": 40, "seed": 1, "n": 32}
@@ -274,18 +228,6 @@ def test_chat_template_kwargs_reach_the_template(tmp_path):
             answer = post(f"{url}/v1/chat/completions", json=body).raise_for_status().json()
             plain = renderer.prompts([HELLO])[0].tolist()
             assert answer["prompt_token_ids"] == plain + renderer.encode(tail).tolist()
-
-
-def test_a_pipe_or_a_version_out_of_range_does_not_stop_the_server(tiny, tmp_path):
-    pipe, regular = tmp_path / "pipe", tmp_path / "file"
-    os.mkfifo(pipe)
-    save_file({"a": torch.zeros(1)}, regular)
-    engine = tiny.new_engine(tiny.engine.model)
-    with running(engine, tiny.texts, tiny.served, update=load_weights) as url:
-        for path, version, param in ((pipe, 1, "path"), (regular, 2**31, "version")):
-            body = {"path": str(path), "version": version}
-            assert refusal(post(f"{url}/v1/weights", json=body), 400)["param"] == param
-        assert get(f"{url}/health").status_code == 200
 
 
 def test_models_health_weights_and_metrics(tiny, url, client):
@@ -488,18 +430,20 @@ def test_unknown_model_route_or_method_has_the_error_shape(fake):
 
 
 @pytest.mark.parametrize(
-    "host",
-    ["evil.com", "evil.com:8000", "192.168.0.1", "localhost.evil.com", "127.0.0.1@evil.com", "["],
+    ("host", "status"),
+    [
+        ("evil.com:8000", 403),
+        ("192.168.0.1", 403),
+        ("localhost.evil.com", 403),
+        ("127.0.0.1@evil.com", 403),
+        ("[", 403),
+        ("LOCALHOST:80", 200),
+        ("127.8.9.1:80", 200),
+        ("[::1]", 200),
+    ],
 )
-def test_without_a_key_a_foreign_host_header_is_refused(fake, host):
-    refusal(get(f"{fake}/health", headers={"Host": host}), 403)
-
-
-@pytest.mark.parametrize(
-    "host", ["localhost", "LOCALHOST:80", "127.0.0.1", "127.8.9.1:80", "[::1]:80", "[::1]"]
-)
-def test_this_machines_own_names_are_accepted(fake, host):
-    assert get(f"{fake}/health", headers={"Host": host}).status_code == 200
+def test_without_a_key_only_this_machines_own_names_are_accepted(fake, host, status):
+    assert get(f"{fake}/health", headers={"Host": host}).status_code == status
 
 
 def test_what_a_web_page_can_send_is_refused(fake):
@@ -658,75 +602,3 @@ def test_small_request_does_not_wait_for_a_large_one():
             answered.set()
         large.join(WAIT_S)
     assert small.json()["choices"][0]["text"] == answers[0].json()["choices"][0]["text"] == "ab"
-
-
-class HashedLate(FakeEngine):
-    """Its hash is there when `hashed` is set, and its weights have changed by then."""
-
-    hashed = threading.Event()
-
-    def weight_hash(self):
-        assert self.hashed.wait(WAIT_S)
-        self.weight_version = 8
-        return super().weight_hash()
-
-
-def test_generation_goes_on_while_weights_are_hashed():
-    answers, engine = [], HashedLate("abc")
-    with running(engine, FakeTexts(), FAKE) as url:
-        asking = threading.Thread(target=lambda: answers.append(get(f"{url}/weights").json()))
-        asking.start()
-        try:
-            assert (
-                httpx.post(
-                    f"{url}/v1/completions", json={"prompt": "x"}, timeout=WAIT_S / 4
-                ).status_code
-                == 200
-            )
-        finally:
-            engine.hashed.set()
-        asking.join(WAIT_S)
-    assert answers == [{"weight_version": 8, "sha256": "f" * 64, "takes_updates": False}]
-
-
-def test_client_that_leaves_within_a_body_is_no_error(caplog):
-    with running(FakeEngine("abc"), FakeTexts(), FAKE) as url:
-        with connected(url) as sock:
-            head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-            head += b"Content-Type: application/json\r\n"
-            sock.sendall(head + b"Content-Length: 20\r\n\r\n{")
-        counted = 'tandem_requests_total{path="/v1/completions",status="499"} 1'
-        assert eventually(lambda: counted in get(f"{url}/metrics").text)
-    assert not [record for record in caplog.records if record.levelno > logging.INFO]
-
-
-def test_deep_json_in_a_tool_is_an_answer_and_not_a_failure(caplog):
-    deep = json.loads("[" * 900 + "]" * 900)
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"x": deep}}}
-    with running(FakeEngine("abc"), FakeTexts(), FAKE) as url:
-        body = {"messages": [{"role": "user", "content": "a"}], "tools": [tool]}
-        assert post(f"{url}/v1/chat/completions", json=body).status_code in (200, 400)
-    assert not [record for record in caplog.records if record.levelno > logging.INFO]
-
-
-@pytest.mark.parametrize("chat", [True, False], ids=["chat", "plain"])
-def test_an_event_is_of_one_choice(chat):
-    body = (
-        {"messages": [{"role": "user", "content": "a"}], "logprobs": True}
-        if chat
-        else {"prompt": "a", "logprobs": 1}
-    )
-    body |= {"n": 3, "max_tokens": 4, "stream": True, "stream_options": {"include_usage": True}}
-    with running(FakeEngine("abcd"), FakeTexts(), FAKE) as url:
-        answer = post(f"{url}/v1/chat/completions" if chat else f"{url}/v1/completions", json=body)
-    *events, done = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
-    *pieces, last = map(json.loads, events)
-    assert done == "[DONE]" and last["choices"] == [] and last["usage"]["completion_tokens"] == 12
-    assert [len(piece["choices"]) for piece in pieces] == [1] * 12 and all(
-        piece["usage"] is None for piece in pieces
-    )
-    for index in range(3):
-        own = [piece["choices"][0] for piece in pieces if piece["choices"][0]["index"] == index]
-        assert "".join(c["delta"]["content"] if chat else c["text"] for c in own) == "abcd"
-        assert [c["finish_reason"] for c in own] == [None] * 3 + ["length"]
-        assert all(len(c["logprobs"]["content" if chat else "tokens"]) == 1 for c in own)

@@ -1,0 +1,92 @@
+"""Host time of an engine step that runs ahead of a GPU: passes are stubs, everything else is real.
+
+    python benchmarks/host_cost.py [SEQUENCES ...]
+
+Prints one JSON line for each kind of batch: CPU milliseconds a step, the median of 100 steps.
+"""
+
+import json
+import statistics
+import sys
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from tandem.engine.engine import Engine
+from tandem.engine.graphs import HostCopy
+from tandem.engine.lookahead import Lookahead
+from tandem.model.load import make_exact
+from tandem.model.triton.shared_splits import split_tiles
+from tandem.runtime.rng import address
+from tandem.types import Request, SamplingParams
+
+KINDS = {"equal": (512, 513, 1), "mixed": (100, 600, 1), "mixed, 8 samples": (100, 600, 8)}
+STEPS = 100
+SIZES = {"hidden_size": 16, "intermediate_size": 16, "vocab_size": 32, "head_dim": 16}
+SIZES |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+class StubModel:
+    """A model whose passes return zeros at once."""
+
+    def __init__(self):
+        config = Qwen3Config(**SIZES, max_position_embeddings=4096, tie_word_embeddings=True)
+        made = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        model = make_exact(made.eval())
+        self.config, self.head, self.heads = model.config, model.head, model.heads
+        self.window, self.device, self.changes = model.window, model.device, model.changes
+        self.kernels = SimpleNamespace(shared_tiles=self.shared_tiles, runs_ahead=False)
+
+    def shared_tiles(self, runs, group):
+        return split_tiles(runs.table, runs.starts, 128, group)
+
+    def paged_plan(self, keys, values, runs):
+        return None
+
+    def hidden(self, tokens, positions, plan, choices):
+        return torch.zeros(len(tokens), SIZES["hidden_size"])
+
+
+def engine_ahead(model, sequences: int) -> Engine:
+    """Make an engine that runs ahead, whose device steps return the token 1 for each row."""
+    engine = Engine(model, lambda tokens: "", cache_bytes=1 << 28, max_batch=sequences)
+    engine.lookahead = Lookahead(model, engine.cache, sequences, None)
+    engine.lookahead._step.run = lambda live, *others: HostCopy(
+        torch.ones(live, dtype=torch.int64), torch.zeros(live)
+    )
+    return engine
+
+
+def measure(model, sequences: int, kind: str) -> dict[str, float | int | str]:
+    shortest, longest, samples = KINDS[kind]
+    engine, rng = engine_ahead(model, sequences), np.random.default_rng(0)
+    for number in range(sequences):
+        if number % samples == 0:
+            prompt = rng.integers(0, 32, int(rng.integers(shortest, longest)))
+        params = SamplingParams(max_new_tokens=400, stop_token_ids=(2, 3))
+        engine.submit(Request(key=address("host", number), prompt=prompt, params=params))
+    while engine.scheduler.waiting or not all(s.tokens for s in engine.scheduler.running):
+        engine.step()
+    times = []
+    for _ in range(STEPS):
+        before = time.thread_time()
+        engine.step()
+        times.append(1e3 * (time.thread_time() - before))
+    mean = sum(times) / STEPS
+    row = {"median_ms": round(statistics.median(times), 3), "mean_ms": round(mean, 3)}
+    return {"sequences": sequences, "lengths": kind, **row}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    model = StubModel()
+    for sequences in map(int, sys.argv[1:] or (1, 64, 256)):
+        for kind in KINDS:
+            print(json.dumps(measure(model, sequences, kind)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+// Linears of bfloat16 in AMX tiles, summed in float32: 16 rows times 32 terms times 16 outputs. A row
+// of a tile does not know the others, and terms are added in one order: a row's bits are its own.
+
+constexpr long TERMS = 32, OUTPUTS = 32;  // of a step; the outputs are two tiles
+constexpr long STEP = TERMS * OUTPUTS;
+constexpr long TOGETHER = 256;  // rows that stay in the cache while a panel meets them
+
+INLINE void configure() {  // each tile: 16 rows of 64 bytes
+  alignas(64) uint8_t config[64] = {1};
+  for (int t = 0; t < 8; t++) config[16 + 2 * t] = 64, config[48 + t] = 16;
+  _tile_loadconfig(config);
+}
+
+// c [16 or 32, OUTPUTS] = a, rows of `wide` terms, times a panel of the pack.
+template <bool TWO, bool FIRST>
+INLINE void tiles(long wide, const bf16* a, const bf16* b, float* c) {
+  const bf16* below = a + 16 * wide;
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (long k = 0; k < wide; k += TERMS, b += STEP) {
+    if (FIRST)  // the pack comes from memory
+      for (long i = 0; i < STEP; i += 32) __builtin_prefetch(b + i + 4 * STEP);
+    _tile_loadd(6, b, 64);
+    _tile_loadd(7, b + STEP / 2, 64);
+    _tile_loadd(4, a + k, 2 * wide);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    if (TWO) {
+      _tile_loadd(5, below + k, 2 * wide);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, c, 4 * OUTPUTS);
+  _tile_stored(1, c + 16, 4 * OUTPUTS);
+  if (TWO) {
+    _tile_stored(2, c + 16 * OUTPUTS, 4 * OUTPUTS);
+    _tile_stored(3, c + 16 * OUTPUTS + 16, 4 * OUTPUTS);
+  }
+}
+
+// out [N, O] = x [N, K] w + bias; w as `pack_tiles` left it.
+void linear_tiles(const bf16* x, long rows, long K, const bf16* w, long outputs, const bf16* bias,
+                  bf16* out, int threads) {
+  long wide = (K + TERMS - 1) / TERMS * TERMS, count = (outputs + OUTPUTS - 1) / OUTPUTS;
+  long padded = (rows + 31) / 32 * 32, groups = (rows + TOGETHER - 1) / TOGETHER;
+  long each = groups > 1 ? 4 : 1;  // panels of one task: longer runs of outputs
+  bf16* copy = (bf16*)scratch(0, padded * wide / 2);
+#pragma omp parallel num_threads(threads) if (rows * K * outputs >= 8 * GRAIN)
+  {
+#pragma omp for schedule(static)
+    for (long r = 0; r < padded; r++) {
+      long own = r < rows ? K : 0;
+      memcpy(copy + r * wide, x + r * K, 2 * own);
+      memset(copy + r * wide + own, 0, 2 * (wide - own));
+    }
+    configure();
+#pragma omp for schedule(static) collapse(2)
+    for (long g = 0; g < groups; g++)
+      for (long side = 0; side < count; side += each)
+        for (long first = g * TOGETHER; first < std::min(rows, (g + 1) * TOGETHER); first += 32)
+          for (long p = side; p < std::min(count, side + each); p++) {
+            alignas(64) float found[32 * OUTPUTS];
+            const bf16 *a = copy + first * wide, *b = w + p * wide * OUTPUTS;
+            long R = std::min(32l, rows - first);
+            if (first > g * TOGETHER && R > 16) tiles<true, false>(wide, a, b, found);
+            else R > 16 ? tiles<true, true>(wide, a, b, found) : tiles<false, true>(wide, a, b, found);
+            for (long r = 0; r < R; r++)
+              for (long j = 0; j < OUTPUTS && p * OUTPUTS + j < outputs; j += W) {
+                V v = avx512::load(found + r * OUTPUTS + j);
+                long at = p * OUTPUTS + j, left = outputs - at;
+                if (bias) v += avx512::take(bias + at, left);
+                avx512::put(out + (first + r) * outputs + at, v, left);
+              }
+          }
+    _tile_release();
+  }
+}
+
+// A panel of the pack is [K / 32] steps of two tiles; a tile is [16 pairs of terms, 16 outputs, 2].
+void pack_tiles(const bf16* w, long outputs, long K, bf16* out, int threads) {
+  long wide = (K + TERMS - 1) / TERMS * TERMS, all = (outputs + OUTPUTS - 1) / OUTPUTS * OUTPUTS;
+#pragma omp parallel for num_threads(threads)
+  for (long o = 0; o < all; o++)
+    for (long k = 0; k < wide; k++) {
+      long step = o / OUTPUTS * wide / TERMS + k / TERMS, tile = o % OUTPUTS / 16, pair = k % TERMS / 2;
+      out[step * STEP + tile * STEP / 2 + pair * 32 + o % 16 * 2 + k % 2] =
+          o < outputs && k < K ? w[o * K + k] : bf16{};
+    }
+}

@@ -1,0 +1,31 @@
+"""The arguments of `tandem replay` and `tandem why`."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+from tandem.cli.arguments import Run, unset
+
+
+def replay(run: Run, step: Annotated[int, unset(help="as in metrics.jsonl, from 1 on")]) -> None:
+    """Learn a step again: print that it is equal to the last bit, or the first difference."""
+    from tandem.plugins.audit.show_replay import replay_step
+
+    sys.exit(replay_step(run, step))
+
+
+def why(
+    run: Run,
+    episode: Annotated[str, unset(help="STEP:UID:SAMPLE; or UID, or STEP, for a list")] = "",
+    count: Annotated[int, Option(min=1, help="lines of a list at most")] = 40,
+    learning: Annotated[
+        bool, Option(help="replay the step that trained it, for advantages and ratios")
+    ] = True,
+    json: Annotated[Path | None, unset(help="also write all of it to this file")] = None,
+) -> None:
+    """Explain what happened to an episode, and to each of its tokens."""
+    from tandem.plugins.audit import show_why
+
+    show_why.why(run, episode, count, learning=learning, out=json)

@@ -1,0 +1,15 @@
+"""A model directory behind a server for OpenAI's and Anthropic's clients: `tandem serve`.
+
+For whom wants to ask a checkpoint, or to sample for another trainer by its exact engine.
+docs/guide/serving.md has the routes. Application and schemas are the core's, in tandem/serve/.
+
+    command.py                  the command: its options, the model, the renderer
+    endpoints.py                routes: completions, chats, models, weights, metrics
+    requests.py, responses.py   bodies to the engine's requests, its completions to answers
+    service.py                  one thread runs the engine for all connections
+    detokenizer.py              tokens to pieces of text and of tool calls, as they come
+    json_masks.py               response_format and forced calls, by llguidance (extra `json`)
+    prometheus.py               the figures of /metrics
+
+It plugs in as a command of tandem/registry.py.
+"""
