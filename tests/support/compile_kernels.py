@@ -8,13 +8,18 @@ shared memory than the GPU has raises OutOfResources, as it would there.
 """
 
 import json
+import re
+import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime import driver
@@ -72,7 +77,12 @@ class Driver(DriverBase):
         return {"max_shared_mem": SHARED_BYTES[self.capability]}
 
     def load_binary(self, name, binary, shared, device):
-        found = {"kernel": name, "bytes": len(binary), "shared": shared}
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            Path(file.name).write_bytes(binary)
+            usage = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+            text = subprocess.run(usage, capture_output=True, text=True, check=True).stdout
+        stack = int(re.search(r"STACK:(\d+)", text)[1])  # bytes of registers that did not fit
+        found = {"kernel": name, "bytes": len(binary), "shared": shared, "stack": stack}
         self.compiled.append(found)
         return None, None, 0, 0, 1024  # module, function, registers, spills, most threads
 
