@@ -3,14 +3,19 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
 
+import torch
 from torch import Tensor
 
 from tandem.cli.progress import console
 from tandem.jobs.engines import prepare_process
 from tandem.jobs.models import build_model, placement
-from tandem.model.load import ExactModel, unfilled_model
+from tandem.model.config_file import HeadKind, check_model
+from tandem.model.custom_code import from_config
+from tandem.model.load import ExactModel
+from tandem.model.paths import path_of
+from tandem.model.placement import CPU_FLOAT32
+from tandem.model.stock import stock_class
 from tandem.run_folder.best import BEST, read_best
 from tandem.run_folder.checkpoint import (
     checkpoint_step,
@@ -19,7 +24,8 @@ from tandem.run_folder.checkpoint import (
     load_checkpoint,
     step_name,
 )
-from tandem.run_folder.export import export, export_adapter, model_card
+from tandem.run_folder.export import export, model_card
+from tandem.run_folder.export_adapter import export_adapter
 from tandem.run_folder.metrics import read_metrics
 from tandem.run_folder.read import PastRun, entered
 from tandem.runtime.errors import UserError
@@ -78,10 +84,10 @@ def export_run(
 
 def _load_model(past: PastRun, tensors: Mapping[str, Mapping[str, Tensor]]) -> ExactModel:
     config = past.config
-    head: Literal["tokens", "value"] = "value" if past.command == "rm" else "tokens"
+    head: HeadKind = "value" if past.command == "rm" else "tokens"
     prepare_process(config)  # an adapter is merged by a product
     weights = tensors["scorer" if past.command == "rm" else "policy"]
-    model = unfilled_model(past.kept_model, head=head, dtype=placement(config).dtype)
+    model = _unfilled_model(past.kept_model, head=head, dtype=placement(config).dtype)
     if model.named_weights().keys() != weights.keys():
         # a checkpoint has what was trained: an adapter alone, and no buffers
         model = build_model(config, config.model.path, head=head)
@@ -125,3 +131,15 @@ def _find_checkpoint(folder: Path, step: int | None) -> Path:
             next="name one that is there with --step, or run longer",
         )
     return newest
+
+
+def _unfilled_model(path: str, *, head: HeadKind = "tokens", dtype: torch.dtype) -> ExactModel:
+    """Make the model of a directory with a config, with weights for `load_weights` to fill."""
+    from transformers import GenerationConfig
+
+    config = check_model(path, head=head)
+    module = from_config(stock_class(head, config), config, dtype=dtype)
+    if head == "tokens":
+        module.generation_config = GenerationConfig.from_pretrained(path)
+    chosen = path_of(config, f"model.path = {path}", CPU_FLOAT32)
+    return chosen.maker(path, config, CPU_FLOAT32)(module)  # type: ignore[no-any-return]

@@ -14,7 +14,6 @@ folder (run_folder/folder.py).
 """
 
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,13 +31,14 @@ from tandem.jobs.inputs import read_data
 from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episode_metrics import episode_metrics
 from tandem.rollout.score import RolloutRunner, generate_and_score, sampling_params
-from tandem.run_folder.episode_files import cut_episodes, episode_file, json_lines, write_episodes
+from tandem.run_folder.episode_files import cut_episodes, episode_file, write_episodes
+from tandem.run_folder.episode_lines import json_lines
 from tandem.run_folder.files import RESTORE_OR_FRESH, read_file
 from tandem.run_folder.folder import RunFolder, open_run
 from tandem.run_folder.metrics import MetricsWriter, peak_rss_mb, read_metrics
 from tandem.run_folder.resume import require_same_inputs
 from tandem.run_folder.status import ROLLOUT, write_status
-from tandem.runtime.disk import DISK, disk_errors, open_regular_file, write_atomic
+from tandem.runtime.disk import DISK, disk_errors, write_atomic
 from tandem.runtime.errors import UserError
 from tandem.runtime.image_parts import keep_in
 from tandem.runtime.timer import Timer
@@ -233,8 +233,7 @@ class Output:
             return
         temporary = self.path.with_name(f".tmp-{self.path.name}")
         with disk_errors(self.path):
-            descriptor = open_regular_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            with open(descriptor, "wb") as lines:
+            with temporary.open("wb") as lines:
                 for file in self.files():
                     lines.writelines(json_lines(file))
             DISK.fsync(temporary)

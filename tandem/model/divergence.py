@@ -4,14 +4,19 @@
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from tandem.model.expert_choices import ExpertChoices
+from tandem.model.forward import batch_head
 from tandem.model.kernels import kernels_of
 from tandem.model.logprobs import Head, chunks, log_distribution
-from tandem.types import SamplingDistribution
+from tandem.types import Microbatch, SamplingDistribution
+
+if TYPE_CHECKING:
+    from tandem.model.load import ExactModel
 
 # Log-probs of student and teacher, [n, V] each -> (nats [n], their slope [n, V] in the student's
 # logits)
@@ -65,3 +70,25 @@ def _tables(
     heads = Head(hidden, weight, packed), Head(*teacher)  # type: ignore[arg-type]
     student, held = (log_distribution(head.logits(rows), sampling) for head in heads)
     return student, held
+
+
+def teacher_divergences(
+    student: "ExactModel",
+    teacher: "ExactModel",
+    batch: Microbatch,
+    temperature: float,
+    divergence: Divergence,
+    choices: ExpertChoices | None = None,
+) -> Tensor:
+    """Compute the divergence over the vocabulary at the place of each target, float32 [N].
+    choices: of the student's experts."""
+
+    def compute() -> Tensor:
+        with torch.no_grad():
+            teacher_head = teacher(lambda: batch_head(teacher, batch))
+        student_head = batch_head(student, batch, choices)
+        values = divergences(student_head, teacher_head, temperature, divergence)
+        return student.row_parts.gather(values, batch)
+
+    found: Tensor = student(compute)
+    return found.cpu()

@@ -1,4 +1,4 @@
-"""Log-probs, entropies, values and divergences of a microbatch: each [N], one for a loss token.
+"""Log-probs, entropies and values of a microbatch: each [N], one for a loss token.
 
 They come back to the CPU, whatever the model's device: losses are arithmetic over a few thousand
 numbers, and their sums have a fixed order there.
@@ -19,7 +19,6 @@ from tandem.runtime.image_tokens import text_tokens
 from tandem.types import Array, Microbatch, SamplingDistribution
 
 if TYPE_CHECKING:
-    from tandem.model.divergence import Divergence
     from tandem.model.load import ExactModel
 
 
@@ -43,7 +42,7 @@ def batch_logprobs(
     expected = None if expected is None else expected[own].to(model.device)
 
     def compute() -> list[Tensor]:
-        head = _head(model, batch, choices)
+        head = batch_head(model, batch, choices)
         found = token_logprobs(head, targets, sampling, seen, expected, entropy)
         return [model.row_parts.gather(values, batch) for values in found]
 
@@ -72,30 +71,10 @@ def batch_values(model: "ExactModel", batch: Microbatch) -> Tensor:
     return found.cpu()
 
 
-def teacher_divergences(
-    student: "ExactModel",
-    teacher: "ExactModel",
-    batch: Microbatch,
-    temperature: float,
-    divergence: "Divergence",
-    choices: ExpertChoices | None = None,
-) -> Tensor:
-    """Compute the divergence over the vocabulary at the place of each target, float32 [N].
-    choices: of the student's experts."""
-    from tandem.model.divergence import divergences
-
-    def compute() -> Tensor:
-        with torch.no_grad():
-            teacher_head = teacher(lambda: _head(teacher, batch))
-        student_head = _head(student, batch, choices)
-        values = divergences(student_head, teacher_head, temperature, divergence)
-        return student.row_parts.gather(values, batch)
-
-    found: Tensor = student(compute)
-    return found.cpu()
-
-
-def _head(model: "ExactModel", batch: Microbatch, choices: ExpertChoices | None = None) -> Head:
+def batch_head(
+    model: "ExactModel", batch: Microbatch, choices: ExpertChoices | None = None
+) -> Head:
+    """Return the head before the targets of the batch."""
     return head_of(model, _hidden(model, batch, choices))
 
 

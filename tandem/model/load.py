@@ -295,20 +295,6 @@ def load_model(
     return make(load_stock(path, config, head, place), lora)  # type: ignore[no-any-return]
 
 
-def unfilled_model(
-    path: str, *, head: HeadKind = "tokens", dtype: torch.dtype = torch.float32
-) -> ExactModel:
-    """Make the model of a directory with a config, with weights for `load_weights` to fill."""
-    from transformers import GenerationConfig
-
-    config = check_model(path, head=head)
-    module = from_config(stock_class(head, config), config, dtype=dtype)
-    if head == "tokens":
-        module.generation_config = GenerationConfig.from_pretrained(path)
-    chosen = path_of(config, f"model.path = {path}", CPU_FLOAT32)
-    return chosen.maker(path, config, CPU_FLOAT32)(module)  # type: ignore[no-any-return]
-
-
 def weight_conversions(module: Any) -> list[Any]:
     """Return how transformers changes names and shapes of a module's weights when it loads them,
     and back when it saves them."""

@@ -12,9 +12,8 @@ run's own files back.
 """
 
 import json
-import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -48,8 +47,8 @@ STARTS = pa.field("starts", pa.list_(pa.int64()))
 # follow from the others; for people who read the file
 _DERIVED = {"text": pa.string(), "num_turns": pa.int64()}
 _NOTE = b"tandem"
-_MAPS = ("reward_parts", "env_rewards")
-_JSON = ("messages", "metadata", "opening", "tools", "transcript")
+MAPS = ("reward_parts", "env_rewards")
+JSON = ("messages", "metadata", "opening", "tools", "transcript")
 _PROBLEM = ("uid", "category", "answer", "messages", "metadata")
 
 SCHEMA = pa.schema(
@@ -62,10 +61,10 @@ SCHEMA = pa.schema(
         ("sample_index", pa.int64()),
         ("category", pa.string()),
         ("answer", pa.string()),
-        *((name, pa.string()) for name in _JSON),  # transcript: Episode.messages
+        *((name, pa.string()) for name in JSON),  # transcript: Episode.messages
         *_SCALARS.items(),
         *_DERIVED.items(),
-        *((name, pa.map_(pa.string(), pa.float64())) for name in _MAPS),
+        *((name, pa.map_(pa.string(), pa.float64())) for name in MAPS),
         *((name, pa.list_(pa.from_numpy_dtype(kind))) for name, kind in _ARRAYS.items()),
     ]
 )
@@ -118,24 +117,6 @@ def write_episodes(
 
 def episode_file(folder: Path, step: int, kind: str = "train", part: str = "") -> Path:
     return folder / f"{kind}_step_{step:06d}{part}.parquet"
-
-
-def json_lines(path: Path) -> Iterator[bytes]:
-    """Yield each episode of a file as a line of JSONL with the same columns; chats, metadata and
-    maps are objects, not text. Raises UserError for a damaged file.
-
-    A float32 is written as the double of its value, and a value without a JSON number (NaN,
-    infinities) as null.
-    """
-    for row in read_table(path).to_pylist():
-        logprobs = [value if math.isfinite(value) else None for value in row["engine_logprobs"]]
-        plain = {
-            **row,
-            **{name: json.loads(row[name]) for name in _JSON},
-            **{name: dict(row[name]) for name in _MAPS},
-            "engine_logprobs": logprobs,
-        }
-        yield json.dumps(plain, ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
 def read_episodes(path: Path) -> list[Episode]:
@@ -204,7 +185,7 @@ def _episodes(table: pa.Table) -> list[Episode]:
         offsets = pairwise(column.offsets.to_numpy())
         arrays[name] = [values[start:stop] for start, stop in offsets]
     plain = table.select(
-        ["uid", "sample_index", "opening", "tools", "transcript", *_SCALARS, *_MAPS]
+        ["uid", "sample_index", "opening", "tools", "transcript", *_SCALARS, *MAPS]
     )
     # of an episode without any, the default's shape
     episodes, experts = [], [np.zeros((0, 0, 0), np.int16)] * len(table)
@@ -217,7 +198,7 @@ def _episodes(table: pa.Table) -> list[Episode]:
     for number, row in enumerate(plain.to_pylist()):
         fields: dict[str, Any] = {
             **row,
-            **{name: dict(row[name]) for name in _MAPS},
+            **{name: dict(row[name]) for name in MAPS},
             **{name: tuple(json.loads(row[name])) for name in ("opening", "tools")},
             **{name: column[number] for name, column in arrays.items()},
             "messages": tuple(json.loads(row["transcript"])),
@@ -293,7 +274,7 @@ def _row(step: int, number: int, group: Group, episode: Episode) -> dict[str, An
         "tools": json.dumps(list(episode.tools)),
         "transcript": json.dumps(list(episode.messages)),
         **{name: getattr(episode, name) for name in (*_SCALARS, *_DERIVED)},
-        **{name: list(getattr(episode, name).items()) for name in _MAPS},
+        **{name: list(getattr(episode, name).items()) for name in MAPS},
     }
 
 

@@ -1,7 +1,7 @@
 """A checkpoint as a Hugging Face directory that stock transformers and vLLM load: weights, config,
 tokenizer, card, and their SHA-256 (`sha256sum -c SHA256SUMS`), which `load_model` checks.
 
-An adapter is merged into it, or exported by itself in PEFT's format.
+An adapter is merged into it; export_adapter.py writes it by itself.
 """
 
 import json
@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from tandem.config.recipe import changed
 from tandem.config.schema import Config
@@ -19,7 +18,6 @@ from tandem.model.load import ExactModel
 from tandem.model.stock import SUMS, WEIGHTS
 from tandem.model.tokenizer import load_tokenizer
 from tandem.runtime.disk import file_hash, os_error, whole_folder
-from tandem.runtime.errors import UserError
 from tandem.runtime.version import __version__
 from tandem.types import Row
 from tandem.weights.hashing import weight_hash
@@ -51,7 +49,7 @@ def export(
         load_tokenizer(source).save_pretrained(folder)
         model.save_reader(source, folder)
 
-    return _write_folder(folder, write, card)
+    return write_export(folder, write, card)
 
 
 def keep_model(model: ExactModel, source: str, folder: Path, chat_template: str = "") -> None:
@@ -71,42 +69,10 @@ def keep_model(model: ExactModel, source: str, folder: Path, chat_template: str 
 
     if not folder.exists():
         card = f"# Config and tokenizer of {source}; the weights are in ../checkpoints\n"
-        _write_folder(folder, write, card)
+        write_export(folder, write, card)
 
 
-def export_adapter(model: ExactModel, source: str, folder: Path, card: str) -> Path:
-    """Write the adapter alone, as `peft.PeftModel.from_pretrained(stock model of source, folder)`
-    reads it; whole or not at all. Of the language model of a larger checkpoint (text_part) the
-    stock model is that of an export.
-
-    The score of a value model goes with it. Raises UserError for a model without an adapter.
-    """
-    lora = model.lora
-    from tandem.model.lora import write_adapter_config
-
-    if lora is None:
-        raise UserError(
-            "the model has no adapter to export",
-            where=str(folder),
-            found="a model that was loaded without LoRA",
-            expected="one with an adapter",
-            next="export the whole model",
-        )
-    weights = {
-        f"base_model.model.{name}": weight for name, weight in model.adapter_weights().items()
-    }
-    scored = "score.weight" in model.trainable()
-    if scored:
-        weights["base_model.model.score.weight"] = model.head.weight.detach()
-
-    def write(folder: Path) -> None:
-        save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        write_adapter_config(lora, model.adapted, source, folder, scored=scored)
-
-    return _write_folder(folder, write, card)
-
-
-def _write_folder(folder: Path, write: Callable[[Path], None], card: str) -> Path:
+def write_export(folder: Path, write: Callable[[Path], None], card: str) -> Path:
     """Let write fill a directory, add card and SHA-256 sums, and put it at folder, in place of an
     older one."""
     with whole_folder(folder) as temporary:

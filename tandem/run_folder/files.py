@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from tandem.runtime.disk import read_regular_file
 from tandem.runtime.errors import UserError
 from tandem.runtime.wording import look_for
 
@@ -25,7 +24,7 @@ def read_file(path: Path, parse: Callable[[str], T], next: str = RESTORE) -> T:
     """Read a file and parse its text. Raises UserError if it is absent, damaged or of another
     shape."""
     try:
-        return parse(read_regular_file(path).decode())
+        return parse(path.read_bytes().decode())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             "a file of the run folder cannot be read",

@@ -42,7 +42,7 @@ from tandem.runtime.disk import (
     append_line,
     disk_errors,
     existing_parent,
-    open_regular_file,
+    open_lines,
     write_atomic,
 )
 from tandem.runtime.errors import InvariantError, UserError
@@ -171,7 +171,7 @@ def _opened(
     if begins or changes:
         write_atomic(recipe, to_toml(config).encode())
     with disk_errors(folder):
-        log = open_regular_file(folder / "log.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        log = open_lines(folder / "log.txt")
     try:
         chosen = [
             f"{name}.learning_rate = auto: {getattr(config, name).learning_rate}"

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from tandem.run_folder.files import OTHER_FOLDER
-from tandem.runtime.disk import disk_errors, open_regular_file
+from tandem.runtime.disk import disk_errors
 from tandem.runtime.errors import UserError
 
 _open_locks: set[int] = set()
@@ -70,7 +70,7 @@ def _acquire(folder: Path) -> int:
     while True:
         with disk_errors(path):
             folder.mkdir(parents=True, exist_ok=True)
-            descriptor = open_regular_file(path, os.O_RDWR | os.O_CREAT)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             _flock(descriptor, folder)
         except UserError:

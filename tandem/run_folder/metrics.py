@@ -19,13 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.run_folder.files import RESTORE_OR_FRESH
-from tandem.runtime.disk import (
-    append_line,
-    disk_errors,
-    open_regular_file,
-    read_regular_file,
-    write_atomic,
-)
+from tandem.runtime.disk import append_line, disk_errors, open_lines, write_atomic
 from tandem.runtime.errors import UserError
 
 Metrics = dict[str, Any]  # name -> float | int | None | Metrics
@@ -120,7 +114,7 @@ class _Lines:
     def __init__(self, path: Path):
         self._path = path
         with disk_errors(path):
-            self._descriptor = open_regular_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            self._descriptor = open_lines(path)
 
     def append(self, row: Metrics) -> None:
         append_line(self._descriptor, _line(row), self._path)
@@ -183,7 +177,7 @@ def _read_rows(path: Path) -> Iterator[tuple[bytes, Metrics]]:
     """Yield (line, row). Drops a torn last line, which a kill leaves; raises UserError for a broken
     one elsewhere."""
     with disk_errors(path):
-        lines = read_regular_file(path).splitlines(keepends=True) if path.exists() else []
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,26 +78,6 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def open_regular_file(path: Path, flags: int) -> int:
-    """Open a file of a run folder for writing.
-
-    It follows no link, whose target may be anybody's, and waits for no pipe: raises OSError for
-    anything but a regular file.
-    """
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "Not a plain file", str(path))
-    return descriptor
-
-
-def read_regular_file(path: Path) -> bytes:
-    """Read a regular file, or one that a link names; raises OSError for anything else."""
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "Not a plain file", str(path))
-    return path.read_bytes()
-
-
 def make_folder(folder: Path, disk: Disk = DISK) -> None:
     """Make a folder and its missing parents, each durable in its own parent."""
     if not folder.is_dir():
@@ -111,7 +90,7 @@ def write_atomic(path: Path, data: bytes, disk: Disk = DISK) -> None:
     """Replace the content of path by data, durably and at once. Raises UserError on a full disk."""
     temporary = path.with_name(f".tmp-{path.name}")
     with disk_errors(path):
-        disk.write(temporary, lambda target: _write_bytes(target, data))
+        disk.write(temporary, lambda target: target.write_bytes(data))
         disk.fsync(temporary)
         disk.rename(temporary, path)
         disk.fsync(path.parent)
@@ -137,9 +116,9 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         DISK.remove(aside)
 
 
-def _write_bytes(path: Path, data: bytes) -> None:
-    with open(open_regular_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
-        file.write(data)
+def open_lines(path: Path) -> int:
+    """Open a file, made if it is not there, for append_line."""
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
 
 
 def append_line(descriptor: int, line: bytes, path: Path) -> None:

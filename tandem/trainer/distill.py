@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.model.divergence import teacher_divergences
 from tandem.model.expert_choices import replayed_experts
-from tandem.model.forward import reference_logprobs, teacher_divergences
+from tandem.model.forward import reference_logprobs
 from tandem.rl.distillation import divergence, sampled_advantages
 from tandem.rl.losses import Metrics, total
 from tandem.trainer.batch import Models, TrainBatch, compute_logprobs, pack_batch, token_weights

@@ -5,12 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tandem.model.forward import (
-    batch_logprobs,
-    batch_values,
-    reference_logprobs,
-    teacher_divergences,
-)
+from tandem.model.divergence import teacher_divergences
+from tandem.model.forward import batch_logprobs, batch_values, reference_logprobs
 from tandem.model.kernels import CPU, kernels_for
 from tandem.model.layers import norm
 from tandem.rl.distillation import reverse_kl

@@ -1,5 +1,4 @@
-"""Leftovers of a session of the tests: files in the checkout, in shared memory or in the temporary
-folder.
+"""Leftovers of the tests: files in the checkout, in shared memory or in the temporary folder.
 
 The session has a temporary folder of its own (TMPDIR), so that nothing is mistaken for what other
 programs leave.

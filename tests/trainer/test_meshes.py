@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.model.divergence import teacher_divergences
 from tandem.model.expert_choices import replayed_experts
-from tandem.model.forward import batch_logprobs, batch_values, teacher_divergences
+from tandem.model.forward import batch_logprobs, batch_values
 from tandem.model.load import make_exact
 from tandem.model.lora import Lora
 from tandem.model.probe import probe

@@ -3,7 +3,7 @@
 For whom doubts a number of a run, or wants to know why an episode got its reward and what the
 update made of each of its tokens. It reads the run folder; docs/guide/replay.md has examples.
 
-    cli.py                 the two commands; show_replay.py, show_why.py print what they found
+    cli.py                 the two commands; show.py prints what they found
     replay.py              a step learned again, every number compared with the recorded one
     replay_run.py          the run's job, opened again for that
     rescore.py             the step's rewards, computed again

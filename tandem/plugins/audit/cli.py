@@ -11,7 +11,7 @@ from tandem.cli.arguments import Run, unset
 
 def replay(run: Run, step: Annotated[int, unset(help="as in metrics.jsonl, from 1 on")]) -> None:
     """Learn a step again: print that it is equal to the last bit, or the first difference."""
-    from tandem.plugins.audit.show_replay import replay_step
+    from tandem.plugins.audit.show import replay_step
 
     sys.exit(replay_step(run, step))
 
@@ -26,6 +26,6 @@ def why(
     json: Annotated[Path | None, unset(help="also write all of it to this file")] = None,
 ) -> None:
     """Explain what happened to an episode, and to each of its tokens."""
-    from tandem.plugins.audit import show_why
+    from tandem.plugins.audit import show
 
-    show_why.why(run, episode, count, learning=learning, out=json)
+    show.why(run, episode, count, learning=learning, out=json)

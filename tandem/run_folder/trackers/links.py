@@ -25,7 +25,7 @@ from tandem.registry import BUILT_IN, find
 from tandem.run_folder.metrics import Metrics, flatten
 from tandem.run_folder.samples import Sample, printable
 from tandem.run_folder.trackers.tracker import SampleRow, TrackedRun, Tracker
-from tandem.runtime.disk import read_regular_file, write_atomic
+from tandem.runtime.disk import write_atomic
 from tandem.runtime.errors import UserError
 from tandem.runtime.image_parts import message_text
 from tandem.runtime.watchdog import heartbeat
@@ -173,7 +173,7 @@ def _run_id(folder: Path) -> str:
     a copied folder goes on with the same one."""
     path = folder / IDS
     with suppress(OSError, ValueError, KeyError, TypeError):
-        return str(json.loads(read_regular_file(path))["id"])
+        return str(json.loads(path.read_bytes())["id"])
     made = uuid.uuid4().hex
     write_atomic(path, json.dumps({"id": made}).encode() + b"\n")
     return made

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from tandem.plugins.audit.show_why import why
+from tandem.plugins.audit.show import why
 from tandem.plugins.audit.why import EpisodeRef, find_episodes, tokens, trace_updates, with_history
 from tandem.run_folder.read import open_past, read_step
 from tandem.runtime.errors import UserError

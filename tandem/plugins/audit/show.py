@@ -1,4 +1,5 @@
-"""`tandem why`: the history of an episode, and of each of its tokens."""
+"""The texts of `tandem replay` and `tandem why`: a step compared with its record; the history of an
+episode, and of each of its tokens."""
 
 import json
 from collections import Counter
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.cli.progress import console, print_lines
+from tandem.plugins.audit.replay import ReplayReport, replay
 from tandem.plugins.audit.why import (
     EpisodeRef,
     EpisodeUpdate,
@@ -23,6 +25,7 @@ from tandem.run_folder.read import PastRun, entered
 from tandem.runtime.disk import disk_errors, write_atomic
 from tandem.runtime.image_parts import message_text
 
+_SHOWN = ("reward", "policy_loss", "nll", "loss", "teacher_kl", "grad_norm", "critic/grad_norm")
 _OUTCOMES = {
     "train": "trained",
     "carry": "carried on, as the step was full",
@@ -149,3 +152,39 @@ def _as_json(
         "replay_is_equal": update.divergence is None if update and replayed else None,
         "tokens": [asdict(row) for row in rows],
     }
+
+
+def replay_step(folder: Path, step: int) -> int:
+    """Print the report of a replay and return the exit code, 1 if something is not equal."""
+    with entered(folder) as past:
+        report = replay(past, step, console.print)
+    print_lines(lines(report, str(folder)))
+    return int(report.divergence is not None)
+
+
+def lines(report: ReplayReport, folder: str) -> list[str]:
+    """Describe the replay of a step of the run in `folder`."""
+    title = f"step {report.step} of {folder}, from {report.start}"
+    notes = [f"  note: {note}" for note in report.notes]
+    if first := report.divergence:
+        return [
+            f"NOT equal: {title}",
+            f"  first difference: {first.what}",
+            f"    recorded  {first.a}",
+            f"    replayed  {first.b}",
+            *([f"  {first.also}"] if first.also else []),
+            *notes,
+        ]
+    metrics = report.metrics
+    shown = ", ".join(f"{name} {metrics[name]:.6g}" for name in _SHOWN if name in metrics)
+    compared = {
+        "rewards": f"{report.episodes} episodes scored again" if report.episodes else "",
+        "log-probs": f"{report.tokens} tokens, by the weights that sampled them"
+        if report.tokens
+        else "",
+        "metrics": f"{len(metrics)}, among them {shown}" if shown else f"{len(metrics)}",
+        "weights": report.weights or "not compared: no row in the ledger",
+        "checkpoint": report.checkpoint or "none of this step to compare with",
+    }
+    rows = [f"  {name:<11}{text}" for name, text in compared.items() if text]
+    return [f"equal: {title}", *rows, *notes]
