@@ -2,8 +2,7 @@
 tensors on a CPU here, Triton's for those on a GPU in triton/plans.py.
 
 registry.py names the kernels of a device, which are imported when a tensor first needs them.
-Triton's launch on the thread's current GPU, so whoever asks makes the tensor's the current one: no
-engine, learner or thread has to think of it. Gradients have a thread of torch's for each GPU.
+Triton's launch on the thread's current GPU, so whoever asks makes the tensor's the current one.
 
 Products run on a prepacked weight, which keeps an output row independent of the number of rows for
 every count but one: with AVX-512 and more than 1,024 inputs a *single* row takes another kernel.
@@ -56,14 +55,14 @@ class Kernels:
     own_matmuls: Sequence[str] = ("plain",)  # of one order of additions: the same bits
     chosen: str = "plain"  # the one that multiplies in this process
     fused: bool = False  # whether log-probs and their slopes are made of logits, without a table
+    layer: Callable[..., Tensor] | None = None  # what runs an ExactLayer without gradients, if any
     runs_ahead: bool = False  # whether decode steps may run ahead of the host (engine/lookahead.py)
     # rows of an output projection that the probe tries, (): all; here one costs as much as a layer
     head_rows: Sequence[int] = (4, 32)
     most_ranked: int = 4096  # tokens that the probe sorts: a CPU sorts a vocabulary for a second
 
     def on(self, device: torch.device) -> "Kernels":
-        """Return the kernels for tensors of a device, which is the thread's current one from then
-        on."""
+        """Return the kernels for a device, which is the thread's current one from then on."""
         return self
 
     def use_matmul(self, kernel: str) -> None:
@@ -199,8 +198,7 @@ class Kernels:
         return ranked.masked_fill(before >= top_p, float("inf")).amin(-1, keepdim=True)
 
     def likeliest(self, table: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Find the likeliest tokens of log-probs [N, V]: theirs float32 [N, count], tokens
-        int64."""
+        """Find the likeliest of log-probs [N, V]: theirs float32 [N, count], tokens int64."""
         return table.topk(count, -1)
 
     def inverse_cdf(self, table: Tensor, uniform: Tensor) -> Tensor:

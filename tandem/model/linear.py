@@ -215,7 +215,7 @@ def fused_linear(x: Tensor, parts: Sequence[Part], packed: Tensor) -> Tensor:
     packed is the pack of the parts' merged weights. Differentiable while gradients are on.
     """
     if not torch.is_grad_enabled():
-        return kernels_of(x).matmul(x, packed, _bias(parts))
+        return kernels_of(x).matmul(x, packed, bias_of(parts))
     tensors: list[Tensor | None] = []
     scalings = []
     for part in parts:
@@ -235,7 +235,7 @@ def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
     return total.to(parts[0].dtype)
 
 
-def _bias(parts: Sequence[Part]) -> Tensor | None:
+def bias_of(parts: Sequence[Part]) -> Tensor | None:
     biases = [part.bias for part in parts if part.bias is not None]
     return torch.cat(biases) if len(biases) > 1 else biases[0] if biases else None
 
@@ -250,7 +250,7 @@ class _FusedLinear(torch.autograd.Function):
         # frozen parameters do not keep the activations alive
         ctx.save_for_backward(x if any(ctx.needs_input_grad[3:]) else None, *tensors)
         ctx.scalings = scalings
-        return kernels_of(x).matmul(x, packed, _bias(_parts(tensors, scalings)))
+        return kernels_of(x).matmul(x, packed, bias_of(_parts(tensors, scalings)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

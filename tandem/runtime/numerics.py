@@ -16,12 +16,10 @@ thread count       Once it is set, MKL no longer takes fewer by itself. On every
 oneDNN's kernels   Each row count of a product has its own, about 0.6 MB and 0.3 ms. Those used last
                    are kept, 128 instead of up to 1,024: a process whose batches shrink and grow
                    had 420 MB of them, and holes between its tensors. No bit depends on it.
-denormal numbers Flushing them is each thread's own setting. A caller may have set it;
-                   they are kept.
-float32 products   torch can be told to round them to bf16 (AVX512-BF16, AMX). A caller may have;
-                   they are not rounded.
+denormal numbers   Each thread flushes them or not, as a caller may have set it: they are kept.
+float32 products   A caller may have told torch to round them to bf16: they are not rounded.
 cuBLAS             By default it may take another workspace, and so other kernels, in other streams,
-                   and round the parts of a bfloat16 product's sum to bfloat16. Gradients are its
+                   add a sum in parts (split-K) and round these to bfloat16. Gradients are its
                    products. No GPU has shown either here: NVIDIA and PyTorch document them.
 """
 
@@ -35,7 +33,9 @@ from pathlib import Path
 STRICT = "AUTO,STRICT"
 # of oneDNN and of PyTorch's layer above it; oneDNN has two entries for a kernel
 KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "128"}
-CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # buffers of a fixed size, KiB:number
+# buffers of a fixed size, KiB:number, too small for a sum in parts (split-K)
+CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
+CUBLAS |= {"TORCH_BLAS_PREFER_CUBLASLT": "1"}
 _STRICT_BIT = 0x10000  # MKL_CBWR_STRICT of mkl_types.h
 
 
@@ -54,7 +54,7 @@ def prepare(threads: int = 0) -> int:
     torch.set_num_threads(threads or torch.get_num_threads())
     torch.set_flush_denormal(False)
     torch.set_float32_matmul_precision("highest")
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
     torch.zeros(64).exp()  # too small for a second thread
     return torch.get_num_threads()
 

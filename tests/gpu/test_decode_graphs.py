@@ -1,14 +1,17 @@
 """Decoding ahead over Triton's kernels: captured as CUDA graphs where there is a GPU, in the
 interpreter elsewhere."""
 
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 pytest.importorskip("triton", reason="triton is not installed")
+from triton.runtime.interpreter import GridExecutor
 
 from tandem.engine.decode import DecodeStep
 from tandem.engine.engine import Engine
@@ -21,6 +24,7 @@ from tandem.runtime.rng import uniforms
 from tandem.types import SamplingParams
 from tests.support.engines import facts, request
 from tests.support.kernels import triton_everywhere
+from tests.support.operators import Operators
 from tests.support.parity import words
 from tests.support.tiny import random_tokens, stock_model, tiny_config
 
@@ -149,3 +153,34 @@ def test_steps_were_captured_on_the_gpu():
     engine = Engine(model_of(), words, cache_bytes=1 << 18, max_batch=3)
     engine.generate([request(n, max_new_tokens=20) for n in range(3)])
     assert any(engine.lookahead._step.graphs._steps.values())
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="launches are counted in the interpreter")
+@pytest.mark.parametrize("kind", ["qwen3", "mistral"])
+def test_a_layer_of_a_decode_step_is_eight_launches(kind, monkeypatch):
+    """Triton's kernels are launched, and no operator of torch but those that move nothing."""
+    launch, counts = GridExecutor.__call__, Counter()
+
+    def counted(*arguments, **options):
+        counts["launch"] += 1
+        with _disable_current_modes():
+            return launch(*arguments, **options)
+
+    monkeypatch.setattr(GridExecutor, "__call__", counted)
+    found = []
+    for layers in (1, 3):
+        config = tiny_config(kind, **SHAPE | {"num_hidden_layers": layers})
+        model = make_exact(stock_model(config, seed=0))
+        cache = PageCache(model, 1 << 19)
+        runs = Runs([[0], [1]], np.array([5, 7]), np.ones(2, int))
+        plan = model.paged_plan(cache.keys, cache.values, runs)
+        tokens = torch.ones(2).long(), torch.tensor([5, 7])
+        model.hidden(*tokens, plan)  # weights are packed
+        counts.clear()
+        with Operators() as operators:
+            model.hidden(*tokens, plan)
+        found.append(counts + operators.counts)
+    more = found[1] - found[0]
+    assert more.pop("launch") == 2 * 8
+    free = ("empty", "view", "detach", "split", "slice", "alias")
+    assert not [name for name in more if not any(word in name for word in free)], more

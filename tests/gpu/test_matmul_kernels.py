@@ -9,8 +9,9 @@ from tandem.jobs.engines import choose_matmul
 from tandem.model.linear import Adapter, ExactLinear, Part, fused_linear
 from tandem.model.load import make_exact
 from tandem.model.probe import try_matmuls
-from tandem.model.triton.matmul import matmul
+from tandem.model.triton.matmul import PLAIN, TILES, matmul, tile_of
 from tandem.model.triton.plans import TRITON
+from tandem.model.triton.rowwise import swiglu
 from tests.support.kernels import (
     BF16,
     DEVICE,
@@ -34,6 +35,28 @@ def test_persistent_programs_and_descriptors_have_the_bits_of_the_plain_kernel(
     x, weight = random(1, rows, inputs, dtype=dtype), random(2, outputs, inputs, dtype=dtype)
     b = random(3, outputs, dtype=dtype) if bias else None
     assert same_bits(matmul(x, weight, b, kernel), matmul(x, weight, b))
+
+
+@pytest.mark.parametrize("kernel", ["persistent", "tma"])
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_tiles_of_all_sizes_have_the_bits_of_the_plain_one(tile, kernel):
+    """Also where a residual is added to the product, and where gate and up are joined."""
+    x, weight, bias = (
+        random(s, *n, dtype=BF16) for s, n in enumerate(((70, 136), (90, 136), (90,)))
+    )
+    own, residual = {"tile": tile}, random(4, 70, 90, dtype=BF16)
+    made = matmul(x, weight, bias)
+    assert same_bits(matmul(x, weight, bias, kernel, **own), made)
+    found = matmul(x, weight, bias, kernel, residual=residual, **own)
+    assert same_bits(found.to(BF16), residual + made)
+    assert same_bits(matmul(x, weight, bias, kernel, gated=True, **own), swiglu(made))
+
+
+def test_few_rows_take_small_tiles_and_many_rows_large_ones():
+    few, many = tile_of(1, 4096, 2, 132), tile_of(8192, 1024, 2, 132)
+    assert (few, many) == (TILES[-1], TILES[0]) and tile_of(8192, 1024, 4, 132) == PLAIN
+    rows = [tile_of(2**n, 4096, 2, 132).rows for n in range(14)]
+    assert rows == sorted(rows)
 
 
 def test_rows_that_no_descriptor_describes_are_read_through_pointers():

@@ -82,6 +82,7 @@ def new_tokens(
         count=int32(stop - start),
         start=int32(start),
         max_length=max_length,
+        alone=stop - start == 1,
     )
     keys, values = pages or pages_of([(k[:stop], v[:stop])], [table], 7)
     return attention(q[start:stop], keys, values, rows, Scoring(SCALE, window), **options)

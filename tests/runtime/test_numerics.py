@@ -64,7 +64,7 @@ print(matmul.allow_bf16_reduced_precision_reduction)
 
 def test_cublas_has_a_fixed_workspace_unless_the_caller_has_chosen_one():
     code = f"import os; {PREPARE}; print(os.environ['CUBLAS_WORKSPACE_CONFIG'])"
-    for given, found in (({}, ":4096:8"), ({"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, ":16:8")):
+    for given, found in (({}, ":16:8"), ({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, ":4096:8")):
         assert output_of(code, **given).endswith(found)
 
 

@@ -8,11 +8,18 @@ shared memory than the GPU has raises OutOfResources, as it would there.
 """
 
 import json
+import re
+import subprocess
 import sys
+import tempfile
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime import driver
@@ -20,9 +27,8 @@ from triton.runtime import driver
 from tandem.model.attention import Scoring
 from tandem.model.triton import rowwise, vocabulary
 from tandem.model.triton.attention import PagedRows, attention, write_cache
-from tandem.model.triton.matmul import matmul
+from tandem.model.triton.matmul import TILES, matmul
 from tandem.model.triton.packed_attention import PackedSegments, packed_attention
-from tandem.model.triton.plans import TRITON
 from tandem.model.triton.shared_splits import shared_attention
 
 SHARED_BYTES = {80: 166_912, 90: 232_448, 100: 232_448}  # of a block, by compute capability
@@ -71,7 +77,12 @@ class Driver(DriverBase):
         return {"max_shared_mem": SHARED_BYTES[self.capability]}
 
     def load_binary(self, name, binary, shared, device):
-        found = {"kernel": name, "bytes": len(binary), "shared": shared}
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            Path(file.name).write_bytes(binary)
+            usage = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+            text = subprocess.run(usage, capture_output=True, text=True, check=True).stdout
+        stack = int(re.search(r"STACK:(\d+)", text)[1])  # bytes of registers that did not fit
+        found = {"kernel": name, "bytes": len(binary), "shared": shared, "stack": stack}
         self.compiled.append(found)
         return None, None, 0, 0, 1024  # module, function, registers, spills, most threads
 
@@ -84,12 +95,14 @@ def new_of(default, *shape, dtype=None):
     return torch.zeros(shape, dtype=dtype, requires_grad=dtype.is_floating_point)
 
 
-def run_everything(dtype, width, kernels):
-    """Call each operator forward and backward; kernels: of matmul."""
+def run_everything(dtype, width, kernel):
+    """Call each operator forward and backward; kernel: of matmuls of all tiles, if any."""
     new = partial(new_of, dtype)
     x, weight = new(ROWS, 256).detach(), new(256, 256).detach()
-    for kernel in kernels:
-        matmul(x, weight, new(256).detach(), kernel)
+    for tile in (None, *TILES[: len(TILES) * bool(kernel)]):
+        matmul(x, weight, new(256).detach(), kernel if tile else "plain", tile=tile)
+    if kernel:
+        matmul(x, weight, None, kernel, tile=TILES[0], gated=True)
     q, k, v = attend(new, width)
     plan = PackedSegments(np.array(SEGMENTS), torch.device("cpu"))
     packed_attention(q, k, v, plan, Scoring(0.1)).backward(torch.zeros_like(q))
@@ -118,7 +131,12 @@ def attend(new, width):
     attention(q.detach(), keys, values, rows, Scoring(0.1))
     tiles = torch.zeros(4, 2, 1, dtype=torch.int32)
     shared_attention(q.detach(), keys, values, rows, tiles, Scoring(0.1))
-    write_cache(k.detach(), v.detach(), keys, values, torch.zeros(ROWS, dtype=torch.int64))
+    slots = torch.zeros(ROWS, dtype=torch.int64)
+    write_cache(k.detach(), v.detach(), keys, values, slots)
+    norm, turn = SimpleNamespace(weight=new(width), variance_epsilon=1e-6), new(ROWS, 1, width)
+    rowwise.turn_heads(new(ROWS, 12, width), [norm, norm], (turn, turn), keys, values, slots)
+    if q.dtype == torch.bfloat16:  # products of float32 take long to compile
+        attention(q.detach(), keys, values, replace(rows, alone=True), Scoring(0.1))
     return q, k, v
 
 
@@ -127,11 +145,9 @@ def main():
         for dtype in (torch.float32, torch.bfloat16):
             gpu = Driver(capability)
             driver.set_active(gpu)
-            # a float32 matmul takes long to compile, and descriptors change how it is read only
-            kernels = ("plain", "persistent", *["tma"] * (dtype == torch.bfloat16))
-            run_everything(
-                dtype, WIDTHS[dtype], kernels if capability != 90 else TRITON.own_matmuls
-            )
+            # a float32 matmul has one tile, which takes long to compile
+            kernel = "" if dtype == torch.float32 else "persistent" if capability == 80 else "tma"
+            run_everything(dtype, WIDTHS[dtype], kernel)
             for width in (WIDTHS[dtype], *PAGED_WIDTHS.get((capability, dtype), ())):
                 if width != WIDTHS[dtype]:
                     attend(partial(new_of, dtype), width)

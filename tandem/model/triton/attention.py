@@ -54,6 +54,19 @@ def locate(count, sequences, tile, GROUP: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @triton.jit
+def own_rows(first, count, sequences, GROUP: tl.constexpr, ALONE: tl.constexpr):
+    """Find (sequence, tile in it, its first row, its rows) of a program; of none there are 0."""
+    if ALONE:
+        tiles: tl.constexpr = (GROUP + BLOCK_Q - 1) // BLOCK_Q
+        sequence, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+        own = sequence
+    else:
+        sequence, tile = locate(count, sequences, tl.program_id(0), GROUP, BLOCK_Q)
+        own = tl.load(first + sequence, mask=sequence < sequences, other=0)
+    return sequence, tile, own, tl.load(count + sequence, mask=sequence < sequences, other=0)
+
+
+@triton.jit
 def _see(query, key, value, visible, scale, peak, total, acc):
     """Add a block of keys to the running softmax (peak [R], total [R], acc [R, E]) of a tile."""
     scores = dot(query, tl.trans(key), tl.zeros([BLOCK_Q, BLOCK_KEYS], tl.float32)) * scale
@@ -86,7 +99,7 @@ def _mean(total, acc):
 def _store_lse(lse, at, peak, total, mask):
     """Store the base-2 log-sum-exp of the scores, if a backward pass will read it."""
     if lse is not None:
-        tl.store(lse + at, peak + tl.log2(total), mask=mask)
+        tl.store(lse + at, peak + tl.log2(tl.where(total > 0.0, total, 1.0)), mask=mask)
 
 
 @triton.jit(do_not_specialize=["sequences", "rows", "table_stride", "window"])
@@ -119,19 +132,19 @@ def attend_kernel(
     PAGE: tl.constexpr,
     PAGED: tl.constexpr,
     APART: tl.constexpr,
+    ALONE: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
     """Attend BLOCK_Q (token, query head) pairs of one sequence and key/value head.
 
     With APART it attends one split and stores its partial result, otherwise all splits. lse [T, H]
-    may be None.
+    may be None. ALONE: each sequence has at most one token, in the row of its number, and every row
+    is written.
     """
-    sequence, tile = locate(count, sequences, tl.program_id(0), GROUP, BLOCK_Q)
-    if sequence >= sequences:
-        return
+    sequence, tile, own, new = own_rows(first, count, sequences, GROUP, ALONE)
     kv_head, heads = tl.program_id(1), tl.num_programs(1) * GROUP
-    own, new, past = tl.load(first + sequence), tl.load(count + sequence), tl.load(start + sequence)
+    past = tl.load(start + sequence, mask=new > 0, other=0)
     pair = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
     token, head = pair // GROUP, kv_head * GROUP + pair % GROUP
     position = past + token
@@ -141,11 +154,10 @@ def attend_kernel(
     low, high = begin // SPLIT_KEYS, tl.cdiv(end, SPLIT_KEYS)
     if APART:
         low, high = tl.maximum(low, tl.program_id(2)), tl.minimum(high, tl.program_id(2) + 1)
-        if low >= high:
-            return
 
     element = tl.arange(0, BLOCK_E)
-    inside = (token < new)[:, None] & (element < WIDTH)
+    stored = token < 1 if ALONE else token < new
+    inside = stored[:, None] & (element < WIDTH)
     row = (own + token).to(tl.int64)
     query = tl.load(q + (row * q_token + head * q_head)[:, None] + element, mask=inside, other=0.0)
     peak, total = tl.full([BLOCK_Q], float("-inf"), tl.float32), tl.zeros([BLOCK_Q], tl.float32)
@@ -180,10 +192,11 @@ def attend_kernel(
 
     at = (tl.program_id(2).to(tl.int64) * rows + row) * heads + head
     if APART:
-        tl.store(peaks + at, peak, mask=token < new)
-        tl.store(totals + at, total, mask=token < new)
+        tl.store(peaks + at, peak, mask=stored)
+        tl.store(totals + at, total, mask=stored)
+        inside &= (peak > float("-inf"))[:, None]
     else:
-        _store_lse(lse, at, peak, total, token < new)
+        _store_lse(lse, at, peak, total, stored)
         acc = _mean(total, acc)
     tl.store(out + at[:, None] * WIDTH + element, acc.to(out.dtype.element_ty), mask=inside)
 
@@ -365,6 +378,8 @@ class PagedRows:
     # at least every start + count; it sets the number of splits launched, never a result
     max_length: int
     paged: bool = True  # of packed rows a table holds the first row of the prefix
+    # sequence s has one token at most, in row s; rows beyond the sequences are zero too
+    alone: bool = False
 
 
 def attention(
@@ -464,11 +479,15 @@ def _attend(
     apart = splits > 1 and 4 * splits * tokens * heads * (width + 2) <= scratch_bytes
     sums = q.new_empty(2, splits, tokens, heads, dtype=torch.float32) if apart else None
     parts = q.new_empty(splits, tokens, heads, width, dtype=torch.float32) if apart else None
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format) if parts is None else parts
-    # A program whose keys are all hidden stores nothing: its peak stays -inf.
-    peaks, totals = (None, None) if sums is None else (sums[0].fill_(float("-inf")), sums[1])
+    group = heads // kv_heads
     # Each sequence fills its tiles but the last, so T * group / 16 + S suffice for any counts.
-    tiles = tokens * (heads // kv_heads) // BLOCK_Q.value + len(rows.count)
+    tiles, made = tokens * group // BLOCK_Q.value + len(rows.count), torch.zeros_like
+    if rows.alone:
+        tiles, made = tokens * triton.cdiv(group, BLOCK_Q.value), torch.empty_like
+    elif sums is not None:
+        sums[0].fill_(float("-inf"))  # of splits that a row does not see nothing is stored
+    out = made(q, memory_format=torch.contiguous_format) if parts is None else parts
+    peaks, totals = (None, None) if sums is None else sums
     shape = {"WIDTH": width, "BLOCK_E": max(16, triton.next_power_of_2(width))}
     attend_kernel[tiles, kv_heads, splits if apart else 1](
         q,
@@ -489,10 +508,11 @@ def _attend(
         *keys.stride()[:3],
         *values.stride()[:3],
         *scale_and_window(scoring),
-        GROUP=heads // kv_heads,
+        GROUP=group,
         PAGE=keys.shape[2] if rows.paged else 1,
         PAGED=rows.paged,
         APART=apart,
+        ALONE=rows.alone,
         **shape,
         num_warps=4,
         num_stages=2,

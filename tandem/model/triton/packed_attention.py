@@ -45,11 +45,12 @@ def _segment(segments, number, sequences):
 
 @triton.jit
 def _slopes(query, key, value, above, visible, lse, delta, scale):
-    """Compute probabilities [R, N] of a tile, and the gradients of its scaled scores."""
+    """Compute probabilities [R, N] of a tile, and the gradients of its scaled scores; or, of query
+    and key exchanged and above and value too, [N, R]."""
     scores = dot(query, tl.trans(key), tl.zeros_like(visible).to(tl.float32)) * scale
-    probs = tl.where(visible, tl.exp2(scores - lse[:, None]), 0.0)
+    probs = tl.where(visible, tl.exp2(scores - lse), 0.0)
     grad_probs = dot(above, tl.trans(value), tl.zeros_like(probs))
-    return probs, tl.where(visible, probs * (grad_probs - delta[:, None]), 0.0)
+    return probs, tl.where(visible, probs * (grad_probs - delta), 0.0)
 
 
 @triton.jit(do_not_specialize=["sequences", "window"])
@@ -118,7 +119,8 @@ def query_gradient_kernel(
             v + (place * v_token + kv_head * v_head)[:, None] + element, mask=there, other=0.0
         )
         visible = (index <= position[:, None]) & (index > position[:, None] - window)
-        _, slope = _slopes(query, key, value, grad, visible & known[:, None], total, delta, scale)
+        visible &= known[:, None]
+        _, slope = _slopes(query, key, value, grad, visible, total[:, None], delta[:, None], scale)
         acc = dot(slope.to(key.dtype), key, acc)
     tl.store(grad_q + where, (acc * grad_scale).to(grad_q.dtype.element_ty), mask=inside)
 
@@ -193,12 +195,12 @@ def key_gradient_kernel(
             grad = tl.load(above + at[:, None] * WIDTH + element, mask=inside, other=0.0)
             total = tl.load(lse + at, mask=asks, other=0.0)
             delta = tl.load(deltas + at, mask=asks, other=0.0)
-            visible = (index <= position[:, None]) & (index > position[:, None] - window)
-            probs, slope = _slopes(
-                query, key, value, grad, visible & known & asks[:, None], total, delta, scale
-            )
-            grad_value = dot(tl.trans(probs.to(grad.dtype)), grad, grad_value)
-            grad_key = dot(tl.trans(slope.to(query.dtype)), query, grad_key)
+            visible = (index[:, None] <= position) & (index[:, None] > position - window)
+            visible &= known[:, None] & asks
+            # by keys, so that the products below read them from registers
+            probs, slope = _slopes(key, query, grad, value, visible, total, delta, scale)
+            grad_value = dot(probs.to(grad.dtype), grad, grad_value)
+            grad_key = dot(slope.to(query.dtype), query, grad_key)
     where = (place * kv_heads + kv_head)[:, None] * WIDTH + element
     tl.store(grad_k + where, (grad_key * grad_scale).to(grad_k.dtype.element_ty), mask=there)
     tl.store(grad_v + where, grad_value.to(grad_v.dtype.element_ty), mask=there)
@@ -288,7 +290,7 @@ def _gradients(
     strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]
     numbers = *strides, scale, scoring.scale, window
     tile = {"GROUP": group, "WIDTH": width, "BLOCK_E": block_e, "PAIRS": side, "KEYS": side}
-    options = {"num_warps": 8, "num_stages": 1}
+    options = {"num_warps": 8, "num_stages": 2}
     query_gradient_kernel[tokens * group // side + sequences, kv_heads](
         *(q, k, v, out, above, lse, deltas, grads[0], segments.columns, sequences),
         *numbers,

@@ -5,6 +5,7 @@ to the bit, and with the CPU closely.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,10 @@ from torch import Tensor
 from triton.testing import do_bench_cudagraph
 
 from tandem.model.attention import Plan, Scoring
+from tandem.model.expert_choices import ExpertChoices
 from tandem.model.kernels import Kernels, Rotation
+from tandem.model.layers import ExactLayer, add_norm, norm
+from tandem.model.linear import ExactLinear, FusedLinear, bias_of
 from tandem.model.paged_attention import PAGE, DecodeRows, Runs
 from tandem.model.triton import rowwise, vocabulary
 from tandem.model.triton.attention import PagedRows, attention, write_cache
@@ -40,23 +44,28 @@ class TritonPagedPlan:
         def int32(array: np.ndarray) -> Tensor:
             return torch.from_numpy(array.astype(np.int32)).to(device)
 
-        longest = int((runs.starts + runs.counts).max())
+        longest, decode = int((runs.starts + runs.counts).max()), bool((runs.counts == 1).all())
         self.rows = PagedRows(
             tables=int32(runs.table),
             first=int32(runs.firsts),
             count=int32(runs.counts),
             start=int32(runs.starts),
             max_length=longest,
+            alone=decode,
         )
         self.slots = torch.from_numpy(runs.pages * PAGE + runs.offsets).to(device)
-        decode = (runs.counts == 1).all()
         group = heads // keys[0].shape[1]
         tiles = split_tiles(runs.table, runs.starts, PAGE, group) if decode else None
         self.tiles: Tensor | None = None if tiles is None else int32(tiles)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        keys, values, new = self.keys[layer], self.values[layer], len(self.slots)
-        write_cache(k[:new], v[:new], keys, values, self.slots)
+        new = len(self.slots)
+        write_cache(k[:new], v[:new], self.keys[layer], self.values[layer], self.slots)
+        return self.attend_written(layer, q, scoring)
+
+    def attend_written(self, layer: int, q: Tensor, scoring: Scoring) -> Tensor:
+        """Attend with the rows' own keys and values in the cache already."""
+        keys, values = self.keys[layer], self.values[layer]
         if self.tiles is not None:
             out = shared_attention(q, keys, values, self.rows, self.tiles, scoring)
             if out is not None:
@@ -76,8 +85,58 @@ class TritonDecodePlan(TritonPagedPlan):
             count=rows.counts,
             start=rows.positions.to(torch.int32),
             max_length=rows.max_length,
+            alone=True,
         )
         self.slots, self.tiles = rows.slots(), rows.tiles
+
+
+def run_layer(
+    layer: ExactLayer,
+    x: Tensor,
+    rotation: Rotation,
+    plan: Plan,
+    choices: ExpertChoices | None = None,
+) -> Tensor:
+    """Run a layer without gradients, with the bits of its `forward` and in eight launches over
+    pages, if one of them attends."""
+    attention = layer.self_attn
+    heads = layer.qkv(norm(layer.input_layernorm, x))
+    if isinstance(plan, TritonPagedPlan):
+        heads = heads.view(len(x), -1, attention.head_dim)
+        norms = [attention.q_norm, attention.k_norm] if layer.normed else []
+        cache = plan.keys[layer.number], plan.values[layer.number]
+        q = rowwise.turn_heads(heads, norms, rotation, *cache, plan.slots)
+        out = plan.attend_written(layer.number, q, Scoring(attention.scaling, layer.window))
+        change = attention.o_proj(out.view(len(x), -1))
+    else:
+        change = layer._attend(heads, rotation, plan)
+    x, normed = add_norm(layer.post_attention_layernorm, x, change)
+    if layer.gate_up is None:
+        choose = None if choices is None else partial(choices.choose, layer.number)
+        _, scores, chosen = layer.mlp.gate(normed, choose)
+        return x + layer.mlp.experts(normed, chosen, scores)  # type: ignore[no-any-return]
+    inner, down = _joined(layer.gate_up, layer.gate_up.parts, normed), layer.mlp.down_proj
+    if down._slices or down.leave is not None:
+        return x + down(inner)  # type: ignore[no-any-return]
+    return _joined(down, [down], inner, x)
+
+
+def _joined(
+    owner: FusedLinear | ExactLinear,
+    linears: Sequence[ExactLinear],
+    x: Tensor,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Run linears and add residual [N, O], or without one gate their output as `swiglu`: in one
+    launch if the kernel is our own."""
+    parts = [linear.active_part() for linear in linears]
+    is_base = any(linear.base_only for linear in linears)
+    packed, bias = (owner.base_pack if is_base else owner.pack).of_parts(parts), bias_of(parts)
+    if TRITON.chosen != "cublas":
+        gated = residual is None
+        return matmul(x, packed, bias, TRITON.chosen, residual=residual, gated=gated)
+    made = F.linear(x, packed, bias)
+    return TRITON.swiglu(made) if residual is None else residual + made
 
 
 class TritonKernels(Kernels):
@@ -85,6 +144,7 @@ class TritonKernels(Kernels):
     matmuls = (*own_matmuls, "cublas")
     fused = runs_ahead = True
     head_rows, most_ranked = (), 1 << 62  # all
+    layer = staticmethod(run_layer)
     rms_norm, add_rms_norm = staticmethod(rowwise.rms_norm), staticmethod(rowwise.add_rms_norm)
     swiglu = staticmethod(rowwise.swiglu)
     log_softmax = staticmethod(vocabulary.log_softmax)

@@ -9,6 +9,7 @@ and of x's dtype. Knows no layers.
 # Code that @triton.jit compiles is not typed Python.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.model.triton.matmul import need_contiguous_rows
+from tandem.model.triton.matmul import add, need_contiguous_rows, swiglu_of
 
 # elements of a program that owns several rows
 TILE = 1024
@@ -58,7 +59,7 @@ def rms_norm_kernel(
     value = tl.load(x + at, mask=inside, other=0.0)
     if change is not None:
         added = tl.load(change + where, mask=inside, other=0.0)
-        value = (value.to(tl.float32) + added.to(tl.float32)).to(value.dtype)
+        value = add(value, added)
         tl.store(total + where, value, mask=inside)
     value = value.to(tl.float32)
     factor = tl.load(weight + element, mask=element < WIDTH, other=0.0).to(tl.float32)
@@ -145,6 +146,73 @@ def rotate_kernel(
     tl.store(out + row[:, None] * WIDTH + element, result.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["rows", "new"])
+def heads_kernel(
+    x,
+    q_weight,
+    k_weight,
+    cosine,
+    sine,
+    slots,
+    out,
+    keys,
+    values,
+    rows,
+    new,
+    epsilon,
+    keys_page,
+    keys_head,
+    keys_token,
+    values_page,
+    values_head,
+    values_token,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Norm and rotate ROWS rows (token, head) of x [T, H + 2K, WIDTH]: queries into out [T, H,
+    WIDTH]; keys, and values as they are, of the first `new` tokens into their slots.
+
+    Weights are None without norms. A slot of -1 is skipped.
+    """
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    element = tl.arange(0, BLOCK)
+    other = (element + WIDTH // 2) % WIDTH
+    inside = (row < rows)[:, None] & (element < WIDTH)
+    token, head = row // (HEADS + 2 * KV_HEADS), row % (HEADS + 2 * KV_HEADS)
+    start, angle = row[:, None] * WIDTH, token[:, None] * WIDTH
+    raw = tl.load(x + start + element, mask=inside, other=0.0)
+    value = raw.to(tl.float32)
+    swapped = tl.load(x + start + other, mask=inside, other=0.0).to(tl.float32)
+    if q_weight is not None:
+        inverse, asks = _inverse_rms(value, epsilon, WIDTH)[:, None], (head < HEADS)[:, None]
+        value = _scaled(value, inverse, asks, q_weight, k_weight, element, WIDTH, raw.dtype)
+        swapped = _scaled(swapped, inverse, asks, q_weight, k_weight, other, WIDTH, raw.dtype)
+    cos = tl.load(cosine + angle + element, mask=inside, other=0.0).to(tl.float32)
+    sin = tl.load(sine + angle + element, mask=inside, other=0.0).to(tl.float32)
+    turned = tl.fma(value, cos, swapped * sin).to(raw.dtype)
+    at = (token * HEADS + head)[:, None] * WIDTH + element
+    tl.store(out + at, turned, mask=inside & (head < HEADS)[:, None])
+    slot = tl.load(slots + token, mask=(token < new) & (row < rows), other=-1)
+    page, place, kv_head = slot // PAGE, slot % PAGE, (head - HEADS) % KV_HEADS
+    kept, is_key = inside & (slot >= 0)[:, None], (head < HEADS + KV_HEADS)[:, None]
+    at = (page * keys_page + kv_head * keys_head + place * keys_token)[:, None] + element
+    tl.store(keys + at, turned, mask=kept & is_key & (head >= HEADS)[:, None])
+    at = (page * values_page + kv_head * values_head + place * values_token)[:, None] + element
+    tl.store(values + at, raw, mask=kept & (head >= HEADS + KV_HEADS)[:, None])
+
+
+@triton.jit
+def _scaled(value, inverse, asks, q_weight, k_weight, at, WIDTH: tl.constexpr, dtype):
+    """Compute the norm of queries, where `asks`, and of keys, rounded as a norm is stored."""
+    of_q = tl.load(q_weight + at, mask=at < WIDTH, other=0.0).to(tl.float32)
+    of_k = tl.load(k_weight + at, mask=at < WIDTH, other=0.0).to(tl.float32)
+    return (value * inverse * tl.where(asks, of_q, of_k)).to(dtype).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def swiglu_kernel(x, out, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Compute BLOCK elements of silu(gate) * up of x [rows, 2 * WIDTH] = (gate, up)."""
@@ -153,7 +221,7 @@ def swiglu_kernel(x, out, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     place = at // WIDTH * 2 * WIDTH + at % WIDTH
     gate = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + place + WIDTH, mask=inside, other=0.0).to(tl.float32)
-    result = gate / (1.0 + tl.exp(-gate)) * up
+    result = swiglu_of(gate, up)
     tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
 
 
@@ -196,6 +264,38 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 def swiglu(x: Tensor) -> Tensor:
     """Compute silu(gate) * up [N, I] of x [N, 2I] = (gate, up)."""
     return _SwiGLU.apply(x)  # type: ignore[no-any-return]
+
+
+def turn_heads(
+    x: Tensor,
+    norms: Sequence[Any],
+    rotation: tuple[Tensor, Tensor],
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """Norm and rotate the queries and keys of x [T, H + 2K, E] = (q, k, v), with the bits of
+    `rms_norm` and `rotate`; keys and values go into pages as by `write_cache`.
+
+    norms: modules of the norms of queries and keys, or none. Returns the queries [T, H, E].
+    """
+    need_contiguous_rows(keys, values)
+    (tokens, heads, width), kv_heads = x.shape, keys.shape[1]
+    rows, shape = _rows(x)
+    out = x.new_empty(tokens, heads - 2 * kv_heads, width)
+    weights = [norm.weight for norm in norms] or [None, None]
+    heads_kernel[(triton.cdiv(rows, shape["ROWS"]),)](
+        *(_aligned(x.contiguous()), *weights, *(side.contiguous() for side in rotation)),
+        *(slots, out, keys, values, rows, len(slots)),
+        norms[0].variance_epsilon if norms else 0.0,
+        *(*keys.stride()[:3], *values.stride()[:3]),
+        HEADS=out.shape[1],
+        KV_HEADS=kv_heads,
+        PAGE=keys.shape[2],
+        **shape,
+        num_warps=_warps(shape["BLOCK"]),
+    )
+    return out
 
 
 class _RMSNorm(torch.autograd.Function):
