@@ -35,9 +35,9 @@ BARS = {
     "lines of tests": 34_000,
 }
 HELD = {
-    "lines of the core, without tandem/plugins": 39_731,
-    "lines with plugins": 57_992,
-    "lines that tandem.step imports": 9_935,
+    "lines of the core, without tandem/plugins": 39_993,
+    "lines with plugins": 58_258,
+    "lines that tandem.step imports": 9_933,
     "lines that a plain `tandem train` imports": 19_894,
     "conditions on a backend's name": 11,
     "of them on the step page": 0,
@@ -47,7 +47,7 @@ HELD = {
     "private functions with one use": 418,
     "functions with 8 or more parameters": 11,
     "yields in tandem/config": 27,
-    "lines of tests": 43_483,
+    "lines of tests": 43_563,
 }
 
 
