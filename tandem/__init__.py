@@ -10,7 +10,7 @@ Read first
   choices.py     what the chosen engine, trainer, stream, transport and machine answer for
 
 The stages of a step, in order
-  data/          problems, chats and preferences from files; chat templates to tokens
+  data/          problems from files; chat templates to tokens
   engine/        generation: scheduler, page cache, sampler
   rollout_workers/ engines in processes of their own: who gets which request and weights
   envs/          environments, tools and agents that answer the model

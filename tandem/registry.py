@@ -28,7 +28,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
     },
     "models": {  # (config, ranks) -> train.batch.Models of a command that samples, on every rank
         "train": "tandem.jobs.models:build_rl_models",
-        "distill": "tandem.jobs.distill:build_distill_models",
+        "distill": "tandem.plugins.distill.inputs:build_distill_models",
     },
     "multimodal_paths": dict.fromkeys(  # the same for types of models that also read images
         ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3"),
@@ -99,17 +99,22 @@ BUILT_IN: dict[str, dict[str, str]] = {
     "extractors": {"answer": "tandem.plugins.graders.answer:extract"},  # text -> final answer
     "inputs": {  # jobs/inputs.py: of a command
         "train": "tandem.jobs.inputs:training_inputs",
-        "distill": "tandem.jobs.distill:distill_inputs",
-        "sft": "tandem.jobs.offline_inputs:sft_inputs",
-        "dpo": "tandem.jobs.offline_inputs:dpo_inputs",
-        "rm": "tandem.jobs.offline_inputs:rm_inputs",
+        "distill": "tandem.plugins.distill.inputs:distill_inputs",
+        "sft": "tandem.plugins.offline.inputs:sft_inputs",
+        "dpo": "tandem.plugins.offline.inputs:dpo_inputs",
+        "rm": "tandem.plugins.offline.inputs:rm_inputs",
     },
     "jobs": {  # (config, run folder, report) -> context of a train_loop.py: TrainJob
         "train": "tandem.jobs.rl:open_rl_job",
         "distill": "tandem.jobs.rl:open_rl_job",
-        "sft": "tandem.jobs.offline:open_offline_job",
-        "dpo": "tandem.jobs.offline:open_offline_job",
-        "rm": "tandem.jobs.offline:open_offline_job",
+        "sft": "tandem.plugins.offline.jobs:open_offline_job",
+        "dpo": "tandem.plugins.offline.jobs:open_offline_job",
+        "rm": "tandem.plugins.offline.jobs:open_offline_job",
+    },
+    "fixed_data": {  # (config, inputs, ranks) -> job of a command without rollouts, on every rank
+        "sft": "tandem.plugins.offline.jobs:sft_job",
+        "dpo": "tandem.plugins.offline.jobs:dpo_job",
+        "rm": "tandem.plugins.offline.jobs:rm_job",
     },
     "machines": {  # jobs/here.py: Here
         "here": "tandem.jobs.here:Here",

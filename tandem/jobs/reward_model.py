@@ -4,17 +4,25 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
 
 from tandem.config.schema import Config
 from tandem.data.renderer import load_renderer
 from tandem.jobs.models import placement
 from tandem.model.config_file import check_model
+from tandem.model.forward import batch_values
 from tandem.model.load import load_model
 from tandem.model.stock import check_weights
 from tandem.rollout.score import RewardModel
 from tandem.runtime.errors import UserError
-from tandem.trainer.supervised import scores
-from tandem.types import Episode, Problem
+from tandem.trainer.pack import pack, split
+from tandem.types import Array, Episode, Problem, Sample
+
+if TYPE_CHECKING:
+    from tandem.model.load import ExactModel
 
 
 def check_reward_model(path: str) -> None:
@@ -67,3 +75,18 @@ def load_reward_model(config: Config) -> RewardModel:
         ]
 
     return score
+
+
+@torch.no_grad()
+def scores(scorer: "ExactModel", chats: Sequence[Array], tokens_per_microbatch: int) -> list[float]:
+    """Return a reward model's score of each chat, tokens int64 [T]."""
+    samples = [Sample(tokens=tokens, loss_mask=np.zeros(len(tokens), bool)) for tokens in chats]
+    batches = pack([read_at_end(sample) for sample in samples], tokens_per_microbatch)
+    by_chat = split(batches, [batch_values(scorer, batch).numpy() for batch in batches])
+    return [float(by_chat[number][0]) for number in range(len(chats))]
+
+
+def read_at_end(sample: Sample) -> Sample:
+    """Append a token that is never read, as a target at the last place."""
+    tokens = np.append(sample.tokens, 0)
+    return replace(sample, tokens=tokens, loss_mask=np.arange(len(tokens)) == len(sample.tokens))

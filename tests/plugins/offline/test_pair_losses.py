@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.rl.preference import bradley_terry, dpo, ipo, margins
+from tandem.plugins.offline.pair_losses import bradley_terry, dpo, ipo, margins
 
 RNG = np.random.default_rng(0)
 CHOSEN, REJECTED, REFERENCE_CHOSEN, REFERENCE_REJECTED = torch.from_numpy(

@@ -8,10 +8,10 @@ from typing import get_args
 import pytest
 import torch
 
-from tandem.model.divergence import divergences
 from tandem.model.kernels import CPU
 from tandem.model.logprobs import CHUNK_BYTES, Head, chunks
-from tandem.rl.distillation import DivergenceKind, divergence
+from tandem.plugins.distill.divergences import DivergenceKind, divergence
+from tandem.plugins.distill.vocabulary import divergences
 
 WIDTH, MANY = 16, 40_000
 CHUNK = CHUNK_BYTES // (4 * MANY)  # rows whose logits over MANY tokens are held at once

@@ -8,6 +8,7 @@ from tandem.jobs.models import build_learner, check_models, load_frozen
 from tandem.model.config_file import check_model, logit_softcap
 from tandem.model.load import empty_model
 from tandem.model.tokenizer import load_tokenizer
+from tandem.plugins.distill.update import distill
 from tandem.runtime.errors import UserError
 from tandem.trainer.batch import Models
 from tandem.trainer.ranks import ALONE, Ranks
@@ -64,7 +65,7 @@ def build_distill_models(config: Config, ranks: Ranks = ALONE) -> Models:
     steps = config.run.steps * config.rl.minibatches * config.rl.epochs
     student = build_learner(config, config.model.path, config.train, steps, ranks)
     teacher = load_frozen(config, config.distill.teacher, ranks)
-    return Models(policy=student, teacher=teacher)
+    return Models(policy=student, teacher=teacher, own_update=distill)
 
 
 def _check_logits(path: str, shape: Any, key: str) -> None:

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from tandem.config.schema import Config, Distill
+from tandem.plugins.distill.update import distill
 from tandem.runtime.errors import UserError
 from tandem.trainer.batch import Models
-from tandem.trainer.distill import distill
 from tests.support import dense
 from tests.support.episodes import (
     MAX_NEW_TOKENS,
@@ -38,7 +38,7 @@ def config_of(estimator, budget=60, distill={}, **rl):  # noqa: B006 - it is not
 def distilled(student, teacher, groups, config, version=0):
     """The metrics of a step of the learner."""
     stage = learn_stage(Models(policy=student, teacher=teacher), config)
-    return distill(stage, teacher, groups, version)
+    return distill(stage, groups, version)
 
 
 def once(student, teacher, groups, config):

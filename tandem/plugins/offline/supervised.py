@@ -6,7 +6,6 @@ prefix.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,11 +14,12 @@ import torch
 from torch import Tensor
 
 from tandem.config.training import Preference
+from tandem.jobs.reward_model import read_at_end
 from tandem.model.forward import batch_logprobs, batch_values, reference_logprobs
+from tandem.plugins.offline.pair_losses import bradley_terry, dpo, ipo, margins
 from tandem.rl.losses import Metrics, negative_log_likelihood, sequence_means, sequence_sums, total
-from tandem.rl.preference import bradley_terry, dpo, ipo, margins
 from tandem.trainer.learner import Learner
-from tandem.trainer.pack import join, pack, split
+from tandem.trainer.pack import join, split
 from tandem.trainer.ranks import Ranks
 from tandem.types import Array, Microbatch, Sample, SamplingDistribution
 
@@ -45,22 +45,7 @@ def answer_pair(pair: int, chosen: Rendered, rejected: Rendered) -> list[Sample]
 
 def scored_pair(pair: int, chosen: Rendered, rejected: Rendered) -> list[Sample]:
     """Return the samples of a pair for a reward model, which reads its score at the last token."""
-    return [_read_at_end(sample) for sample in answer_pair(pair, chosen, rejected)]
-
-
-def _read_at_end(sample: Sample) -> Sample:
-    """Append a token that is never read, as a target at the last place."""
-    tokens = np.append(sample.tokens, 0)
-    return replace(sample, tokens=tokens, loss_mask=np.arange(len(tokens)) == len(sample.tokens))
-
-
-@torch.no_grad()
-def scores(scorer: "ExactModel", chats: Sequence[Array], tokens_per_microbatch: int) -> list[float]:
-    """Return a reward model's score of each chat, tokens int64 [T]."""
-    samples = [Sample(tokens=tokens, loss_mask=np.zeros(len(tokens), bool)) for tokens in chats]
-    batches = pack([_read_at_end(sample) for sample in samples], tokens_per_microbatch)
-    by_chat = split(batches, [batch_values(scorer, batch).numpy() for batch in batches])
-    return [float(by_chat[number][0]) for number in range(len(chats))]
+    return [read_at_end(sample) for sample in answer_pair(pair, chosen, rejected)]
 
 
 def sft_step(policy: Learner, batches: Sequence[Microbatch]) -> Metrics:

@@ -11,8 +11,16 @@ from tandem.config.training import SFT, Preference
 from tandem.data.mixture import problems_of_step
 from tandem.jobs.engines import make_room
 from tandem.jobs.models import build_learner, build_reference
-from tandem.jobs.offline_inputs import Pairs
 from tandem.jobs.stage import open_stage
+from tandem.plugins.offline.inputs import Pairs
+from tandem.plugins.offline.supervised import (
+    pair_metrics,
+    preference_step,
+    reward_model_step,
+    score_metrics,
+    sft_step,
+)
+from tandem.registry import find
 from tandem.rl.losses import Metrics
 from tandem.run_folder.folder import RunFolder
 from tandem.run_folder.journal import Journal
@@ -22,13 +30,6 @@ from tandem.train_loop import TrainJob
 from tandem.trainer.learner import Learner
 from tandem.trainer.pack import pack
 from tandem.trainer.ranks import Ranks
-from tandem.trainer.supervised import (
-    pair_metrics,
-    preference_step,
-    reward_model_step,
-    score_metrics,
-    sft_step,
-)
 from tandem.types import Microbatch, Row, Sample, StepResult
 from tandem.weights.in_process import InlineSync
 
@@ -79,6 +80,10 @@ class OfflineJob(TrainJob):
             problems_of_step(self.items, done, size, config.run.seed, config.data.shuffle)
         )
 
+    def orders(self) -> dict[str, Callable[..., object]]:
+        """Return what a rank after 0 does on each order."""
+        return {"learn": self.learn_step}
+
     def evaluate(self, done: int) -> Row:
         return {} if self.evaluator is None else self.evaluator(done)
 
@@ -114,6 +119,9 @@ class PairJob(OfflineJob):
 
     def learn(self, items: Pairs) -> Metrics:
         return self.update(self._pack(items))
+
+    def orders(self) -> dict[str, Callable[..., object]]:
+        return {**super().orders(), "evaluate": self.pair_means}
 
     def evaluate(self, done: int) -> Row:
         """Return means over the held-out pairs, under "eval/", and the evaluation on eval.data."""
@@ -177,15 +185,13 @@ def rm_job(config: Config, inputs: Any, ranks: Ranks) -> OfflineJob:
     )
 
 
-OFFLINE = {"sft": sft_job, "dpo": dpo_job, "rm": rm_job}  # what loads models on every rank
-
-
 @contextmanager
 def open_offline_job(config: Config, run: RunFolder, report: Report) -> Iterator[OfflineJob]:
     """Open the job of `tandem sft`, `dpo` or `rm`; with eval.data an engine over its model
     evaluates."""
     with open_stage(config, run, report) as stage:
-        job = OFFLINE[run.command](config, stage.inputs, stage.ranks)
+        make_job = find("fixed_data", run.command, key="command")
+        job: OfflineJob = make_job(config, stage.inputs, stage.ranks)
         job.data = stage.data
         stage.probe(job.learner.whole)
         if stage.workers is not None:

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.model.divergence import teacher_divergences
 from tandem.model.expert_choices import replayed_experts
 from tandem.model.forward import reference_logprobs
-from tandem.rl.distillation import divergence, sampled_advantages
+from tandem.plugins.distill.divergences import divergence, sampled_advantages
+from tandem.plugins.distill.vocabulary import teacher_divergences
 from tandem.rl.losses import Metrics, total
 from tandem.trainer.batch import Models, TrainBatch, compute_logprobs, pack_batch, token_weights
 from tandem.trainer.learn import (
@@ -31,11 +31,7 @@ if TYPE_CHECKING:
 
 
 def distill(
-    stage: LearnStage,
-    teacher: "ExactModel",
-    groups: Sequence[Group],
-    version: int,
-    observe: Observe | None = None,
+    stage: LearnStage, groups: Sequence[Group], version: int, observe: Observe | None = None
 ) -> Row:
     """Make a step's updates towards the teacher; "teacher_kl" is the mean divergence from it, nats
     a token.
@@ -44,6 +40,8 @@ def distill(
     sampling only.
     """
     config, policy, sampling = stage.config, stage.models.policy, stage.sampling
+    teacher = stage.models.teacher
+    assert teacher is not None, "what is distilled"
     batch = pack_batch(groups, config, stage.models.policy.ranks)
     if not batch.sample_index:
         return dict(SKIPPED)

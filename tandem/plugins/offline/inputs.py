@@ -7,9 +7,6 @@ from typing import Any
 import numpy as np
 
 from tandem.config.schema import Config
-from tandem.data.chats import parse_chat
-from tandem.data.loss_mask import training_samples
-from tandem.data.preferences import parse_preference
 from tandem.data.prompt_columns import template_inputs
 from tandem.data.readers import read_rows, tell_repeats
 from tandem.data.renderer import load_renderer
@@ -17,9 +14,12 @@ from tandem.jobs.input_hashes import image_hashes
 from tandem.jobs.inputs import Count, Inputs, held_out_of, missing, read_data
 from tandem.jobs.models import check_models, check_tokenizer
 from tandem.model.rope import positions_of
+from tandem.plugins.offline.chats import parse_chat
+from tandem.plugins.offline.loss_mask import training_samples
+from tandem.plugins.offline.preferences import parse_preference
+from tandem.plugins.offline.supervised import answer_pair, scored_pair
 from tandem.runtime.errors import UserError
 from tandem.runtime.wording import counted
-from tandem.trainer.supervised import answer_pair, scored_pair
 from tandem.types import Problem, Sample
 
 Pairs = list[list[Sample]]

@@ -9,9 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tandem.config.schema import Preference
-from tandem.trainer.pack import pack
-from tandem.trainer.ranks import ALONE
-from tandem.trainer.supervised import (
+from tandem.plugins.offline.supervised import (
     answer_pair,
     answers,
     pair_loss,
@@ -21,6 +19,8 @@ from tandem.trainer.supervised import (
     scored_pair,
     sft_step,
 )
+from tandem.trainer.pack import pack
+from tandem.trainer.ranks import ALONE
 from tests.support import dense
 from tests.support.episodes import adapted_model, recorded, trained
 from tests.support.tiny import exact_model, random_samples, random_tokens, twins, value_twins

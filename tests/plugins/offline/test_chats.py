@@ -3,9 +3,9 @@ used."""
 
 import pytest
 
-from tandem.data.chats import parse_chat
-from tandem.data.preferences import Preference, parse_preference
 from tandem.data.readers import read_rows
+from tandem.plugins.offline.chats import parse_chat
+from tandem.plugins.offline.preferences import Preference, parse_preference
 from tandem.runtime.errors import UserError
 from tests.support.datasets import jsonl, parquet
 
