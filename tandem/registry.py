@@ -53,13 +53,13 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "unpaged": "tandem.engine.inexact_engine:InexactEngine",
     },
     "commands": {  # cli/main.py: Commands; in the order of --help
-        "demo": "tandem.cli.demo:demo",
-        "init": "tandem.cli.init:init",
+        "demo": "tandem.plugins.start.demo:demo",
+        "init": "tandem.plugins.start.init:init",
         "generate": "tandem.plugins.tasks.cli:generate",
-        "tiny": "tandem.cli.tiny:tiny",
-        "try": "tandem.cli.of_runs:try_out",
-        "doctor": "tandem.cli.doctor:doctor",
-        "rollout": "tandem.cli.of_runs:rollout",
+        "tiny": "tandem.plugins.start.tiny:tiny",
+        "try": "tandem.plugins.rollouts.cli:try_out",
+        "doctor": "tandem.plugins.start.doctor:doctor",
+        "rollout": "tandem.plugins.rollouts.cli:rollout",
         "eval": "tandem.cli.of_runs:evaluate",
         "export": "tandem.cli.of_runs:export",
         "replay": "tandem.plugins.audit.cli:replay",
@@ -89,9 +89,9 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "functions": "tandem.plugins.suites.bfcl:FunctionsEnv",
         "python": "tandem.plugins.graders.python_env:PythonEnv",
         "guess": "tandem.plugins.tasks.guess:GuessTheNumber",
-        "gymnasium": "tandem.envs.gym:GymEnv",
-        "verifiers": "tandem.plugins.verifiers.env:VerifiersEnv",
-        "agent": "tandem.envs.agent.env:AgentEnv",
+        "gymnasium": "tandem.plugins.gymnasium:GymEnv",
+        "verifiers": "tandem.plugins.agents.verifiers:VerifiersEnv",
+        "agent": "tandem.plugins.agents.env:AgentEnv",
         "mcp": "tandem.plugins.mcp:McpEnv",
         "openenv": "tandem.plugins.openenv:OpenEnv",
         "harbor": "tandem.plugins.harbor:HarborEnv",
@@ -124,7 +124,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
     "optimizers": {  # trainer/optimizer.py: Optimizer
         "adamw": "tandem.trainer.optimizer:Optimizer",
         "adamw_8bit": "tandem.plugins.optim.adamw_8bit:Optimizer8bit",
-        "muon": "tandem.trainer.muon:Muon",
+        "muon": "tandem.plugins.optim.muon:Muon",
     },
     "resources": {"memory": "tandem.plugins.plan.footprint:out_of_memory"},  # of a run's config
     "rewards": {  # rewards/load.py: functions with one of its signatures
@@ -136,7 +136,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "exact": "tandem.rewards.builtin:exact",
         "format": "tandem.rewards.builtin:format_of_tags",
         "json_schema": "tandem.rewards.builtin:json_schema",
-        "judge": "tandem.rewards.judge:judge",
+        "judge": "tandem.plugins.graders.judge:judge",
         "length": "tandem.rewards.builtin:length",
         "numeric": "tandem.plugins.graders.rewards:numeric",
         "reasoning_gym": "tandem.plugins.tasks.reasoning_gym:reward",
@@ -152,7 +152,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
     "training_servers": {"tinker": "tandem.plugins.tinker.server:serve"},
     "sources": {  # what `tandem generate NAME:ID` copies: (id, limit=) -> rows
         "harbor": "tandem.plugins.harbor:rows",
-        "verifiers": "tandem.plugins.verifiers.env:rows",
+        "verifiers": "tandem.plugins.agents.verifiers:rows",
     },
     "streams": {  # choices.py: StreamBackend
         "memory": "tandem.jobs.streams:Memory",
@@ -176,9 +176,9 @@ BUILT_IN: dict[str, dict[str, str]] = {
     },
     "tools": {"calculator": "tandem.plugins.tasks.calculator:calculator"},
     "trackers": {  # run_folder/trackers/tracker.py: Tracker
-        "mlflow": "tandem.run_folder.trackers.mlflow:MlflowTracker",
-        "trackio": "tandem.run_folder.trackers.trackio:TrackioTracker",
-        "wandb": "tandem.run_folder.trackers.wandb:WandbTracker",
+        "mlflow": "tandem.plugins.trackers.mlflow:MlflowTracker",
+        "trackio": "tandem.plugins.trackers.trackio:TrackioTracker",
+        "wandb": "tandem.plugins.trackers.wandb:WandbTracker",
     },
     "trainers": {  # choices.py: Trainer
         "tandem": "tandem.jobs.tandem_trainer:TandemTrainer",

@@ -22,10 +22,10 @@ from tandem.plugins.distill.divergences import divergence, reverse_kl
 from tandem.plugins.distill.vocabulary import teacher_divergences
 from tandem.plugins.offline.supervised import reference_answers
 from tandem.plugins.optim.adamw_8bit import Optimizer8bit
+from tandem.plugins.optim.muon import Muon
 from tandem.plugins.optim.offload import OffloadedOptimizer
 from tandem.runtime.errors import InvariantError
 from tandem.trainer.checks import require_frozen
-from tandem.trainer.muon import Muon
 from tandem.trainer.optimizer import Optimizer
 from tandem.trainer.pack import pack
 from tandem.trainer.parallel.pipeline import schedule

@@ -1,6 +1,6 @@
 """A tracker: a service or a database that shows metrics of many runs, such as Weights & Biases.
 
-Each is one file here, over its own package, and runs in a thread of its own (links.py).
+Each runs in a thread of its own (links.py). Those of tandem/registry.py are in plugins/trackers.
 """
 
 from dataclasses import dataclass

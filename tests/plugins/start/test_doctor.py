@@ -7,10 +7,10 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tandem.cli.doctor import TESTED, versioned
+from tandem.plugins.start.doctor import TESTED, versioned
 from tests.support.home import invoke
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_every_check_has_a_line_and_all_of_them_decide():

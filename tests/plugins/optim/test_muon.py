@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from tandem.plugins.optim.muon import Muon, is_hidden_matrix, orthogonalized
 from tandem.runtime import numerics
-from tandem.trainer.muon import Muon, is_hidden_matrix, orthogonalized
 from tandem.trainer.parallel.ranks import ParallelRanks
 from tests.support.meshes import on_mesh
 from tests.support.optimizers import bits, check_reload, optimizer, set_gradients

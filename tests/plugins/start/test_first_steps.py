@@ -5,8 +5,8 @@ import tomllib
 
 import pytest
 
-from tandem.cli.demo import RECIPE, make_inputs, settings
 from tandem.config.recipe import load_config
+from tandem.plugins.start.demo import RECIPE, make_inputs, settings
 from tandem.runtime.errors import UserError
 from tests.support.command import assert_is_a_users_error, tandem
 

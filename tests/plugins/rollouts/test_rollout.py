@@ -11,10 +11,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from tandem.cli.rollout import Output, hashes, open_output, rollout, write_batches
 from tandem.config.schema import Config, Data
 from tandem.data.problems import read_problems
 from tandem.model.tiny import make_tiny
+from tandem.plugins.rollouts.rollout import Output, hashes, open_output, rollout, write_batches
 from tandem.run_folder.episode_files import SCHEMA
 from tandem.run_folder.status import ROLLOUT
 from tandem.runtime.errors import UserError

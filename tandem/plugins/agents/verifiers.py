@@ -15,12 +15,12 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from tandem.envs.agent.env import AgentDrivenEnv
+from tandem.plugins.agents.env import AgentDrivenEnv
 from tandem.runtime.errors import UserError, not_installed
 from tandem.types import Problem
 
 if TYPE_CHECKING:
-    from tandem.plugins.verifiers.host import Host
+    from tandem.plugins.agents.verifiers_host import Host
 
 Options = Mapping[str, Any]
 
@@ -71,6 +71,6 @@ def host_of(id: str, args: Options | None = None, env: Options | None = None) ->
 
 @cache
 def _host(id: str, args: str, env: str) -> "Host":
-    from tandem.plugins.verifiers.host import Host
+    from tandem.plugins.agents.verifiers_host import Host
 
     return Host(id, json.loads(args), json.loads(env))

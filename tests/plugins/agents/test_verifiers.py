@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from tandem.config.schema import Env as EnvConfig
-from tandem.envs.agent.chat import ChatRequest, Reply, chat_completion
-from tandem.envs.agent.env import AgentFailed, agents_loop
-from tandem.envs.agent.server import the_server
-from tandem.plugins.verifiers.env import VerifiersEnv, host_of, rows
+from tandem.plugins.agents.chat import ChatRequest, Reply, chat_completion
+from tandem.plugins.agents.env import AgentFailed, agents_loop
+from tandem.plugins.agents.server import the_server
+from tandem.plugins.agents.verifiers import VerifiersEnv, host_of, rows
 from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episodes import run_episodes

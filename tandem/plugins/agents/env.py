@@ -19,15 +19,15 @@ from concurrent.futures import Future
 from functools import cache
 from typing import Any
 
-from tandem.envs.agent.chat import (
+from tandem.envs.calls import in_thread
+from tandem.plugins.agents.chat import (
     ConversationBroken,
     Reply,
     continuation,
     last_observation,
     opening,
 )
-from tandem.envs.agent.server import Pending, Session, the_server
-from tandem.envs.calls import in_thread
+from tandem.plugins.agents.server import Pending, Session, the_server
 from tandem.runtime.errors import UserError
 from tandem.runtime.threads import loop_in_thread
 from tandem.runtime.user_code import load_user_object

@@ -26,9 +26,9 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from tandem.envs.agent import chat
-from tandem.envs.agent.chat import MODEL, ChatRequest, Reply
 from tandem.envs.calls import environment_loop
+from tandem.plugins.agents import chat
+from tandem.plugins.agents.chat import MODEL, ChatRequest, Reply
 from tandem.serve.apis import APIS, Api
 from tandem.serve.app import JsonResponse, Server, make_app, read_json
 from tandem.serve.listen import bound, url_of

@@ -23,7 +23,7 @@ from verifiers.v1.harnesses.null import NullHarness
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 from verifiers.v1.utils.loaders import env_config_type, environment_class, resolve_env_config
 
-from tandem.envs.agent.env import AgentFailed
+from tandem.plugins.agents.env import AgentFailed
 from tandem.runtime.errors import UserError
 from tandem.types import Problem
 

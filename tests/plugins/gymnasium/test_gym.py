@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tandem.config.schema import Env as EnvConfig
-from tandem.envs.gym import GymEnv
+from tandem.plugins.gymnasium import GymEnv
 from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episodes import EnvPool, run_episodes
 from tandem.runtime.errors import UserError

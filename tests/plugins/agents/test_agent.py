@@ -15,17 +15,17 @@ import pytest
 
 from tandem.config.schema import Env as EnvConfig
 from tandem.engine.engine import Engine
-from tandem.envs.agent.chat import (
+from tandem.envs.calls import environment_loop
+from tandem.model.tool_calls import split_calls
+from tandem.plugins.agents.chat import (
     ChatRequest,
     ConversationBroken,
     Reply,
     continuation,
     last_observation,
 )
-from tandem.envs.agent.env import AgentDrivenEnv, AgentEnv, AgentFailed
-from tandem.envs.agent.server import the_server
-from tandem.envs.calls import environment_loop
-from tandem.model.tool_calls import split_calls
+from tandem.plugins.agents.env import AgentDrivenEnv, AgentEnv, AgentFailed
+from tandem.plugins.agents.server import the_server
 from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episodes import run_episodes
@@ -41,7 +41,7 @@ from tests.support.talks import TALKS, ChatTalk, MessagesTalk, needs_anthropic
 from tests.support.tiny import exact_model
 from tests.support.waiting import WAIT_S, eventually
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 PROBLEM = Problem(uid="p", messages=({"role": "user", "content": "How much is 3+4?"},), answer="7")
 ADD = {
     "type": "function",

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tandem.engine.engine import Engine
-from tandem.envs.agent.env import AgentDrivenEnv, AgentEnv
 from tandem.envs.calls import environment_loop
 from tandem.model.tool_calls import Call, write_calls
+from tandem.plugins.agents.env import AgentDrivenEnv, AgentEnv
 from tandem.rollout.env_pool import EnvPool
 from tandem.run_folder.episode_files import read_episodes
 from tandem.step import train_step
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 PROBLEM = Problem(uid="p", messages=({"role": "user", "content": "How much is 3+4?"},), answer="7")
 
 

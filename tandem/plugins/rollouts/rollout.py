@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from tandem.cli.progress import console
-from tandem.cli.rollout_filter import KEPT, keep, mean_rewards
 from tandem.config.schema import Config
 from tandem.jobs.engines import open_runner, prepare_process
 from tandem.jobs.input_hashes import image_hashes, input_hashes
 from tandem.jobs.inputs import read_data
+from tandem.plugins.rollouts.keep import KEPT, keep, mean_rewards
 from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episode_metrics import episode_metrics
 from tandem.rollout.score import RolloutRunner, generate_and_score, sampling_params
