@@ -66,7 +66,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "status": "tandem.cli.of_runs:status",
         "show": "tandem.cli.of_runs:show",
         "why": "tandem.plugins.audit.cli:why",
-        "diff": "tandem.cli.of_runs:diff",
+        "diff": "tandem.plugins.audit.cli:diff",
         "view": "tandem.plugins.view.cli:view",
         "report": "tandem.plugins.view.cli:report",
         "plot": "tandem.plugins.view.cli:plot",
@@ -74,7 +74,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "plan": "tandem.plugins.plan.cli:plan",
     },
     "engines": {  # choices.py: RolloutBackend
-        "tandem": "tandem.jobs.tandem_engine:TandemEngine",
+        "tandem": "tandem.jobs.own_choices:TandemEngine",
         "vllm": "tandem.plugins.vllm.backend:VLLM",
         "http": "tandem.plugins.servers.backend:Servers",
     },
@@ -127,6 +127,10 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "muon": "tandem.plugins.optim.muon:Muon",
     },
     "resources": {"memory": "tandem.plugins.plan.footprint:out_of_memory"},  # of a run's config
+    "reward_models": {  # reward.model: a check of its path; (config) -> rollout.score.RewardModel
+        "check": "tandem.plugins.offline.reward_model:check_reward_model",
+        "load": "tandem.plugins.offline.reward_model:load_reward_model",
+    },
     "rewards": {  # rewards/load.py: functions with one of its signatures
         "answer": "tandem.plugins.graders.rewards:answer",
         "choice": "tandem.plugins.graders.rewards:choice",
@@ -175,13 +179,13 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "squares": "tandem.plugins.tasks.squares:TASK",
     },
     "tools": {"calculator": "tandem.plugins.tasks.calculator:calculator"},
-    "trackers": {  # run_folder/trackers/tracker.py: Tracker
+    "trackers": {  # run_folder/tracking.py: Tracker
         "mlflow": "tandem.plugins.trackers.mlflow:MlflowTracker",
         "trackio": "tandem.plugins.trackers.trackio:TrackioTracker",
         "wandb": "tandem.plugins.trackers.wandb:WandbTracker",
     },
     "trainers": {  # choices.py: Trainer
-        "tandem": "tandem.jobs.tandem_trainer:TandemTrainer",
+        "tandem": "tandem.jobs.own_choices:TandemTrainer",
         "megatron": "tandem.plugins.megatron.trainer:Megatron",
     },
     "transports": {  # choices.py: Transport

@@ -1,13 +1,12 @@
 """Commands that import torch, or a reader of journals, once they are chosen. The registry has them
 by name."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 from typer import Option
 
-from tandem.cli.arguments import Overrides, Recipe, Run, argument, unset
+from tandem.cli.arguments import Overrides, Recipe, Run, unset
 from tandem.config.recipe import load_config
 
 
@@ -55,9 +54,9 @@ def export(
 
 def status(run: Run) -> None:
     """Tell whether a run goes on, and who runs where and does what."""
-    from tandem.cli.status import status
+    from tandem.cli import show
 
-    status(run)
+    show.status(run)
 
 
 def show(
@@ -72,12 +71,3 @@ def show(
     from tandem.cli import show
 
     show.show(run, step, best=best, worst=worst, count=count, held_out=held_out)
-
-
-def diff(
-    a: Annotated[Path, argument(help="run folder")], b: Annotated[Path, argument(help="another")]
-) -> None:
-    """Find the first step, episode and token where two runs part (exit code 1)."""
-    from tandem.cli import diff
-
-    sys.exit(diff.diff(a, b))

@@ -88,9 +88,8 @@ def _orders(
     closed."""
     prepare_process(config)
     if command in built_in("fixed_data"):
-        job = find("fixed_data", command, key="command")(
-            config, read_inputs(config, command), ranks
-        )
+        make_job = find("fixed_data", command, key="command")
+        job = make_job(config, read_inputs(config, command), ranks)
         return job.orders() | _learner_orders(job.learners, folder, ranks)
     return _rl_orders(config, command, folder, run_id, ranks, opened)
 

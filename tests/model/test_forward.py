@@ -9,7 +9,7 @@ from tandem.model.forward import batch_logprobs, batch_values, reference_logprob
 from tandem.model.kernels import CPU, kernels_for
 from tandem.model.layers import norm
 from tandem.plugins.distill.divergences import reverse_kl
-from tandem.plugins.distill.vocabulary import teacher_divergences
+from tandem.plugins.distill.update import teacher_divergences
 from tandem.trainer.pack import join, pack, split
 from tandem.types import SamplingDistribution
 from tests.support import dense

@@ -19,7 +19,7 @@ from tandem.model.lora import Lora
 from tandem.model.probe import probe
 from tandem.model.schedule import random_model, threads_of
 from tandem.plugins.distill.divergences import divergence, reverse_kl
-from tandem.plugins.distill.vocabulary import teacher_divergences
+from tandem.plugins.distill.update import teacher_divergences
 from tandem.plugins.offline.supervised import reference_answers
 from tandem.plugins.optim.adamw_8bit import Optimizer8bit
 from tandem.plugins.optim.muon import Muon

@@ -14,9 +14,8 @@ from tandem.jobs.input_hashes import image_hashes
 from tandem.jobs.inputs import Count, Inputs, held_out_of, missing, read_data
 from tandem.jobs.models import check_models, check_tokenizer
 from tandem.model.rope import positions_of
-from tandem.plugins.offline.chats import parse_chat
 from tandem.plugins.offline.loss_mask import training_samples
-from tandem.plugins.offline.preferences import parse_preference
+from tandem.plugins.offline.rows import parse_chat, parse_preference
 from tandem.plugins.offline.supervised import answer_pair, scored_pair
 from tandem.runtime.errors import UserError
 from tandem.runtime.wording import counted

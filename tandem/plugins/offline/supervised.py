@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from tandem.config.training import Preference
-from tandem.jobs.reward_model import read_at_end
 from tandem.model.forward import batch_logprobs, batch_values, reference_logprobs
 from tandem.plugins.offline.pair_losses import bradley_terry, dpo, ipo, margins
+from tandem.plugins.offline.reward_model import read_at_end
 from tandem.rl.losses import Metrics, negative_log_likelihood, sequence_means, sequence_sums, total
 from tandem.trainer.learner import Learner
 from tandem.trainer.pack import join, split

@@ -29,9 +29,8 @@ def rollout(
     """Generate and score episodes of the training problems; the same command resumes."""
     config = load_config(recipe, overrides or [])
     from tandem.plugins.rollouts import rollout
-    from tandem.plugins.rollouts.keep import parse_range
 
-    rollout.rollout(config, out, fresh, parse_range(keep) if keep else None)
+    rollout.rollout(config, out, fresh, rollout.parse_range(keep) if keep else None)
 
 
 def try_out(

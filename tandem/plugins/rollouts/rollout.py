@@ -3,7 +3,7 @@
     tandem rollout my.toml --out runs/rollout       a folder with a Parquet file for each batch
     tandem rollout my.toml --out episodes.jsonl     the same in episodes.jsonl.rollout/, and when
                                                     all are there a line for each episode
-    tandem rollout my.toml --keep LOW:HIGH          rollout_filter.py
+    tandem rollout my.toml --keep LOW:HIGH          runs/rollout.kept.jsonl: a data file to train on
 
 A batch is `rl.prompts_per_step` problems. It counts once its episodes and then its row in
 metrics.jsonl are durable; a kill leaves at most parts of the next one, which is made again with the
@@ -14,7 +14,8 @@ folder (run_folder/folder.py).
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,17 +23,24 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tandem.cli.progress import console
+from tandem.config.episodes import Data
 from tandem.config.schema import Config
 from tandem.jobs.engines import open_runner, prepare_process
 from tandem.jobs.input_hashes import image_hashes, input_hashes
 from tandem.jobs.inputs import read_data
-from tandem.plugins.rollouts.keep import KEPT, keep, mean_rewards
 from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episode_metrics import episode_metrics
 from tandem.rollout.score import RolloutRunner, generate_and_score, sampling_params
-from tandem.run_folder.episode_files import cut_episodes, episode_file, write_episodes
-from tandem.run_folder.episode_lines import json_lines
+from tandem.run_folder.episode_files import (
+    cut_episodes,
+    episode_file,
+    json_lines,
+    read_columns,
+    write_episodes,
+)
 from tandem.run_folder.files import RESTORE_OR_FRESH, read_file
 from tandem.run_folder.folder import RunFolder, open_run
 from tandem.run_folder.metrics import MetricsWriter, peak_rss_mb, read_metrics
@@ -48,6 +56,7 @@ from tandem.types import Group, Problem, Row
 MakeBatch = Callable[[int, Timer], list[Group]]  # the scored episodes of a batch, counted from 0
 
 DEFAULT_OUT = Path("runs/rollout")
+KEPT = ".kept.jsonl"
 BESIDE_JSONL = ".jsonl.rollout"
 
 
@@ -293,3 +302,74 @@ def is_complete(output: Output, inputs: dict[str, str]) -> bool:
     about = read_file(output.folder / ROLLOUT, json.loads, RESTORE_OR_FRESH)
     require_same_inputs(about["inputs"], inputs)
     return output.count(rows) == int(about["batches"])
+
+
+# ---- --keep LOW:HIGH: the problems that are neither solved nor hopeless
+
+
+def parse_range(text: str) -> tuple[float, float]:
+    """Read "0.2:0.8" as (0.2, 0.8). Raises UserError."""
+    low, sign, high = text.partition(":")
+    try:
+        bounds = float(low), float(high)
+    except ValueError:
+        bounds = (1.0, 0.0)
+    if not sign or not bounds[0] <= bounds[1]:
+        raise UserError(
+            "the range of mean rewards cannot be read",
+            where="--keep",
+            found=repr(text),
+            expected="LOW:HIGH with LOW <= HIGH, e.g. 0.2:0.8",
+        )
+    return bounds
+
+
+def mean_rewards(files: Iterable[Path]) -> dict[str, float]:
+    """Compute the mean reward by uid, over the episodes whose environment did not fail."""
+    rewards: defaultdict[str, list[float]] = defaultdict(list)
+    for file in files:
+        for row in read_columns(file, ["uid", "reward", "env_error"]):
+            if not row["env_error"]:
+                rewards[row["uid"]].append(row["reward"])
+    return {uid: float(np.mean(values)) for uid, values in rewards.items()}
+
+
+def keep(
+    problems: Sequence[Problem],
+    rates: Mapping[str, float],
+    bounds: tuple[float, float],
+    path: Path,
+    columns: Data,
+) -> str:
+    """Write the problems whose mean reward lies within the bounds, both included; return a line for
+    the user. Raises UserError if there is none."""
+    low, high = bounds
+    kept = [problem for problem in problems if low <= rates[problem.uid] <= high]
+    if not kept:
+        spread = np.quantile(list(rates.values()), [0.0, 0.25, 0.5, 0.75, 1.0])
+        raise UserError(
+            "no problem has a mean reward in that range",
+            where=f"--keep {low:g}:{high:g}",
+            found="mean rewards with quartiles " + ", ".join(f"{rate:.2f}" for rate in spread),
+            expected="a range that some of them lie in",
+            next="choose other bounds",
+        )
+    lines = [
+        json.dumps(as_row(p, columns) | {"mean_reward": rates[p.uid]}, ensure_ascii=False)
+        for p in kept
+    ]
+    write_atomic(path, "".join(f"{line}\n" for line in lines).encode())
+    easy = sum(rate > high for rate in rates.values())
+    hard = sum(rate < low for rate in rates.values())
+    return (
+        f"kept {len(kept):,} of {len(problems):,} problems in {path} "
+        f"({easy:,} too easy, {hard:,} too hard)"
+    )
+
+
+def as_row(problem: Problem, columns: Data) -> dict[str, Any]:
+    """Make a row that reads back as the same problem under the same column names."""
+    prompt = list(problem.messages) if problem.conversational else problem.messages[-1]["content"]
+    category = {columns.category_column: problem.category} if problem.category else {}
+    named = {columns.prompt_column: prompt, columns.answer_column: problem.answer}
+    return {**problem.metadata, "uid": problem.uid, **named, **category}

@@ -5,7 +5,7 @@ import re
 
 import mlflow
 
-from tandem.run_folder.trackers.tracker import COLUMNS, SampleRow, TrackedRun
+from tandem.run_folder.tracking import COLUMNS, SampleRow, TrackedRun
 
 _RUN = "tandem_run"  # the tag by which a resume finds its run
 

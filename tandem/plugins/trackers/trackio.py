@@ -4,7 +4,7 @@ import os
 
 import trackio
 
-from tandem.run_folder.trackers.tracker import COLUMNS, SampleRow, TrackedRun
+from tandem.run_folder.tracking import COLUMNS, SampleRow, TrackedRun
 
 
 class TrackioTracker:

@@ -5,7 +5,7 @@ import os
 
 import wandb
 
-from tandem.run_folder.trackers.tracker import COLUMNS, SampleRow, TrackedRun
+from tandem.run_folder.tracking import COLUMNS, SampleRow, TrackedRun
 
 
 class WandbTracker:

@@ -11,7 +11,7 @@ import torch
 from tandem.model.kernels import CPU
 from tandem.model.logprobs import CHUNK_BYTES, Head, chunks
 from tandem.plugins.distill.divergences import DivergenceKind, divergence
-from tandem.plugins.distill.vocabulary import divergences
+from tandem.plugins.distill.update import divergences
 
 WIDTH, MANY = 16, 40_000
 CHUNK = CHUNK_BYTES // (4 * MANY)  # rows whose logits over MANY tokens are held at once

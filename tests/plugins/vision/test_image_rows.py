@@ -15,8 +15,8 @@ from tandem.config.schema import Data
 from tandem.data.problems import read_problems
 from tandem.data.readers import read_rows
 from tandem.data.renderer import load_renderer
-from tandem.plugins.offline.chats import parse_chat
 from tandem.plugins.offline.loss_mask import training_samples
+from tandem.plugins.offline.rows import parse_chat
 from tandem.plugins.vision import store
 from tandem.plugins.vision.images import TILED
 from tandem.runtime.errors import UserError

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config.origins import line_numbers, origins
 from tandem.config.recipe import describe, load_config
 from tandem.config.schema import SHORTHANDS
+from tandem.plugins.plan.origins import line_numbers, origins
 
 RECIPES = sorted((Path(__file__).parent.parent.parent / "recipes").glob("*.toml"))
 TEXT = '''reward = "answer"

@@ -4,8 +4,7 @@ used."""
 import pytest
 
 from tandem.data.readers import read_rows
-from tandem.plugins.offline.chats import parse_chat
-from tandem.plugins.offline.preferences import Preference, parse_preference
+from tandem.plugins.offline.rows import Preference, parse_chat, parse_preference
 from tandem.runtime.errors import UserError
 from tests.support.datasets import jsonl, parquet
 

@@ -1,4 +1,5 @@
-"""The trackers of a run, which never waits for them before its end.
+"""The trackers of a run, such as Weights & Biases (plugins/trackers): it never waits for them
+before its end.
 
     trainer                              thread "tracker NAME"
     -------                              ---------------------
@@ -15,16 +16,17 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
+from typing import Any, Protocol
 
 from tandem.config.schema import Config
 from tandem.registry import BUILT_IN, find
 from tandem.run_folder.metrics import Metrics, flatten
 from tandem.run_folder.samples import Sample, printable
-from tandem.run_folder.trackers.tracker import SampleRow, TrackedRun, Tracker
 from tandem.runtime.disk import write_atomic
 from tandem.runtime.errors import UserError
 from tandem.runtime.image_parts import message_text
@@ -34,6 +36,30 @@ CLOSE_S, LEAVE_S = 30.0, 3.0  # for what is queued at the end of a run, and when
 QUEUED = 1000  # rows and tables that may wait
 IDS = "trackers.json"
 TEXT = 20_000  # characters of a prompt or a completion in a table
+COLUMNS = ("step", "sample", "prompt", "completion", "reward")  # of a table of samples
+
+SampleRow = dict[str, Any]  # by COLUMNS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackedRun:
+    """A run as a tracker has it. Example: TrackedRun(id="5f0c...", name="demo-train", config={})"""
+
+    id: str  # the same after a resume
+    name: str
+    config: dict[str, Any]  # by section
+
+
+class Tracker(Protocol):
+    """An open run of a tracker. May raise anything, and may hang: the training goes on."""
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Add the metrics of a step; a resumed run adds some again, with the same values."""
+
+    def log_samples(self, step: int, rows: list[SampleRow]) -> None: ...
+
+    def close(self) -> None: ...
+
 
 Call = Callable[[Tracker], None]
 

@@ -1,16 +1,22 @@
-"""Tandem's engine over the trainer's own model code as a choice of what samples. It runs in the
-trainer's process on the same tensors, or in rollout workers (worker_rollouts.py)."""
+"""Tandem's own engine and trainer, as choices.
+
+The engine samples over the trainer's own model code: in the trainer's process on the same tensors,
+or in rollout workers (worker_rollouts.py). trainer/parallel divides the trainer's exact layers.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from tandem.choices import RolloutBackend
+from tandem.choices import RolloutBackend, Trainer
 from tandem.config.schema import Config
 from tandem.types import ParityCheck
 
 if TYPE_CHECKING:
     from tandem.jobs.rollouts import Rollouts, RolloutStage
+    from tandem.trainer.parallel.mesh import Mesh
+    from tandem.trainer.parallel.processes import Processes
+    from tandem.trainer.ranks import Ranks
 
 
 class TandemEngine(RolloutBackend):
@@ -43,3 +49,12 @@ class TandemEngine(RolloutBackend):
 
         with open_workers(stage, forks=True, checks=stage.exact) as rollouts:
             yield rollouts
+
+
+class TandemTrainer(Trainer):
+    """Every model that Tandem can load; of several processes, what check_shape lets pass."""
+
+    def make_ranks(self, mesh: "Mesh", processes: "Processes") -> "Ranks":
+        from tandem.trainer.parallel.ranks import ParallelRanks
+
+        return ParallelRanks(mesh, processes)
