@@ -159,7 +159,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "verifiers": "tandem.plugins.agents.verifiers:rows",
     },
     "streams": {  # choices.py: StreamBackend
-        "memory": "tandem.jobs.streams:Memory",
+        "memory": "tandem.jobs.own_choices:Memory",
         "transfer_queue": "tandem.plugins.cluster.stream:TransferQueue",
     },
     "tables": {  # data/readers.py: what reads rows of a Source
