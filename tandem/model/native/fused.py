@@ -110,7 +110,7 @@ class FusedKernels(Kernels):
     ) -> Plan:
         return self.paged_plan(keys, values, rows.runs(), heads)
 
-    # ---- a layer
+    # ---- layers
 
     def count_rows(self, rows: int, plan: Plan, dtype: torch.dtype) -> int:
         return rows if isinstance(plan, FusedPagedPlan) else super().count_rows(rows, plan, dtype)
@@ -118,36 +118,36 @@ class FusedKernels(Kernels):
     def run_layers(
         self, model: Any, x: Tensor, rotation: Rotation, plan: Plan, choices: Any
     ) -> Tensor:
-        fits = isinstance(plan, FusedPagedPlan) and len(x) == plan.new
-        layers = self._table_of(model, x.dtype) if fits else None
-        if layers is None or plan.keys[0].dtype != x.dtype:
+        fits = isinstance(plan, FusedPagedPlan) and plan.fits(x)
+        table = self._table_of(model, x.dtype) if fits else None
+        if table is None:
             return super().run_layers(model, x, rotation, plan, choices)
+        assert isinstance(plan, FusedPagedPlan)
         (first, *_), (rows, width) = model.module.model.layers, x.shape
         (heads, kv_heads, size), inner = model.heads, first.mlp.down_proj.weight.shape[1]
         widest = max(3 * inner, 3 * (heads + kv_heads) * size)
         work, out = x.new_empty(rows * (2 * width + widest)), x.new_empty(x.shape)
         turns = [side.to(x.dtype).contiguous() for side in rotation]
         linear = self._place(f"{self._linear(x)}.{str(x.dtype).removeprefix('torch.')}")
-        sizes = rows, width, inner, layers, len(layers)
+        sizes = rows, width, inner, table, len(table)
         norms = float(first.input_layernorm.variance_epsilon), *turns, plan.addresses
         of_heads = *plan.places, heads, kv_heads, size, float(first.self_attn.scaling)
         self._run("layers", x, x.contiguous(), *sizes, *norms, *of_heads, linear, work, out)
         return out
 
     def _table_of(self, model: Any, dtype: torch.dtype) -> Tensor | None:
-        """Return where the kernel `layers` finds the parts of each layer, int64 [L, 13]; None if it
-        cannot run one."""
+        """Return the addresses of each layer's parts, int64 [L, 13]; None if the kernel cannot run
+        one."""
         found = self._tables.get(model)
         if found is None or found[0] != (PackedWeight.made, model.changes()):
             rows = [_parts_of(layer, dtype) for layer in model.module.model.layers]
-            table = None
-            if all(rows):
-                table = torch.tensor([[_address(part) for part in row] for row in rows])
+            numbers = [[t.data_ptr() if isinstance(t, Tensor) else t or 0 for t in r] for r in rows]
             # the packs, which are large, are not kept alive
             held = [part.detach() for row in rows for part in row[:8] if isinstance(part, Tensor)]
+            table = torch.tensor(numbers) if all(rows) else None
             found = (PackedWeight.made, model.changes()), table, held
             self._tables[model] = found
-        return found[1]
+        return found[1]  # type: ignore[no-any-return]
 
     # ---- rows
 
@@ -246,26 +246,21 @@ class FusedKernels(Kernels):
 
 
 def _parts_of(layer: ExactLayer, dtype: torch.dtype) -> list[Tensor | int | None]:
-    """List what the kernel `layers` takes of a layer, first the biases; empty if it cannot run."""
-    attention, down = layer.self_attn, layer.mlp.down_proj if layer.gate_up else None
-    if layer.gate_up is None or attention.o_proj.in_parts or down.in_parts:
+    """List what the kernel `layers` takes of a layer, the window last; empty if it cannot run."""
+    attention, gate_up = layer.self_attn, layer.gate_up
+    if gate_up is None or attention.o_proj.in_parts or layer.mlp.down_proj.in_parts:
         return []
-    runs: list[Any] = [(one, one.parts) for one in (layer.qkv, layer.gate_up)]
-    runs += [(one, [one]) for one in (attention.o_proj, down)]
+    runs: list[Any] = [(one, one.parts) for one in (layer.qkv, gate_up)]
+    runs += [(one, [one]) for one in (attention.o_proj, layer.mlp.down_proj)]
     if not all(pack.kept for owner, _ in runs for pack in owner.packs()):
         return []
     used = [packed_parts(*one) for one in runs]
-    biases = [bias_of(parts) for parts, _ in used]
     norms = [layer.input_layernorm.weight, layer.post_attention_layernorm.weight]
     own = [attention.q_norm.weight, attention.k_norm.weight] if layer.normed else [None, None]
-    tensors = [*biases, *norms, *own, *(packed for _, packed in used)]
-    if any(t.dtype != dtype or t.is_mkldnn for t in tensors if t is not None):
-        return []
-    return [*tensors, layer.window or 0]
-
-
-def _address(part: Tensor | int | None) -> int:
-    return part.data_ptr() if isinstance(part, Tensor) else part or 0
+    biases, packs = [bias_of(parts) for parts, _ in used], [packed for _, packed in used]
+    tensors = [*biases, *norms, *own, *packs]
+    is_other = any(t.dtype != dtype or t.is_mkldnn for t in tensors if t is not None)
+    return [] if is_other else [*tensors, layer.window or 0]
 
 
 def _by_rows(x: Tensor) -> Tensor:
@@ -428,6 +423,10 @@ class FusedPagedPlan(PagedPlan):
             for part in (runs.table, runs.starts, runs.counts, runs.firsts)
         )
         self.places = table, table.shape[1], *each, len(runs.counts)
+
+    def fits(self, x: Tensor) -> bool:
+        """Tell whether the rows of x are those of the plan, and its type that of the cache."""
+        return len(x) == self.new and x.dtype == self.keys[0].dtype
 
     @cached_property
     def addresses(self) -> Tensor:
