@@ -140,7 +140,7 @@ class ExactLinear(PackOwner):
 
     @property
     def in_parts(self) -> bool:
-        """Whether the output is a sum of several products."""
+        """Tell whether the output is a sum of several products."""
         return bool(self._slices) or self.leave is not None
 
     def _sum(self, x: Tensor, part: Part) -> Tensor:

@@ -430,7 +430,7 @@ class FusedPagedPlan(PagedPlan):
 
     @cached_property
     def addresses(self) -> Tensor:
-        """Of keys and values by layer, int64 [L, 2]."""
+        """Return those of keys and values by layer, int64 [L, 2]."""
         pairs = zip(self.keys, self.values, strict=True)
         return torch.tensor([(keys.data_ptr(), values.data_ptr()) for keys, values in pairs])
 
