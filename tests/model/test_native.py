@@ -1,6 +1,8 @@
 """The compiled kernels against the plain ones and torch's gradients, and the bits of their rows."""
 
+import hashlib
 import math
+import os
 import subprocess
 import sys
 
@@ -15,6 +17,7 @@ from tandem.model.layers import rotation_of
 from tandem.model.native.fused import CPU
 from tandem.model.paged_attention import Runs
 from tandem.model.quantized import quantize
+from tandem.model.schedule import threads_of
 from tandem.runtime.errors import UserError
 from tests.support.tiny import exact_model
 
@@ -132,29 +135,35 @@ def test_the_vocabulary_of_engine_and_trainer_has_one_set_of_bits():
 
 
 PROGRAM = """
-import hashlib, numpy as np, torch
-from tests.model.test_native import CPU, ROWS, SEGMENTS, Scoring, noise
-torch.set_num_threads(int(__import__("sys").argv[1]))
-q, k, v = (noise(ROWS, heads, 64, seed=heads).requires_grad_() for heads in (6, 2, 3))
-plan = CPU.packed_plan(SEGMENTS, torch.device("cpu"), 6, 2)
-out = plan.attend(0, q, k, v[:, :2], Scoring(0.125))
-out.square().sum().backward()
-x = CPU.matmul(out.detach().flatten(1), CPU.pack(noise(512, 384)))
-made = [out, q.grad, k.grad, v.grad, x, CPU.swiglu(x), CPU.rms_norm(x, noise(512), 1e-5)]
-made += [CPU.log_softmax(x, 1.0), CPU.gradient_product(x, noise(512, 384))]
-made += [CPU.weight_gradient(x, out.detach().flatten(1), torch.ones(512, 384))]
-print(hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in made)).hexdigest())
+import torch
+from tests.model.test_native import digest
+torch.set_num_threads(2)
+print(digest())
 """
 
 
-def test_threads_and_instruction_sets_have_the_same_bits():
-    def digest(threads, **variables):
-        command = [sys.executable, "-c", PROGRAM, str(threads)]
-        environment = {**__import__("os").environ, **variables}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        return done.stdout
+def digest():
+    """Return the hash of what every kernel computes."""
+    q, k, v = (noise(ROWS, heads, 64, seed=heads).requires_grad_() for heads in (6, 2, 3))
+    plan = CPU.packed_plan(SEGMENTS, torch.device("cpu"), 6, 2)
+    out = plan.attend(0, q, k, v[:, :2], Scoring(0.125))
+    out.square().sum().backward()
+    x = CPU.matmul(out.detach().flatten(1), CPU.pack(noise(512, 384)))
+    made = [out, q.grad, k.grad, v.grad, x, CPU.swiglu(x), CPU.rms_norm(x, noise(512), 1e-5)]
+    made += [CPU.log_softmax(x, 1.0), CPU.gradient_product(x, noise(512, 384))]
+    made += [CPU.weight_gradient(x, out.detach().flatten(1), torch.ones(512, 384))]
+    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in made)).hexdigest()
 
-    assert len({digest(1), digest(2), digest(2, ATEN_CPU_CAPABILITY="avx2")}) == 1
+
+def test_threads_and_instruction_sets_have_the_same_bits():
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2"}
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    digests = {done.stdout.strip()}
+    for threads in (1, 2):
+        with threads_of(threads):
+            digests.add(digest())
+    assert len(digests) == 1
 
 
 def test_kernels_that_are_not_here_are_refused_by_name():
