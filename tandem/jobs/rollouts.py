@@ -25,6 +25,7 @@ class RolloutStage:
     local: RolloutRunner  # plays episodes with that engine
     folder: Path  # of the run
     exact: bool  # rollouts check their log-probs
+    worker_threads: int  # compute threads of a worker on a CPU
     machine: Here  # where workers run
     report: Report
 

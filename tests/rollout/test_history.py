@@ -42,6 +42,7 @@ def test_each_turn_is_trained_behind_the_prompt_that_the_template_writes():
     assert dropped
     rows = [row for row in read_metrics(run) if "logprob_gap" in row]
     assert len(rows) == STEPS - 1 and {row["logprob_gap"] for row in rows} == {0.0}
+    assert "rollout.history = template" in (run / "log.txt").read_text()
 
 
 def test_a_run_of_rendered_turns_is_replayed_and_explained():
