@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import date
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -104,12 +105,12 @@ def by_libraries(name: str, template: str, marks: list[str]) -> dict[str, str]:
 
 
 def by_renderers(name: str, template: str, marks: list[str]) -> str:
-    from renderers import config_from_name, create_renderer
-
+    package = import_module("renderers")
     renderer = template_renderer(name, template)
     while True:
         try:
-            library = create_renderer(renderer.tokenizer, config_from_name(CLASSES[name]))
+            config = package.config_from_name(CLASSES[name])
+            library = package.create_renderer(renderer.tokenizer, config)
             break
         except Exception as error:  # it asks for the family's special tokens, one after the other
             if not (token := re.search(r"(?:oken|for) '([^']+)'", str(error))):
