@@ -33,7 +33,7 @@ ROOMS = {  # room -> the other rooms that it may import; none of them leads back
     "data": {"config", "model"},
     "engine": {"model", "weights", "workers"},
     "serve": set(),
-    "envs": {"config", "model", "serve"},  # of serve, the parts of OpenAI's API
+    "envs": {"config", "model"},
     "rewards": {"config", "workers"},
     "run_folder": {"config", "model", "weights"},
     "rollout": {"config", "data", "envs", "rl", "run_folder"},
@@ -128,9 +128,9 @@ def test_a_room_imports_only_the_rooms_below_it(room):
         assert rooms_of(path) <= allowed, f"{name(path)} imports {sorted(rooms_of(path) - allowed)}"
 
 
-def test_environments_share_the_application_and_the_schema_with_the_server():
+def test_agents_share_the_application_and_the_schema_with_the_server():
     """Neither brings an engine with it."""
-    used = set().union(*(imported(path) for path in (PACKAGE / "envs").rglob("*.py")))
+    used = set().union(*(imported(path) for path in (PACKAGE / "plugins" / "agents").rglob("*.py")))
     assert {module for module in used if module.startswith("tandem.serve")} == {
         "tandem.serve.apis",
         "tandem.serve.app",
@@ -181,7 +181,7 @@ def test_an_optional_stack_is_imported_in_one_file_of_a_room():
     twice = {stack: files for stack, files in users.items() if len(files) > 1}
     assert twice == {
         "starlette": [
-            "envs/agent/server.py",
+            "plugins/agents/server.py",
             "plugins/serve/endpoints.py",
             "plugins/tinker/server.py",
             "plugins/view/app.py",

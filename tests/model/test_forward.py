@@ -5,11 +5,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tandem.model.divergence import teacher_divergences
 from tandem.model.forward import batch_logprobs, batch_values, reference_logprobs
 from tandem.model.kernels import CPU, kernels_for
 from tandem.model.layers import norm
-from tandem.rl.distillation import reverse_kl
+from tandem.plugins.distill.divergences import reverse_kl
+from tandem.plugins.distill.update import teacher_divergences
 from tandem.trainer.pack import join, pack, split
 from tandem.types import SamplingDistribution
 from tests.support import dense

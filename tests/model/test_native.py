@@ -13,6 +13,7 @@ import torch
 from tandem.model.attention import Scoring
 from tandem.model.kernels import CPU as PLAIN
 from tandem.model.kernels import Kernels
+from tandem.model.layers import rotation_of
 from tandem.model.native.fused import CPU
 from tandem.model.paged_attention import Runs
 from tandem.model.quantized import quantize
@@ -185,6 +186,34 @@ def test_a_page_of_keys_is_read_as_the_packed_pass_reads_them():
             rows = slice(start, start + count)
             plan = CPU.paged_plan(keys, values, runs, 6)
             assert torch.equal(plan.attend(0, q[rows], k[rows], v[rows], scoring), expected[rows])
+
+
+@TYPES
+@pytest.mark.parametrize("kind", ["llama", "qwen2 half windowed", "qwen3", "mistral"])
+def test_layers_in_one_call_have_the_bits_of_one_after_another(kind, dtype):
+    model = exact_model(kind, **({"attention_bias": True} if kind == "llama" else {})).to(dtype)
+    count, (heads, kv_heads, size) = 2, model.heads
+    rounds = []
+
+    @torch.no_grad()
+    def run(kernels):
+        pages = [torch.zeros(3, kv_heads, 128, size, dtype=dtype) for _ in range(2 * count)]
+        made = []
+        for start, rows in ((0, 150), (150, 1), (151, 7)):
+            runs = Runs([[2, 0]], np.array([start]), np.array([rows]))
+            plan = CPU.paged_plan(pages[:count], pages[count:], runs, heads)
+            x = noise(rows, 96, dtype=dtype, seed=start)
+            turn = rotation_of(model.module.model.rotary_emb, x, torch.from_numpy(runs.positions))
+            made += [kernels.run_layers(model, x, turn, plan, None), *map(torch.clone, pages)]
+        return made
+
+    for _ in range(2):  # also after a weight has changed
+        rounds.append(run(CPU))
+        assert all(map(torch.equal, rounds[-1], run(PLAIN)))
+        assert CPU._table_of(model, dtype) is not None
+        with torch.no_grad():
+            model.module.model.layers[1].mlp.down_proj.weight.mul_(2)
+    assert not torch.equal(rounds[0][0], rounds[1][0])
 
 
 def test_what_the_plain_kernels_take_or_refuse_the_compiled_ones_do_too():

@@ -6,10 +6,10 @@ from contextlib import ExitStack
 import pytest
 
 from tandem.plugins.graders import rewards
+from tandem.plugins.graders.judge import judge
 from tandem.plugins.tasks.countdown import value_of
 from tandem.rewards import builtin
 from tandem.rewards.builtin import NOTHING, last_json
-from tandem.rewards.judge import judge
 from tandem.rewards.load import load
 from tandem.rewards.parts import BadFunction, BadValue, read_value
 from tandem.rewards.pool import RewardPool

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from benchmarks import bias
+from tandem.plugins.distill.divergences import sampled_advantages
 from tandem.rl import advantages as adv
 from tandem.rl.aggregation import sequence_weights
 from tandem.rl.corrections import correction
-from tandem.rl.distillation import sampled_advantages
 from tandem.rl.kl import kl_estimate
 from tandem.rl.losses import cispo, ppo_clip, reinforce, value_clip
 from tandem.rl.returns import gae, returns_to_go, token_rewards

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.rl.distillation import sampled_advantages
+from tandem.plugins.distill.divergences import sampled_advantages
 from tandem.rl.losses import (
     cispo,
     gspo,

@@ -11,8 +11,7 @@ from tandem.runtime.errors import UserError
 from tandem.runtime.place import Place
 from tandem.trainer.parallel.checks import check_mesh, own_gpu
 from tandem.trainer.parallel.mesh import make_mesh
-from tandem.trainer.parallel.processes import LOOK_S, join
-from tandem.trainer.parallel.waits import find_absent, waits_of
+from tandem.trainer.parallel.processes import LOOK_S, find_absent, join, waits_of
 from tests.support.meshes import CONTEXT, on_mesh
 from tests.support.tiny import tiny_config
 from tests.support.waiting import WAIT_S
