@@ -26,7 +26,7 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from tandem.envs.calls import in_thread
 from tandem.model.call_forms import NAMES
-from tandem.model.tool_calls import BadCall, Call, Format, Reading, plain_value, read_calls
+from tandem.model.tool_calls import BadCall, Call, Reading, plain_value, read_calls
 from tandem.registry import find
 from tandem.runtime.errors import UserError
 from tandem.runtime.user_code import load_user_object
@@ -70,7 +70,7 @@ class ToolEnv(Env):
         self,
         tools: str | ToolFunction | Sequence[str | ToolFunction | NamedTool] = (),
         *,
-        format: Format = "auto",
+        format: str = "auto",
         show_tools: bool = True,
         invalid_call_penalty: float = 0.0,
         max_result_chars: int = 2000,

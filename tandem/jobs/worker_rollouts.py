@@ -87,6 +87,7 @@ def _start(
         tensor_parallel=rollout.tensor_parallel,
         options=rollout.vllm,
         matmul=model.kernels.chosen,
+        threads=stage.worker_threads,
         cache_mb=rollout.cache_mb,
         max_batch=rollout.max_batch,
         longest=stage.engine.longest,

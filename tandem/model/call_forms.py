@@ -3,8 +3,8 @@
 A form is a call as text with {places}: its {name}, an {id} that is not used, and its arguments as
 {json}, {gemma} or {xml}. {xml} are arguments in the form of the third column, with {key}, {value}
 and the {kind} of the value, text or JSON. {calls} are whole calls in JSON, {list} is a list of
-them, {python} a list in Python. A space between two words is a space; any other one is any white
-space, or none. tool_calls.py reads by this table.
+them, {python} a list in Python, or a call a line. A space between two words is a space; any other
+one is any white space, or none. tool_calls.py reads by this table.
 """
 
 import re
@@ -96,6 +96,7 @@ _TABLE: tuple[tuple[str, ...], ...] = (
     ("functionary", "<function={name}> {json} </function>"),
     ("gemma4", "<|tool_call>call:{name}{gemma}<tool_call|>"),
     ("lfm2", "<|tool_call_start|> {python} <|tool_call_end|>"),
+    ("olmo3", "<function_calls> {python} </function_calls>"),
     ("cohere", "<|START_ACTION|> {list} <|END_ACTION|>"),
     ("apertus", "<|tools_prefix|> {list} <|tools_suffix|>"),
     ("jamba", "<tool_calls> {calls} </tool_calls>"),  # Apriel and MiniMax M1, too

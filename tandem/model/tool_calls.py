@@ -23,7 +23,6 @@ from tandem.model.call_forms import FORMS, UNMARKED, CallForm
 from tandem.types import Tool
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-Format = str  # of call_forms.NAMES
 # how what is no content begins: calls, and what stands around them
 MARKERS = tuple({mark for form in FORMS for mark in (form.mark, *form.around)} | {CLOSE})
 
@@ -57,10 +56,11 @@ class Reading:
     after: str = ""  # the text between and after the calls
 
 
-def read_calls(text: str, format: Format = "auto", tools: Collection[str] = ()) -> Reading:
+def read_calls(text: str, format: str = "auto", tools: Collection[str] = ()) -> Reading:
     """Read the calls of a text.
 
-    tools: the known names, by which "auto" tells a bare call from an answer in JSON.
+    format: of call_forms.NAMES. tools: the known names, by which "auto" tells a bare call from an
+    answer in JSON.
     """
     forms = tuple(form for form in FORMS if format in ("auto", form.name))
     start = _end_of_thoughts(text, forms)
@@ -107,7 +107,10 @@ def plain_value(text: str) -> Any:
     write too. Raises ValueError."""
     with suppress(ValueError, RecursionError):
         return json.loads(text, parse_constant=_refuse_constant)
-    return _literal(text.strip())
+    try:
+        return _plain(ast.literal_eval(text.strip()))
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        raise ValueError(f"{text[:40]!r} is no value") from None
 
 
 def argument_types(tool: Tool) -> dict[str, frozenset[str]]:
@@ -189,7 +192,7 @@ def _call_at(
             raise ValueError(f"there is text between the arguments and {form.close_text}")
         return _Found(mark.start(), closed.end(), calls)
     except (ValueError, RecursionError) as error:
-        reason = _reason(error)
+        reason = str(error)
         # it ends at its last tag, or where the next call begins
         another = text.find(form.mark, mark.end())
         end = another if another >= 0 else len(text)
@@ -200,11 +203,6 @@ def _call_at(
             if not closed or form.close_text not in re.sub(r"\s", "", text[mark.end() : end]):
                 reason = f"the call is not closed by {form.close_text}"
         return _Found(mark.start(), end, [BadCall(reason=reason)])
-
-
-def _reason(error: Exception) -> str:
-    deep = isinstance(error, RecursionError)
-    return "broken JSON: nested too deeply" if deep else str(error)
 
 
 def _read_body(
@@ -289,6 +287,8 @@ def _decode(text: str, at: int, what: str = "") -> tuple[Any, int]:
         raise ValueError(f"{what}broken JSON: {where}") from None
     except ValueError as error:
         raise ValueError(f"{what}broken JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{what}broken JSON: nested too deeply") from None
 
 
 def _json_body(text: str, at: int, listed: bool = False) -> tuple[Sequence[Call | BadCall], int]:
@@ -324,7 +324,7 @@ def _named(name: str, arguments: Any) -> Call | BadCall:
     if isinstance(arguments, str):
         try:
             arguments, _ = _decode(arguments.strip(), 0, "the arguments are ")
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             return BadCall(reason=str(error))
     if not isinstance(arguments, dict):
         return BadCall(reason="the arguments are not a JSON object")
@@ -367,6 +367,7 @@ def _xml_body(
 _JSON_NAMES = {"true": True, "false": False, "null": None}  # Llama 4 sometimes writes them
 _PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}  # Gemma 4's, in some versions
 _PYTHON = re.compile(r""" "(?:\\.|[^"\\])*" | '(?:\\.|[^'\\])*' | [\[\](){}] """, re.X | re.DOTALL)
+_NEXT_LINE = re.compile(r"\s*\n\s*[A-Za-z_][\w.]*\(")
 _GEMMA = re.compile(r"<\|\"\|>(?P<string>.*?)<\|\"\|>|[\[\]{}]", re.DOTALL)
 
 
@@ -395,17 +396,18 @@ def _balanced(
 
 
 def _python_body(text: str, at: int) -> tuple[Sequence[Call | BadCall], int]:
+    calls: list[Call | BadCall] = []
+    listed = text.startswith("[", at)
     try:
-        # LFM2 writes line ends into strings as they are
-        source, end = _balanced(text, at, _PYTHON, lambda found: found[0].replace("\n", r"\n"))
-        tree = ast.parse(source.strip(), mode="eval").body
-        calls = list(map(_python_call, tree.elts)) if isinstance(tree, ast.List) else []
+        while not calls or (not listed and _NEXT_LINE.match(text, at)):
+            # LFM2 writes line ends into strings as they are
+            source, at = _balanced(text, at, _PYTHON, lambda found: found[0].replace("\n", r"\n"))
+            tree = ast.parse(source.strip(), mode="eval").body
+            calls += map(_python_call, tree.elts if isinstance(tree, ast.List) else [tree])
     # too deep a nesting raises any of them
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ValueError("not a Python list of calls") from None
-    if not calls:
-        raise ValueError("not a Python list of calls")
-    return calls, end
+    return calls, at
 
 
 def _python_call(node: ast.expr) -> Call | BadCall:
@@ -420,14 +422,6 @@ def _python_call(node: ast.expr) -> Call | BadCall:
         return Call(name=name, arguments=_plain(values))
     except (ValueError, TypeError):
         return BadCall(reason=f"an argument of {name} is not a plain value")
-
-
-def _literal(text: str) -> Any:
-    """Return a Python literal as JSON has it. Raises ValueError."""
-    try:
-        return _plain(ast.literal_eval(text))
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-        raise ValueError(f"{text[:40]!r} is no value") from None
 
 
 def _plain(value: Any) -> Any:
@@ -511,7 +505,7 @@ def _read_bare(
             body = _json_body if found["json"] else _python_body
             calls, end = body(text, start)
         except (ValueError, RecursionError) as error:
-            calls, end = [BadCall(reason=_reason(error))], len(text)
+            calls, end = [BadCall(reason=str(error))], len(text)
         before = _without_around(text[: found.start()], FORMS)
         return Reading(before=before, calls=tuple(calls), after=text[end:])
     return None

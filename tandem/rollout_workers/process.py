@@ -44,6 +44,7 @@ class EngineSpec:
     tensor_parallel: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
     matmul: str = "plain"
+    threads: int = 1
     cache_mb: int
     max_batch: int
     longest: int

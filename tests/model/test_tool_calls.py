@@ -110,19 +110,8 @@ def test_pythonic_arguments_are_literals_and_nothing_is_evaluated():
         Call(name="add", arguments={"a": -1, "b": [2, [3.5, "x"]], "c": {"d": True, "e": None}}),
         Call(name="shop.buy", arguments={}),
     )
-    for evil in (
-        "__import__('os')",
-        "1 + 1",
-        "open",
-        "[x for x in y]",
-        "f''",
-        "b''",
-        "1e999",
-        "{1: 2}",
-        "{**a}",
-        "*a",
-        "lambda: 0",
-    ):
+    values = "__import__('os');1 + 1;open;[x for x in y];f'';b'';1e999;{1: 2};{**a};*a;lambda: 0"
+    for evil in values.split(";"):
         assert isinstance(read_calls(f"[add(a={evil})]", "pythonic").calls[0], BadCall), evil
     for evil in ("[add(1)]", "[add(**{})]", "[add(a=1), 3]", "[add(a=1)"):
         assert isinstance(read_calls(evil, "pythonic").calls[-1], BadCall), evil

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from tandem.data.chat_template import with_calls_read
 from tandem.plugins.audit.replay import replay
 from tandem.plugins.audit.why import find_episodes, tokens, trace_updates, with_history
-from tandem.run_folder.episode_lines import json_lines
+from tandem.run_folder.episode_files import json_lines
 from tandem.run_folder.metrics import read_metrics
 from tandem.run_folder.read import open_past, read_step
 from tandem.trainer.batch import pack_batch, token_weights
@@ -42,6 +42,7 @@ def test_each_turn_is_trained_behind_the_prompt_that_the_template_writes():
     assert dropped
     rows = [row for row in read_metrics(run) if "logprob_gap" in row]
     assert len(rows) == STEPS - 1 and {row["logprob_gap"] for row in rows} == {0.0}
+    assert "rollout.history = template" in (run / "log.txt").read_text()
 
 
 def test_a_run_of_rendered_turns_is_replayed_and_explained():

@@ -4,7 +4,7 @@ import json
 
 from tandem.model.tool_calls import CLOSE, OPEN, write_calls
 
-STYLES = ("hermes", "qwen3_coder", "llama3", "pythonic", "mistral")
+STYLES = ("hermes", "qwen3_coder", "llama3", "pythonic", "olmo3", "mistral")
 
 
 def write_in_style(calls, style):
@@ -17,6 +17,8 @@ def write_in_style(calls, style):
             return "; ".join(_object(call, "parameters") for call in calls)
         case "pythonic":
             return f"[{', '.join(map(_python, calls))}]"
+        case "olmo3":
+            return f"<function_calls>{chr(10).join(map(_python, calls))}</function_calls>"
         case "mistral":
             return f"[TOOL_CALLS][{', '.join(_object(call, 'arguments') for call in calls)}]"
 

@@ -18,7 +18,6 @@ import threading
 from tandem.config.episodes import Sandbox as SandboxConfig
 from tandem.envs.calls import in_thread
 from tandem.envs.tools import ToolEnv, ToolUnavailable
-from tandem.model.tool_calls import Format
 from tandem.plugins.graders.sandbox.protocol import (
     Limits,
     Result,
@@ -49,7 +48,7 @@ class PythonEnv(ToolEnv):
         sandbox: SandboxConfig = _BWRAP,
         seconds: float = 5.0,
         memory_mb: int = 512,
-        format: Format = "auto",
+        format: str = "auto",
         show_tools: bool = True,
         invalid_call_penalty: float = 0.0,
         max_result_chars: int = 2000,

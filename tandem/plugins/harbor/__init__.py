@@ -1,40 +1,38 @@
 """Harbor's tasks (Terminal-Bench and others) in the sandbox: the environment `harbor`.
 
 For whom has tasks as folders (task.toml, instruction.md, environment/, tests/test.sh) and no place
-for containers. What cannot be played here is left out of the rows:
+for containers. The rows leave out what cannot be played here:
 
     tandem generate harbor:FOLDER --out tasks.jsonl
     tandem train my.toml env=harbor reward=env env.timeout_s=900 env.on_error=zero
 
-The model's one tool is `bash`. A command runs in bubblewrap without a network, in the Dockerfile's
-WORKDIR, with this machine's /usr. Files in /app, /root, /workspace and /tmp stay from command to
-command, processes do not. A turn without a call is the end: tests/test.sh runs on those files, and
-the reward is what it writes to /logs/verifier/reward.txt or reward.json; nothing there is an error
-(env.on_error). At a limit of turns or tokens no test runs, and the reward is 0.
+The model's one tool is `bash`: in bubblewrap without a network, in the Dockerfile's WORKDIR, with
+this machine's /usr. Files in /app, /root, /workspace and /tmp stay from command to command,
+processes do not. A turn without a call is the end: tests/test.sh runs on those files, and writes
+the reward to /logs/verifier/reward.txt or reward.json; if not, it is an error (env.on_error). At a
+limit of turns or tokens no test runs, and the reward is 0.
 
-A command can forge its own exit code, output and files, but not the tests: they have a run of their
-own, on its files. A program of the model's that the tests start or import can write the reward, as
-it can in Harbor.
+A command can forge its own exit code, output and files, but not the tests, which have a run of
+their own. A program of the model's that the tests start can write the reward, as in Harbor.
 
-Of a Dockerfile, FROM is passed over, WORKDIR and COPY are done; `env.options.skip_run = true`
-passes over RUN. A task that needs more (several containers or steps, a GPU) needs Harbor itself.
-Tests that install what they need, as many do by apt-get or uvx, give 0 here: try each task first.
-It plugs in as envs and sources of tandem/registry.py. The package harbor is not needed.
+Of a Dockerfile, WORKDIR and COPY are done; `env.options.skip_run = true` passes over RUN. A task
+that needs more (several containers or steps, a GPU) needs Harbor itself. Tests that install what
+they need, as many do, give 0 here: try each task first. It plugs in as envs and sources of
+tandem/registry.py. The package harbor is not needed.
 """
 
 import base64
 import io
+import json
 import tarfile
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
-from math import fsum
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any
-
-from pydantic import Field, TypeAdapter, ValidationError
+from statistics import fmean
+from typing import Any
 
 from tandem.config.episodes import Sandbox
 from tandem.envs.calls import in_thread
@@ -46,15 +44,14 @@ from tandem.types import Message, Observation, Problem
 FOLDERS = "app", "root", "workspace", "logs"  # of the sandbox, beside /tmp and /tests
 SIZES = {"memory_mb": 2048, "disk_mb": 64, "file_mb": 64, "output_bytes": 2**27, "processes": 256}
 HERE = Sandbox()
-# one trial run in a process is enough
 open_sandbox = cache(lambda config: find("sandboxes", config.kind, key="sandbox")(config))
 # The files are unpacked before a command, and packed behind it: between commands nothing runs. They
 # may be a forged tar: the output is opened before them, and the tests come after them, from stdin.
 RUN = """
 [ "$HOME" = /tmp ] && [ -w /app ] && mkdir -p "$1" && cd "$1" || exit 3
 exec 3>/tmp/.tandem.out 4<&0 </dev/null
-base64 -d /tmp/.tandem/files | tar xz -C / app root workspace logs tmp
-timeout -k 1 "${@:2}" >&3 2>&1 3>&-
+base64 -d /tmp/.tandem | tar xz -C / app root workspace logs tmp
+timeout -k 1 "$2" bash -c "$3" >&3 2>&1 3>&-
 echo $?
 head -c 65536 /dev/fd/3 | base64 -w0; echo
 tar cz -C / --ignore-failed-read --exclude='tmp/.tandem*' app root workspace logs tmp | base64 -w0
@@ -64,11 +61,9 @@ chmod -R u+rwX /logs
 rm -rf /logs/verifier && mkdir /logs/verifier || exit
 base64 -d <&4 | tar xz -C /
 bash /tests/test.sh >/logs/verifier/test-stdout.txt 2>&1
-cd /logs/verifier
-for file in reward.json reward.txt; do [ -f $file ] && exec cat $file; done
-echo no reward; tail -c 500 test-stdout.txt
+cd /logs/verifier && exec 2>/dev/null
+cat reward.json || cat reward.txt || echo no reward: $(tail -c 500 test-stdout.txt)
 """
-Named = Annotated[dict[str, float], Field(min_length=1)]  # the rewards of reward.json
 
 
 class HarborEnv(ToolEnv):
@@ -92,8 +87,7 @@ class HarborEnv(ToolEnv):
         Args:
             command: The command. It begins in the task's folder; files stay, processes do not.
         """
-        words, files = ["bash", "/tmp/.tandem/command"], {".tandem/command": command}
-        code, out = self._run(words, self._seconds, files=files)
+        code, out = self._run(command, self._seconds)
         return out if code == "0" else f"{out}\n(exit code {code})".lstrip("\n")
 
     async def step(self, text: str) -> Observation:
@@ -102,24 +96,23 @@ class HarborEnv(ToolEnv):
             return observation
         settings = tomllib.loads((self._task / "task.toml").read_text()).get("verifier", {})
         tests = _packed({PurePosixPath("tests"): self._task / "tests"})
-        words, seconds = ["bash", "-c", TEST], settings.get("timeout_sec", 600.0)
-        _, out = await in_thread(partial(self._run, words, seconds, stdin=tests))
+        seconds = settings.get("timeout_sec", 600.0)
+        _, out = await in_thread(partial(self._run, TEST, seconds, tests))
         try:
-            rewards = TypeAdapter(float | Named).validate_json(out)
-        except ValidationError:
+            written = json.loads(out)
+            named = written if isinstance(written, dict) else {"reward": written}
+            parts = {name: float(value) for name, value in named.items()}
+            reward = parts.get("reward", fmean(parts.values()))
+        except (ValueError, TypeError):
             raise RuntimeError(f"the tests of {self._task.name} leave no reward: {out}") from None
-        parts = rewards if isinstance(rewards, dict) else {"reward": rewards}
-        reward = parts.get("reward", fsum(parts.values()) / len(parts))
         return replace(observation, reward=reward, parts={**observation.parts, **parts})
 
-    def _run(
-        self, words: list[str], seconds: float, *, files: Mapping[str, str] = {}, stdin: str = ""
-    ) -> tuple[str, str]:
-        """Return a command's exit code and output; the files are then as it leaves them."""
+    def _run(self, script: str, seconds: float, stdin: str = "") -> tuple[str, str]:
+        """Return a script's exit code and output; the files are then as it leaves them."""
         times = {"wall_s": seconds + 30, "cpu_s": int(seconds) + 30}
         limits = replace(self._sandbox.limits, folders=(*FOLDERS, "tests"), **SIZES, **times)
-        words = ["bash", "-c", RUN, "bash", self._workdir, str(seconds), *words]
-        files = {".tandem/files": self._files, **files}
+        words = ["bash", "-c", RUN, "bash", self._workdir, str(seconds), script]
+        files = {".tandem": self._files}
         result = self._sandbox.run(words, files=files, stdin=stdin, limits=limits)
         if result.exit_code == 3:
             raise ToolUnavailable(f"the sandbox has no {self._workdir}: {self._sandbox.state()}")
@@ -135,8 +128,8 @@ def rows(id: str, *, limit: int | None = None) -> Iterator[dict[str, Any]]:
         with suppress(UserError):
             _environment(file.parent, skip_run=True)
             prompt = file.with_name("instruction.md").read_text()
-            row = {"uid": file.parent.name, "prompt": prompt, "answer": ""}
-            yield row | {"task": str(file.parent)}
+            about = {"uid": file.parent.name, "task": str(file.parent)}
+            yield {**about, "prompt": prompt, "answer": ""}
 
 
 def _environment(folder: Path, skip_run: bool) -> tuple[str, str]:
@@ -155,13 +148,12 @@ def _environment(folder: Path, skip_run: bool) -> tuple[str, str]:
             case ["COPY", *sources, target] if sources[0][0] not in "-[":
                 for path in (place / source for source in sources):
                     inside = path.is_file() and (target[-1] in "/." or len(sources) > 1)
-                    files[workdir / target / (path.name if inside else "")] = path
+                    files[workdir / target / (path.name if inside else "")] = path.resolve()
             case [word, *_] if not word.startswith(("FROM", "#", "RUN" if skip_run else "#")):
                 needs.append(line)
     needs += [name for name in (workdir, *files) if "".join(name.parts[1:2]) not in FOLDERS]
-    for path in files.values():
-        if not (path.exists() and path.resolve().is_relative_to(place.resolve())):
-            needs.append(path)
+    root = place.resolve()
+    needs += [path for path in files.values() if not (path.exists() and path.is_relative_to(root))]
     if needs:
         what, next = "a task needs a container", "Harbor's own runner, or env.options.skip_run"
         raise UserError(what, where=str(folder), found=str(needs[0]), next=next)

@@ -15,11 +15,12 @@ from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from string import hexdigits
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
-from tandem.model.tool_calls import Call, Format, read_calls
+from tandem.model.call_forms import NAMES
+from tandem.model.tool_calls import Call, read_calls
 from tandem.plugins.view.episodes import EpisodeTable
 from tandem.plugins.view.runs import Run, read_json
 from tandem.registry import built_in
@@ -118,7 +119,7 @@ def _conversation(record: dict[str, Any], values: dict[str, Any]) -> list[dict[s
     own, tools = json.loads(record["transcript"]), json.loads(record["tools"])
     options = values.get("env.options")
     known = options.get("format", "auto") if isinstance(options, dict) else "auto"
-    written: Any = known if known in get_args(Format) else "auto"
+    written = known if known in NAMES else "auto"
     acts = bool(tools) or values.get("env.name", "single_turn") != "single_turn"
     functions = [tool.get("function") for tool in tools if isinstance(tool, dict)]
     names = [str(one["name"]) for one in functions if isinstance(one, dict) and "name" in one]
@@ -139,7 +140,7 @@ def _conversation(record: dict[str, Any], values: dict[str, Any]) -> list[dict[s
 
 
 def _with_calls(
-    message: dict[str, Any], written: Format, names: Sequence[str], acts: bool
+    message: dict[str, Any], written: str, names: Sequence[str], acts: bool
 ) -> dict[str, Any]:
     """Return the `text` and the `calls` of a turn: the structured ones, else those in its text, if
     the run's environment reads them (acts)."""

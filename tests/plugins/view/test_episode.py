@@ -77,7 +77,8 @@ def shown_turns(folder, text, *, tools=(ADD,), format="auto", env="tools", messa
 )
 def test_a_call_in_a_text_has_name_arguments_and_result(tmp_path, format, call):
     before = "" if format == "pythonic" else "Let me see.\n" * (format == "auto")
-    asked, turn, *results, last = shown_turns(tmp_path, before + call, format=format)
+    tools = (ADD,) * (format == "auto")  # a named format needs no names
+    asked, turn, *results, last = shown_turns(tmp_path, before + call, tools=tools, format=format)
     assert turn["calls"] == [{"name": "add", "arguments": {"a": 1, "b": "x"}}]
     assert turn["text"].strip() == before.strip() and turn["sampled"]
     assert [message["result_of"] for message in results] == ["add", ""]
