@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tandem.cli import demo  # noqa: E402
+from tandem.plugins.start import demo  # noqa: E402
 
 CLUSTER = ["cluster.nodes=2", "rollout.workers=2"]
 RANKS = ["parallel.data=2", "run.threads=1"]

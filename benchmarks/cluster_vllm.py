@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from cluster_page import ROOT, Row
 
-from tandem.cli import demo
+from tandem.plugins.start import demo
 from tandem.run_folder.metrics import read_metrics
 from tandem.runtime.disk import file_hash
 

@@ -4,8 +4,8 @@ journal included.
     python benchmarks/grpo_tandem.py MODEL_DIR DATA.jsonl PROMPTS GROUP NEW_TOKENS STEPS FIXED MEM
 
 prints one JSON line. FIXED 1 lets no sequence stop early, so that every step has the same number of
-tokens. MEM is "whole" (all samples in one microbatch) or "checkpointed" (1,024 tokens at a time,
-activation checkpointing).
+tokens. MEM is "whole" (all samples in one microbatch), "bfloat16" (the same in that type) or
+"checkpointed" (1,024 tokens at a time, activation checkpointing).
 """
 
 import json
@@ -31,6 +31,7 @@ from tandem.weights.in_process import InlineSync
 
 MEMORY = {
     "whole": ["train.tokens_per_microbatch=1000000"],
+    "bfloat16": ["train.tokens_per_microbatch=1000000", "model.dtype=bfloat16"],
     "checkpointed": ["train.tokens_per_microbatch=1024", "train.activation_checkpointing=true"],
 }
 REWARD = str(Path(__file__).parent.parent / "examples" / "last_number.py") + ":score"

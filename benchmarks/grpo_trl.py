@@ -3,8 +3,8 @@ grpo_tandem.py.
 
     python benchmarks/grpo_trl.py MODEL_DIR DATA.jsonl PROMPTS GROUP NEW_TOKENS STEPS FIXED MEMORY
 
-MEMORY is "whole" (all samples in one batch) or "checkpointed" (8 sequences at a time, gradient
-checkpointing).
+MEMORY is "whole" (all samples in one batch), "bfloat16" (the same in that type) or "checkpointed"
+(8 sequences at a time, gradient checkpointing).
 """
 
 import json
@@ -58,9 +58,9 @@ def main() -> None:
     ]
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
     tokenizer.padding_side = "left"
-    clock = StepClock()
+    clock, dtype = StepClock(), torch.bfloat16 if memory == "bfloat16" else torch.float32
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
+        model=AutoModelForCausalLM.from_pretrained(path, dtype=dtype),
         reward_funcs=reward,
         callbacks=[clock],
         train_dataset=Dataset.from_list(chat),

@@ -17,9 +17,9 @@ import numpy as np
 
 import tandem
 from tandem.api.session import Datum
-from tandem.data.loss_mask import training_samples
 from tandem.model.auto_rate import auto_learning_rate
 from tandem.model.tiny import make_tiny
+from tandem.plugins.offline.loss_mask import training_samples
 from tandem.plugins.tasks.algebra import warm_start
 from tandem.runtime.rng import permutation
 

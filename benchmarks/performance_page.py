@@ -48,9 +48,10 @@ def tables(results: dict) -> list[str]:
     lines = []
     for section, part, title in (
         ("decode", "steady", "64 prompt tokens"),
+        ("decode", "bfloat16", "bfloat16, 64 prompt tokens"),
         ("long", "long", "404 prompt tokens, Tandem's KV pages gathered"),
     ):
-        if section in results:
+        if part in results.get(section, {}):
             table = decode_table(
                 f"{title}, 48 sampled tokens", results[section], results[section][part]
             )
@@ -71,8 +72,9 @@ def tables(results: dict) -> list[str]:
     for kind, how in (
         ("whole", "no checkpointing, all sequences at once"),
         ("checkpointed", "activation checkpointing, 8 sequences / 1,024 tokens at a time"),
+        ("bfloat16", "bfloat16 on both sides, all sequences at once"),
     ):
-        if "smollm2" in results:
+        if kind in results.get("smollm2", {}):
             table = step_table(
                 f"SmolLM2-135M, 4 prompts x 8 samples x 64 tokens, {how}", results["smollm2"][kind]
             )
@@ -102,9 +104,10 @@ def decode_table(title: str, result: dict, rows: dict) -> list[str]:
     ]
     for batch, row in rows.items():
         theirs, ours = row["generate_decode_tok_s"], row["tandem_decode_tok_s"]
-        share, whole = ours / row["floor_tok_s"], row["generate_s"] / row["tandem_s"]
+        whole, floor = row["generate_s"] / row["tandem_s"], row.get("floor_tok_s")
+        share = f"{ours / floor:.0%}" if floor else "not computed"
         lines.append(
-            f"| {batch} | {theirs:.0f} tok/s | {ours:.0f} tok/s | {ours / theirs:.2f}x | {share:.0%} | {whole:.2f}x |"
+            f"| {batch} | {theirs:.0f} tok/s | {ours:.0f} tok/s | {ours / theirs:.2f}x | {share} | {whole:.2f}x |"
         )
     return [*lines, ""]
 
@@ -260,6 +263,7 @@ def ratios(results: dict) -> dict[str, str]:
     add = rows.__setitem__
     for section, part, label in (
         ("decode", "steady", ""),
+        ("decode", "bfloat16", ", bfloat16 on both sides"),
         ("long", "long", ", context of 404, pages gathered"),
     ):
         for batch, row in results.get(section, {}).get(part, {}).items():
@@ -311,8 +315,9 @@ def ratios(results: dict) -> dict[str, str]:
     for kind, label in (
         ("whole", "all sequences at once"),
         ("checkpointed", "activation checkpointing"),
+        ("bfloat16", "bfloat16"),
     ):
-        if "smollm2" in results:
+        if kind in results.get("smollm2", {}):
             steps[f"SmolLM2-135M, {label} on both sides"] = results["smollm2"][kind]
     for label, r in steps.items():
         figure = f"{r['step_ratio']:.2f}x the speed, {r['memory_ratio']:.2f}x the memory"

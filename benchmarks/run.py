@@ -59,7 +59,7 @@ def quiet() -> bool:
 
 
 def decode() -> dict:
-    return run("decode.py", str(model_with_examples()), "steady")
+    return run("decode.py", str(model_with_examples()), "steady", "bfloat16")
 
 
 def long() -> dict:
@@ -89,12 +89,13 @@ def tiny() -> dict:
 
 
 def smollm2() -> dict:
-    """4 prompts x 8 samples of 64 new tokens, none stops early, of SmolLM2-135M: with equal memory
-    settings on both sides, all 32 sequences at once, and 8 sequences or 1,024 tokens at a time with
-    activation checkpointing."""
+    """4 prompts x 8 samples of 64 new tokens, none stops early, of SmolLM2-135M: with equal
+    settings on both sides, all 32 sequences at once in either type, and 8 sequences or 1,024 tokens
+    at a time with activation checkpointing."""
     model_with_examples()
     work = [str(SMOLLM2), str(ROOT / "runs/smollm2/data/train.jsonl"), "4", "8", "64", "4", "1"]
-    return {kind: paired([*work, kind], rounds=1) for kind in ("whole", "checkpointed")}
+    kinds = ("whole", "checkpointed", "bfloat16")
+    return {kind: paired([*work, kind], rounds=1) for kind in kinds}
 
 
 def trainer() -> dict:

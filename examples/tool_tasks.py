@@ -22,12 +22,12 @@ from pathlib import Path
 
 import numpy as np
 
-from tandem.cli.demo import curve, say
 from tandem.cli.progress import console
 from tandem.config.recipe import load_config
 from tandem.config.schema import Config
 from tandem.envs.load import load_env
 from tandem.model.tool_calls import Call, write_calls
+from tandem.plugins.start.demo import curve, say
 from tandem.runtime.disk import disk_errors, write_atomic
 from tandem.runtime.errors import UserError
 from tandem.runtime.rng import address

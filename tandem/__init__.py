@@ -10,10 +10,10 @@ Read first
   choices.py     what the chosen engine, trainer, stream, transport and machine answer for
 
 The stages of a step, in order
-  data/          problems, chats and preferences from files; chat templates to tokens
+  data/          problems from files; chat templates to tokens
   engine/        generation: scheduler, page cache, sampler
   rollout_workers/ engines in processes of their own: who gets which request and weights
-  envs/          environments, tools and agents that answer the model
+  envs/          environments and tools that answer the model
   rollout/       problems to scored groups of episodes; evaluation
   rewards/       reward functions, and the pool of processes that run them
   rl/            advantages, losses, KL and corrections as pure functions
@@ -27,7 +27,7 @@ Around them
   run_folder/    what a run writes: metrics, journal, checkpoints, exports
   workers/       the one way to run something in another process: channel, host, fork server, pool
   runtime/       this machine: signals, files, HTTP client, random numbers, errors
-  serve/         the HTTP application, and OpenAI's and Anthropic's bodies: of agents, `serve`, view
+  serve/         the HTTP application, and OpenAI's and Anthropic's bodies: of `serve`, agents, view
   cli/           the commands
   api/           the commands as functions of Python, and a session of four calls
 

@@ -56,7 +56,7 @@ class Choice(ABC):
 
 
 class RolloutBackend(Choice):
-    """Sampler of episodes: jobs/tandem_engine.py, plugins/servers, plugins/vllm, or of a
+    """Sampler of episodes: jobs/own_choices.py, plugins/servers, plugins/vllm, or of a
     package with an entry point `tandem.engines`."""
 
     on_nodes = False  # its workers run on the nodes of a cluster
@@ -94,7 +94,7 @@ class RolloutBackend(Choice):
 
 
 class Trainer(Choice):
-    """Runner of the trained models: jobs/tandem_trainer.py, plugins/megatron, or of a package with
+    """Runner of the trained models: jobs/own_choices.py, plugins/megatron, or of a package with
     an entry point `tandem.trainers`."""
 
     runs_alone = True  # one process is no mesh

@@ -28,7 +28,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
     },
     "models": {  # (config, ranks) -> train.batch.Models of a command that samples, on every rank
         "train": "tandem.jobs.models:build_rl_models",
-        "distill": "tandem.jobs.distill:build_distill_models",
+        "distill": "tandem.plugins.distill.inputs:build_distill_models",
     },
     "multimodal_paths": dict.fromkeys(  # the same for types of models that also read images
         ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3"),
@@ -53,20 +53,20 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "unpaged": "tandem.engine.inexact_engine:InexactEngine",
     },
     "commands": {  # cli/main.py: Commands; in the order of --help
-        "demo": "tandem.cli.demo:demo",
-        "init": "tandem.cli.init:init",
+        "demo": "tandem.plugins.start.demo:demo",
+        "init": "tandem.plugins.start.init:init",
         "generate": "tandem.plugins.tasks.cli:generate",
-        "tiny": "tandem.cli.tiny:tiny",
-        "try": "tandem.cli.of_runs:try_out",
-        "doctor": "tandem.cli.doctor:doctor",
-        "rollout": "tandem.cli.of_runs:rollout",
+        "tiny": "tandem.plugins.start.tiny:tiny",
+        "try": "tandem.plugins.rollouts.cli:try_out",
+        "doctor": "tandem.plugins.start.doctor:doctor",
+        "rollout": "tandem.plugins.rollouts.cli:rollout",
         "eval": "tandem.cli.of_runs:evaluate",
         "export": "tandem.cli.of_runs:export",
         "replay": "tandem.plugins.audit.cli:replay",
         "status": "tandem.cli.of_runs:status",
         "show": "tandem.cli.of_runs:show",
         "why": "tandem.plugins.audit.cli:why",
-        "diff": "tandem.cli.of_runs:diff",
+        "diff": "tandem.plugins.audit.cli:diff",
         "view": "tandem.plugins.view.cli:view",
         "report": "tandem.plugins.view.cli:report",
         "plot": "tandem.plugins.view.cli:plot",
@@ -74,7 +74,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "plan": "tandem.plugins.plan.cli:plan",
     },
     "engines": {  # choices.py: RolloutBackend
-        "tandem": "tandem.jobs.tandem_engine:TandemEngine",
+        "tandem": "tandem.jobs.own_choices:TandemEngine",
         "vllm": "tandem.plugins.vllm.backend:VLLM",
         "http": "tandem.plugins.servers.backend:Servers",
     },
@@ -89,9 +89,9 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "functions": "tandem.plugins.suites.bfcl:FunctionsEnv",
         "python": "tandem.plugins.graders.python_env:PythonEnv",
         "guess": "tandem.plugins.tasks.guess:GuessTheNumber",
-        "gymnasium": "tandem.envs.gym:GymEnv",
-        "verifiers": "tandem.plugins.verifiers.env:VerifiersEnv",
-        "agent": "tandem.envs.agent.env:AgentEnv",
+        "gymnasium": "tandem.plugins.gymnasium:GymEnv",
+        "verifiers": "tandem.plugins.agents.verifiers:VerifiersEnv",
+        "agent": "tandem.plugins.agents.env:AgentEnv",
         "mcp": "tandem.plugins.mcp:McpEnv",
         "openenv": "tandem.plugins.openenv:OpenEnv",
         "harbor": "tandem.plugins.harbor:HarborEnv",
@@ -99,17 +99,22 @@ BUILT_IN: dict[str, dict[str, str]] = {
     "extractors": {"answer": "tandem.plugins.graders.answer:extract"},  # text -> final answer
     "inputs": {  # jobs/inputs.py: of a command
         "train": "tandem.jobs.inputs:training_inputs",
-        "distill": "tandem.jobs.distill:distill_inputs",
-        "sft": "tandem.jobs.offline_inputs:sft_inputs",
-        "dpo": "tandem.jobs.offline_inputs:dpo_inputs",
-        "rm": "tandem.jobs.offline_inputs:rm_inputs",
+        "distill": "tandem.plugins.distill.inputs:distill_inputs",
+        "sft": "tandem.plugins.offline.inputs:sft_inputs",
+        "dpo": "tandem.plugins.offline.inputs:dpo_inputs",
+        "rm": "tandem.plugins.offline.inputs:rm_inputs",
     },
     "jobs": {  # (config, run folder, report) -> context of a train_loop.py: TrainJob
         "train": "tandem.jobs.rl:open_rl_job",
         "distill": "tandem.jobs.rl:open_rl_job",
-        "sft": "tandem.jobs.offline:open_offline_job",
-        "dpo": "tandem.jobs.offline:open_offline_job",
-        "rm": "tandem.jobs.offline:open_offline_job",
+        "sft": "tandem.plugins.offline.jobs:open_offline_job",
+        "dpo": "tandem.plugins.offline.jobs:open_offline_job",
+        "rm": "tandem.plugins.offline.jobs:open_offline_job",
+    },
+    "fixed_data": {  # (config, inputs, ranks) -> job of a command without rollouts, on every rank
+        "sft": "tandem.plugins.offline.jobs:sft_job",
+        "dpo": "tandem.plugins.offline.jobs:dpo_job",
+        "rm": "tandem.plugins.offline.jobs:rm_job",
     },
     "machines": {  # jobs/here.py: Here
         "here": "tandem.jobs.here:Here",
@@ -119,9 +124,13 @@ BUILT_IN: dict[str, dict[str, str]] = {
     "optimizers": {  # trainer/optimizer.py: Optimizer
         "adamw": "tandem.trainer.optimizer:Optimizer",
         "adamw_8bit": "tandem.plugins.optim.adamw_8bit:Optimizer8bit",
-        "muon": "tandem.trainer.muon:Muon",
+        "muon": "tandem.plugins.optim.muon:Muon",
     },
     "resources": {"memory": "tandem.plugins.plan.footprint:out_of_memory"},  # of a run's config
+    "reward_models": {  # reward.model: a check of its path; (config) -> rollout.score.RewardModel
+        "check": "tandem.plugins.offline.reward_model:check_reward_model",
+        "load": "tandem.plugins.offline.reward_model:load_reward_model",
+    },
     "rewards": {  # rewards/load.py: functions with one of its signatures
         "answer": "tandem.plugins.graders.rewards:answer",
         "choice": "tandem.plugins.graders.rewards:choice",
@@ -131,7 +140,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "exact": "tandem.rewards.builtin:exact",
         "format": "tandem.rewards.builtin:format_of_tags",
         "json_schema": "tandem.rewards.builtin:json_schema",
-        "judge": "tandem.rewards.judge:judge",
+        "judge": "tandem.plugins.graders.judge:judge",
         "length": "tandem.rewards.builtin:length",
         "numeric": "tandem.plugins.graders.rewards:numeric",
         "reasoning_gym": "tandem.plugins.tasks.reasoning_gym:reward",
@@ -147,7 +156,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
     "training_servers": {"tinker": "tandem.plugins.tinker.server:serve"},
     "sources": {  # what `tandem generate NAME:ID` copies: (id, limit=) -> rows
         "harbor": "tandem.plugins.harbor:rows",
-        "verifiers": "tandem.plugins.verifiers.env:rows",
+        "verifiers": "tandem.plugins.agents.verifiers:rows",
     },
     "streams": {  # choices.py: StreamBackend
         "memory": "tandem.jobs.streams:Memory",
@@ -170,13 +179,13 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "squares": "tandem.plugins.tasks.squares:TASK",
     },
     "tools": {"calculator": "tandem.plugins.tasks.calculator:calculator"},
-    "trackers": {  # run_folder/trackers/tracker.py: Tracker
-        "mlflow": "tandem.run_folder.trackers.mlflow:MlflowTracker",
-        "trackio": "tandem.run_folder.trackers.trackio:TrackioTracker",
-        "wandb": "tandem.run_folder.trackers.wandb:WandbTracker",
+    "trackers": {  # run_folder/tracking.py: Tracker
+        "mlflow": "tandem.plugins.trackers.mlflow:MlflowTracker",
+        "trackio": "tandem.plugins.trackers.trackio:TrackioTracker",
+        "wandb": "tandem.plugins.trackers.wandb:WandbTracker",
     },
     "trainers": {  # choices.py: Trainer
-        "tandem": "tandem.jobs.tandem_trainer:TandemTrainer",
+        "tandem": "tandem.jobs.own_choices:TandemTrainer",
         "megatron": "tandem.plugins.megatron.trainer:Megatron",
     },
     "transports": {  # choices.py: Transport

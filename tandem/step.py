@@ -102,17 +102,14 @@ def learn_and_publish(
 def learn_step(stage: LearnStage, rollouts: RolloutBatch, observe: Observe | None = None) -> Row:
     """Make all optimizer updates of a step; return its metrics.
 
-    A quantity that is not finite is reported under "bad/" and never reaches a weight. With a
-    teacher the step distills (trainer/distill.py). observe: called with each microbatch of an
-    update.
+    A quantity that is not finite is reported under "bad/" and never reaches a weight. observe:
+    called with each microbatch of an update.
     """
     config, models, step = stage.config, stage.models, rollouts.step
     check_groups(rollouts, config.rl.max_truncated)
     check_batch(rollouts, config)
-    if models.teacher is not None:
-        from tandem.trainer.distill import distill
-
-        return distill(stage, models.teacher, rollouts.trained, step, observe)
+    if models.own_update is not None:
+        return models.own_update(stage, rollouts.trained, step, observe)
     batch = pack_batch(rollouts.trained, config, models.policy.ranks)
     if not batch.sample_index:
         return dict(SKIPPED)

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tandem.choices import Report
 from tandem.config.recipe import to_toml
 from tandem.model.load import ExactModel
 from tandem.run_folder.checkpoint import Contents, Saver, checkpoint_step
@@ -45,7 +46,6 @@ SHOWN = 10  # times that a run without evaluation shows samples
 EPISODE_FILES = {"episodes": "train", "eval_sampled": "eval_sampled", "eval_greedy": "eval_greedy"}
 
 Show = Callable[[int, Row, Row], None]  # (step, metrics, timings)
-Report = Callable[[str], None]
 
 
 class TrainJob:
@@ -175,7 +175,7 @@ class _TrainLoop:
         logged = self.done if self.pending_metrics is None else self.done - 1
         trackers: AbstractContextManager[Any] = nullcontext()
         if self.run.config.run.trackers:
-            from tandem.run_folder.trackers.links import Trackers
+            from tandem.run_folder.tracking import Trackers
 
             trackers = Trackers(self.run.config, self.run.path, self.report)
         with (

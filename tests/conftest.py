@@ -9,6 +9,8 @@ first imported.
 import gc
 import os
 import signal
+import sys
+from copy import deepcopy
 
 import pytest
 import torch
@@ -39,6 +41,29 @@ OURS = (
     None if "PYTEST_XDIST_WORKER" in os.environ else Session()
 )  # the processes of xdist share the folder of the first
 LEFT = []  # paths, at the end
+
+
+@pytest.fixture(scope="session", autouse=True)
+def probed_once():
+    """Probe a model's shapes once for all runs of this process, and not at a microbatch's rows:
+    each would take seconds. Runs in other processes probe as they do."""
+    if "tests.support.runs" not in sys.modules:  # nobody makes runs
+        yield
+        return
+    from tandem.jobs import engines
+
+    probe, known = engines.probe, {}
+
+    def probe_once(model, seed, threads, microbatch=0):
+        about = model.config.to_json_string(), model.dtype, model.kernels.chosen, seed, threads
+        key = f"{about} {torch.get_num_threads()} {len(model.adapter_weights())}"
+        if key not in known:
+            known[key] = probe(model, seed, threads)
+        return deepcopy(known[key])
+
+    engines.probe = probe_once
+    yield
+    engines.probe = probe
 
 
 @pytest.fixture

@@ -62,7 +62,8 @@ finally:
 def seen(tmp_path_factory):
     folder = tmp_path_factory.mktemp("depth")
     python, _, _, *arguments = prepare(folder, steps=2)
-    command = [python, "-c", PROGRAM, *arguments, f"run.folder={folder}/run"]
+    small = ["eval.every=0", "rl.prompts_per_step=2"]
+    command = [python, "-c", PROGRAM, *arguments, *small, f"run.folder={folder}/run"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     output = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, check=False

@@ -20,8 +20,8 @@ KEY = re.compile(r"`(?:tandem [^`]*? )?([a-z]+)\.([a-z_0-9]+)(?=[.=` ])")
 OTHERS = """
 data.train_files data.val_files data.train_batch_size data.max_prompt_length
 data.max_response_length data.filter_overlong_prompts critic.optim
-preference.dpo preference.ipo preference.bradley_terry rl.prompt_per_step
-"""  # of verl, in the page on migration; functions of rl/preference.py; a key misspelt on purpose
+rl.prompt_per_step
+"""  # of verl, in the page on migration; a key misspelt on purpose
 
 
 @each_page

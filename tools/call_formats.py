@@ -105,12 +105,11 @@ def by_libraries(name: str, template: str, marks: list[str]) -> dict[str, str]:
 
 
 def by_renderers(name: str, template: str, marks: list[str]) -> str:
-    package = import_module("renderers")
+    its = import_module("renderers")
     renderer = template_renderer(name, template)
     while True:
         try:
-            config = package.config_from_name(CLASSES[name])
-            library = package.create_renderer(renderer.tokenizer, config)
+            library = its.create_renderer(renderer.tokenizer, its.config_from_name(CLASSES[name]))
             break
         except Exception as error:  # it asks for the family's special tokens, one after the other
             if not (token := re.search(r"(?:oken|for) '([^']+)'", str(error))):

@@ -27,7 +27,7 @@ CORE = [
     "data",
     "test_step.py",
     "test_train_loop.py",
-    "cli/test_doctor.py",
+    "plugins/start/test_doctor.py",
 ]
 SHORT = ["run.steps=4", "run.save_every=4", "sft.steps=40", "eval.every=4", "eval.samples=1"]
 LIBRARIES = ("torch", "transformers", "tokenizers", "numpy", "pydantic", "pyarrow")

@@ -6,8 +6,8 @@
 Every run (same_bits_runs.py) goes through `python -m tandem` and each revision's own code, so modules
 may move between the two. Compared are metrics, episodes, ledger, checkpoints and exported models
 (same_bits_left.py). One line a run: equal, or where the two first differ. What a commit leaves stays
-in .cache/same-bits, so the next comparison with it costs the other side only. Exit code 1 on any
-difference.
+in .cache/same-bits, so the next comparison with it costs the other side only. Both sides run the
+plain kernels, since a commit here has no compiled ones. Exit code 1 on any difference.
 """
 
 import argparse
@@ -92,7 +92,7 @@ class Side:
         return subprocess.Popen(
             [sys.executable, "-m", "tandem", *command],
             cwd=inputs(),
-            env={**os.environ, **own, "COLUMNS": "200"},
+            env={"TANDEM_KERNELS": "plain", **os.environ, **own, "COLUMNS": "200"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )

@@ -24,8 +24,7 @@ from tandem.run_folder.checkpoint import (
     load_checkpoint,
     step_name,
 )
-from tandem.run_folder.export import export, model_card
-from tandem.run_folder.export_adapter import export_adapter
+from tandem.run_folder.export import export, export_adapter, model_card
 from tandem.run_folder.metrics import read_metrics
 from tandem.run_folder.read import PastRun, entered
 from tandem.runtime.errors import UserError

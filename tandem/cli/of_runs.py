@@ -1,38 +1,13 @@
-"""Commands that import torch, or a reader of journals, once they are chosen: those that take a
-recipe, those that read a run, and `tandem try`. The registry has them by name."""
+"""Commands that import torch, or a reader of journals, once they are chosen. The registry has them
+by name."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 from typer import Option
 
-from tandem.cli.arguments import Fresh, Overrides, Recipe, Run, argument, unset
+from tandem.cli.arguments import Overrides, Recipe, Run, unset
 from tandem.config.recipe import load_config
-
-
-def rollout(
-    recipe: Recipe,
-    overrides: Overrides = None,
-    out: Annotated[
-        Path | None, unset(help="FILE.jsonl, or a folder for Parquet files; default: runs/rollout")
-    ] = None,
-    fresh: Fresh = False,
-    keep: Annotated[
-        str,
-        unset(
-            metavar="LOW:HIGH",
-            help="also write the problems whose mean reward lies in that range, "
-            "as <out>.kept.jsonl",
-        ),
-    ] = "",
-) -> None:
-    """Generate and score episodes of the training problems; the same command resumes."""
-    config = load_config(recipe, overrides or [])
-    from tandem.cli import rollout
-    from tandem.cli.rollout_filter import parse_range
-
-    rollout.rollout(config, out, fresh, parse_range(keep) if keep else None)
 
 
 def evaluate(
@@ -79,9 +54,9 @@ def export(
 
 def status(run: Run) -> None:
     """Tell whether a run goes on, and who runs where and does what."""
-    from tandem.cli.status import status
+    from tandem.cli import show
 
-    status(run)
+    show.status(run)
 
 
 def show(
@@ -96,36 +71,3 @@ def show(
     from tandem.cli import show
 
     show.show(run, step, best=best, worst=worst, count=count, held_out=held_out)
-
-
-def diff(
-    a: Annotated[Path, argument(help="run folder")], b: Annotated[Path, argument(help="another")]
-) -> None:
-    """Find the first step, episode and token where two runs part (exit code 1)."""
-    from tandem.cli import diff
-
-    sys.exit(diff.diff(a, b))
-
-
-def try_out(
-    what: Annotated[
-        str,
-        argument(
-            help="a reward function (my.py:score, answer) or an environment (my.py:Shop, guess)"
-        ),
-    ],
-    overrides: Overrides = None,
-    data: Annotated[str, unset(help="problems")] = "",
-    model: Annotated[str, unset(help="model that answers; default: you do")] = "",
-    answer: Annotated[
-        list[str] | None, Option(help="an answer instead of typing; once a turn, for every row")
-    ] = None,
-    rows: Annotated[int, Option(min=1, help="how many rows")] = 3,
-    recipe: Annotated[str | None, unset(help="TOML recipe for everything else")] = None,
-) -> None:
-    """Try a reward function or an environment on a few rows: score, parts of it, time."""
-    from tandem.cli import try_out
-
-    options = [f"data.train={data}"] * bool(data) + [f"model.path={model}"] * bool(model)
-    config = load_config(recipe, [*try_out.overrides_of(what), *options, *(overrides or [])])
-    sys.exit(1 if try_out.try_out(config, answer or [], rows) else 0)

@@ -1,12 +1,17 @@
-"""`tandem show`: the episodes of a step as a page to read."""
+"""`tandem show`: a step's episodes as a page to read. `tandem status`: a run while it goes on."""
 
 from pathlib import Path
 
-from tandem.cli.progress import console, print_lines
-from tandem.run_folder.read import PastRun, open_past
+from tandem.cli.progress import console, print_lines, print_table
+from tandem.run_folder.files import require_run
+from tandem.run_folder.lock import holder
+from tandem.run_folder.read import PastRun, open_past, read_notes
 from tandem.run_folder.samples import page, read_samples, sample_file
+from tandem.run_folder.status import ROLLOUT, read_status
 from tandem.runtime.errors import UserError
 from tandem.runtime.wording import counted
+
+COLUMNS = ("role", "node", "pid", "state", "version", "requests", "restarts")  # of `tandem status`
 
 
 def show(
@@ -47,3 +52,27 @@ def _file(past: PastRun, step: int | None, held_out: bool) -> Path:
             next="ls that folder, and name a step with --step",
         )
     return path
+
+
+def status(folder: Path) -> None:
+    """Print whether a run lives, how far it is, and who runs where and does what."""
+    require_run(folder)
+    alive, written = holder(folder), read_status(folder)
+    is_over = False
+    if written and written["step"] == written["steps"]:  # and exported; a rollout has no model
+        model = folder / "hf" / f"step_{written['steps']:06d}"
+        is_over = (folder / ROLLOUT).exists() or model.exists()
+    stands = "has finished" if is_over else "does not run; the same command goes on"
+    print_lines([f"{folder}: {f'runs: {alive}' if alive else stands}"])
+    if not alive and (failed := read_notes(folder).failed):
+        print_lines([f"its last start failed: {failed}"])
+    if written is None:
+        print_lines(["it is starting: no step yet" if alive else "no step since its last start"])
+        return
+    step, steps, when = written["step"], written["steps"], written["time"]
+    print_lines([f"step {step} of {steps}, {'as of' if alive else 'last seen'} {when}"])
+    if alive:
+        print_table(
+            COLUMNS,
+            [[str(process.get(name, "")) for name in COLUMNS] for process in written["processes"]],
+        )

@@ -30,7 +30,7 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
         follow(config, command)
         return folder
     if config.run.trackers:
-        from tandem.run_folder.trackers.links import require_trackers
+        from tandem.run_folder.tracking import require_trackers
 
         require_trackers(config.run.trackers)
     if not fresh:

@@ -18,13 +18,13 @@ from tandem.engine.page_cache import page_bytes
 from tandem.envs.load import load_env
 from tandem.jobs.here import Here
 from tandem.jobs.models import check_parts, check_tokenizer, placement, releases_cache
-from tandem.jobs.reward_workers import build_reward_pool
 from tandem.model import custom_code
 from tandem.model.config_file import check_model, inner_size
 from tandem.model.load import ExactModel, load_model
 from tandem.model.probe import Exactness, fastest_exact, probe, try_matmuls
 from tandem.model.schedule import random_model
-from tandem.rewards.pool import ScorePool
+from tandem.registry import find, names
+from tandem.rewards.pool import RewardPool, ScorePool
 from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.score import RolloutRunner
 from tandem.run_folder.folder import read_matmul
@@ -209,15 +209,37 @@ def open_envs_and_rewards(
     make, renders = load_env(config.env, config.sandbox), config.rollout.renders
     local = EnvPool(make=make, limits=config.env, renders=renders)
     if config.reward.model:
-        from tandem.jobs.reward_model import check_reward_model
-
-        check_reward_model(config.reward.model)
+        find("reward_models", "check", key="reward.model")(config.reward.model)
     with (
         build_reward_pool(config) as here,
         machine.open_envs(config, local, report) as envs,
         machine.open_rewards(config, here, report) as rewards,
     ):
         yield envs, rewards
+
+
+def build_reward_pool(config: Config) -> RewardPool:
+    """Build the pool of reward workers; raises UserError if one needs a sandbox and there is
+    none."""
+    arguments = pool_arguments(config)
+    if any("sandbox" in own for own in arguments["options"].values()):
+        find("sandboxes", config.sandbox.kind, key="sandbox")(config.sandbox)
+    return RewardPool(**arguments)
+
+
+def pool_arguments(config: Config) -> dict[str, Any]:
+    """Return the arguments of a RewardPool, which may be built in another process."""
+    reward, options = config.reward, dict(config.reward.options)
+    for name in filter(set(names("reward_options")).__contains__, reward.functions):
+        of_run = find("reward_options", name, key="reward.function")(config)
+        options[name] = {**options.get(name, {}), **of_run}
+    return {
+        "functions": reward.functions,
+        "timeout_s": reward.timeout_s,
+        "workers": reward.workers,
+        "weights": reward.weights,
+        "options": options,
+    }
 
 
 @contextmanager
@@ -242,9 +264,7 @@ def build_runner(
         warn_of_hidden_tags(renderer, **config.reward.options.get("format", {}))
     reward_model = None
     if config.reward.model:
-        from tandem.jobs.reward_model import load_reward_model
-
-        reward_model = load_reward_model(config)
+        reward_model = find("reward_models", "load", key="reward.model")(config)
     return RolloutRunner(
         engine=engine, renderer=renderer, envs=envs, rewards=rewards, reward_model=reward_model
     )

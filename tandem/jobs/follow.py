@@ -19,11 +19,10 @@ from tandem.config.schema import Config
 from tandem.jobs.engines import prepare_process
 from tandem.jobs.export import save_weights
 from tandem.jobs.input_hashes import require_same_functions
-from tandem.jobs.offline import OFFLINE, PairJob
 from tandem.jobs.ranks import make_ranks, require_size
 from tandem.jobs.stage import read_inputs
 from tandem.jobs.streams import JournalStream
-from tandem.registry import find
+from tandem.registry import built_in, find
 from tandem.rollout.collect import RolloutBatch
 from tandem.rollout.score import sampling_params
 from tandem.rollout.stream import StreamReader
@@ -88,12 +87,10 @@ def _orders(
     """Load what this rank trains; return what it does on each order. opened: gets what is to be
     closed."""
     prepare_process(config)
-    if command in OFFLINE:
-        job = OFFLINE[command](config, read_inputs(config, command), ranks)
-        orders: dict[str, Callable[..., object]] = {"learn": job.learn_step}
-        if isinstance(job, PairJob):
-            orders["evaluate"] = job.pair_means
-        return orders | _learner_orders(job.learners, folder, ranks)
+    if command in built_in("fixed_data"):
+        make_job = find("fixed_data", command, key="command")
+        job = make_job(config, read_inputs(config, command), ranks)
+        return job.orders() | _learner_orders(job.learners, folder, ranks)
     return _rl_orders(config, command, folder, run_id, ranks, opened)
 
 

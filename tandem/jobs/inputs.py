@@ -1,12 +1,9 @@
 """Inputs of a command that trains, read and checked before any weights are loaded: data, models by
 their configs, lengths.
 
-    training_inputs                               here
-    distill_inputs                                distill.py
-    sft_inputs        dpo_inputs     rm_inputs    offline_inputs.py
-
-The jobs begin with them, and `tandem plan` uses them to tell whether a run could start; the
-registry has them by command. They know no weights, engines or run folders.
+Those of `tandem train` are here; the registry has all of them by command. The jobs begin with them,
+and `tandem plan` uses them to tell whether a run could start. They know no weights, engines or run
+folders.
 """
 
 import logging

@@ -5,6 +5,8 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from tandem.choices import Report, engine_of, stream_of
 from tandem.config.schema import Config
 from tandem.jobs.engines import make_room
@@ -89,7 +91,9 @@ def open_rl_job(config: Config, run: RunFolder, report: Report) -> Iterator[RLJo
     """Open the job of `tandem train` or `tandem distill`."""
     with open_stage(config, run, report) as stage:
         models = find("models", run.command, key="command")(config, stage.ranks)
-        found = stage.probe(models.policy.whole, models.others, config.rollout.workers)
+        workers = config.rollout.workers
+        beside = workers if config.rollout.staleness else 0  # which compute while this one trains
+        found = stage.probe(models.policy.whole, models.others, beside)
         parity = require_parity(config, found)
         engine, local = stage.open_engine(models.policy.whole)
         rollout_stage = RolloutStage(
@@ -98,6 +102,9 @@ def open_rl_job(config: Config, run: RunFolder, report: Report) -> Iterator[RLJo
             local=local,
             folder=run.path,
             exact=parity.exact,
+            worker_threads=1
+            if beside or found.thread_dependent
+            else max(1, torch.get_num_threads() // max(1, workers)),
             machine=stage.machine,
             report=report,
         )

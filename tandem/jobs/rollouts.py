@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tandem.choices import Report
 from tandem.config.schema import Config
 from tandem.engine.engine import Engine
 from tandem.jobs.here import Here
 from tandem.rollout.score import RolloutRunner
 from tandem.types import WeightSync
 
-Report = Callable[[str], None]
 # of a step's rollouts: what plays them, and gives it weights
 Lane = tuple[RolloutRunner, WeightSync]
 
@@ -25,6 +25,7 @@ class RolloutStage:
     local: RolloutRunner  # plays episodes with that engine
     folder: Path  # of the run
     exact: bool  # rollouts check their log-probs
+    worker_threads: int  # compute threads of a worker on a CPU
     machine: Here  # where workers run
     report: Report
 

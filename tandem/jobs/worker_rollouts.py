@@ -86,6 +86,7 @@ def _start(
         splits=model.splits,
         tensor_parallel=rollout.tensor_parallel,
         matmul=model.kernels.chosen,
+        threads=stage.worker_threads,
         cache_mb=rollout.cache_mb,
         max_batch=rollout.max_batch,
         longest=stage.engine.longest,

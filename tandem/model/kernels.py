@@ -75,6 +75,18 @@ class Kernels:
             raise UserError(missing, next="install a C++ compiler, then Tandem: pip builds them")
         in_use["cpu"] = find("cpu_kernels", kernel, key="the kernels of a CPU")
 
+    def run_layers(
+        self, model: Any, x: Tensor, rotation: "Rotation", plan: Plan, choices: Any
+    ) -> Tensor:
+        """Run the ExactLayers of a model without gradients, x [T', D] to [T', D]."""
+        for layer in model.module.model.layers:
+            x = layer(x, rotation, plan, choices)
+        return x
+
+    def count_rows(self, rows: int, plan: Plan, dtype: torch.dtype) -> int:
+        """Return how many rows a pass over ExactLayers has, with its padding."""
+        return padded_rows(rows, dtype)
+
     # ---- linears
 
     def pack(self, weight: Tensor) -> Tensor:

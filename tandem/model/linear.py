@@ -65,6 +65,8 @@ class PackedWeight:
     each use.
     """
 
+    made = 0  # in this process: until there are more, the addresses of those kept are good
+
     def __init__(self) -> None:
         self.kept = True
         self._versions: tuple[int, ...] = ()
@@ -84,6 +86,7 @@ class PackedWeight:
             # free the old pack before the new one is made
             self._packed, self._versions = None, versions
             self._packed = _pack_parts(parts)
+            PackedWeight.made += 1
         return self._packed
 
 
@@ -130,10 +133,15 @@ class ExactLinear(PackOwner):
 
     def forward(self, x: Tensor) -> Tensor:
         flat, part = x.reshape(-1, x.shape[-1]), self.active_part()
-        if self._slices or self.leave is not None:
+        if self.in_parts:
             return self._sum(flat, part).view(*x.shape[:-1], -1)
-        packed = (self.base_pack if self.base_only else self.pack).of_parts((part,))
-        return fused_linear(flat, (part,), packed).view(*x.shape[:-1], len(part.weight))
+        out = fused_linear(flat, *packed_parts(self, (self,)))
+        return out.view(*x.shape[:-1], len(part.weight))
+
+    @property
+    def in_parts(self) -> bool:
+        """Tell whether the output is a sum of several products."""
+        return bool(self._slices) or self.leave is not None
 
     def _sum(self, x: Tensor, part: Part) -> Tensor:
         packs = self._slices or [(self.pack, self.base_pack)]
@@ -199,9 +207,16 @@ class FusedLinear:
         return [self.pack, self.base_pack]
 
     def __call__(self, x: Tensor) -> Tensor:
-        parts = [linear.active_part() for linear in self.parts]
-        base_only = any(linear.base_only for linear in self.parts)
-        return fused_linear(x, parts, (self.base_pack if base_only else self.pack).of_parts(parts))
+        return fused_linear(x, *packed_parts(self, self.parts))
+
+
+def packed_parts(
+    owner: FusedLinear | ExactLinear, linears: Sequence[ExactLinear]
+) -> tuple[list[Part], Tensor]:
+    """Return what linears that run as one use now, and its pack, which the owner keeps."""
+    parts = [linear.active_part() for linear in linears]
+    is_base = any(linear.base_only for linear in linears)
+    return parts, (owner.base_pack if is_base else owner.pack).of_parts(parts)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor) -> Tensor:

@@ -32,7 +32,6 @@ from tandem.model.expert_choices import ExpertChoices
 from tandem.model.kernels import Kernels, kernels_of
 from tandem.model.layers import embed, norm, rotation_of
 from tandem.model.linear import ExactLinear, PackedWeight, PackOwner, Part
-from tandem.model.onednn import padded_rows
 from tandem.model.paged_attention import Runs
 from tandem.model.paths import divisible, named_path, path_of
 from tandem.model.placement import CPU_FLOAT32, Placement
@@ -120,15 +119,17 @@ class ExactModel(nn.Module):
         """
         rows, inner = len(tokens), self.module.model
         table, x = inner.embed_tokens.weight, self.entering
-        padding = (0, padded_rows(rows, table.dtype) - rows)
+        padding = (0, self.kernels.count_rows(rows, plan, table.dtype) - rows)
         if x is None:
             tokens = F.pad(tokens, padding).to(table.device)
             x = F.embedding(tokens, table) if table.dtype == torch.float32 else embed(table, tokens)
         rotation = rotation_of(inner.rotary_emb, x, F.pad(positions, padding).to(self.device))
+        if not torch.is_grad_enabled():
+            return self.kernels.run_layers(self, x, rotation, plan, choices)
         # a backward pass may run outside the `adapter_off` of its forward pass
         base_only = self._base_only
         for layer in inner.layers:
-            if not (self.checkpointing and torch.is_grad_enabled()):
+            if not self.checkpointing:
                 x = layer(x, rotation, plan, choices)
                 continue
             x = checkpoint(

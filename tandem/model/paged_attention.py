@@ -111,7 +111,7 @@ class PagedPlan:
         kv_heads = next(k.shape[1] for k, v in zip(keys, values, strict=True) if len(v))
         head = runs.pages[:, None] * kv_heads + np.arange(kv_heads)  # [T, K]
         self._rows = torch.from_numpy((head * PAGE + runs.offsets[:, None]).reshape(-1))
-        self._new = len(runs.pages)
+        self.new = len(runs.pages)
         self._slots: list[Tensor] = []  # `Runs.slots` for a lag of 0, 1 and so on
         self.buckets = _buckets(runs, heads, kv_heads)
 
@@ -119,12 +119,12 @@ class PagedPlan:
         """Write the rows' own x, then look up rows as general_parts.History."""
         for lag in range(len(self._slots), count + 1):
             self._slots.append(torch.from_numpy(self._runs.slots(lag)))
-        held, padding = self.keys[layer].view(-1, x.shape[1]), (0, 0, 0, len(x) - self._new)
-        held.index_copy_(0, self._slots[0], x[: self._new])
+        held, padding = self.keys[layer].view(-1, x.shape[1]), (0, 0, 0, len(x) - self.new)
+        held.index_copy_(0, self._slots[0], x[: self.new])
         return [F.pad(picked(held, slots), padding) for slots in self._slots[1 : count + 1]]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        keys, values, new = self.keys[layer], self.values[layer], self._new
+        keys, values, new = self.keys[layer], self.values[layer], self.new
         for cache, written in ((keys, k), (values, v)):
             cache.view(-1, cache.shape[-1]).index_copy_(
                 0, self._rows, written[:new].reshape(-1, cache.shape[-1])

@@ -43,6 +43,7 @@ class EngineSpec:
     splits: int = 1
     tensor_parallel: int = 1
     matmul: str = "plain"
+    threads: int = 1
     cache_mb: int
     max_batch: int
     longest: int

@@ -12,8 +12,9 @@ run's own files back.
 """
 
 import json
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -291,6 +292,24 @@ def _lists(arrays: Sequence[Array], kind: type[np.generic]) -> pa.ListArray:
     return pa.ListArray.from_arrays(
         pa.array(offsets), pa.array(np.concatenate([np.empty(0, dtype), *arrays]))
     )
+
+
+def json_lines(path: Path) -> Iterator[bytes]:
+    """Yield each episode of a file as a line of JSONL with the same columns; chats, metadata and
+    maps are objects, not text. Raises UserError for a damaged file.
+
+    A float32 is written as the double of its value, and a value without a JSON number (NaN,
+    infinities) as null.
+    """
+    for row in read_table(path).to_pylist():
+        logprobs = [value if math.isfinite(value) else None for value in row["engine_logprobs"]]
+        plain = {
+            **row,
+            **{name: json.loads(row[name]) for name in JSON},
+            **{name: dict(row[name]) for name in MAPS},
+            "engine_logprobs": logprobs,
+        }
+        yield json.dumps(plain, ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
 def read_table(path: Path, columns: Sequence[str] = (), *, with_experts: bool = False) -> pa.Table:

@@ -2,10 +2,10 @@
 be those of the run. It does not know what a checkpoint holds."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tandem.choices import Report
 from tandem.config.schema import Config
 from tandem.model.load import ExactModel
 from tandem.run_folder.checkpoint import checkpoint_step, latest_checkpoint, load_checkpoint
@@ -14,8 +14,6 @@ from tandem.run_folder.metrics import read_metrics
 from tandem.run_folder.shards import SavedTensors
 from tandem.runtime.errors import UserError
 from tandem.weights.hashing import weight_hash
-
-Report = Callable[[str], None]
 
 
 def resumable(

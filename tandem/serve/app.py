@@ -1,6 +1,6 @@
 """The one HTTP application here, on starlette and uvicorn: access, errors and life of a server.
 
-    make_app(routes)      tandem serve (endpoints.py), agents (envs/agent), tandem view
+    make_app(routes)      tandem serve (endpoints.py), agents (plugins/agents), tandem view
     Server(app, ...)      run(sockets=[...]) until stop, SIGINT or SIGTERM
 
 It does not defend itself against slow clients, floods of connections, or very large headers and

@@ -1,5 +1,5 @@
-"""OpenAI's API as the server (endpoints.py) and the server of agents (envs/agent) speak it: bodies
-of requests, errors, messages with tool calls, and the frames of answers.
+"""OpenAI's API as the server (endpoints.py) and that of plugins/agents speak it: bodies of
+requests, errors, messages with tool calls, and the frames of answers.
 
 Bodies are pydantic models shaped like openai.types.chat, with docs/guide/serving.md's extensions. A
 field that is not supported has the type of the values that ask for nothing, so any other value is

@@ -5,7 +5,7 @@ A value per loss token is kept as `TokenArrays`, one array a sample; `token_tens
 tensors of a microbatch of it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ from tandem.trainer.checks import require_experts, require_frozen
 from tandem.trainer.learner import Learner
 from tandem.trainer.pack import join, pack, split
 from tandem.trainer.ranks import ALONE, Compute, Ranks
-from tandem.types import Array, Episode, Group, Microbatch, Sample, SamplingDistribution
+from tandem.types import Array, Episode, Group, Microbatch, Row, Sample, SamplingDistribution
 
 if TYPE_CHECKING:
     from tandem.model.load import ExactModel
@@ -42,6 +42,8 @@ class Models:
     critic: Learner | None = None
     reference: "ExactModel | None" = None
     teacher: "ExactModel | None" = None
+    # of a command that learns otherwise: (LearnStage, groups, step, observe) -> metrics
+    own_update: Callable[..., Row] | None = None
 
     @property
     def learners(self) -> dict[str, Learner]:

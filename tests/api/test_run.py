@@ -45,8 +45,16 @@ def model(tmp_path_factory):
 
 
 def given(model, **more):
-    sizes = {"prompts_per_step": 2, "group_size": 2, "max_new_tokens": 4}
-    return {"model": model, "data": ROWS, "reward": in_main(length), "steps": 2, **sizes, **more}
+    sizes = {"prompts_per_step": 2, "group_size": 2, "tokens_per_microbatch": 1024}
+    return {
+        "model": model,
+        "data": ROWS,
+        "reward": in_main(length),
+        "steps": 2,
+        "max_new_tokens": 4,
+        **sizes,
+        **more,
+    }
 
 
 def test_a_run_is_that_of_the_command_line_and_a_second_call_resumes_it(model, tmp_path, capsys):

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from tandem.choices import ENGINE
 from tandem.config import schema
-from tandem.config.origins import origins
 from tandem.config.recipe import describe, load_config, to_toml
 from tandem.config.schema import SHORTHANDS, Config
+from tandem.plugins.plan.origins import origins
 from tandem.rl import algorithms
 from tandem.rl.algorithms import ALGORITHMS
 from tandem.runtime.errors import UserError

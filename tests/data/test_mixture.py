@@ -85,15 +85,6 @@ def test_each_part_of_a_mixture_has_its_own_epochs(per_step, shuffle):
     assert Counter(item[0] for item in slots) == {"a": 120, "b": 48, "c": 72}
 
 
-def test_a_step_of_a_mixture_depends_on_its_number_only():
-    later_first = problems_of_step(mixture(1, 2, 5), 6, 4, 0, True)
-    mixed = mixture(1, 2, 5)
-    for step in range(6):
-        problems_of_step(mixed, step, 4, 0, True)
-    assert problems_of_step(mixed, 6, 4, 0, True) == later_first
-    assert problems_of_step(mixed, 6, 4, 1, True) != later_first
-
-
 def test_a_mixture_stays_one_when_some_of_it_is_dropped():
     mixed = mixture(1, 3)
     kept = only(mixed, [item for item in mixed if item[1] != "1"])

@@ -6,8 +6,8 @@ import pytest
 
 from tandem.config.schema import Config
 from tandem.data.renderer import load_renderer
-from tandem.jobs.offline_inputs import dpo_inputs, sft_inputs
 from tandem.model.tiny import TEMPLATE, make_tiny
+from tandem.plugins.offline.inputs import dpo_inputs, sft_inputs
 from tandem.runtime.errors import UserError
 from tests.support.datasets import jsonl, parquet, read
 

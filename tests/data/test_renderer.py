@@ -9,9 +9,9 @@ from tokenizers import normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
 from tandem.config.schema import Data
-from tandem.data.loss_mask import training_samples
 from tandem.data.renderer import load_renderer, most_bytes
 from tandem.model.tokenizer import has_at_most_a_token_a_byte
+from tandem.plugins.offline.loss_mask import training_samples
 from tandem.runtime.errors import UserError
 from tandem.types import Problem
 from tests.support.byte_models import CHATML, make_model

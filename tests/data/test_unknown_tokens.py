@@ -3,9 +3,9 @@
 import pytest
 
 from tandem.config.schema import Data
-from tandem.data.loss_mask import training_samples
 from tandem.data.renderer import ChatRenderer, load_renderer
 from tandem.model.tiny import make_tokenizer
+from tandem.plugins.offline.loss_mask import training_samples
 from tandem.types import Problem
 from tests.support.byte_models import make_model
 

@@ -125,8 +125,8 @@ from tandem.rollout_workers import worker
 worker.preload(sys.argv[1])
 threads, before = len(os.listdir("/proc/self/task")), set(sys.modules)
 worker.load_engine(dict(
-    model_path=sys.argv[1], device="cpu", dtype="float32", splits=1, matmul="plain", max_batch=4,
-    cache_bytes=1 << 22, record_experts=False, trust_remote_code=False))
+    model_path=sys.argv[1], device="cpu", dtype="float32", splits=1, matmul="plain", threads=1,
+    max_batch=4, cache_bytes=1 << 22, record_experts=False, trust_remote_code=False))
 print(json.dumps([threads, sorted(set(sys.modules) - before)]))
 """
 

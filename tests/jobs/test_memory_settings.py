@@ -3,7 +3,7 @@
 import pytest
 
 from tandem.config.recipe import load_config
-from tandem.jobs.offline import OfflineJob
+from tandem.plugins.offline.jobs import OfflineJob
 from tandem.plugins.optim.offload import OffloadedOptimizer
 from tandem.registry import find
 from tandem.rollout.collect import RolloutBatch

@@ -5,11 +5,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tandem.model.divergence import teacher_divergences
 from tandem.model.forward import batch_logprobs, batch_values, reference_logprobs
 from tandem.model.kernels import CPU, kernels_for
 from tandem.model.layers import norm
-from tandem.rl.distillation import reverse_kl
+from tandem.plugins.distill.divergences import reverse_kl
+from tandem.plugins.distill.update import teacher_divergences
 from tandem.trainer.pack import join, pack, split
 from tandem.types import SamplingDistribution
 from tests.support import dense
@@ -156,38 +156,6 @@ def test_teacher_kl_and_gradient_are_those_of_full_logits(temperature):
         np.testing.assert_allclose(said[number], expected.detach().numpy(), rtol=0, atol=FORWARD)
         (expected * torch.from_numpy(part)).sum().backward()
     dense.assert_gradients(gradients(exact), stock)
-
-
-def test_one_microbatch_and_many_give_the_same_bits_of_logprobs():
-    model = exact_model("qwen3")
-    samples = random_samples(np.random.default_rng(3), 6)
-    columns = []
-    for budget in (1, 64, 10_000):
-        batches = pack(samples, budget)
-        with torch.no_grad():
-            columns.append(
-                split(
-                    batches,
-                    [
-                        batch_logprobs(model, batch, SamplingDistribution())[0].numpy()
-                        for batch in batches
-                    ],
-                )
-            )
-    for number in range(len(samples)):
-        assert len({column[number].tobytes() for column in columns}) == 1
-
-
-def test_logprobs_have_the_same_bits_with_and_without_gradients():
-    model = exact_model("qwen2")
-    [batch] = pack(random_samples(np.random.default_rng(4), 4), 10_000)
-    with_gradients = batch_logprobs(model, batch, SamplingDistribution())
-    with torch.no_grad():
-        lean = batch_logprobs(model, batch, SamplingDistribution())
-    assert all(
-        one.requires_grad and torch.equal(one, other)
-        for one, other in zip(with_gradients, lean, strict=True)
-    )
 
 
 def test_reference_of_adapted_policy_is_the_base_to_the_bit():

@@ -10,7 +10,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, BertConfig
 from transformers.activations import ACT2FN
 
 from tandem.config.schema import Config
-from tandem.jobs.distill import _check_logits
 from tandem.jobs.models import check_models
 from tandem.model.config_file import check_model
 from tandem.model.forward import batch_logprobs
@@ -21,6 +20,7 @@ from tandem.model.paths import divisible
 from tandem.model.placement import Placement
 from tandem.model.probe import Exactness, probe
 from tandem.model.tiny import make_tokenizer
+from tandem.plugins.distill.inputs import _check_logits
 from tandem.run_folder.export import export
 from tandem.runtime.errors import UserError
 from tandem.trainer.pack import pack

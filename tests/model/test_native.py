@@ -1,6 +1,8 @@
 """The compiled kernels against the plain ones and torch's gradients, and the bits of their rows."""
 
+import hashlib
 import math
+import os
 import subprocess
 import sys
 
@@ -11,9 +13,11 @@ import torch
 from tandem.model.attention import Scoring
 from tandem.model.kernels import CPU as PLAIN
 from tandem.model.kernels import Kernels
+from tandem.model.layers import rotation_of
 from tandem.model.native.fused import CPU
 from tandem.model.paged_attention import Runs
 from tandem.model.quantized import quantize
+from tandem.model.schedule import threads_of
 from tandem.runtime.errors import UserError
 from tests.support.tiny import exact_model
 
@@ -131,29 +135,35 @@ def test_the_vocabulary_of_engine_and_trainer_has_one_set_of_bits():
 
 
 PROGRAM = """
-import hashlib, numpy as np, torch
-from tests.model.test_native import CPU, ROWS, SEGMENTS, Scoring, noise
-torch.set_num_threads(int(__import__("sys").argv[1]))
-q, k, v = (noise(ROWS, heads, 64, seed=heads).requires_grad_() for heads in (6, 2, 3))
-plan = CPU.packed_plan(SEGMENTS, torch.device("cpu"), 6, 2)
-out = plan.attend(0, q, k, v[:, :2], Scoring(0.125))
-out.square().sum().backward()
-x = CPU.matmul(out.detach().flatten(1), CPU.pack(noise(512, 384)))
-made = [out, q.grad, k.grad, v.grad, x, CPU.swiglu(x), CPU.rms_norm(x, noise(512), 1e-5)]
-made += [CPU.log_softmax(x, 1.0), CPU.gradient_product(x, noise(512, 384))]
-made += [CPU.weight_gradient(x, out.detach().flatten(1), torch.ones(512, 384))]
-print(hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in made)).hexdigest())
+import torch
+from tests.model.test_native import digest
+torch.set_num_threads(2)
+print(digest())
 """
 
 
-def test_threads_and_instruction_sets_have_the_same_bits():
-    def digest(threads, **variables):
-        command = [sys.executable, "-c", PROGRAM, str(threads)]
-        environment = {**__import__("os").environ, **variables}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        return done.stdout
+def digest():
+    """Return the hash of what every kernel computes."""
+    q, k, v = (noise(ROWS, heads, 64, seed=heads).requires_grad_() for heads in (6, 2, 3))
+    plan = CPU.packed_plan(SEGMENTS, torch.device("cpu"), 6, 2)
+    out = plan.attend(0, q, k, v[:, :2], Scoring(0.125))
+    out.square().sum().backward()
+    x = CPU.matmul(out.detach().flatten(1), CPU.pack(noise(512, 384)))
+    made = [out, q.grad, k.grad, v.grad, x, CPU.swiglu(x), CPU.rms_norm(x, noise(512), 1e-5)]
+    made += [CPU.log_softmax(x, 1.0), CPU.gradient_product(x, noise(512, 384))]
+    made += [CPU.weight_gradient(x, out.detach().flatten(1), torch.ones(512, 384))]
+    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in made)).hexdigest()
 
-    assert len({digest(1), digest(2), digest(2, ATEN_CPU_CAPABILITY="avx2")}) == 1
+
+def test_threads_and_instruction_sets_have_the_same_bits():
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2"}
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    digests = {done.stdout.strip()}
+    for threads in (1, 2):
+        with threads_of(threads):
+            digests.add(digest())
+    assert len(digests) == 1
 
 
 def test_kernels_that_are_not_here_are_refused_by_name():
@@ -176,6 +186,34 @@ def test_a_page_of_keys_is_read_as_the_packed_pass_reads_them():
             rows = slice(start, start + count)
             plan = CPU.paged_plan(keys, values, runs, 6)
             assert torch.equal(plan.attend(0, q[rows], k[rows], v[rows], scoring), expected[rows])
+
+
+@TYPES
+@pytest.mark.parametrize("kind", ["llama", "qwen2 half windowed", "qwen3", "mistral"])
+def test_layers_in_one_call_have_the_bits_of_one_after_another(kind, dtype):
+    model = exact_model(kind, **({"attention_bias": True} if kind == "llama" else {})).to(dtype)
+    count, (heads, kv_heads, size) = 2, model.heads
+    rounds = []
+
+    @torch.no_grad()
+    def run(kernels):
+        pages = [torch.zeros(3, kv_heads, 128, size, dtype=dtype) for _ in range(2 * count)]
+        made = []
+        for start, rows in ((0, 150), (150, 1), (151, 7)):
+            runs = Runs([[2, 0]], np.array([start]), np.array([rows]))
+            plan = CPU.paged_plan(pages[:count], pages[count:], runs, heads)
+            x = noise(rows, 96, dtype=dtype, seed=start)
+            turn = rotation_of(model.module.model.rotary_emb, x, torch.from_numpy(runs.positions))
+            made += [kernels.run_layers(model, x, turn, plan, None), *map(torch.clone, pages)]
+        return made
+
+    for _ in range(2):  # also after a weight has changed
+        rounds.append(run(CPU))
+        assert all(map(torch.equal, rounds[-1], run(PLAIN)))
+        assert CPU._table_of(model, dtype) is not None
+        with torch.no_grad():
+            model.module.model.layers[1].mlp.down_proj.weight.mul_(2)
+    assert not torch.equal(rounds[0][0], rounds[1][0])
 
 
 def test_what_the_plain_kernels_take_or_refuse_the_compiled_ones_do_too():

@@ -1,6 +1,7 @@
 """The probe: yes where a prepared process is exact, no where something is not, whatever it is."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -141,12 +142,13 @@ def test_a_schedule_shows_an_attention_that_depends_on_the_chunks():
     def odd(keys, values, runs):
         made = plan(keys, values, runs)
         attend = made.attend
-        made.attend = lambda *args: (
-            torch.nextafter(out := attend(*args), out + 1)
-            if (runs.counts == 1).any()
-            else attend(*args)
+        return SimpleNamespace(
+            attend=lambda *args: (
+                torch.nextafter(out := attend(*args), out + 1)
+                if (runs.counts == 1).any()
+                else attend(*args)
+            )
         )
-        return made
 
     model.paged_plan = odd
     schedule = Schedule(model, 0)

@@ -12,8 +12,7 @@ from transformers import AutoModelForSequenceClassification
 from tandem.model.load import load_model
 from tandem.model.lora import Lora
 from tandem.model.tiny import make_tokenizer
-from tandem.run_folder.export import export
-from tandem.run_folder.export_adapter import export_adapter
+from tandem.run_folder.export import export, export_adapter
 from tandem.runtime.errors import UserError
 from tests.support.tiny import exact_logits, random_tokens, stock_model, tiny_config
 

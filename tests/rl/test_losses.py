@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.rl.distillation import sampled_advantages
+from tandem.plugins.distill.divergences import sampled_advantages
 from tandem.rl.losses import (
     cispo,
     gspo,
@@ -18,7 +18,6 @@ from tandem.rl.losses import (
     ppo_clip,
     reinforce,
     sequence_means,
-    sequence_sums,
     value_clip,
 )
 
@@ -251,17 +250,6 @@ def test_off_policy_mask_takes_bad_tokens_of_left_sequences_only():
     assert not off_policy_mask(
         POLICY.clone().requires_grad_(), PROXIMAL, ADVANTAGES, SEQUENCES, most=most
     ).requires_grad
-
-
-def test_sums_and_means_of_sequences_equal_a_loop():
-    values, start = POLICY.tolist(), 0
-    sums = []
-    for length in LENGTHS:
-        sums.append(math.fsum(values[start : start + length]))
-        start += length
-    np.testing.assert_allclose(sequence_sums(POLICY, SEQUENCES), sums, rtol=1e-13)
-    means = [s / length for s, length in zip(sums, LENGTHS, strict=True)]
-    np.testing.assert_allclose(sequence_means(POLICY, SEQUENCES), means, rtol=1e-13)
 
 
 # --- losses whose ratio is a weight, or absent

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from tandem.data.chat_template import with_calls_read
 from tandem.plugins.audit.replay import replay
 from tandem.plugins.audit.why import find_episodes, tokens, trace_updates, with_history
-from tandem.run_folder.episode_lines import json_lines
+from tandem.run_folder.episode_files import json_lines
 from tandem.run_folder.metrics import read_metrics
 from tandem.run_folder.read import open_past, read_step
 from tandem.trainer.batch import pack_batch, token_weights

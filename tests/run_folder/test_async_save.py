@@ -73,15 +73,6 @@ def test_the_bytes_are_those_of_a_save_that_training_waits_for(tmp_path):
     )
 
 
-def test_training_goes_on_while_a_save_is_under_way(tmp_path, journal):
-    with Saver() as saver:
-        begin(saver, tmp_path, 1, journal)
-        assert len(savers()) == 1 and latest_checkpoint(tmp_path, print) is None
-        journal.set()
-        saver.wait()
-        assert savers() == [] and newest(tmp_path) == expected(tmp_path, 1)
-
-
 def test_a_save_waits_for_the_one_before(tmp_path, journal):
     events = []
 

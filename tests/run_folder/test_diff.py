@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tandem.cli.diff import diff
+from tandem.plugins.audit.show import diff
 from tandem.run_folder.diff import compare_episodes, compare_runs
 from tandem.run_folder.episode_files import episode_file, read_note, write_episodes
 from tandem.run_folder.metrics import read_metrics

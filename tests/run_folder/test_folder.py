@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cli.status import status
+from tandem.cli.show import status
 from tandem.config.recipe import load_config, to_toml
 from tandem.config.schema import Config
 from tandem.run_folder.config_changes import MESH, allowed_changes, toml_values

@@ -16,7 +16,7 @@ import pytest
 
 from tandem.config.schema import Config
 from tandem.run_folder.samples import Sample
-from tandem.run_folder.trackers.links import QUEUED, Trackers
+from tandem.run_folder.tracking import QUEUED, Trackers
 from tests.support.environment import environment
 from tests.support.odd_tracker import OddTracker
 from tests.support.viewing import group

@@ -44,6 +44,7 @@ prompts_per_step = 8
 group_size = 4
 [train]
 learning_rate = 1e-3
+tokens_per_microbatch = 1024
 [sft]
 steps = {steps}
 batch_size = 16

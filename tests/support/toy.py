@@ -222,7 +222,7 @@ def action_values(world: World, parameters: Tensor) -> Tensor:
     return zeros.index_put(at, chances * world.rewards[world.process.owner], accumulate=True) / seen
 
 
-# Episodes: updates of G of them, all there are or sampled.
+# Episodes: updates of G of them, all there are.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -244,14 +244,6 @@ def all_groups(world: World, size: int) -> Batch:
     """Every group of that size, in every order."""
     indices = [torch.arange(len(world.process.sequences))] * size
     return lay_out(world, torch.cartesian_prod(*indices).view(-1, size))
-
-
-def sampled_groups(world: World, count: int, size: int, seed: int) -> Batch:
-    chances = world.chances().numpy()
-    drawn = np.random.default_rng(seed).choice(
-        len(chances), (count, size), p=chances / chances.sum()
-    )
-    return lay_out(world, torch.from_numpy(drawn))
 
 
 def lay_out(world: World, picks: Tensor) -> Batch:

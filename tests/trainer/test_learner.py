@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tandem.model.forward import batch_logprobs
+from tandem.plugins.offline.supervised import sft_step
 from tandem.trainer.pack import pack
-from tandem.trainer.supervised import sft_step
 from tandem.types import SamplingDistribution
 from tests.support.episodes import bits, recorded, trained
 from tests.support.tiny import (

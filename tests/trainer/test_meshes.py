@@ -12,25 +12,25 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.model.divergence import teacher_divergences
 from tandem.model.expert_choices import replayed_experts
 from tandem.model.forward import batch_logprobs, batch_values
 from tandem.model.load import make_exact
 from tandem.model.lora import Lora
 from tandem.model.probe import probe
 from tandem.model.schedule import random_model, threads_of
+from tandem.plugins.distill.divergences import divergence, reverse_kl
+from tandem.plugins.distill.update import teacher_divergences
+from tandem.plugins.offline.supervised import reference_answers
 from tandem.plugins.optim.adamw_8bit import Optimizer8bit
+from tandem.plugins.optim.muon import Muon
 from tandem.plugins.optim.offload import OffloadedOptimizer
-from tandem.rl.distillation import divergence, reverse_kl
 from tandem.runtime.errors import InvariantError
 from tandem.trainer.checks import require_frozen
-from tandem.trainer.muon import Muon
 from tandem.trainer.optimizer import Optimizer
 from tandem.trainer.pack import pack
 from tandem.trainer.parallel.pipeline import schedule
 from tandem.trainer.parallel.ranks import ParallelRanks
 from tandem.trainer.ranks import ALONE
-from tandem.trainer.supervised import reference_answers
 from tandem.types import SamplingDistribution
 from tests.support.meshes import on_mesh, peak_bytes
 from tests.support.parity import engine_for, largest_gap, random_requests

@@ -601,6 +601,56 @@ void paged(const T* q, long q_row, const T* k, long k_row, const T* v, long v_ro
   }
 }
 
+// A layer's parts: biases, norms of queries and keys and the window may be null.
+template <class T>
+struct Layer {
+  const T *qkv_bias, *gate_up_bias, *o_bias, *down_bias, *norm, *later_norm, *q_norm, *k_norm;
+  const T *qkv, *gate_up, *o, *down;
+  int64_t window;
+};
+
+// Dense layers over pages: x [rows, D] to out, with the bits of the kernels above one by one. work
+// has rows x (2 D + widest) numbers, where widest is the larger of 3 F and 3 (heads + kv_heads) E.
+template <class T>
+void layers(const T* x, long rows, long D, long F, const Layer<T>* layers, long count, float epsilon,
+            const T* cosine, const T* sine, T* const* caches, const int64_t* tables, long table_row,
+            const int64_t* starts, const int64_t* counts, const int64_t* firsts, long sequences,
+            long heads, long kv_heads, long E, float scale, decltype(&linear<T>) multiply, T* work,
+            T* out, int threads) {
+  const T* none = nullptr;
+  long both = heads + kv_heads, all = both + kv_heads;
+  T *total = work, *normed = total + rows * D, *made = normed + rows * D;
+  T *turned = made + rows * all * E, *seen = turned + rows * both * E, *inner = made + rows * 2 * F;
+  for (long n = 0; n < count; n++, x = out) {
+    const Layer<T>& at = layers[n];
+    rms_norm(x, none, at.norm, epsilon, rows, D, (T*)nullptr, normed, nullptr, threads);
+    multiply(normed, rows, D, at.qkv, all * E, at.qkv_bias, made, threads);
+    if (at.q_norm) {
+#pragma omp parallel for num_threads(threads) if (rows > 1 && rows * both * E >= GRAIN)
+      for (long r = 0; r < rows; r++) {
+        T *q = made + r * all * E, *k = q + heads * E;
+        rms_norm(q, none, at.q_norm, epsilon, heads, E, (T*)nullptr, q, nullptr, 1);
+        rms_norm(k, none, at.k_norm, epsilon, kv_heads, E, (T*)nullptr, k, nullptr, 1);
+      }
+    }
+    rotate(made, all * E, cosine, sine, 1.0f, rows, both, E, turned, threads);
+    paged(turned, both * E, turned + heads * E, both * E, made + both * E, all * E, caches[2 * n],
+          caches[2 * n + 1], tables, table_row, starts, counts, firsts, sequences, heads, kv_heads, E,
+          scale, 0.0f, at.window, nullptr, seen, threads);
+    multiply(seen, rows, heads * E, at.o, D, at.o_bias, normed, threads);
+    rms_norm(x, normed, at.later_norm, epsilon, rows, D, total, normed, nullptr, threads);
+    multiply(normed, rows, D, at.gate_up, 2 * F, at.gate_up_bias, made, threads);
+    swiglu(made, rows, F, inner, threads);
+    multiply(inner, rows, F, at.down, D, at.down_bias, normed, threads);
+#pragma omp parallel for num_threads(threads) if (rows > 1 && rows * D >= GRAIN)
+    for (long r = 0; r < rows; r++)
+      for (long i = 0; i < D; i += W) {
+        long left = D - i, place = r * D + i;
+        put(out + place, take(total + place, left) + take(normed + place, left), left);
+      }
+  }
+}
+
 // The keys that a segment [first, rows, prefix_first, prefix] of a packed pass sees: by element in
 // `turned` [E, columns] and by token in `plain` [columns, E], either of which may be null.
 template <class T>

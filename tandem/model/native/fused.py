@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -17,6 +18,8 @@ from torch import Tensor
 from tandem.model.attention import PackedPlan, Plan, Scoring
 from tandem.model.kernels import CPU as PLAIN
 from tandem.model.kernels import Kernels, Rotation
+from tandem.model.layers import ExactLayer
+from tandem.model.linear import PackedWeight, bias_of, packed_parts
 from tandem.model.native.library import Library, load
 from tandem.model.onednn import has_bfloat16_tiles, in_float32
 from tandem.model.paged_attention import DecodeRows, PagedPlan, Runs
@@ -30,7 +33,9 @@ class FusedKernels(Kernels):
     matmuls, chosen, fused = ("fused", "plain"), "fused", True
 
     def __init__(self, library: Library):
-        self._run, self._has_tiles = library.run, library.has("linear_tiles.bfloat16")
+        self._run, self._place = library.run, library.place
+        self._has_tiles = bool(library.place("linear_tiles.bfloat16"))
+        self._tables: Any = WeakKeyDictionary()  # of models
         PLAIN.matmuls = self.matmuls  # from now on there is a choice
 
     # ---- linears
@@ -55,9 +60,11 @@ class FusedKernels(Kernels):
         bias = None if bias is None else bias.to(x.dtype).contiguous()
         x, outputs = x.contiguous(), len(packed)
         out = x.new_empty(len(x), outputs)
-        kernel = "linear_tiles" if self._in_tiles(packed) else "linear"
-        self._run(kernel, x, x, *x.shape, packed, outputs, bias, out)
+        self._run(self._linear(packed), x, x, *x.shape, packed, outputs, bias, out)
         return out
+
+    def _linear(self, packed: Tensor) -> str:
+        return "linear_tiles" if self._in_tiles(packed) else "linear"
 
     def gradient_product(self, a: Tensor, b: Tensor) -> Tensor:
         if b.dtype != torch.float32 and not in_float32(b):
@@ -102,6 +109,45 @@ class FusedKernels(Kernels):
         self, keys: Sequence[Tensor], values: Sequence[Tensor], rows: DecodeRows, heads: int
     ) -> Plan:
         return self.paged_plan(keys, values, rows.runs(), heads)
+
+    # ---- layers
+
+    def count_rows(self, rows: int, plan: Plan, dtype: torch.dtype) -> int:
+        return rows if isinstance(plan, FusedPagedPlan) else super().count_rows(rows, plan, dtype)
+
+    def run_layers(
+        self, model: Any, x: Tensor, rotation: Rotation, plan: Plan, choices: Any
+    ) -> Tensor:
+        fits = isinstance(plan, FusedPagedPlan) and plan.fits(x)
+        table = self._table_of(model, x.dtype) if fits else None
+        if table is None:
+            return super().run_layers(model, x, rotation, plan, choices)
+        assert isinstance(plan, FusedPagedPlan)
+        (first, *_), (rows, width) = model.module.model.layers, x.shape
+        (heads, kv_heads, size), inner = model.heads, first.mlp.down_proj.weight.shape[1]
+        widest = max(3 * inner, 3 * (heads + kv_heads) * size)
+        work, out = x.new_empty(rows * (2 * width + widest)), x.new_empty(x.shape)
+        turns = [side.to(x.dtype).contiguous() for side in rotation]
+        linear = self._place(f"{self._linear(x)}.{str(x.dtype).removeprefix('torch.')}")
+        sizes = rows, width, inner, table, len(table)
+        norms = float(first.input_layernorm.variance_epsilon), *turns, plan.addresses
+        of_heads = *plan.places, heads, kv_heads, size, float(first.self_attn.scaling)
+        self._run("layers", x, x.contiguous(), *sizes, *norms, *of_heads, linear, work, out)
+        return out
+
+    def _table_of(self, model: Any, dtype: torch.dtype) -> Tensor | None:
+        """Return the addresses of each layer's parts, int64 [L, 13]; None if the kernel cannot run
+        one."""
+        found = self._tables.get(model)
+        if found is None or found[0] != (PackedWeight.made, model.changes()):
+            rows = [_parts_of(layer, dtype) for layer in model.module.model.layers]
+            numbers = [[t.data_ptr() if isinstance(t, Tensor) else t or 0 for t in r] for r in rows]
+            # the packs, which are large, are not kept alive
+            held = [part.detach() for row in rows for part in row[:8] if isinstance(part, Tensor)]
+            table = torch.tensor(numbers) if all(rows) else None
+            found = (PackedWeight.made, model.changes()), table, held
+            self._tables[model] = found
+        return found[1]  # type: ignore[no-any-return]
 
     # ---- rows
 
@@ -197,6 +243,24 @@ class FusedKernels(Kernels):
         sizes = *logits.shape, float(temperature)
         self._run("logprob_slope", None, logits, targets.contiguous(), *sizes, *given)
         return logits
+
+
+def _parts_of(layer: ExactLayer, dtype: torch.dtype) -> list[Tensor | int | None]:
+    """List what the kernel `layers` takes of a layer, the window last; empty if it cannot run."""
+    attention, gate_up = layer.self_attn, layer.gate_up
+    if gate_up is None or attention.o_proj.in_parts or layer.mlp.down_proj.in_parts:
+        return []
+    runs: list[Any] = [(one, one.parts) for one in (layer.qkv, gate_up)]
+    runs += [(one, [one]) for one in (attention.o_proj, layer.mlp.down_proj)]
+    if not all(pack.kept for owner, _ in runs for pack in owner.packs()):
+        return []
+    used = [packed_parts(*one) for one in runs]
+    norms = [layer.input_layernorm.weight, layer.post_attention_layernorm.weight]
+    own = [attention.q_norm.weight, attention.k_norm.weight] if layer.normed else [None, None]
+    biases, packs = [bias_of(parts) for parts, _ in used], [packed for _, packed in used]
+    tensors = [*biases, *norms, *own, *packs]
+    is_other = any(t.dtype != dtype or t.is_mkldnn for t in tensors if t is not None)
+    return [] if is_other else [*tensors, layer.window or 0]
 
 
 def _by_rows(x: Tensor) -> Tensor:
@@ -353,21 +417,31 @@ class FusedPagedPlan(PagedPlan):
         kernels: FusedKernels,
     ):
         self.keys, self.values, self._runs, self._kernels = keys, values, runs, kernels
-        self._new, self._slots = len(runs.pages), []
+        self.new, self._slots = len(runs.pages), []
         table, *each = (
             torch.from_numpy(np.ascontiguousarray(part))
             for part in (runs.table, runs.starts, runs.counts, runs.firsts)
         )
-        self._places = table, table.shape[1], *each, len(runs.counts)
+        self.places = table, table.shape[1], *each, len(runs.counts)
+
+    def fits(self, x: Tensor) -> bool:
+        """Tell whether the rows of x are those of the plan, and its type that of the cache."""
+        return len(x) == self.new and x.dtype == self.keys[0].dtype
+
+    @cached_property
+    def addresses(self) -> Tensor:
+        """Return those of keys and values by layer, int64 [L, 2]."""
+        pairs = zip(self.keys, self.values, strict=True)
+        return torch.tensor([(keys.data_ptr(), values.data_ptr()) for keys, values in pairs])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         keys, values, heads = self.keys[layer], self.values[layer], q.shape[1]
         if q.dtype != keys.dtype:
             kind = keys.dtype
             return self.attend(layer, q.to(kind), k.to(kind), v.to(kind), scoring).to(q.dtype)
-        out = q.new_empty(q.shape) if len(q) == self._new else q.new_zeros(q.shape)
+        out = q.new_empty(q.shape) if len(q) == self.new else q.new_zeros(q.shape)
         sinks = None if scoring.sinks is None else scoring.sinks.detach().float()
-        sizes = *self._places, heads, keys.shape[1], q.shape[2], *_scoring(scoring)
+        sizes = *self.places, heads, keys.shape[1], q.shape[2], *_scoring(scoring)
         self._kernels._run("paged", q, *_sides(q, k, v), keys, values, *sizes, sinks, out)
         return out
 

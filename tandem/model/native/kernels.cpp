@@ -90,6 +90,7 @@ struct Kernel {
 const Kernel kernels[] = {
     TYPED(linear), TYPED(pack), TYPED(rms_norm), TYPED(rms_norm_backward), TYPED(rotate),
     TYPED(swiglu), TYPED(swiglu_backward), TYPED(paged), TYPED(packed), TYPED(packed_backward),
+    TYPED(layers),
 #ifdef HAS_TILES
     {"linear_tiles.bfloat16", (void*)amx::linear_tiles, (void*)amx::linear_tiles},
     {"pack_tiles.bfloat16", (void*)amx::pack_tiles, (void*)amx::pack_tiles},
@@ -100,7 +101,7 @@ const Kernel kernels[] = {
 }  // namespace
 
 // What fused.py must find: another number for other arguments, or for other bits.
-extern "C" int edition() { return 2; }
+extern "C" int edition() { return 3; }
 
 // The address of a kernel, or null where this processor lacks the instruction set.
 extern "C" void* find_kernel(const char* name, int wide) {

@@ -17,7 +17,7 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-EDITION = 2  # of kernels.cpp
+EDITION = 3  # of kernels.cpp
 _TYPES: dict[type, Any] = {float: ctypes.c_float, int: ctypes.c_int64}  # all others are addresses
 
 
@@ -29,8 +29,9 @@ class Library:
         self._find.restype, self._find.argtypes = ctypes.c_void_p, (ctypes.c_char_p, ctypes.c_int)
         self._kernels: dict[Any, Callable[..., Any]] = {}
 
-    def has(self, name: str) -> bool:
-        return bool(self._find(name.encode(), self._wide))
+    def place(self, name: str) -> int:
+        """Find a kernel's address, 0 for none here."""
+        return self._find(name.encode(), self._wide) or 0
 
     def run(self, name: str, like: Tensor | None, *arguments: Any) -> None:
         """Run a kernel with torch's threads. Tensors are given by address, a float is float32, and
@@ -39,8 +40,7 @@ class Library:
         if kernel is None:
             full = name if like is None else f"{name}.{str(like.dtype).removeprefix('torch.')}"
             types = [_TYPES.get(type(argument), ctypes.c_void_p) for argument in arguments]
-            place = self._find(full.encode(), self._wide)
-            kernel = ctypes.CFUNCTYPE(None, *types, ctypes.c_int)(place)
+            kernel = ctypes.CFUNCTYPE(None, *types, ctypes.c_int)(self.place(full))
             self._kernels[key] = kernel
         given = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
         tensors = [a for a in arguments if isinstance(a, Tensor)] if 0 in given else ()
@@ -63,6 +63,6 @@ def load() -> Library | None:
             logger.warning("%s is of another revision: install Tandem again to build it", path)
             continue
         library = Library(found, capability.startswith("AVX512"))
-        if capability != "DEFAULT" and library.has("inverse_cdf"):
+        if capability != "DEFAULT" and library.place("inverse_cdf"):
             return library
     return None

@@ -18,7 +18,7 @@ from tandem.model.attention import Plan, Scoring
 from tandem.model.expert_choices import ExpertChoices
 from tandem.model.kernels import Kernels, Rotation
 from tandem.model.layers import ExactLayer, add_norm, norm
-from tandem.model.linear import ExactLinear, FusedLinear, bias_of
+from tandem.model.linear import ExactLinear, FusedLinear, bias_of, packed_parts
 from tandem.model.paged_attention import PAGE, DecodeRows, Runs
 from tandem.model.triton import rowwise, vocabulary
 from tandem.model.triton.attention import PagedRows, attention, write_cache
@@ -116,7 +116,7 @@ def run_layer(
         _, scores, chosen = layer.mlp.gate(normed, choose)
         return x + layer.mlp.experts(normed, chosen, scores)  # type: ignore[no-any-return]
     inner, down = _joined(layer.gate_up, layer.gate_up.parts, normed), layer.mlp.down_proj
-    if down._slices or down.leave is not None:
+    if down.in_parts:
         return x + down(inner)  # type: ignore[no-any-return]
     return _joined(down, [down], inner, x)
 
@@ -129,9 +129,8 @@ def _joined(
 ) -> Tensor:
     """Run linears and add residual [N, O], or without one gate their output as `swiglu`: in one
     launch if the kernel is our own."""
-    parts = [linear.active_part() for linear in linears]
-    is_base = any(linear.base_only for linear in linears)
-    packed, bias = (owner.base_pack if is_base else owner.pack).of_parts(parts), bias_of(parts)
+    parts, packed = packed_parts(owner, linears)
+    bias = bias_of(parts)
     if TRITON.chosen != "cublas":
         gated = residual is None
         return matmul(x, packed, bias, TRITON.chosen, residual=residual, gated=gated)

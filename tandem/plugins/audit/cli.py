@@ -1,4 +1,4 @@
-"""The arguments of `tandem replay` and `tandem why`."""
+"""The arguments of `tandem replay`, `why` and `diff`."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Annotated
 
 from typer import Option
 
-from tandem.cli.arguments import Run, unset
+from tandem.cli.arguments import Run, argument, unset
 
 
 def replay(run: Run, step: Annotated[int, unset(help="as in metrics.jsonl, from 1 on")]) -> None:
@@ -29,3 +29,12 @@ def why(
     from tandem.plugins.audit import show
 
     show.why(run, episode, count, learning=learning, out=json)
+
+
+def diff(
+    a: Annotated[Path, argument(help="run folder")], b: Annotated[Path, argument(help="another")]
+) -> None:
+    """Find the first step, episode and token where two runs part (exit code 1)."""
+    from tandem.plugins.audit import show
+
+    sys.exit(show.diff(a, b))

@@ -21,7 +21,6 @@ from tandem.jobs.engines import prepare_process, probe_exactness
 from tandem.jobs.exactness import require_parity
 from tandem.jobs.input_hashes import IMAGES, input_hashes
 from tandem.jobs.models import check_models
-from tandem.jobs.offline import open_offline_job
 from tandem.registry import find
 from tandem.rollout.collect import Progress, make_rollout_batch, step_metrics
 from tandem.rollout.score import sampling_params
@@ -127,7 +126,8 @@ def open_replay_run(past: PastRun, report: Report) -> Iterator[ReplayRun]:
                 folder = RunFolder(
                     path=Path(place), config=config, command=past.command, log_descriptor=-1
                 )
-                with open_offline_job(config, folder, report) as job:
+                opens = find("jobs", past.command, key="command")
+                with opens(config, folder, report) as job:
                     yield ReplayRun(past, job)
         case other:
             raise UserError(

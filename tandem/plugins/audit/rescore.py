@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tandem.config.schema import Config
+from tandem.jobs.engines import build_reward_pool
 from tandem.jobs.inputs import read_data
-from tandem.jobs.reward_workers import build_reward_pool
 from tandem.rewards.parts import part_name
 from tandem.rollout.score import with_reward
 from tandem.run_folder.diff import Divergence, compare

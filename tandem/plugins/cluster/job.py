@@ -125,7 +125,7 @@ class Nodes(Here):
         if not config.cluster.reward_workers:
             yield local
             return
-        from tandem.jobs.reward_workers import pool_arguments
+        from tandem.jobs.engines import pool_arguments
         from tandem.plugins.cluster.node_pool import RewardActors, RewardWorker
 
         local.close()

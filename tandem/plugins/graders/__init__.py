@@ -8,6 +8,7 @@ example and the comparison with other graders, docs/guide/sandbox.md the guarant
     code.py         `code`: a program's tests; no expected value enters the solution's process
     code_tests.py   reads tests in the forms of MBPP, HumanEval, APPS, LiveCodeBench, KodCode
     code_inside.py, code_tester.py   run in the sandbox, beside the solution and beside the tests
+    judge.py        `judge`: a language model behind a server scores the completion
     python_env.py   the environment `python`: a model writes code and reads its output
     sandbox/        bubblewrap, a SandboxFusion server, or plain processes
 

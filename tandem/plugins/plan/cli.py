@@ -43,8 +43,8 @@ def plan(
 
         plan_gpus(config, command, gpus, gpu)
         return
-    from tandem.config.origins import origins
     from tandem.plugins.plan import command as plan
+    from tandem.plugins.plan.origins import origins
 
     found = origins(recipe, overrides or [])
     folder = run_folder(config, recipe, command)

@@ -36,7 +36,7 @@ from tandem.plugins.plan.footprint import Batch, Footprint, Need, batch_of, mode
 from tandem.registry import find
 from tandem.run_folder.folder import check_run, resolved
 from tandem.run_folder.resume import resumable
-from tandem.run_folder.trackers.links import require_trackers
+from tandem.run_folder.tracking import require_trackers
 from tandem.runtime.disk import existing_parent, human_bytes, write_atomic
 from tandem.runtime.errors import UserError
 from tandem.runtime.wording import counted
@@ -74,8 +74,7 @@ def plan(
     """Print the plan of a command that trains in a run folder; return the exit code, 0 if the run
     could start.
 
-    origins: of the values (config/origins.py); every: print all of them. out: a JSON file for the
-    figures.
+    origins: of the values (origins.py); every: print all of them. out: a JSON file for the figures.
     """
     find("inputs", command, key="--for")  # raises for a command without a plan
     custom_code.allow(config.model.trust_remote_code)

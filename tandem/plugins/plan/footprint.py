@@ -22,6 +22,7 @@ from tandem.engine.page_cache import page_bytes
 from tandem.jobs.inputs import Count
 from tandem.jobs.models import adapter_of, placement, releases_cache
 from tandem.model.config_file import check_model, has_experts, head_size, inner_size, kv_heads_of
+from tandem.model.kernels import kernels_of
 from tandem.model.load import empty_model
 from tandem.model.logprobs import CHUNK_BYTES
 from tandem.model.lora import add_adapter
@@ -465,7 +466,8 @@ def rows_here(run: Footprint, batch: Batch) -> list[Need]:
         )
     named["passing tensors"] = passing_bytes(sizes, tokens, batch), "of a layer, and of logits"
     engine = ENGINE + DECODE_ROW * batch.sequences if batch.sequences and not workers else 0
-    kernels = KERNELS + GRADIENTS * bool(batch.update) + engine
+    compiled = width == FLOAT32 and kernels_of(torch.empty(0)).fused  # multiply without oneDNN
+    kernels = KERNELS + GRADIENTS * (bool(batch.update) and not compiled) + engine
     named["Python"] = python_bytes() + kernels, "libraries, data, kernels"
     rewards = FORK_SERVER + REWARD_WORKER * config.reward.workers
     helpers = WATCHDOG + (rewards if run.command != "rm" else 0)

@@ -9,7 +9,6 @@ docs/guide/serving.md has the routes. Application and schemas are the core's, in
     service.py                  one thread runs the engine for all connections
     detokenizer.py              tokens to pieces of text and of tool calls, as they come
     json_masks.py               response_format and forced calls, by llguidance (extra `json`)
-    prometheus.py               the figures of /metrics
 
 It plugs in as a command of tandem/registry.py.
 """

@@ -10,11 +10,18 @@ Knows no sockets.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
@@ -23,7 +30,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.engine.scheduler import QueueFull
-from tandem.plugins.serve.prometheus import ServerMetrics
 from tandem.plugins.serve.requests import ChatTokenizer, DrawKeys, Served, to_requests
 from tandem.plugins.serve.responses import Answer, new_answer
 from tandem.plugins.serve.service import EngineService, Generation, ServedEngine, Update
@@ -44,6 +50,39 @@ from tandem.types import Request
 T = TypeVar("T")
 # Reads the weights of a file; returns what has an engine run them as a version. Raise UserError.
 ReadWeights = Callable[[str], Callable[[ServedEngine, int], None]]
+# seconds
+BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+# of Engine.stats
+COUNTERS = ("generated_tokens", "prompt_tokens", "prompt_tokens_cached", "preemptions")
+
+
+class ServerMetrics:
+    """The server's own numbers as Prometheus has them; `text` adds those of the engine."""
+
+    def __init__(self) -> None:
+        self._registry, self._stats = CollectorRegistry(), dict[str, float]()
+        own: Any = {"namespace": "tandem", "registry": self._registry}
+        self.requests = Counter("requests", "Answered requests.", ("path", "status"), **own)
+        self.disconnects = Counter("disconnects", "Clients that left before their answer.", **own)
+        self.first_token, self.request_time = (
+            Histogram(name, f"From a request's arrival to its {end} token.", buckets=BOUNDS, **own)
+            for name, end in (("time_to_first_token_seconds", "first"), ("request_seconds", "last"))
+        )
+        self._registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the engine's numbers. Implements prometheus_client's Collector."""
+        running = int(bool(self._stats))
+        yield GaugeMetricFamily("tandem_engine_up", "Whether the engine runs.", value=running)
+        for name, value in self._stats.items():
+            family = CounterMetricFamily if name in COUNTERS else GaugeMetricFamily
+            meaning = f"{name.replace('_', ' ').capitalize()} of the engine."
+            yield family(f"tandem_{name}", meaning, value=value)
+
+    def text(self, stats: Mapping[str, float]) -> bytes:
+        """Write the exposition; stats: of the engine, empty if it has stopped."""
+        self._stats = dict(stats)
+        return generate_latest(self._registry)
 
 
 class Endpoints:

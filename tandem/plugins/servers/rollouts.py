@@ -14,12 +14,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from tandem.choices import ENGINE
+from tandem.choices import ENGINE, Report
 from tandem.config.schema import Config
 from tandem.data.renderer import ChatRenderer
 from tandem.engine.engine import Engine
 from tandem.jobs.models import check_tokenizer
-from tandem.jobs.rollouts import Report, Rollouts, RolloutStage
+from tandem.jobs.rollouts import Rollouts, RolloutStage
 from tandem.model.config_file import check_model
 from tandem.model.rope import positions_of
 from tandem.plugins.servers.engines import HttpEngines

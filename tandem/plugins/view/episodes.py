@@ -23,8 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from tandem.run_folder.episode_files import SCHEMA, episode_file, read_table
-from tandem.run_folder.episode_lines import json_lines
+from tandem.run_folder.episode_files import SCHEMA, episode_file, json_lines, read_table
 from tandem.runtime.errors import UserError
 from tandem.runtime.image_parts import message_text
 

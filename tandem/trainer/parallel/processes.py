@@ -36,10 +36,10 @@ from tandem.runtime import watchdog
 from tandem.runtime.errors import UserError
 from tandem.runtime.place import Place, without_place
 from tandem.runtime.processes import STARTER, kill_descendants, write_report
-from tandem.trainer.parallel.waits import find_absent, waits_of
 
 LOOK_S = 0.5  # between two signs of life
 LOST_S = 5.0  # without a sign of life, once a process has lost a connection
+STALE_S = 2.0  # after which a sign of life does not tell any more what its process waits for
 EARLY = 0.95  # of `stall_s`: a wait is blamed before the watchdog ends it without a name
 CONNECT_S = 60.0  # at least, for rank 0 to have its store
 STALLED, REFUSED = 3, 2  # exit codes
@@ -379,3 +379,31 @@ def _open_store(place: Place, stall_s: float) -> Any:
             expected="a free port of this machine" if is_master else f"it within {wait_s:g} s",
             next="set MASTER_ADDR to the machine of rank 0, and MASTER_PORT to a port free there",
         ) from None
+
+
+# ---- blame, by what each rank waits for
+
+# by rank, its innermost wait: in which collective ("what"), with which ranks ("ranks"), and since
+# how many seconds ("for_s"); {} if it waits for nobody. One of which nothing new is known is left
+# out, and not blamed
+Waits = Mapping[int, Mapping[str, Any]]
+
+
+def waits_of(seen: Mapping[int, tuple[Any, float]], now: float) -> Waits:
+    """Return what ranks wait for. seen: by rank, its last sign of life and when it came, in
+    seconds."""
+    return {rank: sign[1]["wait"] for rank, (sign, at) in seen.items() if now - at <= STALE_S}
+
+
+def find_absent(waits: Waits, stall_s: float) -> tuple[list[int], str]:
+    """Return the ranks that are not in the collective in which one has waited longest, and what it
+    waits for; none if that is less than `stall_s`. In later ones others may wait for those who wait
+    here. An order is no collective: its rank waits for as long as rank 0 has none."""
+    collectives = [rank for rank, wait in waits.items() if wait and rank in wait["ranks"]]
+    first = max(collectives, key=lambda rank: waits[rank]["for_s"], default=None)
+    if first is None or waits[first]["for_s"] < stall_s:
+        return [], ""
+    own = waits[first]["what"], waits[first]["ranks"]
+    known = [rank for rank in own[1] if rank in waits]
+    absent = [r for r in known if not waits[r] or (waits[r]["what"], waits[r]["ranks"]) != own]
+    return absent, f"`{own[0]}`, where rank {first} waits,"

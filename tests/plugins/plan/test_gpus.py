@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tandem.cli import doctor
 from tandem.config.recipe import load_config
 from tandem.jobs import engines
 from tandem.jobs.models import releases_cache
@@ -14,6 +13,7 @@ from tandem.jobs.stage import note_machine
 from tandem.model.placement import Placement, place_models
 from tandem.model.probe import Exactness
 from tandem.plugins.plan.footprint import model_sizes
+from tandem.plugins.start import doctor
 from tandem.runtime.disk import human_bytes
 from tandem.runtime.errors import UserError
 from tests.support.fake_cuda import MEMORY, FakeCuda

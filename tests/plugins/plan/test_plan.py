@@ -8,11 +8,11 @@ import shutil
 import pytest
 import torch
 
-from tandem.config.origins import origins
 from tandem.config.recipe import load_config
 from tandem.jobs.models import build_learner
 from tandem.plugins.plan.command import Machine, plan
 from tandem.plugins.plan.footprint import model_sizes
+from tandem.plugins.plan.origins import origins
 from tandem.run_folder.metrics import read_metrics
 from tandem.runtime.errors import UserError
 from tandem.train_loop import saved_tensors

@@ -74,21 +74,6 @@ def test_parts_of_all_ranks_are_the_whole_model(kind, sizes):
     assert held == parameters(shape) + copied * shape.vocab_size * shape.hidden_size
 
 
-def test_tensor_and_expert_ranks_copy_norms_router_and_vocabulary_only():
-    shape, mesh = work("qwen3_moe").shape, Parallel(tensor=2, expert=4, data=2)
-    held = mesh.processes * part_of(shape, mesh, 0).held(mesh)
-    copied = 4 * (2 * 96 + 2 * 16 + 96 * 8) + 96 + 2 * 97 * 96  # each layer's, then the root's
-    assert held == parameters(shape) + copied
-
-
-def test_state_memory_falls_as_one_over_the_shards():
-    rows = {n: memory(work(dtype=torch.float32), Parallel(data=n)) for n in (2, 4, 8)}
-    for name in ("weights", "Adam moments"):
-        assert rows[2][name] == 2 * rows[4][name] == 4 * rows[8][name] > 0
-    hybrid = memory(work(dtype=torch.float32), Parallel(data=8, shard=2))
-    assert hybrid["weights"] == rows[2]["weights"]
-
-
 def test_gradients_of_several_microbatches_add_up_undivided():
     whole = 4 * parameters(work().shape)
     one, several = (
@@ -110,14 +95,6 @@ def test_one_process_has_no_communication(home, override):
 def fsdp_bytes(step, mesh):
     sent = communication(step, mesh)
     return sent["data"] + sent["gradients"]
-
-
-def test_fsdp_sends_what_zhao_et_al_count():
-    """Three times the weights and (W - 1) / W of them; the root is not gathered twice."""
-    step, mesh = work(dtype=torch.float32), Parallel(data=8)
-    shape = step.shape
-    root = 4 * (shape.vocab_size + 1) * shape.hidden_size
-    assert fsdp_bytes(step, mesh) == (12 * parameters(shape) - root) * 7 / 8
 
 
 def bytes_of_update(mesh):

@@ -38,7 +38,7 @@ def served(folder, model="tiny", key=""):
         text=True,
     )
     try:
-        yield process.stdout.readline().split()[-1]
+        yield process.stdout.readline().split()[-1], process
     finally:
         process.kill()
         process.wait()
@@ -52,9 +52,14 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def url(folder):
-    with served(folder) as url:
-        yield url
+def server(folder):
+    with served(folder) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def url(server):
+    return server[0]
 
 
 def client(url, key="tml-any"):
@@ -186,29 +191,6 @@ def test_each_loss_is_its_formula_off_policy(url):
         assert metrics["loss:sum"] == pytest.approx(-np.sum(objective), rel=1e-4), name
 
 
-def test_a_killed_server_goes_on_from_the_last_save(folder, url):
-    data = [datum(list(range(20, 40)), weights=1)]
-    with served(folder) as first:
-        trainer, _ = pair(first)
-        train(trainer, data, steps=2)
-        path = trainer.save_state("two").result().path
-        train(trainer, data)  # and is lost
-    with served(folder) as second:
-        back = client(second).create_training_client_from_state_with_optimizer(path).result()
-        train(back, data, steps=2)
-        resumed = logprobs(back, data)
-        weights = back.save_weights_for_sampler("four").result().path
-        sampler = client(second).create_sampling_client(model_path=weights).result()
-        scores = sampler.compute_logprobs(types.ModelInput.from_ints(range(20, 40))).result()
-        assert scores[1:] == resumed[0].tolist()
-        fresh = client(second).create_training_client_from_state(path).result()
-        train(fresh, data, steps=2)  # without the moments
-        assert not np.array_equal(logprobs(fresh, data)[0], resumed[0])
-    straight, _ = pair(url)
-    train(straight, data, steps=4)
-    assert np.array_equal(logprobs(straight, data)[0], resumed[0])
-
-
 def test_what_is_not_offered_is_refused_by_name(url):
     tokens, (trainer, other) = list(range(8)), pair(url)
     with pytest.raises(tinker.RequestFailedError, match="'stable_reinforce' is not offered"):
@@ -225,11 +207,31 @@ def test_what_is_not_offered_is_refused_by_name(url):
         other.save_state("../../up").result()
 
 
-def test_a_server_with_a_key_answers_who_has_it(folder):
-    with served(folder, key="tml-own") as url:
+def test_a_killed_server_goes_on_from_the_last_save_for_who_has_its_key(folder, server):
+    """The last test of the shared server."""
+    data, (url, process) = [datum(list(range(20, 40)), weights=1)], server
+    trainer, straight = pair(url)
+    train(straight, data, steps=4)
+    expected = logprobs(straight, data)[0]
+    train(trainer, data, steps=2)
+    path = trainer.save_state("two").result().path
+    train(trainer, data)  # and is lost
+    process.kill()
+    with served(folder, key="tml-own") as (second, _):
         with pytest.raises(tinker.AuthenticationError):
-            client(url, "tml-other").create_lora_training_client("tiny", rank=4)
-        client(url, "tml-own").create_lora_training_client("tiny", rank=4).result()
+            client(second, "tml-other").create_lora_training_client("tiny", rank=4)
+        one = client(second, "tml-own")
+        back = one.create_training_client_from_state_with_optimizer(path).result()
+        train(back, data, steps=2)
+        resumed = logprobs(back, data)[0]
+        assert np.array_equal(resumed, expected)
+        weights = back.save_weights_for_sampler("four").result().path
+        sampler = one.create_sampling_client(model_path=weights).result()
+        scores = sampler.compute_logprobs(types.ModelInput.from_ints(range(20, 40))).result()
+        assert scores[1:] == resumed.tolist()
+        fresh = one.create_training_client_from_state(path).result()
+        train(fresh, data, steps=2)  # without the moments
+        assert not np.array_equal(logprobs(fresh, data)[0], resumed)
 
 
 @pytest.fixture
@@ -268,7 +270,7 @@ def recipes(folder, tmp_path, monkeypatch):
 def test_the_recipes_of_the_cookbook_run_unchanged(folder, recipes):
     sl_loop, rl_loop, math_rl, run = recipes
     on_policy = {"loss_fn": "importance_sampling"}
-    with served(folder, KNOWN) as url:
+    with served(folder, KNOWN) as (url, _):
         rows = run(sl_loop.main, sl_loop.Config, url, log_path="sl", batch_size=4)
         losses = [row["train_mean_nll"] for row in rows]
         assert losses[-1] < losses[0]

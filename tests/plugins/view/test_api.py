@@ -15,8 +15,7 @@ from safetensors.numpy import load_file
 
 from tandem.plugins.view.episodes import EpisodeTable, Query
 from tandem.plugins.view.runs import Columns, thin
-from tandem.run_folder.episode_files import read_episodes, read_groups, write_episodes
-from tandem.run_folder.episode_lines import json_lines
+from tandem.run_folder.episode_files import json_lines, read_episodes, read_groups, write_episodes
 from tandem.run_folder.metrics import read_metrics
 from tests.support.past_runs import STEPS, copy_of, past_run, rewrite
 from tests.support.viewing import add_step, group, keep_image, make_run, viewing

@@ -12,11 +12,11 @@ from PIL import Image
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
 from tandem.config.schema import Data
-from tandem.data.chats import parse_chat
-from tandem.data.loss_mask import training_samples
 from tandem.data.problems import read_problems
 from tandem.data.readers import read_rows
 from tandem.data.renderer import load_renderer
+from tandem.plugins.offline.loss_mask import training_samples
+from tandem.plugins.offline.rows import parse_chat
 from tandem.plugins.vision import store
 from tandem.plugins.vision.images import TILED
 from tandem.runtime.errors import UserError
