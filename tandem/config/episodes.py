@@ -208,8 +208,10 @@ class Rollout(Section):
     workers: int = Field(
         0, ge=0, description="rollout processes, one thread each; 0: in the trainer's own process"
     )
-    tensor_parallel: int = Field(
-        1, ge=1, description="processes that divide the model of one rollout worker; vLLM alone"
+    vllm: dict[str, Any] = Field(
+        {},
+        description="vLLM's engine arguments by its own names, e.g. {tensor_parallel_size = 2, "
+        'enforce_eager = false, quantization = "fp8"}; not those that other keys decide',
     )
     restarts: int = Field(
         10,
@@ -218,8 +220,8 @@ class Rollout(Section):
     )
     devices: list[Device] = Field(
         [],
-        description="devices of the rollout processes, in turn, tensor_parallel of them for each; "
-        "empty: that of model.device",
+        description="devices of the rollout processes, in turn, for each as many as vLLM divides "
+        "its model over; empty: that of model.device",
     )
 
     @property
@@ -228,16 +230,23 @@ class Rollout(Section):
         return self.history == "template"
 
     @property
+    def tensor_parallel(self) -> int:
+        """The processes that divide the model of one rollout worker."""
+        return self.vllm.get("tensor_parallel_size", 1)
+
+    @property
     def servers(self) -> list[str]:
         """The addresses, if the engine is servers."""
         return [url.strip() for url in self.engine.split(",")]
 
     def contradictions(self) -> Iterator[str]:
-        gpus = {device for device in self.devices if device != "cpu"}
-        if len(gpus) % self.tensor_parallel:
+        gpus, ranks = {device for device in self.devices if device != "cpu"}, self.tensor_parallel
+        if type(ranks) is not int or ranks < 1:
+            yield "rollout.vllm: tensor_parallel_size is a number of at least 1"
+        elif len(gpus) % ranks:
             yield (
-                "rollout.devices: each rollout process needs rollout.tensor_parallel="
-                f"{self.tensor_parallel} GPUs of its own"
+                "rollout.devices: each rollout process needs as many GPUs of its own as "
+                f"tensor_parallel_size, {ranks}"
             )
 
 

@@ -50,7 +50,7 @@ COUNTS_WITH: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("reward.overlong_buffer", "reward.overlong_penalty", ()),
     ("eval.metric", "eval.data", ()),
     ("data.weights", "rl.curriculum", ("false",)),
-    ("rollout.tensor_parallel", "rollout.engine", ("vllm",)),
+    ("rollout.vllm", "rollout.engine", ("vllm",)),
     ("weights.transport", "rollout.workers", ()),  # else the engine runs the trainer's own tensors
     ("weights.delta", "rollout.workers", ()),
     ("cluster.trainers", "cluster.nodes", ()),

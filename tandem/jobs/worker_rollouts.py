@@ -85,6 +85,7 @@ def _start(
         dtype=placement(config).dtype_name,
         splits=model.splits,
         tensor_parallel=rollout.tensor_parallel,
+        options=rollout.vllm,
         matmul=model.kernels.chosen,
         threads=stage.worker_threads,
         cache_mb=rollout.cache_mb,

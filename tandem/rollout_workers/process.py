@@ -6,8 +6,8 @@ Does not know the meaning of messages or the fate of requests.
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tandem.engine.dispatch import Ticket, devices_of
@@ -34,7 +34,7 @@ class EngineSpec:
 
     longest: most tokens of one sequence that an engine with cache_mb places, as Engine.longest.
     Worker n is on tensor_parallel of the devices, in turn. release_cache: it rests once its step's
-    check is made.
+    check is made. options: of another engine, by its own names.
     """
 
     model_path: str
@@ -42,6 +42,7 @@ class EngineSpec:
     dtype: str = "float32"
     splits: int = 1
     tensor_parallel: int = 1
+    options: Mapping[str, Any] = field(default_factory=dict)
     matmul: str = "plain"
     threads: int = 1
     cache_mb: int

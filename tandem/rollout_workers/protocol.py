@@ -1,7 +1,7 @@
 """The JSON lines between Workers and a rollout worker.
 
-    to a worker    {"start": {"model_path", "dtype", "splits", "tensor_parallel", "matmul",
-                    "threads", "cache_bytes", "max_batch", "longest", "layout",
+    to a worker    {"start": {"model_path", "dtype", "splits", "tensor_parallel", "options",
+                    "matmul", "threads", "cache_bytes", "max_batch", "longest", "layout",
                     "record_experts", "release_cache", "trust_remote_code", "beat_s"}}
                    {"apply": 4, "from": {"transport", "names", "digests", "probe", ...}}   an
                     offer of weights/shared.py, with the descriptor of the weights beside it or not

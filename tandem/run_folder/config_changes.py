@@ -31,7 +31,7 @@ _FREE = {
     "reward.workers",
     "rollout.workers",
     "rollout.restarts",
-    "rollout.tensor_parallel",
+    "rollout.vllm",
     "rollout.cache_mb",
     "rollout.devices",
     "rollout.release_cache",

@@ -16,6 +16,22 @@ if TYPE_CHECKING:
     from tandem.engine.sync_check import Probe
     from tandem.jobs.rollouts import Rollouts, RolloutStage
 
+# vLLM's engine arguments that a run decides, and by what
+DECIDED = {
+    "model": "model.path",
+    "dtype": "model.dtype",
+    "trust_remote_code": "model.trust_remote_code",
+    "max_num_seqs": "rollout.max_batch",
+    "kv_cache_memory_bytes": "rollout.cache_mb",
+    "enable_sleep_mode": "rollout.release_cache",
+    "load_format": "the trainer sends all weights",
+    "weight_transfer_config": "weights.transport",
+    "logprobs_mode": "a correction needs those of what was sampled from",
+    "generation_config": "rollout.temperature and the others",
+    "distributed_executor_backend": "one process a rank",
+    "worker_extension_cls": "the way of the weights",
+}
+
 
 class VLLM(RolloutBackend):
     """vLLM's engine."""
@@ -43,6 +59,9 @@ class VLLM(RolloutBackend):
                 "rollout.min_p: vLLM filters by it before top-p and Tandem after, so with "
                 "rollout.top_p < 1 the log-probs would be of another distribution"
             )
+        if decided := sorted(DECIDED.keys() & rollout.vllm.keys()):
+            instead = ", ".join(f"{name} ({DECIDED[name]})" for name in decided)
+            yield f"rollout.vllm: decided by Tandem's own keys: {instead}"
         if config.weights.delta:
             yield "weights.delta: vLLM loads all tensors at once"
 

@@ -96,9 +96,11 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, Mapped]):  # type: ignor
             for module in self.model.modules():
                 if isinstance(module, RoutedExperts):
                     module.quant_method.moe_kernel = None
-        self._missing = {name for name, _ in self.model.named_parameters()}
+        before = {name for name, _ in self.model.named_parameters()}
         with torch.device(self.device):
             initialize_layerwise_reload(self.model)
+        # not what quantization makes of them, as scales
+        self._missing = before & {name for name, _ in self.model.named_parameters()}
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive without the base class's wait for an accelerator, which a CPU has not."""
@@ -346,33 +348,33 @@ def load_vllm(
         "distributed_executor_backend": "mp",
         "worker_extension_cls": f"{__name__}.{RankExtension.__name__}",
     }
-    arguments = EngineArgs(
-        model=start["model_path"],
-        trust_remote_code=start["trust_remote_code"],
-        dtype=start["dtype"],
-        load_format="dummy",
+    usual = {
+        "model": start["model_path"],
+        "trust_remote_code": start["trust_remote_code"],
+        "dtype": start["dtype"],
+        "load_format": "dummy",
         **(several if ranks > 1 else {}),
-        max_model_len=start["longest"],
-        max_num_seqs=start["max_batch"],
-        kv_cache_memory_bytes=start["cache_bytes"],
+        "max_model_len": start["longest"],
+        "max_num_seqs": start["max_batch"],
+        "kv_cache_memory_bytes": start["cache_bytes"],
         # on a CPU vLLM 0.32 cannot rewind the seed of a prompt that it has begun: none is split
         **(
             {"block_size": CPU_BLOCK, "enable_chunked_prefill": False}
             if on_cpu
             else {"gpu_memory_utilization": share(start, tokens, total())}
         ),
-        max_num_batched_tokens=tokens,
-        enable_prefix_caching=True,
-        enforce_eager=True,
-        logprobs_mode="processed_logprobs",
-        generation_config="vllm",  # no sampling defaults of the model's
-        disable_log_stats=True,
-        enable_sleep_mode=start["release_cache"],
-        weight_transfer_config=WeightTransferConfig(backend=backend),
-    )
+        "max_num_batched_tokens": tokens,
+        "enable_prefix_caching": True,
+        "enforce_eager": True,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",  # no sampling defaults of the model's
+        "disable_log_stats": True,
+        "enable_sleep_mode": start["release_cache"],
+        "weight_transfer_config": WeightTransferConfig(backend=backend),
+    }
     try:
         with _own_temporary_folder():
-            llm = LLMEngine.from_engine_args(arguments)
+            llm = LLMEngine.from_engine_args(EngineArgs(**{**usual, **start["options"]}))
         # a kernel that lacks the model's shape says so at the first token only
         llm.add_request("first", {"prompt_token_ids": [0]}, SamplingParams(max_tokens=1))
         _run(llm)

@@ -15,6 +15,7 @@ package (`make cluster` builds it); the driver's own interpreter, if vllm is in 
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from shutil import which
@@ -47,7 +48,6 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",  # the trainer has the model already
-    "TORCHDYNAMO_DISABLE": "1",  # the sampler's helpers would compile for minutes
 }
 
 
@@ -79,9 +79,12 @@ def _no_vllm(found: str) -> UserError:
     )
 
 
-def set_environment(devices: str) -> None:
-    """Set what vLLM reads when it is imported. devices: of its ranks, with commas between."""
+def set_environment(devices: str, options: Mapping[str, Any]) -> None:
+    """Set what vLLM reads when it is imported. devices: of its ranks, with commas between; options:
+    rollout.vllm."""
     os.environ.update(ENVIRONMENT)
+    if options.get("enforce_eager") is not False:
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the sampler's helpers would compile for minutes
     if devices.startswith("cuda"):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices(devices, visible)
@@ -111,7 +114,7 @@ def memory_share(start: dict[str, Any], tokens: int, total: int) -> float:
 
 def load(start: dict[str, Any]) -> "ServedEngine":
     """Load the engine. Raises UserError if vLLM cannot be imported or refuses the model."""
-    set_environment(start["device"])
+    set_environment(start["device"], start["options"])
     try:
         from tandem.plugins.vllm.engine import load_vllm
     except ImportError as error:

@@ -267,6 +267,16 @@ def test_each_worker_sees_its_own_gpus(number, ranks, devices, visible, shown):
     assert devices_of(number, ranks, ["cpu"]) == "cpu"
 
 
+@pytest.mark.parametrize(("options", "compiles"), [({}, False), ({"enforce_eager": False}, True)])
+def test_only_a_vllm_that_is_not_eager_may_compile(options, compiles, monkeypatch):
+    found = {}
+    monkeypatch.setattr(os, "environ", found)
+    vllm_worker.set_environment("cpu", options)
+    assert ("TORCHDYNAMO_DISABLE" not in found) == compiles
+    sent = EngineSpec(model_path="", cache_mb=1, max_batch=1, longest=1, options=options)
+    assert sent.start_of(0)["options"] == options
+
+
 @needs_vllm
 def test_more_prompts_than_a_pass_holds_all_get_their_tokens(vllm):
     """vLLM would split a prompt, and cannot rewind its seed on a CPU."""
