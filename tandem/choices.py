@@ -108,8 +108,8 @@ class Trainer(Choice):
 
 
 class StreamBackend(Choice):
-    """The way of a step's groups from the rollouts to the ranks: jobs/streams.py, plugins/cluster,
-    or of a package with an entry point `tandem.streams`."""
+    """The way of a step's groups from the rollouts to the ranks: jobs/own_choices.py,
+    plugins/cluster, or of a package with an entry point `tandem.streams`."""
 
     needs_nodes = False  # it runs on the nodes of a cluster
 

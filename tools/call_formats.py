@@ -105,11 +105,12 @@ def by_libraries(name: str, template: str, marks: list[str]) -> dict[str, str]:
 
 
 def by_renderers(name: str, template: str, marks: list[str]) -> str:
-    its = import_module("renderers")
+    package = import_module("renderers")
     renderer = template_renderer(name, template)
     while True:
         try:
-            library = its.create_renderer(renderer.tokenizer, its.config_from_name(CLASSES[name]))
+            config = package.config_from_name(CLASSES[name])
+            library = package.create_renderer(renderer.tokenizer, config)
             break
         except Exception as error:  # it asks for the family's special tokens, one after the other
             if not (token := re.search(r"(?:oken|for) '([^']+)'", str(error))):

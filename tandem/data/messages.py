@@ -83,6 +83,8 @@ def _message(value: Any, field: str, images: bool) -> Message:
         role, content = message.pop("from"), message.pop("value")
         kind = "function_call" if role == "function_call" else "content"
         message = {"role": _SHAREGPT_ROLES.get(role, role), kind: content, **message}
+    if message.get("role") == "function":  # OpenAI's answer to a `function_call`
+        message["role"] = "tool"
     calls = message.pop("function_call", None) or message.get("tool_calls")
     if calls is not None:
         message["tool_calls"] = tool_calls(calls, field=f"{field}.tool_calls")
@@ -102,6 +104,7 @@ def _message(value: Any, field: str, images: bool) -> Message:
             )
     for name, text in message.items():
         known = name == "tool_calls" or (name == "content" and shows_images(message))
+        known |= name == "weight" and text in (0, 1)
         if not (known or isinstance(text, str)):
             raise RowError(show(text), "text", field=f"{field}.{name}")
     if message["role"] not in ROLES:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from tandem.data.readers import Payload, Placed, RowError, Source, open_text, show
+from tandem.model.config_file import hub_answers
 from tandem.runtime.errors import UserError
-from tandem.runtime.hub import hub_answers
 
 BATCH = 1024  # rows of a table
 LONGEST_CELL = 16 << 20  # characters; a quote that never ends would take the rest of a file

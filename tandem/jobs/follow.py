@@ -19,9 +19,9 @@ from tandem.config.schema import Config
 from tandem.jobs.engines import prepare_process
 from tandem.jobs.export import save_weights
 from tandem.jobs.input_hashes import require_same_functions
+from tandem.jobs.own_choices import JournalStream
 from tandem.jobs.ranks import make_ranks, require_size
 from tandem.jobs.stage import read_inputs
-from tandem.jobs.streams import JournalStream
 from tandem.registry import built_in, find
 from tandem.rollout.collect import RolloutBatch
 from tandem.rollout.score import sampling_params

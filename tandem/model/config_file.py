@@ -191,8 +191,6 @@ def find_file(path: str, name: str) -> Path | None:
         return file if file.is_file() else None
     from transformers.utils import cached_file
 
-    from tandem.runtime.hub import hub_answers
-
     found = cached_file(
         path,
         name,
@@ -201,6 +199,18 @@ def find_file(path: str, name: str) -> Path | None:
         local_files_only=not hub_answers(),
     )
     return None if found is None else Path(found)
+
+
+@cache
+def hub_answers() -> bool:
+    """Tell whether the hub answers one try: its client makes six, and only then uses its cache."""
+    from huggingface_hub import constants, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=10)
+    except Exception:  # of the hub's HTTP client, another one by version; or it is to be offline
+        return False
+    return True
 
 
 def first_line(error: Exception) -> str:

@@ -59,8 +59,7 @@ class Reading:
 def read_calls(text: str, format: str = "auto", tools: Collection[str] = ()) -> Reading:
     """Read the calls of a text.
 
-    format: of call_forms.NAMES. tools: the known names, by which "auto" tells a bare call from an
-    answer in JSON.
+    tools: the known names, by which "auto" tells a bare call from an answer in JSON.
     """
     forms = tuple(form for form in FORMS if format in ("auto", form.name))
     start = _end_of_thoughts(text, forms)

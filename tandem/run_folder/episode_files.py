@@ -13,7 +13,6 @@ run's own files back.
 
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -209,22 +208,6 @@ def _episodes(table: pa.Table) -> list[Episode]:
         del fields["transcript"]
         episodes.append(Episode(**fields))
     return episodes
-
-
-def cut_episodes(folder: Path, after_step: int) -> list[Path]:
-    """Remove the files of later steps, of every kind, which a resumed run makes again; return the
-    removed paths."""
-    unfinished = set(folder.glob(".tmp-*"))  # of a killed write
-    later = [
-        path
-        for path in sorted(set(folder.glob("*.parquet")) - unfinished)
-        if (match := re.fullmatch(r".*_step_(\d+)(_\d+)*", path.stem))
-        and int(match[1]) > after_step
-    ]
-    with disk_errors(folder):
-        for path in [*later, *unfinished]:
-            path.unlink()
-    return later
 
 
 def _table(step: int, groups: Sequence[Group]) -> pa.Table:

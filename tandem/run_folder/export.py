@@ -1,7 +1,7 @@
 """A checkpoint as a Hugging Face directory that stock transformers and vLLM load: weights, config,
 tokenizer, card, and their SHA-256 (`sha256sum -c SHA256SUMS`), which `load_model` checks.
 
-An adapter is merged into it; export_adapter writes it by itself, in PEFT's format.
+An adapter is merged into it; plugins/commands/export.py writes it by itself.
 """
 
 import json
@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from tandem.config.recipe import changed
 from tandem.config.schema import Config
@@ -19,7 +18,6 @@ from tandem.model.load import ExactModel
 from tandem.model.stock import SUMS, WEIGHTS
 from tandem.model.tokenizer import load_tokenizer
 from tandem.runtime.disk import file_hash, os_error, whole_folder
-from tandem.runtime.errors import UserError
 from tandem.runtime.version import __version__
 from tandem.types import Row
 from tandem.weights.hashing import weight_hash
@@ -50,38 +48,6 @@ def export(
             save_weights(folder)
         load_tokenizer(source).save_pretrained(folder)
         model.save_reader(source, folder)
-
-    return write_export(folder, write, card)
-
-
-def export_adapter(model: ExactModel, source: str, folder: Path, card: str) -> Path:
-    """Write the adapter alone, as `peft.PeftModel.from_pretrained(stock model of source, folder)`
-    reads it; whole or not at all. Of the language model of a larger checkpoint (text_part) the
-    stock model is that of an export.
-
-    The score of a value model goes with it. Raises UserError for a model without an adapter.
-    """
-    lora = model.lora
-    if lora is None:
-        raise UserError(
-            "the model has no adapter to export",
-            where=str(folder),
-            found="a model that was loaded without LoRA",
-            expected="one with an adapter",
-            next="export the whole model",
-        )
-    weights = {
-        f"base_model.model.{name}": weight for name, weight in model.adapter_weights().items()
-    }
-    scored = "score.weight" in model.trainable()
-    if scored:
-        weights["base_model.model.score.weight"] = model.head.weight.detach()
-
-    from tandem.model.lora import write_adapter_config
-
-    def write(folder: Path) -> None:
-        save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        write_adapter_config(lora, model.adapted, source, folder, scored=scored)
 
     return write_export(folder, write, card)
 

@@ -94,10 +94,7 @@ def to_tool(tool: Json) -> Json:
         raise ValueError("expected a function of the client's own, with its name and schema")
     names = {"name": "name", "description": "description", "input_schema": "parameters"}
     names |= {"parameters": "parameters", "strict": "strict"}
-    return _function({name: tool[own] for own, name in names.items() if tool.get(own) is not None})
-
-
-def _function(function: Json) -> Json:
+    function = {name: tool[own] for own, name in names.items() if tool.get(own) is not None}
     return {"type": "function", "function": function}
 
 
@@ -110,7 +107,7 @@ def to_tool_choice(choice: object) -> object:
         case {"type": "any"}:
             return "required"
         case {"type": "tool" | "function", "name": str(name)}:
-            return _function({"name": name})
+            return {"type": "function", "function": {"name": name}}
     return choice
 
 

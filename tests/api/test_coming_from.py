@@ -45,6 +45,7 @@ def test_verls_command_has_its_names_on_the_page_and_its_port_runs(model):
     assert len(keys) > 15 and {*keys} - NAMED == set()
     rows = tandem.generate("algebra", 8)
     small = {"prompts_per_step": 4, "minibatches": 2, "max_new_tokens": 4, "trackers": []}
+    small["tokens_per_microbatch"] = 1024
     recipe = str(ROOT / "examples/from_verl.toml")
     run = tandem.train(recipe, model=model, data=rows, eval_data=rows, steps=1, **small)
     assert len(run.episodes(1)) == 20

@@ -13,9 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tandem.data import readers
-from tandem.model.config_file import check_model
+from tandem.model.config_file import check_model, hub_answers
 from tandem.runtime.errors import UserError
-from tandem.runtime.hub import hub_answers
 from tests.support.datasets import error_of, jsonl, read
 
 GOOD = {"prompt": "1 + 1 =", "answer": "2"}

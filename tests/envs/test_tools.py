@@ -280,9 +280,6 @@ def test_tools_of_a_file_are_found_and_loaded_once(tmp_path, monkeypatch):
     assert (tmp_path / "log").read_text() == "loaded\n"
 
 
-# ---------------------------------------------------------------- python
-
-
 # ---------------------------------------------------------------- the calculator
 
 REFUSED = {

@@ -14,7 +14,8 @@ from tandem.config.schema import Config
 from tandem.model.load import load_model, make_exact
 from tandem.model.lora import Lora
 from tandem.model.tiny import make_tokenizer
-from tandem.run_folder.export import export, export_adapter, model_card
+from tandem.plugins.commands.export import export_adapter
+from tandem.run_folder.export import export, model_card
 from tandem.runtime.errors import UserError
 from tandem.trainer.optimizer import Optimizer, Settings
 from tests.support.parity import engine_for, largest_gap, random_requests

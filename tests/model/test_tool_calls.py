@@ -149,10 +149,8 @@ def test_a_malformed_call_says_what_is_wrong_with_it(text, word):
 def test_one_bad_call_does_not_hide_the_good_ones_beside_it():
     good = '<tool_call>{"name": "now"}</tool_call>'
     unclosed = "<tool_call>{"
-    kinds = [
-        type(call)
-        for call in read_calls(good + unclosed + good + "<tool_call>x y</tool_call>" + good).calls
-    ]
+    text = good + unclosed + good + "<tool_call>x y</tool_call>" + good
+    kinds = [type(call) for call in read_calls(text).calls]
     assert kinds == [Call, BadCall, Call, BadCall, Call]
 
 

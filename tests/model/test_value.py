@@ -12,7 +12,8 @@ from transformers import AutoModelForSequenceClassification
 from tandem.model.load import load_model
 from tandem.model.lora import Lora
 from tandem.model.tiny import make_tokenizer
-from tandem.run_folder.export import export, export_adapter
+from tandem.plugins.commands.export import export_adapter
+from tandem.run_folder.export import export
 from tandem.runtime.errors import UserError
 from tests.support.tiny import exact_logits, random_tokens, stock_model, tiny_config
 

@@ -53,22 +53,3 @@ def test_picks_are_the_largest_of_uniform_power_1_over_weight(rows, data):
     keys = [math.log(u) / w for w, u in rows]  # u^(1/w) without its underflow
     expected = sorted(range(len(rows)), key=lambda i: (-keys[i], i))[:count]
     assert pick(weights, uniforms, count).tolist() == expected
-
-
-def chance_of(order, weights):
-    """Without replacement: each by its share of the weight that is left."""
-    left, chance = sum(weights), 1.0
-    for place in order:
-        chance *= weights[place] / left
-        left -= weights[place]
-    return chance
-
-
-def test_picks_have_the_odds_of_draws_without_replacement():
-    weights, draws = np.array([1.0, 2.0, 5.0]), 20_000
-    uniforms = np.random.default_rng(0).uniform(size=(draws, 3))
-    found = [tuple(pick(weights, row, 2).tolist()) for row in uniforms]
-    for order in itertools.permutations(range(3), 2):
-        chance = chance_of(order, weights.tolist())
-        spread = math.sqrt(chance * (1 - chance) / draws)
-        assert abs(found.count(order) / draws - chance) < 4 * spread

@@ -8,7 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tandem.run_folder.episode_files import cut_episodes, read_episodes, read_groups, write_episodes
+from tandem.plugins.rollouts.rollout import cut_episodes
+from tandem.run_folder.episode_files import read_episodes, read_groups, write_episodes
 from tandem.runtime.errors import UserError
 from tandem.types import Episode, Group, Problem
 
@@ -142,10 +143,8 @@ def test_cutting_removes_later_steps_and_unfinished_files(tmp_path):
         "train_step_000002.parquet",
         "train_step_000010.parquet",
     ]
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "notes.parquet",
-        "train_step_000001.parquet",
-    ]
+    left = sorted(p.name for p in tmp_path.iterdir())
+    assert left == ["notes.parquet", "train_step_000001.parquet"]
     assert cut_episodes(tmp_path / "absent", 0) == []
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cli.show import status
 from tandem.config.recipe import load_config, to_toml
 from tandem.config.schema import Config
+from tandem.plugins.commands.show import status
 from tandem.run_folder.config_changes import MESH, allowed_changes, toml_values
 from tandem.run_folder.folder import identity, open_run, read_matmul
 from tandem.run_folder.read import Notes, read_notes

@@ -20,7 +20,10 @@ TIMEOUT_S = 10.0  # a healthy process of a busy machine is not silent for so lon
 SHORT_S = 5.0  # nor an idle one for so long
 
 
-@pytest.mark.parametrize(("fault", "victim"), [("killed", 1), ("out of memory", 0), ("stopped", 0)])
+@pytest.mark.parametrize(
+    ("fault", "victim"),
+    [("killed", 1), ("out of memory", 0), pytest.param("stopped", 0, marks=pytest.mark.nightly)],
+)
 def test_a_process_that_does_not_come_is_named(fault, victim):
     assert trial(fault, victim, at=7, timeout_s=TIMEOUT_S) == (True, "")
 

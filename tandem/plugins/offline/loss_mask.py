@@ -38,11 +38,11 @@ def training_samples(
     """Return (tokens int64 [T], loss_mask bool [T]) of every whole chat; the mask marks the
     tokens that carry loss. inputs: what the template reads beside each chat.
 
-    "assistant": the assistant's text, in every turn. A turn's loss covers the tokens that an
-    engine would have sampled: from the end of the turn's header to the first stop token, that
-    one included. "last": its last turn only. "all": every token but the first, which nothing
-    predicts. Raises UserError if the template does not keep earlier tokens as they were; for
-    "last", if it does not keep the last turn's prompt and text.
+    "assistant": the assistant's text, in every turn but those of weight 0. A turn's loss covers the
+    tokens that an engine would have sampled: from the end of the turn's header to the first stop
+    token, that one included. "last": its last turn only. "all": every token but the first, which
+    nothing predicts. Raises UserError if the template does not keep earlier tokens as they
+    were; for "last", if it does not keep the last turn's prompt and text.
     """
     unknown, samples, at = UnknownTokens(renderer.tokenizer), [], 0
     for given, alike in groupby(inputs or [NOTHING] * len(chats)):
@@ -62,14 +62,17 @@ def _sample_chunk(
     unknown: UnknownTokens,
     given: TemplateInputs,
 ) -> list[tuple[Array, Array]]:
-    turns = [[i for i, m in enumerate(chat) if m["role"] == "assistant"] for chat in chats]
+    turns = [
+        [i for i, m in enumerate(chat) if m["role"] == "assistant" and m.get("weight") != 0]
+        for chat in chats
+    ]
     if loss == "last":
         turns = [at[-1:] for at in turns]
     parts = list[list[Prefix]]()
     for messages, at in zip(chats, turns, strict=True):
         # up to the header of each of the assistant's turns and up to its end; then the whole chat
         parts.append([(messages[: i + ended], not ended) for i in at for ended in (False, True)])
-        if messages[-1]["role"] != "assistant":
+        if at[-1:] != [len(messages) - 1]:
             parts[-1].append((messages, False))
     prefixes, texts_of = [prefix for chat in parts for prefix in chat], {}
     for open_turn in (True, False):

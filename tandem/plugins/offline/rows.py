@@ -69,6 +69,8 @@ def _whole_chat(messages: Messages, *, field: str) -> Messages:
     if last != "assistant":
         found = f"a last message from {last!r}"
         raise RowError(found, "a chat that ends with the assistant's message", field=field)
+    if all(message.get("weight") == 0 for message in messages if message["role"] == "assistant"):
+        raise RowError("weight 0 in every turn", "a turn of another weight", field=field)
     require_user_first(messages, field=field)
     return messages
 

@@ -14,6 +14,7 @@ folder (run_folder/folder.py).
 """
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,13 +35,7 @@ from tandem.jobs.inputs import read_data
 from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episode_metrics import episode_metrics
 from tandem.rollout.score import RolloutRunner, generate_and_score, sampling_params
-from tandem.run_folder.episode_files import (
-    cut_episodes,
-    episode_file,
-    json_lines,
-    read_columns,
-    write_episodes,
-)
+from tandem.run_folder.episode_files import episode_file, json_lines, read_columns, write_episodes
 from tandem.run_folder.files import RESTORE_OR_FRESH, read_file
 from tandem.run_folder.folder import RunFolder, open_run
 from tandem.run_folder.metrics import MetricsWriter, peak_rss_mb, read_metrics
@@ -302,6 +297,22 @@ def is_complete(output: Output, inputs: dict[str, str]) -> bool:
     about = read_file(output.folder / ROLLOUT, json.loads, RESTORE_OR_FRESH)
     require_same_inputs(about["inputs"], inputs)
     return output.count(rows) == int(about["batches"])
+
+
+def cut_episodes(folder: Path, after_step: int) -> list[Path]:
+    """Remove the files of later steps, of every kind, which a resumed run makes again; return the
+    removed paths."""
+    unfinished = set(folder.glob(".tmp-*"))  # of a killed write
+    later = [
+        path
+        for path in sorted(set(folder.glob("*.parquet")) - unfinished)
+        if (match := re.fullmatch(r".*_step_(\d+)(_\d+)*", path.stem))
+        and int(match[1]) > after_step
+    ]
+    with disk_errors(folder):
+        for path in [*later, *unfinished]:
+            path.unlink()
+    return later
 
 
 # ---- --keep LOW:HIGH: the problems that are neither solved nor hopeless

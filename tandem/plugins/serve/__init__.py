@@ -5,6 +5,7 @@ docs/guide/serving.md has the routes. Application and schemas are the core's, in
 
     command.py                  the command: its options, the model, the renderer
     endpoints.py                routes: completions, chats, models, weights, metrics
+    bodies.py                   what a client may send
     requests.py, responses.py   bodies to the engine's requests, its completions to answers
     service.py                  one thread runs the engine for all connections
     detokenizer.py              tokens to pieces of text and of tool calls, as they come

@@ -30,21 +30,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.engine.scheduler import QueueFull
+from tandem.plugins.serve.bodies import Body, ChatBody, CompletionBody, WeightsBody
 from tandem.plugins.serve.requests import ChatTokenizer, DrawKeys, Served, to_requests
 from tandem.plugins.serve.responses import Answer, new_answer
 from tandem.plugins.serve.service import EngineService, Generation, ServedEngine, Update
 from tandem.runtime.errors import UserError
 from tandem.serve.apis import APIS, Api, Chunks, Messages
 from tandem.serve.app import JsonResponse, Server, make_app, read_json
-from tandem.serve.openai import (
-    ApiError,
-    Body,
-    ChatBody,
-    CompletionBody,
-    WeightsBody,
-    model_list,
-    read_body,
-)
+from tandem.serve.openai import ApiError, model_list, read_body
 from tandem.types import Request
 
 T = TypeVar("T")

@@ -11,9 +11,10 @@ from typing import Protocol
 
 import numpy as np
 
+from tandem.plugins.serve.bodies import Body, ChatBody, CompletionBody, NamedTool
 from tandem.plugins.serve.json_masks import JsonMask, calls_schema
 from tandem.runtime.rng import address
-from tandem.serve.openai import ApiError, Body, ChatBody, CompletionBody, Json, NamedTool
+from tandem.serve.openai import ApiError, Json
 from tandem.types import Array, Message, Request, SamplingParams, Tool
 
 

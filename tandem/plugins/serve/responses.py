@@ -16,18 +16,11 @@ from itertools import accumulate, count
 from tandem.engine.ending import REPLACEMENT
 from tandem.engine.prompt_scores import PromptScores
 from tandem.model.tool_calls import Call, split_calls
+from tandem.plugins.serve.bodies import Body, ChatBody
 from tandem.plugins.serve.detokenizer import Detokenizer, ToolStream
 from tandem.plugins.serve.requests import ChatTokenizer
 from tandem.plugins.serve.service import Update
-from tandem.serve.openai import (
-    ApiError,
-    Body,
-    ChatBody,
-    Json,
-    assistant_message,
-    call_deltas,
-    call_json,
-)
+from tandem.serve.openai import ApiError, Json, assistant_message, call_deltas, call_json
 from tandem.types import Request
 
 # a token, its log-prob, and the likeliest ones with theirs, nats

@@ -41,7 +41,7 @@ from tests.support.talks import TALKS, ChatTalk, MessagesTalk, needs_anthropic
 from tests.support.tiny import exact_model
 from tests.support.waiting import WAIT_S, eventually
 
-ROOT = Path(__file__).parents[3]
+EXAMPLE = Path(__file__).parents[3] / "examples/environments/agent.py"
 PROBLEM = Problem(uid="p", messages=({"role": "user", "content": "How much is 3+4?"},), answer="7")
 ADD = {
     "type": "function",
@@ -472,7 +472,7 @@ def test_run_that_names_no_function_is_a_user_error(tmp_path):
 
 def test_the_example_answers_checks_itself_and_is_scored():
     async def driver():
-        env = AgentEnv(run=str(ROOT / "examples" / "environments" / "agent.py") + ":run")
+        env = AgentEnv(run=f"{EXAMPLE}:run")
         async with asyncio.timeout(WAIT_S):
             seen = [
                 await env.reset(PROBLEM),

@@ -25,8 +25,7 @@ pytestmark = pytest.mark.skipif(
     reason="make adapters installs mini-swe-agent",
 )
 
-
-ROOT = Path(__file__).parents[3]
+EXAMPLE = Path(__file__).parents[3] / "examples/environments/coding_agent.py"
 PROBLEM = Problem(uid="p", messages=({"role": "user", "content": "How much is 3+4?"},), answer="7")
 
 
@@ -62,7 +61,7 @@ def quiet(tmp_path, monkeypatch):
 )
 def test_the_example_is_scored_by_what_its_commands_leave(texts, reward):
     async def driver():
-        env = AgentEnv(run=str(ROOT / "examples" / "environments" / "coding_agent.py") + ":run")
+        env = AgentEnv(run=f"{EXAMPLE}:run")
         async with asyncio.timeout(WAIT_S):
             seen = [await env.reset(PROBLEM), *[await env.step(text) for text in texts]]
         await env.close()

@@ -46,7 +46,7 @@ FORMS = {
         "messages": [
             USER,
             {"role": "assistant", "function_call": {"name": "add", "arguments": '{"a": 1}'}},
-            RESULT,
+            {**RESULT, "role": "function"},
             DONE,
         ]
     },
@@ -112,6 +112,15 @@ def test_a_call_that_cannot_be_read_is_named(tmp_path, calls, field, said):
     with pytest.raises(UserError) as caught:
         read_rows(file, parse_chat, key="sft.train")
     assert field in str(caught.value) and said in str(caught.value)
+
+
+def test_a_turn_of_weight_0_carries_no_loss():
+    renderer = template_renderer("qwen2_5", call_templates()["qwen2_5"])
+    pairs = [(0, 1), (1, 0), (1, 1)]
+    chats = [[USER, {**DONE, "weight": a}, USER, {**DONE, "weight": b}] for a, b in pairs]
+    one, other, both = training_samples(renderer, [read({"messages": chat}) for chat in chats])
+    assert one[0].tolist() == other[0].tolist() == both[0].tolist()
+    assert (one[1] ^ other[1]).tolist() == both[1].tolist() and one[1].any() and other[1].any()
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "gemma4_v5", "glm4moe", "lfm2_v2", "gptoss"])

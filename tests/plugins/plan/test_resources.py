@@ -157,7 +157,7 @@ def test_a_run_out_of_memory_names_three_settings_and_goes_on_with_one(home, tmp
     for setting in ("rollout.cache_mb=512 saves 512", "train.activation_checkpointing=true saves "):
         assert setting in error.next
     [changes_bits] = [part for part in error.next.split("; ") if part.endswith("run.folder)")]
-    assert changes_bits.startswith("train.tokens_per_microbatch=4096 saves ")
+    assert changes_bits.startswith("train.tokens_per_microbatch=512 saves ")
     monkeypatch.undo()
     settings = ["rollout.cache_mb=512", "train.activation_checkpointing=true"]
     assert invoke(*command, f"run.folder={tmp_path}/run", *settings).exit_code == 0

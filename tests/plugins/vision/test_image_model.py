@@ -13,9 +13,9 @@ from tandem.model.config_file import check_model
 from tandem.model.load import load_model
 from tandem.model.lora import Lora
 from tandem.model.tokenizer import load_tokenizer
+from tandem.plugins.commands.export import export_adapter
 from tandem.plugins.vision import store
 from tandem.plugins.vision.images import load_image_reader
-from tandem.run_folder.export import export_adapter
 from tandem.runtime.image_parts import keep_in
 from tandem.runtime.image_tokens import IMAGE, image_run, name_of
 from tandem.trainer.pack import pack

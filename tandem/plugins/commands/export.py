@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tandem.cli.progress import console
@@ -13,6 +14,7 @@ from tandem.jobs.models import build_model, placement
 from tandem.model.config_file import HeadKind, check_model
 from tandem.model.custom_code import from_config
 from tandem.model.load import ExactModel
+from tandem.model.lora import write_adapter_config
 from tandem.model.paths import path_of
 from tandem.model.placement import CPU_FLOAT32
 from tandem.model.stock import stock_class
@@ -24,11 +26,10 @@ from tandem.run_folder.checkpoint import (
     load_checkpoint,
     step_name,
 )
-from tandem.run_folder.export import export, export_adapter, model_card
+from tandem.run_folder.export import export, model_card, write_export
 from tandem.run_folder.metrics import read_metrics
 from tandem.run_folder.read import PastRun, entered
 from tandem.runtime.errors import UserError
-from tandem.runtime.hub import push, require_token
 
 
 def export_run(
@@ -142,3 +143,77 @@ def _unfilled_model(path: str, *, head: HeadKind = "tokens", dtype: torch.dtype)
         module.generation_config = GenerationConfig.from_pretrained(path)
     chosen = path_of(config, f"model.path = {path}", CPU_FLOAT32)
     return chosen.maker(path, config, CPU_FLOAT32)(module)  # type: ignore[no-any-return]
+
+
+def export_adapter(model: ExactModel, source: str, folder: Path, card: str) -> Path:
+    """Write the adapter alone, as `peft.PeftModel.from_pretrained(stock model of source, folder)`
+    reads it; whole or not at all. Of the language model of a larger checkpoint (text_part) the
+    stock model is that of an export.
+
+    The score of a value model goes with it. Raises UserError for a model without an adapter.
+    """
+    lora = model.lora
+    if lora is None:
+        raise UserError(
+            "the model has no adapter to export",
+            where=str(folder),
+            found="a model that was loaded without LoRA",
+            expected="one with an adapter",
+            next="export the whole model",
+        )
+    weights = {
+        f"base_model.model.{name}": weight for name, weight in model.adapter_weights().items()
+    }
+    scored = "score.weight" in model.trainable()
+    if scored:
+        weights["base_model.model.score.weight"] = model.head.weight.detach()
+
+    def write(folder: Path) -> None:
+        save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        write_adapter_config(lora, model.adapted, source, folder, scored=scored)
+
+    return write_export(folder, write, card)
+
+
+# ---- to the hub, or what HF_ENDPOINT names
+
+
+def require_token(name: str) -> None:
+    """Raise UserError if nothing can be pushed from here, before any work."""
+    from huggingface_hub import constants, get_token
+
+    if constants.is_offline_mode() or get_token() is None:
+        raise UserError(
+            "nothing can be pushed to the hub",
+            where=f"--push {name}",
+            found="HF_HUB_OFFLINE is set" if constants.is_offline_mode() else "no token",
+            expected="a token that may write, and a hub that can be reached",
+            next="unset HF_HUB_OFFLINE; `hf auth login`, or set HF_TOKEN",
+        )
+
+
+def push(folder: Path, name: str) -> str:
+    """Make a model repository, private if it is new, hold the files of a folder and no others: an
+    adapter of an export before would change the model. Return its address. Raises UserError."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        repository = api.create_repo(name, private=True, exist_ok=True)
+        api.upload_folder(
+            repo_id=repository.repo_id,
+            folder_path=folder,
+            commit_message=f"Tandem: {folder.name}",
+            delete_patterns="*",
+        )
+        return str(repository)
+    # a refusal, a name that is none, or whatever the hub's client raises for a network
+    except Exception as error:
+        first = next(iter(str(error).strip().splitlines()), "")
+        raise UserError(
+            "the hub did not take the model",
+            where=f"{api.endpoint}, --push {name}",
+            found=f"{type(error).__name__}: {first}",
+            expected="a hub that can be reached, OWNER/NAME, and a token that may write there",
+            next=f"the export stays where it is: hf upload {name} {folder}",
+        ) from error

@@ -1,5 +1,4 @@
-"""Commands that import torch, or a reader of journals, once they are chosen. The registry has them
-by name."""
+"""The arguments of `tandem eval`, `export`, `status` and `show`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +19,7 @@ def evaluate(
 ) -> None:
     """Evaluate a model on the held-out problems; with --out the same command resumes."""
     config = load_config(recipe, overrides or [])
-    from tandem.cli import eval
+    from tandem.plugins.commands import eval
 
     eval.evaluate(config, out, fresh)
 
@@ -45,7 +44,7 @@ def export(
     ] = "",
 ) -> None:
     """Write a checkpoint as a Hugging Face directory for stock transformers and vLLM."""
-    from tandem.cli.export import export_run
+    from tandem.plugins.commands.export import export_run
 
     export_run(
         run, step, out, adapter=adapter, best=best, push_to=push, max_shard_size=max_shard_size
@@ -54,7 +53,7 @@ def export(
 
 def status(run: Run) -> None:
     """Tell whether a run goes on, and who runs where and does what."""
-    from tandem.cli import show
+    from tandem.plugins.commands import show
 
     show.status(run)
 
@@ -68,6 +67,6 @@ def show(
     held_out: Annotated[bool, Option("--eval", help="those of the step's evaluation")] = False,
 ) -> None:
     """Show episodes of a step: the conversation, the reward and its parts, and how it ended."""
-    from tandem.cli import show
+    from tandem.plugins.commands import show
 
     show.show(run, step, best=best, worst=worst, count=count, held_out=held_out)
