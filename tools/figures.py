@@ -403,8 +403,8 @@ HEADLINES = {  # rows of results/measured.md that README has, with its words for
 }
 MEASURED_HEAD = """# Measured
 
-Written by `make figures`. Each row comes from the command that its page names. Where several processors ran it, figures and
-processors stand in the same order. "0.89x the speed" is slower than the baseline, "0.81x the memory" less than it.
+Written by `make figures`. Each row comes from the command that its page names. Where several processors ran it, each has a line
+of the row. "0.89x the speed" is slower than the baseline, "0.81x the memory" less than it.
 """
 
 
@@ -427,7 +427,9 @@ def table(rows: list[Row]) -> list[str]:
         "| what | figure | processor | where |",
         "|---|---|---|---|",
         *(
-            f"| {what} | {figure} | {processor(m)} | [{page}]({where.format(page=page)}) |"
+            f"| {what} | {figure} | {processor(m)} | [{page}]({where.format(page=page)}) |".replace(
+                " / ", "<br>"
+            )
             for what, figure, m, page in rows
         ),
     ]

@@ -139,7 +139,7 @@ def tell_repeats(contents: Iterable[Hashable], key: str) -> None:
     hashes = [hash(content) for content in contents]
     if repeated := len(hashes) - len(set(hashes)):
         logger.warning(
-            "%s of the %s rows of %s repeat an earlier row, and each counts as one more",
+            "%s of the %s rows of %s repeat an earlier row; all are kept",
             f"{repeated:,}",
             f"{len(hashes):,}",
             key,
