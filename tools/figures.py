@@ -404,7 +404,7 @@ HEADLINES = {  # rows of results/measured.md that README has, with its words for
 MEASURED_HEAD = """# Measured
 
 Written by `make figures`. Each row comes from the command that its page names. Where several processors ran it, each has a line
-of the row. "0.89x the speed" is slower than the baseline, "0.81x the memory" less than it.
+of its row. "0.89x the speed" is slower than the baseline, "0.81x the memory" less than it.
 """
 
 
@@ -424,15 +424,22 @@ def measured() -> list[Row]:
 def table(rows: list[Row]) -> list[str]:
     where = "{page}.md" if len(rows) > len(HEADLINES) else "results/{page}.md"
     return [
-        "| what | figure | processor | where |",
-        "|---|---|---|---|",
+        "| what | figure, and its processor | where |",
+        "|---|---|---|",
         *(
-            f"| {what} | {figure} | {processor(m)} | [{page}]({where.format(page=page)}) |".replace(
-                " / ", "<br>"
-            )
+            f"| {what} | {beside(figure, processor(m))} | [{page}]({where.format(page=page)}) |"
             for what, figure, m, page in rows
         ),
     ]
+
+
+def beside(figure: str, processors: str) -> str:
+    """Write each figure beside its processor: ("2x / 3x", "A / B") -> "2x (A)<br>3x (B)"."""
+    figures, names = figure.split(" / "), processors.split(" / ")
+    if len(figures) != len(names):
+        figures, names = [figure], [processors]
+    pairs = zip(figures, names, strict=True)
+    return "<br>".join(f"{one} ({name})" if name else one for one, name in pairs)
 
 
 def processor(machine: str) -> str:
