@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from tandem.model.expert_choices import replayed_experts
 from tandem.model.forward import batch_logprobs, batch_values
@@ -518,6 +519,15 @@ def test_a_divided_reference_shares_no_memory_with_the_policy():
 
 
 # ---- collectives
+
+
+def groups_on(mesh):
+    return len(dist.distributed_c10d._world.pg_names)
+
+
+def test_groups_of_equal_members_are_one_and_a_process_makes_its_own_only():
+    """PyTorch's first, all, two pairs and the process alone, where there were 26."""
+    assert on_mesh(groups_on, data=2, tensor=2) == [5] * 4
 
 
 def reductions_on(mesh, budget):
