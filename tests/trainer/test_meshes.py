@@ -532,7 +532,7 @@ def test_groups_of_equal_members_are_one_and_a_process_makes_its_own_only():
 
 
 def collected_on(mesh):
-    """Whether weights collected in buckets of three sizes are those that were divided."""
+    """Equality of collected weights with those that were divided, for three sizes of buckets."""
     model, ranks, usual = exact_model("qwen3"), ParallelRanks(mesh), pieces.BUCKET_BYTES
     given = {name: weight.detach().clone() for name, weight in model.module.named_parameters()}
     ranks.divide(model, FLOAT32)
