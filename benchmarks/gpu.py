@@ -357,7 +357,7 @@ def page(kept: dict[str, Any]) -> str:
 
 
 def host_lines() -> list[str]:
-    """Launches and CPU time of a decode step, which are known without a GPU."""
+    """Write what is known of a decode step without a GPU."""
     lines = ["## Without a GPU: launches and the host", ""]
     lines += [
         f"A layer of a decode step is eight launches of Triton's kernels, and no other (`{COUNTED}`)."

@@ -56,6 +56,7 @@ class Kernels:
     chosen: str = "plain"  # the one that multiplies in this process
     fused: bool = False  # whether log-probs and their slopes are made of logits, without a table
     layer: Callable[..., Tensor] | None = None  # what runs an ExactLayer without gradients, if any
+    packs_stay: bool = False  # whether a pack is renewed where it is, for captured steps
     runs_ahead: bool = False  # whether decode steps may run ahead of the host (engine/lookahead.py)
     # rows of an output projection that the probe tries, (): all; here one costs as much as a layer
     head_rows: Sequence[int] = (4, 32)
