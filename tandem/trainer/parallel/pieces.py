@@ -120,9 +120,9 @@ class Pieces:
                 there = [*none[:to], counts[world.rank], *none[to + 1 :]]
                 received = world.exchange(received, bucket[0], there, here)
             if world.rank == to:
-                yield from self._put_together(bucket, tensors, list(received.split(here)))
+                yield from self.put_together(bucket, tensors, list(received.split(here)))
 
-    def _put_together(
+    def put_together(
         self, bucket: list[str], tensors: Mapping[str, Tensor], received: list[Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the whole tensors of a bucket. received: by rank, its parts behind each other."""
