@@ -104,9 +104,9 @@ def find_episodes(past: PastRun, name: str) -> list[EpisodeRef]:
             return list(refs.values())
     last = [ref for step in [*steps][-1:] for ref in _refs_of_step(past, step)]
     raise UserError(
-        "the journal has no such episode" if name else "name an episode or a step",
+        "the journal has no such episode",
         where=str(past.episodes),
-        found=name or "nothing",
+        found=name or "nothing; --episode names one",
         expected="STEP:UID:SAMPLE, UID:SAMPLE, UID, STEP or KEY, e.g. "
         f"{last[0].name if last else '12:algebra/17:3'}",
         next=f"tandem why {past.folder} --episode STEP lists those of a step",
