@@ -114,12 +114,12 @@ def run_everything(dtype, width, kernel):
         (rowwise.swiglu(new(ROWS, 512)),),
     ):
         torch.autograd.backward(results, [torch.zeros_like(t) for t in results])
-    logits, targets = new(ROWS, 32_000, dtype=torch.float32).detach(), torch.zeros(ROWS).long()
+    logits, targets = new(ROWS, 32_000).detach(), torch.zeros(ROWS).long()
     vocabulary.log_softmax(logits, 0.7)
     above, entropies = vocabulary.target_logprobs(logits, targets, 0.7, entropy=True)
     vocabulary.logprob_slope(logits, targets, 0.7, above, entropies)
-    vocabulary.inverse_cdf(logits, above)
-    vocabulary.top_p_edge(logits, 0.9)
+    vocabulary.draw(logits, 0.7, above)
+    vocabulary.find(logits.float(), 1.0, above, reaching=True)
 
 
 def attend(new, width):
