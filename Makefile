@@ -8,7 +8,7 @@ DEV := $(VENV)/.ready-dev
 # With OMP_WAIT_POLICY=passive a waiting thread leaves its core to them; it changes no bit.
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=passive
 
-.PHONY: setup setup-dev adapters distributed megatron wheels demo test test-all nightly long-tests check format lint types size same-bits gpu docs site mutants invariants chaos bench plan-accuracy scaling cluster smollm2 smollm2-model recipes lora-regret learning environments figures newest models clean
+.PHONY: setup setup-dev adapters distributed megatron wheels demo test test-all nightly long-tests check format lint types size same-bits gpu gpu-wheels docs site mutants invariants chaos bench plan-accuracy scaling cluster smollm2 smollm2-model recipes lora-regret learning environments figures newest models clean
 
 # What the demo and the commands need; what tests, benchmarks and the SmolLM2 example need besides comes with setup-dev.
 setup: $(READY)
@@ -98,8 +98,13 @@ same-bits: $(DEV)
 	@$(BIN)/python tools/same_bits.py $(old) $(or $(new),.) $(if $(only),--only $(only))
 
 # All that only a GPU can show, into results/gpu.md; `make gpu only="kernels decode"` runs these sections.
-gpu: $(DEV)
-	@$(TEST_ENV) $(BIN)/python benchmarks/gpu.py $(only)
+# A machine without an index: `make gpu-wheels` here, then there `make gpu PY=python3` (tools/gpu_wheels.sh).
+PY ?= $(BIN)/python
+gpu: $(if $(filter $(BIN)/python,$(PY)),$(DEV))
+	@$(TEST_ENV) $(if $(filter $(BIN)/python,$(PY)),,tools/gpu_wheels.sh run) $(PY) benchmarks/gpu.py $(only)
+
+gpu-wheels:
+	@tools/gpu_wheels.sh get $(PYTHON)
 
 # The long proofs; their results are committed under results/.
 invariants: $(DEV)

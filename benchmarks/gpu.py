@@ -4,11 +4,14 @@ results/gpu.md from it.
     make gpu                             every section
     make gpu only="kernels decode"       these; the results of the others stay as they are
     make gpu only="decode --again"       anew what this code has measured on this GPU already
+    make gpu only="parity --rows bfloat16 --limit 60 --out FOLDER"   rows of that name, for so many seconds a section; results there
+    make gpu-wheels; make gpu PY=python3 a machine without a package index: the first here, the second there
     python benchmarks/gpu.py --tiny      every section at a tiny shape, on a CPU too; prints the page and keeps nothing
 
 Each row is kept once it is measured, and a section ends after its limit, so that a call that is cut off goes on with the next.
 A row that fails says so in its cells, and counts as measured. A section's results name the GPU that they were found on; another
-GPU, other code or other versions begin it anew. Exit code 2 without a GPU. What has not been measured says so.
+GPU, other code or other versions begin it anew. Sections and rows stand in the order of what they tell, so that a short loan of a GPU
+measures the most. Exit code 2 without a GPU. What has not been measured says so.
 """
 
 import argparse
@@ -19,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
@@ -43,7 +46,10 @@ from tests.support.parity import CONFIGS  # noqa: E402
 JSON, PAGE = ROOT / "results" / "gpu.json", ROOT / "results" / "gpu.md"
 NOT_MEASURED = "not measured"
 CODE = ("tandem/**/*.py", "benchmarks/gpu*.py")  # a section's results are of
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+BATCHES = (1, 64, 256, 2, 4, 8, 16, 32, 128, 512)  # the first three tell the most
+STAGGERED = 192  # tokens of the longest prompt beside one of speed.PROMPT
+COUNTED = "test_a_layer_of_a_decode_step_is_eight_launches"  # of tests/gpu
+HOST = ROOT / "results" / "host_cost.json"  # of benchmarks/host_cost.py --keep
 KINDS = ("train", "ppo, lora", "dapo")  # of runs that are killed
 NO_GPU = (
     "error: there is no GPU to measure; found: none that torch {torch} can use; expected: a CUDA GPU, its driver and a CUDA "
@@ -71,9 +77,9 @@ BY_MODEL: dict[str, tuple[Any, ...]] = {name: (name,) for name in SHAPES}
 SECTIONS = {
     "kernels": Section(
         title="The kernels' tests",
-        about="`pytest tests/gpu` on the GPU.",
+        about="`pytest -n8 tests/gpu` on the GPU, without compilations for GPUs that are not there.",
         measure=proofs.kernels,
-        columns={"passed": ",", "failed": ",", "skipped": ","},
+        columns={"passed": ",", "failed": ",", "skipped": ",", "which failed": ""},
     ),
     "parity": Section(
         title="Engine and trainer agree",
@@ -82,16 +88,80 @@ SECTIONS = {
         columns={"schedules": ",", "sampled tokens": ",", "largest log-prob gap": ""},
         rows={
             f"{kind}, {dtype}": (kind, dtype)
-            for dtype in ("float32", "bfloat16")
+            for dtype in ("bfloat16", "float32")
             for kind in CONFIGS
         },
+    ),
+    "decode": Section(
+        title="Decode",
+        about=f"{speed.NEW} tokens after prompts of {speed.PROMPT}; staggered: of {speed.PROMPT} to {STAGGERED}, so that pages change in nearly every step. The floor of a step is (bytes of all weights + bytes of the cached keys and values that are read) / "
+        "the bandwidth of a copy on this GPU; no engine passes it.",
+        measure=speed.decode,
+        columns={"tokens/s": ",.0f", "share of the floor": ".0%"},
+        rows={
+            f"{name}, batch {batch}{', staggered' * (longest > speed.PROMPT)}": (
+                name,
+                batch,
+                longest,
+            )
+            for name in SHAPES
+            for batch in BATCHES
+            for longest in (speed.PROMPT, *[STAGGERED] * (batch in (64, 256)))
+        },
+    ),
+    "training": Section(
+        title="Training",
+        about="Forward, backward and AdamW of 8,192 tokens in sequences of 1,024. FLOPs = 6 x parameters x tokens + 6 x layers x tokens x length x heads x "
+        "head size (causal attention); MFU = FLOPs / seconds / torch's own product of two matrices of 8,192 x 8,192 in the same run.",
+        measure=speed.training,
+        columns={"tokens/s": ",.0f", "MFU": ".0%"},
+        rows=BY_MODEL,
+    ),
+    "step": Section(
+        title="A whole RL step",
+        about="`tandem train`, 64 problems x 8 samples, prompts of 256 tokens, 512 sampled; rewards, journal and ledger included. Beside it "
+        "the same step as a plain loop: transformers' `generate` with SDPA, GRPO's loss over 8 sequences at a time, torch's AdamW on bfloat16 weights, nothing recorded.",
+        measure=speed.rl_step,
+        columns={
+            "step, s": ".2f",
+            "rollout, s": ".2f",
+            "learning, s": ".2f",
+            "sampled tokens/s": ",.0f",
+        },
+        rows={
+            f"{name}{', plain loop' * plain}": (name, plain)
+            for name in SHAPES
+            for plain in (False, True)
+        },
+    ),
+    "matmul": Section(
+        title="Matmul kernels",
+        about="What the probe finds before a run: all linears of a layer and the output projection with 64 rows, those of the layer also with 640, in a CUDA graph; "
+        "or why a kernel is not exact or does not run. The fastest exact one is taken. The other figures are those of the kernel taken here.",
+        measure=speed.matmul,
+        columns={**{f"{kernel}, ms": ".2f" for kernel in speed.MATMULS}, "taken": ""},
+        rows=BY_MODEL,
+    ),
+    "prefill": Section(
+        title="Prefill",
+        about="16 prompts of 1,024 tokens, to their first token; 2 FLOPs a weight and token, the output projection left out.",
+        measure=speed.prefill,
+        columns={"tokens/s": ",.0f", "share of the matmul ceiling": ".0%"},
+        rows=BY_MODEL,
+    ),
+    "memory": Section(
+        title="Peak memory",
+        about="`torch.cuda.max_memory_allocated` of an engine with a cache of 4 GiB beside two updates over 8,192 tokens, and what `tandem plan` says of it.",
+        measure=speed.memory,
+        columns={"measured, GiB": ".1f", "tandem plan, GiB": ".1f", "measured / plan": ".2f"},
+        rows=BY_MODEL,
     ),
     "resume": Section(
         title="Killed = never stopped",
         about="Runs on the GPU, killed with `kill -9` and started again; equal: weights, optimizer, metrics, ledger, episodes and exported model.",
         measure=proofs.resume,
         columns={"killed": ",", "resumed": ",", "byte-equal": ","},
-        rows={kind: (kind,) for kind in KINDS},
+        rows={f"{kind}, after step {step}": (kind, step) for step in range(1, 6) for kind in KINDS},
     ),
     "learning": Section(
         title="The demo learns",
@@ -105,61 +175,11 @@ SECTIONS = {
         },
         rows={f"seed {seed}": (seed,) for seed in range(5)},
     ),
-    "decode": Section(
-        title="Decode",
-        about=f"{speed.NEW} tokens after prompts of {speed.PROMPT}. The floor of a step is (bytes of all weights + bytes of the cached keys and values that are read) / "
-        "the bandwidth of a copy on this GPU; no engine passes it.",
-        measure=speed.decode,
-        columns={"tokens/s": ",.0f", "share of the floor": ".0%"},
-        rows={f"{name}, batch {batch}": (name, batch) for name in SHAPES for batch in BATCHES},
-    ),
     "shared": Section(
         title="Decode from shared pages",
         about=f"32 prompts of 512 tokens x 8 samples, {speed.NEW} tokens each, beside 256 prompts: samples read the pages of their prompt once a group.",
         measure=speed.shared,
         columns={"shared, tokens/s": ",.0f", "apart, tokens/s": ",.0f", "shared / apart": ".2f"},
-        rows=BY_MODEL,
-    ),
-    "matmul": Section(
-        title="Matmul kernels",
-        about="What the probe finds before a run: all linears of a layer and the output projection with 64 rows, those of the layer also with 640, in a CUDA graph; "
-        "or why a kernel is not exact or does not run. The fastest exact one is taken. The other figures are those of the kernel taken here.",
-        measure=speed.matmul,
-        columns={**{f"{kernel}, ms": ".2f" for kernel in speed.MATMULS}, "taken": ""},
-        rows=BY_MODEL,
-    ),
-    "workload": Section(
-        title="nano-vllm's workload",
-        about="Qwen3-0.6B, 256 sequences, 100 to 1,024 tokens in and as many out; each engine in its own process and with its own defaults.",
-        measure=speed.workload,
-        columns={"output tokens/s": ",.0f"},
-        rows={"Tandem": ("Tandem",), "nano-vllm": ("nanovllm",), "vLLM": ("vllm",)},
-    ),
-    "prefill": Section(
-        title="Prefill",
-        about="16 prompts of 1,024 tokens, to their first token; 2 FLOPs a weight and token, the output projection left out.",
-        measure=speed.prefill,
-        columns={"tokens/s": ",.0f", "share of the matmul ceiling": ".0%"},
-        rows=BY_MODEL,
-    ),
-    "training": Section(
-        title="Training",
-        about="Forward, backward and AdamW of 8,192 tokens in sequences of 1,024. FLOPs = 6 x parameters x tokens + 6 x layers x tokens x length x heads x "
-        "head size (causal attention); MFU = FLOPs / seconds / torch's own product of two matrices of 8,192 x 8,192 in the same run.",
-        measure=speed.training,
-        columns={"tokens/s": ",.0f", "MFU": ".0%"},
-        rows=BY_MODEL,
-    ),
-    "step": Section(
-        title="A whole RL step",
-        about="`tandem train`, 64 problems x 8 samples, prompts of 256 tokens, 512 sampled; rewards, journal and ledger included.",
-        measure=speed.rl_step,
-        columns={
-            "step, s": ".2f",
-            "rollout, s": ".2f",
-            "learning, s": ".2f",
-            "sampled tokens/s": ",.0f",
-        },
         rows=BY_MODEL,
     ),
     "inexact": Section(
@@ -172,12 +192,12 @@ SECTIONS = {
             for count, length in ((64, 128), (8, 1024), (1, 8192))
         },
     ),
-    "memory": Section(
-        title="Peak memory",
-        about="`torch.cuda.max_memory_allocated` of an engine with a cache of 4 GiB beside two updates over 8,192 tokens, and what `tandem plan` says of it.",
-        measure=speed.memory,
-        columns={"measured, GiB": ".1f", "tandem plan, GiB": ".1f", "measured / plan": ".2f"},
-        rows=BY_MODEL,
+    "workload": Section(
+        title="nano-vllm's workload",
+        about="Qwen3-0.6B, 256 sequences, 100 to 1,024 tokens in and as many out; each engine in its own process and with its own defaults.",
+        measure=speed.workload,
+        columns={"output tokens/s": ",.0f"},
+        rows={"Tandem": ("Tandem",), "nano-vllm": ("nanovllm",), "vLLM": ("vllm",)},
     ),
 }
 
@@ -191,6 +211,15 @@ def main(arguments: list[str]) -> int:
         "--tiny", action="store_true", help="a trial of the benchmark itself, on a CPU too"
     )
     parser.add_argument("--again", action="store_true", help="measure anew what is measured")
+    parser.add_argument("--rows", default="", metavar="PART", help="rows with that in their names")
+    parser.add_argument("--limit", type=float, metavar="SECONDS", help="of a section")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=JSON.parent,
+        metavar="FOLDER",
+        help="results there, and from there",
+    )
     args = parser.parse_args(arguments)
     if unknown := sorted(set(args.only) - SECTIONS.keys()):
         print(f"unknown section: {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
@@ -199,19 +228,28 @@ def main(arguments: list[str]) -> int:
         print(NO_GPU.format(torch=torch.__version__))
         return 2
     numerics.prepare()
-    bench, kept = Bench(place_models("auto", "auto"), args.tiny), {} if args.tiny else everything()
+    results = args.out / JSON.name
+    bench = Bench(place_models("auto", "auto"), args.tiny)
+    kept = {} if args.tiny else everything(results)
 
     def keep(name: str, found: dict[str, Any]) -> None:
         kept[name] = found
         if not args.tiny:
-            JSON.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
-            PAGE.write_text(page(kept))
+            args.out.mkdir(parents=True, exist_ok=True)
+            results.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+            (args.out / PAGE.name).write_text(page(kept))
 
     for name in args.only or SECTIONS:
         before = None if args.again or name not in kept else kept[name]
-        found = measured(bench, SECTIONS[name], before, partial(keep, name))
+        found = measured(bench, part_of(SECTIONS[name], args), before, partial(keep, name))
         print("\n".join(section_lines(SECTIONS[name], found)), flush=True)
     return 0
+
+
+def part_of(section: Section, args: argparse.Namespace) -> Section:
+    """The rows that are asked for, and the seconds that they may take."""
+    rows = {name: row for name, row in section.rows.items() if args.rows in name}
+    return replace(section, rows=rows, limit_s=args.limit or section.limit_s)
 
 
 def measured(
@@ -302,8 +340,8 @@ def version_of(package: str) -> str:
         return "not installed"
 
 
-def everything() -> dict[str, Any]:
-    return json.loads(JSON.read_text()) if JSON.exists() else {}
+def everything(path: Path = JSON) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def page(kept: dict[str, Any]) -> str:
@@ -315,7 +353,25 @@ def page(kept: dict[str, Any]) -> str:
     ]
     for name, section in SECTIONS.items():
         lines += ["", *section_lines(section, kept.get(name))]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", *host_lines()]) + "\n"
+
+
+def host_lines() -> list[str]:
+    """Write what is known of a decode step without a GPU."""
+    lines = ["## Without a GPU: launches and the host", ""]
+    lines += [
+        f"A layer of a decode step is eight launches of Triton's kernels, and no other (`{COUNTED}`)."
+    ]
+    lines += [
+        "The engine's CPU time of a step that runs ahead, with passes that return at once (`benchmarks/host_cost.py`):",
+        "",
+    ]
+    lines += ["| sequences | lengths of the prompts | median, ms | mean, ms |", "|---|---|---|---|"]
+    found = everything(HOST)
+    for row in found.get("rows", ()):
+        cells = (row["sequences"], row["lengths"], row["median_ms"], row["mean_ms"])
+        lines += [f"| {' | '.join(map(str, cells))} |"]
+    return [*lines, "", f"{found['machine']}; {found['date']}." if found else NOT_MEASURED]
 
 
 def section_lines(section: Section, found: dict[str, Any] | None) -> list[str]:

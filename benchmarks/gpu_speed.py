@@ -48,22 +48,26 @@ MATMULS = ("plain", "persistent", "tma", "cublas")
 GIB = 2**30
 
 
-def decode(bench: Bench, name: str, batch: int) -> Figures:
+def decode(bench: Bench, name: str, batch: int, longest: int = PROMPT) -> Figures:
     """Tokens a second after the first ones, and the share of the floor: weights and cached keys and
-    values read once a step, at the bandwidth of a copy."""
+    values read once a step, at the bandwidth of a copy. longest: of the prompts, whose lengths are
+    spread evenly; then pages change in nearly every step."""
     model = bench.model(name)
     batch, new = bench.size(batch, min(batch, 4)), bench.size(NEW, 4)
-    prompts = np.random.default_rng(0).integers(0, 100, (batch, PROMPT))
-    step_s = decode_step_s(bench, model, prompts, new)
-    read = batch * (PROMPT + new / 2) * page_bytes(model.config, model.dtype.itemsize) / PAGE
+    lengths, rng = np.linspace(PROMPT, longest, batch).astype(int), np.random.default_rng(0)
+    step_s = decode_step_s(bench, model, [rng.integers(0, 100, n) for n in lengths], new)
+    tokens = lengths.sum() + batch * new / 2
+    read = tokens * page_bytes(model.config, model.dtype.itemsize) / PAGE
     floor_s = (parameters(model) * model.dtype.itemsize + read) / copy_bandwidth(bench)
     return {"tokens/s": batch / step_s, "share of the floor": floor_s / step_s}
 
 
-def decode_step_s(bench: Bench, model: ExactModel, prompts: np.ndarray, new: int) -> float:
+def decode_step_s(
+    bench: Bench, model: ExactModel, prompts: np.ndarray | list[np.ndarray], new: int
+) -> float:
     """Seconds of a decode step, from sampling `new` tokens of each prompt and one."""
-    batch, length = prompts.shape
-    engine = engine_of(model, [length + new] * batch)
+    batch = len(prompts)
+    engine = engine_of(model, [len(prompt) + new for prompt in prompts])
     first, whole = (
         bench.seconds(lambda count=count: generate(engine, prompts, [count] * batch))
         for count in (1, new)
@@ -197,9 +201,11 @@ def train(model: ExactModel, optimizer: Optimizer, batch: Microbatch) -> None:
     optimizer.update()
 
 
-def rl_step(bench: Bench, name: str) -> Figures:
+def rl_step(bench: Bench, name: str, plain: bool = False) -> Figures:
     """`tandem train` of 64 problems x 8 samples, prompts of 256 tokens, 512 sampled; rewards,
-    journal and ledger included. Medians of all steps but the first."""
+    journal and ledger included. Medians of all steps but the first. plain: `plain_step` instead."""
+    if plain:
+        return plain_step(bench, name)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         command = [*prepare(folder, 2 + bench.repeats), *placed(bench)]
@@ -234,6 +240,52 @@ def rl_step(bench: Bench, name: str) -> Figures:
     return {
         **medians,
         "sampled tokens/s": statistics.median(row["generated_tokens_per_s"] for row in rows),
+    }
+
+
+def plain_step(bench: Bench, name: str) -> Figures:
+    """The same step without Tandem, in one process: transformers' generate with SDPA and a cache,
+    one reward of random numbers, GRPO's loss over microbatches of 8 sequences, torch's AdamW on the
+    weights as they are. No journal, no ledger, no master weights."""
+    forget_models()
+    prompts, samples = bench.size(64, 2), bench.size(8, 2)
+    length, new = bench.size(256, 24), bench.size(512, 8)
+    device, model = bench.place.device, stock_model(bench, name, "sdpa")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    rows = torch.randint(0, 100, (prompts, length), device=device).repeat_interleave(samples, 0)
+    wanted = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+
+    def roll_out() -> torch.Tensor:
+        every = torch.ones_like(rows)
+        with torch.no_grad():
+            return model.generate(
+                rows, attention_mask=every, max_new_tokens=new, eos_token_id=None, **wanted
+            )
+
+    def learn(sequences: torch.Tensor) -> None:
+        rewards = torch.rand(prompts, samples, device=device)
+        spread = rewards.std(1, keepdim=True) + 1e-4
+        advantages = ((rewards - rewards.mean(1, keepdim=True)) / spread).view(-1, 1)
+        for part, advantage in zip(sequences.split(8), advantages.split(8), strict=True):
+            logits = model(part, logits_to_keep=new + 1, use_cache=False).logits[:, :-1].float()
+            logprobs = logits.log_softmax(-1).gather(2, part[:, -new:, None])[..., 0]
+            ratio = (logprobs - logprobs.detach()).exp()
+            (-(ratio * advantage).sum() / (len(sequences) * new)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    times = []
+    for _ in range(1 + bench.repeats):
+        found: list[torch.Tensor] = []
+        rollout_s = bench.once(lambda found=found: found.append(roll_out()))
+        times.append((rollout_s, bench.once(lambda found=found: learn(found[0]))))
+    rollout_s, learn_s = (statistics.median(column) for column in zip(*times[1:], strict=True))
+    return {
+        "step, s": statistics.median(map(sum, times[1:])),
+        "rollout, s": rollout_s,
+        "learning, s": learn_s,
+        "sampled tokens/s": len(rows) * new / rollout_s,
     }
 
 

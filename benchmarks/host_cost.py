@@ -1,18 +1,22 @@
 """Host time of an engine step that runs ahead of a GPU: passes are stubs, everything else is real.
 
-    python benchmarks/host_cost.py [SEQUENCES ...]
+    python benchmarks/host_cost.py [SEQUENCES ...] [--keep]
 
-Prints one JSON line for each kind of batch: CPU milliseconds a step, the median of 100 steps.
+Prints one JSON line for each kind of batch: CPU milliseconds a step, the median of 100 steps. --keep:
+also into results/host_cost.json, of which `benchmarks/gpu.py` makes a table of results/gpu.md.
 """
 
 import json
 import statistics
 import sys
 import time
+from datetime import date
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
+from machine import describe, others_cpu_share
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from tandem.engine.engine import Engine
@@ -25,6 +29,7 @@ from tandem.types import Request, SamplingParams
 
 KINDS = {"equal": (512, 513, 1), "mixed": (100, 600, 1), "mixed, 8 samples": (100, 600, 8)}
 STEPS = 100
+KEPT = Path(__file__).parent.parent / "results" / "host_cost.json"
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "vocab_size": 32, "head_dim": 16}
 SIZES |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
 
@@ -82,10 +87,16 @@ def measure(model, sequences: int, kind: str) -> dict[str, float | int | str]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    model = StubModel()
-    for sequences in map(int, sys.argv[1:] or (1, 64, 256)):
+    model, rows = StubModel(), []
+    counts = [int(word) for word in sys.argv[1:] if word != "--keep"] or [1, 64, 256]
+    for sequences in counts:
         for kind in KINDS:
-            print(json.dumps(measure(model, sequences, kind)), flush=True)
+            rows.append(measure(model, sequences, kind))
+            print(json.dumps(rows[-1]), flush=True)
+    if "--keep" in sys.argv:
+        busy = f"{describe()}, of which others had {others_cpu_share():.0%} right after"
+        found = {"machine": busy, "date": str(date.today()), "rows": rows}
+        KEPT.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -188,7 +188,7 @@ def tandem(command: str, folder: Path, *overrides: str, kill_at: int = 0) -> Pat
     line += [f"run.folder={folder}", *overrides]
     if kill_at:
         process = subprocess.Popen(line, cwd=ROOT)
-        while len(read_metrics(folder)) <= kill_at:
+        while process.poll() is None and len(read_metrics(folder)) <= kill_at:
             time.sleep(0.1)
         process.kill()
         process.wait()

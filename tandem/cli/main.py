@@ -26,9 +26,9 @@ TRAINING = {
     "train": "Train by reinforcement learning: GRPO, PPO and relatives. The same command resumes a "
     "stopped run.",
     "sft": "Fine-tune on chats, supervised.",
-    "dpo": "Optimize preferences (DPO, IPO) on pairs of a chosen and a rejected answer.",
-    "rm": "Train a reward model on pairs (Bradley-Terry), as a sequence classifier with one label.",
-    "distill": "Distill a teacher on-policy: the model samples, the teacher grades every token.",
+    "dpo": "Learn preferences (DPO, IPO) from chosen and rejected answers.",
+    "rm": "Train a reward model on pairs (Bradley-Terry). It is a classifier with one label.",
+    "distill": "Distill a teacher on-policy. The model samples, the teacher grades every token.",
 }
 
 
@@ -65,7 +65,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Reinforcement learning for language models; training and inference on one model code.",
+    help="Train language models by reinforcement learning. Training and inference share a model.",
 )
 
 

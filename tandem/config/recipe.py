@@ -131,7 +131,7 @@ def _apply(tree: dict[str, Any], text: str, origin: dict[str, str]) -> None:
             where="command line",
             found=text,
             expected="section.field=value, e.g. rl.group_size=8",
-            next=advice if sign else "",
+            next=advice if sign else f"put a key before it: KEY={text}",
         )
     if not isinstance(tree.setdefault(section, {}), dict):
         return  # the validation names it

@@ -17,6 +17,7 @@ from tandem.engine.graphs import HostCopy, NewCapture, StepGraphs, upload
 from tandem.engine.page_cache import PageCache
 from tandem.engine.sampler import device_uniforms, sample, sampling_key
 from tandem.model.expert_choices import RecordedExperts
+from tandem.model.linear import PackedWeight
 from tandem.model.load import ExactModel
 from tandem.model.paged_attention import PAGE, DecodeRows, Runs
 from tandem.model.rope import positions_of
@@ -36,6 +37,7 @@ class DecodeStep:
     ):
         self.model, self.cache = model, cache
         self.graphs = StepGraphs(new_capture)
+        self._places: tuple[int, int] = 0, 0  # where the captured steps find packs and cache
         longest = min(positions_of(model.config), cache.count * PAGE)
         rows, pages = padded_batch(max_rows), -(-longest // PAGE)
 
@@ -80,9 +82,13 @@ class DecodeStep:
         """Run the step for the live rows, all at positions below `longest`; return their next
         tokens int64 [n] and log-probs float32 [n]."""
         rows, max_length = padded_batch(live), max(SHORTEST, 1 << (longest - 1).bit_length())
+        places = PackedWeight.moves, self.cache.allocations
+        if self._places != places:
+            self.graphs.clear()
+            self._places = places
+        adapted = self.model.changes() % 2 == 0
         self.graphs.run(
-            # a graph knows the pages by their address
-            (rows, max_length, self.sharing, sampling_key(sampling), self.cache.allocations),
+            (rows, max_length, self.sharing, sampling_key(sampling), adapted),
             lambda: self._step(rows, max_length, sampling, live),
         )
         return HostCopy(self.tokens[:live], self.logprobs[:live])
@@ -113,5 +119,7 @@ class DecodeStep:
 
 
 def padded_batch(rows: int) -> int:
-    """Round up to the ladder of batch sizes: 1, 2, 4, 8, 16, 24, 32 and so on by 8."""
-    return 1 << (rows - 1).bit_length() if rows <= 8 else rows + -rows % 8
+    """Round up to the ladder of batch sizes: 1, 2, 4, 8, then by 8 up to 128, by 16 up to 256 and
+    so on."""
+    power = 1 << (rows - 1).bit_length()
+    return power if rows <= 8 else rows + -rows % max(8, power // 16)

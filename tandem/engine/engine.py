@@ -169,7 +169,7 @@ class Engine:
     def _forget(self) -> None:
         self.cache.flush()
         if self.lookahead is not None:
-            self.lookahead.clear()
+            self.lookahead.renew()
         self._to_check = None
         self._stamp = self._weights_stamp()
 

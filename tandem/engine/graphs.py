@@ -26,7 +26,8 @@ class StepGraphs:
     """Captured steps by their keys. `new_capture` None: none is captured.
 
     A step must be a function of tensors that stay where they are. Its first run is an ordinary one,
-    which compiles its kernels; it is captured at the second and replayed from then on.
+    which compiles its kernels; it is captured at the second and replayed from then on. So is the
+    first run after `renew`.
     """
 
     def __init__(self, new_capture: NewCapture | None):
@@ -36,12 +37,21 @@ class StepGraphs:
     def clear(self) -> None:
         """Forget every step: a graph reads the weights, also packed ones, where they once were."""
         self._steps: dict[Hashable, Graph | None] = {}
+        self._renews = False
         # a pool that has lost all its graphs takes no other
         self._capture = self._new_capture() if self._new_capture is not None else None
+
+    def renew(self) -> None:
+        """Let the next step run as it is: the weights have changed where they are, and it makes
+        their packs anew."""
+        self._renews = True
 
     def run(self, key: Hashable, step: Step) -> None:
         """Run the step of that key."""
         if self._capture is None:
+            return step()
+        if self._renews:
+            self._renews = False
             return step()
         if key not in self._steps:
             if len(self._steps) == MOST_STEPS:

@@ -103,8 +103,15 @@ class Lookahead:
         self._copy: HostCopy | None = None
         self._taken: dict[RunningSequence, int] = {}
 
+    def renew(self) -> None:
+        """Drop the step in flight: the weights have changed."""
+        self._rows = None
+        graphs = self._step.graphs
+        kept = all(pack.kept for pack in self._step.model.packs())
+        (graphs.renew if kept else graphs.clear)()
+
     def clear(self) -> None:
-        """Drop the step in flight and every captured one: the weights have changed."""
+        """Drop the step in flight and every captured one."""
         self._rows = None
         self._step.graphs.clear()
 

@@ -59,6 +59,7 @@ class Kernels:
     # table, if anything; then slopes are of such logits and written over them
     draw: Callable[[Tensor, float, Tensor], tuple[Tensor, Tensor]] | None = None
     layer: Callable[..., Tensor] | None = None  # what runs an ExactLayer without gradients, if any
+    packs_stay: bool = False  # whether a pack is renewed where it is, for captured steps
     runs_ahead: bool = False  # whether decode steps may run ahead of the host (engine/lookahead.py)
     # rows of an output projection that the probe tries, (): all; here one costs as much as a layer
     head_rows: Sequence[int] = (4, 32)

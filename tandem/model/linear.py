@@ -65,7 +65,7 @@ class PackedWeight:
     each use.
     """
 
-    made = 0  # in this process: until there are more, the addresses of those kept are good
+    moves = 0  # in this process: until there are more, the addresses of those kept are good
 
     def __init__(self) -> None:
         self.kept = True
@@ -83,10 +83,14 @@ class PackedWeight:
         own = kernels_of(parts[0].weight)
         versions = (id(own), *(version for part in parts for version in part.version()))
         if self._packed is None or self._versions != versions:
+            old = self._packed if self._versions[:1] == versions[:1] and own.packs_stay else None
             # free the old pack before the new one is made
             self._packed, self._versions = None, versions
-            self._packed = _pack_parts(parts)
-            PackedWeight.made += 1
+            self._packed = packed = _pack_parts(parts)
+            if old is None or old.shape != packed.shape:
+                PackedWeight.moves += 1
+            elif old.data_ptr() != packed.data_ptr():  # a plain weight is its own pack
+                self._packed = old.copy_(packed)
         return self._packed
 
 

@@ -145,9 +145,10 @@ class Optimizer:
     @torch.no_grad()
     def _round(self) -> None:
         """Write the masters into their parameters."""
-        for name, p in self.parameters.items():
-            if p is not self.masters[name]:
-                p.copy_(self.masters[name])
+        names = [name for name, p in self.parameters.items() if p is not self.masters[name]]
+        if names:
+            rounded = [self.parameters[name].detach() for name in names]
+            torch._foreach_copy_(rounded, [self.masters[name] for name in names])
 
     def weights(self) -> dict[str, Tensor]:
         """Return the float32 weights that the next update starts from, by parameter name."""
@@ -199,20 +200,29 @@ def factor(schedule: Schedule, step: int, warmup: int, total: int) -> float:
 def global_norm(tensors: Iterable[Tensor]) -> float:
     """Compute the L2 norm over all tensors in a fixed order."""
     total = 0.0
-    for tensor in tensors:  # not sum(), which since Python 3.12 has other bits than parts added up
-        total += float(row_squares(tensor, len(tensor)).sum())
+    # not sum(), which since Python 3.12 has other bits than parts added up
+    for squares in row_squares([(tensor, len(tensor)) for tensor in tensors]):
+        total += float(squares.sum())
     return math.sqrt(total)
 
 
-def row_squares(tensor: Tensor, num_rows: int) -> Array:
-    """Compute the squared norms of a tensor's rows, float64, by torch in each row; a tensor of one
-    row has its elements' squares, which numpy sums with one thread.
+def row_squares(tensors: Iterable[tuple[Tensor, int]]) -> list[Array]:
+    """Compute the squared norms of each tensor's rows, float64, by torch in each row; a tensor of
+    one row has its elements' squares, which numpy sums with one thread. A GPU is waited for once.
 
-    num_rows: of the whole tensor, of which this may be a part.
+    With each tensor the number of rows of the whole one, of which this may be a part.
     """
+    norms = [_row_norms(*given) for given in tensors]
+    if not norms:
+        return []
+    whole = np.square(torch.cat(norms).cpu().numpy().astype(np.float64))
+    return np.split(whole, np.cumsum([len(part) for part in norms])[:-1])
+
+
+def _row_norms(tensor: Tensor, num_rows: int) -> Tensor:
     rows = tensor.reshape(tensor.shape[0], -1) if tensor.dim() > 1 else tensor[:, None]
     if num_rows == 1:
-        norms = rows.flatten()
-    else:  # torch would split a single row among its threads
-        norms = torch.linalg.vector_norm(rows.expand(max(2, len(rows)), -1), dim=1)[: len(rows)]
-    return np.square(norms.cpu().numpy().astype(np.float64))
+        return rows.flatten().float()
+    # torch would split a single row among its threads
+    norms = torch.linalg.vector_norm(rows.expand(max(2, len(rows)), -1), dim=1)[: len(rows)]
+    return norms.float()

@@ -30,7 +30,8 @@ def test_a_mark_inside_a_string_is_text(name):
     renderer = template_renderer(name, TEMPLATES[name])
     own = call_marks(TEMPLATES[name])
     unescaped = next((own for start, own in UNESCAPED.items() if name.startswith(start)), set())
-    for mark in {*own, "</parameter>", "</function>", "<tool_call>", "</tool_call>"} - unescaped:
+    tags = {"</parameter>", "<parameter=a>", "</function>", "<tool_call>", "</tool_call>"}
+    for mark in (own | tags) - unescaped:
         assert unread_calls(renderer, [{"text": f"a {mark} b", "count": 1}]) == "", mark
 
 

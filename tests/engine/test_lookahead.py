@@ -282,13 +282,17 @@ def test_a_step_runs_once_then_is_captured_then_replayed():
 
 
 def test_graphs_of_old_weights_are_not_replayed():
+    """These kernels make packs at new places; tests/gpu has those that stay."""
     model = exact_model("qwen3", **SHAPE)
     engine = engine_of(model, capture=lambda: Replayed)
     engine.generate([request(max_new_tokens=6)])
     steps = engine.lookahead._step.graphs
-    assert [graph is not None for graph in steps._steps.values()] == [True]
+    [old] = steps._steps.values()
+    assert old is not None
     engine.apply(1, lambda: model.load_weights(weights_of(1)))
-    assert not steps._steps and not engine.lookahead._rows
+    assert not engine.lookahead._rows
+    engine.generate([request(max_new_tokens=6)])
+    assert old not in steps._steps.values()
 
 
 def test_graphs_give_their_memory_back_with_the_cache():

@@ -15,7 +15,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from tandem.engine.decode import DecodeStep
 from tandem.engine.engine import Engine
-from tandem.engine.graphs import cuda_capture
+from tandem.engine.graphs import StepGraphs, cuda_capture
 from tandem.engine.page_cache import PageCache
 from tandem.engine.sampler import device_uniforms
 from tandem.model.load import make_exact
@@ -184,3 +184,43 @@ def test_a_layer_of_a_decode_step_is_eight_launches(kind, monkeypatch):
     assert more.pop("launch") == 2 * 8
     free = ("empty", "view", "detach", "split", "slice", "alias")
     assert not [name for name in more if not any(word in name for word in free)], more
+
+
+class FakeGraph:
+    """Reads what a captured step would: the packs where they were, as they are now."""
+
+    def __init__(self, model, step):
+        self.model, self.step = model, step
+        self.found = [pack.data_ptr() for pack in self.packs()]
+
+    def packs(self):
+        return [pack._packed for pack in self.model.packs() if pack._packed is not None]
+
+    def replay(self):
+        assert [pack.data_ptr() for pack in self.packs()] == self.found
+        before = [pack.clone() for pack in self.packs()]
+        self.step()
+        assert all(map(torch.equal, before, self.packs()))
+
+
+def test_captured_steps_outlive_ten_weight_versions():
+    """Packs are renewed where they are, so no step is captured again."""
+    model, captured, counts = model_of(), [], []
+    engine, plain = (Engine(model, words, cache_bytes=1 << 18, max_batch=3) for _ in range(2))
+    plain.lookahead = None
+
+    def capture(step):
+        captured.append(FakeGraph(model, step))
+        return captured[-1]
+
+    engine.lookahead._step.graphs = StepGraphs(lambda: capture)
+    asked = [request(0, random_tokens(np.random.default_rng(0), 5), max_new_tokens=4)]
+    for version in range(1, 11):
+        last = engine.generate(asked)
+        counts.append(len(captured))
+        if version == 10:
+            plain.apply(9)
+            assert list(map(facts, last)) == list(map(facts, plain.generate(asked)))
+        changed = {name: weight * 1.1 for name, weight in model.named_weights().items()}
+        engine.apply(version, partial(model.load_weights, changed))
+    assert counts[1:] == [1] * 9

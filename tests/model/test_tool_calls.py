@@ -100,8 +100,7 @@ def test_llama_calls_with_python_tag_or_semicolons():
     one = '{"type": "function", "name": "add", "parameters": {"a": 1}}'
     call = Call(name="add", arguments={"a": 1})
     assert read_calls(f"{one}; {one}", "llama3").calls == (call, call)
-    reading = read_calls(f"So: <|python_tag|>{one}", "llama3")
-    assert (reading.before, reading.calls) == ("So: ", (call,))
+    assert read_calls(f"So: <|python_tag|>{one}") == Reading(before="So: ", calls=(call,))
 
 
 def test_pythonic_arguments_are_literals_and_nothing_is_evaluated():
@@ -197,13 +196,6 @@ def test_values_written_as_text_get_the_types_of_the_schema():
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": SCHEMA}}}
     _, [call] = split_calls(text, [tool])
     assert call.arguments == {"on": True, "n": None, "m": 7, "l": [True, False], "s": "7"}
-
-
-def test_a_tag_inside_a_value_is_text():
-    for tag in ("</parameter>", "<parameter=edits>", "</tool_call>", "<tool_call>"):
-        value = f"<parameter=a>\nx {tag} y\n</parameter>\n"
-        text = f"<tool_call>\n<function=f>\n{value}</function>\n</tool_call>"
-        assert read_calls(text).calls[0].arguments == {"a": f"x {tag} y"}
 
 
 def test_the_analysis_of_gpt_oss_makes_no_calls():

@@ -139,13 +139,13 @@ class FusedKernels(Kernels):
         """Return the addresses of each layer's parts, int64 [L, 13]; None if the kernel cannot run
         one."""
         found = self._tables.get(model)
-        if found is None or found[0] != (PackedWeight.made, model.changes()):
+        if found is None or found[0] != (PackedWeight.moves, model.changes()):
             rows = [_parts_of(layer, dtype) for layer in model.module.model.layers]
             numbers = [[t.data_ptr() if isinstance(t, Tensor) else t or 0 for t in r] for r in rows]
             # the packs, which are large, are not kept alive
             held = [part.detach() for row in rows for part in row[:8] if isinstance(part, Tensor)]
             table = torch.tensor(numbers) if all(rows) else None
-            found = (PackedWeight.made, model.changes()), table, held
+            found = (PackedWeight.moves, model.changes()), table, held
             self._tables[model] = found
         return found[1]  # type: ignore[no-any-return]
 

@@ -141,7 +141,7 @@ def _joined(
 class TritonKernels(Kernels):
     own_matmuls = ("plain", "persistent", "tma")
     matmuls = (*own_matmuls, "cublas")
-    fused = runs_ahead = True
+    fused = runs_ahead = packs_stay = True
     head_rows, most_ranked = (), 1 << 62  # all
     layer = staticmethod(run_layer)
     rms_norm, add_rms_norm = staticmethod(rowwise.rms_norm), staticmethod(rowwise.add_rms_norm)

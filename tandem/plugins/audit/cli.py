@@ -10,7 +10,7 @@ from tandem.cli.arguments import Run, argument, unset
 
 
 def replay(run: Run, step: Annotated[int, unset(help="as in metrics.jsonl, from 1 on")]) -> None:
-    """Learn a step again: print that it is equal to the last bit, or the first difference."""
+    """Learn a step again and compare every bit. Print the first difference, if any."""
     from tandem.plugins.audit.show import replay_step
 
     sys.exit(replay_step(run, step))
@@ -34,7 +34,7 @@ def why(
 def diff(
     a: Annotated[Path, argument(help="run folder")], b: Annotated[Path, argument(help="another")]
 ) -> None:
-    """Find the first step, episode and token where two runs part (exit code 1)."""
+    """Find where two runs part: first step, episode and token. Exit code 1 if they do."""
     from tandem.plugins.audit import show
 
     sys.exit(show.diff(a, b))

@@ -104,7 +104,7 @@ def find_episodes(past: PastRun, name: str) -> list[EpisodeRef]:
             return list(refs.values())
     last = [ref for step in [*steps][-1:] for ref in _refs_of_step(past, step)]
     raise UserError(
-        "the journal has no such episode",
+        "the journal has no such episode" if name else "name an episode or a step",
         where=str(past.episodes),
         found=name or "nothing",
         expected="STEP:UID:SAMPLE, UID:SAMPLE, UID, STEP or KEY, e.g. "

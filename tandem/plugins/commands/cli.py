@@ -17,7 +17,7 @@ def evaluate(
     ] = None,
     fresh: Annotated[bool, Option("--fresh", help="ask again: answers beside --out go")] = False,
 ) -> None:
-    """Evaluate a model on the held-out problems; with --out the same command resumes."""
+    """Evaluate a model on the held-out problems. With --out the same command resumes."""
     config = load_config(recipe, overrides or [])
     from tandem.plugins.commands import eval
 
@@ -43,7 +43,7 @@ def export(
         str, unset(metavar="NAME", help="then upload it to the hub, as NAME or OWNER/NAME")
     ] = "",
 ) -> None:
-    """Write a checkpoint as a Hugging Face directory for stock transformers and vLLM."""
+    """Write a checkpoint as a Hugging Face directory. Stock transformers and vLLM read it."""
     from tandem.plugins.commands.export import export_run
 
     export_run(
@@ -66,7 +66,7 @@ def show(
     count: Annotated[int, Option(min=1, help="how many")] = 4,
     held_out: Annotated[bool, Option("--eval", help="those of the step's evaluation")] = False,
 ) -> None:
-    """Show episodes of a step: the conversation, the reward and its parts, and how it ended."""
+    """Show episodes of a step. Conversation, reward with its parts, and how each ended."""
     from tandem.plugins.commands import show
 
     show.show(run, step, best=best, worst=worst, count=count, held_out=held_out)

@@ -77,7 +77,7 @@ class HarborEnv(ToolEnv):
         self._sandbox, self._skip_run, self._seconds = open_sandbox(sandbox), skip_run, seconds
 
     async def reset(self, problem: Problem) -> Sequence[Message]:
-        self._task = Path(problem.metadata["task"])
+        self._task = Path(problem.metadata["task"]).resolve()
         self._workdir, self._files = _environment(self._task, self._skip_run)
         return problem.messages
 
@@ -112,8 +112,9 @@ class HarborEnv(ToolEnv):
         times = {"wall_s": seconds + 30, "cpu_s": int(seconds) + 30}
         limits = replace(self._sandbox.limits, folders=(*FOLDERS, "tests"), **SIZES, **times)
         words = ["bash", "-c", RUN, "bash", self._workdir, str(seconds), script]
-        files = {".tandem": self._files}
-        result = self._sandbox.run(words, files=files, stdin=stdin, limits=limits)
+        result = self._sandbox.run(
+            words, files={".tandem": self._files}, stdin=stdin, limits=limits
+        )
         if result.exit_code == 3:
             raise ToolUnavailable(f"the sandbox has no {self._workdir}: {self._sandbox.state()}")
         if result.exit_code != 0:
@@ -127,20 +128,17 @@ def rows(id: str, *, limit: int | None = None) -> Iterator[dict[str, Any]]:
     for file in sorted(Path(id).resolve().glob("**/task.toml"))[:limit]:
         with suppress(UserError):
             _environment(file.parent, skip_run=True)
-            prompt = file.with_name("instruction.md").read_text()
-            about = {"uid": file.parent.name, "task": str(file.parent)}
-            yield {**about, "prompt": prompt, "answer": ""}
+            row = {"uid": file.parent.name, "prompt": file.with_name("instruction.md").read_text()}
+            yield row | {"answer": "", "task": str(file.parent)}
 
 
 def _environment(folder: Path, skip_run: bool) -> tuple[str, str]:
-    """Return a task's working directory, and its first files packed. Raises UserError for a task
-    that needs a container."""
+    """Return a task's working directory, and its first files packed. Raises UserError."""
     task, place = tomllib.loads((folder / "task.toml").read_text()), folder / "environment"
     needs: list[Any] = [*place.glob("*compose*"), *folder.glob("steps")]
     needs += ["gpus"] * bool(task.get("environment", {}).get("gpus"))
     workdir, files = PurePosixPath("/app"), dict[PurePosixPath, Path]()
-    dockerfile = place / "Dockerfile"
-    text = dockerfile.read_text() if dockerfile.exists() else "no Dockerfile"
+    text = "".join(file.read_text() for file in place.glob("Dockerfile")) or "no Dockerfile"
     for line in text.replace("\\\n", " ").splitlines():
         match line.split():
             case ["WORKDIR", name]:
@@ -152,8 +150,7 @@ def _environment(folder: Path, skip_run: bool) -> tuple[str, str]:
             case [word, *_] if not word.startswith(("FROM", "#", "RUN" if skip_run else "#")):
                 needs.append(line)
     needs += [name for name in (workdir, *files) if "".join(name.parts[1:2]) not in FOLDERS]
-    root = place.resolve()
-    needs += [path for path in files.values() if not (path.exists() and path.is_relative_to(root))]
+    needs += [path for path in files.values() if not (path.exists() and path.is_relative_to(place))]
     if needs:
         what, next = "a task needs a container", "Harbor's own runner, or env.options.skip_run"
         raise UserError(what, where=str(folder), found=str(needs[0]), next=next)

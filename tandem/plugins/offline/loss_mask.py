@@ -62,12 +62,12 @@ def _sample_chunk(
     unknown: UnknownTokens,
     given: TemplateInputs,
 ) -> list[tuple[Array, Array]]:
-    turns = [
-        [i for i, m in enumerate(chat) if m["role"] == "assistant" and m.get("weight") != 0]
-        for chat in chats
-    ]
+    turns = [[i for i, m in enumerate(chat) if m["role"] == "assistant"] for chat in chats]
     if loss == "last":
         turns = [at[-1:] for at in turns]
+    else:
+        each = zip(turns, chats, strict=True)
+        turns = [[i for i in at if chat[i].get("weight") != 0] for at, chat in each]
     parts = list[list[Prefix]]()
     for messages, at in zip(chats, turns, strict=True):
         # up to the header of each of the assistant's turns and up to its end; then the whole chat

@@ -27,7 +27,7 @@ def plan(
     ] = None,
     gpu: Annotated[str, Option(help="with --gpus: a100, h100, h200 or b200")] = "h200",
 ) -> None:
-    """Check whether a run could start (exit code 0, else 2): values and their origin, data, memory,
+    """Check whether a run could start (exit code 0, else 2). Values and their origin, data, memory,
     disk. No weights are loaded."""
     if gpus is not None and recipe is None:
         what = "meshes are computed for the model of a recipe"

@@ -102,7 +102,7 @@ class _Plan:
         here = dict[str, str]()
         with self._checked():
             here = values_here(self.config, self.command, self.folder)
-        _say("values" if every else "values that are not the default, or open (all: --values)")
+        _say("values" if every else "values set by you or by this machine (all: --values)")
         for line in value_lines(self.config, self.command, origins, here, every=every):
             _say(line)
 

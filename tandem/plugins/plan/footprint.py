@@ -307,7 +307,7 @@ class Footprint:
             case "weights":
                 return f"{width} bytes x parameters, of engine and trainer"
             case "packed weights":
-                return f"{sizes.packed} bytes x parameters, in oneDNN's order"
+                return f"{sizes.packed} bytes x parameters, in the order of the kernels"
             case "Adam moments" if policy.saved_in_8bit:
                 return "2 bytes x parameters, and scales"
             case "Adam moments":
@@ -471,7 +471,7 @@ def rows_here(run: Footprint, batch: Batch) -> list[Need]:
     named["Python"] = python_bytes() + kernels, "libraries, data, kernels"
     rewards = FORK_SERVER + REWARD_WORKER * config.reward.workers
     helpers = WATCHDOG + (rewards if run.command != "rm" else 0)
-    named["other processes"] = helpers, "watchdog, templates, rewards"
+    named["other processes"] = helpers, "fork server, reward workers"
     return [(name, size, text) for name, (size, text) in named.items() if size]
 
 

@@ -26,7 +26,7 @@ def rollout(
         ),
     ] = "",
 ) -> None:
-    """Generate and score episodes of the training problems; the same command resumes."""
+    """Generate and score episodes of the training problems. The same command resumes."""
     config = load_config(recipe, overrides or [])
     from tandem.plugins.rollouts import rollout
 
@@ -49,7 +49,7 @@ def try_out(
     rows: Annotated[int, Option(min=1, help="how many rows")] = 3,
     recipe: Annotated[str | None, unset(help="TOML recipe for everything else")] = None,
 ) -> None:
-    """Try a reward function or an environment on a few rows: score, parts of it, time."""
+    """Try a reward or an environment on a few rows. See the score, its parts, the time."""
     from tandem.plugins.rollouts import try_out
 
     options = [f"data.train={data}"] * bool(data) + [f"model.path={model}"] * bool(model)

@@ -71,8 +71,8 @@ class Options:
 
 
 def serve(options: Options) -> None:
-    """Serve a model over HTTP to OpenAI's and Anthropic's clients, or with --train to Tinker's: see
-    docs/guide/serving.md."""
+    """Serve a model to clients of OpenAI's and Anthropic's APIs. With --train, Tinker's clients
+    train it: docs/guide/serving.md."""
     require_token(options.host, options.api_key, "TANDEM_API_KEY")
     with bound(options.host, options.port) as sock:
         if options.train:

@@ -33,7 +33,7 @@ def demo(
     seed: Annotated[int, Option(min=0, help="another seed: other data, model and draws")] = 0,
     fresh: Fresh = False,
 ) -> None:
-    """Show the whole loop in minutes: data, a tiny model, SFT, GRPO, evaluation, export."""
+    """Show the whole loop in minutes. Data, a tiny model, SFT, GRPO, evaluation, export."""
     started, changes = time.perf_counter(), overrides or []
     make_inputs(folder, seed)
     from tandem.cli import train  # imports torch, after the first line has been shown

@@ -34,7 +34,7 @@ Check = tuple[str, Callable[[], Finding]]
 
 
 def doctor() -> None:
-    """Check this machine: versions, exactness of the operators, reward workers, disk."""
+    """Check this machine. Versions, exactness of the operators, reward workers, disk."""
     numerics.prepare()
     free = shutil.disk_usage(".").free
     checks: list[Check] = [
@@ -75,7 +75,7 @@ def _torch() -> Finding:
     import torch
 
     threads, cores, processor = torch.get_num_threads(), numerics.cores(), numerics.processor()
-    others = f", {threads} threads on {cores} cores, {processor}"
+    others = f", threads: {threads}, cores: {cores}, {processor}"
     return versioned("torch", str(torch.__version__), others)
 
 

@@ -95,7 +95,7 @@ def init(
         str, unset(help="Hugging Face directory or hub name to train; default: a tiny random model")
     ] = "",
 ) -> None:
-    """Write a project that runs as it is: recipe, data, a reward of your own, a README."""
+    """Write a project that runs as it is. Recipe, data, a reward of your own, a README."""
     if model and Path(model).is_dir():
         model = str(Path(model).resolve())
     elif model:

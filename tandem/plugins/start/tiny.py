@@ -44,7 +44,7 @@ class Options:
 
 
 def make(options: Options) -> None:
-    """Make a tiny random model of characters, ready to train, in seconds, without a network."""
+    """Make a tiny random model of characters, offline, in seconds. It is ready to train."""
     sizes = asdict(options)
     folder, images = sizes.pop("folder"), sizes.pop("images")
     sources, vocab = sizes.pop("sources") or [], sizes.pop("vocab")

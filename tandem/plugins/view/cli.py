@@ -18,7 +18,7 @@ def view(
         str, unset(envvar="TANDEM_VIEW_TOKEN", help="what a browser must send once")
     ] = "",
 ) -> None:
-    """Look at runs in a browser, live: curves, every episode and token; see docs/guide/view.md."""
+    """Look at runs in a browser, live. Curves, every episode and token; docs/guide/view.md."""
     from tandem.plugins.view import command as view
 
     view.view(runs, host, port, token)
@@ -28,7 +28,7 @@ def report(
     run: Run,
     out: Annotated[Path | None, unset("-o", "--out", help="default: RUN/report.html")] = None,
 ) -> None:
-    """Write a run as one HTML file: curves, chosen episodes, configuration."""
+    """Write a run as one HTML file. Curves, chosen episodes, configuration."""
     from tandem.plugins.view import command as view
 
     view.report(run, out)
@@ -39,7 +39,7 @@ def plot(
     out: Annotated[Path, unset("-o", "--out", help="FILE.svg or FILE.png")],
     key: Annotated[list[str] | None, unset(help="a column, e.g. reward; any number")] = None,
 ) -> None:
-    """Draw the curves of runs as an SVG file, or as PNG with the extra `png`."""
+    """Draw the curves of runs as an SVG file. With the extra `png`, also as PNG."""
     from tandem.plugins.view import command as view
 
     view.plot(runs, out, key or [])

@@ -118,8 +118,7 @@ def _conversation(record: dict[str, Any], values: dict[str, Any]) -> list[dict[s
     opening = json.loads(record["opening"]) or json.loads(record["messages"])
     own, tools = json.loads(record["transcript"]), json.loads(record["tools"])
     options = values.get("env.options")
-    known = options.get("format", "auto") if isinstance(options, dict) else "auto"
-    written = known if known in NAMES else "auto"
+    known = options.get("format") if isinstance(options, dict) else None
     acts = bool(tools) or values.get("env.name", "single_turn") != "single_turn"
     functions = [tool.get("function") for tool in tools if isinstance(tool, dict)]
     names = [str(one["name"]) for one in functions if isinstance(one, dict) and "name" in one]
@@ -130,7 +129,7 @@ def _conversation(record: dict[str, Any], values: dict[str, Any]) -> list[dict[s
             message |= {"text": message_text(message), "images": images_of([message])}
         if message.get("role") == "assistant":
             message["sampled"] = place >= len(opening)
-            message |= _with_calls(message, written, names, acts)
+            message |= _with_calls(message, known if known in NAMES else "auto", names, acts)
             open_calls = list(message["calls"])
         elif message.get("role") == "tool":
             call = open_calls.pop(0) if open_calls else {}

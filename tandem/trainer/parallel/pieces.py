@@ -58,11 +58,12 @@ class Pieces:
     def norm(self, gradients: Mapping[str, Tensor]) -> float:
         """Compute the L2 norm over whole gradients, from parts, in the order of names and rows:
         where only rows are divided, to the bits of `global_norm`."""
-        squares = {
-            name: row_squares(gradient, self.own[name].whole[0])
+        named = {
+            name: (gradient, self.own[name].whole[0])
             for name, gradient in gradients.items()
             if self.counted(name) and gradient.numel()
         }
+        squares = dict(zip(named, row_squares(named.values()), strict=True))
         found = self.world.gather(squares, "norm of the gradients")
         total = 0.0
         for name, boxes in self.owners.items():

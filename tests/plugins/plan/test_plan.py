@@ -45,7 +45,7 @@ def test_plan_of_a_run_that_could_start_is_ready(home, tmp_path):
     assert "\na step\n  384 sampled tokens at most, 1 update\nready: " in text
     lines = [" ".join(line.split()) for line in text.splitlines()]
     order = [lines.index(title) for title in ("data", "memory", "disk")]
-    assert lines[0].startswith("values that are not the default") and order == sorted(order)
+    assert lines[0].startswith("values set by you") and order == sorted(order)
     assert "rollout.workers = 2 command line; default 0" in lines[: order[0]]
     assert not any(line.startswith("rl.clip_low") for line in lines)
     assert any(line.startswith("data.train 48 problems, longest prompt ") for line in lines)
