@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import machine  # noqa: E402
 from performance_page import by_processor  # noqa: E402
 
+from tandem.plugins.start.demo import curve  # noqa: E402
 from tandem.run_folder.metrics import read_metrics  # noqa: E402
 
 DEMO, SMOLLM2 = ROOT / "runs" / "learning" / "seed-0" / "train", ROOT / "runs" / "smollm2" / "train"
@@ -150,11 +151,7 @@ def demo() -> str:
     for r in evals:
         held_out = f"sampled {r['eval/sampled']:.3f} ± {r['eval/sampled_interval']:.3f}, greedy {r['eval/greedy']:.3f}"
         lines.append(f"step {r['step']:{len(str(last))}d}/{last}  held-out reward: {held_out}")
-    rewards = [row["reward"] for row in rows if "reward" in row]
-    curve = "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * reward))] for reward in rewards)
-    return "\n".join(
-        ["```", *lines, f"training reward  {curve}  {rewards[0]:.2f} -> {rewards[-1]:.2f}", "```"]
-    )
+    return "\n".join(["```", *lines, curve(DEMO.parent), "```"])
 
 
 def smollm2() -> str:

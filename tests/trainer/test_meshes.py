@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from tandem.model.expert_choices import replayed_experts
 from tandem.model.forward import batch_logprobs, batch_values
@@ -28,6 +29,7 @@ from tandem.runtime.errors import InvariantError
 from tandem.trainer.checks import require_frozen
 from tandem.trainer.optimizer import Optimizer
 from tandem.trainer.pack import pack
+from tandem.trainer.parallel import pieces
 from tandem.trainer.parallel.pipeline import schedule
 from tandem.trainer.parallel.ranks import ParallelRanks
 from tandem.trainer.ranks import ALONE
@@ -518,6 +520,35 @@ def test_a_divided_reference_shares_no_memory_with_the_policy():
 
 
 # ---- collectives
+
+
+def groups_on(mesh):
+    return len(dist.distributed_c10d._world.pg_names)
+
+
+def test_groups_of_equal_members_are_one_and_a_process_makes_its_own_only():
+    """PyTorch's first, all, two pairs and the process alone, where there were 26."""
+    assert on_mesh(groups_on, data=2, tensor=2) == [5] * 4
+
+
+def collected_on(mesh):
+    """Equality of collected weights with those that were divided, for three sizes of buckets."""
+    model, ranks, usual = exact_model("qwen3"), ParallelRanks(mesh), pieces.BUCKET_BYTES
+    given = {name: weight.detach().clone() for name, weight in model.module.named_parameters()}
+    ranks.divide(model, FLOAT32)
+    found = []
+    for pieces.BUCKET_BYTES in (usual, 1 << 14, 0):
+        whole = dict(ranks.collect(model, list(given), to=1))
+        found.append(
+            whole.keys() == given.keys() and all(map(torch.equal, whole.values(), given.values()))
+        )
+    pieces.BUCKET_BYTES = usual
+    return found
+
+
+def test_weights_are_collected_in_buckets_with_the_same_bytes():
+    others, receiver = on_mesh(collected_on, data=2)
+    assert receiver == [True] * 3 and others == [False] * 3
 
 
 def reductions_on(mesh, budget):

@@ -1,6 +1,6 @@
 """Programs that play the episode themselves: the environments `agent` and `verifiers`.
 
-For whom trains an agent that speaks OpenAI's or Anthropic's API, as it is, or on a published
+For anyone who trains an agent that speaks OpenAI's or Anthropic's API, as it is, or on a published
 environment of Prime Intellect's hub: its own program asks, its own tools are served, its own
 rewards are the reward. docs/guide/agents.md has both.
 

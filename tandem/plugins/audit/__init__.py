@@ -1,6 +1,6 @@
 """A finished run asked again: `tandem replay`, `why` and `diff`.
 
-For whom doubts a number of a run, or wants to know why an episode got its reward and what the
+For anyone who doubts a number of a run, or wants to know why an episode got its reward and what the
 update made of each of its tokens. It reads the run folder; docs/guide/replay.md has examples.
 
     cli.py                 the commands; show.py prints what they found

@@ -1,7 +1,7 @@
 """Runs on more than one machine, or in more places of one: Ray, TransferQueue, NIXL, gloo.
 
-For whom has a Ray cluster, or wants to know on one machine what a cluster does to a run. No bit of
-a run depends on any of it. docs/guide/cluster.md has the recipes, and what has not run.
+For anyone who has a Ray cluster, or wants to know on one machine what a cluster does to a run. No
+bit of a run depends on any of it. docs/guide/cluster.md has the recipes, and what has not run.
 
     job.py, ray_cluster.py       cluster.nodes: hosts of workers on the nodes
     trainer_ranks.py             cluster.trainers = ray: ranks of [parallel] on the nodes

@@ -1,7 +1,7 @@
 """Commands beside training: `tandem eval`, `export`, `status` and `show`.
 
-For whom evaluates a model without a run, wants a checkpoint for stock transformers and vLLM, or
-looks at a run from a terminal. docs/guide/evaluation.md and docs/guide/view.md have examples.
+For anyone who evaluates a model without a run, wants a checkpoint for stock transformers and vLLM,
+or looks at a run from a terminal. docs/guide/evaluation.md and docs/guide/view.md have examples.
 
     cli.py      the arguments of the commands
     eval.py     the engine without the trainer, on the held-out problems

@@ -1,7 +1,7 @@
 """On-policy distillation: `tandem distill`.
 
-For whom has a larger model of the same family: the student samples as in `tandem train`, and the
-teacher grades every token. docs/guide/algorithms.md has an example, and the estimators.
+For anyone who has a larger model of the same family: the student samples as in `tandem train`, and
+the teacher grades every token. docs/guide/algorithms.md has an example, and the estimators.
 
     inputs.py        what the command reads, and its two models
     update.py        the updates of a step, in place of those of step.py

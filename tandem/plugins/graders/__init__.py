@@ -1,7 +1,7 @@
 """Rewards that grade answers and programs, and the sandbox for code that a model wrote.
 
-For whom trains on mathematics, choices or code. docs/guide/rewards.md has every reward with an
-example and the comparison with other graders, docs/guide/sandbox.md the guarantees of the sandbox.
+For anyone who trains on mathematics, choices or code. docs/guide/rewards.md has every reward with
+an example and a comparison of graders, docs/guide/sandbox.md the guarantees of the sandbox.
 
     rewards.py      `answer`, `numeric`, `choice`: they read the final answer of a completion
     answer*.py      finds the final answer, and compares it as number, list, text or formula

@@ -1,7 +1,7 @@
 """Harbor's tasks (Terminal-Bench and others) in the sandbox: the environment `harbor`.
 
-For whom has tasks as folders (task.toml, instruction.md, environment/, tests/test.sh) and no place
-for containers. The rows leave out what cannot be played here:
+For anyone who has tasks as folders (task.toml, instruction.md, environment/, tests/test.sh) and no
+place for containers. The rows leave out what cannot be played here:
 
     tandem generate harbor:FOLDER --out tasks.jsonl
     tandem train my.toml env=harbor reward=env env.timeout_s=900 env.on_error=zero

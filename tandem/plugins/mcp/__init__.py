@@ -1,6 +1,6 @@
 """Tools of servers that speak the Model Context Protocol over stdio: the environment `mcp`.
 
-For whom has tools in an MCP server already. The recipe names the servers as other clients do:
+For anyone who has tools in an MCP server already. The recipe names the servers as other clients do:
 
     env.name = "mcp"
     env.options.servers.files = {command = "python", args = ["server.py"]}

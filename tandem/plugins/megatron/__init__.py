@@ -1,7 +1,7 @@
 """Megatron-Core as what runs the trained models: train.backend = megatron.
 
-For whom has models or meshes that Megatron knows better than FSDP2. Rollouts stay Tandem's engine,
-so log-probs differ by rounding: the gap is measured in each step, and rl.correction is required.
+For anyone who has models or meshes that Megatron knows better than FSDP2. Rollouts stay Tandem's
+engine, so log-probs differ by rounding: each step measures the gap and needs rl.correction.
 
     trainer.py   the choice: what goes with it, models that are refused, how its ranks are opened
     core.py      a GPTModel from a Hugging Face config; the one file that imports Megatron

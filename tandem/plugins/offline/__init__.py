@@ -1,8 +1,8 @@
 """Learning from fixed data: `tandem sft`, `tandem dpo` and `tandem rm`.
 
-For whom warms up a model on chats before reinforcement learning, prefers answers without rollouts,
-or trains a reward model for `reward.model`. docs/guide/algorithms.md has the losses with their
-papers, docs/guide/data.md the forms of a row.
+For anyone who warms up a model on chats before reinforcement learning, prefers answers without
+rollouts, or trains a reward model for `reward.model`. docs/guide/algorithms.md has the losses with
+their papers, docs/guide/data.md the forms of a row.
 
     rows.py          a row as a chat, or as a pair of a chosen and a rejected answer
     loss_mask.py     chats as tokens, and which of them carry loss

@@ -1,6 +1,6 @@
 """Environments that run as OpenEnv servers: the environment `openenv`.
 
-For whom has an OpenEnv environment, in a container or on another machine. Start it, then name it:
+For anyone who has an OpenEnv environment, in a container or elsewhere. Start it, then name it:
 
     env.name = "openenv"
     env.options = {url = "http://127.0.0.1:8000", action = "message", observation = "reply"}

@@ -1,8 +1,8 @@
 """Episodes without training: `tandem rollout` and `tandem try`.
 
-For whom generates and scores a data set with a model, keeps the problems that are neither solved
-nor hopeless, or tries a reward or an environment on a few rows first. docs/guide/evaluation.md and
-docs/guide/rewards.md have examples.
+For anyone who generates and scores a data set with a model, keeps the problems that are neither
+solved nor hopeless, or tries a reward or an environment on a few rows first.
+docs/guide/evaluation.md and docs/guide/rewards.md have examples.
 
     cli.py       the arguments of the two commands
     rollout.py   every training problem once, in batches; resumes after a kill with the same bits.

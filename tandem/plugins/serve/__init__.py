@@ -1,6 +1,6 @@
 """A model directory behind a server for OpenAI's and Anthropic's clients: `tandem serve`.
 
-For whom wants to ask a checkpoint, or to sample for another trainer by its exact engine.
+For anyone who wants to ask a checkpoint, or to sample for another trainer by its exact engine.
 docs/guide/serving.md has the routes. Application and schemas are the core's, in tandem/serve/.
 
     command.py                  the command: its options, the model, the renderer

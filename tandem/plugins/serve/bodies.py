@@ -27,7 +27,7 @@ from tandem.types import Tool
 RESERVED = ("messages", "tools", "add_generation_prompt", "chat_template")
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]  # requests.py checks it against the vocabulary
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
-Zero = Annotated[float, Field(ge=0, le=0)]
+Zero = Literal[0]  # 0.0 too
 
 
 class _ToolName(Strict):

@@ -1,8 +1,8 @@
 """Servers of OpenAI's API sample the episodes, where the engine is their addresses,
 "http://HOST:PORT/v1" each.
 
-For whom has models served elsewhere: `tandem serve` on other machines, also for training, or any
-server of token ids and log-probs for commands that only generate. docs/guide/serving.md has the
+For anyone who has models served elsewhere: `tandem serve` on other machines, also for training, or
+any server of token ids and log-probs for commands that only generate. docs/guide/serving.md has the
 recipes.
 
     backend.py    what the run asks: conflicts, parity, how servers are opened

@@ -1,6 +1,6 @@
 """First steps: `tandem demo`, `init`, `tiny` and `doctor`.
 
-For whom has no recipe, no model or no trust in the machine yet. README.md has the demo,
+For anyone who has no recipe, no model or no trust in the machine yet. README.md has the demo,
 docs/guide/tiny.md a walk from a tiny model to a trained one.
 
     demo.py      data, tiny model, warm start, GRPO, evaluation and export, as in demo.toml

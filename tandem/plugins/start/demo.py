@@ -133,7 +133,7 @@ def report(folder: Path, final: Path) -> None:
         console.print(f"{answer}    (answer: {row['reward_model']['ground_truth']})", markup=False)
 
 
-def curve(folder: Path, width: int = 60) -> str:
+def curve(folder: Path, width: int = 40) -> str:
     """Draw the training reward as one line of blocks."""
     from tandem.run_folder.metrics import read_metrics
 
@@ -143,11 +143,8 @@ def curve(folder: Path, width: int = 60) -> str:
         sum(part) / len(part)
         for part in (rewards[i : i + size] for i in range(0, len(rewards), size))
     ]
-    return (
-        "training reward "
-        + "".join("▁▂▃▄▅▆▇█"[min(7, max(0, int(8 * mean)))] for mean in means)
-        + f" {means[-1]:.2f}"
-    )
+    blocks = "".join("▁▂▃▄▅▆▇█"[min(7, max(0, int(8 * mean)))] for mean in means)
+    return f"training reward  {blocks}  {rewards[0]:.2f} -> {rewards[-1]:.2f}"
 
 
 def ask_stock_transformers(model_folder: Path, question: str) -> str:

@@ -1,6 +1,6 @@
 """Known benchmarks by name, as sources of problems with their own graders: `suite:gsm8k`.
 
-For whom compares a model with others. docs/guide/evaluation.md lists rows, prompts and graders.
+For anyone who compares models. docs/guide/evaluation.md lists rows, prompts and graders.
 
     suites.py    what a suite is, its rows, and the reward `suite`, which grades each as its suite
     known.py     gsm8k, math500, aime24, aime25, amc; gpqa, mmlu_pro; humaneval, mbpp; ifeval

@@ -1,7 +1,7 @@
 """Tinker's API over the exact engine, for `tandem serve MODEL --train`.
 
-For whom writes the loop with the `tinker` SDK, or runs tinker-cookbook, on machines of their own.
-The log-probs that a client samples are, to the last bit, those that it trains on.
+For anyone who writes the loop with the `tinker` SDK, or runs tinker-cookbook, on machines of their
+own. The log-probs that a client samples are, to the last bit, those that it trains on.
 
     server.py   the SDK's requests, and futures that are asked for again
     models.py   adapters and whole models, a Session each; their checkpoints and samplers

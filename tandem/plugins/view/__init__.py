@@ -1,6 +1,6 @@
 """Runs to look at: `tandem view`, `tandem report` and `tandem plot`.
 
-For whom wants to see curves, episodes and tokens. It reads the files of run folders and knows
+For anyone who wants to see curves, episodes and tokens. It reads the files of run folders and knows
 neither models nor torch; every text of a model is hostile to it. docs/guide/view.md has the pages.
 
     cli.py, command.py      the three commands

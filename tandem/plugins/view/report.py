@@ -92,7 +92,7 @@ def report(run: Run) -> str:
     title = f"{run.name}: tandem {summary['command']}"
     drawn = panels([run])
     flat = [f"{one.title} {one.lines[0].y[0]:g}" for one in drawn if one.is_constant]
-    curves = figure([one for one in drawn if not one.is_constant]) if drawn else ""
+    curves = "".join(figure([one]) for one in drawn if not one.is_constant)
     about = [summary[name] for name in ("command", "algorithm", "state", "model", "machine")]
     about += [f"{summary['size']:,} trained parameters" * bool(summary["size"])]
     about += [f"begun {summary['created']}, last written {summary['written']}"]

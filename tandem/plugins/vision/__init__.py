@@ -1,7 +1,7 @@
 """Models that read images: Qwen2-VL, Qwen2.5-VL, Qwen3-VL, SmolVLM, Idefics3.
 
-For whom trains on images and text by GRPO, SFT or distillation. These models run on the inexact
-path: each step measures the gap. docs/guide/data.md has the rows.
+For anyone who trains on images and text by GRPO, SFT or distillation. These models run on the
+inexact path: each step measures the gap. docs/guide/data.md has the rows.
 
     image_rows.py      images of rows to parts of a chat, each a file of the run's image store
     store.py           files of images, in the run folder

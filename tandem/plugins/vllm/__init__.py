@@ -1,7 +1,7 @@
 """vLLM samples the episodes, for `rollout.engine = "vllm"`.
 
-For whom trains on GPUs and wants vLLM's speed. Its kernels are not the trainer's, so a correction
-(rl.correction) is required, and the gap of log-probs is measured in every step and bounded.
+For anyone who trains on GPUs and wants vLLM's speed. Its kernels are not the trainer's, so a
+run needs rl.correction, and every step measures the gap of log-probs and bounds it.
 
     backend.py   what the run asks: conflicts, parity, how workers are opened
     worker.py    finds vLLM's interpreter, and starts a rollout worker in it

@@ -21,6 +21,7 @@ DECIDED = {
     "model": "model.path",
     "dtype": "model.dtype",
     "trust_remote_code": "model.trust_remote_code",
+    "max_model_len": "data.max_prompt_tokens and rollout.max_new_tokens",
     "max_num_seqs": "rollout.max_batch",
     "kv_cache_memory_bytes": "rollout.cache_mb",
     "enable_sleep_mode": "rollout.release_cache",

@@ -170,15 +170,15 @@ def make_mesh(
     timeout = timedelta(seconds=60 + 2 * stall_s)
     rank = dist.get_rank()
 
+    made: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by members: equal ones share one
+
     def own(name: str, rows: Array) -> Group:
-        """Make the group of each row of ranks [n, size], and return the one with this process."""
-        found = None
-        for row in rows.tolist():
-            group = dist.new_group(row, timeout=timeout)
-            if rank in row:
-                found = Group(name, group, row.index(rank), row, device, announce)
-        assert found is not None
-        return found
+        """Make the group of the row of ranks [n, size] that has this process. The others do not
+        take part: its members alone wait for each other and connect."""
+        [row] = (row for row in rows.tolist() if rank in row)
+        if (members := tuple(row)) not in made:
+            made[members] = dist.new_group(row, timeout=timeout, use_local_synchronization=True)
+        return Group(name, made[members], row.index(rank), row, device, announce)
 
     def rows(dimensions: Sequence[str]) -> Array:
         inside = [DIMENSIONS.index(name) for name in dimensions]

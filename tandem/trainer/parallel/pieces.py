@@ -14,6 +14,8 @@ from tandem.model.boxes import Box, whole_box
 from tandem.trainer.optimizer import row_squares
 from tandem.trainer.parallel.mesh import Group
 
+BUCKET_BYTES = 64 << 20  # of whole tensors that are collected at once
+
 
 def box_of(parameter: nn.Parameter, outer: Box | None) -> Box:
     """Return the box of a parameter's part. outer: the part of the tensor that the parameter is
@@ -32,6 +34,19 @@ def box_of(parameter: nn.Parameter, outer: Box | None) -> Box:
 def local(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that this process holds."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def buckets(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
+    """Yield the names in lists whose sizes are together at most `most`, or of one that is more."""
+    bucket, total = list[str](), 0
+    for name, size in sizes.items():
+        if bucket and total + size > most:
+            yield bucket
+            bucket, total = [], 0
+        bucket.append(name)
+        total += size
+    if bucket:
+        yield bucket
 
 
 class Pieces:
@@ -84,27 +99,48 @@ class Pieces:
     def collect(
         self, tensors: Mapping[str, Tensor], to: int = 0, names: Sequence[str] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield every whole tensor by name on rank `to`, one at a time; on the others its own part,
-        which is of no use. All processes must go through to the end. names: by default all."""
-        dtype = next(iter(tensors.values())).dtype
-        for name in self.owners if names is None else names:
-            whole, boxes = None, self.owners[name]
+        """Yield every whole tensor by name on rank `to`, one at a time, and nothing on the others.
+        All processes must go through to the end. names: by default all.
+
+        Parts come in buckets, one collective each, so messages do not grow with the tensors."""
+        world, dtype = self.world, next(iter(tensors.values())).dtype
+        wanted = self.owners if names is None else names
+        wholes = {name: math.prod(next(iter(self.owners[name])).whole) for name in wanted}
+        for bucket in buckets(wholes, BUCKET_BYTES // dtype.itemsize):
+            counts = [0] * world.size  # numbers that each process sends
+            sent = [torch.empty(0, dtype=dtype, device=world.device)]
+            for name in bucket:
+                for box, rank in self.owners[name].items():
+                    counts[rank] += math.prod(box.shape) * (rank != to)
+                    if rank == world.rank != to:
+                        sent.append(tensors[name].detach().reshape(-1))
+            received, none = torch.cat(sent), [0] * world.size
+            here = counts if world.rank == to else none
+            if any(counts):
+                there = [*none[:to], counts[world.rank], *none[to + 1 :]]
+                received = world.exchange(received, bucket[0], there, here)
+            if world.rank == to:
+                yield from self.put_together(bucket, tensors, list(received.split(here)))
+
+    def put_together(
+        self, bucket: list[str], tensors: Mapping[str, Tensor], received: list[Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the whole tensors of a bucket. received: by rank, its parts behind each other."""
+        for name in bucket:
+            boxes, whole = self.owners[name], None
             for box, rank in boxes.items():
-                if rank == self.world.rank == to:
-                    part = tensors[name]
-                elif rank == self.world.rank:
-                    self.world.send_and_receive(to, [tensors[name]], [], name)
-                    continue
-                elif to == self.world.rank:
-                    part = torch.empty(box.shape, dtype=dtype, device=self.world.device)
-                    self.world.send_and_receive(rank, [], [part], name)
+                if rank == self.world.rank:
+                    part = tensors[name].detach()
                 else:
-                    continue
-                if whole is None:
-                    whole = torch.empty(box.whole, dtype=part.dtype)
-                whole[box.slices] = part.cpu()
-            if whole is not None:
-                yield name, whole
+                    count = math.prod(box.shape)
+                    part, received[rank] = (
+                        received[rank][:count].view(box.shape),
+                        received[rank][count:],
+                    )
+                whole = part.new_empty(box.whole) if whole is None else whole
+                whole[box.slices] = part
+            assert whole is not None
+            yield name, whole
 
     def map_whole(
         self, tensors: Mapping[str, Tensor], function: Callable[[str, Tensor], Tensor]

@@ -121,8 +121,7 @@ class ParallelRanks(Ranks):
         divided = self._divided[model]
         parts = divided.rounded()
         for name, weight in divided.pieces.collect(parts, to, names):
-            if self.rank == to:
-                yield name, weight
+            yield name, weight.cpu()
 
     def gather_all(self, value: Any) -> list[Any]:
         return self.mesh.world.gather(value, "results of all processes")
