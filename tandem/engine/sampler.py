@@ -8,7 +8,14 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tandem.model.kernels import kernels_of
-from tandem.model.logprobs import SeenTokens, is_filtered, log_distribution, mask_unnamed, penalize
+from tandem.model.logprobs import (
+    SeenTokens,
+    as_summed,
+    is_filtered,
+    log_distribution,
+    mask_unnamed,
+    penalize,
+)
 from tandem.types import SamplingDistribution
 
 # Fields of SamplingParams that are equal in sequences sampled in one call.
@@ -37,10 +44,8 @@ def sample(
 
     Temperature 0 takes the likeliest token. seen is needed with a repetition penalty.
     """
-    kernels = kernels_of(logits)
+    logits, kernels = as_summed(logits, sampling), kernels_of(logits)
     draw = None if is_filtered(sampling) else kernels.draw
-    if draw is None or sampling.repetition_penalty != 1.0:
-        logits = logits.float()
     if sampling.repetition_penalty != 1.0:
         assert seen is not None, "a repetition penalty needs the tokens seen before"
         penalize(logits, sampling.repetition_penalty, seen)

@@ -98,6 +98,12 @@ def is_filtered(sampling: SamplingDistribution) -> bool:
     return sampling.temperature != 0.0 and bool(filtered)
 
 
+def as_summed(logits: Tensor, sampling: SamplingDistribution) -> Tensor:
+    """Return logits [N, V] in the type that engine and trainer both sum: another has other bits."""
+    direct = kernels_of(logits).draw is not None and sampling.repetition_penalty == 1.0
+    return logits if direct and not is_filtered(sampling) else logits.float()
+
+
 class Head(NamedTuple):
     """Hidden states [N, D], the output projection [V, D] with its pack and its bias [V], and the
     soft cap of its logits, 0 without one."""
@@ -220,17 +226,15 @@ class _Chunk:
         self.sampling = sampling = call.sampling
         # from the logits that are sampled from back to the projection's, slopes change in place
         self._backwards: list[Callable[[Tensor], Any]] = []
-        logits = head.logits(rows)
-        kernels, is_penalized = kernels_of(logits), sampling.repetition_penalty != 1.0
+        logits = as_summed(head.logits(rows), sampling)
+        kernels = kernels_of(logits)
         self._fused = kernels.fused and not is_filtered(sampling)
         self._in_place = self._fused and kernels.draw is not None
-        if not self._in_place or is_penalized or head.softcap:
-            logits = logits.float()
         if head.softcap:
-            logits = soft_cap(logits, head.softcap)
+            logits = soft_cap(logits.float(), head.softcap)
             bend = (logits / head.softcap).square_().neg_().add_(1.0)
             self._backwards.append(lambda slope: slope.mul_(bend))
-        if is_penalized:
+        if sampling.repetition_penalty != 1.0:
             assert call.seen is not None, "a repetition penalty needs the tokens seen before"
             tokens = call.seen(rows.start, rows.stop)
             factor = penalize(logits, sampling.repetition_penalty, tokens)

@@ -54,6 +54,8 @@ def test_every_kernel_compiles(capability, dtype, tmp_path_factory):
     assert len(KERNELS) >= 18 and {row["kernel"] for row in mine} == KERNELS
     assert all(row["bytes"] > 0 for row in mine)
     assert max(row["shared"] for row in mine) <= SHARED_BYTES[capability]
+    alone, with_rotation = mine[0]["norms"]
+    assert alone == with_rotation and alone
     if dtype == "bfloat16" and capability >= 90:
         assert not [row["kernel"] for row in mine if row["stack"] and row["width"] == 128]
 

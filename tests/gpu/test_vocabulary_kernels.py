@@ -64,7 +64,6 @@ def test_engine_table_and_trainer_log_probs_have_the_same_bits(size, temperature
     assert same_bits(table.gather(1, targets[:, None])[:, 0], logprobs)
     tokens, drawn = draw(logits, temperature, torch.linspace(0, 0.999, 6).to(DEVICE))
     assert same_bits(target_logprobs(logits, tokens, temperature, entropy=False)[0], drawn)
-    assert same_bits(log_softmax(logits.float(), temperature), table)
 
 
 @SIZES
