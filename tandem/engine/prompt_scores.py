@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tandem.model.kernels import kernels_of
 from tandem.model.linear import ExactLinear
-from tandem.model.logprobs import chunks, log_distribution
+from tandem.model.logprobs import as_summed, chunks, log_distribution
 from tandem.types import Array, SamplingDistribution
 
 
@@ -29,9 +29,9 @@ def score_tokens(
     head: ExactLinear, hidden: Tensor, targets: Tensor, top: int
 ) -> Iterator[PromptScores]:
     """Score targets int64 [n] after hidden states [n, D], some rows of logits at a time."""
-    targets = targets.to(hidden.device)
+    targets, plain = targets.to(hidden.device), SamplingDistribution()
     for rows in chunks(len(targets), head.weight):
-        table = log_distribution(head(hidden[rows]).float(), SamplingDistribution())
+        table = log_distribution(as_summed(head(hidden[rows]), plain), plain)
         own = table.gather(1, targets[rows, None])
         top_logprobs, top_tokens = kernels_of(table).likeliest(table, top)
         columns = own[:, 0], (table >= own).sum(-1), top_tokens, top_logprobs

@@ -8,7 +8,14 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tandem.model.kernels import kernels_of
-from tandem.model.logprobs import SeenTokens, log_distribution, penalize
+from tandem.model.logprobs import (
+    SeenTokens,
+    as_summed,
+    is_filtered,
+    log_distribution,
+    mask_unnamed,
+    penalize,
+)
 from tandem.types import SamplingDistribution
 
 # Fields of SamplingParams that are equal in sequences sampled in one call.
@@ -37,14 +44,20 @@ def sample(
 
     Temperature 0 takes the likeliest token. seen is needed with a repetition penalty.
     """
-    logits = logits.float()
+    logits, kernels = as_summed(logits, sampling), kernels_of(logits)
+    draw = None if is_filtered(sampling) else kernels.draw
     if sampling.repetition_penalty != 1.0:
         assert seen is not None, "a repetition penalty needs the tokens seen before"
         penalize(logits, sampling.repetition_penalty, seen)
-    table = log_distribution(logits, sampling)
-    kernels = kernels_of(table)
-    tokens = table.argmax(-1) if sampling.temperature == 0 else kernels.inverse_cdf(table, uniform)
-    logprobs = table.gather(1, tokens[:, None])[:, 0]
+    if draw is None:
+        table = log_distribution(logits, sampling)
+        greedy = sampling.temperature == 0
+        tokens = table.argmax(-1) if greedy else kernels.inverse_cdf(table, uniform)
+        logprobs = table.gather(1, tokens[:, None])[:, 0]
+    else:
+        mask_unnamed(logits, sampling, None)
+        tokens, logprobs = draw(logits, sampling.temperature, uniform)
+        table = log_distribution(logits, sampling) if top else logprobs[:, None]
     top_logprobs, top_tokens = kernels.likeliest(table, top)
     return SampledTokens(tokens, logprobs, top_tokens, top_logprobs)
 

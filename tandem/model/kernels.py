@@ -55,6 +55,9 @@ class Kernels:
     own_matmuls: Sequence[str] = ("plain",)  # of one order of additions: the same bits
     chosen: str = "plain"  # the one that multiplies in this process
     fused: bool = False  # whether log-probs and their slopes are made of logits, without a table
+    # what samples (tokens, log-probs) by logits of any type, temperature and uniforms without a
+    # table, if anything; then slopes are of such logits and written over them
+    draw: Callable[[Tensor, float, Tensor], tuple[Tensor, Tensor]] | None = None
     layer: Callable[..., Tensor] | None = None  # what runs an ExactLayer without gradients, if any
     packs_stay: bool = False  # whether a pack is renewed where it is, for captured steps
     runs_ahead: bool = False  # whether decode steps may run ahead of the host (engine/lookahead.py)
@@ -242,7 +245,7 @@ class Kernels:
         above: Tensor | None,
         above_entropy: Tensor | None,
     ) -> Tensor:
-        """Compute d loss / d tempered logits [n, V] from logits, where `fused`."""
+        """Compute d loss / d tempered logits [n, V] from logits, where `fused`; see `draw`."""
         raise AssertionError("not fused")
 
 

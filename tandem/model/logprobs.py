@@ -20,7 +20,7 @@ from tandem.model.kernels import kernels_of
 from tandem.types import SamplingDistribution
 
 CHUNK_BYTES = 1 << 25  # logits held at once
-GPU_CHUNK_BYTES = 1 << 29  # on a GPU, which few rows leave idle
+GPU_CHUNK_BYTES = 5 << 28  # on a GPU: 4,096 rows of 150,000 tokens in 16 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def log_distribution(
     mask_unnamed(logits, sampling, forced)
     kernels = kernels_of(logits)
     logprobs = kernels.log_softmax(logits, sampling.temperature or 1.0)
-    if not _is_filtered(sampling):
+    if not is_filtered(sampling):
         return logprobs
     keep = torch.ones_like(logprobs, dtype=torch.bool)
     if 0 < sampling.top_k < logprobs.shape[-1]:
@@ -92,9 +92,16 @@ def log_distribution(
     return kernels.log_softmax(logprobs.masked_fill(~keep, float("-inf")), 1.0)
 
 
-def _is_filtered(sampling: SamplingDistribution) -> bool:
+def is_filtered(sampling: SamplingDistribution) -> bool:
+    """Return whether a distribution keeps only some tokens."""
     filtered = sampling.top_k or sampling.top_p < 1.0 or sampling.min_p
     return sampling.temperature != 0.0 and bool(filtered)
+
+
+def as_summed(logits: Tensor, sampling: SamplingDistribution) -> Tensor:
+    """Return logits [N, V] in the type that engine and trainer both sum: another has other bits."""
+    direct = kernels_of(logits).draw is not None and sampling.repetition_penalty == 1.0
+    return logits if direct and not is_filtered(sampling) else logits.float()
 
 
 class Head(NamedTuple):
@@ -108,8 +115,8 @@ class Head(NamedTuple):
     softcap: float = 0.0
 
     def logits(self, rows: slice) -> Tensor:
-        """Compute the projection of some rows, float32 [n, V], without the soft cap."""
-        return kernels_of(self.hidden).matmul(self.hidden[rows], self.packed, self.bias).float()
+        """Compute the projection of some rows [n, V], without the soft cap."""
+        return kernels_of(self.hidden).matmul(self.hidden[rows], self.packed, self.bias)
 
 
 def token_logprobs(
@@ -219,9 +226,12 @@ class _Chunk:
         self.sampling = sampling = call.sampling
         # from the logits that are sampled from back to the projection's, slopes change in place
         self._backwards: list[Callable[[Tensor], Any]] = []
-        logits = head.logits(rows)
+        logits = as_summed(head.logits(rows), sampling)
+        kernels = kernels_of(logits)
+        self._fused = kernels.fused and not is_filtered(sampling)
+        self._in_place = self._fused and kernels.draw is not None
         if head.softcap:
-            logits = soft_cap(logits, head.softcap)
+            logits = soft_cap(logits.float(), head.softcap)
             bend = (logits / head.softcap).square_().neg_().add_(1.0)
             self._backwards.append(lambda slope: slope.mul_(bend))
         if sampling.repetition_penalty != 1.0:
@@ -231,7 +241,6 @@ class _Chunk:
             at = tokens.rows, tokens.tokens
             self._backwards.insert(0, lambda slope: slope.index_put_(at, slope[at] * factor))
         mask_unnamed(logits, sampling, self.targets)
-        self._fused = kernels_of(logits).fused and not _is_filtered(sampling)
         self.table = logits if self._fused else log_distribution(logits, sampling, self.targets)
 
     def values(self) -> tuple[Tensor, Tensor | None]:
@@ -263,7 +272,7 @@ class _Chunk:
                 slope = (slope if above is None else slope.sub_(above)).mul_(probs)
             if above is not None:
                 slope.scatter_add_(1, targets[:, None], above)
-        if sampling.temperature not in (0.0, 1.0):
+        if not self._in_place and sampling.temperature not in (0.0, 1.0):
             slope.div_(sampling.temperature)
         for step in self._backwards:
             step(slope)
@@ -281,5 +290,6 @@ def row_sums(table: Tensor) -> Tensor:
 def chunks(rows: int, weight: Tensor) -> list[slice]:
     """Split rows into runs whose logits [n, V] fit CHUNK_BYTES, or a GPU's, where the output
     projection [V, D] is on one."""
-    size = max(16, (GPU_CHUNK_BYTES if weight.is_cuda else CHUNK_BYTES) // (4 * len(weight)))
+    row = len(weight) * (weight.element_size() if weight.is_cuda else 4)
+    size = max(16, (GPU_CHUNK_BYTES if weight.is_cuda else CHUNK_BYTES) // row)
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]

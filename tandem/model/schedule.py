@@ -15,7 +15,7 @@ from torch import Tensor
 from tandem.model.attention import Plan, Scoring
 from tandem.model.forward import head_of
 from tandem.model.load import ExactModel
-from tandem.model.logprobs import log_distribution, token_logprobs
+from tandem.model.logprobs import as_summed, log_distribution, token_logprobs
 from tandem.model.paged_attention import PAGE, Runs, page_tensors
 from tandem.model.paths import named_path
 from tandem.model.random_models import VOCABULARY, random_module
@@ -148,8 +148,8 @@ class Schedule:
                 hidden = self.model.hidden(
                     torch.from_numpy(np.concatenate(new)), torch.from_numpy(positions), plan
                 )
-                logits = self.model.head(hidden).float()
-                table = log_distribution(logits, SamplingDistribution())
+                plain = SamplingDistribution()
+                table = log_distribution(as_summed(self.model.head(hidden), plain), plain)
             for member, rows, start in zip(
                 members, table.split(counts.tolist()), done[members], strict=True
             ):

@@ -51,12 +51,13 @@ def test_every_kernel_compiles(capability, dtype, tmp_path_factory):
         pytest.skip(f"this build of triton has no assembler for compute capability {capability}")
     rows = compiled(tmp_path_factory.getbasetemp() / "kernels")
     mine = [row for row in rows if (row["capability"], row["dtype"]) == (capability, dtype)]
-    assert len(KERNELS) >= 16 and {row["kernel"] for row in mine} == KERNELS
+    assert len(KERNELS) >= 18 and {row["kernel"] for row in mine} == KERNELS
     assert all(row["bytes"] > 0 for row in mine)
     assert max(row["shared"] for row in mine) <= SHARED_BYTES[capability]
+    alone, with_rotation = mine[0]["norms"]
+    assert alone == with_rotation and alone
     if dtype == "bfloat16" and capability >= 90:
-        spilling = {row["kernel"] for row in mine if row["stack"] and row["width"] == 128}
-        assert spilling <= {"log_softmax_kernel", "token_logprob_kernel"}
+        assert not [row["kernel"] for row in mine if row["stack"] and row["width"] == 128]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from tandem.model.kernels import kernels_of
 from tandem.model.logprobs import Head, SeenTokens, token_logprobs
-from tandem.model.triton.vocabulary import log_softmax, logprob_slope, target_logprobs
+from tandem.model.triton.vocabulary import draw, log_softmax, logprob_slope, target_logprobs
 from tandem.types import SamplingDistribution
 from tests.support.kernels import (
     BF16,
@@ -56,24 +56,30 @@ def test_log_probs_and_entropies_are_near_float64(size, temperature, dtype):
 
 @TEMPERATURES
 @SIZES
-def test_engine_table_and_trainer_log_probs_have_the_same_bits(size, temperature):
-    logits, targets = logits_of(size)
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_engine_table_and_trainer_log_probs_have_the_same_bits(size, temperature, dtype):
+    logits, targets = logits_of(size, dtype=dtype)
     table = log_softmax(logits, temperature)
     logprobs, _ = target_logprobs(logits, targets, temperature, entropy=True)
     assert same_bits(table.gather(1, targets[:, None])[:, 0], logprobs)
+    tokens, drawn = draw(logits, temperature, torch.linspace(0, 0.999, 6).to(DEVICE))
+    assert same_bits(target_logprobs(logits, tokens, temperature, entropy=False)[0], drawn)
 
 
 @SIZES
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(size):
     logits, targets = logits_of(size)
     above, whole = random(2, 6), target_logprobs(logits, targets, 0.7, entropy=True)
-    table, slope = log_softmax(logits, 0.7), logprob_slope(logits, targets, 0.7, above, above)
+    table = log_softmax(logits, 0.7)
+    slope = logprob_slope(logits.clone(), targets, 0.7, above, above)
     for rows in (slice(0, 1), slice(3, 4), slice(1, 6)):
         part = target_logprobs(logits[rows], targets[rows], 0.7, entropy=True)
         assert same_bits(part[0], whole[0][rows]) and same_bits(part[1], whole[1][rows])
         assert same_bits(log_softmax(logits[rows], 0.7), table[rows])
         grads = above[rows], above[rows]
-        assert same_bits(logprob_slope(logits[rows], targets[rows], 0.7, *grads), slope[rows])
+        assert same_bits(
+            logprob_slope(logits[rows].clone(), targets[rows], 0.7, *grads), slope[rows]
+        )
 
 
 @SIZES
@@ -89,7 +95,7 @@ def test_the_slope_is_the_gradient_of_float64(size, wanted):
     results = in_float64(tempered, targets, 1.0)
     loss = sum((r * a.double()).sum() for r, a in zip(results, above, strict=True) if a is not None)
     (expected,) = torch.autograd.grad(loss, tempered)
-    found = logprob_slope(logits, targets, 0.7, *above)
+    found = 0.7 * logprob_slope(logits, targets, 0.7, *above)
     expected = expected.nan_to_num(0.0)  # 0 * -inf in the reference
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
 

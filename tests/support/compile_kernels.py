@@ -90,6 +90,18 @@ class Driver(DriverBase):
         return lambda *arguments: None
 
 
+def norm_layouts(kernel, width):
+    """Find how a GPU's threads hold the rows of `width` whose squares a kernel sums: the order of
+    those sums."""
+    found, tile = set(), f"{rowwise.TILE // width}x{width}xf32"
+    for programs, *_ in kernel.device_caches.values():
+        for text in (program.asm["ttgir"] for program in programs.values()):
+            names = dict(re.findall(r"^(#\w+) = (.*)$", text, re.M))
+            sums = re.findall(rf"}}\) : \(tensor<{tile}, (#\w+)>\) -> tensor<", text)
+            found |= {names[name] for name in sums}
+    return sorted(found)
+
+
 def new_of(default, *shape, dtype=None):
     dtype = dtype or default
     return torch.zeros(shape, dtype=dtype, requires_grad=dtype.is_floating_point)
@@ -114,12 +126,12 @@ def run_everything(dtype, width, kernel):
         (rowwise.swiglu(new(ROWS, 512)),),
     ):
         torch.autograd.backward(results, [torch.zeros_like(t) for t in results])
-    logits, targets = new(ROWS, 32_000, dtype=torch.float32).detach(), torch.zeros(ROWS).long()
+    logits, targets = new(ROWS, 32_000).detach(), torch.zeros(ROWS).long()
     vocabulary.log_softmax(logits, 0.7)
     above, entropies = vocabulary.target_logprobs(logits, targets, 0.7, entropy=True)
     vocabulary.logprob_slope(logits, targets, 0.7, above, entropies)
-    vocabulary.inverse_cdf(logits, above)
-    vocabulary.top_p_edge(logits, 0.9)
+    vocabulary.draw(logits, 0.7, above)
+    vocabulary.find(logits.float(), 1.0, above, reaching=True)
 
 
 def attend(new, width):
@@ -143,7 +155,9 @@ def attend(new, width):
 def main():
     for capability in map(int, sys.argv[1:]):
         for dtype in (torch.float32, torch.bfloat16):
-            gpu = Driver(capability)
+            gpu, norms = Driver(capability), (rowwise.rms_norm_kernel, rowwise.heads_kernel)
+            for norm in norms:
+                norm.device_caches.clear()
             driver.set_active(gpu)
             # a float32 matmul has one tile, which takes long to compile
             kernel = "" if dtype == torch.float32 else "persistent" if capability == 80 else "tma"
@@ -152,6 +166,7 @@ def main():
                 if width != WIDTHS[dtype]:
                     attend(partial(new_of, dtype), width)
                 kind = {"capability": capability, "dtype": str(dtype).removeprefix("torch.")}
+                kind["norms"] = [norm_layouts(norm, WIDTHS[dtype]) for norm in norms]
                 while gpu.compiled:
                     print(json.dumps(kind | {"width": width} | gpu.compiled.pop()))
 

@@ -147,7 +147,7 @@ class TritonKernels(Kernels):
     rms_norm, add_rms_norm = staticmethod(rowwise.rms_norm), staticmethod(rowwise.add_rms_norm)
     swiglu = staticmethod(rowwise.swiglu)
     log_softmax = staticmethod(vocabulary.log_softmax)
-    inverse_cdf = staticmethod(vocabulary.inverse_cdf)
+    draw, inverse_cdf = staticmethod(vocabulary.draw), staticmethod(vocabulary.inverse_cdf)
     target_logprobs = staticmethod(vocabulary.target_logprobs)
     logprob_slope = staticmethod(vocabulary.logprob_slope)
 

@@ -1,12 +1,13 @@
 """Rows over the vocabulary in Triton, float32 inside: log-softmax, the log-prob of one token and
 the entropy, and their gradient; the token of a uniform number, and the edge of top-p.
 
-A program owns a row. All log-probs come of one function, `_row_sums`, in blocks of constant size
-from token 0: so engine and trainer get the same log-prob, and a row's bits do not depend on other
-rows. Running sums add up a row's blocks from the first on, so a result depends on no other row and
-on no address: torch's take other kernels for other numbers of rows. A row of log-probs needs no
-normalization there: sums count as shares of the whole row's. Logits [N, V] are contiguous within a
-row. Knows no filters and no chunks.
+A row is summed in parts of BLOCK tokens from token 0 by programs of their own, and one program
+joins its parts: the same two kernels for engine and trainer, for any number of rows. So both get
+the same log-prob, and a row's bits do not depend on other rows. Running sums add up a row's blocks
+from the first on, so a result depends on no other row and on no address: torch's take other kernels
+for other numbers of rows. A row of log-probs needs no normalization there: sums count as shares of
+the whole row's. Logits [N, V], of 16 bits or float32, are contiguous. Knows no filters
+and no chunks.
 """
 
 # Code that @triton.jit compiles is not typed Python.
@@ -28,142 +29,147 @@ def _tempered(logits, token, size, temperature):
 
 
 @triton.jit
-def _row_sums(logits, size, temperature, BLOCK: tl.constexpr):
-    """Compute (largest x, log sum exp(x - largest), mean of x - largest) of a row of tempered
-    logits x."""
-    tokens = tl.arange(0, BLOCK)
-    highest = tl.full([BLOCK], float("-inf"), tl.float32)
-    for base in range(0, size, BLOCK):
-        highest = tl.maximum(highest, _tempered(logits, base + tokens, size, temperature))
-    peak = tl.max(highest, 0)
-    total, weighted = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    for base in range(0, size, BLOCK):
-        shifted = _tempered(logits, base + tokens, size, temperature) - peak
-        weight = tl.exp(shifted)
-        total += weight
-        # a token without probability adds nothing, not 0 * -inf
-        weighted = tl.fma(weight, tl.where(weight > 0.0, shifted, 0.0), weighted)
-    mass = tl.sum(total, 0)
-    return peak, tl.log(mass), tl.sum(weighted, 0) / mass
+def sum_parts_kernel(logits, sums, size, temperature, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    """Compute a part of a row of tempered logits x in sums [N, 3, BLOCKS]: largest x, then sums of
+    w = exp(x - largest) and of w * (x - largest)."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    value = _tempered(logits + row * size, part * BLOCK + tl.arange(0, BLOCK), size, temperature)
+    peak = tl.max(value, 0)
+    shifted = value - tl.where(peak == float("-inf"), 0.0, peak)
+    weight = tl.exp(shifted)
+    sums += row * 3 * BLOCKS + part
+    tl.store(sums, peak)
+    tl.store(sums + BLOCKS, tl.sum(weight, 0))
+    # a token without probability adds nothing, not 0 * -inf
+    tl.store(sums + 2 * BLOCKS, tl.sum(weight * tl.where(weight > 0.0, shifted, 0.0), 0))
 
 
 @triton.jit
-def log_softmax_kernel(logits, out, size, stride, temperature, BLOCK: tl.constexpr):
-    """Compute a row of out [N, V], float32."""
-    row = tl.program_id(0).to(tl.int64)
-    logits += row * stride
-    peak, log_mass, _ = _row_sums(logits, size, temperature, BLOCK)
-    for base in range(0, size, BLOCK):
-        token = base + tl.arange(0, BLOCK)
-        value = _tempered(logits, token, size, temperature) - peak - log_mass
-        tl.store(out + row * size + token, value, mask=token < size)
+def join_parts_kernel(sums, joined, parts, BLOCKS: tl.constexpr):
+    """Compute (largest x, log sum exp(x - largest), mean of x - largest) of a row in joined [N, 3],
+    and replace the sums of weights by those of exp(x - largest of the row)."""
+    row, part = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
+    sums, joined, there = sums + row * 3 * BLOCKS + part, joined + row * 3, part < parts
+    peaks = tl.load(sums, mask=there, other=float("-inf"))
+    peak = tl.max(peaks, 0)
+    shift = peaks - peak
+    share = tl.exp(shift)
+    masses = tl.load(sums + BLOCKS, mask=there, other=0.0) * share
+    weighted = tl.load(sums + 2 * BLOCKS, mask=there, other=0.0) * share
+    weighted = tl.fma(masses, tl.where(share > 0.0, shift, 0.0), weighted)
+    mass = tl.sum(masses, 0)
+    tl.store(sums + BLOCKS, masses)
+    tl.store(joined, peak)
+    tl.store(joined + 1, tl.log(mass))
+    tl.store(joined + 2, tl.sum(weighted, 0) / mass)
 
 
 @triton.jit
-def token_logprob_kernel(
-    logits, targets, logprobs, entropies, size, stride, temperature, BLOCK: tl.constexpr
-):
+def _logprob(logits, token, joined, size, temperature):
+    """Compute the log-probs of tokens of a row, -inf beyond the vocabulary."""
+    return _tempered(logits, token, size, temperature) - tl.load(joined) - tl.load(joined + 1)
+
+
+@triton.jit
+def log_softmax_kernel(logits, joined, out, size, temperature, BLOCK: tl.constexpr):
+    """Compute a block of a row of out [N, V], float32."""
+    row, token = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = _logprob(logits + row * size, token, joined + row * 3, size, temperature)
+    tl.store(out + row * size + token, value, mask=token < size)
+
+
+@triton.jit
+def token_logprob_kernel(logits, joined, targets, logprobs, entropies, size, temperature):
     """Compute the log-prob of a row's target and, unless entropies is None, the row's entropy."""
     row = tl.program_id(0).to(tl.int64)
-    logits += row * stride
-    peak, log_mass, mean = _row_sums(logits, size, temperature, BLOCK)
-    target = tl.load(targets + row)
-    tl.store(logprobs + row, _tempered(logits, target, size, temperature) - peak - log_mass)
+    joined, target = joined + row * 3, tl.load(targets + row)
+    value = _logprob(logits + row * size, target, joined, size, temperature)
+    tl.store(logprobs + row, value)
     if entropies is not None:
-        tl.store(entropies + row, log_mass - mean)
+        tl.store(entropies + row, tl.load(joined + 1) - tl.load(joined + 2))
 
 
 @triton.jit
 def logprob_slope_kernel(
-    logits, targets, above, above_entropy, slope, size, stride, temperature, BLOCK: tl.constexpr
+    logits, joined, targets, above, above_entropy, size, temperature, BLOCK: tl.constexpr
 ):
-    """Compute a row of slope [N, V], d loss / d tempered logits.
+    """Write d loss / d logits over a block of a row.
 
     above and above_entropy, the gradients [N] of log-prob and entropy, may be None.
     """
-    row = tl.program_id(0).to(tl.int64)
-    logits += row * stride
-    peak, log_mass, mean = _row_sums(logits, size, temperature, BLOCK)
-    target = tl.load(targets + row)
-    for base in range(0, size, BLOCK):
-        token = base + tl.arange(0, BLOCK)
-        logprob = _tempered(logits, token, size, temperature) - peak - log_mass
-        probability = tl.exp(logprob)
-        result = tl.zeros([BLOCK], tl.float32)
-        if above is not None:
-            result += tl.load(above + row) * ((token == target).to(tl.float32) - probability)
-        if above_entropy is not None:
-            # log p + entropy; a token without probability has no slope, not 0 * -inf
-            surprise = tl.where(probability > 0.0, logprob, 0.0) + log_mass - mean
-            result -= tl.load(above_entropy + row) * probability * surprise
-        tl.store(slope + row * size + token, result.to(slope.dtype.element_ty), mask=token < size)
-
-
-@triton.jit
-def _probabilities(logprobs, place, size):
-    """Load log-probs and exponentiate them, 0 beyond the row."""
-    return tl.exp(tl.load(logprobs + place, mask=place < size, other=float("-inf")))
+    row, token = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    logits, joined = logits + row * size, joined + row * 3
+    logprob = _logprob(logits, token, joined, size, temperature)
+    probability = tl.exp(logprob)
+    slope = tl.zeros([BLOCK], tl.float32)
+    if above is not None:
+        hit = (token == tl.load(targets + row)).to(tl.float32)
+        slope += tl.load(above + row) * (hit - probability)
+    if above_entropy is not None:
+        # log p + entropy; a token without probability has no slope, not 0 * -inf
+        surprise = tl.where(probability > 0.0, logprob, 0.0) + tl.load(joined + 1)
+        slope -= tl.load(above_entropy + row) * probability * (surprise - tl.load(joined + 2))
+    slope = tl.div_rn(slope, temperature)
+    tl.store(logits + token, slope.to(logits.dtype.element_ty), mask=token < size)
 
 
 @triton.jit
 def _passes(mass, target, REACHING: tl.constexpr):
     if REACHING:
-        return mass >= target
+        return (mass >= target) & (mass > 0.0)
     return mass > target
 
 
 @triton.jit
-def _find(logprobs, size, share, REACHING: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    """Find the first place of a row at which the running sum passes (REACHING: reaches) `share` of
-    the whole; it has positive probability.
+def find_kernel(
+    logits,
+    sums,
+    joined,
+    shares,
+    tokens,
+    logprobs,
+    size,
+    temperature,
+    REACHING: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Find the first token of a row at which the running sum passes (REACHING: reaches) a share of
+    the whole, and its log-prob; it has positive probability.
 
-    The sums of all blocks stay in registers, so only one block is read again.
+    The sums of all parts are known, so only one part is read again.
     """
-    within, blocks = tl.arange(0, BLOCK), tl.arange(0, BLOCKS)
-    total, ends = 0.0, tl.zeros([BLOCKS], tl.float32)
-    for block in range(tl.cdiv(size, BLOCK)):
-        total += tl.sum(_probabilities(logprobs, block * BLOCK + within, size), 0)
-        ends = tl.where(blocks >= block, total, ends)
-    target = share * total
-    # a share of at most 1 - 2^-24 is rounded to less than the whole, so a block is found
-    block = tl.min(tl.where(_passes(ends, target, REACHING), blocks, BLOCKS - 1), 0)
-    rest = target - tl.max(tl.where(blocks < block, ends, 0.0), 0)
-    probability = _probabilities(logprobs, block * BLOCK + within, size)
-    # a GPU's running sum is made of several and may step at a token without probability
+    row = tl.program_id(0).to(tl.int64)
+    logits, joined = logits + row * size, joined + row * 3
+    within, parts = tl.arange(0, BLOCK), tl.arange(0, BLOCKS)
+    known = parts * BLOCK < size
+    masses = tl.load(sums + (row * 3 + 1) * BLOCKS + parts, mask=known, other=0.0)
+    ends = tl.cumsum(masses, 0)
+    # a share of at most 1 - 2^-24 is rounded to less than the whole, so a part is found
+    target = tl.load(shares + row) * tl.max(ends, 0)
+    # a GPU's running sum is made of several and may step at a part or token without probability
+    passed = _passes(ends, target, REACHING) & (masses > 0.0)
+    part = tl.min(tl.where(passed, parts, BLOCKS - 1), 0)
+    rest = target - tl.max(tl.where(parts < part, ends, 0.0), 0)
+    value = _tempered(logits, part * BLOCK + within, size, temperature)
+    probability = tl.exp(value - tl.load(joined))
     passed = _passes(tl.cumsum(probability, 0), rest, REACHING) & (probability > 0.0)
     first = tl.min(tl.where(passed, within, BLOCK), 0)
-    # where the running sum's last bits are not those of the block's sum: its last token
+    # where the running sum's last bits are not those of the part's sum: its last token
     last = tl.max(tl.where(probability > 0.0, within, 0), 0)
-    # NaNs pass nothing, and the last block may lie beyond the row
-    return tl.minimum(block * BLOCK + tl.minimum(first, last), size - 1)
-
-
-@triton.jit
-def inverse_cdf_kernel(logprobs, uniform, tokens, size, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    """Compute the token whose slice of the cumulative distribution holds a row's uniform."""
-    row = tl.program_id(0).to(tl.int64)
-    share = tl.load(uniform + row)
-    token = _find(logprobs + row * size, size, share, False, BLOCK, BLOCKS)
+    # NaNs pass nothing, and the last part may lie beyond the row
+    token = tl.minimum(part * BLOCK + tl.minimum(first, last), size - 1)
     tl.store(tokens + row, token.to(tl.int64))
-
-
-@triton.jit
-def top_p_edge_kernel(ranked, edges, size, top_p, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    """Compute the smallest log-prob in the least set of a row's likeliest that reaches top_p.
-
-    ranked are log-probs, descending.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    ranked += row * size
-    place = _find(ranked, size, top_p, True, BLOCK, BLOCKS)
-    tl.store(edges + row, tl.load(ranked + place))
+    tl.store(logprobs + row, _logprob(logits, token, joined, size, temperature))
 
 
 def log_softmax(logits: Tensor, temperature: float) -> Tensor:
     """Compute the log-probs [N, V], float32, of logits / temperature."""
-    logits = _aligned(logits)
+    logits, _, joined = _sums(logits, temperature)
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-    log_softmax_kernel[(len(logits),)](logits, out, *_shape(logits, temperature), **_tile(logits))
+    log_softmax_kernel[_grid(logits)](
+        logits, joined, out, logits.shape[1], temperature, **_tile(logits)
+    )
     return out
 
 
@@ -174,11 +180,11 @@ def target_logprobs(
 
     They are those of softmax(logits / temperature), to the bits of `log_softmax`.
     """
-    logits = _aligned(logits)
+    logits, _, joined = _sums(logits, temperature)
     logprobs = logits.new_empty(len(logits), dtype=torch.float32)
     entropies = torch.empty_like(logprobs) if entropy else None
     token_logprob_kernel[(len(logits),)](
-        logits, targets, logprobs, entropies, *_shape(logits, temperature), **_tile(logits)
+        logits, joined, targets, logprobs, entropies, logits.shape[1], temperature, num_warps=1
     )
     return logprobs, entropies
 
@@ -190,29 +196,32 @@ def logprob_slope(
     above: Tensor | None,
     above_entropy: Tensor | None,
 ) -> Tensor:
-    """Compute d loss / d (logits / temperature) [N, V], float32.
+    """Compute d loss / d logits [N, V] in place of the logits.
 
     above and above_entropy [N] are the gradients of `target_logprobs`.
     """
-    logits = _aligned(logits)
-    slope = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    logits, _, joined = _sums(logits, temperature)
     above, above_entropy = (
         None if grad is None else grad.contiguous() for grad in (above, above_entropy)
     )
-    logprob_slope_kernel[(len(logits),)](
-        logits, targets, above, above_entropy, slope, *_shape(logits, temperature), **_tile(logits)
+    logprob_slope_kernel[_grid(logits)](
+        logits, joined, targets, above, above_entropy, logits.shape[1], temperature, **_tile(logits)
     )
-    return slope
+    return logits
+
+
+def draw(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Sample (tokens int64 [N], log-probs float32 [N]) by uniform float32 [N] in [0, 1); the
+    likeliest at temperature 0."""
+    if temperature == 0.0:
+        tokens = logits.argmax(-1)
+        return tokens, target_logprobs(logits, tokens, 1.0, entropy=False)[0]
+    return find(logits, temperature, uniform.contiguous(), reaching=False)
 
 
 def inverse_cdf(table: Tensor, uniform: Tensor) -> Tensor:
     """Find the tokens int64 [N] of uniform float32 [N] in [0, 1) in log-probs float32 [N, V]."""
-    table = _aligned(table.contiguous())
-    tokens = torch.empty(len(table), dtype=torch.int64, device=table.device)
-    inverse_cdf_kernel[(len(table),)](
-        table, uniform.contiguous(), tokens, table.shape[1], **_tiles(table)
-    )
-    return tokens
+    return draw(table, 1.0, uniform)[0]
 
 
 def top_p_edge(ranked: Tensor, top_p: float) -> Tensor:
@@ -220,14 +229,41 @@ def top_p_edge(ranked: Tensor, top_p: float) -> Tensor:
 
     ranked: log-probs float32 [N, V], descending.
     """
-    ranked = _aligned(ranked.contiguous())
-    edges = ranked.new_empty(len(ranked), 1)
-    top_p_edge_kernel[(len(ranked),)](ranked, edges, ranked.shape[1], top_p, **_tiles(ranked))
-    return edges
+    shares = ranked.new_full((len(ranked),), top_p)
+    return ranked.gather(1, find(ranked, 1.0, shares, reaching=True)[0][:, None])
 
 
-def _shape(logits: Tensor, temperature: float) -> tuple[int, int, float]:
-    return logits.shape[1], logits.stride(0), temperature
+def find(
+    logits: Tensor, temperature: float, shares: Tensor, reaching: bool
+) -> tuple[Tensor, Tensor]:
+    """Find the first tokens int64 [N] at which the running sums of probabilities pass (reaching:
+    reach) shares [N] of the whole, and their log-probs."""
+    logits, sums, joined = _sums(logits, temperature)
+    logprobs = joined.new_empty(len(logits))
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    find_kernel[(len(logits),)](
+        *(logits, sums, joined, shares, tokens, logprobs, logits.shape[1], temperature),
+        REACHING=reaching,
+        BLOCKS=sums.shape[2],
+        **_tile(logits),
+    )
+    return tokens, logprobs
+
+
+def _sums(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logits as the kernels read them, with the sums of their parts and of their rows."""
+    logits = _aligned(logits.contiguous())
+    grid, tile = _grid(logits), _tile(logits)
+    blocks = triton.next_power_of_2(grid[1])
+    sums = logits.new_empty(len(logits), 3, blocks, dtype=torch.float32)
+    joined = sums.new_empty(len(logits), 3)
+    sum_parts_kernel[grid](logits, sums, logits.shape[1], temperature, BLOCKS=blocks, **tile)
+    join_parts_kernel[(len(logits),)](sums, joined, grid[1], BLOCKS=blocks, num_warps=1)
+    return logits, sums, joined
+
+
+def _grid(logits: Tensor) -> tuple[int, int]:
+    return len(logits), triton.cdiv(logits.shape[1], _tile(logits)["BLOCK"])
 
 
 def _aligned(rows: Tensor) -> Tensor:
@@ -239,9 +275,3 @@ def _aligned(rows: Tensor) -> Tensor:
 def _tile(rows: Tensor) -> dict[str, int]:
     """Choose the block by the vocabulary alone."""
     return {"BLOCK": min(BLOCK, triton.next_power_of_2(rows.shape[1])), "num_warps": 8}
-
-
-def _tiles(rows: Tensor) -> dict[str, int]:
-    """Choose the block, and how many there may be."""
-    tile = _tile(rows)
-    return tile | {"BLOCKS": triton.next_power_of_2(triton.cdiv(rows.shape[1], tile["BLOCK"]))}

@@ -137,7 +137,7 @@ def _tables(
     """Compute the log-probs of student and teacher, each [n, V]."""
     hidden, weight, packed, *teacher = tensors
     heads = Head(hidden, weight, packed), Head(*teacher)  # type: ignore[arg-type]
-    student, held = (log_distribution(head.logits(rows), sampling) for head in heads)
+    student, held = (log_distribution(head.logits(rows).float(), sampling) for head in heads)
     return student, held
 
 
