@@ -212,17 +212,16 @@ def row_squares(tensors: Iterable[tuple[Tensor, int]]) -> list[Array]:
 
     With each tensor the number of rows of the whole one, of which this may be a part.
     """
-    norms = [_row_norms(*given) for given in tensors]
+    norms = []
+    for tensor, num_rows in tensors:
+        rows = tensor.reshape(tensor.shape[0], -1) if tensor.dim() > 1 else tensor[:, None]
+        if num_rows == 1:
+            norms.append(rows.flatten().float())
+            continue
+        # torch would split a single row among its threads
+        each = torch.linalg.vector_norm(rows.expand(max(2, len(rows)), -1), dim=1)
+        norms.append(each[: len(rows)].float())
     if not norms:
         return []
     whole = np.square(torch.cat(norms).cpu().numpy().astype(np.float64))
     return np.split(whole, np.cumsum([len(part) for part in norms])[:-1])
-
-
-def _row_norms(tensor: Tensor, num_rows: int) -> Tensor:
-    rows = tensor.reshape(tensor.shape[0], -1) if tensor.dim() > 1 else tensor[:, None]
-    if num_rows == 1:
-        return rows.flatten().float()
-    # torch would split a single row among its threads
-    norms = torch.linalg.vector_norm(rows.expand(max(2, len(rows)), -1), dim=1)[: len(rows)]
-    return norms.float()
