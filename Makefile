@@ -68,7 +68,7 @@ test: $(DEV)
 # What a commit needs: all but those of the night; these too where the kernels or their tests have changed since the night.
 test-all: $(DEV)
 	@commit=$$(sed -n 's/^| kernels .* | \([0-9a-f]\{12\}\) | .*/\1/p' results/nightly.md); \
-		git diff --quiet "$$commit" -- tandem/model/triton tests/gpu 2>/dev/null || $(TESTS)/gpu -m nightly
+		git diff --quiet "$$commit" -- tandem/plugins/triton tests/gpu 2>/dev/null || $(TESTS)/gpu -m nightly
 	@$(TESTS) -m "not nightly"
 
 # Everything, with the result in results/nightly.md; `make nightly only="tests kernels"` runs these parts.

@@ -35,8 +35,8 @@ from tandem.model.kernels import kernels_for
 from tandem.model.load import ExactModel
 from tandem.model.paged_attention import PAGE
 from tandem.model.probe import fastest_exact, try_matmuls
-from tandem.model.triton.plans import TRITON
 from tandem.plugins.plan.footprint import Footprint, model_sizes
+from tandem.plugins.triton.plans import TRITON
 from tandem.run_folder.metrics import read_metrics
 from tandem.trainer.optimizer import Optimizer
 from tandem.trainer.pack import pack

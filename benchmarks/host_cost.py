@@ -23,7 +23,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.graphs import HostCopy
 from tandem.engine.lookahead import Lookahead
 from tandem.model.load import make_exact
-from tandem.model.triton.shared_splits import split_tiles
+from tandem.plugins.triton.shared_splits import split_tiles
 from tandem.runtime.rng import address
 from tandem.types import Request, SamplingParams
 

@@ -42,7 +42,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
     },
     "kernels": {  # model/kernels.py: Kernels, by the type of a device
         "cpu": "tandem.model.native.fused:CPU",
-        "cuda": "tandem.model.triton.plans:TRITON",
+        "cuda": "tandem.plugins.triton.plans:TRITON",
     },
     "cpu_kernels": {  # the same for a CPU, by name
         "fused": "tandem.model.native.fused:CPU",

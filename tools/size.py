@@ -35,8 +35,8 @@ BARS = {
     "lines of tests": 34_000,
 }
 HELD = {
-    "lines of the core, without tandem/plugins": 35_731,
-    "lines with plugins": 58_462,
+    "lines of the core, without tandem/plugins": 33_700,
+    "lines with plugins": 58_537,
     "lines that tandem.step imports": 9_933,
     "lines that a plain `tandem train` imports": 19_894,
     "conditions on a backend's name": 11,
@@ -47,7 +47,7 @@ HELD = {
     "private functions with one use": 420,
     "functions with 8 or more parameters": 11,
     "yields in tandem/config": 27,
-    "lines of tests": 43_368,
+    "lines of tests": 43_400,
 }
 
 

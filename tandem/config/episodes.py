@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from tandem.choices import engine_name
 from tandem.config.section import Section, name_of
@@ -228,16 +228,6 @@ class Rollout(Section):
     def renders(self) -> bool:
         """Tell whether each turn's prompt is rendered by the chat template."""
         return self.history == "template"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _take_old_key(cls, given: Any) -> Any:
-        """Read tensor_parallel, a key of earlier runs, as vLLM's argument."""
-        if not isinstance(given, dict) or "tensor_parallel" not in given:
-            return given
-        ranks = given["tensor_parallel"]
-        rest = {key: value for key, value in given.items() if key != "tensor_parallel"}
-        return rest if ranks == 1 else {"vllm": {"tensor_parallel_size": ranks}} | rest
 
     @property
     def tensor_parallel(self) -> int:

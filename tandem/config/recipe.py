@@ -46,6 +46,9 @@ def merged(
     """Return the tree of a recipe under its overrides, not validated, and the keys that these set,
     each as {key: "command line"}."""
     tree = {} if recipe is None else _read(Path(recipe))
+    if isinstance(rollout := tree.get("rollout"), dict):  # an earlier name
+        ranks = rollout.pop("tensor_parallel", 1)
+        rollout |= {} if ranks == 1 else {"vllm": {"tensor_parallel_size": ranks}}
     tree |= {
         name: {key: tree[name]}
         for name, key in SHORTHANDS.items()

@@ -357,3 +357,11 @@ def test_every_leaf_has_a_help_and_a_valid_default():
     assert all(help_text for _, _, help_text in leaves)
     # a default that breaks its own bounds would be found here
     Config.model_validate(Config().model_dump())
+
+
+def test_an_earlier_name_is_read(tmp_path):
+    (tmp_path / "old.toml").write_text(
+        "[rollout]\ntensor_parallel = 2\nengine = 'vllm'\nworkers = 1\n"
+    )
+    config = load_config(tmp_path / "old.toml", ["model.path=m", "data.train=d"])
+    assert config.rollout.vllm == {"tensor_parallel_size": 2}

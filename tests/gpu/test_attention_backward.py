@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from tandem.model.attention import Scoring
-from tandem.model.triton.packed_attention import PackedSegments, packed_attention, viewers_of
+from tandem.plugins.triton.packed_attention import PackedSegments, packed_attention, viewers_of
 from tests.support.kernels import (
     BF16,
     DEVICE,

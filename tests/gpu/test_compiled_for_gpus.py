@@ -20,7 +20,7 @@ from triton import knobs
 ROOT = Path(__file__).parents[2]
 KERNELS = {
     node.name
-    for path in (ROOT / "tandem/model/triton").glob("*.py")
+    for path in (ROOT / "tandem/plugins/triton").glob("*.py")
     for node in ast.walk(ast.parse(path.read_text()))
     if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")
 }

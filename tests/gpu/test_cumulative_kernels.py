@@ -10,8 +10,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from tandem.engine.sampler import sample
 from tandem.model.logprobs import log_distribution
-from tandem.model.triton.plans import TRITON
-from tandem.model.triton.vocabulary import BLOCK, inverse_cdf, top_p_edge
+from tandem.plugins.triton.plans import TRITON
+from tandem.plugins.triton.vocabulary import BLOCK, inverse_cdf, top_p_edge
 from tandem.types import SamplingDistribution
 from tests.support.kernels import DEVICE, random, same_bits, triton_everywhere
 

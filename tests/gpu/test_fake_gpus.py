@@ -14,9 +14,9 @@ from tandem.engine.engine import Engine
 from tandem.engine.graphs import StepGraphs
 from tandem.engine.lookahead import Lookahead
 from tandem.model.load import make_exact
-from tandem.model.triton.matmul import matmul
 from tandem.plugins.optim.muon import orthogonalized
 from tandem.plugins.optim.offload import OffloadedOptimizer
+from tandem.plugins.triton.matmul import matmul
 from tandem.trainer.optimizer import Optimizer
 from tandem.trainer.pack import pack
 from tandem.trainer.ranks import ALONE

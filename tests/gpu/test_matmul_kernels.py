@@ -9,9 +9,9 @@ from tandem.jobs.engines import choose_matmul
 from tandem.model.linear import Adapter, ExactLinear, Part, fused_linear
 from tandem.model.load import make_exact
 from tandem.model.probe import try_matmuls
-from tandem.model.triton.matmul import PLAIN, TILES, matmul, tile_of
-from tandem.model.triton.plans import TRITON
-from tandem.model.triton.rowwise import swiglu
+from tandem.plugins.triton.matmul import PLAIN, TILES, matmul, tile_of
+from tandem.plugins.triton.plans import TRITON
+from tandem.plugins.triton.rowwise import swiglu
 from tests.support.kernels import (
     BF16,
     DEVICE,

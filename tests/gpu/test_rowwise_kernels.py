@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from tandem.model.triton.rowwise import WEIGHT_PARTS, add_rms_norm, rms_norm, rotate, swiglu
+from tandem.plugins.triton.rowwise import WEIGHT_PARTS, add_rms_norm, rms_norm, rotate, swiglu
 from tests.support.kernels import (
     BF16,
     FP16,

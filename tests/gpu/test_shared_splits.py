@@ -10,9 +10,9 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from tandem.model.attention import Scoring
 from tandem.model.paged_attention import PAGE, DecodeRows, Runs
-from tandem.model.triton.attention import SPLIT_KEYS, attention
-from tandem.model.triton.plans import TritonDecodePlan, TritonPagedPlan
-from tandem.model.triton.shared_splits import split_tiles
+from tandem.plugins.triton.attention import SPLIT_KEYS, attention
+from tandem.plugins.triton.plans import TritonDecodePlan, TritonPagedPlan
+from tandem.plugins.triton.shared_splits import split_tiles
 from tests.support.kernels import BF16, DEVICE, FP32, random, same_bits
 
 SPLIT, PAGES = SPLIT_KEYS.value, SPLIT_KEYS.value // PAGE

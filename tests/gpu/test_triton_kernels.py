@@ -13,8 +13,8 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from tandem.model.attention import Scoring
-from tandem.model.triton.attention import PagedRows, attention, segment_attention, write_cache
-from tandem.model.triton.matmul import matmul
+from tandem.plugins.triton.attention import PagedRows, attention, segment_attention, write_cache
+from tandem.plugins.triton.matmul import matmul
 from tests.support.kernels import BF16, DEVICE, FP16, FP32, assert_near, int32, random, same_bits
 
 PAGE = 128

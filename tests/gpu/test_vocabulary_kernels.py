@@ -8,7 +8,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from tandem.model.kernels import kernels_of
 from tandem.model.logprobs import Head, SeenTokens, token_logprobs
-from tandem.model.triton.vocabulary import draw, log_softmax, logprob_slope, target_logprobs
+from tandem.plugins.triton.vocabulary import draw, log_softmax, logprob_slope, target_logprobs
 from tandem.types import SamplingDistribution
 from tests.support.kernels import (
     BF16,

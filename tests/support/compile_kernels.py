@@ -25,11 +25,11 @@ from triton.backends.driver import DriverBase
 from triton.runtime import driver
 
 from tandem.model.attention import Scoring
-from tandem.model.triton import rowwise, vocabulary
-from tandem.model.triton.attention import PagedRows, attention, write_cache
-from tandem.model.triton.matmul import TILES, matmul
-from tandem.model.triton.packed_attention import PackedSegments, packed_attention
-from tandem.model.triton.shared_splits import shared_attention
+from tandem.plugins.triton import rowwise, vocabulary
+from tandem.plugins.triton.attention import PagedRows, attention, write_cache
+from tandem.plugins.triton.matmul import TILES, matmul
+from tandem.plugins.triton.packed_attention import PackedSegments, packed_attention
+from tandem.plugins.triton.shared_splits import shared_attention
 
 SHARED_BYTES = {80: 166_912, 90: 232_448, 100: 232_448}  # of a block, by compute capability
 # Head sizes of all kernels; float32 products are unrolled, and those of a larger head take long to

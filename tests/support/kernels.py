@@ -64,6 +64,6 @@ def gradients(function, *inputs, above):
 
 def triton_everywhere():
     """Use Triton's kernels on the CPU too, in its interpreter."""
-    from tandem.model.triton.plans import TRITON
+    from tandem.plugins.triton.plans import TRITON
 
     return kernels_for("cpu", TRITON)

@@ -20,11 +20,11 @@ from tandem.model.kernels import Kernels, Rotation
 from tandem.model.layers import ExactLayer, add_norm, norm
 from tandem.model.linear import ExactLinear, FusedLinear, bias_of, packed_parts
 from tandem.model.paged_attention import PAGE, DecodeRows, Runs
-from tandem.model.triton import rowwise, vocabulary
-from tandem.model.triton.attention import PagedRows, attention, write_cache
-from tandem.model.triton.matmul import matmul
-from tandem.model.triton.packed_attention import PackedSegments, packed_attention
-from tandem.model.triton.shared_splits import shared_attention, split_tiles
+from tandem.plugins.triton import rowwise, vocabulary
+from tandem.plugins.triton.attention import PagedRows, attention, write_cache
+from tandem.plugins.triton.matmul import matmul
+from tandem.plugins.triton.packed_attention import PackedSegments, packed_attention
+from tandem.plugins.triton.shared_splits import shared_attention, split_tiles
 
 
 class TritonPackedPlan(PackedSegments):

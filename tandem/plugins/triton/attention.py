@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.model.attention import Scoring
-from tandem.model.triton.matmul import dot, need_contiguous_rows
+from tandem.plugins.triton.matmul import dot, need_contiguous_rows
 
 # Partial results of one attention call; beyond it one program walks all splits of a tile.
 SCRATCH_BYTES = 1 << 28

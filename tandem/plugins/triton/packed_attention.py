@@ -22,8 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.model.attention import Scoring
-from tandem.model.triton.attention import locate, scale_and_window, segment_attention
-from tandem.model.triton.matmul import dot
+from tandem.plugins.triton.attention import locate, scale_and_window, segment_attention
+from tandem.plugins.triton.matmul import dot
 
 # packed rows for which one list of segments says who sees them; a multiple of every key block
 LIST_ROWS = tl.constexpr(64)

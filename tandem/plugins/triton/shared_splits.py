@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from tandem.model.attention import Scoring
-from tandem.model.triton.attention import (
+from tandem.plugins.triton.attention import (
     BLOCK_Q,
     SCRATCH_BYTES,
     SPLIT_KEYS,

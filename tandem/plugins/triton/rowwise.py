@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.model.triton.matmul import add, need_contiguous_rows, swiglu_of
+from tandem.plugins.triton.matmul import add, need_contiguous_rows, swiglu_of
 
 # elements of a program that owns several rows
 TILE = 1024
