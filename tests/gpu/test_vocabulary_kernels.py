@@ -6,9 +6,15 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from tandem.engine.sampler import sample
 from tandem.model.kernels import kernels_of
 from tandem.model.logprobs import Head, SeenTokens, token_logprobs
+<<<<<<< HEAD
 from tandem.plugins.triton.vocabulary import draw, log_softmax, logprob_slope, target_logprobs
+=======
+from tandem.model.triton import vocabulary
+from tandem.model.triton.vocabulary import draw, log_softmax, logprob_slope, target_logprobs
+>>>>>>> wt-gpuk
 from tandem.types import SamplingDistribution
 from tests.support.kernels import (
     BF16,
@@ -100,7 +106,7 @@ def test_the_slope_is_the_gradient_of_float64(size, wanted):
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
+SAMPLINGS = pytest.mark.parametrize(
     "sampling",
     [
         SamplingDistribution(),
@@ -110,6 +116,29 @@ def test_the_slope_is_the_gradient_of_float64(size, wanted):
     ],
     ids=["plain", "greedy", "penalty", "filters"],
 )
+
+
+@SAMPLINGS
+def test_engine_and_trainer_sum_logits_of_one_type(sampling, monkeypatch):
+    """The threads of a GPU hold 16 bits otherwise than 32, and add them up in another order."""
+    types, sums = [], vocabulary._sums
+
+    def noted(logits, temperature):
+        types.append(logits.dtype)
+        return sums(logits, temperature)
+
+    monkeypatch.setattr(vocabulary, "_sums", noted)
+    hidden, weight = random(1, 4, 32, dtype=BF16), random(2, 97, 32, dtype=BF16)
+    place = torch.arange(4, device=DEVICE)
+    with triton_everywhere():
+        head, seen = Head(hidden, weight, kernels_of(weight).pack(weight)), SeenTokens(place, place)
+        sample(head.logits(slice(4)), sampling, place / 4, seen)
+        engine, types = set(types), []
+        token_logprobs(head, place, sampling, lambda start, stop: seen)
+    assert set(types) == engine and len(engine) == 1
+
+
+@SAMPLINGS
 @pytest.mark.parametrize("known", [False, True])
 def test_token_logprobs_and_their_gradients_are_near_those_of_the_cpu(sampling, known):
     """known: the loss knows beforehand what gradient the log-probs will receive."""
