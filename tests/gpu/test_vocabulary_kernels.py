@@ -9,12 +9,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 from tandem.engine.sampler import sample
 from tandem.model.kernels import kernels_of
 from tandem.model.logprobs import Head, SeenTokens, token_logprobs
-<<<<<<< HEAD
+from tandem.plugins.triton import vocabulary
 from tandem.plugins.triton.vocabulary import draw, log_softmax, logprob_slope, target_logprobs
-=======
-from tandem.model.triton import vocabulary
-from tandem.model.triton.vocabulary import draw, log_softmax, logprob_slope, target_logprobs
->>>>>>> wt-gpuk
 from tandem.types import SamplingDistribution
 from tests.support.kernels import (
     BF16,
