@@ -252,7 +252,9 @@ def find(
 
 def _sums(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return logits as the kernels read them, with the sums of their parts and of their rows."""
-    logits = _aligned(logits.contiguous())
+    logits = logits.contiguous()
+    if logits.data_ptr() % 16:  # Triton orders a sum by the alignment that it knows
+        logits = logits.clone()
     grid, tile = _grid(logits), _tile(logits)
     blocks = triton.next_power_of_2(grid[1])
     sums = logits.new_empty(len(logits), 3, blocks, dtype=torch.float32)
@@ -264,12 +266,6 @@ def _sums(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
 
 def _grid(logits: Tensor) -> tuple[int, int]:
     return len(logits), triton.cdiv(logits.shape[1], _tile(logits)["BLOCK"])
-
-
-def _aligned(rows: Tensor) -> Tensor:
-    """Copy rows unless they begin at a multiple of 16 bytes: Triton orders a sum by the alignment
-    that it knows."""
-    return rows.clone() if rows.data_ptr() % 16 else rows
 
 
 def _tile(rows: Tensor) -> dict[str, int]:
