@@ -206,7 +206,10 @@ class Rollout(Section):
         "point `tandem.engines`",
     )
     workers: int = Field(
-        0, ge=0, description="rollout processes, one thread each; 0: in the trainer's own process"
+        0,
+        ge=0,
+        description="rollout processes, one thread each, all for one that takes turns with the "
+        "trainer; 0: in the trainer's own process",
     )
     vllm: dict[str, Any] = Field(
         {},

@@ -48,7 +48,8 @@ def merged(
     tree = {} if recipe is None else _read(Path(recipe))
     if isinstance(rollout := tree.get("rollout"), dict):  # an earlier name
         ranks = rollout.pop("tensor_parallel", 1)
-        rollout |= {} if ranks == 1 else {"vllm": {"tensor_parallel_size": ranks}}
+        old = {} if ranks == 1 else {"tensor_parallel_size": ranks}
+        rollout |= {"vllm": old | rollout.get("vllm", {})} if old else {}
     tree |= {
         name: {key: tree[name]}
         for name, key in SHORTHANDS.items()
@@ -138,7 +139,10 @@ def _apply(tree: dict[str, Any], text: str, origin: dict[str, str]) -> None:
         )
     if not isinstance(tree.setdefault(section, {}), dict):
         return  # the validation names it
-    table, path = tree[section], field.split(".") if field.startswith("options.") else [field]
+    table, path = (
+        tree[section],
+        field.split(".") if field.startswith(("options.", "vllm.")) else [field],
+    )
     for name in path[:-1]:
         table = table.setdefault(name, {})
         if not isinstance(table, dict):

@@ -91,9 +91,9 @@ def open_rl_job(config: Config, run: RunFolder, report: Report) -> Iterator[RLJo
     """Open the job of `tandem train` or `tandem distill`."""
     with open_stage(config, run, report) as stage:
         models = find("models", run.command, key="command")(config, stage.ranks)
-        workers = config.rollout.workers
-        beside = workers if config.rollout.staleness else 0  # which compute while this one trains
-        found = stage.probe(models.policy.whole, models.others, beside)
+        workers, stale = config.rollout.workers, config.rollout.staleness > 0
+        busy = workers > 1 or stale  # a worker is not the only one that computes
+        found = stage.probe(models.policy.whole, models.others, workers * stale)
         parity = require_parity(config, found)
         engine, local = stage.open_engine(models.policy.whole)
         rollout_stage = RolloutStage(
@@ -102,9 +102,7 @@ def open_rl_job(config: Config, run: RunFolder, report: Report) -> Iterator[RLJo
             local=local,
             folder=run.path,
             exact=parity.exact,
-            worker_threads=1
-            if beside or found.thread_dependent
-            else max(1, torch.get_num_threads() // max(1, workers)),
+            worker_threads=1 if busy or found.thread_dependent else torch.get_num_threads(),
             machine=stage.machine,
             report=report,
         )

@@ -1,5 +1,5 @@
 """The operators whose arithmetic depends on the device: oneDNN's products and torch's operators for
-tensors on a CPU here, Triton's for those on a GPU in triton/plans.py.
+tensors on a CPU here, Triton's for those on a GPU in plugins/triton/plans.py.
 
 registry.py names the kernels of a device, which are imported when a tensor first needs them.
 Triton's launch on the thread's current GPU, so whoever asks makes the tensor's the current one.

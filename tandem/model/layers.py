@@ -2,8 +2,8 @@
 
 Trainer and engine both run it, so their bits cannot drift apart: they differ only in the plan that
 attends. Query, key and value projections run as one linear, and so do gate and up, because at few
-rows the time of a linear is mostly its start. Sub-modules keep their names, for checkpoints,
-adapters and hooks.
+rows the time of a linear is mostly its start. Sub-modules keep their names, for checkpoints
+and adapters.
 """
 
 from collections.abc import Callable

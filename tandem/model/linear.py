@@ -71,6 +71,7 @@ class PackedWeight:
         self.kept = True
         self._versions: tuple[int, ...] = ()
         self._packed: Tensor | None = None
+        self._owned = False  # it is never a weight's own memory
 
     def of(self, weight: Tensor) -> Tensor:
         return self.of_parts((Part(weight),))
@@ -83,14 +84,16 @@ class PackedWeight:
         own = kernels_of(parts[0].weight)
         versions = (id(own), *(version for part in parts for version in part.version()))
         if self._packed is None or self._versions != versions:
-            old = self._packed if self._versions[:1] == versions[:1] and own.packs_stay else None
-            # free the old pack before the new one is made
-            self._packed, self._versions = None, versions
+            owned = len(parts) > 1 or parts[0].adapter is not None  # else it may be the weight
+            stays = own.packs_stay and (versions[0], owned) == (*self._versions[:1], self._owned)
+            old = self._packed if stays else None
+            # unless it stays, free the old pack before the new one is made
+            self._packed, self._versions, self._owned = None, versions, owned
             self._packed = packed = _pack_parts(parts)
-            if old is None or old.shape != packed.shape:
-                PackedWeight.moves += 1
-            elif old.data_ptr() != packed.data_ptr():  # a plain weight is its own pack
+            if old is not None and owned and old.shape == packed.shape:
                 self._packed = old.copy_(packed)
+            elif old is None or old.data_ptr() != packed.data_ptr():
+                PackedWeight.moves += 1
         return self._packed
 
 
@@ -134,6 +137,7 @@ class ExactLinear(PackOwner):
     def split(self, count: int) -> None:
         """Sum `count` products over as many inputs each: to the bits of processes that `leave`."""
         self._slices = [(PackedWeight(), PackedWeight()) for _ in range(count if count > 1 else 0)]
+        PackedWeight.moves += 1
 
     def forward(self, x: Tensor) -> Tensor:
         flat, part = x.reshape(-1, x.shape[-1]), self.active_part()

@@ -20,7 +20,7 @@ from tandem.model.kernels import kernels_of
 from tandem.types import SamplingDistribution
 
 CHUNK_BYTES = 1 << 25  # logits held at once
-GPU_CHUNK_BYTES = 5 << 28  # on a GPU: 4,096 rows of 150,000 tokens in 16 bits
+GPU_CHUNK_BYTES = 1 << 30  # on a GPU, where they may be float32: 1,789 rows of 150,000 tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +290,5 @@ def row_sums(table: Tensor) -> Tensor:
 def chunks(rows: int, weight: Tensor) -> list[slice]:
     """Split rows into runs whose logits [n, V] fit CHUNK_BYTES, or a GPU's, where the output
     projection [V, D] is on one."""
-    row = len(weight) * (weight.element_size() if weight.is_cuda else 4)
-    size = max(16, (GPU_CHUNK_BYTES if weight.is_cuda else CHUNK_BYTES) // row)
+    size = max(16, (GPU_CHUNK_BYTES if weight.is_cuda else CHUNK_BYTES) // (4 * len(weight)))
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]

@@ -171,7 +171,7 @@ class Server:
 
 def load_engine(start: dict[str, Any]) -> "Engine":
     """Load the engine of a model directory, without an adapter: published weights are merged."""
-    numerics.prepare(start["threads"])
+    numerics.prepare(min(start["threads"], numerics.cores()))
     from tandem.engine.engine import make_engine
     from tandem.model import custom_code
     from tandem.model.load import load_model

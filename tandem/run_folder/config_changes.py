@@ -31,7 +31,6 @@ _FREE = {
     "reward.workers",
     "rollout.workers",
     "rollout.restarts",
-    "rollout.vllm",
     "rollout.cache_mb",
     "rollout.devices",
     "rollout.release_cache",

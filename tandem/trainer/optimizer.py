@@ -149,6 +149,7 @@ class Optimizer:
         if names:
             rounded = [self.parameters[name].detach() for name in names]
             torch._foreach_copy_(rounded, [self.masters[name] for name in names])
+            torch.autograd.graph.increment_version(rounded)  # it may not count its writes
 
     def weights(self) -> dict[str, Tensor]:
         """Return the float32 weights that the next update starts from, by parameter name."""

@@ -138,15 +138,15 @@ class FusedKernels(Kernels):
     def _table_of(self, model: Any, dtype: torch.dtype) -> Tensor | None:
         """Return the addresses of each layer's parts, int64 [L, 13]; None if the kernel cannot run
         one."""
-        found = self._tables.get(model)
-        if found is None or found[0] != (PackedWeight.moves, model.changes()):
+        found, key = self._tables.get(model), (PackedWeight.moves, model.changes())
+        if found is None or found[0] != key:
             rows = [_parts_of(layer, dtype) for layer in model.module.model.layers]
             numbers = [[t.data_ptr() if isinstance(t, Tensor) else t or 0 for t in r] for r in rows]
             # the packs, which are large, are not kept alive
             held = [part.detach() for row in rows for part in row[:8] if isinstance(part, Tensor)]
             table = torch.tensor(numbers) if all(rows) else None
-            found = (PackedWeight.moves, model.changes()), table, held
-            self._tables[model] = found
+            # if packs were made just now, the next call looks again
+            found = self._tables[model] = key, table, held
         return found[1]  # type: ignore[no-any-return]
 
     # ---- rows
