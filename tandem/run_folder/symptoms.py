@@ -39,8 +39,8 @@ def skipped_update(rows: Rows) -> str:
 def unscored(rows: Rows) -> str:
     count = rows[-1].get("reward_errors", 0)
     wrong = (
-        f"{count:.0f} episodes could not be scored; see reward_error in episodes/, and where they "
-        "took too long take a larger reward.timeout_s"
+        f"{count:.0f} episodes could not be scored; tandem show RUN --worst has the errors; where "
+        "they took too long take a larger reward.timeout_s"
     )
     return wrong if count else ""
 
