@@ -1,6 +1,8 @@
 # Set-up is plain pip in .venv, pinned by constraints.txt. After the first time no target needs a network.
 PYTHON ?= python3
 VENV := .venv
+# An image may forbid bytecode; without it each process starts in twice the time.
+export PYTHONDONTWRITEBYTECODE :=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEV := $(VENV)/.ready-dev
