@@ -85,8 +85,8 @@ class StepProgress:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.bar.stop()
         if isinstance(error, KeyboardInterrupt):
-            notes = error.__dict__.get("__notes__", [])
-            self.output.print(*notes, "interrupted; the same command resumes", sep="\n")
+            lines = [*error.__dict__.get("__notes__", []), "interrupted; the same command resumes"]
+            self.output.print("\n".join(lines), markup=False)
 
     def __call__(self, done: int, metrics: Row, timings: Row) -> None:
         if "step_s" in timings:

@@ -85,7 +85,7 @@ The model in `model/` is random. `chats.jsonl` teaches it to answer, half of the
 
     tandem sft recipe.toml
 
-Its last lines name the folder of the warm model. Problems of your own need chats of your own. Then:
+Problems of your own need chats of your own. The last lines of `tandem sft` name the warm model:
 """
 
 
