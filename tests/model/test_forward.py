@@ -5,13 +5,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tandem.model.forward import batch_logprobs
+from tandem.model.forward import batch_logprobs, reference_logprobs
 from tandem.model.kernels import CPU, kernels_for
 from tandem.model.layers import norm
 from tandem.trainer.pack import join, pack, split
 from tandem.types import SamplingDistribution
 from tests.support import dense
-from tests.support.tiny import CONFIGS, random_samples, stock_logits, twins
+from tests.support.episodes import adapted_model
+from tests.support.tiny import CONFIGS, exact_model, random_samples, stock_logits, twins
 
 # Two implementations of a float32 model; measured: under 1e-5.
 FORWARD = 2e-5
@@ -108,3 +109,16 @@ def test_repetition_penalty_counts_prefix_and_sample_tokens():
                 row[seen] = torch.where(row[seen] > 0, row[seen] / 1.5, row[seen] * 1.5)
                 expected.append(float((row / 0.7).log_softmax(-1)[sample.tokens[place]]))
             np.testing.assert_allclose(found[number], expected, rtol=0, atol=2 * FORWARD)
+
+
+def test_reference_of_adapted_policy_is_the_base_to_the_bit():
+    adapted, plain = adapted_model(), exact_model("qwen3")
+    adapted.load_weights(
+        {name: torch.full_like(w, 0.05) for name, w in adapted.adapter_weights().items()}
+    )
+    [batch] = pack(random_samples(np.random.default_rng(5), 3), 10_000)
+    reference = reference_logprobs(adapted, batch, SamplingDistribution())
+    with torch.no_grad():
+        assert torch.equal(reference, batch_logprobs(plain, batch, SamplingDistribution())[0])
+        assert not torch.equal(reference, batch_logprobs(adapted, batch, SamplingDistribution())[0])
+    assert not reference.requires_grad
