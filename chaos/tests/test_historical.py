@@ -1,4 +1,4 @@
-"""The harness of historical bugs reports one that nothing stops, or another tripwire than its own."""
+"""The harness of historical bugs: it shows one that nothing stops, or another tripwire than its."""
 
 from dataclasses import replace
 from functools import partial
