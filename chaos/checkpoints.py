@@ -33,7 +33,7 @@ from tandem.runtime.errors import UserError
 from tandem.weights.hashing import weight_hash
 from tests.support.faults import (
     MODES,
-    FreezingDisk,
+    FaultyDisk,
     RefusingDisk,
     deaths,
     in_a_fork,
@@ -436,6 +436,17 @@ def limits(place: Path, save: Save) -> Iterator[Case]:
 
         yield in_a_fork(limited) == 0, before.wrong(f"after files of {size} bytes")
         before.again()
+
+
+class FreezingDisk(FaultyDisk):
+    """A disk that calls freeze before operation n."""
+
+    def __init__(self, n: int, freeze: Callable[[], object]):
+        super().__init__(n)
+        self.freeze = freeze
+
+    def strike(self, part: Callable[[], None]) -> None:
+        self.freeze()
 
 
 def frozen_disks(place: Path, save: Save) -> Iterator[Case]:

@@ -4,11 +4,14 @@ and the files compared byte by byte.
     python -m chaos.rank_kills 6      six kills
 """
 
+import os
+import signal
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +19,8 @@ import numpy as np
 
 from chaos.kills import adopting_forks, differs, ended, left
 from chaos.results import Case, Result, tally
-from tests.support.runs import fingerprint, kill_rank, prepare, rank_pid
+from tandem.runtime.processes import ZOMBIE, descendants, state_of
+from tests.support.runs import fingerprint, prepare
 
 KILLS, RANKS, SEED = 20, 2, 0
 END_S = 10.0  # for the other ranks to end by themselves
@@ -79,6 +83,33 @@ class Killer:
     def end(self, folder: Path) -> str:
         """Let the command end a run; return what is wrong with it, or left behind."""
         return ended(self.forks.start(self.command, folder), folder) or left(self.standing, folder)
+
+
+def rank_pid(driver: int, rank: int) -> int | None:
+    """The pid of a rank of a run, by its rank 0; None if it has not begun or has ended."""
+    if rank == 0:
+        return driver
+    for process in descendants(driver):
+        with suppress(OSError):
+            environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+            if process.parent == driver and f"RANK={rank}".encode() in environment:
+                return process.pid
+    return None
+
+
+def kill_rank(driver: int, rank: int, end_s: float) -> str:
+    """Kill a rank of a run of two with SIGKILL; return what is wrong with the end of the other,
+    which has end_s for it. driver: the pid of rank 0."""
+    pids = {n: pid for n in (0, 1) if (pid := rank_pid(driver, n)) is not None}
+    if rank not in pids:
+        return f"rank {rank} was not there"
+    os.kill(pids[rank], signal.SIGKILL)
+    until = time.monotonic() + end_s
+    while alive := [n for n, pid in pids.items() if state_of(pid) not in ("", ZOMBIE)]:
+        if time.monotonic() > until:
+            return f"ranks {alive} live {end_s:g} s after rank {rank} was killed"
+        time.sleep(0.05)
+    return ""
 
 
 if __name__ == "__main__":

@@ -2,25 +2,10 @@
 rest: make chaos."""
 
 from collections import Counter
-from dataclasses import replace
-from functools import partial
 
-import numpy as np
 import pytest
 
-from chaos.historical import (
-    BUGS,
-    CLEAN,
-    Bug,
-    Killed,
-    Witness,
-    clean_run,
-    each,
-    last_step,
-    outcome,
-    relayed,
-    train,
-)
+from chaos.historical import BUGS, CLEAN, Killed, Witness, clean_run, last_step, outcome, train
 from tandem.step import learn_step
 from tests.support.stages import config
 
@@ -47,25 +32,6 @@ def test_bug_of_the_field_is_stopped_in_its_step_with_its_cause(issue, tmp_path)
     [bug] = [bug for bug in BUGS if bug.issue == issue]
     ended = outcome(bug, tmp_path / "run")
     assert ended.problem == "" and ended.fired >= 0
-
-
-def test_at_least_25_bugs_have_names_of_their_own():
-    assert len({bug.issue for bug in BUGS}) == len(BUGS) >= 25
-
-
-def test_bug_that_nothing_stops_is_reported(tmp_path):
-    harmless = Bug(
-        issue="none", what="nothing", inject=partial(train, steps=2), stopped_by="something"
-    )
-    assert outcome(harmless, tmp_path / "run").problem == "nothing stopped it"
-
-
-def test_bug_that_something_else_stops_is_reported(tmp_path):
-    late = relayed(each(lambda c: replace(c, logprobs=np.roll(c.logprobs, 1))))
-    bug = Bug(
-        issue="none", what="", inject=lambda f, w: train(f, w, late), stopped_by="the journal"
-    )
-    assert outcome(bug, tmp_path / "run").problem.startswith("stopped by something else")
 
 
 @pytest.mark.parametrize("name", ["small microbatches", "partial rollouts, late, two turns"])

@@ -4,7 +4,7 @@ results/invariants.md from it.
     make invariants                        every section
     make invariants only="cells kills"     these; the results of the others stay as they are
 
-lives    P1: random lives of an engine (tests/support/schedules.py); the largest gap between engine and policy
+lives    P1: random lives of an engine (lives.py); the largest gap between engine and policy
 soak     many requests through a small cache
 parity   P1: random batches on five architectures before and after optimizer steps
 cells    P1 and P3 under the libraries' own switches, in processes of their own: the probe's word against what is so
@@ -34,6 +34,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import machine  # noqa: E402
 from invariants_cells import cells_table, try_cells, try_variants, variants_table  # noqa: E402
+from lives import Schedule, schedules  # noqa: E402
+from lives import run as live  # noqa: E402
 from mesh_steps import MESHES, compare  # noqa: E402
 from mesh_steps import MODELS as MESH_MODELS  # noqa: E402
 
@@ -44,8 +46,6 @@ from tandem.runtime import numerics  # noqa: E402
 from tandem.types import Request, SamplingParams  # noqa: E402
 from tests.support.parity import CONFIGS, VOCABULARY, parity_of, random_model, words  # noqa: E402
 from tests.support.runs import fingerprint, prepare, run  # noqa: E402
-from tests.support.schedules import Schedule, schedules  # noqa: E402
-from tests.support.schedules import run as live  # noqa: E402
 
 JSON, PAGE = ROOT / "results" / "invariants.json", ROOT / "results" / "invariants.md"
 LIVES = 1000

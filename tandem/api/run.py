@@ -205,7 +205,7 @@ def _run(
     """Run a command to its end. directory: that relative paths begin in, "" for the current one."""
     path, folder = _recipe(command, recipe, keys)
     saved = sorted((folder / "checkpoints").glob("step_*")) if not fresh else []
-    last = int(saved[-1].name.rpartition("_")[2]) if saved else -1  # rows after it are made again
+    last = int(saved[-1].name.rpartition("_")[2]) if saved else 0  # rows after it are made again
     # there the line of a step stands in the place of the one before
     in_place = sys.stdout.isatty() or "ipykernel" in sys.modules
     is_open = is_taken = False

@@ -9,6 +9,8 @@ ready, 3 a stall (the watchdog says who is to blame), 130 interrupted.
 import signal
 import sys
 import traceback
+from functools import partial
+from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
@@ -16,7 +18,7 @@ from typer import Option
 from typer.core import TyperGroup
 
 from tandem.cli.arguments import Fresh, Overrides, Recipe, run_folder
-from tandem.config.recipe import load_config
+from tandem.config.recipe import keys_like, load_config
 from tandem.registry import BUILT_IN, find, names
 from tandem.runtime.errors import InvariantError, UserError
 from tandem.runtime.processes import end_with_starter
@@ -47,16 +49,24 @@ class Commands(TyperGroup):
         if cmd_name not in BUILT_IN["commands"] and (own or cmd_name not in names("commands")):
             return own
         alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+        load = partial(find, "commands", cmd_name, key="tandem COMMAND")
         try:
-            alone.command(cmd_name)(find("commands", cmd_name, key="tandem COMMAND"))
-        except UserError as error:  # --help asks for every command: one package must not end it
-            broken = error
-            alone.command(cmd_name, help="(its package cannot be loaded)")(lambda: _raise(broken))
+            alone.command(cmd_name)(load())
+        except UserError:  # --help asks for every command: one package must not end it
+            alone.command(cmd_name, help="(its package cannot be loaded)")(lambda: load())
         return typer.main.get_command(alone)
 
-
-def _raise(error: UserError) -> None:
-    raise error
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Refuse `--steps 3`, an option with the name of a key, and name the override instead."""
+        found: Any = super().resolve_command(ctx, args)
+        own = {"--help", *(each for one in found[1].params for each in (one.name, *one.opts))}
+        for word, following in pairwise([*found[2], "VALUE"]):
+            option, _, value = word.partition("=")
+            meant = keys_like(option[2:].replace("-", "_"), f"={value or following}")
+            is_key = option.startswith("--") and option not in own and "sections are" not in meant
+            if is_key and "overrides" in own:
+                raise UserError(f"tandem {args[0]} has no option {option}", next=meant[2:])
+        return found
 
 
 app = typer.Typer(
@@ -88,11 +98,6 @@ def run() -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt as interrupt:
-        for note in interrupt.__dict__.get("__notes__", []):
-            print(note, file=sys.stderr)
-        print("\ninterrupted; the same command goes on", file=sys.stderr)
-        sys.exit(130)
 
 
 def _print_version(wanted: bool) -> None:

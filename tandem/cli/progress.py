@@ -11,14 +11,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean, median
-from types import TracebackType
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from tandem.run_folder.symptoms import HISTORY, symptoms
+from tandem.run_folder.symptoms import EPISODE_ERRORS, HISTORY, symptoms
 from tandem.types import Row
 
 console = Console(highlight=False, soft_wrap=True)
@@ -47,7 +46,7 @@ LINE_S = 10.0  # seconds after which slower steps get a line each
 
 class StepProgress:
     """The progress of a run. Call it with (steps done, metrics, timings) after each step. log gets
-    every line, output shows them."""
+    every line, output shows them; first_error returns that of a step's episodes."""
 
     def __init__(
         self,
@@ -57,8 +56,10 @@ class StepProgress:
         log: Callable[[str], None] = lambda line: None,
         output: Console = console,
         clock: Callable[[], float] = time.monotonic,
+        first_error: Callable[[int], str] = lambda step: "",
     ):
         self.steps, self.log, self.output, self.clock = steps, log, output, clock
+        self.first_error = first_error
         self.recent: deque[float] = deque(maxlen=RECENT)  # seconds of steps
         self.last_line = float("-inf")  # when the last step line was written
         self.rows: deque[Row] = deque(maxlen=HISTORY)  # metrics and timings
@@ -81,15 +82,11 @@ class StepProgress:
         self.bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.bar.stop()
-        if kind is KeyboardInterrupt:
-            self.output.print("interrupted; the same command goes on")
+        if isinstance(error, KeyboardInterrupt):
+            lines = [*error.__dict__.get("__notes__", []), "interrupted; the same command resumes"]
+            self.output.print("\n".join(lines), markup=False)
 
     def __call__(self, done: int, metrics: Row, timings: Row) -> None:
         if "step_s" in timings:
@@ -113,6 +110,8 @@ class StepProgress:
         for name, warning in symptoms(list(self.rows)).items():
             if name not in self.warned:
                 self.warned.add(name)
+                if name in EPISODE_ERRORS and (error := self.first_error(done)):
+                    warning += f"; the first error: {error}"
                 self._print(f"warning at step {done}: {warning}", style="yellow")
 
     def _is_due(self, done: int) -> bool:

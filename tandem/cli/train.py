@@ -1,5 +1,6 @@
 """The commands that train: `tandem train`, `sft`, `dpo`, `rm` and `distill`."""
 
+from functools import partial
 from pathlib import Path
 
 from tandem.choices import choices
@@ -16,6 +17,7 @@ from tandem.run_folder.export import export, keep_model, model_card
 from tandem.run_folder.files import KEPT_MODEL
 from tandem.run_folder.folder import check_run, open_run
 from tandem.run_folder.metrics import read_metrics
+from tandem.run_folder.samples import first_error
 from tandem.runtime.errors import UserError
 from tandem.runtime.image_parts import keep_in
 from tandem.runtime.wording import counted
@@ -41,7 +43,7 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
             run.log(text)
             console.print(text, markup=False)
 
-        config = run.config
+        config, error_of = run.config, partial(first_error, run.episodes)
         keep_in(folder / "images")
         if processes := processes_of(config):
             report(processes)
@@ -50,7 +52,7 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
         with (
             explain_out_of_memory(config, command),
             find("jobs", command, key="command")(config, run, report) as job,
-            StepProgress(command, job.steps, log=run.log) as progress,
+            StepProgress(command, job.steps, log=run.log, first_error=error_of) as progress,
         ):
             print_lines(run.news)
             model = trained_model(job)

@@ -127,7 +127,7 @@ def _apply(tree: dict[str, Any], text: str, origin: dict[str, str]) -> None:
     except (ValueError, RecursionError):  # not TOML, or a number of 5,000 digits
         value = raw
     if not (sign and section and field):
-        advice = keys_like(key)[2:]
+        advice = keys_like(key, sign + raw)[2:]
         if key in Config.model_fields:
             advice = f"{key} is a section; write {key}.{_main_key(key, value)}={raw}"
         raise UserError(
@@ -241,11 +241,11 @@ OF_TRL = {
 }
 
 
-def keys_like(key: str) -> str:
-    """Offer the keys that may be meant: of a bare name, those of all sections that have it."""
+def keys_like(key: str, value: str = "") -> str:
+    """Offer the keys that may be meant, with "=VALUE": of a bare name, those of all sections."""
     section, _, field = key.partition(".")
     if (field or section) in OF_TRL:
-        return f"; TRL's {field or section} is {OF_TRL[field or section]} here"
+        return f"; TRL's {field or section} is {OF_TRL[field or section]}{value} here"
     keys = [f"{s}.{f}" for s in Config.model_fields for f in _section(s).model_fields]
     keys.sort(key=lambda known: not known.startswith("train."))  # which is meant most often
     names = {known: known.partition(".")[2] for known in keys}
@@ -258,7 +258,7 @@ def keys_like(key: str) -> str:
         close = difflib.get_close_matches(section, [*Config.model_fields, *meant], 1, 0.7)
         near = [k for k in (*Config.model_fields, *keys) if {k, names.get(k)} & {*close}]
     if near:
-        return f"; did you mean {' or '.join(near)}?"
+        return f"; did you mean {' or '.join(known + value for known in near)}?"
     of_others = "docs/guide/migrate.md has the names of TRL and verl"
     return f"; sections are {', '.join(Config.model_fields)}; {of_others}"
 

@@ -4,14 +4,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, WrapValidator
 from pydantic_core import PydanticCustomError
 
 from tandem.registry import names
@@ -28,12 +21,10 @@ class Section(BaseModel):
         return iter(())
 
 
-def _or_function(value: Any, choices: ValidatorFunctionWrapHandler) -> Any:
-    return value if isinstance(value, str) and ":" in value else choices(value)
-
-
 # of a key that has choices: a user's function is one too, as "my.py:NAME"
-OR_FUNCTION = WrapValidator(_or_function)
+OR_FUNCTION = WrapValidator(
+    lambda value, choices: value if isinstance(value, str) and ":" in value else choices(value)
+)
 
 
 def name_of(kind: str, *others: str) -> BeforeValidator:

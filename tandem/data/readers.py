@@ -139,10 +139,7 @@ def tell_repeats(contents: Iterable[Hashable], key: str) -> None:
     hashes = [hash(content) for content in contents]
     if repeated := len(hashes) - len(set(hashes)):
         logger.warning(
-            "%s of the %s rows of %s repeat an earlier row; all are kept",
-            f"{repeated:,}",
-            f"{len(hashes):,}",
-            key,
+            "%d of %d rows of %s are duplicates; all are kept", repeated, len(hashes), key
         )
 
 

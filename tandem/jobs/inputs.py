@@ -193,8 +193,8 @@ def _check_repeats(config: Config, problems: int) -> None:
             next=f"rl.prompts_per_step={problems}",
         )
     logger.warning(
-        "rl.prompts_per_step is %s and data.train has %s: a step is %s, and each problem comes "
-        "%.1f times in it. Set rl.prompts_per_step to %s at most, or take more problems",
+        "rl.prompts_per_step is %s and data.train has %s: a step is %s, and each problem "
+        "is in it %.1f times. Set rl.prompts_per_step to %s at most, or take more problems",
         f"{wanted:,}",
         counted(problems, "problems"),
         counted(wanted * config.rl.group_size, "episodes"),

@@ -46,10 +46,10 @@ class Sample:
 
     @property
     def summary(self) -> str:
-        """Example: "reward 1 (answer 1), ended by stop, 14 tokens"."""
+        """Example: "reward 1.5 (answer 1, format 0.5), ended by stop, 14 tokens"."""
         episode = self.episode
         parts = episode.reward_parts or episode.env_rewards
-        named = ", ".join(f"{name} {value:g}" for name, value in parts.items())
+        named = ", ".join(f"{name} {value:g}" for name, value in parts.items() if len(parts) > 1)
         turns = f" in {episode.num_turns} turns" if episode.num_turns > 1 else ""
         return (
             f"reward {episode.reward:g}{f' ({named})' if named else ''}, "
@@ -77,6 +77,12 @@ def read_samples(path: Path) -> list[Sample]:
     return sorted(samples, key=lambda sample: (sample.episode.sample_index, sample.row))
 
 
+def first_error(episodes: Path, step: int) -> str:
+    """Return the error of the step's first episode that has one; "" if none has."""
+    path = sample_file(episodes, step, held_out=False)
+    return next((error for one in read_samples(path) for error in one.errors), "") if path else ""
+
+
 def brief(sample: Sample) -> str:
     """Write three lines: the summary, the end of the prompt, begin and end of the completion."""
     prompt, completion = repr(message_text(sample.prompt[-1])), repr(sample.episode.text)
@@ -84,7 +90,8 @@ def brief(sample: Sample) -> str:
         prompt = f"... {prompt[4 - WIDTH :]}"
     if len(completion) > WIDTH:
         completion = f"{completion[: WIDTH // 2]} ... {completion[5 - WIDTH // 2 :]}"
-    name = f"{'held-out ' * sample.held_out}sample {printable(sample.name)}"
+    episode, kind = sample.episode, "held-out problem" if sample.held_out else "problem"
+    name = f"step {sample.step}, {kind} {printable(episode.uid)}, sample {episode.sample_index}"
     return f"{name}: {sample.summary}\n  prompt  {prompt}\n  said    {completion}"
 
 

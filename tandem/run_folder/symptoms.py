@@ -39,8 +39,8 @@ def skipped_update(rows: Rows) -> str:
 def unscored(rows: Rows) -> str:
     count = rows[-1].get("reward_errors", 0)
     wrong = (
-        f"{count:.0f} episodes could not be scored; tandem show RUN --worst has the errors; where "
-        "they took too long take a larger reward.timeout_s"
+        f"{count:.0f} episodes could not be scored and have the reward 0; tandem show RUN --worst "
+        "has their errors; if they took too long, take a larger reward.timeout_s"
     )
     return wrong if count else ""
 
@@ -48,8 +48,8 @@ def unscored(rows: Rows) -> str:
 def failed_environments(rows: Rows) -> str:
     count = rows[-1].get("env_errors", 0) + rows[-1].get("env_timeouts", 0)
     wrong = (
-        f"{count:.0f} episodes failed in their environment; see env_error in episodes/, and where "
-        "they took too long take a larger env.timeout_s"
+        f"{count:.0f} episodes failed in their environment; tandem show RUN --worst has their "
+        "errors; if they took too long, take a larger env.timeout_s"
     )
     return wrong if count else ""
 
@@ -164,6 +164,7 @@ def stuck_pairs(rows: Rows) -> str:
     )
 
 
+EPISODE_ERRORS = ("unscored", "failed_environments")  # symptoms with an error in episodes
 SYMPTOMS: tuple[Callable[[Rows], str], ...] = (
     skipped_update,
     unscored,

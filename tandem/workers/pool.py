@@ -235,7 +235,9 @@ class Pool(Generic[W]):
             return
         worker.connection = connection
         self._selector.register(connection.socket, selectors.EVENT_READ, worker)
-        self._send(worker, {"start": {**self._start_of(worker), "beat_s": self.limits.beat_s}})
+        start = {**self._start_of(worker), "beat_s": self.limits.beat_s}
+        worker.channel.send({"start": start})
+        self._flush(worker)
 
     def _end(self, worker: W) -> None:
         """End a worker, and forget it."""
@@ -248,10 +250,6 @@ class Pool(Generic[W]):
         return self._workers.get(worker.number) is worker
 
     # ---------------------------------------------------------------- to and from a worker
-
-    def _send(self, worker: W, message: Message, *descriptors: int) -> None:
-        worker.channel.send(message, *descriptors)
-        self._flush(worker)
 
     def _flush(self, worker: W) -> None:
         worker.channel.flush()

@@ -31,7 +31,7 @@ def run(home, command, folder, model, *overrides):
     return command, home / "recipe.toml", *options
 
 
-@pytest.mark.parametrize("command", ["train", "sft"])
+@pytest.mark.parametrize("command", ["train", pytest.param("sft", marks=pytest.mark.nightly)])
 def test_base_model_trains_as_one_with_that_template(home, command, tmp_path):
     assert "data.chat_template=FILE" in mistake(*run(home, command, tmp_path / "none", "base"))
     template = f"data.chat_template={home / 'chat.jinja'}"

@@ -273,19 +273,19 @@ OWN = (Path(__file__).parents[2] / "examples/own_functions.py").read_text()
 OWN += "\n\ndef score(problem, completion):\n    return float(len(completion) % 2)\n"
 
 
-@pytest.mark.parametrize("key", FUNCTIONS)
-def test_resume_with_a_changed_function_is_refused(key, home, tmp_path):
-    mine = tmp_path / "mine.py"
-    mine.write_text(OWN)
-    command = ["train", home / "recipe.toml", f"run.folder={tmp_path}/run"]
-    command += [f"{key}={mine}:{FUNCTIONS[key]}"]
-    command += ["rl.max_gen_batches=9"] * (key == "rl.filter")
+def test_resume_with_a_changed_function_is_refused(home, tmp_path):
+    files = {key: tmp_path / f"{name}.py" for key, name in FUNCTIONS.items()}
+    for file in files.values():
+        file.write_text(OWN)
+    command = ["train", home / "recipe.toml", f"run.folder={tmp_path}/run", "rl.max_gen_batches=9"]
+    command += [f"{key}={file}:{FUNCTIONS[key]}" for key, file in files.items()]
     output_of(*command)
-    mine.write_text(OWN + "\n# another\n")
     more = f"run.steps={STEPS + 1}"
-    text = mistake(*command, more)
-    assert f"{key}/{mine}" in text and "a function of yours" in text
-    mine.write_text(OWN)
+    for key, file in files.items():
+        file.write_text(OWN + "\n# another\n")
+        text = mistake(*command, more)
+        assert f"{key}/{file}" in text and "a function of yours" in text
+        file.write_text(OWN)
     output_of(*command, more)
 
 

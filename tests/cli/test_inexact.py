@@ -71,8 +71,8 @@ def test_it_learns_and_its_gap_is_measured(trained):
 
 def test_replay_learns_a_step_again(trained):
     folder, _ = trained
-    told = " ".join(output_of("replay", folder, "--step", STEPS).split())
-    assert f"equal: step {STEPS}" in told and "not compared bit by bit" in told
+    told = " ".join(output_of("replay", folder, "--step", 2).split())
+    assert "equal: step 2" in told and "not compared bit by bit" in told
 
 
 def test_evaluation_needs_no_correction(home, tmp_path):

@@ -25,6 +25,7 @@ def test_help_version_and_mistakes_in_a_recipe_come_before_torch(tmp_path):
         "train none.toml": ["the recipe does not exist", "none.toml"],
         "plan none.toml": ["the recipe does not exist", "none.toml"],
         "plan rl.num_generations=4": ["an override", "RECIPE rl.num_generations=4"],
+        "train --steps 3": ["tandem train has no option --steps", "did you mean run.steps=3 or"],
         "sft r.toml run.seed=x": mistakes,
         "eval r.toml run.seed=x": mistakes,
         "serve no/model --host 0.0.0.0": ["needs a token", "0.0.0.0", "TANDEM_API_KEY"],

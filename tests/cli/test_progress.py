@@ -29,20 +29,19 @@ class Clock:
 
 
 def shown(steps, *, of=100, terminal=False, eval_every=0, resumed=0, row=ROW):
-    """(what the console got, the lines of log.txt, the last live line) of a run whose step n took
-    steps[n] seconds."""
+    """Return what the console got, the lines of log.txt, the last live line; steps: seconds."""
     clock, log = Clock(), []
     output = Console(
         file=io.StringIO(), width=80, force_terminal=terminal, soft_wrap=True, highlight=False
     )
     live = Console(file=io.StringIO(), width=80)
-    with StepProgress("distill", of, log=log.append, output=output, clock=clock) as progress:
+    given = {"output": output, "clock": clock, "first_error": "KeyError in step {}".format}
+    with StepProgress("distill", of, log=log.append, **given) as progress:
         for done, seconds in enumerate(steps, start=resumed + 1):
             clock.now += seconds
             held_out = eval_every and done % eval_every == 0
-            timings = {"step_s": seconds, "generated_tokens_per_s": 412.0} | (
-                {"eval_s": 7.0} if held_out else {}
-            )
+            timings = {"step_s": seconds, "generated_tokens_per_s": 412.0}
+            timings |= {"eval_s": 7.0} if held_out else {}
             progress(done, {**row, **(HELD_OUT if held_out else {})}, timings)
         live.print(progress.bar.get_renderable())
     return output.file.getvalue(), log, live.file.getvalue()
@@ -66,10 +65,13 @@ def test_evaluation_shows_the_training_reward_too(terminal):
 
 
 def test_warning_is_printed_once_and_logged():
-    _, log, _ = shown([1.0] * 3, row=ROW | {"truncated": 0.9, "bad/[loss]": 1.0})
+    _, log, _ = shown([1, 1], row=ROW | {"truncated": 0.9, "bad/[loss]": 1, "reward_errors": 2})
     assert [line for line in log if "warning" in line] == [
         "warning at step 1: an update was skipped, not finite: [loss]; a lower "
         "train.learning_rate or train.max_grad_norm may help",
+        "warning at step 1: 2 episodes could not be scored and have the reward 0; tandem show RUN "
+        "--worst has their errors; if they took too long, take a larger reward.timeout_s; "
+        "the first error: KeyError in step 1",
         "warning at step 1: over half of the completions hit rollout.max_new_tokens; "
         "take a larger one",
     ]

@@ -71,19 +71,3 @@ def gap_of_a_trainer_at_another_temperature():
     completions = engine_for(model).generate(requests)
     other = [type(r)(key=r.key, prompt=r.prompt, params=requests[0].params) for r in requests]
     return largest_gap(model, other, completions, 400, gradients=False)
-
-
-def test_a_request_gives_the_same_tokens_in_every_schedule():
-    model = random_model("llama")
-    requests = random_requests(np.random.default_rng(4), prompts=6, longest=80, group=3)
-    expected = {
-        r.key: c for r, c in zip(requests, engine_for(model).generate(requests), strict=True)
-    }
-    for batch in (1, 3, 7):
-        order = np.random.default_rng(batch).permutation(len(requests))
-        shuffled = [requests[i] for i in order]
-        for request, completion in zip(
-            shuffled, engine_for(model, max_batch=batch).generate(shuffled), strict=True
-        ):
-            assert np.array_equal(completion.tokens, expected[request.key].tokens)
-            assert np.array_equal(completion.logprobs, expected[request.key].logprobs)

@@ -5,23 +5,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tandem.model.forward import batch_logprobs, batch_values, reference_logprobs
+from tandem.model.forward import batch_logprobs, reference_logprobs
 from tandem.model.kernels import CPU, kernels_for
 from tandem.model.layers import norm
-from tandem.plugins.distill.divergences import reverse_kl
-from tandem.plugins.distill.update import teacher_divergences
 from tandem.trainer.pack import join, pack, split
 from tandem.types import SamplingDistribution
 from tests.support import dense
 from tests.support.episodes import adapted_model
-from tests.support.tiny import (
-    CONFIGS,
-    exact_model,
-    random_samples,
-    stock_logits,
-    twins,
-    value_twins,
-)
+from tests.support.tiny import CONFIGS, exact_model, random_samples, stock_logits, twins
 
 # Two implementations of a float32 model; measured: under 1e-5.
 FORWARD = 2e-5
@@ -118,44 +109,6 @@ def test_repetition_penalty_counts_prefix_and_sample_tokens():
                 row[seen] = torch.where(row[seen] > 0, row[seen] / 1.5, row[seen] * 1.5)
                 expected.append(float((row / 0.7).log_softmax(-1)[sample.tokens[place]]))
             np.testing.assert_allclose(found[number], expected, rtol=0, atol=2 * FORWARD)
-
-
-@pytest.mark.parametrize("kind", ["qwen3", "llama"])
-def test_values_and_gradients_are_a_stock_classifiers(kind):
-    exact, stock = value_twins(kind)
-    samples = random_samples(np.random.default_rng(3), 3)
-    batches, column = pack(samples, 60), random_column(samples)
-    with torch.no_grad():
-        found = split(batches, [batch_values(exact, batch).numpy() for batch in batches])
-    add_gradients(batches, column, lambda batch: batch_values(exact, batch))
-    for number, (sample, part) in enumerate(zip(samples, column, strict=True)):
-        expected = dense.values(stock, sample.tokens, sample.loss_mask)
-        np.testing.assert_allclose(found[number], expected.detach().numpy(), rtol=0, atol=FORWARD)
-        (expected * torch.from_numpy(part)).sum().backward()
-    dense.assert_gradients(gradients(exact), stock)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_teacher_kl_and_gradient_are_those_of_full_logits(temperature):
-    (exact, stock), (teacher, stock_teacher) = twins("qwen3"), twins("qwen3", seed=5)
-    samples = random_samples(np.random.default_rng(4), 3)
-    batches, column = pack(samples, 60), random_column(samples)
-
-    def distance(batch):
-        return teacher_divergences(exact, teacher, batch, temperature, reverse_kl)
-
-    with torch.no_grad():
-        said = split(batches, [distance(batch).numpy() for batch in batches])
-    add_gradients(batches, column, distance)
-    assert gradients(teacher) == {}
-    for number, (sample, part) in enumerate(zip(samples, column, strict=True)):
-        rows = np.flatnonzero(sample.loss_mask) - 1
-        own = dense.table(stock, sample.tokens, temperature)[rows]
-        gap = own - dense.table(stock_teacher, sample.tokens, temperature)[rows].detach()
-        expected = (own.exp() * gap).sum(-1)
-        np.testing.assert_allclose(said[number], expected.detach().numpy(), rtol=0, atol=FORWARD)
-        (expected * torch.from_numpy(part)).sum().backward()
-    dense.assert_gradients(gradients(exact), stock)
 
 
 def test_reference_of_adapted_policy_is_the_base_to_the_bit():

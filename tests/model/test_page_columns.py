@@ -99,19 +99,6 @@ def test_a_page_shared_in_the_first_column_only(sharers):
     assert assert_same_bits(case) == sharers
 
 
-def test_a_shared_page_is_read_once():
-    column = column_of(np.array([4, 4, 4, 4, 9, 9, 9, 9]), 128, 4)
-    assert column.width == 4 and column.pages.tolist() == [4, 9]
-    assert column.members is None and column.places is None
-
-
-def test_groups_of_different_sizes_share_tiles_of_one_width():
-    column = column_of(np.array([5, 5, 5, 5, 5, 7, 3, 3, 3, 3]), 128, 4)
-    assert column.width == 5 and column.pages.tolist() == [5, 7, 3]
-    assert column.members.tolist() == [0, 1, 2, 3, 4, 5, 5, 5, 5, 5, 6, 7, 8, 9, 9]
-    assert column.places.tolist() == [0, 1, 2, 3, 4, 5, 10, 11, 12, 13]
-
-
 def test_pages_of_their_own_are_read_as_before():
     gathered, consecutive = (column_of(np.array(pages), 128, 4) for pages in ([4, 9, 2], [6, 7, 8]))
     assert gathered.width == consecutive.width == 1

@@ -9,7 +9,6 @@ import threading
 import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ from tandem.rewards.parts import BadValue, weigh
 from tandem.rewards.pool import RewardPool
 from tandem.rewards.protocol import MAX_CHARS
 from tandem.runtime.errors import UserError
+from tandem.runtime.processes import ZOMBIE, descendants, state_of
 from tandem.types import Attempt, Problem
 from tests.support.scoring import (
     FakeClock,
@@ -75,29 +75,13 @@ def hostile_pool(workers=1, timeout_s=LIMIT_S, clock=time.monotonic):
     return RewardPool(HOSTILE, timeout_s=timeout_s, workers=workers, clock=clock)
 
 
-def state(pid):
-    """Return the state of a process as proc(5) has it: R, S, Z, ...; "" if there is no such
-    process."""
-    with suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return ""
-
-
 def alive(pid):
     """Tell whether the process runs; a zombie that nobody has waited for does not."""
-    return state(pid) not in ("", "Z", "X")
+    return state_of(pid) not in ("", ZOMBIE, "X")
 
 
 def parent(pid):
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def children(pid):
-    return [
-        int(stat.name)
-        for stat in Path("/proc").glob("[0-9]*")
-        if alive(stat.name) and parent(stat.name) == pid
-    ]
+    return next(one.parent for one in descendants(os.getpid()) if one.pid == pid)
 
 
 def gone(pid, *, within_s=WAIT_S):
@@ -407,7 +391,8 @@ def test_a_storm_takes_no_other_score_and_leaves_no_process():
         scores = scores_of_some_that_hang(pool, clock, PROBLEM, acts, hung, timeout_s=LIMIT_S)
         pid = int(scores_of(pool, PROBLEM, ["pid"])[0].reward)
         # what was killed may still be dying
-        assert eventually(lambda: len(children(parent(pid))) <= 4)
+        server = parent(pid)
+        assert eventually(lambda: sum(p.state != ZOMBIE for p in descendants(server)) <= 4)
     harmless = [score for score, act in zip(scores, acts, strict=True) if act in ("fine", "slow")]
     assert {(score.reward, score.error) for score in harmless} == {(0.25, "")}
     assert pool.failures == {"timeout": 20, "died": 10, "exception": 20, "bad_value": 20}

@@ -274,24 +274,6 @@ def test_unbounded_ppo_and_cispo_are_reinforce_with_token_ratio(world):
         assert_equal(toy.expectation(world, batch, moves, behaviour), expected)
 
 
-# Aggregation.
-
-
-@every_group
-def test_fixed_length_is_unbiased_up_to_its_constant(world, size):
-    batch, horizon = groups_of(world, size), world.process.horizon
-    advantages = batch.per_token(adv.rloo(rewards_of(world, batch)))
-    weights = np.stack(
-        [sequence_weights("fixed_length", lengths, horizon) for lengths in batch.lengths]
-    )
-    moves = toy.estimates(
-        world, batch, lambda p: reinforce(p, advantages)[0], batch.per_token(weights)
-    )
-    assert_equal(
-        horizon * toy.expectation(world, batch, moves), world.gradient(toy.expected_reward(world))
-    )
-
-
 # KL estimators and distillation.
 
 
@@ -416,20 +398,3 @@ def test_one_stale_step_is_a_bias_without_the_sequence_ratio():
         "`max_logprob_error`, `reinforce`",
     ):
         assert stale_biases(name)[:, 1].min() > 1e-3, name
-
-
-def test_bias_of_stale_episodes_is_ordered_as_in_the_table():
-    last = {name: bias.medians(stale_worlds(), name)[-1].bias for name in bias.ROWS}
-    clipped = last["none, `ppo_clip` around the engine's"]
-    assert last["`decoupled`"] < last["`tis`"] < last["`icepop`"] < clipped
-    assert last["`tis`"] < last[bias.NOTHING] < last["`max_logprob_error`, `reinforce`"] < clipped
-    assert (
-        0.1 < last["`tis_sequence`"] < last["`decoupled`"]
-        and last["`tis_sequence`"] < last["`mis`"] < clipped
-    )
-
-
-def test_clip_around_the_engine_is_the_largest_bias():
-    for back in (2, 3, 4):  # 2, 4 and 8 steps
-        medians = {name: bias.medians(stale_worlds(), name)[back].bias for name in bias.ROWS}
-        assert max(medians, key=medians.get) == "none, `ppo_clip` around the engine's"

@@ -7,20 +7,13 @@ import threading
 import pytest
 import torch
 
-from chaos.checkpoints import at_once, beside, content, contents, kills, names, newest, what_is
-from chaos.results import tally
+from chaos.checkpoints import at_once, beside, content, contents, names, newest, what_is
 from tandem.run_folder.checkpoint import Saver, latest_checkpoint, load_checkpoint
 from tandem.runtime.disk import Disk
 from tandem.runtime.errors import UserError
-from tests.support.faults import RefusingDisk, memory_folder
+from tests.support.faults import RefusingDisk
 
 SECONDS = 60  # a generous deadline: reached only by what hangs
-
-
-@pytest.fixture
-def memory():
-    with memory_folder() as folder:
-        yield folder
 
 
 @pytest.fixture
@@ -164,8 +157,3 @@ def test_gradients_strides_and_types_are_kept(tmp_path):
         saver.save(tmp_path, contents(1, {"policy": {"w": weight, "n": torch.tensor(3)}}, {}))
     loaded = load_checkpoint(tmp_path / "step_000001")[0]["policy"]
     assert torch.equal(loaded["w"], weight) and torch.equal(loaded["n"], torch.tensor(3))
-
-
-def test_saver_killed_at_any_operation_leaves_old_or_new(memory):
-    result = tally("", kills(memory, "a save that prunes", "power", beside), at_least=13)
-    assert result.met, result

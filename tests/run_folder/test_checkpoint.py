@@ -16,7 +16,6 @@ from chaos.checkpoints import (
     DAMAGED,
     ONLY,
     at_once,
-    calls,
     content,
     contents,
     damages,
@@ -130,11 +129,6 @@ def assert_met(result):
 def test_save_killed_at_any_operation_leaves_old_or_new(memory, scenario, mode):
     # 4 writes, 4 + 2 fsyncs, a rename
     assert_met(tally("", kills(memory, scenario, mode, at_once), at_least=11))
-
-
-def test_save_killed_at_any_system_call_leaves_old_or_new(memory):
-    """Every 7th: `make chaos` takes each of them."""
-    assert_met(tally("", calls(memory, ONLY, every=7), at_least=10))
 
 
 def test_ninety_damages_are_found_and_the_one_before_is_taken(memory):

@@ -35,14 +35,12 @@ def texts(folder):
 def test_evaluation_shows_the_same_problem_each_time_and_changes_no_byte(home, tmp_path):
     nothing = trained(home, tmp_path / "0", "run.show_samples=0")
     printed = trained(home, tmp_path / "run")
-    assert "held-out sample " not in nothing
-    lines = [line for line in printed.splitlines() if line.startswith("held-out sample ")]
+    assert "held-out problem" not in nothing
+    lines = [line for line in printed.splitlines() if ", held-out problem " in line]
     first, _, last, _ = lines  # two of each evaluation
-    assert first.startswith("held-out sample 0:") and last.startswith("held-out sample 2:")
-    assert first.split(":")[1:3] == last.split(":")[1:3]
-    assert ": reward " in first
-    assert ", ended by " in first
-    assert first in (tmp_path / "run/log.txt").read_text()
+    assert first.startswith("step 0, ") and last.startswith("step 2, ") and ": reward " in first
+    assert first.split(":")[0].split(", ")[1:] == last.split(":")[0].split(", ")[1:]
+    assert ", ended by " in first and first in (tmp_path / "run/log.txt").read_text()
     shown = texts(tmp_path / "run")
     assert shown.keys() == {0, 2}
     assert all(line.startswith("    ") for text in shown.values() for line in text.splitlines())
@@ -56,9 +54,8 @@ def test_evaluation_shows_the_same_problem_each_time_and_changes_no_byte(home, t
 
 def test_training_episodes_are_shown_without_an_eval_set(home, tmp_path):
     printed = trained(home, tmp_path / "run", 'eval.data=""', "eval.every=0", "run.show_samples=2")
-    assert [line[:9] for line in printed.splitlines() if line.startswith("sample ")] == [
-        "sample 1:"
-    ] * 2 + ["sample 2:"] * 2
+    steps = [line[:7] for line in printed.splitlines() if ", sample " in line]
+    assert steps == ["step 1,"] * 2 + ["step 2,"] * 2
     assert texts(tmp_path / "run").keys() == {1, 2}
 
 

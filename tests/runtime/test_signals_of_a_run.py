@@ -16,12 +16,6 @@ def test_interrupted_run_saves_and_resumes_to_the_same_bits(sync):
     assert sync.signal_after(2, signal.SIGTERM) == (True, "")
 
 
-def test_rollout_workers_end_with_an_interrupted_run(tmp_path):
-    assert InterruptedRuns(tmp_path, "async with a worker", steps=4).signal_after(
-        2, signal.SIGINT
-    ) == (True, "")
-
-
 def test_second_signal_ends_a_hanging_run_at_once(sync):
     assert sync.two_signals(signal.SIGINT) == (True, "")
 

@@ -5,7 +5,7 @@ from tandem.run_folder.episode_files import read_episodes
 from tandem.step import train_step
 from tandem.types import SamplingParams, Score
 from tests.support.scripted import DigitRenderer, ScriptedReward
-from tests.support.stages import PROBLEMS, config, stages_in, with_runner
+from tests.support.stages import config, stages_in, with_runner
 from tests.support.waiting import WAIT_S
 
 # half of all tokens end a turn
@@ -31,7 +31,7 @@ class Given(ScriptedReward):
         return Score(reward=attempt.env_rewards.get("env", 0.0), parts={})
 
 
-def step_in(folder, make, say, problems=PROBLEMS, reward=None):
+def step_in(folder, make, say, problems):
     """Train one step exactly, and return its episodes; say: the sum of a turn's
     tokens -> its text."""
     settings = config(env__timeout_s=WAIT_S, env__max_turns=3)
@@ -40,7 +40,7 @@ def step_in(folder, make, say, problems=PROBLEMS, reward=None):
         "decode": lambda tokens: say(int(sum(tokens))),
         "problems": problems,
     }
-    stages = stages_in(folder, settings, reward=reward or Given(), **shared)
+    stages = stages_in(folder, settings, reward=Given(), **shared)
     envs = EnvPool(make=make, limits=settings.env)
     stages = with_runner(stages, envs=envs, renderer=Digits())
     metrics = train_step(stages, 0).metrics

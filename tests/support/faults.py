@@ -125,17 +125,6 @@ class RefusingDisk(FaultyDisk):
         raise OSError(self.number, os.strerror(self.number))
 
 
-class FreezingDisk(FaultyDisk):
-    """A disk that calls freeze before operation n."""
-
-    def __init__(self, n: int, freeze: Callable[[], object]):
-        super().__init__(n)
-        self.freeze = freeze
-
-    def strike(self, part: Callable[[], None]) -> None:
-        self.freeze()
-
-
 def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from itertools import islice
 from multiprocessing.context import ForkServerProcess as Fork
 from pathlib import Path
@@ -26,7 +25,6 @@ from tandem.model.tiny import make_tiny
 from tandem.plugins.tasks import algebra, squares
 from tandem.plugins.vision.tiny_images import make_tiny_images
 from tandem.runtime.disk import write_rows
-from tandem.runtime.processes import ZOMBIE, descendants, state_of
 from tests.support.architectures import ARCHITECTURES, INEXACT, save_architecture
 from tests.support.datasets import write_algebra
 from tests.support.image_models import save_image_model
@@ -262,33 +260,6 @@ def run(
         return -signal.SIGKILL, time.perf_counter() - start
     assert process.returncode == 0, output.decode()
     return 0, time.perf_counter() - start
-
-
-def rank_pid(driver: int, rank: int) -> int | None:
-    """The pid of a rank of a run, by its rank 0; None if it has not begun or has ended."""
-    if rank == 0:
-        return driver
-    for process in descendants(driver):
-        with suppress(OSError):
-            environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
-            if process.parent == driver and f"RANK={rank}".encode() in environment:
-                return process.pid
-    return None
-
-
-def kill_rank(driver: int, rank: int, end_s: float) -> str:
-    """Kill a rank of a run of two with SIGKILL; return what is wrong with the end of the other,
-    which has end_s for it. driver: the pid of rank 0."""
-    pids = {n: pid for n in (0, 1) if (pid := rank_pid(driver, n)) is not None}
-    if rank not in pids:
-        return f"rank {rank} was not there"
-    os.kill(pids[rank], signal.SIGKILL)
-    until = time.monotonic() + end_s
-    while alive := [n for n, pid in pids.items() if state_of(pid) not in ("", ZOMBIE)]:
-        if time.monotonic() > until:
-            return f"ranks {alive} live {end_s:g} s after rank {rank} was killed"
-        time.sleep(0.05)
-    return ""
 
 
 def unpinned() -> dict[str, str]:

@@ -102,6 +102,8 @@ def test_clipped_value_loss_has_the_gradient_of_its_formula(clip):
     loss.backward()
     dense.assert_gradients(critic.optimizer.updates[0], stock_value)
     assert metrics["value_loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert metrics["value"] == pytest.approx(torch.cat(values).mean().item(), rel=1e-4)
+    assert metrics["return"] == pytest.approx(float(np.concatenate(batch.returns).mean()), rel=1e-5)
     assert (0 < clipped < len(errors)) == bool(clip)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from tandem.config.schema import Config, Reward
 from tandem.rl.algorithms import ALGORITHMS
+from tandem.rl.corrections import correction
 from tandem.runtime.errors import UserError
 from tandem.trainer.batch import Models, TokenTensors, compute_logprobs, pack_batch
 from tandem.trainer.learn import expected_gradient, policy_loss, token_advantages
@@ -337,85 +338,31 @@ def test_gdpo_compares_each_function_and_the_overlong_penalty():
 
 # ---- an engine that is not exact
 
-FLOOR, CAP = 0.9, 1.1
+CAP = 1.1
 
 
-def by_hand(kind, ratios):
-    """The correction of one episode's tokens."""
-    match kind:
-        case "decoupled":
-            return ratios
-        case "tis":
-            return [min(r, CAP) for r in ratios]
-        case "tis_sequence":
-            return [min(math.prod(ratios), CAP)] * len(ratios)
-        case "icepop":
-            return [r if FLOOR <= r <= CAP else 0.0 for r in ratios]
-        case "mis":
-            return [math.prod(ratios) if math.prod(ratios) <= CAP else 0.0] * len(ratios)
-        case "mis_geometric":
-            return [
-                r if FLOOR <= math.prod(ratios) ** (1 / len(ratios)) <= CAP else 0.0 for r in ratios
-            ]
-
-
-@pytest.mark.parametrize(
-    ("kind", "loss"),
-    [
-        ("decoupled", "ppo_clip"),
-        ("tis", "ppo_clip"),
-        ("tis_sequence", "gspo"),
-        ("icepop", "ppo_clip"),
-        ("mis", "gspo"),
-        ("mis_geometric", "ppo_clip"),
-    ],
-)
-def test_correction_is_as_computed_by_hand_and_ratio_starts_at_1(kind, loss):
-    exact, stock = twins("qwen3")
+@pytest.mark.parametrize(("kind", "loss"), [("tis", "ppo_clip"), ("mis", "gspo")])
+def test_correction_weighs_the_policy_loss_and_neither_kl_nor_entropy_bonus(kind, loss):
+    """The first ratio is 1. tests/rl/test_corrections.py has every kind by its formula."""
+    (exact, stock), (reference, stock_reference) = twins("qwen3"), twins("qwen3", seed=5)
     groups = perturbed(sampled_groups(exact, turns=2), 0.1)
-    bounds = {} if kind == "decoupled" else {"correction_cap": CAP}
-    bounds |= {"correction_floor": FLOOR} if kind in ("icepop", "mis_geometric") else {}
-    config = settings(correction=kind, loss=loss, **bounds)
-    row, gradients = learn_once(exact, groups, config)
+    config = settings(correction=kind, loss=loss, correction_cap=CAP, kl_coef=0.4, entropy_coef=0.3)
+    row, gradients = learn_once(exact, groups, config, reference=reference)
     terms, factors = [], []
     for episode, advantage in zip(episodes_of(groups), grpo_of(groups), strict=True):
         logprobs = stock_logprobs(stock, episode)
-        ratios = (logprobs.detach() - engine_of(episode)).double().exp().tolist()
-        factors.append(torch.tensor(by_hand(kind, ratios), dtype=torch.float32))
-        part = dense.policy_terms(
-            config.rl, logprobs, logprobs.detach(), torch.full_like(logprobs, advantage)
-        )
-        terms.append(part * factors[-1])
+        own, one_sequence = logprobs.detach(), torch.zeros(len(logprobs), dtype=torch.int64)
+        factors.append(correction(kind, own, engine_of(episode), one_sequence, low=0.0, cap=CAP))
+        part = dense.policy_terms(config.rl, logprobs, own, torch.full_like(logprobs, advantage))
+        kl = dense.k3(logprobs, stock_logprobs(stock_reference, episode).detach())
+        entropy = dense.entropies(stock, episode.tokens, episode.loss_mask, SAMPLING.temperature)
+        terms.append(part * factors[-1] + 0.4 * kl - 0.3 * entropy)
     dense.aggregate("sequence_mean", terms, MAX_NEW_TOKENS).backward()
     dense.assert_gradients(gradients, stock)
     weights = torch.cat(factors)
-    assert len(weights.unique()) > 3 and (
-        kind == "decoupled" or not torch.equal(weights, weights.clamp(FLOOR, 1.099))
-    )
+    assert len(weights.unique()) > 3
     assert row["ratio"] == 1.0 and row["logprob_gap"] > 0.1
     assert row["correction"] == pytest.approx(float(weights.mean()), rel=1e-4)
-
-
-def test_correction_weighs_neither_the_kl_nor_the_entropy_bonus():
-    (exact, stock), (reference, stock_reference) = twins("qwen3"), twins("qwen3", seed=5)
-    groups = perturbed(sampled_groups(exact, turns=2), 0.3)
-    config = settings(correction="tis", correction_cap=CAP, kl_coef=0.4, entropy_coef=0.3)
-    _, gradients = learn_once(exact, groups, config, reference=reference)
-    terms = []
-    for episode, advantage in zip(episodes_of(groups), grpo_of(groups), strict=True):
-        logprobs = stock_logprobs(stock, episode)
-        factor = (logprobs.detach() - engine_of(episode)).exp().clamp(max=CAP)
-        part = (
-            dense.policy_terms(
-                config.rl, logprobs, logprobs.detach(), torch.full_like(logprobs, advantage)
-            )
-            * factor
-        )
-        kl = dense.k3(logprobs, stock_logprobs(stock_reference, episode).detach())
-        entropy = dense.entropies(stock, episode.tokens, episode.loss_mask, SAMPLING.temperature)
-        terms.append(part + 0.4 * kl - 0.3 * entropy)
-    dense.aggregate("sequence_mean", terms, MAX_NEW_TOKENS).backward()
-    dense.assert_gradients(gradients, stock)
 
 
 def test_off_policy_mask_drops_bad_tokens_of_left_sequences():
@@ -481,6 +428,3 @@ def test_sequences_with_large_logprob_error_are_not_counted(aggregation):
     assert row["masked_sequences"] == 2.0
     assert row["logprob_error_max"] == pytest.approx(max(errors), rel=1e-5)
     assert row["logprob_error_mean"] == pytest.approx(sum(errors) / 9, rel=1e-5)
-
-
-# ---- adapters

@@ -14,12 +14,10 @@ from tandem.jobs.exactness import require_correction, require_parity
 from tandem.model.load import make_exact
 from tandem.model.probe import Exactness
 from tandem.runtime.errors import UserError
-from tandem.step import train_step
 from tandem.trainer.batch import Models
 from tandem.trainer.parallel.ranks import ParallelRanks
 from tests.support.episodes import MAX_NEW_TOKENS, bits, learn, sampled_groups, trained
 from tests.support.meshes import on_mesh
-from tests.support.stages import NumberedEngine, config, stages_in, weights_of
 from tests.support.tiny import exact_model, stock_model, tiny_config
 from tests.support.updates import learner_of
 
@@ -106,18 +104,3 @@ def test_another_engine_needs_a_correction_and_is_never_exact():
     require_correction(settings())
     assert not require_parity(settings(), agree).exact and require_parity(Config(), agree).exact
     assert (why_gap(Config(), ""), why_gap(settings(), "")) == ("", "rollout.engine = vllm")
-
-
-class Forbidden(NumberedEngine):
-    def generate(self, requests):
-        raise AssertionError("it was asked again")
-
-
-def test_what_another_engine_sampled_is_not_sampled_again(tmp_path):
-    """A run killed after the journal of a step ends with the bits of one that was not."""
-    chosen = config(rl__correction="tis")
-    whole = stages_in(tmp_path, chosen, engine=NumberedEngine())
-    metrics = [train_step(whole, step).metrics for step in range(2)]
-    resumed = stages_in(tmp_path, chosen, engine=Forbidden())
-    assert [train_step(resumed, step).metrics for step in range(2)] == metrics
-    assert weights_of(resumed) == weights_of(whole)

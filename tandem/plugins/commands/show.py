@@ -62,7 +62,7 @@ def status(folder: Path) -> None:
     if written and written["step"] == written["steps"]:  # and exported; a rollout has no model
         model = folder / "hf" / f"step_{written['steps']:06d}"
         is_over = (folder / ROLLOUT).exists() or model.exists()
-    stands = "has finished" if is_over else "does not run; the same command goes on"
+    stands = "has finished" if is_over else "does not run; the same command resumes it"
     print_lines([f"{folder}: {f'runs: {alive}' if alive else stands}"])
     if not alive and (failed := read_notes(folder).failed):
         print_lines([f"its last start failed: {failed}"])

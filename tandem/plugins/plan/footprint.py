@@ -400,7 +400,7 @@ def out_of_memory(error: Exception, config: Config, command: str) -> UserError:
         where=f"{sizes.place.device}, {config.model.path}",
         found=str(error).strip().partition("\n")[0],
         expected=f"about {human_bytes(total(run))} and the passing tensors of a step (tandem plan)",
-        next="nothing is lost: the same command goes on from the last checkpoint, with one of "
+        next="nothing is lost: the same command resumes from the last checkpoint, with one of "
         + "; ".join(settings),
     )
 

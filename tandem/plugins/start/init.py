@@ -74,7 +74,7 @@ README = """\
 `train.jsonl` and `test.jsonl` hold problems, `reward.py` scores an answer, `recipe.toml` is the
 run. Put your own in their places. `tandem plan --keys` lists every key.
 {warm}
-    tandem plan recipe.toml{model}     # could it start here?
+    tandem plan recipe.toml{model}     # does it fit this machine?
     tandem train recipe.toml{model}    # the same command resumes
     tandem view                      # curves, episodes and tokens of it, in a browser, live
     tandem show runs/recipe-train --worst    # episodes to read
@@ -85,7 +85,7 @@ The model in `model/` is random. `chats.jsonl` teaches it to answer, half of the
 
     tandem sft recipe.toml
 
-Then reinforcement learning has something to find:
+Problems of your own need chats of your own. The last lines of `tandem sft` name the warm model:
 """
 
 

@@ -43,7 +43,7 @@ STALE_S = 2.0  # after which a sign of life does not tell any more what its proc
 EARLY = 0.95  # of `stall_s`: a wait is blamed before the watchdog ends it without a name
 CONNECT_S = 60.0  # at least, for rank 0 to have its store
 STALLED, REFUSED = 3, 2  # exit codes
-RESUMES = "  next:     the same command goes on from the newest checkpoint"
+RESUMES = "  next:     the same command resumes from the newest checkpoint"
 
 
 # Starts the process of a rank, given its place by the environment; returns a Popen, or what has its

@@ -37,7 +37,7 @@ from tandem.types import Problem, SamplingParams
 from tests.support.env_steps import Given
 from tests.support.scripted import DigitRenderer
 from tests.support.stages import PROBLEMS, config, stages_in, with_runner
-from tests.support.talks import TALKS, ChatTalk, MessagesTalk, needs_anthropic
+from tests.support.talks import TALKS, ChatTalk, MessagesTalk, ResponsesTalk, needs_anthropic
 from tests.support.tiny import exact_model
 from tests.support.waiting import WAIT_S, eventually
 
@@ -508,8 +508,7 @@ def real_engine(model):
     return Engine(model, lambda tokens: str(tokens.tolist()), cache_bytes=1 << 24, max_batch=8)
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("talk", TALKS)
+@pytest.mark.parametrize(("talk", "stream"), [(ChatTalk, False), (ResponsesTalk, True)])
 def test_training_step_with_an_agent_is_exactly_on_policy(talk, stream, tmp_path):
     run = partial(chatty, talk=talk, stream=stream)
     settings = config(env__name="agent", env__timeout_s=WAIT_S)

@@ -15,8 +15,8 @@ from tandem.plugins.agents.env import AgentDrivenEnv, AgentEnv
 from tandem.rollout.env_pool import EnvPool
 from tandem.run_folder.episode_files import read_episodes
 from tandem.step import train_step
-from tandem.types import Problem, SamplingParams, Score
-from tests.support.scripted import ScriptedReward
+from tandem.types import Problem, SamplingParams
+from tests.support.env_steps import Given
 from tests.support.stages import config, stages_in, with_runner
 from tests.support.waiting import WAIT_S
 
@@ -27,13 +27,6 @@ pytestmark = pytest.mark.skipif(
 
 EXAMPLE = Path(__file__).parents[3] / "examples/environments/coding_agent.py"
 PROBLEM = Problem(uid="p", messages=({"role": "user", "content": "How much is 3+4?"},), answer="7")
-
-
-class Given(ScriptedReward):
-    """The result that the agent gave."""
-
-    def score(self, problem, attempt):
-        return Score(reward=attempt.env_rewards.get("env", 0.0), parts={})
 
 
 def bash(command):

@@ -4,7 +4,6 @@ The cluster is real, two nodes on this machine; so are the actors, the connectio
 """
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import pytest
 
 from tandem.run_folder.status import read_status
 from tests.support.command import in_own_process
-from tests.support.gated import DEADLINE_S, gated, until, until_gone
+from tests.support.gated import DEADLINE_S, gated, until
 from tests.support.runs import fingerprint
 
 
@@ -46,28 +45,6 @@ def workers(folder, kind="rollout"):
 
 def joined(nodes, count=2):
     return [f"cluster.address={nodes.address}", "cluster.nodes=2", f"rollout.workers={count}"]
-
-
-def test_a_killed_actor_and_a_killed_node_change_no_bit(nodes, inputs, inline):
-    folder, command = inputs
-    struck, _ = folder / "struck", nodes.add()
-    with gated(struck) as allow, running(command, struck, *joined(nodes, count=1)):
-        allow(1)
-        [first] = workers(struck)
-        os.kill(first["pid"], signal.SIGKILL)
-        until_gone(first["pid"])
-        allow(3)
-        [second] = workers(struck)
-        assert second["restarts"] == 1 and second["node"] != first["node"]
-        nodes.remove(second["node"])
-        until_gone(second["pid"])
-        allow(5)
-        [third] = workers(struck)
-        assert third["restarts"] == 2 and third["node"] != second["node"]
-        allow(6)
-    assert fingerprint(struck) == inline
-    log = (struck / "log.txt").read_text()
-    assert "was lost while" in log and "restart 2 of 10" in log
 
 
 def test_a_run_on_two_nodes_has_the_bits_of_one_process(nodes, inputs, inline):

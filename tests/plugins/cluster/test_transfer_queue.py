@@ -2,7 +2,6 @@
 file share; the last ones kill its processes."""
 
 import threading
-import time
 from importlib.util import find_spec
 
 import pytest
@@ -14,7 +13,6 @@ from tandem.rollout.stream import MemoryStream
 from tandem.runtime.errors import UserError
 from tests.support.episodes import episodes_of
 from tests.support.meshes import on_mesh
-from tests.support.runs import fingerprint, prepare, run
 from tests.support.streams import (
     config_of,
     groups_to_learn,
@@ -152,35 +150,3 @@ def test_a_stream_that_stays_full_ends_with_an_error(queue):
     stream.timeout_s = WAIT_S
     stream.clear(7)
     stream.close()
-
-
-@needs_queue
-def test_a_run_of_two_ranks_has_the_bits_of_one_whose_stream_is_in_memory(tmp_path):
-    command = [*prepare(tmp_path, steps=2), "parallel.data=2", "eval.every=0", "run.threads=1"]
-    run([*command, "stream.kind=transfer_queue"], tmp_path / "queue")
-    run(command, tmp_path / "memory")
-    assert fingerprint(tmp_path / "queue") == fingerprint(tmp_path / "memory")
-    assert "without authentication" in (tmp_path / "queue" / "log.txt").read_text()
-
-
-@needs_queue
-def test_dead_processes_are_named_long_before_a_call_of_them_times_out(queue):
-    import ray
-
-    from tandem.plugins.cluster.transfer_queue import TransferQueueStream
-
-    servers, handles = queue
-    stream = TransferQueueStream(servers, name="last", capacity=9, timeout_s=10 * WAIT_S)
-    groups = groups_to_learn()
-    stream.put(0, groups)
-    for handle, name in ((handles[2], "storage unit 1"), (handles[0], "controller")):
-        ray.kill(handle, no_restart=True)
-        since = time.monotonic()
-        with pytest.raises(UserError, match="lost a process") as error:
-            while time.monotonic() - since < WAIT_S:  # Ray ends it soon, not at once
-                stream.take(0, [], everything)
-        assert name in str(error.value) and "run the same command again" in str(error.value)
-        assert time.monotonic() - since < 2 * WAIT_S
-    stream.close()
-    with pytest.raises(UserError, match="lost a process"):
-        TransferQueueStream(servers, name="late", capacity=1, timeout_s=5.0)

@@ -99,16 +99,6 @@ def test_sampled_estimator_weighs_tokens_by_the_teachers_logprob():
     assert row["logprob_gap"] == 0.0 and row["ratio"] == 1.0
 
 
-def test_kl_to_the_teacher_falls_and_the_teacher_stays():
-    student, teacher = trained(exact_model("qwen3")), exact_model("qwen3", seed=5)
-    before = {name: w.clone() for name, w in teacher.named_weights().items()}
-    groups, config = sampled_groups(student.model), config_of("exact")
-    kl = [distilled(student, teacher, groups, config)["teacher_kl"] for _ in range(10)]
-    assert kl[-1] < 0.6 * kl[0]
-    assert all(torch.equal(w, before[name]) for name, w in teacher.named_weights().items())
-    assert all(p.grad is None for p in teacher.module.parameters())
-
-
 def test_engine_not_the_students_raises_before_a_weight_changes():
     student = trained(exact_model("qwen3"))
     before = bits(student)

@@ -12,8 +12,6 @@ from tandem.model.tool_calls import Call, write_calls
 from tandem.plugins.mcp import McpEnv
 from tandem.runtime.errors import UserError
 from tandem.runtime.processes import descendants
-from tests.support.env_steps import step_in
-from tests.support.stages import NumberedReward
 
 SERVER = '''
 import os, time
@@ -121,12 +119,3 @@ def test_a_server_that_does_not_start_is_a_user_error(servers):
         McpEnv({"tests": {"command": "no-such-program"}})
     with pytest.raises(UserError, match="two tools have the same name"):
         McpEnv({"one": servers["tests"], "two": {**servers["tests"], "env": {"A": "b"}}})
-
-
-def test_a_step_with_a_server_is_exactly_on_policy(servers, tmp_path):
-    def words(number):
-        return say("add", a=number) if number % 2 else "the end"
-
-    episodes = step_in(tmp_path, lambda: McpEnv(servers), words, reward=NumberedReward())
-    heard = [m for episode in episodes for m in episode.messages if m["role"] == "tool"]
-    assert heard and all(m["content"].isdigit() for m in heard)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tandem.config.schema import Preference
+from tandem.plugins.offline.pair_losses import dpo
 from tandem.plugins.offline.supervised import (
     answer_pair,
     answers,
@@ -196,6 +197,13 @@ def test_pair_repeated_in_a_batch_counts_as_often(numbers, budget):
     ((2 * losses[0] + 3 * losses[1]) / 5).backward()
     dense.assert_gradients(learner.optimizer.updates[0], stock)
     assert row["loss"] == pytest.approx(((2 * losses[0] + 3 * losses[1]) / 5).item(), rel=1e-4)
+
+
+def test_margins_beyond_the_range_of_exp_stay_finite():
+    margin = torch.tensor([-1e4, 1e4], requires_grad=True)
+    losses, _ = dpo(margin, beta=1.0, label_smoothing=0.25)
+    losses.sum().backward()
+    assert losses.tolist() == [7500.0, 2500.0] and margin.grad.tolist() == [-0.75, 0.25]
 
 
 def test_pairs_without_a_common_first_token_stay_together():

@@ -16,7 +16,6 @@ if not PYTHON:
 
 from tandem.plugins.openenv import OpenEnv
 from tandem.types import Problem
-from tests.support.env_steps import step_in
 from tests.support.waiting import WAIT_S
 
 SERVE = """
@@ -83,10 +82,3 @@ def test_a_turn_is_a_json_object_and_what_is_refused_is_told(url):
         and "message" in third
         and heard[-1].parts["bad_actions"] == 2
     )
-
-
-def test_a_step_with_a_server_is_exactly_on_policy(url, tmp_path):
-    env = {"action": "message", "observation": "message_length"}
-    episodes = step_in(tmp_path, lambda: OpenEnv(url, **env), lambda number: "a" * (number % 9))
-    assert {episode.stop_reason for episode in episodes} <= {"turns", "length"}
-    assert len({episode.reward for episode in episodes}) > 1

@@ -35,6 +35,7 @@ from tandem.rollout_workers.process import EngineSpec
 from tandem.run_folder.metrics import read_metrics
 from tandem.run_folder.read import open_past
 from tandem.runtime.errors import UserError
+from tandem.runtime.processes import ZOMBIE, descendants, state_of
 from tandem.trainer.parity import MAX_MEAN
 from tandem.weights.shared import SharedWeights
 from tests.support.runs import prepare
@@ -231,24 +232,12 @@ def test_new_weights_reach_every_tensor_parallel_rank_and_none_outlives_its_work
         assert largest_gap(model, requests, run(workers, requests)) < GAP
         assert 0 < workers.logprob_gap() < GAP
         [worker] = processes(workers)
-        ranks = children(worker.pid)
+        ranks = [rank.pid for rank in descendants(worker.pid)]
         assert len(ranks) >= 2
         os.kill(worker.pid, signal.SIGKILL)
-        assert eventually(lambda: not any(map(is_running, ranks)), within_s=60.0)
-
-
-def children(pid):
-    """The processes that a process has started, and those that these have."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    own = [int(child) for task in tasks for child in task.read_text().split()]
-    return own + [other for child in own for other in children(child)]
-
-
-def is_running(pid):
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return False
+        assert eventually(
+            lambda: not any(state_of(pid) not in ("", ZOMBIE) for pid in ranks), within_s=60.0
+        )
 
 
 @pytest.mark.parametrize(
