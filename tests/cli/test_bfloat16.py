@@ -23,7 +23,11 @@ def home(tmp_path_factory):
 @pytest.mark.parametrize(
     ("command", "settings"),
     [
-        ("train", ["rl.minibatches=2", 'rollout.devices=["cpu", "cpu"]', "rollout.workers=2"]),
+        pytest.param(
+            "train",
+            ["rl.minibatches=2", 'rollout.devices=["cpu", "cpu"]', "rollout.workers=2"],
+            marks=pytest.mark.nightly,
+        ),
         pytest.param("sft", ["sft.train=HOME/data/warm.jsonl"], marks=pytest.mark.nightly),
         pytest.param("dpo", ["preference.train=HOME/pairs.jsonl"], marks=pytest.mark.nightly),
         ("rm", ["preference.train=HOME/pairs.jsonl"]),
