@@ -191,30 +191,14 @@ def test_a_reply_is_recognized_when_its_api_gives_it_back(text, talk, stream):
     assert first.messages == [*results, user("go on")]
 
 
-@pytest.mark.parametrize("back", ["as text", "written anew"])
-def test_tool_calls_are_recognized_when_they_come_back(back):
-    seen = []
-
-    def run(problem, base_url, api_key):
-        message = ask(base_url, list(problem.messages), tools=[ADD])
-        [call] = message.tool_calls
-        seen.append((message.content, call.function.name, json.loads(call.function.arguments)))
-        dumped = message.model_dump(exclude_none=True)
-        if back == "as text":
-            dumped = {"role": "assistant", "content": f"Hm.\n{CALL}"}
-        if back == "written anew":
-            dumped["tool_calls"][0] |= {
-                "id": "mine",
-                "function": {"name": "add", "arguments": '{"a":3,"b":4}'},
-            }
-        result = {"role": "tool", "tool_call_id": call.id, "content": "7"}
-        assert ask(base_url, [*problem.messages, dumped, result], tools=[ADD]).tool_calls is None
-        return 1.0
-
-    (_, first, last), env = play(run, f"Hm.\n{CALL}", "7")
-    assert env.tools == (ADD,)
-    assert seen == [("Hm.", "add", {"a": 3, "b": 4})]
-    assert first.messages == [{"role": "tool", "content": "7"}] and last.reward == 1.0
+def test_a_call_is_recognized_as_text_and_written_anew():
+    reply = Reply.to(ChatRequest(messages=CHAT, tools=[ADD]), f"Hm.\n{CALL}", 1)
+    call = {"id": "mine", "function": {"name": "add", "arguments": '{"b":4,"a":3}'}}
+    for fields in ({"content": f"Hm.\n{CALL}"}, {"content": "Hm.", "tool_calls": [call]}):
+        assert reply.is_message(ChatMessage(role="assistant", **fields))
+    other = call | {"function": {"name": "add", "arguments": '{"a":3,"b":5}'}}
+    for fields in ({"content": "Hm."}, {"content": "Hm.", "tool_calls": [other]}):
+        assert not reply.is_message(ChatMessage(role="assistant", **fields))
 
 
 @needs_anthropic
