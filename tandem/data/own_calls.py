@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tandem.data.renderer import ChatRenderer, first_difference
+from tandem.data.renderer import ChatRenderer, called, first_difference
 from tandem.model.tool_calls import BadCall, read_calls, split_calls
 from tandem.runtime.errors import UserError
 from tandem.types import Tool
@@ -67,16 +67,7 @@ def unread_calls(renderer: ChatRenderer, calls: Sequence[Arguments] = (EXAMPLE,)
 def sampled_turn(renderer: ChatRenderer, calls: Sequence[Arguments]) -> str:
     """Return the text that an engine would have of a turn with these calls. Raises UserError if
     the template refuses them."""
-    called = [
-        {
-            "type": "function",
-            "id": f"call{number:05}",
-            "function": {"name": NAME, "arguments": arguments},
-        }
-        for number, arguments in enumerate(calls)
-    ]
-    question = {"role": "user", "content": "a"}
-    turn = {"role": "assistant", "content": "", "tool_calls": called}
+    question, turn = called([(NAME, arguments) for arguments in calls])
     [prompt] = renderer.encode_all(renderer.prompt_texts([[question]], [TOOL]))
     [whole] = renderer.chats([[question, turn]], [TOOL])
     tokens = whole[first_difference(prompt, whole) :]

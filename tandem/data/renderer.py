@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 _ANSWER = "tandem"
 _QUESTION = {"role": "user", "content": "a"}
 _EXCHANGE = (_QUESTION, {"role": "assistant", "content": _ANSWER})
+_CALL = ("tandem", {"x": _ANSWER})
 
 GENERATION = "generation_config.json"
 CHUNK = 1024  # chats tokenized in one call: enough to be fast, and the memory stays small
@@ -114,7 +115,7 @@ class ChatRenderer:
         self._answers: dict[tuple[str, ...], int] = {}  # how often an exchange has _ANSWER
         ends = self._end_of_turn(_EXCHANGE)
         if self._call_form:  # some end a turn with calls by another token
-            ends |= self._end_of_turn(_called(["tandem"]))
+            ends |= self._end_of_turn(called([_CALL]))
         self.stop_token_ids = tuple(sorted(eos_ids | ends))
         self.vocabulary = max(tokenizer.get_vocab().values(), default=-1) + 1
         if not self.stop_token_ids:
@@ -156,16 +157,16 @@ class ChatRenderer:
                 return self._after(answered, messages)
         return self._after((), messages)
 
-    def _after(self, called: tuple[str, ...], messages: Sequence[Message]) -> Array:
+    def _after(self, names: tuple[str, ...], messages: Sequence[Message]) -> Array:
         """Return int64 [T]: the tokens from the end of a turn on, which called these functions."""
-        exchange = _called(called) if called else _EXCHANGE
-        count = len(called)
+        exchange = called([(name, _CALL[1]) for name in names]) if names else _EXCHANGE
+        count = len(names)
         results = [m | {"tool_call_id": _call_id(n)} for n, m in enumerate(messages[:count])]
-        if called not in self._answers:
+        if names not in self._answers:
             [alone] = self.texts([exchange], open_turn=False)
-            self._answers[called] = alone.count(_ANSWER)
+            self._answers[names] = alone.count(_ANSWER)
         [text] = self.texts([[*exchange, *results, *messages[count:]]], open_turn=True)
-        tail = text.split(_ANSWER, self._answers[called])[-1]
+        tail = text.split(_ANSWER, self._answers[names])[-1]
         [tokens] = self.encode_all([tail], [messages])
         return tokens[self.end_of_sampling(tokens, 0, len(tokens), 1) - 1 :]
 
@@ -301,7 +302,7 @@ class ChatRenderer:
         """Find the form in which the template takes a message with calls; None if in none."""
         variables = {"documents": None, **self.tokenizer.special_tokens_map}
         for form in (_CallForm("", dict), _CallForm("", str), _CallForm(None, dict)):
-            chat = [_QUESTION, form.of(_called(["tandem"])[1])]
+            chat = [_QUESTION, form.of(called([_CALL])[1])]
             with suppress(UserError):
                 [text] = self.template.render([chat], open_turn=False, variables=variables)
                 if _ANSWER in text:
@@ -357,15 +358,11 @@ class _CallForm:
         return message | {"tool_calls": calls, "content": message.get("content") or self.content}
 
 
-def _called(names: Sequence[str]) -> tuple[Message, Message]:
-    """Return a user's message and a turn that calls these functions."""
+def called(functions: Sequence[tuple[str, dict[str, Any]]]) -> tuple[Message, Message]:
+    """Return a user's message and a turn that calls these functions with these arguments."""
     calls = [
-        {
-            "type": "function",
-            "id": _call_id(number),
-            "function": {"name": name, "arguments": {"x": _ANSWER}},
-        }
-        for number, name in enumerate(names)
+        {"type": "function", "id": _call_id(number), "function": {"name": name, "arguments": own}}
+        for number, (name, own) in enumerate(functions)
     ]
     return _QUESTION, {"role": "assistant", "content": "", "tool_calls": calls}
 

@@ -363,18 +363,17 @@ def _xml_body(
 
 # ---------------------------------------------------------------- Python and Gemma
 
-_JSON_NAMES = {"true": True, "false": False, "null": None}  # Llama 4 sometimes writes them
-_PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}  # Gemma 4's, in some versions
-_PYTHON = re.compile(r""" "(?:\\.|[^"\\])*" | '(?:\\.|[^'\\])*' | [\[\](){}] """, re.X | re.DOTALL)
+# Llama 4 sometimes writes JSON's names of values; Gemma 4, in some versions, Python's
+_PYTHON_NAMES = {"true": "True", "false": "False", "null": "None"}
+_GEMMA_NAMES = {"True": "true", "False": "false", "None": "null"}
+_PYTHON = re.compile(
+    r""" "(?:\\.|[^"\\])*" | '(?:\\.|[^'\\])*' | [\[\](){}] | \b(?:true|false|null)\b(?!\s*=) """,
+    re.X | re.DOTALL,
+)
 _NEXT_LINE = re.compile(r"\s*\n\s*[A-Za-z_][\w.]*\(")
-_GEMMA = re.compile(r"<\|\"\|>(?P<string>.*?)<\|\"\|>|[\[\]{}]", re.DOTALL)
-
-
-class _Names(ast.NodeTransformer):
-    """Puts values in place of JSON's names for them."""
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
+_GEMMA = re.compile(
+    r"<\|\"\|>(?P<string>.*?)<\|\"\|>|[\[\]{}]|\b(?:None|True|False)\b(?!:)", re.DOTALL
+)
 
 
 def _balanced(
@@ -395,12 +394,14 @@ def _balanced(
 
 
 def _python_body(text: str, at: int) -> tuple[Sequence[Call | BadCall], int]:
+    def write(found: "re.Match[str]") -> str:  # LFM2 has line ends in strings as they are
+        return _PYTHON_NAMES.get(found[0]) or found[0].replace("\n", r"\n")
+
     calls: list[Call | BadCall] = []
     listed = text.startswith("[", at)
     try:
         while not calls or (not listed and _NEXT_LINE.match(text, at)):
-            # LFM2 writes line ends into strings as they are
-            source, at = _balanced(text, at, _PYTHON, lambda found: found[0].replace("\n", r"\n"))
+            source, at = _balanced(text, at, _PYTHON, write)
             tree = ast.parse(source.strip(), mode="eval").body
             calls += map(_python_call, tree.elts if isinstance(tree, ast.List) else [tree])
     # too deep a nesting raises any of them
@@ -417,7 +418,7 @@ def _python_call(node: ast.expr) -> Call | BadCall:
     if not re.fullmatch(r"[\w.]+", name) or node.args or len(named) < len(node.keywords):
         return BadCall(reason="arguments must have names: name(argument=value)")
     try:
-        values = {key: ast.literal_eval(_Names().visit(value)) for key, value in named.items()}
+        values = {key: ast.literal_eval(value) for key, value in named.items()}
         return Call(name=name, arguments=_plain(values))
     except (ValueError, TypeError):
         return BadCall(reason=f"an argument of {name} is not a plain value")
@@ -443,13 +444,12 @@ def _gemma_body(text: str, at: int) -> tuple[dict[str, Any], int]:
 
     def write(found: "re.Match[str]") -> str:
         if found["string"] is None:
-            return found[0]
+            return _GEMMA_NAMES.get(found[0], found[0])
         strings.append(found["string"])
         return f'"{len(strings) - 1}"'
 
     source, end = _balanced(text, at, _GEMMA, write)
     source = re.sub(r"([{,]\s*)([^\s\"{}\[\],:]+)\s*:", r'\1"k\2":', source)
-    source = re.sub(r"\b(?:None|True|False)\b", lambda found: _PYTHON_NAMES[found[0]], source)
     value, _ = _decode(source, 0)
     arguments: dict[str, Any] = _gemma_value(value, strings)
     return arguments, end

@@ -31,24 +31,14 @@ calls = st.builds(
 )
 
 
-def xml_sees(call):
-    """A call as it is read from qwen3_coder: its arguments are texts."""
-    return Call(name=call.name, arguments=as_texts(call), typed=False)
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.lists(calls, min_size=1, max_size=3), st.sampled_from(STYLES), st.booleans())
 def test_what_is_written_is_read_back(written, style, by_its_name):
-    expected = tuple(map(xml_sees, written)) if style == "qwen3_coder" else tuple(written)
-    if style == "qwen3_coder" and any(
-        "</" in text for call in expected for text in call.arguments.values()
-    ):
-        return  # a format without an escape
-    reading = read_calls(
-        write_in_style(written, style),
-        style if by_its_name else "auto",
-        {call.name for call in written},
-    )
+    expected = tuple(written)
+    if style == "qwen3_coder":  # arguments are texts
+        expected = tuple(Call(name=c.name, arguments=as_texts(c), typed=False) for c in written)
+    text, known = write_in_style(written, style), {call.name for call in written}
+    reading = read_calls(text, style if by_its_name else "auto", known)
     assert reading.calls == expected
     assert (reading.before, reading.after.strip()) == ("", "")
 
@@ -66,10 +56,7 @@ PIECES = (*MARKS.split(), '{"name": "add", ', "\n", '"', "\ud800", "\x00", "9" *
 )
 def test_any_text_is_read(text, format):
     reading = read_calls(text, format, {"add"})
-    assert all(
-        (isinstance(call, BadCall) and call.reason) or isinstance(call, Call)
-        for call in reading.calls
-    )
+    assert all(isinstance(call, Call) or call.reason for call in reading.calls)
     assert reading.calls or reading.before == text
 
 
@@ -211,3 +198,22 @@ def test_words_that_begin_like_a_mark_are_words():
         assert read_calls(text, tools=("add",)) == Reading(before=text)
         called = read_calls(f'{text}<tool_call>{{"name": "now"}}</tool_call>')
         assert (called.before, called.calls) == (text, (NOW,))
+
+
+MARKED = (  # of families whose templates no package of the tests ships
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{}"
+    "<|tool_call_end|><|tool_calls_section_end|>",
+    "[TOOL_CALLS]add[ARGS]{}",
+    "[TOOL_CALLS]add{}",
+    '<|tool_call|>[{"name": "add", "arguments": {}}]<|/tool_call|>',
+    '<TOOLCALL>[{"name": "add", "arguments": {}}]</TOOLCALL>',
+    '<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">1</parameter>\n</invoke>\n'
+    "</minimax:tool_call>",
+)
+
+
+@pytest.mark.parametrize("text", MARKED)
+def test_a_call_is_read_between_the_marks_of_its_family(text):
+    [call] = read_calls(text.replace("{}", '{"a": 1}')).calls
+    assert (call.name, str(call.arguments["a"])) == ("add", "1")

@@ -11,7 +11,5 @@ rewards are the reward. docs/guide/agents.md has both.
     verifiers_host.py   runs verifiers; imported when such an environment is made
 
 It plugs in as envs and sources of tandem/registry.py. The application and the schema of the APIs
-are the core's (serve/).
-
-    pip install 'tandem-rl[verifiers]'
+are the core's (serve/). Extra: `verifiers`.
 """

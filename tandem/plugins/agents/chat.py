@@ -36,6 +36,7 @@ from tandem.types import Message, Observation
 ROLES = ("system", "user", "assistant", "tool")
 MODEL = "policy"
 SHORT = 60  # characters of a text that are shown
+KEPT = {"role", "content"}  # of a message
 ONE_CONVERSATION = "an episode is one conversation that only grows"
 
 
@@ -131,10 +132,6 @@ class Reply:
             for number, call in enumerate(self.calls)
         ]
 
-    @property
-    def finish_reason(self) -> str:
-        return "tool_calls" if self.calls else "stop"
-
     def is_message(self, message: ChatMessage) -> bool:
         """Tell whether an agent's message is this reply, up to surrounding space and the spelling
         of arguments."""
@@ -149,7 +146,8 @@ class Reply:
 def chat_completion(reply: Reply, request: ChatRequest) -> Json:
     """Return the answer to a request that does not stream, without `usage`: no tokens are known."""
     message = assistant_message(reply.content, reply.written_calls)
-    choice = {"message": message, "logprobs": None, "finish_reason": reply.finish_reason}
+    reason = "tool_calls" if reply.calls else "stop"
+    choice = {"message": message, "logprobs": None, "finish_reason": reason}
     head = {"id": f"chatcmpl-{reply.turn}", "object": "chat.completion", "model": request.model}
     return head | {"created": int(time.time()), "choices": [{"index": 0, **choice}]}
 
@@ -174,7 +172,7 @@ def opening(request: ChatRequest) -> list[Message]:
         raise ConversationBroken(
             "the first request holds an assistant's tool calls, which the model never made"
         )
-    return [_plain(message) for message in request.messages]
+    return [message.model_dump(include=KEPT) for message in request.messages]
 
 
 def continuation(before: ChatRequest, reply: Reply, now: ChatRequest) -> list[Message]:
@@ -202,7 +200,7 @@ def continuation(before: ChatRequest, reply: Reply, now: ChatRequest) -> list[Me
         raise ConversationBroken(
             "a later request has other tools than the first: they stand in the prompt"
         )
-    return [_plain(message) for message in added]
+    return [message.model_dump(include=KEPT) for message in added]
 
 
 def _broken(place: int, difference: str) -> ConversationBroken:
@@ -214,10 +212,6 @@ def _broken(place: int, difference: str) -> ConversationBroken:
 def _short(message: ChatMessage) -> str:
     calls = " with tool calls" if message.tool_calls else ""
     return f"{message.role}'s {message.content[:SHORT]!r}{calls}"
-
-
-def _plain(message: ChatMessage) -> Message:
-    return {"role": message.role, "content": message.content}
 
 
 def _key(message: ChatMessage) -> tuple[object, ...]:

@@ -125,9 +125,8 @@ def list_tools(spec: str) -> dict[str, Tool]:
         except Exception as error:  # a server is any program
             what, where = "an MCP server lists no tools", f"env.options.servers: {spec}"
             raise UserError(what, where=where, found=repr(error), next="start it") from error
-    return {tool.name: schema_of(tool) for tool in tools}
-
-
-def schema_of(tool: Any) -> Tool:
-    about = {"name": tool.name, "description": tool.description or ""}
-    return {"type": "function", "function": {**about, "parameters": tool.input_schema}}
+    named = ((t, {"name": t.name, "description": t.description or ""}) for t in tools)
+    return {
+        tool.name: {"type": "function", "function": {**about, "parameters": tool.input_schema}}
+        for tool, about in named
+    }

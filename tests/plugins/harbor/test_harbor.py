@@ -1,24 +1,21 @@
-"""Tasks in Harbor's folders, played and tested in bubblewrap. Skipped where it does not work."""
+"""Tasks in Harbor's folders, played in bubblewrap, where it works, and by a program `docker`."""
 
 import asyncio
+import os
 import tarfile
 from base64 import b64encode
 from io import BytesIO
+from pathlib import Path
 
 import pytest
 
 from tandem.config.episodes import Sandbox
 from tandem.model.tool_calls import Call, write_calls
 from tandem.plugins.graders.sandbox.protocol import open_sandbox
-from tandem.plugins.harbor import HarborEnv, rows
+from tandem.plugins.harbor import HarborEnv, _has_docker, rows
 from tandem.runtime.errors import UserError
 from tandem.types import Problem
 from tests.support.env_steps import step_in
-
-try:
-    open_sandbox(Sandbox())
-except UserError as error:
-    pytest.skip(str(error), allow_module_level=True)
 
 TEST = """#!/bin/bash
 cmp -s /app/sum.txt <(echo 7) && right=1 || right=0
@@ -27,6 +24,19 @@ echo $right > /logs/verifier/reward.txt
 NAMED = """
 echo "{\\"reward\\": 0.5, \\"files\\": $(ls /app | wc -l)}" > /logs/verifier/reward.json
 """
+
+
+@pytest.fixture
+def sandbox(monkeypatch):
+    try:
+        open_sandbox(Sandbox())
+    except UserError as error:
+        pytest.skip(str(error))
+    monkeypatch.setattr("tandem.plugins.harbor._has_docker", lambda: False)
+
+
+BESIDE = TEST.replace("/app", "$here/app").replace("/logs", "$here/logs")
+BESIDE = BESIDE.replace("cmp", "here=${BASH_SOURCE%/tests/*}\ncmp", 1)
 
 
 def write_task(folder, *, dockerfile="FROM ubuntu:24.04\nWORKDIR /app\nCOPY in.txt .\n", test=TEST):
@@ -63,7 +73,7 @@ def play(env, problem, *turns):
     return asyncio.run(episode())
 
 
-def test_files_stay_from_command_to_command_and_the_tests_give_the_reward(tmp_path):
+def test_files_stay_from_command_to_command_and_the_tests_give_the_reward(tmp_path, sandbox):
     [row] = rows(str(write_task(tmp_path / "sum")))
     assert row["prompt"].startswith("Write the sum")
     *heard, last = play(
@@ -86,7 +96,7 @@ def test_files_stay_from_command_to_command_and_the_tests_give_the_reward(tmp_pa
     assert last.parts == {"tool_calls": 5.0, "bad_calls": 0.0, "reward": 0.0}
 
 
-def test_tests_may_name_rewards_and_no_result_is_an_error(tmp_path):
+def test_tests_may_name_rewards_and_no_result_is_an_error(tmp_path, sandbox):
     [row] = rows(str(write_task(tmp_path / "named", test=NAMED)))
     [last] = play(HarborEnv(), problem_of(row), "Done.")
     assert (last.reward, last.parts["files"]) == (0.5, 1.0)
@@ -103,29 +113,24 @@ class ForgingEnv(HarborEnv):
 
     async def reset(self, problem):
         packed, messages = BytesIO(), await super().reset(problem)
+        links = {"app/x": "/tests", "app/y": "../logs", "tmp/z": "."}
+        entries = [(name, tarfile.SYMTYPE, to, 0, 0o777) for name, to in links.items()]
+        entries += [(name, tarfile.REGTYPE, "", 2, 0o444) for name in FORGED]
+        entries += [(n, tarfile.DIRTYPE, "", 0, 0o555) for n in ("logs/verifier", "logs", "tmp")]
         with tarfile.open(fileobj=packed, mode="w:gz") as tar:
-            for name, target in {"app/x": "/tests", "app/y": "../logs", "tmp/z": "."}.items():
-                link = tarfile.TarInfo(name)
-                link.type, link.linkname = tarfile.SYMTYPE, target
-                tar.addfile(link)
-            for name in FORGED:
-                file = tarfile.TarInfo(name)
-                file.size, file.mode = 2, 0o444
-                tar.addfile(file, BytesIO(b"9\n"))
-            for name in ("logs/verifier", "logs", "tmp"):
-                folder = tarfile.TarInfo(name)
-                folder.type, folder.mode = tarfile.DIRTYPE, 0o555
-                tar.addfile(folder)
+            for name, *fields in entries:
+                info = tarfile.TarInfo(name)
+                info.type, info.linkname, info.size, info.mode = fields
+                tar.addfile(info, BytesIO(b"9\n"))
         self._files = b64encode(packed.getvalue()).decode()
         return messages
 
 
 FORGED = ["tests/test.sh", "tests/more", "app/x/more", "/tests/more", "logs/verifier/reward.json"]
-FORGED += ["app/y/verifier/reward.json", "tmp/.tandem.out", "tmp/z/.tandem.out", "app/forged"]
-FORGED += ["tmp/.tandem/command", "tmp/z/.tandem/command"]
+FORGED += ["app/y/verifier/reward.json", "app/forged", "tmp/.tandem/command", "tmp/z/.tandem"]
 
 
-def test_a_forged_tar_replaces_neither_the_tests_nor_their_reward(tmp_path):
+def test_a_forged_tar_replaces_neither_the_tests_nor_their_reward(tmp_path, sandbox):
     test = "ls -A /tests /app/forged | wc -w > /logs/verifier/reward.txt"
     [row] = rows(str(write_task(tmp_path / "sum", test=test)))
     [last] = play(ForgingEnv(), problem_of(row), "Done.")
@@ -143,14 +148,14 @@ def test_a_forged_tar_replaces_neither_the_tests_nor_their_reward(tmp_path):
         ("FROM a\nCOPY out.txt /app\n", "out.txt"),
     ],
 )
-def test_a_task_that_needs_a_container_is_refused(dockerfile, found, tmp_path):
+def test_a_task_that_needs_a_container_is_refused(dockerfile, found, tmp_path, sandbox):
     write_task(tmp_path / "sum", dockerfile=dockerfile)
     row = {"uid": "sum", "prompt": "?", "task": str(tmp_path / "sum")}
     with pytest.raises(UserError, match=found):
         play(HarborEnv(), problem_of(row), "Done.")
 
 
-def test_a_step_with_tasks_is_exactly_on_policy(tmp_path):
+def test_a_step_with_tasks_is_exactly_on_policy(tmp_path, sandbox):
     for name in "abcde":
         write_task(tmp_path / "tasks" / name)
     problems = [problem_of(row) for row in rows(str(tmp_path / "tasks"))]
@@ -163,3 +168,29 @@ def test_a_step_with_tasks_is_exactly_on_policy(tmp_path):
         bool(e.env_rewards["tool_calls"]): e.reward for e in episodes if e.stop_reason == "stop"
     }
     assert rewards == {True: 1.0, False: 0.0}
+
+
+@pytest.fixture
+def docker(tmp_path, monkeypatch):
+    """The program `docker` of this folder, whose container is another; yields what it was asked."""
+    monkeypatch.setenv("PATH", str(Path(__file__).parent), prepend=os.pathsep)
+    monkeypatch.setenv("CONTAINER", str(tmp_path))
+    _has_docker.cache_clear()
+    yield lambda: " ".join(line.split()[0] for line in (tmp_path / "log").open())
+    _has_docker.cache_clear()
+
+
+def test_where_docker_answers_it_builds_and_runs_a_task(tmp_path, docker):
+    [row] = rows(str(write_task(tmp_path / "sum", dockerfile="FROM a\nRUN x\n", test=BESIDE)))
+    *heard, last = play(
+        HarborEnv(seconds=2),
+        problem_of(row),
+        bash("cat in.txt; echo 7 > sum.txt; exit 3"),
+        bash("cat sum.txt; sleep 60"),
+        # what a command leaves beside the tests is no test
+        bash("mkdir -p /tests /logs/verifier; tee /tests/test.sh /logs/verifier/reward.json <<< 1"),
+        "Done.",
+    )
+    said = [one.messages[0]["content"] for one in heard]
+    assert said == ["3\n4\n(exit code 3)", "7\n(exit code 124)", "1"] and last.reward == 1.0
+    assert docker() == "version build run exec exec exec restart exec rm"
