@@ -33,7 +33,10 @@ def test_so_is_one_of_other_meshes(dimension):
     assert trial("killed", 1, at=7, timeout_s=TIMEOUT_S, mesh={dimension: 3}) == (True, "")
 
 
-@pytest.mark.parametrize(("fault", "victim"), [("hung", 1), ("out of step", 2)])
+@pytest.mark.parametrize(
+    ("fault", "victim"),
+    [("hung", 1), ("out of step", 2), ("hung beside its GPU", 1), ("hung on its GPU", 2)],
+)
 def test_one_that_hangs_or_is_out_of_step_is_named_once_others_have_waited(fault, victim):
     assert trial(fault, victim, at=7, stall_s=15.0) == (True, "")
 
@@ -87,25 +90,27 @@ def test_a_size_that_divides_is_named():
 
 def waiting(**ranks):
     return {
-        int(name[1:]): {"what": what, "ranks": of, "for_s": rest[0] if rest else 9.0}
+        int(name[1:]): [{"what": what, "ranks": of, "for_s": rest[0] if rest else 9.0}]
         for name, (what, of, *rest) in ranks.items()
     }
 
 
 def test_an_old_sign_of_life_does_not_tell_what_a_rank_waits_for():
     wait = {"what": "loss", "ranks": [0, 1], "for_s": 9.0}
-    seen = {0: ([7, {"wait": wait}], 97.5), 1: ([7, {"wait": wait}], 98.5)}
-    assert waits_of(seen, now=100.0) == {1: wait}
+    seen = {0: ([7, {"waits": [wait]}], 97.5), 1: ([7, {"waits": [wait]}], 98.5)}
+    assert waits_of(seen, now=100.0) == {1: [wait]}
 
 
 def test_who_is_not_in_the_oldest_collective_is_named_once_it_has_stalled():
     waits = waiting(r0=("a", [0, 1], 8.0), r1=("b", [1, 2], 9.0), r3=("an order", [0], 99.0))
     where = "`b`, where rank 1 waits,"
-    assert find_absent(waits, 9.0) == ([], where)  # nothing is known of rank 2
-    waits[2] = {}
+    assert find_absent(waits, 9.0) == ([], "")  # nothing is known of rank 2
+    waits[2] = []
     assert find_absent(waits, 9.0) == ([2], where)
     assert find_absent(waits, 10.0) == ([], "")
     assert find_absent(waiting(r3=("an order", [0])), 1.0) == ([], "")
+    waits[2] = [{"what": "a", "ranks": [2, 3], "for_s": 1.0}, *waits[1]]  # its host and its GPU
+    assert find_absent(waits, 9.0) == ([], "all of its ranks have been in `b` (1, 2)")
 
 
 def test_each_process_of_a_machine_has_a_gpu_of_its_own():
