@@ -1,15 +1,21 @@
 """A trainer process that joins others, sums tensors with them, and has one of the faults of
-chaos/ranks.py at a step."""
+chaos/ranks.py at a step. Some have a stand-in for a GPU: a collective's call returns at once, and a
+thread makes the collectives over gloo, in order."""
 
 import os
+import queue
 import resource
 import signal
 import sys
+import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tandem.config.parallel import Parallel
 from tandem.runtime import numerics
@@ -40,6 +46,8 @@ def run(
     try:
         with join(place, timeout_s=config.timeout_s, stall_s=stall_s) as processes:
             mesh = make_mesh(config, torch.device("cpu"), processes.announce, stall_s)
+            if fault in GPU_FAULTS:
+                use_stream(processes)
             for step in range(STEPS):
                 if rank == 0:
                     processes.order("learn", step=step)
@@ -47,7 +55,7 @@ def run(
                     processes.next_order()
                 if rank == victim and step == at:
                     (out / "fault").touch()
-                    FAULTS[fault](processes, mesh)
+                    (FAULTS | GPU_FAULTS)[fault](processes, mesh)
                 learn(mesh)
     except Exception:
         traceback.print_exc()
@@ -68,7 +76,8 @@ def learn(mesh: Mesh) -> None:
     if experts.size > 1:
         parts = list(rows.chunk(experts.size))
         experts.all_to_all(parts, [torch.empty_like(part) for part in parts], "rows for experts")
-    mesh.group(*WEIGHTS).sum(torch.ones(1000), "gradients")
+    mesh.group(*WEIGHTS).sum(torch.ones(999), "gradients")
+    STREAM.mark().wait()  # as the copy of a loss to the host does
     mesh.world.gather(1.0, "norm of the gradients")
 
 
@@ -99,6 +108,53 @@ def hang(processes: Processes, mesh: Mesh) -> None:
     time.sleep(3600)
 
 
+class Stream:
+    """A stream of a GPU: it does what it is given, in order, while the host goes on."""
+
+    def __init__(self) -> None:
+        self.work, self.used = queue.SimpleQueue[Callable[[], object]](), False
+
+    def start(self) -> None:
+        self.used = True
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            self.work.get()()
+
+    def launch(self, function: Callable[..., object]) -> Callable[..., None]:
+        return lambda *args, **options: self.work.put(lambda: function(*args, **options))
+
+    def mark(self) -> "Event":
+        event = Event()
+        if self.used:
+            self.work.put(event.set)
+        else:
+            event.set()
+        return event
+
+
+class Event(threading.Event):
+    query = threading.Event.is_set
+
+
+STREAM = Stream()
+
+
+def use_stream(processes: Processes) -> None:
+    """Have the stream make the collectives of tensors, as NCCL does."""
+    STREAM.start()
+    collectives: Any = dist
+    for name in ("all_to_all_single", "all_gather_single"):
+        setattr(collectives, name, STREAM.launch(getattr(dist, name)))
+    processes.mark = STREAM.mark
+
+
+def hang_kernel(processes: Processes, mesh: Mesh) -> None:
+    STREAM.work.put(lambda: time.sleep(3600))
+
+
+GPU_FAULTS = {"hung beside its GPU": hang, "hung on its GPU": hang_kernel}
 FAULTS = {
     "stopped": stop,
     "killed": kill,

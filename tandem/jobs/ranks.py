@@ -77,6 +77,7 @@ def make_ranks(config: Config, processes: "Processes") -> Ranks:
     device = placement(config).device
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        processes.mark = lambda: torch.cuda.current_stream().record_event()
     mesh = make_mesh(config.parallel, device, processes.announce, processes.stall_s)
     ranks: Ranks = trainer_of(config).make_ranks(mesh, processes)
     return ranks

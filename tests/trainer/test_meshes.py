@@ -454,6 +454,7 @@ def test_a_stage_keeps_the_activations_of_as_many_microbatches_as_stages_follow(
                 assert min(kept) == 0 and max(kept) == min(stages - stage, count)
 
 
+BUCKET = 1 << 15
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8}
 
 
@@ -471,6 +472,28 @@ def test_a_model_is_never_whole_in_float32_while_it_is_divided(sizes, most):
     layer of eight a quarter."""
     for size, more in on_mesh(peak_on, **sizes):
         assert more < most * size
+
+
+def published_on(mesh):
+    """Bytes of the largest tensor that a copy to a whole model makes; whether it has all bits."""
+    model, whole = (exact_model("qwen3", **WIDE) for _ in range(2))
+    given = {name: weight.detach().clone() for name, weight in whole.module.named_parameters()}
+    ranks, usual = ParallelRanks(mesh), pieces.BUCKET_BYTES
+    ranks.divide(model, FLOAT32)
+    for weight in whole.module.parameters():
+        weight.data.zero_()
+    pieces.BUCKET_BYTES = BUCKET
+    with torch.profiler.profile(profile_memory=True) as profile:
+        ranks.publish(model, whole if mesh.rank == 0 else None)
+    pieces.BUCKET_BYTES = usual
+    made = [e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return max(made), all(torch.equal(w, given[n]) for n, w in whole.module.named_parameters())
+
+
+def test_no_more_than_a_bucket_is_gathered_for_the_whole_model_of_rank_0():
+    """The largest weight has 16 times as many bytes."""
+    (most, equal), (others, _) = on_mesh(published_on, data=2)
+    assert equal and 0 < max(most, others) <= BUCKET
 
 
 # ---- models and optimizers beside it

@@ -26,6 +26,11 @@ def test_a_process_that_does_not_come_is_named(fault, victim):
     assert trial(fault, victim, at=7, timeout_s=TIMEOUT_S) == (True, "")
 
 
+@pytest.mark.parametrize(("fault", "victim"), [("hung beside its GPU", 1), ("hung on its GPU", 2)])
+def test_one_that_hangs_beside_or_on_its_gpu_is_named(fault, victim):
+    assert trial(fault, victim, at=7, stall_s=15.0) == (True, "")
+
+
 def joins_late(rank, port):
     time.sleep(1.5 * SHORT_S * rank)
     with join(Place(rank, 2, rank, 2, "127.0.0.1", port), timeout_s=SHORT_S, stall_s=WAIT_S):
@@ -75,25 +80,27 @@ def test_a_size_that_divides_is_named():
 
 def waiting(**ranks):
     return {
-        int(name[1:]): {"what": what, "ranks": of, "for_s": rest[0] if rest else 9.0}
+        int(name[1:]): [{"what": what, "ranks": of, "for_s": rest[0] if rest else 9.0}]
         for name, (what, of, *rest) in ranks.items()
     }
 
 
 def test_an_old_sign_of_life_does_not_tell_what_a_rank_waits_for():
     wait = {"what": "loss", "ranks": [0, 1], "for_s": 9.0}
-    seen = {0: ([7, {"wait": wait}], 97.5), 1: ([7, {"wait": wait}], 98.5)}
-    assert waits_of(seen, now=100.0) == {1: wait}
+    seen = {0: ([7, {"waits": [wait]}], 97.5), 1: ([7, {"waits": [wait]}], 98.5)}
+    assert waits_of(seen, now=100.0) == {1: [wait]}
 
 
 def test_who_is_not_in_the_oldest_collective_is_named_once_it_has_stalled():
     waits = waiting(r0=("a", [0, 1], 8.0), r1=("b", [1, 2], 9.0), r3=("an order", [0], 99.0))
     where = "`b`, where rank 1 waits,"
-    assert find_absent(waits, 9.0) == ([], where)  # nothing is known of rank 2
-    waits[2] = {}
+    assert find_absent(waits, 9.0) == ([], "")  # nothing is known of rank 2
+    waits[2] = []
     assert find_absent(waits, 9.0) == ([2], where)
     assert find_absent(waits, 10.0) == ([], "")
     assert find_absent(waiting(r3=("an order", [0])), 1.0) == ([], "")
+    waits[2] = [{"what": "a", "ranks": [2, 3], "for_s": 1.0}, *waits[1]]  # its host and its GPU
+    assert find_absent(waits, 9.0) == ([], "all of its ranks have been in `b` (1, 2)")
 
 
 def test_each_process_of_a_machine_has_a_gpu_of_its_own():

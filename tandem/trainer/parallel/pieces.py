@@ -3,6 +3,8 @@ whole tensors made of them."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -14,7 +16,9 @@ from tandem.model.boxes import Box, whole_box
 from tandem.trainer.optimizer import row_squares
 from tandem.trainer.parallel.mesh import Group
 
-BUCKET_BYTES = 64 << 20  # of whole tensors that are collected at once
+BUCKET_BYTES = 64 << 20  # of parts that are collected at once
+
+Block = tuple[str, Box]  # rows of a tensor, by its name
 
 
 def box_of(parameter: nn.Parameter, outer: Box | None) -> Box:
@@ -36,9 +40,9 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def buckets(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
-    """Yield the names in lists whose sizes are together at most `most`, or of one that is more."""
-    bucket, total = list[str](), 0
+def buckets(sizes: Mapping[Block, int], most: int) -> Iterator[list[Block]]:
+    """Yield the blocks in lists whose sizes are together at most `most`, or of one that is more."""
+    bucket, total = list[Block](), 0
     for name, size in sizes.items():
         if bucket and total + size > most:
             yield bucket
@@ -47,6 +51,14 @@ def buckets(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
         total += size
     if bucket:
         yield bucket
+
+
+def cut_rows(box: Box, most: int) -> Iterator[Box]:
+    """Yield a box in blocks of rows of at most `most` numbers, or of one row that is more."""
+    rows = max(1, most * box.shape[0] // box.size)
+    for first in range(0, box.shape[0], rows):
+        start, shape = (box.start[0] + first, *box.start[1:]), min(rows, box.shape[0] - first)
+        yield Box(start, (shape, *box.shape[1:]), box.whole)
 
 
 class Pieces:
@@ -97,50 +109,70 @@ class Pieces:
         return math.sqrt(total)
 
     def collect(
-        self, tensors: Mapping[str, Tensor], to: int = 0, names: Sequence[str] | None = None
+        self,
+        tensors: Mapping[str, Tensor],
+        to: int = 0,
+        names: Sequence[str] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield every whole tensor by name on rank `to`, one at a time, and nothing on the others.
-        All processes must go through to the end. names: by default all.
+        """Yield every whole tensor by name on rank `to`, in the host's memory, one at a time, and
+        nothing on the others. As `collect_parts`."""
+        found = self.collect_parts(tensors, to, names, dtype)
+        dtype = dtype or next(iter(tensors.values())).dtype
+        for name, blocks in groupby(found, key=itemgetter(0)):
+            whole = torch.empty(next(iter(self.owners[name])).whole, dtype=dtype)
+            for _, box, part in blocks:
+                whole[box.slices] = part
+            yield name, whole
 
-        Parts come in buckets, one collective each, so messages do not grow with the tensors."""
-        world, dtype = self.world, next(iter(tensors.values())).dtype
-        wanted = self.owners if names is None else names
-        wholes = {name: math.prod(next(iter(self.owners[name])).whole) for name in wanted}
-        for bucket in buckets(wholes, BUCKET_BYTES // dtype.itemsize):
+    def collect_parts(
+        self,
+        tensors: Mapping[str, Tensor],
+        to: int = 0,
+        names: Sequence[str] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Iterator[tuple[str, Box, Tensor]]:
+        """Yield every tensor in blocks of rows on rank `to`: its name, the box of a block, and the
+        block; nothing on the others. All processes must go through to the end. names: by default
+        all; dtype: to round each block to, by default none.
+
+        Blocks come in buckets, one collective each, so neither messages nor the memory that they
+        take grow with the tensors."""
+        world = self.world
+        dtype = dtype or next(iter(tensors.values())).dtype
+        most = BUCKET_BYTES // dtype.itemsize
+        blocks = {
+            (name, block): rank
+            for name in (self.owners if names is None else names)
+            for box, rank in self.owners[name].items()
+            for block in cut_rows(box, most)
+        }
+
+        def own(name: str, block: Box) -> Tensor:
+            return tensors[name].detach()[block.within(self.own[name])].to(dtype)
+
+        for bucket in buckets({key: key[1].size for key in blocks}, most):
             counts = [0] * world.size  # numbers that each process sends
             sent = [torch.empty(0, dtype=dtype, device=world.device)]
-            for name in bucket:
-                for box, rank in self.owners[name].items():
-                    counts[rank] += math.prod(box.shape) * (rank != to)
-                    if rank == world.rank != to:
-                        sent.append(tensors[name].detach().reshape(-1))
+            for key in bucket:
+                rank = blocks[key]
+                counts[rank] += key[1].size * (rank != to)
+                if rank == world.rank != to:
+                    sent.append(own(*key).reshape(-1))
             received, none = torch.cat(sent), [0] * world.size
             here = counts if world.rank == to else none
             if any(counts):
                 there = [*none[:to], counts[world.rank], *none[to + 1 :]]
-                received = world.exchange(received, bucket[0], there, here)
-            if world.rank == to:
-                yield from self.put_together(bucket, tensors, list(received.split(here)))
-
-    def put_together(
-        self, bucket: list[str], tensors: Mapping[str, Tensor], received: list[Tensor]
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the whole tensors of a bucket. received: by rank, its parts behind each other."""
-        for name in bucket:
-            boxes, whole = self.owners[name], None
-            for box, rank in boxes.items():
-                if rank == self.world.rank:
-                    part = tensors[name].detach()
-                else:
-                    count = math.prod(box.shape)
-                    part, received[rank] = (
-                        received[rank][:count].view(box.shape),
-                        received[rank][count:],
-                    )
-                whole = part.new_empty(box.whole) if whole is None else whole
-                whole[box.slices] = part
-            assert whole is not None
-            yield name, whole
+                received = world.exchange(received, bucket[0][0], there, here)
+            if world.rank != to:
+                continue
+            left = list(received.split(here))  # by rank, its blocks behind each other
+            for name, block in bucket:
+                if (rank := blocks[name, block]) == to:
+                    yield name, block, own(name, block)
+                    continue
+                yield name, block, left[rank][: block.size].view(block.shape)
+                left[rank] = left[rank][block.size :]
 
     def map_whole(
         self, tensors: Mapping[str, Tensor], function: Callable[[str, Tensor], Tensor]

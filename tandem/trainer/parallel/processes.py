@@ -13,6 +13,9 @@ Rank 0 looks for one that says nothing any more for `timeout_s`, and for one tha
 does nothing in `stall_s` while nobody waits for it is found by its own watchdog. Whoever finds a
 culprit writes it into the store, and all end with its name: exit code 3, or 2 if a user's error
 ended a rank. Nothing is written after that, so the same command goes on from the last checkpoint.
+
+On a GPU a collective's call returns once it is enqueued (NCCL). So an event is recorded before and
+behind it, and the collective between whose events the GPU is counts as a wait, too.
 """
 
 import json
@@ -23,6 +26,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -76,6 +80,9 @@ class Processes:
         self.started: list[Any] = []
         self._orders = 0
         self._waits: list[dict[str, Any]] = []  # the innermost last
+        # records an event of the GPU, a torch.cuda.Event; None: calls return when they are done
+        self.mark: Callable[[], Any] | None = None
+        self._enqueued = deque[tuple[dict[str, Any], Any, Any]]()  # a wait, events around it
         self._count = 0  # of waits
         self._over, self._silent_looks = threading.Event(), 0
         self.joined: float | None = None  # since when all are there, so that a sign can be missed
@@ -99,8 +106,11 @@ class Processes:
         }
         self._waits.append(own)
         try:
+            begin = self.mark and self.mark()
             with watchdog.waiting_for("other ranks", what):
                 yield
+            if self.mark:
+                self._enqueued.append((own, begin, self.mark()))
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -237,11 +247,7 @@ class Processes:
             try:
                 host = self.place.node or socket.gethostname()
                 sign: dict[str, Any] = {"pid": os.getpid(), "host": host}
-                sign |= {"lost": self._lost, "wait": {}}
-                with suppress(IndexError):  # it has just ended
-                    wait = self._waits[-1]
-                    for_s = time.monotonic() - wait["since"]
-                    sign["wait"] = {"what": wait["what"], "ranks": wait["ranks"], "for_s": for_s}
+                sign |= {"lost": self._lost, "waits": self.list_waits()}
                 store.set(f"sign/{self.rank}", json.dumps([count, sign]))
                 if store.check(["failed"]):
                     text, code = json.loads(store.get("failed"))
@@ -254,6 +260,19 @@ class Processes:
             except dist.DistError as error:
                 if not self._over.is_set():
                     self.fail(f"rank {self.rank} ends: rank 0 does not answer ({error})")
+
+    def list_waits(self) -> list[dict[str, Any]]:
+        """List the innermost wait of the host, and that of the GPU since it was seen in it."""
+        now, found = time.monotonic(), self._waits[-1:]
+        with suppress(RuntimeError):  # an error of the GPU, which its next copy raises
+            while self._enqueued and self._enqueued[0][2].query():
+                self._enqueued.popleft()
+            for wait, begin, end in list(self._enqueued):  # of several streams
+                if begin.query() and not end.query():
+                    wait.setdefault("seen", now)
+                    found.append({**wait, "since": wait["seen"]})
+                    break
+        return [{"what": w["what"], "ranks": w["ranks"], "for_s": now - w["since"]} for w in found]
 
     def _watch_store(self) -> None:
         """End this process if the store, which is in rank 0's memory, answers no more: a call of it
@@ -293,9 +312,11 @@ class Processes:
             if silent_s > patience:
                 return f"{self._name(rank, seen)} has given no sign of life for {silent_s:.0f} s"
         late, where = find_absent(waits_of(seen, now), EARLY * self.stall_s)
-        if self.rank or not late:
+        if self.rank or not where:
             return ""
         names = " and ".join(self._name(rank, seen) for rank in late)
+        if not late:
+            return f"{where} for {EARLY * self.stall_s:.0f} s (run.stall_s)"
         return f"{names} did not come to {where} in {EARLY * self.stall_s:.0f} s (run.stall_s)"
 
     def _name(self, rank: int, seen: Mapping[int, tuple[Any, float]]) -> str:
@@ -383,27 +404,35 @@ def _open_store(place: Place, stall_s: float) -> Any:
 
 # ---- blame, by what each rank waits for
 
-# by rank, its innermost wait: in which collective ("what"), with which ranks ("ranks"), and since
-# how many seconds ("for_s"); {} if it waits for nobody. One of which nothing new is known is left
-# out, and not blamed
-Waits = Mapping[int, Mapping[str, Any]]
+# by rank, the innermost waits of its host and its GPU: in which collective ("what"), with which
+# ranks ("ranks"), and since how many seconds ("for_s"); [] if it waits for nobody. One of which
+# nothing new is known is left out, and not blamed
+Waits = Mapping[int, Sequence[Mapping[str, Any]]]
 
 
 def waits_of(seen: Mapping[int, tuple[Any, float]], now: float) -> Waits:
     """Return what ranks wait for. seen: by rank, its last sign of life and when it came, in
     seconds."""
-    return {rank: sign[1]["wait"] for rank, (sign, at) in seen.items() if now - at <= STALE_S}
+    return {rank: sign[1]["waits"] for rank, (sign, at) in seen.items() if now - at <= STALE_S}
 
 
 def find_absent(waits: Waits, stall_s: float) -> tuple[list[int], str]:
     """Return the ranks that are not in the collective in which one has waited longest, and what it
-    waits for; none if that is less than `stall_s`. In later ones others may wait for those who wait
+    waits for; neither if that is less than `stall_s`. Without such a rank it says that all are
+    there, or nothing where too little is known. In later ones others may wait for those who wait
     here. An order is no collective: its rank waits for as long as rank 0 has none."""
-    collectives = [rank for rank, wait in waits.items() if wait and rank in wait["ranks"]]
-    first = max(collectives, key=lambda rank: waits[rank]["for_s"], default=None)
-    if first is None or waits[first]["for_s"] < stall_s:
+    collectives = [
+        (wait["for_s"], rank, (wait["what"], wait["ranks"]))
+        for rank, found in waits.items()
+        for wait in found
+        if rank in wait["ranks"]
+    ]
+    for_s, first, own = max(collectives, default=(0.0, -1, ("", [])))
+    if not collectives or for_s < stall_s:
         return [], ""
-    own = waits[first]["what"], waits[first]["ranks"]
-    known = [rank for rank in own[1] if rank in waits]
-    absent = [r for r in known if not waits[r] or (waits[r]["what"], waits[r]["ranks"]) != own]
-    return absent, f"`{own[0]}`, where rank {first} waits,"
+    there = {rank: [(w["what"], w["ranks"]) for w in found] for rank, found in waits.items()}
+    if absent := [rank for rank in own[1] if rank in there and own not in there[rank]]:
+        return absent, f"`{own[0]}`, where rank {first} waits,"
+    if not set(own[1]) <= waits.keys():
+        return [], ""
+    return [], f"all of its ranks have been in `{own[0]}` ({', '.join(map(str, own[1]))})"

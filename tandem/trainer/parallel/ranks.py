@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tandem.model.boxes import Box
-from tandem.model.load import ExactModel, LazyWeights
+from tandem.model.load import ExactModel
 from tandem.rl.losses import Metrics
 from tandem.runtime.errors import UserError
 from tandem.trainer.optimizer import MapWhole, Norm
@@ -119,9 +119,7 @@ class ParallelRanks(Ranks):
         self, model: ExactModel, names: Sequence[str], to: int
     ) -> Iterator[tuple[str, Tensor]]:
         divided = self._divided[model]
-        parts = divided.rounded()
-        for name, weight in divided.pieces.collect(parts, to, names):
-            yield name, weight.cpu()
+        yield from divided.pieces.collect(divided.parts, to, names, divided.stage.dtype)
 
     def gather_all(self, value: Any) -> list[Any]:
         return self.mesh.world.gather(value, "results of all processes")
@@ -147,13 +145,13 @@ class ParallelRanks(Ranks):
         """Copy a divided model's weights into a whole one, which rank 0 has; after the first time
         those that are trained. All processes call it."""
         divided = self._divided[model]
-        parts = divided.rounded()
         names = divided.trained if model in self._published else None
         self._published.add(model)
         targets = {} if whole is None else dict(whole.module.named_parameters())
         with torch.no_grad():
-            for name, weight in divided.pieces.collect(parts, names=names):
-                targets[name].copy_(weight)
+            dtype, pieces = divided.stage.dtype, divided.pieces
+            for name, box, part in pieces.collect_parts(divided.parts, 0, names, dtype):
+                targets[name][box.slices] = part
 
     def forward(
         self, model: ExactModel, microbatches: Sequence[Microbatch], compute: Compute
@@ -234,7 +232,3 @@ class Divided:
     pieces: Pieces
     partial: Sequence[str]  # whose gradients are yet to be summed over `tensor`
     trained: Sequence[str]  # of all processes
-
-    def rounded(self) -> LazyWeights:
-        """Return the parts rounded to the type that runs, one at a time."""
-        return LazyWeights(self.parts, lambda part: part.detach().to(self.stage.dtype))
