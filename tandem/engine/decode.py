@@ -64,8 +64,12 @@ class DecodeStep:
         for buffer, column in zip(buffers, upload(columns, device), strict=True):
             buffer[:padded].copy_(column)
         self.tokens[:live].copy_(tokens)
-        table = upload(runs.table.astype(np.int32), device)
-        self.tables[:live, : table.shape[1]].copy_(table)
+        self.load_tables(runs.table)
+
+    def load_tables(self, table: np.ndarray) -> None:
+        """Set the page tables of the live rows, int64 [n, M]."""
+        pages = upload(table.astype(np.int32), self.model.device)
+        self.tables[: len(table), : table.shape[1]].copy_(pages)
 
     def share(self, runs: Runs) -> None:
         """Plan what the live rows read together. It stays right while they get new pages."""

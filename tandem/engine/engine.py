@@ -24,7 +24,7 @@ from torch import Tensor
 from tandem.engine.ending import find_ending
 from tandem.engine.page_cache import PageCache
 from tandem.engine.sampler import sample, sampling_key
-from tandem.engine.scheduler import Parts, RunningSequence, Scheduler, Work, newest_tokens
+from tandem.engine.scheduler import Parts, RunningSequence, Scheduler, Work
 from tandem.model.expert_choices import RecordedExperts
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import SeenTokens
@@ -226,12 +226,13 @@ class Engine:
         if ahead is not None:
             sampled += ahead.launch(sampled)
         for members, results in sampled:
-            tokens, logprobs, *top = (column.tolist() for column in results)
+            tokens, logprobs = results.tokens.tolist(), results.logprobs.tolist()
             for sequence, token, logprob in zip(members, tokens, logprobs, strict=True):
                 sequence.tokens.append(token)
                 sequence.logprobs.append(logprob)
                 sequence.weight_versions.append(self.weight_version)
             if results.top_tokens.shape[1]:
+                top = results.top_tokens.tolist(), results.top_logprobs.tolist()
                 for sequence, *likeliest in zip(members, *top, strict=True):
                     sequence.top.append(tuple(likeliest))
         self._generated += len(ready)
@@ -248,16 +249,21 @@ class Engine:
         """Run the new tokens, whose keys and values go into the cache, but for those of sequences
         that ran ahead, `taken`. Return the sequences without further tokens to run, and the logits
         [B, V] of those that ran here, or None for none."""
-        cache, counts = self.cache, work.counts.tolist()
-        if len(taken) == len(counts):
-            cache.fill(*_newest(work.sequences))
+        cache, runs = self.cache, Runs(work.table, work.starts, work.counts)
+        if len(taken) == len(work.sequences):
+            cache.fill(runs.pages, runs.offsets, work.tokens)
             self.scheduler.advance(work)
             return work.sequences, None
-        parts = list(zip(work.sequences, counts, strict=True))
-        tokens, runs = _new_tokens(parts)
+        parts = list(zip(work.sequences, work.counts.tolist(), strict=True))
+        tokens = work.tokens
+        if not work.ends or len(parts) < len(runs.pages):
+            new = [token for sequence, count in parts for token in sequence.next_tokens(count)]
+            tokens = np.array(new, np.int64)
         here = [part for part in parts if part[0] not in taken]
         if here:
-            own_tokens, own = _new_tokens(here) if taken else (tokens, runs)
+            rows = np.array([sequence not in taken for sequence in work.sequences])
+            own = Runs(work.table[rows], work.starts[rows], work.counts[rows])
+            own_tokens = tokens[rows.repeat(work.counts)]
             plan = self.model.paged_plan(cache.keys, cache.values, own)
             positions = torch.from_numpy(own.positions)
             inputs = torch.from_numpy(own_tokens), positions, plan
@@ -266,12 +272,12 @@ class Engine:
                 self._score_prompts(here, hidden)
         cache.fill(runs.pages, runs.offsets, tokens)
         self.scheduler.advance(work)
-        ready = [sequence for sequence in work.sequences if sequence.num_cached == sequence.length]
+        ready = [s for s in work.sequences if work.ends or s.num_cached == s.length]
         ends = np.cumsum([count for _, count in here]) - 1
-        rows = [row for (s, _), row in zip(here, ends, strict=True) if s.num_cached == s.length]
-        if not rows:
+        last = [row for (s, _), row in zip(here, ends, strict=True) if s.num_cached == s.length]
+        if not last:
             return ready, None
-        at = torch.from_numpy(np.array(rows)).to(self.model.device)
+        at = torch.tensor(last).to(self.model.device)
         return ready, self.model.head(hidden.index_select(0, at))
 
     def _score_prompts(self, work: Parts, hidden: Tensor) -> None:
@@ -349,21 +355,6 @@ class Engine:
             "prompt_tokens_cached": scheduler.prompt_tokens_cached,
             "preemptions": scheduler.preemptions,
         }
-
-
-def _newest(sequences: list[RunningSequence]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return page, offset and token of the newest token of each sequence, int64 [S]."""
-    pages = np.array([sequence.page_table[-1] for sequence in sequences])
-    offsets = np.array([sequence.num_cached % PAGE for sequence in sequences])
-    return pages, offsets, newest_tokens(sequences)
-
-
-def _new_tokens(work: Parts) -> tuple[np.ndarray, Runs]:
-    """Return the tokens of a pass, int64 [T], and where they go."""
-    tokens = np.array([token for s, count in work for token in s.next_tokens(count)], np.int64)
-    starts = np.array([sequence.num_cached for sequence, _ in work])
-    counts = np.array([count for _, count in work])
-    return tokens, Runs([sequence.page_table for sequence, _ in work], starts, counts)
 
 
 def _recorded(cache: PageCache, runs: Runs) -> RecordedExperts | None:

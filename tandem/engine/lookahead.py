@@ -25,9 +25,9 @@ from tandem.engine.decode import DecodeStep
 from tandem.engine.graphs import HostCopy, NewCapture, cuda_capture, upload
 from tandem.engine.page_cache import PageCache
 from tandem.engine.sampler import SampledTokens, sampling_key
-from tandem.engine.scheduler import RunningSequence, Work, newest_tokens
+from tandem.engine.scheduler import RunningSequence, Work, with_pages
 from tandem.model.load import ExactModel
-from tandem.model.paged_attention import PAGE, Runs
+from tandem.model.paged_attention import PAGE, Runs, padded_tables
 
 Sampled = tuple[list[RunningSequence], SampledTokens]  # sequences and their next tokens
 
@@ -37,11 +37,14 @@ class Rows:
 
     ahead: tokens of each sequence that the host has yet to see. All int64 [n]: positions, of the
     step's inputs; limits, RunningSequence.limit; draws and keys, of the next tokens. table int64
-    [n, M]: the page tables, with the pages that take the keys of the inputs.
+    [n, M]: the page tables, with the pages that take the keys of the inputs. new: the rows whose
+    inputs begin a page. places: each sequence's row.
     """
 
     def __init__(self, sequences: list[RunningSequence], ahead: int):
         self.sequences = sequences
+        self.places = {sequence: n for n, sequence in enumerate(sequences)}
+        self.new: list[int] = []
         # these very lists: a sequence that comes back has another
         self.tables = [sequence.page_table for sequence in sequences]
         numbers = [
@@ -49,45 +52,49 @@ class Rows:
         ]
         self.positions, self.limits, self.draws = np.array(numbers).T.copy()
         self.keys = np.array([s.request.key for s in sequences], np.uint64).view(np.int64)
-        self._runs = Runs(self.tables, self.positions, np.ones_like(self.positions))
-        self.table = self._runs.table
+        self.table = padded_tables(self.tables)
         self.positions += ahead
         self.draws += ahead
 
     def going(self, rows: list[int]) -> list[int]:
         """List those of the rows whose next token, whichever that is, is not their last."""
-        return np.array(rows, np.int64)[(self.positions + 2 < self.limits)[rows]].tolist()
+        going = self.positions + 2 < self.limits
+        return rows if going.all() else [n for n in rows if going[n]]
+
+    def held(self, rows: list[int]) -> list[int]:
+        """List those of the rows whose sequences still hold their pages, the new one as it was
+        foreseen."""
+        pages = self.table[rows, self.positions[rows] // PAGE].tolist()
+        return [
+            n
+            for n, page in zip(rows, pages, strict=True)
+            if self.sequences[n].page_table is self.tables[n] and self.tables[n][-1] == page
+        ]
 
     def advance(self, kept: list[int]) -> None:
         """Make them the rows of the next step, of those kept, without its new pages."""
         if len(kept) < len(self.sequences):
             self.sequences = [self.sequences[n] for n in kept]
+            self.places = {sequence: n for n, sequence in enumerate(self.sequences)}
             self.tables = [self.tables[n] for n in kept]
             for name in ("positions", "limits", "draws", "keys", "table"):
                 setattr(self, name, getattr(self, name)[kept])
         self.positions += 1
         self.draws += 1
 
-    def add_pages(self, cache: PageCache) -> bool | None:
-        """Add the pages of inputs that begin one; tell whether there are such, None if a page
-        cannot be known: it is the one that the scheduler will allocate if nothing else happens."""
-        new = np.flatnonzero(self.positions % PAGE == 0).tolist()
-        new.sort(key=lambda n: self.sequences[n].arrival)  # the scheduler's order
-        free = cache.next_free(len(new))
-        if len(free) < len(new):
-            return None
-        if new:
-            at = self.positions[new] // PAGE
-            wider = max(0, int(at.max()) + 1 - self.table.shape[1])
-            self.table = np.pad(self.table, ((0, 0), (0, wider)))
+    def add_pages(self, cache: PageCache) -> bool:
+        """Add the pages of inputs that begin one; tell whether all are known: a page is the one
+        that the scheduler will allocate if nothing else happens."""
+        self.new = np.flatnonzero(self.positions % PAGE == 0).tolist()
+        self.new.sort(key=lambda n: self.sequences[n].arrival)  # the scheduler's order
+        free = cache.next_free(len(self.new))
+        if len(free) < len(self.new):
+            return False
+        if self.new:
             # the page before may have given way to an equal one
-            self.table[new, at - 1] = [self.tables[n][-1] for n in new]
-            self.table[new, at] = free
-        return bool(new)
-
-    def runs(self) -> Runs:
-        self._runs.place(self.table, self.positions, np.ones_like(self.positions))
-        return self._runs
+            pages = [self.tables[n][-1] for n in self.new], free
+            self.table = with_pages(self.table, self.new, self.positions[self.new] // PAGE, pages)
+        return True
 
 
 class Lookahead:
@@ -99,7 +106,7 @@ class Lookahead:
         self.cache = cache
         self._step = DecodeStep(model, cache, max_batch, capture)
         self._rows: Rows | None = None
-        self._pages: list[int] = []  # those of the rows' inputs
+        self._work: Work | None = None  # that the rows come from
         self._copy: HostCopy | None = None
         self._taken: dict[RunningSequence, int] = {}
 
@@ -118,19 +125,21 @@ class Lookahead:
     def take(self, work: Work) -> Collection[RunningSequence]:
         """Return the sequences of the schedule that the step in flight runs. If it has none, and
         one step can run the whole schedule, run that."""
-        self._taken = {}
-        if self._rows is not None:
-            rows = zip(self._rows.sequences, self._rows.tables, self._pages, strict=True)
-            self._taken = {  # those that still hold their pages, the new one as it was foreseen
-                sequence: n
-                for n, (sequence, table, page) in enumerate(rows)
-                if sequence.page_table is table and table[-1] == page
-            }
+        self._taken, rows = {}, self._rows
+        if rows is not None:
+            # work that goes on has lost sequences at most, and only new pages may be others
+            same = work is self._work and len(rows.sequences) == len(work.sequences)
+            if same and rows.held(rows.new) == rows.new:
+                self._taken = rows.places
+            else:
+                held = rows.held(list(range(len(rows.sequences))))
+                self._taken = {rows.sequences[n]: n for n in held}
+        self._work = work
         one_each = not self._taken and work.ends and (work.counts == 1).all()
         if one_each and _alike(work.sequences):
-            tokens = newest_tokens(work.sequences)
-            self._taken = {sequence: n for n, sequence in enumerate(work.sequences)}
-            self._start(Rows(work.sequences, 0), upload(tokens, self._step.tokens.device), True)
+            rows = Rows(work.sequences, 0)
+            self._taken = rows.places
+            self._start(rows, upload(work.tokens, self._step.tokens.device))
         return self._taken
 
     def launch(self, plain: list[Sampled]) -> list[Sampled]:
@@ -152,14 +161,14 @@ class Lookahead:
         elif rows is not None:
             rows.advance(sources)
         self._rows = None
-        if rows is not None and sources and (not joined or _alike(rows.sequences)):
-            others, new = rows.sequences != before, rows.add_pages(self.cache)
-            tokens = self._step.tokens[: len(before)]
-            if others and new is not None:
-                known = torch.cat([tokens, *(results.tokens for _, results in plain)])
+        alike = rows is not None and sources and (not joined or _alike(rows.sequences))
+        if rows is not None and alike and rows.add_pages(self.cache):
+            tokens = None
+            if joined or rows.sequences != before:
+                own = self._step.tokens[: len(before)]
+                known = torch.cat([own, *(results.tokens for _, results in plain)])
                 tokens = known[upload(np.array(sources), known.device)]
-            if new is not None:
-                self._start(rows, tokens if others or new else None, others)
+            self._start(rows, tokens)
         if not taken or copy is None:
             return []
         tokens, logprobs = copy.wait()
@@ -169,15 +178,15 @@ class Lookahead:
         no_top = tokens.new_empty(len(tokens), 0)
         return [(list(taken), SampledTokens(tokens, logprobs, no_top, no_top))]
 
-    def _start(self, rows: Rows, tokens: Tensor | None, others: bool) -> None:
-        """Run a step for the rows. tokens: its input int64 [n] on the device, or None if the step
-        before left everything in place; others: they are not the rows of the step before."""
+    def _start(self, rows: Rows, tokens: Tensor | None) -> None:
+        """Run a step for the rows. tokens: its input int64 [n] on the device, or None for the rows
+        of the step before, which left everything but new pages in place."""
         if tokens is not None:
-            runs = rows.runs()
+            runs = Runs(rows.table, rows.positions, np.ones_like(rows.positions))
             self._step.load(tokens, runs, rows.draws, rows.keys)
-            self._pages = runs.pages.tolist()
-            if others:
-                self._step.share(runs)
+            self._step.share(runs)
+        elif rows.new:
+            self._step.load_tables(rows.table)
         self._rows = rows
         longest, sampling = int(rows.positions.max()) + 1, rows.sequences[0].request.params
         self._copy = self._step.run(len(rows.sequences), longest, sampling)

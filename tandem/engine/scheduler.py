@@ -14,12 +14,12 @@ from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tandem.engine.page_cache import EMPTY_PREFIX, NO_MATCH, Match, PageCache, hash_page
-from tandem.model.paged_attention import PAGE
+from tandem.model.paged_attention import PAGE, padded_tables
 from tandem.types import Completion, Request
 
 if TYPE_CHECKING:
@@ -96,9 +96,10 @@ class Work:
     """The tokens of a pass, in the order of paged attention, where no rows are moved then;
     sequences that share pages stand beside each other.
 
-    Of each sequence, int64 [S]: counts, the tokens that run; starts, those in the cache; limits,
-    the length at which its end is looked for whatever its token is, 0 with stop strings. stops: the
-    stop tokens of any. ends: each sequence runs the last of its tokens.
+    Of each sequence, int64 [S]: counts, the tokens that run; starts, those in the cache; tokens,
+    its newest; limits, the length at which its end is looked for whatever its token is, 0 with stop
+    strings. table int64 [S, M]: the page tables. stops: the stop tokens of any. ends: each sequence
+    runs the last of its tokens.
     """
 
     def __init__(self, parts: Parts):
@@ -107,37 +108,46 @@ class Work:
         limits = [0 if s.request.params.stop else s.limit() for s in self.sequences]
         columns = [count for _, count in parts], [s.num_cached for s in self.sequences], limits
         self.counts, self.starts, self._limits = np.array(columns, np.int64)
+        self.tokens = np.array([(s.tokens or s.request.prompt)[-1] for s in self.sequences])
+        self.table = padded_tables([s.page_table for s in self.sequences])
         self.ends = all(s.num_cached + count == s.length for s, count in parts)
         stops = {s.request.params.stop_token_ids for s in self.sequences}
         self.stops = np.array([token for own in stops for token in own], np.int64)
 
     def select(self, order: Sequence[int]) -> None:
         """Keep these sequences, by their places, in this order."""
-        self.sequences = [self.sequences[n] for n in order]
-        columns = self.counts, self.starts, self._limits
-        self.counts, self.starts, self._limits = (column[order] for column in columns)
+        self.sequences, at = [self.sequences[n] for n in order], np.fromiter(order, np.int64)
+        for name in ("counts", "starts", "_limits", "tokens", "table"):
+            setattr(self, name, getattr(self, name).take(at, 0))
 
-    def sort(self) -> None:
-        """Sort again; some sequences have got a page."""
-        places = [_place_of(sequence) for sequence in self.sequences]
-        self.select(sorted(range(len(places)), key=places.__getitem__))
+    def add_pages(self, new: list[int]) -> None:
+        """Read the pages that these sequences have got, and move them to their places."""
+        pages = np.array([self.sequences[n].page_table[-2:] for n in new]).T
+        self.table = with_pages(self.table, new, self.starts[new] // PAGE, pages)
+        order = [n for n in range(len(self.sequences)) if n not in new]
+        for n in new:
+            insort(order, n, key=lambda n: _place_of(self.sequences[n]))
+        self.select(order)
 
     def advance(self) -> None:
         """Make it the work of the next pass: the token that each sequence has sampled."""
-        self.starts += self.counts
-        self.counts[:] = 1
+        self.starts, self.counts = self.starts + self.counts, np.ones_like(self.counts)
 
     def may_have_ended(self) -> list[RunningSequence]:
         """List the sequences that their newest tokens may have ended, of work that `ends`."""
-        tokens = newest_tokens(self.sequences)
+        self.tokens = np.fromiter([s.tokens[-1] for s in self.sequences], np.int64)
         full = self.starts + self.counts >= self._limits
-        found = full | (tokens[:, None] == self.stops).any(1)
+        found = full | (self.tokens[:, None] == self.stops).any(1)
         return [self.sequences[n] for n in np.flatnonzero(found).tolist()]
 
 
-def newest_tokens(sequences: list[RunningSequence]) -> np.ndarray:
-    """Return the last token of each sequence, int64 [S]."""
-    return np.array([(s.tokens or s.request.prompt)[-1] for s in sequences])
+def with_pages(table: np.ndarray, rows: list[int], at: np.ndarray, pages: Any) -> np.ndarray:
+    """Put pages [2, n] of rows into a table int64 [S, M]: those before `at`, and at it."""
+    wider = int(at.max()) + 1 - table.shape[1]
+    if wider > 0:
+        table = np.pad(table, ((0, 0), (0, wider)))
+    table[rows, at - 1], table[rows, at] = pages
+    return table
 
 
 def _place_of(sequence: RunningSequence) -> tuple[int, list[int]]:
@@ -240,12 +250,12 @@ class Scheduler(Queue):
         for sequence in sorted((work.sequences[n] for n in full.tolist()), key=_ARRIVAL):
             self._grow(sequence)
         if len(full):
-            work.sort()
+            work.add_pages(full.tolist())
         return True
 
     def advance(self, work: Work) -> None:
         """Count a pass's tokens as cached, keep one of equal full pages, leave those behind."""
-        window, starts = self.cache.window, work.starts.copy()
+        window, starts = self.cache.window, work.starts
         work.advance()
         for sequence, cached in zip(work.sequences, work.starts.tolist(), strict=True):
             sequence.num_cached = cached
@@ -253,7 +263,8 @@ class Scheduler(Queue):
         for n in np.flatnonzero(crossed | bool(window)).tolist():
             sequence = work.sequences[n]
             for at in range(int(starts[n]) // PAGE, sequence.num_cached // PAGE):
-                sequence.page_table[at] = self.cache.merge(sequence.page_table[at])
+                kept = self.cache.merge(sequence.page_table[at])
+                sequence.page_table[at] = work.table[n, at] = kept
             # pages that no further token sees stay in the table; attention masks them
             before = sequence.num_unseen
             if window and (unseen := (sequence.num_cached + 1 - window) // PAGE) > before:

@@ -52,13 +52,9 @@ class Runs:
     first row; positions, pages and offsets int64 [T], where each row's key goes.
     """
 
-    def __init__(self, tables: Sequence[Sequence[int]], starts: np.ndarray, counts: np.ndarray):
-        width = max(map(len, tables))
-        padded = [[*table, *[0] * (width - len(table))] for table in tables]
-        self.place(np.array(padded, np.int64), starts, counts)
-
-    def place(self, table: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
-        self.table, self.starts, self.counts = table, starts, counts
+    def __init__(self, tables: Any, starts: np.ndarray, counts: np.ndarray):
+        self.table = tables if isinstance(tables, np.ndarray) else padded_tables(tables)
+        self.starts, self.counts = starts, counts
         self.firsts = np.cumsum(counts) - counts
         self.positions = np.arange(counts.sum()) + (starts - self.firsts).repeat(counts)
         self.pages = self.table[np.arange(len(counts)).repeat(counts), self.positions // PAGE]
@@ -70,6 +66,12 @@ class Runs:
         at, sequences = self.positions - lag, np.arange(len(self.counts)).repeat(self.counts)
         pages = self.table[sequences, np.maximum(at, 0) // PAGE]
         return np.where(at >= 0, pages * PAGE + at % PAGE, -1)
+
+
+def padded_tables(tables: Sequence[Sequence[int]]) -> np.ndarray:
+    """Make page tables of one width, int64 [S, M]."""
+    width = max(map(len, tables), default=0)
+    return np.array([[*table, *[0] * (width - len(table))] for table in tables], np.int64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +98,7 @@ class DecodeRows:
         """Read the live rows back into the form that the CPU's plan takes."""
         live = int(self.counts.sum())
         starts = self.positions[:live].numpy().copy()
-        return Runs(self.tables[:live].tolist(), starts, np.ones(live, np.int64))
+        return Runs(self.tables[:live].long().numpy(), starts, np.ones(live, np.int64))
 
 
 class PagedPlan:
