@@ -35,8 +35,8 @@ BARS = {
     "lines of tests": 34_000,
 }
 HELD = {
-    "lines of the core, without tandem/plugins": 33_708,
-    "lines with plugins": 58_547,
+    "lines of the core, without tandem/plugins": 33_764,
+    "lines with plugins": 58_615,
     "lines that tandem.step imports": 9_933,
     "lines that a plain `tandem train` imports": 19_894,
     "conditions on a backend's name": 11,
@@ -44,10 +44,10 @@ HELD = {
     "files that name rollout.engine": 3,
     "circles of files": 0,
     "imports of a plugin from outside": 0,
-    "private functions with one use": 419,
+    "private functions with one use": 415,
     "functions with 8 or more parameters": 11,
     "yields in tandem/config": 27,
-    "lines of tests": 42_427,
+    "lines of tests": 42_457,
 }
 
 

@@ -112,8 +112,7 @@ class Engine:
         return bool(self.scheduler.running or self.scheduler.waiting or self._ended)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Run every request to its end; return completions in order. Raises as `submit`, before any
-        work."""
+        """Run every request to its end; return completions in order. Raises as `submit`, first."""
         for request in requests:
             self._require_room(request)
         pending, sequences = deque(requests), list[RunningSequence]()

@@ -232,8 +232,7 @@ class PageCache:
         self._last.setdefault(self._last_hash[page], page)
 
     def fill(self, pages: np.ndarray, offsets: np.ndarray, tokens: np.ndarray) -> None:
-        """Record that tokens int64 [T] are in their pages, at these offsets (ascending within a
-        page)."""
+        """Record tokens int64 [T] in their pages, at these offsets (ascending within a page)."""
         self._tokens[pages, offsets] = tokens
         self._filled[pages] = offsets + 1
         self._reserved[pages] = np.maximum(self._reserved[pages], self._filled[pages])

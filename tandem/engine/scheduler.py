@@ -294,8 +294,7 @@ class Scheduler(Queue):
         return work
 
     def _place(self, sequence: RunningSequence, tokens: np.ndarray, match: Match) -> bool:
-        """Give a sequence shared and new pages for all its tokens; return False if there are too
-        few."""
+        """Give a sequence pages, shared and new, for all its tokens; False if there are too few."""
         cache, shared, tail_length = self.cache, match.pages, match.tail_length
         needed = -(-len(tokens) // PAGE) - len(shared)
         source = [match.tail] if tail_length else []

@@ -150,8 +150,7 @@ def step_metrics(batch: RolloutBatch, learned: Row, config: Config) -> Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Collector:
-    """Collector of groups: draws problems, has them rolled out, and decides which are trained
-    on."""
+    """Collector of groups: draws problems, has them rolled out, decides which are trained on."""
 
     config: Config
     problems: Sequence[Problem]
@@ -218,8 +217,7 @@ class Collector:
     def _play(
         self, step: int, tick: int, groups: list[Group], timer: Timer, last: bool = False
     ) -> list[Group]:
-        """Have the paused episodes of groups played and scored; last: the step is over with
-        them."""
+        """Have the paused episodes of groups played and scored; last: they end the step."""
         problems = [group.problem for group in groups]
         with self.journal.parts(step + 1, tick, problems, last) as parts:
             return generate_and_score(
