@@ -35,8 +35,8 @@ BARS = {
     "lines of tests": 34_000,
 }
 HELD = {
-    "lines of the core, without tandem/plugins": 33_764,
-    "lines with plugins": 58_615,
+    "lines of the core, without tandem/plugins": 33_766,
+    "lines with plugins": 58_617,
     "lines that tandem.step imports": 9_933,
     "lines that a plain `tandem train` imports": 19_894,
     "conditions on a backend's name": 11,

@@ -235,9 +235,7 @@ class Pool(Generic[W]):
             return
         worker.connection = connection
         self._selector.register(connection.socket, selectors.EVENT_READ, worker)
-        start = {**self._start_of(worker), "beat_s": self.limits.beat_s}
-        worker.channel.send({"start": start})
-        self._flush(worker)
+        self._send(worker, {"start": {**self._start_of(worker), "beat_s": self.limits.beat_s}})
 
     def _end(self, worker: W) -> None:
         """End a worker, and forget it."""
@@ -250,6 +248,10 @@ class Pool(Generic[W]):
         return self._workers.get(worker.number) is worker
 
     # ---------------------------------------------------------------- to and from a worker
+
+    def _send(self, worker: W, message: Message, *descriptors: int) -> None:
+        worker.channel.send(message, *descriptors)
+        self._flush(worker)
 
     def _flush(self, worker: W) -> None:
         worker.channel.flush()
