@@ -88,7 +88,7 @@ def _problem(
     messages = with_opening(messages, row, named)
     if config.system and not any(message["role"] == "system" for message in messages):
         messages = ({"role": "system", "content": config.system}, *messages)
-    answer_path = _answer_path(row, config.answer_column)
+    answer_path = _answer_path(row, config.answer_column, config.prompt_column)
     uid, category = f"{prefix}/{row.number}", ""
     extra = row.values.get("extra_info")
     if row.values.get("uid") is not None:
@@ -116,9 +116,8 @@ def _problem(
     return problem
 
 
-def _answer_path(row: Row, name: str) -> tuple[str, ...]:
-    """Return the path of the row's answer: the answer column, or verl's place if the config names
-    no column; () for none."""
+def _answer_path(row: Row, name: str, prompt_column: str) -> tuple[str, ...]:
+    """Return the path of the row's answer: its column, or verl's place by default; () for none."""
     if not name:
         return ()
     verl = row.values.get("reward_model")
@@ -130,6 +129,7 @@ def _answer_path(row: Row, name: str) -> tuple[str, ...]:
         name,
         rename="set data.answer_column={}",
         otherwise="set data.answer_column='' if no reward needs an answer",
+        taken=prompt_column,
     )
     return (name,)
 

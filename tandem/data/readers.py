@@ -162,11 +162,11 @@ def show(value: Any) -> str:
             return str(value)[:60]
 
 
-def column(row: Row, name: str, *, rename: str, otherwise: str = "") -> Any:
-    """Return the row's value in a required column.
+def column(row: Row, name: str, *, rename: str, otherwise: str = "", taken: str = "") -> Any:
+    """Return the row's value in a required column. Raises RowError.
 
-    rename: advice if a column has a similar name, with {} for that name; otherwise: if none has.
-    Raises RowError.
+    rename: advice if a column has a similar name, with {} for that name; otherwise: if none has, or
+    the column `taken`, which has another use.
     """
     if name in row.values:
         return row.values[name]
@@ -175,7 +175,7 @@ def column(row: Row, name: str, *, rename: str, otherwise: str = "") -> Any:
         name, names, 1, 0.6
     )
     found = "columns " + ", ".join(n[:40] for n in names[:8]) + (", ..." if len(names) > 8 else "")
-    advice = rename.format(near[0]) if near else otherwise
+    advice = rename.format(near[0]) if near and near[0] != taken else otherwise
     raise RowError(
         found if names else "an empty row", f"a column {name!r}", field=name, next=advice
     )

@@ -315,7 +315,7 @@ def _input_gradient(above: Sequence[Tensor], parts: Sequence[Part]) -> Tensor:
         if part.adapter is not None:
             inner = product(grad, part.adapter.b).split(TILE_TERMS, 1)
             for own, a in zip(inner, part.adapter.a.split(TILE_TERMS), strict=True):
-                total.addmm_(own, a, alpha=part.adapter.scaling)
+                total.addmm_(own.to(total.dtype), a.to(total.dtype), alpha=part.adapter.scaling)
     return total
 
 

@@ -121,6 +121,7 @@ BAD_LINES = [
     (b"[1, 2]", ":2", "a list of 2"),
     (b'{"question": "?", "answer": "2"}', ":2, prompt", "set data.prompt_column=question"),
     (b'{"prompt": "?", "solution": "2"}', ":2, answer", "set data.answer_column=solution"),
+    (b'{"prompt": "?"}', ":2, answer", "set data.answer_column='' if no reward"),
     (b"{}", ":2, prompt", "an empty row"),
     (b'{"prompt": 7, "answer": "2"}', ":2, prompt", "text, or a list of messages"),
     (b'{"prompt": "  ", "answer": "2"}', ":2, prompt", "an empty message"),

@@ -63,7 +63,7 @@ def test_plan_warns_of_problems_that_come_several_times_a_step(
     said = [record.getMessage() for record in caplog.records if "per_step" in record.getMessage()]
     about = (
         f"rl.prompts_per_step is {prompts:,} and data.train has 48 problems: a step is "
-        f"{4 * prompts:,} episodes, and each problem comes {times}"
+        f"{4 * prompts:,} episodes, and each problem is in it {times}"
     )
     assert code == 0
     assert [line.partition(" times")[0] for line in said] == [about] * bool(times)
