@@ -251,7 +251,9 @@ def keys_like(key: str, value: str = "") -> str:
     names = {known: known.partition(".")[2] for known in keys}
     meant = {name: {name, "".join(word[0] for word in name.split("_"))} for name in names.values()}
     near = [known for known in keys if (field or section) in meant[names[known]]]
-    near = [known for known in near if known.startswith(f"{section}.")] or near
+    own = [known for known in keys if known.startswith(f"{section}.")]
+    close = difflib.get_close_matches(key, own, 1, 0.85)
+    near = [known for known in near if known in own] or close or near
     if not near and field:
         near = difflib.get_close_matches(key, keys, 1, 0.5)
     elif not near:

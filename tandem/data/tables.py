@@ -93,8 +93,7 @@ def dataset_files(source: Source, key: str) -> list[Path]:
 
 
 def _dataset(source: Source, key: str) -> Any:
-    """Load a split of a data set, mapped from its files: of a folder, or of the hub, downloaded
-    once."""
+    """Load a split of a data set, mapped from its files: of a folder, or of the hub's cache."""
     name = str(source.path)
     try:
         import datasets

@@ -33,8 +33,7 @@ def new_groups(
 
 
 def new_episode(problem: Problem, sample: int, place: tuple[int | str, ...]) -> Episode:
-    """Make an episode that is paused before its first token; (place, problem, sample) addresses its
-    draws."""
+    """Make an episode paused before its first token; (place, problem, sample) address its draws."""
     empty = np.zeros(0, np.float32)
     return Episode(
         uid=problem.uid,

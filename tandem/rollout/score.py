@@ -145,8 +145,7 @@ class _Scoring:
         self._rewards.submit(self._groups[row].problem, episode.attempt()).add_done_callback(finish)
 
     def results(self, generated: Sequence[tuple[Episode, ...]]) -> list[Group]:
-        """Wait for the scores; return the groups. Episodes not scored now stay as they were
-        generated."""
+        """Wait for the scores; return the groups. Episodes not scored now stay as they were."""
         with watchdog.waiting_for("rewards", "the last scores"):
             scored = {key: future.result() for key, future in self._futures.items()}
         return [

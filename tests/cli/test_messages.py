@@ -44,6 +44,7 @@ train rollout.max_new_tokens=100000 | rollout.max_new_tokens | lower
 train data.train= | data.train | add data.train=...
 train data.train=nope.jsonl | data.train | nope.jsonl
 train data.train=targt.jsonl | data.train | target.jsonl
+train rollout.max_tokens=9 | did you mean rollout.max_new_tokens?
 train steps=3 | run.steps=3 or sft.steps=3 or preference.steps=3
 train data.chat_template=nope.jinja | data.chat_template = nope.jinja
 train model.path=./nope | model.path = ./nope

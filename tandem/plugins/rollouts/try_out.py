@@ -88,8 +88,8 @@ def try_out(config: Config, answers: Sequence[str], rows: int) -> int:
 def _model_or_typist(
     config: Config, problems: Sequence[Problem], answers: Sequence[str]
 ) -> tuple[Generate, Renderer, SamplingParams]:
-    """Load the model if model.path names one; else take typed answers, or `answers`."""
-    if not config.model.path:
+    """Take `answers`; without any load the model that model.path names, or else have them typed."""
+    if answers or not config.model.path:
         return Typist(answers), PlainRenderer(), SamplingParams(max_new_tokens=1 << 20)
     check_model(config.model.path)
     renderer = load_renderer(config.model.path, config.data.chat_template)

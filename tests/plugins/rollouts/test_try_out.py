@@ -58,12 +58,14 @@ def tried(*arguments):
     return output_of("try", *arguments)
 
 
-def test_a_reward_function_is_tried_on_typed_answers(data, tmp_path):
+def test_a_reward_function_is_tried_on_typed_answers(home, data, tmp_path):
     how = ["--data", data, "--rows", 2, "--answer", "it is 1", "--answer", "7"]
     output = tried(f"{tmp_path}/my_reward.py:score", *how)
     assert "reward 1.5 (right 1, short 0.5)" in output
     assert "reward 0.5 (right 0, short 0.5)" in output
     assert output.count("1 turn(s), ended by stop") == 2 and output.count("user: 1 + 1?") == 1
+    with_model = tried(f"{tmp_path}/my_reward.py:score", *how, "--model", home / "model")
+    assert "reward 1.5 (right 1, short 0.5)" in with_model
 
 
 def test_an_environment_is_played_by_hand_turn_by_turn(data, tmp_path):
