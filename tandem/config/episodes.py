@@ -224,7 +224,7 @@ class Rollout(Section):
     devices: list[Device] = Field(
         [],
         description="devices of the rollout processes, in turn, for each as many as vLLM divides "
-        "its model over; empty: that of model.device",
+        "its model over; empty: the GPUs of the ranks, else that of model.device",
     )
 
     @property

@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from pathlib import Path
 from typing import Any
 
+from torch import cuda
+
 from tandem.choices import Choice, Report, transport_of
 from tandem.config.schema import Config
 from tandem.runtime import numerics
@@ -49,9 +51,11 @@ class Here(Choice):
         only_ranks: the run has no workers."""
         return nullcontext(self)
 
-    def worker_device(self, device: str) -> str:
-        """Return the device of a rollout worker. device: the trainer's, e.g. "cuda:3"."""
-        return device
+    def worker_devices(self, device: str, ranks: int) -> list[str]:
+        """Return the devices that rollout workers take in turn: the GPU of each of so many ranks,
+        as rank 0 alone generates without workers. device: the trainer's, e.g. "cuda:3"."""
+        gpus = min(ranks, cuda.device_count()) if device.startswith("cuda") else 1
+        return [f"cuda:{number}" for number in range(gpus)] if gpus > 1 else [device]
 
     @contextmanager
     def open_weights(self, config: Config, tensors: Any) -> Iterator[tuple[Any, Any]]:

@@ -78,7 +78,8 @@ def _start(
     """Start the workers; they end with the context."""
     config, model = stage.config, stage.engine.model
     rollout = config.rollout
-    devices = rollout.devices or [stage.machine.worker_device(str(model.device))]
+    ranks = config.parallel.processes
+    devices = rollout.devices or stage.machine.worker_devices(str(model.device), ranks)
     spec = EngineSpec(
         model_path=config.model.path,
         devices=devices,

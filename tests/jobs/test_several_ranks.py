@@ -56,3 +56,11 @@ def test_torchrun_starts_the_ranks_of_the_same_run(tmp_path):
     torchrun.append(f"--log-dir={tmp_path / 'logs'}")
     run([command[0], *torchrun, *command[1:]], tmp_path / "torchrun")
     assert fingerprint(tmp_path / "torchrun") == fingerprint(tmp_path / "own")
+
+
+def test_workers_roll_out_for_several_ranks_and_no_bit_changes(tmp_path):
+    command = [*prepare(tmp_path, steps=2), "parallel.data=2", "eval.every=0", "run.threads=1"]
+    for workers in (0, 2):
+        own = [*command, f"rollout.workers={workers}"]
+        end_well(Forks().start(own, tmp_path / f"{workers}"), tmp_path / f"{workers}")
+    assert fingerprint(tmp_path / "0") == fingerprint(tmp_path / "2")

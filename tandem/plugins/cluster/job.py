@@ -90,9 +90,9 @@ class Nodes(Here):
             self.cluster = running
             yield self
 
-    def worker_device(self, device: str) -> str:
+    def worker_devices(self, device: str, ranks: int) -> list[str]:
         """Return the kind alone: Ray shows each worker its own GPU, whatever its number."""
-        return device.partition(":")[0]
+        return [device.partition(":")[0]]
 
     @contextmanager
     def open_weights(self, config: Config, tensors: Any) -> Iterator[tuple[Any, Any]]:

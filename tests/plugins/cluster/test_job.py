@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+import torch
 
 from tandem.choices import choices, machine_of
 from tandem.config.schema import Cluster, Config, Rollout, Stream, Weights
@@ -46,8 +47,12 @@ def test_vllm_is_not_told_to_sleep_on_a_cpu():
         check(Config(rollout=rollout, model={"device": "cpu"}))
 
 
-def test_a_worker_on_a_cluster_has_the_gpu_that_ray_shows_it():
-    here, there = Config(), Config(cluster=Cluster(nodes=1), rollout=WORKERS)
-    assert machine_of(here).worker_device("cuda:3") == "cuda:3"
-    ray = machine_of(there)
-    assert (ray.worker_device("cuda:3"), ray.worker_device("cpu")) == ("cuda", "cpu")
+def test_workers_have_the_gpus_of_the_ranks_or_the_one_that_ray_shows(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    here = machine_of(Config())
+    assert here.worker_devices("cuda:3", 1) == ["cuda:3"]
+    assert here.worker_devices("cuda:0", 2) == ["cuda:0", "cuda:1"]
+    assert here.worker_devices("cuda:0", 8) == [f"cuda:{number}" for number in range(4)]
+    assert here.worker_devices("cpu", 2) == ["cpu"]
+    ray = machine_of(Config(cluster=Cluster(nodes=1), rollout=WORKERS))
+    assert (ray.worker_devices("cuda:3", 2), ray.worker_devices("cpu", 2)) == (["cuda"], ["cpu"])
