@@ -6,7 +6,8 @@ from tandem.data.renderer import load_renderer
 from tandem.engine.engine import Engine
 from tandem.model.load import load_model
 from tandem.model.tiny import make_tiny
-from tandem.plugins.serve.command import Options, RendererTexts, served
+from tandem.plugins.serve.command import Options, served
+from tandem.plugins.serve.texts import RendererTexts
 from tandem.runtime.rng import address
 from tandem.types import Request, SamplingParams
 
@@ -20,17 +21,7 @@ class TinyServer:
         self.engine, self.twin = (self.new_engine(model) for _ in range(2))
         self.texts = RendererTexts(self.renderer)
         options = Options(
-            model=str(folder),
-            host="127.0.0.1",
-            port=0,
-            api_key="",
-            served_name="tiny",
-            cache_mb=8,
-            max_batch=64,
-            max_queue=256,
-            max_new_tokens_default=24,
-            device="cpu",
-            dtype="auto",
+            model=str(folder), served_name="tiny", cache_mb=8, max_new_tokens_default=24
         )
         self.served = served(options, self.engine)
 

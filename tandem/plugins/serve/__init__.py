@@ -7,6 +7,7 @@ docs/guide/serving.md has the routes. Application and schemas are the core's, in
     endpoints.py                routes: completions, chats, models, weights, metrics
     bodies.py                   what a client may send
     requests.py, responses.py   bodies to the engine's requests, its completions to answers
+    texts.py                    the tokenizer and the chat template
     service.py                  one thread runs the engine for all connections
     detokenizer.py              tokens to pieces of text and of tool calls, as they come
     json_masks.py               response_format and forced calls, by llguidance (extra `json`)

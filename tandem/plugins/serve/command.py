@@ -2,28 +2,24 @@
 first, the weights last."""
 
 import gc
-import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 from typer import Option
 
 from tandem.cli.arguments import argument, command_of, unset
 from tandem.config.episodes import Model, Rollout
 from tandem.config.schema import Config
-from tandem.plugins.serve.json_masks import JsonGrammars, JsonMask
 from tandem.plugins.serve.requests import Served
 from tandem.registry import find
 from tandem.runtime.errors import UserError
 from tandem.serve.listen import address_errors, bound, require_token, url_of
 from tandem.serve.openai import ApiError
-from tandem.types import Array, Message, Tool
 
 if TYPE_CHECKING:  # torch, transformers and the server come after the checks that need none of them
     from tandem.data.renderer import ChatRenderer
@@ -78,10 +74,13 @@ def serve(options: Options) -> None:
         if options.train:
             return find("training_servers", "tinker", key="--train")(options, sock)
         from tandem.plugins.serve.endpoints import EngineServer
+        from tandem.plugins.serve.json_masks import json_mask
+        from tandem.plugins.serve.texts import RendererTexts
 
         engine, renderer = _load(options)
         texts = RendererTexts(renderer)
-        texts.prepare_json(engine.model.config.vocab_size)
+        with suppress(ApiError):  # without llguidance; it reads the vocabulary for a second
+            json_mask(texts, {"type": "object"}, engine.model.config.vocab_size)
         server = EngineServer(
             engine,
             texts,
@@ -167,61 +166,3 @@ def served(options: Options, engine: "Engine") -> Served:
         default_max_tokens=options.max_new_tokens_default,
         max_choices=options.max_queue,
     )
-
-
-class RendererTexts:
-    """A ChatRenderer for the server. Implements serve.requests.ChatTokenizer."""
-
-    def __init__(self, renderer: "ChatRenderer"):
-        tokenizer: Any = renderer.tokenizer
-        self.stop_token_ids, self.vocabulary = renderer.stop_token_ids, renderer.vocabulary
-        vocabulary: dict[str, int] = tokenizer.get_vocab()
-        self.byte_tokens = frozenset(
-            i for token, i in vocabulary.items() if re.fullmatch(r"<0x[0-9A-F]{2}>", token)
-        )
-        self._renderer, self._tokenizer = renderer, tokenizer
-        self._texts: dict[int, str] = {}
-        self._grammars: JsonGrammars | None = None  # made for the first that asks
-
-    def encode(self, text: str) -> Array:
-        """Encode plain text as int64 [T], with the begin-of-text token if the tokenizer writes
-        one, and once if the text begins with it too."""
-        ids = self._tokenizer(text, verbose=False)["input_ids"]
-        twice = ids[:2] == [self._tokenizer.bos_token_id] * 2
-        return np.array(ids[twice:], np.int64)
-
-    def render(
-        self, messages: Sequence[Message], tools: Sequence[Tool], variables: dict[str, Any]
-    ) -> str:
-        return self._renderer.prompt_texts([messages], tools, variables)[0]
-
-    def encode_chat(self, text: str) -> Array:
-        return self._renderer.encode(text)
-
-    def json_mask(
-        self, schema: dict[str, Any], vocabulary: int, field: str = "response_format"
-    ) -> JsonMask:
-        """Compile the JSON schema that a field of a request wants to its mask. Raises ApiError."""
-        if self._grammars is None:
-            tokenizer, ends = self._tokenizer, self.stop_token_ids
-            self._grammars = JsonGrammars(tokenizer, ends, vocabulary, self.token_text)
-        return self._grammars.mask(schema, field)
-
-    def prepare_json(self, vocabulary: int) -> None:
-        """Make a first mask, if llguidance is installed: it reads the vocabulary, which holds up
-        everything for a second."""
-        with suppress(ApiError):
-            self.json_mask({"type": "object"}, vocabulary)
-
-    def decode(self, tokens: Array) -> str:
-        return self._renderer.decode(tokens)
-
-    def token_text(self, token: int) -> str:
-        """Decode one token, special ones too, as inside a text: a leading space is kept."""
-        if token not in self._texts:
-            once, twice = (
-                self._tokenizer.decode([token] * n, clean_up_tokenization_spaces=False)
-                for n in (1, 2)
-            )
-            self._texts[token] = twice[len(once) :]
-        return self._texts[token]

@@ -29,11 +29,13 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tandem.engine.engine import Engine
 from tandem.engine.scheduler import QueueFull
 from tandem.plugins.serve.bodies import Body, ChatBody, CompletionBody, WeightsBody
-from tandem.plugins.serve.requests import ChatTokenizer, DrawKeys, Served, to_requests
+from tandem.plugins.serve.requests import Served, to_requests
 from tandem.plugins.serve.responses import Answer, new_answer
-from tandem.plugins.serve.service import EngineService, Generation, ServedEngine, Update
+from tandem.plugins.serve.service import EngineService, Generation, Update
+from tandem.plugins.serve.texts import RendererTexts
 from tandem.runtime.errors import UserError
 from tandem.serve.apis import APIS, Api, Chunks, Messages
 from tandem.serve.app import JsonResponse, Server, make_app, read_json
@@ -42,7 +44,7 @@ from tandem.types import Request
 
 T = TypeVar("T")
 # Reads the weights of a file; returns what has an engine run them as a version. Raise UserError.
-ReadWeights = Callable[[str], Callable[[ServedEngine, int], None]]
+ReadWeights = Callable[[str], Callable[[Engine, int], None]]
 # seconds
 BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 # of Engine.stats
@@ -84,13 +86,13 @@ class Endpoints:
     def __init__(
         self,
         service: EngineService,
-        tokenizer: ChatTokenizer,
+        tokenizer: RendererTexts,
         served: Served,
         update: ReadWeights | None = None,
     ):
         self.counts, self._update = ServerMetrics(), update
         self._service, self._tokenizer, self._served = service, tokenizer, served
-        self._keys, self._created = DrawKeys(), int(time.time())
+        self._created = int(time.time())
 
     def routes(self) -> list[Route]:
         def post(path: str, answer: Callable[[HttpRequest], Awaitable[Response]]) -> Route:
@@ -203,7 +205,7 @@ class Endpoints:
             message = f"the model {body.model!r} does not exist; this server has {name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
         try:
-            return api, body, to_requests(body, self._tokenizer, self._served, self._keys)
+            return api, body, to_requests(body, self._tokenizer, self._served)
         except UserError as error:
             raise _bad_request(error, body.source) from None
 
@@ -298,8 +300,8 @@ class EngineServer(Server):
 
     def __init__(
         self,
-        engine: ServedEngine,
-        tokenizer: ChatTokenizer,
+        engine: Engine,
+        tokenizer: RendererTexts,
         served: Served,
         *,
         ready: Callable[[], None],

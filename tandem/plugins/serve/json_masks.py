@@ -1,7 +1,7 @@
 """JSON that a request's `response_format` or `tool_choice` asks for: the tokens that may come next,
 by llguidance.
 
-    JsonGrammars.mask(schema) --> JsonMask.copy, one a choice --> allowed(tokens), once a token
+    json_mask(schema) --> JsonMask.copy, one a choice --> allowed(tokens), once a token
 
 A schema is compiled within llguidance's limits of work. White space is bounded, or a model could
 write it up to its last token. Knows no engine and no requests.
@@ -9,14 +9,17 @@ write it up to its last token. Knows no engine and no requests.
 
 import json
 import re
-from collections.abc import Callable, Sequence
-from functools import cached_property
-from typing import Any
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tandem.serve.openai import ApiError, Json
 from tandem.types import Array, Tool
+
+if TYPE_CHECKING:
+    from tandem.plugins.serve.texts import RendererTexts
 
 WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 
@@ -72,52 +75,45 @@ class JsonMask:
         return allowed
 
 
-class JsonGrammars:
-    """Compiler of JSON schemas for one tokenizer (transformers). ends: its ends of turn;
-    vocabulary: token ids of the model are below it; token_text: decodes one token."""
-
-    def __init__(
-        self, tokenizer: Any, ends: Sequence[int], vocabulary: int, token_text: Callable[[int], str]
-    ):
-        self._tokenizer, self._ends = tokenizer, list(ends)
-        self._vocabulary, self._token_text = vocabulary, token_text
-
-    def mask(self, schema: Json, field: str) -> JsonMask:
-        """Compile the schema that a field asks for. Raises ApiError for one that llguidance cannot
-        hold a model to."""
-        try:
-            from llguidance import LLMatcher, LLParserLimits
-        except ImportError:
-            message = f"{field} needs llguidance, here: pip install 'tandem-rl[json]'"
-            raise ApiError(400, message, param=field, code="unsupported_parameter") from None
-        options: Any = {"whitespace_pattern": WHITE_SPACE}
-        try:
-            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
-        except (ValueError, RecursionError) as error:
-            raise _bad_schema(str(error), field) from None
-        limits = LLParserLimits(verbose_errors=False)
-        matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=limits)
-        mask = JsonMask(matcher, self._vocabulary, self._ends, field)
-        (trial := mask.copy()).allowed(())
-        if trial.error:
-            raise _bad_schema(trial.error, field)
-        return mask
-
-    @cached_property
-    def _tokens(self) -> Any:
-        """The vocabulary as llguidance has it; takes a second or more, all with the interpreter."""
-        from llguidance import LLTokenizer
-        from llguidance.hf import from_tokenizer
-
-        size = {"n_vocab": self._vocabulary, "eos_token": self._ends}
-        try:
-            return from_tokenizer(self._tokenizer, **size)
-        except ValueError:  # a decoder that it does not know: tokens are plain texts
-            return LLTokenizer(_PlainTokens(self._tokenizer, self._token_text), **size)
+def json_mask(
+    texts: "RendererTexts", schema: Json, vocabulary: int, field: str = "response_format"
+) -> JsonMask:
+    """Compile the schema that a field of a request asks for. vocabulary: token ids of the model are
+    below it. Raises ApiError for a schema that llguidance cannot hold a model to."""
+    try:
+        from llguidance import LLMatcher, LLParserLimits
+    except ImportError:
+        message = f"{field} needs llguidance, here: pip install 'tandem-rl[json]'"
+        raise ApiError(400, message, param=field, code="unsupported_parameter") from None
+    options: Any = {"whitespace_pattern": WHITE_SPACE}
+    try:
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+    except (ValueError, RecursionError) as error:
+        raise _bad_schema(str(error), field) from None
+    limits = LLParserLimits(verbose_errors=False)
+    matcher = LLMatcher(_tokens(texts, vocabulary), grammar, log_level=0, limits=limits)
+    mask = JsonMask(matcher, vocabulary, texts.stop_token_ids, field)
+    (trial := mask.copy()).allowed(())
+    if trial.error:
+        raise _bad_schema(trial.error, field)
+    return mask
 
 
 def _bad_schema(found: str, field: str) -> ApiError:
     return ApiError(400, f"{field}: the schema cannot be used: {found}", param=field)
+
+
+@lru_cache(maxsize=1)
+def _tokens(texts: "RendererTexts", vocabulary: int) -> Any:
+    """Read the vocabulary into llguidance; takes a second or more, all with the interpreter."""
+    from llguidance import LLTokenizer
+    from llguidance.hf import from_tokenizer
+
+    size: Any = {"n_vocab": vocabulary, "eos_token": list(texts.stop_token_ids)}
+    try:
+        return from_tokenizer(texts.tokenizer, **size)
+    except ValueError:  # a decoder that it does not know: tokens are plain texts
+        return LLTokenizer(_PlainTokens(texts), **size)
 
 
 class _PlainTokens:
@@ -125,12 +121,12 @@ class _PlainTokens:
 
     is_tokenizer_wrapper = True
 
-    def __init__(self, tokenizer: Any, token_text: Callable[[int], str]):
+    def __init__(self, texts: "RendererTexts"):
+        tokenizer = self._tokenizer = texts.tokenizer
         added: dict[int, Any] = tokenizer.added_tokens_decoder
         self.special_token_ids = [token for token, about in added.items() if about.special]
         self.bos_token_id, self.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-        self.tokens = [token_text(token).encode() for token in range(len(tokenizer))]
-        self._tokenizer = tokenizer
+        self.tokens = [texts.token_text(token).encode() for token in range(len(tokenizer))]
 
     def __call__(self, text: str | bytes) -> list[int]:
         text = text.decode() if isinstance(text, bytes) else text

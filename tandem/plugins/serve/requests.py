@@ -3,41 +3,18 @@
 Knows no threads and no HTTP.
 """
 
-import itertools
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 
 from tandem.plugins.serve.bodies import Body, ChatBody, CompletionBody, NamedTool
-from tandem.plugins.serve.json_masks import JsonMask, calls_schema
+from tandem.plugins.serve.json_masks import JsonMask, calls_schema, json_mask
+from tandem.plugins.serve.texts import RendererTexts
 from tandem.runtime.rng import address
-from tandem.serve.openai import ApiError, Json
-from tandem.types import Array, Message, Request, SamplingParams, Tool
-
-
-class ChatTokenizer(Protocol):
-    """A tokenizer with a chat template. byte_tokens: see Detokenizer."""
-
-    stop_token_ids: tuple[int, ...]
-    vocabulary: int
-    byte_tokens: frozenset[int]
-
-    def encode(self, text: str) -> Array: ...
-
-    def render(
-        self, messages: Sequence[Message], tools: Sequence[Tool], variables: Json
-    ) -> str: ...
-
-    def encode_chat(self, text: str) -> Array: ...
-
-    def json_mask(self, schema: Json, vocabulary: int, field: str) -> JsonMask: ...
-
-    def decode(self, tokens: Array) -> str: ...
-
-    def token_text(self, token: int) -> str: ...
+from tandem.serve.openai import ApiError
+from tandem.types import Array, Request, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,21 +29,7 @@ class Served:
     max_choices: int  # of one request, over all its prompts
 
 
-class DrawKeys:
-    """Addresses of random draws: the same for the same seed, and new ones without a seed."""
-
-    def __init__(self) -> None:
-        self._secret, self._count = secrets.token_hex(16), itertools.count()
-
-    def next_keys(self, seed: int | None, choices: int) -> list[int]:
-        if seed is None:
-            return [address(self._secret, "serve", next(self._count)) for _ in range(choices)]
-        return [address(seed, "serve", choice) for choice in range(choices)]
-
-
-def to_requests(
-    body: Body, tokenizer: ChatTokenizer, served: Served, keys: DrawKeys
-) -> list[Request]:
+def to_requests(body: Body, tokenizer: RendererTexts, served: Served) -> list[Request]:
     """Make n requests for each prompt, side by side. Raises ApiError and UserError for prompts that
     cannot run."""
     field, encode = body.source, tokenizer.encode
@@ -104,7 +67,7 @@ def to_requests(
         _require_in_vocabulary(prompt, field, served)
         params = _params(body, prompt, tokenizer, served)
         scoring = replace(params, prompt_logprobs=body.prompt_logprobs)  # once a prompt
-        own = keys.next_keys(body.seed, body.n) if body.draw_key is None else [body.draw_key]
+        own = [body.draw_key] if body.draw_key is not None else _keys(body)
         requests += [
             Request(
                 key=key,
@@ -118,7 +81,14 @@ def to_requests(
     return requests
 
 
-def _mask(body: Body, tokenizer: ChatTokenizer, served: Served) -> JsonMask | None:
+def _keys(body: Body) -> list[int]:
+    """Return the addresses of the draws of n choices: the same for the same seed."""
+    if body.seed is None:
+        return [secrets.randbits(64) for _ in range(body.n)]
+    return [address(body.seed, "serve", choice) for choice in range(body.n)]
+
+
+def _mask(body: Body, tokenizer: RendererTexts, served: Served) -> JsonMask | None:
     """Compile the mask of the JSON that an answer is to be; None: any text. Raises ApiError."""
     if isinstance(body, ChatBody) and body.forces_calls:
         single = isinstance(body.tool_choice, NamedTool) or not body.parallel_tool_calls
@@ -130,7 +100,7 @@ def _mask(body: Body, tokenizer: ChatTokenizer, served: Served) -> JsonMask | No
     if body.ignore_eos or body.min_tokens:
         message = f"{asking} ends an answer with its JSON, without ignore_eos and min_tokens"
         raise ApiError(400, message, param=asking)
-    return tokenizer.json_mask(schema, served.vocabulary, asking)
+    return json_mask(tokenizer, schema, served.vocabulary, asking)
 
 
 def _too_long(message: str, field: str) -> ApiError:
@@ -143,7 +113,7 @@ def _require_in_vocabulary(tokens: Sequence[int] | Array, field: str, served: Se
         raise ApiError(400, message, param=field)
 
 
-def _params(body: Body, prompt: Array, tokenizer: ChatTokenizer, served: Served) -> SamplingParams:
+def _params(body: Body, prompt: Array, tokenizer: RendererTexts, served: Served) -> SamplingParams:
     room = served.context - len(prompt)
     ends = {*body.stop_token_ids, *(() if body.ignore_eos else tokenizer.stop_token_ids)}
     if body.max_tokens is not None and body.max_tokens > room:

@@ -18,8 +18,8 @@ from tandem.engine.prompt_scores import PromptScores
 from tandem.model.tool_calls import Call, split_calls
 from tandem.plugins.serve.bodies import Body, ChatBody
 from tandem.plugins.serve.detokenizer import Detokenizer, ToolStream
-from tandem.plugins.serve.requests import ChatTokenizer
 from tandem.plugins.serve.service import Update
+from tandem.plugins.serve.texts import RendererTexts
 from tandem.serve.openai import ApiError, Json, assistant_message, call_deltas, call_json
 from tandem.types import Request
 
@@ -30,7 +30,7 @@ LEAST_LOGPROB = -9999.0  # of filtered tokens: JSON has no infinity, and OpenAI 
 
 
 def new_answer(
-    body: Body, requests: Sequence[Request], tokenizer: ChatTokenizer, model: str
+    body: Body, requests: Sequence[Request], tokenizer: RendererTexts, model: str
 ) -> "Answer":
     if isinstance(body, ChatBody):
         return _ChatAnswer(body, requests, tokenizer, model)
@@ -40,7 +40,7 @@ def new_answer(
 class _Choice:
     """Tokens and text of one choice so far."""
 
-    def __init__(self, request: Request, tokenizer: ChatTokenizer, prompt: int):
+    def __init__(self, request: Request, tokenizer: RendererTexts, prompt: int):
         self.prompt, self.mask = prompt, request.mask  # the prompt's number
         self.detokenizer = Detokenizer(tokenizer.decode, request.params.stop, tokenizer.byte_tokens)
         self.tool_stream = ToolStream()
@@ -63,7 +63,7 @@ class Answer(ABC):
     chunk_object: str
 
     def __init__(
-        self, body: Body, requests: Sequence[Request], tokenizer: ChatTokenizer, model: str
+        self, body: Body, requests: Sequence[Request], tokenizer: RendererTexts, model: str
     ):
         self._body, self._tokenizer, self._model = body, tokenizer, model
         self._prompts = [request.prompt for request in requests[:: body.n]]
@@ -260,7 +260,7 @@ class _ChatAnswer(Answer):
     prefix, full_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(
-        self, body: ChatBody, requests: Sequence[Request], tokenizer: ChatTokenizer, model: str
+        self, body: ChatBody, requests: Sequence[Request], tokenizer: RendererTexts, model: str
     ):
         super().__init__(body, requests, tokenizer, model)
         self._tools, self._forced = body.callable_tools, body.forces_calls

@@ -15,7 +15,8 @@
     _step          updates                  an event, when idle   submit and ask
     stop           -                        the thread, JOIN_S    the end of the pass that runs
 
-The engine and `_live` belong to the thread, the rest to the loop. Data that crosses is copied. When
+The engine and `_live` belong to the thread, the rest to the loop; but any thread may take its
+weight_hash. Data that crosses is copied. When
 the engine raises, or the server stops, _end gives EngineStopped to every client that waits, and to
 all later ones.
 """
@@ -26,8 +27,9 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
+from tandem.engine.engine import Engine
 from tandem.engine.prompt_scores import PromptScores
 from tandem.engine.scheduler import RunningSequence
 from tandem.runtime.threads import CallThread
@@ -39,26 +41,6 @@ logger = logging.getLogger(__name__)
 JOIN_S = 5.0  # that `stop` waits for the pass under way
 
 T = TypeVar("T")
-
-
-class ServedEngine(Protocol):
-    """The engine of a service. Its methods are called from the engine thread, weight_hash from any
-    thread."""
-
-    weight_version: int
-
-    @property
-    def has_work(self) -> bool: ...
-
-    def submit(self, request: Request) -> RunningSequence: ...
-
-    def cancel(self, sequence: RunningSequence) -> None: ...
-
-    def step(self) -> list[RunningSequence]: ...
-
-    def stats(self) -> dict[str, float]: ...
-
-    def weight_hash(self) -> str: ...
 
 
 class EngineStopped(ApiError):
@@ -138,7 +120,7 @@ class Generation:
 class EngineService:
     """Engine in a thread of its own. The event loop that started it calls every method."""
 
-    def __init__(self, engine: ServedEngine):
+    def __init__(self, engine: Engine):
         self.stopped = ""  # the reason, once it has
         self._engine = engine
         self._thread, self._work = CallThread("engine"), asyncio.Event()
@@ -180,7 +162,7 @@ class EngineService:
             self._generations.remove(generation)
             self._thread.run(self._drop, lambda live: live.generation is generation)
 
-    async def ask(self, question: Callable[[ServedEngine], T]) -> T:
+    async def ask(self, question: Callable[[Engine], T]) -> T:
         """Call question(engine) between two passes. Raises its errors, and EngineStopped."""
         if self.stopped:
             raise EngineStopped(self.stopped)
@@ -239,7 +221,7 @@ class EngineService:
                 del self._live[sequence]
         return updates
 
-    def _admit(self, generation: Generation, engine: ServedEngine) -> None:
+    def _admit(self, generation: Generation, engine: Engine) -> None:
         with ExitStack() as undo:
             sequences = []
             for request in generation.requests:

@@ -11,14 +11,13 @@ Functions that read files run in threads. Knows no format of a file: that is the
 """
 
 import asyncio
+import io
 import json
 import math
-import tempfile
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
@@ -70,8 +69,7 @@ class Api:
 
     def __init__(self, root: Path):
         self.runs = Runs(root)
-        self._tables: OrderedDict[str, EpisodeTable] = OrderedDict()
-        self._lock = Lock()
+        self.table = lru_cache(OPEN_TABLES)(lambda run: EpisodeTable(run.folder / "episodes"))
 
     def routes(self) -> list[Route]:
         answers: dict[str, Answer] = {
@@ -90,15 +88,6 @@ class Api:
             Route("/api/events", self.events),
         ]
 
-    def table(self, run: Run) -> EpisodeTable:
-        """Return the episodes of a run; those of the runs asked for last are kept."""
-        with self._lock:
-            table = self._tables.pop(run.name, None) or EpisodeTable(run.folder / "episodes")
-            self._tables[run.name] = table
-            while len(self._tables) > OPEN_TABLES:
-                self._tables.popitem(last=False)
-        return table
-
     def list_runs(self, request: Request) -> Any:
         return {"root": str(self.runs.root), "runs": [run.summary() for run in self.runs.list()]}
 
@@ -109,7 +98,7 @@ class Api:
         found: dict[str, Any] = {}
         for run in self._asked(request):
             keys = [key for key in query.getlist("key") if key in run.names()]
-            series = {key: run.series(key, first, last, points) for key in keys}
+            series = {key: run.series(key, first=first, last=last, points=points) for key in keys}
             state = run.state(*run.progress(run.status()))
             found[run.name] = {"names": run.names(), "series": series, **run.messages(state)}
         return found
@@ -162,10 +151,9 @@ class Api:
         if kind == "jsonl":
             lines = table.export_lines(query)
             return StreamingResponse(lines, media_type="application/jsonl", headers=headers)
-        parts = _parquet(lambda sink: table.export_parquet(query, sink))
-        return StreamingResponse(
-            parts, media_type="application/vnd.apache.parquet", headers=headers
-        )
+        table.export_parquet(query, file := io.BytesIO())
+        kind = "application/vnd.apache.parquet"
+        return Response(file.getvalue(), media_type=kind, headers=headers)
 
     def image(self, request: Request) -> Response:
         """Send an image by the name that its tokens have."""
@@ -205,15 +193,6 @@ def _stamps(runs: list[Run]) -> dict[str, Any]:
 
 def _event(value: Any) -> bytes:
     return f"data: {json.dumps(value)}\n\n".encode()
-
-
-def _parquet(write: Callable[[Any], None]) -> Iterator[bytes]:
-    """Yield the bytes of a file that is whole before the first of them."""
-    with tempfile.TemporaryFile() as file:
-        write(file)
-        file.seek(0)
-        while part := file.read(1 << 20):
-            yield part
 
 
 def _endpoint(answer: Answer) -> Callable[[Request], Response]:

@@ -30,7 +30,6 @@ from tandem.runtime.image_parts import message_text
 KINDS = ("train", "eval_sampled", "eval_greedy")
 SNIPPET = 240  # characters of a text in a list
 SLICE_S = 0.3  # of reading files before a request is answered with what there is
-TAIL = 64  # small tables before they are joined to the large one
 # the name here -> of the same values in the file
 _PLAIN = {"step": "step", "group": "group", "sample": "sample_index"}
 _PLAIN |= {"masked": "masked", "reward": "reward", "turns": "num_turns"}
@@ -92,7 +91,9 @@ def find(table: pa.Table, query: Query) -> np.ndarray:
     if query.errors:
         mask &= _bools(pc.not_equal(table.column("error"), ""))
     if query.q:
-        mask &= np.logical_or.reduce([_has(table, name, query.q) for name in SEARCHED])
+        texts = (_texts(table, name) for name in SEARCHED)
+        found = [_bools(pc.match_substring(text, query.q, ignore_case=True)) for text in texts]
+        mask &= np.logical_or.reduce(found)
     places = np.flatnonzero(mask)
     name, sign = query.sort.removeprefix("-"), -1 if query.sort.startswith("-") else 1
     columns = {n: table.column(n).to_numpy()[places] for n in ("row", "step", name)}
@@ -100,20 +101,6 @@ def find(table: pa.Table, query: Query) -> np.ndarray:
     # the last one counts most
     order = np.lexsort([columns["row"], kinds, sign * columns["step"], sign * columns[name]])
     return places[order]
-
-
-def _has(table: pa.Table, name: str, text: str) -> np.ndarray:
-    """Tell for each row whether a text of it has another in it, in any case. A text that rows share
-    is searched once."""
-    if not pa.types.is_dictionary(table.schema.field(name).type):
-        return _bools(pc.match_substring(table.column(name), text, ignore_case=True))
-    parts = [
-        _bools(pc.match_substring(chunk.dictionary, text, ignore_case=True))[
-            chunk.indices.to_numpy()
-        ]
-        for chunk in table.column(name).chunks
-    ]
-    return np.concatenate([np.zeros(0, bool), *parts])
 
 
 def _texts(table: pa.Table, name: str) -> pa.ChunkedArray:
@@ -154,8 +141,6 @@ class EpisodeTable:
                     self._parts.append(_index(self.folder / name))
                 except (UserError, ValueError, TypeError, KeyError, AttributeError) as error:
                     self._damaged[name] = str(error).splitlines()[0]
-                if len(self._parts) > TAIL:
-                    self._parts = [pa.concat_tables(self._parts).combine_chunks()]
                 self._read[name] = there[name]
         return True
 

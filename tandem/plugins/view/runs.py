@@ -1,7 +1,7 @@
-"""The runs below a folder, and the numbers of each by column, read on as they grow.
+"""The runs below a folder, and the numbers of each by column.
 
     runs/demo/train/   config.toml, run.json           -> a run named "demo/train"
-                       metrics.jsonl, timings.jsonl    -> columns; a poll reads new bytes only
+                       metrics.jsonl, timings.jsonl    -> columns
                        lock, status.json               -> running, finished, stopped, killed
                        log.txt                         -> why it failed, and its warnings
 
@@ -11,13 +11,10 @@ damaged) is passed over and counted. It does not know episodes: that is episodes
 
 import json
 import math
-import os
 import socket
 import sys
 import threading
 import time
-from array import array
-from collections import defaultdict
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
@@ -30,7 +27,8 @@ from safetensors import SafetensorError, safe_open
 from tandem.run_folder.best import BEST, read_best
 from tandem.run_folder.config_changes import toml_values
 from tandem.run_folder.files import read_file
-from tandem.run_folder.read import Notes, read_notes
+from tandem.run_folder.metrics import flatten
+from tandem.run_folder.read import read_notes
 from tandem.runtime.errors import UserError
 from tandem.runtime.processes import started_at
 
@@ -47,87 +45,61 @@ _UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError)
 
 
 class Columns:
-    """The rows of a file of metrics: step int64 [N], and float64 [N] for each name."""
+    """The rows of a file of metrics: the steps, and float64 [N] for each name."""
 
     def __init__(self, path: Path, prefix: str = ""):
-        self.path, self.prefix = path, prefix
-        self._forget(0)
-
-    def _forget(self, inode: int) -> None:
-        self.steps = array("q")
-        self.values: dict[str, array[float]] = defaultdict(lambda: array("d"))
-        self.broken, self._offset, self._inode = 0, 0, inode
+        self.path, self.prefix, self.broken = path, prefix, 0
+        self.steps = list[int]()
+        self.values = dict[str, np.ndarray]()
+        self._stamp = list[tuple[str, int, int]]()
 
     def refresh(self) -> None:
-        """Read what has been appended; all of it if the file was replaced, as a resume does."""
-        try:
-            with self.path.open("rb") as file:
-                stat = os.fstat(file.fileno())
-                if stat.st_ino != self._inode or stat.st_size < self._offset:
-                    self._forget(stat.st_ino)
-                file.seek(self._offset)
-                data = file.read()
-        except OSError:
-            self._forget(0)
+        """Read the file if it has changed."""
+        stamp = _stats(self.path)
+        if stamp == self._stamp:
             return
-        whole = data.rfind(b"\n") + 1  # the rest is being written
-        self._offset += whole
-        for line in data[:whole].splitlines():
-            self._append(line)
-        for column in self.values.values():
-            column.extend([NAN] * (len(self.steps) - len(column)))
-
-    def _append(self, line: bytes) -> None:
-        try:
-            row = json.loads(line)
-            step = int(row.pop("step"))
-            if self.steps and step <= self.steps[-1]:
-                raise ValueError("steps rise")
-            values = _numbers(row, self.prefix)
-            self.steps.append(step)
-        except (*_UNREADABLE, AttributeError, OverflowError):
-            self.broken += 1
-            return
-        place = len(self.steps) - 1
-        for name, value in values:
-            column = self.values[name]
-            if len(column) < place:
-                column.extend([NAN] * (place - len(column)))
-            if len(column) == place:  # a name twice, as "a/b" and in "a", counts once
-                column.append(value)
+        self._stamp, self.broken, rows = stamp, 0, dict[int, dict[str, float]]()
+        lines = self.path.read_bytes().splitlines(keepends=True) if stamp else []
+        if lines and not lines[-1].endswith(b"\n"):
+            lines.pop()  # it is being written
+        for line in lines:
+            try:
+                row = json.loads(line)
+                step = int(row.pop("step"))
+                if step <= next(reversed(rows), step - 1):
+                    raise ValueError("steps rise")
+                row.pop("non_finite", None)
+                rows[step] = flatten(row, self.prefix)
+            except (*_UNREADABLE, AttributeError, OverflowError):
+                self.broken += 1
+        self.steps = list(rows)
+        self.values = {
+            name: np.array([row.get(name, NAN) for row in rows.values()])
+            for name in dict.fromkeys(name for row in rows.values() for name in row)
+        }
 
     def last(self, name: str) -> float | None:
         """Return the newest value that there is."""
-        column = self.values.get(name, ())
-        return next((value for value in reversed(column) if not math.isnan(value)), None)
+        return next(iter(self.series(name)["y"][::-1]), None)
 
     def row(self, step: int) -> dict[str, float]:
         """Return the values of a step."""
-        place = int(np.searchsorted(np.frombuffer(self.steps, np.int64), step))
-        if place == len(self.steps) or self.steps[place] != step:
+        if step not in self.steps:
             return {}
-        found = {name: column[place] for name, column in self.values.items()}
+        place = self.steps.index(step)
+        found = {name: float(column[place]) for name, column in self.values.items()}
         return {name: value for name, value in found.items() if not math.isnan(value)}
 
-    def series(self, name: str, first: float, last: float, points: int) -> dict[str, list[Any]]:
+    def series(
+        self, name: str, first: float = -math.inf, last: float = math.inf, points: int = 2000
+    ) -> dict[str, list[Any]]:
         """Return {"x", "y"} of the steps from first to last, thinned to about so many points."""
         if name not in self.values:
             return {"x": [], "y": []}
-        x = np.frombuffer(self.steps, np.int64).copy()
-        y = np.frombuffer(self.values[name], np.float64).copy()
+        x, y = np.array(self.steps), self.values[name]
         kept = ~np.isnan(y) & (x >= first) & (x <= last)
         places = thin(y[kept], points)
         return {"x": x[kept][places].tolist(), "y": y[kept][places].tolist()}
-
-
-def _numbers(row: dict[str, Any], prefix: str) -> list[tuple[str, float]]:
-    found: list[tuple[str, float]] = []
-    for name, value in row.items():
-        if isinstance(value, dict):
-            found += _numbers(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float):
-            found.append((prefix + name, float(value)))
-    return found
 
 
 def thin(values: np.ndarray, points: int) -> np.ndarray:
@@ -150,7 +122,6 @@ class Run:
         self.folder, self.name = folder, name
         self.metrics = Columns(folder / "metrics.jsonl")
         self.timings = Columns(folder / "timings.jsonl", TIMES)
-        self._notes = list[tuple[str, int, int]](), Notes()
         self._lock = threading.Lock()
 
     def refresh(self) -> None:
@@ -163,12 +134,11 @@ class Run:
         with self._lock:
             return sorted({*self.metrics.values, *self.timings.values})
 
-    def series(
-        self, name: str, first: float = -math.inf, last: float = math.inf, points: int = 2000
-    ) -> dict[str, list[Any]]:
+    def series(self, name: str, **options: Any) -> dict[str, list[Any]]:
+        """Return a column's series. options: as Columns.series has them."""
         with self._lock:
             columns = self.timings if name.startswith(TIMES) else self.metrics
-            return columns.series(name, first, last, points)
+            return columns.series(name, **options)
 
     def row(self, step: int) -> dict[str, float]:
         """Return all numbers of a step."""
@@ -230,16 +200,9 @@ class Run:
 
     def messages(self, state: str) -> dict[str, Any]:
         """Return why the run failed, if its state is that, and its warnings."""
-        notes = self.notes()
+        notes = read_notes(self.folder)
         failed = notes.failed if state == "failed" else ""
         return {"failed": failed, "warnings": list(notes.warnings)}
-
-    def notes(self) -> Notes:
-        """Return what log.txt says; it is read again when it has changed."""
-        stats = self._stats("log.txt")
-        if stats != self._notes[0]:
-            self._notes = stats, read_notes(self.folder)
-        return self._notes[1]
 
     def status(self) -> dict[str, Any]:
         return read_json(self.folder / "status.json")
@@ -252,11 +215,11 @@ class Run:
         with suppress(OSError, UnicodeDecodeError):
             holder = (self.folder / "lock").read_text().strip()
         lives = _lives(holder) if holder else False
-        stamps = [stat[1] for stat in self._stats(*_LIVELY)]
+        stamps = [stat[1] for stat in _stats(*(self.folder / name for name in _LIVELY))]
         fresh = any(time.time_ns() - stamp < FRESH_S * 10**9 for stamp in stamps)
         if lives or (lives is None and fresh):
             return "running"
-        if not holder and self.notes().failed:
+        if not holder and read_notes(self.folder).failed:
             return "failed"
         if done is not None and done == steps:
             return "finished"
@@ -272,18 +235,19 @@ class Run:
             return read_file(self.folder / "config.toml", toml_values)
         return {}
 
-    def stamp(self) -> tuple[Any, ...]:
+    def stamp(self) -> list[tuple[str, int, int]]:
         """Return what changes when the run has written something."""
-        return tuple(self._stats(*_NEWS))
+        return _stats(*(self.folder / name for name in _NEWS))
 
-    def _stats(self, *names: str) -> list[tuple[str, int, int]]:
-        """List (name, time in ns, size) of those files that are there."""
-        found = list[tuple[str, int, int]]()
-        for name in names:
-            with suppress(OSError):
-                stat = (self.folder / name).stat()
-                found.append((name, stat.st_mtime_ns, stat.st_size))
-        return found
+
+def _stats(*paths: Path) -> list[tuple[str, int, int]]:
+    """List (name, time in ns, size) of those files that are there."""
+    found = list[tuple[str, int, int]]()
+    for path in paths:
+        with suppress(OSError):
+            stat = path.stat()
+            found.append((path.name, stat.st_mtime_ns, stat.st_size))
+    return found
 
 
 def _lives(holder: str) -> bool | None:

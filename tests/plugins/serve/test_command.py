@@ -14,6 +14,7 @@ import pytest
 from tandem.data.renderer import load_renderer
 from tandem.model.tiny import make_tiny
 from tandem.plugins.serve import command as serve
+from tandem.plugins.serve.texts import RendererTexts
 from tandem.runtime.errors import UserError
 from tandem.serve.listen import require_token
 from tests.support.byte_models import make_model
@@ -94,7 +95,7 @@ def test_text_that_begins_with_its_own_begin_token_gets_no_second_one(tmp_path):
     would write."""
     renderer = load_renderer(make_model(tmp_path))
     renderer.tokenizer.bos_token = "<|bos|>"
-    texts = serve.RendererTexts(renderer)
+    texts = RendererTexts(renderer)
     bos = renderer.tokenizer.bos_token_id
     assert texts.encode("hi").tolist() == texts.encode("<|bos|>hi").tolist()
     assert texts.encode("hi")[0] == bos and (texts.encode("<|bos|>") == bos).sum() == 1

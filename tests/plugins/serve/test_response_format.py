@@ -10,7 +10,8 @@ from jsonschema import validate
 
 from tandem.data.renderer import load_renderer
 from tandem.model.tiny import CHARACTERS, make_tiny
-from tandem.plugins.serve.command import RendererTexts
+from tandem.plugins.serve.json_masks import json_mask
+from tandem.plugins.serve.texts import RendererTexts
 from tandem.serve.openai import ApiError
 from tests.support.byte_models import make_model
 from tests.support.serving import post
@@ -168,7 +169,7 @@ def test_tokens_of_bytes_are_held_to_a_schema_too(tmp_path):
     renderer = load_renderer(make_model(tmp_path))
     texts, rng = RendererTexts(renderer), np.random.default_rng(0)
     for _ in range(20):
-        mask, tokens = texts.json_mask({"type": "string", "maxLength": 4}, 300), []
+        mask, tokens = json_mask(texts, {"type": "string", "maxLength": 4}, 300), []
         while not tokens or tokens[-1] not in renderer.stop_token_ids:
             allowed = np.flatnonzero(mask.allowed(tokens))
             tokens.append(int(rng.choice(allowed)))
@@ -185,7 +186,7 @@ def test_token_that_a_tokenizer_lacks_is_named(tmp_path, missing, schema, said):
     renderer = load_renderer(str(tmp_path))
     texts, rng, tokens = RendererTexts(renderer), np.random.default_rng(0), []
     with pytest.raises(ApiError, match=said):
-        mask = texts.json_mask(schema, len(renderer.tokenizer))
+        mask = json_mask(texts, schema, len(renderer.tokenizer))
         while not mask.error:
             tokens.append(int(rng.choice(np.flatnonzero(mask.allowed(tokens)))))
         raise ApiError(400, mask.error)

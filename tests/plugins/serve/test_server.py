@@ -16,7 +16,7 @@ import pytest
 
 from tandem.data.renderer import load_renderer
 from tandem.plugins.serve import service
-from tandem.plugins.serve.command import RendererTexts
+from tandem.plugins.serve.texts import RendererTexts
 from tests.support.byte_models import CHATML, make_model
 from tests.support.fake_engine import FAKE, FakeEngine, FakeTexts
 from tests.support.serving import get, metric, post, running

@@ -11,7 +11,7 @@ import pytest
 
 from tandem.data.renderer import load_renderer
 from tandem.envs.tools import ToolEnv
-from tandem.plugins.serve.command import RendererTexts
+from tandem.plugins.serve.texts import RendererTexts
 from tests.support.byte_models import CHATML, make_model
 from tests.support.fake_engine import FAKE, FakeTexts
 from tests.support.serving import ASK, CALCULATOR, SAID, answering, post
