@@ -63,12 +63,7 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
             target = folder / "hf" / step_name(end.step)
             about = {"inputs": job.data, "versions": versions()}
             card = model_card(model, config, command=command, metrics=rows[-1], **about)
-            weights, learner = None, next(iter(job.learners.values()))
-            if learner.ranks.size > 1:
-                from tandem.jobs.export import weights_saver
-
-                weights = weights_saver(learner)
-            export(model, str(folder / KEPT_MODEL), target, card, weights)
+            export(model, str(folder / KEPT_MODEL), target, card)
         report(f"done: {counted(end.step, 'steps')}, weights {end.weights[:16]}, model in {target}")
         evals = [text for row in rows if (text := evaluation(row))]
         if evals:
