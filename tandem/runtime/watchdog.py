@@ -15,8 +15,8 @@ culprit: an actor that waits for nobody, a thread that has ended, something outs
 or, in a circle, a deadlock. A chain that leads to a live actor blames nobody yet. A livelock (an
 actor that sends heartbeats and never delivers) is not detected.
 
-Time in which the machine slept does not count, as its clock stands still; the timer ends a process
-that was stopped (SIGSTOP, a debugger) for longer than its deadline.
+Time in which the watchdog could not look (the lid was closed) counts for nobody; but the timer ends
+a process that was stopped (SIGSTOP, a debugger) for longer than its deadline.
 
 It knows neither the reason of a wait nor the lock behind it; it believes its callers. It does not
 see the waits of coroutines: their thread is the actor. One watchdog a process, as with logging.
@@ -162,10 +162,16 @@ class _Watchdog:
         return actor
 
     def run(self) -> None:
-        reported = False
+        last_look, reported = time.monotonic(), False
         while not self.over.wait(self._look_s):
+            now = time.monotonic()
+            # seconds in which nobody looked are taken back; a later sign of life stays
+            if (missed_s := now - last_look - 2 * self._look_s) > 0:
+                for actor in list(self._actors.values()):
+                    actor.last_sign = min(now, actor.last_sign + missed_s)
+            last_look = now
             self.say_still_here()
-            if not reported and (finding := self._find_stall(time.monotonic())):
+            if not reported and (finding := self._find_stall(now)):
                 reported = True
                 faulthandler.dump_traceback_later(REPORT_S, exit=True, file=2)
                 report = self._report(finding)
