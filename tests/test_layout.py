@@ -216,7 +216,7 @@ def test_importing_tandem_and_its_command_has_no_effects():
     code = """
 import os, sys, threading
 environment = dict(os.environ)
-import tandem, tandem.config.schema, tandem.types, tandem.cli.main
+import tandem, tandem.config.schema, tandem.types, tandem.cli.main, tandem.runtime.numerics
 print(sorted({"torch", "transformers", "pyarrow"} & set(sys.modules)), dict(os.environ) == environment, threading.active_count())
 """
     result = subprocess.run(

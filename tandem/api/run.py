@@ -31,9 +31,10 @@ from typing import Any
 
 from tandem.api.given import kept, overrides_of, values_of
 from tandem.config.recipe import load_config, merged, to_toml
+from tandem.run_folder.episode_files import read_groups
 from tandem.run_folder.files import require_run
 from tandem.run_folder.metrics import read_metrics
-from tandem.run_folder.read import open_past, read_step
+from tandem.run_folder.read import open_past
 from tandem.run_folder.status import read_status
 from tandem.runtime.errors import UserError
 from tandem.runtime.processes import STARTER
@@ -142,7 +143,7 @@ class Run:
         if the step is not there."""
         past = open_past(self.folder)
         step = max(past.journaled(), default=0) if step is None else step
-        return [one for group in read_step(past.journal(step)) for one in group.episodes]
+        return [one for group in read_groups(past.journal(step)) for one in group.episodes]
 
     @property
     def model_dir(self) -> Path:

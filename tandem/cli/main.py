@@ -19,11 +19,12 @@ from typer.core import TyperGroup
 
 from tandem.cli.arguments import Fresh, Overrides, Recipe, run_folder
 from tandem.config.recipe import keys_like, load_config
-from tandem.registry import BUILT_IN, find, names
+from tandem.registry import find, names
 from tandem.runtime.errors import InvariantError, UserError
 from tandem.runtime.processes import end_with_starter
 from tandem.runtime.version import __version__
 
+FIRST = ("demo", "init", "generate", "tiny", "try", "doctor")  # in --help, before those that train
 TRAINING = {
     "train": "Train by reinforcement learning: GRPO, PPO and relatives. The same command resumes a "
     "stopped run.",
@@ -42,11 +43,11 @@ class Commands(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         own = super().list_commands(ctx)
-        return [*own, *(name for name in names("commands") if name not in own)]
+        return list(dict.fromkeys([*FIRST, *TRAINING, *names("commands"), *own]))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         own = super().get_command(ctx, cmd_name)
-        if cmd_name not in BUILT_IN["commands"] and (own or cmd_name not in names("commands")):
+        if own or cmd_name not in names("commands"):
             return own
         alone = typer.Typer(add_completion=False, rich_markup_mode=None)
         load = partial(find, "commands", cmd_name, key="tandem COMMAND")
@@ -77,12 +78,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Train language models by reinforcement learning. Training and inference share a model.",
 )
-
-
-def hold_place(*commands: str) -> None:
-    """Give commands of the registry their places in `tandem --help`, where they have none yet."""
-    for command in commands:
-        app.command(command)(lambda: None)
 
 
 def run() -> None:
@@ -124,12 +119,8 @@ def add_training_command(command: str, help: str) -> None:
         train.train(command, config, run_folder(config, recipe, command), fresh)
 
 
-hold_place("demo", "init", "generate", "tiny", "try", "doctor")
 for _command, _help in TRAINING.items():
     add_training_command(_command, _help)
-
-
-hold_place(*BUILT_IN["commands"])
 
 
 @app.command()

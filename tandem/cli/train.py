@@ -1,27 +1,29 @@
 """The commands that train: `tandem train`, `sft`, `dpo`, `rm` and `distill`."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+
+import torch
 
 from tandem.choices import choices
 from tandem.cli.progress import StepProgress, console, evaluation, print_lines
 from tandem.config.schema import Config
 from tandem.data.chat_template import read_template
-from tandem.jobs.engines import open_envs_and_rewards, prepare_process
-from tandem.jobs.out_of_memory import explain_out_of_memory
 from tandem.jobs.ranks import is_follower
-from tandem.jobs.stage import read_inputs
 from tandem.registry import find
 from tandem.run_folder.checkpoint import step_name, versions
 from tandem.run_folder.export import export, keep_model, model_card
 from tandem.run_folder.files import KEPT_MODEL
-from tandem.run_folder.folder import check_run, open_run
+from tandem.run_folder.folder import open_run
 from tandem.run_folder.metrics import read_metrics
 from tandem.run_folder.samples import first_error
-from tandem.runtime.errors import UserError
 from tandem.runtime.image_parts import keep_in
 from tandem.runtime.wording import counted
 from tandem.train_loop import run_training, trained_model
+
+CPU_ALLOCATOR = "can't allocate memory"  # in the message of PyTorch's
 
 
 def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Path:
@@ -35,8 +37,6 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
         from tandem.run_folder.tracking import require_trackers
 
         require_trackers(config.run.trackers)
-    if not fresh:
-        _check_folder(folder, config, command)
     with open_run(folder, config, fresh=fresh, command=command) as run:
 
         def report(text: str) -> None:
@@ -63,12 +63,7 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
             target = folder / "hf" / step_name(end.step)
             about = {"inputs": job.data, "versions": versions()}
             card = model_card(model, config, command=command, metrics=rows[-1], **about)
-            weights, learner = None, next(iter(job.learners.values()))
-            if learner.ranks.size > 1:
-                from tandem.jobs.export import weights_saver
-
-                weights = weights_saver(learner)
-            export(model, str(folder / KEPT_MODEL), target, card, weights)
+            export(model, str(folder / KEPT_MODEL), target, card)
         report(f"done: {counted(end.step, 'steps')}, weights {end.weights[:16]}, model in {target}")
         evals = [text for row in rows if (text := evaluation(row))]
         if evals:
@@ -83,15 +78,18 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
     return target
 
 
-def _check_folder(folder: Path, config: Config, command: str) -> None:
-    """Raise what keeps a run from going on; before it a mistake in the inputs or rewards."""
+@contextmanager
+def explain_out_of_memory(config: Config, command: str) -> Iterator[None]:
+    """Turn an allocation that failed inside, on a GPU or on the CPU, into a UserError with the
+    settings that would save most; other errors pass."""
     try:
-        check_run(folder, config, command)
-    except UserError:
-        prepare_process(config)
-        read_inputs(config, command)
-        with open_envs_and_rewards(config):
+        yield
+    except (MemoryError, RuntimeError) as error:
+        kinds = (MemoryError, torch.OutOfMemoryError)
+        if not (isinstance(error, kinds) or CPU_ALLOCATOR in str(error)):
             raise
+        advise = find("resources", "memory", key="out of memory")
+        raise advise(error, config, command) from error
 
 
 def processes_of(config: Config) -> str:

@@ -17,7 +17,6 @@ from tandem.choices import engine_of, stream_of
 from tandem.config.recipe import load_config
 from tandem.config.schema import Config
 from tandem.jobs.engines import prepare_process
-from tandem.jobs.export import save_weights
 from tandem.jobs.input_hashes import require_same_functions
 from tandem.jobs.own_choices import JournalStream
 from tandem.jobs.ranks import make_ranks, require_size
@@ -67,15 +66,11 @@ def follow(config: Config, command: str) -> None:
             def fail(finding: str) -> None:  # the rest of the report is in stderr
                 processes.fail(f"rank {processes.rank}: {finding.partition(chr(10))[0]}")
 
-            # from the load to the export, as rank 0
             with watchdog.watching(stall_s, on_stall=fail):
                 name, arguments = processes.next_order()
-                while name not in ("export", "stop"):
+                while name != "stop":
                     orders[name](**arguments)
                     name, arguments = processes.next_order()
-            while name != "stop":
-                orders[name](**arguments)
-                name, arguments = processes.next_order()
         except UserError:
             time.sleep(WAIT_S)
             raise
@@ -144,11 +139,8 @@ def _learner_orders(
             lambda found: ranks.post(f"{folder}/{ranks.rank}", found),
         )
 
-    def export(learner: str, folder: str) -> None:
-        save_weights(learners[learner], Path(folder))
-
     def use_kernels(kernels: str) -> None:
         next(iter(learners.values())).model.kernels.use_matmul(kernels)
 
-    checkpoints, orders = folder / "checkpoints", (publish, load, save, export, use_kernels)
+    checkpoints, orders = folder / "checkpoints", (publish, load, save, use_kernels)
     return {order.__name__: order for order in orders}

@@ -160,27 +160,27 @@ def check_models(config: Config, *others: str, head: Head = "tokens") -> Any:
     are there, can run, and are of one vocabulary. Returns the transformers config of model.path."""
     placement(config)
     trainer_of(config).check(config)
-    shape = check_model(config.model.path, head=head)
-    check_weights(config.model.path)
-    check_shape(config, shape, "model.path", head)
-    path_of(shape, f"model.path = {config.model.path}", placement(config))
-    for key in others:
+    heads: dict[str, Head] = {"model.path": head, "critic.path": "value"}
+    shape = None
+    for key in ("model.path", *others):
         section, field = key.split(".")
-        if path := getattr(getattr(config, section), field):
-            kind: Head = "value" if key == "critic.path" else "tokens"
-            other = check_model(path, key, head=kind)
-            size, expected = (_vocabulary(one) for one in (other, shape))
-            if size != expected:
-                raise UserError(
-                    "two models do not share a vocabulary",
-                    where=f"{key} = {path}",
-                    found=f"{size:,} tokens",
-                    expected=f"{expected:,}, as model.path",
-                    next="take a model of the same family",
-                )
-            check_weights(path)
-            check_shape(config, other, key, kind)
-            path_of(other, f"{key} = {path}", placement(config))
+        if not (path := getattr(getattr(config, section), field)):
+            continue
+        kind = heads.get(key, "tokens")
+        found = check_model(path, key, head=kind)
+        shape = shape or found
+        size, expected = (_vocabulary(one) for one in (found, shape))
+        if size != expected:
+            raise UserError(
+                "two models do not share a vocabulary",
+                where=f"{key} = {path}",
+                found=f"{size:,} tokens",
+                expected=f"{expected:,}, as model.path",
+                next="take a model of the same family",
+            )
+        check_weights(path)
+        check_shape(config, found, key, kind)
+        path_of(found, f"{key} = {path}", placement(config))
     if "critic.path" in others and not config.critic.path:
         _check_scored(shape, "model.path")
     if config.lora.rank:

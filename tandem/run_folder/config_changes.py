@@ -81,7 +81,7 @@ def allowed_changes(
         for key in {**old, **new}
         if old.get(key) != new.get(key)
     }
-    for key in changed.keys() & MESH & old.keys():  # before there were meshes, one process
+    for key in changed.keys() & MESH:
         changed[key] += (
             " (gradients are added up in another order: from here on the bits are this mesh's)"
         )

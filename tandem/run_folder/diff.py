@@ -18,7 +18,8 @@ from itertools import chain, zip_longest
 
 import numpy as np
 
-from tandem.run_folder.read import Altered, PastRun, altered, read_step, without_evaluation
+from tandem.run_folder.episode_files import read_groups
+from tandem.run_folder.read import Altered, PastRun, altered, without_evaluation
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import UserError
 from tandem.types import Array, Episode, Group
@@ -81,8 +82,6 @@ class Comparison:
     step: int  # of the divergence, else the last that both have
     divergence: Divergence | None
     altered: list[tuple[str, Altered]]  # files and rows not as run "A" or "B" wrote them
-    # steps whose journal files hold equal episodes in other bytes: they name the run's settings too
-    other_bytes: list[int]
 
 
 def compare_runs(a: PastRun, b: PastRun) -> Comparison:
@@ -97,9 +96,8 @@ def compare_runs(a: PastRun, b: PastRun) -> Comparison:
             expected="a row in both of metrics.jsonl",
             next="wait for them",
         )
-    other_bytes: list[int] = []
     divergences = chain(
-        ((step, one) for step in both for one in _compare_step(a, b, step, other_bytes)),
+        ((step, one) for step in both for one in _compare_step(a, b, step)),
         # last, as an evaluation leaves nothing to the steps after it
         ((step, one) for step in both for one in _compare_evaluations(a, b, step)),
     )
@@ -111,7 +109,6 @@ def compare_runs(a: PastRun, b: PastRun) -> Comparison:
         last=(max(a.metrics), max(b.metrics)),
         step=step,
         divergence=divergence,
-        other_bytes=other_bytes,
         altered=[
             (name, one)
             for name, past in (("A", a), ("B", b))
@@ -133,11 +130,8 @@ def _config_values(past: PastRun) -> dict[str, str]:
     return {"command": repr(past.command), **values}
 
 
-def _compare_step(
-    a: PastRun, b: PastRun, step: int, other_bytes: list[int]
-) -> Iterator[Divergence]:
-    """Compare episodes, metrics and the weights after the step, in this order. Adds the step to
-    other_bytes if only the bytes of its journal files differ."""
+def _compare_step(a: PastRun, b: PastRun, step: int) -> Iterator[Divergence]:
+    """Compare episodes, metrics and the weights after the step, in this order."""
     files = [  # the hash of its journal file; if that was removed, the ledger's
         file_hash(past.journal(step))
         if past.journal(step).is_file()
@@ -147,11 +141,8 @@ def _compare_step(
     if files[0] != files[1]:
         if "" in files:
             yield from compare("episodes", *(file or ABSENT for file in files))
-        groups = (read_step(past.journal(step)) for past in (a, b))
-        divergence = next(_compare_groups(*groups), None)
-        if divergence is not None:
-            yield divergence
-        other_bytes.append(step)
+        # the files name the settings of their runs too, so their episodes may be equal
+        yield from _compare_groups(*(read_groups(past.journal(step)) for past in (a, b)))
     yield from compare_items(
         without_evaluation(a.metrics[step]), without_evaluation(b.metrics[step])
     )

@@ -129,7 +129,7 @@ def read_groups(path: Path, problems: Mapping[str, Problem] | None = None) -> li
     """Read the groups of a file, in their order; problems: those of the run's data by uid, None for
     the problems as the file has them.
 
-    Raises UserError for a damaged file, and for one of other problems.
+    Raises UserError for a damaged or absent file, and for one of other problems.
     """
     table = read_table(path, with_experts=True)
     rows = table.select(["group", "outcome", *_PROBLEM]).to_pylist()

@@ -15,7 +15,7 @@ from tandem.config.recipe import changed
 from tandem.config.schema import Config
 from tandem.model.custom_code import is_custom, save_files
 from tandem.model.load import ExactModel
-from tandem.model.stock import SUMS, WEIGHTS
+from tandem.model.stock import SUMS
 from tandem.model.tokenizer import load_tokenizer
 from tandem.runtime.disk import file_hash, os_error, whole_folder
 from tandem.runtime.version import __version__
@@ -24,28 +24,16 @@ from tandem.weights.hashing import weight_hash
 
 
 def export(
-    model: ExactModel,
-    source: str,
-    folder: Path,
-    card: str,
-    save_weights: Callable[[Path], None] | None = None,
-    *,
-    max_shard_size: str = "50GB",
+    model: ExactModel, source: str, folder: Path, card: str, *, max_shard_size: str = "50GB"
 ) -> Path:
     """Write model, and the tokenizer at `source`, into folder, which appears whole or not at all.
 
-    An adapter is merged into the weights. save_weights: writes the weights of a divided model.
-    max_shard_size: of a file of weights, e.g. "5GB".
+    An adapter is merged into the weights. max_shard_size: of a file of weights, e.g. "5GB".
     """
 
     def write(folder: Path) -> None:
-        if save_weights is None:
-            weights, size = model.merged_weights(), max_shard_size
-            model.module.save_pretrained(folder, state_dict=weights, max_shard_size=size)
-        else:
-            model.module.save_pretrained(folder, state_dict={})  # its configs
-            (folder / WEIGHTS).unlink(missing_ok=True)
-            save_weights(folder)
+        weights = model.merged_weights()
+        model.module.save_pretrained(folder, state_dict=weights, max_shard_size=max_shard_size)
         load_tokenizer(source).save_pretrained(folder)
         model.save_reader(source, folder)
 

@@ -1,5 +1,6 @@
 """Names in a run folder, its small files, read with one error, and the advice of errors."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -33,6 +34,17 @@ def read_file(path: Path, parse: Callable[[str], T], next: str = RESTORE) -> T:
             expected="the file as Tandem wrote it",
             next=next,
         ) from error
+
+
+def read_about(folder: Path, next: str = RESTORE) -> dict[str, str]:
+    """Read run.json of a run folder: command, and the directory that relative paths begin in.
+    Raises UserError."""
+    names = ("command", "created", "directory")
+    return read_file(
+        folder / "run.json",
+        lambda text: {name: str(json.loads(text)[name]) for name in names},
+        next,
+    )
 
 
 def require_run(folder: Path) -> None:

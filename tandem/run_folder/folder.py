@@ -33,18 +33,11 @@ from tandem.run_folder.config_changes import (
     identifying_values,
     toml_values,
 )
-from tandem.run_folder.files import FAILED, FRESH, OTHER_FOLDER, read_file
+from tandem.run_folder.files import FAILED, FRESH, OTHER_FOLDER, read_about, read_file
 from tandem.run_folder.lock import check_unlocked, locked, now
 from tandem.run_folder.status import forget_status
 from tandem.runtime import numerics
-from tandem.runtime.disk import (
-    DISK,
-    append_line,
-    disk_errors,
-    existing_parent,
-    open_lines,
-    write_atomic,
-)
+from tandem.runtime.disk import DISK, append_line, disk_errors, existing_parent, write_atomic
 from tandem.runtime.errors import InvariantError, UserError
 from tandem.runtime.place import share_of_threads
 
@@ -65,7 +58,6 @@ class RunFolder:
     path: Path
     config: Config
     command: str
-    log_descriptor: int
     news: tuple[str, ...] = ()  # of this start, in log.txt already
     recipe: Path = Path()  # the file with the config of this start, for other processes
 
@@ -79,7 +71,7 @@ class RunFolder:
 
     def log(self, text: str) -> None:
         """Append a line with the time to log.txt. Raises UserError when the disk is full."""
-        append_line(self.log_descriptor, f"{now()} {text}\n".encode(), self.path / "log.txt")
+        append_line(self.path / "log.txt", f"{now()} {text}\n".encode())
 
     def note_start(self) -> None:
         """Put this start's config in the place of that before, drop the status of the start before,
@@ -90,15 +82,14 @@ class RunFolder:
                 self.recipe.replace(self.path / "config.toml")
                 DISK.fsync(self.path)
             forget_status(self.path)
-        about = _read_about(self.path)
-        if about.get("directory") != os.getcwd():
+        about = read_about(self.path, _RESTORE)
+        if about["directory"] != os.getcwd():
             _write_about(self.path, about)
 
-    def note_machine(self, processor: str, any_threads: bool, matmul: str = "") -> str:
+    def note_machine(self, processor: str, any_threads: bool, matmul: str = "plain") -> str:
         """Write machine.json: the processor, the thread count, whether any count gives the same
         bits (any_threads), and its kernels: the name of those of a CPU, of a GPU that of the
-        matmul. Returns a warning if the run was on
-        another processor before.
+        matmul. Returns a warning if the run was on another processor before.
 
         Raises UserError if the count matters here and has changed.
         """
@@ -113,8 +104,8 @@ class RunFolder:
                 next=f"{THREADS}={before['threads']}",
             )
         machine = {"processor": processor, "threads": threads, "any_threads": any_threads}
-        machine |= {"matmul": matmul} if matmul else {}
-        write_atomic(self.path / MACHINE, json.dumps(machine, indent=1).encode() + b"\n")
+        about = json.dumps({**machine, "matmul": matmul}, indent=1)
+        write_atomic(self.path / MACHINE, about.encode() + b"\n")
         if before is None or not moved:
             return ""
         return (
@@ -170,38 +161,26 @@ def _opened(
     recipe = folder / (_NEXT if changes else "config.toml")
     if begins or changes:
         write_atomic(recipe, to_toml(config).encode())
-    with disk_errors(folder):
-        log = open_lines(folder / "log.txt")
+    chosen = [
+        f"{name}.learning_rate = auto: {getattr(config, name).learning_rate}"
+        for name in RATED
+        if getattr(given, name).learning_rate == "auto"
+    ]
+    news = tuple(filter(None, [lock_news, *changes, *chosen]))
+    run = RunFolder(path=folder, config=config, command=command, news=news, recipe=recipe)
+    for line in (f"{verb} by pid {os.getpid()}: tandem {command}", *news):
+        run.log(line)
     try:
-        chosen = [
-            f"{name}.learning_rate = auto: {getattr(config, name).learning_rate}"
-            for name in RATED
-            if getattr(given, name).learning_rate == "auto"
-        ]
-        news = tuple(filter(None, [lock_news, *changes, *chosen]))
-        run = RunFolder(
-            path=folder,
-            config=config,
-            command=command,
-            log_descriptor=log,
-            news=news,
-            recipe=recipe,
-        )
-        for line in (f"{verb} by pid {os.getpid()}: tandem {command}", *news):
-            run.log(line)
-        try:
-            yield run
-        except Exception as error:
-            is_users = isinstance(error, UserError) and not isinstance(error, InvariantError)
-            first, kind = next(iter(str(error).splitlines()), ""), type(error).__name__
-            reason = first if is_users else f"{kind}: {first}" if first else kind
-            with suppress(UserError):  # a full disk: the error itself says more
-                run.log(f"{FAILED}{reason[:LONGEST]}")
-            if is_new and is_users and {path.name for path in folder.iterdir()} <= _OF_A_START:
-                DISK.remove(folder)
-            raise
-    finally:
-        os.close(log)
+        yield run
+    except Exception as error:
+        is_users = isinstance(error, UserError) and not isinstance(error, InvariantError)
+        first, kind = next(iter(str(error).splitlines()), ""), type(error).__name__
+        reason = first if is_users else f"{kind}: {first}" if first else kind
+        with suppress(UserError):  # a full disk: the error itself says more
+            run.log(f"{FAILED}{reason[:LONGEST]}")
+        if is_new and is_users and {path.name for path in folder.iterdir()} <= _OF_A_START:
+            DISK.remove(folder)
+        raise
 
 
 def check_run(folder: Path, config: Config, command: str) -> bool:
@@ -227,19 +206,12 @@ def read_matmul(folder: Path, processor: str) -> str:
 
 
 def read_machine(folder: Path) -> dict[str, Any] | None:
-    """Read machine.json of a run folder: processor, threads, any_threads and matmul, "plain" if
-    there is no name; None if there is no file."""
-    path, names = folder / MACHINE, ("processor", "threads", "any_threads")
+    """Read machine.json of a run folder: processor, threads, any_threads and matmul; None if there
+    is no file."""
+    path, names = folder / MACHINE, ("processor", "threads", "any_threads", "matmul")
     if not path.exists():
         return None
-
-    def parse(text: str) -> dict[str, Any]:
-        machine = json.loads(text)
-        return {"matmul": str(machine.get("matmul", "plain"))} | {
-            name: machine[name] for name in names
-        }
-
-    return read_file(path, parse, _RESTORE)
+    return read_file(path, lambda text: {n: json.loads(text)[n] for n in names}, _RESTORE)
 
 
 def identity(config: Config, inputs: dict[str, str]) -> str:
@@ -300,7 +272,7 @@ def resolved(config: Config, folder: Path) -> Config:
 def _changes(folder: Path, config: Config, command: str) -> list[str]:
     """Describe the allowed changes of the config since the run in the folder began. Raises
     UserError for others, and for a run of another command."""
-    about = _read_about(folder)
+    about = read_about(folder, _RESTORE)
     if about["command"] != command:
         raise UserError(
             "the run folder belongs to another command",
@@ -318,11 +290,3 @@ def _changes(folder: Path, config: Config, command: str) -> list[str]:
 def _write_about(folder: Path, about: dict[str, Any]) -> None:
     here = {"directory": os.getcwd(), "config": "config.toml"}
     write_atomic(folder / "run.json", json.dumps(about | here, indent=1).encode() + b"\n")
-
-
-def _read_about(folder: Path) -> dict[str, Any]:
-    return read_file(
-        folder / "run.json",
-        lambda text: {"command": json.loads(text)["command"], **json.loads(text)},
-        _RESTORE,
-    )

@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import numbers
-import os
 import resource
 import sys
 import time
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.run_folder.files import RESTORE_OR_FRESH
-from tandem.runtime.disk import append_line, disk_errors, open_lines, write_atomic
+from tandem.runtime.disk import append_line, disk_errors, write_atomic
 from tandem.runtime.errors import UserError
 
 Metrics = dict[str, Any]  # name -> float | int | None | Metrics
@@ -35,20 +34,20 @@ class MetricsWriter:
 
     def __init__(self, run_folder: Path, resume_step: int):
         paths = [run_folder / f"{name}.jsonl" for name in ("metrics", "timings", "ledger")]
-        self._last_step = _truncate(paths[0], resume_step)
-        if resume_step > 0 and self._last_step != resume_step:
+        last_step = _truncate(paths[0], resume_step)
+        if resume_step > 0 and last_step != resume_step:
             raise UserError(
                 "the metrics end before the checkpoint",
                 where=str(paths[0]),
                 found="no row"
-                if self._last_step is None
-                else f"step {self._last_step} as the last row up to there",
+                if last_step is None
+                else f"step {last_step} as the last row up to there",
                 expected=f"the row of step {resume_step}, which the run resumes from",
                 next=RESTORE_OR_FRESH,
             )
         for path in paths[1:]:
             _truncate(path, resume_step)
-        self._metrics, self._timings, self._ledger = map(_Lines, paths)
+        self._metrics, self._timings, self._ledger = paths
         self._events = _EventFile(run_folder / "tensorboard", resume_step + 1)
 
     def write(
@@ -58,27 +57,23 @@ class MetricsWriter:
         timings: dict[str, float],
         ledger: dict[str, str] | None = None,
     ) -> None:
-        """Append the rows of a step, which must rise. NaN and infinities are written as null and
-        named under "non_finite". ledger: hashes by name."""
-        if self._last_step is not None and step <= self._last_step:
-            raise ValueError(f"metrics of step {step} after those of step {self._last_step}")
+        """Append the rows of a step. NaN and infinities are written as null and named under
+        "non_finite". ledger: hashes by name."""
         row, timing_row = metrics_row(step, metrics), metrics_row(step, timings)
-        self._timings.append(timing_row)
+        append_line(self._timings, _line(timing_row))
         if ledger is not None:
             row_hash = hashlib.sha256(_line(row)).hexdigest()
-            self._ledger.append({"step": step, **ledger, "metrics": row_hash})
+            append_line(self._ledger, _line({"step": step, **ledger, "metrics": row_hash}))
         # last: after a kill before it, the next start removes the other rows
-        self._metrics.append(row)
+        append_line(self._metrics, _line(row))
         self._events.append(step, flatten(metrics) | flatten(timings, "timings/"))
-        self._last_step = step
 
     def write_text(self, step: int, tag: str, text: str) -> None:
         """Put a text, read as Markdown, into TensorBoard and nowhere else."""
         self._events.append_text(step, tag, text)
 
     def close(self) -> None:
-        for file in (self._metrics, self._timings, self._ledger, self._events):
-            file.close()
+        self._events.close()
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -106,21 +101,6 @@ def peak_rss_mb() -> float:
             return int(peaks[0]) / (1 << 10)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (1 << 20 if sys.platform == "darwin" else 1 << 10)  # bytes there, KiB here
-
-
-class _Lines:
-    """A file that rows are appended to."""
-
-    def __init__(self, path: Path):
-        self._path = path
-        with disk_errors(path):
-            self._descriptor = open_lines(path)
-
-    def append(self, row: Metrics) -> None:
-        append_line(self._descriptor, _line(row), self._path)
-
-    def close(self) -> None:
-        os.close(self._descriptor)
 
 
 def _line(row: Metrics) -> bytes:

@@ -27,13 +27,12 @@ from pathlib import Path
 from tandem.config.recipe import load_config
 from tandem.config.schema import Config
 from tandem.model import custom_code
-from tandem.run_folder.episode_files import episode_file, read_groups
-from tandem.run_folder.files import FAILED, KEPT_MODEL, LEDGER, read_file, require_run
+from tandem.run_folder.episode_files import episode_file
+from tandem.run_folder.files import FAILED, KEPT_MODEL, LEDGER, read_about, read_file, require_run
 from tandem.run_folder.metrics import Metrics, read_lines, read_metrics
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import UserError
 from tandem.runtime.image_parts import keep_in
-from tandem.types import Group
 
 MOST_WARNINGS = 50
 TAIL = 1 << 20  # bytes of a log that are read
@@ -53,10 +52,8 @@ class PastRun:
 
     @property
     def kept_model(self) -> str:
-        """The directory with the model's config and tokenizer: the run's own copy, else (of an
-        older run) model.path."""
-        kept = self.folder / KEPT_MODEL
-        return str(kept) if kept.is_dir() else self.config.model.path
+        """The directory with the run's copy of its model's config and tokenizer."""
+        return str(self.folder / KEPT_MODEL)
 
     @cached_property
     def metrics(self) -> dict[int, Metrics]:
@@ -106,11 +103,9 @@ def open_past(folder: Path) -> PastRun:
     """Read the config and the command of a run folder. Raises UserError for another folder, or a
     config that this version does not read."""
     require_run(folder)
-    about = read_file(folder / "run.json", json.loads)
-    command = read_file(folder / "run.json", lambda text: str(json.loads(text)["command"]))
-    directory = str(about.get("directory", ""))  # runs of older versions have none
-    config = load_config(folder / "config.toml", [])
-    return PastRun(folder, config, command, directory if os.path.isdir(directory) else "")
+    about = read_about(folder)
+    directory = about["directory"] if os.path.isdir(about["directory"]) else ""
+    return PastRun(folder, load_config(folder / "config.toml", []), about["command"], directory)
 
 
 @contextmanager
@@ -140,11 +135,11 @@ class Altered:
 
 def altered(folder: Path, up_to: float = math.inf) -> list[Altered]:
     """Hash the files and rows of all steps up to `up_to` and return those whose hash is not the
-    ledger's. Steps before the ledger's first row are not checked."""
+    ledger's."""
     lines, rows = read_lines(folder), {row["step"]: row for row in read_metrics(folder, LEDGER)}
     checked: list[Altered] = []
     for step in sorted({*lines, *rows}):
-        if not min(rows, default=math.inf) <= step <= up_to:
+        if step > up_to:
             continue
         what, recorded, found = f"the row of step {step} in {LEDGER}", "a row", ""
         if step not in rows:
@@ -180,23 +175,6 @@ def require_step(past: PastRun, step: int) -> None:
 def without_evaluation(row: Metrics) -> Metrics:
     """Take the metrics of the step itself from a row: neither its number nor its evaluation."""
     return {k: value for k, value in row.items() if k != "step" and not k.startswith("eval/")}
-
-
-def read_step(path: Path) -> list[Group]:
-    """Read every group of a journal file, in its order. Raises UserError for a damaged or absent
-    one.
-
-    The problems are as the journal has them: their metadata is only what JSON keeps.
-    """
-    if not path.is_file():
-        raise UserError(
-            "the episodes of a step are not there",
-            where=str(path),
-            found="no such file",
-            expected="the journal file as Tandem wrote it",
-            next="restore the folder from a copy",
-        )
-    return read_groups(path)
 
 
 # ---- log.txt

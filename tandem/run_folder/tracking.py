@@ -15,7 +15,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -25,6 +24,7 @@ from typing import Any, Protocol
 
 from tandem.config.schema import Config
 from tandem.registry import BUILT_IN, find
+from tandem.run_folder.files import read_file
 from tandem.run_folder.metrics import Metrics, flatten
 from tandem.run_folder.samples import Sample, printable
 from tandem.runtime.disk import write_atomic
@@ -185,21 +185,15 @@ class Link:
 
 
 def run_name(folder: Path) -> str:
-    """Return the path of a run below the folder `runs`, as "demo/train"; elsewhere its own name, as
-    every demo's would be "train"."""
-    parts = folder.absolute().parts
-    if "runs" not in parts[:-1]:
-        return parts[-1]
-    last = max(place for place, part in enumerate(parts[:-1]) if part == "runs")
-    return "/".join(parts[last + 1 :])
+    """Return the path of a run below the folder `runs`, as "demo/train"; elsewhere its own name."""
+    above, _, below = folder.absolute().as_posix().rpartition("/runs/")
+    return below if above else folder.name
 
 
 def _run_id(folder: Path) -> str:
-    """Return the id of the run at its trackers, made at its first start, or if its file is damaged;
-    a copied folder goes on with the same one."""
+    """Return the id of the run at its trackers, made at its first start; a copied folder goes on
+    with the same one."""
     path = folder / IDS
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        return str(json.loads(path.read_bytes())["id"])
-    made = uuid.uuid4().hex
-    write_atomic(path, json.dumps({"id": made}).encode() + b"\n")
-    return made
+    if not path.exists():
+        write_atomic(path, json.dumps({"id": uuid.uuid4().hex}).encode() + b"\n")
+    return read_file(path, lambda text: str(json.loads(text)["id"]))

@@ -64,10 +64,6 @@ class Disk:
         else:
             path.unlink(missing_ok=True)
 
-    def free_bytes(self, folder: Path) -> int:
-        """Return the bytes that this user may still write there."""
-        return shutil.disk_usage(folder).free
-
 
 DISK = Disk()
 
@@ -116,18 +112,14 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         DISK.remove(aside)
 
 
-def open_lines(path: Path) -> int:
-    """Open a file, made if it is not there, for append_line."""
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-
-
-def append_line(descriptor: int, line: bytes, path: Path) -> None:
-    """Append one line to an open file, durably; os.write so that nothing waits in a buffer."""
-    with disk_errors(path):
+def append_line(path: Path, line: bytes) -> None:
+    """Append one line to a file, which is made if it is not there, durably. Raises UserError on a
+    full disk."""
+    with disk_errors(path), path.open("ab", buffering=0) as file:
         rest = memoryview(line)
         while rest:
-            rest = rest[os.write(descriptor, rest) :]
-        os.fsync(descriptor)
+            rest = rest[file.write(rest) :]
+        os.fsync(file.fileno())
 
 
 @contextmanager
@@ -139,7 +131,7 @@ def disk_errors(path: Path) -> Iterator[None]:
         if error.errno not in _CAUSES:
             raise
         what, advice = _CAUSES[error.errno]
-        free = f"; {human_bytes(DISK.free_bytes(existing_parent(path)))} free"
+        free = f"; {human_bytes(shutil.disk_usage(existing_parent(path)).free)} free"
         raise UserError(
             what,
             where=str(path if error.filename is None else error.filename),

@@ -6,7 +6,7 @@ decided here and nowhere else, so that algorithms are written once."""
 import math
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -90,22 +90,6 @@ class Ranks:
     def counts(self, model: "ExactModel", name: str) -> bool:
         """Tell whether it is this process that saves its part of a weight."""
         return True
-
-    def shapes(self, model: "ExactModel") -> dict[str, tuple[int, ...]]:
-        """Return the shapes of a model's whole weights, by name."""
-        return {name: tuple(weight.shape) for name, weight in model.named_weights().items()}
-
-    def collect(
-        self, model: "ExactModel", names: Sequence[str], to: int
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole weights on rank `to`, one at a time, in the type that runs. All processes
-        must go through to the end; the others get nothing."""
-        weights = model.named_weights()
-        yield from ((name, weights[name]) for name in names)
-
-    def gather_all(self, value: Any) -> list[Any]:
-        """Return the values of all processes, in their order."""
-        return [value]
 
     def parts(self, model: "ExactModel") -> Mapping[str, Tensor]:
         """Return what this process holds of each weight, by name."""

@@ -9,7 +9,7 @@ import pytest
 from tandem.config.recipe import to_toml
 from tandem.config.schema import Config
 from tandem.runtime.errors import UserError
-from tests.support.home import invoke, make_home, mistake
+from tests.support.home import invoke, make_home
 
 # command | what its message names, and what it offers
 CASES = """
@@ -136,9 +136,9 @@ def test_a_mistake_is_told_with_its_key_and_what_was_meant(folder, case):
 def test_a_mistake_is_told_before_the_values_that_differ_from_the_run_in_the_folder(folder, wrong):
     ended = folder / "ended"
     ended.mkdir(exist_ok=True)
-    (ended / "run.json").write_text('{"command": "train"}')
+    (ended / "run.json").write_text('{"command": "train", "created": "", "directory": ""}')
     (ended / "config.toml").write_text(to_toml(Config()))
     (ended / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
     command = folder / "recipe.toml", f"run.folder={ended}", wrong
-    for said in (mistake("train", *command), invoke("plan", *command).output):
-        assert "nope" in said and "the config differs" not in said
+    said = invoke("plan", *command).output
+    assert "nope" in said and "the config differs" not in said

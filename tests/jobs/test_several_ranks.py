@@ -3,8 +3,12 @@ trainer's."""
 
 import pytest
 
+from tandem.model.load import load_model
+from tandem.model.placement import place_models
 from tandem.model.tiny import make_tiny
 from tandem.run_folder.metrics import read_metrics
+from tandem.run_folder.read import open_past
+from tandem.weights.hashing import weight_hash
 from tests.support.runs import Forks, end_well, fingerprint, prepare, run
 
 RUNS = {  # kind, overrides
@@ -26,6 +30,10 @@ def test_run_of_several_ranks_ends_well(name, tmp_path):
     rows = metrics_of([*command, *overrides], tmp_path / "run")
     assert rows[-1]["step"] == 2 and all(row.get("logprob_gap", 0.0) == 0.0 for row in rows)
     assert any(row.get("grad_norm", 0.0) > 0 for row in rows)
+    place = place_models("cpu", open_past(tmp_path / "run").config.model.dtype)
+    exported = load_model(str(tmp_path / "run/hf/step_000002"), place=place)
+    ledger = read_metrics(tmp_path / "run", "ledger.jsonl")
+    assert weight_hash(exported.merged()) == ledger[-1]["weights"]
 
 
 def test_run_that_has_stopped_early_exports_the_same_weights_again(tmp_path):

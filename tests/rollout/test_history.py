@@ -10,9 +10,9 @@ from transformers import AutoTokenizer
 from tandem.data.chat_template import with_calls_read
 from tandem.plugins.audit.replay import replay
 from tandem.plugins.audit.why import find_episodes, tokens, trace_updates, with_history
-from tandem.run_folder.episode_files import json_lines
+from tandem.run_folder.episode_files import json_lines, read_groups
 from tandem.run_folder.metrics import read_metrics
-from tandem.run_folder.read import open_past, read_step
+from tandem.run_folder.read import open_past
 from tandem.trainer.batch import pack_batch, token_weights
 from tandem.trainer.learn import token_advantages
 from tandem.types import Group
@@ -25,7 +25,7 @@ def test_each_turn_is_trained_behind_the_prompt_that_the_template_writes():
     run, dropped = past_run("rendered turns"), 0
     tokenizer = AutoTokenizer.from_pretrained(run / "model")
     for step in range(1, STEPS + 1):
-        for group in read_step(run / f"episodes/train_step_{step:06d}.parquet"):
+        for group in read_groups(run / f"episodes/train_step_{step:06d}.parquet"):
             for episode in group.episodes:
                 chat = [*episode.opening, *episode.messages]
                 turns = [n for n, message in enumerate(chat) if message["role"] == "assistant"]
@@ -49,7 +49,7 @@ def test_a_run_of_rendered_turns_is_replayed_and_explained():
     past = open_past(past_run("rendered turns"))
     found = replay(past, 3, lambda text: None)
     assert found.divergence is None and found.tokens > 100
-    episodes = [e for group in read_step(past.journal(3)) for e in group.episodes]
+    episodes = [e for group in read_groups(past.journal(3)) for e in group.episodes]
     episode = next(e for e in episodes if len(e.starts) == 2)
     [ref] = find_episodes(past, f"3:{episode.uid}:{episode.sample_index}")
     update = trace_updates(past, with_history(past, ref), lambda text: None)

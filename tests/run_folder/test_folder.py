@@ -79,16 +79,6 @@ def kill(process):
     process.stdout.close()
 
 
-def test_status_of_the_run_before_is_dropped_when_it_starts_again(tmp_path):
-    for number in range(2):
-        start(tmp_path)
-        assert read_status(tmp_path) is None
-        write_status(tmp_path, number, 9, [])
-        with pytest.raises(UserError), open_run(tmp_path, config(), fresh=False, command="sft"):
-            pass
-        assert read_status(tmp_path)["step"] == number
-
-
 def test_a_start_that_is_refused_or_killed_leaves_config_and_status_as_they_were(tmp_path):
     def ended(end):
         with open_run(tmp_path, changed, fresh=False, command="train") as run:
@@ -106,7 +96,7 @@ def test_a_start_that_is_refused_or_killed_leaves_config_and_status_as_they_were
     assert [(tmp_path / name).read_bytes() for name in names] == before
     start(tmp_path, run__save_every=7)
     assert load_config(tmp_path / "config.toml", []) == changed
-    assert not list(tmp_path.glob(".next-*"))
+    assert not list(tmp_path.glob(".next-*")) and read_status(tmp_path) is None
 
 
 def refused(folder, act=lambda run: None, fresh=False, command="train"):

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tandem.run_folder.read import open_past, read_step
+from tandem.run_folder.episode_files import read_groups
+from tandem.run_folder.read import open_past
 from tandem.run_folder.samples import brief, page, read_samples, sample_file
 from tandem.runtime.errors import UserError
 from tests.support.home import invoke, make_home, output_of
@@ -79,7 +80,7 @@ def test_show_prints_different_problems_of_the_newest_step():
 
 
 def test_best_and_worst_come_first():
-    groups = read_step(open_past(past_run("train")).journal(2))
+    groups = read_groups(open_past(past_run("train")).journal(2))
     rewards = {f"2:{e.uid}:{e.sample_index}": e.reward for group in groups for e in group.episodes}
     best, _ = shown_names(past_run("train"), "--step", 2, "--best", "--count", 16)
     worst, _ = shown_names(past_run("train"), "--step", 2, "--worst", "--count", 5)

@@ -38,14 +38,6 @@ def test_this_process_is_prepared():
     assert numerics.why_not_reproducible() == []
 
 
-def test_import_changes_nothing_and_needs_no_torch():
-    code = "import os, sys; before = dict(os.environ); import tandem, tandem.runtime.numerics; "
-    assert (
-        output_of(code + "print(dict(os.environ) == before, 'torch' in sys.modules)")
-        == "True False"
-    )
-
-
 def test_prepare_undoes_what_the_caller_had_set():
     """A notebook may have imported torch, and set what it liked."""
     code = """

@@ -14,11 +14,3 @@ def sync(tmp_path_factory):
 
 def test_interrupted_run_saves_and_resumes_to_the_same_bits(sync):
     assert sync.signal_after(2, signal.SIGTERM) == (True, "")
-
-
-def test_second_signal_ends_a_hanging_run_at_once(sync):
-    assert sync.two_signals(signal.SIGINT) == (True, "")
-
-
-def test_second_run_is_refused_and_a_dead_lock_taken_over(sync):
-    assert sync.one_double() == (True, "")

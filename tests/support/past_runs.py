@@ -9,8 +9,7 @@ from pathlib import Path
 
 from tandem.cli.train import train
 from tandem.config.recipe import load_config
-from tandem.run_folder.episode_files import episode_file, read_note, write_episodes
-from tandem.run_folder.read import read_step
+from tandem.run_folder.episode_files import episode_file, read_groups, read_note, write_episodes
 from tests.support.runs import KINDS, prepare
 
 STEPS = 4  # checkpoints after 3 and 4
@@ -57,7 +56,7 @@ def rewrite(run, step, change):
         replace(
             group, episodes=tuple(change(row, place, e) for place, e in enumerate(group.episodes))
         )
-        for row, group in enumerate(read_step(path))
+        for row, group in enumerate(read_groups(path))
     ]
     write_episodes(run / "episodes", step, groups, note=read_note(path))
 

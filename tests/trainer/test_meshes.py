@@ -567,7 +567,7 @@ def collected_on(mesh):
     ranks.divide(model, FLOAT32)
     found = []
     for pieces.BUCKET_BYTES in (usual, 1 << 14, 0):
-        whole = dict(ranks.collect(model, list(given), to=1))
+        whole = dict(ranks.pieces(model).collect(ranks.parts(model), to=1))
         found.append(
             whole.keys() == given.keys() and all(map(torch.equal, whole.values(), given.values()))
         )

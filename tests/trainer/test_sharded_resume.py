@@ -1,18 +1,11 @@
 """A checkpoint of any number of processes is taken up by any other, weights and moments to the last
-bit; exports are written without a whole copy."""
-
-import json
+bit."""
 
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 
-from tandem.jobs.export import save_weights
 from tandem.model.forward import batch_logprobs
-from tandem.model.load import make_exact
-from tandem.model.lora import Lora
 from tandem.plugins.optim.adamw_8bit import Optimizer8bit
 from tandem.run_folder.checkpoint import Contents, load_checkpoint, save_checkpoint
 from tandem.run_folder.shards import Shard, write_shard
@@ -26,7 +19,7 @@ from tandem.trainer.ranks import ALONE
 from tandem.types import SamplingDistribution
 from tandem.weights.hashing import weight_hash
 from tests.support.meshes import on_mesh
-from tests.support.tiny import exact_model, random_samples, stock_model, tiny_config
+from tests.support.tiny import exact_model, random_samples
 
 SAMPLING = SamplingDistribution()
 
@@ -157,49 +150,3 @@ def test_the_same_mesh_goes_on_as_if_it_had_never_stopped(tmp_path, sizes):
     assert sum(n > 0 for n in saved) == sizes.get("shard", sizes["data"])  # one copy of each part
     assert content(tmp_path / "resumed") == content(tmp_path / "whole")
     assert content(tmp_path / "resumed") != content(tmp_path / "half")
-
-
-LORA = Lora(rank=2, alpha=3.0, targets=("q_proj", "down_proj"), seed=0)
-
-
-def adapted_model(kind, lora):
-    """A model whose adapter, if it has one, changes something."""
-    model = make_exact(stock_model(tiny_config(kind)), LORA if lora else None)
-    with torch.no_grad():
-        for name, weight in model.adapter_weights().items():
-            weight.copy_(torch.full_like(weight, 0.01 + len(name) / 1000))
-    return model
-
-
-def export_parts(mesh, kind, lora, dtype, folder):
-    model, ranks = adapted_model(kind, lora), ParallelRanks(mesh)
-    ranks.divide(model, dtype)
-    save_weights(Learner(model, None, ranks), folder)
-
-
-@pytest.mark.parametrize(
-    ("kind", "lora", "dtype", "dimension"),
-    [
-        ("qwen3", False, torch.float32, "pipeline"),
-        ("qwen3", True, torch.bfloat16, "data"),
-        ("qwen3_moe", False, torch.bfloat16, "data"),
-    ],
-)
-def test_an_export_by_all_processes_holds_what_one_writes(tmp_path, kind, lora, dtype, dimension):
-    (folder := tmp_path / "parts").mkdir()
-    on_mesh(export_parts, kind, lora, dtype, folder, **{dimension: 2})
-    model = adapted_model(kind, lora)
-    for parameter in model.module.parameters():
-        parameter.data = parameter.data.to(dtype)
-    model.module.save_pretrained(tmp_path / "one", state_dict=model.merged_weights())
-    expected = load_file(tmp_path / "one" / "model.safetensors")
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    assert sorted({*index["weight_map"].values()}) == sorted(
-        path.name for path in folder.glob("*.safetensors")
-    )
-    assert len(list(folder.glob("*.safetensors"))) == 2
-    assert index["weight_map"].keys() == expected.keys()
-    assert index["metadata"]["total_size"] == sum(t.nbytes for t in expected.values())
-    for name, file in index["weight_map"].items():
-        found = safe_open(folder / file, "pt").get_tensor(name)
-        assert found.dtype == dtype and torch.equal(found, expected[name])

@@ -26,10 +26,10 @@ from tandem.plugins.audit.replay_run import ReplayRun, open_replay_run
 from tandem.plugins.audit.rescore import rescore
 from tandem.run_folder.checkpoint import checkpoint_step, find_damage, load_checkpoint, step_name
 from tandem.run_folder.diff import Divergence, compare, compare_items
-from tandem.run_folder.episode_files import read_note
+from tandem.run_folder.episode_files import read_groups, read_note
 from tandem.run_folder.folder import read_machine
 from tandem.run_folder.metrics import metrics_row, read_metrics
-from tandem.run_folder.read import PastRun, altered, read_step, require_step, without_evaluation
+from tandem.run_folder.read import PastRun, altered, require_step, without_evaluation
 from tandem.runtime import numerics
 from tandem.runtime.disk import file_hash
 from tandem.trainer.batch import pack_batch
@@ -67,8 +67,6 @@ def replay(
     replay cannot begin with the folder or an input.
     """
     require_step(past, step)
-    if not past.ledger:
-        report("this run has no ledger: weights can be compared only where there is a checkpoint")
     with open_replay_run(past, report) as run:
         result = ReplayReport(step=step)
         return _Replay(past, run, step, report, observe, score, result).run()
@@ -115,7 +113,7 @@ class _Replay:
         """Compare everything from the starting point to the weights after the step."""
         groups = []
         if self.replayed.learning is not None:
-            groups = _trained(read_step(self.past.journal(self.step)))
+            groups = _trained(read_groups(self.past.journal(self.step)))
         # a replay must pass each version of the weights that sampled a token, to compare log-probs
         episodes = [episode for group in groups for episode in group.episodes]
         oldest = [e.weight_versions[e.loss_mask].min() for e in episodes if e.loss_mask.any()]
@@ -154,7 +152,7 @@ class _Replay:
         step, last = done + 1, done + 1 == self.step
         require_step(self.past, step)
         if self.replayed.learning is not None:
-            groups = read_step(self.past.journal(step))
+            groups = read_groups(self.past.journal(step))
             path, rewritten = self.past.journal(step), None
             if step in self.past.ledger:
                 recorded = self.past.ledger[step]["episodes"]

@@ -24,8 +24,9 @@ from tandem.jobs.models import check_models
 from tandem.registry import find
 from tandem.rollout.collect import Progress, make_rollout_batch, step_metrics
 from tandem.rollout.score import sampling_params
+from tandem.run_folder.episode_files import read_groups
 from tandem.run_folder.folder import MACHINE, RunFolder
-from tandem.run_folder.read import PastRun, read_step
+from tandem.run_folder.read import PastRun
 from tandem.runtime.errors import UserError
 from tandem.step import learn_step
 from tandem.train_loop import TrainJob
@@ -93,7 +94,7 @@ class JournalReplayRun(ReplayRun):
 
     def step(self, done: int, observe: Observe | None) -> Row:
         progress, config = self._progress, self._past.config
-        groups = read_step(self._past.journal(done + 1))
+        groups = read_groups(self._past.journal(done + 1))
         carried, baseline = len(progress.carried), progress.baseline
         new = len(groups) - carried - len(progress.unfinished)
         progress.batches += new // config.rl.prompts_per_step
@@ -105,7 +106,7 @@ class JournalReplayRun(ReplayRun):
         config = self._past.config
         # groups that the step left to the next one
         leaves = config.rl.max_gen_batches or config.rollout.token_budget
-        self._progress.restore(state, read_step(self._past.journal(done)) if leaves else [])
+        self._progress.restore(state, read_groups(self._past.journal(done)) if leaves else [])
 
     def rollout_state(self) -> dict[str, Any]:
         return self._progress.state()
@@ -123,9 +124,7 @@ def open_replay_run(past: PastRun, report: Report) -> Iterator[ReplayRun]:
             with TemporaryDirectory() as place:
                 if (machine := past.folder / MACHINE).exists():  # the matmul kernel of its steps
                     shutil.copy(machine, place)
-                folder = RunFolder(
-                    path=Path(place), config=config, command=past.command, log_descriptor=-1
-                )
+                folder = RunFolder(path=Path(place), config=config, command=past.command)
                 opens = find("jobs", past.command, key="command")
                 with opens(config, folder, report) as job:
                     yield ReplayRun(past, job)

@@ -1,7 +1,7 @@
 """The episodes of a journal file, scored again with the run's reward functions and compared with
 the record.
 
-Some values cannot be repeated and are read back instead: the score of a judge, the rewards of an
+Some values cannot be repeated and are read back instead: rewards with a judge in them, those of an
 environment or a reward model (the reward function reads them in the episode, so the rest of the
 reward is repeated), and episodes whose scoring failed, as that may have been a matter of time. It
 does not know how a step learns.
@@ -13,15 +13,13 @@ from dataclasses import dataclass
 from tandem.config.schema import Config
 from tandem.jobs.engines import build_reward_pool
 from tandem.jobs.inputs import read_data
-from tandem.rewards.parts import part_name
 from tandem.rollout.score import with_reward
-from tandem.run_folder.diff import Divergence, compare
+from tandem.run_folder.diff import Divergence, compare, compare_items
 from tandem.runtime.errors import UserError
 from tandem.types import Episode, Group
 
-JUDGE = "judge"
 _READ_BACK = {
-    JUDGE: "the judge's score is read back",
+    "judge": "rewards with a judge's score in them are read back",
     "env": "what the environment gave is read back",
     "reward_model": "the reward model's score is read back",
 }
@@ -42,7 +40,7 @@ def rescore(config: Config, groups: Sequence[Group], step: int) -> Scoring:
     differ."""
     functions = config.reward.functions
     notes = [note for name, note in _READ_BACK.items() if name in functions]
-    if functions == [JUDGE]:
+    if "judge" in functions:
         return Scoring(episodes=0, notes=notes, divergence=None)
     ended = [e for group in groups for e in group.episodes if e.stop_reason != "paused"]
     episodes = [e for e in ended if not e.reward_error]
@@ -57,44 +55,22 @@ def rescore(config: Config, groups: Sequence[Group], step: int) -> Scoring:
             expected="the data that the run began with",
             next="restore it",
         )
-    with build_reward_pool(_without_judge(config) if JUDGE in functions else config) as pool:
+    with build_reward_pool(config) as pool:
         scores = [pool.submit(problems[e.uid], e.attempt()) for e in episodes]
         pairs = (
             (e, with_reward(e, score.result(), config.reward, config.rollout.max_new_tokens))
             for e, score in zip(episodes, scores, strict=True)
         )
-        divergences = (one for pair in pairs for one in _compare_scores(*pair, config, step))
+        divergences = (one for pair in pairs for one in _compare_scores(*pair, step))
         return Scoring(episodes=len(episodes), notes=notes, divergence=next(divergences, None))
 
 
-def _without_judge(config: Config) -> Config:
-    """Remove the judge; give the other functions weights, so that each reward is a part under its
-    own name."""
-    reward = config.reward
-    weights = reward.weights or [1.0] * len(reward.functions)
-    kept = {f: w for f, w in zip(reward.functions, weights, strict=True) if f != JUDGE}
-    others = {
-        "function": list(kept),
-        "weights": list(kept.values()),
-        "options": {name: value for name, value in reward.options.items() if name != JUDGE},
-    }
-    return config.model_copy(update={"reward": reward.model_copy(update=others)})
-
-
-def _compare_scores(
-    recorded: Episode, computed: Episode, config: Config, step: int
-) -> Iterator[Divergence]:
-    """Compare an episode's reward and parts; with a judge the parts of the other functions only."""
+def _compare_scores(recorded: Episode, computed: Episode, step: int) -> Iterator[Divergence]:
+    """Compare an episode's reward and parts."""
     name = f"episode {step}:{recorded.uid}:{recorded.sample_index}"
     if computed.reward_error:
         reward = f"{recorded.reward!r}, without an error"
         yield Divergence(what=f"score of {name}", a=reward, b=computed.reward_error)
-    functions = config.reward.functions
-    if JUDGE in functions:
-        parts = [part_name(function) for function in functions if function != JUDGE]
-    else:
-        yield from compare(f"reward of {name}", recorded.reward, computed.reward)
-        parts = list({**recorded.reward_parts, **computed.reward_parts})
-    for part in parts:
-        pair = [episode.reward_parts.get(part) for episode in (recorded, computed)]
-        yield from compare(f"reward part {part} of {name}", *pair)
+    yield from compare(f"reward of {name}", recorded.reward, computed.reward)
+    what = f"reward part {{}} of {name}"
+    yield from compare_items(recorded.reward_parts, computed.reward_parts, what)

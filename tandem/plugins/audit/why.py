@@ -24,8 +24,8 @@ from tandem.config.algorithm import RL
 from tandem.model.tokenizer import load_tokenizer
 from tandem.plugins.audit.replay import replay
 from tandem.run_folder.diff import Divergence
-from tandem.run_folder.episode_files import read_columns
-from tandem.run_folder.read import PastRun, read_step
+from tandem.run_folder.episode_files import read_columns, read_groups
+from tandem.run_folder.read import PastRun
 from tandem.run_folder.samples import Sample
 from tandem.runtime.errors import UserError
 from tandem.runtime.image_tokens import IMAGE
@@ -116,7 +116,7 @@ def find_episodes(past: PastRun, name: str) -> list[EpisodeRef]:
 def _refs_of_step(past: PastRun, step: int) -> list[EpisodeRef]:
     return [
         EpisodeRef(step=step, row=row, place=place, group=group)
-        for row, group in enumerate(read_step(past.journal(step)))
+        for row, group in enumerate(read_groups(past.journal(step)))
         for place in range(len(group.episodes))
     ]
 
@@ -164,7 +164,7 @@ def trace_updates(past: PastRun, ref: EpisodeRef, report: Report) -> EpisodeUpda
     assert trained is not None  # its history has it there
     groups = [
         (row, group)
-        for row, group in enumerate(read_step(past.journal(step)))
+        for row, group in enumerate(read_groups(past.journal(step)))
         if group.outcome == "train"
     ]
     number = [row for row, _ in groups].index(trained.row)

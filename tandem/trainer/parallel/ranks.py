@@ -1,6 +1,6 @@
 """The passes of a model over the processes of a mesh, as trainer/ranks.py asks for them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,7 +88,7 @@ class ParallelRanks(Ranks):
     ) -> None:
         """Keep what is known of a divided model: as in `Divided`, and the boxes of its parts."""
         own = [name for name, part in parts.items() if part.requires_grad]
-        trained = sorted(set().union(*self.gather_all(own)))
+        trained = sorted(set().union(*self.mesh.world.gather(own, "trained weights")))
         pieces = Pieces(boxes, self.mesh.world)
         self._divided[stage.model] = Divided(stage, parameters, parts, pieces, partial, trained)
 
@@ -110,19 +110,6 @@ class ParallelRanks(Ranks):
 
     def counts(self, model: ExactModel, name: str) -> bool:
         return self._divided[model].pieces.counted(name)
-
-    def shapes(self, model: ExactModel) -> dict[str, tuple[int, ...]]:
-        owners = self._divided[model].pieces.owners
-        return {name: next(iter(boxes)).whole for name, boxes in owners.items()}
-
-    def collect(
-        self, model: ExactModel, names: Sequence[str], to: int
-    ) -> Iterator[tuple[str, Tensor]]:
-        divided = self._divided[model]
-        yield from divided.pieces.collect(divided.parts, to, names, divided.stage.dtype)
-
-    def gather_all(self, value: Any) -> list[Any]:
-        return self.mesh.world.gather(value, "results of all processes")
 
     def parts(self, model: ExactModel) -> Mapping[str, Tensor]:
         return self._divided[model].parts

@@ -9,7 +9,8 @@ import pytest
 
 from tandem.plugins.audit.show import why
 from tandem.plugins.audit.why import EpisodeRef, find_episodes, tokens, trace_updates, with_history
-from tandem.run_folder.read import open_past, read_step
+from tandem.run_folder.episode_files import read_groups
+from tandem.run_folder.read import open_past
 from tandem.runtime.errors import UserError
 from tests.support.past_runs import PARTIAL, change_first, copy_of, edit, past_run
 
@@ -22,7 +23,7 @@ def of(kind, outcome, step=None):
     """(run, an episode of it with that outcome)"""
     past = open_past(past_run(kind))
     for number in past.journaled() if step is None else [step]:
-        for row, group in enumerate(read_step(past.journal(number))):
+        for row, group in enumerate(read_groups(past.journal(number))):
             if group.outcome == outcome:
                 return past, with_history(
                     past, EpisodeRef(step=number, row=row, place=1, group=group)
@@ -57,7 +58,7 @@ def test_advantages_and_weights_are_those_of_the_step():
     """GRPO without the spread: the advantage is reward - mean, a token weighs 1 / (episodes x
     tokens of its own)."""
     past, found = of("train", "train", 2)
-    groups = read_step(past.journal(2))
+    groups = read_groups(past.journal(2))
     half = len(groups) // 2  # rl.minibatches = 2
     episodes = [e for group in groups[:half] for e in group.episodes]
     rows = learned_rows(past, found)
@@ -105,7 +106,7 @@ def test_a_paused_episode_is_followed_from_step_to_step():
     assert [step for step, _ in found.history] == list(
         range(found.step, found.step + len(found.history))
     )
-    files = [read_step(past.journal(step)) for step, _ in found.history]
+    files = [read_groups(past.journal(step)) for step, _ in found.history]
     lengths = [
         len(e.tokens)
         for g in files
@@ -129,7 +130,7 @@ def test_setting_that_masks_an_episode_is_named(tmp_path):
     past = open_past(run)
     cut = next(
         EpisodeRef(step=2, row=row, place=place, group=group)
-        for row, group in enumerate(read_step(past.journal(2)))
+        for row, group in enumerate(read_groups(past.journal(2)))
         for place, e in enumerate(group.episodes)
         if e.stop_reason == "length" and not e.masked
     )
@@ -158,7 +159,7 @@ def test_episode_is_found_by_step_uid_sample_or_key():
 @pytest.mark.parametrize("name", ["9:nobody:0", "nobody", "", "12"])
 def test_unknown_episode_is_refused_with_a_valid_example(name):
     past = open_past(past_run("ema"))
-    last = read_step(past.journal(4))[0].episodes[0]
+    last = read_groups(past.journal(4))[0].episodes[0]
     with pytest.raises(UserError, match="no such episode") as caught:
         find_episodes(past, name)
     assert caught.value.expected.endswith(f"e.g. 4:{last.uid}:0")

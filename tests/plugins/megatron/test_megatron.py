@@ -12,18 +12,15 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tandem.config.parallel import Parallel
 from tandem.config.schema import Config
 from tandem.jobs.exactness import require_correction
-from tandem.jobs.export import save_weights
 from tandem.jobs.models import check_shape
 from tandem.model.forward import batch_logprobs
 from tandem.plugins.megatron.core import require_megatron, version
 from tandem.plugins.megatron.trainer import check_megatron
 from tandem.runtime.errors import UserError
-from tandem.trainer.learner import Learner
 from tandem.trainer.pack import pack
 from tandem.trainer.ranks import ALONE
 from tandem.types import SamplingDistribution
@@ -185,27 +182,6 @@ def test_stages_that_recompute_their_layers_have_the_same_bits():
     for found, wanted in zip(recomputed[2:5:2], plain[2:5:2], strict=True):
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
-
-
-def export_parts(mesh, kind, folder):
-    megatron_cpu.prepare()
-    from tandem.plugins.megatron.model import MegatronRanks
-
-    ranks = MegatronRanks(mesh)
-    save_weights(Learner(ranks.divide(model_of(kind), torch.float32), None, ranks), folder)
-
-
-@installed
-def test_an_export_has_the_names_and_the_bits_of_the_exact_models(tmp_path):
-    _skip_old("qwen3_moe")
-    on_mesh(export_parts, "qwen3_moe", tmp_path, expert=2)
-    model_of("qwen3_moe").module.save_pretrained(tmp_path / "one")
-    expected = load_file(tmp_path / "one" / "model.safetensors")
-    found = {}
-    for file in tmp_path.glob("*.safetensors"):
-        found |= load_file(file)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.skipif(INSTALLED, reason="megatron-core is installed")

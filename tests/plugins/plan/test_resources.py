@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.cli.train import explain_out_of_memory
 from tandem.config.recipe import load_config
 from tandem.jobs import rl
 from tandem.jobs.models import build_learner
-from tandem.jobs.out_of_memory import explain_out_of_memory
 from tandem.model.placement import Placement
 from tandem.plugins.plan.footprint import Footprint, model_sizes
 from tandem.runtime.errors import UserError

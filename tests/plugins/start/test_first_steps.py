@@ -8,7 +8,7 @@ import pytest
 from tandem.config.recipe import load_config
 from tandem.plugins.start.demo import RECIPE, make_inputs, settings
 from tandem.runtime.errors import UserError
-from tests.support.command import assert_is_a_users_error, tandem
+from tests.support.command import tandem
 
 
 def files_of(folder):
@@ -68,13 +68,6 @@ def test_a_project_is_the_same_every_time_and_has_one_model(project, tmp_path):
     assert load_config(tmp_path / "other" / "recipe.toml", []).model.path == str(project / "model")
     code, stdout, stderr = tandem("plan", "recipe.toml", cwd=tmp_path / "other")
     assert code == 0, stdout + stderr
-
-
-def test_init_replaces_nothing(project):
-    before = files_of(project)
-    result = tandem("init", "mine", cwd=project.parent)
-    assert_is_a_users_error(result, "mine", "a new folder")
-    assert files_of(project) == before
 
 
 def test_demo_writes_its_recipe_data_and_model_once(tmp_path):

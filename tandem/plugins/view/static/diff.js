@@ -49,7 +49,7 @@ function told(found) {
   return [
     h("section", { class: `card ${one || unsure ? "" : "good"}` }, h("h2", {}, heading), one && h("p", {}, visible(one.what)), one && h("div", { class: "sides" }, side("A", one.a), side("B", one.b)),
       one && found.step > 0 && h("p", {}, h("a", { href: link("step", [found.a, String(found.step)]) }, "the step in A"), " · ", h("a", { href: link("step", [found.b, String(found.step)]) }, "in B")),
-      h("p", { class: "dim" }, `A has ${found.last[0]} steps, B ${found.last[1]}.`, found.other_bytes.length > 0 && ` Journal files of ${found.other_bytes.length} steps hold equal episodes in other bytes.`)),
+      h("p", { class: "dim" }, `A has ${found.last[0]} steps, B ${found.last[1]}.`)),
     found.altered.length > 0 && h("section", { class: "card problem" }, h("h2", {}, "Not as they were written"), found.altered.map(([name, file]) => h("p", {}, `${name}: ${plain(file.what)}`))),
     list("Configuration", found.config), list("Inputs", found.inputs),
   ];
