@@ -1,29 +1,17 @@
 """Formulas of `tandem plan --gpus` against published numbers: rows for results/scaling.md."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from scaling_models import OTHERS, PUBLISHED, QWEN3, model_of
 
 from tandem.config.parallel import Parallel
-from tandem.plugins.plan.scaling import (
-    GPUS,
-    Assumptions,
-    Gpu,
-    Rollout,
-    decode_time,
-    flops_per_token,
-    rollout_time,
-    update_time,
-)
+from tandem.plugins.plan.scaling import GPUS, Assumptions, flops_per_token, update_time
 from tandem.plugins.plan.shards import Work, memory, parameters
 
 BF16, GIB = torch.bfloat16, 2**30
-WHOLE = Assumptions(products=1.0, links=1.0, decode=1.0, memory=1.0)
-MEASURED_H200 = replace(GPUS["h200"], bandwidth=4.3e12, flops=788e12)  # measured ceilings
 MODELS = QWEN3 | OTHERS
 
 
@@ -46,55 +34,8 @@ def checks() -> Iterator[Check]:
     for name, published in PUBLISHED.items():
         found = parameters(QWEN3[name]) / 1e9
         yield Check(f"{name}, parameters", published, found, "billion", "rounded on its page")
-    yield from _decode()
     yield from _training()
     yield from _torchtitan()
-
-
-def _decode() -> Iterator[Check]:
-    small, h200 = MODELS["Qwen3-0.6B"], MEASURED_H200
-    for batch, published in ((1, 3300), (64, 31600), (256, 34700)):
-        found = batch / decode_time(small, 2, batch, 1024, h200.bandwidth, h200.flops)
-        text = "arithmetic too: the same bound"
-        yield Check(
-            f"Qwen3-0.6B, H200, decode at 1k context, batch {batch}",
-            published,
-            found,
-            "tok/s",
-            text,
-        )
-    floor = _workload(h200)
-    text = "256 sequences, 100-1,024 tokens in and out, that leave as they end"
-    yield Check("nano-vllm's workload, Qwen3-0.6B, floor of an H200", 36300, floor, "tok/s", text)
-    a800 = _workload(GPUS["a100"])
-    text = "10.0k tok/s was 65% of their floor; ours has the data sheet's 2,039 GB/s, of which gpt-fast measures 1,700"
-    yield Check("the same, floor of an A800", 10000 / 0.65, a800, "tok/s", text)
-    found = a800 * Assumptions().decode
-    text = f"ours is {Assumptions().decode:.0%} of the data sheet's floor, a share that was chosen between these two: no test of it"
-    yield Check("the same, nano-vllm's measured speed", 10000, found, "tok/s", text)
-    yield Check("the same, vLLM's measured speed", 8600, found, "tok/s", text)
-    llama = 1 / decode_time(MODELS["Llama-2-7B"], 2, 1, 100, 1.7e12, 312e12)
-    text = "gpt-fast's README: 104.9 tok/s, 1,700 GB/s achievable; ours is the floor at 1,700 GB/s times their own 82%: the floor is tested, not the share"
-    yield Check("gpt-fast, Llama-2-7B, A100, batch 1", 104.9, 0.82 * llama, "tok/s", text)
-
-
-def _workload(gpu: Gpu) -> float:
-    """Return tokens/s of nano-vllm's workload at the ceilings: prefill, then steps of those left."""
-    rng, shape = np.random.default_rng(0), MODELS["Qwen3-0.6B"]
-    prompts, news = rng.integers(100, 1025, 256), rng.integers(100, 1025, 256)
-    seconds = _rollout(shape, int(prompts.sum()), 0.0, 1, gpu)
-    for step in range(1, int(news.max()) + 1):
-        left = news >= step
-        context = float((prompts[left] + step).mean())
-        seconds += decode_time(shape, 2, int(left.sum()), context, gpu.bandwidth, gpu.flops)
-    return float(news.sum() / seconds)
-
-
-def _rollout(shape: Any, prompt: float, new: float, episodes: int, gpu: Gpu) -> float:
-    work = Rollout(
-        shape=shape, width=2, prompts=1, episodes=episodes, prompt=prompt, new=new, batch=episodes
-    )
-    return rollout_time(work, 1, gpu, WHOLE)
 
 
 def _training() -> Iterator[Check]:
@@ -102,21 +43,6 @@ def _training() -> Iterator[Check]:
     mfu = 11900 * (28 * layer + head) / GPUS["h100"].flops
     text = "11.9k tok/s at 16k context: the count of FLOPs is tested. Attention to half of the keys gives their number, to all of them 0.18"
     yield Check("prime-rl, Qwen3-0.6B, one H100, MFU", 0.11, mfu, "", text)
-    for name, published in (("Qwen3-0.6B", 7.2), ("Qwen3-1.7B", 13.3), ("Qwen3-4B", 27.3)):
-        shape = MODELS[name]
-        rollout = Rollout(
-            shape=shape, width=2, prompts=64, episodes=512, prompt=256, new=512, batch=512
-        )
-        sampling = rollout_time(rollout, 1, MEASURED_H200, WHOLE)
-        found, shared = (
-            sampling + _update(shape, *rows) for rows in ((512, 256 + 512), (64, 256 + 8 * 512))
-        )
-        text = f"arithmetic too, 50% MFU of 788 TFLOP/s and decode at the floor; {shared:.1f} s with a prompt's rows once a group, as Tandem trains them; which one theirs has is not written"
-        yield Check(f"RL step, {name}, one H200", published, found, "s", text)
-    copy = 2 * 2 * parameters(MODELS["Qwen3-4B"]) / MEASURED_H200.bandwidth
-    yield Check(
-        "copy of Qwen3-4B in its device", 3.7, 1e3 * copy, "ms", "each byte read and written"
-    )
     gemm = 2 * 134_515_008 * 665  # of the floor at batch >= 12: 665 tok/s
     for count, published in ((134_515_008, 112), (7_000_000, 2108)):
         found = 0.51 * gemm / (6 * count)
@@ -127,18 +53,6 @@ def _training() -> Iterator[Check]:
     sync = 1e3 * 2 * parameters(MODELS["Qwen3-4B"]) / GPUS["h100"].nvlink
     text = "a floor: one rank sends all weights over NVLink once; reshard is many small messages and names"
     yield Check("NeMo-RL, Qwen3-4B, weights to the engine", 210, sync, "ms", text)
-
-
-def _update(shape: Any, clusters: int, cluster: int) -> float:
-    work = Work(
-        model=model_of(shape),
-        dtype=BF16,
-        clusters=clusters,
-        cluster=cluster,
-        length=768,
-        microbatch=8192,
-    )
-    return update_time(work, Parallel(), MEASURED_H200, replace(WHOLE, products=0.5)).total
 
 
 def _torchtitan() -> Iterator[Check]:

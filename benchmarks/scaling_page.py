@@ -11,8 +11,8 @@ from tandem.config.parallel import DIMENSIONS, Parallel
 from tandem.config.schema import Config
 from tandem.model.placement import Placement
 from tandem.plugins.plan.footprint import Footprint, Sizes
-from tandem.plugins.plan.meshes import plans, rollout_of, smallest
-from tandem.plugins.plan.scaling import GPUS, Assumptions, rollout_time
+from tandem.plugins.plan.meshes import plans, smallest
+from tandem.plugins.plan.scaling import GPUS, Assumptions
 from tandem.plugins.plan.shards import parameters
 
 ROOT = Path(__file__).parent.parent
@@ -75,13 +75,10 @@ a layer, arXiv 2204.02311, appendix B; of layers a forward pass more with checkp
 reductions of gradients hide behind the products, but for one layer's. All of it x (m + p - 1) / m, as a pipeline is idle for
 (p - 1) / (m + p - 1) of the time (arXiv 1811.06965, section 2.3).
 
-**Time of a rollout**: prefill by products, each step of decode by reading weights and cached keys and values once
-(arXiv 2211.05102, section 2); of experts those that the batch's tokens choose.
-
 Assumed, and printed with each plan: {assumed}.
 
-| GPU | dense bf16 | memory | bandwidth | NVLink, one way | network a GPU | source |
-|---|---|---|---|---|---|---|
+| GPU | dense bf16 | memory | NVLink, one way | network a GPU | source |
+|---|---|---|---|---|---|
 """
 
 
@@ -92,7 +89,7 @@ def write_page() -> None:
 
 def gpus() -> list[str]:
     return [
-        f"| {gpu.name} | {gpu.flops / 1e12:,.0f} TFLOP/s | {gpu.memory / 1e9:,.0f} GB | {gpu.bandwidth / 1e9:,.0f} GB/s "
+        f"| {gpu.name} | {gpu.flops / 1e12:,.0f} TFLOP/s | {gpu.memory / 1e9:,.0f} GB "
         f"| {gpu.nvlink / 1e9:,.0f} GB/s | {gpu.network / 1e9:,.0f} GB/s | {gpu.source} |"
         for gpu in GPUS.values()
     ]
@@ -105,15 +102,14 @@ def tables() -> list[str]:
         "",
         f"A GRPO step of {config.rl.prompts_per_step} prompts x {config.rl.group_size} samples, {PROMPT} + {NEW} tokens, one update, microbatches of "
         f"{config.train.tokens_per_microbatch:,} tokens, activation checkpointing, bf16. The fastest mesh that fits; tokens of the update by GPU.",
-        "Rollout: by as many engines as GPUs. Tandem has rank 0's engine and `rollout.workers` on its machine, so beyond one node it is a bound.",
         "",
     ]
     for name, shape in QWEN3.items():
         lines += [f"### {name}, {parameters(shape):,} parameters", ""]
         lines += [
-            "| GPUs | mesh | update | tok/s a GPU | messages | bubble | memory of rank 0 | bound by | rollout |"
+            "| GPUs | mesh | update | tok/s a GPU | messages | bubble | memory of rank 0 | bound by |"
         ]
-        lines += ["|---|---|---|---|---|---|---|---|---|"]
+        lines += ["|---|---|---|---|---|---|---|---|"]
         place = Placement(torch.device("cuda"), torch.bfloat16)
         sizes = Sizes(place=place, policy=model_of(shape))
         run = Footprint(sizes=sizes, config=config, command="train", longest=PROMPT)
@@ -125,9 +121,11 @@ def row(run: Footprint, count: int) -> str:
     work, found = run.work, plans(run, count, GPU, ASSUMED)
     if not found:
         least = smallest(run, GPU, ASSUMED)
-        return f"| {count} | does not fit; the smallest power of two that does: {least} | | | | | | | |"
+        return (
+            f"| {count} | does not fit; the smallest power of two that does: {least} | | | | | | |"
+        )
     best = found[0]
-    total, rollout = best.times.total, rollout_of(run)
+    total = best.times.total
     rate = work.clusters * work.cluster / total / count
     cells = [
         str(count),
@@ -138,7 +136,6 @@ def row(run: Footprint, count: int) -> str:
         f"{best.times.bubble / total:.0%}",
         f"{best.needed / GIB:.0f} GiB",
         best.times.bound,
-        f"{rollout_time(rollout, min(count, rollout.prompts), GPU, ASSUMED):.3g} s",
     ]
     return f"| {' | '.join(cells)} |"
 

@@ -42,13 +42,6 @@ class FakeCuda(TorchFunctionMode):
             def __init__(self, device=None):
                 self.device = gpus.device_of(device)
 
-            def wait_stream(self, other):
-                assert other.device == self.device, f"{self.device} waits for {other.device}"
-                gpus.log.append(("wait_stream", self.device.index))
-
-            def wait_event(self, event):
-                gpus.log.append(("wait_event", self.device.index))
-
             def record_event(self):
                 gpus.log.append(("record_event", self.device.index))
                 return self
@@ -79,10 +72,6 @@ class FakeCuda(TorchFunctionMode):
         def set_device(which):
             gpus.current = gpus.device_of(which).index
 
-        def record_stream(tensor, stream):
-            assert tensor.device == stream.device
-            gpus.log.append(("record_stream", stream.device.index))
-
         properties = SimpleNamespace(
             name="Fake H100", major=9, minor=0, total_memory=MEMORY, multi_processor_count=3
         )
@@ -106,7 +95,6 @@ class FakeCuda(TorchFunctionMode):
             (torch.cuda, "graph_pool_handle", lambda: (0, 1)),
             (torch.cuda, "CUDAGraph", Graph),
             (torch.cuda, "graph", graph),
-            (torch.Tensor, "record_stream", record_stream),
             *self._launches(),
         ):
             self._before.append((owner, name, getattr(owner, name)))

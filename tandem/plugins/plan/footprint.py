@@ -324,7 +324,7 @@ class Footprint:
             case "reference" if policy.adapters and not config.model.reference:
                 return "packs of the weights without adapters"
         return {
-            "optimizer's share": "three buckets; the others are in host memory",
+            "optimizer's share": "a bucket; the others are in host memory",
             "masters": "float32, 4 bytes x trained parameters",
             "Muon momentum": "4 bytes x parameters of the layers' matrices",
             "gradients": "4 bytes x trained parameters",

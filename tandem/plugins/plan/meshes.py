@@ -24,16 +24,7 @@ from tandem.model.config_file import LEAN_ARCHITECTURES
 from tandem.model.paths import divisible
 from tandem.model.placement import Placement
 from tandem.plugins.plan.footprint import Footprint, model_sizes
-from tandem.plugins.plan.scaling import (
-    GPUS,
-    Assumptions,
-    Gpu,
-    Rollout,
-    Times,
-    cached_bytes,
-    rollout_time,
-    update_time,
-)
+from tandem.plugins.plan.scaling import GPUS, Assumptions, Gpu, Times, update_time
 from tandem.registry import find
 from tandem.runtime.disk import human_bytes
 from tandem.runtime.errors import UserError
@@ -114,23 +105,6 @@ def smallest(run: Footprint, gpu: Gpu, assumed: Assumptions) -> int | None:
     return next((count for count in counts if plans(run, count, gpu, assumed)), None)
 
 
-def rollout_of(run: Footprint) -> Rollout:
-    """Return the rollout of a step. An engine holds as many sequences as its cache, which shares a
-    prompt's pages between the samples of its group."""
-    rl, rollout, shape = run.config.rl, run.config.rollout, run.sizes.policy.shape
-    width, tokens = run.work.dtype.itemsize, run.longest / rl.group_size + rollout.max_new_tokens
-    held = int((rollout.cache_mb << 20) / (tokens * cached_bytes(shape, width)))
-    return Rollout(
-        shape=shape,
-        width=width,
-        prompts=rl.prompts_per_step,
-        episodes=rl.prompts_per_step * rl.group_size,
-        prompt=run.longest,
-        new=rollout.max_new_tokens,
-        batch=max(1, min(rollout.max_batch, held)),
-    )
-
-
 # ---------------------------------------------------------------- the command
 
 
@@ -172,17 +146,15 @@ def plan_gpus(config: Config, command: str, count: int, kind: str) -> None:
         )
     print_lines(
         [
-            f"{count} x {gpu.name}: {gpu.flops / 1e12:,.0f} TFLOP/s, {gpu.memory / 1e9:,.0f} GB at "
-            f"{gpu.bandwidth / 1e9:,.0f} GB/s, NVLink {gpu.nvlink / 1e9:,.0f} GB/s, network "
-            f"{gpu.network / 1e9:,.0f} GB/s ({gpu.source})",
+            f"{count} x {gpu.name}: {gpu.flops / 1e12:,.0f} TFLOP/s, {gpu.memory / 1e9:,.0f} GB, "
+            f"NVLink {gpu.nvlink / 1e9:,.0f} GB/s, network {gpu.network / 1e9:,.0f} GB/s "
+            f"({gpu.source})",
             f"assumed: {assumed}",
             f"{config.model.path}: {run.sizes.policy.count:,} parameters; {work.updates} x "
             f"{work.clusters * work.cluster:,} tokens a step, all as long as the longest",
         ]
     )
     _print_meshes(found, work.updates, config.parallel)
-    if run.samples:
-        _print_rollout(run, count, gpu, assumed)
     best = found[0]
     rows = ", ".join(f"{name} {human_bytes(size)}" for name, size in best.memory.items() if size)
     rows += f"; {human_bytes(best.loading)} while it loads the models"
@@ -243,13 +215,3 @@ def _print_meshes(found: list[Plan], updates: int, of_recipe: Parallel) -> None:
 
 def _name(mesh: Parallel) -> str:
     return mesh.mesh.replace(" ", " x ").replace("=", " ") or "one GPU"
-
-
-def _print_rollout(run: Footprint, count: int, gpu: Gpu, assumed: Assumptions) -> None:
-    """Print the time of a rollout by the recipe's engines, and by as many as there are GPUs."""
-    work, engines = rollout_of(run), max(1, run.config.rollout.workers)
-    # at most one engine a prompt
-    seconds = {n: rollout_time(work, min(n, work.prompts), gpu, assumed) for n in (engines, count)}
-    lines = [f"{s:.3g} s by {number} engine{'s' * (number > 1)}" for number, s in seconds.items()]
-    held = f"at most {work.batch} sequences in an engine (rollout.max_batch, rollout.cache_mb)"
-    print_lines([f"rollout of {work.episodes:,} episodes: {', '.join(lines)}; {held}"])

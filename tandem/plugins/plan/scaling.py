@@ -1,5 +1,4 @@
-"""Communication and time of an update over a mesh of GPUs, and of a rollout, by arithmetic over the
-shapes.
+"""Communication and time of an update over a mesh of GPUs, by arithmetic over the shapes.
 
 Formulas are of what trainer/parallel does; results/scaling.md has them in words, with their checks
 against published numbers. H, E and L are query heads, head size and layers; bytes are those that
@@ -8,7 +7,7 @@ assumes; nothing is measured. They know no run.
 """
 
 from dataclasses import dataclass
-from math import ceil, prod
+from math import prod
 from operator import itemgetter
 from typing import Any
 
@@ -30,7 +29,6 @@ class Gpu:
     name: str
     flops: float  # FLOP/s of dense products in bfloat16
     memory: float  # bytes
-    bandwidth: float  # bytes/s of its memory
     nvlink: float  # bytes/s to the others of its node
     network: float  # bytes/s to other nodes
     source: str
@@ -44,7 +42,6 @@ GPUS = {
         name="A100 80GB SXM",
         flops=312 * TERA,
         memory=80 * GB,
-        bandwidth=2039 * GB,
         nvlink=300 * GB,
         network=25 * GB,
         source="NVIDIA A100 data sheet; DGX A100: 8 x 200 Gb/s",
@@ -53,7 +50,6 @@ GPUS = {
         name="H100 SXM",
         flops=989 * TERA,
         memory=80 * GB,
-        bandwidth=3350 * GB,
         nvlink=450 * GB,
         network=50 * GB,
         source="NVIDIA H100 data sheet; DGX H100: 8 x 400 Gb/s",
@@ -62,7 +58,6 @@ GPUS = {
         name="H200 SXM",
         flops=989 * TERA,
         memory=141 * GB,
-        bandwidth=4800 * GB,
         nvlink=450 * GB,
         network=50 * GB,
         source="NVIDIA H200 data sheet; DGX H200: 8 x 400 Gb/s",
@@ -71,7 +66,6 @@ GPUS = {
         name="B200 SXM",
         flops=2250 * TERA,
         memory=180 * GB,
-        bandwidth=8000 * GB,
         nvlink=900 * GB,
         network=50 * GB,
         source="NVIDIA DGX B200 data sheet, an eighth of it; 8 x 400 Gb/s",
@@ -85,14 +79,13 @@ class Assumptions:
 
     products: float = 0.4  # of the FLOP/s, in training
     links: float = 0.8  # of NVLink and network
-    decode: float = 0.6  # of the memory's bandwidth, in decode; of the FLOP/s, in prefill
     memory: float = 0.9  # of the GPU's memory; the rest is for passing tensors and fragments
 
     def __str__(self) -> str:
         return (
             f"{self.products:.0%} of peak FLOP/s in training, {self.links:.0%} of the links, "
-            f"{self.decode:.0%} of bandwidth in decode, {self.memory:.0%} of memory; no latencies, "
-            "work evenly divided, gathers of weights behind the products"
+            f"{self.memory:.0%} of memory; no latencies, work evenly divided, gathers of weights "
+            "behind the products"
         )
 
 
@@ -255,58 +248,3 @@ def update_time(work: Work, mesh: Parallel, gpu: Gpu, assumed: Assumptions) -> T
     passes = products + sum(seconds for name, seconds in waits.items() if name != "replicas")
     bubble = passes * (mesh.pipeline - 1) / work.microbatches(mesh)
     return Times(products=products, waits=waits, bubble=bubble)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rollout:
-    """Sampling of one step."""
-
-    shape: Any  # transformers config
-    width: int  # bytes of a weight, and of a cached key or value
-    prompts: int
-    episodes: int  # of all prompts
-    prompt: float  # tokens
-    new: float  # tokens sampled in an episode
-    batch: int  # sequences that an engine holds at once
-
-
-def decode_time(
-    shape: Any, width: int, batch: float, context: float, bandwidth: float, flops: float
-) -> float:
-    """Return the least time of a step of decode: weights and cached keys and values are read once
-    (Pope et al. 2022, arXiv 2211.05102, section 2). Of experts those are read that a token of the
-    batch is routed to, if all are as likely."""
-    layers = [layer_parameters(shape, number) for number in range(shape.num_hidden_layers)]
-    read = shape.vocab_size * shape.hidden_size + sum(each.divided + each.copied for each in layers)
-    if any(each.experts for each in layers):
-        idle = 1 - shape.num_experts_per_tok / shape.num_experts
-        read += round(sum(each.experts for each in layers) * (1 - idle**batch))
-    products = batch * _flops_forward(shape) / flops
-    return max(width * read / bandwidth, products) + (
-        batch * context * cached_bytes(shape, width) / bandwidth
-    )
-
-
-def cached_bytes(shape: Any, width: int) -> int:
-    """Return the bytes of a token's keys and values."""
-    heads_and_layers = shape.num_hidden_layers * shape.num_key_value_heads
-    return int(2 * heads_and_layers * head_size(shape) * width)
-
-
-def _flops_forward(shape: Any) -> float:
-    layer, head = flops_per_token(shape, 0.0)
-    return (shape.num_hidden_layers * layer + head) / 3
-
-
-def rollout_time(work: Rollout, engines: int, gpu: Gpu, assumed: Assumptions) -> float:
-    """Return the time of a rollout by engines that each have a GPU and all weights: prefill of each
-    prompt once, then waves of decode in which all episodes have the same length."""
-    bandwidth, flops = gpu.bandwidth * assumed.decode, gpu.flops * assumed.decode
-    head = flops_per_token(work.shape, 0.0)[1] / 3
-    prefill = ceil(work.prompts / engines) * work.prompt * (_flops_forward(work.shape) - head)
-    own = ceil(work.episodes / engines)
-    waves = ceil(own / work.batch)
-    step = decode_time(
-        work.shape, work.width, own / waves, work.prompt + work.new / 2, bandwidth, flops
-    )
-    return prefill / flops + waves * work.new * step

@@ -233,7 +233,7 @@ def _stage_memory(work: Work, mesh: Parallel, stage: int) -> dict[str, int]:
         gradients = FLOAT32 * share * part.whole
     rows = {"weights": (FLOAT32 if divided else width) * held, "gathered layers": width * passing}
     if work.offload:
-        rows["optimizer's share"] = min(3 * 12 * BUCKET, masters + moments)
+        rows["optimizer's share"] = min(12 * BUCKET, masters + moments)
     else:
         rows |= {"masters": masters, "Adam moments": moments, "Muon momentum": momentum}
     rows |= {"gradients": gradients, "activations": _activations(work, mesh, stage)}
