@@ -2,7 +2,6 @@
 stay in order."""
 
 import threading
-import time
 from contextlib import closing
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from tandem.rollout.collect import steps_at_once
 from tandem.runtime.errors import UserError
 from tandem.step_async import RolloutPrefetcher
 from tests.support.ahead import (
-    DEADLINE_S,
     STEPS,
     VersionedEngine,
     journal_of,
@@ -23,13 +21,7 @@ from tests.support.ahead import (
     versions,
 )
 from tests.support.stages import config, weights_of
-
-
-def until(condition):
-    ends = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < ends
-        time.sleep(0.001)
+from tests.support.waiting import WAIT_S, eventually
 
 
 def lane_is_over(number):
@@ -79,7 +71,7 @@ def test_steps_at_once_give_the_bits_of_step_after_step(count, changes, tmp_path
 
     def before(step):
         for later in moments.asked[step + 1 : min(step + count, STEPS)]:
-            assert later.wait(DEADLINE_S)
+            assert later.wait(WAIT_S)
 
     moments.before = before
     assert trained(stages, lanes, saves=False) == rows  # a save waits for steps that wait for later
@@ -104,7 +96,7 @@ def test_a_step_that_ends_early_is_kept_in_parts_until_its_turn(tmp_path):
 
     def before(step):
         if step == 0:
-            until(lambda: list(tmp_path.glob("part_step_000002_*")))
+            assert eventually(lambda: list(tmp_path.glob("part_step_000002_*")))
             seen.extend(tmp_path.glob("train_step_*"))
 
     moments.before = before
@@ -120,8 +112,8 @@ def test_an_error_is_raised_for_its_step_and_not_before(tmp_path):
 
     def before(step):
         if step == 2:
-            assert moments.asked[3].wait(DEADLINE_S)
-            until(lambda: lane_is_over(1))
+            assert moments.asked[3].wait(WAIT_S)
+            assert eventually(lambda: lane_is_over(1))
         if step == 3:
             raise RuntimeError("the engine fell over")
 
@@ -136,7 +128,7 @@ def test_an_error_is_raised_for_its_step_and_not_before(tmp_path):
             prefetcher.get(3)
         with pytest.raises(RuntimeError, match="fell over"):
             prefetcher.wait_until_durable(3)
-        until(lambda: lane_is_over(0))
+        assert eventually(lambda: lane_is_over(0))
     names = {path.name for path in tmp_path.glob("train_step_*")}
     assert names == {f"train_step_{step:06d}.parquet" for step in (1, 2, 3)}
 
@@ -147,7 +139,7 @@ def test_a_run_that_is_left_midway_ends_every_lane(tmp_path):
 
     def before(step):
         if step > 0:
-            assert over.wait(DEADLINE_S)
+            assert over.wait(WAIT_S)
             raise RuntimeError("the rollout workers are closed")
 
     moments.before = before
@@ -157,12 +149,12 @@ def test_a_run_that_is_left_midway_ends_every_lane(tmp_path):
     prefetcher.get(0)
     prefetcher.publish(1)
     for step in (1, 2, 3):
-        assert moments.asked[step].wait(DEADLINE_S)
+        assert moments.asked[step].wait(WAIT_S)
     prefetcher.stop_soon()
     with pytest.raises(UserError, match="rollouts of older weights have not ended"):
         prefetcher.wait_until_durable(1)
     prefetcher.close()
-    until(lambda: all(lane_is_over(number) for number in range(3)))
+    assert eventually(lambda: all(lane_is_over(number) for number in range(3)))
     assert [path.name for path in Path(tmp_path).glob("train_*")] == ["train_step_000001.parquet"]
 
 

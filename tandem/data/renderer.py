@@ -28,12 +28,7 @@ from tandem.data.chat_template import (
 from tandem.data.unknown_tokens import UnknownTokens
 from tandem.model.config_file import CONFIG, read_json
 from tandem.model.paths import parts_of, reads_more_than_text
-from tandem.model.tokenizer import (
-    decode_text,
-    has_at_most_a_token_a_byte,
-    load_tokenizer,
-    require_tokenizer,
-)
+from tandem.model.tokenizer import decode_text, load_tokenizer, require_tokenizer
 from tandem.runtime.errors import UserError
 from tandem.runtime.image_parts import require_no_images
 from tandem.runtime.image_tokens import text_tokens
@@ -197,17 +192,15 @@ class ChatRenderer:
         *,
         key: str = "data.train",
         room: int | None = None,
-        exact: bool = True,
     ) -> tuple[list[Problem], list[int]]:
         """Return the problems whose prompt fits data.max_prompt_tokens, and the tokens of each; a
         longer one is an error, or dropped and reported.
 
         room: tokens that the model can place before a completion, if known; a larger limit than
-        that is not advised. exact: otherwise a prompt that fits by its bytes is not tokenized, and
-        counts as the limit.
+        that is not advised.
         """
         limit = config.max_prompt_tokens
-        lengths = self._prompt_lengths(problems, key, 0 if exact else limit)
+        lengths = self._prompt_lengths(problems, key)
         kept = [p for p, length in zip(problems, lengths, strict=True) if length <= limit]
         if len(kept) == len(problems):
             return kept, lengths
@@ -234,22 +227,15 @@ class ChatRenderer:
 
     # ---- text and tokens
 
-    def _prompt_lengths(self, problems: Sequence[Problem], key: str, short: int) -> list[int]:
-        """Return the tokens of every prompt. short: the length of each that has no more bytes,
-        unless its tokens could be unknown."""
-        unknown = UnknownTokens(self.tokenizer)
-        if self._images or unknown.possible or not has_at_most_a_token_a_byte(self.tokenizer):
-            short = 0
-        lengths: list[int] = []
+    def _prompt_lengths(self, problems: Sequence[Problem], key: str) -> list[int]:
+        """Return the tokens of every prompt."""
+        unknown, lengths = UnknownTokens(self.tokenizer), list[int]()
         for at in range(0, len(problems), CHUNK):
             chats = [problem.messages for problem in problems[at : at + CHUNK]]
             texts = self.prompt_texts(chats)
-            is_read = [not short or most_bytes(text) > short for text in texts]
-            read = [text for text, needed in zip(texts, is_read, strict=True) if needed]
-            rows = self.encode_all(read, chats)
-            unknown.look(read, rows)
-            measured = map(len, rows)
-            lengths += [next(measured) if needed else short for needed in is_read]
+            rows = self.encode_all(texts, chats)
+            unknown.look(texts, rows)
+            lengths += map(len, rows)
         unknown.warn("prompts", key)
         return lengths
 
@@ -369,12 +355,6 @@ def called(functions: Sequence[tuple[str, dict[str, Any]]]) -> tuple[Message, Me
 
 def _call_id(number: int) -> str:
     return f"call{number:05}"  # as Mistral's templates want it
-
-
-def most_bytes(text: str) -> int:
-    """Return how many bytes a text has at most, as it is and in NFC, which is up to thrice as
-    long."""
-    return len(text) if text.isascii() else 3 * len(text.encode(errors="surrogatepass"))
 
 
 def first_difference(a: Array, b: Array) -> int:

@@ -6,10 +6,7 @@ Knows texts and their tokens. Does not know chats, files or chat templates.
 
 import logging
 from collections.abc import Sequence
-from threading import Lock
 from typing import Any
-
-import numpy as np
 
 from tandem.types import Array
 
@@ -19,30 +16,25 @@ EXAMPLES, SHOWN = 20, 5  # texts kept for the warning, and characters that it na
 
 
 class UnknownTokens:
-    """Count of the texts that have unknown tokens; threads may share it.
+    """Count of the texts that have unknown tokens.
 
     A tokenizer without an unknown token knows every byte. So does one whose unknown token is an end
     or a beginning of texts as well (GPT-2).
     """
 
     def __init__(self, tokenizer: Any):
-        self._tokenizer, self._unknown = tokenizer, tokenizer.unk_token_id
-        if self._unknown in (tokenizer.bos_token_id, tokenizer.eos_token_id):
-            self._unknown = None
-        self.possible = self._unknown is not None  # that a text has unknown tokens
-        self._lock, self._seen, self._found = Lock(), 0, 0
+        self._tokenizer, self._seen, self._found = tokenizer, 0, 0
+        ends = tokenizer.bos_token_id, tokenizer.eos_token_id
+        self._unknown = None if tokenizer.unk_token_id in ends else tokenizer.unk_token_id
         self._texts: list[str] = []  # the first with unknown tokens
 
     def look(self, texts: Sequence[str], rows: Sequence[Array]) -> None:
         """Count the texts; rows are their tokens, int64 [T] each."""
-        found = []
-        # in one pass first, as most data have none
-        if self.possible and rows and (np.concatenate(rows) == self._unknown).any():
-            pairs = zip(texts, rows, strict=True)
-            found = [text for text, row in pairs if (row == self._unknown).any()]
-        with self._lock:
-            self._seen, self._found = self._seen + len(rows), self._found + len(found)
-            self._texts += found[: EXAMPLES - len(self._texts)]
+        self._seen += len(rows)
+        for text, row in zip(texts, rows, strict=True):
+            if self._unknown is not None and (row == self._unknown).any():
+                self._found += 1
+                self._texts += [text] * (len(self._texts) < EXAMPLES)
 
     def warn(self, unit: str, key: str) -> None:
         """Warn of the texts that were counted. unit: what they are, of the data behind the key."""

@@ -85,9 +85,8 @@ def read_data(config: Config, key: Literal["data.train", "eval.data"]) -> Sequen
     return read_problems(source, config.data, key=key, weights=weights) if source else []
 
 
-def training_inputs(config: Config, *, exact: bool = True) -> ProblemInputs:
-    """Read and check the inputs of `tandem train`. exact: `counts` are, otherwise they may be of
-    longer prompts, and a million of them are not tokenized. Raises UserError, as all do."""
+def training_inputs(config: Config) -> ProblemInputs:
+    """Read and check the inputs of `tandem train`. Raises UserError, as all do."""
     if config.model.reference and not config.rl.kl_coef:
         raise UserError(
             "a setting that would never be used",
@@ -97,10 +96,10 @@ def training_inputs(config: Config, *, exact: bool = True) -> ProblemInputs:
             next="set rl.kl_coef, or drop it",
         )
     others = ["model.reference", *(["critic.path"] if config.rl.estimator.needs_critic else [])]
-    return problem_inputs(config, *others, exact=exact)
+    return problem_inputs(config, *others)
 
 
-def problem_inputs(config: Config, *others: str, exact: bool) -> ProblemInputs:
+def problem_inputs(config: Config, *others: str) -> ProblemInputs:
     """Read and check problems. others: further keys that name models."""
     require_correction(config)
     engine_of(config).check(config)
@@ -125,10 +124,10 @@ def problem_inputs(config: Config, *others: str, exact: bool) -> ProblemInputs:
     require_correction(config, reason and f"{where}, {reason}")
     renderer = load_renderer(config.model.path, config.data.chat_template)
     check_tokenizer(config, shape, renderer)
-    fitting, counts = _fitting(config, data, "data.train", shape, renderer, exact)
+    fitting, counts = _fitting(config, data, "data.train", shape, renderer)
     problems = only(data, fitting)
     _check_repeats(config, len(problems))
-    held_out, held_out_counts = held_out_of(config, held_out, shape, renderer, exact)
+    held_out, held_out_counts = held_out_of(config, held_out, shape, renderer)
     return ProblemInputs(
         shape=shape,
         renderer=renderer,
@@ -140,11 +139,7 @@ def problem_inputs(config: Config, *others: str, exact: bool) -> ProblemInputs:
 
 
 def held_out_of(
-    config: Config,
-    problems: Sequence[Problem],
-    shape: Any,
-    renderer: ChatRenderer,
-    exact: bool = True,
+    config: Config, problems: Sequence[Problem], shape: Any, renderer: ChatRenderer
 ) -> tuple[Sequence[Problem], dict[str, Count]]:
     """Return the held-out problems whose prompts are short enough, and their count."""
     if not problems:
@@ -153,27 +148,15 @@ def held_out_of(
         from tandem.rl.user_functions import try_user_metric
 
         try_user_metric(config.eval.metric)
-    return _fitting(config, problems, "eval.data", shape, renderer, exact)
+    return _fitting(config, problems, "eval.data", shape, renderer)
 
 
 def _fitting(
-    config: Config,
-    problems: Sequence[Problem],
-    key: str,
-    shape: Any,
-    renderer: ChatRenderer,
-    exact: bool,
+    config: Config, problems: Sequence[Problem], key: str, shape: Any, renderer: ChatRenderer
 ) -> tuple[Sequence[Problem], dict[str, Count]]:
-    """Return the problems whose prompts are short enough, and their count, which is exact anyway
-    where the longest prompt that data.max_prompt_tokens allows does not fit the cache."""
-    try:
-        require_room(config, shape, config.data.max_prompt_tokens)
-    except UserError:
-        exact = True
+    """Return the problems whose prompts are short enough, and their count."""
     room = positions_of(shape) - config.rollout.max_new_tokens  # before a completion
-    fitting, lengths = renderer.check_lengths(
-        problems, config.data, key=key, room=room, exact=exact
-    )
+    fitting, lengths = renderer.check_lengths(problems, config.data, key=key, room=room)
     longest, mean = max(lengths), sum(lengths) / len(lengths)
     require_room(config, shape, longest)
     return fitting, {key: Count(number=len(lengths), unit="problems", longest=longest, mean=mean)}

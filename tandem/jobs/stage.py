@@ -110,9 +110,8 @@ def open_stage(config: Config, run: RunFolder, report: Report) -> Iterator[Stage
 
 
 def read_inputs(config: Config, command: str) -> Any:
-    """Read and check a command's inputs, on any rank; of many problems not all are tokenized."""
-    options = {"exact": False} if command in SAMPLING else {}
-    return find("inputs", command, key="command")(config, **options)
+    """Read and check a command's inputs, on any rank."""
+    return find("inputs", command, key="command")(config)
 
 
 def note_machine(run: RunFolder, found: Exactness, report: Report) -> None:

@@ -5,7 +5,6 @@ depend on its process. Knows no chat template and no weights; transformers is im
 tokenizer is loaded.
 """
 
-import json
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -69,30 +68,6 @@ def require_tokenizer(model_path: str) -> None:
             expected=f"one of {', '.join(VOCABULARY_FILES)}",
             next=f"copy the tokenizer files of the base model into {model_path}",
         )
-
-
-def has_at_most_a_token_a_byte(tokenizer: Any) -> bool:
-    """Tell whether no text can have more tokens than bytes, those of its NFC: a byte-level BPE
-    whose other parts only divide the text, as those of GPT-2, Llama 3, Qwen and SmolLM2 do."""
-    if not tokenizer.is_fast:
-        return False
-    from tokenizers import models
-
-    core = tokenizer.backend_tokenizer
-    normalizer, splits = _settings(core.normalizer), _settings(core.pre_tokenizer)
-    parts = splits.get("pretokenizers", [splits])
-    return (
-        isinstance(core.model, models.BPE)
-        and normalizer.get("type", "NFC") == "NFC"
-        and "ByteLevel" in [part.get("type") for part in parts]
-        and all(part.get("type") in ("ByteLevel", "Split", "Digits") for part in parts)
-        and not any(part.get("add_prefix_space") for part in parts)
-    )
-
-
-def _settings(part: Any) -> dict[str, Any]:
-    """Return what tokenizer.json says of a part of the tokenizer; {} for none."""
-    return {} if part is None else json.loads(part.__getstate__())
 
 
 @lru_cache(maxsize=8)

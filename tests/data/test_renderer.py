@@ -5,12 +5,10 @@ import json
 
 import numpy as np
 import pytest
-from tokenizers import normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
 from tandem.config.schema import Data
-from tandem.data.renderer import load_renderer, most_bytes
-from tandem.model.tokenizer import has_at_most_a_token_a_byte
+from tandem.data.renderer import load_renderer
 from tandem.plugins.offline.loss_mask import training_samples
 from tandem.runtime.errors import UserError
 from tandem.types import Problem
@@ -188,50 +186,6 @@ def test_too_long_prompts_are_counted_and_the_longest_named(tmp_path):
     assert message.startswith("2 of 4 prompts of data.train are longer than data.max_prompt_tokens")
     assert f"{limit + 7} tokens in 'p/9'" in message
     assert f"data.max_prompt_tokens={limit + 7} or data.long_prompts=drop" in message
-
-
-def test_prompts_that_fit_by_their_bytes_are_not_tokenized_and_all_others_are(tmp_path):
-    renderer = load_renderer(make_model(tmp_path))
-    long, header = "\n\n" * 200 + "x", len(prompt_of(renderer, [user("x")]))
-    given = [Problem(uid=text, messages=(user(text),), answer="") for text in ("hi", long, "é")]
-    config = Data(max_prompt_tokens=400)
-    kept, lengths = renderer.check_lengths(given, config, exact=False)
-    assert (kept, lengths) == (given, [400, header + 200, 400])  # two line ends are one token
-    assert renderer.check_lengths(given[:1], config, exact=False) == (given[:1], [400])
-    few = config.model_copy(update={"max_prompt_tokens": header + 199})
-    with pytest.raises(UserError) as exact:
-        renderer.check_lengths(given, few)
-    with pytest.raises(UserError) as quick:
-        renderer.check_lengths(given, few, exact=False)
-    assert str(quick.value) == str(exact.value) and "1 of 3 prompts" in str(exact.value)
-
-
-@pytest.mark.parametrize("normalizer", [None, normalizers.NFC()])
-def test_no_text_has_more_tokens_than_the_bytes_that_it_counts_as(normalizer, tmp_path):
-    renderer = load_renderer(make_model(tmp_path))
-    renderer.tokenizer.backend_tokenizer.normalizer = normalizer
-    assert has_at_most_a_token_a_byte(renderer.tokenizer)
-    # the first grows most of all in NFC: from 4 bytes to 12
-    for text in ("\U0001d160", "\ufb2c", "\u0390", "\u1fb7", "né 漢字 🙂", "plain <|im_end|> text"):
-        bytes_at_most = most_bytes(text)
-        assert len(renderer.encode(text)) <= bytes_at_most
-        assert len(renderer.encode(text * 7)) <= 7 * bytes_at_most
-    assert len(renderer.encode("\U0001d160")) == (12 if normalizer else 4)
-
-
-@pytest.mark.parametrize(
-    "part, value",
-    [
-        ("normalizer", normalizers.NFKC()),
-        ("pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=True)),
-        ("pre_tokenizer", pre_tokenizers.Metaspace()),
-        ("pre_tokenizer", None),
-    ],
-)
-def test_a_tokenizer_that_may_add_text_is_asked_for_every_length(part, value, tmp_path):
-    renderer = load_renderer(make_model(tmp_path))
-    setattr(renderer.tokenizer.backend_tokenizer, part, value)
-    assert not has_at_most_a_token_a_byte(renderer.tokenizer)
 
 
 # ---- models and templates that cannot be used

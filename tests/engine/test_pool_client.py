@@ -3,7 +3,6 @@ Processes without a model."""
 
 import os
 import signal
-import time
 from contextlib import contextmanager
 
 import pytest
@@ -11,15 +10,8 @@ import pytest
 from tandem.rollout_workers.client import Client
 from tandem.runtime.errors import UserError
 from tests.support.odd_worker import POISON
-from tests.support.working import (
-    DEADLINE_S,
-    bits,
-    expected_of,
-    groups,
-    odd_workers,
-    processes,
-    request,
-)
+from tests.support.working import bits, expected_of, groups, odd_workers, processes, request, until
+from tests.support.working import finish as finished
 
 
 @contextmanager
@@ -29,21 +21,8 @@ def shared_pool(number=2, checks=False, **options):
         yield workers, [Client(workers._pool, n, checks=checks) for n in range(number)]
 
 
-def finish(client, tickets, others=()):
-    """Step until the tickets have ended; other clients step beside it."""
-    ends = time.monotonic() + DEADLINE_S
-    while any(ticket.completion is None for ticket in tickets):
-        assert time.monotonic() < ends
-        for one in (client, *others):
-            one.step()
-    return [bits(ticket.completion) for ticket in tickets]
-
-
-def until(client, condition):
-    ends = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < ends
-        client.step()
+def finish(client, tickets, *others):
+    return [bits(completion) for completion in finished(client, tickets, *others)]
 
 
 def test_a_straggler_does_not_keep_the_next_versions_requests_waiting():
@@ -87,7 +66,7 @@ def test_a_worker_killed_while_two_versions_run_changes_no_bit():
             struck.add(victim.pid)
             os.kill(victim.pid, signal.SIGKILL)
         whole = expected_of(workers, 0, groups(4, max_new_tokens=60))
-        assert finish(old, olds, [new]) == whole
+        assert finish(old, olds, new) == whole
         old.rest()
         assert finish(new, news) == expected_of(workers, 1, groups(4, max_new_tokens=60))
         until(new, lambda: workers.restarts.used == len(struck))
@@ -120,7 +99,7 @@ def test_an_error_of_the_pool_reaches_every_caller():
         tickets = [old.submit(request(99, (POISON,))), new.submit(request(0))]
         for client in (old, new):
             with pytest.raises(UserError, match="again and again"):
-                finish(client, tickets, [old, new])
+                finish(client, tickets, old, new)
             with pytest.raises(UserError, match="again and again"):
                 client.apply(1)
 

@@ -38,8 +38,8 @@ from tandem.types import Completion, Request, SamplingParams
 from tandem.weights.shared import SharedWeights
 from tandem.workers.channel import ProtocolError, decode, encode
 from tests.support.odd_worker import POISON
+from tests.support.waiting import eventually
 from tests.support.working import (
-    DEADLINE_S,
     all_idle,
     bits,
     expected_of,
@@ -367,10 +367,7 @@ def test_no_worker_outlives_a_killed_driver():
     driver.kill()
     driver.wait()
     driver.stdout.close()
-    ends = time.monotonic() + DEADLINE_S
-    while any(state_of(pid) not in ("", ZOMBIE) for pid in pids):
-        assert time.monotonic() < ends
-        time.sleep(0.01)
+    assert eventually(lambda: all(state_of(pid) in ("", ZOMBIE) for pid in pids))
 
 
 def test_closing_leaves_no_process_and_no_descriptor():

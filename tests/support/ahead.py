@@ -10,7 +10,6 @@ from tandem.step_async import RolloutPrefetcher, train_step_async
 from tests.support.stages import AddressedEngine, KeyReward, config, stages_in, with_runner
 
 STEPS = 6
-DEADLINE_S = 120.0
 
 
 class VersionedEngine(AddressedEngine):

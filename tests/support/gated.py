@@ -1,20 +1,18 @@
 """A run that does as many steps as tests allow: its reward (plugins/cluster/conftest.py) waits."""
 
 import json
-import time
 from contextlib import contextmanager
 
 from tandem.run_folder.status import read_status
 from tandem.runtime.processes import ZOMBIE, state_of
+from tests.support.waiting import eventually
 
 DEADLINE_S = 240.0
 
 
 def until(condition):
-    ends = time.monotonic() + DEADLINE_S
-    while not (found := condition()):
-        assert time.monotonic() < ends
-        time.sleep(0.02)
+    found = eventually(condition, within_s=DEADLINE_S)
+    assert found
     return found
 
 

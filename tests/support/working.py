@@ -14,8 +14,8 @@ from tandem.types import Request, SamplingParams
 from tandem.workers.host import LocalHosts
 from tandem.workers.pool import Limits
 from tests.support.odd_worker import LightEngine, LightWeights, odd_command
+from tests.support.waiting import WAIT_S
 
-DEADLINE_S = 120.0
 LONGEST = 256
 LIMITS = Limits(silent_s=60.0, restarts=2)
 
@@ -51,22 +51,23 @@ def bits(completion, *, text=False):
     )
 
 
-def run(workers, requests, between=lambda: None):
-    """Generate; between is called between steps, and may kill somebody."""
-    ends = time.monotonic() + DEADLINE_S
-    tickets = [workers.submit(request) for request in requests]
-    while any(ticket.completion is None for ticket in tickets):
-        assert time.monotonic() < ends, processes(workers)
-        workers.step()
-        between()
+def run(workers, requests):
+    return finish(workers, [workers.submit(request) for request in requests])
+
+
+def finish(workers, tickets, *others):
+    """Completions of the tickets."""
+    until(workers, lambda: all(ticket.completion for ticket in tickets), *others)
     return [ticket.completion for ticket in tickets]
 
 
-def until(workers, condition):
-    ends = time.monotonic() + DEADLINE_S
+def until(workers, condition, *others):
+    """Step until it holds; others: clients that step beside it."""
+    ends = time.monotonic() + WAIT_S
     while not condition():
-        assert time.monotonic() < ends, processes(workers)
-        workers.step()
+        assert time.monotonic() < ends
+        for one in (workers, *others):
+            one.step()
 
 
 def processes(workers):

@@ -14,7 +14,7 @@ from tandem.trainer.batch import Models
 from tandem.trainer.ranks import ALONE, Ranks
 
 
-def distill_inputs(config: Config, *, exact: bool = True) -> ProblemInputs:
+def distill_inputs(config: Config) -> ProblemInputs:
     """Read and check the inputs of `tandem distill`."""
     if not config.distill.teacher:
         raise missing(
@@ -57,7 +57,7 @@ def distill_inputs(config: Config, *, exact: bool = True) -> ProblemInputs:
             expected=f"that of {config.model.path}",
             next="take a teacher of the same family",
         )
-    return problem_inputs(config, "distill.teacher", exact=exact)
+    return problem_inputs(config, "distill.teacher")
 
 
 def build_distill_models(config: Config, ranks: Ranks = ALONE) -> Models:
