@@ -33,10 +33,8 @@ from tandem.types import Attempt, Problem
 
 Function = Callable[..., Any]
 Arguments = Mapping[str, Any]
-# called with True before a function imports much, and with False after
-Loading = Callable[[bool], None]
 # None: the function does not apply to this problem
-Scorer = Callable[[Problem, Attempt, Loading], Result | None]
+Scorer = Callable[[Problem, Attempt], Result | None]
 
 RAW_ANSWER = "raw_answer"  # in a problem's metadata: the row's own answer if it was not text
 # verl's names for the completion's text
@@ -58,17 +56,17 @@ def load(name: str, options: Arguments, part: str = "") -> Scorer:
     if ":" not in name:
         function = builtin.find(name)
         _check_types(function, name, options)
-        scorer = _adapt(function, part, name, options)
-        getattr(function, "check_options", lambda _: None)(options)
-        return scorer
-    try:
-        function = find_user_object(name, key="reward.function")
-    except UserError as error:
-        found = f", found {error.found}" if error.found else ""
-        raise BadFunction(f"{error.what}{found}") from None
-    if not callable(function):
-        raise BadFunction(f"{name} is not a function, found {function!r}")
-    return _adapt(function, part, name, options)
+    else:
+        try:
+            function = find_user_object(name, key="reward.function")
+        except UserError as error:
+            found = f", found {error.found}" if error.found else ""
+            raise BadFunction(f"{error.what}{found}") from None
+        if not callable(function):
+            raise BadFunction(f"{name} is not a function, found {function!r}")
+    scorer = _adapt(function, part, name, options)
+    getattr(function, "check_options", lambda _: None)(options)
+    return scorer
 
 
 # ---------------------------------------------------------------- how a function is called
@@ -100,7 +98,7 @@ def _adapt(function: Function, part: str, name: str, options: Arguments) -> Scor
     ]
     if any(found.strip("_") not in ("", own) for found, own in zip(positional, _OWN, strict=False)):
         raise _bad_signature(name, signature, options, _FORMS)
-    extras = frozenset(parameters) & {"attempt", "loading"}
+    extras = frozenset(parameters) & {"attempt"}
     try:
         signature.bind(None, None, **dict.fromkeys(extras), **options)
     except TypeError:
@@ -152,12 +150,12 @@ class _Call:
     options: Arguments
     names: frozenset[str] | None = frozenset()
 
-    def own(self, problem: Problem, attempt: Attempt, loading: Loading) -> Result:
-        extras = self._wanted({"attempt": attempt, "loading": loading})
+    def own(self, problem: Problem, attempt: Attempt) -> Result:
+        extras = self._wanted({"attempt": attempt})
         value = self.function(problem, attempt.text, **extras, **self.options)
         return read_value(_finished(value), self.part)
 
-    def trl(self, problem: Problem, attempt: Attempt, _: Loading) -> Result | None:
+    def trl(self, problem: Problem, attempt: Attempt) -> Result | None:
         """Call with a batch of one, as GRPOTrainer does: every column a list, and messages only if
         the prompt was messages.
 
@@ -184,7 +182,7 @@ class _Call:
         logged = {key: number(value, f"part {key!r}") for key, value in metrics.items()}
         return reward, {**logged, **parts}
 
-    def verl(self, problem: Problem, attempt: Attempt, _: Loading) -> Result:
+    def verl(self, problem: Problem, attempt: Attempt) -> Result:
         """Call as verl's reward managers do. In a dict, "score" is the reward, other numbers
         parts."""
         arguments = {

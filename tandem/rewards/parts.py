@@ -40,8 +40,8 @@ class BadValue(Exception):
 def checked_by(
     check: Callable[[Mapping[str, Any]], None],
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a built-in function a check of its options before the first item; it raises
-    BadFunction."""
+    """Give a built-in function a check of its options before the first item, which may import what
+    takes long; it raises BadFunction."""
 
     def give(function: Callable[..., Any]) -> Callable[..., Any]:
         function.check_options = check  # type: ignore[attr-defined]

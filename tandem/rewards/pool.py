@@ -32,9 +32,8 @@ from tandem.workers.pool import Limits
 
 COMMAND = (sys.executable, "-m", "tandem.rewards.worker")
 THREAD = "rewards"  # its name, for the watchdog
-LOADING_S = 20.0  # importing Math-Verify on a cold disk; allowed once for each process
 LIMITS = Limits(
-    start_s=60.0,  # importing the user's module, on a cold disk under load
+    start_s=60.0,  # importing the user's module or Math-Verify, on a cold disk under load
     restarts=2,
     losses=2,
 )
@@ -44,7 +43,6 @@ class RewardWorker(CallWorker):
     """A worker, and where it is in its call."""
 
     function = 0  # index of the one that scores
-    loading_notes = 2  # how many more are believed: an import begins, and has ended
 
 
 class ScorePool(CallPool[V, Scoring], Generic[V]):
@@ -146,15 +144,9 @@ class RewardPool(ScorePool[RewardWorker]):
         worker.function = 0
 
     def _on_answer(self, worker: RewardWorker, call: Call[Scoring], message: Message) -> None:
-        """Take a score, or a note: another function runs, or Math-Verify is being imported."""
+        """Take a score, or the note that another function runs."""
         if message.get("at") == worker.function + 1 < len(self._functions):
             worker.function += 1
-        elif "loading" in message and worker.loading_notes:
-            worker.loading_notes -= 1
-            begins = message["loading"] is True
-            call.ends = self._clock() + (LOADING_S if begins else call.deadline_s)
-            if not begins:
-                self._local.import_ahead("math_verify")
         else:
             _, kind, last = read_score(message)
             if kind:

@@ -3,8 +3,6 @@
     start          {"functions", "weights", "options", "memory_mb"}
     to a worker    {"id": 7, "problem": {"uid", ...}, "attempt": {"text", "messages", ...}}
     from a worker  {"id": 7, "at": 1}          the second function runs now
-                   {"id": 7, "loading": true}  Math-Verify is being imported (false: it has been);
-                                               the deadline allows for it
                    {"id": 7, "reward": 1.0, "parts": {"answer": 1.0}, "error": "", "kind": "",
                     "last": false}
 

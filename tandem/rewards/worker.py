@@ -85,10 +85,7 @@ def score(
             if at:
                 send({"id": index, "at": at})
             # a copy for each: the function before may have changed its problem
-            results[name] = function(
-                *read_request(copy.deepcopy(request)),
-                lambda loading: send({"id": index, "loading": loading}),
-            )
+            results[name] = function(*read_request(copy.deepcopy(request)))
         running = ""
         reward, parts = weigh(results, weights) if weights else results[name] or (0.0, {})
     except BadValue as error:

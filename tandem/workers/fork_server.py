@@ -6,8 +6,7 @@ which has loaded all that workers need.
 
 A program calls `start`. Standard input is the channel to the pool (host.py); that of a fork server:
 
-    in   {"fork": 3}                 with the worker's log and its channel beside it
-         {"import": "math_verify"}   workers forked from now on have it
+    in   {"fork": 3}    with the worker's log and its channel beside it
     out  {"forked": 3, "pid": 4711}
          {"exited": 3, "status": -9}
 
@@ -31,7 +30,6 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from importlib import import_module
 from typing import Any, NoReturn
 
 from tandem.runtime.processes import kill_group
@@ -155,13 +153,8 @@ class ForkServer:
     def _receive(self) -> None:
         """Take the messages that have arrived. Raises EOFError if the pool is gone."""
         for message in self._control.receive():
-            if "import" in message:
-                with suppress(Exception):  # then workers import it for themselves
-                    import_module(message["import"])
-                gc.freeze()
-            else:
-                beside = self._control.descriptors
-                self._asked.append((message["fork"], [beside.popleft() for _ in range(2)]))
+            beside = self._control.descriptors
+            self._asked.append((message["fork"], [beside.popleft() for _ in range(2)]))
 
     def _fork(self, number: int, descriptors: list[int]) -> None:
         alone, parent, pid = _count_threads() == 1, os.getpid(), os.fork()

@@ -164,11 +164,6 @@ class LocalHosts:
             self._servers.append(ForkServerProcess(command, self._environment, self._log))
         return self._servers[-1].fork()
 
-    def import_ahead(self, module: str) -> None:
-        """Have a module in the workers forked from now on."""
-        if self._servers:
-            self._servers[-1].import_ahead(module)
-
     def close(self) -> None:
         """End the fork server, and every worker that is left."""
         while self._servers:
@@ -195,9 +190,6 @@ class ForkServerProcess(LocalProcess):
         ours.setblocking(False)
         self._channel.send({"fork": self._forks}, os.dup(log), theirs.detach())
         return ForkedProcess(self, self._forks, Channel(ours), log)
-
-    def import_ahead(self, module: str) -> None:
-        self._channel.send({"import": module})
 
     def end(self) -> None:
         """Have it end its workers, and then itself; kill it if it still loads, or does not."""

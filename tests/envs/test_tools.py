@@ -283,11 +283,10 @@ def test_tools_of_a_file_are_found_and_loaded_once(tmp_path, monkeypatch):
 # ---------------------------------------------------------------- the calculator
 
 REFUSED = {
-    "": "a number is missing",
-    "1+": "a number is missing",
-    "(1": "a parenthesis is not closed",
-    "1)": "unexpected ')'",
-    "2(3)": "unexpected '('",
+    **dict.fromkeys(
+        ("", "1+", "(1", "1)", "2(3)", "1 2", "1.2.3", "*3", "2 * * 3", "()", "(" * 200, "1)*(2"),
+        "it is no expression of numbers, operators and parentheses",
+    ),
     "1e5": "unexpected 'e'",
     "__import__('os')": "unexpected '_'",
     "1/0": "division by zero",
@@ -296,9 +295,6 @@ REFUSED = {
     "2**0.5": "a power needs a whole exponent",
     "9**9**9**9": "the number is too large",
     "9" * 201: "longer than 200 characters",
-    "*3": "unexpected '*'",
-    "(" * 50 + "1" + ")" * 50: "more than 20 parentheses or signs",
-    "-" * 50 + "1": "more than 20 parentheses or signs",
 }
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tandem.config.schema import Config
-from tandem.plugins.graders.answer_compare import ignore_loading
 from tandem.registry import BUILT_IN
 from tandem.rewards.load import load
 from tandem.rewards.parts import check_functions, part_name
@@ -40,7 +39,7 @@ def ask(function, text, answer="", options=None, **metadata):
         uid="p", messages=({"role": "user", "content": "?"},), answer=answer, metadata=metadata
     )
     talk = ({"role": "assistant", "content": text},)
-    return load(function, options or {})(problem, Attempt(text=text, messages=talk), ignore_loading)
+    return load(function, options or {})(problem, Attempt(text=text, messages=talk))
 
 
 @pytest.mark.parametrize("block", re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL))

@@ -366,7 +366,6 @@ def test_a_math_verifier_that_hangs_costs_its_own_sample_only():
     ]
     with RewardPool("answer", timeout_s=LIMIT_S, clock=clock) as pool:
         futures = submit_all(pool, hang, texts)
-        assert eventually(lambda: any(w.loading_notes == 0 for w in pool.workers))
         time_out(pool, clock, texts[:1], seconds=LIMIT_S + 1)
         scores = [future.result(WAIT_S) for future in futures]
         number = scores_of(

@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-from tandem.plugins.graders.answer_compare import ignore_loading
 from tandem.rewards.load import load
 from tandem.rewards.parts import BadFunction, BadValue
 from tandem.rewards.pool import RewardPool
@@ -124,7 +123,7 @@ def score(mine):
     def call(name, text, problem=CHAT, attempt=None, **options):
         scorer = load(f"{mine}:{name}", options, part=name)
         talk = ({"role": "assistant", "content": text},)
-        return scorer(problem, attempt or Attempt(text=text, messages=talk), ignore_loading)
+        return scorer(problem, attempt or Attempt(text=text, messages=talk))
 
     return call
 

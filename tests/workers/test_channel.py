@@ -129,7 +129,6 @@ def test_a_fork_server_that_was_killed_takes_further_requests():
         os.kill(server.pid, signal.SIGKILL)
         server.process.wait()
         assert host.pid and server.has_ended()
-        hosts.import_ahead("json")
         host.end()
     finally:
         hosts.close()

@@ -12,20 +12,16 @@ text through RewardPool, whose clock is outside.
 
 import re
 
-from tandem.plugins.graders.answer_compare import Loading, equal, ignore_loading
+from tandem.plugins.graders.answer_compare import equal
 from tandem.plugins.graders.answer_spelling import MARKUP
 
 TEXT_CHARS = 2_000  # the final answer is near the end; a longer tail only costs time
 
 
-def score(text: str, answer: str, loading: Loading = ignore_loading) -> float:
-    """Return 1.0 if the final answer of text equals answer, else 0.0.
-
-    loading: called with True before Math-Verify is imported (0.5 s once, more on a cold disk) and
-    with False after, so that a caller with a time limit can allow for it.
-    """
+def score(text: str, answer: str) -> float:
+    """Return 1.0 if the final answer of text equals answer, else 0.0."""
     final = extract(text)
-    return float(final is not None and equal(final, answer, loading))
+    return float(final is not None and equal(final, answer))
 
 
 # ---------------------------------------------------------------- the final answer of a completion

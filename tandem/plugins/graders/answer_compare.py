@@ -13,8 +13,6 @@ Knows no completions.
 
 import logging
 import re
-import sys
-from collections.abc import Callable
 from typing import Any
 
 from tandem.plugins.graders.answer_numbers import (
@@ -29,13 +27,6 @@ from tandem.plugins.graders.answer_spelling import normal, without_fonts
 
 DIGITS = 600  # to which formulas are computed
 MEMBERS = 32  # of a list; more are compared as one string
-
-Loading = Callable[[bool], None]
-
-
-def ignore_loading(_: bool) -> None:
-    pass
-
 
 _DOUBT = (
     r"(?:or|not|no|maybe|mod|actually|wrong|incorrect|correct|right|but|instead|rather|except"
@@ -61,8 +52,8 @@ _CHOICE = re.compile(
 _VERDICTS = {"yes", "no", "true", "false"}
 
 
-def equal(found: str, truth: str, loading: Loading = ignore_loading) -> bool:
-    """Compare two answers. loading: as in answer.score."""
+def equal(found: str, truth: str) -> bool:
+    """Compare two answers."""
     if not _REMARK.search(truth):
         found = _REMARK.sub("", found)
     one, other = normal(found), normal(truth)
@@ -77,8 +68,8 @@ def equal(found: str, truth: str, loading: Loading = ignore_loading) -> bool:
         alone = words[:1] == [verdict] and _VERDICTS.isdisjoint(words[1:])
         return alone and stated[len(verdict)] in ",;:."
     if _CHOICE.fullmatch(without_fonts(other)):
-        return _same_choice(without_fonts(one).strip(" ."), without_fonts(other), loading)
-    return _same(_LEAD.sub("", one, count=1), other, loading)
+        return _same_choice(without_fonts(one).strip(" ."), without_fonts(other))
+    return _same(_LEAD.sub("", one, count=1), other)
 
 
 def _key(text: str) -> str:
@@ -91,13 +82,13 @@ def _key(text: str) -> str:
     return re.sub(r"^(?:an?|the) (?=..)", "", text.casefold())
 
 
-def _same_choice(one: str, other: str, loading: Loading) -> bool:
+def _same_choice(one: str, other: str) -> bool:
     """Compare two choices by their letters; a choice's text counts if the other names no letter."""
     guess = _CHOICE.fullmatch(one) or _CHOICE.fullmatch(_LEAD.sub("", one, count=1))
     truth = _CHOICE.fullmatch(other)
     assert truth is not None
     if guess is None:
-        return bool(truth[3]) and _same(one, normal(truth[3]), loading)
+        return bool(truth[3]) and _same(one, normal(truth[3]))
     same = (guess[1] or guess[2]).upper() == (truth[1] or truth[2]).upper()
     return same and _ANOTHER_CHOICE.search(guess[3]) is None
 
@@ -105,7 +96,7 @@ def _same_choice(one: str, other: str, loading: Loading) -> bool:
 # ---------------------------------------------------------------- lists, sets, tuples, matrices
 
 
-def _same(one: str, other: str, loading: Loading) -> bool:
+def _same(one: str, other: str) -> bool:
     # "for any constant c" and its like are cut off: off the truth if the other says nothing of the
     # kind, off both if they are the same or exclude nothing
     (plain, own), (true, condition) = _split_condition(one), _split_condition(other)
@@ -118,23 +109,23 @@ def _same(one: str, other: str, loading: Loading) -> bool:
         if "" not in names and len(names) == len(ones):  # a point, as x=3 and y=-1
             ones = [f"({','.join(value for _, value in named)})"]
     if max(len(ones), len(others)) > 1:
-        return len(ones) == len(others) and _matched(ones, others, loading)
+        return len(ones) == len(others) and _matched(ones, others)
     one, other = ones[0], others[0]
     guess, truth = _bracketed(split_name(one)[1]), _bracketed(split_name(other)[1])
     if guess is None or truth is None:
         comparable = guess is truth is None or ("matrix" in one and "matrix" in other)
-        return _key(one) == _key(other) or (comparable and _same_value(one, other, loading))
+        return _key(one) == _key(other) or (comparable and _same_value(one, other))
     (brackets, ones), (true_brackets, others) = guess, truth
     return (brackets, len(ones)) == (true_brackets, len(others)) and all(
-        _same(a, b, loading) for a, b in zip(ones, others, strict=True)
+        _same(a, b) for a, b in zip(ones, others, strict=True)
     )
 
 
-def _matched(ones: list[str], others: list[str], loading: Loading) -> bool:
+def _matched(ones: list[str], others: list[str]) -> bool:
     """Pair each of ones with another of others, in any order; False if one has no partner."""
     left = list(others)
     for one in ones:
-        partner = next((other for other in left if _same(one, other, loading)), None)
+        partner = next((other for other in left if _same(one, other)), None)
         if partner is None:
             return False
         left.remove(partner)
@@ -265,7 +256,7 @@ def _split_condition(text: str) -> tuple[str, str]:
 # ---------------------------------------------------------------- numbers and formulas
 
 
-def _same_value(one: str, other: str, loading: Loading) -> bool:
+def _same_value(one: str, other: str) -> bool:
     based, truth_based = parse_based(one), parse_based(other)
     if based and truth_based and (based[1] or truth_based[1]):
         return based[0] == truth_based[0] and (
@@ -282,7 +273,7 @@ def _same_value(one: str, other: str, loading: Loading) -> bool:
     if unit and truth_unit and unit != truth_unit:
         return False
     return _key(one) == _key(other) or (
-        _is_math(one) and _is_math(other) and _math_verify(one, other, loading)
+        _is_math(one) and _is_math(other) and _math_verify(one, other)
     )
 
 
@@ -314,13 +305,8 @@ def _is_math(text: str) -> bool:
     return wordless and opened == closed and "$" not in text
 
 
-def _math_verify(found: str, truth: str, loading: Loading) -> bool:
+def _math_verify(found: str, truth: str) -> bool:
     """Ask Math-Verify, without its alarms: they need the main thread, and cannot stop C."""
-    if "math_verify" not in sys.modules:
-        loading(True)
-        import math_verify
-
-        loading(False)
     import math_verify
     from sympy import Expr
 

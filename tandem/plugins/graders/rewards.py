@@ -8,21 +8,28 @@ Knows neither processes nor weights.
 """
 
 import re
+from collections.abc import Mapping
 from fractions import Fraction
+from typing import Any
 
 from tandem.plugins.graders.answer import TEXT_CHARS, extract, score
-from tandem.plugins.graders.answer_compare import Loading, ignore_loading
 from tandem.plugins.graders.answer_numbers import Number, parse_number, written_numbers
 from tandem.rewards.builtin import behind_thoughts
-from tandem.rewards.parts import BadValue
+from tandem.rewards.parts import BadValue, checked_by
 from tandem.types import Problem
 
 
+def _import_ahead(_: Mapping[str, Any]) -> None:
+    """Import what compares formulas once, for all workers and before any deadline."""
+    import math_verify  # noqa: F401
+
+
+@checked_by(_import_ahead)
 @behind_thoughts
-def answer(problem: Problem, completion: str, loading: Loading = ignore_loading) -> float:
+def answer(problem: Problem, completion: str) -> float:
     """Return 1 if the final answer is the ground truth, as number, list, text, choice or formula
     (answer.py)."""
-    return score(completion, problem.answer, loading)
+    return score(completion, problem.answer)
 
 
 @behind_thoughts

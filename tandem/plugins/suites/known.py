@@ -15,7 +15,7 @@ from tandem.config.schema import Config
 from tandem.plugins.suites import bfcl
 from tandem.plugins.suites.suites import Suite, Values
 from tandem.rewards.builtin import behind_thoughts
-from tandem.rewards.load import Loading
+from tandem.rewards.parts import checked_by
 from tandem.runtime import rng
 from tandem.runtime.errors import UserError, not_installed
 from tandem.types import Problem
@@ -110,17 +110,18 @@ def check_bfcl(config: Config) -> None:
         raise UserError(what, where="eval.data", found=found, next="env.name=functions")
 
 
+def _import_ahead(_: Values) -> None:
+    from lm_eval.tasks.ifeval import utils  # noqa: F401
+
+
+@checked_by(_import_ahead)
 @behind_thoughts
-def follows_instructions(
-    problem: Problem, completion: str, loading: Loading = lambda _: None
-) -> float:
+def follows_instructions(problem: Problem, completion: str) -> float:
     """Return 1 if all instructions of a row of IFEval are followed (arXiv 2311.07911, strict), by
     lm-evaluation-harness's checks."""
-    loading(True)
     from langdetect import DetectorFactory
     from lm_eval.tasks.ifeval.utils import process_results
 
-    loading(False)
     DetectorFactory.seed = 0  # else it draws
     found = process_results(problem.metadata["ifeval"], [completion])
     return float(found["prompt_level_strict_acc"])

@@ -5,7 +5,7 @@ Knows neither tokens nor models, nor the graders behind the names of rewards.
     tandem eval my.toml eval.data=suite:gsm8k,math500 reward=suite
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from tandem.config.schema import Config
 from tandem.data.readers import SUITE, Payload, Placed, RowError, Source, source_files, source_rows
 from tandem.registry import find
-from tandem.rewards.load import Loading, Scorer, load
-from tandem.rewards.parts import BadValue
+from tandem.rewards.load import Scorer, load
+from tandem.rewards.parts import BadValue, checked_by
 from tandem.types import Attempt, Problem
 
 Values = dict[str, Any]
@@ -65,20 +65,26 @@ def _row(name: str, suite: Suite, payload: Payload, number: int) -> Payload:
     return {"uid": f"{name}/{number}", "data_source": name, "suite": name, **columns}, ""
 
 
+def _load_graders(options: Mapping[str, Any]) -> None:
+    for grader in options.get("graders", ()):
+        load(grader, {})
+
+
+@checked_by(_load_graders)
 def reward(
     problem: Problem,
     completion: str,
     attempt: Attempt,
-    loading: Loading,
     *,
     otherwise: str = "",
     opened: bool = False,
     sandbox: Values = {},  # noqa: B006
+    graders: list[str] = [],  # noqa: B006
 ) -> dict[str, float]:
     """Grade a row of a suite by the suite's own grader, and other rows by the reward `otherwise`.
 
-    opened: the prompt opens the thoughts. sandbox: the config's section, for programs. Raises
-    BadValue for a row that nothing grades.
+    opened: the prompt opens the thoughts. sandbox: the config's section, for programs. graders: of
+    the suites, loaded before the first row. Raises BadValue for a row that nothing grades.
     """
     if name := problem.metadata.get("suite"):
         suite: Suite = find("suites", name, key="the column suite")
@@ -90,7 +96,7 @@ def reward(
         raise BadValue(
             f"problem {problem.uid!r} is of no suite; set reward.options.suite.otherwise"
         )
-    value, parts = scorer(problem, attempt, loading) or (0.0, {})
+    value, parts = scorer(problem, attempt) or (0.0, {})
     return {**parts, "reward": value}
 
 
@@ -100,11 +106,12 @@ def _other(function: str) -> Scorer:
 
 
 def suite_options(config: Config) -> Values:
-    """Return the options that a run gives the reward: its sandbox, if a suite needs one. Raises
-    UserError for what a suite lacks here."""
+    """Return the options that a run gives the reward: the graders, and its sandbox if a suite needs
+    one. Raises UserError for what a suite lacks here."""
     named = [s for s in (*config.data.sources, config.eval.data) if s.startswith(SUITE)]
     suites = [suite for source in named for _, suite, _ in _suites(source, "eval.data")]
     for suite in suites:
         suite.check(config)
-    needed = any(suite.reward == "code" for suite in suites)
-    return {"sandbox": config.sandbox.model_dump()} if needed else {}
+    graders = sorted({suite.reward for suite in suites})
+    sandbox = {"sandbox": config.sandbox.model_dump()} if "code" in graders else {}
+    return {"graders": graders, **sandbox}

@@ -12,6 +12,7 @@ of at most MAX_BITS, checked before it is computed, so that any expression takes
 Knows arithmetic. Does not know environments, files, models or rewards (`answer` fits).
 """
 
+import ast
 import operator
 import re
 from collections.abc import Callable
@@ -58,13 +59,10 @@ def _problem(rng: Generator, difficulty: int) -> TaskProblem:
 # ---------------------------------------------------------------- the tool
 
 MAX_CHARS = 200
-MAX_DEPTH = 20  # of parentheses and signs
 MAX_BITS = 2048  # of a numerator or denominator
 
-_TOKEN = re.compile(r"\s*(?:([0-9]+(?:\.[0-9]*)?|\.[0-9]+)|(\*\*|//|[-+*/%^()]))")
-_LEVELS = {"+": 1, "-": 1, "*": 2, "/": 2, "//": 2, "%": 2, "**": 4, "^": 4}
-_SIGN = 3  # -2**2 is -(2**2)
-_SPELLINGS = str.maketrans("×÷−·", "*/-*")
+_NUMBER = re.compile(r"[0-9]+(?:\.[0-9]*)?|\.[0-9]+")
+_SPELLINGS = str.maketrans({"×": "*", "÷": "/", "−": "-", "·": "*", "^": "**"})
 
 
 async def calculator(expression: str) -> str:
@@ -81,88 +79,49 @@ def calculate(expression: str) -> str:
     the value ends. Raises ValueError with words for the model."""
     if len(expression) > MAX_CHARS:
         raise ValueError(f"longer than {MAX_CHARS} characters")
-    parser = _Parser(_tokens(expression.translate(_SPELLINGS)))
-    value = parser.value(0)
-    if parser.tokens:
-        raise ValueError(f"unexpected {parser.tokens[-1]!r}")
+    text = " ".join(expression.translate(_SPELLINGS).split())
+    if unknown := re.search(r"[^0-9.+*/%() -]", text):
+        raise ValueError(f"unexpected {unknown[0]!r}")
+    # as a text in parentheses a number keeps all digits, and none can follow another
+    program = _NUMBER.sub(lambda number: f"('{number[0]}')", text)
+    try:
+        value = _value(ast.parse(program, mode="eval").body)
+    except SyntaxError:
+        raise ValueError("it is no expression of numbers, operators and parentheses") from None
+    except ZeroDivisionError:
+        raise ValueError("division by zero") from None
     return (_decimal(value) if "." in expression else None) or str(value)
 
 
-def _tokens(text: str) -> list[str]:
-    """Split an expression into tokens, the first one last."""
-    tokens, at = [], 0
-    text = text.rstrip()
-    while at < len(text):
-        match = _TOKEN.match(text, at)
-        if match is None:
-            raise ValueError(f"unexpected {text[at:].lstrip()[0]!r}")
-        tokens.append(match[1] or match[2])
-        at = match.end()
-    return tokens[::-1]
-
-
-class _Parser:
-    """A precedence-climbing parser of tokens, the next one last."""
-
-    def __init__(self, tokens: list[str]):
-        self.tokens = tokens
-        self.depth = 0
-
-    def value(self, level: int) -> Fraction:
-        """Compute the tokens up to the first operator that binds no tighter than level."""
-        left = self._operand()
-        while self.tokens and _LEVELS.get(self.tokens[-1], 0) > level:
-            sign = self.tokens.pop()
-            # powers group from the right
-            right = self.value(_LEVELS[sign] - (sign in ("**", "^")))
-            if sign in ("/", "//", "%") and right == 0:
-                raise ValueError("division by zero")
-            left = _bounded(Fraction(_OPERATORS[sign](left, right)))
-        return left
-
-    def _operand(self) -> Fraction:
-        token = self.tokens.pop() if self.tokens else ""
-        if token[:1].isdigit() or token.startswith("."):
-            return _bounded(Fraction(token))
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise ValueError(f"more than {MAX_DEPTH} parentheses or signs")
-        match token:
-            case "+" | "-":
-                inner = self.value(_SIGN)
-                inner = -inner if token == "-" else inner
-            case "(":
-                inner = self.value(0)
-                if not self.tokens or self.tokens.pop() != ")":
-                    raise ValueError("a parenthesis is not closed")
-            case _:
-                raise ValueError(f"unexpected {token!r}" if token else "a number is missing")
-        self.depth -= 1
-        return inner
+def _value(node: ast.expr) -> Fraction:
+    match node:
+        case ast.Constant(str(digits)):
+            return _bounded(Fraction(digits))
+        case ast.UnaryOp(op, operand) if type(op) in _SIGNS:
+            return _SIGNS[type(op)] * _value(operand)
+        case ast.BinOp(left, op, right):
+            return _bounded(Fraction(_OPERATORS[type(op)](_value(left), _value(right))))
+    raise SyntaxError("a call")
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
     if exponent.denominator != 1:
         raise ValueError("a power needs a whole exponent")
-    if base == 0 and exponent < 0:
-        raise ValueError("division by zero")
-    if base == 0 or abs(base) == 1:  # any exponent will do
-        return Fraction(1) if exponent % 2 == 0 and (base or exponent == 0) else base
     # _bits counts up to one too many for each factor
-    if _bits(base) * abs(exponent) > 2 * MAX_BITS:
+    if base not in (-1, 0, 1) and _bits(base) * abs(exponent) > 2 * MAX_BITS:
         raise ValueError("the number is too large")
     return Fraction(base ** int(exponent))
 
 
-_OPERATORS: dict[str, Callable[[Fraction, Fraction], Fraction | int]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": operator.truediv,
-    "//": operator.floordiv,
-    "%": operator.mod,
-    "**": _power,
-    "^": _power,
+_SIGNS: dict[type, int] = {ast.UAdd: 1, ast.USub: -1}
+_OPERATORS: dict[type, Callable[[Fraction, Fraction], Fraction | int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: _power,
 }
 
 

@@ -137,7 +137,7 @@ def rows_of(suite, folder):
 
 def grade(problem, text, **options):
     scorer = load("suite", options)
-    return scorer(problem, Attempt(text=text), lambda _: None)[0]
+    return scorer(problem, Attempt(text=text))[0]
 
 
 def test_bfcl_shows_functions_and_grades_calls_by_names_arguments_and_types(tmp_path):
@@ -153,7 +153,9 @@ def test_bfcl_shows_functions_and_grades_calls_by_names_arguments_and_types(tmp_
     config = Config(eval={"data": source}, data={"train": "own.jsonl"})
     with pytest.raises(UserError, match="shows functions"):
         suite_options(config)
-    assert suite_options(config.model_copy(update={"env": Env(name="functions")})) == {}
+    assert suite_options(config.model_copy(update={"env": Env(name="functions")})) == {
+        "graders": ["tandem.plugins.suites.bfcl:right_calls"]
+    }
     assert len(source_files(source, "eval.data")) == 5
     problems = read_problems(source, Data(), key="eval.data")
     assert [p.category for p in problems] == ["bfcl_simple", "bfcl_parallel", "bfcl_irrelevance"]
@@ -207,8 +209,8 @@ def test_only_programs_need_the_sandbox_of_a_run(tmp_path):
     def config(*suites):
         return Config(eval={"data": "suite:" + ",".join(suites)}, data={"train": "own.jsonl"})
 
-    assert suite_options(config("gsm8k", "gpqa")) == {}
-    assert list(suite_options(config("gsm8k", "mbpp"))) == ["sandbox"]
+    assert suite_options(config("gsm8k", "gpqa")) == {"graders": ["answer", "choice"]}
+    assert list(suite_options(config("gsm8k", "mbpp"))) == ["graders", "sandbox"]
 
 
 def test_rows_of_no_suite_are_graded_by_the_reward_that_is_named_for_them():
