@@ -61,7 +61,7 @@ def carry(stream: TransferQueueStream, step: int, count: int) -> list[tuple[str,
     put_s = time.perf_counter() - start
     del groups
     start = time.perf_counter()
-    taken = stream.take(step, [], lambda _: (everything, ()))
+    taken = stream.take(step, [], lambda _: everything)
     take_s = time.perf_counter() - start
     assert len(taken) * SIZE == count and taken[-1].episodes[-1].tokens[-1] == LENGTH - 1
     stream.clear(step)

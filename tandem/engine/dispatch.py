@@ -25,6 +25,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
+from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -68,10 +69,12 @@ W = TypeVar("W", bound=Worker)
 
 @dataclass(eq=False)
 class RequestQueue:
-    """Requests of one step, by one version of the weights. number: orders queues of a version."""
+    """Requests of one step, by one version of the weights. number: orders queues of a version;
+    ended: gets its tickets once they have, where the caller is another thread."""
 
     version: int
     number: int = 0
+    ended: SimpleQueue[Ticket] | None = None
     waiting: deque[Ticket] = field(default_factory=deque)
     has_begun: bool = False  # it has had a ticket
     affinity: dict[int, Any] = field(default_factory=dict)  # prefix -> the worker that has it
@@ -96,9 +99,11 @@ class Dispatcher(Generic[W]):
         """Tickets that no worker has."""
         return sum(len(queue.waiting) for queue in self.queues)
 
-    def open(self, version: int, number: int = 0) -> RequestQueue:
+    def open(
+        self, version: int, number: int = 0, ended: SimpleQueue[Ticket] | None = None
+    ) -> RequestQueue:
         """Open a queue: its requests come soon."""
-        self.queues.append(queue := RequestQueue(version, number))
+        self.queues.append(queue := RequestQueue(version, number, ended))
         self.queues.sort(key=lambda one: (one.version, one.number))
         return queue
 

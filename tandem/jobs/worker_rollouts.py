@@ -13,7 +13,8 @@ from tandem.model.placement import place_models
 from tandem.rollout.collect import steps_at_once
 from tandem.rollout_workers.client import Client
 from tandem.rollout_workers.pool import Workers
-from tandem.rollout_workers.process import COMMAND, ENVIRONMENT, EngineSpec, Published
+from tandem.rollout_workers.process import COMMAND, ENVIRONMENT, EngineSpec
+from tandem.weights.shared import SharedWeights
 from tandem.weights.worker_sync import ProcessSync
 from tandem.workers.host import LocalHosts, OpenHost
 from tandem.workers.pool import Limits
@@ -70,7 +71,7 @@ def open_workers(
 @contextmanager
 def _start(
     stage: RolloutStage,
-    weights: Published,
+    weights: SharedWeights,
     spawn: OpenHost | None,
     command: Sequence[str],
     forks: bool,

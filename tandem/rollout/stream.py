@@ -13,9 +13,9 @@ from typing import Protocol
 from tandem.types import Group
 
 Place = tuple[int, int]  # (group of the step, episode of the group)
-# Returns which episodes a process trains, and whose log-probs it needs beside them, by the groups'
-# metadata: lengths, loss counts, rewards and outcomes are real, the arrays are not.
-Plan = Callable[[Sequence[Group]], tuple[Collection[Place], Collection[Place]]]
+# Returns of which episodes a process needs the arrays, by the groups' metadata: lengths, loss
+# counts, rewards and outcomes are real, the arrays are not.
+Plan = Callable[[Sequence[Group]], Collection[Place]]
 
 
 class StreamReader(Protocol):

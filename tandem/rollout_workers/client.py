@@ -13,17 +13,16 @@ time. Steps that are rolled out at once have a Client, and a thread, each.
 thread is the one that waits for them.
 """
 
-import time
+from concurrent.futures import wait
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
+import numpy as np
+
 from tandem.engine.dispatch import RequestQueue, Ticket
-from tandem.rollout_workers.checks import Check
-from tandem.rollout_workers.pool import WAIT_S, Workers
+from tandem.rollout_workers.pool import WAIT_S, Gaps, Workers
 from tandem.runtime import watchdog
 from tandem.types import Request
-
-LOOK_S = 0.002  # between two looks whether the workers have made a check
 
 
 class Client:
@@ -34,7 +33,7 @@ class Client:
         self.longest = pool.longest
         self._pool, self._number, self._checks = pool, number, checks
         self._queue: RequestQueue | None = None
-        self._check = Check(-1)
+        self._version, self._gaps = -1, Gaps()  # of the last `apply`, and of checks since
         self._asked: list[Ticket] = []  # not handed over yet: a step's requests go together
         self._ended: SimpleQueue[Ticket] = SimpleQueue()
         self._last_life = pool.last_life
@@ -48,14 +47,14 @@ class Client:
         """Have requests served by the published weights of that version from now on. No request of
         this client may be under way."""
         self.rest()
-        self._check = check = Check(version)
+        self._version, self._gaps = version, (gaps := Gaps())
         self._open()
         if self._checks:
-            self._pool.post(lambda: self._pool.checks.watch(check))
+            self._pool.post(lambda: self._pool.watch(version, gaps))
 
     def _open(self) -> RequestQueue:
-        pool, version = self._pool, self._check.version
-        self._queue = pool.call(lambda: pool.open(version, self._number, self._ended))
+        pool, version = self._pool, self._version
+        self._queue = pool.call(lambda: pool.dispatcher.open(version, self._number, self._ended))
         return self._queue
 
     def submit(self, request: Request) -> Ticket:
@@ -69,7 +68,7 @@ class Client:
         """Wait a moment for requests to end; return those that have."""
         if self._asked:
             tickets, self._asked = self._asked, []
-            self._pool.post(lambda: self._pool.enqueue(tickets))
+            self._pool.post(lambda: [*map(self._pool.dispatcher.add, tickets)])
         ended = []
         with suppress(Empty):
             ended.append(self._ended.get(timeout=WAIT_S))
@@ -88,18 +87,18 @@ class Client:
         versions."""
         if self._queue is not None:
             queue, self._queue = self._queue, None
-            self._pool.post(lambda: self._pool.close_queue(queue))
+            self._pool.post(lambda: self._pool.dispatcher.close(queue))
 
     def logprob_gap(self) -> float:
         """Return the largest Engine.logprob_gap of the workers that have run the version of the
         last `apply` since, and are up."""
-        check, pool = self._check, self._pool
-        pool.call(lambda: pool.ask(check))
+        version, gaps, pool = self._version, self._gaps, self._pool
+        pool.call(lambda: pool.ask(version, gaps))
         with watchdog.waiting_for("rollout workers", "their log-probs"):
-            while check.num_asked:
-                time.sleep(LOOK_S)
+            while wait(gaps, WAIT_S).not_done:
                 self._look()
-        return check.gap
+        # numpy lets a NaN show
+        return float(np.max([gap.result() for gap in gaps], initial=0.0))
 
     def try_out(self, version: int) -> float:
         """Have all workers run the published weights of that version, and then none, so that what

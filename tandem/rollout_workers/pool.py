@@ -29,26 +29,23 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from tandem.engine.dispatch import (
-    Dispatcher,
-    RequestQueue,
-    Ticket,
-    cancelled_completion,
-    check_completion,
-)
-from tandem.rollout_workers.checks import Check, Checks
-from tandem.rollout_workers.process import EngineSpec, Published, WorkerProcess
+from tandem.engine.dispatch import Dispatcher, Ticket, cancelled_completion, check_completion
+from tandem.rollout_workers.process import EngineSpec, WorkerProcess
 from tandem.rollout_workers.protocol import read_completion, request_message
 from tandem.runtime.errors import UserError
 from tandem.workers.channel import Message, ProtocolError, read_error
 from tandem.workers.host import Host, OpenHost
 from tandem.workers.pool import Limits, Pool, RestartLimit
 
+if TYPE_CHECKING:  # nothing here needs torch
+    from tandem.weights.shared import SharedWeights
+
 WAIT_S = 0.05  # in one step
 
 T = TypeVar("T")
+Gaps = list[Future[float]]  # one for each check that a worker was asked for
 
 
 class Workers(Pool[WorkerProcess]):
@@ -64,7 +61,7 @@ class Workers(Pool[WorkerProcess]):
     def __init__(
         self,
         spec: EngineSpec,
-        weights: Published,
+        weights: "SharedWeights",
         open_host: OpenHost,
         *,
         count: int,
@@ -76,10 +73,11 @@ class Workers(Pool[WorkerProcess]):
         self.last_life = time.monotonic()  # of a worker at work
         self.dispatcher: Dispatcher[WorkerProcess] = Dispatcher(spec.max_batch, spec.longest)
         self._spec, self._weights = spec, weights
-        self.checks = Checks(self._send)
+        self._watched: list[
+            tuple[int, Gaps]
+        ] = []  # checks to make before a worker leaves a version
         self._lost: Counter[int] = Counter()  # restarts, by the worker's number
         self._posted: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
-        self._ended: dict[RequestQueue, SimpleQueue[Ticket]] = {}  # for the client of each queue
         for number in range(count):
             self._begin(number)
         self.start()
@@ -119,23 +117,6 @@ class Workers(Pool[WorkerProcess]):
         self._dispatch()
         self._listen(WAIT_S)
 
-    def open(self, version: int, number: int, ended: "SimpleQueue[Ticket]") -> RequestQueue:
-        """Open a queue by that version; `ended` gets its tickets. number: orders those with the
-        same version."""
-        queue = self.dispatcher.open(version, number)
-        self._ended[queue] = ended
-        return queue
-
-    def enqueue(self, tickets: Sequence[Ticket]) -> None:
-        """Let tickets wait in their queues."""
-        for ticket in tickets:
-            self.dispatcher.add(ticket)
-
-    def close_queue(self, queue: RequestQueue) -> None:
-        """Close a queue whose requests have ended."""
-        self.dispatcher.close(queue)
-        del self._ended[queue]
-
     def cancel(self, ticket: Ticket) -> None:
         """End a request now, with an empty completion; an ended one stays as it is."""
         if ticket.completion is not None:
@@ -147,10 +128,20 @@ class Workers(Pool[WorkerProcess]):
             if ticket.number in worker.tickets:
                 self._send(worker, {"cancel": ticket.number})
 
-    def ask(self, check: Check) -> None:
-        """Have the workers that still run its version make a check."""
-        self.checks.forget(check)
-        self.checks.ask(check, self.workers)
+    def watch(self, version: int, gaps: Gaps) -> None:
+        """Have each worker make a check before it leaves that version, until `ask`."""
+        self._watched.append((version, gaps))
+
+    def ask(self, version: int, gaps: Gaps) -> None:
+        """Have the workers that still run that version make a check (Engine.logprob_gap)."""
+        self._watched = [one for one in self._watched if one[1] is not gaps]
+        running = [one for one in self.workers if one.is_ready and one.version == version]
+        gaps += map(self._check, running)
+
+    def _check(self, worker: WorkerProcess) -> Future[float]:
+        worker.checks.append(gap := Future[float]())
+        self._send(worker, {"check": worker.version})
+        return gap
 
     def forget_versions(self) -> None:
         """Have every worker load its next version, whichever that is."""
@@ -169,7 +160,9 @@ class Workers(Pool[WorkerProcess]):
     def _sync(self, version: int, workers: Sequence[WorkerProcess]) -> None:
         """Offer the weights to workers; what they run is unknown until the hash is right."""
         for worker in workers:
-            self.checks.leave(worker)
+            for watched, gaps in self._watched:
+                if watched == worker.version:
+                    gaps.append(self._check(worker))
         offers = self._weights.offer(version, workers)
         for worker, (source, descriptor) in zip(workers, offers, strict=True):
             worker.note_offer(version)
@@ -189,7 +182,8 @@ class Workers(Pool[WorkerProcess]):
         lost = f"{worker} was lost while {worker.state}: {reason}"
         last_words = worker.host.last_words()
         self._end(worker)
-        self.checks.lose(worker)
+        for gap in worker.checks:  # it is left out
+            gap.set_result(0.0)
         back = self.dispatcher.put_back(worker)
         self._lost[worker.number] += 1
         if not self.restarts.spend():
@@ -228,8 +222,8 @@ class Workers(Pool[WorkerProcess]):
                 number in worker.tickets and worker.tickets[number].completion
             ):
                 del worker.tickets[number]
-            case {"checked": int(), "gap": float(gap)}:
-                self.checks.answer(worker, gap)
+            case {"checked": int(), "gap": float(gap)} if worker.checks:
+                worker.checks.popleft().set_result(gap)
             case {"error": {"what": _}}:
                 raise read_error(message)
             case _:
@@ -271,5 +265,5 @@ class Workers(Pool[WorkerProcess]):
         worker.num_done += 1
         if ticket.completion is None:  # else it was cancelled meanwhile
             ticket.completion = completion
-            if (ended := self._ended.get(ticket.queue)) is not None:
-                ended.put(ticket)
+            if ticket.queue.ended is not None:
+                ticket.queue.ended.put(ticket)

@@ -7,17 +7,15 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from tandem.engine.dispatch import Ticket, devices_of
 from tandem.model import custom_code
 from tandem.workers.channel import Message
 from tandem.workers.host import Host
 from tandem.workers.pool import Worker
-
-if TYPE_CHECKING:  # nothing here needs torch
-    from tandem.weights.shared import Layout
 
 COMMAND = (sys.executable, "-m", "tandem.rollout_workers.worker")
 # freed memory stays with the process, as page faults of fresh tensors cost a tenth of a small step
@@ -60,22 +58,6 @@ class EngineSpec:
         }
 
 
-class Published(Protocol):
-    """The published weights: weights/shared.py, or cluster/ray_cluster.py."""
-
-    layout: "Layout"
-
-    def offer(self, version: int, workers: "Sequence[WorkerProcess]") -> list[tuple[Message, int]]:
-        """Return what each of the workers needs to load a version: the part "from" of its message,
-        and a descriptor that the channel closes, or -1."""
-
-    def hash_of(self, version: int) -> str:
-        """Return weights.hashing.combine of the digests of the trainer's weights."""
-
-    def loaded(self, version: int, seconds: float) -> None:
-        """Note how long it took from the offer of a version until the worker ran it."""
-
-
 class WorkerProcess(Worker):
     """A worker, and what the pool has told it. Implements dispatch.Worker."""
 
@@ -87,6 +69,7 @@ class WorkerProcess(Worker):
         self.version = -1  # of the weights that it runs, by its own hash
         self.retried = -1  # the version that it was offered again after a failure
         self.tickets: dict[int, Ticket] = {}  # given and not answered, cancelled ones included
+        self.checks: deque[Future[float]] = deque()  # asked for and not answered
 
     @property
     def started(self) -> bool:

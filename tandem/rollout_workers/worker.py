@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # torch is imported when there are signs of life already
     from tandem.engine.engine import Engine
     from tandem.weights.shared import Layout
 
-# Gets the weights of an offer (Published.offer); descriptors: those that came beside messages.
+# Gets the weights of an offer (SharedWeights.offer); descriptors: those that came beside messages.
 Receive = Callable[[Message, deque[int]], "dict[str, Tensor]"]
 
 PRELOADED = (

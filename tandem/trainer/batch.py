@@ -146,12 +146,9 @@ def pack_batch(groups: Sequence[Group], config: Config, ranks: Ranks = ALONE) ->
     )
 
 
-def plan_share(
-    groups: Sequence[Group], config: Config, models: Models
-) -> tuple[set[Place], set[Place]]:
-    """Return which episodes this process trains, and whose engine log-probs
-    it needs beside them: those of all, if quantities of the whole step are made of them
-    (off-policy weights, a KL in the reward, a teacher's divergences).
+def plan_share(groups: Sequence[Group], config: Config, models: Models) -> set[Place]:
+    """Return which episodes this process needs: those that it trains, or all, if quantities of the
+    whole step are made of them (off-policy weights, a KL in the reward, a teacher's divergences).
 
     It plans by lengths, as `pack_batch` does, and reads no array.
     """
@@ -159,21 +156,21 @@ def plan_share(
     trained = [row for row, group in enumerate(groups) if group.outcome == "train"]
     batch = pack_batch([groups[row] for row in trained], config, policy.ranks)
     places = [(trained[row], number) for row, number in batch.sample_index]
-    compared = (
+    if (
         rl.correction != "none"
-        or bool(rl.max_logprob_error)
+        or rl.max_logprob_error
         or (models.reference is not None and rl.kl_in == "reward")
         or models.teacher is not None
-    )
+    ):
+        return set(places)
     # a pass of all microbatches may divide them in another way than those of single updates
     passes = [list(chain(*batch.minibatches)), *batch.minibatches] if places else []
-    own = {
+    return {
         places[sample]
         for microbatches in passes
         for microbatch in policy.ranks.own(microbatches)
         for sample in microbatch.samples.tolist()
     }
-    return own, set(places) - own if compared else set()
 
 
 def compute_logprobs(

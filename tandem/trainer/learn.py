@@ -56,7 +56,7 @@ class LearnStage:
     sampling: SamplingParams  # of training rollouts
     parity: ParityCheck
 
-    def plan_share(self, groups: Sequence[Group]) -> tuple[set[Place], set[Place]]:
+    def plan_share(self, groups: Sequence[Group]) -> set[Place]:
         """Return `batch.plan_share` of these models."""
         return plan_share(groups, self.config, self.models)
 

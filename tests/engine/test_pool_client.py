@@ -3,6 +3,7 @@ Processes without a model."""
 
 import os
 import signal
+import threading
 from contextlib import contextmanager
 
 import pytest
@@ -88,8 +89,20 @@ def test_a_worker_checks_its_completions_before_it_leaves_their_version():
             finish(new, [new.submit(one) for one in groups(2)])
             until(new, lambda w=workers: len(serving(w, 1)) == 2)
             assert old.logprob_gap() == gap
-            assert len(old._check.gaps) == 2 and old._check.version == 0
-            assert new.logprob_gap() == gap and len(new._check.gaps) == 2
+            assert len(old._gaps) == 2
+            assert new.logprob_gap() == gap and len(new._gaps) == 2
+
+
+def test_a_worker_that_is_lost_in_its_check_is_left_out():
+    with shared_pool(1, checks=True, fault="gap", restarts=1) as (workers, [client]):
+        client.apply(0)
+        until(client, lambda: len(serving(workers, 0)) == 2)
+        victim = processes(workers)[0]
+        os.kill(victim.pid, signal.SIGSTOP)
+        killer = threading.Timer(0.3, os.kill, (victim.pid, signal.SIGKILL))
+        killer.start()
+        assert client.logprob_gap() == 1e-6 and workers.restarts.used == 1
+        killer.join()
 
 
 def test_an_error_of_the_pool_reaches_every_caller():

@@ -37,7 +37,7 @@ def odd_command(fault="none", file=""):
 
 
 class LightWeights:
-    """Versions of nothing but bytes. Implements pool.Published."""
+    """Versions of nothing but bytes. In place of SharedWeights."""
 
     layout = SimpleNamespace(parts=())
 

@@ -4,17 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from safetensors.numpy import load
 
 from tandem.config.schema import Config
-from tandem.plugins.cluster.rows import (
-    COMPARED,
-    FIELDS,
-    groups_of,
-    pack_arrays,
-    places_to_store,
-    tag_of,
-    unpack_arrays,
-)
+from tandem.plugins.cluster.rows import groups_of, pack_arrays, places_to_store, tag_of
 from tandem.rollout.collect import RolloutBatch
 from tandem.rollout.stream import MemoryStream
 from tandem.step import learn_step
@@ -48,13 +41,9 @@ class RowStream:
 
     def take(self, step, kept, plan):
         tags, rows = self.steps[step]
-        arrays = {}
-        for places, fields in zip(plan(groups_of(tags, {})), (FIELDS, COMPARED), strict=True):
-            self.fetched += [(place, tuple(fields)) for place in sorted(places)]
-            for at in places:
-                row = {field: rows[at][field] for field in fields}
-                arrays[at] = unpack_arrays(row, tags[at]["length"])
-        return groups_of(tags, arrays)
+        places = sorted(plan(groups_of(tags, {})))
+        self.fetched += places
+        return groups_of(tags, {at: load(rows[at]) for at in places})
 
     def clear(self, step):
         del self.steps[step]

@@ -1,5 +1,4 @@
-"""Episodes as rows of a data plane: metadata of constant size, and two strings of bytes, with the
-arrays one behind the other, that are fetched apart.
+"""Episodes as rows of a data plane: metadata of constant size, and the arrays as bytes.
 
 A process that plans a step from metadata, and fetches the arrays of its own share only, has groups
 whose other episodes are placeholders: as long, with as many loss tokens, the same reward and
@@ -11,28 +10,14 @@ from typing import Any
 from zlib import crc32
 
 import numpy as np
+from safetensors.numpy import save
 
 from tandem.rollout.stream import Place
 from tandem.types import Array, Episode, Group, Problem
 
-# per token of an episode; all else of it is metadata
-DTYPES: dict[str, type] = {
-    "tokens": np.int64,
-    "penalties": np.float32,
-    "engine_logprobs": np.float32,
-    "weight_versions": np.int32,
-    "loss_mask": np.bool_,
-}
-ARRAYS = tuple(DTYPES)
-# the strings of a row; large items stand first, so that all lie aligned
-FIELDS = {
-    "values": ("tokens", "penalties"),
-    "logprobs": ("engine_logprobs", "weight_versions", "loss_mask"),
-}
-COMPARED = ("logprobs",)  # fields of episodes that others train, whose log-probs are compared
+ARRAYS = ("tokens", "loss_mask", "engine_logprobs", "weight_versions", "penalties")
 
 Tag = dict[str, Any]  # metadata of a row: numbers, short texts and reward parts
-
 
 _FLOATS = ("engine_logprobs", "penalties")
 
@@ -83,27 +68,10 @@ def places_to_store(groups: Sequence[Group]) -> list[Place]:
     ]
 
 
-def pack_arrays(episode: Episode) -> dict[str, bytes]:
-    """Return the strings of a row: arrays one behind the other, as what a data plane does for each
-    value takes longer than the bytes of an episode."""
-    return {
-        field: b"".join(getattr(episode, name).tobytes() for name in names)
-        for field, names in FIELDS.items()
-    }
-
-
-def unpack_arrays(row: Mapping[str, bytes], length: int) -> dict[str, Array]:
-    """Return the arrays in some strings of a row, by name, each [length] and not to be written.
-    Raises ValueError if a string has another size."""
-    found: dict[str, Array] = {}
-    for field, data in row.items():
-        at = 0
-        for name in FIELDS[field]:
-            found[name] = np.frombuffer(data, DTYPES[name], length, at)
-            at += found[name].nbytes
-        if at != len(data):
-            raise ValueError(f"{field} has {len(data)} bytes, not the {at} of {length} tokens")
-    return found
+def pack_arrays(episode: Episode) -> bytes:
+    """Return the arrays of a row as one value, as what a data plane does for each takes longer than
+    the bytes of an episode."""
+    return save({name: getattr(episode, name) for name in ARRAYS})
 
 
 def groups_of(
@@ -114,13 +82,12 @@ def groups_of(
     prompts = {
         (place[0], tags[place]["prompt"]): found["tokens"][: tags[place]["num_prompt"]]
         for place, found in arrays.items()
-        if "tokens" in found
     }
     members: dict[int, list[Episode]] = {}
     for place in sorted(tags):
         prompt = prompts.get((place[0], tags[place]["prompt"]))
-        episode = _episode(tags[place], arrays.get(place, {}), prompt)
-        members.setdefault(place[0], []).append(episode)
+        found = arrays.get(place) or _placeholders(tags[place], prompt)
+        members.setdefault(place[0], []).append(_episode(tags[place], found))
     return [
         Group(
             problem=Problem(uid=tags[row, 0]["problem"], messages=(), answer=""),
@@ -131,10 +98,7 @@ def groups_of(
     ]
 
 
-def _episode(tag: Tag, found: Mapping[str, Array], prompt: Array | None) -> Episode:
-    values: dict[str, Any] = (
-        dict(found) if len(found) == len(ARRAYS) else {**_placeholders(tag, prompt, found), **found}
-    )
+def _episode(tag: Tag, arrays: Mapping[str, Any]) -> Episode:
     return Episode(
         uid=tag["uid"],
         sample_index=tag["sample"],
@@ -144,16 +108,16 @@ def _episode(tag: Tag, found: Mapping[str, Array], prompt: Array | None) -> Epis
         masked=tag["masked"],
         reward=tag["reward"],
         reward_parts=tag["parts"],
-        **values,
+        **arrays,
     )
 
 
-def _placeholders(tag: Tag, prompt: Array | None, found: Mapping[str, Array]) -> dict[str, Array]:
+def _placeholders(tag: Tag, prompt: Array | None) -> dict[str, Array]:
     """Return arrays that take up next to no memory and pass for the episode's in every count and
     check. prompt: that of a fetched episode of the group with the same one, so that a mistaken
     prompt is seen."""
     length = tag["length"]
-    mask = found.get("loss_mask", np.arange(length) >= length - tag["num_loss"])
+    mask = np.arange(length) >= length - tag["num_loss"]
 
     def constant(value: float, dtype: type) -> Array:
         return np.ndarray(length, dtype, np.array(value, dtype).tobytes(), strides=(0,))

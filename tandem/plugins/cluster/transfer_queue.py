@@ -30,8 +30,6 @@ import torch
 
 from tandem.plugins.cluster.ray_cluster import ray
 from tandem.plugins.cluster.rows import (
-    COMPARED,
-    FIELDS,
     Tag,
     groups_of,
     key_of,
@@ -39,7 +37,6 @@ from tandem.plugins.cluster.rows import (
     place_of,
     places_to_store,
     tag_of,
-    unpack_arrays,
 )
 from tandem.rollout.stream import Place, Plan
 from tandem.runtime import watchdog
@@ -48,6 +45,7 @@ from tandem.types import Array, Group
 
 # TransferQueue sets torch's threads around each transfer, for the whole process: to this number
 os.environ.setdefault("TQ_NUM_THREADS", str(torch.get_num_threads()))
+from safetensors.numpy import load
 from tensordict import NonTensorStack, TensorDict
 from transfer_queue.client import AsyncTransferQueueClient
 from transfer_queue.controller import TransferQueueController
@@ -59,6 +57,7 @@ from transfer_queue.utils.zmq_utils import ZMQServerInfo
 LOOK_S = 1.0  # between two looks whether the processes still listen
 CONNECT_S = 2.0  # for one of them to take a connection
 MIN_UNITS = 2  # storage units
+FIELD = "arrays"  # of a row
 
 Server = dict[str, Any]  # id, ip and ports of a process of TransferQueue
 
@@ -152,11 +151,8 @@ class TransferQueueStream:
         tags = self._call(what, self._tags(step))
         if not tags:
             raise self._failed(what, f"no partition {_partition(step)}")
-        arrays: dict[Place, Mapping[str, Array]] = {}
-        for places, fields in zip(plan(groups_of(tags, {})), (FIELDS, COMPARED), strict=True):
-            if places:
-                wanted = {place: tags[place]["length"] for place in sorted(places)}
-                arrays |= self._call(what, self._arrays(step, wanted, fields))
+        places = sorted(plan(groups_of(tags, {})))
+        arrays = self._call(what, self._arrays(step, places)) if places else {}
         self.wait_for_all()
         return groups_of(tags, arrays)
 
@@ -194,9 +190,7 @@ class TransferQueueStream:
 
     # In the loop's thread.
 
-    async def _put(
-        self, step: int, tags: Mapping[Place, Tag], rows: Mapping[Place, Mapping[str, bytes]]
-    ) -> None:
+    async def _put(self, step: int, tags: Mapping[Place, Tag], rows: Mapping[Place, bytes]) -> None:
         """Store arrays, then tags: who sees a tag finds the arrays."""
         partition = _partition(step)
         meta = await self._client.async_kv_retrieve_meta(
@@ -205,10 +199,8 @@ class TransferQueueStream:
         if rows:
             numbers = {place: number for number, place in enumerate(tags)}
             stored = meta.select_samples([numbers[place] for place in rows])
-            columns = {
-                field: NonTensorStack(*(row[field] for row in rows.values())) for field in FIELDS
-            }
-            await self._client.async_put(TensorDict(columns, batch_size=len(rows)), stored)
+            column = {FIELD: NonTensorStack(*rows.values())}
+            await self._client.async_put(TensorDict(column, batch_size=len(rows)), stored)
         meta.update_custom_meta(metadata_of(tags.values()))
         await self._client.async_set_custom_meta(meta)
 
@@ -217,22 +209,15 @@ class TransferQueueStream:
         rows = found.get(_partition(step), {})
         return {place_of(key): json.loads(row["tag"]) for key, row in rows.items()}
 
-    async def _arrays(
-        self, step: int, lengths: Mapping[Place, int], fields: Iterable[str]
-    ) -> dict[Place, dict[str, Array]]:
-        """Fetch fields of some episodes. lengths: their numbers of tokens."""
-        fields = list(fields)
+    async def _arrays(self, step: int, places: Sequence[Place]) -> dict[Place, dict[str, Array]]:
+        """Fetch the arrays of some episodes."""
         meta = await self._client.async_kv_retrieve_meta(
-            [key_of(place) for place in lengths], _partition(step)
+            [key_of(place) for place in places], _partition(step)
         )
-        if len(meta) != len(lengths) or not set(fields) <= set(meta.field_names):
-            raise RuntimeError(f"{len(meta)} rows with {meta.field_names}, not {len(lengths)}")
-        found = await self._client.async_get_data(meta.select_fields(fields))
-        rows = zip(*(found[field] for field in fields), strict=True)
-        return {
-            place: unpack_arrays(dict(zip(fields, row, strict=True)), length)
-            for (place, length), row in zip(lengths.items(), rows, strict=True)
-        }
+        if len(meta) != len(places) or FIELD not in meta.field_names:
+            raise RuntimeError(f"{len(meta)} rows with {meta.field_names}, not {len(places)}")
+        found = await self._client.async_get_data(meta.select_fields([FIELD]))
+        return {place: load(row) for place, row in zip(places, found[FIELD], strict=True)}
 
     # A call, its deadline and its end.
 

@@ -4,15 +4,7 @@ have the arrays of their own share, ends in the same bits."""
 import numpy as np
 import pytest
 
-from tandem.plugins.cluster.rows import (
-    ARRAYS,
-    COMPARED,
-    FIELDS,
-    groups_of,
-    pack_arrays,
-    tag_of,
-    unpack_arrays,
-)
+from tandem.plugins.cluster.rows import ARRAYS, groups_of, tag_of
 from tandem.rollout.checks import check_groups
 from tandem.rollout.collect import RolloutBatch
 from tandem.runtime.errors import InvariantError
@@ -58,16 +50,6 @@ def shares_of(groups, config):
     return [plan_share(placeholders(groups), config, m) for m in models]
 
 
-def test_packed_arrays_are_the_episodes_in_type_and_bytes():
-    for episode in episodes_of(groups_to_learn()):
-        found = unpack_arrays(pack_arrays(episode), len(episode.tokens))
-        assert set(found) == set(ARRAYS)
-        for name, array in found.items():
-            own = getattr(episode, name)
-            assert array.dtype == own.dtype and array.tobytes() == own.tobytes()
-            assert array.ctypes.data % array.itemsize == 0
-
-
 def test_placeholders_pass_for_the_episodes_in_all_but_their_values():
     groups = groups_to_learn()
     found = placeholders(groups)
@@ -97,22 +79,15 @@ def test_groups_are_packed_alike_by_lengths_alone(minibatches):
 
 
 def test_shares_are_all_episodes_that_carry_loss_and_none_of_a_group_left_out():
-    (first, _), (second, _) = shares_of(groups_to_learn(), config_of())
+    groups = groups_to_learn()
+    first, second = shares_of(groups, config_of())
     everything = {(row, n) for row in (0, 2, 3, 4, 5, 6) for n in range(3)} - {(4, 1)}
     assert first | second == everything
     assert first and second and len(first & second) == 0
-
-
-def test_one_process_alone_has_everything_that_carries_loss():
-    own, others = plan_share(groups_to_learn(), config_of(), Models(policy=Learner(None, None)))
-    assert len(own) == 17 and not others
-
-
-def test_log_probs_of_other_shares_are_asked_for_where_the_whole_step_is_compared():
-    groups = groups_to_learn()
-    assert [others for _, others in shares_of(groups, config_of())] == [set(), set()]
-    (first, others), (second, _) = shares_of(groups, config_of(**TIMES))
-    assert others == second and not first & others
+    alone = plan_share(groups, config_of(), Models(policy=Learner(None, None)))
+    assert alone == everything
+    # where the whole step is compared
+    assert shares_of(groups, config_of(**TIMES)) == [everything, everything]
 
 
 @pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS)
@@ -120,11 +95,9 @@ def test_two_ranks_with_the_arrays_of_their_own_share_learn_the_bits_of_two_with
     (rows, weights), (others, _) = on_mesh(through_memory_on, changes, data=2)
     (found, same, fetched), (_, _, more) = on_mesh(through_rows_on, changes, data=2)
     assert found == rows == others and same == weights
-    whole = [
-        {place for place, fields in part if fields == tuple(FIELDS)} for part in (fetched, more)
-    ]
-    assert len(whole[0] | whole[1]) == 17 and max(map(len, whole)) < 17
-    assert any(fields == COMPARED for _, fields in fetched) == ("minibatches" not in changes)
+    shares, own_only = ({*fetched}, {*more}), "minibatches" in changes
+    assert len(shares[0] | shares[1]) == 17
+    assert [len(share) < 17 for share in shares] == [own_only, own_only]
     gaps = ["logprob_gap_mean" in row for row in rows]
     assert gaps == [changes.get("engine") == "vllm", False]
 

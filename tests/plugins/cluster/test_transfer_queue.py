@@ -30,12 +30,12 @@ CORRECTED = {"correction": "tis", "max_logprob_error": 1.2}
 
 
 def nothing(groups):
-    return (), ()
+    return ()
 
 
 def everything(groups):
     places = [(row, n) for row, g in enumerate(groups) for n, _ in enumerate(g.episodes)]
-    return [p for p in places if groups[p[0]].outcome == "train" and p != (4, 1)], ()
+    return [p for p in places if groups[p[0]].outcome == "train" and p != (4, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_of_a_group_without_signal_no_array_is_stored(stream):
     stream.put(0, groups_to_learn())
     assert len(episodes_of(stream.take(0, [], nothing))) == 21
     with pytest.raises(UserError, match="TransferQueue has failed"):
-        stream.take(0, [], lambda groups: ([(1, 0)], ()))
+        stream.take(0, [], lambda groups: [(1, 0)])
 
 
 @needs_queue
