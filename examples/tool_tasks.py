@@ -7,8 +7,8 @@ instead of guessing.
 
 Data, a random model, a warm start and reinforcement learning, by the recipe of the task. The warm
 start are chats that scripted players had with the recipe's own environment. They have several
-habits, of which one pays: the model learns them all, and training finds out which. Killed anywhere,
-the same command goes on where it was.
+habits, of which one pays: the model learns them all, and training finds out which. Killed
+anywhere, run the same command again to resume.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on", file=sys.stderr)
+        print("\ninterrupted; run the same command again to resume", file=sys.stderr)
         return 130
     return 0
 

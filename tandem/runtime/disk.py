@@ -18,7 +18,7 @@ from typing import Any
 
 from tandem.runtime.errors import UserError
 
-_RESUME = "the same command again goes on from the last checkpoint"
+_RESUME = "run the same command again to resume"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # EFBIG: ulimit -f, or a small file system
 # what the system's refusal of a path means, and what to do
 _CAUSES = {

@@ -183,7 +183,7 @@ class TransferQueueStream:
                     found=f"{len(self._steps)} steps that are not trained after "
                     f"{self.timeout_s:g} s",
                     expected=f"fewer than {self.capacity} (rollout.staleness + 1)",
-                    next="run the same command again: it goes on; raise run.stall_s if an update "
+                    next="run the same command again to resume; raise run.stall_s if an update "
                     "takes so long",
                 )
             self._steps.add(step)
@@ -259,8 +259,7 @@ class TransferQueueStream:
             "TransferQueue has lost a process" if gone else "TransferQueue has failed",
             where=what,
             found=f"{' and '.join(gone)} is gone" if gone else found,
-            next="run the same command again: it goes on from the last checkpoint, and the journal "
-            "has the episodes",
+            next="run the same command again to resume: the journal has the episodes",
         )
 
 

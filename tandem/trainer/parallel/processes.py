@@ -12,7 +12,7 @@ Rank 0 looks for one that says nothing any more for `timeout_s`, and for one tha
 `stall_s`, to the start or to a collective; the others look whether rank 0 lives. A process that
 does nothing in `stall_s` while nobody waits for it is found by its own watchdog. Whoever finds a
 culprit writes it into the store, and all end with its name: exit code 3, or 2 if a user's error
-ended a rank. Nothing is written after that, so the same command goes on from the last checkpoint.
+ended a rank. Nothing is written after that: run the same command again to resume.
 
 On a GPU a collective's call returns once it is enqueued (NCCL). So an event is recorded before and
 behind it, and the collective between whose events the GPU is counts as a wait, too.
