@@ -21,15 +21,7 @@ from tandem.run_folder.folder import RunFolder
 from tandem.run_folder.metrics import MetricsWriter, metrics_row, peak_rss_mb, read_metrics
 from tandem.run_folder.resume import check_weights, resumable
 from tandem.run_folder.samples import as_markdown, brief, page, read_samples, sample_file
-from tandem.run_folder.shards import (
-    Boxes,
-    Entries,
-    SavedTensors,
-    Shard,
-    Tensors,
-    not_written,
-    unfinished_name,
-)
+from tandem.run_folder.shards import Boxes, Entries, SavedTensors, Shard, Tensors, unfinished_name
 from tandem.run_folder.status import write_status
 from tandem.runtime import signals, watchdog
 from tandem.runtime.disk import file_hash
@@ -422,7 +414,7 @@ def _wait_for_others(ranks: Ranks, folder: str) -> Entries:
     entries: Entries = {}
     for rank in range(1, ranks.size):
         found = ranks.take(f"{folder}/{rank}") or {"what": "no word of it"}
-        if "what" in found:
-            raise not_written(rank, found)
+        if (what := found.pop("what", None)) is not None:  # the fields of its UserError
+            raise UserError(f"rank {rank} could not write its part: {what}", **found)
         entries |= found
     return entries

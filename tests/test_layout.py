@@ -215,6 +215,7 @@ def test_what_needs_no_tensor_does_not_import_torch(package):
 def test_importing_tandem_and_its_command_has_no_effects():
     code = """
 import os, sys, threading
+os.environ.pop("MKL_CBWR", None)  # the tests' own
 environment = dict(os.environ)
 import tandem, tandem.config.schema, tandem.types, tandem.cli.main, tandem.runtime.numerics
 print(sorted({"torch", "transformers", "pyarrow"} & set(sys.modules)), dict(os.environ) == environment, threading.active_count())

@@ -69,12 +69,14 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
         if evals:
             report(f"before: {evals[0]}")
             report(f"after:  {evals[-1]}")
-        if end.best is not None:
-            from tandem.run_folder.best import about_best
-
-            kept = folder / "checkpoints" / step_name(end.best.step)
-            for line in about_best(end.best, kept, config.eval, step=end.step, steps=job.steps):
-                report(line)
+        if (best := end.best) is not None:
+            if end.step < job.steps:
+                report(
+                    f"stopped early, at step {end.step} of {job.steps}: {best.misses} evaluations "
+                    f"in a row were no better than the best (eval.patience={config.eval.patience})"
+                )
+            kept = config.eval.keep_best and (run.checkpoints / step_name(best.step)).exists()
+            report(f"best: {best}" + f"; tandem export {folder} --best" * kept)
     return target
 
 

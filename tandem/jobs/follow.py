@@ -82,17 +82,10 @@ def _orders(
     """Load what this rank trains; return what it does on each order. opened: gets what is to be
     closed."""
     prepare_process(config)
-    if command in built_in("fixed_data"):
-        make_job = find("fixed_data", command, key="command")
-        job = make_job(config, read_inputs(config, command), ranks)
-        return job.orders() | _learner_orders(job.learners, folder, ranks)
-    return _rl_orders(config, command, folder, run_id, ranks, opened)
-
-
-def _rl_orders(
-    config: Config, command: str, folder: Path, run_id: str, ranks: Ranks, opened: ExitStack
-) -> Orders:
     inputs = read_inputs(config, command)
+    if command in built_in("fixed_data"):
+        job = find("fixed_data", command, key="command")(config, inputs, ranks)
+        return job.orders() | _learner_orders(job.learners, folder, ranks)
     journal = Journal(folder / "episodes", run_id, inputs.problems)
     models = find("models", command, key="command")(config, ranks)
     sampling = sampling_params(config.rollout, inputs.renderer)

@@ -54,7 +54,9 @@ class Stage:
         found = probe_exactness(
             self.config, model, self.report, workers=workers, others=others, folder=self.run.path
         )
-        note_machine(self.run, found, self.report)
+        place, same_bits = placement(self.config), not found.thread_dependent
+        if news := self.run.note_machine(place.processor(), same_bits, found.matmul):
+            self.report(news)
         if model.device.type == "cpu":
             self.ranks.order("use_kernels", kernels=found.matmul)
         return found
@@ -112,10 +114,3 @@ def open_stage(config: Config, run: RunFolder, report: Report) -> Iterator[Stage
 def read_inputs(config: Config, command: str) -> Any:
     """Read and check a command's inputs, on any rank."""
     return find("inputs", command, key="command")(config)
-
-
-def note_machine(run: RunFolder, found: Exactness, report: Report) -> None:
-    """Write the processor and its kernel to machine.json; report it if the processor changed."""
-    place = placement(run.config)
-    if news := run.note_machine(place.processor(), not found.thread_dependent, found.matmul):
-        report(news)

@@ -8,11 +8,10 @@ was never stopped. It does not know what a checkpoint holds.
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from tandem.config.episodes import Eval
 from tandem.run_folder.files import RESTORE_OR_FRESH, read_file
 from tandem.run_folder.metrics import Metrics
 from tandem.runtime.disk import write_atomic
@@ -72,21 +71,6 @@ class BestTracker:
     def kept_step(self) -> int | None:
         """The step whose checkpoint is kept."""
         return self.best.step if self.keep and self.best is not None else None
-
-
-def about_best(
-    best: Best, checkpoint: Path, settings: Eval, *, step: int, steps: int
-) -> Iterator[str]:
-    """Say why a run ended at a step before its last, and where its best checkpoint is, if it was
-    kept."""
-    if step < steps:
-        yield (
-            f"stopped early, at step {step} of {steps}: {best.misses} evaluations in a row "
-            f"were no better than the best (eval.patience={settings.patience})"
-        )
-    is_kept = settings.keep_best and checkpoint.exists()
-    kept = f"; tandem export {checkpoint.parents[1]} --best" if is_kept else ""
-    yield f"best: {best}{kept}"
 
 
 def write_best(folder: Path, best: Best) -> None:

@@ -177,10 +177,3 @@ def other_tensors(name: str, found: str, expected: object) -> UserError:
         found=found,
         expected=f"{expected}: the model, and the adapter, that the weights were saved from",
     )
-
-
-def not_written(rank: int, error: Mapping[str, Any]) -> UserError:
-    """Return rank 0's error for what another rank could not write; error: the fields of its
-    UserError."""
-    fields = {name: error.get(name, "") for name in ("where", "found", "expected", "next")}
-    return UserError(f"rank {rank} could not write its part: {error['what']}", **fields)

@@ -100,6 +100,14 @@ def _run(folder, rank, port):
         return f"rank {rank}: {traceback.format_exc()}"
 
 
+def collected(pieces, tensors, to=0):
+    """Every whole tensor by name, put together on rank `to` of what all processes have."""
+    found = {}
+    for name, box, part in pieces.collect_parts(tensors, to):
+        found.setdefault(name, torch.empty(box.whole, dtype=part.dtype))[box.slices] = part
+    return found
+
+
 def sent_bytes(function, size):
     """Return the bytes of float32 weights and gradients that this process, one of a group of so
     many, sends while function() runs: those of PyTorch's own collectives, by its profiler."""

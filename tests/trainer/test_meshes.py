@@ -34,7 +34,7 @@ from tandem.trainer.parallel.pipeline import schedule
 from tandem.trainer.parallel.ranks import ParallelRanks
 from tandem.trainer.ranks import ALONE
 from tandem.types import SamplingDistribution
-from tests.support.meshes import on_mesh, peak_bytes
+from tests.support.meshes import collected, on_mesh, peak_bytes
 from tests.support.parity import engine_for, largest_gap, random_requests
 from tests.support.tiny import (
     VOCAB,
@@ -251,7 +251,7 @@ def whole_gradients(ranks, model):
         name: parts[name].grad if name in parts else torch.zeros(box.shape)
         for name, box in pieces.own.items()
     }
-    found = {name: grad.clone() for name, grad in pieces.collect(grads)}
+    found = collected(pieces, grads)
     for part in parts.values():
         part.grad = None
     return found
@@ -567,7 +567,7 @@ def collected_on(mesh):
     ranks.divide(model, FLOAT32)
     found = []
     for pieces.BUCKET_BYTES in (usual, 1 << 14, 0):
-        whole = dict(ranks.pieces(model).collect(ranks.parts(model), to=1))
+        whole = collected(ranks.pieces(model), ranks.parts(model), to=1)
         found.append(
             whole.keys() == given.keys() and all(map(torch.equal, whole.values(), given.values()))
         )

@@ -3,8 +3,6 @@ whole tensors made of them."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby
-from operator import itemgetter
 
 import numpy as np
 import torch
@@ -107,23 +105,6 @@ class Pieces:
                 added[box.slices[0]] += part
             total += float(added.sum())
         return math.sqrt(total)
-
-    def collect(
-        self,
-        tensors: Mapping[str, Tensor],
-        to: int = 0,
-        names: Sequence[str] | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield every whole tensor by name on rank `to`, in the host's memory, one at a time, and
-        nothing on the others. As `collect_parts`."""
-        found = self.collect_parts(tensors, to, names, dtype)
-        dtype = dtype or next(iter(tensors.values())).dtype
-        for name, blocks in groupby(found, key=itemgetter(0)):
-            whole = torch.empty(next(iter(self.owners[name])).whole, dtype=dtype)
-            for _, box, part in blocks:
-                whole[box.slices] = part
-            yield name, whole
 
     def collect_parts(
         self,

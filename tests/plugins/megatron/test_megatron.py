@@ -25,7 +25,7 @@ from tandem.trainer.pack import pack
 from tandem.trainer.ranks import ALONE
 from tandem.types import SamplingDistribution
 from tests.support import megatron_cpu
-from tests.support.meshes import on_mesh
+from tests.support.meshes import collected, on_mesh
 from tests.support.tiny import exact_model, random_samples, tiny_config
 from tests.support.updates import learner_of
 
@@ -111,7 +111,7 @@ def by_megatron(mesh, kinds, checkpointing=False):
     for kind in kinds:
         model = ranks.divide(model_of(kind, checkpointing=checkpointing), torch.float32)
         weights, logprobs = published(), logprobs_of(model, ranks)
-        gradients = dict(ranks.pieces(model).collect(gradients_of(model, ranks)))
+        gradients = collected(ranks.pieces(model), gradients_of(model, ranks))
         found[kind] = weights, logprobs, gradients, update_twice(model, ranks), published()
     return found
 
