@@ -48,17 +48,12 @@ class ChatTemplate:
             # copied for each chat, and a copy of Jinja's chain of dicts takes longer than all else
             self._template.globals = dict(self._template.globals)
         except TemplateSyntaxError as error:
-            raise self._no_jinja(str(error.message), f", line {error.lineno}") from None
-        except (RecursionError, SyntaxError) as error:  # limits of the parsers of Jinja and Python
-            raise self._no_jinja(f"{type(error).__name__}: {error}") from None
-
-    def _no_jinja(self, found: str, line: str = "") -> UserError:
-        return UserError(
-            "the chat template is no valid Jinja",
-            where=self.where + line,
-            found=found,
-            next="mend that line",
-        )
+            raise UserError(
+                "the chat template is no valid Jinja",
+                where=f"{self.where}, line {error.lineno}",
+                found=str(error.message),
+                next="mend that line",
+            ) from None
 
     def render(
         self,
@@ -113,9 +108,7 @@ def read_template(file: str) -> str:
     source, found = "", "an empty file"
     try:
         source = Path(file).read_text(encoding="utf-8")
-    except OSError as error:
-        found = error.strerror or str(error)
-    except UnicodeDecodeError as error:
+    except (OSError, UnicodeDecodeError) as error:
         found = str(error)
     if not source.strip():
         raise UserError(

@@ -116,7 +116,7 @@ def tool_calls(value: Any, *, field: str) -> list[dict[str, Any]]:
     """Read calls in OpenAI's form, whose arguments are an object or its JSON, or as {name,
     arguments}; they may be JSON as a whole. An argument that is null is left out, unless its object
     was JSON: tables write one into every row. Raises RowError."""
-    value = _parsed(value)
+    value = parsed(value)
     calls = value if isinstance(value, list) else [value]
     return [_tool_call(call, f"{field}[{number}]") for number, call in enumerate(calls)]
 
@@ -131,14 +131,14 @@ def _tool_call(call: Any, field: str) -> dict[str, Any]:
             expected = 'a call {"function": {"name": ..., "arguments": ...}}'
             raise RowError(show(call), expected, field=field)
     given = function.get("arguments") or {}
-    arguments = _parsed(given) if isinstance(given, str) else without_nulls(given)
+    arguments = parsed(given) if isinstance(given, str) else without_nulls(given)
     if not isinstance(arguments, dict):
         raise RowError(show(given), "an object, or its JSON", field=f"{field}.function.arguments")
     called = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return called | ({"id": call["id"]} if isinstance(call.get("id"), str) else {})
 
 
-def _parsed(value: Any) -> Any:
+def parsed(value: Any) -> Any:
     """Return what a JSON text says; any other value as it is."""
     if isinstance(value, str):
         with suppress(ValueError, RecursionError):

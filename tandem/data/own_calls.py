@@ -68,7 +68,7 @@ def sampled_turn(renderer: ChatRenderer, calls: Sequence[Arguments]) -> str:
     """Return the text that an engine would have of a turn with these calls. Raises UserError if
     the template refuses them."""
     question, turn = called([(NAME, arguments) for arguments in calls])
-    [prompt] = renderer.encode_all(renderer.prompt_texts([[question]], [TOOL]))
+    [prompt] = renderer.prompts([[question]], [TOOL])
     [whole] = renderer.chats([[question, turn]], [TOOL])
     tokens = whole[first_difference(prompt, whole) :]
     ends = np.flatnonzero(np.isin(tokens, renderer.stop_token_ids))

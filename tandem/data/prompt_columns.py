@@ -9,13 +9,11 @@ In rows of problems the environment shows the tools, so a column of them is refu
 tokens, nor what a template makes of its variables.
 """
 
-import json
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.data.messages import without_nulls
+from tandem.data.messages import parsed, without_nulls
 from tandem.data.readers import Row, RowError, show
 from tandem.types import Message, Tool
 
@@ -128,10 +126,7 @@ def template_inputs(row: Row) -> TemplateInputs:
 
 def _given(row: Row, name: str, default: Any, expected: str) -> Any:
     """Return a column's value, or what its JSON says."""
-    value = row.values.get(name) or default
-    if isinstance(value, str):
-        with suppress(ValueError, RecursionError):
-            value = json.loads(value) or default
+    value = parsed(row.values.get(name)) or default
     if type(value) is not type(default):
         raise RowError(show(value), expected, field=name, next=_RENAME)
     return value

@@ -10,7 +10,6 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
 from typing import Any
@@ -41,6 +40,9 @@ _ANSWER = "tandem"
 _QUESTION = {"role": "user", "content": "a"}
 _EXCHANGE = (_QUESTION, {"role": "assistant", "content": _ANSWER})
 _CALL = ("tandem", {"x": _ANSWER})
+# of a message with calls: its content where it has no text; whether arguments are JSON text
+_CallForm = tuple[str | None, bool]
+_CALL_FORMS: tuple[_CallForm, ...] = (("", False), ("", True), (None, False))
 
 GENERATION = "generation_config.json"
 CHUNK = 1024  # chats tokenized in one call: enough to be fast, and the memory stays small
@@ -69,20 +71,10 @@ def load_renderer(model_path: str, template_file: str = "") -> "ChatRenderer":
 def _eos_ids(model_path: str, tokenizer: Any) -> set[int]:
     """Collect the ends of turn that the tokenizer and generation_config.json name; without that
     file, as in transformers, those of config.json."""
-    file, what = GENERATION, "generation config"
-    if (values := read_json(model_path, file, what=what)) is None:
-        file, what = CONFIG, "model's config"
-        values = read_json(model_path, file, what=what) or {}
+    if (values := read_json(model_path, GENERATION, what="generation config")) is None:
+        values = read_json(model_path, CONFIG, what="model's config") or {}
     eos = values.get("eos_token_id")
-    ids = eos if isinstance(eos, list) else [eos]
-    if not all(token is None or type(token) is int for token in ids):
-        raise UserError(
-            f"the {what} cannot be read",
-            where=f"{model_path}, {file}",
-            found=f"eos_token_id {str(eos)[:60]}",
-            expected="the number of a token, or a list of them",
-        )
-    return {tokenizer.eos_token_id, *ids} - {None}
+    return {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
 
 
 class ChatRenderer:
@@ -125,17 +117,7 @@ class ChatRenderer:
         self, chats: Sequence[Sequence[Message]], tools: Sequence[Tool] = ()
     ) -> list[Array]:
         """Return int64 [T] of every chat and the header of the assistant's turn."""
-        return self.encode_all(self.prompt_texts(chats, tools), chats)
-
-    def prompt_texts(
-        self,
-        chats: Sequence[Sequence[Message]],
-        tools: Sequence[Tool] = (),
-        variables: Mapping[str, object] | None = None,
-    ) -> list[str]:
-        """Render every chat and the header of the assistant's turn. variables: more for the
-        template, or in the place of special tokens."""
-        return self.texts(chats, open_turn=True, tools=tools, variables=variables)
+        return self.encode_all(self.texts(chats, open_turn=True, tools=tools), chats)
 
     def encode(self, text: str) -> Array:
         """Return int64 [T]: the tokens of a text that the template wrote."""
@@ -232,7 +214,7 @@ class ChatRenderer:
         unknown, lengths = UnknownTokens(self.tokenizer), list[int]()
         for at in range(0, len(problems), CHUNK):
             chats = [problem.messages for problem in problems[at : at + CHUNK]]
-            texts = self.prompt_texts(chats)
+            texts = self.texts(chats, open_turn=True)
             rows = self.encode_all(texts, chats)
             unknown.look(texts, rows)
             lengths += map(len, rows)
@@ -246,9 +228,10 @@ class ChatRenderer:
         tools: Sequence[Tool] = (),
         variables: Mapping[str, object] | None = None,
     ) -> list[str]:
-        """Render every chat as it is; open_turn: with the header of the assistant's turn. A
-        template without tools gets them in a system message; one without `tool_calls` gets them in
-        the content of their message."""
+        """Render every chat as it is; open_turn: with the header of the assistant's turn;
+        variables: more for the template, or in the place of special tokens. A template without
+        tools gets them in a system message; one without `tool_calls` gets them in the content of
+        their message."""
         if any("tool_calls" in message for messages in chats for message in messages):
             chats = [[self._with_calls(message) for message in messages] for messages in chats]
         if tools and "tools" not in self.template.source:
@@ -284,11 +267,11 @@ class ChatRenderer:
         return set(ends[:1])
 
     @cached_property
-    def _call_form(self) -> "_CallForm | None":
+    def _call_form(self) -> _CallForm | None:
         """Find the form in which the template takes a message with calls; None if in none."""
         variables = {"documents": None, **self.tokenizer.special_tokens_map}
-        for form in (_CallForm("", dict), _CallForm("", str), _CallForm(None, dict)):
-            chat = [_QUESTION, form.of(called([_CALL])[1])]
+        for form in _CALL_FORMS:
+            chat = [_QUESTION, _in_form(called([_CALL])[1], form)]
             with suppress(UserError):
                 [text] = self.template.render([chat], open_turn=False, variables=variables)
                 if _ANSWER in text:
@@ -298,7 +281,7 @@ class ChatRenderer:
     def _with_calls(self, message: Message) -> Message:
         if "tool_calls" not in message or (form := self._call_form) is None:
             return with_calls(message)
-        return form.of(message)
+        return _in_form(message, form)
 
     def end_of_sampling(self, tokens: Array, start: int, end: int, turn: int) -> int:
         """Return the index after the first stop token of a turn's tokens[start:end]."""
@@ -320,28 +303,17 @@ class ChatRenderer:
         return repr(self.tokenizer.decode(near, clean_up_tokenization_spaces=False))
 
 
-@dataclass(frozen=True, slots=True)
-class _CallForm:
-    """The form in which a template takes a message with calls and without text.
-
-    Example: _CallForm(None, str): its content is null, and arguments are JSON text
-    """
-
-    content: str | None
-    arguments: type[dict[str, Any]] | type[str]
-
-    def of(self, message: Message) -> Message:
-        """Return a message in this form."""
-        calls = message["tool_calls"]
-        if self.arguments is str:
-            texts = [
-                json.dumps(call["function"]["arguments"], ensure_ascii=False) for call in calls
-            ]
-            calls = [
-                call | {"function": call["function"] | {"arguments": text}}
-                for call, text in zip(calls, texts, strict=True)
-            ]
-        return message | {"tool_calls": calls, "content": message.get("content") or self.content}
+def _in_form(message: Message, form: _CallForm) -> Message:
+    """Return a message with calls in that form."""
+    content, as_text = form
+    calls = message["tool_calls"]
+    if as_text:
+        texts = [json.dumps(call["function"]["arguments"], ensure_ascii=False) for call in calls]
+        calls = [
+            call | {"function": call["function"] | {"arguments": text}}
+            for call, text in zip(calls, texts, strict=True)
+        ]
+    return message | {"tool_calls": calls, "content": message.get("content") or content}
 
 
 def called(functions: Sequence[tuple[str, dict[str, Any]]]) -> tuple[Message, Message]:

@@ -23,6 +23,7 @@ import hashlib
 import itertools
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from queue import SimpleQueue
@@ -129,6 +130,21 @@ class Dispatcher(Generic[W]):
         """Let a ticket wait in its queue."""
         ticket.queue.waiting.append(ticket)
         ticket.queue.has_begun = True
+
+    def cancel(self, ticket: Ticket) -> bool:
+        """End a ticket with an empty completion; tell whether it had not ended."""
+        if ticket.completion is not None:
+            return False
+        ticket.completion = Completion(
+            tokens=np.zeros(0, np.int64),
+            logprobs=np.zeros(0, np.float32),
+            weight_versions=np.zeros(0, np.int32),
+            text="",
+            stop_reason="cancelled",
+        )
+        with suppress(ValueError):  # a worker has it
+            ticket.queue.waiting.remove(ticket)
+        return True
 
     def put_back(self, worker: W) -> int:
         """Put a lost worker's tickets back in front, and forget it; return how many."""
@@ -273,13 +289,3 @@ def identity_of(request: Request) -> str:
     digest.update(request.prompt.astype("<i8").tobytes())
     digest.update(sampled.astype("<i8").tobytes())
     return digest.hexdigest()
-
-
-def cancelled_completion() -> Completion:
-    return Completion(
-        tokens=np.zeros(0, np.int64),
-        logprobs=np.zeros(0, np.float32),
-        weight_versions=np.zeros(0, np.int32),
-        text="",
-        stop_reason="cancelled",
-    )

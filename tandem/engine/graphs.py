@@ -2,7 +2,6 @@
 a GPU. Elsewhere a step is called as it is, and a copy is done at once."""
 
 from collections.abc import Callable, Hashable
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -11,15 +10,10 @@ from torch import Tensor
 Step = Callable[[], None]
 MOST_STEPS = 512  # kinds that are kept; one more, and all are forgotten
 
-
-class Graph(Protocol):
-    """A captured step."""
-
-    def replay(self) -> None: ...
-
-
+# Returns what replays a step.
+Capture = Callable[[Step], Step]
 # Makes a function that captures steps; the graphs of one function share their memory.
-NewCapture = Callable[[], Callable[[Step], Graph]]
+NewCapture = Callable[[], Capture]
 
 
 class StepGraphs:
@@ -36,7 +30,7 @@ class StepGraphs:
 
     def clear(self) -> None:
         """Forget every step: a graph reads the weights, also packed ones, where they once were."""
-        self._steps: dict[Hashable, Graph | None] = {}
+        self._steps: dict[Hashable, Step | None] = {}
         self._renews = False
         # a pool that has lost all its graphs takes no other
         self._capture = self._new_capture() if self._new_capture is not None else None
@@ -58,13 +52,12 @@ class StepGraphs:
                 self.clear()
             self._steps[key] = None
             return step()
-        graph = self._steps[key] or self._capture(step)
-        self._steps[key] = graph
-        graph.replay()
-        return None
+        replay = self._steps[key] or self._capture(step)
+        self._steps[key] = replay
+        return replay()
 
 
-def cuda_capture(device: torch.device) -> Callable[[Step], Graph]:
+def cuda_capture(device: torch.device) -> Capture:
     """Make a function that captures steps of a GPU as CUDA graphs in one memory pool.
 
     They never run at once, and what they leave lies outside of the pool, so the order of replays is
@@ -73,14 +66,14 @@ def cuda_capture(device: torch.device) -> Callable[[Step], Graph]:
     # torch's own for captures is of the GPU that was the current one at the first
     pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
-    def capture(step: Step) -> Graph:
+    def capture(step: Step) -> Step:
         graph = torch.cuda.CUDAGraph()
         with (
             torch.cuda.device(device),
             torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"),
         ):
             step()
-        return graph
+        return graph.replay
 
     return capture
 

@@ -10,6 +10,9 @@ from tandem.envs.calls import EnvironmentFailed
 from tandem.runtime.image_parts import shows_images
 from tandem.types import Observation
 
+# half of a surrogate pair, which cannot be encoded
+_HALF = re.compile("[\ud800-\udfff]")
+
 
 def check_opening(chat: Any) -> None:
     """Raise EnvironmentFailed unless `reset` returned a chat."""
@@ -73,14 +76,7 @@ def _is_message(message: Any) -> bool:
         texts = [value for name, value in message.items() if name != "content"]
         parts = [part if isinstance(part, dict) else {} for part in message["content"]]
         texts += [part.get("text", part.get("image")) for part in parts]
-    return all(map(_is_text, texts))
-
-
-def _is_text(value: Any) -> bool:
-    """Tell whether it is text that can be encoded, which half of a surrogate pair cannot."""
-    if not isinstance(value, str):
-        return False
-    return value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value)
+    return all(isinstance(text, str) and not _HALF.search(text) for text in texts)
 
 
 def _short(value: Any) -> str:

@@ -16,7 +16,7 @@ the schemas to the model.
 
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -152,30 +152,6 @@ def _truncated(text: str, limit: int) -> str:
 # ---------------------------------------------------------------- functions
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Parameters:
-    """A function's parameters. Example: add(a: int, b: int = 0) has `required` {"a"} and `text`
-    "(a: int, b: int = 0)"."""
-
-    text: str
-    types: Mapping[str, TypeAdapter[Any]]
-    required: frozenset[str]
-
-    def read(self, call: Call) -> dict[str, Any]:
-        """Return the arguments in the types of the hints; raises ValueError in the model's
-        terms."""
-        missing = self.required - call.arguments.keys()
-        unknown = call.arguments.keys() - self.types.keys()
-        if missing or unknown:
-            problem = f"argument {min(missing)!r} is missing" if missing else ""
-            problem = f"no argument {min(unknown)!r}" if unknown else problem
-            raise ValueError(f"{problem}; it is {call.name}{self.text}")
-        return {
-            name: _value(name, self.types[name], value, call.typed)
-            for name, value in call.arguments.items()
-        }
-
-
 def _value(name: str, type_: TypeAdapter[Any], value: Any, typed: bool) -> Any:
     try:
         # as JSON, where a list may be a tuple
@@ -213,10 +189,10 @@ def _named(tool: str | ToolFunction) -> NamedTool:
     plain = function.__func__ if inspect.ismethod(function) else function
     if not inspect.isfunction(plain):
         raise UserError("a tool is not a function", where="env.options.tools", found=repr(tool))
-    parameters = _parameters(plain)
+    read = _reader(plain)
 
     async def call(call: Call) -> Any:
-        arguments = parameters.read(call)
+        arguments = read(call)
         if inspect.iscoroutinefunction(function):
             return await function(**arguments)
         return await in_thread(partial(function, **arguments))
@@ -225,9 +201,10 @@ def _named(tool: str | ToolFunction) -> NamedTool:
 
 
 @cache  # environments are made by the hundred, of a few functions
-def _parameters(function: ToolFunction) -> _Parameters:
-    """Read a function's parameters. Raises UserError if a model cannot call it by names and
-    values."""
+def _reader(function: ToolFunction) -> Callable[[Call], dict[str, Any]]:
+    """Return what gives the arguments of a call in the types of the function's hints, and raises
+    ValueError in the model's terms. Raises UserError if a model cannot call the function by names
+    and values."""
     signature = inspect.signature(function)
     try:
         hints = get_type_hints(function, include_extras=True)
@@ -248,8 +225,20 @@ def _parameters(function: ToolFunction) -> _Parameters:
         except PydanticUserError:
             raise _not_a_tool(function, found, "types that JSON can carry") from None
     text = str(signature.replace(parameters=taken, return_annotation=inspect.Signature.empty))
-    required = frozenset(p.name for p in taken if p.default is inspect.Parameter.empty)
-    return _Parameters(text=text, types=types, required=required)
+    required = {p.name for p in taken if p.default is inspect.Parameter.empty}
+
+    def read(call: Call) -> dict[str, Any]:
+        missing, unknown = required - call.arguments.keys(), call.arguments.keys() - types.keys()
+        if missing or unknown:
+            problem = f"argument {min(missing)!r} is missing" if missing else ""
+            problem = f"no argument {min(unknown)!r}" if unknown else problem
+            raise ValueError(f"{problem}; it is {call.name}{text}")
+        return {
+            name: _value(name, types[name], value, call.typed)
+            for name, value in call.arguments.items()
+        }
+
+    return read
 
 
 @cache

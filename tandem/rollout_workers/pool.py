@@ -31,7 +31,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tandem.engine.dispatch import Dispatcher, Ticket, cancelled_completion, check_completion
+from tandem.engine.dispatch import Dispatcher, Ticket, check_completion
 from tandem.rollout_workers.process import EngineSpec, WorkerProcess
 from tandem.rollout_workers.protocol import read_completion, request_message
 from tandem.runtime.errors import UserError
@@ -119,14 +119,10 @@ class Workers(Pool[WorkerProcess]):
 
     def cancel(self, ticket: Ticket) -> None:
         """End a request now, with an empty completion; an ended one stays as it is."""
-        if ticket.completion is not None:
-            return
-        ticket.completion = cancelled_completion()
-        with suppress(ValueError):  # a worker has it
-            ticket.queue.waiting.remove(ticket)
-        for worker in self._workers.values():
-            if ticket.number in worker.tickets:
-                self._send(worker, {"cancel": ticket.number})
+        if self.dispatcher.cancel(ticket):
+            for worker in self._workers.values():
+                if ticket.number in worker.tickets:
+                    self._send(worker, {"cancel": ticket.number})
 
     def watch(self, version: int, gaps: Gaps) -> None:
         """Have each worker make a check before it leaves that version, until `ask`."""

@@ -45,7 +45,7 @@ def test_results_follow_a_turn_of_calls_as_the_template_writes_them(name):
         {"role": "assistant", "content": "", "tool_calls": calls},
         {"role": "tool", "name": NAME, "tool_call_id": "call00000", "content": "RESULT"},
     ]
-    [whole] = renderer.encode_all(renderer.prompt_texts([chat]))
+    [whole] = renderer.prompts([chat])
     answer = renderer.turn([{k: v for k, v in chat[2].items() if k != "tool_call_id"}])
     assert answer[0] in renderer.stop_token_ids
     assert whole[-len(answer) :].tolist() == answer.tolist()

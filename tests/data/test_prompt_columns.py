@@ -43,7 +43,7 @@ def texts_of(model, command, path):
     """The chats that a command trains on, the chosen ones of pairs; of problems, their prompts."""
     if command == "train":
         problems = read(path)
-        return load_renderer(str(model)).prompt_texts([p.messages for p in problems])
+        return load_renderer(str(model)).texts([p.messages for p in problems], True)
     config = Config(model={"path": str(model)}, sft={"train": path}, preference={"train": path})
     inputs = sft_inputs(config) if command == "sft" else dpo_inputs(config)
     samples = inputs.samples if command == "sft" else [pair[0] for pair in inputs.train]

@@ -19,7 +19,7 @@ from tandem.engine.page_cache import PageCache
 from tandem.model.paged_attention import Runs
 from tandem.runtime.rng import address
 from tandem.types import Request, SamplingParams
-from tests.support.engines import Replayed, facts, paged_engine, request
+from tests.support.engines import as_it_is, facts, paged_engine, request
 from tests.support.tiny import exact_model, random_tokens
 
 SHAPE = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -170,7 +170,7 @@ def plain_life(seed):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_random_life_is_the_same_with_steps_ahead(seed):
-    capture = (lambda: Replayed) if seed % 2 else None
+    capture = as_it_is if seed % 2 else None
     told = Life(seed, capture=capture).play()
     for number, (expected, found) in enumerate(zip(plain_life(seed).told, told, strict=True)):
         assert found == expected, number
@@ -269,7 +269,7 @@ def test_a_step_runs_once_then_is_captured_then_replayed():
 
     def capture(step):
         log.append("capture")
-        return Replayed(step)
+        return step
 
     graphs = StepGraphs(new_capture)
     for name in ("a1", "a2", "a3", "b1"):
@@ -284,7 +284,7 @@ def test_a_step_runs_once_then_is_captured_then_replayed():
 def test_graphs_of_old_weights_are_not_replayed():
     """These kernels make packs at new places; tests/gpu has those that stay."""
     model = exact_model("qwen3", **SHAPE)
-    engine = engine_of(model, capture=lambda: Replayed)
+    engine = engine_of(model, capture=as_it_is)
     engine.generate([request(max_new_tokens=6)])
     steps = engine.lookahead._step.graphs
     [old] = steps._steps.values()
@@ -296,7 +296,7 @@ def test_graphs_of_old_weights_are_not_replayed():
 
 
 def test_graphs_give_their_memory_back_with_the_cache():
-    engine = engine_of(capture=lambda: Replayed)
+    engine = engine_of(capture=as_it_is)
     [expected] = engine.generate([request(max_new_tokens=6)])
     assert engine.lookahead._step.graphs._steps
     engine.rest()

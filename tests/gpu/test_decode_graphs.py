@@ -211,7 +211,7 @@ def test_captured_steps_outlive_ten_weight_versions():
 
     def capture(step):
         captured.append(FakeGraph(model, step))
-        return captured[-1]
+        return captured[-1].replay
 
     engine.lookahead._step.graphs = StepGraphs(lambda: capture)
     asked = [request(0, random_tokens(np.random.default_rng(0), 5), max_new_tokens=4)]

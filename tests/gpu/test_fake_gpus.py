@@ -20,7 +20,7 @@ from tandem.plugins.triton.matmul import matmul
 from tandem.trainer.optimizer import Optimizer
 from tandem.trainer.pack import pack
 from tandem.trainer.ranks import ALONE
-from tests.support.engines import Replayed, facts, request
+from tests.support.engines import as_it_is, facts, request
 from tests.support.fake_cuda import FakeCuda
 from tests.support.kernels import BF16, FP32, ON_GPU, triton_everywhere
 from tests.support.parity import words
@@ -45,7 +45,7 @@ def generated(device):
     """Completions of two requests, the engine that made them, and its gap to the packed pass."""
     model = model_on(device)
     engine = Engine(model, words, cache_bytes=1 << 18, max_batch=3)
-    engine.lookahead = Lookahead(model, engine.cache, 3, lambda: Replayed)
+    engine.lookahead = Lookahead(model, engine.cache, 3, as_it_is)
     done = engine.generate([request(n, [n, 5], max_new_tokens=4) for n in range(2)])
     return [facts(completion) for completion in done], engine.logprob_gap(), engine
 

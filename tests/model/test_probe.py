@@ -27,6 +27,7 @@ from tandem.model.probe import (
 from tandem.model.schedule import Schedule, random_model, threads_of
 from tandem.trainer.pack import pack
 from tandem.types import SamplingDistribution
+from tests.support.architectures import architecture
 from tests.support.parity import CONFIGS
 from tests.support.parity import random_model as model_of
 from tests.support.tiny import random_samples
@@ -116,7 +117,7 @@ def test_top_p_that_keeps_another_set_for_some_rows_is_named():
 
 
 def test_random_model_has_every_kind_of_layer_and_its_shapes():
-    config = CONFIGS["qwen2"]()
+    config = architecture("qwen2")
     config.use_sliding_window, config.sliding_window, config.max_window_layers = True, 40, 1
     config.layer_types = ["full_attention", "sliding_attention", "sliding_attention"]
     model = make_exact(AutoModelForCausalLM.from_config(config))

@@ -16,8 +16,9 @@ from tandem.engine.engine import Engine
 from tandem.envs.calls import environment_loop
 from tandem.envs.observations import malformed_thinking
 from tandem.runtime.errors import UserError
-from tandem.types import Completion, Env, Observation, Request, SamplingParams
+from tandem.types import Env, Observation, Request, SamplingParams
 from tests.support.playing import PROBLEMS, Counting, TurnEngine, play, user
+from tests.support.scripted import said
 from tests.support.tiny import exact_model
 from tests.support.waiting import WAIT_S, eventually
 
@@ -107,16 +108,7 @@ def test_single_turns_pause_and_end_whatever_the_concurrency(concurrency):
 def test_stop_token_not_sampled_is_read_before_the_next_turn():
     class StringStop(TurnEngine):
         def generate(self, requests):
-            return [
-                Completion(
-                    tokens=np.array([7]),
-                    logprobs=np.zeros(1, np.float32),
-                    weight_versions=np.zeros(1, np.int32),
-                    text="7",
-                    stop_reason="stop",
-                )
-                for _ in requests
-            ]
+            return [said([7], "7") for _ in requests]
 
     [[episode]] = play(lambda: Counting(2), StringStop())
     assert episode.tokens.tolist() == [90, 0, 7, 91, 90, 1, 7]

@@ -11,8 +11,8 @@ from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.evaluate import Evaluator
 from tandem.rollout.score import RolloutRunner
 from tandem.run_folder.journal import Journal
-from tandem.types import Completion, Env, Problem, Score
-from tests.support.scripted import DigitRenderer, ScriptedEngine, ScriptedReward
+from tandem.types import Env, Problem, Score
+from tests.support.scripted import DigitRenderer, ScriptedEngine, ScriptedReward, said
 
 PROBLEMS = [
     Problem(
@@ -29,16 +29,7 @@ class KeyEngine(ScriptedEngine):
     """Its text is the request's key; the greedy pass says 0."""
 
     def generate(self, requests):
-        return [
-            Completion(
-                tokens=np.array([1]),
-                logprobs=np.zeros(1, np.float32),
-                weight_versions=np.zeros(1, np.int32),
-                stop_reason="stop",
-                text=str(r.key if r.params.temperature else 0),
-            )
-            for r in requests
-        ]
+        return [said([1], str(r.key if r.params.temperature else 0)) for r in requests]
 
 
 class ThirdReward(ScriptedReward):

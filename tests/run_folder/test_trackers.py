@@ -17,7 +17,6 @@ import pytest
 from tandem.config.schema import Config
 from tandem.run_folder.samples import Sample
 from tandem.run_folder.tracking import QUEUED, Trackers
-from tests.support.environment import environment
 from tests.support.odd_tracker import OddTracker
 from tests.support.viewing import group
 
@@ -59,7 +58,9 @@ def in_a_new_process(folder, name, steps=(1, 2)):
 def twice(folder, name, **variables):
     """Run two steps, and go on from the first of them."""
     (folder.parent / "tmp").mkdir()
-    with environment(TMPDIR=folder.parent / "tmp", **variables):
+    with pytest.MonkeyPatch.context() as patch:
+        for variable, value in {"TMPDIR": folder.parent / "tmp", **variables}.items():
+            patch.setenv(variable, str(value))
         in_a_new_process(folder, name, (1, 2))
         in_a_new_process(folder, name, (2, 3))
 

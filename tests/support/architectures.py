@@ -26,7 +26,25 @@ SHAPE = {
 GROUPED = {"num_key_value_heads": 2}
 # eight: of six outputs MKL splits the sum of a gradient by threads
 EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
+MANY = {"num_experts": 8, "num_experts_per_tok": 2}
+SMALL = {**MANY, "moe_intermediate_size": 60}
 WINDOWED = {**GROUPED, "head_dim": 16, "sliding_window": 40}
+LATENT = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+ROUTED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 60,
+    "first_k_dense_replace": 1,
+}
 SHARED_KEYS = {  # of earlier layers, and embeddings for each layer
     "num_hidden_layers": 5,
     "num_key_value_heads": 2,
@@ -65,41 +83,16 @@ ARCHITECTURES = {
     },
     "glm": {**GROUPED, "head_dim": 16},
     "glm4": {**GROUPED, "head_dim": 16},
-    "glm4_moe": {
-        **GROUPED,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 60,
-        "first_k_dense_replace": 1,
-    },
+    "glm4_moe": {**GROUPED, **ROUTED, "n_group": 1},
     "gpt2": {"n_inner": 172},
     "gpt_neox": {},
     "gpt_oss": {**WINDOWED, **EXPERTS},
     "granitemoe": {**GROUPED, **EXPERTS},
     "lfm2": {**GROUPED, **CONVOLVED, "conv_bias": True},
     "mixtral": {**GROUPED, **EXPERTS},
-    "olmoe": {**GROUPED, "num_experts": 8, "num_experts_per_tok": 2},
-    "qwen2_moe": {
-        **GROUPED,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 60,
-        "shared_expert_intermediate_size": 60,
-    },
-    "deepseek_v3": {
-        "num_key_value_heads": 6,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "n_group": 2,
-        "topk_group": 1,
-        "moe_intermediate_size": 60,
-        "kv_lora_rank": 32,
-        "q_lora_rank": 48,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 16,
-        "first_k_dense_replace": 1,
-    },
+    "olmoe": {**GROUPED, **MANY},
+    "qwen2_moe": {**GROUPED, **SMALL, "shared_expert_intermediate_size": 60},
+    "deepseek_v3": {**LATENT, **ROUTED},
     "granite": {**GROUPED, "logits_scaling": 8.0},
     "helium": {**GROUPED, "head_dim": 16},
     "hunyuan_v1_dense": {**GROUPED, "head_dim": 16},
@@ -117,27 +110,9 @@ ARCHITECTURES = {
     "starcoder2": {**GROUPED, "sliding_window": 40},
 }
 
-
-LATENT = {
-    "num_key_value_heads": 6,
-    "kv_lora_rank": 32,
-    "q_lora_rank": 48,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-}
-ROUTED = {
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "moe_intermediate_size": 60,
-    "first_k_dense_replace": 1,
-}
-MANY = {"num_experts": 8, "num_experts_per_tok": 2}
 # In `make models` alone: of the kinds above, or rarer.
 MORE = {
-    "afmoe": {**WINDOWED, **MANY, "moe_intermediate_size": 60, "num_dense_layers": 1},
+    "afmoe": {**WINDOWED, **SMALL, "num_dense_layers": 1},
     "aria_text": {**GROUPED, "moe_num_experts": 8, "moe_topk": 2},
     "biogpt": {},
     "cohere2_moe": {**WINDOWED, **MANY},
@@ -150,7 +125,7 @@ MORE = {
         "n_shared_experts": 1,
         "routed_scaling_factor": 1.0,
     },
-    "exaone_moe": {**GROUPED, **MANY, "sliding_window": 40, "moe_intermediate_size": 60},
+    "exaone_moe": {**GROUPED, **SMALL, "sliding_window": 40},
     "flex_olmo": {**GROUPED, **MANY},
     "glm4_moe_lite": {**LATENT, **ROUTED},
     "gpt_bigcode": {"n_inner": 172},
@@ -174,14 +149,7 @@ MORE = {
     "hyperclovax": GROUPED,
     "internlm3": {**GROUPED, "head_dim": 16},
     "jais2": GROUPED,
-    "lfm2_moe": {
-        **GROUPED,
-        **CONVOLVED,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 60,
-        "num_dense_layers": 1,
-    },
+    "lfm2_moe": {**GROUPED, **CONVOLVED, **SMALL, "num_dense_layers": 1},
     "minicpm3": LATENT,
     "minimax_m2": {**GROUPED, **EXPERTS, "head_dim": 16},
     "ministral": WINDOWED,
@@ -199,14 +167,7 @@ LEAN = {
     "mistral": WINDOWED,
     "qwen2": GROUPED,
     "qwen3": {**GROUPED, "head_dim": 16},
-    "qwen3_moe": {
-        **GROUPED,
-        "head_dim": 16,
-        "num_experts": 6,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 60,
-        "decoder_sparse_step": 1,
-    },
+    "qwen3_moe": {**GROUPED, **SMALL, "head_dim": 16, "num_experts": 6, "decoder_sparse_step": 1},
 }
 
 
@@ -224,10 +185,8 @@ INEXACT = {  # with a state, or attention of their own
     "qwen3_next": {
         **GROUPED,
         **LINEAR,
+        **SMALL,
         "head_dim": 16,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 60,
         "shared_expert_intermediate_size": 60,
     },
 }

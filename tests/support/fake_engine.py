@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tandem.engine.ending import find_ending
 from tandem.engine.scheduler import QueueFull, RunningSequence
 from tandem.plugins.serve.requests import Served
 from tandem.types import Completion
@@ -60,22 +61,15 @@ class FakeEngine:
         return ready
 
     def _advance(self, running):
-        token = self.script[len(running.tokens) % len(self.script)]
-        running.tokens.append(token)
+        running.tokens.append(self.script[len(running.tokens) % len(self.script)])
         running.logprobs.append(-0.5)
         running.weight_versions.append(self.weight_version)
         params = running.request.params
         if params.top_logprobs:
             others = list(range(params.top_logprobs))
             running.top.append((others, [float("-inf")] * len(others)))
-        text = FakeTexts().decode(running.tokens)
-        cuts = [text.index(stop) for stop in params.stop if stop in text]
-        if token in params.stop_token_ids:
-            self._end(running, FakeTexts().decode(running.tokens[:-1]), "stop")
-        elif cuts:
-            self._end(running, text[: min(cuts)], "stop")
-        elif len(running.tokens) == params.max_new_tokens:
-            self._end(running, text, "length")
+        if ending := find_ending(params, running.tokens, 0, FakeTexts().decode):
+            self._end(running, *ending)
 
     def _end(self, running, text, reason):
         self.running.remove(running)

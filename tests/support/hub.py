@@ -4,23 +4,23 @@ import base64
 import hashlib
 import json
 import re
-import threading
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from tests.support.json_server import JsonServer
 
 
-class Hub:
+class Hub(JsonServer):
     """A hub, and all that it was told. token: the one that may write."""
 
     def __init__(self, token):
-        self.token, self.url = token, ""
+        super().__init__()
+        self.token = token
         self.repositories = {}  # name -> whether it is private
         self.objects = {}  # of LFS, by SHA-256
         self.files = {}  # of the only branch, by repository and path
         self.unknown = []  # requests that it has no answer for
 
-    def answer(self, method, path, body, headers):
-        """(status, JSON) of a request."""
+    def take(self, method, path, headers, body):
+        path = path.partition("?")[0]
         if upload := re.fullmatch(r"/objects/(\w+)", path):
             self.objects[upload[1]] = body
             return (200 if hashlib.sha256(body).hexdigest() == upload[1] else 400), {}
@@ -37,7 +37,8 @@ class Hub:
         if found := re.fullmatch(r"/api/models/(.+)/preupload/main", path):
             return 200, {"files": [self.mode(file) for file in json.loads(body)["files"]]}
         if path.endswith(".git/info/lfs/objects/batch"):
-            return 200, {"transfer": "basic", "objects": list(map(self.place, told_objects(body)))}
+            told = json.loads(body)["objects"]
+            return 200, {"transfer": "basic", "objects": list(map(self.place, told))}
         if found := re.fullmatch(r"/api/models/(.+)/commit/main", path):
             self.commit(found[1], [json.loads(line) for line in body.splitlines()])
             return 200, {"commitUrl": f"{self.url}/{found[1]}/commit/1", "commitOid": "1"}
@@ -69,40 +70,3 @@ class Hub:
                 files[value["path"]] = self.objects[value["oid"]]
             elif line["key"] == "deletedFile":
                 del files[value["path"]]
-
-
-def told_objects(body):
-    return json.loads(body)["objects"]
-
-
-@contextmanager
-def hub_server(token):
-    """A Hub that listens at its `url`."""
-    hub = Hub(token)
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def respond(self):
-            body = self.rfile.read(int(self.headers.get("content-length", 0)))
-            path = self.path.partition("?")[0]
-            status, value = hub.answer(self.command, path, body, self.headers)
-            data = json.dumps(value).encode()
-            self.send_response(status)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        do_GET = do_POST = do_PUT = do_HEAD = respond
-
-        def log_message(self, *args):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        hub.url = f"http://127.0.0.1:{server.server_port}"
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        yield hub
-        server.shutdown()
-        thread.join()

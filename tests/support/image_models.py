@@ -10,13 +10,9 @@ import torch
 from PIL import Image
 from transformers import (
     AutoModelForImageTextToText,
-    Idefics3Config,
     Idefics3ForConditionalGeneration,
-    Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
-    Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
-    SmolVLMConfig,
     SmolVLMForConditionalGeneration,
 )
 
@@ -41,7 +37,6 @@ TEXT = {
 TILES = ("<fake_token_around_image>", "<image>", "<global-img>", "<row_1_col_1>", "<row_1_col_2>")
 TILE = 28  # pixels; of a wider image there are several
 TILED_PROCESSOR = {
-    "image_processor_type": "SmolVLMImageProcessor",
     "size": {"longest_edge": 2 * TILE},
     "max_image_size": {"longest_edge": TILE},
     "do_image_splitting": True,
@@ -71,75 +66,43 @@ def save_image_model(kind, folder, seed=0):
                 seed=seed,
             )
         case "qwen3_vl":
-            tokenizer = make_tokenizer(512, CHARACTERS, VISION, IMAGE_TEMPLATE)
-            config = _qwen3_config(tokenizer)
-            _save(Qwen3VLForConditionalGeneration, config, tokenizer, PROCESSOR, folder, seed)
+            vision = {
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "out_hidden_size": 96,
+                "num_position_embeddings": 64,
+                "deepstack_visual_indexes": [0],
+            }
+            _save_qwen(Qwen3VLForConditionalGeneration, folder, seed, vision, head_dim=16)
         case "qwen2_vl":
-            tokenizer = make_tokenizer(512, CHARACTERS, VISION, IMAGE_TEMPLATE)
-            config = _qwen2_config(tokenizer)
-            _save(Qwen2VLForConditionalGeneration, config, tokenizer, PROCESSOR, folder, seed)
+            vision = {"embed_dim": 32, "hidden_size": 96, "mlp_ratio": 2}
+            _save_qwen(Qwen2VLForConditionalGeneration, folder, seed, vision)
         case "smolvlm":
-            tokenizer = make_tokenizer(512, CHARACTERS, TILES, TILED_TEMPLATE)
-            config = _tiled_config(SmolVLMConfig, tokenizer)
-            _save(SmolVLMForConditionalGeneration, config, tokenizer, TILED_PROCESSOR, folder, seed)
+            _save_tiled(SmolVLMForConditionalGeneration, folder, seed, "SmolVLMImageProcessor")
         case "idefics3":
-            tokenizer = make_tokenizer(512, CHARACTERS, TILES, TILED_TEMPLATE)
-            config = _tiled_config(Idefics3Config, tokenizer)
-            processor = {**TILED_PROCESSOR, "image_processor_type": "Idefics3ImageProcessor"}
-            _save(Idefics3ForConditionalGeneration, config, tokenizer, processor, folder, seed)
+            _save_tiled(Idefics3ForConditionalGeneration, folder, seed, "Idefics3ImageProcessor")
     return str(folder)
 
 
-def _qwen3_config(tokenizer):
+def _save_qwen(make, folder, seed, vision, **text):
+    tokenizer = make_tokenizer(512, CHARACTERS, VISION, IMAGE_TEMPLATE)
     start, end, image, video = tokenizer.convert_tokens_to_ids(list(VISION))
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
-    text = {**TEXT, **_vocabulary(tokenizer), "head_dim": 16, "rope_parameters": rope}
-    vision = {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_heads": 2,
-        "patch_size": PROCESSOR["patch_size"],
-        "spatial_merge_size": PROCESSOR["merge_size"],
-        "out_hidden_size": 96,
-        "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [0],
-    }
-    return Qwen3VLConfig(
-        text_config=text,
-        vision_config=vision,
+    patches = {"patch_size": PROCESSOR["patch_size"], "spatial_merge_size": PROCESSOR["merge_size"]}
+    config = make.config_class(
+        text_config={**TEXT, **_vocabulary(tokenizer), "rope_parameters": rope, **text},
+        vision_config={"depth": 2, "num_heads": 2, **patches, **vision},
         image_token_id=image,
         video_token_id=video,
         vision_start_token_id=start,
         vision_end_token_id=end,
-        tie_word_embeddings=True,
+        tie_word_embeddings="head_dim" in text,
     )
+    _save(make, config, tokenizer, PROCESSOR, folder, seed)
 
 
-def _qwen2_config(tokenizer):
-    start, end, image, video = tokenizer.convert_tokens_to_ids(list(VISION))
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
-    vision = {
-        "depth": 2,
-        "embed_dim": 32,
-        "hidden_size": 96,
-        "mlp_ratio": 2,
-        "num_heads": 2,
-        "patch_size": PROCESSOR["patch_size"],
-        "spatial_merge_size": PROCESSOR["merge_size"],
-    }
-    return Qwen2VLConfig(
-        text_config={**TEXT, **_vocabulary(tokenizer), "rope_parameters": rope},
-        vision_config=vision,
-        image_token_id=image,
-        video_token_id=video,
-        vision_start_token_id=start,
-        vision_end_token_id=end,
-    )
-
-
-def _tiled_config(make, tokenizer):
-    text = {**TEXT, **_vocabulary(tokenizer), "model_type": "llama"}
+def _save_tiled(make, folder, seed, processor):
+    tokenizer = make_tokenizer(512, CHARACTERS, TILES, TILED_TEMPLATE)
     vision = {
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -148,8 +111,14 @@ def _tiled_config(make, tokenizer):
         "image_size": TILE,
         "patch_size": 7,
     }
-    image = tokenizer.convert_tokens_to_ids("<image>")
-    return make(text_config=text, vision_config=vision, image_token_id=image, scale_factor=2)
+    config = make.config_class(
+        text_config={**TEXT, **_vocabulary(tokenizer), "model_type": "llama"},
+        vision_config=vision,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        scale_factor=2,
+    )
+    processor = {**TILED_PROCESSOR, "image_processor_type": processor}
+    _save(make, config, tokenizer, processor, folder, seed)
 
 
 def _vocabulary(tokenizer):

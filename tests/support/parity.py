@@ -3,14 +3,7 @@ compare bit by bit."""
 
 import numpy as np
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MistralConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM
 
 from tandem.engine.engine import Engine, make_engine
 from tandem.model.forward import batch_logprobs
@@ -19,30 +12,15 @@ from tandem.runtime.rng import address
 from tandem.trainer.optimizer import Optimizer, Settings
 from tandem.trainer.pack import join, pack
 from tandem.types import Completion, Request, Sample, SamplingParams
+from tests.support.architectures import VOCAB, architecture
 
-VOCABULARY = 97
-SHAPE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "intermediate_size": 172,
-    "max_position_embeddings": 4096,
-    "head_dim": 16,
-}
-CONFIGS = {
-    "llama": lambda: LlamaConfig(**SHAPE, attention_bias=True),
-    "qwen2": lambda: Qwen2Config(**{k: v for k, v in SHAPE.items() if k != "head_dim"}),
-    "qwen3": lambda: Qwen3Config(**SHAPE, tie_word_embeddings=True),
-    "mistral": lambda: MistralConfig(**SHAPE, sliding_window=40),
-    "qwen3_moe": lambda: Qwen3MoeConfig(
-        **SHAPE,
-        num_experts=6,
-        num_experts_per_tok=2,
-        moe_intermediate_size=60,
-        decoder_sparse_step=1,
-    ),
+VOCABULARY = VOCAB
+CONFIGS = {  # changes of a model's kind
+    "llama": {"attention_bias": True},
+    "qwen2": {},
+    "qwen3": {"tie_word_embeddings": True},
+    "mistral": {},
+    "qwen3_moe": {},
 }
 FILTERS = (
     SamplingParams(max_new_tokens=1),
@@ -57,7 +35,8 @@ def random_model(
 ) -> ExactModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        module = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=dtype)
+        config = architecture(name, **CONFIGS[name])
+        module = AutoModelForCausalLM.from_config(config, dtype=dtype)
         return make_exact(module.to(device))
 
 

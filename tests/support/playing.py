@@ -1,14 +1,12 @@
 """Episodes of scripted turns: an engine, an environment, and a rollout of both."""
 
-import numpy as np
-
 from tandem.config.schema import Env as EnvConfig
 from tandem.envs.calls import Caller
 from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episodes import run_episodes
-from tandem.types import Completion, Env, Observation, Problem, SamplingParams
-from tests.support.scripted import DigitRenderer, ScriptedEngine
+from tandem.types import Env, Observation, Problem, SamplingParams
+from tests.support.scripted import DigitRenderer, ScriptedEngine, said
 
 PROBLEMS = [
     Problem(uid=f"p{n}", messages=({"role": "user", "content": str(n)},), answer=str(n))
@@ -55,16 +53,8 @@ class TurnEngine(ScriptedEngine):
 
     def generate(self, requests):
         tokens = [7, 91] if self.stop_reason == "stop" else [7]
-        return [
-            Completion(
-                tokens=np.array(tokens),
-                logprobs=np.full(len(tokens), -0.25, np.float32),
-                weight_versions=np.full(len(tokens), 4, np.int32),
-                text=f"{len(r.prompt)}",
-                stop_reason=self.stop_reason,
-            )
-            for r in requests
-        ]
+        how = {"logprob": -0.25, "version": 4}
+        return [said(tokens, f"{len(r.prompt)}", self.stop_reason, **how) for r in requests]
 
 
 class Counting(Env):

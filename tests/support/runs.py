@@ -83,6 +83,14 @@ _PR_SET_PDEATHSIG = 1
 IMAGES = 24  # problems, each with an image of its own
 IMAGE_MODELS = ("qwen3_vl", "smolvlm")
 END_S = 300.0  # for a run to end, on a busy machine
+TURNS = [
+    "env.name=FOLDER/env.py:Chat",
+    "reward.function=env",
+    'rollout.stop=["a", "e", "1", "x", "Z"]',
+]
+PPO = ["train", "rl.algorithm=ppo", "critic.warmup_steps=1"]
+LORA = ["lora.rank=4", "rl.kl_coef=0.05"]
+AHEAD = ["rl.correction=tis", "rollout.staleness=1", "rollout.workers=1"]
 KINDS = {  # name: command and overrides
     "train": ["train", "rl.advantage=grpo_no_std", "rl.minibatches=2"],
     "sft": ["sft"],
@@ -92,33 +100,12 @@ KINDS = {  # name: command and overrides
     "dapo": ["train", "rl.algorithm=dapo"],
     "ema": ["train", "rl.algorithm=reinforce", "rl.group_size=2"],
     "curriculum": ["train", "rl.curriculum=true"],
-    "ppo": ["train", "rl.algorithm=ppo", "rl.epochs=2", "critic.warmup_steps=1"],
+    "ppo": [*PPO, "rl.epochs=2"],
     "dapo, curriculum": ["train", "rl.algorithm=dapo", "rl.curriculum=true"],
-    "lora": ["train", "lora.rank=4", "rl.kl_coef=0.05"],
-    "multi-turn": [
-        "train",
-        "rl.algorithm=dapo",
-        "env.name=FOLDER/env.py:Chat",
-        "reward.function=env",
-        'rollout.stop=["a", "e", "1", "x", "Z"]',
-    ],
-    "rendered turns": [
-        "train",
-        "rl.algorithm=ppo",
-        "critic.warmup_steps=1",
-        "rollout.history=template",
-        "model.path=FOLDER/thinking",
-        "env.name=FOLDER/env.py:Chat",
-        "reward.function=env",
-        'rollout.stop=["a", "e", "1", "x", "Z"]',
-    ],
-    "ppo, lora": [
-        "train",
-        "rl.algorithm=ppo",
-        "critic.warmup_steps=1",
-        "lora.rank=4",
-        "rl.kl_coef=0.05",
-    ],
+    "lora": ["train", *LORA],
+    "multi-turn": ["train", "rl.algorithm=dapo", *TURNS],
+    "rendered turns": [*PPO, "rollout.history=template", "model.path=FOLDER/thinking", *TURNS],
+    "ppo, lora": [*PPO, *LORA],
 }
 # transformers' own forward pass
 KINDS["gemma2"] = [*KINDS["train"], "model.path=FOLDER/gemma2", "rl.kl_coef=0.05"]
@@ -141,20 +128,11 @@ for make in IMAGE_MODELS:
     KINDS[make] = [*KINDS["images"], f"model.path=FOLDER/{make}"]
 KINDS["bfloat16"] = [*KINDS["ppo"], "rl.kl_coef=0.05", "model.dtype=bfloat16"]
 KINDS["8-bit moments"] = [*KINDS["bfloat16"], "train.optimizer=adamw_8bit"]
-AHEAD = ["rl.correction=tis", "rollout.staleness=1", "rollout.workers=1"]
 KINDS |= {
     "one-step-off": [*KINDS["train"], *AHEAD],
     "images, one step off": [*KINDS["images"], *AHEAD],
     "partial": [*KINDS["train"], *AHEAD, "rollout.token_budget=5"],
-    "three at once": [
-        "train",
-        "env.name=FOLDER/env.py:Chat",
-        "reward.function=env",
-        'rollout.stop=["a", "e", "1", "x", "Z"]',
-        *AHEAD,
-        "rollout.staleness=2",
-        "rollout.workers=2",
-    ],
+    "three at once": ["train", *TURNS, *AHEAD, "rollout.staleness=2", "rollout.workers=2"],
     "multi-turn, two steps off": [
         *KINDS["multi-turn"],
         *AHEAD,

@@ -6,6 +6,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from tandem.runtime.errors import UserError
+from tandem.types import Completion
+
+
+def said(tokens, text, stop_reason="stop", *, logprob=0.0, version=0):
+    """A completion of these tokens."""
+    return Completion(
+        tokens=np.array(tokens),
+        logprobs=np.full(len(tokens), logprob, np.float32),
+        weight_versions=np.full(len(tokens), version, np.int32),
+        text=text,
+        stop_reason=stop_reason,
+    )
 
 
 @dataclass(eq=False)

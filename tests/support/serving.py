@@ -1,6 +1,5 @@
-"""A server on a free loopback port, in a thread with an event loop of its own, for tests."""
+"""The server of an engine, for tests."""
 
-import socket
 import threading
 from contextlib import contextmanager
 from functools import partial
@@ -10,6 +9,7 @@ import httpx
 from tandem.model.tool_calls import Call, write_calls
 from tandem.plugins.serve.endpoints import EngineServer
 from tests.support.fake_engine import FAKE, FakeEngine, FakeTexts
+from tests.support.listening import listening
 from tests.support.waiting import WAIT_S
 
 get, post = partial(httpx.get, timeout=WAIT_S), partial(httpx.post, timeout=WAIT_S)
@@ -28,23 +28,11 @@ SAID = "I see.\n" + write_calls([Call(name="calculator", arguments={"expression"
 def running(engine, texts, served, **options):
     """The URL; the server is stopped, and its threads are gone, on the way out."""
     before = set(threading.enumerate())
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        ready = threading.Event()
-        server = EngineServer(engine, texts, served, ready=ready.set, **options)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-        thread.start()
-        try:
-            assert ready.wait(WAIT_S)
-            yield url
-        finally:
-            server.should_exit = True
-            thread.join(WAIT_S)
-            assert not thread.is_alive()
-            assert not [
-                t for t in set(threading.enumerate()) - before if t.name in ("engine", thread.name)
-            ]
+    with listening(
+        lambda ready: EngineServer(engine, texts, served, ready=ready, **options)
+    ) as url:
+        yield url
+    assert "engine" not in {t.name for t in set(threading.enumerate()) - before}
 
 
 def answering(said, texts=None, served=FAKE):

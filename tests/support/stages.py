@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
-
 from tandem.config.schema import Config
 from tandem.engine.engine import Engine
 from tandem.jobs.rl import RLJob
@@ -17,9 +15,9 @@ from tandem.trainer.batch import Models
 from tandem.trainer.learner import Learner
 from tandem.trainer.optimizer import Optimizer, Settings
 from tandem.trainer.parity import ExactCheck, NoCheck
-from tandem.types import Completion, Env, Problem, SamplingParams, Score
+from tandem.types import Env, Problem, SamplingParams, Score
 from tandem.weights.in_process import InlineSync
-from tests.support.scripted import DigitRenderer, ScriptedEngine, ScriptedReward
+from tests.support.scripted import DigitRenderer, ScriptedEngine, ScriptedReward, said
 from tests.support.tiny import exact_model
 
 PROBLEMS = [
@@ -38,13 +36,9 @@ class NumberedEngine(ScriptedEngine):
         return [self.completion(n, n % 3 + 1) for n in range(len(requests))]
 
     def completion(self, number, count):
-        return Completion(
-            tokens=np.full(count, number + 1),
-            logprobs=np.full(count, -0.5, np.float32),
-            weight_versions=np.full(count, self.weight_version, np.int32),
-            text=f"text {number}",
-            stop_reason="length" if number % 2 else "stop",
-        )
+        tokens, reason = [number + 1] * count, "length" if number % 2 else "stop"
+        how = {"logprob": -0.5, "version": self.weight_version}
+        return said(tokens, f"text {number}", reason, **how)
 
 
 class AddressedEngine(NumberedEngine):

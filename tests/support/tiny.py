@@ -5,15 +5,7 @@ A twin has the same weights and eager attention, and shares no code of Tandem's.
 
 import numpy as np
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    LlamaConfig,
-    MistralConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tandem.model.load import make_exact
 from tandem.types import Sample
@@ -34,35 +26,29 @@ SHAPE = {
     "pad_token_id": None,
 }
 CONFIGS = {
-    "llama": (LlamaConfig, {}),
-    "qwen2": (Qwen2Config, {}),
-    "qwen2 half windowed": (
-        Qwen2Config,
-        {
-            "use_sliding_window": True,
-            "sliding_window": 8,
-            "max_window_layers": 1,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "qwen3": (Qwen3Config, {"head_dim": 16, "tie_word_embeddings": True}),
-    "mistral": (MistralConfig, {"sliding_window": 8, "head_dim": 16}),
-    "qwen3_moe": (
-        Qwen3MoeConfig,
-        {
-            "head_dim": 16,
-            "num_experts": 5,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 44,
-            "norm_topk_prob": True,
-        },
-    ),
+    "llama": {},
+    "qwen2": {},
+    "qwen2 half windowed": {
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        "max_window_layers": 1,
+        "tie_word_embeddings": True,
+    },
+    "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
+    "mistral": {"sliding_window": 8, "head_dim": 16},
+    "qwen3_moe": {
+        "head_dim": 16,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 44,
+        "norm_topk_prob": True,
+    },
 }
 
 
 def tiny_config(kind="llama", **changes):
-    make, special = CONFIGS[kind]
-    return make(**{**SHAPE, **special, **changes})
+    values = {**SHAPE, **CONFIGS[kind], **changes}
+    return AutoConfig.for_model(kind.partition(" ")[0], **values)
 
 
 def stock_model(config, weights=None, seed=0):

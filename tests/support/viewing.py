@@ -3,9 +3,7 @@
 import io
 import json
 import os
-import socket
-import threading
-from contextlib import contextmanager
+from functools import partial
 from zlib import crc32
 
 import numpy as np
@@ -18,7 +16,7 @@ from tandem.run_folder.episode_files import write_episodes
 from tandem.runtime.image_tokens import name_of
 from tandem.types import Group, Problem
 from tests.support.attempts import attempt
-from tests.support.waiting import WAIT_S
+from tests.support.listening import listening
 
 
 def keep_image(folder, size=(64, 32)):
@@ -31,22 +29,9 @@ def keep_image(folder, size=(64, 32)):
     return name
 
 
-@contextmanager
 def viewing(root, token=""):
     """The URL of a server over a folder of runs; it is stopped on the way out."""
-    ready = threading.Event()
-    server = make_server(root, token, ready.set)
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-        thread.start()
-        try:
-            assert ready.wait(WAIT_S)
-            yield f"http://127.0.0.1:{sock.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join(WAIT_S)
-            assert not thread.is_alive()
+    return listening(partial(make_server, root, token))
 
 
 def make_run(folder, steps=0, command="train", **config):

@@ -36,7 +36,7 @@ class RendererTexts:
     def render(
         self, messages: Sequence[Message], tools: Sequence[Tool], variables: dict[str, Any]
     ) -> str:
-        return self._renderer.prompt_texts([messages], tools, variables)[0]
+        return self._renderer.texts([messages], True, tools, variables)[0]
 
     def encode_chat(self, text: str) -> Array:
         return self._renderer.encode(text)

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from tandem.engine.dispatch import Dispatcher, Ticket, cancelled_completion
+from tandem.engine.dispatch import Dispatcher, Ticket
 from tandem.engine.engine import Engine
 from tandem.engine.packed import packed_gap
 from tandem.plugins.servers.api import (
@@ -193,14 +193,10 @@ class HttpEngines:
 
     def cancel(self, ticket: Ticket) -> None:
         """End a request now, with an empty completion; an ended one stays as it is."""
-        if ticket.completion is not None:
-            return
-        ticket.completion = cancelled_completion()
-        with suppress(ValueError):  # a server has it
-            self._queue.waiting.remove(ticket)
-        for server in self.servers:
-            if server.tickets.pop(ticket.number, None):
-                server.calls.pop(ticket.number).cancel()
+        if self._dispatcher.cancel(ticket):
+            for server in self.servers:
+                if server.tickets.pop(ticket.number, None):
+                    server.calls.pop(ticket.number).cancel()
 
     # ---------------------------------------------------------------- servers
 

@@ -4,7 +4,6 @@ where it is absent."""
 import asyncio
 import threading
 
-import numpy as np
 import pytest
 
 from tandem.config.schema import Env as EnvConfig
@@ -16,9 +15,9 @@ from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episodes import run_episodes
 from tandem.runtime.errors import UserError
-from tandem.types import Completion, Problem, SamplingParams
+from tandem.types import Problem, SamplingParams
 from tests.support.json_server import JsonServer
-from tests.support.scripted import DigitRenderer, ScriptedEngine
+from tests.support.scripted import DigitRenderer, ScriptedEngine, said
 from tests.support.waiting import WAIT_S, eventually
 
 # As `vf-init` lays a package out; the first is a plain taskset, the second brings tools, the third
@@ -232,16 +231,8 @@ class Successor(ScriptedEngine):
     """Says the last digit that it has read plus one; to the first task something wrong."""
 
     def generate(self, requests):
-        return [
-            Completion(
-                tokens=np.array([int(r.prompt[-1]) + 1, 91]),
-                logprobs=np.zeros(2, np.float32),
-                weight_versions=np.zeros(2, np.int32),
-                text=str(int(r.prompt[-1]) + 1 if r.prompt[-1] else 5),
-                stop_reason="stop",
-            )
-            for r in requests
-        ]
+        lasts = [int(r.prompt[-1]) for r in requests]
+        return [said([last + 1, 91], str(last + 1 if last else 5)) for last in lasts]
 
 
 def test_a_rollout_plays_tasks_at_once_and_ends_what_they_share():

@@ -10,7 +10,7 @@ from tandem.run_folder.best import Best, write_best
 from tests.support.architectures import save_architecture
 from tests.support.command import in_own_process
 from tests.support.home import make_home, mistake, output_of
-from tests.support.hub import hub_server
+from tests.support.hub import Hub
 from tests.support.past_runs import past_run
 
 
@@ -32,7 +32,7 @@ def run(tmp_path):
 
 
 def test_export_is_pushed_with_a_card_of_its_origin(run):
-    with hub_server("secret") as hub:
+    with Hub("secret") as hub:
         # of an adapter that was pushed before, which would change the model
         hub.files["me/mine"] = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"1"}
         pushes = pushed(run, "me/mine", "a/b/c", HF_ENDPOINT=hub.url, HF_TOKEN="secret")
@@ -73,7 +73,7 @@ def test_hub_that_cannot_be_used_is_a_users_error(variables, words, run):
 
 
 def test_wrong_token_is_a_users_error(run):
-    with hub_server("secret") as hub:
+    with Hub("secret") as hub:
         [(code, text)] = pushed(run, "me/mine", HF_ENDPOINT=hub.url, HF_TOKEN="other")
     assert code == 2 and "401" in text and "Traceback" not in text, text
 

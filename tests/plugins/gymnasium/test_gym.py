@@ -9,9 +9,9 @@ from tandem.plugins.gymnasium import GymEnv
 from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episodes import EnvPool, run_episodes
 from tandem.runtime.errors import UserError
-from tandem.types import Completion, Problem, SamplingParams
+from tandem.types import Problem, SamplingParams
 from tests.support.env_steps import Digits
-from tests.support.scripted import ScriptedEngine
+from tests.support.scripted import ScriptedEngine, said
 
 PROBLEM = Problem(
     uid="p",
@@ -138,16 +138,7 @@ class Guesser(ScriptedEngine):
     """Says the digit that it has read last."""
 
     def generate(self, requests):
-        return [
-            Completion(
-                tokens=np.array([7, 91]),
-                logprobs=np.zeros(2, np.float32),
-                weight_versions=np.zeros(2, np.int32),
-                text=str(r.prompt[-1]),
-                stop_reason="stop",
-            )
-            for r in requests
-        ]
+        return [said([7, 91], str(r.prompt[-1])) for r in requests]
 
 
 def test_a_rollout_plays_it_and_closes_every_world():

@@ -3,9 +3,8 @@ word, or refused by name."""
 
 import json
 import threading
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -18,6 +17,7 @@ from tandem.runtime.errors import UserError
 from tandem.step import train_step
 from tandem.types import Score
 from tests.support.engines import decode, engine_of, facts, mixed_requests, request
+from tests.support.json_server import JsonServer
 from tests.support.scripted import ScriptedReward
 from tests.support.serving import metric, running
 from tests.support.stages import config, stages_in, weights_of, with_runner
@@ -85,55 +85,29 @@ class Clock:
         return self.now
 
 
-class Odd(ThreadingHTTPServer):
+class Odd(JsonServer):
     """A server that says what it is told: answers[path] is (status, JSON), or None to say nothing
     at all and close, or a function of the body that returns one of these; bodies: what it was
     sent; asked: the paths."""
 
-    daemon_threads = True
-
     def __init__(self, answers):
-        super().__init__(("127.0.0.1", 0), OddHandler)
-        self.answers, self.bodies, self.asked = answers, [], []
+        super().__init__()
+        self.answers, self.bodies = answers, []
 
-
-class OddHandler(BaseHTTPRequestHandler):
-    def answer(self):
-        path, size = self.path.removeprefix("/v1"), int(self.headers.get("content-length", 0))
-        body = json.loads(self.rfile.read(size)) if size else None
-        self.server.asked.append(path)
-        if size:
-            self.server.bodies.append(body)
-        found = self.server.answers.get(path)
-        found = found(body) if callable(found) else found
-        if found is None:
-            return self.connection.close()
-        data = json.dumps(found[1]).encode()
-        with suppress(OSError):  # the client has left
-            self.send_response(found[0])
-            self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-    do_GET = do_POST = answer
-
-    def log_message(self, *_):
-        pass
+    def take(self, method, path, headers, body):
+        path, body = path.removeprefix("/v1"), json.loads(body) if body else None
+        self.asked.append(path)
+        self.bodies += [body] if body else []
+        found = self.answers.get(path)
+        return found(body) if callable(found) else found
 
 
 @contextmanager
 def odd(completion=None, status=200, **model):
     listed = {"data": [{"id": "other", "max_model_len": 400} | model]}
     answers = {"/models": (200, listed), "/completions": completion and (status, completion)}
-    server = Odd(answers)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", server
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with Odd(answers) as server:
+        yield server.url, server
 
 
 def serve_weights(server, sha256):
