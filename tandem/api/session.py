@@ -274,7 +274,7 @@ class Session:
         old = self.learner.optimizer
         if optimizer:  # a new one has no moments, as a save before the first step
             settings = replace(old.settings, learning_rate=state["learning_rate"])
-            fresh = type(old)(old.parameters, settings, norm=old.norm, map_whole=old.map_whole)
+            fresh = type(old)(old.parameters, settings, whole=old.whole)
             self.learner = replace(self.learner, optimizer=fresh)
             load_learners({"policy": self.learner}, tensors, state["optimizer_steps"])
         else:
