@@ -174,7 +174,7 @@ def learner_of(ranks: Ranks, tiny: bool) -> Learner:
     optimizer = Optimizer(
         ranks.trainable(model),
         Settings(learning_rate=1e-4, total_steps=100),
-        norm=ranks.norm(model),
+        whole=ranks.pieces(model),
     )
     return Learner(model, optimizer, ranks)
 

@@ -11,7 +11,6 @@ torch's threads and its switches for reproducible arithmetic, as every command d
 configuration are keywords (given.py). Knows no environment, no reward and no advantage.
 """
 
-import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +29,7 @@ from tandem.jobs.engines import build_engine, prepare_process, probe_exactness
 from tandem.jobs.models import build_learner, check_models
 from tandem.model.forward import batch_logprobs
 from tandem.registry import names
-from tandem.rl.algorithms import policy_loss
+from tandem.rl.algorithms import bound, policy_loss
 from tandem.rollout.score import sampling_params
 from tandem.run_folder.checkpoint import Contents, load_checkpoint, save_checkpoint, versions
 from tandem.run_folder.export import export, model_card
@@ -274,7 +273,7 @@ class Session:
         old = self.learner.optimizer
         if optimizer:  # a new one has no moments, as a save before the first step
             settings = replace(old.settings, learning_rate=state["learning_rate"])
-            fresh = type(old)(old.parameters, settings, norm=old.norm, map_whole=old.map_whole)
+            fresh = type(old)(old.parameters, settings, whole=old.whole)
             self.learner = replace(self.learner, optimizer=fresh)
             load_learners({"policy": self.learner}, tensors, state["optimizer_steps"])
         else:
@@ -334,10 +333,9 @@ def _function(loss: Loss) -> Callable[[Mapping[str, Any]], tuple[Tensor, Mapping
                 found=repr(loss),
                 expected=f"one of {', '.join([*OWN, *names('losses')])}, or a function",
             )
-        return lambda offered: policy_loss(loss).bind(offered)()
+        return lambda offered: policy_loss(loss).bind(**offered)()
     function = OWN[loss] if isinstance(loss, str) else loss
-    wanted = inspect.signature(function).parameters
-    return lambda offered: function(**{name: offered[name] for name in wanted if name in offered})
+    return lambda offered: bound(function, offered)()
 
 
 def cross_entropy(policy_logprobs: Tensor) -> tuple[Tensor, Mapping[str, float]]:

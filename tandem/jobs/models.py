@@ -108,8 +108,7 @@ def build_learner(
             max_grad_norm=train.max_grad_norm,
             muon_momentum=train.muon_momentum,
         ),
-        norm=ranks.norm(model),
-        map_whole=ranks.map_whole(model),
+        whole=ranks.pieces(model),
     )
     # nobody runs or exports a whole critic
     has_copy = ranks is not ALONE and ranks.rank == 0 and name != "critic"

@@ -30,11 +30,11 @@ class Part:
     settings: tuple[str, ...] = ()  # keys of [rl] that count beside this part, and others of a kind
     conflicts: Conflicts = lambda config: ()
 
-    def bind(self, offered: Mapping[str, Any]) -> Callable[[], Any]:
+    def bind(self, **offered: Any) -> Callable[[], Any]:
         """Return the function with those of its parameters that are offered, by name."""
-        function, wanted = _load(self.function, ("name", *offered))
-        given = {"name": self.name, **offered}
-        return partial(function, **{parameter: given[parameter] for parameter in wanted})
+        module, _, member = self.function.partition(":")
+        function = getattr(import_module(module), member)
+        return bound(function, {"name": self.name, **offered})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,6 @@ class PolicyLoss(Part):
     """A value of `rl.loss`: log-probs and advantages of tokens [N] to their losses [N] and
     metrics, sums over tokens."""
 
-    has_ratio: bool = True  # of policy to engine, so that older episodes count for what they are
     of_sequences: bool = False  # a token's loss depends on the others of its sequence
     # where every ratio is 1 its gradient is minus the advantage, which first updates check
     starts_at_advantage: bool = False
@@ -122,15 +121,12 @@ def settings_of_parts() -> set[str]:
     }
 
 
-@cache
-def _load(place: str, offered: tuple[str, ...]) -> tuple[Callable[..., Any], tuple[str, ...]]:
-    """Return the function of "module:NAME", and those of its parameters that are offered."""
-    module, _, member = place.partition(":")
-    function = getattr(import_module(module), member)
+def bound(function: Callable[..., Any], offered: Mapping[str, Any]) -> Callable[[], Any]:
+    """Return a function with those of its parameters that are offered, by name."""
     parameters = inspect.signature(function).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return function, offered
-    return function, tuple(name for name in parameters if name in offered)
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        offered = {name: value for name, value in offered.items() if name in parameters}
+    return partial(function, **offered)
 
 
 def _k_of_group(config: Any) -> Iterator[str]:
@@ -217,7 +213,6 @@ LOSSES = {
         PolicyLoss(
             "reinforce",
             "tandem.rl.losses:reinforce",
-            has_ratio=False,
             starts_at_advantage=True,
             conflicts=_on_policy_only,
         ),

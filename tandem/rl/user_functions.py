@@ -15,9 +15,8 @@ key offers, by name, so a copy of one of `losses.py`, `advantages.py` or `filter
 It must be pure: a resumed run calls it again. Every mistake is a UserError that names the key.
 """
 
-import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from numbers import Real
 from typing import Any
@@ -26,11 +25,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.rl.algorithms import Estimator, PolicyLoss
+from tandem.rl.algorithms import Estimator, PolicyLoss, bound
 from tandem.rl.losses import Metrics
 from tandem.runtime.errors import UserError
 from tandem.runtime.user_code import describe, load_user_object, user_line
 
+_load = cache(load_user_object)  # a run keeps what it has loaded
 # rewards and lengths of two groups of three
 SMALL_GROUPS = np.array([[0.0, 1.0, 0.5], [1.0, 1.0, 1.0]]), np.full((2, 3), 2)
 
@@ -98,51 +98,30 @@ def try_functions(loss: PolicyLoss, advantage: Estimator, keep: str) -> None:
     sequences, advantages = torch.arange(12) // 2, torch.linspace(-1.0, 1.0, 12)
     clips = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0}
     tokens = {**dict.fromkeys(names, plain), "advantages": advantages, "sequences": sequences}
-    losses, metrics = loss.bind({"policy_logprobs": logprobs, **tokens, **clips})()
+    losses, metrics = loss.bind(policy_logprobs=logprobs, **tokens, **clips)()
     _require_finite("rl.loss", loss.name, losses.detach().float().numpy())
     _numbers("rl.loss", loss.name, metrics)
     if not advantage.by_token:
         settings = {"k": 2, "baseline": 0.0, "parts": rewards[None], "weights": np.ones(1)}
-        advantage.bind({"rewards": rewards, "lengths": lengths, **settings})()
+        advantage.bind(rewards=rewards, lengths=lengths, **settings)()
     if keep:
         user_filter(keep, rewards[0], lengths[0])
 
 
 def call_user_function(key: str, name: str, offered: Mapping[str, Any]) -> Any:
     """Call a user's function with those of its parameters that are offered."""
-    function, wanted = _load(key, name, tuple(offered))
+    function = _load(name, key=key)
     try:
-        return function(**{parameter: offered[parameter] for parameter in wanted})
+        return bound(function, offered)()
     except Exception as error:  # a user's function may raise anything
         raise UserError(
             "a function of yours raised an exception",
             where=f"{key} = {name}" + (f" ({line})" if (line := user_line(error)) else ""),
             found=describe(error),
+            expected=f"a function of some of {', '.join(offered)}",
             next="mend it, and start the same command again"
             + ", with --fresh if steps were made: they are the old one's" * key.startswith("rl."),
         ) from error
-
-
-@cache
-def _load(
-    key: str, name: str, offered: tuple[str, ...]
-) -> tuple[Callable[..., Any], tuple[str, ...]]:
-    """Return a function and the names of those parameters that it is called with."""
-    function = load_user_object(name, key=key)
-    if not callable(function):
-        raise _wrong(key, name, _form(function), "a function")
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        found = f"{_form(function)}, whose parameters cannot be known"
-        raise _wrong(key, name, found, "a Python function") from None
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return function, offered
-    unknown = [p.name for p in parameters if p.name not in offered and p.default is p.empty]
-    if unknown or any(p.kind is p.POSITIONAL_ONLY for p in parameters):
-        found = f"({', '.join(p.name for p in parameters)})"
-        raise _wrong(key, name, found, f"parameters among {', '.join(offered)}")
-    return function, tuple(p.name for p in parameters if p.name in offered)
 
 
 def _numbers(key: str, name: str, values: Any, finite: bool = True) -> Metrics:

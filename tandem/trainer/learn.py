@@ -76,15 +76,12 @@ def token_advantages(
         values, found = batch.values or [np.empty(0, np.float32)] * len(kl), []
         for at, members in groupby(range(len(kl)), key=batch.sample_index.__getitem__):
             of = list(members)
-            whole = rl.estimator.bind(
-                {
-                    "rewards": token_rewards(
-                        rewards[at], np.concatenate([kl[i] for i in of]), rl.kl_coef
-                    ),
-                    "values": np.concatenate([values[i] for i in of]).astype(np.float64),
-                    "gamma": rl.gamma,
-                    "lam": rl.gae_lambda,
-                }
+            own_kl = np.concatenate([kl[i] for i in of])
+            whole = estimator.bind(
+                rewards=token_rewards(rewards[at], own_kl, rl.kl_coef),
+                values=np.concatenate([values[i] for i in of]).astype(np.float64),
+                gamma=rl.gamma,
+                lam=rl.gae_lambda,
             )()
             ends = np.cumsum([len(kl[i]) for i in of])[:-1]
             found += np.split(np.array(whole), ends, axis=-1)
@@ -93,14 +90,12 @@ def token_advantages(
             rewards[at] -= rl.kl_coef * k.sum()
         parts, weights = _reward_parts(batch, config.reward)
         table = estimator.bind(
-            {
-                "rewards": rewards,
-                "lengths": sampled_lengths(batch.groups),
-                "k": rl.k,
-                "baseline": baseline,
-                "parts": parts,
-                "weights": weights,
-            }
+            rewards=rewards,
+            lengths=sampled_lengths(batch.groups),
+            k=rl.k,
+            baseline=baseline,
+            parts=parts,
+            weights=weights,
         )()
         found = [
             np.full(len(e), table[at])
@@ -253,18 +248,16 @@ def policy_loss(
     """Return the configured loss of a microbatch (scalar), with entropy bonus and KL to the
     reference, and its metrics as sums over tokens."""
     terms, metrics = rl.policy_loss.bind(
-        {
-            "policy_logprobs": logprobs,
-            "proximal_logprobs": tokens.proximal,
-            "engine_logprobs": tokens.engine,
-            "reference_logprobs": tokens.reference,
-            "entropy": entropy,
-            "advantages": tokens.advantages,
-            "sequences": tokens.sequences,
-            "clip_low": rl.clip_low,
-            "clip_high": rl.clip_high,
-            "dual_clip": rl.dual_clip,
-        }
+        policy_logprobs=logprobs,
+        proximal_logprobs=tokens.proximal,
+        engine_logprobs=tokens.engine,
+        reference_logprobs=tokens.reference,
+        entropy=entropy,
+        advantages=tokens.advantages,
+        sequences=tokens.sequences,
+        clip_low=rl.clip_low,
+        clip_high=rl.clip_high,
+        dual_clip=rl.dual_clip,
     )()
     terms = terms * tokens.corrections
     if rl.off_policy_mask:

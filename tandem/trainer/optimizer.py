@@ -21,12 +21,6 @@ from tandem.types import Array
 
 BUCKET = 1 << 26  # parameters whose offloaded state is on the device at once: 768 MiB
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
-# Calls a function with each name and whole tensor, and yields each name with the part of the result
-# that this process holds. Given: the parts of the tensors that it holds.
-MapWhole = Callable[
-    [Mapping[str, Tensor], Callable[[str, Tensor], Tensor]], Iterable[tuple[str, Tensor]]
-]
-Norm = Callable[[dict[str, Tensor]], float]  # of gradients by name
 Schedule = Literal["constant", "linear", "cosine"]
 
 
@@ -44,33 +38,38 @@ class Settings:
     muon_momentum: float = 0.95
 
 
-def map_each(
-    tensors: Mapping[str, Tensor], function: Callable[[str, Tensor], Tensor]
-) -> Iterable[tuple[str, Tensor]]:
-    """Map whole tensors that one process holds: a MapWhole."""
-    return ((name, function(name, tensor)) for name, tensor in tensors.items())
+class Whole:
+    """Arithmetic over whole tensors by name: here of one process that holds all of each."""
+
+    def norm(self, gradients: Mapping[str, Tensor]) -> float:
+        """Compute the L2 norm over all gradients."""
+        return global_norm(gradients.values())
+
+    def map_whole(
+        self, tensors: Mapping[str, Tensor], function: Callable[[str, Tensor], Tensor]
+    ) -> Iterable[tuple[str, Tensor]]:
+        """Yield function(name, whole tensor) for each name, or the part of it that this process
+        holds."""
+        return ((name, function(name, tensor)) for name, tensor in tensors.items())
+
+
+WHOLE = Whole()
 
 
 class Optimizer:
     """AdamW over named parameters, or their masters. `update` clips, steps and clears the
     gradients.
 
-    norm, map_whole: of the gradients; others if these parameters are parts of a model. Optimizers
-    of other names are subclasses (registry.py: "optimizers").
+    whole: of the tensors that these parameters are, or are parts of. Optimizers of other names are
+    subclasses (registry.py: "optimizers").
     """
 
     adam_class: type[torch.optim.AdamW] = torch.optim.AdamW
 
     def __init__(
-        self,
-        parameters: dict[str, nn.Parameter],
-        settings: Settings,
-        *,
-        norm: Norm = lambda gradients: global_norm(gradients.values()),
-        map_whole: MapWhole = map_each,
+        self, parameters: dict[str, nn.Parameter], settings: Settings, *, whole: Whole = WHOLE
     ):
-        self.parameters, self.settings = parameters, settings
-        self.norm, self.map_whole, self.step = norm, map_whole, 0
+        self.parameters, self.settings, self.whole, self.step = parameters, settings, whole, 0
         # what AdamW steps: a master, or the parameter itself
         self.masters = {
             name: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float())
@@ -78,7 +77,6 @@ class Optimizer:
         }
         for p in parameters.values():
             p.grad_dtype = torch.float32
-        self.rounds = any(p is not self.masters[name] for name, p in parameters.items())
         of_adam = [p for name, p in self.masters.items() if not self.has_momentum(name, p)]
         decayed = [p for p in of_adam if p.dim() > 1]
         plain = [p for p in of_adam if p.dim() <= 1]
@@ -112,7 +110,7 @@ class Optimizer:
         """Make one step, unless the norm is not finite; return grad_norm (before clipping) and
         learning_rate."""
         grads = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
-        norm = self.norm(grads)
+        norm = self.whole.norm(grads)
         given = self.settings
         share = factor(given.schedule, self.step, given.warmup_steps, given.total_steps)
         rate = given.learning_rate * share
@@ -136,8 +134,7 @@ class Optimizer:
         for name, p in self.parameters.items():
             self.masters[name].grad = p.grad
         self._step_masters(rate)
-        if self.rounds:
-            self._round()
+        self._round()
 
     def _step_masters(self, rate: float) -> None:
         self.adam.step()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tandem.model.boxes import Box
 from tandem.rl.losses import Metrics
 from tandem.runtime import watchdog
-from tandem.trainer.optimizer import MapWhole, Norm, global_norm, map_each
+from tandem.trainer.optimizer import WHOLE, Whole
 from tandem.types import Array, Microbatch
 
 if TYPE_CHECKING:
@@ -79,8 +79,8 @@ class Ranks:
         """Copy a divided model's weights into the whole one of rank 0."""
 
     def load_weights(self, model: "ExactModel", weights: Mapping[str, Tensor]) -> None:
-        """Copy weights into a model; of a divided one the optimizer does it, and they are only
-        checked. Raises UserError if they are another model's."""
+        """Copy weights into a model; of a divided one the optimizer does it. Raises UserError if
+        they are another model's."""
         model.load_weights(weights)
 
     def boxes(self, model: "ExactModel") -> Mapping[str, Box] | None:
@@ -99,13 +99,9 @@ class Ranks:
         """Return what an optimizer of this process may change, by name."""
         return model.trainable()
 
-    def norm(self, model: "ExactModel") -> Norm:
-        """Return the norm of gradients of `trainable`."""
-        return lambda gradients: global_norm(gradients.values())
-
-    def map_whole(self, model: "ExactModel") -> MapWhole:
-        """Return how a function of whole matrices is applied to what `trainable` names."""
-        return map_each
+    def pieces(self, model: "ExactModel") -> Whole:
+        """Return the arithmetic over the whole tensors of what `trainable` names."""
+        return WHOLE
 
     @torch.no_grad()
     def forward(
@@ -135,9 +131,6 @@ class Ranks:
     def own(self, microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:
         """Return those of a pass's microbatches that this process runs."""
         return microbatches
-
-    def wait_for_all(self) -> None:
-        """Wait until all processes have come here."""
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all processes that run different microbatches, in their order."""

@@ -67,13 +67,10 @@ def test_an_unknown_key_is_reported_with_the_nearest_one(text, message, tmp_path
     ("text", "key", "found"),
     [
         ("[rl]\ngroup_size = '8'\n", "rl.group_size", "'8'"),
-        ("[rl]\ngroup_size = 8.0\n", "rl.group_size", "8.0"),
         ("[rl]\ngroup_size = true\n", "rl.group_size", "True"),
         ("[rollout]\nstop = 'x'\n", "rollout.stop", "'x'"),
-        ("[rollout]\ntemperature = 0\n", "rollout.temperature", "0"),
         ("[rollout]\ntemperature = nan\n", "rollout.temperature", "nan"),
         ("[train]\nlearning_rate = inf\n", "train.learning_rate", "inf"),
-        ("[rollout]\ntop_p = 1.5\n", "rollout.top_p", "1.5"),
         ("[rollout]\nengine = 'sglang'\n", "rollout.engine", "'sglang'"),
         ("[rollout]\nengine = 'http://a/v1,b'\n", "rollout.engine", "'http://a/v1,b'"),
         ("[rollout]\nengine = 'http://a:80a/v1'\n", "rollout.engine", "'http://a:80a/v1'"),
@@ -109,10 +106,8 @@ def test_all_mistakes_are_reported_together_each_with_its_place(tmp_path):
     [
         ("rl.group_size=16", "rl", "group_size", 16),
         ("run.folder=runs/a=b", "run", "folder", "runs/a=b"),
-        ("run.folder='quoted'", "run", "folder", "quoted"),
         ("run.folder=", "run", "folder", ""),
         ("data.shuffle=false", "data", "shuffle", False),
-        ("train.learning_rate=3e-4", "train", "learning_rate", 3e-4),
         ("rl.kl_coef=1", "rl", "kl_coef", 1.0),
         ('rollout.stop=["a, b", "c"]', "rollout", "stop", ["a, b", "c"]),
         ("rl.advantage=rloo", "rl", "advantage", "rloo"),
@@ -122,10 +117,6 @@ def test_an_override_wins_over_the_recipe(override, section, field, value, tmp_p
     text = "[run]\nfolder = 'from the recipe'\n[data]\nshuffle = true\n[rl]\ngroup_size = 4\n"
     found = getattr(getattr(load(tmp_path, text, override), section), field)
     assert found == value and type(found) is type(value)
-
-
-def test_the_last_of_two_overrides_of_a_key_wins(tmp_path):
-    assert load(tmp_path, "", "run.seed=1", "run.seed=2").run.seed == 2
 
 
 @pytest.mark.parametrize(
@@ -288,11 +279,6 @@ def test_an_algorithm_override_replaces_the_recipes_algorithm(name, tmp_path):
     for other in ALGORITHMS:
         resolved = to_toml(load(tmp_path, f"[rl]\nalgorithm = '{other}'\n"))
         assert load(tmp_path, resolved, f"rl.algorithm={name}") == expected
-
-
-def test_a_value_that_is_given_wins_over_the_algorithms(tmp_path):
-    rl = load(tmp_path, "[rl]\nalgorithm = 'dapo'\nclip_high = 0.5\n", "rl.max_gen_batches=3").rl
-    assert (rl.clip_high, rl.max_gen_batches, rl.aggregation) == (0.5, 3, "token_mean")
 
 
 def test_an_algorithm_override_keeps_other_keys_and_overrides(tmp_path):

@@ -3,6 +3,7 @@ they estimate."""
 
 import itertools
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from tandem.rl.advantages import gdpo, max_at_k, running_mean
+from tandem.rl.aggregation import Aggregation, sequence_weights
 from tandem.rl.algorithms import ADVANTAGES, estimator
+from tandem.rl.returns import whiten
 
 # those of a table of rewards
 KINDS = [name for name, part in ADVANTAGES.items() if not part.by_token and name != "gdpo"]
@@ -26,7 +29,7 @@ REWARDS = np.array(
 
 
 def advantages(kind, rewards, k=K):
-    return estimator(kind).bind({"rewards": rewards, "k": k, "baseline": BASELINE})()
+    return estimator(kind).bind(rewards=rewards, k=k, baseline=BASELINE)()
 
 
 def mean(values):
@@ -91,24 +94,6 @@ def test_group_of_one_episode_has_advantage_0(kind):
     assert advantages(kind, np.array([[0.7], [-2.0]])).tolist() == [[0.0], [0.0]]
 
 
-def test_gdpo_equals_the_formula():
-    parts, weights = np.random.default_rng(3).normal(size=(3, 4, 5)), [1.0, 0.5, 2.0]
-    parts[1, 2] = 0.7  # a group in which all earn the same of one reward
-    sums = [
-        [
-            math.fsum(
-                w * (p[i][j] - mean(p[i])) / (std(p[i]) + EPSILON)
-                for w, p in zip(weights, parts.tolist(), strict=True)
-            )
-            for j in range(5)
-        ]
-        for i in range(4)
-    ]
-    flat = [x for row in sums for x in row]
-    expected = [[(x - mean(flat)) / (std(flat) + EPSILON) for x in row] for row in sums]
-    np.testing.assert_allclose(gdpo(parts, np.array(weights)), expected, rtol=1e-10, atol=1e-12)
-
-
 def test_gdpo_compares_only_the_episodes_that_a_reward_applies_to():
     """TRL counts a None as none, too: as 0 it would be punished among ones and paid among
     penalties."""
@@ -148,3 +133,13 @@ def test_running_mean_starts_at_the_first_and_forgets_by_decay():
     )
     # 0 is a value, not an absence
     assert running_mean(0.0, REWARDS, decay) == pytest.approx(0.1 * REWARDS.mean())
+
+
+def test_whitening_equal_tokens_gives_exactly_0():
+    assert [a.tolist() for a in whiten([np.full(3, 0.5), np.full(1, 0.5)])] == [[0.0] * 3, [0.0]]
+    assert whiten([np.array([7.0])])[0].tolist() == [0.0]
+
+
+@pytest.mark.parametrize("kind", get_args(Aggregation))
+def test_weights_of_sequences_that_are_all_masked_are_finite(kind):
+    assert np.isfinite(sequence_weights(kind, np.zeros(4, np.int64), 50)).all()

@@ -47,11 +47,6 @@ def by_formula(kind, rows, low, cap):
     return weights
 
 
-def rows_of(proximal, engine, lengths):
-    pairs = iter(zip(proximal.tolist(), engine.tolist(), strict=True))
-    return [[next(pairs) for _ in range(length)] for length in lengths]
-
-
 def flat(rows):
     proximal, engine = torch.tensor(
         [pair for row in rows for pair in row], dtype=torch.float64
@@ -98,19 +93,6 @@ def test_no_gradient_passes_through_a_correction(kind):
     assert not found.requires_grad
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_corrections_of_microbatches_are_those_of_the_whole(kind):
-    whole = correction(kind, PROXIMAL, ENGINE, SEQUENCES, **BOUNDS)
-    cut = sum(LENGTHS[:3])
-    parts = [
-        correction(
-            kind, PROXIMAL[part], ENGINE[part], SEQUENCES[part] - SEQUENCES[part][0], **BOUNDS
-        )
-        for part in (slice(0, cut), slice(cut, None))
-    ]
-    assert torch.equal(torch.cat(parts), whole)
-
-
 def test_ratio_exactly_at_a_bound_is_kept():
     """exp(0) = 1 is the one ratio that is exact whatever the library's rounding."""
     one = (
@@ -131,13 +113,3 @@ def test_product_beyond_every_float_is_capped_or_masked():
     capped = correction("tis_sequence", far, torch.zeros(200), sequences, **BOUNDS)
     masked = correction("mis", far, torch.zeros(200), sequences, **BOUNDS)
     assert (capped == 2.0).all() and (masked == 0.0).all()
-
-
-def test_sequence_error_is_the_mean_distance_of_probabilities():
-    expected = [
-        math.fsum(math.exp(abs(p - e)) for p, e in row) / len(row)
-        for row in rows_of(PROXIMAL, ENGINE, LENGTHS)
-    ]
-    np.testing.assert_allclose(sequence_errors(PROXIMAL, ENGINE, SEQUENCES), expected, rtol=1e-12)
-    # of both signs
-    np.testing.assert_allclose(sequence_errors(ENGINE, PROXIMAL, SEQUENCES), expected, rtol=1e-12)

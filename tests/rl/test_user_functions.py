@@ -88,7 +88,6 @@ def test_functions_of_the_example_are_what_they_say():
         ("def f(policy_logprobs): return 3", "int 3", "a tensor of the tokens"),
         ("def f(advantages): return advantages", "without a gradient", "policy_logprobs"),
         ("def f(policy_logprobs): return policy_logprobs / 0", "-inf at [0], and 11", "finite"),
-        ("def f(logprobs): return logprobs", "(logprobs)", "policy_logprobs, "),
         (
             "def f(policy_logprobs): return policy_logprobs, {'x': policy_logprobs.detach()}",
             "'x': Tensor [12]",
@@ -100,8 +99,6 @@ def test_functions_of_the_example_are_what_they_say():
             "'loss/y': float nan",
             "a finite number",
         ),
-        ("f = 3", "int 3", "a function"),
-        ("f = dict", "whose parameters cannot be known", "a Python function"),
     ],
 )
 def test_a_loss_that_cannot_be_used_is_named(tmp_path, text, found, expected):
@@ -110,6 +107,19 @@ def test_a_loss_that_cannot_be_used_is_named(tmp_path, text, found, expected):
         try_out(loss=name)
     assert error.value.where == f"rl.loss = {name}"
     assert found in error.value.found and expected in error.value.expected
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("def f(logprobs): return logprobs", "missing 1 required positional argument: 'logprobs'"),
+        ("f = 3", "not a callable object"),
+    ],
+)
+def test_what_cannot_be_called_is_told_what_it_may_take(tmp_path, text, found):
+    with pytest.raises(UserError) as error:
+        try_out(loss=module(tmp_path, text))
+    assert found in error.value.found and "of some of policy_logprobs, " in error.value.expected
 
 
 def test_an_exception_in_a_function_names_its_line(tmp_path):

@@ -20,8 +20,7 @@ def learner_of(model, ranks, *, rate=0.01, kind=Optimizer):
         kind(
             ranks.trainable(model),
             Settings(learning_rate=rate, total_steps=100, weight_decay=0.1, max_grad_norm=0.5),
-            norm=ranks.norm(model),
-            map_whole=ranks.map_whole(model),
+            whole=ranks.pieces(model),
         ),
         ranks,
     )

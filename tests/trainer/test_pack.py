@@ -150,22 +150,3 @@ def test_every_row_belongs_to_exactly_one_segment(samples, budget):
             for row in range(first, first + count)
         ]
         assert rows == list(range(len(batch.tokens))) == list(range(len(batch.positions)))
-
-
-def test_shared_prefix_appears_once_a_group_not_across_groups():
-    mask = [False] * 10 + [True] * 4
-    prompt = list(range(10))
-    samples = [make_sample([*prompt, *[n] * 4], mask, prefix=10, group=n // 4) for n in range(8)]
-    [batch] = pack(samples, 1000)
-    assert len(batch.tokens) == 2 * (10 + 4 * 3)
-    assert (batch.tokens == 0).sum() == 2 + 3  # the first token of two prompts, and sample 0's own
-    # alone, each carries its prompt
-    assert [len(b.tokens) for b in pack(samples, 15)] == [10 + 3] * 8
-
-
-def test_group_over_the_budget_repeats_its_prefix_seldom():
-    mask = [False] * 10 + [True] * 4
-    samples = [make_sample([*range(10), *[n] * 4], mask, prefix=10) for n in range(8)]
-    batches = pack(samples, 20)  # the prefix and three responses of three rows
-    assert [len(b.tokens) for b in batches] == [19, 19, 16]
-    assert unpacked(batches) == by_definition(samples)

@@ -12,7 +12,7 @@ from tandem.runtime.errors import UserError
 from tandem.runtime.place import Place
 from tandem.trainer.parallel.checks import check_mesh, own_gpu
 from tandem.trainer.parallel.mesh import make_mesh
-from tandem.trainer.parallel.processes import LOOK_S, find_absent, join, waits_of
+from tandem.trainer.parallel.processes import LOOK_S, find_absent, join
 from tests.support.meshes import CONTEXT, on_mesh
 from tests.support.tiny import tiny_config
 from tests.support.waiting import WAIT_S
@@ -85,16 +85,10 @@ def waiting(**ranks):
     }
 
 
-def test_an_old_sign_of_life_does_not_tell_what_a_rank_waits_for():
-    wait = {"what": "loss", "ranks": [0, 1], "for_s": 9.0}
-    seen = {0: ([7, {"waits": [wait]}], 97.5), 1: ([7, {"waits": [wait]}], 98.5)}
-    assert waits_of(seen, now=100.0) == {1: [wait]}
-
-
 def test_who_is_not_in_the_oldest_collective_is_named_once_it_has_stalled():
     waits = waiting(r0=("a", [0, 1], 8.0), r1=("b", [1, 2], 9.0), r3=("an order", [0], 99.0))
     where = "`b`, where rank 1 waits,"
-    assert find_absent(waits, 9.0) == ([], "")  # nothing is known of rank 2
+    assert find_absent(waits, 9.0) == ([2], where)
     waits[2] = []
     assert find_absent(waits, 9.0) == ([2], where)
     assert find_absent(waits, 10.0) == ([], "")

@@ -157,24 +157,6 @@ def test_samples_of_other_experts_do_not_share_a_prompt():
     assert np.array_equal(own.experts[len(one.experts) :], other.experts)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_replayed_own_choices_give_the_same_bits_and_gradients(checkpointing):
-    asked = shared_requests()
-    completions = engine_of(exact_model(KIND)).generate(asked)
-    samples = [sample_of(*pair) for pair in zip(asked, completions, strict=True)]
-    found = []
-    for given in (True, False):
-        model = exact_model(KIND)
-        model.checkpointing = checkpointing
-        for batch in pack(samples, 600):
-            choices = replayed_experts(batch, model.device) if given else None
-            logprobs, _ = batch_logprobs(model, batch, SAMPLING, choices=choices)
-            assert choices is None or not choices.changed(batch.rows).any()
-            logprobs.sum().backward()
-        found.append({name: p.grad for name, p in model.module.named_parameters()})
-    assert all(torch.equal(grad, found[1][name]) for name, grad in found[0].items())
-
-
 def forced(stock, experts):
     """A stock model whose routers take the experts, int64 [T, layers, K], by the definition of R3:
     a softmax over its own logits, gathered and made to sum to 1."""

@@ -5,11 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from tandem.model.forward import batch_logprobs
 from tandem.trainer.pack import pack
-from tandem.trainer.routing import balance_loss, routing_metrics, routing_of
+from tandem.trainer.routing import routing_metrics, routing_of
 from tests.support.episodes import recorded
 from tests.support.tiny import exact_model, make_sample, random_samples, random_tokens, twins
 from tests.support.updates import SAMPLING
@@ -20,15 +19,6 @@ EXPERTS, K = 5, 2
 def routings(logits, k=K):
     probabilities = [layer.softmax(-1) for layer in logits]
     return [routing_of(layer, layer.topk(k, -1).indices) for layer in probabilities]
-
-
-def random_logits(size=7, layers=3, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(size, EXPERTS, dtype=dtype, generator=generator) for _ in range(layers)]
-
-
-def balance(*logits):
-    return balance_loss(routings(logits), len(logits[0]))
 
 
 def updated(model, batches, coef=0.0, scale=1.0):
@@ -44,17 +34,6 @@ def updated(model, batches, coef=0.0, scale=1.0):
 
 def batches_of(budget=60):
     return pack(random_samples(np.random.default_rng(5), 4), budget)
-
-
-def test_balance_loss_is_that_of_transformers():
-    logits = random_logits(dtype=torch.float32)
-    expected = load_balancing_loss_func(tuple(logits), EXPERTS, K)
-    torch.testing.assert_close(balance(*logits), expected, rtol=1e-6, atol=0)
-
-
-def test_balance_loss_has_the_gradient_of_finite_differences():
-    logits = [layer.requires_grad_() for layer in random_logits()]
-    assert torch.autograd.gradcheck(balance, logits)
 
 
 def test_statistics_of_two_layers():

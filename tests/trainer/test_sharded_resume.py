@@ -40,7 +40,7 @@ def learner_of(model, ranks, kind=Optimizer):
             weight_decay=0.1,
             max_grad_norm=0.5,
         ),
-        norm=ranks.norm(model),
+        whole=ranks.pieces(model),
     )
     return Learner(model, optimizer, ranks)
 

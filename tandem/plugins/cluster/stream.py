@@ -83,5 +83,5 @@ def _join(config: Config, servers: "Servers", ranks: "Ranks") -> "TransferQueueS
         name=f"rank {ranks.rank}",
         capacity=config.rollout.staleness + 1,
         timeout_s=config.run.stall_s / 2,  # so that its error comes before the watchdog's
-        wait_for_all=ranks.wait_for_all,
+        wait_for_all=lambda: ranks.gather_all(None),
     )

@@ -113,7 +113,7 @@ class TransferQueueStream:
         name: str,
         capacity: int,
         timeout_s: float,
-        wait_for_all: Callable[[], None] = lambda: None,
+        wait_for_all: Callable[[], object] = lambda: None,
     ):
         self.servers, self.capacity, self.timeout_s = servers, capacity, timeout_s
         self.wait_for_all = wait_for_all

@@ -30,29 +30,35 @@ from tandem.train_loop import TrainJob
 from tandem.trainer.learner import Learner
 from tandem.trainer.pack import pack
 from tandem.trainer.ranks import Ranks
-from tandem.types import Microbatch, Row, Sample, StepResult
+from tandem.types import Microbatch, Row, StepResult
 from tandem.weights.in_process import InlineSync
 
 
 class OfflineJob(TrainJob):
-    """A job for train_loop.py over fixed items, in addressed shuffles; a subclass learns from them.
-    data, sync and evaluator are rank 0's, the last two of the engine that evaluates, if there is
-    one."""
+    """A job for train_loop.py over fixed items, in addressed shuffles. update: makes one optimizer
+    step. data, sync and evaluator are rank 0's, the last two of the engine that evaluates, if there
+    is one."""
 
     def __init__(
-        self, config: Config, settings: SFT | Preference, learner: Learner, items: Sequence[Any]
+        self,
+        config: Config,
+        settings: SFT | Preference,
+        learner: Learner,
+        items: Sequence[Any],
+        update: Callable[[list[Microbatch]], Metrics],
     ):
         self.config, self.settings, self.learner, self.items = config, settings, learner, items
-        self.learners, self.data = {learner.name: learner}, {}
+        self.learners, self.data, self.update = {learner.name: learner}, {}, update
         self.steps, self.eval_every = settings.steps, config.eval.every
         self.journal: Journal | None = None
         self.sync: InlineSync | None = None
         self.evaluator: Callable[[int], Row] | None = None
         self.make_room: Callable[[], None] = lambda: None  # on the device, for an update
 
-    def learn(self, items: list[Any]) -> Metrics:
-        """Make one optimizer step on a batch of items."""
-        raise NotImplementedError
+    def pack(self, items: Sequence[Any], *, keep_groups: bool = False) -> list[Microbatch]:
+        """Pack items, here samples, for an update."""
+        budget, shares = self.config.train.tokens_per_microbatch, self.learner.ranks.shares
+        return pack(items, budget, keep_groups=keep_groups, shares=shares)
 
     def start(self, done: int) -> None:
         if self.journal is not None:
@@ -76,9 +82,8 @@ class OfflineJob(TrainJob):
     def learn_step(self, done: int) -> Metrics:
         """Make the optimizer step after `done` others, on any rank."""
         config, size = self.config, self.settings.batch_size
-        return self.learn(
-            problems_of_step(self.items, done, size, config.run.seed, config.data.shuffle)
-        )
+        items = problems_of_step(self.items, done, size, config.run.seed, config.data.shuffle)
+        return self.update(self.pack(items))
 
     def orders(self) -> dict[str, Callable[..., object]]:
         """Return what a rank after 0 does on each order."""
@@ -88,37 +93,20 @@ class OfflineJob(TrainJob):
         return {} if self.evaluator is None else self.evaluator(done)
 
 
-class SFTJob(OfflineJob):
-    """`tandem sft`."""
-
-    def __init__(self, *arguments: Any):
-        super().__init__(*arguments)
-        self.eval_every = 0
-
-    def learn(self, items: list[Sample]) -> Metrics:
-        budget, shares = self.config.train.tokens_per_microbatch, self.learner.ranks.shares
-        return sft_step(self.learner, pack(items, budget, shares=shares))
-
-
 class PairJob(OfflineJob):
     """A job that learns from whole pairs: `tandem dpo` and `tandem rm`.
 
-    update: makes one optimizer step; measure: returns the metrics of each microbatch, as sums;
-    test: held-out pairs.
+    measure: returns the metrics of each microbatch, as sums; test: held-out pairs.
     """
 
     def __init__(
-        self,
-        *arguments: Any,
-        update: Callable[[list[Microbatch]], Metrics],
-        measure: Callable[[list[Microbatch]], list[Metrics]],
-        test: Pairs,
+        self, *arguments: Any, measure: Callable[[list[Microbatch]], list[Metrics]], test: Pairs
     ):
         super().__init__(*arguments)
-        self.update, self.measure, self.test = update, measure, test
+        self.measure, self.test = measure, test
 
-    def learn(self, items: Pairs) -> Metrics:
-        return self.update(self._pack(items))
+    def pack(self, items: Sequence[Any], *, keep_groups: bool = True) -> list[Microbatch]:
+        return super().pack([sample for pair in items for sample in pair], keep_groups=keep_groups)
 
     def orders(self) -> dict[str, Callable[..., object]]:
         return {**super().orders(), "evaluate": self.pair_means}
@@ -135,20 +123,17 @@ class PairJob(OfflineJob):
     def pair_means(self) -> Row:
         """Return means over the held-out pairs, on any rank."""
         sums: Row = {}
-        for metrics in self.measure(self._pack(self.test)):
+        for metrics in self.measure(self.pack(self.test)):
             for name, part in metrics.items():
                 sums[name] = sums.get(name, 0.0) + part
         return {f"eval/{name}": part / len(self.test) for name, part in sums.items()}
 
-    def _pack(self, pairs: Pairs) -> list[Microbatch]:
-        samples = [sample for pair in pairs for sample in pair]
-        budget, shares = self.config.train.tokens_per_microbatch, self.learner.ranks.shares
-        return pack(samples, budget, keep_groups=True, shares=shares)
-
 
 def sft_job(config: Config, inputs: Any, ranks: Ranks) -> OfflineJob:
     policy = build_learner(config, config.model.path, config.sft, config.sft.steps, ranks)
-    return SFTJob(config, config.sft, policy, inputs.samples)
+    job = OfflineJob(config, config.sft, policy, inputs.samples, partial(sft_step, policy))
+    job.eval_every = 0
+    return job
 
 
 def dpo_job(config: Config, inputs: Any, ranks: Ranks) -> OfflineJob:
@@ -160,7 +145,7 @@ def dpo_job(config: Config, inputs: Any, ranks: Ranks) -> OfflineJob:
         settings,
         policy,
         inputs.train,
-        update=lambda batches: preference_step(policy, reference, batches, settings),
+        lambda batches: preference_step(policy, reference, batches, settings),
         measure=lambda batches: pair_metrics(policy, reference, batches, settings),
         test=inputs.test,
     )
@@ -179,7 +164,7 @@ def rm_job(config: Config, inputs: Any, ranks: Ranks) -> OfflineJob:
         settings,
         scorer,
         inputs.train,
-        update=partial(reward_model_step, scorer),
+        partial(reward_model_step, scorer),
         measure=partial(score_metrics, scorer),
         test=inputs.test,
     )

@@ -54,7 +54,7 @@ class Muon(Optimizer):
                 self.momentum[name] = torch.zeros_like(gradient)
             momentum = self.momentum[name].mul_(self.settings.muon_momentum).add_(gradient)
             gradient.add_(momentum * self.settings.muon_momentum)
-        for name, update in self.map_whole(gradients, _update_of):
+        for name, update in self.whole.map_whole(gradients, _update_of):
             weight = self.hidden[name].mul_(1 - rate * self.settings.weight_decay)
             weight.sub_(update.mul_(rate))
 

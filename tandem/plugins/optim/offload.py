@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.trainer.optimizer import BUCKET, MOMENTS, Optimizer, Settings
+from tandem.trainer.parallel.pieces import buckets
 
 
 class OffloadedOptimizer(Optimizer):
@@ -48,7 +49,8 @@ class OffloadedOptimizer(Optimizer):
         parameters."""
         groups = self.adam.param_groups
         for group in groups:
-            for masters in split(group["params"], self.bucket):
+            sizes = {master: master.numel() for master in group["params"]}
+            for masters in buckets(sizes, self.bucket):
                 self.adam.param_groups = [{**group, "params": masters}]
                 self._step_bucket(masters)
         self.adam.param_groups = groups
@@ -87,17 +89,3 @@ class OffloadedOptimizer(Optimizer):
             master.data = tensor
         else:
             self.adam.state[master][name] = tensor
-
-
-def split(parameters: list[nn.Parameter], most: int) -> list[list[nn.Parameter]]:
-    """Split parameters in their order into buckets of at most that many elements, or of one
-    tensor."""
-    buckets: list[list[nn.Parameter]] = []
-    count = most
-    for parameter in parameters:
-        count += parameter.numel()
-        if count > most:
-            buckets.append([])
-            count = parameter.numel()
-        buckets[-1].append(parameter)
-    return buckets

@@ -40,6 +40,20 @@ from tandem.runtime.place import here
 Need = tuple[str, int, str]  # what, bytes, how
 COPY, CACHE = "whole weights of rank 0", "key/value cache"
 OF_RANK_0 = {COPY, CACHE, "model", "packed weights of rank 0"}
+HOW = {  # rows of one process are computed
+    "weights": "of engine and trainer, in model.dtype (lora.base)",
+    "packed weights": "the same in the order of the kernels",
+    "adapters": "(inputs + outputs) x lora.rank per linear",
+    "masters": "float32, 4 bytes x trained parameters",
+    "Adam moments": "8 bytes x what AdamW steps; 2 of adamw_8bit",
+    "Muon momentum": "4 bytes x parameters of the layers' matrices",
+    "optimizer's share": "a bucket; the others are in host memory",
+    "gradients": "4 bytes x trained parameters",
+    CACHE: "at most rollout.cache_mb (rollout.release_cache)",
+    "critic": "weights, packs, gradients and moments of its own",
+    "reference": "weights and packs; beside adapters packs alone",
+    "a save under way": "a copy of weights and moments",
+}
 NAMED = 3  # settings of the advice to a run out of memory
 # it sums gradients in another order, so a run that is under way keeps its value
 CHANGES_BITS = "train.tokens_per_microbatch"
@@ -299,39 +313,13 @@ class Footprint:
 
     def _how(self, name: str) -> str:
         """Say how a row of one process is computed."""
-        sizes, policy, config, train = self.sizes, self.sizes.policy, self.config, self.config.train
-        width = sizes.place.dtype.itemsize
-        match name:
-            case "weights" if policy.saved_in_base:
-                return f"{width} bytes x parameters, but {config.lora.base} in the layers' linears"
-            case "weights":
-                return f"{width} bytes x parameters, of engine and trainer"
-            case "packed weights":
-                return f"{sizes.packed} bytes x parameters, in the order of the kernels"
-            case "Adam moments" if policy.saved_in_8bit:
-                return "2 bytes x parameters, and scales"
-            case "Adam moments":
-                return f"8 bytes x {'all other' if policy.momentum else 'trained'} parameters"
-            case "activations":
-                other = not train.activation_checkpointing
-                instead = human_bytes(self.activations(activation_checkpointing=other))
-                switch = "with" if other else "without"
-                return f"{train.tokens_per_microbatch:,} tokens; {instead} {switch} checkpointing"
-            case "key/value cache" if releases_cache(config, sizes.place):
-                return "rollout.cache_mb beyond what an update takes"
-            case "adapters":
-                return f"{width} bytes x (inputs + outputs) x {config.lora.rank} per linear"
-            case "reference" if policy.adapters and not config.model.reference:
-                return "packs of the weights without adapters"
-        return {
-            "optimizer's share": "a bucket; the others are in host memory",
-            "masters": "float32, 4 bytes x trained parameters",
-            "Muon momentum": "4 bytes x parameters of the layers' matrices",
-            "gradients": "4 bytes x trained parameters",
-            "key/value cache": "at most rollout.cache_mb",
-            "critic": "weights, packs, gradients and moments of its own",
-            "a save under way": "a copy of weights and moments",
-        }.get(name, "weights and packs of the frozen model")
+        if name != "activations":
+            return HOW.get(name, "weights and packs of the frozen model")
+        train = self.config.train
+        other = not train.activation_checkpointing
+        instead = human_bytes(self.activations(activation_checkpointing=other))
+        switch = "with" if other else "without"
+        return f"{train.tokens_per_microbatch:,} tokens; {instead} {switch} checkpointing"
 
     def activations(self, **changes: Any) -> int:
         """Return the bytes that autograd keeps of a microbatch, under these changes of [train]."""

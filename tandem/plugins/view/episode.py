@@ -184,9 +184,7 @@ def _advantages(values: dict[str, Any], peers: Sequence[dict[str, Any]]) -> list
     part, size = estimator(kind), int(values.get("rl.k", 2))
     if not part.from_group or ("k" in part.settings and not 2 <= size <= len(rewards)):
         return None
-    return [
-        float(one) for one in part.bind({"rewards": np.array([rewards], float), "k": size})()[0]
-    ]
+    return [float(one) for one in part.bind(rewards=np.array([rewards], float), k=size)()[0]]
 
 
 def _tokens(

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from tandem.model.boxes import Box, whole_box
-from tandem.trainer.optimizer import row_squares
+from tandem.trainer.optimizer import Whole, row_squares
 from tandem.trainer.parallel.mesh import Group
 
 BUCKET_BYTES = 64 << 20  # of parts that are collected at once
@@ -38,14 +38,14 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def buckets(sizes: Mapping[Block, int], most: int) -> Iterator[list[Block]]:
-    """Yield the blocks in lists whose sizes are together at most `most`, or of one that is more."""
-    bucket, total = list[Block](), 0
-    for name, size in sizes.items():
+def buckets(sizes: Mapping[T, int], most: int) -> Iterator[list[T]]:
+    """Yield things in lists whose sizes are together at most `most`, or of one that is more."""
+    bucket, total = list[T](), 0
+    for thing, size in sizes.items():
         if bucket and total + size > most:
             yield bucket
             bucket, total = [], 0
-        bucket.append(name)
+        bucket.append(thing)
         total += size
     if bucket:
         yield bucket
@@ -59,7 +59,7 @@ def cut_rows(box: Box, most: int) -> Iterator[Box]:
         yield Box(start, (shape, *box.shape[1:]), box.whole)
 
 
-class Pieces:
+class Pieces(Whole):
     """The parts of all processes of a model's parameters. Making it, and every method, is a
     collective of all processes.
 

@@ -43,7 +43,6 @@ from tandem.runtime.processes import STARTER, kill_descendants, write_report
 
 LOOK_S = 0.5  # between two signs of life
 LOST_S = 5.0  # without a sign of life, once a process has lost a connection
-STALE_S = 2.0  # after which a sign of life does not tell any more what its process waits for
 EARLY = 0.95  # of `stall_s`: a wait is blamed before the watchdog ends it without a name
 CONNECT_S = 60.0  # at least, for rank 0 to have its store
 STALLED, REFUSED = 3, 2  # exit codes
@@ -185,14 +184,14 @@ class Processes:
     def start(self) -> None:
         self._thread.start()
 
-    def fail(self, text: str, code: int = STALLED) -> None:
+    def fail(self, text: str) -> None:
         """End all processes: write the reason where they look, to stderr and to the log."""
         with suppress(Exception):  # rank 0 may be gone, and the store with it
-            reason = json.dumps([text, code])
+            reason = json.dumps([text, STALLED])
             if self._last_words.compare_set("failed", "", reason).decode() != reason:
                 return  # another one was first
         write_report(f"{text}\n{RESUMES}\n", self.log)
-        self._end(code)
+        self._end(STALLED)
 
     def end(self) -> None:
         """End in good order: rank 0 has the store, so it goes when the others need it no more."""
@@ -311,7 +310,8 @@ class Processes:
             silent_s = now - max(joined, seen[rank][1] if rank in seen else joined)
             if silent_s > patience:
                 return f"{self._name(rank, seen)} has given no sign of life for {silent_s:.0f} s"
-        late, where = find_absent(waits_of(seen, now), EARLY * self.stall_s)
+        waits = {rank: sign[1]["waits"] for rank, (sign, _) in seen.items()}
+        late, where = find_absent(waits, EARLY * self.stall_s)
         if self.rank or not where:
             return ""
         names = " and ".join(self._name(rank, seen) for rank in late)
@@ -405,22 +405,16 @@ def _open_store(place: Place, stall_s: float) -> Any:
 # ---- blame, by what each rank waits for
 
 # by rank, the innermost waits of its host and its GPU: in which collective ("what"), with which
-# ranks ("ranks"), and since how many seconds ("for_s"); [] if it waits for nobody. One of which
-# nothing new is known is left out, and not blamed
+# ranks ("ranks"), and since how many seconds ("for_s"), by its last sign of life; [] if it waits
+# for nobody
 Waits = Mapping[int, Sequence[Mapping[str, Any]]]
-
-
-def waits_of(seen: Mapping[int, tuple[Any, float]], now: float) -> Waits:
-    """Return what ranks wait for. seen: by rank, its last sign of life and when it came, in
-    seconds."""
-    return {rank: sign[1]["waits"] for rank, (sign, at) in seen.items() if now - at <= STALE_S}
 
 
 def find_absent(waits: Waits, stall_s: float) -> tuple[list[int], str]:
     """Return the ranks that are not in the collective in which one has waited longest, and what it
     waits for; neither if that is less than `stall_s`. Without such a rank it says that all are
-    there, or nothing where too little is known. In later ones others may wait for those who wait
-    here. An order is no collective: its rank waits for as long as rank 0 has none."""
+    there. In later ones others may wait for those who wait here. An order is no collective: its
+    rank waits for as long as rank 0 has none."""
     collectives = [
         (wait["for_s"], rank, (wait["what"], wait["ranks"]))
         for rank, found in waits.items()
@@ -431,8 +425,6 @@ def find_absent(waits: Waits, stall_s: float) -> tuple[list[int], str]:
     if not collectives or for_s < stall_s:
         return [], ""
     there = {rank: [(w["what"], w["ranks"]) for w in found] for rank, found in waits.items()}
-    if absent := [rank for rank in own[1] if rank in there and own not in there[rank]]:
+    if absent := [rank for rank in own[1] if own not in there.get(rank, ())]:
         return absent, f"`{own[0]}`, where rank {first} waits,"
-    if not set(own[1]) <= waits.keys():
-        return [], ""
     return [], f"all of its ranks have been in `{own[0]}` ({', '.join(map(str, own[1]))})"

@@ -11,8 +11,6 @@ from torch.distributed.tensor import DTensor
 from tandem.model.boxes import Box
 from tandem.model.load import ExactModel
 from tandem.rl.losses import Metrics
-from tandem.runtime.errors import UserError
-from tandem.trainer.optimizer import MapWhole, Norm
 from tandem.trainer.parallel.context import divide_rows
 from tandem.trainer.parallel.data import free_gathered, shard_model
 from tandem.trainer.parallel.expert import divide_experts
@@ -93,16 +91,7 @@ class ParallelRanks(Ranks):
         self._divided[stage.model] = Divided(stage, parameters, parts, pieces, partial, trained)
 
     def load_weights(self, model: ExactModel, weights: Mapping[str, Tensor]) -> None:
-        parts = self.trainable(model)
-        if weights.keys() != parts.keys():
-            wrong = sorted(weights.keys() ^ parts.keys())
-            raise UserError(
-                "the weights are not this model's",
-                where=", ".join(wrong[:3]),
-                found=f"{len(wrong)} names that one of them lacks",
-                expected="the model, and the adapter, that the weights were saved from",
-            )
-        # the optimizer, whose load follows, steps the very memory of the parts
+        pass  # the optimizer, whose load follows, steps the very memory of the parts
 
     def boxes(self, model: ExactModel) -> Mapping[str, Box]:
         own = self._divided[model].pieces.own
@@ -118,14 +107,7 @@ class ParallelRanks(Ranks):
         parts = self._divided[model].parts
         return {name: part for name, part in parts.items() if part.requires_grad}
 
-    def norm(self, model: ExactModel) -> Norm:
-        return self._divided[model].pieces.norm
-
-    def map_whole(self, model: ExactModel) -> MapWhole:
-        return self._divided[model].pieces.map_whole
-
     def pieces(self, model: ExactModel) -> Pieces:
-        """Return which part of each weight each process holds."""
         return self._divided[model].pieces
 
     def publish(self, model: ExactModel, whole: ExactModel | None) -> None:
@@ -193,9 +175,6 @@ class ParallelRanks(Ranks):
 
     def own(self, microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:
         return [batch for _, batch in self._own(microbatches)]
-
-    def wait_for_all(self) -> None:
-        self.mesh.world.gather(None, "all processes")
 
     def gather(self, value: Any) -> list[Any]:
         # of a pipeline, the last stage has the results

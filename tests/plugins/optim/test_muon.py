@@ -148,7 +148,7 @@ def mapped_on(mesh, names):
         seen.append(name)
         return matrices.flip(-2).cumsum(-1)
 
-    found = dict(ranks.map_whole(model)(parts, cumulated))
+    found = dict(ranks.pieces(model).map_whole(parts, cumulated))
     boxes = ranks.pieces(model).own
     return {name: (boxes[name].slices, part) for name, part in found.items()}, seen
 

@@ -9,7 +9,7 @@ from tandem.config.recipe import describe, load_config
 from tandem.config.schema import SHORTHANDS
 from tandem.plugins.plan.origins import line_numbers, origins
 
-RECIPES = sorted((Path(__file__).parent.parent.parent / "recipes").glob("*.toml"))
+RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.toml"))
 TEXT = '''reward = "answer"
 # rl.group_size = 1
 [data]

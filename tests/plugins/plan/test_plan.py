@@ -82,17 +82,13 @@ def test_plan_tells_calls_that_are_not_read_and_tools_without_room(home, tmp_pat
     ("override", "said"),
     [
         ("data.train=none.jsonl", "data.train"),
-        ("eval.data=none.jsonl", "eval.data"),
         ("rollout.max_new_tokens=1000", "a sequence would be longer than the model can place"),
         ("reward.function=none.py:score", "reward function"),
-        ("env.name=none.py:World", "none.py"),
         ("model.path=./none", "the model directory does not exist"),
-        ("model.reference=./none rl.kl_coef=0.1", "the model directory does not exist"),
         (
             "rl.curriculum=true rl.prompts_per_step=49",
             "a curriculum picks every problem at most once a step",
         ),
-        ("data.answer_column= reward=answer", "all of them are empty"),
         ("reward=reward_model reward.model={home}/model", "no head that scores"),
         ("data.max_prompt_tokens=5", "longer than data.max_prompt_tokens"),
         ('lora.rank=4 lora.targets=["q_prj"]', "LoRA targets are not in this model"),
