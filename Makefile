@@ -142,7 +142,7 @@ mutants: $(DEV)
 # The pages as a site with a search, in build/site (a warning is an error), and the API's from the docstrings, in build/docs.
 docs: site
 	@$(BIN)/pdoc -o build/docs tandem '!tandem.plugins.graders.code_inside' '!tandem.plugins.graders.code_tester' \
-		'!tandem.plugins.mcp' '!tandem.plugins.openenv' '!tandem.plugins.tinker.models' '!tandem.plugins.tinker.server' '!tandem.plugins.tinker.wire' '!tandem.plugins.agents.verifiers_host' '!tandem.plugins.vllm.engine' '!tandem.plugins.trackers.mlflow' \
+		'!tandem.plugins.gymnasium' '!tandem.plugins.mcp' '!tandem.plugins.openenv' '!tandem.plugins.tinker.models' '!tandem.plugins.tinker.server' '!tandem.plugins.tinker.wire' '!tandem.plugins.agents.verifiers_host' '!tandem.plugins.vllm.engine' '!tandem.plugins.trackers.mlflow' \
 		'!tandem.plugins.trackers.trackio' '!tandem.plugins.trackers.wandb' # their packages may be missing
 
 site: $(DEV)

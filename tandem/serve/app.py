@@ -5,7 +5,6 @@
 
 It does not defend itself against slow clients, floods of connections, or very large headers and
 bodies: a server that many can reach belongs behind a reverse proxy, which also brings TLS.
-`connections` is how many it answers at once; more are refused with 503.
 """
 
 import hmac
@@ -29,7 +28,6 @@ from tandem.serve.listen import is_loopback
 from tandem.serve.openai import ApiError
 
 GRACE_S = 3  # for answers on their way out when the server stops
-CONNECTIONS = 4096
 CLIENT_LEFT = 499  # never read; for the metrics
 
 
@@ -158,7 +156,7 @@ class Server(uvicorn.Server):
     """uvicorn that says when it listens.
 
     start: before the first request; ready: once it listens; stop: before it waits for the last
-    answers; connections: at once, None: any number.
+    answers.
     """
 
     def __init__(
@@ -168,7 +166,6 @@ class Server(uvicorn.Server):
         ready: Callable[[], None] = lambda: None,
         start: Callable[[], Awaitable[None]] = _nothing,
         stop: Callable[[], Awaitable[None]] = _nothing,
-        connections: int | None = CONNECTIONS,
     ):
         self._start, self._ready, self._stop = start, ready, stop
         config = uvicorn.Config(
@@ -181,7 +178,6 @@ class Server(uvicorn.Server):
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            limit_concurrency=connections,
             timeout_graceful_shutdown=GRACE_S,
         )
         super().__init__(config)

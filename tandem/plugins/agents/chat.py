@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Real
 from typing import Annotated, Any, Literal
 
@@ -115,14 +115,7 @@ class Reply:
     def to(cls, request: ChatRequest, text: str, turn: int) -> "Reply":
         """Answer a request with the model's text; its calls are read if all of them can be."""
         content, calls = split_calls(text, request.tools)
-        return cls(
-            text=text,
-            content=content,
-            calls=tuple(
-                replace(call, arguments=json.loads(_sorted(call.arguments))) for call in calls
-            ),
-            turn=turn,
-        )
+        return cls(text=text, content=content, calls=tuple(calls), turn=turn)
 
     @property
     def written_calls(self) -> list[Json]:

@@ -44,7 +44,12 @@ class AgentFailed(Exception):
 
 
 class AgentDrivenEnv(Env):
-    """An episode that a program drives from outside, through the server."""
+    """An episode that a program drives from outside, through the server: an `async def` in a loop
+    that all agents share, a plain function in a thread of its own.
+
+    The agents' loop is not the environments' loop: an agent that blocks would stop the clock that
+    ends its episode.
+    """
 
     tools: tuple[Tool, ...] = ()
 
@@ -55,9 +60,9 @@ class AgentDrivenEnv(Env):
 
     async def reset(self, problem: Problem) -> Sequence[Message]:
         session = self._session = the_server().open()
-        self._agent = AgentRun(self._run_agent, problem, session.base_url)
         put, loop = session.events.put_nowait, asyncio.get_running_loop()
-        self._agent.ended.add_done_callback(lambda ended: loop.call_soon_threadsafe(put, ended))
+        playing = asyncio.run_coroutine_threadsafe(self._play(problem, session), agents_loop())
+        playing.add_done_callback(lambda ended: loop.call_soon_threadsafe(put, ended))
         event = await session.events.get()
         if isinstance(event, Future):
             event.result()
@@ -93,7 +98,26 @@ class AgentDrivenEnv(Env):
         if self._session is not None:
             the_server().close(self._session, "the episode is over")
             self._session = None
-            await self._agent.stop()
+            stopped = asyncio.run_coroutine_threadsafe(self._stop_agent(), agents_loop())
+            await asyncio.wrap_future(stopped)
+
+    async def _play(self, problem: Problem, session: Session) -> Any:
+        """Run the agent, in the agents' loop. Raises AgentFailed."""
+        self._agent = asyncio.current_task()
+        try:
+            if inspect.iscoroutinefunction(self._run_agent):
+                return await self._run_agent(problem, session.base_url, API_KEY)
+            return await in_thread(self._run_agent, problem, session.base_url, API_KEY)
+        # a failure costs one episode, and never the loop
+        except (Exception, SystemExit) as error:
+            raise AgentFailed(f"{type(error).__name__}: {error}") from error
+
+    async def _stop_agent(self) -> None:
+        """Cancel an `async def` and wait for it, in the agents' loop, so `_play` has begun. A
+        thread ends only at its next request, which is refused."""
+        assert self._agent is not None
+        self._agent.cancel()
+        await asyncio.wait([self._agent])
 
 
 class AgentEnv(AgentDrivenEnv):
@@ -107,40 +131,6 @@ class AgentEnv(AgentDrivenEnv):
             found = f"{run} = {function!r}"
             raise UserError("the agent is no function", where="env.options.run", found=found)
         super().__init__(function)
-
-
-class AgentRun:
-    """One run of an agent beside the rollout: an `async def` in a loop that all agents share, a
-    plain function in a thread of its own. ended: its result or AgentFailed.
-
-    The agents' loop is not the environments' loop: an agent that blocks would stop the clock that
-    ends its episode.
-    """
-
-    def __init__(self, run: Run, problem: Problem, base_url: str):
-        playing = self._play(run, problem, base_url)
-        self.ended: Future[Any] = asyncio.run_coroutine_threadsafe(playing, agents_loop())
-
-    async def _play(self, run: Run, problem: Problem, base_url: str) -> Any:
-        self._task = asyncio.current_task()
-        try:
-            if inspect.iscoroutinefunction(run):
-                return await run(problem, base_url, API_KEY)
-            return await in_thread(run, problem, base_url, API_KEY)
-        # a failure costs one episode, and never the loop
-        except (Exception, SystemExit) as error:
-            raise AgentFailed(f"{type(error).__name__}: {error}") from error
-
-    async def stop(self) -> None:
-        """Cancel an `async def` and wait for it. A thread ends only at its next request, which is
-        refused."""
-
-        async def cancel() -> None:  # in the agents' loop, so _play has begun
-            assert self._task is not None
-            self._task.cancel()
-            await asyncio.wait([self._task])
-
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(cancel(), agents_loop()))
 
 
 @cache

@@ -101,7 +101,7 @@ class AgentServer:
         )
         sock.listen()  # connections wait for the server
         self._url = url_of(sock)
-        serving = Server(app, connections=None).serve(sockets=[sock])
+        serving = Server(app).serve(sockets=[sock])
         asyncio.run_coroutine_threadsafe(serving, environment_loop())
 
     def open(self) -> Session:

@@ -59,8 +59,6 @@ def export_run(
             expected="a new directory",
             next="choose another --out",
         )
-    if push_to:
-        require_token(push_to)
     target = out and out.absolute()
     with entered(folder) as past:
         if best:
@@ -176,20 +174,6 @@ def export_adapter(model: ExactModel, source: str, folder: Path, card: str) -> P
 
 
 # ---- to the hub, or what HF_ENDPOINT names
-
-
-def require_token(name: str) -> None:
-    """Raise UserError if nothing can be pushed from here, before any work."""
-    from huggingface_hub import constants, get_token
-
-    if constants.is_offline_mode() or get_token() is None:
-        raise UserError(
-            "nothing can be pushed to the hub",
-            where=f"--push {name}",
-            found="HF_HUB_OFFLINE is set" if constants.is_offline_mode() else "no token",
-            expected="a token that may write, and a hub that can be reached",
-            next="unset HF_HUB_OFFLINE; `hf auth login`, or set HF_TOKEN",
-        )
 
 
 def push(folder: Path, name: str) -> str:

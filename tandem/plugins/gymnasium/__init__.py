@@ -15,12 +15,17 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
-from types import ModuleType
 from typing import Any
 
-from tandem.runtime.errors import UserError
+from tandem.runtime.errors import UserError, not_installed
 from tandem.runtime.rng import address
 from tandem.types import Env, Message, Observation, Problem
+
+try:
+    import gymnasium
+    from gymnasium import spaces
+except ModuleNotFoundError as error:
+    raise not_installed("gymnasium", "gymnasium", where="env.name = gymnasium") from error
 
 # as gymnasium names 30-37 and 40-47
 COLOURS = ("gray", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
@@ -65,7 +70,7 @@ class GymEnv(Env):
 
     def reset(self, problem: Problem) -> Sequence[Message]:  # type: ignore[override]  # plain, as worlds may block
         drawn = {"render_mode": "ansi"} if self._draws else {}
-        self._world = _gymnasium().make(self._id, **{**self._kwargs, **drawn})
+        self._world = gymnasium.make(self._id, **{**self._kwargs, **drawn})
         match problem.metadata:
             case {"seed": int(seed)}:
                 pass
@@ -120,25 +125,12 @@ def _user(text: str) -> tuple[Message, ...]:
     return ({"role": "user", "content": text},)
 
 
-def _gymnasium() -> ModuleType:
-    try:
-        import gymnasium
-    except ImportError:
-        raise UserError(
-            "gymnasium is not installed",
-            where="env.name = gymnasium",
-            next="pip install 'tandem-rl[gymnasium]'",
-        ) from None
-    return gymnasium
-
-
 @cache  # one environment is made to look at; the others are made for episodes
 def _inspect_env(
     id: str, kwargs: str, actions: tuple[str, ...], render: bool | None
 ) -> tuple[bool, dict[str, Any]]:
     """Return whether the environment is shown as a picture, and its choices, {"left": 0}; none if
     actions are text. Raises UserError."""
-    gymnasium = _gymnasium()
     try:
         world = gymnasium.make(id, **json.loads(kwargs))
     except (gymnasium.error.Error, ImportError, TypeError) as error:
@@ -149,19 +141,19 @@ def _inspect_env(
             expected="an id such as FrozenLake-v1, and the kwargs that it takes",
             next='python -c "import gymnasium; gymnasium.pprint_registry()"',
         ) from None
-    spaces, has_picture = gymnasium.spaces, "ansi" in world.metadata.get("render_modes", ())
+    has_picture = "ansi" in world.metadata.get("render_modes", ())
     is_text = isinstance(world.observation_space, spaces.Text)
     if render and not has_picture:
         found = f"{id}: {world.metadata}, without ansi"
         raise UserError("the environment draws no text", where="env.options.render", found=found)
     choices = {}
     if not isinstance(world.action_space, spaces.Text):
-        choices = _choices(id, world.action_space, actions, spaces)
+        choices = _choices(id, world.action_space, actions)
     world.close()
     return has_picture and not is_text if render is None else render, choices
 
 
-def _choices(id: str, space: Any, actions: tuple[str, ...], spaces: Any) -> dict[str, Any]:
+def _choices(id: str, space: Any, actions: tuple[str, ...]) -> dict[str, Any]:
     if not isinstance(space, spaces.Discrete):
         raise UserError(
             "a model cannot act in this environment",

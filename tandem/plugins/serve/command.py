@@ -3,12 +3,11 @@ first, the weights last."""
 
 import gc
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
@@ -17,7 +16,6 @@ from tandem.config.episodes import Model, Rollout
 from tandem.config.schema import Config
 from tandem.plugins.serve.requests import Served
 from tandem.registry import find
-from tandem.runtime.errors import UserError
 from tandem.serve.listen import address_errors, bound, require_token, url_of
 from tandem.serve.openai import ApiError
 
@@ -87,7 +85,7 @@ def serve(options: Options) -> None:
             served(options, engine),
             ready=lambda: print(f"serving {options.model} on {url_of(sock)}", flush=True),
             api_key=options.api_key,
-            update=load_weights if options.allow_weight_updates else None,
+            takes_updates=options.allow_weight_updates,
         )
         with address_errors(options.host, options.port):  # another server may have been faster
             sock.listen()
@@ -98,26 +96,6 @@ def serve(options: Options) -> None:
 
 
 command = command_of(Options, serve)
-
-
-def load_weights(path: str) -> Callable[[Any, int], None]:
-    """Read a safetensors file; return what has an engine run its weights as a version. Both raise
-    UserError."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        if not Path(path).is_file():  # to open a pipe would wait for who writes it
-            raise OSError("no regular file")
-        weights = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            "the weights cannot be read",
-            where=path,
-            found=str(error),
-            expected="a safetensors file on a disk that trainer and server share",
-        ) from None
-    return lambda engine, version: engine.apply(version, lambda: engine.model.load_weights(weights))
 
 
 def _load(options: Options) -> "tuple[Engine, ChatRenderer]":

@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from prometheus_client import (
@@ -22,12 +23,15 @@ from prometheus_client import (
     generate_latest,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from torch import Tensor
 
 from tandem.engine.engine import Engine
 from tandem.engine.scheduler import QueueFull
@@ -43,8 +47,6 @@ from tandem.serve.openai import ApiError, model_list, read_body
 from tandem.types import Request
 
 T = TypeVar("T")
-# Reads the weights of a file; returns what has an engine run them as a version. Raise UserError.
-ReadWeights = Callable[[str], Callable[[Engine, int], None]]
 # seconds
 BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 # of Engine.stats
@@ -81,16 +83,12 @@ class ServerMetrics:
 
 
 class Endpoints:
-    """Answers to requests. update: loads weights that a client names, if it may."""
+    """Answers to requests. takes_updates: of weights that a client names."""
 
     def __init__(
-        self,
-        service: EngineService,
-        tokenizer: RendererTexts,
-        served: Served,
-        update: ReadWeights | None = None,
+        self, service: EngineService, tokenizer: RendererTexts, served: Served, takes_updates: bool
     ):
-        self.counts, self._update = ServerMetrics(), update
+        self.counts, self._takes_updates = ServerMetrics(), takes_updates
         self._service, self._tokenizer, self._served = service, tokenizer, served
         self._created = int(time.time())
 
@@ -131,19 +129,23 @@ class Endpoints:
             )
             if version == hashed:
                 weights = {"weight_version": version, "sha256": sha256}
-                return JsonResponse({**weights, "takes_updates": self._update is not None})
+                return JsonResponse({**weights, "takes_updates": self._takes_updates})
             hashed, sha256 = version, await asyncio.to_thread(weight_hash)
 
     async def update_weights(self, request: HttpRequest) -> Response:
         """Load the weights of a file, read beside the passes, between two of them, after the
         running sequences have ended; return the hash."""
-        if self._update is None:
+        if not self._takes_updates:
             message = "this server keeps its weights; start it with --allow-weight-updates"
             raise ApiError(403, message)
         body = read_body(WeightsBody, await read_json(request))
         try:
-            apply = await asyncio.to_thread(self._update, body.path)
-            await self._service.ask(lambda engine: apply(engine, body.version))
+            weights = await asyncio.to_thread(_read_weights, body.path)
+            await self._service.ask(
+                lambda engine: engine.apply(
+                    body.version, lambda: engine.model.load_weights(weights)
+                )
+            )
         except UserError as error:
             raise _bad_request(error, "path") from None
         return await self.weights(request)
@@ -239,6 +241,21 @@ def _bad_request(error: UserError, param: str) -> ApiError:
     return ApiError(400, error.what + found + expected, param=param)
 
 
+def _read_weights(path: str) -> dict[str, Tensor]:
+    """Read a safetensors file. Raises UserError."""
+    try:
+        if not Path(path).is_file():  # to open a pipe would wait for who writes it
+            raise OSError("no regular file")
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            "the weights cannot be read",
+            where=path,
+            found=str(error),
+            expected="a safetensors file on a disk that trainer and server share",
+        ) from None
+
+
 async def _chunks(answer: Answer, updates: AsyncIterator[list[Update]]) -> Chunks:
     async for several in updates:
         yield [*answer.chunks(several)]
@@ -296,7 +313,7 @@ class _Counted:
 
 
 class EngineServer(Server):
-    """Server of one engine. update: loads weights that a client names, if it may."""
+    """Server of one engine. takes_updates: of weights that a client names."""
 
     def __init__(
         self,
@@ -306,10 +323,10 @@ class EngineServer(Server):
         *,
         ready: Callable[[], None],
         api_key: str = "",
-        update: ReadWeights | None = None,
+        takes_updates: bool = False,
     ):
         service = EngineService(engine)
-        endpoints = Endpoints(service, tokenizer, served, update)
+        endpoints = Endpoints(service, tokenizer, served, takes_updates)
         routes = endpoints.routes()
         paths = {route.path for route in routes}
         counted = Middleware(_Counted, counts=endpoints.counts, paths=paths)

@@ -10,7 +10,7 @@
     async for updates in generation <- _step
 
     who            takes                    waits for             unblocked by
-    submit, ask    the answer               its future            the thread's answer; _end
+    submit, ask    the answer               its future            the thread's answer
     Generation     the updates of a pass    its queue             _step; _end
     _step          updates                  an event, when idle   submit and ask
     stop           -                        the thread, JOIN_S    the end of the pass that runs
@@ -27,7 +27,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tandem.engine.engine import Engine
 from tandem.engine.prompt_scores import PromptScores
@@ -94,7 +94,7 @@ class Generation:
         self._service = service
         self._unfinished = len(requests)
         # a text: the reason why there are no more
-        self._updates: asyncio.Queue[list[Update] | str] = asyncio.Queue()
+        self.updates: asyncio.Queue[list[Update] | str] = asyncio.Queue()
 
     def __aiter__(self) -> "Generation":
         return self
@@ -103,14 +103,11 @@ class Generation:
         """Return the updates of a pass, at least one. Raises EngineStopped."""
         if not self._unfinished:
             raise StopAsyncIteration
-        updates = await self._updates.get()
+        updates = await self.updates.get()
         if isinstance(updates, str):
             raise EngineStopped(updates)
         self._unfinished -= sum(update.completion is not None for update in updates)
         return updates
-
-    def deliver(self, updates: list[Update] | str) -> None:
-        self._updates.put_nowait(updates)
 
     def cancel(self) -> None:
         """Free the requests that still run."""
@@ -126,7 +123,6 @@ class EngineService:
         self._thread, self._work = CallThread("engine"), asyncio.Event()
         self._live: dict[RunningSequence, _Live] = {}
         self._generations: set[Generation] = set()
-        self._questions: set[asyncio.Future[Any]] = set()
 
     # ---- event loop
 
@@ -148,13 +144,12 @@ class EngineService:
         engine.submit."""
         generation = Generation(self, requests)
         self._generations.add(generation)
-        admitted = False
-        try:
+        with ExitStack() as undo:  # also when the client left before the answer came
+            undo.callback(self.cancel, generation)
             await self.ask(lambda engine: self._admit(generation, engine))
-            admitted = True
-        finally:  # also when the client left before the answer came
-            if not admitted:
-                self.cancel(generation)
+            if self.stopped:  # meanwhile
+                raise EngineStopped(self.stopped)
+            undo.pop_all()
         return generation
 
     def cancel(self, generation: Generation) -> None:
@@ -167,11 +162,9 @@ class EngineService:
         if self.stopped:
             raise EngineStopped(self.stopped)
         answer: asyncio.Future[T] = self._thread.run(question, self._engine)
-        self._questions.add(answer)
         try:
             return await answer
         finally:
-            self._questions.discard(answer)
             self._work.set()
 
     async def _step(self) -> None:
@@ -191,18 +184,15 @@ class EngineService:
             self._work.set()
             for generation, new in updates.items():
                 if generation in self._generations:  # not cancelled meanwhile
-                    generation.deliver(new)
+                    generation.updates.put_nowait(new)
 
     def _end(self, reason: str) -> None:
         """Raise EngineStopped in every client, now and later; the first reason stands."""
         if self.stopped:
             return
         self.stopped = reason
-        for answer in self._questions:
-            if not answer.done():
-                answer.set_exception(EngineStopped(reason))
         for generation in self._generations:
-            generation.deliver(reason)
+            generation.updates.put_nowait(reason)
         self._generations.clear()
 
     # ---- engine thread

@@ -3,7 +3,7 @@
 For anyone who wants to see curves, episodes and tokens. It reads the files of run folders and knows
 neither models nor torch; every text of a model is hostile to it. docs/guide/view.md has the pages.
 
-    cli.py, command.py      the three commands
+    cli.py                  the three commands
     app.py, static/         the server and its pages
     runs.py                 runs below a folder, and their columns of numbers
     episodes.py, episode.py every episode of a run; one of them with its tokens

@@ -11,7 +11,6 @@ function where the rewards are all it needs. It does not replay a step: that is 
 
 import json
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from string import hexdigits
@@ -120,8 +119,7 @@ def _conversation(record: dict[str, Any], values: dict[str, Any]) -> list[dict[s
     options = values.get("env.options")
     known = options.get("format") if isinstance(options, dict) else None
     acts = bool(tools) or values.get("env.name", "single_turn") != "single_turn"
-    functions = [tool.get("function") for tool in tools if isinstance(tool, dict)]
-    names = [str(one["name"]) for one in functions if isinstance(one, dict) and "name" in one]
+    names = [tool["function"]["name"] for tool in tools]
     shown, open_calls = list[dict[str, Any]](), list[dict[str, Any]]()
     for place, message in enumerate([*opening, *own]):
         message = {**message, "sampled": False}
@@ -144,9 +142,8 @@ def _with_calls(
     """Return the `text` and the `calls` of a turn: the structured ones, else those in its text, if
     the run's environment reads them (acts)."""
     content = message_text(message) if shows_images(message) else message.get("content")
-    structured = message.get("tool_calls")
-    if isinstance(structured, list) and structured:
-        return {"text": content or "", "calls": [_structured_call(call) for call in structured]}
+    if message.get("tool_calls"):
+        return {"text": content or "", "calls": [one["function"] for one in message["tool_calls"]]}
     if not (acts and isinstance(content, str)):
         return {"text": content, "calls": []}
     reading = read_calls(content, written, names)
@@ -158,18 +155,6 @@ def _with_calls(
     ]
     whole = all(isinstance(call, Call) for call in reading.calls)  # what cannot be read stays there
     return {"text": reading.before + reading.after if whole else content, "calls": calls}
-
-
-def _structured_call(call: Any) -> dict[str, Any]:
-    """Return name and arguments of a call in OpenAI's form, whose arguments may be JSON text."""
-    match call:
-        case {"function": {"name": str(name), "arguments": arguments}}:
-            if isinstance(arguments, str):
-                with suppress(ValueError, RecursionError):
-                    arguments = json.loads(arguments)
-            named = arguments if isinstance(arguments, dict) else {"": arguments}
-            return {"name": name, "arguments": named}
-    return {"name": "", "arguments": {"": call}, "bad": "not a call in OpenAI's form"}
 
 
 def _advantages(values: dict[str, Any], peers: Sequence[dict[str, Any]]) -> list[float] | None:

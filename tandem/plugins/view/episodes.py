@@ -12,9 +12,8 @@ import json
 import re
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -45,57 +44,33 @@ SHOWN = [
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Query:
-    """Filter and order of a list of episodes. An empty field asks for nothing."""
+def find(table: pa.Table, query: Mapping[str, str]) -> np.ndarray:
+    """Return the places of the episodes that the parameters of an address mean, in their order.
 
-    q: str = ""  # in the completion, the prompt or the uid; case does not matter
-    kind: str = ""
-    outcome: str = ""
-    stop: str = ""
-    category: str = ""
-    uid: str = ""
-    step_from: float | None = None
-    step_to: float | None = None
-    reward_from: float | None = None
-    reward_to: float | None = None
-    errors: bool = False  # only those with an error
-    sort: str = "-step"  # one of SORTS; a minus: the largest first
-
-
-def parse_query(values: Mapping[str, str]) -> Query:
-    """Read a query from the parameters of an address. Raises ValueError."""
-    texts: dict[str, Any] = {n: values.get(n, "") for n in ("q", *FACETS, "uid")}
-    numbers: dict[str, Any] = {
-        name: float(values[name])
-        for name in ("step_from", "step_to", "reward_from", "reward_to")
-        if values.get(name)
-    }
-    sort = values.get("sort") or "-step"
-    if sort.removeprefix("-") not in SORTS:
-        raise ValueError(f"sort is {sort!r}; expected one of {', '.join(SORTS)}, or with a minus")
-    return Query(**texts, **numbers, errors=values.get("errors") == "1", sort=sort)
-
-
-def find(table: pa.Table, query: Query) -> np.ndarray:
-    """Return the places of the episodes that a query means, in its order."""
+    q: in the completion, the prompt or the uid, in any case; kind, outcome, stop, category, uid: as
+    they are; step_from, step_to, reward_from, reward_to; errors: 1 for those with one; sort: one of
+    SORTS, with a minus the largest first. Raises ValueError.
+    """
     mask = np.ones(len(table), bool)
     for name in (*FACETS, "uid"):
-        if wanted := getattr(query, name):
-            mask &= _bools(pc.equal(_texts(table, name), wanted))
+        if query.get(name):
+            mask &= _bools(pc.equal(_texts(table, name), query[name]))
     for name in ("step", "reward"):
-        low, high = getattr(query, f"{name}_from"), getattr(query, f"{name}_to")
         column = table.column(name).to_numpy()
-        mask &= True if low is None else column >= low
-        mask &= True if high is None else column <= high
-    if query.errors:
+        if low := query.get(f"{name}_from"):
+            mask &= column >= float(low)
+        if high := query.get(f"{name}_to"):
+            mask &= column <= float(high)
+    if query.get("errors") == "1":
         mask &= _bools(pc.not_equal(table.column("error"), ""))
-    if query.q:
+    if query.get("q"):
         texts = (_texts(table, name) for name in SEARCHED)
-        found = [_bools(pc.match_substring(text, query.q, ignore_case=True)) for text in texts]
+        found = [_bools(pc.match_substring(one, query["q"], ignore_case=True)) for one in texts]
         mask &= np.logical_or.reduce(found)
-    places = np.flatnonzero(mask)
-    name, sign = query.sort.removeprefix("-"), -1 if query.sort.startswith("-") else 1
+    sort = query.get("sort") or "-step"
+    if (name := sort.removeprefix("-")) not in SORTS:
+        raise ValueError(f"sort is {sort!r}; expected one of {', '.join(SORTS)}, or with a minus")
+    places, sign = np.flatnonzero(mask), -1 if sort.startswith("-") else 1
     columns = {n: table.column(n).to_numpy()[places] for n in ("row", "step", name)}
     kinds = pc.index_in(_texts(table, "kind"), pa.array(KINDS)).to_numpy()[places]
     # the last one counts most
@@ -123,15 +98,15 @@ class EpisodeTable:
         self._read = dict[str, tuple[int, int]]()  # file name -> time and size
         self._parts, self._damaged = [_NONE], dict[str, str]()
 
-    def refresh(self, seconds: float = SLICE_S) -> bool:
-        """Read new files for so long; tell whether all are read."""
+    def refresh(self) -> bool:
+        """Read new files for SLICE_S; tell whether all are read."""
         with self._lock:
             paths = [p for kind in KINDS for p in self.folder.glob(f"{kind}_step_*.parquet")]
             places = {path.name: place for path in paths if (place := _place(path.name))}
             there = {name: _stamp(self.folder / name) for name in places}
             if any(there.get(name) != stamp for name, stamp in self._read.items()):
                 self._forget()  # a resume has removed or replaced some
-            until = time.monotonic() + seconds
+            until = time.monotonic() + SLICE_S
             for name in sorted(
                 there.keys() - self._read.keys(), key=lambda n: (-places[n][1], places[n][0])
             ):
@@ -151,7 +126,7 @@ class EpisodeTable:
                 self._parts = [pa.concat_tables(self._parts).combine_chunks()]
             return self._parts[0]
 
-    def page(self, query: Query, offset: int, limit: int) -> dict[str, Any]:
+    def page(self, query: Mapping[str, str], offset: int, limit: int) -> dict[str, Any]:
         """Return the rows of a page, the number of all that match and their mean reward."""
         complete, table = self.refresh(), self.table()
         places = find(table, query)
@@ -182,34 +157,35 @@ class EpisodeTable:
         counted = pc.value_counts(flat).to_pylist()
         return {one["values"]: one["counts"] for one in counted if one["values"] >= 0}
 
-    def export_lines(self, query: Query) -> Iterator[bytes]:
-        """Yield the episodes of a query as lines of JSONL, with all their columns."""
-        for path, rows in self._selected(query):
-            wanted = set(rows)
-            yield from (line for n, line in enumerate(json_lines(path)) if n in wanted)
+    def export_lines(self, query: Mapping[str, str]) -> Iterator[bytes]:
+        """Return the episodes of a query as lines of JSONL, with all their columns."""
+        found = self._selected(query)
+        return (
+            line for path, rows in found for n, line in enumerate(json_lines(path)) if n in rows
+        )
 
-    def export_parquet(self, query: Query, sink: Any) -> None:
+    def export_parquet(self, query: Mapping[str, str], sink: Any) -> None:
         """Write the episodes of a query as one Parquet file, with the journal's columns."""
-        found = list(self._selected(query))
+        found = self._selected(query)
         schema = pa.unify_schemas([SCHEMA, *(pq.read_schema(path) for path, _ in found)])
         with pq.ParquetWriter(sink, schema, compression="zstd") as writer:
             for path, rows in found:
-                some = read_table(path, with_experts=True).take(rows)
+                some = read_table(path, with_experts=True).take(sorted(rows))
                 parts = [schema.empty_table(), some]
                 writer.write_table(pa.concat_tables(parts, promote_options="default"))
 
-    def _selected(self, query: Query) -> Iterator[tuple[Path, list[int]]]:
-        """Yield each file of a query with the rows in it, in the order of the files."""
+    def _selected(self, query: Mapping[str, str]) -> list[tuple[Path, set[int]]]:
+        """Return the files of a query with the rows in each, in the order of the files."""
         while not self.refresh():
             pass
         table = self.table()
-        table = table.take(np.sort(find(table, query)))
-        found = sorted(
-            (row["step"], row["kind"], row["row"])
-            for row in table.select(["step", "kind", "row"]).to_pylist()
-        )
-        for (step, kind), rows in groupby(found, key=lambda one: one[:2]):
-            yield episode_file(self.folder, step, kind), [row for _, _, row in rows]
+        found = defaultdict[tuple[int, str], set[int]](set)
+        for row in table.select(["step", "kind", "row"]).take(find(table, query)).to_pylist():
+            found[row["step"], row["kind"]].add(row["row"])
+        return [
+            (episode_file(self.folder, step, kind), rows)
+            for (step, kind), rows in sorted(found.items())
+        ]
 
 
 def _rows(table: pa.Table) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ damaged) is passed over and counted. It does not know episodes: that is episodes
 
 import json
 import math
+import os
 import socket
 import sys
 import threading
@@ -40,8 +41,7 @@ FRESH_S = 600.0  # that a run of another machine counts as running after it wrot
 CLOCKS_S = 60.0  # that a clock may have been set since a run began
 _NEWS = ("metrics.jsonl", "status.json", "lock", "log.txt", "episodes", "why", BEST)
 _LIVELY = ("metrics.jsonl", "status.json", "log.txt")
-NAN = math.nan
-_UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError)
+_DAMAGED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 class Columns:
@@ -70,11 +70,11 @@ class Columns:
                     raise ValueError("steps rise")
                 row.pop("non_finite", None)
                 rows[step] = flatten(row, self.prefix)
-            except (*_UNREADABLE, AttributeError, OverflowError):
+            except _DAMAGED:
                 self.broken += 1
         self.steps = list(rows)
         self.values = {
-            name: np.array([row.get(name, NAN) for row in rows.values()])
+            name: np.array([row.get(name, math.nan) for row in rows.values()])
             for name in dict.fromkeys(name for row in rows.values() for name in row)
         }
 
@@ -299,18 +299,12 @@ class Runs:
 
 def _find(root: Path) -> list[tuple[str, Path]]:
     """List (name, folder) of the runs; a folder inside a run is not looked at."""
-    if _is_run(root):
-        return [(root.name, root)]
-    found, level = list[tuple[str, Path]](), [root]
-    for _ in range(DEPTH):
-        below = list[Path]()
-        for folder in level:
-            with suppress(OSError):
-                below += sorted(p for p in folder.iterdir() if p.is_dir() and p.name[0] != ".")
-        found += [(str(p.relative_to(root)), p) for p in below if _is_run(p)]
-        level = [p for p in below if not _is_run(p)]
+    found = list[tuple[str, Path]]()
+    for name, below, files in os.walk(root, followlinks=True):
+        place = Path(name).relative_to(root)
+        is_run = {"config.toml", "run.json"} <= {*files}
+        if is_run:
+            found.append((str(place) if place.parts else root.name, root / place))
+        ends = is_run or len(place.parts) == DEPTH
+        below[:] = [] if ends else sorted(one for one in below if one[0] != ".")
     return found[:MOST_RUNS]
-
-
-def _is_run(folder: Path) -> bool:
-    return (folder / "config.toml").is_file() and (folder / "run.json").is_file()

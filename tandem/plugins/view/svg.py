@@ -53,9 +53,9 @@ class Panel:
         return len({y for one in self.lines for y in one.y}) == 1 < len(self.lines[0].y)
 
 
-def figure(panels: Sequence[Panel], columns: int = 2) -> str:
-    """Draw panels in rows, as one SVG with its own style."""
-    columns = max(1, min(columns, len(panels)))
+def figure(panels: Sequence[Panel]) -> str:
+    """Draw panels, two in a row, as one SVG with its own style."""
+    columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
     width, height = columns * (WIDTH + GAP), rows * (HEIGHT + GAP)
     parts = [

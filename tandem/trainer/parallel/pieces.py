@@ -3,6 +3,7 @@ whole tensors made of them."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from tandem.trainer.parallel.mesh import Group
 BUCKET_BYTES = 64 << 20  # of parts that are collected at once
 
 Block = tuple[str, Box]  # rows of a tensor, by its name
+T = TypeVar("T")
 
 
 def box_of(parameter: nn.Parameter, outer: Box | None) -> Box:

@@ -253,7 +253,7 @@ def test_a_rollout_plays_tasks_at_once_and_ends_what_they_share():
         assert {
             e.tokens.tolist()[:4] == [90, 8, 90, int(e.uid[-1])] for group in groups for e in group
         } == {True}
-    assert the_server().sessions == 0
+    assert not the_server().sessions
     assert eventually(lambda: all(task.done() for task in asyncio.all_tasks(agents_loop())))
 
 

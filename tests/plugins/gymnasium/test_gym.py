@@ -4,14 +4,9 @@ import gymnasium
 import numpy as np
 import pytest
 
-from tandem.config.schema import Env as EnvConfig
 from tandem.plugins.gymnasium import GymEnv
-from tandem.rollout.episode_builder import new_groups
-from tandem.rollout.episodes import EnvPool, run_episodes
 from tandem.runtime.errors import UserError
-from tandem.types import Problem, SamplingParams
-from tests.support.env_steps import Digits
-from tests.support.scripted import ScriptedEngine, said
+from tandem.types import Problem
 
 PROBLEM = Problem(
     uid="p",
@@ -37,11 +32,9 @@ class Echo(gymnasium.Env):
     action_space = gymnasium.spaces.Text(5, charset="0123456789")
     metadata = {"render_modes": []}  # noqa: RUF012
     closed: list["Echo"] = []  # noqa: RUF012
-    begun: list["Echo"] = []  # noqa: RUF012
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        self.begun.append(self)
         self.wanted, self.asked = str(self.np_random.integers(10)), 0
         return f"{self.wanted}", {}
 
@@ -80,6 +73,8 @@ def test_a_text_environment_adds_up_its_rewards():
         "2",
     ]
     assert answers[-1].parts == {"turns": 5.0, "bad_actions": 2.0}
+    env.close()
+    assert Echo.closed[-1].asked == 3
 
 
 def test_only_episodes_of_one_problem_begin_alike():
@@ -132,29 +127,3 @@ def test_a_choice_is_the_last_number_that_is_one(text, action):
 def test_an_invalid_option_is_a_user_error_before_any_episode(options, words):
     with pytest.raises(UserError, match=words):
         GymEnv(**options)
-
-
-class Guesser(ScriptedEngine):
-    """Says the digit that it has read last."""
-
-    def generate(self, requests):
-        return [said([7, 91], str(r.prompt[-1])) for r in requests]
-
-
-def test_a_rollout_plays_it_and_closes_every_world():
-    Echo.begun.clear()  # one of an earlier test may be closed only now
-    world = EnvPool(make=lambda: GymEnv(id="TandemEcho-v0"), limits=EnvConfig())
-    problems = [seeded(seed) for seed in (1, 2)]
-    groups = run_episodes(
-        new_groups(problems, 4, ("test",)),
-        engine=Guesser(),
-        renderer=Digits(),
-        envs=world,
-        sampling=SamplingParams(max_new_tokens=5, stop_token_ids=(91,)),
-    )
-    assert len(Echo.begun) == 8 and set(Echo.begun) <= set(Echo.closed)
-    for problem, group in zip(problems, groups, strict=True):
-        wanted = GymEnv(id="TandemEcho-v0").reset(problem)[-1]["content"][-1]
-        right = 1 + (wanted == "1") + (wanted == "2")  # then it repeats "1" and "2"
-        assert [episode.env_rewards["env"] for episode in group] == [right - 0.5 * (3 - right)] * 4
-        assert {episode.stop_reason for episode in group} == {"stop"}

@@ -1,9 +1,7 @@
 """The server as clients see it, on loopback: with a tiny model through OpenAI's own client, and
 with a hand-written engine."""
 
-import asyncio
 import json
-import random
 import socket
 import threading
 import time
@@ -282,45 +280,6 @@ def test_the_templates_refusal_is_a_bad_request(client):
     assert caught.value.param == "messages"
 
 
-async def one_client(url, rng):
-    """A streaming client that leaves after a few pieces, or stays to the end."""
-    body = {"messages": HELLO, "max_tokens": 40, "stream": True}
-    body |= {"n": rng.choice([1, 1, 3]), "seed": rng.randrange(99)}
-    patience = rng.choice([0, 1, 3, 10, 10**6])
-    async with (
-        httpx.AsyncClient(timeout=WAIT_S) as http,
-        http.stream("POST", f"{url}/v1/chat/completions", json=body) as answer,
-    ):
-        assert answer.status_code == 200
-        seen = 0
-        async for line in answer.aiter_lines():
-            seen += line.startswith("data: {")
-            if seen > patience:
-                return "left"
-            if line == "data: [DONE]":
-                return "stayed"
-    return "cut off"
-
-
-def test_clients_that_come_and_go_leave_nothing_behind(url, client):
-    rng = random.Random(20)
-
-    async def all_of_them():
-        return await asyncio.gather(*(one_client(url, rng) for _ in range(64)))
-
-    def noticed():
-        """Tell whether half of those that left did so while the engine was at their answers, as on
-        a machine that is not busy."""
-        before, ends = metric(url, "tandem_disconnects_total"), asyncio.run(all_of_them())
-        assert set(ends) == {"left", "stayed"}
-        for name in ("tandem_running", "tandem_waiting", "tandem_pages_in_use"):
-            assert eventually(lambda name=name: metric(url, name) == 0), name
-        return metric(url, "tandem_disconnects_total") - before >= ends.count("left") // 2
-
-    assert eventually(noticed)
-    assert client.completions.create(model="tiny", prompt="x", max_tokens=3, seed=0).choices[0].text
-
-
 # ---- bad requests
 
 
@@ -430,20 +389,25 @@ def test_unknown_model_route_or_method_has_the_error_shape(fake):
 
 
 @pytest.mark.parametrize(
-    ("host", "status"),
+    ("header", "status"),
     [
-        ("evil.com:8000", 403),
-        ("192.168.0.1", 403),
-        ("localhost.evil.com", 403),
-        ("127.0.0.1@evil.com", 403),
-        ("[", 403),
-        ("LOCALHOST:80", 200),
-        ("127.8.9.1:80", 200),
-        ("[::1]", 200),
+        ("Host: evil.com:8000", 403),
+        ("Host: 192.168.0.1", 403),
+        ("Host: localhost.evil.com", 403),
+        ("Host: 127.0.0.1@evil.com", 403),
+        ("Host: [", 403),
+        ("Host: ", 403),
+        ("Host: LOCALHOST:80", 200),
+        ("Host: 127.8.9.1:80", 200),
+        ("Host: [::1]", 200),
+        ("Sec-Fetch-Site: cross-site", 403),
+        ("Sec-Fetch-Site: same-site", 403),
+        ("Sec-Fetch-Site: same-origin", 200),
     ],
 )
-def test_without_a_key_only_this_machines_own_names_are_accepted(fake, host, status):
-    assert get(f"{fake}/health", headers={"Host": host}).status_code == status
+def test_without_a_key_only_this_machines_own_names_and_pages_are_accepted(fake, header, status):
+    name, _, value = header.partition(": ")
+    assert get(f"{fake}/health", headers={name: value}).status_code == status
 
 
 def test_what_a_web_page_can_send_is_refused(fake):
@@ -451,7 +415,6 @@ def test_what_a_web_page_can_send_is_refused(fake):
     for kind in ("", "text/plain", "text/plain; application/json"):
         headers = {"Content-Type": kind} if kind else {}
         refusal(post(f"{fake}/v1/completions", content=content, headers=headers), 415)
-    refusal(get(f"{fake}/weights", headers={"Sec-Fetch-Site": "cross-site"}), 403)
     preflight = httpx.options(
         f"{fake}/v1/completions", headers={"Origin": "http://evil.com"}, timeout=WAIT_S
     )

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from tandem.engine.engine import Engine
-from tandem.plugins.serve.command import load_weights
 from tandem.plugins.serve.requests import Served
 from tandem.plugins.servers.engines import TOKEN_S, HttpEngines
 from tandem.plugins.servers.rollouts import FileSync
@@ -371,7 +370,7 @@ def test_steps_with_a_server_have_the_bits_of_the_inline_engine(tmp_path):
     expected = [train_step(plain, step).metrics for step in range(3)]
     model = exact_model("qwen3", seed=5)  # the first sync replaces it
     engine = Engine(model, decode, cache_bytes=1 << 24, max_batch=8)
-    with running(engine, Letters(), SERVED, update=load_weights) as url, connected(url) as engines:
+    with running(engine, Letters(), SERVED, takes_updates=True) as url, connected(url) as engines:
         stages = stages_in(tmp_path / "served", config(), reward=TokenReward())
         local = stages.collector.runner.engine
         stages, engines.reference = with_runner(stages, engine=engines), local
@@ -404,7 +403,7 @@ def test_new_weights_are_refused_by_a_server_that_was_not_told_to_take_them(url,
 
 
 def test_a_file_that_is_no_file_of_weights_is_named_and_other_weights_are_found(tmp_path):
-    with served(update=load_weights) as url, connected(url) as engines:
+    with served(takes_updates=True) as url, connected(url) as engines:
         (tmp_path / "odd").write_text("no weights")
         with pytest.raises(UserError, match="refuses a request") as caught:
             engines.load(str(tmp_path / "odd"), 1, "")

@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import load_file
 
-from tandem.plugins.view.episodes import EpisodeTable, Query
-from tandem.plugins.view.runs import Columns, thin
+from tandem.plugins.view.episodes import EpisodeTable
+from tandem.plugins.view.runs import thin
 from tandem.run_folder.episode_files import json_lines, read_episodes, read_groups, write_episodes
 from tandem.run_folder.metrics import read_metrics
 from tests.support.past_runs import STEPS, copy_of, past_run, rewrite
@@ -169,7 +169,7 @@ def test_exported_episodes_keep_what_only_some_files_have(tmp_path):
     experts = np.arange(24, dtype=np.int16).reshape(12, 2, 1)
     for step, fields in enumerate(({"starts": (6,)}, {}, {"experts": experts})):
         write_episodes(tmp_path, step, [group("p", ["Answer: 7"], [1.0], **fields)])
-    EpisodeTable(tmp_path).export_parquet(Query(), tmp_path / "all.parquet")
+    EpisodeTable(tmp_path).export_parquet({}, tmp_path / "all.parquet")
     first, second, third = read_episodes(tmp_path / "all.parquet")
     assert [one.starts for one in (first, second, third)] == [(6,), (), ()]
     assert np.array_equal(third.experts, experts) and not second.experts.size
@@ -277,25 +277,6 @@ def test_damaged_and_half_written_files_break_nothing(tmp_path):
         assert "cannot be read" in answer["error"]
         half = get(client, "step", run="run", step=3)
         assert "cannot be read" in half["damaged"] and half["groups"] == []
-
-
-def test_columns_follow_a_file_that_grows_and_one_that_is_cut(tmp_path):
-    columns = Columns(tmp_path / "metrics.jsonl")
-    columns.refresh()
-    assert list(columns.steps) == []
-    with columns.path.open("a") as file:
-        for text in ('{"step": 1, "a": 1}\n{"st', 'ep": 2, "b": {"c": 2}}\n'):
-            file.write(text)
-            file.flush()
-            columns.refresh()
-    assert list(columns.steps) == [1, 2] and columns.row(2) == {"b/c": 2.0}
-    assert columns.row(1) == {"a": 1.0} and columns.broken == 0
-    for rows in (1, 9):  # as a resume does, and one that was faster than the next look
-        temporary = tmp_path / "other"
-        temporary.write_text("".join(f'{{"step": {n}, "a": {rows}}}\n' for n in range(1, rows + 1)))
-        temporary.replace(columns.path)
-        columns.refresh()
-        assert list(columns.steps) == list(range(1, rows + 1)) and columns.row(1) == {"a": rows}
 
 
 def test_news_of_a_run_come_within_a_second(tmp_path):
