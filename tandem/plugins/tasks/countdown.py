@@ -18,8 +18,10 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
+from tandem import registry
 from tandem.plugins.tasks.generate import Generator, TaskProblem, drawn, randint
 from tandem.rewards.builtin import behind_thoughts
+from tandem.rewards.parts import BadValue
 from tandem.types import Problem
 
 LEVELS = [2, 3, 4, 5, 6]
@@ -79,15 +81,13 @@ _SPELLINGS = {  # sign -> how models write it
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 
-def check(
-    problem: Problem, completion: str, extract: Callable[[str], str | None], *, use_all: bool = True
-) -> float:
+@behind_thoughts
+def reward(problem: Problem, completion: str, *, use_all: bool = True) -> float:
     """Return 1 if the expression makes the target from the numbers, else 0.
 
     The numbers are metadata["numbers"] (or "nums"), the target metadata["target"], else the answer.
-    The expression is the last <answer>...</answer>, else the final answer, which `extract` finds;
-    `= 24` may follow it. use_all: every number once; else at most once. Raises ValueError for a
-    problem without numbers.
+    The expression is the last <answer>...</answer>, else the final answer; `= 24` may follow it.
+    use_all: every number once; else at most once. Raises BadValue for a problem without numbers.
     """
     metadata = problem.metadata
     given: Any = metadata.get("numbers", metadata.get("nums"))
@@ -96,8 +96,9 @@ def check(
         numbers, target = [int(number) for number in given], Fraction(str(wanted))
     except (TypeError, ValueError, ZeroDivisionError):
         found = f"numbers {given!r} and target {wanted!r}"[:200]
-        raise ValueError(f"problem {problem.uid!r} has {found}, expected whole numbers") from None
+        raise BadValue(f"problem {problem.uid!r} has {found}, expected whole numbers") from None
     tagged = _TAGGED.findall(completion[-TEXT_CHARS:])
+    extract = registry.find("extractors", "answer", key="reward.function")
     text = tagged[-1] if tagged else extract(completion) or ""
     for sign, spellings in _SPELLINGS.items():
         for spelling in spellings.split():
@@ -133,4 +134,3 @@ def _value(node: ast.expr) -> Fraction:
 
 
 TASK = drawn("countdown", _problem, LEVELS)
-reward = behind_thoughts(check)
