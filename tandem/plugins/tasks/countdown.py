@@ -5,20 +5,17 @@ many numbers.
     python -c "from tandem.plugins.tasks.countdown import value_of; print(value_of('(1 + 5) * 4'))"
 
 Every problem has a solution, which the row holds, and mostly more, so the checker computes the
-written expression. Nothing is evaluated by Python: an expression of at most EXPRESSION_CHARS
-characters is parsed, and computed in fractions. Knows arithmetic. Does not know files, models or
-rewards.
+written expression, as the calculator does: in fractions, and nothing is evaluated by Python. Knows
+arithmetic. Does not know files, models or rewards.
 """
 
-import ast
-import operator
 import re
 from collections import Counter
-from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
 from tandem import registry
+from tandem.plugins.tasks.calculator import evaluate
 from tandem.plugins.tasks.generate import Generator, TaskProblem, drawn, randint
 from tandem.rewards.builtin import behind_thoughts
 from tandem.rewards.parts import BadValue
@@ -26,7 +23,6 @@ from tandem.types import Problem
 
 LEVELS = [2, 3, 4, 5, 6]
 HIGHEST, HIGHEST_TARGET = 20, 200
-EXPRESSION_CHARS = 200
 TEXT_CHARS = 2_000  # of the end of a completion
 
 Term = tuple[int, str]  # (value, how it is written)
@@ -64,12 +60,6 @@ def _combine(rng: Generator, terms: list[Term]) -> Term:
 
 # ---------------------------------------------------------------- the checker
 
-_OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
 _SPELLINGS = {  # sign -> how models write it
     "": r"\left \right",
     "*": r"\times \cdot × · ⋅",
@@ -78,6 +68,8 @@ _SPELLINGS = {  # sign -> how models write it
     "(": "[",
     ")": "]",
 }
+# a power, a division without rest, a sign before a number, a zero before one
+_NO_TERM = re.compile(r"(?:^|[-+*/(]) *[-+*/]|\b0+[1-9]")
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 
@@ -115,22 +107,12 @@ def value_of(text: str) -> tuple[Fraction, list[int]] | None:
 
     None for anything else, and for a division by zero.
     """
-    if len(text) > EXPRESSION_CHARS or not re.fullmatch(r"[0-9+\-*/() ]+", text):
+    if not re.fullmatch(r"[0-9+\-*/() ]+", text) or _NO_TERM.search(text):
         return None
     try:
-        value = _value(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, ZeroDivisionError):
+        return evaluate(text), [int(number) for number in re.findall("[0-9]+", text)]
+    except ValueError:
         return None
-    return value, [int(number) for number in re.findall("[0-9]+", text)]
-
-
-def _value(node: ast.expr) -> Fraction:
-    match node:
-        case ast.Constant(value=int(number)):
-            return Fraction(number)
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            return _OPERATORS[type(op)](_value(left), _value(right))
-    raise ValueError("a power, a sign before a number, or a call")
 
 
 TASK = drawn("countdown", _problem, LEVELS)
