@@ -39,31 +39,18 @@ def find(name: str) -> Function:
 
 def behind_thoughts(function: Function) -> Function:
     """Make a reward function read only what stands behind the thoughts; `opened`: the prompt opens
-    them, so that without their end all is thoughts.
-
-    A checker(problem, completion, extract, **options) gets `extract`; its ValueError: a bad row.
-    """
-    signature = inspect.signature(function)
-    given = (
-        {"extract": registry.find("extractors", "answer", key="reward.function")}
-        if "extract" in signature.parameters
-        else {}
-    )
+    them, so that without their end all is thoughts."""
 
     @wraps(function)
     def reward(problem: Problem, completion: str, opened: bool = False, **options: Any) -> float:
         *thoughts, text = _END_OF_THOUGHTS.split(completion)
         text = _THOUGHTS.split(text)[0] if thoughts or not opened else ""
-        try:
-            return float(function(problem, text, **given, **options))
-        except ValueError as error:
-            if not given:
-                raise
-            raise BadValue(str(error)) from None
+        return float(function(problem, text, **options))
 
-    kept = [p for p in signature.parameters.values() if p.name not in given]
-    kept.append(inspect.Parameter("opened", inspect.Parameter.KEYWORD_ONLY, default=False))
-    reward.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+    signature = inspect.signature(function)
+    more = inspect.Parameter("opened", inspect.Parameter.KEYWORD_ONLY, default=False)
+    parameters = [*signature.parameters.values(), more]
+    reward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     reward.__annotations__ = {**function.__annotations__, "opened": bool}
     return reward
 

@@ -6,7 +6,7 @@ without examples. HumanEval: as EvalPlus asks chat models; MBPP: as its paper, w
 examples; a program counts if it passes all tests. IFEval: the prompt alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from string import ascii_uppercase
 from typing import Any
@@ -110,7 +110,7 @@ def check_bfcl(config: Config) -> None:
         raise UserError(what, where="eval.data", found=found, next="env.name=functions")
 
 
-def _import_ahead(_: Values) -> None:
+def _import_ahead(_: Mapping[str, Any]) -> None:
     from lm_eval.tasks.ifeval import utils  # noqa: F401
 
 

@@ -76,7 +76,13 @@ async def calculator(expression: str) -> str:
 
 def calculate(expression: str) -> str:
     """Return the value as text: "7", "-5/3", and "0.75" if the expression has a decimal point and
-    the value ends. Raises ValueError with words for the model."""
+    the value ends. Raises ValueError as `evaluate`."""
+    value = evaluate(expression)
+    return (_decimal(value) if "." in expression else None) or str(value)
+
+
+def evaluate(expression: str) -> Fraction:
+    """Compute an expression. Raises ValueError with words for the model."""
     if len(expression) > MAX_CHARS:
         raise ValueError(f"longer than {MAX_CHARS} characters")
     text = " ".join(expression.translate(_SPELLINGS).split())
@@ -85,12 +91,11 @@ def calculate(expression: str) -> str:
     # as a text in parentheses a number keeps all digits, and none can follow another
     program = _NUMBER.sub(lambda number: f"('{number[0]}')", text)
     try:
-        value = _value(ast.parse(program, mode="eval").body)
+        return _value(ast.parse(program, mode="eval").body)
     except SyntaxError:
         raise ValueError("it is no expression of numbers, operators and parentheses") from None
     except ZeroDivisionError:
         raise ValueError("division by zero") from None
-    return (_decimal(value) if "." in expression else None) or str(value)
 
 
 def _value(node: ast.expr) -> Fraction:

@@ -5,26 +5,24 @@ many numbers.
     python -c "from tandem.plugins.tasks.countdown import value_of; print(value_of('(1 + 5) * 4'))"
 
 Every problem has a solution, which the row holds, and mostly more, so the checker computes the
-written expression. Nothing is evaluated by Python: an expression of at most EXPRESSION_CHARS
-characters is parsed, and computed in fractions. Knows arithmetic. Does not know files, models or
-rewards.
+written expression, as the calculator does: in fractions, and nothing is evaluated by Python. Knows
+arithmetic. Does not know files, models or rewards.
 """
 
-import ast
-import operator
 import re
 from collections import Counter
-from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
+from tandem import registry
+from tandem.plugins.tasks.calculator import evaluate
 from tandem.plugins.tasks.generate import Generator, TaskProblem, drawn, randint
 from tandem.rewards.builtin import behind_thoughts
+from tandem.rewards.parts import BadValue
 from tandem.types import Problem
 
 LEVELS = [2, 3, 4, 5, 6]
 HIGHEST, HIGHEST_TARGET = 20, 200
-EXPRESSION_CHARS = 200
 TEXT_CHARS = 2_000  # of the end of a completion
 
 Term = tuple[int, str]  # (value, how it is written)
@@ -62,12 +60,6 @@ def _combine(rng: Generator, terms: list[Term]) -> Term:
 
 # ---------------------------------------------------------------- the checker
 
-_OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
 _SPELLINGS = {  # sign -> how models write it
     "": r"\left \right",
     "*": r"\times \cdot × · ⋅",
@@ -76,18 +68,18 @@ _SPELLINGS = {  # sign -> how models write it
     "(": "[",
     ")": "]",
 }
+# a power, a division without rest, a sign before a number, a zero before one
+_NO_TERM = re.compile(r"(?:^|[-+*/(]) *[-+*/]|\b0+[1-9]")
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 
-def check(
-    problem: Problem, completion: str, extract: Callable[[str], str | None], *, use_all: bool = True
-) -> float:
+@behind_thoughts
+def reward(problem: Problem, completion: str, *, use_all: bool = True) -> float:
     """Return 1 if the expression makes the target from the numbers, else 0.
 
     The numbers are metadata["numbers"] (or "nums"), the target metadata["target"], else the answer.
-    The expression is the last <answer>...</answer>, else the final answer, which `extract` finds;
-    `= 24` may follow it. use_all: every number once; else at most once. Raises ValueError for a
-    problem without numbers.
+    The expression is the last <answer>...</answer>, else the final answer; `= 24` may follow it.
+    use_all: every number once; else at most once. Raises BadValue for a problem without numbers.
     """
     metadata = problem.metadata
     given: Any = metadata.get("numbers", metadata.get("nums"))
@@ -96,8 +88,9 @@ def check(
         numbers, target = [int(number) for number in given], Fraction(str(wanted))
     except (TypeError, ValueError, ZeroDivisionError):
         found = f"numbers {given!r} and target {wanted!r}"[:200]
-        raise ValueError(f"problem {problem.uid!r} has {found}, expected whole numbers") from None
+        raise BadValue(f"problem {problem.uid!r} has {found}, expected whole numbers") from None
     tagged = _TAGGED.findall(completion[-TEXT_CHARS:])
+    extract = registry.find("extractors", "answer", key="reward.function")
     text = tagged[-1] if tagged else extract(completion) or ""
     for sign, spellings in _SPELLINGS.items():
         for spelling in spellings.split():
@@ -114,23 +107,12 @@ def value_of(text: str) -> tuple[Fraction, list[int]] | None:
 
     None for anything else, and for a division by zero.
     """
-    if len(text) > EXPRESSION_CHARS or not re.fullmatch(r"[0-9+\-*/() ]+", text):
+    if not re.fullmatch(r"[0-9+\-*/() ]+", text) or _NO_TERM.search(text):
         return None
     try:
-        value = _value(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, ZeroDivisionError):
+        return evaluate(text), [int(number) for number in re.findall("[0-9]+", text)]
+    except ValueError:
         return None
-    return value, [int(number) for number in re.findall("[0-9]+", text)]
-
-
-def _value(node: ast.expr) -> Fraction:
-    match node:
-        case ast.Constant(value=int(number)):
-            return Fraction(number)
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            return _OPERATORS[type(op)](_value(left), _value(right))
-    raise ValueError("a power, a sign before a number, or a call")
 
 
 TASK = drawn("countdown", _problem, LEVELS)
-reward = behind_thoughts(check)

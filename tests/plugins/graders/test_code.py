@@ -4,7 +4,6 @@ form."""
 import json
 import shutil
 from collections import deque
-from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
@@ -53,29 +52,23 @@ def best_in_time(share, tests, completion, **options):
     return max(given_time(run, lambda found: found == share, 0.5))
 
 
-@dataclass
-class Spy:
-    """A sandbox that remembers what it was given and what came out."""
-
-    results: list = field(default_factory=list)
-    given: list = field(default_factory=list)
-
-
 class SpyingBubblewrap(Bubblewrap):
+    """It remembers what it was given, and what came out."""
+
     def __init__(self):
         super().__init__()
-        self.spy = Spy()
+        self.given, self.results = [], []
 
     def run(self, command, **given):
         result = super().run(command, **given)
-        self.spy.given.append(json.dumps([command, given["files"], given["stdin"]]))
-        self.spy.results.append(result)
+        self.given.append(json.dumps([command, given["files"], given["stdin"]]))
+        self.results.append(result)
         return result
 
     def converse(self, asking, answering, **given):
         results = super().converse(asking, answering, **given)
-        self.spy.given.append(json.dumps(answering))
-        self.spy.results.append(results[1])
+        self.given.append(json.dumps(answering))
+        self.results.append(results[1])
         return results
 
 
@@ -214,7 +207,7 @@ def test_a_cheat_gets_nothing(cheat):
             sandbox = SpyingBubblewrap()
             options = {"test_timeout_s": seconds, "timeout_s": 2 * seconds}
             found = reward(tests, solution(cheat), sandbox, options)["reward"]
-            ran = any("WITNESS" in result.stderr for result in sandbox.spy.results)
+            ran = any("WITNESS" in result.stderr for result in sandbox.results)
             return found, ran or cheat.name == "is no program"
 
         results = given_time(run, lambda result: result[1], 0.4)
@@ -237,7 +230,7 @@ def test_the_same_cheat_fools_asserts_in_the_same_process(cheat):
 def test_no_expected_value_enters_the_solutions_sandbox(form):
     sandbox = SpyingBubblewrap()
     assert reward(TESTS[form], PROGRAM if form == "program" else ADD, sandbox)["reward"] == 1.0
-    assert sandbox.spy.given and not [text for text in sandbox.spy.given if "199998" in text]
+    assert sandbox.given and not [text for text in sandbox.given if "199998" in text]
 
 
 # what is a list arrives as one, without methods of its own; at most 2 honest ones
@@ -461,7 +454,8 @@ def test_values_survive_the_way_out(value):
 @pytest.mark.usefixtures("no_collection")
 def test_replies_that_are_no_values_hold_nothing():
     test = CallTest(expression="f()", expected=(3,))
-    assert holds(test, '{"value": 3}')
+    right = ("3", '{"Fraction": [9, 3]}', '{"Decimal": ["3.0"]}', '{"complex": [3, 0]}')
+    assert all(holds(test, f'{{"value": {value}}}') for value in right)
     hostile = [
         "",
         "3",

@@ -155,14 +155,13 @@ def test_every_worked_solution_ends_in_the_right_answer_line(rows):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_train_of_any_seed_never_meets_test(level):
+def test_the_warm_start_never_meets_test(level):
     test = {question(r) for seed in range(3) for r in algebra.rows("test", 64, seed, level)}
-    train = {question(r) for seed in range(3) for r in algebra.rows("train", 256, seed, level)}
     warm = {
         row["messages"][0]["content"].removesuffix("\n" + SCHOOL_FORMAT)
         for row in warm_start(512, 5, level, 0.5)
     }
-    assert not test & (train | warm)
+    assert not test & warm
 
 
 def test_the_side_of_a_problem_does_not_depend_on_its_wording():
