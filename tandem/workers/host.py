@@ -27,12 +27,11 @@ from typing import Protocol
 
 from tandem.runtime import numerics
 from tandem.runtime.place import without_place
-from tandem.runtime.processes import ZOMBIE, kill_group, state_of
+from tandem.runtime.processes import kill_group
 from tandem.workers.channel import FORK, Channel
 
 HERE = socket.gethostname()
 EXIT_S = 5.0  # between the end of a worker's socket, or a SIGKILL, and the end of its process
-REPORT_S = 1.0  # between the end of a worker and its exit status, if the fork server is well
 CHECK_S = 0.05
 STACK_S = 0.2  # for a silent worker to write where it is
 LOG_BYTES = 1 << 16
@@ -219,14 +218,9 @@ class ForkServerProcess(LocalProcess):
     def wait_for(self, number: int) -> int | None:
         """Return the exit status of a worker that is about to end; None if it does not, or the fork
         server ends first or says nothing."""
-        now = time.monotonic()
-        ends, alive_until = now + EXIT_S, now + REPORT_S
+        ends = time.monotonic() + EXIT_S
         while not self.has_ended() and number not in self._statuses and time.monotonic() < ends:
             select.select([self._channel.socket], [], [], CHECK_S)
-            if state_of(self._pids.get(number, 0)) == ZOMBIE:
-                ends = min(ends, time.monotonic() + REPORT_S)
-            elif state_of(self._pids.get(number, 0)) in "RS" and time.monotonic() > alive_until:
-                break
         return self._statuses.get(number)
 
     def _read(self) -> None:
