@@ -262,7 +262,4 @@ class CallPool(Pool[V], Generic[V, Q]):
         del worker.calls[call.index]
         worker.num_done += 1
         self._restarts.reset()
-        self._settle(worker, call, result)
-
-    def _settle(self, worker: V, call: Call[Q], result: Any) -> None:
         call.future.set_result(result)

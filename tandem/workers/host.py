@@ -68,41 +68,31 @@ class Host(Protocol):
 OpenHost = Callable[[int], Host]  # starts the process of the worker of that number
 
 
-def spawn(
-    command: Sequence[str],
-    environment: Mapping[str, str] = {},
-    stdout: int | None = None,
-    stderr: int | None = None,
-) -> tuple[subprocess.Popen[bytes], Channel]:
-    """Start a worker with one torch thread; returns it and the non-blocking channel to it.
-
-    Its last argument is this process's id, for `die_with_parent`. It gets a session of its own, so
-    that Ctrl-C in the terminal does not reach it, and no place among the trainer's processes.
-    """
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = subprocess.Popen(
-            [*command, str(os.getpid())],
-            stdin=theirs.fileno(),
-            env={**without_place(os.environ), **numerics.environment(), **environment},
-            stdout=stdout,
-            stderr=stderr,
-            start_new_session=True,
-        )
-    ours.setblocking(False)
-    return process, Channel(ours)
-
-
 class LocalProcess:
     """A worker's process on this machine, started by its command. Implements Host. log: what it
-    writes is kept for `last_words`, else it goes where this process's does."""
+    writes is kept for `last_words`, else it goes where this process's does.
+
+    Its last argument is this process's id, for `die_with_parent`. It has one torch thread, no place
+    among the trainer's processes, and a session of its own: Ctrl-C in the terminal does not reach
+    it.
+    """
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str] = {}, log: bool = True
     ):
         self.node, self.log = HERE, open_log(log)
-        self.process, self._channel = spawn(command, environment, stdout=2, stderr=self.log)
-        self.pid = self.process.pid
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [*command, str(os.getpid())],
+                stdin=theirs.fileno(),
+                env={**without_place(os.environ), **numerics.environment(), **environment},
+                stdout=2,
+                stderr=self.log,
+                start_new_session=True,
+            )
+        ours.setblocking(False)
+        self.pid, self._channel = self.process.pid, Channel(ours)
 
     def connect(self) -> Channel:
         return self._channel
