@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tandem.workers.channel import Channel, ProtocolError
-from tandem.workers.host import LocalHosts, LocalProcess, describe_exit
+from tandem.workers.host import LocalHosts, LocalProcess
 from tandem.workers.pool import RestartLimit
 
 MAX_LINE = 1 << 20
@@ -102,11 +102,6 @@ def test_the_restart_after_the_last_is_refused_until_a_reset():
     assert [restarts.spend() for _ in range(4)] == [True, True, False, False]
     restarts.reset()
     assert restarts.spend() and restarts.used == 1
-
-
-def test_an_exit_names_its_signal_or_its_code():
-    assert describe_exit(-9) == "it was ended by SIGKILL"
-    assert describe_exit(7) == "it ended with exit code 7"
 
 
 def test_worker_has_no_place_among_the_trainers_processes(monkeypatch):
