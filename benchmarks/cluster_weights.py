@@ -36,7 +36,7 @@ from tandem.weights.hashing import combine, tensor_digests
 from tandem.weights.shared import Layout, SharedWeights
 from tandem.weights.transports import receive_offers
 from tandem.workers.channel import Channel, take_channel
-from tandem.workers.host import spawn
+from tandem.workers.host import LocalProcess
 
 Rows = list[tuple[str, str, str]]
 
@@ -203,7 +203,8 @@ def copy_seconds(tensors: dict[str, torch.Tensor]) -> float:
 @contextmanager
 def reader(layout: Layout) -> Iterator[Callable[[SharedWeights, int, int], dict[str, Any]]]:
     """Start a worker's process; yields a function that has it take a version and answer."""
-    process, channel = spawn((sys.executable, __file__, "--reader"))
+    host = LocalProcess((sys.executable, __file__, "--reader"), log=False)
+    process, channel = host.process, host.connect()
 
     def answer() -> dict[str, Any]:
         ends = time.monotonic() + DEADLINE_S

@@ -17,7 +17,7 @@ the config asks for contradictions.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tandem.registry import find
@@ -120,7 +120,7 @@ class StreamBackend(Choice):
     def open(self, config: Config, ranks: Any, report: Report) -> Any:
         """Open rank 0's end as a context of a stream.stream.Stream; have the other ranks join."""
 
-    def join(self, config: Config, ranks: Any, servers: Mapping[str, Any]) -> Any:
+    def join(self, config: Config, ranks: Any, servers: Any) -> Any:
         """Join the stream that rank 0 has opened; the caller closes it. Asked of those alone whose
         `open` has had the ranks join."""
         raise NotImplementedError

@@ -92,7 +92,7 @@ def _orders(
 
     stream: StreamReader = JournalStream(journal, folder)
 
-    def join(servers: Mapping[str, Any]) -> None:
+    def join(servers: Any) -> None:
         nonlocal stream
         stream = opened.enter_context(closing(stream_of(config).join(config, ranks, servers)))
 

@@ -82,12 +82,6 @@ class Workers(Pool[WorkerProcess]):
             self._begin(number)
         self.start()
 
-    def status(self) -> list[dict[str, Any]]:
-        """Describe each worker: where it runs and what it does."""
-        numbers = sorted(self._workers.copy())
-        rows = zip(numbers, super().status(), strict=False)
-        return [{**row, "restarts": self._lost[number]} for number, row in rows]
-
     def call(self, function: Callable[[], T]) -> T:
         """Have the thread call a function; return its result. Raises its error, or the pool's."""
         future = self.post(function)
@@ -168,7 +162,7 @@ class Workers(Pool[WorkerProcess]):
     # ---------------------------------------------------------------- processes
 
     def _make(self, number: int, host: Host) -> WorkerProcess:
-        return WorkerProcess(number, host)
+        return WorkerProcess(number, host, self._lost[number])
 
     def _start_of(self, worker: WorkerProcess) -> Message:
         return {**self._spec.start_of(worker.number), "layout": self._weights.layout.parts}

@@ -59,10 +59,12 @@ class EngineSpec:
 
 
 class WorkerProcess(Worker):
-    """A worker, and what the pool has told it. Implements dispatch.Worker."""
+    """A worker, and what the pool has told it. Implements dispatch.Worker. restarts: losses of
+    those that had its number."""
 
-    def __init__(self, number: int, host: Host):
+    def __init__(self, number: int, host: Host, restarts: int = 0):
         super().__init__("rollout worker", number, host)
+        self.restarts = restarts
         self.syncing: deque[int] = deque()  # versions that it was told to load and has not answered
         self.offered_at = 0.0  # the last of them, by the monotonic clock
         self.target = -1  # the version that it runs or loads
@@ -91,4 +93,4 @@ class WorkerProcess(Worker):
         return "serving" if self.is_ready and self.tickets else super().state
 
     def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "version": self.version}
+        return {**super().describe(), "version": self.version, "restarts": self.restarts}

@@ -132,6 +132,9 @@ class Ranks:
         """Return those of a pass's microbatches that this process runs."""
         return microbatches
 
+    def wait_for_all(self) -> None:
+        """Wait until all processes have come here."""
+
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all processes that run different microbatches, in their order."""
         return [value]

@@ -283,10 +283,10 @@ class SharedWeights:
         while self._free:
             self._end_memory(self._free.pop())
 
-    def _message(self, transport: str, version: int, sent: Sent, copies: int = 1) -> dict[str, Any]:
-        """Return what every transport's offer has; count the bytes of so many copies."""
+    def _message(self, transport: str, version: int, sent: Sent) -> dict[str, Any]:
+        """Return what every transport's offer has; count its bytes."""
         with self._lock:
-            nbytes = copies * sent.only.tensor_bytes
+            nbytes = sent.only.tensor_bytes
             row = self._stats.setdefault(version, {})
             row["sync_bytes"] = row.get("sync_bytes", 0) + nbytes
             self.sent_bytes += nbytes

@@ -1,9 +1,10 @@
-"""A pool of workers that answer calls: a thread, workers that join and leave, and a future a call.
+"""A pool of workers that answer calls: a thread, workers that join as calls wait, and a future a
+call.
 
     any thread             this thread                               a worker (serve.py)
     ----------             -----------                               -------------------
     submit -> todo, wake   _dispatch  at most `depth` calls each -->  serves them
-                           _scale     between 1 and `most` workers
+                           _grow      up to `most` workers
     future <- _on_answer   _listen                               <--  {"id": 7, ...}
                            _check_deadlines  SIGKILL when a call is late
                            _lose      its calls go to others
@@ -51,7 +52,7 @@ class CallWorker(Worker):
 
     def __init__(self, role: str, number: int, host: Host, now: float):
         super().__init__(role, number, host)
-        self.began = self.idle_since = now
+        self.began = now
         self.calls: dict[int, Call[Any]] = {}
         self.held: set[Any] = set()  # what it keeps between calls
 
@@ -85,7 +86,6 @@ class CallPool(Pool[V], Generic[V, Q]):
         self._todo: deque[Call[Q]] = deque()  # no worker has them
         self._numbers = itertools.count()
         self._restarts = RestartLimit(limits.restarts + most - 1)  # a node may have all of them
-        self._waiting_since = clock()
 
     def submit_call(
         self, asked: Q, deadline_s: float = math.inf, *, first: bool = False
@@ -127,7 +127,7 @@ class CallPool(Pool[V], Generic[V, Q]):
 
     def step(self) -> None:
         self._dispatch()
-        self._scale()  # by what could not be given out
+        self._grow()  # by what could not be given out
         due = len(self._todo) + sum(len(worker.calls) for worker in self.workers)
         whom, what = (f"{self.role}s", f"{due} answers") if due else ("trainer", "calls")
         with watchdog.waiting_for(whom, what):
@@ -146,7 +146,7 @@ class CallPool(Pool[V], Generic[V, Q]):
         if any(worker.connection is None for worker in self.workers):
             return CONNECTING_S
         nearest = min((self._deadline(worker) for worker in self.workers), default=math.inf)
-        if not due and nearest == self.limits.silent_s == self.limits.idle_s == math.inf:
+        if not due and nearest == self.limits.silent_s == math.inf:
             return None
         return min(max(0.0, nearest - self._clock()), LOOK_S, self.limits.beat_s)
 
@@ -176,25 +176,15 @@ class CallPool(Pool[V], Generic[V, Q]):
 
     # ---------------------------------------------------------------- workers
 
-    def _scale(self) -> None:
-        """Have a worker join when calls wait, and leave when it has none."""
-        now, workers, first = self._clock(), self._workers.values(), self.started.done()
-        waits = self._todo and all(worker.ready for worker in workers)
-        if not waits:
-            self._waiting_since = now
-        if not workers and (self._todo or self._restarts.used < self._restarts.limit or not first):
-            self._join()
-        elif waits and len(workers) < self.most and now - self._waiting_since >= self.limits.grow_s:
-            self._report(f"{self.role}s: {len(workers)} -> {len(workers) + 1}, as calls wait")
-            self._join()
-        idle = [w for w in workers if w.ready and not w.calls and not w.held]
-        idle = [worker for worker in idle if now - worker.idle_since >= self.limits.idle_s]
-        if idle and len(workers) > 1:
-            self._report(f"{self.role}s: {len(workers)} -> {len(workers) - 1}, as one is idle")
-            self._end(max(idle, key=lambda worker: worker.number))
-
-    def _join(self) -> None:
-        self._begin(next(n for n in itertools.count() if n not in self._workers))
+    def _grow(self) -> None:
+        """Have a worker join when calls wait, and one from the start."""
+        workers, first = self._workers.values(), self.started.done()
+        if workers:
+            joins = self._todo and all(one.ready for one in workers) and len(workers) < self.most
+        else:
+            joins = self._todo or self._restarts.used < self._restarts.limit or not first
+        if joins:
+            self._begin(next(n for n in itertools.count() if n not in self._workers))
 
     def _lose(self, worker: V, reason: str) -> None:
         """Kill a worker, and put its calls back in front."""
@@ -253,7 +243,7 @@ class CallPool(Pool[V], Generic[V, Q]):
             case {"alive": True}:
                 pass
             case {"ready": True}:
-                worker.ready, worker.idle_since = True, self._clock()
+                worker.ready = True
                 if not self.started.done():
                     self.started.set_result(None)
             case {"error": {"what": _}}:
@@ -270,9 +260,6 @@ class CallPool(Pool[V], Generic[V, Q]):
     def _on_answer(self, worker: V, call: Call[Q], message: Message) -> None:
         result = self._result(message)
         del worker.calls[call.index]
-        worker.idle_since, worker.num_done = self._clock(), worker.num_done + 1
+        worker.num_done += 1
         self._restarts.reset()
-        self._settle(worker, call, result)
-
-    def _settle(self, worker: V, call: Call[Q], result: Any) -> None:
         call.future.set_result(result)

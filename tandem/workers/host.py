@@ -27,12 +27,11 @@ from typing import Protocol
 
 from tandem.runtime import numerics
 from tandem.runtime.place import without_place
-from tandem.runtime.processes import ZOMBIE, kill_group, state_of
+from tandem.runtime.processes import kill_group
 from tandem.workers.channel import FORK, Channel
 
 HERE = socket.gethostname()
 EXIT_S = 5.0  # between the end of a worker's socket, or a SIGKILL, and the end of its process
-REPORT_S = 1.0  # between the end of a worker and its exit status, if the fork server is well
 CHECK_S = 0.05
 STACK_S = 0.2  # for a silent worker to write where it is
 LOG_BYTES = 1 << 16
@@ -69,41 +68,31 @@ class Host(Protocol):
 OpenHost = Callable[[int], Host]  # starts the process of the worker of that number
 
 
-def spawn(
-    command: Sequence[str],
-    environment: Mapping[str, str] = {},
-    stdout: int | None = None,
-    stderr: int | None = None,
-) -> tuple[subprocess.Popen[bytes], Channel]:
-    """Start a worker with one torch thread; returns it and the non-blocking channel to it.
-
-    Its last argument is this process's id, for `die_with_parent`. It gets a session of its own, so
-    that Ctrl-C in the terminal does not reach it, and no place among the trainer's processes.
-    """
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = subprocess.Popen(
-            [*command, str(os.getpid())],
-            stdin=theirs.fileno(),
-            env={**without_place(os.environ), **numerics.environment(), **environment},
-            stdout=stdout,
-            stderr=stderr,
-            start_new_session=True,
-        )
-    ours.setblocking(False)
-    return process, Channel(ours)
-
-
 class LocalProcess:
     """A worker's process on this machine, started by its command. Implements Host. log: what it
-    writes is kept for `last_words`, else it goes where this process's does."""
+    writes is kept for `last_words`, else it goes where this process's does.
+
+    Its last argument is this process's id, for `die_with_parent`. It has one torch thread, no place
+    among the trainer's processes, and a session of its own: Ctrl-C in the terminal does not reach
+    it.
+    """
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str] = {}, log: bool = True
     ):
         self.node, self.log = HERE, open_log(log)
-        self.process, self._channel = spawn(command, environment, stdout=2, stderr=self.log)
-        self.pid = self.process.pid
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [*command, str(os.getpid())],
+                stdin=theirs.fileno(),
+                env={**without_place(os.environ), **numerics.environment(), **environment},
+                stdout=2,
+                stderr=self.log,
+                start_new_session=True,
+            )
+        ours.setblocking(False)
+        self.pid, self._channel = self.process.pid, Channel(ours)
 
     def connect(self) -> Channel:
         return self._channel
@@ -211,14 +200,9 @@ class ForkServerProcess(LocalProcess):
     def wait_for(self, number: int) -> int | None:
         """Return the exit status of a worker that is about to end; None if it does not, or the fork
         server ends first or says nothing."""
-        now = time.monotonic()
-        ends, alive_until = now + EXIT_S, now + REPORT_S
+        ends = time.monotonic() + EXIT_S
         while not self.has_ended() and number not in self._statuses and time.monotonic() < ends:
             select.select([self._channel.socket], [], [], CHECK_S)
-            if state_of(self._pids.get(number, 0)) == ZOMBIE:
-                ends = min(ends, time.monotonic() + REPORT_S)
-            elif state_of(self._pids.get(number, 0)) in "RS" and time.monotonic() > alive_until:
-                break
         return self._statuses.get(number)
 
     def _read(self) -> None:

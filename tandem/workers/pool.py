@@ -32,16 +32,13 @@ class Limits:
 
     silent_s: without a sign of life, until a worker is lost. start_s: until one is ready. restarts:
     workers that may be lost; calls.py counts them anew with each answer. losses: workers that are
-    lost with a call until it fails. grow_s: that calls wait until a worker joins. idle_s: without a
-    call, until one leaves.
+    lost with a call until it fails.
     """
 
     silent_s: float = math.inf
     start_s: float = math.inf
     restarts: int = 3
     losses: int = 3
-    grow_s: float = 0.0
-    idle_s: float = math.inf
 
     @property
     def beat_s(self) -> float:

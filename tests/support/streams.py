@@ -122,7 +122,7 @@ def through_queue_on(mesh, servers, changes):
         name=f"rank {mesh.rank}",
         capacity=1,
         timeout_s=WAIT_S,
-        wait_for_all=lambda: ranks.gather_all(None),
+        wait_for_all=ranks.wait_for_all,
     )
     found = learn_through(
         stream,
@@ -130,7 +130,7 @@ def through_queue_on(mesh, servers, changes):
         config_of(**changes),
         ranks,
         puts=mesh.rank == 0,
-        wait=lambda: ranks.gather_all(None),
+        wait=ranks.wait_for_all,
     )
     stream.close()
     return found

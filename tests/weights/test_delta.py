@@ -107,10 +107,11 @@ def opened(kind, delta, first):
     return store, engine
 
 
+@pytest.mark.parametrize("delta", [True, "elements"])
 @pytest.mark.parametrize("kind", ["shm", "objects"])
-def test_a_difference_goes_only_to_a_worker_of_its_base(kind):
+def test_a_difference_goes_only_to_a_worker_of_its_base(kind, delta):
     weights = tensors()
-    store, engine = opened(kind, "elements", weights)
+    store, engine = opened(kind, delta, weights)
     late, steady, sent = engine(), engine(), []
     for version in range(4):
         store.publish(version, weights)
@@ -122,8 +123,27 @@ def test_a_difference_goes_only_to_a_worker_of_its_base(kind):
             sent.append(("parts" in source, store.sent_bytes - before))
         weights = {n: w.clone() for n, w in weights.items()}
         weights["embed"][version, :50] += 1
-    whole, embed, some = store.layout.tensor_bytes, 2 * 300 * 257, 2 * 4 + 50 * 4
-    again = 0 if kind == "objects" else some  # the node has that object
-    assert sent[:2] == [(False, whole), (False, whole if kind == "shm" else 0)]
-    assert sent[2:] == [(True, some), (True, some), (False, embed), (True, some), (True, again)]
+    parts, whole, embed = delta == "elements", store.layout.tensor_bytes, 2 * 300 * 257
+    some = 2 * 4 + 50 * 4 if parts else embed
+    assert sent[:4] == [(False, whole), (False, whole), (parts, some), (parts, some)]
+    assert sent[4:] == [(False, embed), (parts, some), (parts, some)]
+    store.close()
+
+
+def test_a_worker_that_is_offered_an_object_twice_reads_each_offer():
+    old, new = tensors(), {**tensors(), "up": torch.zeros(64, 48).bfloat16()}
+    store, engine = opened("objects", True, old)
+    store.publish(0, old)
+    store.publish(1, new)
+    worker = engine()
+    worker.load(store, 0)
+    [(first, _)] = store.offer(1, [worker])
+    worker.version = -1
+    [(second, _)] = store.offer(1, [worker])
+    assert set(worker.receive(first, None)) == {"up"}
+    assert tensor_digests(worker.receive(second, None)) == tensor_digests(new)
+    store.publish(2, new)
+    worker.version = 1
+    [(nothing, _)] = store.offer(2, [worker])
+    assert worker.receive(nothing, None) == {}
     store.close()

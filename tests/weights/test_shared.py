@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -49,26 +50,27 @@ def read(shared, version):
         os.close(descriptor)
 
 
-def test_published_weights_are_read_in_every_type_and_shape():
-    shared = SharedWeights(tensors())
-    digest = shared.publish(4, tensors())
-    assert digest == shared.hash_of(4) == digest_of(tensors()) == digest_of(read(shared, 4))
+@pytest.fixture
+def shared():
+    with closing(SharedWeights(tensors())) as shared:
+        yield shared
+
+
+def test_published_weights_are_copies_in_every_type_and_shape(shared):
+    mine = tensors()
+    digest = shared.publish(4, mine)
+    assert digest == shared.hash_of(4) == digest_of(mine) == digest_of(read(shared, 4))
     assert {name: (t.dtype, t.shape) for name, t in read(shared, 4).items()} == {
-        name: (t.dtype, t.shape) for name, t in tensors().items()
+        name: (t.dtype, t.shape) for name, t in mine.items()
     }
-    shared.close()
-
-
-def test_published_weights_are_a_copy():
-    shared, mine = SharedWeights(tensors()), tensors()
-    digest = shared.publish(0, mine)
     mine["b"].zero_()
-    assert digest_of(read(shared, 0)) == digest != digest_of(mine)
-    shared.close()
+    assert digest_of(read(shared, 4)) == digest != digest_of(mine)
+    with pytest.raises(ValueError, match="published as version 4 already"):
+        shared.publish(4, mine)
+    assert shared.hash_of(4) == digest == digest_of(read(shared, 4))
 
 
-def test_another_process_reads_and_cannot_change_the_weights():
-    shared = SharedWeights(tensors())
+def test_another_process_reads_and_cannot_change_the_weights(shared):
     digest = shared.publish(0, tensors())
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -82,11 +84,9 @@ def test_another_process_reads_and_cannot_change_the_weights():
     before, after = out.split()
     assert before == digest != after and reader.returncode == 0
     assert digest_of(read(shared, 0)) == digest
-    shared.close()
 
 
-def test_reader_keeps_its_version_until_its_memory_is_written_again():
-    shared = SharedWeights(tensors())
+def test_reader_keeps_its_version_until_its_memory_is_written_again(shared):
     first = shared.publish(0, tensors(0))
     held = read(shared, 0)
     second = shared.publish(1, tensors(1))
@@ -94,7 +94,6 @@ def test_reader_keeps_its_version_until_its_memory_is_written_again():
     assert digest_of(held) == first != second == digest_of(read(shared, 1))
     third = shared.publish(2, tensors(2))
     assert digest_of(held) == third == digest_of(read(shared, 2))
-    shared.close()
 
 
 def memory_files():
@@ -115,17 +114,7 @@ def test_released_versions_are_gone_and_leave_no_descriptor():
     assert shared.versions == [] and memory_files() <= before
 
 
-def test_a_version_is_published_once():
-    shared = SharedWeights(tensors())
-    digest = shared.publish(0, tensors())
-    with pytest.raises(ValueError, match="published as version 0 already"):
-        shared.publish(0, tensors(1))
-    assert shared.hash_of(0) == digest == digest_of(read(shared, 0))
-    shared.close()
-
-
-def test_tensors_of_another_layout_are_refused():
-    shared = SharedWeights(tensors())
+def test_tensors_of_another_layout_are_refused(shared):
     for wrong in (
         {**tensors(), "b": torch.zeros(7)},
         {"b": tensors()["b"]},
@@ -139,13 +128,11 @@ def test_tensors_of_another_layout_are_refused():
 @pytest.mark.skipif(
     sys.platform != "linux", reason="elsewhere it is an unlinked file in the temporary folder"
 )
-def test_the_memory_has_no_name_that_could_be_left_behind():
-    shared = SharedWeights(tensors())
+def test_the_memory_has_no_name_that_could_be_left_behind(shared):
     shared.publish(0, tensors())
     descriptor = shared.descriptor(0)
     assert os.readlink(f"/proc/self/fd/{descriptor}") == "/memfd:tandem weights (deleted)"
     os.close(descriptor)
-    shared.close()
 
 
 def test_threads_write_the_bytes_and_digests_of_one():
@@ -165,8 +152,8 @@ def test_threads_write_the_bytes_and_digests_of_one():
     assert tensor_digests(dict(layout.views(memory))) == digests
 
 
-def test_threads_may_publish_release_and_read_at_once():
-    shared, wrong = SharedWeights(tensors()), []
+def test_threads_may_publish_release_and_read_at_once(shared):
+    wrong = []
     hashes = [digest_of(tensors(version)) for version in range(30)]
     shared.publish(0, tensors(0))
     published = threading.Semaphore(0)
@@ -186,4 +173,3 @@ def test_threads_may_publish_release_and_read_at_once():
         wrong += [version] * (is_wrong and version in shared.versions)
     thread.join()
     assert wrong == [] and shared.versions == [26, 27, 28, 29]
-    shared.close()

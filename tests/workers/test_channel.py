@@ -3,13 +3,12 @@
 import os
 import signal
 import socket
-import subprocess
 import sys
 
 import pytest
 
 from tandem.workers.channel import Channel, ProtocolError
-from tandem.workers.host import LocalHosts, describe_exit, spawn
+from tandem.workers.host import LocalHosts, LocalProcess
 from tandem.workers.pool import RestartLimit
 
 MAX_LINE = 1 << 20
@@ -105,19 +104,15 @@ def test_the_restart_after_the_last_is_refused_until_a_reset():
     assert restarts.spend() and restarts.used == 1
 
 
-def test_an_exit_names_its_signal_or_its_code():
-    assert describe_exit(-9) == "it was ended by SIGKILL"
-    assert describe_exit(7) == "it ended with exit code 7"
-
-
 def test_worker_has_no_place_among_the_trainers_processes(monkeypatch):
     names = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE", "NODE"]
     for name in names:
         monkeypatch.setenv(name, "1")
-    code = f"import os; print([name for name in {names} if name in os.environ])"
-    process, channel = spawn([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    channel.close()
-    assert process.communicate()[0] == b"['NODE']\n"
+    code = f"import os, sys; sys.exit(str([name for name in {names} if name in os.environ]))"
+    host = LocalProcess([sys.executable, "-c", code])
+    assert host.how_it_ended() == "it ended with exit code 1"
+    assert host.last_words() == "['NODE']"
+    host.end()
 
 
 def test_a_fork_server_that_was_killed_takes_further_requests():

@@ -156,11 +156,11 @@ class EnvActors(NodePool[EnvCall]):
     def _result(self, message: Message) -> Message:
         return {name: value for name, value in message.items() if name != "id"}
 
-    def _settle(self, worker: CallWorker, call: Call[EnvCall], result: Any) -> None:
+    def _on_answer(self, worker: CallWorker, call: Call[EnvCall], message: Message) -> None:
         if call.asked.closes:
             worker.held.discard(call.asked.env)
             call.asked.env.holder = None
-        super()._settle(worker, call, result)
+        super()._on_answer(worker, call, message)
 
     def _end(self, worker: CallWorker) -> None:
         super()._end(worker)

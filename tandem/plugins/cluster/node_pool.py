@@ -6,8 +6,7 @@ episodes' environments. A node's worker serves several at once, and deadlines ar
     RewardActors                         -->  RewardWorker
     env_actors.py: EnvActors             -->  EnvWorker
 
-Knows no Ray. A worker joins when calls have waited for a second, and leaves after a minute without
-one.
+Knows no Ray.
 """
 
 from concurrent.futures import Future
@@ -24,17 +23,14 @@ from tandem.workers.channel import Message
 from tandem.workers.host import Host, OpenHost
 from tandem.workers.pool import Limits
 
-GROW_S, IDLE_S = 1.0, 60.0
-
 
 class NodePool(CallPool[CallWorker, Q]):
     """A CallPool on nodes. start: the message that starts a worker. heartbeat_s: without a sign of
     life, until one is lost. options: of CallPool."""
 
     def __init__(self, open_host: OpenHost, *, start: Message, heartbeat_s: float, **options: Any):
-        limits = Limits(silent_s=heartbeat_s, grow_s=GROW_S, idle_s=IDLE_S)
         self._start_message = start
-        super().__init__(open_host, limits, **options)
+        super().__init__(open_host, Limits(silent_s=heartbeat_s), **options)
         self.start()
 
     def _make(self, number: int, host: Host) -> CallWorker:

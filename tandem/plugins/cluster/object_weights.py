@@ -13,7 +13,6 @@ version.
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, cast
 
@@ -23,23 +22,11 @@ from torch import Tensor
 from tandem.types import Array
 from tandem.weights.shared import Delta, Layout, Sent, SharedWeights, Target
 
-
-@dataclass(slots=True)
-class Part:
-    """An object of the store, and the nodes whose workers were offered it."""
-
-    stored: Any
-    nodes: set[str] = field(default_factory=set)
-
-
-Parts = dict[Layout, Part]  # of a version, by what is in it
+Parts = dict[Layout, Any]  # objects of a version, by what is in them
 
 
 class ObjectWeights(SharedWeights):
-    """SharedWeights in a store of objects. put, get: an object from a uint8 array, and back.
-
-    sent_bytes: of each object once for each node.
-    """
+    """SharedWeights in a store of objects. put, get: an object from a uint8 array, and back."""
 
     def __init__(
         self,
@@ -57,25 +44,22 @@ class ObjectWeights(SharedWeights):
         offers = []
         for worker in workers:
             sent, host = self.sent(version, [worker]), cast(Any, worker).host  # ray_cluster.RayHost
-            part, number = self._part(version, sent.only), next(self._numbers)
-            copies = int(host.node not in part.nodes)
-            part.nodes.add(host.node)
-            host.give(number, part.stored)
-            message = self._message("ray", version, sent, copies)
-            offers.append(({**message, "object": number}, -1))
+            number = next(self._numbers)
+            host.give(number, self._part(version, sent.only))
+            offers.append(({**self._message("ray", version, sent), "object": number}, -1))
         return offers
 
-    def _part(self, version: int, wanted: Layout) -> Part:
+    def _part(self, version: int, wanted: Layout) -> Any:
         """Return the object of some tensors, in the layout of these alone."""
         with self._lock:
             parts: Parts = self._published[version]
         if wanted not in parts:
-            whole = self._get(parts[self.layout].stored)
+            whole = self._get(parts[self.layout])
             part = np.empty(wanted.size, np.uint8)
             there, here = self.layout.offsets(), wanted.offsets()
             for name, nbytes in wanted.lengths():
                 part[here[name] : here[name] + nbytes] = whole[there[name] : there[name] + nbytes]
-            parts[wanted] = Part(self._put(part))
+            parts[wanted] = self._put(part)
         return parts[wanted]
 
     def _store(
@@ -84,12 +68,11 @@ class ObjectWeights(SharedWeights):
         buffer = np.empty(self._room, np.uint8)
         with warnings.catch_warnings():  # the base's pages are read only, and are only read
             warnings.simplefilter("ignore")
-            before = None if base is None else self._get(base[self.layout].stored)
+            before = None if base is None else self._get(base[self.layout])
             digests, sent = self._write(tensors, buffer, before)
-        parts = {self.layout: Part(self._put(buffer[: self.layout.size]))}
+        parts = {self.layout: self._put(buffer[: self.layout.size])}
         if sent is not None:
-            behind = buffer[sent.at : sent.at + sent.layout.size]
-            parts[sent.layout] = Part(self._put(behind))
+            parts[sent.layout] = self._put(buffer[sent.at : sent.at + sent.layout.size])
         return parts, digests, sent
 
     def _drop(self, stored: Parts) -> None:

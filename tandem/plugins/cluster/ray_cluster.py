@@ -43,7 +43,6 @@ from tandem.plugins.cluster.object_weights import ObjectWeights
 from tandem.plugins.cluster.rollout_worker import RolloutWorker
 from tandem.plugins.cluster.this_machine import (
     environment,
-    free_ports,
     keeping_sigterm,
     last_line,
     not_joined,
@@ -75,13 +74,6 @@ HEAD: dict[str, Any] = {
 }
 # of Ray's workers: Ray itself ends those of a killed node only where orphans are init's
 END_WITH_NODE = f"{die_with_starter.__module__}.{die_with_starter.__name__}"
-# those of the agents: chosen here, or a node waits for its agents before it starts
-PORTS = (
-    "metrics_agent_port",
-    "metrics_export_port",
-    "dashboard_agent_listen_port",
-    "runtime_env_agent_port",
-)
 
 
 def own_place(_: Any) -> tuple[str, int]:
@@ -295,9 +287,9 @@ class LocalNodes:
         number = next(self._numbers)
         # not 127.0.0.1, which Ray takes for the machine's own public one
         at = str(ipaddress.IPv4Address("127.0.0.2") + number)
-        options = {**self._options, "node_ip_address": at, **free_ports(at, PORTS)}
+        options = {**self._options, "node_ip_address": at, **(HEAD if number == 0 else {})}
         with environment(worker_variables()):
-            return self._cluster.add_node(**options, **(HEAD if number == 0 else {}))
+            return self._cluster.add_node(**options)
 
     def remove(self, address: str) -> None:
         """Kill the node at that address, with all that runs on it."""

@@ -1,10 +1,9 @@
 """TransferQueue as the way of a step's groups: stream.kind = transfer_queue."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tandem.choices import Report, StreamBackend
 from tandem.config.schema import Config
@@ -56,32 +55,23 @@ class TransferQueue(StreamBackend):
 
         with open_ray():
             servers, handles = start_servers(config.cluster.nodes, START_S)
-            units = (servers.controller, *servers.units)
-            ips = ", ".join(sorted({str(one["ip"]) for one in units}))
+            ips = ", ".join(sorted({str(one["ip"]) for one in servers}))
             report(
                 f"TransferQueue listens on {ips} without authentication: whoever reaches its "
                 "ports, other users of these machines too, runs code as you"
             )
-            ranks.order("join_stream", servers=asdict(servers))
-            with closing(_join(config, servers, ranks)) as stream:
+            ranks.order("join_stream", servers=servers)
+            with closing(self.join(config, ranks, servers)) as stream:
                 yield stream
             del handles  # with them Ray ends the processes
 
-    def join(
-        self, config: Config, ranks: "Ranks", servers: Mapping[str, Any]
-    ) -> "TransferQueueStream":
-        from tandem.plugins.cluster.transfer_queue import Servers
+    def join(self, config: Config, ranks: "Ranks", servers: "Servers") -> "TransferQueueStream":
+        from tandem.plugins.cluster.transfer_queue import TransferQueueStream
 
-        return _join(config, Servers(**servers), ranks)
-
-
-def _join(config: Config, servers: "Servers", ranks: "Ranks") -> "TransferQueueStream":
-    from tandem.plugins.cluster.transfer_queue import TransferQueueStream
-
-    return TransferQueueStream(
-        servers,
-        name=f"rank {ranks.rank}",
-        capacity=config.rollout.staleness + 1,
-        timeout_s=config.run.stall_s / 2,  # so that its error comes before the watchdog's
-        wait_for_all=lambda: ranks.gather_all(None),
-    )
+        return TransferQueueStream(
+            servers,
+            name=f"rank {ranks.rank}",
+            capacity=config.rollout.staleness + 1,
+            timeout_s=config.run.stall_s / 2,  # so that its error comes before the watchdog's
+            wait_for_all=ranks.wait_for_all,
+        )

@@ -1,4 +1,4 @@
-"""This machine, as a cluster needs it: a folder, addresses, ports, variables, an end. Does not
+"""This machine, as a cluster needs it: a folder, an address, variables, an end. Does not
 import ray."""
 
 import functools
@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -74,15 +74,6 @@ def short_folder() -> Iterator[Path]:
             yield Path(folder)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def free_ports(address: str, names: Collection[str]) -> dict[str, int]:
-    """Find a port for each name that nobody listens on at the moment."""
-    sockets = [socket.create_server((address, 0)) for _ in names]
-    ports = {name: free.getsockname()[1] for name, free in zip(names, sockets, strict=True)}
-    for free in sockets:
-        free.close()
-    return ports
 
 
 @contextmanager

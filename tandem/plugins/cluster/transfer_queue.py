@@ -23,7 +23,6 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,15 +58,8 @@ CONNECT_S = 2.0  # for one of them to take a connection
 MIN_UNITS = 2  # storage units
 FIELD = "arrays"  # of a row
 
-Server = dict[str, Any]  # id, ip and ports of a process of TransferQueue
-
-
-@dataclass(frozen=True, kw_only=True)
-class Servers:
-    """Addresses of TransferQueue's processes; `asdict` of it is JSON."""
-
-    controller: Server
-    units: Sequence[Server]
+# id, ip and ports of each process of TransferQueue, the controller first; JSON
+Servers = Sequence[Mapping[str, Any]]
 
 
 def start_servers(units: int, timeout_s: float) -> tuple[Servers, list[Any]]:
@@ -94,8 +86,7 @@ def start_servers(units: int, timeout_s: float) -> tuple[Servers, list[Any]]:
             expected=f"a Ray cluster with {units + 1} free CPUs",
             next="ray status; free the CPUs, or stream.kind=memory",
         ) from error
-    controller, *others = ({"id": i.id, "ip": i.ip, "ports": dict(i.ports)} for i in infos)
-    return Servers(controller=controller, units=others), handles
+    return [{"id": i.id, "ip": i.ip, "ports": dict(i.ports)} for i in infos], handles
 
 
 class TransferQueueStream:
@@ -122,11 +113,15 @@ class TransferQueueStream:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="stream", daemon=True)
         self._thread.start()
-        controller = _info(Role.CONTROLLER, servers.controller)
+        controller, *units = (
+            ZMQServerInfo(Role.STORAGE if number else Role.CONTROLLER, **one)
+            for number, one in enumerate(servers)
+        )
         self._client = AsyncTransferQueueClient(name, controller)
-        units = {unit["id"]: _info(Role.STORAGE, unit) for unit in servers.units}
         try:  # which greets the controller
-            self._client.initialize_storage_manager("SimpleStorage", {"zmq_info": units})
+            self._client.initialize_storage_manager(
+                "SimpleStorage", {"zmq_info": {unit.id: unit for unit in units}}
+            )
         except (RuntimeError, TimeoutError) as error:
             raise self._failed("join the stream", str(error)) from error
 
@@ -240,17 +235,14 @@ class TransferQueueStream:
 
     def _gone(self) -> list[str]:
         """Return the names of the processes that take no connection."""
-        ports = [("controller", self.servers.controller, "request_handle_socket")]
-        ports += [
-            (f"storage unit {number}", unit, "put_get_socket")
-            for number, unit in enumerate(self.servers.units)
-        ]
         gone = list[str]()
-        for name, server, port in ports:
+        for number, server in enumerate(self.servers):
+            name = f"storage unit {number - 1}" if number else "controller"
+            port = server["ports"]["put_get_socket" if number else "request_handle_socket"]
             try:
-                socket.create_connection((server["ip"], server["ports"][port]), CONNECT_S).close()
+                socket.create_connection((server["ip"], port), CONNECT_S).close()
             except OSError:
-                gone.append(f"{name} at {server['ip']}:{server['ports'][port]}")
+                gone.append(f"{name} at {server['ip']}:{port}")
         return gone
 
     def _failed(self, what: str, found: str) -> UserError:
@@ -278,7 +270,3 @@ async def _cancel_others() -> None:
 
 def _partition(step: int) -> str:
     return f"train_{step + 1:06d}"
-
-
-def _info(role: Any, server: Server) -> Any:
-    return ZMQServerInfo(role, server["id"], server["ip"], server["ports"])

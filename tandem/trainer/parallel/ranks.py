@@ -176,6 +176,9 @@ class ParallelRanks(Ranks):
     def own(self, microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:
         return [batch for _, batch in self._own(microbatches)]
 
+    def wait_for_all(self) -> None:
+        self.mesh.world.gather(None, "all processes")
+
     def gather(self, value: Any) -> list[Any]:
         # of a pipeline, the last stage has the results
         return self.results.gather(value, "results of microbatches")[-self.shares :]

@@ -13,12 +13,10 @@ from tandem.config.schema import Sandbox
 from tandem.envs.calls import EnvironmentFailed, environment_loop
 from tandem.envs.load import load_env
 from tandem.plugins.cluster.env_actors import DEPTH, EnvActors, RemoteCaller
-from tandem.plugins.cluster.node_pool import IDLE_S
 from tandem.runtime.errors import UserError
 from tandem.workers.pool import Limits
 from tests.support.node_process import Nodes
 from tests.support.playing import PROBLEMS, TurnEngine, play
-from tests.support.scoring import FakeClock
 from tests.support.waiting import WAIT_S, eventually
 
 # what a problem's environment does is its answer's matter, and each turn depends on all before it
@@ -94,7 +92,7 @@ def agent(problem, base_url, api_key):
 
 
 @contextmanager
-def workers(folder, most=1, clock=None, name="env.py:Sums", timeout_s=WAIT_S, **options):
+def workers(folder, most=1, name="env.py:Sums", timeout_s=WAIT_S, **options):
     """(EnvActors, Nodes, what was reported)."""
     (folder / "env.py").write_text(ENVIRONMENT)
     nodes, reports = Nodes("env"), []
@@ -106,7 +104,6 @@ def workers(folder, most=1, clock=None, name="env.py:Sums", timeout_s=WAIT_S, **
         most=most,
         heartbeat_s=WAIT_S,
         report=reports.append,
-        **({} if clock is None else {"clock": clock}),
     )
     with actors:
         yield actors, nodes, reports
@@ -242,25 +239,11 @@ def test_closing_an_environment_ends_its_step(tmp_path, begun):
     assert (tmp_path / "closed").read_text() == "x"
 
 
-def test_worker_joins_when_episodes_wait_and_leaves_when_it_holds_none(tmp_path):
-    clock, loop = FakeClock(), environment_loop()
-    with workers(tmp_path, most=2, clock=clock, habits={"0": "gate"}) as (actors, _, reports):
-        actors.started.result(WAIT_S)
+def test_worker_joins_when_episodes_wait(tmp_path):
+    loop = environment_loop()
+    with workers(tmp_path, most=2, habits={"0": "gate"}) as (actors, *_):
         envs = [actors.make() for _ in range(DEPTH + 1)]
         begun = [asyncio.run_coroutine_threadsafe(e.reset(PROBLEMS[0]), loop) for e in envs]
-
-        def passes():
-            clock.advance(actors, 0.5)
-            return len(actors.status()) == 2
-
-        assert eventually(passes)
-        assert eventually(lambda: actors.status()[1]["state"] == "serving")
+        assert eventually(lambda: [row["state"] for row in actors.status()] == 2 * ["serving"])
         (tmp_path / "gate").touch()
         assert all(future.result(WAIT_S) for future in begun)
-        clock.now += IDLE_S
-        [last] = [env for env in envs if env.holder.number == 1]
-        asyncio.run_coroutine_threadsafe(last.close(), loop).result(WAIT_S)
-        assert len(actors.status()) == 2  # it held an episode until now
-        clock.now += IDLE_S
-        assert eventually(lambda: len(actors.status()) == 1)
-    assert reports == ["env workers: 1 -> 2, as calls wait", "env workers: 2 -> 1, as one is idle"]

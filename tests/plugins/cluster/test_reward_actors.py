@@ -58,7 +58,7 @@ RESTARTS = Limits().restarts
 
 
 def test_scores_are_those_of_the_pool_on_one_machine(tmp_path):
-    with pool_of(tmp_path) as (pool, *_):
+    with pool_of(tmp_path, most=1) as (pool, *_):
         found = scores(submit(pool, TEXTS))
         [row] = pool.status()
     with RewardPool(f"{tmp_path / 'reward.py'}:score") as local:
