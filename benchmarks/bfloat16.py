@@ -13,18 +13,20 @@ import time
 import numpy as np
 import torch
 from machine import ceilings
-from shared_prefix import decode_steps, engine_of, requests_of
 
 from tandem.config.schema import Config
+from tandem.engine.engine import Engine
+from tandem.engine.scheduler import RunningSequence
 from tandem.jobs.engines import prepare_process
 from tandem.model.forward import batch_logprobs
 from tandem.model.load import ExactModel, load_model
 from tandem.model.onednn import has_bfloat16_tiles
 from tandem.model.placement import Placement
 from tandem.trainer.pack import pack
-from tandem.types import Microbatch, Sample, SamplingDistribution
+from tandem.types import Microbatch, Request, Sample, SamplingDistribution, SamplingParams
 
 ROUNDS = 5
+NEW, TURN = 64, 8  # tokens of a completion; steps of an engine before it is the other one's turn
 
 
 def main() -> None:
@@ -70,14 +72,35 @@ def forward_backward(model: ExactModel, batch: Microbatch) -> float:
 
 
 def decode(models: dict[str, ExactModel], batch: int) -> dict[str, float]:
-    requests = requests_of([1] * batch, 64)
-    engines = {name: engine_of(model, batch) for name, model in models.items()}
+    prompts, params = (
+        np.random.default_rng(0).integers(0, 500, (batch, 64)),
+        SamplingParams(max_new_tokens=NEW),
+    )
+    requests = [Request(key=n, prompt=tokens, params=params) for n, tokens in enumerate(prompts)]
+    engines = {
+        name: Engine(model, lambda tokens: "", cache_bytes=3 << 29, max_batch=batch)
+        for name, model in models.items()
+    }
     asked = {name: [engine.submit(r) for r in requests] for name, engine in engines.items()}
     steps: dict[str, list[float]] = {name: [] for name in models}
     while any(engine.has_work for engine in engines.values()):
         for name, engine in engines.items():
             steps[name] += decode_steps(engine, asked[name])
     return {name: batch / float(np.median(times)) for name, times in steps.items()}
+
+
+def decode_steps(engine: Engine, asked: list[RunningSequence]) -> list[float]:
+    """Run TURN steps: seconds of those in which every sequence decodes one token."""
+    seconds = []
+    for _ in range(TURN):
+        if not engine.has_work:
+            break
+        all_decode = all(s.tokens and s.completion is None for s in asked)
+        start = time.perf_counter()
+        engine.step()
+        if all_decode:
+            seconds.append(time.perf_counter() - start)
+    return seconds
 
 
 if __name__ == "__main__":

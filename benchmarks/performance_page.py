@@ -60,8 +60,6 @@ def tables(results: dict) -> list[str]:
         lines += measured(results["vllm"], vllm_table(results["vllm"]))
     if "ragged" in results:
         lines += measured(results["ragged"], ragged_table(results["ragged"]))
-    if "prefixes" in results:
-        lines += measured(results["prefixes"], prefix_table(results["prefixes"]))
     if "bfloat16" in results:
         lines += measured(results["bfloat16"], bfloat16_table(results["bfloat16"]))
     if "trainer" in results:
@@ -161,23 +159,6 @@ def ragged_table(result: dict) -> list[str]:
         + ".",
         "",
     ]
-
-
-def prefix_table(result: dict) -> list[str]:
-    lines = [
-        f"### Decode from shared pages, {result['layers']} layers of {result['width']}, 64 sampled tokens",
-        "",
-        "Each sample reading the pages of its prompt, and each page read once, with the same tokens and log-probs.",
-        "",
-        "| prompts | each | once | ratio |",
-        "|---|---|---|---|",
-    ]
-    for name, row in result["rows"].items():
-        cells = (
-            f"{row['each_tok_s']:.0f} tok/s | {row['once_tok_s']:.0f} tok/s | {row['ratio']:.2f}x"
-        )
-        lines.append(f"| {name} | {cells} |")
-    return [*lines, ""]
 
 
 def bfloat16_table(result: dict) -> list[str]:
@@ -284,14 +265,6 @@ def ratios(results: dict) -> dict[str, str]:
             )
         ratio = shared["unshared_s"] / shared["shared_s"]
         add("a prompt of 512 tokens shared by 8 samples, to their first tokens", f"{ratio:.1f}x")
-    if "prefixes" in results:
-        shares = {prompts: row["ratio"] for prompts, row in results["prefixes"]["rows"].items()}
-        for prompts in (
-            "16 prompts of 256 tokens x 8 samples",
-            "64 different prompts of 256 tokens",
-        ):
-            what = f"decode, {prompts}: shared pages read once, against once a sample"
-            add(what, f"{shares[prompts]:.2f}x")
     if "bfloat16" in results:
         seconds = results["bfloat16"]["train_s"]
         ratio = seconds["float32"] / seconds["bfloat16"]

@@ -1,7 +1,7 @@
 """`make bench`: every ratio of results/performance.md, baseline and Tandem alternating on this
 machine, in one run.
 
-    python benchmarks/run.py [decode] [long] [ragged] [prefixes] [bfloat16] [trainer] [tiny] [smollm2] [commands] [vllm]     default: all but vllm
+    python benchmarks/run.py [decode] [long] [ragged] [bfloat16] [trainer] [tiny] [smollm2] [commands] [vllm]     default: all but vllm
 
 vllm needs vLLM's own environment (`make .venv-vllm/.ready`). It rewrites results/performance.md, where each processor keeps its own results.
 
@@ -68,10 +68,6 @@ def long() -> dict:
 
 def ragged() -> dict:
     return run("decode.py", str(model_with_examples()), "ragged", "shared", "exact")
-
-
-def prefixes() -> dict:
-    return run("shared_prefix.py")
 
 
 def bfloat16() -> dict:
@@ -188,7 +184,6 @@ SECTIONS = {
     "decode": decode,
     "long": long,
     "ragged": ragged,
-    "prefixes": prefixes,
     "bfloat16": bfloat16,
     "trainer": trainer,
     "tiny": tiny,

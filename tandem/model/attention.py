@@ -14,6 +14,7 @@ A layer attends by the plan it is given: `PackedPlan` for packed segments,
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -100,28 +101,21 @@ class Plan(Protocol):
 
 
 @dataclass(kw_only=True)
-class Queries:
-    """Query rows of n sequences, R of each, and the number of keys that they are multiplied
-    with."""
+class Bucket:
+    """n runs of R query rows over L keys each, attended in one batched matmul. R is 1 or a multiple
+    of 4, L one of 16."""
 
+    queries: Tensor  # int64 [n, R], row of each query; padding repeats the run's last
+    valid: Tensor  # bool [n * R], false for padding
     positions: Tensor  # int64 [n, R]: how many keys come before the query's own
-    num_keys: int
+    keys: Tensor  # int64 [n, ..., L], where a plan finds each key; those behind a query's are any
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None) -> Tensor:
         """Look up `hidden_keys` [n, 1, R, 1, L], made once for all layers."""
         if window not in self.masks:
-            self.masks[window] = hidden_keys(self.positions, self.num_keys, window)
+            self.masks[window] = hidden_keys(self.positions, self.keys.shape[-1], window)
         return self.masks[window]
-
-
-@dataclass(kw_only=True)
-class Bucket(Queries):
-    """Segments of like size, attended in one batched matmul. R is a multiple of 4, L of 16."""
-
-    queries: Tensor  # int64 [n, R], row of each query; padding repeats the segment's last
-    keys: Tensor  # int64 [n, L], row of each key; padding repeats row 0 and is masked
-    valid: Tensor  # bool [n * R], false for padding
 
 
 class PackedPlan:
@@ -133,7 +127,15 @@ class PackedPlan:
 
     @cached_property
     def buckets(self) -> list[Bucket]:
-        return _buckets(self._segments, self._heads)
+        first, rows, prefix_first, prefix = self._segments.T
+
+        def rows_of(segments: np.ndarray, key: np.ndarray) -> np.ndarray:
+            before, own = prefix[segments, None], first[segments, None]
+            last = own + rows[segments, None] - 1
+            found = np.minimum(own + key - before, last)
+            return np.where(key < before, prefix_first[segments, None] + key, found)
+
+        return buckets_of(first, prefix, rows, rows_of, self._heads)
 
     def earlier(self, layer: int, x: Tensor, count: int) -> list[Tensor]:
         """Look up rows as general_parts.History."""
@@ -152,7 +154,7 @@ class PackedPlan:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         if torch.is_grad_enabled():
             return _PackedAttention.apply(q, k, v, scoring.sinks, self.buckets, scoring)  # type: ignore[no-any-return]
-        return _forward(q, k, v, self.buckets, scoring)
+        return _attend_packed(q, k, v, self.buckets, scoring)
 
 
 def picked(x: Tensor, rows: Tensor) -> Tensor:
@@ -160,19 +162,43 @@ def picked(x: Tensor, rows: Tensor) -> Tensor:
     return x.index_select(0, rows.clamp(min=0)).masked_fill(rows[:, None] < 0, 0.0)
 
 
-def _buckets(segments: np.ndarray, heads: int) -> list[Bucket]:
-    members: dict[tuple[int, int], list[tuple[int, ...]]] = defaultdict(list)
-    for first, rows, prefix_first, prefix in segments.tolist():
-        for start in range(0, rows, QUERY_BLOCK):
-            count = min(QUERY_BLOCK, rows - start)
-            size = ladder(count, 4), ladder(prefix + start + count, 16)
-            members[size].append((first, start, count, prefix_first, prefix))
+def buckets_of(
+    first: np.ndarray,
+    start: np.ndarray,
+    rows: np.ndarray,
+    keys_of: Callable[[np.ndarray, np.ndarray], np.ndarray],
+    heads: int,
+    copied: int = 0,
+    single: int = 4,
+) -> list[Bucket]:
+    """Group runs of query rows, of at most QUERY_BLOCK each, by padded rows and keys.
+
+    first, start, rows: int64 [S], each sequence's first row, its position, and how many rows there
+    are. keys_of: finds keys by sequences int64 [n] and positions int64 [L], of which some may be
+    behind the last one. copied: numbers of a key that count as much as scores; single: rows that a
+    single one is padded to.
+    """
+    members: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
+    for sequence, (place, count) in enumerate(zip(start.tolist(), rows.tolist(), strict=True)):
+        for at in range(0, count, QUERY_BLOCK):
+            own = min(QUERY_BLOCK, count - at)
+            size = ladder(own, 4) if own > 1 else single, ladder(place + at + own, 16)
+            members[size].append((sequence, at, own))
     buckets = []
-    for (rows, keys), parts in sorted(members.items()):
-        limit = max(1, BUCKET_BYTES // (4 * heads * rows * keys))
-        buckets += [
-            _bucket(np.array(parts[i : i + limit]), rows, keys) for i in range(0, len(parts), limit)
-        ]
+    for (padded, keys), runs in sorted(members.items()):
+        limit = max(1, BUCKET_BYTES // (4 * keys * (heads * padded + copied)))
+        for i in range(0, len(runs), limit):
+            sequences, at, count = np.array(runs[i : i + limit]).T
+            row = np.arange(padded)
+            query = at[:, None] + np.minimum(row, count[:, None] - 1)
+            buckets.append(
+                Bucket(
+                    queries=torch.from_numpy(first[sequences, None] + query),
+                    valid=torch.from_numpy((row < count[:, None]).reshape(-1)),
+                    positions=torch.from_numpy(start[sequences, None] + query),
+                    keys=torch.from_numpy(keys_of(sequences, np.arange(keys))),
+                )
+            )
     return buckets
 
 
@@ -182,38 +208,14 @@ def ladder(size: int, multiple: int) -> int:
     return int(padded + -padded % multiple)
 
 
-def _bucket(parts: np.ndarray, rows: int, keys: int) -> Bucket:
-    """Make a bucket of parts int64 [n, 5].
-
-    Columns: first row of the segment, first query in it, queries, first prefix row, prefix rows.
-    """
-    first, start, count, prefix_first, prefix = (column[:, None] for column in parts.T)
-    query = np.minimum(np.arange(rows)[None], count - 1)
-    key = np.arange(keys)[None]
-    own = np.where(key < prefix + start + count, first + key - prefix, 0)
-    key_rows = np.where(key < prefix, prefix_first + key, own)
-    return Bucket(
-        queries=torch.from_numpy(first + start + query),
-        keys=torch.from_numpy(key_rows),
-        valid=torch.from_numpy((np.arange(rows)[None] < count).reshape(-1)),
-        positions=torch.from_numpy(prefix + start + query),
-        num_keys=keys,
-    )
-
-
-def heads_first(rows: Tensor, run: int, heads: int) -> Tensor:
-    """Reorder rows [n * R, heads * g, E] to [n, heads, R * g, E]."""
-    split = rows.reshape(-1, run, heads, rows.shape[1] // heads, rows.shape[-1])
-    return split.transpose(1, 2).reshape(len(split), heads, -1, rows.shape[-1])
-
-
 def _gather(t: Tensor, index: Tensor, heads: int) -> Tensor:
     """Pick rows of t [T, heads * g, E] by index [n, R] into [n, heads, R * g, E], contiguous."""
-    return heads_first(t.index_select(0, index.reshape(-1)), index.shape[1], heads).contiguous()
+    split = t.index_select(0, index.reshape(-1)).view(*index.shape, heads, -1, t.shape[-1])
+    return split.transpose(1, 2).reshape(len(index), heads, -1, t.shape[-1]).contiguous()
 
 
-def rows_first(t: Tensor, run: int, heads: int) -> Tensor:
-    """Reorder [n, K, R * g, E] to [n * R, H, E], the inverse of heads_first."""
+def _rows_first(t: Tensor, run: int, heads: int) -> Tensor:
+    """Reorder [n, K, R * g, E] to [n * R, H, E], as `_gather` found rows."""
     n, kv_heads, _, width = t.shape
     split = t.reshape(n, kv_heads, run, heads // kv_heads, width)
     return split.transpose(1, 2).reshape(-1, heads, width)
@@ -226,17 +228,35 @@ def _probabilities(q: Tensor, k: Tensor, bucket: Bucket, scoring: Scoring) -> Te
     return weigh(split, bucket.mask(scoring.window), scoring).view(n, kv_heads, rows, -1)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, buckets: list[Bucket], scoring: Scoring) -> Tensor:
-    heads, kv_heads, dtype = q.shape[1], k.shape[1], q.dtype
-    q, k, v = q.float(), k.float(), v.float()
-    out = torch.zeros(q.shape)  # rows in no segment are padding
+def attend(
+    q: Tensor,
+    buckets: list[Bucket],
+    scoring: Scoring,
+    read: Callable[[Bucket], tuple[Tensor, Tensor]],
+) -> Tensor:
+    """Attend q [T, H, E] to [T, H, E]; rows in no bucket, which are padding, are zero. read: gives
+    a bucket's keys and values, float32 [n, K, L, E]."""
+    dtype, q = q.dtype, q.float()
+    out = torch.zeros(q.shape)
     for bucket in buckets:
-        keys, values = (_gather(t, bucket.keys, kv_heads) for t in (k, v))
-        query = _gather(q, bucket.queries, kv_heads)
-        probs = _probabilities(query, keys, bucket, scoring)
-        rows = rows_first(combine(probs, values), bucket.queries.shape[1], heads)
+        keys, values = read(bucket)
+        query = _gather(q, bucket.queries, keys.shape[1])
+        tile = F.pad(query, (0, 0, 0, -query.shape[2] % 4))  # of a single row
+        probs = _probabilities(tile, keys, bucket, scoring)
+        rows = combine(probs, values)[:, :, : query.shape[2]]
+        rows = _rows_first(rows, bucket.queries.shape[1], q.shape[1])
         out.index_copy_(0, bucket.queries.reshape(-1)[bucket.valid], rows[bucket.valid])
     return out.to(dtype)
+
+
+def _attend_packed(
+    q: Tensor, k: Tensor, v: Tensor, buckets: list[Bucket], scoring: Scoring
+) -> Tensor:
+    def read(bucket: Bucket) -> tuple[Tensor, Tensor]:
+        keys, values = (_gather(t.float(), bucket.keys, k.shape[1]) for t in (k, v))
+        return keys, values
+
+    return attend(q, buckets, scoring, read)
 
 
 class _PackedAttention(torch.autograd.Function):
@@ -255,7 +275,7 @@ class _PackedAttention(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(q, k, v, sinks)
         ctx.buckets, ctx.scoring = buckets, scoring._replace(sinks=None)
-        return _forward(q, k, v, buckets, scoring)
+        return _attend_packed(q, k, v, buckets, scoring)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -297,7 +317,7 @@ def _bucket_backward(
         lost = mean[..., 0] * (probs.sum(-1) - 1.0)
         by_head = lost.view(*lost.shape[:2], padding.shape[1], -1).sum((0, 2))
         grad_sinks += by_head.view(-1)
-    rows = rows_first(torch.matmul(grad_scores, key), bucket.queries.shape[1], heads)
+    rows = _rows_first(torch.matmul(grad_scores, key), bucket.queries.shape[1], heads)
     grad_q.index_copy_(0, bucket.queries.reshape(-1)[bucket.valid], rows[bucket.valid])
     index = bucket.keys.reshape(-1)
     for total, part in (

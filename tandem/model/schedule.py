@@ -78,10 +78,7 @@ class Cache:
     def plan(
         self, members: Sequence[int], starts: np.ndarray, counts: np.ndarray
     ) -> tuple[Plan, np.ndarray]:
-        """Make (the engine's plan for new tokens of these sequences, their positions).
-
-        Sequences with more pages must come first.
-        """
+        """Make (the engine's plan for new tokens of these sequences, their positions)."""
         runs = Runs([self.tables[member] for member in members], starts, counts)
         return self.model.paged_plan(self.keys, self.values, runs), runs.positions
 

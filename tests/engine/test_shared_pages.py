@@ -6,13 +6,13 @@ import pytest
 from tests.support.engines import CountingModel, facts, paged_engine, request
 from tests.support.tiny import exact_model, random_tokens
 
-pytestmark = pytest.mark.usefixtures("plain_kernels")  # which read shared pages in tiles
+pytestmark = pytest.mark.usefixtures("plain_kernels")
 MODELS = {kind: exact_model(kind) for kind in ("qwen3", "mistral", "llama")}
 
 
 class WatchedModel(CountingModel):
-    """Notes the widest tile of each of the engine's passes: how many sequences read a page
-    together."""
+    """Notes of each of the engine's passes how many neighbours have their first page in common, as
+    kernels that read it once want them."""
 
     def __init__(self, model):
         super().__init__(model)
@@ -23,10 +23,9 @@ class WatchedModel(CountingModel):
         return self.model(compute)
 
     def watched_plan(self, keys, values, runs):
-        plan = self.model.paged_plan(keys, values, runs)
-        columns = [column for bucket in plan.buckets for column in bucket.columns]
-        self.widths.append(max(column.width for column in columns))
-        return plan
+        ends = np.flatnonzero(np.diff(runs.table[:, 0], append=-1))
+        self.widths.append(np.diff(ends, prepend=-1).max())
+        return self.model.paged_plan(keys, values, runs)
 
 
 def prompt(length, seed=0):
