@@ -30,7 +30,7 @@ from tandem.workers.channel import Message
 from tandem.workers.host import Host, LocalHosts
 from tandem.workers.pool import Limits
 
-COMMAND = (sys.executable, "-m", "tandem.rewards.worker")
+COMMAND = (sys.executable, "-P", "-m", "tandem.rewards.worker")
 THREAD = "rewards"  # its name, for the watchdog
 LOADING_S = 20.0  # importing Math-Verify on a cold disk; allowed once for each process
 LIMITS = Limits(

@@ -19,7 +19,7 @@ from tandem.workers.pool import Worker
 if TYPE_CHECKING:  # nothing here needs torch
     from tandem.weights.shared import Layout
 
-COMMAND = (sys.executable, "-m", "tandem.rollout_workers.worker")
+COMMAND = (sys.executable, "-P", "-m", "tandem.rollout_workers.worker")
 # freed memory stays with the process, as page faults of fresh tensors cost a tenth of a small step
 ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
