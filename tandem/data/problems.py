@@ -6,7 +6,8 @@ tokens, templates or models.
 
 import json
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, reduce
+from operator import getitem
 from typing import Any
 
 from tandem.config.episodes import Data
@@ -65,23 +66,19 @@ def read_problems(
         build = partial(_problem, config=columns, prefix=prefix, uids=uids, earlier=dict(earlier))
         parts.append(read_rows(name, build, key=key))
         earlier[name] = uids
-    tell_repeats(
-        (
-            (p.answer, str(p.metadata), *(str(m["content"]) for m in p.messages))
-            for part in parts
-            for p in part
-        ),
-        key,
+    problems = [problem for part in parts for problem in part]
+    contents = (
+        (p.answer, str(p.metadata), *(str(m["content"]) for m in p.messages)) for p in problems
     )
-    if weights:
-        return Mixture(parts, weights, names)
-    return [problem for part in parts for problem in part]
+    tell_repeats(contents, key)
+    return Mixture(parts, weights, names) if weights else problems
 
 
 def _problem(
     row: Row, *, config: Data, prefix: str, uids: Uids, earlier: dict[str, Uids]
 ) -> Problem:
-    prompt = column(row, config.prompt_column, rename="set data.prompt_column={}")
+    also = "" if "reward_model" in row.values else config.answer_column
+    prompt = column(row, config.prompt_column, rename="set data.prompt_column={}", also=also)
     named = (config.prompt_column, config.answer_column, config.category_column)
     refuse_columns(row, OF_PROBLEMS, named)
     messages = with_images(prompt_messages(prompt, field=config.prompt_column), row)
@@ -137,7 +134,7 @@ def _answer_path(row: Row, name: str, prompt_column: str) -> tuple[str, ...]:
 def _answer(row: Row, path: tuple[str, ...]) -> str:
     if not path:
         return ""
-    match value := _value(row, path):
+    match value := reduce(getitem, path, row.values):
         case str():
             return value
         case dict() | list():
@@ -151,13 +148,6 @@ def _answer(row: Row, path: tuple[str, ...]) -> str:
         next="write the answer, or remove the row; or set data.answer_column='' if no reward needs "
         "an answer",
     )
-
-
-def _value(row: Row, path: tuple[str, ...]) -> Any:
-    value: Any = row.values
-    for name in path:
-        value = value[name]
-    return value
 
 
 def _text(value: Any, *, field: str) -> str:
@@ -185,5 +175,5 @@ def _metadata(row: Row, config: Data, answer_path: tuple[str, ...]) -> dict[str,
         reward_model = dict(rest.pop("reward_model"))
         del reward_model["ground_truth"]
         rest |= {"reward_model": reward_model} if reward_model else {}
-    raw = _value(row, answer_path) if answer_path else ""
+    raw = reduce(getitem, answer_path, row.values) if answer_path else ""
     return rest if isinstance(raw, str) else {RAW_ANSWER: raw, **rest}

@@ -16,6 +16,8 @@ import logging
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -162,11 +164,13 @@ def show(value: Any) -> str:
             return str(value)[:60]
 
 
-def column(row: Row, name: str, *, rename: str, otherwise: str = "", taken: str = "") -> Any:
+def column(
+    row: Row, name: str, *, rename: str, otherwise: str = "", taken: str = "", also: str = ""
+) -> Any:
     """Return the row's value in a required column. Raises RowError.
 
     rename: advice if a column has a similar name, with {} for that name; otherwise: if none has, or
-    the column `taken`, which has another use.
+    the column `taken`, which has another use. also: another column that the row needs.
     """
     if name in row.values:
         return row.values[name]
@@ -176,17 +180,14 @@ def column(row: Row, name: str, *, rename: str, otherwise: str = "", taken: str 
     )
     found = "columns " + ", ".join(n[:40] for n in names[:8]) + (", ..." if len(names) > 8 else "")
     advice = rename.format(near[0]) if near and near[0] != taken else otherwise
-    raise RowError(
-        found if names else "an empty row", f"a column {name!r}", field=name, next=advice
-    )
+    expected = " and ".join(f"a column {n!r}" for n in (name, also) if n not in ["", *names])
+    raise RowError(found if names else "an empty row", expected, field=name, next=advice)
 
 
 def exact_number(row: Row, *path: str) -> str:
     """Return the number at path as the file writes it: 0.10 stays 0.10, and all digits are kept."""
-    value = _DECODE_EXACTLY(row.line) if row.line else row.values
-    for name in path:
-        value = value[name]
-    return str(value)
+    values = _DECODE_EXACTLY(row.line) if row.line else row.values
+    return str(reduce(getitem, path, values))
 
 
 # ---- the source, by what exists and by the suffix

@@ -171,7 +171,12 @@ class _Call:
         columns["completions"] = [list(attempt.messages) if chat else attempt.text]
         columns["completion_ids"] = [list(attempt.tokens)]
         logs = {"log_extra": lambda column, values: None, "log_metric": metrics.__setitem__}
-        values = _finished(self.function(**self._wanted({**columns, **logs, **self.options})))
+        arguments = self._wanted({**columns, **logs, **self.options})
+        try:
+            inspect.signature(self.function).bind(**arguments)
+        except TypeError as error:  # it asks for a column that is not there
+            raise BadValue(f"{error}; the columns are {', '.join(columns)}") from None
+        values = _finished(self.function(**arguments))
         is_list = isinstance(values, (list, tuple))
         if not is_list or len(values) != 1:
             found = f"{len(values)} values" if is_list else f"a {type(values).__name__}"

@@ -30,7 +30,7 @@ from tandem.workers.channel import Message
 from tandem.workers.host import Host, LocalHosts
 from tandem.workers.pool import Limits
 
-COMMAND = (sys.executable, "-m", "tandem.rewards.worker")
+COMMAND = (sys.executable, "-P", "-m", "tandem.rewards.worker")
 THREAD = "rewards"  # its name, for the watchdog
 LIMITS = Limits(
     start_s=60.0,  # importing the user's module or Math-Verify, on a cold disk under load

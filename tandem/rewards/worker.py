@@ -9,6 +9,7 @@ opens when it is imported are shared by all workers.
 
 import copy
 import json
+import os
 import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -103,6 +104,6 @@ def _failure(index: int, kind: str, error: str, last: bool = False) -> Message:
 
 
 if __name__ == "__main__":
-    # -m put the working directory first, where a user's file would hide a package
-    sys.path.append(sys.path.pop(0))
+    # last: -P kept it from the front, where a user's file would hide a module of Python's
+    sys.path.append(os.getcwd())
     start(run, lambda spec: load_functions(json.loads(spec)))

@@ -97,7 +97,7 @@ class Turns:
                 warn_of_unread_calls(self.renderer)  # type: ignore[arg-type]  # it is hashable
         prompt = self._prompts[key]
         if len(prompt) >= self.max_tokens:
-            limit = f"an episode has at most {self.max_tokens:,}"
+            limit = f"an episode has at most {self.max_tokens:,} (env.max_tokens, or the engine's)"
             raise EnvironmentFailed(f"a prompt of {len(prompt):,} tokens, where {limit}")
         if not np.array_equal(prompt, self._first_prompts.setdefault(row, prompt)):
             raise UserError(

@@ -17,7 +17,7 @@ from tandem.workers.channel import Message
 from tandem.workers.host import Host
 from tandem.workers.pool import Worker
 
-COMMAND = (sys.executable, "-m", "tandem.rollout_workers.worker")
+COMMAND = (sys.executable, "-P", "-m", "tandem.rollout_workers.worker")
 # freed memory stays with the process, as page faults of fresh tensors cost a tenth of a small step
 ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",

@@ -298,11 +298,7 @@ def test_one_failing_function_fails_the_text_and_is_named(mine, harm, first):
 @pytest.mark.parametrize(
     ("results", "weights", "found"),
     [
-        (
-            {"a": (1e308, {}), "b": (1e308, {})},
-            (10.0, 1.0),
-            "the rewards is inf, expected a finite",
-        ),
+        ({"a": (1e308, {}), "b": (1e308, {})}, (10.0, 1.0), "the rewards is inf, expected"),
         ({"a": (1e308, {}), "b": (1e308, {})}, (10.0, -10.0), "the rewards is nan"),
         ({"a": (1.0, {"b.x": 1.0, "x": 1.0}), "b": (1.0, {"x": 1.0})}, (1, 1), "are named 'b.x'"),
     ],
@@ -350,6 +346,13 @@ def test_the_function_that_cannot_be_loaded_is_named(tmp_path, mine):
         RewardPool([*mine("length"), f"{bad}:score", "answer"])
     assert error.value.where.startswith(f"reward.function = {bad}:score")
     assert error.value.next == f"python {bad}"
+
+
+def test_a_users_file_hides_no_module_of_python(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "string.py").write_text("def score(problem, completion): return 0.5\n")
+    with RewardPool("string.py:score", timeout_s=30.0) as pool:
+        assert scores_of(pool, PROBLEM, ["a"])[0].reward == 0.5
 
 
 # ---------------------------------------------------------------- the verifier that hangs

@@ -226,6 +226,8 @@ def test_trl_functions_get_the_rows_own_answer_once_and_as_solution(score, metad
 def test_trl_functions_may_be_async_or_name_their_columns(score):
     assert score("trl_later", "so 1/3")[0] == 1.0
     assert score("trl_columns", "x")[0] == 2.0
+    with pytest.raises(BadValue, match="'level'; the columns are answer, solution, prompts"):
+        score("trl_columns", "x", problem=Problem(uid="p", messages=CHAT.messages, answer="7"))
 
 
 def test_a_trl_function_that_does_not_apply_adds_nothing(score, mine):
@@ -249,12 +251,10 @@ def test_a_trl_function_with_a_wrong_number_of_rewards_fails(score, name, found)
 
 
 def test_a_trl_function_gets_the_token_ids_of_the_completion(score, mine):
-    assert score("trl_ids", "x", attempt=Attempt(text="x", tokens=(5, 9, 2))) == (
-        16.0,
-        {"trl_ids": 16.0},
-    )
+    attempt = Attempt(text="x", tokens=(5, 9, 2))
+    assert score("trl_ids", "x", attempt=attempt) == (16.0, {"trl_ids": 16.0})
     with RewardPool(f"{mine}:trl_ids", timeout_s=30.0) as pool:
-        assert pool.submit(CHAT, Attempt(text="x", tokens=(5, 9, 2))).result().reward == 16.0
+        assert pool.submit(CHAT, attempt).result().reward == 16.0
 
 
 def test_trls_own_reward_functions_give_what_they_give_in_trl():

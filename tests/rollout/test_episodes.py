@@ -134,6 +134,11 @@ def test_episode_ends_with_its_reason(limits, engine, stop_reason, turns):
     assert max(longest, len(episode.tokens)) <= limits.get("max_tokens", 512)
 
 
+def test_a_prompt_longer_than_an_episode_names_the_key():
+    [[episode]] = play(Counting, TurnEngine(), max_tokens=2)
+    assert episode.env_error.endswith("at most 2 (env.max_tokens, or the engine's)")
+
+
 def fails(failure):
     """An environment that fails in the episode of problem p1 only."""
 

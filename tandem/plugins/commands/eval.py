@@ -24,7 +24,7 @@ def evaluate(config: Config, out: Path | None, fresh: bool) -> dict[str, float]:
     prepare_process(config)
     problems = read_data(config, "eval.data")
     if not problems:
-        raise missing("no held-out problems are named", "eval.data", "a JSONL or Parquet file")
+        raise missing("no held-out problems are named", "eval.data", "a JSONL, CSV or Parquet file")
     with open_runner(config, problems, "eval.data", console.print) as (runner, problems):
         journal = None
         if out is not None:

@@ -43,7 +43,7 @@ class PairInputs(Inputs):
 def sft_inputs(config: Config) -> ChatInputs:
     """Read and check the inputs of `tandem sft`."""
     if not config.sft.train:
-        raise missing("no chats are named", "sft.train", "a JSONL or Parquet file of chats")
+        raise missing("no chats are named", "sft.train", "a JSONL, CSV or Parquet file of chats")
     rows = read_rows(
         config.sft.train, lambda row: (parse_chat(row), template_inputs(row)), key="sft.train"
     )
@@ -104,7 +104,7 @@ def _pair_inputs(
         raise missing(
             "no pairs are named",
             "preference.train",
-            "a JSONL or Parquet file of prompt, chosen, rejected",
+            "a JSONL, CSV or Parquet file of prompt, chosen, rejected",
         )
     read = {
         key: read_rows(path, lambda row: (parse_preference(row), template_inputs(row)), key=key)

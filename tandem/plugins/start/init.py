@@ -59,7 +59,7 @@ warmup_steps = 20
 REWARD = '''\
 """The reward of this project. Try it alone:
 
-    tandem try reward.py:score --data train.jsonl --answer "Answer: 7"
+    tandem try reward.py:score --data train.jsonl --rows 1 --answer "Answer: {answer}"
 """
 
 
@@ -117,7 +117,8 @@ def init(
 
 def _write(folder: Path, name: str, model: str) -> None:
     algebra = find("tasks", "algebra", key="tandem init")
-    write_rows(folder / "train.jsonl", _problems(algebra.rows("train", 400, 0, 1)))
+    problems = _problems(algebra.rows("train", 400, 0, 1))
+    write_rows(folder / "train.jsonl", problems)
     write_rows(folder / "test.jsonl", _problems(algebra.rows("test", 64, 0, 1)))
     recipe = RECIPE.format(
         model=toml_value(model or "model"),
@@ -126,7 +127,7 @@ def _write(folder: Path, name: str, model: str) -> None:
     )
     override = "" if model else " model.path=runs/recipe-sft/hf/step_000500"
     (folder / "recipe.toml").write_text(recipe + WARM_UP * (not model))
-    (folder / "reward.py").write_text(REWARD)
+    (folder / "reward.py").write_text(REWARD.format(answer=problems[0]["answer"]))
     readme = README.format(name=name, warm=WARM * (not model), model=override)
     (folder / "README.md").write_text(readme)
     if not model:

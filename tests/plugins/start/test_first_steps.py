@@ -1,6 +1,7 @@
 """`tandem init` and the inputs of `tandem demo`: what they write, and that a run could start with
 it."""
 
+import shlex
 import tomllib
 
 import pytest
@@ -36,12 +37,10 @@ def test_a_run_could_start_in_a_new_project(project, command):
 
 
 def test_the_reward_of_a_new_project_scores_its_problems(project):
-    arguments = ("try", "reward.py:score", "--data", "train.jsonl", "--rows", "1")
-    row = (project / "train.jsonl").read_text().splitlines()[0]
-    answer = row.partition('"answer": "')[2].partition('"')[0]
-    code, stdout, _ = tandem(*arguments, "--answer", f"It is {answer}", cwd=project)
+    shown = shlex.split((project / "reward.py").read_text().splitlines()[2])
+    code, stdout, _ = tandem(*shown[1:], cwd=project)
     assert code == 0 and "reward 1" in stdout
-    code, stdout, _ = tandem(*arguments, "--answer", f"{answer} or so", cwd=project)
+    code, stdout, _ = tandem(*shown[1:-1], f"{shown[-1]} or so", cwd=project)
     assert code == 0 and "reward 0" in stdout
 
 
@@ -58,13 +57,8 @@ def test_a_project_is_the_same_every_time_and_has_one_model(project, tmp_path):
     assert files_of(tmp_path / "mine") == files_of(project)
     code, *_ = tandem("init", "other", "--model", str(project / "model"), cwd=tmp_path)
     assert code == 0
-    assert {path.name for path in (tmp_path / "other").iterdir()} == {
-        "README.md",
-        "recipe.toml",
-        "reward.py",
-        "test.jsonl",
-        "train.jsonl",
-    }
+    names = ["README.md", "recipe.toml", "reward.py", "test.jsonl", "train.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "other").iterdir()) == names
     assert load_config(tmp_path / "other" / "recipe.toml", []).model.path == str(project / "model")
     code, stdout, stderr = tandem("plan", "recipe.toml", cwd=tmp_path / "other")
     assert code == 0, stdout + stderr
