@@ -1,10 +1,12 @@
-"""The engine's thread: weights that change under a client."""
+"""The engine's thread: weights that change under a client, and a stop while one waits."""
 
 import asyncio
 import threading
 from contextlib import asynccontextmanager
 
-from tandem.plugins.serve.service import EngineService
+import pytest
+
+from tandem.plugins.serve.service import EngineService, EngineStopped
 from tests.support.engines import engine_of, request
 from tests.support.tiny import exact_model
 from tests.support.waiting import WAIT_S
@@ -64,3 +66,20 @@ def test_client_gets_every_token_once_across_new_weights():
     assert tokens == completion.tokens.tolist() and len(tokens) == 40
     assert versions == completion.weight_versions.tolist() == sorted(versions)
     assert set(versions) == {0}
+
+
+def test_a_request_that_waits_while_the_service_stops_is_refused():
+    async def life():
+        go = held_at(engine := engine_of(), 1)
+        async with service_of(engine) as service:
+            await anext(await service.submit([request(max_new_tokens=4)]))
+            waiting = asyncio.create_task(service.submit([request(max_new_tokens=4)]))
+            await asyncio.sleep(0)  # now it is asked for
+            stopping = asyncio.create_task(service.stop())
+            await asyncio.sleep(0)
+            go.set()
+            with pytest.raises(EngineStopped, match="is stopping"):
+                await waiting
+            await stopping
+
+    asyncio.run(asyncio.wait_for(life(), WAIT_S))

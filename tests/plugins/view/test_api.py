@@ -303,3 +303,5 @@ def test_news_of_a_run_come_within_a_second(tmp_path):
         assert heard[1][1] == ["run"] and heard[1][0] - written < 1.0
         assert get(client, "runs")["runs"][0]["step"] == 1
         assert get(client, "episodes", run="run")["count"] == 1
+        add_step(run, 2, reward=0.5)
+        assert get(client, "runs")["runs"][0]["step"] == 2
