@@ -13,5 +13,5 @@ an example and a comparison of graders, docs/guide/sandbox.md the guarantees of 
     sandbox/        bubblewrap, a SandboxFusion server, or plain processes
 
 It plugs in as rewards, envs, sandboxes and extractors of tandem/registry.py. Formulas need
-math-verify, which is imported at the first of them; the rest needs no package.
+math-verify, which workers of `answer` import at their start; the rest needs no package.
 """

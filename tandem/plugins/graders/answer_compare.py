@@ -3,7 +3,7 @@ tuples member by member.
 
 Numbers are compared exactly as fractions, with their units, and nothing is evaluated: when the
 truth is a number, `2+3` is not 5, because paying for arithmetic left undone pays for repeating the
-question. Only formulas are left to Math-Verify (sympy), imported at the first of them.
+question. Only formulas are left to Math-Verify (sympy), which a pool imports early.
 
 Knows no completions.
 
