@@ -144,7 +144,7 @@ class Server:
 
     def _apply(self, version: int, source: Message) -> None:
         from tandem.engine.sync_check import check_probe
-        from tandem.weights.delta import decode_all
+        from tandem.weights.delta import decode
         from tandem.weights.hashing import combine
 
         if self._numbers:
@@ -155,7 +155,8 @@ class Server:
             with signs_of_life(self._channel, self._beat_s):
                 weights = self._receive(source, self._channel.descriptors)
                 if "parts" in source:  # differences from the weights that run
-                    weights = decode_all(self._engine.model.named_weights(), weights)
+                    base = self._engine.model.named_weights()
+                    weights = {name: decode(base[name], part) for name, part in weights.items()}
         except RuntimeError as error:  # the weights in use are whole as before
             self._channel.send({"applied": version, "failed": f"{error}"})
             return

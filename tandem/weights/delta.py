@@ -10,8 +10,6 @@ In bfloat16 most updates of RL are below the rounding of most weights, so few el
 Knows no transport.
 """
 
-from collections.abc import Mapping
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -40,17 +38,8 @@ def encode(base: Tensor, new: Tensor) -> Tensor | None:
 def decode(base: Tensor, encoded: Tensor) -> Tensor:
     """Return a tensor from its base and what `encode` made of it, on the base's device. Raises
     RuntimeError if it is not of this base's shape."""
-    if encoded.dtype == torch.uint8:
-        return _set_elements(base, encoded)
-    return encoded
-
-
-def decode_all(base: Mapping[str, Tensor], encoded: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Decode tensors by name, each against the base's of its name."""
-    return {name: decode(base[name], part) for name, part in encoded.items()}
-
-
-def _set_elements(base: Tensor, encoded: Tensor) -> Tensor:
+    if encoded.dtype != torch.uint8:
+        return encoded
     changed = base.detach().clone(memory_format=torch.contiguous_format)
     bits, blocks = changed.view(-1).view(BITS[base.itemsize]), _num_blocks(base.numel())
     count = (len(encoded) - 4 * blocks) // (base.itemsize + 2)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tandem.plugins.cluster.object_weights import ObjectWeights
-from tandem.weights.delta import BLOCK, decode, decode_all, encode
+from tandem.weights.delta import BLOCK, decode, encode
 from tandem.weights.hashing import combine, tensor_digest, tensor_digests
 from tandem.weights.shared import SharedWeights
 from tandem.weights.transports import receive_offers
@@ -85,7 +85,7 @@ class Engine:
         [(source, descriptor)] = store.offer(version, [self])
         found = self.receive(source, deque([descriptor]))
         if "parts" in source:
-            found = decode_all(self.tensors, found)
+            found = {name: decode(self.tensors[name], part) for name, part in found.items()}
         for name, tensor in found.items():
             self.tensors[name].copy_(tensor)
         self.version = version
