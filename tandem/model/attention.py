@@ -138,7 +138,8 @@ class PackedPlan:
         return buckets_of(first, prefix, rows, rows_of, self._heads)
 
     def earlier(self, layer: int, x: Tensor, count: int) -> list[Tensor]:
-        """Look up rows as general_parts.History."""
+        """Return what x [T, D] was 1 to `count` tokens before each row in its sequence, [T, D]
+        each, and zeros before a sequence's first token."""
         for lag in range(len(self._before) + 1, count + 1):
             counts = self._segments[:, 1]
             first, _, prefix_first, prefix = self._segments.repeat(counts, 0).T
@@ -153,8 +154,33 @@ class PackedPlan:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         if torch.is_grad_enabled():
-            return _PackedAttention.apply(q, k, v, scoring.sinks, self.buckets, scoring)  # type: ignore[no-any-return]
-        return _attend_packed(q, k, v, self.buckets, scoring)
+            return _PackedAttention.apply(q, k, v, scoring.sinks, self, scoring)  # type: ignore[no-any-return]
+        return self.forward(q, k, v, scoring)[0]
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute the output [T, H, E], zeros in rows of no segment, and what `backward` takes of
+        it."""
+
+        def read(bucket: Bucket) -> tuple[Tensor, Tensor]:
+            keys, values = (_gather(t.float(), bucket.keys, k.shape[1]) for t in (k, v))
+            return keys, values
+
+        return attend(q, self.buckets, scoring, read), None
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, above: Tensor, kept: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Compute the gradients of q, k, v and sinks from the output's. Probabilities are computed
+        again, bucket by bucket."""
+        kind, (q, k, v, above) = above.dtype, (t.float() for t in (q, k, v, above))
+        totals = torch.zeros(q.shape), torch.zeros(k.shape), torch.zeros(v.shape)
+        grad_sinks = None if scoring.sinks is None else torch.zeros_like(scoring.sinks)
+        for bucket in self.buckets:
+            _bucket_backward(bucket, (q, k, v), above, totals, scoring, grad_sinks)
+        grad_q, grad_k, grad_v = (total.to(kind) for total in totals)
+        return grad_q, grad_k, grad_v, grad_sinks
 
 
 def picked(x: Tensor, rows: Tensor) -> Tensor:
@@ -249,19 +275,8 @@ def attend(
     return out.to(dtype)
 
 
-def _attend_packed(
-    q: Tensor, k: Tensor, v: Tensor, buckets: list[Bucket], scoring: Scoring
-) -> Tensor:
-    def read(bucket: Bucket) -> tuple[Tensor, Tensor]:
-        keys, values = (_gather(t.float(), bucket.keys, k.shape[1]) for t in (k, v))
-        return keys, values
-
-    return attend(q, buckets, scoring, read)
-
-
 class _PackedAttention(torch.autograd.Function):
-    """Autograd function over q, k, v; its backward computes probabilities again, bucket by
-    bucket."""
+    """Autograd function over q, k, v and sinks, by a plan's `forward` and `backward`."""
 
     @staticmethod
     def forward(
@@ -270,24 +285,19 @@ class _PackedAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
-        buckets: list[Bucket],
+        plan: PackedPlan,
         scoring: Scoring,
     ) -> Tensor:
-        ctx.save_for_backward(q, k, v, sinks)
-        ctx.buckets, ctx.scoring = buckets, scoring._replace(sinks=None)
-        return _attend_packed(q, k, v, buckets, scoring)
+        out, kept = plan.forward(q, k, v, scoring)
+        ctx.save_for_backward(q, k, v, sinks, kept)
+        ctx.plan, ctx.scoring = plan, scoring._replace(sinks=None)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *saved, sinks = ctx.saved_tensors
-        q, k, v, above = (t.float() for t in (*saved, grads[0]))
-        totals = torch.zeros(q.shape), torch.zeros(k.shape), torch.zeros(v.shape)
+        q, k, v, sinks, kept = ctx.saved_tensors
         scoring = ctx.scoring._replace(sinks=sinks)
-        grad_sinks = None if sinks is None else torch.zeros_like(sinks)
-        for bucket in ctx.buckets:
-            _bucket_backward(bucket, (q, k, v), above, totals, scoring, grad_sinks)
-        own = (total.to(grads[0].dtype) for total in totals)
-        return *own, grad_sinks, None, None
+        return *ctx.plan.backward(q, k, v, scoring, grads[0], kept), None, None
 
 
 def _bucket_backward(

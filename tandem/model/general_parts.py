@@ -15,7 +15,7 @@ Both take part in the product of queries and keys, as further numbers of each
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,15 +58,6 @@ class _LayerNorm(torch.autograd.Function):
         return inner, of_weight, None if bias is None else rows.sum(0), None
 
 
-class History(Protocol):
-    """Plan that knows which tokens of a pass follow which."""
-
-    def earlier(self, layer: int, x: Tensor, count: int) -> list[Tensor]:
-        """Return what x [T, D] was 1 to `count` tokens before each row in its sequence, [T, D]
-        each, and zeros before a sequence's first token."""
-        ...
-
-
 class ExactShortConv(nn.Module):
     """A layer of one of CONVOLUTIONS, with its parameters under their names. plan: that of the
     pass."""
@@ -80,9 +71,8 @@ class ExactShortConv(nn.Module):
         """Map [1, T, D] to [1, T, D]. transformers calls it, with its own names."""
         before, after, x = self.in_proj(hidden_states[0]).chunk(3, -1)
         x, weight = before * x, self.conv.weight[:, 0].float()
-        plan: History = self._plan()
-        total = x.float() * weight[:, -1]
-        for lag, earlier in enumerate(plan.earlier(self.layer_idx, x, weight.shape[1] - 1), 1):
+        total, before_each = x.float() * weight[:, -1], self._plan().earlier
+        for lag, earlier in enumerate(before_each(self.layer_idx, x, weight.shape[1] - 1), 1):
             total = total + earlier.float() * weight[:, -1 - lag]
         if self.conv.bias is not None:
             total = total + self.conv.bias

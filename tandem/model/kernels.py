@@ -58,7 +58,6 @@ class Kernels:
     # what samples (tokens, log-probs) by logits of any type, temperature and uniforms without a
     # table, if anything; then slopes are of such logits and written over them
     draw: Callable[[Tensor, float, Tensor], tuple[Tensor, Tensor]] | None = None
-    layer: Callable[..., Tensor] | None = None  # what runs an ExactLayer without gradients, if any
     packs_stay: bool = False  # whether a pack is renewed where it is, for captured steps
     runs_ahead: bool = False  # whether decode steps may run ahead of the host (engine/lookahead.py)
     # rows of an output projection that the probe tries, (): all; here one costs as much as a layer
@@ -157,7 +156,7 @@ class Kernels:
         self, keys: Sequence[Tensor], values: Sequence[Tensor], rows: DecodeRows, heads: int
     ) -> Plan:
         """Plan as `paged_plan` for a decode step over static tensors."""
-        return PagedPlan(keys, values, rows.runs(), heads)
+        return self.paged_plan(keys, values, rows.runs(), heads)
 
     def shared_tiles(self, runs: Runs, group: int) -> np.ndarray | None:
         """Plan which pages the sequences of a decode step read together, int32 [4, splits, S]; None
@@ -169,8 +168,24 @@ class Kernels:
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """Compute the RMS norm of x [..., D], in float32."""
         if torch.is_grad_enabled():
-            return _RMSNorm.apply(x, weight, epsilon)  # type: ignore[no-any-return]
-        return _rms_norm(x, weight, epsilon)[0]
+            return _RMSNorm.apply(x, weight, epsilon, self)  # type: ignore[no-any-return]
+        return self.norm(x, weight, epsilon)[0]
+
+    def norm(self, x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        """Compute `rms_norm` without gradients, and what `norm_slope` takes of it."""
+        wide = x.float()
+        factors = wide.square().mean(-1, keepdim=True).add_(epsilon).rsqrt_()
+        return (wide * factors).mul_(weight.float()).to(x.dtype), factors
+
+    def norm_slope(
+        self, x: Tensor, weight: Tensor, factors: Tensor, above: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Compute d loss / d x from that of the norm; and the weight's for each row, [..., D]."""
+        above, scaled = above.float(), x.float() * factors
+        slope = above * weight.float()
+        mean = (slope * scaled).mean(-1, keepdim=True)
+        slope.addcmul_(scaled, mean, value=-1).mul_(factors)
+        return slope.to(x.dtype), above.mul(scaled)
 
     def add_rms_norm(
         self, x: Tensor, change: Tensor, weight: Tensor, epsilon: float
@@ -192,7 +207,27 @@ class Kernels:
         depend on how many elements there are and on the thread count (measured: 1 element in 25 of
         a short tail differs).
         """
-        return _SwiGLU.apply(x) if torch.is_grad_enabled() else _swiglu(x)  # type: ignore[no-any-return]
+        if torch.is_grad_enabled():
+            return _SwiGLU.apply(x, self)  # type: ignore[no-any-return]
+        return self.gated(x)
+
+    def gated(self, x: Tensor) -> Tensor:
+        """Compute `swiglu` without gradients."""
+        gate, up = x.float().chunk(2, -1)
+        inner = gate.neg().exp_().add_(1.0)
+        return torch.div(gate, inner, out=inner).mul_(up).to(x.dtype)
+
+    def gated_slope(self, x: Tensor, above: Tensor) -> Tensor:
+        """Compute d loss / d x from that of `swiglu`."""
+        kind, x, above = above.dtype, x.float(), above.float()
+        (gate, up), grad = x.chunk(2, -1), torch.empty_like(x)
+        # written in place: at few features this is memory traffic only
+        grad_gate, grad_up = grad.chunk(2, -1)
+        torch.ops.aten.silu_backward.grad_input(
+            torch.mul(above, up, out=grad_up), gate, grad_input=grad_gate
+        )
+        torch.mul(above, F.silu(gate), out=grad_up)
+        return grad.to(kind)
 
     def rows(self, x: Tensor, rows: Tensor) -> Tensor:
         """Pick rows int64 [n] of x [T, D], one of them several times, with a gradient that is
@@ -249,55 +284,32 @@ class Kernels:
         raise AssertionError("not fused")
 
 
-def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Return the norm of x and its factors, float32 [..., 1]."""
-    wide = x.float()
-    factors = wide.square().mean(-1, keepdim=True).add_(epsilon).rsqrt_()
-    return (wide * factors).mul_(weight.float()).to(x.dtype), factors
-
-
 class _RMSNorm(torch.autograd.Function):
-    """The autograd function of `norm`: it keeps x and factors, not x times its factors too."""
+    """The autograd function of `rms_norm`: it keeps x and factors, not x times its factors too."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        out, factors = _rms_norm(x, weight, epsilon)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, kernels: Kernels) -> Tensor:
+        out, factors = kernels.norm(x, weight, epsilon)
         ctx.save_for_backward(x, weight, factors)
+        ctx.kernels = kernels
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, factors = ctx.saved_tensors
-        above, scaled = grads[0].float(), x.float() * factors
-        grad_weight = (above * scaled).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
-        slope = above * weight.float()
-        mean = (slope * scaled).mean(-1, keepdim=True)
-        return slope.addcmul_(scaled, mean, value=-1).mul_(factors).to(x.dtype), grad_weight, None
-
-
-def _swiglu(x: Tensor) -> Tensor:
-    gate, up = x.float().chunk(2, -1)
-    inner = gate.neg().exp_().add_(1.0)
-    return torch.div(gate, inner, out=inner).mul_(up).to(x.dtype)
+        grad, each = ctx.kernels.norm_slope(*ctx.saved_tensors, grads[0])
+        return grad, each.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None, None, None
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, kernels: Kernels) -> Tensor:
         ctx.save_for_backward(x)
-        return _swiglu(x)
+        ctx.kernels = kernels
+        return kernels.gated(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        x, above = ctx.saved_tensors[0].float(), grads[0].float()
-        (gate, up), grad = x.chunk(2, -1), torch.empty_like(x)
-        # written in place: at few features this is memory traffic only
-        grad_gate, grad_up = grad.chunk(2, -1)
-        torch.ops.aten.silu_backward.grad_input(
-            torch.mul(above, up, out=grad_up), gate, grad_input=grad_gate
-        )
-        torch.mul(above, F.silu(gate), out=grad_up)
-        return grad.to(grads[0].dtype)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.kernels.gated_slope(ctx.saved_tensors[0], grads[0]), None
 
 
 def _search(cdf: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

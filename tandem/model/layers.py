@@ -65,8 +65,6 @@ class ExactLayer(PackOwner):
         """Map x [T, D] to [T, D]. choices: record or replace those of its router, if it has one;
         again: whether the backward pass computes norms and SwiGLU again, or keeps them."""
         again = again and torch.is_grad_enabled()
-        if (run := kernels_of(x).layer) and not torch.is_grad_enabled():
-            return run(self, x, rotation, plan, choices)
         normed = norm(self.input_layernorm, x)
         with made_again(normed, partial(norm, self.input_layernorm, x), again):
             heads = self.qkv(normed)

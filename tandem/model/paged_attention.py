@@ -104,7 +104,7 @@ class PagedPlan:
         )
 
     def earlier(self, layer: int, x: Tensor, count: int) -> list[Tensor]:
-        """Write the rows' own x, then look up rows as general_parts.History."""
+        """Write the rows' own x, then look up rows as PackedPlan.earlier."""
         for lag in range(len(self._slots), count + 1):
             self._slots.append(torch.from_numpy(self._runs.slots(lag)))
         held, padding = self.keys[layer].view(-1, x.shape[1]), (0, 0, 0, len(x) - self.new)

@@ -99,39 +99,6 @@ def fastest_exact(trials: Sequence[Trial]) -> str:
     return best.kernel
 
 
-def try_kernels(
-    kernels: Sequence[str],
-    use: Callable[[str], None],
-    differs: Callable[[], list[str]],
-    work: Callable[[], list[Tensor]],
-    time_ms: Callable[[Callable[[], Any]], float],
-) -> list[Trial]:
-    """Try kernels one after the other; the first one stays in use.
-
-    differs: names operators that are not exact. work: what is timed; its results must be near those
-    of the first kernel that runs, as a wrong result may be exact too.
-    """
-    trials, expected = list[Trial](), list[Tensor]()
-    for kernel in kernels:
-        use(kernel)
-        try:
-            results = work()
-            expected = expected or results
-            near = all(map(_is_near, results, expected))
-            findings = differs() if near else [f"is far from {kernels[0]}"]
-            ms = math.inf if findings else time_ms(work)
-        except Exception as error:  # it may not be built for this GPU, type or shape
-            findings, ms = [first_line(error)], math.inf
-        trials.append(Trial(kernel=kernel, findings=findings, ms=ms))
-    use(kernels[0])
-    return trials
-
-
-def _is_near(found: Tensor, expected: Tensor) -> bool:
-    bound = torch.finfo(found.dtype).eps ** 0.5 * expected.abs().max()
-    return bool((found - expected).abs().max() <= bound)
-
-
 @torch.no_grad()
 def try_matmuls(
     model: ExactModel,
@@ -141,8 +108,10 @@ def try_matmuls(
     kernels: Sequence[str] = (),
     microbatch: int = 0,
 ) -> list[Trial]:
-    """Try matmul kernels of the GPU on the model's own linears, in decode and packed.
+    """Try matmul kernels of the GPU on the model's own linears, in decode and packed; the first one
+    stays in use.
 
+    Results must be near those of the first kernel that runs, as a wrong one may be exact too.
     time_ms: None times work in a CUDA graph, as a decode step runs. kernels: () are all.
     microbatch: tokens of an update's pass, whose row count is tried too.
     """
@@ -150,14 +119,33 @@ def try_matmuls(
     for (_, inputs), linear in _linears(model).items():
         for rows in (DECODE_ROWS, PACKED_ROWS)[: 1 if linear is model.head else 2]:
             work.append((linear, random_like(model, noise, rows, inputs)))
+
+    def run() -> list[Tensor]:
+        return [linear(x) for linear, x in work]
+
     own = model.kernels
-    return try_kernels(
-        kernels or own.matmuls,
-        own.use_matmul,
-        lambda: _linears_differ(model, torch.Generator().manual_seed(seed), microbatch),
-        lambda: [linear(x) for linear, x in work],
-        time_ms or own.time_ms,
-    )
+    kernels, trials, expected = kernels or own.matmuls, list[Trial](), list[Tensor]()
+    for kernel in kernels:
+        own.use_matmul(kernel)
+        try:
+            results = run()
+            expected = expected or results
+            if all(map(_is_near, results, expected)):
+                noise.manual_seed(seed)
+                findings = _linears_differ(model, noise, microbatch)
+            else:
+                findings = [f"is far from {kernels[0]}"]
+            ms = math.inf if findings else (time_ms or own.time_ms)(run)
+        except Exception as error:  # it may not be built for this GPU, type or shape
+            findings, ms = [first_line(error)], math.inf
+        trials.append(Trial(kernel=kernel, findings=findings, ms=ms))
+    own.use_matmul(kernels[0])
+    return trials
+
+
+def _is_near(found: Tensor, expected: Tensor) -> bool:
+    bound = torch.finfo(found.dtype).eps ** 0.5 * expected.abs().max()
+    return bool((found - expected).abs().max() <= bound)
 
 
 def probe(

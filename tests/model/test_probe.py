@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tandem.model.forward import batch_logprobs
+from tandem.model.kernels import Kernels, kernels_for
 from tandem.model.linear import ExactLinear
 from tandem.model.load import make_exact
 from tandem.model.logprobs import log_distribution
@@ -21,7 +22,7 @@ from tandem.model.probe import (
     _rowwise_differ,
     fastest_exact,
     probe,
-    try_kernels,
+    try_matmuls,
 )
 from tandem.model.schedule import Schedule, random_model, threads_of
 from tandem.trainer.pack import pack
@@ -173,49 +174,37 @@ def test_decode_from_shared_pages_that_rounds_otherwise_is_named():
     assert found == [f"attention decode from shared pages: {batches} rows"]
 
 
-class Candidates:
-    """Kernels made by hand: a product, what is not exact in it, and its time."""
+TIMES = {"own": 9.0, "slower": 8.8, "fast": 7.0, "inexact": 1.0, "wrong": 1.0, "broken": 1.0}
 
-    def __init__(self, **kernels):
-        self.kernels, self.used, self.timed = kernels, "", []
 
-    def use(self, name):
-        self.used = name
+class Candidates(Kernels):
+    """Kernels made by hand, with their TIMES."""
 
-    def work(self):
-        product, _, _ = self.kernels[self.used]
-        if product is None:
-            raise RuntimeError("no kernel image is available\nfor this device")
-        return [torch.tensor([1000.0, product])]
+    matmuls, chosen = tuple(TIMES), ""
+
+    def use_matmul(self, kernel):
+        self.chosen = kernel
 
     def time_ms(self, work):
-        self.timed.append(self.used)
-        return self.kernels[self.used][2]
+        return TIMES[self.chosen]
 
-    def tried(self):
-        return try_kernels(
-            list(self.kernels),
-            self.use,
-            lambda: self.kernels[self.used][1],
-            self.work,
-            self.time_ms,
-        )
+    def matmul(self, x, packed, bias=None):
+        if self.chosen == "broken":
+            raise RuntimeError("no kernel image is available\nfor this device")
+        out = super().matmul(x, packed, bias)
+        other = self.chosen == "fast" or (self.chosen == "inexact" and len(x) == 4)
+        return 2 * out if self.chosen == "wrong" else out.nextafter(out + 1) if other else out
 
 
 def test_the_fastest_exact_kernel_is_chosen():
-    candidates = Candidates(
-        own=(2.0, [], 9.0),
-        slower=(2.0, [], 8.0),
-        fastest=(2.1, [], 7.0),  # other bits, near
-        inexact=(2.0, ["linear 2 -> 2: 1 rows"], 1.0),
-        wrong=(3.0, [], 1.0),
-        broken=(None, [], 1.0),
-    )
-    trials = candidates.tried()
-    assert fastest_exact(trials) == "fastest" and candidates.used == "own"
-    assert candidates.timed == ["own", "slower", "fastest"]
-    assert [trial.findings for trial in trials[3:]] == [
-        ["linear 2 -> 2: 1 rows"],
+    candidates = Candidates()
+    with kernels_for("cpu", candidates):
+        trials = try_matmuls(model_of("qwen3"))
+    assert fastest_exact(trials) == "fast" and candidates.chosen == "own"
+    assert fastest_exact(trials[:2]) == "own"
+    assert [trial.findings for trial in trials[:3]] == [[], [], []]
+    assert all("4 rows" in finding for finding in trials[3].findings) and trials[3].findings
+    assert [trial.findings for trial in trials[4:]] == [
         ["is far from own"],
         ["RuntimeError: no kernel image is available"],
     ]

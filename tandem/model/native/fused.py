@@ -22,7 +22,7 @@ from tandem.model.layers import ExactLayer
 from tandem.model.linear import PackedWeight, bias_of, packed_parts
 from tandem.model.native.library import Library, load
 from tandem.model.onednn import has_bfloat16_tiles, in_float32
-from tandem.model.paged_attention import DecodeRows, PagedPlan, Runs
+from tandem.model.paged_attention import PagedPlan, Runs
 
 PANEL, TILES, LANES = 64, 32, 16  # as in kernels.cpp and tiles.h
 
@@ -105,11 +105,6 @@ class FusedKernels(Kernels):
             return super().paged_plan(keys, values, runs, heads)
         return FusedPagedPlan(keys, values, runs, heads, self)
 
-    def decode_plan(
-        self, keys: Sequence[Tensor], values: Sequence[Tensor], rows: DecodeRows, heads: int
-    ) -> Plan:
-        return self.paged_plan(keys, values, rows.runs(), heads)
-
     # ---- layers
 
     def count_rows(self, rows: int, plan: Plan, dtype: torch.dtype) -> int:
@@ -151,23 +146,25 @@ class FusedKernels(Kernels):
 
     # ---- rows
 
-    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        if weight.dtype != x.dtype:
-            return super().rms_norm(x, weight, epsilon)
-        if torch.is_grad_enabled():
-            return _RMSNorm.apply(x, weight, epsilon, self)  # type: ignore[no-any-return]
-        return self.norm(x, weight, epsilon)[0]
-
     def norm(self, x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-        """Compute the norm of x [..., D] and its factors, float32 [N]."""
+        if weight.dtype != x.dtype:
+            return super().norm(x, weight, epsilon)
         x = x.contiguous()
-        out, factors = (
-            torch.empty_like(x),
-            x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32),
-        )
-        sizes = len(factors), x.shape[-1]
-        self._run("rms_norm", x, x, None, weight, epsilon, *sizes, None, out, factors)
+        rows, width = x.numel() // x.shape[-1], x.shape[-1]
+        out, factors = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
+        self._run("rms_norm", x, x, None, weight, epsilon, rows, width, None, out, factors)
         return out, factors
+
+    def norm_slope(
+        self, x: Tensor, weight: Tensor, factors: Tensor, above: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        if weight.dtype != x.dtype:
+            return super().norm_slope(x, weight, factors, above)
+        x, above, width = x.contiguous(), above.contiguous(), x.shape[-1]
+        grad, scaled = torch.empty_like(x), x.new_empty(len(factors), width, dtype=torch.float32)
+        sides = x, weight, factors, above, len(factors), width, grad, scaled
+        self._run("rms_norm_backward", x, *sides)
+        return grad, scaled
 
     def add_rms_norm(
         self, x: Tensor, change: Tensor, weight: Tensor, epsilon: float
@@ -193,17 +190,17 @@ class FusedKernels(Kernels):
         self._run("rotate", x, x, x.stride(0), *sides, sign, *x.shape, out)
         return out
 
-    def swiglu(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            return _SwiGLU.apply(x, self)  # type: ignore[no-any-return]
-        return self.gated(x)
-
     def gated(self, x: Tensor) -> Tensor:
-        """Compute `swiglu` without gradients."""
         x = x.contiguous()
         out = x.new_empty(len(x), x.shape[1] // 2)
         self._run("swiglu", x, x, *out.shape, out)
         return out
+
+    def gated_slope(self, x: Tensor, above: Tensor) -> Tensor:
+        x, above = x.contiguous(), above.contiguous()
+        grad = torch.empty_like(x)
+        self._run("swiglu_backward", x, x, above, *above.shape, grad)
+        return grad
 
     # ---- the vocabulary
 
@@ -269,26 +266,6 @@ def _by_rows(x: Tensor) -> Tensor:
     return x if dense else x.contiguous()
 
 
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, epsilon: float, kernels: FusedKernels
-    ) -> Tensor:
-        out, factors = kernels.norm(x, weight, epsilon)
-        ctx.save_for_backward(x, weight, factors)
-        ctx.kernels = kernels
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, factors = ctx.saved_tensors
-        x, above, width = x.contiguous(), grads[0].contiguous(), x.shape[-1]
-        grad, scaled = torch.empty_like(x), x.new_empty(len(factors), width, dtype=torch.float32)
-        sides = x, weight, factors, above, len(factors), width, grad, scaled
-        ctx.kernels._run("rms_norm_backward", x, *sides)
-        return grad, scaled.sum(0) if ctx.needs_input_grad[1] else None, None, None
-
-
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor, kernels: FusedKernels) -> Tensor:
@@ -298,22 +275,6 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.kernels.turn(grads[0], *ctx.rotation, -1.0), None, None, None
-
-
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, kernels: FusedKernels) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.kernels = kernels
-        return kernels.gated(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), above = ctx.saved_tensors, grads[0].contiguous()
-        x = x.contiguous()
-        grad = torch.empty_like(x)
-        ctx.kernels._run("swiglu_backward", x, x, above, *above.shape, grad)
-        return grad, None
 
 
 def _scoring(scoring: Scoring) -> tuple[float, float, int]:
@@ -344,16 +305,12 @@ class FusedPackedPlan(PackedPlan):
         starts = np.flatnonzero(reach == np.arange(len(reach)))
         return torch.from_numpy(np.append(starts, len(reach)))
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return logarithms of the sums of exponentials, float32 [T, H], beside the output."""
         if q.shape[2] % LANES:
-            return super().attend(layer, q, k, v, scoring)
-        if torch.is_grad_enabled():
-            return _PackedAttention.apply(q, k, v, scoring.sinks, self, scoring)  # type: ignore[no-any-return]
-        return self.forward(q, k, v, scoring)[0]
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
-        """Return the output [T, H, E], zeros in rows of no segment, and the logarithms of the sums
-        of exponentials, float32 [T, H]."""
+            return super().forward(q, k, v, scoring)
         (_, heads, size), kv_heads = q.shape, k.shape[1]
         out, lse = q.new_zeros(q.shape), q.new_zeros(q.shape[:2], dtype=torch.float32)
         sinks = None if scoring.sinks is None else scoring.sinks.detach().float()
@@ -369,40 +326,26 @@ class FusedPackedPlan(PackedPlan):
         self.kernels._run("packed", q, *given)
         return out, lse
 
-
-class _PackedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        plan: FusedPackedPlan,
-        scoring: Scoring,
-    ) -> Tensor:
-        out, lse = plan.forward(q, k, v, scoring)
-        ctx.save_for_backward(q, k, v, sinks, lse)
-        ctx.plan, ctx.scoring = plan, scoring._replace(sinks=None)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (q, k, v, sinks, lse), plan = ctx.saved_tensors, ctx.plan
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, above: Tensor, kept: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        if kept is None:
+            return super().backward(q, k, v, scoring, above, kept)
         made = [torch.zeros(side.shape) for side in (q, k, v)]
-        lost, groups = torch.zeros(q.shape[:2]), plan.groups
-        sizes = plan.segments, groups, len(groups) - 1, q.shape[1], k.shape[1], q.shape[2]
+        lost, groups = torch.zeros(q.shape[:2]), self.groups
+        sizes = self.segments, groups, len(groups) - 1, q.shape[1], k.shape[1], q.shape[2]
         sides = _sides(q, k.to(q.dtype), v.to(q.dtype))
-        given = *sides, grads[0].to(q.dtype).contiguous(), lse, *sizes, *_scoring(ctx.scoring)
-        plan.kernels._run("packed_backward", q, *given, *made, lost)
+        given = *sides, above.to(q.dtype).contiguous(), kept, *sizes, *_scoring(scoring)
+        self.kernels._run("packed_backward", q, *given, *made, lost)
         of_sinks = None
-        if sinks is not None:  # each has the rest of a row's probability
+        if scoring.sinks is not None:  # each has the rest of a row's probability
             padding = torch.ones(len(q), 1, dtype=torch.bool)
-            for first, rows, *_ in plan.segments.tolist():
+            for first, rows, *_ in self.segments.tolist():
                 padding[first : first + rows] = False
-            rest = (sinks.float() - lse).masked_fill_(padding, float("-inf")).exp_()
-            of_sinks = -(rest * lost).sum(0).to(sinks.dtype)
-        return *(grad.to(q.dtype) for grad in made), of_sinks, None, None
+            rest = (scoring.sinks.float() - kept).masked_fill_(padding, float("-inf")).exp_()
+            of_sinks = -(rest * lost).sum(0).to(scoring.sinks.dtype)
+        grad_q, grad_k, grad_v = (grad.to(q.dtype) for grad in made)
+        return grad_q, grad_k, grad_v, of_sinks
 
 
 class FusedPagedPlan(PagedPlan):

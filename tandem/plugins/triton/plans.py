@@ -143,7 +143,6 @@ class TritonKernels(Kernels):
     matmuls = (*own_matmuls, "cublas")
     fused = runs_ahead = packs_stay = True
     head_rows, most_ranked = (), 1 << 62  # all
-    layer = staticmethod(run_layer)
     rms_norm, add_rms_norm = staticmethod(rowwise.rms_norm), staticmethod(rowwise.add_rms_norm)
     swiglu = staticmethod(rowwise.swiglu)
     log_softmax = staticmethod(vocabulary.log_softmax)
@@ -159,6 +158,13 @@ class TritonKernels(Kernels):
     def use_matmul(self, kernel: str) -> None:
         if kernel in self.matmuls:  # else of a trainer on a CPU
             self.chosen = kernel
+
+    def run_layers(
+        self, model: Any, x: Tensor, rotation: Rotation, plan: Plan, choices: Any
+    ) -> Tensor:
+        for layer in model.module.model.layers:
+            x = run_layer(layer, x, rotation, plan, choices)
+        return x
 
     def pack(self, weight: Tensor) -> Tensor:
         return weight.detach().contiguous()
