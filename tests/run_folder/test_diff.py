@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tandem.plugins.audit.show import diff
+from tandem.plugins.audit.show import diff, difference
 from tandem.run_folder.diff import compare_episodes, compare_runs
 from tandem.run_folder.episode_files import episode_file, read_note, write_episodes
 from tandem.run_folder.metrics import read_metrics
@@ -50,12 +50,12 @@ def test_equal_episodes_in_other_bytes_are_equal(pair):
     """The note of a journal file names the settings of its run."""
     run, other = pair
     path = episode_file(other / "episodes", 2)
-    write_episodes(
-        other / "episodes", 2, read_step(path), note={**read_note(path), "run": "another"}
-    )
+    note = {**read_note(path), "run": "another"}
+    write_episodes(other / "episodes", 2, read_step(path), note=note)
     edit(other / "ledger.jsonl", read_metrics(run, "ledger.jsonl")[2]["episodes"], file_hash(path))
     found = compare_runs(open_past(run), open_past(other))
     assert (found.divergence, found.other_bytes) == (None, [2])
+    assert " of 1 step hold equal episodes " in difference(found, "a", "b")[-2]
 
 
 def test_the_first_token_that_differs_is_named_with_both(pair):

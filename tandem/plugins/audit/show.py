@@ -206,10 +206,8 @@ def difference(comparison: Comparison, a: str, b: str) -> list[str]:
     for title, differences in (("config", comparison.config), ("input", comparison.inputs)):
         text += [f"  {title} {one.what}: A {one.a}, B {one.b}" for one in differences]
     if comparison.other_bytes:
-        text.append(
-            f"  note: journal files of {len(comparison.other_bytes)} steps hold equal episodes "
-            "in different bytes"
-        )
+        steps = counted(len(comparison.other_bytes), "steps")
+        text.append(f"  note: journal files of {steps} hold equal episodes in different bytes")
     text += [f"{name} is not as it was written: {one}" for name, one in comparison.altered]
     if comparison.divergence is not None:
         place = f"at step {comparison.step}" if comparison.step else "before the first step"
