@@ -112,7 +112,7 @@ def test_what_would_stop_a_run_makes_it_not_ready(override, said, home, tmp_path
     [
         ("(problem, completion): return problem.anser", "no attribute 'anser'"),
         ("(problem, completion): return 'good'", "of type str"),
-        ("(completions, label, **columns): return [1.0]", "missing 1 required positional"),
+        ("(completions, label, **columns): return [1.0]", "missing a required argument"),
     ],
     ids=["raises", "a text", "a column that is not there"],
 )
