@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tandem.run_folder.episode_files import episode_file, read_groups
 from tandem.runtime.image_parts import message_text
+from tandem.runtime.wording import counted
 from tandem.types import Episode, Group, Message
 
 WIDTH = 66  # characters of a text on one line of `brief`
@@ -53,7 +54,7 @@ class Sample:
         turns = f" in {episode.num_turns} turns" if episode.num_turns > 1 else ""
         return (
             f"reward {episode.reward:g}{f' ({named})' if named else ''}, "
-            f"ended by {episode.stop_reason}, {episode.loss_mask.sum()} tokens{turns}"
+            f"ended by {episode.stop_reason}, {counted(episode.loss_mask.sum(), 'tokens')}{turns}"
         )
 
 

@@ -133,8 +133,6 @@ BAD_LINES = [
     (b'{"prompt": "?", "answer": "2", "uid": "b/1"}', ":2, uid", "as in row 1"),
     (b"[" * 100_000, ":2", "recursion"),
 ]
-
-
 NAMES = [line[:60].decode("latin-1") for line, _, _ in BAD_LINES]
 
 

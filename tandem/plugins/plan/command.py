@@ -197,7 +197,9 @@ class _Plan:
         prompts = [count.longest for count in inputs.counts.values() if count.unit == "problems"]
         if prompts:
             length = f"{max(prompts)} + {self.config.rollout.max_new_tokens} tokens"
-            places = f"of {self.positions:,} that the model can place"
+            limit = self.config.env.max_tokens
+            by = "env.max_tokens allows" if limit else "the model can place"
+            places = f"of {limit or self.positions:,} that {by}"
             _say(f"  {'longest sequence':<18}{length}, {places}")
 
     def _reward(self) -> None:

@@ -27,6 +27,7 @@ from tandem.rollout.score import generate_and_score, sampling_params
 from tandem.runtime.errors import UserError
 from tandem.runtime.image_parts import message_text
 from tandem.runtime.timer import Timer
+from tandem.runtime.wording import counted
 from tandem.types import (
     Array,
     Completion,
@@ -109,7 +110,7 @@ def print_episode(group: Group, seconds: float, renderer: Renderer) -> None:
     text = f" ({', '.join(f'{name} {value:g}' for name, value in parts.items())})" if parts else ""
     console.print(f"reward {episode.reward:g}{text}", markup=False, style="bold")
     print_lines(f"{name}: {remark}" for name, remark in _remarks(group.problem, episode, renderer))
-    end = f"{episode.num_turns} turn(s), ended by {episode.stop_reason}, {seconds:.2f} s"
+    end = f"{counted(episode.num_turns, 'turns')}, ended by {episode.stop_reason}, {seconds:.2f} s"
     print_lines([end])
 
 

@@ -81,7 +81,8 @@ run. Put your own in their places. `tandem plan --keys` lists every key.
 """
 
 WARM = """
-The model in `model/` is random. `chats.jsonl` teaches it to answer, half of the time carelessly:
+The model in `model/` is random. `chats.jsonl` teaches it to answer, half of the time
+carelessly (some of its rows repeat, which is right):
 
     tandem sft recipe.toml
 

@@ -38,10 +38,10 @@ def planned(home, folder, *overrides, command="train"):
 def test_plan_of_a_run_that_could_start_is_ready(home, tmp_path):
     """It runs in a process of its own: workers are as large as the one that plans them."""
     changes = (f"run.folder={tmp_path}/run", "rl.algorithm=dr_grpo", "rollout.workers=2")
+    changes += ("env.max_tokens=99",)
     code, text, errors = tandem("plan", home / "recipe.toml", *changes, cwd=tmp_path)
     assert code == 0, text + errors
-    last = text.splitlines()[-1]
-    assert last == f"ready: 2 steps of 32 episodes, a new run in {tmp_path}/run"
+    assert text.splitlines()[-1] == f"ready: 2 steps of 32 episodes, a new run in {tmp_path}/run"
     assert "\na step\n  384 sampled tokens at most, 1 update\nready: " in text
     lines = [" ".join(line.split()) for line in text.splitlines()]
     order = [lines.index(title) for title in ("data", "memory", "disk")]
@@ -49,6 +49,7 @@ def test_plan_of_a_run_that_could_start_is_ready(home, tmp_path):
     assert "rollout.workers = 2 command line; default 0" in lines[: order[0]]
     assert not any(line.startswith("rl.clip_low") for line in lines)
     assert any(line.startswith("data.train 48 problems, longest prompt ") for line in lines)
+    assert any(line.endswith(" of 99 that env.max_tokens allows") for line in lines)
     assert any(line.startswith("eval.data 8 problems, longest prompt ") for line in lines)
     assert any(line.endswith("3 x Python, 2 x weights, packs and pages") for line in lines)
     assert not any(line.startswith("key/value cache") for line in lines)  # the workers have it
@@ -107,7 +108,7 @@ def test_what_would_stop_a_run_makes_it_not_ready(override, said, home, tmp_path
     [
         ("(problem, completion): return problem.anser", "no attribute 'anser'"),
         ("(problem, completion): return 'good'", "of type str"),
-        ("(completions, label, **columns): return [1.0]", "missing 1 required positional"),
+        ("(completions, label, **columns): return [1.0]", "missing a required argument"),
     ],
     ids=["raises", "a text", "a column that is not there"],
 )
