@@ -45,37 +45,50 @@ _DAMAGED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, Recu
 
 
 class Columns:
-    """The rows of a file of metrics: the steps, and float64 [N] for each name."""
+    """The rows of a file of metrics: the steps, and float64 [N] for each name. A poll reads new
+    bytes only."""
 
     def __init__(self, path: Path, prefix: str = ""):
-        self.path, self.prefix, self.broken = path, prefix, 0
-        self.steps = list[int]()
+        self.path, self.prefix = path, prefix
+        self._forget(0)
+
+    def _forget(self, inode: int) -> None:
+        self._rows, self.broken = dict[int, dict[str, float]](), 0
         self.values = dict[str, np.ndarray]()
-        self._stamp = list[tuple[str, int, int]]()
+        self._inode, self._offset = inode, 0
+
+    @property
+    def steps(self) -> list[int]:
+        return list(self._rows)
 
     def refresh(self) -> None:
-        """Read the file if it has changed."""
-        stamp = _stats(self.path)
-        if stamp == self._stamp:
+        """Read what has been appended; all of the file if it was replaced, as a resume does."""
+        try:
+            with self.path.open("rb") as file:
+                stat = os.fstat(file.fileno())
+                if stat.st_ino != self._inode or stat.st_size < self._offset:
+                    self._forget(stat.st_ino)
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            self._forget(0)
             return
-        self._stamp, self.broken, rows = stamp, 0, dict[int, dict[str, float]]()
-        lines = self.path.read_bytes().splitlines(keepends=True) if stamp else []
-        if lines and not lines[-1].endswith(b"\n"):
-            lines.pop()  # it is being written
-        for line in lines:
+        whole = data.rfind(b"\n") + 1  # the rest is being written
+        self._offset += whole
+        for line in data[:whole].splitlines():
             try:
                 row = json.loads(line)
                 step = int(row.pop("step"))
-                if step <= next(reversed(rows), step - 1):
+                if step <= next(reversed(self._rows), step - 1):
                     raise ValueError("steps rise")
                 row.pop("non_finite", None)
-                rows[step] = flatten(row, self.prefix)
+                self._rows[step] = flatten(row, self.prefix)
             except _DAMAGED:
                 self.broken += 1
-        self.steps = list(rows)
+        rows = self._rows.values()
         self.values = {
-            name: np.array([row.get(name, math.nan) for row in rows.values()])
-            for name in dict.fromkeys(name for row in rows.values() for name in row)
+            name: np.array([row.get(name, math.nan) for row in rows])
+            for name in dict.fromkeys(name for row in rows for name in row)
         }
 
     def last(self, name: str) -> float | None:
