@@ -112,14 +112,19 @@ class PagedPlan:
         return [F.pad(picked(held, slots), padding) for slots in self._slots[1 : count + 1]]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        held = [cache[layer].view(-1, q.shape[2]) for cache in (self.keys, self.values)]
+        held, size = (self.keys[layer], self.values[layer]), q.shape[2]
         for cache, written in zip(held, (k, v), strict=True):
-            cache.index_copy_(0, self._rows, written[: self.new].reshape(-1, q.shape[2]))
+            rows = written[: self.new].reshape(-1, size)
+            cache.view(-1, size).index_copy_(0, self._rows, rows)
 
         def read(bucket: Bucket) -> tuple[Tensor, Tensor]:
-            # far faster than index_select where rows are short
-            found_keys, found_values = (F.embedding(bucket.keys, cache).float() for cache in held)
-            return found_keys, found_values
+            n, heads, length = bucket.keys.shape
+            blocks = bucket.keys[..., ::PAGE].reshape(-1) // PAGE  # a head of a page each
+            keys, values = (cache.view(-1, PAGE * size).index_select(0, blocks) for cache in held)
+            keys, values = (
+                t.view(n, heads, -1, size)[:, :, :length].float() for t in (keys, values)
+            )
+            return keys, values
 
         return attend(q, self.buckets, scoring, read)
 
