@@ -139,7 +139,7 @@ def test_functions_and_classes_are_read_by_another_process(tmp_path):
 
     spec = named(in_main(length), tmp_path)
     assert spec.endswith(".pkl:length")
-    assert load(spec, {})(Problem(uid="a", messages=(), answer="7"), Attempt7(), print)[0] == 0.26
+    assert load(spec, {})(Problem(uid="a", messages=(), answer="7"), Attempt7())[0] == 0.26
     assert issubclass(load_user_object(named(Shop, tmp_path), key="env.name"), Env)
     assert named(source, tmp_path) == "tandem.api.given:source"
     assert named(lambda problem, completion: 1.0, tmp_path).endswith(":function")

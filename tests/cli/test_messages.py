@@ -52,7 +52,7 @@ train model.path=models/nope | model.path = models/nope
 train model.dtype=float16 | model.dtype | bfloat16
 train rl.loss=ppo_clipp | rl.loss | ppo_clip?
 train rl.loss=nope.py:loss | rl.loss = nope.py:loss
-train rl.loss=mine.py:swapped | rl.loss = mine.py:swapped | docs/guide/algorithms.md
+train rl.loss=mine.py:swapped | rl.loss = mine.py:swapped | 'response'
 train rl.advantage=mine.py:ragged | rl.advantage = mine.py:ragged | docs/guide/algorithms.md
 train rl.filter=mine.py:swapped | rl.filter
 train eval.metric=mine.py:broken | eval.metric = mine.py:broken | mine.py:3

@@ -8,8 +8,7 @@ import torch
 
 from tandem.config.recipe import load_config
 from tandem.jobs import engines
-from tandem.jobs.models import releases_cache
-from tandem.jobs.stage import note_machine
+from tandem.jobs.models import placement, releases_cache
 from tandem.model.placement import Placement, place_models
 from tandem.model.probe import Exactness
 from tandem.plugins.plan.footprint import model_sizes
@@ -60,7 +59,7 @@ def test_cache_leaves_a_gpu_for_an_update(gpus, home):
     assert releases_cache(config_of(home), SECOND)
 
 
-def test_matmul_kernel_of_a_gpu_is_chosen_before_the_probe_and_noted(gpus, home, monkeypatch):
+def test_matmul_kernel_of_a_gpu_is_chosen_before_the_probe(gpus, home, monkeypatch):
     config, chosen = config_of(home, "model.device=cuda:1"), []
     monkeypatch.setattr(engines, "probe", lambda *_: Exactness(parity=[], thread_dependent=[]))
     monkeypatch.setattr(
@@ -73,13 +72,10 @@ def test_matmul_kernel_of_a_gpu_is_chosen_before_the_probe_and_noted(gpus, home,
         config=model_sizes(config, "sft").policy.shape,
         kernels=SimpleNamespace(chosen="plain"),
     )
-    exact = engines.probe_exactness(config, model, print)
+    engines.probe_exactness(config, model, print)
     engines.probe_exactness(config, model, print, alone=False)
     assert chosen == [True, False]
-    noted = []
-    run = SimpleNamespace(config=config, note_machine=lambda *found: noted.append(found))
-    note_machine(run, exact, print)
-    assert noted == [("Fake H100, sm_90, CUDA 13.0", True, "plain")]
+    assert placement(config).processor() == "Fake H100, sm_90, CUDA 13.0"
 
 
 def test_plan_compares_a_run_with_the_memory_of_the_gpu(gpus, home):
