@@ -22,7 +22,7 @@ from performance_page import by_processor  # noqa: E402
 from tandem.plugins.start.demo import curve  # noqa: E402
 from tandem.run_folder.metrics import read_metrics  # noqa: E402
 
-DEMO, SMOLLM2 = ROOT / "runs" / "learning" / "seed-0" / "train", ROOT / "runs" / "smollm2" / "train"
+DEMO, SMOLLM2 = ROOT / "runs" / "demo" / "train", ROOT / "runs" / "smollm2" / "train"
 
 
 def main() -> None:
