@@ -163,7 +163,8 @@ def check_models(config: Config, *others: str, head: Head = "tokens") -> Any:
     shape = None
     for key in ("model.path", *others):
         section, field = key.split(".")
-        if not (path := getattr(getattr(config, section), field)):
+        path = getattr(getattr(config, section), field)
+        if not path and key != "model.path":
             continue
         kind = heads.get(key, "tokens")
         found = check_model(path, key, head=kind)

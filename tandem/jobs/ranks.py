@@ -53,7 +53,7 @@ def open_ranks(
     with ExitStack() as opened:
         start = None
         if place.port == 0:
-            command = ["-m", "tandem", run.command, str(run.recipe.absolute())]
+            command = ["-P", "-m", "tandem", run.command, str(run.recipe.absolute())]
             starting = machine.start_ranks(config, command, place, report)
             start, place = opened.enter_context(starting)
         join_others = join(

@@ -17,7 +17,7 @@ from tandem.envs.calls import Caller, EnvironmentFailed, close_env, make_env
 from tandem.envs.observations import check_observation, check_opening, malformed_thinking
 from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.episode_builder import EpisodeBuilder
-from tandem.runtime.errors import UserError
+from tandem.runtime.errors import InvariantError, UserError
 from tandem.types import (
     Array,
     Completion,
@@ -128,6 +128,7 @@ class Turns:
                 max_tokens_now=budget,
             )
             completion = await self.ask(request)
+            _require_same_beginning(completion, resumed, builder.uid)
             budget -= len(completion.tokens) - (len(resumed.tokens) if resumed else 0)
             if completion.stop_reason == "paused":
                 builder.unfinished_turn = completion
@@ -166,6 +167,19 @@ class Turns:
                     return "tokens"
                 builder.append_prompt_tokens(answer)
         return "turns"
+
+
+def _require_same_beginning(
+    completion: Completion, resumed: Completion | None, problem: str
+) -> None:
+    if resumed and not np.array_equal(completion.tokens[: len(resumed.tokens)], resumed.tokens):
+        raise InvariantError(
+            "a turn that was paused went on with other tokens",
+            where=f"problem {problem}",
+            found="another beginning",
+            expected="the tokens it had",
+            next="report this",
+        )
 
 
 @contextmanager

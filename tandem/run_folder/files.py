@@ -37,8 +37,8 @@ def read_file(path: Path, parse: Callable[[str], T], next: str = RESTORE) -> T:
 
 
 def read_about(folder: Path, next: str = RESTORE) -> dict[str, str]:
-    """Read run.json of a run folder: command, and the directory that relative paths begin in.
-    Raises UserError."""
+    """Read run.json of a run folder: command, when the run was created, and the directory that
+    relative paths begin in. Raises UserError."""
     names = ("command", "created", "directory")
     return read_file(
         folder / "run.json",

@@ -186,8 +186,9 @@ class Link:
 
 def run_name(folder: Path) -> str:
     """Return the path of a run below the folder `runs`, as "demo/train"; elsewhere its own name."""
-    above, _, below = folder.absolute().as_posix().rpartition("/runs/")
-    return below if above else folder.name
+    whole = folder.absolute()
+    _, runs, below = whole.as_posix().rpartition("/runs/")
+    return below if runs else whole.name
 
 
 def _run_id(folder: Path) -> str:

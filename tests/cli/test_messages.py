@@ -48,6 +48,7 @@ train rollout.max_tokens=9 | did you mean rollout.max_new_tokens?
 train steps=3 | run.steps=3 or sft.steps=3 or preference.steps=3
 train data.chat_template=nope.jinja | data.chat_template = nope.jinja
 train model.path=./nope | model.path = ./nope
+train model.path= | no model is named | model.path
 train model.path=models/nope | model.path = models/nope
 train model.dtype=float16 | model.dtype | bfloat16
 train rl.loss=ppo_clipp | rl.loss | ppo_clip?

@@ -44,6 +44,7 @@ from tandem.types import Array, Group
 
 # TransferQueue sets torch's threads around each transfer, for the whole process: to this number
 os.environ.setdefault("TQ_NUM_THREADS", str(torch.get_num_threads()))
+from safetensors import SafetensorError
 from safetensors.numpy import load
 from tensordict import NonTensorStack, TensorDict
 from transfer_queue.client import AsyncTransferQueueClient
@@ -225,7 +226,7 @@ class TransferQueueStream:
             while True:
                 try:
                     return future.result(min(LOOK_S, self.timeout_s))
-                except (RuntimeError, OSError, KeyError, ValueError):
+                except (RuntimeError, OSError, KeyError, ValueError, SafetensorError):
                     if future.done() and (error := future.exception()) is not None:
                         raise self._failed(what, f"{type(error).__name__}: {error}") from error
                 looks_gone = looks_gone + 1 if self._gone() else 0

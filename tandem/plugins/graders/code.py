@@ -13,11 +13,9 @@ come before each script. Knows neither models nor training, and only the Protoco
 import json
 import math
 import re
-import sys
 import time
 import typing
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from fractions import Fraction
@@ -27,7 +25,7 @@ from typing import Any
 
 from tandem.config.episodes import Sandbox as SandboxConfig
 from tandem.config.schema import Config
-from tandem.plugins.graders.code_inside import LITERAL, decode, encode
+from tandem.plugins.graders.code_inside import decode, encode
 from tandem.plugins.graders.code_tests import (
     CallTest,
     Columns,
@@ -41,6 +39,7 @@ from tandem.plugins.graders.code_tests import (
     judges,
     made,
     read_tests,
+    unlimited_digits,
 )
 from tandem.plugins.graders.sandbox.local import LocalSandbox
 from tandem.plugins.graders.sandbox.protocol import Limits, Sandbox, open_sandbox
@@ -55,18 +54,6 @@ _PROGRAM = ("python", "-X", "int_max_str_digits=0", "main.py")
 _SOLVE, _TEST = ("python", "-S", "code_inside.py"), ("python", "-S", "code_tester.py")
 
 
-@contextmanager
-def unlimited_digits() -> Iterator[None]:
-    """Read integers of any length: Python refuses those of more than 4,300 digits."""
-    before = sys.get_int_max_str_digits()
-    sys.set_int_max_str_digits(0)
-    try:
-        yield
-    finally:
-        sys.set_int_max_str_digits(before)
-
-
-@unlimited_digits()
 def code_reward(
     problem: Problem,
     completion: str,
@@ -214,18 +201,19 @@ class _TestRun:
 
     def _tester_files(self, scripts: Sequence[str]) -> dict[str, str]:
         helpers = self.columns.helpers
-        for script in scripts:
-            if found := elsewhere(script):
-                raise self._cannot_run(script, found)
-        prepared = [
-            {
-                "text": across_the_line(script),
-                "made": sorted(made(script)),
-                "judges": sorted(judges(script, helpers)),
-                "imports": imports_solution(script),
-            }
-            for script in scripts
-        ]
+        with unlimited_digits():
+            for script in scripts:
+                if found := elsewhere(script):
+                    raise self._cannot_run(script, found)
+            prepared = [
+                {
+                    "text": across_the_line(script),
+                    "made": sorted(made(script)),
+                    "judges": sorted(judges(script, helpers)),
+                    "imports": imports_solution(script),
+                }
+                for script in scripts
+            ]
         tests = {"scripts": prepared, "before": helpers, "entry_point": self.columns.entry_point}
         sources = {**_source("code_inside.py"), **_source("code_tester.py")}
         return {**sources, "tests.json": json.dumps(tests)}
@@ -292,7 +280,7 @@ def holds(test: CallTest, reply: str, tolerance: float = 0.0) -> bool:
     if len(reply) > reply_bytes(test):
         return False
     try:
-        value = decode(json.loads(reply)["value"], _number, LITERAL)
+        value = decode(json.loads(reply)["value"], _number)
         match test.compare:
             case "json":
                 found = _as_json(value)
@@ -304,13 +292,17 @@ def holds(test: CallTest, reply: str, tolerance: float = 0.0) -> bool:
 
 
 def _number(kind: str, content: Any) -> Any:
-    """Make a number of a class that can equal a constant, within bounds: a forged one would be a
-    large amount of work."""
-    match kind, content:
-        case "Fraction", [int(above), int(below)] if max(abs(above), abs(below)) < 2**4096:
-            return Fraction(above, below)
-        case "Decimal", [str(digits)] if len(digits) < 1000:
-            return Decimal(digits)
+    """Make a number or bytes of a class that can equal a constant, within bounds: a forged one
+    would be a large amount of work."""
+    if kind == "child":
+        return decode(content[0], _number)
+    match kind, decode(content, _number):
+        case "builtins.bytearray", [bytes(data)]:
+            return data
+        case "fractions.Fraction", [int(one), int(other)] if max(abs(one), abs(other)) < 2**4096:
+            return Fraction(one, other)
+        case "decimal.Decimal", [str(text)] if len(text) < 1000:
+            return Decimal(text)
     raise ValueError("an object is no value")
 
 

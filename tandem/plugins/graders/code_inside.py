@@ -16,70 +16,110 @@ import json
 import operator
 import os
 import sys
-from collections import deque
-from collections.abc import Callable, Container
-from datetime import date, datetime, time, timedelta
-from decimal import Decimal
-from fractions import Fraction
+from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from typing import Any
 
-FLUSH = "__flush__"  # a name that a script gets (code_tests.across_the_line)
+FLUSH, SAME = "__flush__", "__same__"  # names that a script gets (code_tests.across_the_line)
+Other = Callable[[Any], Any]  # what no plain data is -> JSON
 
 # ---------------------------------------------------------------- values as JSON
 
-# What JSON lacks of plain data: by name its class, the arguments that make a value again, and what
-# takes them. A datetime is a date too, and comes first.
-KINDS: dict[str, tuple[type, Callable[[Any], list[Any]], Callable[..., Any]]] = {
-    "tuple": (tuple, lambda value: [[*value]], tuple),
-    "set": (set, lambda value: [[*value]], set),
-    "frozenset": (frozenset, lambda value: [[*value]], frozenset),
-    "dict": (dict, lambda value: [[[*item] for item in value.items()]], dict),
-    "bytes": (bytes, lambda value: [value.hex()], bytes.fromhex),
-    "complex": (complex, lambda value: [value.real, value.imag], complex),
-    "bytearray": (bytearray, lambda value: [value.hex()], bytearray.fromhex),
-    "deque": (deque, lambda value: [[*value]], deque),
-    "range": (range, lambda value: [value.start, value.stop, value.step], range),
-    "Fraction": (Fraction, lambda value: [value.numerator, value.denominator], Fraction),
-    "Decimal": (Decimal, lambda value: [str(value)], Decimal),
-    "datetime": (datetime, lambda value: [value.isoformat()], datetime.fromisoformat),
-    "date": (date, lambda value: [value.isoformat()], date.fromisoformat),
-    "time": (time, lambda value: [value.isoformat()], time.fromisoformat),
-    "timedelta": (timedelta, lambda v: [v.days, v.seconds, v.microseconds], timedelta),
-}
-LITERAL = ("tuple", "set", "frozenset", "dict", "bytes", "complex")  # of Python's own notation
 
+def encode(value: Any, other: Other) -> Any:
+    """Return what JSON can hold of plain data, and `other` of the rest; all but JSON's own kinds
+    are dicts of one item.
 
-def encode(value: Any, other: Callable[[Any], Any]) -> Any:
-    """Return what JSON can hold of plain data, and `other` of the rest. A value of a child of a
-    class is one of that class; all but JSON's own kinds are dicts of one item.
+    A child of a number, text or tuple (a namedtuple) is both: {"child": [data, other]}.
 
-    Example: encode([1, (2.5, None)], repr) gives [1, {"tuple": [[2.5, None]]}]
+    Example: encode([1, (2.5, None)], repr) gives [1, {"tuple": [2.5, None]}]
     """
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or type(value) is bool:
         return value
-    if isinstance(value, list):
-        return [encode(item, other) for item in value]
-    for name, (kind, arguments, _) in KINDS.items():
+    for kind in (int, float, complex, str, bytes, tuple, frozenset):
         if isinstance(value, kind):
-            return {name: encode(arguments(value), other)}
+            data = _plain(kind, value, other)
+            return data if type(value) is kind else {"child": [data, other(value)]}
+    if isinstance(value, (list, set)):
+        return _plain(list if isinstance(value, list) else set, value, other)
+    if isinstance(value, dict):
+        pairs = dict.items(value)
+        return {"dict": [[encode(k, other), encode(v, other)] for k, v in pairs]}
+    kind_of = f"{type(value).__module__}.{type(value).__qualname__}"
+    if kind_of in STANDARD:
+        return {kind_of: encode([*STANDARD[kind_of](value)], other)}
     return other(value)
 
 
-def decode(value: Any, make: Callable[[str, Any], Any], kinds: Container[str] = KINDS) -> Any:
+def _plain(kind: Any, value: Any, other: Other) -> Any:
+    """Return what JSON can hold of a value of Python's own kind, or of a child of it."""
+    if kind is str:
+        return str.__str__(value)
+    if kind is int:
+        fits = -(2**63) <= value < 2**63
+        return int.__pos__(value) if fits else {"int": int.__format__(value, "x")}
+    if kind is float:
+        text = float.__repr__(value)
+        return {"float": text} if text in FLOATS else float.__pos__(value)
+    if kind is bytes:
+        return {"bytes": bytes.hex(value)}
+    parts = (value.real, value.imag) if kind is complex else kind.__iter__(value)
+    items = [encode(item, other) for item in parts]
+    return items if kind is list else {kind.__name__: items}
+
+
+# Arguments that make a value of a standard class again.
+STANDARD: dict[str, Callable[[Any], Any]] = {
+    "builtins.range": lambda value: (value.start, value.stop, value.step),
+    "builtins.slice": lambda value: (value.start, value.stop, value.step),
+    "builtins.bytearray": lambda value: (bytes(value),),
+    "collections.deque": lambda value: (list(value),),
+    "fractions.Fraction": lambda value: (value.numerator, value.denominator),
+    "decimal.Decimal": lambda value: (str(value),),
+    "datetime.date": lambda value: (value.year, value.month, value.day),
+    "datetime.datetime": lambda value: (*value.timetuple()[:6], value.microsecond, value.tzinfo),
+    "datetime.time": lambda value: (
+        *(value.hour, value.minute, value.second, value.microsecond, value.tzinfo),
+    ),
+    "datetime.timezone": lambda value: (value.utcoffset(None),),
+    "datetime.timedelta": lambda value: (value.days, value.seconds, value.microseconds),
+}
+
+
+def decode(value: Any, make: Callable[[str, Any], Any]) -> Any:
     """Read the data behind parsed JSON of `encode`; raises an exception for other JSON.
 
-    make(kind, content): whatever is of none of the kinds.
+    make(kind, content): whatever is no plain data.
     """
     if isinstance(value, list):
-        return [decode(item, make, kinds) for item in value]
+        return [decode(item, make) for item in value]
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
-    if kind not in kinds:
-        return make(kind, content)
-    return KINDS[kind][2](*decode(content, make, kinds))
+    if kind in COLLECTIONS:
+        return COLLECTIONS[kind](decode(item, make) for item in content)
+    if kind == "dict":
+        return {decode(key, make): decode(item, make) for key, item in content}
+    if kind == "complex":
+        return complex(*decode(content, make))
+    return READERS[kind](content) if kind in READERS else make(kind, content)
+
+
+COLLECTIONS: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+FLOATS = {text: float(text) for text in ("nan", "inf", "-inf")}
+READERS: dict[str, Callable[[Any], Any]] = {
+    "int": lambda digits: int(digits, 16),  # decimal digits are slow
+    "float": lambda text: FLOATS[text],
+    "bytes": bytes.fromhex,
+}
+
+
+def standard(kind: str, content: Any, make: Callable[[str, Any], Any]) -> Any:
+    """Make a value of STANDARD again. Raises ValueError for another kind."""
+    if kind not in STANDARD:
+        raise ValueError(f"no value is of kind {kind!r}")
+    return library(kind)(*decode(content, make))
 
 
 def library(path: str) -> Any:
@@ -150,13 +190,27 @@ class _Solution:
 
     def _other(self, value: Any) -> Any:
         if isinstance(value, type) and issubclass(value, Exception):
-            classes = [kind for kind in value.__mro__ if kind is not object]
-            return {"exception": [f"{kind.__module__}.{kind.__qualname__}" for kind in classes]}
-        self.objects.append(value)
-        return {"object": len(self.objects) - 1}
+            return {"exception": _lineage(value)}
+        numbers = [number for number, item in enumerate(self.objects) if item is value]
+        if not numbers:
+            self.objects.append(value)
+        return {"object": (numbers or [len(self.objects) - 1])[0]}
 
     def _make(self, kind: str, content: Any) -> Any:
-        return self.objects[content] if kind == "object" else library(content)
+        match kind:
+            case "object":
+                return self.objects[content]
+            case "child":
+                return decode(content[1], self._make)
+            case "library":
+                return library(content)
+        return standard(kind, content, self._make)
+
+
+def _lineage(kind: Any) -> list[Any]:
+    """List the name of a class, and the lineages of its bases."""
+    bases = (base for base in kind.__bases__ if base is not object)
+    return [f"{kind.__module__}.{kind.__qualname__}", *map(_lineage, bases)]
 
 
 def read(name: str) -> str:

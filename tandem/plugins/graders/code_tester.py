@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
-from code_inside import FLUSH, decode, encode, private_streams, read
+from code_inside import FLUSH, SAME, decode, encode, private_streams, read, standard
 
 
 class SolutionError(BaseException):
@@ -35,22 +35,31 @@ ENDS = (StopIteration, StopAsyncIteration, GeneratorExit)
 
 class Remote:
     """A stand-in for an object of the solution. It can be called, indexed, measured, read and set,
-    and not compared: equality would be the solution's claim. A comparison of two is the test's
-    mistake."""
+    and not compared: equality would be the solution's claim.
+
+    level: 2 for a class that the test names, 1 for its instances and members, else 0. A comparison
+    of 1 or 2 with another object of the solution is the test's mistake.
+    """
 
     def __init__(self, line: "Line", number: int):
-        vars(self).update(_line=line, _number=number)
+        vars(self).update(_line=line, _number=number, _level=0)
 
-    def _refuse(self, *others: Any) -> Any:
-        if others and all(isinstance(other, Remote) for other in others):
+    def _below(self, value: Any) -> Any:
+        if isinstance(value, Remote):
+            vars(value)["_level"] = max(0, self._level - 1)
+        return value
+
+    def _operate(self, *others: Any) -> Any:
+        objects = [other for other in (self, *others) if isinstance(other, Remote)]
+        if len(objects) > len(others) and any(one._level for one in objects):
             self._line.unsupported = "uses an operator or a comparison of the solution's objects"
         raise SolutionError("an object of the solution cannot be compared with a value")
 
     def __eq__(self, other: object) -> bool:
-        return False if other is None else self._refuse(other)
+        return False if other is None else self._operate(other)
 
     def __hash__(self) -> int:
-        return self._refuse()
+        return self._operate() if self._level == 1 else id(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         reply = self._line.ask("call", self, [*args], kwargs)
@@ -59,10 +68,10 @@ class Remote:
         self._line.changes += [] if isinstance(reply[0], RESULTS) else [(args, reply[1])]
         if reply[0] is None:
             self._line.flush()
-        return reply[0]
+        return self._below(reply[0])
 
     def __getattr__(self, name: str) -> Any:
-        return self._line.ask("getattr", self, name)
+        return self._below(self._line.ask("getattr", self, name))
 
     def __next__(self) -> Any:
         for item in self._line.ask("first", self):
@@ -70,16 +79,22 @@ class Remote:
         raise StopIteration
 
     def __contains__(self, item: Any) -> bool:
-        return item in [*self]  # compared here: an object could claim to hold everything
+        # a function's result could claim to hold everything, so its items are compared here
+        return bool(self._line.ask("contains", self, item)) if self._level else item in [*self]
 
     def __instancecheck__(self, value: Any) -> bool:
         return bool(self._line.ask("isinstance", value, self))
 
-    def __enter__(self) -> Any:
-        self._line.unsupported = "enters a context of the solution"  # which may swallow errors
-        raise SolutionError(self._line.unsupported)
+    def __subclasscheck__(self, kind: Any) -> bool:
+        return bool(self._line.ask("issubclass", kind, self))
 
-    __exit__ = __enter__
+    def __enter__(self) -> Any:
+        return self.__getattr__("__enter__")()
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        """Leave the context, and swallow no error: it may be a failed check."""
+        if not isinstance(error, AssertionError | SolutionError):  # these are the test's own
+            self.__getattr__("__exit__")(None, None, None)
 
 
 # What a call returns that may claim to hold an argument: its changes of arguments are not seen.
@@ -95,8 +110,15 @@ for _name in (
     *("reversed", "getitem", "setitem", "delitem", "neg", "index"),
 ):
     setattr(Remote, f"__{_name}__", _forwarded(_name))
-for _name in ("lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "radd", "rsub", "rmul"):
-    setattr(Remote, f"__{_name}__", Remote._refuse)
+for _name in (
+    *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"),
+    *("lshift", "rshift"),
+):
+    setattr(Remote, f"__{_name}__", Remote._operate)
+    setattr(Remote, f"__r{_name}__", Remote._operate)
+for _name in ("lt", "le", "gt", "ge"):
+    setattr(Remote, f"__{_name}__", Remote._operate)
+setattr(Remote, "__reduce_ex__", lambda self, _: self._operate())  # noqa: B010 - copy and pickle
 
 
 class Line:
@@ -130,6 +152,8 @@ class Line:
         """Return what a name of the solution means; plain data is used by that."""
         before, value = self.used, self.ask("eval", name)
         if isinstance(value, Remote):
+            if name[0].isupper() and self.ask("isinstance", value, type) is True:
+                vars(value)["_level"] = 2
             self.used = before
         return value
 
@@ -144,9 +168,18 @@ class Line:
                     mine.update(theirs)
         self.changes.clear()
 
+    def same(self, one: Any, other: Any) -> bool:
+        """Tell whether one object is another; of equal data nobody can: copies cross the line."""
+        if isinstance(one, Remote) and isinstance(other, Remote):
+            return bool(one._number == other._number)
+        if one is not other and type(one) is type(other) and one == other:
+            self.unsupported = "asks whether one object is another"
+        return one is other
+
     def _other(self, value: Any) -> Any:
         """Return the JSON of what is no plain data: objects of the solution, and of Python's
         library."""
+        value = vars(type(value)).get("_remote", value)
         if isinstance(value, Remote):
             return {"object": value._number}
         module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
@@ -157,16 +190,22 @@ class Line:
         raise TypeError(self.unsupported)
 
     def _make(self, kind: str, content: Any) -> Any:
-        if kind == "object":
-            # a new one each time: lists take one object for equal to itself
-            return Remote(self, int(content))
-        if kind == "exception" and not issubclass(AssertionError, found := self._kind(content)):
-            return found
-        raise ValueError(f"{kind} is no value: an `except` of it would hold the test's own errors")
+        match kind:
+            case "object":
+                # a new one each time: lists take one object for equal to itself
+                return Remote(self, int(content))
+            case "exception":
+                if issubclass(AssertionError, found := self._kind(content)):
+                    raise ValueError("an `except` of it would hold the test's own errors")
+                return found
+            case "child":
+                data, other = (decode(part, self._make) for part in content)
+                members = {"__getattr__": lambda _, name: getattr(other, name), "_remote": other}
+                return type("Child", (type(data),), members)(data)
+        return standard(kind, content, self._make)
 
-    def _kind(self, lineage: list[str]) -> Any:
-        """Return the first class of exceptions of a lineage if it is Python's own, else a stand-in
-        for it."""
+    def _kind(self, lineage: list[Any]) -> Any:
+        """Return the class of exceptions with this lineage: Python's own, else a stand-in."""
         path, *bases = lineage
         module, _, name = path.rpartition(".")
         known = vars(sys.modules[module]).get(name) if module in sys.modules else None
@@ -176,15 +215,18 @@ class Line:
             return known
         if path not in self.kinds:
             members = {"__str__": lambda e: vars(e).get("_text") or Exception.__str__(e)}
-            self.kinds[path] = type(name, (self._kind(bases),), members)
+            self.kinds[path] = type(name, tuple(map(self._kind, bases)), members)
         return self.kinds[path]
 
 
 def _raised(kind: Any, text: str, args: list[Any], more: dict[str, Any]) -> Exception:
     """Return the error that the solution raised, or another one if that could end a loop."""
-    if not issubclass(kind, Exception) or issubclass(kind, ENDS):
-        raise ValueError(text)
-    error: Exception = kind.__new__(kind, *args)  # not all classes keep what they are made of
+    if not isinstance(kind, type) or not issubclass(kind, Exception) or issubclass(kind, ENDS):
+        kind, args = SolutionError, [text]
+    try:
+        error = kind(*args)
+    except Exception:  # json.JSONDecodeError does not keep what it was made of
+        error = kind.__new__(kind, *args)
     vars(error).update(more, _text=text)
     return error
 
@@ -286,7 +328,7 @@ def _run_script(line: Line, script: dict[str, Any], tests: dict[str, Any]) -> No
         with contextlib.suppress(ImportError):  # it may be the solution's only
             exec(statement, vars(module))
     there = {*vars(module)}
-    vars(module)[FLUSH] = line.flush
+    vars(module).update({SAME: line.same, FLUSH: line.flush})
     ends = re.search(r"\b(unittest|pytest)\.main\b", script["text"])
     with contextlib.suppress(SystemExit) if ends else contextlib.nullcontext():
         exec(compile(script["text"], "test", "exec"), vars(module))

@@ -27,21 +27,23 @@ import builtins
 import json
 import re
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from symtable import symtable
-from textwrap import dedent
 from typing import Any, Literal
 
-from tandem.plugins.graders.code_inside import FLUSH
+from tandem.plugins.graders.code_inside import FLUSH, SAME
 from tandem.runtime.errors import UserError
 from tandem.types import Problem
 
 TEXT_CHARS = 200_000  # of a completion; the program is near its end
-_BLOCK = re.compile(
-    r"^[ \t]*(`{3,}|~{3,})([^`\n]*)\n(.*?)(?:^[ \t]*\1[`~]*[ \t]*$|\Z)", re.DOTALL | re.MULTILINE
-)
+_FENCE = re.compile(r"^([ \t]*)(`{3,}|~{3,})([^`\n]*)$", re.MULTILINE)
 _PYTHON = re.compile(r"[{.\s]*(python|py)3?(?![\w+-])", re.IGNORECASE)  # a label of a program
+_CLOSING = re.compile(r"\s*|\s+(?![{.\s]*py)\S.*")  # behind a closing fence: no label of a program
+CLOSINGS = 16  # fences tried as the end of a program, as some may stand in its docstrings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,14 +92,55 @@ Test = IoTest | CallTest | Script
 def extract_code(completion: str) -> str:
     """Return the last fenced block labelled as Python, else the last one unlabelled, else all text.
 
-    A truncated block counts. Text before a closing </think> is a draft, and does not.
+    A truncated block counts. Text before a closing </think> is a draft, and does not. A fence in a
+    docstring does not end a program.
     """
     text = completion[-TEXT_CHARS:].replace("\r\n", "\n").rpartition("</think>")[2]
-    blocks = [(match[2].strip(), match[3]) for match in _BLOCK.finditer(text)]
+    blocks, position = list[tuple[str, str]](), 0
+    while opening := _FENCE.search(text, position):
+        program, position = _block(text, opening)
+        blocks.append((opening[3].strip(), program))
     programs = [program for label, program in blocks if _PYTHON.match(label)] or [
         program for label, program in blocks if not label
     ]
-    return dedent(programs[-1]).removesuffix("\n") + "\n" if programs else text
+    return programs[-1].removesuffix("\n") + "\n" if programs else text
+
+
+def _block(text: str, opening: re.Match[str]) -> tuple[str, int]:
+    """Return the program behind a fence, without the fence's indentation, and the position of its
+    end: the first fence that leaves a program, else the first one, else the text's end."""
+    indentation = re.compile(rf"^[ \t]{{0,{len(opening[1])}}}", re.MULTILINE)
+    closings = (
+        closing
+        for closing in _FENCE.finditer(text, opening.end())
+        if closing[2].startswith(opening[2]) and _CLOSING.fullmatch(closing[3])
+    )
+    found = [
+        (indentation.sub("", text[opening.end() + 1 : closing.start()]), closing.end())
+        for closing in islice(closings, CLOSINGS)
+    ] or [(indentation.sub("", text[opening.end() + 1 :]), len(text))]
+    return next((block for block in found if _is_program(block[0])), found[0])
+
+
+def _is_program(text: str) -> bool:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
+
+
+@contextmanager
+def unlimited_digits() -> Iterator[None]:
+    """Read integers of any length: Python refuses those of more than 4,300 digits."""
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        yield
+    finally:
+        sys.set_int_max_str_digits(before)
 
 
 def read_tests(problem: Problem) -> tuple[list[Test], Columns]:
@@ -106,8 +149,9 @@ def read_tests(problem: Problem) -> tuple[list[Test], Columns]:
     column = next(filter(None, columns_with_tests), problem.answer)
     found = str(column)[:200]
     try:
-        columns = _columns(problem)
-        tests = _tests(_unquoted(column), columns)
+        with unlimited_digits():
+            columns = _columns(problem)
+            tests = _tests(_unquoted(column), columns)
     except (KeyError, TypeError, ValueError, SyntaxError) as error:
         tests, found = [], f"{type(error).__name__}: {error} in {str(column)[:200]}"
     if not tests:
@@ -327,28 +371,20 @@ ELSEWHERE = re.compile(
 
 def elsewhere(script: str) -> str:
     """Return what a script uses of the solution's process, or of pytest, else ""."""
-    tree = ast.parse(script)
-    for node in ast.walk(tree):
-        match node:
-            case ast.Compare(_, [ast.Is() | ast.IsNot()], [right]) if not _is_known(right):
-                return "asks whether one object is another"
-            case ast.Call(ast.Attribute(_, "assertIs" | "assertIsNot"), [_, right, *_]):
-                if not _is_known(right):
-                    return "asks whether one object is another"
-    found = ELSEWHERE.search(ast.unparse(tree))
+    found = ELSEWHERE.search(ast.unparse(ast.parse(script)))
     return f"uses {found[0]}" if found else ""
 
 
-def _is_known(node: ast.expr) -> bool:
-    """Tell whether all processes have the object, as None, True and int. Equal data is copied."""
-    name = node.id if isinstance(node, ast.Name) else ""
-    return isinstance(node, ast.Constant) or name in vars(builtins)
-
-
 def across_the_line(script: str) -> str:
-    """Return the script for a process without the solution: Line.flush comes before each
-    statement."""
+    """Return the script for a process without the solution: Line.same takes the place of `is`, and
+    Line.flush comes before each statement."""
     tree = ast.parse(script)
+    for node in ast.walk(tree):
+        match node:
+            case ast.Compare(left, [ast.Is()], [right]) if not isinstance(right, ast.Constant):
+                node.left, node.comparators = _call_of(SAME, left, right), [ast.Constant(True)]
+            case ast.Call(ast.Attribute(_, "assertIs"), [left, right, *more]):
+                node.args = [_call_of(SAME, left, right), ast.Constant(True), *more]
     for node in [*ast.walk(tree)]:
         for field in ("body", "orelse", "finalbody"):
             if isinstance(block := getattr(node, field, None), list):
@@ -358,4 +394,8 @@ def across_the_line(script: str) -> str:
 
 def _flushed(statement: ast.stmt) -> list[ast.stmt]:
     is_import = isinstance(statement, ast.Import | ast.ImportFrom)  # __future__ comes first
-    return [statement] if is_import else [*ast.parse(f"{FLUSH}()").body, statement]
+    return [statement] if is_import else [ast.Expr(_call_of(FLUSH)), statement]
+
+
+def _call_of(name: str, *arguments: ast.expr) -> ast.Call:
+    return ast.Call(ast.Name(name, ast.Load()), [*arguments], [])

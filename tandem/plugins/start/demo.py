@@ -1,8 +1,8 @@
 """`tandem demo`: the whole loop on a laptop: data, a tiny model, supervised warm start, GRPO,
 evaluation, export.
 
-Each stage prints the command that does the same by hand. Killed anywhere, run the same command
-again to resume.
+Each stage prints the command that does the same by hand. After a kill at any moment
+the same command resumes.
 """
 
 import json

@@ -11,10 +11,10 @@ Functions that read files run in threads. Knows no format of a file: that is the
 """
 
 import asyncio
-import io
 import json
 import math
-from collections.abc import AsyncIterator, Callable
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
@@ -149,9 +149,10 @@ class Api:
         if kind == "jsonl":
             lines = table.export_lines(query)
             return StreamingResponse(lines, media_type="application/jsonl", headers=headers)
-        table.export_parquet(query, file := io.BytesIO())
-        kind = "application/vnd.apache.parquet"
-        return Response(file.getvalue(), media_type=kind, headers=headers)
+        parts = _parquet(lambda sink: table.export_parquet(query, sink))
+        return StreamingResponse(
+            parts, media_type="application/vnd.apache.parquet", headers=headers
+        )
 
     def image(self, request: Request) -> Response:
         """Send an image by the name that its tokens have."""
@@ -191,6 +192,15 @@ def _stamps(runs: list[Run]) -> dict[str, Any]:
 
 def _event(value: Any) -> bytes:
     return f"data: {json.dumps(value)}\n\n".encode()
+
+
+def _parquet(write: Callable[[Any], None]) -> Iterator[bytes]:
+    """Yield the bytes of a file that is whole before the first of them."""
+    with tempfile.TemporaryFile() as file:
+        write(file)
+        file.seek(0)
+        while part := file.read(1 << 20):
+            yield part
 
 
 def _endpoint(answer: Answer) -> Callable[[Request], Response]:

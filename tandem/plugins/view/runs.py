@@ -74,6 +74,8 @@ class Columns:
             self._forget(0)
             return
         whole = data.rfind(b"\n") + 1  # the rest is being written
+        if not whole:
+            return
         self._offset += whole
         for line in data[:whole].splitlines():
             try:

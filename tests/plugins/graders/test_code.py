@@ -3,10 +3,7 @@ form."""
 
 import json
 import shutil
-from collections import deque
-from datetime import UTC, date, datetime, time, timedelta
-from decimal import Decimal
-from fractions import Fraction
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -52,23 +49,29 @@ def best_in_time(share, tests, completion, **options):
     return max(given_time(run, lambda found: found == share, 0.5))
 
 
-class SpyingBubblewrap(Bubblewrap):
-    """It remembers what it was given, and what came out."""
+@dataclass
+class Spy:
+    """A sandbox that remembers what it was given and what came out."""
 
+    results: list = field(default_factory=list)
+    given: list = field(default_factory=list)
+
+
+class SpyingBubblewrap(Bubblewrap):
     def __init__(self):
         super().__init__()
-        self.given, self.results = [], []
+        self.spy = Spy()
 
     def run(self, command, **given):
         result = super().run(command, **given)
-        self.given.append(json.dumps([command, given["files"], given["stdin"]]))
-        self.results.append(result)
+        self.spy.given.append(json.dumps([command, given["files"], given["stdin"]]))
+        self.spy.results.append(result)
         return result
 
     def converse(self, asking, answering, **given):
         results = super().converse(asking, answering, **given)
-        self.given.append(json.dumps(answering))
-        self.results.append(results[1])
+        self.spy.given.append(json.dumps(answering))
+        self.spy.results.append(results[1])
         return results
 
 
@@ -207,7 +210,7 @@ def test_a_cheat_gets_nothing(cheat):
             sandbox = SpyingBubblewrap()
             options = {"test_timeout_s": seconds, "timeout_s": 2 * seconds}
             found = reward(tests, solution(cheat), sandbox, options)["reward"]
-            ran = any("WITNESS" in result.stderr for result in sandbox.results)
+            ran = any("WITNESS" in result.stderr for result in sandbox.spy.results)
             return found, ran or cheat.name == "is no program"
 
         results = given_time(run, lambda result: result[1], 0.4)
@@ -230,7 +233,7 @@ def test_the_same_cheat_fools_asserts_in_the_same_process(cheat):
 def test_no_expected_value_enters_the_solutions_sandbox(form):
     sandbox = SpyingBubblewrap()
     assert reward(TESTS[form], PROGRAM if form == "program" else ADD, sandbox)["reward"] == 1.0
-    assert sandbox.given and not [text for text in sandbox.given if "199998" in text]
+    assert sandbox.spy.given and not [text for text in sandbox.spy.given if "199998" in text]
 
 
 # what is a list arrives as one, without methods of its own; at most 2 honest ones
@@ -243,14 +246,10 @@ REFUSED = {"kodcode/a list's child"}
 )
 def test_an_honest_program_earns_the_reward_and_a_cheat_does_not(row):
     options = {"timeout_s": WAIT_S, "test_timeout_s": WAIT_S}
-    try:
-        found = code_reward(
-            row.problem, f"```python\n{row.program}\n```", sandbox=Bubblewrap(), **options
-        )["reward"]
-    except UserError as error:
-        assert not row.honest and "comparison of the solution's objects" in error.found
-    else:
-        assert (found == 1.0) is (row.honest and row.name not in REFUSED)
+    found = code_reward(
+        row.problem, f"```python\n{row.program}\n```", sandbox=Bubblewrap(), **options
+    )["reward"]
+    assert (found == 1.0) is (row.honest and row.name not in REFUSED)
 
 
 @needs_bubblewrap
@@ -274,33 +273,12 @@ def test_a_script_that_no_solution_can_pass_is_the_rows_mistake(script, found):
 
 
 @needs_bubblewrap
-@pytest.mark.parametrize(
-    ("script", "found"),
-    [
-        ("assert pt(2) in mk(2)", "comparison"),
-        ("assert mk(2) == [Pt(2)]", "comparison"),
-        ("assert Pt(2) in mk(2)", "comparison"),
-        ("from solution import Pt\nwith Pt(2) as a:\n    assert a == 5", "context"),
-        ("a = [1]\nassert mk(a) is a", "one object"),
-        (
-            "import unittest\nclass T(unittest.TestCase):\n"
-            "    def test_f(self):\n        a = {}\n        self.assertIs(mk(a), a)",
-            "one object",
-        ),
-    ],
-)
-def test_one_object_for_everything_passes_no_test(script, found):
-    cheat = """```python
-s = object()
-class Pt:
-    __new__ = lambda c, x: s
-    __enter__ = __exit__ = lambda *a: True
-pt = Pt
-def mk(x): return [s]
-```"""
-    with pytest.raises(UserError, match="a test script cannot run") as caught:
-        reward(script, cheat)
-    assert found in caught.value.found
+def test_one_object_for_everything_does_not_pass_a_list_test():
+    cheat = "```python\ns = object()\nclass Pt:\n    __new__ = lambda c, x: s\npt = Pt\ndef mk(x): return [s]\n```"
+    assert reward("assert pt(2) in mk(2)", cheat)["reward"] == 0.0
+    for script in ("assert mk(2) == [Pt(2)]", "assert Pt(2) in mk(2)"):
+        with pytest.raises(UserError, match="comparison of the solution's objects"):
+            reward(script, cheat)
 
 
 # ---------------------------------------------------------------- two processes
@@ -327,8 +305,38 @@ def test_a_result_under_a_name_is_compared_with_its_argument_before_the_call(scr
 SUITE = "import unittest\nclass T(unittest.TestCase):\n    def test_f(self):\n        "
 
 
+@needs_bubblewrap
+def test_equal_data_across_the_line_is_no_identity():
+    for script in ("a = [1]\nassert f(a) is a", SUITE + "a = {}\n        self.assertIs(f(a), a)"):
+        with pytest.raises(UserError, match="a test script cannot run") as caught:
+            reward(script, "```python\ndef f(a): return a\n```")
+        assert "one object" in caught.value.found
+
+
+SWALLOWS = (
+    "class A:\n    __enter__ = lambda s: s\n    __exit__ = lambda *a: True\n    def get(self): "
+)
+WITH = "from solution import A\n"
 ADDS = "def test_add():\n    assert add(1, 2) == 3"
 HIDDEN = [  # (the script, a solution that hides the test's own error)
+    (WITH + "with A() as a:\n    assert a.get() == 5", SWALLOWS + "return 0"),
+    (WITH + "with A() as a:\n    assert a.get() == 5", SWALLOWS + "raise ValueError"),
+    (WITH + "with A() as a:\n    assert a.get() + 1 == 6", SWALLOWS + "return None"),
+    (WITH + "with A() as a:\n    assert a.get() == 5", SWALLOWS + "raise SystemExit"),
+    (
+        WITH + "with A() as a:\n    x = a.get()\n    if x != 5: raise ValueError",
+        SWALLOWS + "return 0",
+    ),
+    (
+        WITH + "def same(x): assert x == 5\nwith A() as a: same(a.get())",
+        SWALLOWS + "raise ValueError",
+    ),
+    (WITH + SUITE + "with A() as a: self.assertEqual(a.get(), 5)", SWALLOWS + "raise ValueError"),
+    (
+        WITH
+        + "from contextlib import ExitStack\nwith ExitStack() as s:\n    a = s.enter_context(A())\n    assert a.get() == 5",
+        SWALLOWS + "raise ValueError",
+    ),
     (
         "import pytest\nfrom solution import E, f\nwith pytest.raises(E): assert f(1) == 5",
         "E = Exception\ndef f(x): return 0",
@@ -345,6 +353,12 @@ HIDDEN = [  # (the script, a solution that hides the test's own error)
     # no error of a good row either
     (SUITE + "self.assertEqual(IsPrime(3), True)", "class R: pass\ndef IsPrime(x): return R()"),
     ("x = IsPrime(3)\nassert x == True", "class IsPrime:\n    def __init__(self, x): pass"),
+    ("assert IsPrime(3) == IsPrime(5)", "class R: pass\ndef IsPrime(x): return R()"),
+    (
+        WITH + "with A() as a:\n    x = a.get()\nassert x == 5",
+        SWALLOWS + "import json; json.loads('')",
+    ),
+    (WITH + "with A() as a:\n    x = a.get()\nassert x == 5", SWALLOWS + "raise SystemExit"),
     (ADDS, "import nowhere\ndef add(a, b): return 3"),
     (ADDS, "def add(a, b): return undefined"),
     (ADDS, "def other(): pass"),
@@ -436,14 +450,6 @@ def test_any_other_script_is_left_whole(script):
         [1, (2, {3})],
         {"a": {(1, 2): frozenset("x")}},
         1 + 2j,
-        range(1, 9, 3),
-        deque([1, (2,)]),
-        Fraction(1, 3),
-        Decimal("0.1"),
-        datetime(2026, 1, 2, 3, 4, 5, 6, UTC),
-        date(2026, 1, 2),
-        time(3, 4),
-        timedelta(1, 2, 3),
     ],
 )
 def test_values_survive_the_way_out(value):
@@ -454,8 +460,7 @@ def test_values_survive_the_way_out(value):
 @pytest.mark.usefixtures("no_collection")
 def test_replies_that_are_no_values_hold_nothing():
     test = CallTest(expression="f()", expected=(3,))
-    right = ("3", '{"Fraction": [9, 3]}', '{"Decimal": ["3.0"]}', '{"complex": [3, 0]}')
-    assert all(holds(test, f'{{"value": {value}}}') for value in right)
+    assert holds(test, '{"value": 3}')
     hostile = [
         "",
         "3",
@@ -464,14 +469,13 @@ def test_replies_that_are_no_values_hold_nothing():
         "[" * 10**5,
         '{"error": ["E", "3"]}',
         '{"value": {"object": 0}}',
-        '{"value": {"Fraction": ["1e999999999"]}}',
-        '{"value": {"Fraction": ["1e999999999", 1]}}',
-        '{"value": {"bytearray": ["00"]}}',
-        '{"value": {"range": [0, 1000000000000]}}',
-        '{"value": {"Decimal": ["1e999999999999999999"]}}',
-        '{"value": {"deque": [[1], "x"]}}',
-        '{"value": {"complex": ["x"]}}',
-        '{"value": {"tuple": [{"tuple": [3]}]}}',
+        '{"value": {"fractions.Fraction": ["1e999999999"]}}',
+        '{"value": {"fractions.Fraction": ["1e999999999", 1]}}',
+        '{"value": {"builtins.bytearray": [100000000000]}}',
+        '{"value": {"builtins.range": [0, 1000000000000]}}',
+        '{"value": {"decimal.Decimal": ["1e999999999999999999"]}}',
+        '{"value": {"collections.deque": [[1], "x"]}}',
+        '{"value": {"float": "3"}}',
         f'{{"value": {{"set": {[(2**61 - 1) * n for n in range(1, 50_000)]}}}}}',
         '{"value": 1' + "0" * 10**6 + "}",
     ]
