@@ -29,7 +29,7 @@ from tandem.run_folder.best import BEST, read_best
 from tandem.run_folder.config_changes import toml_values
 from tandem.run_folder.files import read_file
 from tandem.run_folder.metrics import flatten
-from tandem.run_folder.read import read_notes
+from tandem.run_folder.read import Notes, read_notes
 from tandem.runtime.errors import UserError
 from tandem.runtime.processes import started_at
 
@@ -137,6 +137,7 @@ class Run:
         self.folder, self.name = folder, name
         self.metrics = Columns(folder / "metrics.jsonl")
         self.timings = Columns(folder / "timings.jsonl", TIMES)
+        self._notes = list[tuple[str, int, int]](), Notes()
         self._lock = threading.Lock()
 
     def refresh(self) -> None:
@@ -215,9 +216,16 @@ class Run:
 
     def messages(self, state: str) -> dict[str, Any]:
         """Return why the run failed, if its state is that, and its warnings."""
-        notes = read_notes(self.folder)
+        notes = self.notes()
         failed = notes.failed if state == "failed" else ""
         return {"failed": failed, "warnings": list(notes.warnings)}
+
+    def notes(self) -> Notes:
+        """Return what log.txt says; it is read again when it has changed."""
+        stats = _stats(self.folder / "log.txt")
+        if stats != self._notes[0]:
+            self._notes = stats, read_notes(self.folder)
+        return self._notes[1]
 
     def status(self) -> dict[str, Any]:
         return read_json(self.folder / "status.json")
@@ -234,7 +242,7 @@ class Run:
         fresh = any(time.time_ns() - stamp < FRESH_S * 10**9 for stamp in stamps)
         if lives or (lives is None and fresh):
             return "running"
-        if not holder and read_notes(self.folder).failed:
+        if not holder and self.notes().failed:
             return "failed"
         if done is not None and done == steps:
             return "finished"
