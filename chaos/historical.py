@@ -386,15 +386,15 @@ def stale_cache(stages: Stages, witness: Witness) -> Stages:
 class Padded(ExactModel):
     """Counts positions from the padding on the left."""
 
-    def hidden(self, tokens, positions, plan):
-        return super().hidden(tokens, positions + 3, plan)
+    def hidden(self, tokens, positions, plan, choices=None):
+        return super().hidden(tokens, positions + 3, plan, choices)
 
 
 class TwoKernels(ExactModel):
     """Another order of additions where gradients are wanted."""
 
-    def hidden(self, tokens, positions, plan):
-        hidden = super().hidden(tokens, positions, plan)
+    def hidden(self, tokens, positions, plan, choices=None):
+        hidden = super().hidden(tokens, positions, plan, choices)
         return (hidden * 3.0) / 3.0 if torch.is_grad_enabled() else hidden
 
 
@@ -654,7 +654,7 @@ def unknown_key(folder: Path, witness: Witness) -> None:
 # The bugs
 # --------------------------------------------------------------------------------
 
-GAP = "engine and policy do not agree on the tokens just sampled"
+GAP = "engine and (policy|trainer) do not agree on (the tokens|a completion) just sampled"
 WHOLE = "a step would train other tokens than its own"
 
 BUGS = (
@@ -861,13 +861,13 @@ BUGS = (
         inject=partial(
             train, change=rewarded(Score(reward=0.0, parts={}, error="KeyError: 'answer'"))
         ),
-        stopped_by="every episode could not be scored",
+        stopped_by="no episode could be scored",
     ),
     Bug(
         issue="Math-Verify #50",
         what="a verifier that hangs in one C call",
         inject=hanging_verifier,
-        stopped_by="every episode could not be scored",
+        stopped_by="no episode could be scored",
     ),
     Bug(
         issue="verl #7401",
@@ -901,7 +901,7 @@ BUGS = (
         issue="torchrl #4188",
         what="an optimizer without its moments on resume",
         inject=partial(resumed, change=loses(MomentsLost)),
-        stopped_by="moments of AdamW",
+        stopped_by="other moments of the optimizer",
     ),
     Bug(
         issue="accelerate #4195",
