@@ -27,7 +27,7 @@ import torch  # noqa: F401  (it and transformers are what takes long to import)
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
 ROOT = Path(__file__).parent.parent
-PARTS = ("tandem", "tests", "chaos", "recipes", "examples", "pyproject.toml")
+PARTS = ("tandem", "tests", "benchmarks", "chaos", "recipes", "examples", "pyproject.toml")
 PASSED, FAILED = 0, 1  # exit codes of pytest; others mean that no test could run
 HANG_S = 900  # a mutant that hangs is found
 
@@ -73,6 +73,7 @@ def main(words: list[str]) -> int:
         tree = copy_tree(Path(place))
         every_test = tuple(dict.fromkeys(test for mutant in chosen for test in mutant.tests))
         if run_tests(tree, every_test) != PASSED:
+            print((tree / "output").read_text()[-3000:])
             print("the tests fail without a mutant")
             return 1
         survivors = [mutant for mutant in chosen if not is_found(tree, mutant)]
