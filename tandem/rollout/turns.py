@@ -128,7 +128,8 @@ class Turns:
                 max_tokens_now=budget,
             )
             completion = await self.ask(request)
-            _require_same_beginning(completion, resumed, builder.uid)
+            if resumed:
+                _require_same_beginning(completion, resumed, builder.uid)
             budget -= len(completion.tokens) - (len(resumed.tokens) if resumed else 0)
             if completion.stop_reason == "paused":
                 builder.unfinished_turn = completion
@@ -169,14 +170,11 @@ class Turns:
         return "turns"
 
 
-def _require_same_beginning(
-    completion: Completion, resumed: Completion | None, problem: str
-) -> None:
-    if resumed and not np.array_equal(completion.tokens[: len(resumed.tokens)], resumed.tokens):
+def _require_same_beginning(completion: Completion, resumed: Completion, problem: str) -> None:
+    if not np.array_equal(completion.tokens[: len(resumed.tokens)], resumed.tokens):
         raise InvariantError(
             "a turn that was paused went on with other tokens",
             where=f"problem {problem}",
-            found="another beginning",
             expected="the tokens it had",
             next="report this",
         )

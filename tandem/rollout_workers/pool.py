@@ -73,9 +73,8 @@ class Workers(Pool[WorkerProcess]):
         self.last_life = time.monotonic()  # of a worker at work
         self.dispatcher: Dispatcher[WorkerProcess] = Dispatcher(spec.max_batch, spec.longest)
         self._spec, self._weights = spec, weights
-        self._watched: list[
-            tuple[int, Gaps]
-        ] = []  # checks to make before a worker leaves a version
+        # checks to make before a worker leaves a version
+        self._watched: list[tuple[int, Gaps]] = []
         self._lost: Counter[int] = Counter()  # restarts, by the worker's number
         self._posted: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
         for number in range(count):

@@ -37,14 +37,9 @@ def read_file(path: Path, parse: Callable[[str], T], next: str = RESTORE) -> T:
 
 
 def read_about(folder: Path, next: str = RESTORE) -> dict[str, str]:
-    """Read run.json of a run folder: command, when the run was created, and the directory that
-    relative paths begin in. Raises UserError."""
-    names = ("command", "created", "directory")
-    return read_file(
-        folder / "run.json",
-        lambda text: {name: str(json.loads(text)[name]) for name in names},
-        next,
-    )
+    """Read command, time and working directory of a run from its run.json. Raises UserError."""
+    path, names = folder / "run.json", ("command", "created", "directory")
+    return read_file(path, lambda text: {n: str(json.loads(text)[n]) for n in names}, next)
 
 
 def require_run(folder: Path) -> None:

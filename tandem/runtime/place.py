@@ -4,10 +4,14 @@ environment, or by the first one, which starts the others on its machine.
 Knows neither torch nor what the processes do.
 """
 
+import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+# the folder with this package, which `python -m tandem` may find in the working directory alone
+PACKAGES = __file__.rsplit(os.sep, 3)[0]
 PORT = 29500
 NODE = "TANDEM_NODE"  # in the environment: what the cluster calls this machine
 # By how a place is named: that of the process it is given to, and not of those that it starts.
@@ -57,8 +61,11 @@ def here(environment: Mapping[str, str], size: int) -> Place:
 
 
 def without_place(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a process that is to be none of torchrun's."""
-    return {name: value for name, value in environment.items() if not _NAMES.fullmatch(name)}
+    """Return the environment of a process that is none of torchrun's and imports this package."""
+    own = {name: value for name, value in environment.items() if not _NAMES.fullmatch(name)}
+    if sys.path[0] == PACKAGES:
+        own["PYTHONPATH"] = os.pathsep.join(filter(None, [PACKAGES, own.get("PYTHONPATH")]))
+    return own
 
 
 def share_of_threads(at_hand: int, environment: Mapping[str, str], size: int) -> int:

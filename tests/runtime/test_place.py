@@ -1,8 +1,11 @@
 """The place of a process among those of a command: who gives it, and who must not have it."""
 
+import os
+import sys
+
 import pytest
 
-from tandem.runtime.place import Place, here, place_from, share_of_threads, without_place
+from tandem.runtime.place import PACKAGES, Place, here, place_from, share_of_threads, without_place
 
 TORCHRUN = {
     "RANK": "5",
@@ -59,10 +62,13 @@ def test_a_process_that_nobody_placed_is_the_first_on_its_machine(environment):
     assert here(environment, 4) == Place(0, 4, 0, 4, "127.0.0.1", 0)
 
 
-def test_processes_that_it_starts_have_no_place():
+def test_processes_that_it_starts_have_no_place_and_this_package(monkeypatch):
+    monkeypatch.setattr(sys, "path", ["/venv/bin", *sys.path])
     kept = {"PATH": "/bin", "SLURM_JOB_ID": "1", "OMP_NUM_THREADS": "1"}
     elastic = {"GROUP_RANK": "0", "ROLE_WORLD_SIZE": "8", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     assert without_place(kept | TORCHRUN | elastic) == kept
+    monkeypatch.setattr(sys, "path", [PACKAGES, *sys.path])  # as `python -m tandem` in a clone
+    assert without_place({"PYTHONPATH": "/more"}) == {"PYTHONPATH": f"{PACKAGES}{os.pathsep}/more"}
 
 
 def test_processes_of_a_machine_share_its_threads():
