@@ -434,14 +434,11 @@ def rows_here(run: Footprint, batch: Batch) -> list[Need]:
     """Return the memory of a run of one process on the CPU, of as many tokens and pages as a step
     has."""
     config, workers, sizes = run.config, run.config.rollout.workers, run.sizes
+    tokens = min(config.train.tokens_per_microbatch, batch.update)
+    train = config.train.model_copy(update={"tokens_per_microbatch": tokens})
+    run = replace(run, config=config.model_copy(update={"train": train}))
     named = {name: (size, text) for name, size, text in run.needs()}
     width = sizes.place.dtype.itemsize
-    tokens = min(config.train.tokens_per_microbatch, batch.update)
-    kept = run.activations(tokens_per_microbatch=tokens)
-    named["activations"] = (
-        kept,
-        f"{tokens:,} tokens{named['activations'][1].partition('tokens')[2]}",
-    )
     used = min(config.rollout.cache_mb * MIB, batch.pages * page_bytes(sizes.policy.shape, width))
     named["key/value cache"] = 0 if workers else used, "the pages of a step's episodes"
     if workers and run.samples:
