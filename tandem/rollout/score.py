@@ -164,8 +164,9 @@ def _require_some_success(errors: Sequence[str], what: str, where: str) -> None:
             what,
             where=where,
             found=errors[0],
-            expected="no error, in some of them at least",
-            next="mend it (`tandem try` runs it alone); the same command resumes",
+            expected="at least one episode without an error",
+            next="`tandem try` runs it alone; if you mend its file, start the run over with "
+            "--fresh; if the cause is elsewhere, the same command resumes",
         )
 
 

@@ -1,5 +1,5 @@
 """A run's journal, written and read back: no episode that ended before a kill is rolled out, scored
-or evaluated again.
+or evaluated again, unless it failed in an unfinished step.
 
     scoring threads                 the journal's thread            files in episodes/
     ---------------                 --------------------            ------------------
@@ -127,8 +127,8 @@ class Parts:
         self._thread.start()
 
     def add(self, row: int, episode: Episode) -> None:
-        if self._kind != "part" and (episode.reward_error or episode.env_error):
-            return  # the next start evaluates it again
+        if episode.reward_error or episode.env_error:
+            return  # the next start tries it again
         with self._lock:
             self._new.append((row, episode))
 

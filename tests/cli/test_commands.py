@@ -248,12 +248,8 @@ def test_teacher_with_another_tokenizer_is_refused(home, tmp_path):
         if "x" in item and "y" in item:
             item["x"], item["y"] = item["y"], item["x"]
     (tmp_path / "teacher/tokenizer.json").write_text(json.dumps(tree))
-    text = mistake(
-        "distill",
-        home / "recipe.toml",
-        f"run.folder={tmp_path}/run",
-        f"distill.teacher={tmp_path}/teacher",
-    )
+    command = ["distill", home / "recipe.toml", f"run.folder={tmp_path}/run"]
+    text = mistake(*command, f"distill.teacher={tmp_path}/teacher")
     assert "do not read the same tokens" in text
 
 
@@ -262,15 +258,15 @@ def test_a_reward_model_is_no_policy(home, tmp_path):
     config = json.loads((tmp_path / "scorer/config.json").read_text())
     config["architectures"] = ["Qwen3ForSequenceClassification"]
     (tmp_path / "scorer/config.json").write_text(json.dumps(config))
-    text = mistake(
-        "train", home / "recipe.toml", f"run.folder={tmp_path}/run", f"model.path={tmp_path}/scorer"
-    )
+    command = ["train", home / "recipe.toml", f"run.folder={tmp_path}/run"]
+    text = mistake(*command, f"model.path={tmp_path}/scorer")
     assert "reward model" in text and "critic.path" in text
 
 
 FUNCTIONS = {"rl.loss": "loss", "rl.filter": "keep", "reward.function": "score"}
 OWN = (Path(__file__).parents[2] / "examples/own_functions.py").read_text()
-OWN += "\n\ndef score(problem, completion):\n    return float(len(completion) % 2)\n"
+OWN += "\n\ndef score(problem, completion):\n    assert not exists(__file__ + '.down')\n"
+OWN = "from os.path import exists\n" + OWN + "    return float(len(completion) % 2)\n"
 
 
 def test_resume_with_a_changed_function_is_refused(home, tmp_path):
@@ -286,6 +282,11 @@ def test_resume_with_a_changed_function_is_refused(home, tmp_path):
         text = mistake(*command, more)
         assert f"{key}/{file}" in text and "a function of yours" in text
         file.write_text(OWN)
+    down = tmp_path / "score.py.down"  # say a service that scores
+    down.touch()
+    text = mistake(*command, more)
+    assert "at least one episode without an error" in text and "mend its file, start the" in text
+    down.unlink()
     output_of(*command, more)
 
 
