@@ -10,7 +10,7 @@ import json
 import re
 import tomllib
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_origin
@@ -57,13 +57,11 @@ def merged(
     }
     origin: dict[str, str] = {}
     in_file = set(tree["rl"]) if isinstance(tree.get("rl"), dict) else set()
-    for text in overrides:
-        _apply(tree, text, origin)
+    for text, after in zip_longest(overrides, overrides[1:], fillvalue="VALUE"):
+        _apply(tree, text, origin, after)
     if "rl.algorithm" in origin:
-        for name in in_file & {
-            *settings_of_parts(),
-            *chain(*map(settings_of, names("algorithms"))),
-        }:
+        of_all = {*settings_of_parts(), *chain(*map(settings_of, names("algorithms")))}
+        for name in in_file & of_all:
             if f"rl.{name}" not in origin:
                 del tree["rl"][name]
     return tree, origin
@@ -112,9 +110,9 @@ def _read(path: Path) -> dict[str, Any]:
         ) from None
 
 
-def _apply(tree: dict[str, Any], text: str, origin: dict[str, str]) -> None:
+def _apply(tree: dict[str, Any], text: str, origin: dict[str, str], after: str) -> None:
     """Put one `section.field=value` into the tree. The value is TOML, and a bare word is a string.
-    A key may reach into a table: env.options.limit=3."""
+    A key may reach into a table: env.options.limit=3. after: the next text, for the error."""
     if re.search("[\ud800-\udfff]", text):  # Python's form of a shell's other bytes
         raise UserError(
             "a value cannot be used", where="command line", found=f"{text!r:.80}", expected="UTF-8"
@@ -130,19 +128,21 @@ def _apply(tree: dict[str, Any], text: str, origin: dict[str, str]) -> None:
         advice = keys_like(key, sign + raw)[2:]
         if key in Config.model_fields:
             advice = f"{key} is a section; write {key}.{_main_key(key, value)}={raw}"
+        elif not sign:
+            is_key = section in Config.model_fields and field in _section(section).model_fields
+            given = "VALUE" if "=" in after else after
+            advice = f"write {text}={given}" if is_key else f"put a key before it: KEY={text}"
         raise UserError(
             "an override cannot be read",
             where="command line",
             found=text,
             expected="section.field=value, e.g. rl.group_size=8",
-            next=advice if sign else f"put a key before it: KEY={text}",
+            next=advice,
         )
     if not isinstance(tree.setdefault(section, {}), dict):
         return  # the validation names it
-    table, path = (
-        tree[section],
-        field.split(".") if field.startswith(("options.", "vllm.")) else [field],
-    )
+    table, reaches_in = tree[section], field.startswith(("options.", "vllm."))
+    path = field.split(".") if reaches_in else [field]
     for name in path[:-1]:
         table = table.setdefault(name, {})
         if not isinstance(table, dict):

@@ -120,30 +120,31 @@ def test_an_override_wins_over_the_recipe(override, section, field, value, tmp_p
 
 
 @pytest.mark.parametrize(
-    "override", ["group_size=8", "rl.group_size", "=8", "rl.=8", ".group_size=8", ""]
+    ("override", "said"),
+    [
+        ("group_size=8", "did you mean rl.group_size=8?"),
+        ("rl.group_size", "write rl.group_size=VALUE"),
+        ("rl.group_size 8", "write rl.group_size=8"),
+        ("rl.group_size rl.epochs=8", "write rl.group_size=VALUE"),
+        ("my.py:score", "put a key before it: KEY=my.py:score"),
+        *((text, "") for text in ("=8", "rl.=8", ".group_size=8", "")),
+    ],
 )
-def test_a_broken_override_is_refused_with_an_example(override, tmp_path):
+def test_a_broken_override_is_refused_with_an_example(override, said, tmp_path):
     with pytest.raises(UserError, match="an override cannot be read") as error:
-        load(tmp_path, "", override)
-    assert error.value.found == override and "rl.group_size=8" in error.value.expected
+        load(tmp_path, "", *(words := override.split(" ")))
+    assert error.value.found == words[0] and "rl.group_size=8" in error.value.expected
+    assert error.value.next.startswith(said)
 
 
 @pytest.mark.parametrize("text", ["env = 'guess'\nreward = 'my.py:score'\n", ""])
 def test_a_section_s_name_alone_stands_for_its_main_key(text, tmp_path):
     overrides = [] if text else ["env=guess", "reward=my.py:score"]
-    config = load(
-        tmp_path,
-        text,
-        *overrides,
-        "env.max_turns=3",
-        "env.options.limit=4",
-        "reward.options.score.by=[0.5]",
-    )
+    overrides += ["env.max_turns=3", "env.options.limit=4", "reward.options.score.by=[0.5]"]
+    config = load(tmp_path, text, *overrides)
     assert (config.env.name, config.env.max_turns, config.env.options) == ("guess", 3, {"limit": 4})
-    assert (config.reward.functions, config.reward.options) == (
-        ["my.py:score"],
-        {"score": {"by": [0.5]}},
-    )
+    assert config.reward.functions == ["my.py:score"]
+    assert config.reward.options == {"score": {"by": [0.5]}}
     assert load(tmp_path, to_toml(config)) == config
 
 

@@ -56,16 +56,11 @@ def test_a_row_of_verl_is_read_as_it_is(tmp_path):
 
 
 def test_columns_are_named_by_the_config(tmp_path):
-    path = jsonl(
-        tmp_path / "q.jsonl",
-        {"question": "1 + 1 =", "label": "2", "kind": "sums", "prompt": "unused"},
-    )
+    row = {"question": "1 + 1 =", "label": "2", "kind": "sums", "prompt": "unused"}
+    path = jsonl(tmp_path / "q.jsonl", row)
     [problem] = read(path, prompt_column="question", answer_column="label", category_column="kind")
-    assert (problem.messages[0]["content"], problem.answer, problem.category) == (
-        "1 + 1 =",
-        "2",
-        "sums",
-    )
+    found = (problem.messages[0]["content"], problem.answer, problem.category)
+    assert found == ("1 + 1 =", "2", "sums")
     assert problem.metadata == {"prompt": "unused", "label": "2", "kind": "sums"}
 
 
