@@ -31,6 +31,7 @@ from tandem.types import Problem
 
 DEFAULT_ANSWER = Data.model_fields["answer_column"].default
 DEFAULT_CATEGORY = Data.model_fields["category_column"].default
+ANSWER_ADVICE = "set data.answer_column={}"
 VERL_ANSWER = ("reward_model", "ground_truth")
 # in the metadata, if the row's answer was not text: its value, for TRL's and verl's functions
 RAW_ANSWER = "raw_answer"
@@ -77,8 +78,9 @@ def read_problems(
 def _problem(
     row: Row, *, config: Data, prefix: str, uids: Uids, earlier: dict[str, Uids]
 ) -> Problem:
-    also = "" if "reward_model" in row.values else config.answer_column
-    prompt = column(row, config.prompt_column, rename="set data.prompt_column={}", also=also)
+    answer = "" if "reward_model" in row.values else config.answer_column
+    needed = {config.prompt_column: "set data.prompt_column={}", answer: ANSWER_ADVICE}
+    prompt = column(row, needed)
     named = (config.prompt_column, config.answer_column, config.category_column)
     refuse_columns(row, OF_PROBLEMS, named)
     messages = with_images(prompt_messages(prompt, field=config.prompt_column), row)
@@ -94,7 +96,7 @@ def _problem(
         uid = _text(extra["uid"], field="extra_info.uid")
     name = config.category_column
     if name != DEFAULT_CATEGORY or row.values.get(name) is not None:
-        category = _text(column(row, name, rename="set data.category_column={}"), field=name)
+        category = _text(column(row, {name: "set data.category_column={}"}), field=name)
     problem = Problem(
         uid=uid,
         messages=messages,
@@ -121,13 +123,8 @@ def _answer_path(row: Row, name: str, prompt_column: str) -> tuple[str, ...]:
     has_verl = isinstance(verl, dict) and verl.get("ground_truth") is not None
     if name == DEFAULT_ANSWER and has_verl and row.values.get(name) is None:
         return VERL_ANSWER
-    column(
-        row,
-        name,
-        rename="set data.answer_column={}",
-        otherwise="set data.answer_column='' if no reward needs an answer",
-        taken=prompt_column,
-    )
+    otherwise = "set data.answer_column='' if no reward needs an answer"
+    column(row, {name: ANSWER_ADVICE}, otherwise=otherwise, taken=prompt_column)
     return (name,)
 
 

@@ -14,7 +14,7 @@ import io
 import json
 import logging
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import getitem
@@ -112,10 +112,7 @@ def read_rows(source: str, build: Callable[[Row], T], *, key: str) -> list[T]:
         raise _mistakes(source, key, mistakes, advice)
     if not built:
         raise UserError(
-            f"{key} has no rows",
-            where=source,
-            found="no rows (a header alone is none)",
-            expected="at least one row",
+            f"{key} has no rows", where=source, expected="at least one row; a header alone is none"
         )
     return built
 
@@ -164,24 +161,26 @@ def show(value: Any) -> str:
             return str(value)[:60]
 
 
-def column(
-    row: Row, name: str, *, rename: str, otherwise: str = "", taken: str = "", also: str = ""
-) -> Any:
-    """Return the row's value in a required column. Raises RowError.
+def column(row: Row, needed: Mapping[str, str], *, otherwise: str = "", taken: str = "") -> Any:
+    """Return the row's value in the first column that it needs. Raises RowError.
 
-    rename: advice if a column has a similar name, with {} for that name; otherwise: if none has, or
-    the column `taken`, which has another use. also: another column that the row needs.
+    needed: by column the advice if another has a similar name, with {} for that name; otherwise: if
+    none has, or the column `taken`, which has another use.
     """
-    if name in row.values:
+    name, names, advice = next(iter(needed)), list(row.values), list[str]()
+    if name in names:
         return row.values[name]
-    names = list(row.values)
-    near = [n for n in ALIASES.get(name, ()) if n in row.values] or difflib.get_close_matches(
-        name, names, 1, 0.6
-    )
+    missing = [each for each in needed if each not in ["", *names]]
+    for each in missing:
+        near = [alias for alias in ALIASES.get(each, ()) if alias in names]
+        near = near or difflib.get_close_matches(each, names, 1, 0.6)
+        if near and near[0] != taken:
+            advice.append(needed[each].format(taken := near[0]))
     found = "columns " + ", ".join(n[:40] for n in names[:8]) + (", ..." if len(names) > 8 else "")
-    advice = rename.format(near[0]) if near and near[0] != taken else otherwise
-    expected = " and ".join(f"a column {n!r}" for n in (name, also) if n not in ["", *names])
-    raise RowError(found if names else "an empty row", expected, field=name, next=advice)
+    expected, cures = " and ".join(f"a column {n!r}" for n in missing), " and ".join(advice)
+    raise RowError(
+        found if names else "an empty row", expected, field=name, next=cures or otherwise
+    )
 
 
 def exact_number(row: Row, *path: str) -> str:

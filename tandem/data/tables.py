@@ -16,6 +16,7 @@ import numpy as np
 from tandem.data.readers import Payload, Placed, RowError, Source, open_text, show
 from tandem.model.config_file import hub_answers
 from tandem.runtime.errors import UserError
+from tandem.runtime.wording import counted
 
 BATCH = 1024  # rows of a table
 LONGEST_CELL = 16 << 20  # characters; a quote that never ends would take the rest of a file
@@ -59,7 +60,7 @@ def csv_rows(source: Source, key: str) -> Placed:
 
 def _record(names: list[str], cells: list[str]) -> Payload:
     if len(cells) != len(names):
-        return RowError(f"{len(cells)} cells", f"{len(names)}, as in the header")
+        return RowError(counted(len(cells), "cells"), f"{len(names)}, as in the header")
     try:
         "".join((*names, *cells)).encode()
     except UnicodeEncodeError:

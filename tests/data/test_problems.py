@@ -104,8 +104,7 @@ def test_the_system_message_is_added_only_where_none_is(tmp_path):
     assert list(second.messages) == own
 
 
-# ---- what is refused: a row. (line, what the error must say); the line stands as line 2 of the
-# file
+# ---- what is refused: a row. (line 2 of a file, its place, what the error must say)
 
 BAD_LINES = [
     (b'{"prompt": "?", "answer": }', ":2", "broken JSON at column 27"),
@@ -115,6 +114,8 @@ BAD_LINES = [
     (b'{"prompt": "?", "answer": "\\ud83d"}', ":2", "surrogate"),
     (b"[1, 2]", ":2", "a list of 2"),
     (b'{"question": "?", "answer": "2"}', ":2, prompt", "set data.prompt_column=question"),
+    (b'{"question": "?", "label": "2"}', ":2, prompt", "n and set data.answer_column=label"),
+    (b'{"q": "?", "label": "2"}', ":2, prompt", "next:     set data.answer_column=label"),
     (b'{"prompt": "?", "solution": "2"}', ":2, answer", "set data.answer_column=solution"),
     (b'{"prompt": "?"}', ":2, answer", "set data.answer_column='' if no reward"),
     (b"{}", ":2, prompt", "an empty row"),

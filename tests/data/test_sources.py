@@ -186,10 +186,10 @@ def test_invalid_utf_8_is_told_with_its_row(tmp_path, form):
 @pytest.mark.parametrize(
     ("content", "where", "said"),
     [
-        (b"prompt,answer\n?,2\n?\n", ":3", "found:    1 cells"),
+        (b"prompt,answer\n?,2\n?\n", ":3", "found:    1 cell\n"),
         (b'prompt,answer\n"a\nb\nc",\n', ":2, answer", "found:    null"),
-        (b"prompt,answer\n?,2,3\n", ":2", "expected: 2, as in the header"),
-        (b'prompt,answer\n"a\nb",2\n?\n', ":4", "found:    1 cells"),
+        (b"prompt,answer\n?,2,3\n", ":2", "found:    3 cells\n  expected: 2, as in the header"),
+        (b'prompt,answer\n"a\nb",2\n?\n', ":4", "found:    1 cell\n"),
         (b'prompt,answer\n?,2\n"never, ends\n?,2\n', ":3", "broken CSV: unexpected end of data"),
         (b'prompt,answer\n"a"b,2\n', ":2", "broken CSV: ',' expected after '\"'"),
         (b'prompt;answer\n"a"b;2\n', ":2", "cells with ';' between them"),

@@ -50,11 +50,11 @@ def _chat(row: Row) -> Messages:
         prompt = "\n\n".join(part for part in pair if part)
     else:
         if "prompt" not in row.values:
-            column(row, "messages", rename="rename {} to messages", otherwise=FITS_CHAT)
-        prompt = column(row, "prompt", rename="rename {} to prompt")
+            column(row, {"messages": "rename {} to messages"}, otherwise=FITS_CHAT)
+        prompt = column(row, {"prompt": "rename {} to prompt"})
         answer = "completion" if row.values.get("completion") is not None else "response"
     messages = with_opening(prompt_messages(prompt, field="prompt"), row)
-    response = column(row, answer, rename="rename {} to response")
+    response = column(row, {answer: "rename {} to response"})
     if isinstance(response, list):
         return _whole_chat((*messages, *chat_messages(response, field=answer)), field=answer)
     if not isinstance(response, str) or not response:
@@ -91,8 +91,8 @@ class Preference:
 
 def parse_preference(row: Row) -> Preference:
     """Return the row's preference. Raises RowError."""
-    chosen = column(row, "chosen", rename="rename {} to chosen", otherwise=FITS_PAIR)
-    rejected = column(row, "rejected", rename="rename {} to rejected", otherwise=FITS_PAIR)
+    chosen = column(row, {"chosen": "rename {} to chosen"}, otherwise=FITS_PAIR)
+    rejected = column(row, {"rejected": "rename {} to rejected"}, otherwise=FITS_PAIR)
     if name := image_column(row.values):
         raise RowError("images", "a pair of texts", field=name, next="leave the column out")
     if row.values.get("prompt") is None and not isinstance(chosen, str):
@@ -100,7 +100,7 @@ def parse_preference(row: Row) -> Preference:
         prompt = _common_prompt(*chats)
         chosen, rejected = (chat[len(prompt) :] for chat in chats)
     else:
-        prompt = column(row, "prompt", rename="rename {} to prompt")
+        prompt = column(row, {"prompt": "rename {} to prompt"})
         prompt = prompt_messages(prompt, field="prompt", images=False, tools=True)
         require_user_first((*prompt, {"role": "assistant"}), field="prompt")
         chosen = _continuation(chosen, prompt, field="chosen")
