@@ -84,8 +84,6 @@ def read_rows(source: str, build: Callable[[Row], T], *, key: str) -> list[T]:
     built: list[T] = []
     mistakes: dict[tuple[str, str, str], list[str]] = {}  # field, found, expected -> places
     advice = ""
-    was_enabled = gc.isenabled()
-    gc.disable()  # all rows are kept, and searching them for garbage takes a third of the time
     try:
         for number, (place, payload) in enumerate(source_rows(source, key), start=1):
             try:
@@ -105,9 +103,6 @@ def read_rows(source: str, build: Callable[[Row], T], *, key: str) -> list[T]:
         raise UserError(
             f"{key} cannot be read", where=source, found=str(error), next=f"ls -l {source}"
         ) from None
-    finally:
-        if was_enabled:
-            gc.enable()
     if mistakes:
         raise _mistakes(source, key, mistakes, advice)
     if not built:

@@ -248,7 +248,10 @@ def _cannot_run(where: str, found: str) -> UserError:
 def _unreadable(
     path: str, name: str, where: str, found: str, what: str = "model's config"
 ) -> UserError:
-    cure = "name a directory, or fetch it where there is a network and set HF_HUB_OFFLINE=1 here"
+    from huggingface_hub.constants import HF_HUB_OFFLINE as offline
+
+    cure = "fetch it where there is a network and set HF_HUB_OFFLINE=1 here"
+    cure = f"name a directory, or {'unset HF_HUB_OFFLINE, which is set' if offline else cure}"
     if is_local := Path(path).is_dir():
         cure = f"mend {Path(path, name)}, or copy it again from where the model is from"
     return UserError(
