@@ -7,7 +7,6 @@ ready, 3 a stall (the watchdog says who is to blame), 130 interrupted.
 """
 
 import gc
-import os
 import signal
 import sys
 import traceback
@@ -84,9 +83,7 @@ app = typer.Typer(
 
 def run() -> None:
     """Run the command line and exit; print a user's error in full, without a traceback."""
-    gc.set_threshold(50_000)  # the search for garbage was a tenth of a command's start
-    if "OMP_WAIT_POLICY" not in os.environ:  # a waiting thread holds its core 0.3 ms, not 15
-        os.environ.setdefault("GOMP_SPINCOUNT", "6000")
+    gc.set_threshold(50_000)  # with 700, the search for garbage took a twelfth of a start
     # SIGTERM ends like Ctrl-C; around a run signals.handle_signals takes over
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

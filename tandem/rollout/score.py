@@ -165,8 +165,8 @@ def _require_some_success(errors: Sequence[str], what: str, where: str) -> None:
             where=where,
             found=errors[0],
             expected="at least one episode without an error",
-            next="`tandem try` runs it alone; if you mend its file, start the run over with "
-            "--fresh; if the cause is elsewhere, the same command resumes",
+            next="`tandem try` runs one problem; after a change of your code add --fresh to the "
+            "command; after any other repair the same command resumes",
         )
 
 

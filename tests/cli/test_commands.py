@@ -282,10 +282,12 @@ def test_resume_with_a_changed_function_is_refused(home, tmp_path):
         text = mistake(*command, more)
         assert f"{key}/{file}" in text and "a function of yours" in text
         file.write_text(OWN)
-    down = tmp_path / "score.py.down"  # say a service that scores
-    down.touch()
+    (down := tmp_path / "score.py.down").touch()  # say a service that scores
     text = mistake(*command, more)
-    assert "at least one episode without an error" in text and "mend its file, start the" in text
+    assert (
+        "at least one episode without an error" in text
+        and "change of your code add --fresh" in text
+    )
     down.unlink()
     output_of(*command, more)
 
