@@ -273,14 +273,10 @@ class Kernels:
         raise AssertionError("not fused")
 
     def logprob_slope(
-        self,
-        logits: Tensor,
-        targets: Tensor,
-        temperature: float,
-        above: Tensor | None,
-        above_entropy: Tensor | None,
+        self, logits: Tensor, targets: Tensor, temperature: float, *above: Tensor | None
     ) -> Tensor:
-        """Compute d loss / d tempered logits [n, V] from logits, where `fused`; see `draw`."""
+        """Compute d loss / d tempered logits [n, V] from logits, where `fused`; see `draw`. above:
+        the gradients [n] of what `target_logprobs` gives."""
         raise AssertionError("not fused")
 
 

@@ -7,7 +7,7 @@ tensors of a microbatch of it.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +19,7 @@ from tandem.config.schema import Config
 from tandem.model.expert_choices import replayed_experts
 from tandem.model.forward import batch_logprobs, batch_values, reference_logprobs
 from tandem.rl.aggregation import sequence_weights
+from tandem.rl.filters import has_signal
 from tandem.rl.losses import Metrics
 from tandem.trainer.checks import require_experts, require_frozen
 from tandem.trainer.learner import Learner
@@ -102,7 +103,7 @@ class TrainBatch:
 
 def pack_batch(groups: Sequence[Group], config: Config, ranks: Ranks = ALONE) -> TrainBatch:
     """Pick the episodes that carry loss and pack them for `ranks`, minibatch by minibatch; groups
-    stay whole."""
+    stay whole. Those that teach nothing come last, in microbatches that need no backward pass."""
     trained = [
         ((row, number), sequence)
         for row, group in enumerate(groups)
@@ -125,21 +126,21 @@ def pack_batch(groups: Sequence[Group], config: Config, ranks: Ranks = ALONE) ->
         )
         for (row, _), e in trained
     ]
+    apart = bool(config.rl.estimator.equal_is_zero) and not ranks.lockstep
+    flat = [apart and not has_signal(group.rewards) for group in groups]
     size = -(-len(groups) // config.rl.minibatches)
-    minibatches = []
-    for first in range(0, len(groups), size):
-        members = [i for i, (row, _) in enumerate(sample_index) if first <= row < first + size]
-        if members:
-            budget = config.train.tokens_per_microbatch
-            packed = pack([samples[i] for i in members], budget, shares=ranks.shares)
-            numbered = [replace(b, samples=np.array(members)[b.samples]) for b in packed]
-            minibatches.append(numbered)
+    part = [(row // size, flat[row]) for row, _ in sample_index].__getitem__
+    minibatches: list[list[Microbatch]] = [[] for _ in range(config.rl.minibatches)]
+    for (number, _), found in groupby(sorted(range(len(samples)), key=part), part):
+        members, budget = np.array([*found]), config.train.tokens_per_microbatch
+        packed = pack([samples[i] for i in members], budget, shares=ranks.shares)
+        minibatches[number] += [replace(b, samples=members[b.samples]) for b in packed]
     engine = [e.engine_logprobs[e.loss_mask] for e in episodes]
     return TrainBatch(
         groups=groups,
         sample_index=sample_index,
         episodes=episodes,
-        minibatches=minibatches,
+        minibatches=[minibatch for minibatch in minibatches if minibatch],
         engine=engine,
         proximal=engine,
         ranks=ranks,

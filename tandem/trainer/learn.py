@@ -184,16 +184,20 @@ def update_policy(
     times weight. Otherwise it raises and changes no weight.
     """
     rl, policy, exact = stage.config.rl, stage.models.policy, stage.parity.exact and first
+    always = policy.ranks.lockstep or bool(policy.router_aux_loss_coef)
     weights, gaps = token_weights(batch, minibatch, stage.config), []
 
     def loss(microbatch: Microbatch) -> tuple[Tensor, Metrics]:
         tokens = token_tensors(batch, microbatch, weights, version)
-        is_checked = exact and not policy.ranks.idle
-        expected = expected_gradient(rl, tokens) if is_checked else None
+        expected = None if policy.ranks.idle else expected_gradient(rl, tokens)
+        # without an advantage there is no gradient; the first one gives every weight its zeros
+        learns = always or microbatch is minibatch[0] or expected is None or bool(expected.any())
+        expected = expected if exact and learns else None
         choices = replayed_experts(microbatch, policy.model.device)
-        logprobs, entropy = batch_logprobs(
-            policy.model, microbatch, stage.sampling, expected, choices=choices
-        )
+        with torch.set_grad_enabled(learns):
+            logprobs, entropy = batch_logprobs(
+                policy.model, microbatch, stage.sampling, expected, choices=choices
+            )
         replayed: Metrics = {}
         if choices is not None:
             changed = choices.changed(microbatch.rows)

@@ -50,6 +50,7 @@ class Ranks:
 
     shares = 1  # how many processes run different microbatches
     rank, size = 0, 1  # of this process, and their number; rank 0 drives the others
+    lockstep = False  # processes wait for each other in every pass
     idle = False  # in a pass without a microbatch of its own, whose gradient is 0
 
     def order(self, name: str, **arguments: Any) -> None:
@@ -144,7 +145,8 @@ def backward_one(totals: Totals, batch: Microbatch, loss: Tensor, metrics: Metri
     """Add the gradient of one microbatch's loss, and count it."""
     watchdog.heartbeat()
     finite = math.isfinite(float(loss.detach()))
-    loss.backward()  # type: ignore[no-untyped-call]
+    if loss.requires_grad:
+        loss.backward()  # type: ignore[no-untyped-call]
     totals.add(len(batch.targets), finite, metrics)
 
 

@@ -15,15 +15,20 @@ import torch
 import xxhash
 from torch import Tensor
 
+SMALL = 1 << 20  # bytes; a thread that waits for a core takes longer than to hash so many
+
 
 def weight_hash(tensors: Mapping[str, Tensor]) -> str:
     """Hash names, dtypes, shapes and bytes, in name order, to hex: equal if and only if every bit
-    is. As many tensors at once as torch has threads; those that a mapping makes when it is asked,
-    as merged weights, are not all held."""
+    is. As many large tensors at once as torch has threads; those that a mapping makes when it is
+    asked, as merged weights, are not all held."""
     hashes, waiting = dict[str, str](), deque[tuple[str, Future[str]]]()
     threads = torch.get_num_threads()
     with ThreadPoolExecutor(threads) as pool:
         for name, tensor in tensors.items():
+            if tensor.nbytes < SMALL:
+                hashes[name] = tensor_hash(tensor)
+                continue
             waiting.append((name, pool.submit(tensor_hash, tensor)))
             if len(waiting) > threads:
                 oldest, future = waiting.popleft()

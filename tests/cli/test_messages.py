@@ -21,6 +21,10 @@ train reward.weights=1,2 | reward.weights | list
 train rl.algorithm=grop | rl.algorithm | grpo?
 train rl.algorithm=GRPO | rl.algorithm | grpo?
 train rl.loss=PPO_Clip | rl.loss | ppo_clip?
+train rll.group_size=8 | command line | did you mean rl
+train rl.deep.group_size=8 | command line | did you mean rl
+plan a-run | the recipe is a folder | did you mean a-run/config.toml?
+plan latin.toml | not valid TOML | latin.toml | utf-8
 train rl.grop_size=4 | rl.grop_size | rl.group_size
 train reward=exatc | reward.function | 'exact'?
 train reward=mine.py | reward.function | mine.py:score
@@ -80,7 +84,7 @@ init empty | empty | name another
 tiny model | model | name another
 try nope.py:score | data.train | add data.train=...
 """
-WITHOUT_RECIPE = ("export", "show", "status", "why", "report", "init", "tiny", "try")
+WITHOUT_RECIPE = ("export", "plan", "show", "status", "why", "report", "init", "tiny", "try")
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +107,7 @@ def folder(tmp_path_factory):
     }
     for name, lines in rows.items():
         (folder / name).write_text("\n".join(lines) + "\n")
+    (folder / "latin.toml").write_bytes(b"\xff\xfe")
     (folder / "empty").mkdir()
     (folder / "runs/mine").mkdir(parents=True)
     (folder / "runs/mine/config.toml").touch()

@@ -148,6 +148,12 @@ void panels(long rows, long K, const float* a, const T* b, float* c, bool add) {
   if constexpr (R > 1) panels<R - 1>(rows, K, a, b, c, add);
 }
 
+// Rows of x beside each other, as [K, R].
+template <class T>
+INLINE void turn(const T* x, long R, long K, float* out) {
+  for (long k = 0; k < K; k++, out += R)
+    for (long r = 0; r < R; r++) out[r] = number(x[r * K + k]);
+}
 template <class T>
 void linear_block(const T* x, long rows, long K, const T* w, long outputs, const T* bias, T* out,
                   int threads) {
@@ -159,11 +165,9 @@ void linear_block(const T* x, long rows, long K, const T* w, long outputs, const
 #pragma omp parallel num_threads(threads) if (rows * K * outputs >= 8 * GRAIN)
   {
 #pragma omp for schedule(static)
-    for (long g = 0; g < groups; g++) {
-      long R = std::min(together, rows - g * together);
-      for (long r = 0; r < R; r++)
-        for (long k = 0; k < K; k++)
-          beside[g * together * K + k * R + r] = number(x[(g * together + r) * K + k]);
+    for (long g = 0; g < rows; g += together) {
+      long R = std::min(together, rows - g);  // a constant number of them is written at once
+      R == ROWS ? turn(x + g * K, ROWS, K, beside + g * K) : turn(x + g * K, R, K, beside + g * K);
     }
 #pragma omp for schedule(static)
     for (long p = 0; p < count; p++) {
@@ -206,7 +210,8 @@ void pack(const T* w, long outputs, long K, T* out, int threads) {
 // at b_step. Blocks of K follow one another, so a sum has one order whatever the sizes are.
 void multiply(const float* a, long a_row, long a_step, long M, long K, const float* b, long b_step,
               long N, float* c, bool add, int threads) {
-  long count = (N + PANEL - 1) / PANEL, tasks = (M + 4 * ROWS - 1) / (4 * ROWS);
+  long count = (N + PANEL - 1) / PANEL;
+  long each = std::min(4l * ROWS, (M + threads - 1) / threads), tasks = each ? (M + each - 1) / each : 0;
   for (long from = 0; from < K; from += STEPS) {
     long steps = std::min(STEPS, K - from);
     float* columns = scratch(0, count * steps * PANEL);
@@ -220,7 +225,7 @@ void multiply(const float* a, long a_row, long a_step, long M, long K, const flo
                   take(b + (from + k) * b_step + p * PANEL + j, std::max(0l, N - p * PANEL - j)));
 #pragma omp for schedule(dynamic)
       for (long t = 0; t < tasks; t++) {
-        long first = t * 4 * ROWS, rows = std::min(4l * ROWS, M - first);
+        long first = t * each, rows = std::min(each, M - first);
         float *beside = scratch(1, rows * steps), found[ROWS * PANEL];
         for (long g = 0; g < rows; g += ROWS) {
           long R = std::min((long)ROWS, rows - g);

@@ -229,14 +229,9 @@ class FusedKernels(Kernels):
         return found, entropies
 
     def logprob_slope(
-        self,
-        logits: Tensor,
-        targets: Tensor,
-        temperature: float,
-        above: Tensor | None,
-        above_entropy: Tensor | None,
+        self, logits: Tensor, targets: Tensor, temperature: float, *above: Tensor | None
     ) -> Tensor:
-        given = (None if grad is None else grad.contiguous() for grad in (above, above_entropy))
+        given = (None if grad is None else grad.contiguous() for grad in above)
         sizes = *logits.shape, float(temperature)
         self._run("logprob_slope", None, logits, targets.contiguous(), *sizes, *given)
         return logits

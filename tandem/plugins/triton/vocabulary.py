@@ -190,22 +190,16 @@ def target_logprobs(
 
 
 def logprob_slope(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: float,
-    above: Tensor | None,
-    above_entropy: Tensor | None,
+    logits: Tensor, targets: Tensor, temperature: float, *above: Tensor | None
 ) -> Tensor:
     """Compute d loss / d logits [N, V] in place of the logits.
 
-    above and above_entropy [N] are the gradients of `target_logprobs`.
+    above: the gradients [N] of what `target_logprobs` gives.
     """
     logits, _, joined = _sums(logits, temperature)
-    above, above_entropy = (
-        None if grad is None else grad.contiguous() for grad in (above, above_entropy)
-    )
+    given = (None if grad is None else grad.contiguous() for grad in above)
     logprob_slope_kernel[_grid(logits)](
-        logits, joined, targets, above, above_entropy, logits.shape[1], temperature, **_tile(logits)
+        logits, joined, targets, *given, logits.shape[1], temperature, **_tile(logits)
     )
     return logits
 

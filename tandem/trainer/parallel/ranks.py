@@ -30,6 +30,8 @@ class ParallelRanks(Ranks):
     microbatch left runs the first one again, and its result does not count.
     """
 
+    lockstep = True
+
     def __init__(self, mesh: Mesh, processes: Processes | None = None):
         self.mesh, self.microbatches = mesh, mesh.group(*MICROBATCHES)
         self.results = mesh.group(*RESULTS)
