@@ -35,7 +35,7 @@ from tandem.run_folder.config_changes import (
 )
 from tandem.run_folder.files import FAILED, FRESH, OTHER_FOLDER, read_about, read_file
 from tandem.run_folder.lock import check_unlocked, locked, now
-from tandem.run_folder.status import forget_status
+from tandem.run_folder.status import STATUS
 from tandem.runtime import numerics
 from tandem.runtime.disk import DISK, append_line, disk_errors, existing_parent, write_atomic
 from tandem.runtime.errors import InvariantError, UserError
@@ -81,7 +81,7 @@ class RunFolder:
             if self.recipe.name == _NEXT:
                 self.recipe.replace(self.path / "config.toml")
                 DISK.fsync(self.path)
-            forget_status(self.path)
+            (self.path / STATUS).unlink(missing_ok=True)  # of the run before
         about = read_about(self.path, _RESTORE)
         if about["directory"] != os.getcwd():
             _write_about(self.path, about)

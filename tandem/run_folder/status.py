@@ -37,8 +37,3 @@ def read_status(folder: Path) -> dict[str, Any] | None:
         lambda text: {name: json.loads(text)[name] for name in names},
         next="the run writes it anew at its next step",
     )
-
-
-def forget_status(folder: Path) -> None:
-    """Drop the status of the run before, as a new one begins in its folder."""
-    (folder / STATUS).unlink(missing_ok=True)
