@@ -6,6 +6,8 @@ export PYTHONDONTWRITEBYTECODE :=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEV := $(VENV)/.ready-dev
+# Bytecode of all modules would take 250 MB and a minute; Python writes that of the few it imports.
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 # Nothing here pins the thread count: tests/conftest.py shares the cores between the processes that test.
 # With OMP_WAIT_POLICY=passive a waiting thread leaves its core to them; it changes no bit.
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=passive
@@ -21,36 +23,34 @@ $(READY): constraints.txt pyproject.toml $(wildcard tandem/model/native/*.h tand
 	@$(PYTHON) -c 'import sys; sys.exit(not ((3, 11) <= sys.version_info[:2] < (3, 15)))' || \
 		{ echo "error: Tandem needs Python 3.11, 3.12 or 3.13 (nothing has run on 3.14), found $$($(PYTHON) --version); next: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	# torch first and exactly: whatever comes after finds its requirement met. Bytecode of all modules
-	# would take 250 MB; Python writes that of the few it imports
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e .
+	# torch first and exactly: whatever comes after finds its requirement met
+	$(PIP) torch
+	$(PIP) -e .
 	@touch $@
 
 $(DEV): $(READY)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gguf,serve,lora,dev]'
+	$(BIN)/python tools/extras.py gguf serve lora dev
 	@touch $@
 
 # Adapters whose packages are heavy or need a compiler (the last); their tests are skipped without them. mini-swe-agent
 # comes without LiteLLM, which its test does not need; lm-eval, Inspect and tinker-cookbook with what their tests need.
 adapters: $(DEV)
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt tenacity python-dotenv platformdirs requests
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps mini-swe-agent lm-eval inspect-ai botocore tinker-cookbook
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt sacrebleu agent-client-protocol pylatexenc ijson \
-		jsonlines jsonpatch mmh3 nest_asyncio2 semver shortuuid textual zipfile-zstd blobfile chz termcolor \
+	@$(PIP) --no-deps mini-swe-agent lm-eval inspect-ai botocore tinker-cookbook
+	@$(PIP) tenacity python-dotenv platformdirs requests sacrebleu agent-client-protocol pylatexenc ijson jsonlines \
+		jsonpatch mmh3 nest_asyncio2 semver shortuuid textual zipfile-zstd blobfile chz termcolor \
 		langdetect immutabledict nltk
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[wandb,png,mcp,openenv,tinker]'
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[reasoning-gym]' || echo "no reasoning-gym here"
+	@$(BIN)/python tools/extras.py wandb png mcp openenv tinker
+	@$(BIN)/python tools/extras.py reasoning-gym || echo "no reasoning-gym here"
 
 # Ray, TransferQueue and NIXL; their tests are skipped without them. NIXL's plain package wants CUDA's libraries.
 distributed: $(DEV)
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray,transfer-queue]'
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps nixl nixl-cu12
+	@$(BIN)/python tools/extras.py ray transfer-queue
+	@$(PIP) --no-deps nixl nixl-cu12
 
 # Megatron-Core into the same environment, for train.backend=megatron and tests/plugins/megatron/test_megatron.py. The newest
 # runs on Python 3.11 too, though it asks for 3.12. Without it its tests are skipped.
 megatron: $(DEV)
-	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python megatron-core==0.19.2
+	@$(PIP) --no-deps --ignore-requires-python megatron-core==0.19.2
 
 # A wheel with the compiled kernels, for every version of Python and torch on this kind of machine.
 wheels: $(READY)
