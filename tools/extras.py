@@ -6,7 +6,16 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PIP = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile", "-c", "constraints.txt"]
+PIP = [
+    "-m",
+    "pip",
+    "install",
+    "--quiet",
+    "--disable-pip-version-check",
+    "--no-compile",
+    "-c",
+    "constraints.txt",
+]
 
 
 def main(names: list[str]) -> int:
