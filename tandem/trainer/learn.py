@@ -184,20 +184,17 @@ def update_policy(
     times weight. Otherwise it raises and changes no weight.
     """
     rl, policy, exact = stage.config.rl, stage.models.policy, stage.parity.exact and first
-    always = policy.ranks.lockstep or bool(policy.router_aux_loss_coef)
     weights, gaps = token_weights(batch, minibatch, stage.config), []
 
     def loss(microbatch: Microbatch) -> tuple[Tensor, Metrics]:
         tokens = token_tensors(batch, microbatch, weights, version)
-        expected = None if policy.ranks.idle else expected_gradient(rl, tokens)
-        # without an advantage there is no gradient; the first one gives every weight its zeros
-        learns = always or microbatch is minibatch[0] or expected is None or bool(expected.any())
-        expected = expected if exact and learns else None
+        gradient = None if policy.ranks.idle else expected_gradient(rl, tokens)
+        learns = gradient is None or bool(gradient.any())
+        expected = gradient if exact and learns else None
         choices = replayed_experts(microbatch, policy.model.device)
-        with torch.set_grad_enabled(learns):
-            logprobs, entropy = batch_logprobs(
-                policy.model, microbatch, stage.sampling, expected, choices=choices
-            )
+        logprobs, entropy = batch_logprobs(
+            policy.model, microbatch, stage.sampling, expected, choices=choices
+        )
         replayed: Metrics = {}
         if choices is not None:
             changed = choices.changed(microbatch.rows)
@@ -220,7 +217,9 @@ def update_policy(
             check = partial(require_gradient, expected, on_policy(rl, tokens))
             logprobs.register_hook(check)
         value, metrics = policy_loss(rl, tokens, logprobs, entropy)
-        return value, {**metrics, **replayed}
+        # without an advantage there is no gradient; the first one gives every weight its zeros
+        needed = learns or policy.ranks.lockstep or microbatch is minibatch[0]
+        return value if needed else value.detach(), {**metrics, **replayed}
 
     metrics = policy.update(minibatch, loss)
     # numpy, whose max lets a NaN show
