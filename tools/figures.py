@@ -398,7 +398,7 @@ HEADLINES = {  # rows of results/measured.md that README has, with its words for
     "decode, SmolLM2-135M, batch 32, against transformers `generate`": "decoding speed of SmolLM2-135M at batch 32, against transformers",
     "a GRPO step, SmolLM2-135M, all sequences at once on both sides, against TRL 1.16": "a GRPO step of SmolLM2-135M, against TRL 1.16",
     "demo, held-out reward, five seeds": "the demo run for 60 steps, five seeds: rise of the sampled held-out reward",
-    "largest gap between engine and trainer log-probs, 10 architectures, 1,000 random schedules": "largest gap between engine and trainer log-probs, in 1,000 random runs that pause and load new weights",
+    "largest gap between engine and trainer log-probs, 10 architectures, 1,000 random schedules": "largest gap between the log-probs of engine and trainer, in 1,000 random runs",
     "`kill -9` of a run at random moments: ends byte-equal": "`kill -9` at random moments: runs that end in the same bytes",
 }
 MEASURED_HEAD = """# Measured

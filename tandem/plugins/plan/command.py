@@ -235,7 +235,7 @@ class _Plan:
                     where=f"reward.function = {', '.join(functions)}; problem {problem.uid}",
                     found=score.error,
                     expected=f"a number for {text!r:.60}",
-                    next=f"tandem try {function} --data FILE --answer {text!r:.60}",
+                    next=f"tandem try {function} --recipe RECIPE --answer {text!r:.60}",
                 )
             _say("reward of a made-up completion, to see that the function runs")
             _say(f"  {score.reward:g} for the first problem and {text!r:.40}")
