@@ -62,12 +62,16 @@ class GeneralModel(ExactModel):
     window = None  # transformers' layers know their own
 
     def __init__(self, module: Any, lora: Lora | None, functions: ExactFunctions | None):
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
         super().__init__(module, lora)
         self._functions = functions  # of a mixture of experts
-        self.factor = logit_factor(self.config)
+        scale: float = getattr(self.config, "logit_scale", None) or 1.0  # Cohere
+        self.factor = scale / (getattr(self.config, "logits_scaling", None) or 1.0)  # Granite
         self.softcap = logit_softcap(self.config)
-        for layer in checkpointed_layers(module):
-            layer.forward = partial(self._run_layer, layer.forward)
+        for layer in module.modules():
+            if isinstance(layer, GradientCheckpointingLayer):  # of the decoder
+                layer.forward = partial(self._run_layer, layer.forward)
 
     def hidden(
         self, tokens: Tensor, positions: Tensor, plan: Plan, choices: ExpertChoices | None = None
@@ -183,19 +187,6 @@ def _planned_part(child: Any) -> nn.Module:
     if name == BIASED:
         return ExactBloomAttention(child, _attend, lambda: _pass.get().positions)
     return child  # type: ignore[no-any-return]
-
-
-def checkpointed_layers(module: Any) -> list[Any]:
-    """List a module's decoder layers."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    return [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
-
-
-def logit_factor(config: Any) -> float:
-    """Return what a model multiplies its logits with."""
-    factor: float = getattr(config, "logit_scale", None) or 1.0  # Cohere
-    return factor / (getattr(config, "logits_scaling", None) or 1.0)  # Granite
 
 
 @contextmanager

@@ -4,6 +4,12 @@ The command line prints a UserError and exits with code 2; anything else that es
 keeps its traceback and exits with 1.
 """
 
+import re
+from pathlib import Path
+
+PAGES = Path(__file__).parents[2] / "docs"  # in a clone
+SITE = "https://github.com/tandem-rl/tandem/blob/main/docs/"
+
 
 class UserError(Exception):
     """A mistake in the user's input or surroundings, with the facts needed to mend it.
@@ -24,7 +30,8 @@ class UserError(Exception):
     def __str__(self) -> str:
         names = ("where", "found", "expected", "next")
         rows = [(name, getattr(self, name)) for name in names]
-        return "\n".join([self.what, *(f"  {name + ':':<10}{text}" for name, text in rows if text)])
+        lines = [self.what, *(f"  {name + ':':<10}{text}" for name, text in rows if text)]
+        return re.sub(r"\bdocs/(?=\w+/)", "docs/" if PAGES.exists() else SITE, "\n".join(lines))
 
 
 def not_installed(package: str, extra: str, *, where: str, instead: str = "") -> UserError:
