@@ -26,7 +26,7 @@ DEMO, SMOLLM2 = ROOT / "runs" / "demo" / "train", ROOT / "runs" / "smollm2" / "t
 
 
 def main() -> None:
-    if (SMOLLM2 / "metrics.jsonl").exists():
+    if (SMOLLM2 / "hf").exists():  # it has ended
         (RESULTS / "smollm2.md").write_text(smollm2())
     readme = ROOT / "README.md"
     text = readme.read_text()

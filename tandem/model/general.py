@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tandem.model.activations import KINDS, ExactActivation, soft_cap
 from tandem.model.attention import Plan, Scoring
@@ -62,8 +63,6 @@ class GeneralModel(ExactModel):
     window = None  # transformers' layers know their own
 
     def __init__(self, module: Any, lora: Lora | None, functions: ExactFunctions | None):
-        from transformers.modeling_layers import GradientCheckpointingLayer
-
         super().__init__(module, lora)
         self._functions = functions  # of a mixture of experts
         scale: float = getattr(self.config, "logit_scale", None) or 1.0  # Cohere

@@ -1,2 +1,1 @@
-"""The algorithms, pure: arrays and floats in, arrays or (loss, metrics) out. No model, no config,
-no collective."""
+"""Algorithms, pure: arrays and floats in, arrays or (loss, metrics) out; no model, no config."""

@@ -7,7 +7,8 @@ keeps its traceback and exits with 1.
 import re
 from pathlib import Path
 
-PAGES = Path(__file__).parents[2] / "docs"  # in a clone
+PAGES = Path(__file__).parents[2] / "docs/guide"  # in a clone
+PAGE = r"(?<![\w/.-])docs/(?=(guide|reference|concepts|develop)/)"
 SITE = "https://github.com/tandem-rl/tandem/blob/main/docs/"
 
 
@@ -31,7 +32,7 @@ class UserError(Exception):
         names = ("where", "found", "expected", "next")
         rows = [(name, getattr(self, name)) for name in names]
         lines = [self.what, *(f"  {name + ':':<10}{text}" for name, text in rows if text)]
-        return re.sub(r"\bdocs/(?=\w+/)", "docs/" if PAGES.exists() else SITE, "\n".join(lines))
+        return re.sub(PAGE, "docs/" if PAGES.exists() else SITE, "\n".join(lines))
 
 
 def not_installed(package: str, extra: str, *, where: str, instead: str = "") -> UserError:

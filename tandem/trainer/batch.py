@@ -101,9 +101,12 @@ class TrainBatch:
         return [by_sample[sample] for sample in range(len(self.sample_index))]
 
 
-def pack_batch(groups: Sequence[Group], config: Config, ranks: Ranks = ALONE) -> TrainBatch:
+def pack_batch(
+    groups: Sequence[Group], config: Config, ranks: Ranks = ALONE, *, learns_rewards: bool = True
+) -> TrainBatch:
     """Pick the episodes that carry loss and pack them for `ranks`, minibatch by minibatch; groups
-    stay whole. Those that teach nothing come last, in microbatches that need no backward pass."""
+    stay whole. Where the loss is the advantage alone, groups of equal rewards come last, in
+    microbatches of their own, which need no backward pass."""
     trained = [
         ((row, number), sequence)
         for row, group in enumerate(groups)
@@ -126,11 +129,13 @@ def pack_batch(groups: Sequence[Group], config: Config, ranks: Ranks = ALONE) ->
         )
         for (row, _), e in trained
     ]
-    apart = bool(config.rl.estimator.equal_is_zero) and not ranks.lockstep
-    flat = [apart and not has_signal(group.rewards) for group in groups]
-    size = -(-len(groups) // config.rl.minibatches)
+    rl = config.rl
+    still = rl.estimator.equal_is_zero and rl.policy_loss.starts_at_advantage
+    apart = bool(still and learns_rewards) and not (rl.entropy_coef or rl.kl_coef)
+    flat = [apart and ranks.shares == 1 and not has_signal(group.rewards) for group in groups]
+    size = -(-len(groups) // rl.minibatches)
     part = [(row // size, flat[row]) for row, _ in sample_index].__getitem__
-    minibatches: list[list[Microbatch]] = [[] for _ in range(config.rl.minibatches)]
+    minibatches: list[list[Microbatch]] = [[] for _ in range(rl.minibatches)]
     for (number, _), found in groupby(sorted(range(len(samples)), key=part), part):
         members, budget = np.array([*found]), config.train.tokens_per_microbatch
         packed = pack([samples[i] for i in members], budget, shares=ranks.shares)
@@ -151,7 +156,7 @@ def plan_share(groups: Sequence[Group], config: Config, models: Models) -> set[P
     """Return which episodes this process needs: those that it trains, or all, if quantities of the
     whole step are made of them (off-policy weights, a KL in the reward, a teacher's divergences).
 
-    It plans by lengths, as `pack_batch` does, and reads no array.
+    It plans by lengths and rewards, as `pack_batch` does, and reads no array.
     """
     policy, rl = models.policy, config.rl
     trained = [row for row, group in enumerate(groups) if group.outcome == "train"]

@@ -185,12 +185,14 @@ def update_policy(
     """
     rl, policy, exact = stage.config.rl, stage.models.policy, stage.parity.exact and first
     weights, gaps = token_weights(batch, minibatch, stage.config), []
+    always = policy.ranks.lockstep or bool(policy.model.gap)  # whose parts may not all run
 
     def loss(microbatch: Microbatch) -> tuple[Tensor, Metrics]:
         tokens = token_tensors(batch, microbatch, weights, version)
         gradient = None if policy.ranks.idle else expected_gradient(rl, tokens)
-        learns = gradient is None or bool(gradient.any())
-        expected = gradient if exact and learns else None
+        # the first microbatch gives every weight its zeros, if no other does
+        needed = gradient is None or bool(gradient.any()) or always or microbatch is minibatch[0]
+        expected = gradient if exact and needed else None
         choices = replayed_experts(microbatch, policy.model.device)
         logprobs, entropy = batch_logprobs(
             policy.model, microbatch, stage.sampling, expected, choices=choices
@@ -217,9 +219,7 @@ def update_policy(
             check = partial(require_gradient, expected, on_policy(rl, tokens))
             logprobs.register_hook(check)
         value, metrics = policy_loss(rl, tokens, logprobs, entropy)
-        # without an advantage there is no gradient; the first one gives every weight its zeros
-        needed = learns or policy.ranks.lockstep or microbatch is minibatch[0]
-        return value if needed else value.detach(), {**metrics, **replayed}
+        return value if needed else value.detach().requires_grad_(), {**metrics, **replayed}
 
     metrics = policy.update(minibatch, loss)
     # numpy, whose max lets a NaN show

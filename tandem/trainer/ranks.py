@@ -145,8 +145,7 @@ def backward_one(totals: Totals, batch: Microbatch, loss: Tensor, metrics: Metri
     """Add the gradient of one microbatch's loss, and count it."""
     watchdog.heartbeat()
     finite = math.isfinite(float(loss.detach()))
-    if loss.requires_grad:
-        loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()  # type: ignore[no-untyped-call]
     totals.add(len(batch.targets), finite, metrics)
 
 

@@ -166,8 +166,11 @@ void linear_block(const T* x, long rows, long K, const T* w, long outputs, const
   {
 #pragma omp for schedule(static)
     for (long g = 0; g < rows; g += together) {
-      long R = std::min(together, rows - g);  // a constant number of them is written at once
-      R == ROWS ? turn(x + g * K, ROWS, K, beside + g * K) : turn(x + g * K, R, K, beside + g * K);
+      long R = std::min(together, rows - g);
+      if (R == ROWS)
+        turn(x + g * K, ROWS, K, beside + g * K);  // unrolled, as the compiler knows the number
+      else
+        turn(x + g * K, R, K, beside + g * K);
     }
 #pragma omp for schedule(static)
     for (long p = 0; p < count; p++) {
@@ -211,7 +214,8 @@ void pack(const T* w, long outputs, long K, T* out, int threads) {
 void multiply(const float* a, long a_row, long a_step, long M, long K, const float* b, long b_step,
               long N, float* c, bool add, int threads) {
   long count = (N + PANEL - 1) / PANEL;
-  long each = std::min(4l * ROWS, (M + threads - 1) / threads), tasks = each ? (M + each - 1) / each : 0;
+  long each = std::min(4l * ROWS, (M + threads - 1) / threads);  // rows of a task
+  long tasks = each ? (M + each - 1) / each : 0;
   for (long from = 0; from < K; from += STEPS) {
     long steps = std::min(STEPS, K - from);
     float* columns = scratch(0, count * steps * PANEL);

@@ -46,7 +46,7 @@ def distill(
     config, policy, sampling = stage.config, stage.models.policy, stage.sampling
     teacher = stage.models.teacher
     assert teacher is not None, "what is distilled"
-    batch = pack_batch(groups, config, stage.models.policy.ranks)
+    batch = pack_batch(groups, config, stage.models.policy.ranks, learns_rewards=False)
     if not batch.sample_index:
         return dict(SKIPPED)
     minibatches = batch.minibatches * config.rl.epochs
