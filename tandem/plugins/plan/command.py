@@ -91,6 +91,7 @@ class _Plan:
     def __init__(self, config: Config, command: str, folder: Path, machine: Machine):
         self.config, self.command, self.folder, self.machine = config, command, folder, machine
         self.reasons: list[str] = []  # why it could not start
+        self.errors: list[UserError] = []  # those that it met
         self.longest = 0  # tokens of a prompt, chat or answer to train on
         self.first_problem: Problem | None = None
         self.inputs: Any = None  # jobs.inputs.Inputs, if the data could be read
@@ -144,6 +145,8 @@ class _Plan:
                 news = (
                     f"resumed from {checkpoint[0].name}" if checkpoint else "a run to begin again"
                 )
+        for error in self.errors:
+            _say(f"error: {error}")
         if self.reasons:
             _say(f"not ready: {'; '.join(self.reasons)}")
         else:
@@ -174,13 +177,14 @@ class _Plan:
 
     @contextmanager
     def _checked(self) -> Iterator[None]:
-        """Print a UserError raised inside, and let the plan go on."""
+        """Let the plan go on after a UserError, which the verdict prints whole."""
         try:
             yield
         except UserError as error:
             # two parts may need the same file
             if (reason := error.what.splitlines()[0]) not in self.reasons:
-                _say("\n".join(f"  {line}" for line in f"error: {error}".splitlines()))
+                _say(f"  error: {reason}")
+                self.errors.append(error)
                 self.reasons.append(reason)
 
     def _data(self) -> None:
