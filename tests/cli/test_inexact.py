@@ -11,22 +11,15 @@ from tests.support.home import mistake, output_of
 
 STEPS = 8
 RECIPE = """
-[run]
-steps = {steps}
-[rollout]
-max_new_tokens = 8
-[rl]
-prompts_per_step = 4
-group_size = 8
-correction = "tis"
-[train]
-learning_rate = 1e-2
-[data]
-train = "{folder}/problems.jsonl"
-[reward]
-function = "{folder}/reward.py:share"
-[model]
-path = "{folder}/model"
+run.steps = {steps}
+rollout.max_new_tokens = 8
+rl.prompts_per_step = 4
+rl.group_size = 8
+rl.correction = "tis"
+train.learning_rate = 1e-2
+data.train = "{folder}/problems.jsonl"
+reward.function = "{folder}/reward.py:share"
+model.path = "{folder}/model"
 """
 REWARD = """
 def share(problem, completion):

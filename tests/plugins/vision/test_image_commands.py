@@ -15,27 +15,18 @@ from tests.support.image_models import picture, prompts_of, stock_logits
 
 STEPS = 3
 RECIPE = """
-[run]
-steps = {steps}
-[rollout]
-max_new_tokens = 8
-[rl]
-prompts_per_step = 4
-group_size = 4
-correction = "tis"
-[train]
-learning_rate = 1e-3
-[data]
-train = "{folder}/train.jsonl"
-[sft]
-train = "{folder}/train.jsonl"
-steps = {steps}
-[eval]
-data = "{folder}/test.jsonl"
-[model]
-path = "{folder}/model"
-[reward]
-function = "{folder}/parity.py:score"
+run.steps = {steps}
+rollout.max_new_tokens = 8
+rl.prompts_per_step = 4
+rl.group_size = 4
+rl.correction = "tis"
+train.learning_rate = 1e-3
+data.train = "{folder}/train.jsonl"
+sft.train = "{folder}/train.jsonl"
+sft.steps = {steps}
+eval.data = "{folder}/test.jsonl"
+model.path = "{folder}/model"
+reward.function = "{folder}/parity.py:score"
 """
 PARITY = """
 def score(problem, completion):
