@@ -29,7 +29,7 @@ $(READY): constraints.txt pyproject.toml $(wildcard tandem/model/native/*.h tand
 	@touch $@
 
 $(DEV): $(READY)
-	$(BIN)/python tools/extras.py gguf serve lora dev
+	$(PIP) $$($(BIN)/python tools/extras.py gguf serve lora dev)
 	@touch $@
 
 # Adapters whose packages are heavy or need a compiler (the last); their tests are skipped without them. mini-swe-agent
@@ -39,12 +39,12 @@ adapters: $(DEV)
 	@$(PIP) tenacity python-dotenv platformdirs requests sacrebleu agent-client-protocol pylatexenc ijson jsonlines \
 		jsonpatch mmh3 nest_asyncio2 semver shortuuid textual zipfile-zstd blobfile chz termcolor \
 		langdetect immutabledict nltk
-	@$(BIN)/python tools/extras.py wandb png mcp openenv tinker
-	@$(BIN)/python tools/extras.py reasoning-gym || echo "no reasoning-gym here"
+	@$(PIP) $$($(BIN)/python tools/extras.py wandb png mcp openenv tinker)
+	@$(PIP) $$($(BIN)/python tools/extras.py reasoning-gym) || echo "no reasoning-gym here"
 
 # Ray, TransferQueue and NIXL; their tests are skipped without them. NIXL's plain package wants CUDA's libraries.
 distributed: $(DEV)
-	@$(BIN)/python tools/extras.py ray transfer-queue
+	@$(PIP) $$($(BIN)/python tools/extras.py ray transfer-queue)
 	@$(PIP) --no-deps nixl nixl-cu12
 
 # Megatron-Core into the same environment, for train.backend=megatron and tests/plugins/megatron/test_megatron.py. The newest

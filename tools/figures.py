@@ -109,7 +109,8 @@ def bugs() -> list[str]:
             given = {one.arg: one.value for one in node.keywords}
             stop = given["stopped_by"]
             error = texts[stop.id] if isinstance(stop, ast.Name) else ast.literal_eval(stop)
-            error = re.sub(r"\\\\(.)", r"\\1", str(error)).replace("|", " or ")
+            error = re.sub(r"\\\\(.)", r"\\1", str(error))
+            error = re.sub(r"\((.*?)\|.*?\)", r"\1", error).replace("|", " or ")
             after = ast.literal_eval(given["after"]) if "after" in given else 0
             what, issue = (ast.literal_eval(given[name]) for name in ("what", "issue"))
             rows.append(f"| {what} | {link(issue)} | {error} | {after} |")

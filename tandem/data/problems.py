@@ -123,7 +123,7 @@ def _answer_path(row: Row, name: str, prompt_column: str) -> tuple[str, ...]:
     has_verl = isinstance(verl, dict) and verl.get("ground_truth") is not None
     if name == DEFAULT_ANSWER and has_verl and row.values.get(name) is None:
         return VERL_ANSWER
-    otherwise = "set data.answer_column to where it stands, or to '' if no reward needs an answer"
+    otherwise = "set data.answer_column=NAME, or data.answer_column='' if no reward needs an answer"
     column(row, {name: ANSWER_ADVICE}, otherwise=otherwise, taken=prompt_column)
     return (name,)
 

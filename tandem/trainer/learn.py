@@ -185,12 +185,12 @@ def update_policy(
     """
     rl, policy, exact = stage.config.rl, stage.models.policy, stage.parity.exact and first
     weights, gaps = token_weights(batch, minibatch, stage.config), []
-    always = policy.ranks.lockstep or bool(policy.model.gap)  # whose parts may not all run
+    always = policy.ranks.lockstep or bool(policy.model.gap)  # its vision tower may not run
 
     def loss(microbatch: Microbatch) -> tuple[Tensor, Metrics]:
         tokens = token_tensors(batch, microbatch, weights, version)
         gradient = None if policy.ranks.idle else expected_gradient(rl, tokens)
-        # the first microbatch gives every weight its zeros, if no other does
+        # the first microbatch is always passed back: it gives each weight a gradient, if only of 0
         needed = gradient is None or bool(gradient.any()) or always or microbatch is minibatch[0]
         expected = gradient if exact and needed else None
         choices = replayed_experts(microbatch, policy.model.device)

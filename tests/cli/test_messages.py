@@ -31,7 +31,7 @@ train reward=mine.py | reward.function | mine.py:score
 train reward=mine.py:swapped | reward.function | (problem, completion)
 train data.train=nan.jsonl | nan.jsonl:1 | NaN
 train data.train=header.csv | header.csv | a header alone
-train data.train=prompts.jsonl | prompts.jsonl:1, answer | data.answer_column to
+train data.train=prompts.jsonl | prompts.jsonl:1, answer | data.answer_column=''
 train data.train=numbers.jsonl | numbers.jsonl:1, prompt | as text
 train data.train=solutions.jsonl | solutions.jsonl:1, answer | data.answer_column=solution
 train data.train=long.jsonl | data.max_prompt_tokens | 'long/1'

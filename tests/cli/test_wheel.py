@@ -81,6 +81,8 @@ def test_demo_of_a_wheel_runs_apart_from_a_clone_and_is_shown(unpacked, tmp_path
     assert shown == {"demo/sft": ("finished", 2), "demo/train": ("finished", 2)}
 
 
-def test_help_names_no_file_of_a_clone(unpacked, tmp_path):
+def test_help_and_errors_name_no_file_of_a_clone(unpacked, tmp_path):
     text = in_wheel(unpacked, "-m", "tandem", "train", "--help", cwd=tmp_path)
     assert "my.toml" in text and "recipes/" not in text
+    told = "from tandem.runtime.errors import UserError as E; print(E('docs/guide/data.md'))"
+    assert "/blob/main/docs/guide/data.md" in in_wheel(unpacked, "-c", told, cwd=tmp_path)

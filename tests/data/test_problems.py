@@ -117,7 +117,7 @@ BAD_LINES = [
     (b'{"question": "?", "label": "2"}', ":2, prompt", "n and set data.answer_column=label"),
     (b'{"q": "?", "label": "2"}', ":2, prompt", "next:     set data.answer_column=label"),
     (b'{"prompt": "?", "solution": "2"}', ":2, answer", "set data.answer_column=solution"),
-    (b'{"prompt": "?"}', ":2, answer", "or to '' if no reward"),
+    (b'{"prompt": "?"}', ":2, answer", "or data.answer_column='' if no reward"),
     (b"{}", ":2, prompt", "an empty row"),
     (b'{"q": "?", "a": "2"}', ":2, prompt", "expected: a column 'prompt' and a column 'answer'"),
     (b'{"prompt": 7, "answer": "2"}', ":2, prompt", "text, or a list of messages"),
