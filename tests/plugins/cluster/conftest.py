@@ -47,13 +47,3 @@ def inputs(tmp_path_factory):
     command = prepare(folder, steps=6)
     (folder / "reward.py").write_text(REWARD)
     return folder, [*command, "run.save_every=6", "eval.every=6", *HELD]
-
-
-@pytest.fixture(scope="session")
-def inline(inputs):
-    """Hashes of a run without workers."""
-    from tests.support.runs import fingerprint, run
-
-    folder, command = inputs
-    run(command, folder / "inline")
-    return fingerprint(folder / "inline")

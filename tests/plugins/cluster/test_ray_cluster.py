@@ -1,4 +1,4 @@
-"""Runs on a Ray cluster: the bits of a run in one process, whoever is killed.
+"""Runs on a Ray cluster: the bits of a run in one process.
 
 The cluster is real, two nodes on this machine; so are the actors, the connections and the weights.
 """
@@ -7,55 +7,26 @@ import os
 import socket
 import subprocess
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tandem.run_folder.status import read_status
-from tests.support.command import in_own_process
-from tests.support.gated import DEADLINE_S, gated, until
+from tests.support.command import tandem
+from tests.support.gated import until
 from tests.support.runs import fingerprint
 
 
-@contextmanager
-def running(command, folder, *overrides):
-    """A run in a process of its own, which ends well."""
-    with (folder.parent / f"{folder.name}.out").open("w+") as out:
-        process = subprocess.Popen(
-            [*command, f"run.folder={folder}", *overrides],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        )
-        try:
-            yield process
-            code = process.wait(DEADLINE_S)
-            assert code == 0, (folder.parent / f"{folder.name}.out").read_text()
-        finally:
-            process.kill()
-            process.wait()
-
-
-def workers(folder, kind="rollout"):
-    """The workers of a kind in the status of a run."""
-    status = read_status(folder) or {"processes": []}
-    return [row for row in status["processes"] if row["role"].startswith(f"{kind} worker")]
-
-
-def joined(nodes, count=2):
-    return [f"cluster.address={nodes.address}", "cluster.nodes=2", f"rollout.workers={count}"]
-
-
-def test_a_run_on_two_nodes_has_the_bits_of_one_process(nodes, inputs, inline):
+def test_a_run_on_two_nodes_has_the_bits_of_one_process(nodes, inputs):
     folder, command = inputs
-    spread = folder / "spread"
-    with gated(spread) as allow, running(command, spread, *joined(nodes)):
-        allow(1)
-        seen = workers(spread)
-        assert len(seen) == 2 and len({row["node"] for row in seen}) == 2
-        allow(6)
-    assert fingerprint(spread) == inline
+    alone, spread = folder / "alone", folder / "spread"
+    joined = [f"cluster.address={nodes.address}", "cluster.nodes=2", "rollout.workers=2"]
+    for place, overrides in ((alone, []), (spread, joined)):
+        code, _, errors = tandem(*command[3:], f"run.folder={place}", *overrides, cwd=folder)
+        assert code == 0, errors
+    seen = [row for row in read_status(spread)["processes"] if row["role"].startswith("rollout")]
+    assert len(seen) == 2 and len({row["node"] for row in seen}) == 2
+    assert fingerprint(spread) == fingerprint(alone)
 
 
 def test_a_worker_that_needs_a_gpu_is_placed_on_a_node_of_this_machine_that_has_one(nodes):
@@ -103,6 +74,6 @@ def test_nobody_at_the_address_is_a_users_error_soon(inputs):
         port = free.getsockname()[1]
     arguments = [*command[3:], f"cluster.address=127.0.0.1:{port}", "cluster.nodes=2"]
     arguments += ["rollout.workers=1", f"run.folder={folder / 'nobody'}"]
-    [(code, _, stderr, _)] = in_own_process(arguments, cwd=folder, HF_HUB_OFFLINE="1")
+    code, _, stderr = tandem(*arguments, cwd=folder)
     assert code == 2 and "Traceback" not in stderr
     assert "the Ray cluster cannot be joined" in stderr and f"127.0.0.1:{port}" in stderr
