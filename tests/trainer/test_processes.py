@@ -3,6 +3,7 @@
 
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,14 +26,24 @@ TIMEOUT_S = 10.0  # a healthy process of a busy machine is not silent for so lon
 SHORT_S = 5.0  # nor an idle one for so long
 
 
-@pytest.mark.parametrize(("fault", "victim"), [("killed", 1), ("out of memory", 0)])
-def test_a_process_that_does_not_come_is_named(fault, victim):
-    assert trial(fault, victim, at=7, timeout_s=TIMEOUT_S) == (True, "")
+# each with its victim and run.stall_s, 0 for its default
+FAULTS = [
+    ("killed", 1, 0.0),
+    ("out of memory", 0, 0.0),
+    ("hung beside its GPU", 1, 15.0),
+    ("hung on its GPU", 2, 15.0),
+]
 
 
-@pytest.mark.parametrize(("fault", "victim"), [("hung beside its GPU", 1), ("hung on its GPU", 2)])
-def test_one_that_hangs_beside_or_on_its_gpu_is_named(fault, victim):
-    assert trial(fault, victim, at=7, stall_s=15.0) == (True, "")
+def test_one_that_does_not_come_or_hangs_is_named():
+    """All trials at once, as each of them waits."""
+
+    def tried(case):
+        fault, victim, stall_s = case
+        return trial(fault, victim, at=7, timeout_s=TIMEOUT_S, stall_s=stall_s)
+
+    with ThreadPoolExecutor(len(FAULTS)) as pool:
+        assert list(pool.map(tried, FAULTS)) == [(True, "")] * len(FAULTS)
 
 
 def joins_late(rank, port):
