@@ -265,23 +265,24 @@ def test_a_reward_model_is_no_policy(home, tmp_path):
 
 FUNCTIONS = {"rl.loss": "loss", "rl.filter": "keep", "reward.function": "score"}
 OWN = (Path(__file__).parents[2] / "examples/own_functions.py").read_text()
-OWN += "\n\ndef score(problem, completion):\n    assert not exists(__file__ + '.down')\n"
-OWN = "from os.path import exists\n" + OWN + "    return float(len(completion) % 2)\n"
+SCORE = "from os.path import exists\n\ndef score(problem, completion):\n"
+SCORE += "    assert not exists(__file__ + '.down')\n    return float(len(completion) % 2)\n"
 
 
 def test_resume_with_a_changed_function_is_refused(home, tmp_path):
     files = {key: tmp_path / f"{name}.py" for key, name in FUNCTIONS.items()}
-    for file in files.values():
-        file.write_text(OWN)
+    texts = dict.fromkeys(FUNCTIONS, OWN) | {"reward.function": SCORE}  # which imports no torch
+    for key, file in files.items():
+        file.write_text(texts[key])
     command = ["train", home / "recipe.toml", f"run.folder={tmp_path}/run", "rl.max_gen_batches=9"]
     command += [f"{key}={file}:{FUNCTIONS[key]}" for key, file in files.items()]
     output_of(*command)
     more = f"run.steps={STEPS + 1}"
     for key, file in files.items():
-        file.write_text(OWN + "\n# another\n")
+        file.write_text(texts[key] + "\n# another\n")
         text = mistake(*command, more)
         assert f"{key}/{file}" in text and "a function of yours" in text
-        file.write_text(OWN)
+        file.write_text(texts[key])
     (down := tmp_path / "score.py.down").touch()  # say a service that scores
     text = mistake(*command, more)
     assert (
