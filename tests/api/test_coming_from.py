@@ -9,6 +9,8 @@ import pytest
 import tandem
 from examples import from_trl
 from tandem.model.tiny import make_tiny
+from tests.support.command import tandem as command
+from tests.support.datasets import write_algebra
 
 ROOT = Path(__file__).parents[2]
 ROWS = re.findall(r"^\| .*", (ROOT / "docs/guide/migrate.md").read_text(), re.M)
@@ -43,9 +45,10 @@ def test_trls_script_and_its_port_score_as_many_completions_in_a_step(model, mon
 def test_verls_command_has_its_names_on_the_page_and_its_port_runs(model):
     keys = re.findall(r"([\w.]+)=", (ROOT / "examples/from_verl.sh").read_text())
     assert len(keys) > 15 and {*keys} - NAMED == set()
-    rows = tandem.generate("algebra", 8)
-    small = {"prompts_per_step": 4, "minibatches": 2, "max_new_tokens": 4, "trackers": []}
-    small["tokens_per_microbatch"] = 1024
-    recipe = str(ROOT / "examples/from_verl.toml")
-    run = tandem.train(recipe, model=model, data=rows, eval_data=rows, steps=1, **small)
-    assert len(run.episodes(1)) == 20
+    write_algebra(Path("data"), num_train=8, num_test=8, num_warm=1)
+    small = ["rl.prompts_per_step=4", "rl.minibatches=2", "rollout.max_new_tokens=4"]
+    small += ["train.tokens_per_microbatch=1024", "run.trackers=[]", "run.steps=1"]
+    small += ["data.train=data/train.jsonl", "eval.data=data/test.jsonl", f"model.path={model}"]
+    recipe = ROOT / "examples/from_verl.toml"
+    code, *_ = command("train", recipe, "run.folder=run", *small, cwd=".")
+    assert code == 0 and len(tandem.Run("run").episodes(1)) == 20

@@ -15,6 +15,7 @@ import pytest
 
 import tandem
 from tandem.api.given import named, overrides_of, source, values_of
+from tandem.plugins.tasks.arithmetic import TASK
 from tandem.rewards.load import load
 from tandem.run_folder.metrics import read_metrics
 from tandem.runtime.user_code import load_user_object
@@ -68,9 +69,8 @@ def test_a_run_is_that_of_the_command_line_and_a_second_call_resumes_it(model, t
     assert (run.model_dir / "model.safetensors").exists() and len(run.episodes(1)) == 4
     assert list(run.metrics.index) == [0, 1, 2]
 
-    again = tandem.train(**given(model, folder=tmp_path / "run"))
+    tandem.train(**given(model, folder=tmp_path / "run", steps=3), callbacks=[rows.append])
     assert "resumed from step_000002" in capsys.readouterr().out
-    again.resume(steps=3, callbacks=[rows.append])
     assert [row["step"] for row in rows[2:]] == [3]
 
 
@@ -84,7 +84,8 @@ def test_a_callback_and_an_interrupt_stop_a_run_which_is_saved(model, tmp_path):
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
 
     with pytest.raises(KeyboardInterrupt):
-        run.resume(callbacks=[interrupt])
+        run.resume(steps=600, callbacks=[interrupt])
+    assert "steps = 600" in (run.folder / "config.toml").read_text()
     last = max(row["step"] for row in read_metrics(run.folder))
     assert (run.folder / f"checkpoints/step_{last:06d}").exists() and last > stopped
 
@@ -102,8 +103,8 @@ def test_mistakes_are_errors_of_the_caller(model, tmp_path):
 
 def test_problems_are_generated_and_a_model_is_evaluated_on_them(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    rows = tandem.generate("arithmetic", 4, seed=3)
-    assert len(rows) == 4 and rows == tandem.generate("arithmetic", 4, seed=3)
+    expected = [json.loads(json.dumps(row)) for row in TASK.rows("train", 4, 3, 1)]
+    assert tandem.generate("arithmetic", 4, seed=3) == expected
     keys = {"model": model, "data": ROWS, "reward": in_main(length), "max_new_tokens": 4}
     assert 0 <= tandem.evaluate(**keys)["eval/sampled"] <= 1.25
 
