@@ -4,24 +4,27 @@ import shutil
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file
 
 from tandem.run_folder.best import Best, write_best
 from tests.support.architectures import save_architecture
-from tests.support.command import in_own_process
 from tests.support.home import make_home, mistake, output_of
 from tests.support.hub import Hub
 from tests.support.past_runs import past_run
 
 
-def pushed(run, *names, **variables):
-    """(exit code, what was printed) of exports of a run to a hub, one after another."""
-    variables = {"HOME": "/nowhere", "HF_HUB_DISABLE_XET": "1", **variables}
-    commands = [["export", str(run), "--push", name] for name in names]
-    found = in_own_process(
-        *commands, cwd=run, NO_PROXY="127.0.0.1", HF_HUB_DISABLE_PROGRESS_BARS="1", **variables
-    )
-    return [(code, stdout + stderr) for code, stdout, stderr, _ in found]
+@pytest.fixture
+def use(monkeypatch):
+    """use(address of a hub, token): what the hub's client reads from the environment once."""
+
+    def use(url, token="x", offline=False):
+        own = {"ENDPOINT": url, "HF_HUB_OFFLINE": offline, "HF_HUB_DISABLE_XET": True}
+        for name, value in own.items():
+            monkeypatch.setattr(constants, name, value)
+        monkeypatch.setenv("HF_TOKEN", token)
+
+    return use
 
 
 @pytest.fixture
@@ -31,15 +34,15 @@ def run(tmp_path):
     return run
 
 
-def test_export_is_pushed_with_a_card_of_its_origin(run):
+def test_export_is_pushed_with_a_card_of_its_origin(run, use):
     with Hub("secret") as hub:
         # of an adapter that was pushed before, which would change the model
         hub.files["me/mine"] = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"1"}
-        pushes = pushed(run, "me/mine", "a/b/c", HF_ENDPOINT=hub.url, HF_TOKEN="secret")
-        [(code, text), (misnamed, why)] = pushes
-        assert code == 0, text
-        assert misnamed == 2 and "HFValidationError" in why and "Traceback" not in why, why
-        assert f"pushed to {hub.url}/me/mine" in text and hub.unknown == []
+        use(hub.url, "secret")
+        text = output_of("export", run, "--push", "me/mine")
+        assert f"pushed to {hub.url}/me/mine" in text.replace("\n", "") and hub.unknown == []
+        why = mistake("export", run, "--out", run / "more", "--push", "a/b/c")
+        assert "HFValidationError" in why
     assert hub.repositories == {"me/mine": True}  # private
     [folder] = (run / "hf").iterdir()
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -50,24 +53,15 @@ def test_export_is_pushed_with_a_card_of_its_origin(run):
     assert "eval/sampled" in card
 
 
-@pytest.mark.parametrize(
-    ("variables", "found"),
-    [
-        ({"HF_HUB_OFFLINE": "1"}, "OfflineModeIsEnabled"),
-        ({"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}, "127.0.0.1:9"),
-    ],
-    ids=["offline", "unreachable"],
-)
-def test_hub_that_cannot_be_used_is_a_users_error(variables, found, run):
-    [(code, text)] = pushed(run, "me/mine", HF_TOKEN="x", **variables)
-    assert code == 2 and "the hub did not take the model" in text and "Traceback" not in text, text
-    assert found in text and (run / "hf").exists(), text
-
-
-def test_wrong_token_is_a_users_error(run):
+def test_hub_that_does_not_take_the_model_is_a_users_error(run, use):
     with Hub("secret") as hub:
-        [(code, text)] = pushed(run, "me/mine", HF_ENDPOINT=hub.url, HF_TOKEN="other")
-    assert code == 2 and "401" in text and "Traceback" not in text, text
+        hubs = {"401": (hub.url, "other"), "127.0.0.1:9": ("http://127.0.0.1:9",)}
+        hubs["OfflineModeIsEnabled"] = (hub.url, "secret", True)
+        for found, hub_and_token in hubs.items():
+            use(*hub_and_token)
+            out = run / found
+            text = mistake("export", run, "--out", out, "--push", "me/mine")
+            assert "the hub did not take the model" in text and found in text and out.exists()
 
 
 # ---- --best
