@@ -40,24 +40,23 @@ def test_this_process_is_prepared():
 
 def test_prepare_undoes_what_the_caller_had_set():
     """A notebook may have imported torch, and set what it liked."""
-    code = """
-import torch
-from tandem.runtime import numerics
-torch.set_flush_denormal(True)
-torch.set_float32_matmul_precision("medium")
-matmul = torch.backends.cuda.matmul
-matmul.allow_bf16_reduced_precision_reduction = True
-print(numerics.prepare(3), torch.get_num_threads(), numerics.why_not_reproducible())
-print(bool(torch.tensor([1e-40]) * 0.5 > 0), torch.get_float32_matmul_precision())
-print(matmul.allow_bf16_reduced_precision_reduction)
-"""
-    assert output_of(code) == "3 3 []\nTrue highest\nFalse"
+    before, matmul = torch.get_num_threads(), torch.backends.cuda.matmul
+    torch.set_flush_denormal(True)
+    torch.set_float32_matmul_precision("medium")
+    matmul.allow_bf16_reduced_precision_reduction = True
+    assert numerics.prepare(3) == torch.get_num_threads() == 3
+    assert torch.tensor([1e-40]) * 0.5 > 0 and torch.get_float32_matmul_precision() == "highest"
+    assert not matmul.allow_bf16_reduced_precision_reduction
+    assert numerics.prepare(before) == before and numerics.why_not_reproducible() == []
 
 
-def test_cublas_has_a_fixed_workspace_unless_the_caller_has_chosen_one():
-    code = f"import os; {PREPARE}; print(os.environ['CUBLAS_WORKSPACE_CONFIG'])"
-    for given, found in (({}, ":16:8"), ({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, ":4096:8")):
-        assert output_of(code, **given).endswith(found)
+@pytest.mark.parametrize("given", ["", ":4096:8"])
+def test_cublas_has_a_fixed_workspace_unless_the_caller_has_chosen_one(given, monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    if given:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given)
+    numerics.prepare(torch.get_num_threads())
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == (given or ":16:8")
 
 
 @of_mkl
