@@ -28,6 +28,7 @@ from tandem.config.schema import Config
 from tandem.envs.load import load_env
 from tandem.model.tool_calls import Call, write_calls
 from tandem.plugins.start.demo import curve, say
+from tandem.run_folder.episode_files import read_episodes
 from tandem.runtime.disk import disk_errors, write_atomic
 from tandem.runtime.errors import UserError
 from tandem.runtime.rng import address
@@ -236,11 +237,9 @@ def report(folder: Path) -> None:
 def held_out(journal: Path) -> dict[str, float]:
     """Means over the episodes of an evaluation: the reward, the turns, and what the environment
     gave."""
-    import pyarrow.parquet as parquet
-
-    rows = parquet.read_table(journal, columns=["reward", "num_turns", "given"]).to_pylist()
     episodes = [
-        {"reward": row["reward"], "turns": row["num_turns"], **dict(row["given"])} for row in rows
+        {"reward": one.reward, "turns": one.num_turns, **one.env_rewards}
+        for one in read_episodes(journal)
     ]
     names = dict.fromkeys(name for episode in episodes for name in episode if name != "env")
     return {

@@ -43,6 +43,7 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
             run.log(text)
             console.print(text, markup=False)
 
+        print_lines(run.news)
         config, error_of = run.config, partial(first_error, run.episodes)
         keep_in(folder / "images")
         if processes := processes_of(config):
@@ -54,7 +55,6 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
             find("jobs", command, key="command")(config, run, report) as job,
             StepProgress(command, job.steps, log=run.log, first_error=error_of) as progress,
         ):
-            print_lines(run.news)
             model = trained_model(job)
             template = read_template(config.data.chat_template)
             keep_model(model, config.model.path, folder / KEPT_MODEL, template)

@@ -150,7 +150,7 @@ def _opened(
     folder: Path, config: Config, command: str, lock_news: str, is_new: bool = True
 ) -> Iterator[RunFolder]:
     """Open a locked folder. is_new: this start has made it; if it is refused, it goes."""
-    verb = "resumed" if _is_run(folder) else "started"
+    start = f"{'resumed' if _is_run(folder) else 'started'} by pid {os.getpid()}: tandem {command}"
     given, config, changes = config, resolved(config, folder), list[str]()
     # before the first step there is nothing to protect: the corrected config replaces that one
     begins = not has_steps(folder)
@@ -166,9 +166,9 @@ def _opened(
         for name in RATED
         if getattr(given, name).learning_rate == "auto"
     ]
-    news = tuple(filter(None, [lock_news, *changes, *chosen]))
+    news = tuple(filter(None, [start, lock_news, *changes, *chosen]))
     run = RunFolder(path=folder, config=config, command=command, news=news, recipe=recipe)
-    for line in (f"{verb} by pid {os.getpid()}: tandem {command}", *news):
+    for line in news:
         run.log(line)
     try:
         yield run

@@ -9,10 +9,10 @@ The model's one tool is `bash`, without a network. A turn without a call is the 
 writes the reward to /logs/verifier/reward.txt or reward.json; if not, it is an error. At a limit of
 turns or tokens no test runs, and the reward is 0. Tests that install what they need give 0, too.
 
-Where `docker` answers, it builds and runs each task (not run with a real engine). Elsewhere the
-sandbox does, with this machine's /usr: a Dockerfile of WORKDIR and COPY; `env.options.skip_run =
-true` passes over RUN. Files in /app, /root, /workspace and /tmp then stay from command to command,
-processes do not. A command can forge its own exit code, output and files, but not the tests.
+Where `docker` answers, it builds and runs each task; a kill leaves its containers behind. Elsewhere
+the sandbox does, with this machine's /usr: a Dockerfile of WORKDIR and COPY; `env.options.skip_run
+= true` passes over RUN. Files in /app, /root, /workspace and /tmp then stay from one command to the
+next, processes do not. A command can forge its own exit code, output and files, but not the tests.
 
 Several containers or steps, or a GPU, need Harbor itself. It plugs in as envs and sources of
 tandem/registry.py. The package harbor is not needed.
@@ -43,7 +43,7 @@ FOLDERS = "app", "root", "workspace", "logs"  # of the sandbox, beside /tmp and 
 SIZES = {"memory_mb": 2048, "disk_mb": 64, "file_mb": 64, "output_bytes": 2**27, "processes": 256}
 HERE = Sandbox()
 open_sandbox = cache(lambda config: find("sandboxes", config.kind, key="sandbox")(config))
-CONTAINER = "-d --rm --init --network none --memory 2g --pids-limit 256 --entrypoint sleep"
+CONTAINER = "-d --init --network none --memory 2g --pids-limit 256 --entrypoint sleep"
 IN_CONTAINER = 'timeout -k 1 "$1" bash -c "$2" 2>&1 | head -c 65536; printf "\n${PIPESTATUS[0]}"'
 # The files are unpacked before a command, and packed behind it: between commands nothing runs. They
 # may be a forged tar: the tests come after them, from stdin.

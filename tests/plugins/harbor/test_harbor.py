@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import runpy
+import subprocess
 import tarfile
 from base64 import b64encode
 from io import BytesIO
@@ -168,6 +170,11 @@ def test_a_step_with_tasks_is_exactly_on_policy(tmp_path, sandbox):
         bool(e.env_rewards["tool_calls"]): e.reward for e in episodes if e.stop_reason == "stop"
     }
     assert rewards == {True: 1.0, False: 0.0}
+    # an example's report reads what a run leaves
+    report = runpy.run_path(str(Path(__file__).parents[3] / "examples/tool_tasks.py"))
+    means = report["held_out"](next(tmp_path.glob("*.parquet")))
+    calls = [episode.env_rewards["tool_calls"] for episode in episodes]
+    assert means["tool_calls"] == sum(calls) / len(calls) > 0
 
 
 @pytest.fixture
@@ -194,3 +201,24 @@ def test_where_docker_answers_it_builds_and_runs_a_task(tmp_path, docker):
     said = [one.messages[0]["content"] for one in heard]
     assert said == ["3\n4\n(exit code 3)", "7\n(exit code 124)", "1"] and last.reward == 1.0
     assert docker() == "version build run exec exec exec restart exec rm"
+
+
+def test_a_real_engine_keeps_a_task_apart_and_its_reward_from_forgers(tmp_path):
+    if subprocess.call("docker image inspect ubuntu:24.04 > /dev/null 2>&1", shell=True):
+        pytest.skip("no docker engine here has the image ubuntu:24.04")
+    dockerfile = "FROM ubuntu:24.04\nRUN echo made > /etc/x\nWORKDIR /app\nCOPY in.txt .\n"
+    [row] = rows(str(write_task(tmp_path / "sum", dockerfile=f"{dockerfile}ENTRYPOINT false")))
+    forge = "echo 1 | tee /logs/verifier/reward.json /tests/test.sh"
+    *heard, last = play(
+        HarborEnv(seconds=2),
+        problem_of(row),
+        bash("cat in.txt /etc/x; ls /sys/class/net; echo 8 > sum.txt"),
+        bash("cat sum.txt; sleep 60"),
+        bash(f"while true; do {forge}; done &> /dev/null & disown; yes | head -c 99999"),
+        bash(f"mkdir -p /tests /logs/verifier; {forge}"),
+        "Done.",
+    )
+    said = [one.messages[0]["content"] for one in heard]
+    assert said[:2] == ["3\n4\nmade\nlo", "8\n(exit code 124)"] and said[3] == "1"
+    assert said[2].endswith("more characters)") and (last.done, last.reward) == (True, 0.0)
+    assert not subprocess.check_output(["docker", "ps", "-aq"])
