@@ -45,8 +45,8 @@ class StubModel:
         self.window, self.device, self.changes = model.window, model.device, model.changes
         self.kernels = SimpleNamespace(shared_tiles=self.shared_tiles, runs_ahead=False)
 
-    def shared_tiles(self, runs, group):
-        return split_tiles(runs.table, runs.starts, 128, group)
+    def shared_tiles(self, runs, heads, keys):
+        return split_tiles(runs.table, runs.starts, 128, 64 // (heads // keys.shape[1]))
 
     def paged_plan(self, keys, values, runs):
         return None

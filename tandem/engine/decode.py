@@ -73,8 +73,7 @@ class DecodeStep:
 
     def share(self, runs: Runs) -> None:
         """Plan what the live rows read together. It stays right while they get new pages."""
-        heads, kv_heads, _ = self.model.heads
-        tiles = self.model.kernels.shared_tiles(runs, heads // kv_heads)
+        tiles = self.model.kernels.shared_tiles(runs, self.model.heads[0], self.cache.keys[0])
         self.sharing = tiles is not None
         if tiles is not None:
             self.tiles.zero_()  # no tile

@@ -158,9 +158,9 @@ class Kernels:
         """Plan as `paged_plan` for a decode step over static tensors."""
         return self.paged_plan(keys, values, rows.runs(), heads)
 
-    def shared_tiles(self, runs: Runs, group: int) -> np.ndarray | None:
+    def shared_tiles(self, runs: Runs, heads: int, keys: Tensor) -> np.ndarray | None:
         """Plan which pages the sequences of a decode step read together, int32 [4, splits, S]; None
-        if they share none, or if the plan sees to it. group: query heads of a key/value head."""
+        if they share none, or if the plan sees to it. heads: of queries, keys: of a layer."""
         return None
 
     # ---- rows

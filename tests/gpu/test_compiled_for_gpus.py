@@ -26,6 +26,8 @@ KERNELS = {
 }
 SHARED_BYTES = {80: 166_912, 90: 232_448, 100: 232_448}  # of a block: 163 KiB, 227 KiB
 CAPABILITIES = tuple(SHARED_BYTES)
+# where the scores of a tile are: after mma.sync, wgmma, tcgen05 in registers that hold 32 keys
+MATRIX_LAYOUTS = {80: "versionMajor = 2", 90: "versionMajor = 3", 100: "#ttg.linear"}
 
 
 @cache
@@ -56,8 +58,17 @@ def test_every_kernel_compiles(capability, dtype, tmp_path_factory):
     assert max(row["shared"] for row in mine) <= SHARED_BYTES[capability]
     alone, with_rotation = mine[0]["norms"]
     assert alone == with_rotation and alone
+    # decode, prefill and trainer: one matrix instruction, and one order of a row's sum
+    (layouts, ahead), (split_layouts, split_ahead) = mine[0]["attention"]
+    assert len(layouts) == 1 and layouts == split_layouts
+    if dtype == "bfloat16":
+        assert ahead == split_ahead == [2]  # keys and values of the next block
+        assert MATRIX_LAYOUTS[capability] in layouts[0]
     if dtype == "bfloat16" and capability >= 90:
-        assert not [row["kernel"] for row in mine if row["stack"] and row["width"] == 128]
+        spilled = [row for row in mine if row["stack"] and row["width"] == 128]
+        # of the loop over splits, not of the one over keys inside of it
+        assert {row["kernel"] for row in spilled} <= {"attend_kernel"}
+        assert max((row["stack"] for row in spilled), default=0) <= 128
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def test_tokens_of_a_shared_split_have_the_bits_they_have_alone(
     q, scale = random(5, count, heads, width, dtype=dtype), width**-0.5
     runs = Runs(tables, starts, np.ones(count, np.int64))
     plan = TritonPagedPlan([keys], [values], runs, heads)
-    assert plan.tiles[1].max() == min(6, 16 // group)
+    assert plan.tiles[1].max() == min(6, (64 if dtype == BF16 else 16) // group)
     assert plan.tiles[3].tolist() == [[512] * 6 + [0] + [256] * 2 + [512] * 3, [0] * 9 + [640] * 3]
     found = plan.attend(0, q, k, v, Scoring(scale, window))
     assert same_bits(found, attention(q, keys, values, plan.rows, Scoring(scale, window)))
@@ -95,6 +95,6 @@ def test_a_split_is_shared_as_far_as_neighbours_have_its_pages():
 def test_of_nested_prefixes_the_longest_is_shared():
     table = np.array([[7, 1, 2, 10], [7, 1, 2, 11], [7, 3, 12, 0], [7, 4, 13, 0], [7, 4, 14, 0]])
     starts = np.array([400, 430, 260, 300, 257])
-    _, count, end, own = split_tiles(table, starts, PAGE, 2)
+    _, count, end, own = split_tiles(table, starts, PAGE, 8)
     assert count[0].tolist() == [2, 2, 0, 0, 0] and end[0].tolist() == [384, 256, 0, 0, 0]
     assert own[0].tolist() == [384, 384, 0, 256, 256]

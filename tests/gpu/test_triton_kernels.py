@@ -225,9 +225,10 @@ def test_sequence_beside_others_of_its_prefix_same_bits():
     assert same_bits(found[:50], together[prefix:])
 
 
-def test_segments_of_a_pack_have_the_bits_they_have_over_pages():
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_segments_of_a_pack_have_the_bits_they_have_over_pages(dtype):
     """A prefix of 40 rows with two continuations, one by itself, and padding."""
-    q, k, v = (random(s, 110, h, 80) for s, h in ((1, 4), (2, 1), (3, 1)))
+    q, k, v = (random(s, 110, h, 80, dtype=dtype) for s, h in ((1, 4), (2, 1), (3, 1)))
     segments = [(0, 40, 0, 0), (40, 21, 0, 40), (61, 9, 0, 40), (75, 30, 75, 0)]
     found = segment_attention(q, k, v, torch.tensor(segments), Scoring(SCALE))
     for first, count, prefix_first, prefix in segments:
@@ -244,7 +245,7 @@ def test_segments_of_a_pack_have_the_bits_they_have_over_pages():
             found[mine],
             attention(q[mine], *pages_of([(k[index], v[index])], [[1]], 2), rows, Scoring(SCALE)),
         )
-        assert_near(found[mine], in_float64(q[mine], k[index], v[index], SCALE, None), FP32)
+        assert_near(found[mine], in_float64(q[mine], k[index], v[index], SCALE, None), dtype)
     assert not found[70:75].any() and not found[105:].any()
 
 

@@ -26,7 +26,14 @@ from triton.runtime import driver
 
 from tandem.model.attention import Scoring
 from tandem.plugins.triton import rowwise, vocabulary
-from tandem.plugins.triton.attention import PagedRows, attention, write_cache
+from tandem.plugins.triton.attention import (
+    PagedRows,
+    attend_kernel,
+    attend_split_kernel,
+    attention,
+    tile_pairs,
+    write_cache,
+)
 from tandem.plugins.triton.matmul import TILES, matmul
 from tandem.plugins.triton.packed_attention import PackedSegments, packed_attention
 from tandem.plugins.triton.shared_splits import shared_attention
@@ -90,16 +97,17 @@ class Driver(DriverBase):
         return lambda *arguments: None
 
 
-def norm_layouts(kernel, width):
-    """Find how a GPU's threads hold the rows of `width` whose squares a kernel sums: the order of
-    those sums."""
-    found, tile = set(), f"{rowwise.TILE // width}x{width}xf32"
+def layouts(kernel, rows, width):
+    """Find how a GPU's threads hold [rows, width] whose rows a kernel sums: the order of those
+    sums; and how many loads it waits for no longer than it must."""
+    found, ahead = set(), set()
     for programs, *_ in kernel.device_caches.values():
         for text in (program.asm["ttgir"] for program in programs.values()):
             names = dict(re.findall(r"^(#\w+) = (.*)$", text, re.M))
-            sums = re.findall(rf"}}\) : \(tensor<{tile}, (#\w+)>\) -> tensor<", text)
+            sums = re.findall(rf"}}\) : \(tensor<{rows}x{width}xf32, (#\w+)>\) -> tensor<", text)
             found |= {names[name] for name in sums}
-    return sorted(found)
+            ahead.add(max(map(int, re.findall(r"async_wait .*num = (\d+)", text)), default=0))
+    return sorted(found), sorted(ahead)
 
 
 def new_of(default, *shape, dtype=None):
@@ -149,6 +157,7 @@ def attend(new, width):
     rowwise.turn_heads(new(ROWS, 12, width), [norm, norm], (turn, turn), keys, values, slots)
     if q.dtype == torch.bfloat16:  # products of float32 take long to compile
         attention(q.detach(), keys, values, replace(rows, alone=True), Scoring(0.1))
+        attention(q.detach(), keys, values, rows, Scoring(0.1), scratch_bytes=0)
     return q, k, v
 
 
@@ -156,17 +165,20 @@ def main():
     for capability in map(int, sys.argv[1:]):
         for dtype in (torch.float32, torch.bfloat16):
             gpu, norms = Driver(capability), (rowwise.rms_norm_kernel, rowwise.heads_kernel)
-            for norm in norms:
-                norm.device_caches.clear()
+            attends = attend_kernel, attend_split_kernel
+            for measured in (*norms, *attends):
+                measured.device_caches.clear()
             driver.set_active(gpu)
             # a float32 matmul has one tile, which takes long to compile
             kernel = "" if dtype == torch.float32 else "persistent" if capability == 80 else "tma"
-            run_everything(dtype, WIDTHS[dtype], kernel)
+            run_everything(dtype, width := WIDTHS[dtype], kernel)
+            kind = {"capability": capability, "dtype": str(dtype).removeprefix("torch.")}
+            kind["norms"] = [layouts(norm, rowwise.TILE // width, width)[0] for norm in norms]
+            pairs = tile_pairs(torch.empty(0, width, dtype=dtype))
+            kind["attention"] = [layouts(kernel, pairs, 64) for kernel in attends]
             for width in (WIDTHS[dtype], *PAGED_WIDTHS.get((capability, dtype), ())):
                 if width != WIDTHS[dtype]:
                     attend(partial(new_of, dtype), width)
-                kind = {"capability": capability, "dtype": str(dtype).removeprefix("torch.")}
-                kind["norms"] = [norm_layouts(norm, WIDTHS[dtype]) for norm in norms]
                 while gpu.compiled:
                     print(json.dumps(kind | {"width": width} | gpu.compiled.pop()))
 

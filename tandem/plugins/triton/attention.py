@@ -1,8 +1,9 @@
 """Batch-invariant attention in Triton: a row's output bits do not depend on other rows.
 
 Four rules make it so:
-  1. tile shapes are constants, so one row and ten thousand take the same matrix instruction, and no
-     integer that changes from step to step (rows, sequences, window) picks another compilation;
+  1. tile shapes are constants of a model, so one row and ten thousand take the same matrix
+     instruction, and no integer that changes from step to step (rows, sequences, window) picks
+     another compilation;
   2. a sum runs in one order: keys ascending in blocks of 64 inside splits of 512 counted from
      position 0; splits joined ascending, by one program or, when there is room for partial results,
      by a second kernel;
@@ -32,10 +33,11 @@ from tandem.plugins.triton.matmul import dot, need_contiguous_rows
 
 # Partial results of one attention call; beyond it one program walks all splits of a tile.
 SCRATCH_BYTES = 1 << 28
-# (token, query head) pairs of a tile: the smallest that mma takes, so decode wastes least
-BLOCK_Q = tl.constexpr(16)
+# Tiles of a pass that fill a GPU by themselves: their splits need not run beside each other.
+MANY_TILES = 512
 BLOCK_KEYS = tl.constexpr(64)
 SPLIT_KEYS = tl.constexpr(512)
+PAGES = (64, 128, 256, 512)  # tokens of a page: whole blocks of a split
 SEQUENCES_AT_ONCE = tl.constexpr(256)
 
 
@@ -54,22 +56,40 @@ def locate(count, sequences, tile, GROUP: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def own_rows(first, count, sequences, GROUP: tl.constexpr, ALONE: tl.constexpr):
+def own_rows(
+    first, count, sequences, GROUP: tl.constexpr, PAIRS: tl.constexpr, ALONE: tl.constexpr
+):
     """Find (sequence, tile in it, its first row, its rows) of a program; of none there are 0."""
     if ALONE:
-        tiles: tl.constexpr = (GROUP + BLOCK_Q - 1) // BLOCK_Q
+        tiles: tl.constexpr = (GROUP + PAIRS - 1) // PAIRS
         sequence, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
         own = sequence
     else:
-        sequence, tile = locate(count, sequences, tl.program_id(0), GROUP, BLOCK_Q)
+        sequence, tile = locate(count, sequences, tl.program_id(0), GROUP, PAIRS)
         own = tl.load(first + sequence, mask=sequence < sequences, other=0)
     return sequence, tile, own, tl.load(count + sequence, mask=sequence < sequences, other=0)
 
 
 @triton.jit
+def _pages(tables, sequence, table_stride, split, end, PAGE: tl.constexpr):
+    """Load the pages of a split, and their numbers in the sequence: before the loop over its keys,
+    whose loads then follow no other load, and so are issued blocks ahead."""
+    number = split * (SPLIT_KEYS // PAGE) + tl.arange(0, SPLIT_KEYS // PAGE)
+    at = sequence.to(tl.int64) * table_stride + number
+    return number, tl.load(tables + at, mask=number * PAGE < end, other=0)
+
+
+@triton.jit
+def _start(PAIRS: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Return the running softmax (peak, total, acc) of no key."""
+    peak, total = tl.full([PAIRS], float("-inf"), tl.float32), tl.zeros([PAIRS], tl.float32)
+    return peak, total, tl.zeros([PAIRS, BLOCK_E], tl.float32)
+
+
+@triton.jit
 def _see(query, key, value, visible, scale, peak, total, acc):
     """Add a block of keys to the running softmax (peak [R], total [R], acc [R, E]) of a tile."""
-    scores = dot(query, tl.trans(key), tl.zeros([BLOCK_Q, BLOCK_KEYS], tl.float32)) * scale
+    scores = dot(query, tl.trans(key), tl.zeros_like(visible).to(tl.float32)) * scale
     scores = tl.where(visible, scores, float("-inf"))
     highest = tl.maximum(peak, tl.max(scores, 1))
     shift = tl.where(highest == float("-inf"), 0.0, highest)
@@ -132,53 +152,49 @@ def attend_kernel(
     PAGE: tl.constexpr,
     PAGED: tl.constexpr,
     APART: tl.constexpr,
+    JOIN: tl.constexpr,
     ALONE: tl.constexpr,
+    PAIRS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Attend BLOCK_Q (token, query head) pairs of one sequence and key/value head.
+    """Attend PAIRS (token, query head) pairs of one sequence and key/value head.
 
-    With APART it attends one split and stores its partial result, otherwise all splits. lse [T, H]
-    may be None. ALONE: each sequence has at most one token, in the row of its number, and every row
-    is written.
+    With APART it attends one split and stores its partial result, otherwise all splits, of which
+    there is one without JOIN. lse [T, H] may be None. ALONE: each sequence has at most one token,
+    in the row of its number, and every row is written.
     """
-    sequence, tile, own, new = own_rows(first, count, sequences, GROUP, ALONE)
+    sequence, tile, own, new = own_rows(first, count, sequences, GROUP, PAIRS, ALONE)
     kv_head, heads = tl.program_id(1), tl.num_programs(1) * GROUP
     past = tl.load(start + sequence, mask=new > 0, other=0)
-    pair = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    pair = tile * PAIRS + tl.arange(0, PAIRS)
     token, head = pair // GROUP, kv_head * GROUP + pair % GROUP
     position = past + token
     # no pair of the tile sees further
-    end = past + tl.minimum(new, (tile * BLOCK_Q + BLOCK_Q - 1) // GROUP + 1)
-    begin = tl.maximum(0, past + tile * BLOCK_Q // GROUP - window + 1)  # nor less far
+    end = past + tl.minimum(new, (tile * PAIRS + PAIRS - 1) // GROUP + 1)
+    begin = tl.maximum(0, past + tile * PAIRS // GROUP - window + 1)  # nor less far
     low, high = begin // SPLIT_KEYS, tl.cdiv(end, SPLIT_KEYS)
     if APART:
         low, high = tl.maximum(low, tl.program_id(2)), tl.minimum(high, tl.program_id(2) + 1)
 
     element = tl.arange(0, BLOCK_E)
-    stored = token < 1 if ALONE else token < new
-    inside = stored[:, None] & (element < WIDTH)
+    inside = (token < (1 if ALONE else new))[:, None] & (element < WIDTH)
     row = (own + token).to(tl.int64)
     query = tl.load(q + (row * q_token + head * q_head)[:, None] + element, mask=inside, other=0.0)
-    peak, total = tl.full([BLOCK_Q], float("-inf"), tl.float32), tl.zeros([BLOCK_Q], tl.float32)
-    acc = tl.zeros([BLOCK_Q, BLOCK_E], tl.float32)
+    peak, total, acc = _start(PAIRS, BLOCK_E)
+    prefix = 0 if PAGED else tl.load(tables + sequence * table_stride, mask=new > 0, other=0)
     for split in range(low, high):
-        split_peak, split_total = (
-            tl.full([BLOCK_Q], float("-inf"), tl.float32),
-            tl.zeros([BLOCK_Q], tl.float32),
-        )
-        split_acc = tl.zeros([BLOCK_Q, BLOCK_E], tl.float32)
+        split_peak, split_total, split_acc = _start(PAIRS, BLOCK_E)
         from_key = tl.maximum(split * SPLIT_KEYS, begin // BLOCK_KEYS * BLOCK_KEYS)
+        if PAGED:
+            number, pages = _pages(tables, sequence, table_stride, split, end, PAGE)
         for base in range(from_key, tl.minimum((split + 1) * SPLIT_KEYS, end), BLOCK_KEYS):
             key = base + tl.arange(0, BLOCK_KEYS)
             if PAGED:
-                page = tl.load(tables + sequence.to(tl.int64) * table_stride + base // PAGE).to(
-                    tl.int64
-                )
-                place = (key % PAGE).to(tl.int64)
+                page = tl.sum(tl.where(number == base // PAGE, pages, 0), 0).to(tl.int64)
+                place = key % PAGE
             else:
                 page = tl.zeros([], tl.int64)
-                prefix = tl.load(tables + sequence.to(tl.int64) * table_stride)
                 place = tl.where(key < past, prefix + key, own + key - past).to(tl.int64)
             there = (key < end)[:, None] & (element < WIDTH)
             k_at, v_at = page * k_page + kv_head * k_head, page * v_page + kv_head * v_head
@@ -188,9 +204,17 @@ def attend_kernel(
             split_peak, split_total, split_acc = _see(
                 query, k, v, visible, scale, split_peak, split_total, split_acc
             )
-        peak, total, acc = _join(peak, total, acc, split_peak, split_total, split_acc)
+        if JOIN:
+            peak, total, acc = _join(peak, total, acc, split_peak, split_total, split_acc)
+        else:
+            peak, total, acc = split_peak, split_total, split_acc
 
-    at = (tl.program_id(2).to(tl.int64) * rows + row) * heads + head
+    # computed again, in 64 bits, so that no register holds it through the loops
+    pair = (tile * PAIRS).to(tl.int64) + tl.arange(0, PAIRS)
+    token, head = pair // GROUP, kv_head * GROUP + pair % GROUP
+    stored = token < (1 if ALONE else new)
+    inside = stored[:, None] & (element < WIDTH)
+    at = (tl.program_id(2).to(tl.int64) * rows + own + token) * heads + head
     if APART:
         tl.store(peaks + at, peak, mask=stored)
         tl.store(totals + at, total, mask=stored)
@@ -233,6 +257,7 @@ def attend_split_kernel(
     ALONE: tl.constexpr,
     GROUP: tl.constexpr,
     PAGE: tl.constexpr,
+    PAIRS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
@@ -254,7 +279,7 @@ def attend_split_kernel(
             tl.load(tile_end + tile),
         )
     resumed = low > split * SPLIT_KEYS
-    pair = tl.arange(0, BLOCK_Q)
+    pair = tl.arange(0, PAIRS)
     there, head = pair < members * GROUP, kv_head * GROUP + pair % GROUP
     position = tl.load(start + leader + pair // GROUP, mask=there, other=-1)
     end = tl.max(position, 0) + 1  # no pair of the tile sees further
@@ -273,17 +298,16 @@ def attend_split_kernel(
     written = peak > float("-inf")
     total = tl.load(totals + at, mask=written, other=0.0)
     acc = tl.load(parts + at[:, None] * WIDTH + element, mask=inside & written[:, None], other=0.0)
+    number, pages = _pages(tables, leader, table_stride, split, end, PAGE)
     for base in range(low, high, BLOCK_KEYS):
         key = base + tl.arange(0, BLOCK_KEYS)
-        page = tl.load(tables + leader.to(tl.int64) * table_stride + base // PAGE).to(tl.int64)
-        place, seen = (key % PAGE).to(tl.int64), (key < end)[:, None] & (element < WIDTH)
+        page = tl.sum(tl.where(number == base // PAGE, pages, 0), 0).to(tl.int64)
+        place, seen = key % PAGE, (key < end)[:, None] & (element < WIDTH)
         k_at, v_at = page * k_page + kv_head * k_head, page * v_page + kv_head * v_head
         k = tl.load(keys + k_at + (place * k_token)[:, None] + element, mask=seen, other=0.0)
         v = tl.load(values + v_at + (place * v_token)[:, None] + element, mask=seen, other=0.0)
         visible = (key <= position[:, None]) & (key > position[:, None] - window)
         peak, total, acc = _see(query, k, v, visible, scale, peak, total, acc)
-    none, zero = tl.full([BLOCK_Q], float("-inf"), tl.float32), tl.zeros([BLOCK_Q], tl.float32)
-    peak, total, acc = _join(none, zero, tl.zeros_like(acc), peak, total, acc)
 
     tl.store(peaks + at, peak, mask=there)
     tl.store(totals + at, total, mask=there)
@@ -300,8 +324,7 @@ def merge_kernel(
     """
     at, pairs = tl.program_id(0).to(tl.int64) + tl.arange(0, 1), tl.num_programs(0).to(tl.int64)
     element = tl.arange(0, BLOCK_E)
-    peak, total = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32)
-    acc = tl.zeros([1, BLOCK_E], tl.float32)
+    peak, total, acc = _start(1, BLOCK_E)
     for split in range(splits):
         part = split * pairs + at
         part_peak = tl.load(peaks + part)
@@ -397,10 +420,8 @@ def attention(
     and memory, never a bit. The launch depends on shapes and on max_length only, so it can be
     captured in a CUDA graph.
     """
-    if keys.shape[2] % BLOCK_KEYS.value:
-        raise ValueError(
-            f"a page holds {keys.shape[2]} tokens, expected a multiple of {BLOCK_KEYS.value}"
-        )
+    if keys.shape[2] not in PAGES:
+        raise ValueError(f"a page holds {keys.shape[2]} tokens, expected one of {PAGES}")
     return _attend(q, keys, values, rows, scoring, scratch_bytes)
 
 
@@ -458,6 +479,23 @@ def write_cache(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tenso
     )
 
 
+def tile_pairs(rows: Tensor) -> int:
+    """Count the (token, query head) pairs of a tile of queries, or of their keys, [..., E].
+
+    It is a constant of a model, so that one token and ten thousand take the same instruction: 64
+    are the rows of Hopper's wgmma, and a pass reads a key once for all of them. float32, whose
+    products are no matrix instructions, and wide heads have 16, which fit registers.
+    """
+    return 64 if rows.element_size() == 2 and rows.shape[-1] <= 128 else 16
+
+
+def tile_options(q: Tensor) -> dict[str, int]:
+    """Choose the tile of q's attention, and how a program runs it: blocks of keys are loaded two
+    ahead, of wide heads, which fill the shared memory, one."""
+    pairs = tile_pairs(q)
+    return {"PAIRS": pairs, "num_warps": 4, "num_stages": 3 if pairs == 64 else 2}
+
+
 def scale_and_window(scoring: Scoring) -> tuple[float, int]:
     """Return them as the kernels take them: of a base-2 exponential, and a number for no window."""
     return scoring.scale * math.log2(math.e), scoring.window or 1 << 30
@@ -476,14 +514,15 @@ def _attend(
     need_contiguous_rows(q, keys, values)
     (tokens, heads, width), kv_heads = q.shape, keys.shape[1]
     splits = triton.cdiv(rows.max_length, SPLIT_KEYS.value)
+    group, pairs = heads // kv_heads, tile_pairs(q)
+    # Each sequence fills its tiles but the last, so T * group / pairs + S suffice for any counts.
+    tiles, made = tokens * group // pairs + len(rows.count), torch.zeros_like
     apart = splits > 1 and 4 * splits * tokens * heads * (width + 2) <= scratch_bytes
+    apart &= rows.alone or tiles * kv_heads < MANY_TILES
     sums = q.new_empty(2, splits, tokens, heads, dtype=torch.float32) if apart else None
     parts = q.new_empty(splits, tokens, heads, width, dtype=torch.float32) if apart else None
-    group = heads // kv_heads
-    # Each sequence fills its tiles but the last, so T * group / 16 + S suffice for any counts.
-    tiles, made = tokens * group // BLOCK_Q.value + len(rows.count), torch.zeros_like
     if rows.alone:
-        tiles, made = tokens * triton.cdiv(group, BLOCK_Q.value), torch.empty_like
+        tiles, made = tokens * triton.cdiv(group, pairs), torch.empty_like
     elif sums is not None:
         sums[0].fill_(float("-inf"))  # of splits that a row does not see nothing is stored
     out = made(q, memory_format=torch.contiguous_format) if parts is None else parts
@@ -512,10 +551,10 @@ def _attend(
         PAGE=keys.shape[2] if rows.paged else 1,
         PAGED=rows.paged,
         APART=apart,
+        JOIN=splits > 1 and not apart,
         ALONE=rows.alone,
         **shape,
-        num_warps=4,
-        num_stages=2,
+        **tile_options(q),
     )
     if not apart:
         return out

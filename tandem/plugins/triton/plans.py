@@ -21,7 +21,7 @@ from tandem.model.layers import ExactLayer, add_norm, norm
 from tandem.model.linear import ExactLinear, FusedLinear, bias_of, packed_parts
 from tandem.model.paged_attention import PAGE, DecodeRows, Runs
 from tandem.plugins.triton import rowwise, vocabulary
-from tandem.plugins.triton.attention import PagedRows, attention, write_cache
+from tandem.plugins.triton.attention import PagedRows, attention, tile_pairs, write_cache
 from tandem.plugins.triton.matmul import matmul
 from tandem.plugins.triton.packed_attention import PackedSegments, packed_attention
 from tandem.plugins.triton.shared_splits import shared_attention, split_tiles
@@ -54,8 +54,7 @@ class TritonPagedPlan:
             alone=decode,
         )
         self.slots = torch.from_numpy(runs.pages * PAGE + runs.offsets).to(device)
-        group = heads // keys[0].shape[1]
-        tiles = split_tiles(runs.table, runs.starts, PAGE, group) if decode else None
+        tiles = TRITON.shared_tiles(runs, heads, keys[0]) if decode else None
         self.tiles: Tensor | None = None if tiles is None else int32(tiles)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
@@ -195,8 +194,9 @@ class TritonKernels(Kernels):
     ) -> Plan:
         return TritonDecodePlan(keys, values, rows)
 
-    def shared_tiles(self, runs: Runs, group: int) -> np.ndarray | None:
-        return split_tiles(runs.table, runs.starts, PAGE, group)
+    def shared_tiles(self, runs: Runs, heads: int, keys: Tensor) -> np.ndarray | None:
+        most = tile_pairs(keys) // (heads // keys.shape[1])
+        return split_tiles(runs.table, runs.starts, PAGE, most)
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
         return rowwise.rotate(x, *rotation)

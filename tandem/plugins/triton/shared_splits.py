@@ -1,6 +1,6 @@
 """Decode from shared pages in Triton: pages that neighbours have in common are read once.
 
-Of the 16 (token, query head) pairs in a tile of `attend_kernel`, decode fills those of one token.
+Of the 64 (token, query head) pairs in a tile of `attend_kernel`, decode fills those of one token.
 Here a split of 512 keys is read in two launches. In the first a tile holds the tokens of several
 sequences and reads the pages at the split's start that all have in common. In the second each
 sequence goes on alone from the sums that it has so far. Blocks, splits and the order of sums are
@@ -14,25 +14,25 @@ from torch import Tensor
 
 from tandem.model.attention import Scoring
 from tandem.plugins.triton.attention import (
-    BLOCK_Q,
     SCRATCH_BYTES,
     SPLIT_KEYS,
     PagedRows,
     attend_split_kernel,
     merge_kernel,
     scale_and_window,
+    tile_options,
 )
 
 
-def split_tiles(tables: np.ndarray, starts: np.ndarray, page: int, group: int) -> np.ndarray | None:
+def split_tiles(tables: np.ndarray, starts: np.ndarray, page: int, most: int) -> np.ndarray | None:
     """Plan int32 [4, splits, S]: for each tile of a split its first sequence, their number and the
     key where the pages that they share end; and for each sequence where its tile ends, or 0.
 
     Every sequence decodes one token, and a number of 0 is no tile. tables int64 [S, M], starts
-    int64 [S], page: tokens of a page, group: query heads of a key/value head. It stays right while
-    sequences grow within their pages. None if no two sequences would share a tile.
+    int64 [S], page: tokens of a page, most: sequences of a tile. It stays right while sequences
+    grow within their pages. None if no two sequences would share a tile.
     """
-    most, sequences = BLOCK_Q.value // group, len(starts)
+    sequences = len(starts)
     splits, pages = triton.cdiv(int(starts.max()) + 1, SPLIT_KEYS.value), SPLIT_KEYS.value // page
     plan = np.zeros((4, splits, sequences), np.int32)
     # pages that a sequence does not use equal no other's
@@ -92,8 +92,7 @@ def shared_attention(
             GROUP=heads // kv_heads,
             PAGE=keys.shape[2],
             **shape,
-            num_warps=4,
-            num_stages=2,
+            **tile_options(q),
         )
     merged = torch.empty_like(q, memory_format=torch.contiguous_format)
     merge_kernel[(tokens * heads,)](
