@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from datetime import date
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,12 +24,21 @@ from tandem.engine.engine import Engine
 from tandem.engine.graphs import HostCopy
 from tandem.engine.lookahead import Lookahead
 from tandem.model.load import make_exact
+from tandem.model.tiny import make_tokenizer
+from tandem.model.tokenizer import decode_text
 from tandem.plugins.triton.shared_splits import split_tiles
 from tandem.runtime.rng import address
 from tandem.types import Request, SamplingParams
 
-KINDS = {"equal": (512, 513, 1), "mixed": (100, 600, 1), "mixed, 8 samples": (100, 600, 8)}
+# shortest and longest prompt, samples of each, stop strings
+KINDS = {
+    "equal": (512, 513, 1, ()),
+    "mixed": (100, 600, 1, ()),
+    "mixed, 8 samples": (100, 600, 8, ()),
+    "mixed, a stop string": (100, 600, 1, ("###",)),
+}
 STEPS = 100
+TOKEN = 20  # that each step samples: "+"
 KEPT = Path(__file__).parent.parent / "results" / "host_cost.json"
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "vocab_size": 32, "head_dim": 16}
 SIZES |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -56,22 +66,23 @@ class StubModel:
 
 
 def engine_ahead(model, sequences: int) -> Engine:
-    """Make an engine that runs ahead, whose device steps return the token 1 for each row."""
-    engine = Engine(model, lambda tokens: "", cache_bytes=1 << 28, max_batch=sequences)
+    """Make an engine that runs ahead, whose device steps return TOKEN for each row."""
+    decode = partial(decode_text, make_tokenizer())
+    engine = Engine(model, decode, cache_bytes=1 << 28, max_batch=sequences)
     engine.lookahead = Lookahead(model, engine.cache, sequences, None)
     engine.lookahead._step.run = lambda live, *others: HostCopy(
-        torch.ones(live, dtype=torch.int64), torch.zeros(live)
+        torch.full((live,), TOKEN), torch.zeros(live)
     )
     return engine
 
 
 def measure(model, sequences: int, kind: str) -> dict[str, float | int | str]:
-    shortest, longest, samples = KINDS[kind]
+    shortest, longest, samples, stop = KINDS[kind]
     engine, rng = engine_ahead(model, sequences), np.random.default_rng(0)
     for number in range(sequences):
         if number % samples == 0:
             prompt = rng.integers(0, 32, int(rng.integers(shortest, longest)))
-        params = SamplingParams(max_new_tokens=400, stop_token_ids=(2, 3))
+        params = SamplingParams(max_new_tokens=400, stop=stop, stop_token_ids=(2, 3))
         engine.submit(Request(key=address("host", number), prompt=prompt, params=params))
     while engine.scheduler.waiting or not all(s.tokens for s in engine.scheduler.running):
         engine.step()

@@ -4,6 +4,7 @@ Imports no torch, so that an engine of another library's environment shares it.
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -37,16 +38,27 @@ def find_ending(
     return (text, "length") if full else (text, "paused") if paused else None
 
 
-def _brings_no_stop(stops: Sequence[str], tokens: Sequence[int], decode: Decode) -> bool:
+def _brings_no_stop(stops: tuple[str, ...], tokens: Sequence[int], decode: Decode) -> bool:
     """Tell whether the text of the last few tokens shows that no stop string ends in the very last:
     it does for most, and the whole text would be decoded at each token. False where it is too
     short, or begins or ends within a character."""
+    if not _may_end_stop(stops, tokens[-1], decode):
+        return True
     longest = max(map(len, stops))
     tail = tokens[-longest - MARGIN :]
     text = _text(tail, decode)
     # a decoder may leave out the first character, a space
     enough = len(text) > longest + len(_text(tail[-1:], decode))
     return enough and REPLACEMENT not in text and not any(stop in text for stop in stops)
+
+
+@lru_cache(1 << 16)
+def _may_end_stop(stops: tuple[str, ...], token: int, decode: Decode) -> bool:
+    """Tell whether a stop string may end in the text that a token brings: its own, with a space
+    before it or broken characters."""
+    text = _text([token], decode)
+    brought = text + " " + REPLACEMENT
+    return not text or REPLACEMENT in text or any(stop[-1] in brought for stop in stops)
 
 
 def _text(tokens: Sequence[int], decode: Decode) -> str:

@@ -57,7 +57,23 @@ def test_a_stop_string_within_a_token_or_across_two_ends_the_text_before_it(stop
     assert ends == [None, (("xy" * 9 + "ca...b").partition(stop)[0], "stop")]
 
 
-def test_a_long_completion_is_not_decoded_again_at_each_token():
+@pytest.mark.parametrize(
+    "decode, before, tokens, stop",
+    [
+        (lambda tokens: bytes(tokens.tolist()).decode(errors="ignore"), 97, "é".encode(), "é"),
+        (DECODERS["byte fallback"][0], 2, [6 + 0xE2, 6 + 0x61], "\ufffd\ufffd"),
+    ],
+)
+def test_a_token_may_end_a_stop_string_that_is_not_in_its_own_text(decode, before, tokens, stop):
+    """A byte of a character that a decoder leaves out, and a letter among broken bytes."""
+    params = SamplingParams(max_new_tokens=40, stop=(stop,))
+    ends = [find_ending(params, [before] * 12 + [*tokens[:n]], 0, decode) for n in (1, 2)]
+    assert ends == [None, (decode(np.array([before] * 12)), "stop")]
+
+
+@pytest.mark.parametrize("stop, most", [("STOP", 1.1), ("STOb", 6)])
+def test_a_long_completion_is_not_decoded_again_at_each_token(stop, most):
+    """A token without the last character of the stop string is decoded once."""
     decoded = 0
 
     def decode(tokens):
@@ -65,8 +81,8 @@ def test_a_long_completion_is_not_decoded_again_at_each_token():
         decoded += len(tokens)
         return bytes(tokens.tolist()).decode(errors="replace")
 
-    params = SamplingParams(max_new_tokens=4000, stop=("STOP",))
-    tokens = [*b"ab " * 1000, *b"STOP"]
+    params = SamplingParams(max_new_tokens=4000, stop=(stop,))
+    tokens = [*b"ab " * 1000, *stop.encode()]
     endings = [find_ending(params, tokens[: n + 1], 0, decode) for n in range(len(tokens))]
     assert endings == [None] * 3003 + [("ab " * 1000, "stop")]
-    assert decoded < 20 * len(tokens)
+    assert decoded < most * len(tokens)
