@@ -30,12 +30,14 @@ from tandem.plugins.triton.shared_splits import split_tiles
 from tandem.runtime.rng import address
 from tandem.types import Request, SamplingParams
 
-# shortest and longest prompt, samples of each, stop strings
+# shortest and longest prompt, samples of each, stop strings, fewest new tokens of 400: of 1 to 400 in
+# the last, where others wait for a place
 KINDS = {
-    "equal": (512, 513, 1, ()),
-    "mixed": (100, 600, 1, ()),
-    "mixed, 8 samples": (100, 600, 8, ()),
-    "mixed, a stop string": (100, 600, 1, ("###",)),
+    "equal": (512, 513, 1, (), 400),
+    "mixed": (100, 600, 1, (), 400),
+    "mixed, 8 samples": (100, 600, 8, (), 400),
+    "mixed, a stop string": (100, 600, 1, ("###",), 400),
+    "mixed, others wait": (100, 600, 1, (), 1),
 }
 STEPS = 100
 TOKEN = 20  # that each step samples: "+"
@@ -77,14 +79,16 @@ def engine_ahead(model, sequences: int) -> Engine:
 
 
 def measure(model, sequences: int, kind: str) -> dict[str, float | int | str]:
-    shortest, longest, samples, stop = KINDS[kind]
-    engine, rng = engine_ahead(model, sequences), np.random.default_rng(0)
-    for number in range(sequences):
+    shortest, longest, samples, stop, fewest = KINDS[kind]
+    engine, rng, submitted = engine_ahead(model, sequences), np.random.default_rng(0), []
+    for number in range(sequences if fewest == 400 else 3 * sequences):
         if number % samples == 0:
             prompt = rng.integers(0, 32, int(rng.integers(shortest, longest)))
-        params = SamplingParams(max_new_tokens=400, stop=stop, stop_token_ids=(2, 3))
-        engine.submit(Request(key=address("host", number), prompt=prompt, params=params))
-    while engine.scheduler.waiting or not all(s.tokens for s in engine.scheduler.running):
+        most = int(rng.integers(fewest, 401))
+        params = SamplingParams(max_new_tokens=most, stop=stop, stop_token_ids=(2, 3))
+        request = Request(key=address("host", number), prompt=prompt, params=params)
+        submitted.append(engine.submit(request))
+    while sum(bool(sequence.tokens) for sequence in submitted) < sequences:
         engine.step()
     times = []
     for _ in range(STEPS):
