@@ -254,10 +254,10 @@ class Engine:
             self.scheduler.advance(work)
             return work.sequences, None
         parts = list(zip(work.sequences, work.counts.tolist(), strict=True))
-        tokens = work.tokens
-        if not work.ends or len(parts) < len(runs.pages):
-            new = [token for sequence, count in parts for token in sequence.next_tokens(count)]
-            tokens = np.array(new, np.int64)
+        tokens = work.tokens.repeat(work.counts)
+        for n in np.flatnonzero(work.counts > 1 if work.ends else work.counts).tolist():
+            sequence, count = parts[n]
+            tokens[runs.firsts[n] :][:count] = sequence.next_tokens(count)
         here = [part for part in parts if part[0] not in taken]
         if here:
             rows = np.array([sequence not in taken for sequence in work.sequences])

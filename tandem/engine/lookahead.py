@@ -14,7 +14,7 @@ key behind the filled part of its own page, or into a free page; whoever gets th
 writes it first.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 
 import numpy as np
@@ -25,21 +25,23 @@ from tandem.engine.decode import DecodeStep
 from tandem.engine.graphs import HostCopy, NewCapture, cuda_capture, upload
 from tandem.engine.page_cache import PageCache
 from tandem.engine.sampler import SampledTokens, sampling_key
-from tandem.engine.scheduler import RunningSequence, Work, with_pages
+from tandem.engine.scheduler import Rows, RunningSequence, Work, with_pages
 from tandem.model.load import ExactModel
 from tandem.model.paged_attention import PAGE, Runs, padded_tables
 
 Sampled = tuple[list[RunningSequence], SampledTokens]  # sequences and their next tokens
 
 
-class Rows:
-    """The rows of a decode step: arrays that follow the sequences without a look at each.
+class DecodeInputs(Rows):
+    """The rows of a decode step.
 
     ahead: tokens of each sequence that the host has yet to see. All int64 [n]: positions, of the
     step's inputs; limits, RunningSequence.limit; draws and keys, of the next tokens. table int64
     [n, M]: the page tables, with the pages that take the keys of the inputs. new: the rows whose
     inputs begin a page. places: each sequence's row.
     """
+
+    columns = "positions", "limits", "draws", "keys"
 
     def __init__(self, sequences: list[RunningSequence], ahead: int):
         self.sequences = sequences
@@ -61,26 +63,33 @@ class Rows:
         going = self.positions + 2 < self.limits
         return rows if going.all() else [n for n in rows if going[n]]
 
-    def held(self, rows: list[int]) -> list[int]:
-        """List those of the rows whose sequences still hold their pages, the new one as it was
-        foreseen."""
-        pages = self.table[rows, self.positions[rows] // PAGE].tolist()
-        return [
-            n
-            for n, page in zip(rows, pages, strict=True)
-            if self.sequences[n].page_table is self.tables[n] and self.tables[n][-1] == page
-        ]
+    def held(self) -> list[int]:
+        """List the rows whose sequences still hold their pages, new ones as they were foreseen."""
+        foreseen = self.table[self.new, self.positions[self.new] // PAGE].tolist()
+        pages = zip(self.new, foreseen, strict=True)
+        other = {n for n, page in pages if self.tables[n][-1] != page}
+        pairs = enumerate(zip(self.sequences, self.tables, strict=True))
+        return [n for n, (s, table) in pairs if s.page_table is table and n not in other]
 
     def advance(self, kept: list[int]) -> None:
         """Make them the rows of the next step, of those kept, without its new pages."""
         if len(kept) < len(self.sequences):
-            self.sequences = [self.sequences[n] for n in kept]
-            self.places = {sequence: n for n, sequence in enumerate(self.sequences)}
-            self.tables = [self.tables[n] for n in kept]
-            for name in ("positions", "limits", "draws", "keys", "table"):
-                setattr(self, name, getattr(self, name)[kept])
+            self.select(kept)
         self.positions += 1
         self.draws += 1
+
+    def add(self, joined: "DecodeInputs") -> list[int]:
+        """Add rows; return the new order of all: those that share pages stand beside each other."""
+        self.append(joined)
+        self.tables = self.tables + joined.tables
+        order = sorted(range(len(self.tables)), key=lambda n: self.tables[n])
+        self.select(order)
+        return order
+
+    def select(self, order: Sequence[int]) -> None:
+        super().select(order)
+        self.places = {sequence: n for n, sequence in enumerate(self.sequences)}
+        self.tables = [self.tables[n] for n in order]
 
     def add_pages(self, cache: PageCache) -> bool:
         """Add the pages of inputs that begin one; tell whether all are known: a page is the one
@@ -105,8 +114,7 @@ class Lookahead:
     ):
         self.cache = cache
         self._step = DecodeStep(model, cache, max_batch, capture)
-        self._rows: Rows | None = None
-        self._work: Work | None = None  # that the rows come from
+        self._rows: DecodeInputs | None = None
         self._copy: HostCopy | None = None
         self._taken: dict[RunningSequence, int] = {}
 
@@ -127,17 +135,12 @@ class Lookahead:
         one step can run the whole schedule, run that."""
         self._taken, rows = {}, self._rows
         if rows is not None:
-            # work that goes on has lost sequences at most, and only new pages may be others
-            same = work is self._work and len(rows.sequences) == len(work.sequences)
-            if same and rows.held(rows.new) == rows.new:
-                self._taken = rows.places
-            else:
-                held = rows.held(list(range(len(rows.sequences))))
-                self._taken = {rows.sequences[n]: n for n in held}
-        self._work = work
+            held = rows.held()
+            whole = len(held) == len(rows.sequences)
+            self._taken = rows.places if whole else {rows.sequences[n]: n for n in held}
         one_each = not self._taken and work.ends and (work.counts == 1).all()
         if one_each and _alike(work.sequences):
-            rows = Rows(work.sequences, 0)
+            rows = DecodeInputs(work.sequences, 0)
             self._taken = rows.places
             self._start(rows, upload(work.tokens, self._step.tokens.device))
         return self._taken
@@ -154,15 +157,20 @@ class Lookahead:
         sources = [] if rows is None else rows.going(list(taken.values()))
         sampled = enumerate((s for members, _ in plain for s in members), len(before))
         joined = [(s, source) for source, s in sampled if s.length + 1 < s.limit()]
-        if joined:  # sequences that share pages stand beside each other
-            joined += [(before[n], n) for n in sources]
-            joined.sort(key=lambda row: row[0].page_table)
-            rows, sources = Rows([s for s, _ in joined], 1), [source for _, source in joined]
-        elif rows is not None:
+        if rows is not None:
             rows.advance(sources)
+        alike = True
+        if joined:
+            joined.sort(key=lambda row: row[0].page_table)
+            new = [sequence for sequence, _ in joined]
+            alike = _alike(new + ([] if rows is None else rows.sequences[:1]))
+            sources += [source for _, source in joined]
+            if rows is None:
+                rows = DecodeInputs(new, 1)
+            else:
+                sources = [sources[n] for n in rows.add(DecodeInputs(new, 1))]
         self._rows = None
-        alike = rows is not None and sources and (not joined or _alike(rows.sequences))
-        if rows is not None and alike and rows.add_pages(self.cache):
+        if rows is not None and sources and alike and rows.add_pages(self.cache):
             tokens = None
             if joined or rows.sequences != before:
                 own = self._step.tokens[: len(before)]
@@ -178,7 +186,7 @@ class Lookahead:
         no_top = tokens.new_empty(len(tokens), 0)
         return [(list(taken), SampledTokens(tokens, logprobs, no_top, no_top))]
 
-    def _start(self, rows: Rows, tokens: Tensor | None) -> None:
+    def _start(self, rows: DecodeInputs, tokens: Tensor | None) -> None:
         """Run a step for the rows. tokens: its input int64 [n] on the device, or None for the rows
         of the step before, which left everything but new pages in place."""
         if tokens is not None:

@@ -92,7 +92,34 @@ class RunningSequence:
 Parts = list[tuple[RunningSequence, int]]  # a sequence and how many of its tokens run
 
 
-class Work:
+class Rows:
+    """Sequences, and arrays that have a row for each: `columns`, and the page tables, int64 [S, M].
+    They follow the sequences without a look at each."""
+
+    columns: tuple[str, ...]
+    sequences: list[RunningSequence]
+    table: np.ndarray
+
+    def select(self, order: Sequence[int]) -> None:
+        """Keep these rows, in this order."""
+        self.sequences, at = [self.sequences[n] for n in order], np.fromiter(order, np.int64)
+        for name in ("table", *self.columns):
+            setattr(self, name, getattr(self, name).take(at, 0))
+
+    def append(self, more: "Rows") -> None:
+        """Put more rows behind those there are."""
+        count, width = len(self.sequences), max(self.table.shape[1], more.table.shape[1])
+        self.sequences = self.sequences + more.sequences
+        table = np.zeros((len(self.sequences), width), np.int64)
+        table[:count, : self.table.shape[1]] = self.table
+        table[count:, : more.table.shape[1]] = more.table
+        self.table = table
+        for name in self.columns:
+            parts = getattr(self, name), getattr(more, name)
+            setattr(self, name, np.concatenate(parts))
+
+
+class Work(Rows):
     """The tokens of a pass, in the order of paged attention, where no rows are moved then;
     sequences that share pages stand beside each other.
 
@@ -101,6 +128,8 @@ class Work:
     strings. table int64 [S, M]: the page tables. stops: the stop tokens of any. ends: each sequence
     runs the last of its tokens.
     """
+
+    columns = "counts", "starts", "_limits", "tokens"
 
     def __init__(self, parts: Parts):
         parts = sorted(parts, key=lambda part: _place_of(part[0]))
@@ -114,18 +143,24 @@ class Work:
         stops = {s.request.params.stop_token_ids for s in self.sequences}
         self.stops = np.array([token for own in stops for token in own], np.int64)
 
-    def select(self, order: Sequence[int]) -> None:
-        """Keep these sequences, by their places, in this order."""
-        self.sequences, at = [self.sequences[n] for n in order], np.fromiter(order, np.int64)
-        for name in ("counts", "starts", "_limits", "tokens", "table"):
-            setattr(self, name, getattr(self, name).take(at, 0))
-
     def add_pages(self, new: list[int]) -> None:
         """Read the pages that these sequences have got, and move them to their places."""
         pages = np.array([self.sequences[n].page_table[-2:] for n in new]).T
         self.table = with_pages(self.table, new, self.starts[new] // PAGE, pages)
-        order = [n for n in range(len(self.sequences)) if n not in new]
-        for n in new:
+        self._move(new)
+
+    def add(self, parts: Parts) -> None:
+        """Add sequences that join."""
+        before, joined = len(self.sequences), Work(parts)
+        self.append(joined)
+        self.ends, self.stops = joined.ends, np.union1d(self.stops, joined.stops)
+        self._move(list(range(before, len(self.sequences))))
+
+    def _move(self, rows: list[int]) -> None:
+        """Move sequences to their places among the others."""
+        moved = set(rows)
+        order = [n for n in range(len(self.sequences)) if n not in moved]
+        for n in rows:
             insort(order, n, key=lambda n: _place_of(self.sequences[n]))
         self.select(order)
 
@@ -201,7 +236,6 @@ class Queue:
     def _admit(self, sequence: RunningSequence, count: int) -> None:
         """Let a waiting sequence run, of whose tokens so many are not cached."""
         self.waiting.remove(sequence)
-        self._next = None
         insort(self.running, sequence, key=_ARRIVAL)
         if not sequence.tokens:
             self.prompt_tokens += count + sequence.num_cached
@@ -220,8 +254,17 @@ class Scheduler(Queue):
 
     def schedule(self, *, only_started: bool = False) -> Work:
         """Plan the next pass. only_started: admit only sequences that have sampled before."""
-        if self._next is not None and self._continues():
-            return self._next
+        if self.running and self._next is not None and self._continues(self._next):
+            planned = self._next
+            if joined := self._admit_waiting(self.chunk_tokens, only_started):
+                planned.add(joined)
+        else:
+            planned = Work(self._plan(only_started))
+        ends = planned.ends and len(planned.sequences) == len(self.running)
+        self._next = planned if ends else None
+        return planned
+
+    def _plan(self, only_started: bool) -> Parts:
         work: Parts = []
         budget, preempted, at = self.chunk_tokens, self.preemptions, 0
         while at < len(self.running):  # _grow preempts from the end
@@ -234,16 +277,11 @@ class Scheduler(Queue):
         # room was short a moment ago: running sequences come first
         if preempted == self.preemptions:
             work += self._admit_waiting(budget, only_started)
-        planned = Work(work)
-        self._next = planned if planned.ends and len(work) == len(self.running) else None
-        return planned
+        return work
 
-    def _continues(self) -> bool:
-        """Tell whether the sequences of the last pass are those of the next, and give each that
-        needs one a page."""
-        work = self._next
-        if work is None or (self.waiting and len(self.running) < self.max_batch):
-            return False
+    def _continues(self, work: Work) -> bool:
+        """Tell whether the sequences of the last pass are all in the next, and give each that needs
+        one a page."""
         [full] = np.nonzero(work.starts % PAGE == 0)
         if len(full) > self.cache.available:
             return False

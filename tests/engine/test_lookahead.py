@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.engine import lookahead, scheduler
 from tandem.engine.decode import DecodeStep, padded_batch
 from tandem.engine.graphs import StepGraphs
-from tandem.engine.lookahead import Lookahead
+from tandem.engine.lookahead import DecodeInputs, Lookahead
 from tandem.engine.page_cache import PageCache
+from tandem.engine.scheduler import Work
 from tandem.model.paged_attention import Runs
 from tandem.runtime.rng import address
 from tandem.types import Request, SamplingParams
@@ -205,6 +207,24 @@ def test_a_step_is_loaded_again_for_an_end_or_a_newcomer_only():
     prompts = [random_tokens(np.random.default_rng(n), n) for n in (124, 252)]
     engine.generate([request(n, prompt, max_new_tokens=9) for n, prompt in enumerate(prompts)])
     assert log.count("run") == 8 and log.count("load") == 1
+
+
+def test_a_newcomer_is_planned_alone(monkeypatch):
+    made = []
+
+    def counted(kind):
+        class Counted(kind):
+            def __init__(self, rows, *others):
+                made.append((kind, len(rows)))
+                super().__init__(rows, *others)
+
+        return Counted
+
+    for module, kind in ((scheduler, Work), (lookahead, DecodeInputs)):
+        monkeypatch.setattr(module, kind.__name__, counted(kind))
+    engine = engine_of(max_batch=3)
+    engine.generate([request(n, [n, 5], max_new_tokens=10 + 7 * n) for n in range(5)])
+    assert made == [(kind, count) for count in (3, 1, 1) for kind in (Work, DecodeInputs)]
 
 
 def test_a_token_behind_a_stop_reaches_nobody():
