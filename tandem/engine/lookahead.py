@@ -49,10 +49,10 @@ class DecodeInputs(Rows):
         self.new: list[int] = []
         # these very lists: a sequence that comes back has another
         self.tables = [sequence.page_table for sequence in sequences]
-        numbers = [
-            (s.length - 1, s.limit(), s.request.num_sampled + len(s.tokens)) for s in sequences
-        ]
-        self.positions, self.limits, self.draws = np.array(numbers).T.copy()
+        positions = [s.length - 1 for s in sequences]
+        draws = [s.request.num_sampled + len(s.tokens) for s in sequences]
+        columns = positions, [s.limit() for s in sequences], draws
+        self.positions, self.limits, self.draws = np.array(columns, np.int64)
         self.keys = np.array([s.request.key for s in sequences], np.uint64).view(np.int64)
         self.table = padded_tables(self.tables)
         self.positions += ahead
@@ -152,25 +152,17 @@ class Lookahead:
         None is started if they are sampled in different ways, or if pages are needed that are not
         free.
         """
-        taken, rows, copy = self._taken, self._rows, self._copy
-        before = [] if rows is None else rows.sequences
-        sources = [] if rows is None else rows.going(list(taken.values()))
+        taken, copy = self._taken, self._copy
+        rows, self._rows = self._rows or DecodeInputs([], 1), None
+        before, sources = rows.sequences, rows.going(list(taken.values()))
         sampled = enumerate((s for members, _ in plain for s in members), len(before))
-        joined = [(s, source) for source, s in sampled if s.length + 1 < s.limit()]
-        if rows is not None:
-            rows.advance(sources)
-        alike = True
+        joined = {s: source for source, s in sampled if s.length + 1 < s.limit()}
+        rows.advance(sources)
+        alike = not joined or _alike([*joined, *rows.sequences[:1]])
         if joined:
-            joined.sort(key=lambda row: row[0].page_table)
-            new = [sequence for sequence, _ in joined]
-            alike = _alike(new + ([] if rows is None else rows.sequences[:1]))
-            sources += [source for _, source in joined]
-            if rows is None:
-                rows = DecodeInputs(new, 1)
-            else:
-                sources = [sources[n] for n in rows.add(DecodeInputs(new, 1))]
-        self._rows = None
-        if rows is not None and sources and alike and rows.add_pages(self.cache):
+            sources += joined.values()
+            sources = [sources[n] for n in rows.add(DecodeInputs(list(joined), 1))]
+        if sources and alike and rows.add_pages(self.cache):
             tokens = None
             if joined or rows.sequences != before:
                 own = self._step.tokens[: len(before)]

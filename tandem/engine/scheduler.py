@@ -260,8 +260,7 @@ class Scheduler(Queue):
                 planned.add(joined)
         else:
             planned = Work(self._plan(only_started))
-        ends = planned.ends and len(planned.sequences) == len(self.running)
-        self._next = planned if ends else None
+        self._next = planned if planned.ends else None
         return planned
 
     def _plan(self, only_started: bool) -> Parts:

@@ -47,7 +47,8 @@ class Runs:
 def padded_tables(tables: Sequence[Sequence[int]]) -> np.ndarray:
     """Make page tables of one width, int64 [S, M]."""
     width = max(map(len, tables), default=0)
-    return np.array([[*table, *[0] * (width - len(table))] for table in tables], np.int64)
+    padded = [[*table, *[0] * (width - len(table))] for table in tables]
+    return np.array(padded, np.int64).reshape(len(tables), width)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

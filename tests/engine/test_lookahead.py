@@ -215,7 +215,7 @@ def test_a_newcomer_is_planned_alone(monkeypatch):
     def counted(kind):
         class Counted(kind):
             def __init__(self, rows, *others):
-                made.append((kind, len(rows)))
+                made.extend([(kind, len(rows))] if rows else ())
                 super().__init__(rows, *others)
 
         return Counted
@@ -223,7 +223,9 @@ def test_a_newcomer_is_planned_alone(monkeypatch):
     for module, kind in ((scheduler, Work), (lookahead, DecodeInputs)):
         monkeypatch.setattr(module, kind.__name__, counted(kind))
     engine = engine_of(max_batch=3)
-    engine.generate([request(n, [n, 5], max_new_tokens=10 + 7 * n) for n in range(5)])
+    asked = [request(n, [n, 5], max_new_tokens=10 + 7 * n) for n in range(4)]
+    asked.append(request(4, max_new_tokens=40, stop_token_ids=tuple(range(200))))
+    assert len(engine.generate(asked)[4].tokens) == 1
     assert made == [(kind, count) for count in (3, 1, 1) for kind in (Work, DecodeInputs)]
 
 
@@ -251,6 +253,8 @@ def test_a_page_is_foreseen_and_a_guess_that_fails_is_run_again():
             page = engine.lookahead._rows.table[0, -1]
             assert page not in running[0].page_table  # free, until the next schedule gives it out
             assert engine.cache.allocate(b"another") == page  # something else takes it
+            for side in (*engine.cache.keys, *engine.cache.values):
+                side[page] = 7.0
             log.clear()
         engine.step()
     expected = engine_of(ahead=False).generate(asked)
@@ -345,3 +349,11 @@ def test_masked_sequences_take_plain_steps_beside_others():
     expected, found = (engine_of(ahead=ahead).generate(asked) for ahead in (False, True))
     assert [facts(completion) for completion in found] == [facts(c) for c in expected]
     assert [len(c.tokens) > 6 for c in found[1::2]] == [True] * 3
+
+
+def test_a_newcomer_sampled_in_another_way_takes_plain_steps_beside_others():
+    asked = [request(n, max_new_tokens=20 - 8 * n, temperature=0.1 + n // 2) for n in range(3)]
+    expected, found = (
+        engine_of(ahead=ahead, max_batch=2).generate(asked) for ahead in (False, True)
+    )
+    assert [facts(completion) for completion in found] == [facts(c) for c in expected]

@@ -438,7 +438,7 @@ def test_episodes_do_not_depend_on_batch_or_concurrency():
     model = exact_model("qwen3")
     whole = real_episodes(model, real_engine(model))
     for sizes, limits in (
-        ({"max_batch": 2, "chunk_tokens": 3}, {}),
+        ({"max_batch": 2, "chunk_tokens": 1}, {}),
         ({}, {"concurrency": 3}),
         ({}, {"concurrency": 1}),
     ):
