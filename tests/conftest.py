@@ -24,6 +24,7 @@ if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 ):  # as a shell gives to what it starts in the background, and to its children
     signal.signal(signal.SIGINT, signal.default_int_handler)
+gc.set_threshold(50_000)  # as the command line has it
 processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 share = max(1, torch.get_num_threads() // processes)
 if processes > 1:

@@ -14,6 +14,7 @@ import pytest
 from tandem.model.tiny import make_tiny
 from tandem.runtime import numerics
 from tandem.runtime.processes import state_of
+from tandem.workers import host
 from tests.support.working import all_idle, bits, groups, odd_workers, processes, run, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is forked")
@@ -59,7 +60,9 @@ def test_a_worker_is_forked_by_the_one_process_that_forked_all_others():
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_fork_server_that_is_killed_or_hangs_is_replaced(how):
+def test_a_fork_server_that_is_killed_or_hangs_is_replaced(how, monkeypatch):
+    if how == signal.SIGSTOP:  # it tells no end of a worker, and is not waited for
+        monkeypatch.setattr(host, "EXIT_S", 0.5)
     with odd_workers(count=2, heartbeat_s=1.5, restarts=9) as workers:
         until(workers, lambda: all_idle(workers))
         server, expected = fork_server(workers), sample(workers)

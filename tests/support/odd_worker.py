@@ -188,7 +188,7 @@ def main(channel, fault, file):
 
 def preload(model_path):
     if sys.argv[1] == "slow import":
-        time.sleep(4.0)
+        time.sleep(3.0)
     if sys.argv[1] == "thread":
         threading.Thread(target=time.sleep, args=(600.0,), daemon=True).start()
 
