@@ -25,7 +25,10 @@ from tandem.trainer.parallel.mesh import make_mesh
 
 TIMEOUT = timedelta(seconds=240)  # of a busy machine
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.support.meshes", "tests.support.tiny"])
+# what forks, of which there is one server in a process, import: meshes, and runs (support/runs.py),
+# pandas by way of pyarrow among it; a module that is not there is passed over
+PRELOAD = ["tandem.cli.train", "tandem.trainer.parallel.ranks", "pandas"]
+PRELOAD += ["transformers.models.qwen3.modeling_qwen3", "transformers.models.auto.modeling_auto"]
 _members = []  # (process, this end of its pipe)
 
 
@@ -35,6 +38,7 @@ def on_mesh(function, *arguments, **sizes):
     function: of a module; sizes: of section [parallel], e.g. data=2.
     """
     config = Parallel(**sizes)
+    CONTEXT.set_forkserver_preload(PRELOAD)  # another file's import may have chosen others
     while len(_members) < config.processes:
         ours, theirs = CONTEXT.Pipe()
         process = CONTEXT.Process(target=_member, args=(theirs,), daemon=True)

@@ -9,7 +9,6 @@ kills where the work is.
 import ctypes
 import hashlib
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -28,6 +27,7 @@ from tandem.runtime.disk import write_rows
 from tests.support.architectures import ARCHITECTURES, INEXACT, save_architecture
 from tests.support.datasets import write_algebra
 from tests.support.image_models import save_image_model
+from tests.support.meshes import CONTEXT, PRELOAD
 from tests.support.part_models import PARTS, save_whole
 from tests.support.thinking import save_thinking
 
@@ -249,15 +249,7 @@ class Forks:
     """Runs commands in forks of one process that has imported Tandem and computed nothing."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        # what a run imports late, pandas by way of pyarrow among it; a module that is not there is
-        # passed over
-        late = [
-            "transformers.models.qwen3.modeling_qwen3",
-            "transformers.models.auto.modeling_auto",
-            "pandas",
-        ]
-        self._context.set_forkserver_preload(["tandem.cli.train", *late])
+        CONTEXT.set_forkserver_preload(PRELOAD)
 
     def run(self, command: list[str], folder: Path, kill_at_row: int | None = None) -> int:
         """The exit code; with kill_at_row it is killed with SIGKILL once metrics.jsonl has that
@@ -283,7 +275,7 @@ class Forks:
         self, command: list[str], folder: Path, first: Callable[..., None] | None = None, *args: Any
     ) -> Fork:
         """Under way, after first(*args) in the new process; join it."""
-        process = self._context.Process(target=_forked, args=(command, folder, first, args))
+        process = CONTEXT.Process(target=_forked, args=(command, folder, first, args))
         process.start()
         return process
 
