@@ -8,7 +8,9 @@ import torch
 import tandem
 from examples import grpo_in_one_file, own_algorithm, self_play
 from tandem.plugins.tasks.arithmetic import TASK
+from tandem.runtime.disk import write_rows
 from tandem.weights.hashing import weight_hash
+from tests.support.command import tandem as command
 from tests.support.runs import prepare
 
 ROWS = TASK.rows("train", 16, 0, 1)
@@ -30,19 +32,16 @@ def test_grpo_in_one_file_reaches_the_weights_of_train(model, tmp_path, monkeypa
     monkeypatch.setattr(grpo_in_one_file, "PROBLEMS", 2)
     monkeypatch.setattr(grpo_in_one_file, "GROUP", 3)
     session = grpo_in_one_file.train(model, ROWS, steps=2)
-    run = tandem.train(
-        {"rl": {"algorithm": "dr_grpo", "prompts_per_step": 2, "group_size": 3}},
-        model=model,
-        data=ROWS,
-        reward=grpo_in_one_file.score,
-        folder=tmp_path / "run",
-        steps=2,
-        max_new_tokens=grpo_in_one_file.MAX_TOKENS,
-        learning_rate=grpo_in_one_file.LEARNING_RATE,
-        schedule="constant",
-        shuffle=False,
-    )
-    assert f"weights {weights(session)[:16]}" in (run.folder / "log.txt").read_text()
+    write_rows(tmp_path / "rows.jsonl", ROWS)
+    recipe, run = tmp_path / "dr_grpo.toml", tmp_path / "run"
+    recipe.write_text('rl = { algorithm = "dr_grpo", prompts_per_step = 2, group_size = 3 }')
+    own = ["run.steps=2", "data.train=rows.jsonl", "data.shuffle=false", f"model.path={model}"]
+    own += [f"reward.function={grpo_in_one_file.__file__}:score", "train.schedule=constant"]
+    own.append(f"rollout.max_new_tokens={grpo_in_one_file.MAX_TOKENS}")
+    own.append(f"train.learning_rate={grpo_in_one_file.LEARNING_RATE}")
+    code, _, errors = command("train", recipe, f"run.folder={run}", *own, cwd=tmp_path)
+    assert code == 0, errors
+    assert f"weights {weights(session)[:16]}" in (run / "log.txt").read_text()
 
 
 def test_sampled_logprobs_are_the_trainers_and_draws_have_an_address(model):
