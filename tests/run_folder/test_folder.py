@@ -20,6 +20,7 @@ from tandem.run_folder.config_changes import MESH, allowed_changes, toml_values
 from tandem.run_folder.folder import identity, open_run, read_matmul
 from tandem.run_folder.read import Notes, read_notes
 from tandem.run_folder.status import read_status, write_status
+from tandem.runtime import numerics
 from tandem.runtime.disk import DISK, whole_folder, write_atomic
 from tandem.runtime.errors import UserError
 from tests.support.faults import DIED, DyingDisk, in_a_fork, make_read_only, small_disk
@@ -183,25 +184,12 @@ def test_changed_config_is_refused_with_every_changed_key_once_a_step_has_ended(
     )
 
 
-def test_the_thread_count_is_resolved_when_a_run_begins_and_kept(tmp_path):
-    """Also where a resume has another number of cores at hand, which OMP_NUM_THREADS stands for
-    here."""
-    code = "from tests.run_folder.test_folder import start; import sys; from pathlib import Path; "
-    code += "print(start(Path(sys.argv[1]), run__threads=0).config.run.threads)"
-
-    def threads(at_hand):
-        process = subprocess.run(
-            [sys.executable, "-c", code, tmp_path],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": str(at_hand)},
-            check=True,
-        )
-        return int(process.stdout)
-
-    assert [threads(at_hand) for at_hand in (1, 2)] == [1, 1]
-    assert load_config(tmp_path / "config.toml", []).run.threads == 1
+def test_the_thread_count_is_resolved_when_a_run_begins_and_kept(tmp_path, monkeypatch):
+    """Also where a resume has another number of cores at hand."""
+    for at_hand in (3, 2):
+        monkeypatch.setattr(numerics, "prepare", lambda at_hand=at_hand: at_hand)
+        assert start(tmp_path, run__threads=0).config.run.threads == 3
+    assert load_config(tmp_path / "config.toml", []).run.threads == 3
 
 
 def test_an_automatic_learning_rate_is_that_number_written_out(tmp_path):
