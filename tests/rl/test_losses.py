@@ -24,7 +24,6 @@ POLICY = PROXIMAL + torch.from_numpy(
 )
 ADVANTAGES = torch.from_numpy(RNG.normal(size=N))
 ADVANTAGES[3] = 0.0
-OF_SEQUENCE = torch.tensor([1.0, -0.5, 2.0, -1.0, 0.7, -0.3], dtype=torch.float64)[SEQUENCES]
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 RATIO_METRICS = ("policy_loss", "ratio", "clip_share", "approx_kl")
 
