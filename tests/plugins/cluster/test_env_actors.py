@@ -1,5 +1,5 @@
 """Environments on a cluster: the episodes of one process, whoever dies, joins or leaves. Their
-processes are real, on this machine and without Ray; test_ray_cluster.py has them on nodes."""
+processes are real, on this machine and without Ray."""
 
 import asyncio
 import os

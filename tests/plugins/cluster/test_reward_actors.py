@@ -1,5 +1,5 @@
 """Reward workers of a cluster: the scores of one machine, whoever dies, joins or leaves. Their
-processes are real, on this machine and without Ray; test_ray_cluster.py has them on nodes."""
+processes are real, on this machine and without Ray."""
 
 import os
 import signal
