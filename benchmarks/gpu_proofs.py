@@ -14,7 +14,7 @@ import torch
 from gpu_bench import Bench
 from learning import rise
 
-from tests.support.parity import parity_of
+from tests.support.parity import parity_of_model, random_model
 from tests.support.runs import Forks, fingerprint, prepare
 
 ROOT = Path(__file__).parent.parent
@@ -50,7 +50,8 @@ def outcomes(output: str) -> Figures:
 
 def parity(bench: Bench, name: str, dtype: str) -> Figures:
     schedules = bench.size(100, 1)
-    tokens, gap = parity_of(name, schedules, getattr(torch, dtype), bench.place.device)
+    model = random_model(name, dtype=getattr(torch, dtype), device=bench.place.device)
+    tokens, gap = parity_of_model(model, schedules)
     return {"schedules": schedules, "sampled tokens": tokens, "largest log-prob gap": gap}
 
 

@@ -32,10 +32,11 @@ from tandem.runtime.disk import DISK, Disk
 from tandem.runtime.errors import UserError
 from tandem.weights.hashing import weight_hash
 from tests.support.faults import (
+    DIED,
     MODES,
+    DyingDisk,
     FaultyDisk,
     RefusingDisk,
-    deaths,
     in_a_fork,
     limit_file_size,
     make_read_only,
@@ -225,6 +226,16 @@ class Before:
 
 
 # ---- killed
+
+
+def deaths(action: Callable[[Disk], object], mode: str) -> Iterator[int]:
+    """Run action again and again, dying one operation later each time, until it ends; the caller
+    resets between."""
+    n = 0
+    while (code := in_a_fork(partial(action, DyingDisk(n, mode)))) == DIED:
+        yield n
+        n += 1
+    assert code == 0
 
 
 def kills(place: Path, scenario: str, mode: str, save: Save) -> Iterator[Case]:

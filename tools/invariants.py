@@ -44,7 +44,7 @@ from tandem.engine.engine import Engine  # noqa: E402
 from tandem.engine.page_cache import PageCache  # noqa: E402
 from tandem.runtime import numerics  # noqa: E402
 from tandem.types import Request, SamplingParams  # noqa: E402
-from tests.support.parity import CONFIGS, VOCABULARY, parity_of, random_model, words  # noqa: E402
+from tests.support.parity import CONFIGS, VOCABULARY, parity_of_model, random_model, words  # noqa: E402
 from tests.support.runs import fingerprint, prepare, run  # noqa: E402
 
 JSON, PAGE = ROOT / "results" / "invariants.json", ROOT / "results" / "invariants.md"
@@ -211,7 +211,9 @@ def resident_mib() -> float:
 
 def parity() -> Found:
     rows = {
-        f"{name}, {dtype}": parity_of(name, SCHEDULES, getattr(torch, dtype))
+        f"{name}, {dtype}": parity_of_model(
+            random_model(name, dtype=getattr(torch, dtype)), SCHEDULES
+        )
         for dtype in ("float32", "bfloat16")
         for name in CONFIGS
     }

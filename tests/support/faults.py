@@ -13,7 +13,6 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 from tandem.runtime.disk import Disk
@@ -141,16 +140,6 @@ def in_a_fork(action: Callable[[], object]) -> int:
             traceback.print_exc()
             os._exit(1)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def deaths(action: Callable[[Disk], object], mode: str) -> Iterator[int]:
-    """Run action again and again, dying one operation later each time, until it ends; the caller
-    resets between."""
-    n = 0
-    while (code := in_a_fork(partial(action, DyingDisk(n, mode)))) == DIED:
-        yield n
-        n += 1
-    assert code == 0
 
 
 def limit_file_size(size: int) -> None:

@@ -40,13 +40,6 @@ def random_model(
         return make_exact(module.to(device))
 
 
-def parity_of(
-    name: str, schedules: int, dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> tuple[int, float]:
-    """Return (tokens sampled, largest gap) over random schedules of a tiny random model."""
-    return parity_of_model(random_model(name, dtype=dtype, device=device), schedules)
-
-
 def parity_of_model(model: ExactModel, schedules: int) -> tuple[int, float]:
     """Return (tokens sampled, largest gap) over random schedules, with an optimizer step after
     each. The model has VOCABULARY tokens."""
