@@ -15,6 +15,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +26,23 @@ from torch import Tensor
 from tandem.api.given import overrides_of, values_of
 from tandem.config.recipe import load_config, to_toml
 from tandem.data.renderer import load_renderer
+from tandem.engine.engine import check_tokens
 from tandem.jobs.engines import build_engine, prepare_process, probe_exactness
 from tandem.jobs.models import build_learner, check_models
 from tandem.model.forward import batch_logprobs
+from tandem.model.rope import positions_of
 from tandem.registry import names
 from tandem.rl.algorithms import bound, policy_loss
+from tandem.rl.losses import Metrics
 from tandem.rollout.score import sampling_params
 from tandem.run_folder.checkpoint import Contents, load_checkpoint, save_checkpoint, versions
 from tandem.run_folder.export import export, model_card
 from tandem.run_folder.folder import resolved
-from tandem.runtime.errors import UserError
+from tandem.runtime.errors import UserError, require_range
 from tandem.runtime.rng import address
 from tandem.train_loop import load_learners, saved_tensors
 from tandem.trainer.pack import join, pack, split
+from tandem.trainer.ranks import Loss as RankLoss
 from tandem.trainer.ranks import Totals
 from tandem.types import Array, Completion, Message, Microbatch, Request, Sample
 
@@ -89,7 +94,7 @@ class Session:
         self.learner = build_learner(self.config, path, self.config.train, steps=1)
         self.exact = not probe_exactness(self.config, self.learner.model, logger.info).parity
         self.engine = build_engine(self.config, self.learner.model, self.renderer)
-        self.version, self._calls = 0, 0
+        self.version, self._calls, self._folder = 0, 0, Path()  # of its saves
         # of the last pass with a loss, by datum: log-probs of the tokens with a weight, float32 [N]
         self.trained_logprobs: list[Array] = []
 
@@ -111,23 +116,15 @@ class Session:
         """
         wanted = replace(self.params, **params)
         place, self._calls = place or ("sample", self._calls), self._calls + 1
-        tickets = []
+        requests = []
         for row, prompt in enumerate(prompts):
             uid, tokens = uids[row] if uids else "", self.tokens(prompt)
             for number in range(n):
                 key = address(self.config.run.seed, *place, row, uid, number)
-                request = Request(key=key, prompt=tokens, params=wanted)
-                tickets.append((tokens, self.engine.submit(request)))
-        try:
-            while any(ticket.completion is None for _, ticket in tickets):
-                self.engine.step()
-        finally:  # after Ctrl-C, too
-            for _, ticket in tickets:
-                if ticket.completion is None:
-                    self.engine.cancel(ticket)
+                requests.append(Request(key=key, prompt=tokens, params=wanted))
         done = [
-            Sampled(prompt=tokens, **{f: getattr(ticket.completion, f) for f in FIELDS})
-            for tokens, ticket in tickets
+            Sampled(prompt=one.request.prompt, **{f: getattr(one.completion, f) for f in FIELDS})
+            for one in self.engine.run(requests)
         ]
         return [done[first : first + n] for first in range(0, len(done), n)]
 
@@ -141,26 +138,20 @@ class Session:
 
     def datum(self, completion: Sampled, *, advantage: float = 1.0, weight: float = 1.0) -> Datum:
         """Return the datum of a completion: its tokens carry that weight and advantage."""
-        prompt, size = completion.prompt, len(completion.tokens)
-        zeros = np.zeros(len(prompt), np.float32)
-        of_tokens = [np.full(size, value, np.float32) for value in (weight, advantage)]
-        weights, advantages, logprobs = (
-            np.concatenate([zeros, array]) for array in (*of_tokens, completion.logprobs)
-        )
-        return Datum(
-            tokens=np.concatenate([prompt, completion.tokens]),
-            weights=weights,
-            advantages=advantages,
-            logprobs=logprobs,
-            prefix=len(prompt),
-        )
+        prompt, shape = completion.prompt, len(completion.tokens)
+        given = [np.full(shape, value) for value in (weight, advantage)]
+        zeros, tokens = np.zeros(len(prompt)), np.concatenate([prompt, completion.tokens])
+        pairs = zip(ARRAYS, (*given, completion.logprobs), strict=True)
+        arrays: Any = {name: np.concatenate([zeros, own], dtype=np.float32) for name, own in pairs}
+        return Datum(tokens=tokens, prefix=len(prompt), **arrays)
 
     def logprobs(self, data: Sequence[Datum]) -> list[Array]:
         """Return the log-probs, float32 [N], nats, of each datum's tokens with a weight, by the
         trainer's pass."""
-        batches = self._pack(data)
+        (batches, _), model = self._pack(data), self.learner.model
         with torch.no_grad():
-            return _by_datum(batches, [self._logprobs(batch)[0] for batch in batches])
+            found = [batch_logprobs(model, batch, self.params)[0] for batch in batches]
+        return _by_datum(batches, found)
 
     def forward_backward(
         self, data: Sequence[Datum], loss: Loss = "cross_entropy", **settings: Any
@@ -172,14 +163,13 @@ class Session:
         settings: of the loss, e.g. clip_low. Raises UserError if the loss is not finite. After an
         error all gradients are forgotten.
         """
-        batches, found = self._pack(data), list[Tensor]()
-        total = self._loss_of(data, _function(loss), settings, found)
+        batches, found, total = self._loss_of(data, loss, settings)
         totals = None
         try:
             totals = self.learner.ranks.backward(self.learner.model, batches, total)
         finally:
             if totals is None or not totals.finite:
-                self._forget_gradients()
+                self.learner.optimizer.update(skip=True)
         if not totals.finite:
             raise UserError("the loss is not finite", where="forward_backward", found=f"{loss}")
         self.trained_logprobs = _by_datum(batches, found)
@@ -189,8 +179,8 @@ class Session:
         self, data: Sequence[Datum], loss: Loss = "cross_entropy", **settings: Any
     ) -> dict[str, float]:
         """Return the metrics of `forward_backward`, without a gradient."""
-        batches, found, totals = self._pack(data), list[Tensor](), Totals()
-        total = self._loss_of(data, _function(loss), settings, found)
+        batches, found, total = self._loss_of(data, loss, settings)
+        totals = Totals()
         with torch.no_grad():
             for batch in batches:
                 totals.add(len(batch.targets), True, total(batch)[1])
@@ -198,23 +188,17 @@ class Session:
         return {**totals.metrics, "tokens": float(totals.num_loss_tokens)}
 
     def _loss_of(
-        self,
-        data: Sequence[Datum],
-        function: Callable[[Mapping[str, Any]], tuple[Tensor, Mapping[str, float]]],
-        settings: Mapping[str, Any],
-        found: list[Tensor],
-    ) -> Callable[[Microbatch], tuple[Tensor, dict[str, float]]]:
-        """Return the function of a microbatch's loss and metrics, which appends its log-probs to
-        found."""
-        settings = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0, **settings}
-        arrays = {
-            name: [getattr(one, name)[one.weights != 0] for one in data]
-            for name in ("weights", "advantages", "logprobs")
-        }
+        self, data: Sequence[Datum], loss: Loss, settings: Mapping[str, Any]
+    ) -> tuple[list[Microbatch], list[Tensor], RankLoss]:
+        """Return microbatches, and the function of one's loss and metrics, which appends its
+        log-probs to the list."""
+        (batches, data), found = self._pack(data), list[Tensor]()
+        function = _function(loss, settings)
+        arrays = {name: [getattr(one, name)[one.weights != 0] for one in data] for name in ARRAYS}
 
-        def total(batch: Microbatch) -> tuple[Tensor, dict[str, float]]:
+        def total(batch: Microbatch) -> tuple[Tensor, Metrics]:
             own = {name: torch.from_numpy(join([batch], of)[0]) for name, of in arrays.items()}
-            logprobs, entropy = self._logprobs(batch)
+            logprobs, entropy = batch_logprobs(self.learner.model, batch, self.params)
             found.append(logprobs.detach())
             offered = {
                 "policy_logprobs": logprobs,
@@ -223,26 +207,36 @@ class Session:
                 "advantages": own["advantages"],
                 "sequences": torch.from_numpy(batch.sequences),
                 "entropy": entropy,
-                **settings,
             }
-            terms, metrics = function(offered)
+            terms, metrics = function(**offered)()
+            if terms.shape != logprobs.shape:
+                shapes = {"found": f"{[*terms.shape]}", "expected": f"{[*logprobs.shape]}"}
+                raise UserError("not one loss for each token", where=f"the loss {loss}", **shapes)
             value = (terms * own["weights"]).sum()
+            metrics = {name: float(part) for name, part in metrics.items()}
             return value, {**metrics, "loss": float(value.detach())}
 
-        return total
+        return batches, found, total
 
     def optim_step(self, learning_rate: float | None = None) -> dict[str, float]:
         """Step the weights by the gradients added so far, and have the engine run the new ones;
         return grad_norm, learning_rate and skipped_updates. learning_rate: from now on."""
         optimizer = self.learner.optimizer
         if learning_rate is not None:
-            optimizer.settings = replace(optimizer.settings, learning_rate=learning_rate)
+            settings = replace(optimizer.settings, learning_rate=learning_rate)
+            require_range(settings, {"learning_rate": (0, np.inf)})
+            optimizer.settings = settings
         metrics = optimizer.update()
         self._publish(self.version + 1)
         return metrics
 
     def save(self, folder: str | Path) -> Path:
-        """Write weights, moments and the place of the draws to `folder/step_N`; return it."""
+        """Write weights, moments and the place of the draws to `folder/step_N`; return it. Raises
+        UserError if another session's are there."""
+        folder = Path(folder).absolute()
+        if folder != self._folder and any(folder.glob("step_*")):
+            next = "another folder, or session.load, to go on from a save"
+            raise UserError("another session's saves are there", where=str(folder), next=next)
         optimizer = self.learner.optimizer
         state = {
             "calls": self._calls,
@@ -256,20 +250,17 @@ class Session:
             config=to_toml(self.config),
             keep=1 << 30,
         )
-        return save_checkpoint(Path(folder), contents)
+        self._folder = folder
+        return save_checkpoint(folder, contents)
 
     def load(self, path: str | Path, *, optimizer: bool = True) -> None:
         """Go back to what `save` wrote to that path; gradients are forgotten. optimizer: moments
         and learning rate, too, else this session's stay. Raises UserError for a damaged one."""
         tensors, state = load_checkpoint(Path(path))
         if "calls" not in state:
-            raise UserError(
-                "this is not a session's save",
-                where=str(path),
-                found="a checkpoint of a run",
-                next="tandem export RUN, and a Session of the exported folder",
-            )
-        self._forget_gradients()
+            next = "tandem export RUN, and a Session of the exported folder"
+            raise UserError("a checkpoint of a run, not of a session", where=str(path), next=next)
+        self.learner.optimizer.update(skip=True)
         old = self.learner.optimizer
         if optimizer:  # a new one has no moments, as a save before the first step
             settings = replace(old.settings, learning_rate=state["learning_rate"])
@@ -278,41 +269,43 @@ class Session:
             load_learners({"policy": self.learner}, tensors, state["optimizer_steps"])
         else:
             self.learner.load(tensors["policy"], self.learner.saved()[1], old.step)
-        self._calls = state["calls"]
+        self._calls, self._folder = state["calls"], Path(path).absolute().parent
         self._publish(int(Path(path).name.rpartition("_")[2]))
 
     def export(self, folder: str | Path) -> Path:
         """Write the model as a Hugging Face directory; return it."""
-        about: dict[str, Any] = {
-            "metrics": {"step": self.version},
-            "inputs": {},
-            "versions": versions(),
-        }
-        card = model_card(self.learner.model, self.config, command="session", **about)
+        about: dict[str, Any] = {"command": "session", "metrics": {"step": self.version}}
+        about |= {"inputs": {}, "versions": versions()}
+        card = model_card(self.learner.model, self.config, **about)
         return export(self.learner.model, self.config.model.path, Path(folder), card)
-
-    def _forget_gradients(self) -> None:
-        self.learner.optimizer.update(skip=True)
 
     def _publish(self, version: int) -> None:
         self.version = version
         self.engine.apply(version)
 
-    def _pack(self, data: Sequence[Datum]) -> list[Microbatch]:
+    def _pack(self, data: Sequence[Datum]) -> tuple[list[Microbatch], list[Datum]]:
+        """Return microbatches, and data with arrays of their types. Raises UserError for a datum
+        that cannot be trained."""
+        config, done, samples = self.learner.model.config, list[Datum](), list[Sample]()
         groups: dict[bytes, int] = {}  # by prefix: what shares a pass has equal tokens
-        samples = [
-            Sample(
-                tokens=one.tokens,
-                loss_mask=one.weights != 0,
-                prefix=one.prefix,
-                group=groups.setdefault(one.tokens[: one.prefix].tobytes(), len(groups)),
-            )
-            for one in data
-        ]
-        return list(pack(samples, self.config.train.tokens_per_microbatch))
-
-    def _logprobs(self, batch: Microbatch) -> tuple[Tensor, Tensor]:
-        return batch_logprobs(self.learner.model, batch, self.params)
+        most = positions_of(config) + 1  # the last token is not read
+        for number, one in enumerate(data):
+            where = f"data[{number}]"
+            if not isinstance(one, Datum):
+                raise UserError("this is no Datum", where=where, found=f"{one!r:.60}")
+            tokens, start = check_tokens(one.tokens, config, where), max(one.prefix, 1)
+            arrays: Any = {name: np.asarray(getattr(one, name), np.float32) for name in ARRAYS}
+            mask = arrays["weights"] != 0
+            unlike = {k: of.shape for k, of in arrays.items() if of.shape != tokens.shape}
+            if unlike or not start < len(tokens) <= most or mask[:start].any():
+                found = f"{len(tokens)} tokens, prefix {one.prefix} {unlike or ''}"
+                expected = f"2 to {most} tokens, {', '.join(ARRAYS)} of each, no weight before the "
+                expected += "second, nor in the prefix"
+                raise UserError("a bad datum", where=where, found=found, expected=expected)
+            group = groups.setdefault(tokens[: one.prefix].tobytes(), len(groups))
+            samples.append(Sample(tokens=tokens, loss_mask=mask, prefix=one.prefix, group=group))
+            done.append(replace(one, tokens=tokens, **arrays))
+        return list(pack(samples, self.config.train.tokens_per_microbatch)), done
 
 
 def _by_datum(batches: Sequence[Microbatch], found: Sequence[Tensor]) -> list[Array]:
@@ -321,21 +314,20 @@ def _by_datum(batches: Sequence[Microbatch], found: Sequence[Tensor]) -> list[Ar
 
 
 FIELDS = tuple(Completion.__dataclass_fields__)
+ARRAYS = ("weights", "advantages", "logprobs")  # of a Datum
 
 
-def _function(loss: Loss) -> Callable[[Mapping[str, Any]], tuple[Tensor, Mapping[str, float]]]:
-    """Return the function of a loss, of all that it may be given."""
-    if isinstance(loss, str) and loss not in OWN:
-        if loss not in names("losses"):
-            raise UserError(
-                "there is no such loss",
-                where="forward_backward",
-                found=repr(loss),
-                expected=f"one of {', '.join([*OWN, *names('losses')])}, or a function",
-            )
-        return lambda offered: policy_loss(loss).bind(**offered)()
-    function = OWN[loss] if isinstance(loss, str) else loss
-    return lambda offered: bound(function, offered)()
+def _function(loss: Loss, settings: Mapping[str, Any]) -> Callable[..., Callable[[], Any]]:
+    """Return what binds a loss to its settings and to those of its parameters that are offered."""
+    known = [*OWN, *names("losses")]
+    if isinstance(loss, str) and loss not in known:
+        expected = f"one of {', '.join(known)}, or a function"
+        raise UserError("there is no such loss", found=repr(loss), expected=expected)
+    function = OWN.get(loss) if isinstance(loss, str) else loss
+    bind = (lambda **offered: bound(function, offered)) if function else policy_loss(loss).bind
+    if unknown := settings.keys() - bind(**settings).keywords.keys():
+        raise UserError(f"the loss {loss} has no setting {min(unknown)!r}")
+    return partial(bind, **{"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0, **settings})
 
 
 def cross_entropy(policy_logprobs: Tensor) -> tuple[Tensor, Mapping[str, float]]:

@@ -32,11 +32,15 @@ from tandem.model.paged_attention import PAGE, Runs
 from tandem.model.rope import positions_of
 from tandem.registry import find
 from tandem.runtime import watchdog
-from tandem.runtime.errors import UserError
+from tandem.runtime.errors import UserError, require_range
 from tandem.runtime.image_tokens import text_tokens
 from tandem.runtime.rng import uniforms
-from tandem.types import Completion, CompletionStop, Request
+from tandem.types import Array, Completion, CompletionStop, Request
 from tandem.weights.hashing import tensor_digests, weight_hash
+
+ANY = (0, np.inf)
+# of SamplingParams
+LIMITS = {"max_new_tokens": (1, np.inf), "temperature": ANY, "top_k": ANY, "top_p": (0, 1)}
 
 if TYPE_CHECKING:
     from tandem.engine.lookahead import Lookahead, Sampled
@@ -94,7 +98,7 @@ class Engine:
 
     def submit(self, request: Request) -> RunningSequence:
         """Queue a request. Raises UserError if it can never run and QueueFull if too many wait."""
-        self._require_room(request)
+        self.check(request)
         if not self.has_work:
             self._to_check = None  # earlier completions belong to another caller: an evaluation
         sequence = RunningSequence.of(request, self._arrivals)
@@ -113,16 +117,31 @@ class Engine:
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Run every request to its end; return completions in order. Raises as `submit`, first."""
-        for request in requests:
-            self._require_room(request)
-        pending, sequences = deque(requests), list[RunningSequence]()
-        while pending or any(sequence.completion is None for sequence in sequences):
-            while pending and len(self.scheduler.waiting) < self.scheduler.max_queue:
-                sequences.append(self.submit(pending.popleft()))
-            self.step()
-        return [sequence.completion for sequence in sequences if sequence.completion is not None]
+        ran = self.run(requests)
+        return [sequence.completion for sequence in ran if sequence.completion is not None]
 
-    def _require_room(self, request: Request) -> None:
+    def run(self, requests: Sequence[Request]) -> list[RunningSequence]:
+        """Run every request to its end, as `generate`; return the sequences. After an error none of
+        them is left."""
+        for request in requests:
+            self.check(request)
+        pending, sequences = deque(requests), list[RunningSequence]()
+        try:
+            while pending or any(sequence.completion is None for sequence in sequences):
+                while pending and len(self.scheduler.waiting) < self.scheduler.max_queue:
+                    sequences.append(self.submit(pending.popleft()))
+                self.step()
+        finally:  # after Ctrl-C, too
+            for sequence in sequences:
+                self.cancel(sequence)
+        return sequences
+
+    def check(self, request: Request) -> None:
+        """Raise UserError for a request that can never run."""
+        check_tokens(request.prompt, self.model.config, "the prompt")
+        likeliest = (0, self.model.config.get_text_config().vocab_size)
+        limits = dict.fromkeys(("top_logprobs", "prompt_logprobs"), likeliest)
+        require_range(request.params, LIMITS | limits)
         longest = len(request.prompt) + request.params.max_new_tokens
         if longest > self.longest:
             check_room(self.model.config, self.cache.count, self.cache.page_bytes, longest)
@@ -266,7 +285,12 @@ class Engine:
             plan = self.model.paged_plan(cache.keys, cache.values, own)
             positions = torch.from_numpy(own.positions)
             inputs = torch.from_numpy(own_tokens), positions, plan
-            hidden = self.model.hidden(*inputs, _recorded(cache, own))
+            recorded = None
+            if cache.experts is not None:
+                pair = (torch.from_numpy(part) for part in (own.pages, own.offsets))
+                places = (part.to(cache.experts.device) for part in pair)
+                recorded = RecordedExperts(cache.experts, *places)
+            hidden = self.model.hidden(*inputs, recorded)
             if any(sequence.scored for sequence, _ in here):
                 self._score_prompts(here, hidden)
         cache.fill(runs.pages, runs.offsets, tokens)
@@ -356,13 +380,6 @@ class Engine:
         }
 
 
-def _recorded(cache: PageCache, runs: Runs) -> RecordedExperts | None:
-    if cache.experts is None:
-        return None
-    places = torch.from_numpy(runs.pages), torch.from_numpy(runs.offsets)
-    return RecordedExperts(cache.experts, *(part.to(cache.experts.device) for part in places))
-
-
 def _seen(sequences: list[RunningSequence], device: torch.device) -> SeenTokens:
     """Collect the distinct tokens of each sequence so far."""
     tokens = [text_tokens(np.unique(sequence.all_tokens())) for sequence in sequences]
@@ -393,3 +410,14 @@ def check_room(config: Any, pages: int, page_bytes: int, longest: int) -> None:
             expected=f"at least {-(-(needed * page_bytes) >> 20)} MiB for {longest} tokens",
             next="raise rollout.cache_mb, or lower rollout.max_new_tokens",
         )
+
+
+def check_tokens(tokens: Any, config: Any, where: str) -> Array:
+    """Return tokens as int64 [T]. Raises UserError unless they are some ids of the vocabulary, or
+    of images. config: transformers'."""
+    found, size = np.asarray(tokens), config.get_text_config().vocab_size
+    ids, given = text_tokens(found), f"{tokens!r:.99}"
+    if not found.size or found.dtype.kind not in "iu" or ((ids < 0) | (ids >= size)).any():
+        expected = f"at least one id, from 0 to {size - 1}"
+        raise UserError("no tokens of the model", where=where, found=given, expected=expected)
+    return found.astype(np.int64, copy=False)

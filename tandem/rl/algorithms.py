@@ -30,7 +30,7 @@ class Part:
     settings: tuple[str, ...] = ()  # keys of [rl] that count beside this part, and others of a kind
     conflicts: Conflicts = lambda config: ()
 
-    def bind(self, **offered: Any) -> Callable[[], Any]:
+    def bind(self, **offered: Any) -> partial[Any]:
         """Return the function with those of its parameters that are offered, by name."""
         module, _, member = self.function.partition(":")
         function = getattr(import_module(module), member)
@@ -121,7 +121,7 @@ def settings_of_parts() -> set[str]:
     }
 
 
-def bound(function: Callable[..., Any], offered: Mapping[str, Any]) -> Callable[[], Any]:
+def bound(function: Callable[..., Any], offered: Mapping[str, Any]) -> partial[Any]:
     """Return a function with those of its parameters that are offered, by name."""
     parameters = inspect.signature(function).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):

@@ -5,6 +5,8 @@ keeps its traceback and exits with 1.
 """
 
 import re
+from collections.abc import Mapping
+from numbers import Real
 from pathlib import Path
 
 PAGES = Path(__file__).parents[2] / "docs/guide"  # in a clone
@@ -44,6 +46,15 @@ def not_installed(package: str, extra: str, *, where: str, instead: str = "") ->
         found=f"no {package}",
         next=f"pip install 'tandem-rl[{extra}]'" + f", or {instead}" * bool(instead),
     )
+
+
+def require_range(values: object, limits: Mapping[str, tuple[float, float]]) -> None:
+    """Raise UserError for the first attribute that is no number of its limits; None is none."""
+    for name, (least, most) in limits.items():
+        value = getattr(values, name)
+        if value is not None and not (isinstance(value, Real) and least <= float(value) <= most):
+            expected = f"a number from {least} to {most}"
+            raise UserError("out of range", where=name, found=repr(value), expected=expected)
 
 
 class InvariantError(UserError):

@@ -1,12 +1,15 @@
 """An algorithm over the engine by four calls: its log-probs are the trainer's, and where it does
 what `tandem train` does it reaches the same weights."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 import tandem
 from examples import grpo_in_one_file, own_algorithm, self_play
+from tandem.api.session import ARRAYS
 from tandem.plugins.tasks.arithmetic import TASK
 from tandem.runtime.disk import write_rows
 from tandem.weights.hashing import weight_hash
@@ -63,6 +66,8 @@ def test_a_saved_session_goes_on_as_if_never_stopped(model, tmp_path, capsys):
     stopped = own_algorithm.train(model, tmp_path / "stopped", steps=3, n=4)
     assert weights(straight) == weights(stopped)
     assert capsys.readouterr().out.count("step 3/3") == 2
+    with pytest.raises(tandem.UserError, match="another session's saves"):
+        straight.save(tmp_path / "stopped")
     exported = stopped.export(tmp_path / "hf")
     assert weights(tandem.Session(exported)) == weights(stopped)
 
@@ -88,7 +93,30 @@ def test_mistakes_of_a_loss_are_named(model):
     with pytest.raises(tandem.UserError, match="cross_entropy, importance_sampling, ppo_clip"):
         session.forward_backward(data, "pposs")
     before = weights(session)
+    for loss, setting in (("ppo_clip", "clip_hihg"), ("cross_entropy", "clip_high")):
+        with pytest.raises(tandem.UserError, match=f"no setting '{setting}'"):
+            session.forward_backward(data, loss, **{setting: 0.3})
+    with pytest.raises(tandem.UserError, match="not one loss for each token"):
+        session.forward_backward(data, lambda policy_logprobs: (-policy_logprobs.sum(), {}))
+    with pytest.raises(tandem.UserError, match="learning_rate"):
+        session.optim_step("1e-3")
     with pytest.raises(tandem.UserError, match="not finite"):
         session.forward_backward(data, lambda policy_logprobs: (policy_logprobs / 0, {}))
     session.optim_step()
     assert weights(session) == before
+
+
+def test_a_datum_that_cannot_be_trained_is_named_and_int32_is_read(model):
+    session = tandem.Session(model, max_new_tokens=2)
+    [[sampled]] = session.sample(["a"])
+    one = session.datum(sampled)
+    narrow = replace(one, tokens=one.tokens.astype(np.int32))
+    assert session.forward([narrow]) == session.forward([one])
+    arrays = {name: getattr(one, name) for name in ("tokens", *ARRAYS)}
+    bad = [{"tokens": tokens} for tokens in (one.tokens + 999, -one.tokens, one.tokens / 2)]
+    bad += [{"weights": one.weights + 1}, {"logprobs": one.logprobs[:2]}, {"prefix": 99}]
+    bad += [{name: of.repeat(999) for name, of in arrays.items()}]
+    bad += [{name: of[:size] for name, of in arrays.items()} | {"prefix": 0} for size in (0, 1)]
+    for mistake in (sampled, *(replace(one, **fields) for fields in bad)):
+        with pytest.raises(tandem.UserError, match=r"where: +data\[1\]"):
+            session.forward_backward([one, mistake])

@@ -219,7 +219,7 @@ class FusedKernels(Kernels):
     def target_logprobs(
         self, logits: Tensor, targets: Tensor, temperature: float, *, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        logits, targets = logits.contiguous(), targets.contiguous()
+        logits, targets = logits.contiguous(), targets.long().contiguous()
         if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < logits.shape[1]:
             raise IndexError("a target is not in the vocabulary")
         found = logits.new_empty(len(logits))
@@ -233,7 +233,7 @@ class FusedKernels(Kernels):
     ) -> Tensor:
         given = (None if grad is None else grad.contiguous() for grad in above)
         sizes = *logits.shape, float(temperature)
-        self._run("logprob_slope", None, logits, targets.contiguous(), *sizes, *given)
+        self._run("logprob_slope", None, logits, targets.long().contiguous(), *sizes, *given)
         return logits
 
 

@@ -5,13 +5,17 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from tandem.api.session import importance_sampling
+from tandem.rl.algorithms import bound
 from tandem.rl.losses import cispo, gspo, ppo_clip
-from tandem.runtime.errors import UserError
+from tandem.runtime.errors import UserError, require_range
 
 Terms = tuple[Tensor, Mapping[str, float]]
 POLICY = ("target_tokens", "logprobs", "advantages")
@@ -39,16 +43,29 @@ def cross_entropy(policy_logprobs: Tensor, advantages: Tensor) -> Terms:
 def dro(policy_logprobs: Tensor, engine_logprobs: Tensor, advantages: Tensor, beta: float) -> Terms:
     """Compute -(A log p - beta / 2 (log p - log q)^2) (DRO, arXiv 2405.19107, section 3). A token
     that was not sampled, with neither advantage nor log-prob, has none."""
-    sampled = (advantages != 0) | (engine_logprobs != 0)
-    gap = (policy_logprobs - engine_logprobs).square() * sampled
+    gap = (policy_logprobs - engine_logprobs).square() * sampled(engine_logprobs, advantages)
     return -(policy_logprobs * advantages - 0.5 * beta * gap), {}
 
 
+def sampled(engine_logprobs: Any, advantages: Any) -> Any:
+    """Find the tokens that were sampled: the others have neither advantage nor log-prob."""
+    return (advantages != 0) | (engine_logprobs != 0)
+
+
+def of_sampled(function: Callable[..., Terms], **offered: Any) -> Terms:
+    """Compute a loss of all tokens, with the metrics of the sampled ones."""
+    terms, _ = bound(function, offered)()
+    at = sampled(offered["engine_logprobs"], offered["advantages"])
+    own = {k: v.detach()[at] if isinstance(v, Tensor) else v for k, v in offered.items()}
+    return terms, bound(function, own)()[1]
+
+
+RANGES = {"clip_low_threshold": (0, 1), "clip_high_threshold": (1, np.inf), "beta": (0, np.inf)}
 LOSSES = {
     "cross_entropy": Loss(function=cross_entropy, inputs=("target_tokens", "weights")),
     "importance_sampling": Loss(function=importance_sampling),
-    "ppo": Loss(function=ppo_clip, settings=CLIP),
-    "cispo": Loss(function=cispo, settings=CLIP),
+    "ppo": Loss(function=partial(of_sampled, ppo_clip), settings=CLIP),
+    "cispo": Loss(function=partial(of_sampled, cispo), settings=CLIP),
     "gspo": Loss(
         function=gspo,
         inputs=(*POLICY, "sequence_ratio_mask"),
@@ -76,6 +93,7 @@ def loss_named(name: str, given: Mapping[str, Any]) -> tuple[Loss, dict[str, flo
             expected=", ".join(loss.settings) or "none",
         )
     settings = {**loss.settings, **given}
+    require_range(SimpleNamespace(**settings), {name: RANGES[name] for name in settings})
     if loss.settings is CLIP:
         low, high = (settings[key] for key in CLIP)
         return loss, {"clip_low": 1 - low, "clip_high": high - 1}

@@ -15,22 +15,26 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors.torch import load_file, save_file
 from tinker import types
 from torch import Tensor
 
 from tandem.api.session import Session
 from tandem.model.rope import positions_of
-from tandem.plugins.tinker.losses import loss_named
+from tandem.plugins.tinker.losses import loss_named, sampled
 from tandem.plugins.tinker.wire import forward_output, read_datum, sample_output
-from tandem.runtime.errors import UserError
+from tandem.runtime.errors import UserError, require_range
 from tandem.runtime.rng import address
 from tandem.types import Request, SamplingParams
 
 ALPHA = 32.0  # of Tinker's adapters (LoRA without regret)
+ADAM = dict.fromkeys(("learning_rate", "eps", "weight_decay", "grad_clip_norm"), (0, np.inf))
+ADAM |= dict.fromkeys(("beta1", "beta2"), (0, 1 - 1e-9))
 ROOMS = {"weights": "weights", "sampler": "sampler_weights"}  # of checkpoints in tinker:// paths
 PATH = re.compile(
     r"tinker://(?P<model>[\w:.-]+)/(?P<room>weights|sampler_weights)/(?P<name>[\w.-]+)"
@@ -75,7 +79,7 @@ class Models:
         self.models: dict[str, Model] = {}
         self.samplers: dict[str, Sampler] = {}
         self._hosts: dict[int, Model] = {}  # by rank: of samplers without a model of their own
-        self._sampled: dict[str, bytes | UserError] = {}
+        self._sampled: dict[str, bytes | Exception] = {}
 
     # ---- models
 
@@ -87,6 +91,7 @@ class Models:
                 where="lora_config",
                 expected="train_mlp and train_attn true",
             )
+        require_range(lora or types.LoraConfig(rank=1), {"rank": (1, np.inf)})
         rank, seed = (lora.rank, lora.seed or 0) if lora is not None else (0, 0)
         self.models[model_id] = self._make(Info(base_model=base_model, rank=rank, seed=seed))
 
@@ -135,13 +140,15 @@ class Models:
         data, masks = [datum for datum, _ in read], [mask for _, mask in read]
         run = session.forward if request.forward_only else session.forward_backward
         metrics = run(data, loss.function, **settings)
-        named = {f"{name}:sum": value for name, value in metrics.items()}
+        tokens = sum(float(sampled(one.logprobs, one.advantages).sum()) for one in data)
+        named = {f"{k}:sum": value for k, value in {**metrics, "tokens": tokens}.items()}
         return forward_output(session.trained_logprobs, masks, named)
 
     def optim_step(self, model_id: str, params: types.AdamParams) -> dict[str, Any]:
         """Step a model's weights; grad_clip_norm 0 clips none."""
         session = self.model(model_id).session
         optimizer = session.learner.optimizer
+        require_range(params, ADAM)
         clip = params.grad_clip_norm or float("inf")
         optimizer.settings = replace(optimizer.settings, max_grad_norm=clip)
         for group in optimizer.adam.param_groups:
@@ -156,7 +163,7 @@ class Models:
         model = self.model(model_id)
         path, folder = self._new(model_id, "weights", name, overwrite)
         model.session.save(folder)
-        _write_info(folder, model.info)
+        (folder / "info.json").write_text(json.dumps(asdict(model.info)))
         return {"type": "save_weights", "path": path}
 
     def save_for_sampler(self, model_id: str, name: str) -> dict[str, Any]:
@@ -165,7 +172,7 @@ class Models:
         path, folder = self._new(model_id, "sampler", name, overwrite=True)
         folder.mkdir(parents=True)
         save_file(_trained(model), folder / "weights.safetensors")
-        _write_info(folder, model.info)
+        (folder / "info.json").write_text(json.dumps(asdict(model.info)))
         return {"type": "save_weights_for_sampler", "path": path}
 
     def _new(self, model_id: str, kind: str, name: str, overwrite: bool) -> tuple[str, Path]:
@@ -243,22 +250,29 @@ class Models:
             if is_stale:
                 session.engine.apply(session.version, partial(load, newest))
         answer = self._sampled.pop(request_id)
-        if isinstance(answer, UserError):
+        if isinstance(answer, Exception):
             raise answer
         return answer
 
     def _run(self, sampler: Sampler, session: Session) -> None:
-        running = []
+        asked, requests = [], list[Request]()
         while sampler.asked:
             request_id, request = sampler.asked.popleft()
             try:
-                requests = requests_of(sampler, session, request)
-                running.append((request_id, request, [session.engine.submit(r) for r in requests]))
-            except UserError as error:
+                own = requests_of(sampler, session, request)
+                session.engine.check(own[0])
+            except Exception as error:  # one client's mistake is no other's
                 self._sampled[request_id] = error
-        while session.engine.has_work:
-            session.engine.step()
-        for request_id, request, tickets in running:
+            else:
+                asked.append((request_id, request))
+                requests += own
+        try:
+            ran = iter(session.engine.run(requests))
+        except Exception as error:
+            self._sampled |= dict.fromkeys((request_id for request_id, _ in asked), error)
+            return
+        for request_id, request in asked:
+            tickets = list(islice(ran, request.num_samples))
             done = [one.completion for one in tickets if one.completion is not None]
             length = request.prompt.length
             first = length - (request.prompt_logprobs_last_n or length - 1)
@@ -271,10 +285,6 @@ def _trained(model: Model) -> dict[str, Tensor]:
     return {name: weight.detach().clone() for name, weight in parameters.items()}
 
 
-def _write_info(folder: Path, info: Info) -> None:
-    (folder / "info.json").write_text(json.dumps(asdict(info)))
-
-
 def requests_of(sampler: Sampler, session: Session, request: types.SampleRequest) -> list[Request]:
     """Return the engine's requests, one a sample. Raises UserError for what is not offered."""
     if not all(isinstance(chunk, types.EncodedTextChunk) for chunk in request.prompt.chunks):
@@ -282,14 +292,17 @@ def requests_of(sampler: Sampler, session: Session, request: types.SampleRequest
     refused = ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info")
     if asked := [name for name in refused if getattr(request, name)]:
         raise UserError("this is not offered", where=", ".join(asked))
-    prompt, given = session.tokens(request.prompt.to_ints()), request.sampling_params
-    room = positions_of(session.learner.model.config) - len(prompt)
+    prompt = np.array(request.prompt.to_ints(), np.int32).astype(np.int64)  # no id of an image
+    given = request.sampling_params
+    room = max(positions_of(session.learner.model.config) - len(prompt), 1)
+    last = {"prompt_logprobs_last_n": (1, max(len(prompt) - 1, 1))}
+    require_range(request, {"num_samples": (1, 1 << 16), **last})
     stops = [given.stop] if isinstance(given.stop, str) else given.stop
     params = SamplingParams(
         temperature=given.temperature,
-        top_k=max(given.top_k, 0),
+        top_k=0 if given.top_k == -1 else given.top_k,
         top_p=given.top_p,
-        max_new_tokens=given.max_tokens or room,
+        max_new_tokens=room if given.max_tokens is None else given.max_tokens,
         stop=tuple(stop for stop in stops or () if isinstance(stop, str)),
         stop_token_ids=session.params.stop_token_ids
         if stops is None

@@ -28,12 +28,12 @@ def read_datum(message: Any, loss: Loss) -> tuple[Datum, Array]:
     unlike = set(inputs).symmetric_difference(loss.inputs)
     tokens = np.concatenate([*chunks, np.zeros(1, np.int64)])
     sizes = {name: array.shape for name, array in inputs.items()}
-    if unlike or set(sizes.values()) != {(len(tokens) - 1,)}:
+    if unlike or len(tokens) < 2 or set(sizes.values()) != {(len(tokens) - 1,)}:
         raise UserError(
             "the inputs of the loss do not fit",
             where="loss_fn_inputs",
             found=", ".join(f"{name} {list(size)}" for name, size in sizes.items()),
-            expected=f"{', '.join(loss.inputs)}, each [{len(tokens) - 1}]",
+            expected=f"{', '.join(loss.inputs)}, each [{len(tokens) - 1}], of at least 1 token",
         )
     targets = inputs["target_tokens"]
     tokens[-1] = targets[-1]

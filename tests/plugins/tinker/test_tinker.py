@@ -129,6 +129,11 @@ def test_sampled_logprobs_are_trained_logprobs_by_weights_of_any_time(url):
     for one, found in zip(answer.sequences, logprobs(trainer, texts), strict=True):
         assert np.array_equal(found[len(prompt) - 1 :], one.logprobs_np)
         assert np.array_equal(found[: len(prompt) - 1], answer.prompt_logprobs_np[1:])
+    [one], size = answer.sequences[:1], len(answer.sequences[0].tokens)
+    own = datum(prompt + one.tokens, len(prompt), logprobs=one.logprobs_np, advantages=1)
+    for loss, drift in (("ppo", "approx_kl"), ("cispo", "clip_share")):
+        found = trainer.forward([own], loss).result().metrics
+        assert [found["tokens:sum"], found["ratio:sum"], found[f"{drift}:sum"]] == [size, size, 0]
     before = logprobs(trainer, data)[0]
     train(trainer, data)
     after = logprobs(trainer, data)[0]
@@ -166,18 +171,43 @@ def test_each_loss_is_its_formula_off_policy(url):
 
 def test_what_is_not_offered_is_refused_by_name(url):
     tokens, (trainer, other) = list(range(8)), pair(url)
-    with pytest.raises(tinker.RequestFailedError, match="'stable_reinforce' is not offered"):
-        trainer.forward([datum(tokens, weights=1)], "stable_reinforce").result()
-    with pytest.raises(tinker.RequestFailedError, match="expected: target_tokens, weights"):
-        trainer.forward([datum(tokens, advantages=1)], "cross_entropy").result()
-    with pytest.raises(tinker.RequestFailedError, match="is not the next token"):
-        inputs = datum(tokens, weights=1).loss_fn_inputs
-        moved = types.Datum(types.ModelInput.from_ints(tokens[1:]), inputs)
-        trainer.forward([moved], "cross_entropy").result()
-    with pytest.raises(tinker.RequestFailedError, match="expected: tiny"):
-        client(url).create_lora_training_client("large").result()
-    with pytest.raises(tinker.RequestFailedError, match="no path of such a checkpoint"):
-        other.save_state("../../up").result()
+    data, policy = [datum(tokens, weights=1)], [datum(tokens, logprobs=-1, advantages=1)]
+    moved = types.Datum(types.ModelInput.from_ints(tokens[1:]), data[0].loss_fn_inputs)
+    wild = [[datum([*tokens, last], weights=1)] for last in (-100, 9999)]
+    refused = [
+        ("'stable_reinforce' is not offered", trainer.forward, data, "stable_reinforce"),
+        ("expected: target_tokens, weights", trainer.forward, policy, "cross_entropy"),
+        ("is not the next token", trainer.forward, [moved], "cross_entropy"),
+        ("at least 1 token", trainer.forward, [datum([0], weights=1)], "cross_entropy"),
+        ("clip_low_threshold", trainer.forward, policy, "ppo", {"clip_low_threshold": 5.0}),
+        ("expected: tiny", client(url).create_lora_training_client, "large"),
+        ("rank", client(url).create_lora_training_client, "tiny", -1),
+        ("no path of such a checkpoint", other.save_state, "../../up"),
+        ("learning_rate", trainer.optim_step, types.AdamParams(learning_rate=-1.0)),
+        ("beta1", trainer.optim_step, types.AdamParams(beta1=2.0)),
+        *(("no tokens of the model", trainer.forward, one, "cross_entropy") for one in wild),
+    ]
+    for words, ask, *given in refused:
+        with pytest.raises(tinker.RequestFailedError, match=words) as caught:
+            ask(*given).result()
+        assert caught.value.category == types.RequestErrorCategory.User
+
+
+def test_a_bad_sample_breaks_no_other(url):
+    one, other = (client(url).create_sampling_client(base_model="tiny").result() for _ in "ab")
+    params = [{"temperature": -1.0}, {"top_p": 2.0}, {"max_tokens": 0}, {"max_tokens": -1}]
+    prompts = map(types.ModelInput.from_ints, ([], [1, 99999], [1, -3], [5] * 9999))
+    bad = [{"prompt": prompt} for prompt in prompts] + [{"num_samples": 0}]
+    bad += [{"sampling_params": types.SamplingParams(**one)} for one in params]
+    bad += [{"topk_prompt_logprobs": k, "include_prompt_logprobs": True} for k in (3000, -3)]
+    good = {"prompt": types.ModelInput.from_ints([5, 6]), "num_samples": 1}
+    good["sampling_params"] = types.SamplingParams(max_tokens=2)
+    for mistake in bad:
+        wrong, right = one.sample(**{**good, **mistake}), other.sample(**good)
+        with pytest.raises(tinker.RequestFailedError) as caught:
+            wrong.result()
+        assert caught.value.category == types.RequestErrorCategory.User, mistake
+        assert right.result().sequences and one.sample(**good).result().sequences
 
 
 def test_a_killed_server_goes_on_from_the_last_save_for_who_has_its_key(folder, server):
