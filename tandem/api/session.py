@@ -114,6 +114,8 @@ class Session:
         types.SamplingParams in place of the configured ones; the trainer's log-probs are always
         those of the configured temperature and filters.
         """
+        if isinstance(prompts, str) or n < 1 or any(isinstance(one, Mapping) for one in prompts):
+            raise UserError("sample needs a list of prompts, and n of at least 1", where="sample")
         wanted = replace(self.params, **params)
         place, self._calls = place or ("sample", self._calls), self._calls + 1
         requests = []

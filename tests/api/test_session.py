@@ -90,12 +90,14 @@ def test_gradients_add_up_until_a_step_and_two_sessions_are_apart(model):
 def test_mistakes_of_a_loss_are_named(model):
     session = tandem.Session(model, max_new_tokens=2)
     data = [session.datum(one) for one in session.sample(["a"])[0]]
+    for prompts, n in (("a", 1), ([{"role": "user", "content": "a"}], 1), (["a"], 0)):
+        with pytest.raises(tandem.UserError, match="a list of prompts"):
+            session.sample(prompts, n)
     with pytest.raises(tandem.UserError, match="cross_entropy, importance_sampling, ppo_clip"):
         session.forward_backward(data, "pposs")
     before = weights(session)
-    for loss, setting in (("ppo_clip", "clip_hihg"), ("cross_entropy", "clip_high")):
-        with pytest.raises(tandem.UserError, match=f"no setting '{setting}'"):
-            session.forward_backward(data, loss, **{setting: 0.3})
+    with pytest.raises(tandem.UserError, match="no setting 'clip_hihg'"):
+        session.forward_backward(data, "ppo_clip", clip_hihg=0.3)
     with pytest.raises(tandem.UserError, match="not one loss for each token"):
         session.forward_backward(data, lambda policy_logprobs: (-policy_logprobs.sum(), {}))
     with pytest.raises(tandem.UserError, match="learning_rate"):
@@ -108,10 +110,8 @@ def test_mistakes_of_a_loss_are_named(model):
 
 def test_a_datum_that_cannot_be_trained_is_named_and_int32_is_read(model):
     session = tandem.Session(model, max_new_tokens=2)
-    [[sampled]] = session.sample(["a"])
-    one = session.datum(sampled)
-    narrow = replace(one, tokens=one.tokens.astype(np.int32))
-    assert session.forward([narrow]) == session.forward([one])
+    one = session.datum(sampled := session.sample(["a"])[0][0])
+    assert session.forward([replace(one, tokens=np.int32(one.tokens))]) == session.forward([one])
     arrays = {name: getattr(one, name) for name in ("tokens", *ARRAYS)}
     bad = [{"tokens": tokens} for tokens in (one.tokens + 999, -one.tokens, one.tokens / 2)]
     bad += [{"weights": one.weights + 1}, {"logprobs": one.logprobs[:2]}, {"prefix": 99}]
