@@ -45,6 +45,7 @@ Recipe = str | Path | dict[str, Any] | None
 Callback = Callable[[dict[str, Any]], Any]
 
 POLL_S = 0.1
+OF_TERMINALS = ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE")  # Jupyter sets the first one
 
 
 def train(
@@ -260,7 +261,7 @@ class _Process:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tandem", *arguments],
             cwd=directory or None,
-            env=os.environ | own,
+            env={name: os.environ[name] for name in os.environ if name not in OF_TERMINALS} | own,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -58,7 +58,10 @@ def given(model, **more):
     }
 
 
-def test_a_run_is_that_of_the_command_line_and_a_second_call_resumes_it(model, tmp_path, capsys):
+def test_a_run_is_that_of_the_command_line_and_a_second_call_resumes_it(
+    model, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as Jupyter does
     rows = []
     run = tandem.train(**given(model, folder=tmp_path / "run"), callbacks=[rows.append])
     assert [row["step"] for row in rows] == [1, 2] and rows == read_metrics(run.folder)[1:]
@@ -70,7 +73,8 @@ def test_a_run_is_that_of_the_command_line_and_a_second_call_resumes_it(model, t
     assert list(run.metrics.index) == [0, 1, 2]
 
     tandem.train(**given(model, folder=tmp_path / "run", steps=3), callbacks=[rows.append])
-    assert "resumed from step_000002" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "resumed from step_000002" in out and "\x1b" not in out
     assert [row["step"] for row in rows[2:]] == [3]
 
 
