@@ -112,10 +112,15 @@ def _result(arguments: list[str]) -> str:
     """Run a command and return the text of the file that it writes."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.jsonl"
-        process = _Process([*arguments, "--out", str(out)])
-        deque(process.lines(), maxlen=0)
-        process.close()
+        _finish([*arguments, "--out", str(out)])
         return out.read_text(encoding="utf-8")
+
+
+def _finish(arguments: list[str]) -> None:
+    """Run a command to its end without its output."""
+    process = _Process(arguments)
+    deque(process.lines(), maxlen=0)
+    process.close()
 
 
 @dataclass(frozen=True)
@@ -148,16 +153,17 @@ class Run:
 
     @property
     def model_dir(self) -> Path:
-        """The newest exported model, a Hugging Face directory. Raises UserError if the run has
-        exported none yet."""
-        exported = sorted((self.folder / "hf").glob("step_*"))
-        if not exported:
+        """The model of the newest checkpoint, a Hugging Face directory, which is written now if the
+        run stopped early. Raises UserError if the run has no checkpoint yet."""
+        folders = (self.folder / "checkpoints", self.folder / "hf")
+        newest = max((path.name for one in folders for path in one.glob("step_*")), default="")
+        if not newest:
             raise UserError(
-                "the run has no exported model yet",
-                where=str(self.folder / "hf"),
-                next="resume it to its end, or tandem export",
+                "the run has no checkpoint yet", where=str(self.folder), next="resume it"
             )
-        return exported[-1]
+        if not (model := self.folder / "hf" / newest).exists():
+            _finish(["export", str(self.folder), f"--step={int(newest[5:])}"])
+        return model
 
     def resume(self, **arguments: Any) -> "Run":
         """Go on with the run, with keys that may change, e.g. steps=200; arguments as of `train`,

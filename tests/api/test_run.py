@@ -83,6 +83,8 @@ def test_a_callback_and_an_interrupt_stop_a_run_which_is_saved(model, tmp_path):
     run = tandem.train(**keys, callbacks=[lambda row: row["step"] < 2])
     stopped = max(row["step"] for row in read_metrics(run.folder))
     assert 2 <= stopped < 500 and (run.folder / f"checkpoints/step_{stopped:06d}").exists()
+    model_dir = run.folder / f"hf/step_{stopped:06d}"
+    assert run.model_dir == model_dir and (model_dir / "model.safetensors").exists()
 
     def interrupt(row):
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
