@@ -25,8 +25,8 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
-from tandem.config.recipe import keys_like, toml_value
-from tandem.config.schema import SHORTHANDS, Config
+from tandem.config.recipe import describe, keys_like, toml_value
+from tandem.config.schema import SHORTHANDS, Config, is_read
 from tandem.runtime.errors import UserError
 
 # the section of a command, and its key with the rows
@@ -45,11 +45,12 @@ def values_of(command: str, keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of keywords by their keys in the configuration.
 
     A keyword is a section (`rl={"group_size": 8}`), a key ("rl.group_size"), the name of a key
-    alone, which is looked for in the command's own section first, or one of these: `model` (a
+    alone, of those that the command reads, its own section's first, or one of these: `model` (a
     path), `data` and `eval_data` (rows or a source), `reward` (functions), `env` (a class), `tools`
     (functions). Raises UserError for an unknown one.
     """
-    own, rows = SECTIONS[command]
+    short = {name: f"{name}.{key}" for name, key in SHORTHANDS.items()}
+    short |= {"model": "model.path", "data": SECTIONS[command][1], "eval_data": "eval.data"}
     values: dict[str, Any] = {}
     for name, value in keys.items():
         if name == "tools":
@@ -57,7 +58,7 @@ def values_of(command: str, keys: Mapping[str, Any]) -> dict[str, Any]:
         elif name in Config.model_fields and isinstance(value, Mapping):
             values |= {f"{name}.{field}": one for field, one in value.items()}
         else:
-            values[{"data": rows, "eval_data": "eval.data"}.get(name) or _key(name, own)] = value
+            values[short.get(name) or _key(name, command)] = value
     return values
 
 
@@ -67,25 +68,23 @@ def overrides_of(values: Mapping[str, Any], folder: Path) -> list[str]:
     return [f"{key}={toml_value(_value(key, value, folder))}" for key, value in values.items()]
 
 
-def _key(name: str, own: str) -> str:
-    """Find the key that a keyword means."""
+def _key(name: str, command: str) -> str:
+    """Find the key that a keyword means, among those that the command reads."""
     if "." in name:
         return name
-    if name == "model":
-        return "model.path"
-    if name in SHORTHANDS:
-        return f"{name}.{SHORTHANDS[name]}"
-    fields = {section: Config.model_fields[section].annotation for section in Config.model_fields}
-    commands = {section for section, _ in SECTIONS.values()} - {"rl", "eval"}
-    usual = ("run", "train", *(section for section in fields if section not in commands))
-    for section in (own, *usual):
-        if name in fields[section].model_fields:  # type: ignore[union-attr]
-            return f"{section}.{name}"
+    order = (SECTIONS[command][0], "run", "train")
+    named = [key for key, *_ in describe() if key.partition(".")[2] == name]
+    if read := [key for key in named if is_read(command, key)]:
+        return min(read, key=lambda key: [key.partition(".")[0] != section for section in order])
+    of_python = "model, data, eval_data, reward, env, tools" + ", callbacks, fresh" * (
+        command != "eval"
+    )
     raise UserError(
-        f"there is no key {name!r}",
+        f"`tandem {command}` reads no key {name!r}",
         where="the keywords",
-        expected="a section or a key; model, data, eval_data, reward, env, tools; callbacks, fresh",
-        next=keys_like(name)[2:],
+        found=", ".join(named),
+        expected=f"a key, a section with a dict, or one of {of_python}",
+        next="" if named else keys_like(name, command=command)[2:],
     )
 
 

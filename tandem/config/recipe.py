@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from tandem.config.algorithm import settings_of
-from tandem.config.schema import SHORTHANDS, Config
+from tandem.config.schema import SHORTHANDS, Config, is_read
 from tandem.config.section import OR_FUNCTION, Section
 from tandem.registry import names
 from tandem.rl.algorithms import settings_of_parts
@@ -241,12 +241,14 @@ OF_TRL = {
 }
 
 
-def keys_like(key: str, value: str = "") -> str:
-    """Offer the keys that may be meant, with "=VALUE": of a bare name, those of all sections."""
+def keys_like(key: str, value: str = "", command: str = "") -> str:
+    """Offer the keys that may be meant, with "=VALUE": of a bare name, those of all sections that
+    the command reads, "" for any."""
     section, _, field = key.partition(".")
-    if (field or section) in OF_TRL:
-        return f"; TRL's {field or section} is {OF_TRL[field or section]}{value} here"
     keys = [f"{s}.{f}" for s in Config.model_fields for f in _section(s).model_fields]
+    keys = [known for known in keys if is_read(command, known)]
+    if (of_trl := OF_TRL.get(field or section, "")).partition(" ")[0] in keys:
+        return f"; TRL's {field or section} is {of_trl}{value} here"
     keys.sort(key=lambda known: not known.startswith("train."))  # which is meant most often
     names = {known: known.partition(".")[2] for known in keys}
     meant = {name: {name, "".join(word[0] for word in name.split("_"))} for name in names.values()}

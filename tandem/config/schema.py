@@ -22,6 +22,17 @@ from tandem.rl.algorithms import OWN, counts_with
 # in a recipe, `env = "guess"` stands for this key of the section
 SHORTHANDS = {"env": "name", "reward": "function"}
 
+_OF_DPO = ("loss", "beta", "label_smoothing", "length_normalized", "nll_coef")
+# the commands that read a section or a key, of those that not every one reads
+_READ_BY = {
+    "sft": ("sft",),
+    "preference": ("dpo", "rm"),
+    "distill": ("distill",),
+    "critic": ("train",),
+    **dict.fromkeys(("rl", "run.steps"), ("train", "distill")),
+    **dict.fromkeys((f"preference.{name}" for name in _OF_DPO), ("dpo",)),
+}
+
 _WITHIN = ("icepop", "mis_geometric")
 # Keys that count only beside another: which, and its values then; (): any but 0, false and "".
 # Those of rl.advantage and rl.loss are in rl/algorithms.py.
@@ -97,6 +108,12 @@ APART: tuple[tuple[str, tuple[str, ...], str, tuple[str, ...], str], ...] = (
     ("rollout.history", (), "rl.router_replay", (), _ONE_SEQUENCE),
     ("rollout.history", (), "stream.kind", ("transfer_queue",), _ONE_SEQUENCE),
 )
+
+
+def is_read(command: str, key: str) -> bool:
+    """Tell whether a command, or with "" any, reads section.key."""
+    of_section = _READ_BY.get(key.partition(".")[0], (command,))
+    return not command or (command in of_section and command in _READ_BY.get(key, of_section))
 
 
 class Config(Section):

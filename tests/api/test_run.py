@@ -131,6 +131,13 @@ def test_a_keyword_is_a_key(command, keys, overrides, tmp_path):
     assert overrides_of(values_of(command, keys), tmp_path) == expected
 
 
+@pytest.mark.parametrize("keys", ["sft epochs", "dpo kl_coef", "rm beta", "eval steps", "eval rl"])
+def test_a_name_that_the_command_does_not_read_is_an_error(keys):
+    command, name = keys.split()
+    with pytest.raises(tandem.UserError, match=f"`tandem {command}` reads no key '{name}'"):
+        values_of(command, {name: 2})
+
+
 def test_rows_of_any_kind_are_the_same_file(tmp_path):
     pandas, datasets = pytest.importorskip("pandas"), pytest.importorskip("datasets")
     kinds = [ROWS, iter(ROWS), pandas.DataFrame(ROWS), datasets.Dataset.from_list(ROWS)]

@@ -24,7 +24,7 @@ import torch
 from tandem.choices import machine_of
 from tandem.cli.progress import WIDTH, console
 from tandem.config.recipe import describe, toml_value
-from tandem.config.schema import Config
+from tandem.config.schema import Config, is_read
 from tandem.config.training import RATED
 from tandem.data.own_calls import warn_of_unread_calls
 from tandem.jobs.engines import open_envs_and_rewards
@@ -265,15 +265,6 @@ def _say(text: str) -> None:
 
 # ---------------------------------------------------------------- values and their origin
 
-# the commands that read a section, of those that not every one reads
-_COMMANDS = {
-    "sft": ("sft",),
-    "preference": ("dpo", "rm"),
-    "distill": ("distill",),
-    "critic": ("train",),
-    "rl": ("train", "distill"),
-}
-
 
 def value_lines(
     config: Config,
@@ -290,8 +281,7 @@ def value_lines(
     for key, default, _ in describe():
         section, _, name = key.partition(".")
         value, origin = toml_value(tree[section][name]), origins[key]
-        of_others = command not in _COMMANDS.get(section, command)
-        if not every and (of_others or (value == default and key not in here)):
+        if not every and (not is_read(command, key) or (value == default and key not in here)):
             continue
         other = f"; default {default}" if value != default else ""
         given, about = f"  {key} = {value}", origin + other
