@@ -16,6 +16,7 @@ import io
 import json
 import marshal
 import os
+import pickle
 import sys
 import threading
 from collections.abc import Mapping
@@ -157,18 +158,16 @@ def named(value: Any, folder: Path) -> str:
         return value
     name = getattr(value, "__name__", type(value).__name__)
     module = sys.modules.get(getattr(value, "__module__", None) or "")
-    if (
-        module is not None
-        and module.__name__ != "__main__"
-        and getattr(module, name, None) is value
-    ):
+    if module and module.__name__ != "__main__" and getattr(module, name, None) is value:
         file = Path(getattr(module, "__file__", None) or "")
         is_package = "." in module.__name__ or hasattr(module, "__path__") or file.suffix != ".py"
         return f"{module.__name__ if is_package else file}:{name}"
     name = name if name.isidentifier() else "function"  # a lambda
     buffer = io.BytesIO()
     try:
-        _Pickler(buffer).dump(SimpleNamespace(**{name: value}))
+        pickler = _Pickler(buffer)
+        pickler.globals_ref = {}
+        pickler.dump(SimpleNamespace(**{name: value}))
     except Exception as error:  # an object's own __reduce__ may raise anything
         raise UserError(
             "a function or class cannot be handed to another process",
@@ -180,14 +179,26 @@ def named(value: Any, folder: Path) -> str:
     return f"{kept(folder, name, '.pkl', buffer.getvalue())}:{name}"
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles objects by value. The same code gives the same bytes in another process, whose
-    notebook has another temporary file and whose sets have another order."""
+class _Pickler(pickle._Pickler):  # in Python: that in C asks nobody about a set
+    """Pickles objects by value, as cloudpickle does. The same code gives the same bytes in another
+    process, whose notebook has another temporary file and whose sets have another order."""
+
+    dispatch_table = cloudpickle.Pickler.dispatch_table
+    _dynamic_function_reduce = cloudpickle.Pickler._dynamic_function_reduce
+    _function_getnewargs = cloudpickle.Pickler._function_getnewargs
+    _function_reduce = cloudpickle.Pickler._function_reduce
+    globals_ref: dict[int, Any]
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, CodeType):  # version 2: without marks of how often an object is used
             return marshal.loads, (marshal.dumps(_of_notebook(obj), 2),)
-        return super().reducer_override(obj)
+        if type(obj) in (set, frozenset):
+            return type(obj), (sorted(obj, key=repr),)
+        reduced = cloudpickle.Pickler.reducer_override(self, obj)
+        if isinstance(obj, type) and reduced is not NotImplemented and len(reduced[1]) > 2:
+            make, (*arguments, _, extra), *more = reduced
+            return make, (*arguments, None, extra), *more  # None: a random number
+        return reduced
 
 
 def _of_notebook(code: CodeType) -> CodeType:

@@ -112,15 +112,8 @@ def _result(arguments: list[str]) -> str:
     """Run a command and return the text of the file that it writes."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.jsonl"
-        _finish([*arguments, "--out", str(out)])
+        _Process([*arguments, "--out", str(out)]).close()
         return out.read_text(encoding="utf-8")
-
-
-def _finish(arguments: list[str]) -> None:
-    """Run a command to its end without its output."""
-    process = _Process(arguments)
-    deque(process.lines(), maxlen=0)
-    process.close()
 
 
 @dataclass(frozen=True)
@@ -162,7 +155,7 @@ class Run:
                 "the run has no checkpoint yet", where=str(self.folder), next="resume it"
             )
         if not (model := self.folder / "hf" / newest).exists():
-            _finish(["export", str(self.folder), f"--step={int(newest[5:])}"])
+            _Process(["export", str(self.folder), f"--step={int(newest[5:])}"]).close()
         return model
 
     def resume(self, **arguments: Any) -> "Run":
@@ -290,6 +283,7 @@ class _Process:
             with suppress(queue.Empty):
                 line = self._lines.get(timeout=POLL_S)
             if line is None:
+                self._lines.put(None)  # for whoever asks again
                 return
             if line:
                 self._tail.append(line)
@@ -311,6 +305,7 @@ class _Process:
 
     def close(self) -> None:
         """Wait for the end. Raises UserError for a user's mistake, and RuntimeError for a bug."""
+        deque(self.lines(), maxlen=0)
         code, text = self._process.wait(), "\n".join(self._tail)
         if code == 2:
             raise UserError(text.rpartition("error: ")[2])

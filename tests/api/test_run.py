@@ -165,16 +165,28 @@ class Attempt7:
     text = "7"
 
 
+SCRIPT = """
+import dataclasses, enum, pathlib
+from tandem.api.given import named
+WORDS = {"yes", "no", "none", "perhaps"}
+Kind = enum.Enum("Kind", ["A"])
+@dataclasses.dataclass
+class Grader:
+    words: dict
+    kind: Kind
+    def __call__(self, p, c):
+        return c in {"x", "y", "z"} or c in WORDS & self.words["a"]
+print(named(Grader({"a": frozenset(WORDS)}, Kind.A), pathlib.Path(".")))
+"""
+
+
 def test_the_same_code_is_the_same_file_in_every_process(tmp_path):
-    script = "from tandem.api.given import named\nfrom pathlib import Path\nK = 2\n\n"
-    script += "def score(p, c):\n    return K * (c in {'yes', 'no', 'none', 'perhaps'})\n\n"
-    script += "print(named(score, Path('.')))\n"
     outputs = set()
     for number, first in enumerate(["", "# a line before\n"]):
         environment = {**os.environ, "PYTHONHASHSEED": str(number)}
         done = subprocess.run(
             [sys.executable, "-"],
-            input=first + script,
+            input=first + SCRIPT,
             cwd=tmp_path,
             env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)},
             capture_output=True,
@@ -182,7 +194,8 @@ def test_the_same_code_is_the_same_file_in_every_process(tmp_path):
             check=True,
         )
         outputs.add(done.stdout)
-    assert len(outputs) == 1
+    [name] = outputs
+    assert load_user_object(str(tmp_path / name.strip()), key="reward.function")(None, "none")
 
 
 def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path, monkeypatch):
