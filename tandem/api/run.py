@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tandem.api.given import kept, overrides_of, values_of
 from tandem.config.recipe import load_config, merged, to_toml
 from tandem.run_folder.episode_files import read_groups
@@ -123,7 +125,7 @@ class Run:
     folder: Path
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "folder", Path(self.folder))
+        object.__setattr__(self, "folder", Path(self.folder).absolute())
         require_run(self.folder)
 
     @property
@@ -176,7 +178,8 @@ class Viewer:
 
     def __init__(self, folder: Path, port: int):
         self._process = _Process(["view", str(folder), f"--port={port}"])
-        self.url = next((line.split()[-1] for line in self._process.lines() if line), "")
+        lines = self._process.lines()
+        self.url = next((line.split()[-1] for line in lines if " on http" in line), "")
         if not self.url:
             self._process.close()
 
@@ -225,7 +228,7 @@ def _run(
                     continue
                 last = row["step"]
                 answers = [callback(row) for callback in callbacks]
-                if any(answer is False for answer in answers):
+                if any(isinstance(one, bool | np.bool_) and not one for one in answers):
                     process.stop()
                     break
     finally:

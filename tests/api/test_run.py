@@ -4,6 +4,7 @@ process reads."""
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -78,13 +79,20 @@ def test_a_run_is_that_of_the_command_line_and_a_second_call_resumes_it(
     assert [row["step"] for row in rows[2:]] == [3]
 
 
-def test_a_callback_and_an_interrupt_stop_a_run_which_is_saved(model, tmp_path):
+def test_a_callback_and_an_interrupt_stop_a_run_which_is_saved(model, tmp_path, monkeypatch):
     keys = given(model, folder=tmp_path / "run", steps=500, save_every=500)
-    run = tandem.train(**keys, callbacks=[lambda row: row["step"] < 2])
+    run = tandem.train(**keys, callbacks=[lambda row: np.bool_(row["step"] < 2)])
     stopped = max(row["step"] for row in read_metrics(run.folder))
     assert 2 <= stopped < 500 and (run.folder / f"checkpoints/step_{stopped:06d}").exists()
     model_dir = run.folder / f"hf/step_{stopped:06d}"
     assert run.model_dir == model_dir and (model_dir / "model.safetensors").exists()
+
+    monkeypatch.chdir(tmp_path)
+    relative = tandem.Run("run")
+    monkeypatch.chdir("/")
+    assert len(relative.metrics) == stopped + 1
+    with socket.create_server(("127.0.0.1", 0)) as used, pytest.raises(tandem.UserError):
+        run.view(used.getsockname()[1])
 
     def interrupt(row):
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
