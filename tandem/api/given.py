@@ -65,8 +65,20 @@ def values_of(command: str, keys: Mapping[str, Any]) -> dict[str, Any]:
 
 def overrides_of(values: Mapping[str, Any], folder: Path) -> list[str]:
     """Return values by key as overrides of a recipe, `section.key=value`; rows and objects become
-    files in `folder`."""
-    return [f"{key}={toml_value(_value(key, value, folder))}" for key, value in values.items()]
+    files in `folder`. Raises UserError for what is neither."""
+    overrides = []
+    for key, value in values.items():
+        try:
+            overrides.append(f"{key}={toml_value(_value(key, value, folder))}")
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                "a value cannot be used",
+                where=key,
+                found=f"{value!r:.60}: {error}",
+                expected="a text, a number, a list, a dict or a function; of data, rows of these",
+                next="write images and other objects to files, and name these in the rows",
+            ) from None
+    return overrides
 
 
 def _key(name: str, command: str) -> str:
@@ -107,24 +119,15 @@ def _value(key: str, value: Any, folder: Path) -> Any:
 
 def source(rows: Any, key: str, folder: Path) -> Any:
     """Return the source of rows: a name as it is, and a list of dicts, a `datasets.Dataset` or a
-    DataFrame as a file. Raises UserError for rows that JSON does not hold."""
+    DataFrame as a file, its missing cells as null."""
     if isinstance(rows, str | Path):
         return str(rows)
     if hasattr(rows, "iloc"):  # a DataFrame, whose iteration gives its columns
-        rows = rows.to_dict("records")
+        rows = rows.astype(object).where(rows.notna(), None).to_dict("records")
     listed = list(rows)
     if listed and all(isinstance(row, str | Path) for row in listed):
         return [str(row) for row in listed]
-    try:
-        lines = [json.dumps(row, allow_nan=False, default=_plain) + "\n" for row in listed]
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            "the rows cannot be written",
-            where=key,
-            found=str(error),
-            expected="dicts of texts, numbers, lists and dicts",
-            next="write images and other objects to files, and name these in the rows",
-        ) from None
+    lines = [json.dumps(row, allow_nan=False, default=_plain) + "\n" for row in listed]
     return kept(folder, key, ".jsonl", "".join(lines).encode())
 
 

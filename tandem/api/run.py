@@ -45,18 +45,14 @@ from tandem.types import Episode
 Recipe = str | Path | dict[str, Any] | None
 # called with each row of metrics that this call has made; False: save, and stop the run
 Callback = Callable[[dict[str, Any]], Any]
+Callbacks = Callback | Sequence[Callback]
 
 POLL_S = 0.1
 OF_TERMINALS = ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE")  # Jupyter sets the first one
 
 
 def train(
-    recipe: Recipe = None,
-    /,
-    *,
-    callbacks: Sequence[Callback] = (),
-    fresh: bool = False,
-    **keys: Any,
+    recipe: Recipe = None, /, *, callbacks: Callbacks = (), fresh: bool = False, **keys: Any
 ) -> "Run":
     """Train by reinforcement learning, as `tandem train`; a run of the same folder is resumed.
 
@@ -201,12 +197,13 @@ def _run(
     command: str,
     recipe: Recipe,
     *,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Callbacks = (),
     fresh: bool = False,
     directory: str = "",
     **keys: Any,
 ) -> Run:
     """Run a command to its end. directory: that relative paths begin in, "" for the current one."""
+    callbacks = [callbacks] if callable(callbacks) else [*callbacks]
     path, folder = _recipe(command, recipe, keys)
     saved = sorted((folder / "checkpoints").glob("step_*")) if not fresh else []
     last = int(saved[-1].name.rpartition("_")[2]) if saved else 0  # rows after it are made again

@@ -73,7 +73,7 @@ def test_a_run_is_that_of_the_command_line_and_a_second_call_resumes_it(
     assert (run.model_dir / "model.safetensors").exists() and len(run.episodes(1)) == 4
     assert list(run.metrics.index) == [0, 1, 2]
 
-    tandem.train(**given(model, folder=tmp_path / "run", steps=3), callbacks=[rows.append])
+    tandem.train(**given(model, folder=tmp_path / "run", steps=3), callbacks=rows.append)
     out = capsys.readouterr().out
     assert "resumed from step_000002" in out and "\x1b" not in out
     assert [row["step"] for row in rows[2:]] == [3]
@@ -151,8 +151,15 @@ def test_rows_of_any_kind_are_the_same_file(tmp_path):
     kinds = [ROWS, iter(ROWS), pandas.DataFrame(ROWS), datasets.Dataset.from_list(ROWS)]
     assert len({source(rows, "data.train", tmp_path) for rows in kinds}) == 1
     assert len(list(tmp_path.iterdir())) == 1
-    with pytest.raises(tandem.UserError, match=r"eval\.data"):
-        source([{"prompt": object()}], "eval.data", tmp_path)
+    missing = source(pandas.DataFrame({"answer": [float("nan"), "a"]}), "x", tmp_path)
+    assert Path(missing).read_text() == '{"answer": null}\n{"answer": "a"}\n'
+    for key, value in {
+        "eval.data": [{"prompt": object()}],
+        "data.train": None,
+        "rl.k": None,
+    }.items():
+        with pytest.raises(tandem.UserError, match=key):
+            overrides_of({key: value}, tmp_path)
 
 
 def test_functions_and_classes_are_read_by_another_process(tmp_path):
@@ -174,8 +181,7 @@ class Attempt7:
 
 
 SCRIPT = """
-import dataclasses, enum, pathlib
-from tandem.api.given import named
+import dataclasses, enum, pathlib, tandem.api.given as given
 WORDS = {"yes", "no", "none", "perhaps"}
 Kind = enum.Enum("Kind", ["A"])
 @dataclasses.dataclass
@@ -184,7 +190,7 @@ class Grader:
     kind: Kind
     def __call__(self, p, c):
         return c in {"x", "y", "z"} or c in WORDS & self.words["a"]
-print(named(Grader({"a": frozenset(WORDS)}, Kind.A), pathlib.Path(".")))
+print(given.named(Grader({"a": frozenset(WORDS)}, Kind.A), pathlib.Path(".")))
 """
 
 
