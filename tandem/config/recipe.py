@@ -80,7 +80,10 @@ def _read(path: Path) -> dict[str, Any]:
         if not path.is_file():
             what, near = "does not exist", look_for(path)
             if path.is_dir():
-                what, near = "is a folder", f"did you mean {path / 'config.toml'}?"
+                what, near = (
+                    "is a folder",
+                    f"did you mean {path / 'config.toml'}? A model is model.path",
+                )
             elif "=" in str(path):
                 what, near = "is missing before an override", f"name it first: RECIPE {path}"
             raise UserError(
