@@ -89,14 +89,12 @@ def _key(name: str, command: str) -> str:
     named = [key for key, *_ in describe() if key.partition(".")[2] == name]
     if read := [key for key in named if is_read(command, key)]:
         return min(read, key=lambda key: [key.partition(".")[0] != section for section in order])
-    of_python = "model, data, eval_data, reward, env, tools" + ", callbacks, fresh" * (
-        command != "eval"
-    )
+    others = "" if command == "eval" else ", callbacks, fresh"
     raise UserError(
         f"`tandem {command}` reads no key {name!r}",
         where="the keywords",
         found=", ".join(named),
-        expected=f"a key, a section with a dict, or one of {of_python}",
+        expected=f"a key, a section's dict, model, data, eval_data, reward, env, tools{others}",
         next="" if named else keys_like(name, command=command)[2:],
     )
 

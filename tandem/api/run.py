@@ -95,8 +95,7 @@ def evaluate(recipe: Recipe = None, /, **keys: Any) -> dict[str, float]:
     """Evaluate a model on problems, as `tandem eval`; data: the problems. Returns the metrics by
     name. Arguments as of `train`."""
     path, _ = _recipe("eval", recipe, keys)
-    metrics: dict[str, float] = json.loads(_result(["eval", str(path)]))
-    return metrics
+    return dict(json.loads(_result(["eval", str(path)])))
 
 
 def generate(task: str, count: int = 1000, **options: Any) -> list[dict[str, Any]]:
@@ -146,8 +145,7 @@ class Run:
     def model_dir(self) -> Path:
         """The model of the newest checkpoint, a Hugging Face directory, which is written now if the
         run stopped early. Raises UserError if the run has no checkpoint yet."""
-        folders = (self.folder / "checkpoints", self.folder / "hf")
-        newest = max((path.name for one in folders for path in one.glob("step_*")), default="")
+        newest = max((path.name for path in self.folder.glob("*/step_*")), default="")
         if not newest:
             raise UserError(
                 "the run has no checkpoint yet", where=str(self.folder), next="resume it"
@@ -174,8 +172,7 @@ class Viewer:
 
     def __init__(self, folder: Path, port: int):
         self._process = _Process(["view", str(folder), f"--port={port}"])
-        lines = self._process.lines()
-        self.url = next((line.split()[-1] for line in lines if " on http" in line), "")
+        self.url = next((line.split()[-1] for line in self._process.lines() if "http:" in line), "")
         if not self.url:
             self._process.close()
 
@@ -209,20 +206,21 @@ def _run(
     last = int(saved[-1].name.rpartition("_")[2]) if saved else 0  # rows after it are made again
     # there the line of a step stands in the place of the one before
     in_place = sys.stdout.isatty() or "ipykernel" in sys.modules
-    is_open = is_taken = False
+    held, is_open, is_taken = "", False, False
     process = _Process([command, str(path), *["--fresh"] * fresh], directory)
     try:
         for line in process.lines():
-            if line:
+            if line.startswith("error: ") or (held and line.startswith("  ")):
+                held += f"{line}\n"  # it is raised if it is the end
+            elif line:
                 steps = in_place and line.startswith("step ")
                 start = "\r" if steps else "\n" * is_open
-                print(start + line.ljust(80 * steps), end="" if steps else "\n", flush=True)
-                is_open = steps
+                print(held + start + line.ljust(80 * steps), end="" if steps else "\n", flush=True)
+                held, is_open = "", steps
             # until the process has taken up the run, its rows may be those of the run before
             is_taken = bool(callbacks) and (is_taken or process.has_taken(folder))
-            for row in read_metrics(folder) if is_taken else ():
-                if row["step"] <= last:
-                    continue
+            rows = read_metrics(folder) if is_taken else []
+            for row in (row for row in rows if row["step"] > last):
                 last = row["step"]
                 answers = [callback(row) for callback in callbacks]
                 if any(isinstance(one, bool | np.bool_) and not one for one in answers):
@@ -230,6 +228,7 @@ def _run(
                     break
     finally:
         process.stop()
+        deque(map(print, filter(None, process.lines())), maxlen=0)  # after Ctrl-C
     process.close()
     return Run(folder)
 

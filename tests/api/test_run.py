@@ -10,6 +10,7 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -59,10 +60,7 @@ def given(model, **more):
     }
 
 
-def test_a_run_is_that_of_the_command_line_and_a_second_call_resumes_it(
-    model, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setenv("FORCE_COLOR", "1")  # as Jupyter does
+def test_a_run_is_that_of_the_command_line_and_a_second_call_resumes_it(model, tmp_path, capsys):
     rows = []
     run = tandem.train(**given(model, folder=tmp_path / "run"), callbacks=[rows.append])
     assert [row["step"] for row in rows] == [1, 2] and rows == read_metrics(run.folder)[1:]
@@ -74,12 +72,14 @@ def test_a_run_is_that_of_the_command_line_and_a_second_call_resumes_it(
     assert list(run.metrics.index) == [0, 1, 2]
 
     tandem.train(**given(model, folder=tmp_path / "run", steps=3), callbacks=rows.append)
-    out = capsys.readouterr().out
-    assert "resumed from step_000002" in out and "\x1b" not in out
+    assert "resumed from step_000002" in capsys.readouterr().out
     assert [row["step"] for row in rows[2:]] == [3]
 
 
-def test_a_callback_and_an_interrupt_stop_a_run_which_is_saved(model, tmp_path, monkeypatch):
+def test_a_callback_and_an_interrupt_stop_a_run_which_is_saved(
+    model, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as Jupyter does
     keys = given(model, folder=tmp_path / "run", steps=500, save_every=500)
     run = tandem.train(**keys, callbacks=[lambda row: np.bool_(row["step"] < 2)])
     stopped = max(row["step"] for row in read_metrics(run.folder))
@@ -95,22 +95,26 @@ def test_a_callback_and_an_interrupt_stop_a_run_which_is_saved(model, tmp_path, 
         run.view(used.getsockname()[1])
 
     def interrupt(row):
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        if row["step"] == stopped + 1:
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
 
     with pytest.raises(KeyboardInterrupt):
         run.resume(steps=600, callbacks=[interrupt])
+    out = capsys.readouterr().out
+    assert out.count("interrupted; the same command resumes") == 2 and "\x1b" not in out
     assert "steps = 600" in (run.folder / "config.toml").read_text()
     last = max(row["step"] for row in read_metrics(run.folder))
     assert (run.folder / f"checkpoints/step_{last:06d}").exists() and last > stopped
 
 
-def test_mistakes_are_errors_of_the_caller(model, tmp_path):
+def test_mistakes_are_errors_of_the_caller(model, tmp_path, capsys):
     with pytest.raises(tandem.UserError, match=r"rl\.group_size"):
         tandem.train(**given(model, folder=tmp_path / "run", group_size="many"))
     with pytest.raises(tandem.UserError, match=r"did you mean rl\.group_size"):
         tandem.train(**given(model, groupsize=2))
     with pytest.raises(tandem.UserError, match=r"model\.path = nowhere"):
         tandem.train(**given("nowhere", folder=tmp_path / "run"))
+    assert "error" not in capsys.readouterr().out
     with pytest.raises(tandem.UserError, match="not a run folder"):
         tandem.Run(tmp_path / "run")
 
@@ -166,9 +170,9 @@ def test_functions_and_classes_are_read_by_another_process(tmp_path):
     class Shop(Env):
         pass
 
-    spec = named(in_main(length), tmp_path)
+    spec, attempt = named(in_main(length), tmp_path), SimpleNamespace(text="7")
     assert spec.endswith(".pkl:length")
-    assert load(spec, {})(Problem(uid="a", messages=(), answer="7"), Attempt7())[0] == 0.26
+    assert load(spec, {})(Problem(uid="a", messages=(), answer="7"), attempt)[0] == 0.26
     assert issubclass(load_user_object(named(Shop, tmp_path), key="env.name"), Env)
     assert named(source, tmp_path) == "tandem.api.given:source"
     assert named(lambda problem, completion: 1.0, tmp_path).endswith(":function")
@@ -176,12 +180,7 @@ def test_functions_and_classes_are_read_by_another_process(tmp_path):
         named(in_main(partial(length, threading.Lock())), tmp_path)
 
 
-class Attempt7:
-    text = "7"
-
-
-SCRIPT = """
-import dataclasses, enum, pathlib, tandem.api.given as given
+SCRIPT = """import dataclasses, enum, pathlib, tandem.api.given as given
 WORDS = {"yes", "no", "none", "perhaps"}
 Kind = enum.Enum("Kind", ["A"])
 @dataclasses.dataclass
@@ -190,8 +189,7 @@ class Grader:
     kind: Kind
     def __call__(self, p, c):
         return c in {"x", "y", "z"} or c in WORDS & self.words["a"]
-print(given.named(Grader({"a": frozenset(WORDS)}, Kind.A), pathlib.Path(".")))
-"""
+print(given.named(Grader({"a": frozenset(WORDS)}, Kind.A), pathlib.Path(".")))"""
 
 
 def test_the_same_code_is_the_same_file_in_every_process(tmp_path):
