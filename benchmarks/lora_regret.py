@@ -8,6 +8,7 @@ new habit is to show it always. Rows of other models stay in results/lora_regret
 """
 
 import json
+import shutil
 import sys
 from datetime import date
 from pathlib import Path
@@ -39,6 +40,7 @@ def main() -> None:
     model, losses = base() if name == TINY[0] else name, {}
     for rank in (0, 1, 8, 32):
         session = tandem.Session(model, **({"lora.rank": rank, "lora.alpha": 32.0} if rank else {}))
+        shutil.rmtree(RUNS / f"start-{rank}", ignore_errors=True)
         start = session.save(RUNS / f"start-{rank}")
         train, test = (chats(session, seed, 512 // seed**2, 0.0) for seed in (1, 2))
         before, losses[rank] = session.forward(data(test))["loss"], {}
