@@ -35,8 +35,8 @@ BARS = {
     "lines of tests": 34_000,
 }
 HELD = {
-    "lines of the core, without tandem/plugins": 32_910,
-    "lines with plugins": 57_214,
+    "lines of the core, without tandem/plugins": 32_911,
+    "lines with plugins": 57_215,
     "lines that tandem.step imports": 9_786,
     "lines that a plain `tandem train` imports": 19_531,
     "conditions on a backend's name": 11,

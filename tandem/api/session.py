@@ -94,7 +94,7 @@ class Session:
         self.learner = build_learner(self.config, path, self.config.train, steps=1)
         self.exact = not probe_exactness(self.config, self.learner.model, logger.info).parity
         self.engine = build_engine(self.config, self.learner.model, self.renderer)
-        self.version, self._calls, self._folder = 0, 0, Path()  # of its saves
+        self.version, self._calls, self._folders = 0, 0, set[Path]()  # of its saves
         # of the last pass with a loss, by datum: log-probs of the tokens with a weight, float32 [N]
         self.trained_logprobs: list[Array] = []
 
@@ -236,7 +236,7 @@ class Session:
         """Write weights, moments and the place of the draws to `folder/step_N`; return it. Raises
         UserError if another session's are there."""
         folder = Path(folder).absolute()
-        if folder != self._folder and any(folder.glob("step_*")):
+        if folder not in self._folders and any(folder.glob("step_*")):
             next = "another folder, or session.load, to go on from a save"
             raise UserError("another session's saves are there", where=str(folder), next=next)
         optimizer = self.learner.optimizer
@@ -252,7 +252,7 @@ class Session:
             config=to_toml(self.config),
             keep=1 << 30,
         )
-        self._folder = folder
+        self._folders.add(folder)
         return save_checkpoint(folder, contents)
 
     def load(self, path: str | Path, *, optimizer: bool = True) -> None:
@@ -271,7 +271,8 @@ class Session:
             load_learners({"policy": self.learner}, tensors, state["optimizer_steps"])
         else:
             self.learner.load(tensors["policy"], self.learner.saved()[1], old.step)
-        self._calls, self._folder = state["calls"], Path(path).absolute().parent
+        self._calls = state["calls"]
+        self._folders.add(Path(path).absolute().parent)
         self._publish(int(Path(path).name.rpartition("_")[2]))
 
     def export(self, folder: str | Path) -> Path:

@@ -66,10 +66,10 @@ def test_a_saved_session_goes_on_as_if_never_stopped(model, tmp_path, capsys):
     stopped = own_algorithm.train(model, tmp_path / "stopped", steps=3, n=4)
     assert weights(straight) == weights(stopped)
     assert capsys.readouterr().out.count("step 3/3") == 2
+    assert [stopped.save(tmp_path / folder) for folder in ("best", "stopped", "best")]
     with pytest.raises(tandem.UserError, match="another session's saves"):
         straight.save(tmp_path / "stopped")
-    exported = stopped.export(tmp_path / "hf")
-    assert weights(tandem.Session(exported)) == weights(stopped)
+    assert weights(tandem.Session(stopped.export(tmp_path / "hf"))) == weights(stopped)
 
 
 def test_gradients_add_up_until_a_step_and_two_sessions_are_apart(model):
