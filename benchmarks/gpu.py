@@ -363,7 +363,7 @@ def host_lines() -> list[str]:
         f"A layer of a decode step is eight launches of Triton's kernels, and no other (`{COUNTED}`)."
     ]
     lines += [
-        "The engine's CPU time of a step that runs ahead, with passes that return at once (`benchmarks/host_cost.py`). Sequences end and join where others wait.",
+        'The engine\'s CPU time of a step that runs ahead, with passes that return at once (`benchmarks/host_cost.py`). In the rows "others wait" sequences end and join.',
         "",
     ]
     lines += ["| sequences | lengths of the prompts | median, ms | mean, ms |", "|---|---|---|---|"]

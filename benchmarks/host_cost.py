@@ -30,8 +30,8 @@ from tandem.plugins.triton.shared_splits import split_tiles
 from tandem.runtime.rng import address
 from tandem.types import Request, SamplingParams
 
-# shortest and longest prompt, samples of each, stop strings, fewest new tokens of 400: of 1 to 400 in
-# the last, where others wait for a place
+# shortest and longest prompt, samples of each, stop strings, fewest new tokens (the most are 400);
+# where fewest is 1, sequences end, and others that wait take their places
 KINDS = {
     "equal": (512, 513, 1, (), 400),
     "mixed": (100, 600, 1, (), 400),

@@ -116,6 +116,8 @@ class Session:
         """
         if isinstance(prompts, str) or n < 1 or any(isinstance(one, Mapping) for one in prompts):
             raise UserError("sample needs a list of prompts, and n of at least 1", where="sample")
+        stop = params.get("stop", self.params.stop)
+        params["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
         wanted = replace(self.params, **params)
         place, self._calls = place or ("sample", self._calls), self._calls + 1
         requests = []

@@ -39,9 +39,9 @@ def find_ending(
 
 
 def _brings_no_stop(stops: tuple[str, ...], tokens: Sequence[int], decode: Decode) -> bool:
-    """Tell whether the text of the last few tokens shows that no stop string ends in the very last:
-    it does for most, and the whole text would be decoded at each token. False where it is too
-    short, or begins or ends within a character."""
+    """Tell whether the last token, or the text of the last few, shows that no stop string ends in
+    the last one, so that the whole text need not be decoded. False where that text is too short, or
+    begins or ends within a character."""
     if not _may_end_stop(stops, tokens[-1], decode):
         return True
     longest = max(map(len, stops))

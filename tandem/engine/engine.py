@@ -142,6 +142,8 @@ class Engine:
         likeliest = (0, self.model.config.get_text_config().vocab_size)
         limits = dict.fromkeys(("top_logprobs", "prompt_logprobs"), likeliest)
         require_range(request.params, LIMITS | limits)
+        if "" in request.params.stop:
+            raise UserError("a stop string is empty", where="stop")
         longest = len(request.prompt) + request.params.max_new_tokens
         if longest > self.longest:
             check_room(self.model.config, self.cache.count, self.cache.page_bytes, longest)

@@ -90,6 +90,7 @@ def test_gradients_add_up_until_a_step_and_two_sessions_are_apart(model):
 def test_mistakes_of_a_loss_are_named(model):
     session = tandem.Session(model, max_new_tokens=2)
     data = [session.datum(one) for one in session.sample(["a"])[0]]
+    assert session.sample(["a"], stop=["b"])[0][0].stop_reason  # a list of texts is taken
     for prompts, n in (("a", 1), ([{"role": "user", "content": "a"}], 1), (["a"], 0)):
         with pytest.raises(tandem.UserError, match="a list of prompts"):
             session.sample(prompts, n)

@@ -84,7 +84,7 @@ class HarborEnv(ToolEnv):
 
     async def close(self) -> None:
         if self._container:
-            await in_thread(_docker, "rm", "-f", self._container)
+            await in_thread(_docker, "rm", "-fv", self._container)
 
     def bash(self, command: str) -> str:
         """Runs a command in bash and returns what it prints, and its exit code if that is not 0.

@@ -206,6 +206,7 @@ def test_where_docker_answers_it_builds_and_runs_a_task(tmp_path, docker):
 def test_a_real_engine_keeps_a_task_apart_and_its_reward_from_forgers(tmp_path):
     if subprocess.call("docker image inspect ubuntu:24.04 > /dev/null 2>&1", shell=True):
         pytest.skip("no docker engine here has the image ubuntu:24.04")
+    before = subprocess.check_output(["docker", "ps", "-aq"])
     dockerfile = "FROM ubuntu:24.04\nRUN echo made > /etc/x\nWORKDIR /app\nCOPY in.txt .\n"
     [row] = rows(str(write_task(tmp_path / "sum", dockerfile=f"{dockerfile}ENTRYPOINT false")))
     forge = "echo 1 | tee /logs/verifier/reward.json /tests/test.sh"
@@ -221,4 +222,4 @@ def test_a_real_engine_keeps_a_task_apart_and_its_reward_from_forgers(tmp_path):
     said = [one.messages[0]["content"] for one in heard]
     assert said[:2] == ["3\n4\nmade\nlo", "8\n(exit code 124)"] and said[3] == "1"
     assert said[2].endswith("more characters)") and (last.done, last.reward) == (True, 0.0)
-    assert not subprocess.check_output(["docker", "ps", "-aq"])
+    assert subprocess.check_output(["docker", "ps", "-aq"]) == before

@@ -196,6 +196,7 @@ def test_what_is_not_offered_is_refused_by_name(url):
 def test_a_bad_sample_breaks_no_other(url):
     one, other = (client(url).create_sampling_client(base_model="tiny").result() for _ in "ab")
     params = [{"temperature": -1.0}, {"top_p": 2.0}, {"max_tokens": 0}, {"max_tokens": -1}]
+    params.append({"stop": ""})
     prompts = map(types.ModelInput.from_ints, ([], [1, 99999], [1, -3], [5] * 9999))
     bad = [{"prompt": prompt} for prompt in prompts] + [{"num_samples": 0}]
     bad += [{"sampling_params": types.SamplingParams(**one)} for one in params]
