@@ -418,8 +418,8 @@ def check_tokens(tokens: Any, config: Any, where: str) -> Array:
     """Return tokens as int64 [T]. Raises UserError unless they are some ids of the vocabulary, or
     of images. config: transformers'."""
     found, size = np.asarray(tokens), config.get_text_config().vocab_size
-    ids, given = text_tokens(found), f"{tokens!r:.99}"
+    ids = text_tokens(found)
     if not found.size or found.dtype.kind not in "iu" or ((ids < 0) | (ids >= size)).any():
-        expected = f"at least one id, from 0 to {size - 1}"
+        given, expected = f"{tokens!r:.99}", f"at least one id, from 0 to {size - 1}"
         raise UserError("no tokens of the model", where=where, found=given, expected=expected)
     return found.astype(np.int64, copy=False)
