@@ -19,7 +19,7 @@ setup: $(READY)
 
 setup-dev: $(DEV)
 
-$(READY): constraints.txt pyproject.toml $(wildcard tandem/model/native/*.h tandem/model/native/*.cpp)
+$(READY): constraints.txt pyproject.toml $(wildcard tandem/plugins/native/*.h tandem/plugins/native/*.cpp)
 	@$(PYTHON) -c 'import sys; sys.exit(not ((3, 11) <= sys.version_info[:2] < (3, 15)))' || \
 		{ echo "error: Tandem needs Python 3.11, 3.12 or 3.13 (nothing has run on 3.14), found $$($(PYTHON) --version); next: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	$(PYTHON) -m venv $(VENV)

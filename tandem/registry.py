@@ -41,11 +41,11 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "images": "tandem.plugins.vision.tiny_images:make_tiny_images",
     },
     "kernels": {  # model/kernels.py: Kernels, by the type of a device
-        "cpu": "tandem.model.native.fused:CPU",
+        "cpu": "tandem.plugins.native.fused:CPU",
         "cuda": "tandem.plugins.triton.plans:TRITON",
     },
     "cpu_kernels": {  # the same for a CPU, by name
-        "fused": "tandem.model.native.fused:CPU",
+        "fused": "tandem.plugins.native.fused:CPU",
         "plain": "tandem.model.kernels:CPU",
     },
     "model_engines": {  # what samples from the models of a path: an engine.engine.Engine
@@ -163,10 +163,10 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "transfer_queue": "tandem.plugins.cluster.stream:TransferQueue",
     },
     "tables": {  # data/readers.py: what reads rows of a Source
-        "csv": "tandem.data.tables:csv_rows",
-        "parquet": "tandem.data.tables:parquet_rows",
-        "dataset": "tandem.data.tables:dataset_rows",
-        "dataset_files": "tandem.data.tables:dataset_files",
+        "csv": "tandem.plugins.tables:csv_rows",
+        "parquet": "tandem.plugins.tables:parquet_rows",
+        "dataset": "tandem.plugins.tables:dataset_rows",
+        "dataset_files": "tandem.plugins.tables:dataset_files",
         "suite": "tandem.plugins.suites.suites:rows",
         "suite_files": "tandem.plugins.suites.suites:files",
     },

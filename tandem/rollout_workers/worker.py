@@ -42,7 +42,6 @@ PRELOADED = (
     "tandem.engine.inexact_engine",
     "tandem.engine.sync_check",
     "tandem.model.kernels",
-    "tandem.model.native.fused",
     "tandem.model.lean",
     "tandem.model.load",
     "tandem.model.tokenizer",

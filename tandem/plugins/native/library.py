@@ -1,8 +1,6 @@
-"""The compiled kernels of kernels.cpp, called with tensors.
+"""The compiled kernels of kernels.cpp, called with tensors through ctypes.
 
-`pip install` compiles them where there is a C++ compiler. Without them, or on a processor without
-AVX2, `load` returns None. They are called through ctypes: the library has no Python and no torch in
-it, so one file is good for all versions of both.
+The library has no Python and no torch in it, so one file is good for all versions of both.
 """
 
 import ctypes
@@ -51,8 +49,7 @@ class Library:
 
 @cache
 def load() -> Library | None:
-    """Load the compiled kernels, for the instruction set that torch takes; None if they are not
-    there."""
+    """Load the kernels for torch's instruction set; None if not compiled, or without AVX2."""
     capability = torch.backends.cpu.get_cpu_capability()
     for path in sorted(Path(__file__).parent.glob("compiled*.so")):
         try:

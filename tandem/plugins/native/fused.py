@@ -1,5 +1,4 @@
-"""The compiled kernels of a CPU: one call where torch's operators are ten, and linears that read a
-weight at the speed of the memory for few rows.
+"""The compiled kernels as the Kernels of a model.
 
 Norm, rotation, SwiGLU, attention and the vocabulary are float32 inside, and round once to the
 model's type. Linears of bfloat16 run in AMX tiles, where there are such; gradients are oneDNN's.
@@ -20,9 +19,9 @@ from tandem.model.kernels import CPU as PLAIN
 from tandem.model.kernels import Kernels, Rotation
 from tandem.model.layers import ExactLayer
 from tandem.model.linear import PackedWeight, bias_of, packed_parts
-from tandem.model.native.library import Library, load
 from tandem.model.onednn import has_bfloat16_tiles, in_float32
 from tandem.model.paged_attention import PagedPlan, Runs
+from tandem.plugins.native.library import Library, load
 
 PANEL, TILES, LANES = 64, 32, 16  # as in kernels.cpp and tiles.h
 

@@ -14,10 +14,10 @@ from tandem.model.attention import Scoring
 from tandem.model.kernels import CPU as PLAIN
 from tandem.model.kernels import Kernels
 from tandem.model.layers import rotation_of
-from tandem.model.native.fused import CPU
 from tandem.model.paged_attention import Runs
 from tandem.model.quantized import quantize
 from tandem.model.schedule import threads_of
+from tandem.plugins.native.fused import CPU
 from tandem.runtime.errors import UserError
 from tests.support.tiny import exact_model
 
@@ -136,7 +136,7 @@ def test_the_vocabulary_of_engine_and_trainer_has_one_set_of_bits():
 
 PROGRAM = """
 import torch
-from tests.model.test_native import digest
+from tests.plugins.native.test_native import digest
 torch.set_num_threads(2)
 print(digest())
 """
