@@ -16,7 +16,7 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from tandem.config.episodes import Env as EnvConfig
 from tandem.config.episodes import Sandbox
-from tandem.registry import find, names
+from tandem.registry import find
 from tandem.runtime.errors import UserError
 from tandem.runtime.user_code import load_user_object, source_file, user_line
 from tandem.types import Env
@@ -59,24 +59,16 @@ def source_files(config: EnvConfig) -> list[Path]:
 
 
 def _class(name: str) -> type[Env]:
-    if name in (known := names("envs")):
+    if ":" not in name:
         return find("envs", name, key="env.name")  # type: ignore[no-any-return]
-    source, colon, own = name.rpartition(":")
-    if not colon:
-        raise UserError(
-            "there is no such environment",
-            where="env.name",
-            found=repr(name),
-            expected=f"one of {', '.join(known)}, or your own as file.py:Class or module:Class",
-        )
     loaded = load_user_object(name, key="env.name")
-    is_class = inspect.isclass(loaded)
-    if is_class and issubclass(loaded, Env):
+    source, _, own = name.rpartition(":")
+    if inspect.isclass(loaded) and issubclass(loaded, Env):
         return loaded  # type: ignore[no-any-return]
     raise UserError(
         "this is not an environment",
         where=f"env.name = {name}",
-        found=f"the class {loaded.__name__}" if is_class else f"{type(loaded).__name__} {loaded!r}",
+        found=repr(loaded),
         expected="a subclass of tandem.types.Env",
         next=f"write `class {own}(Env):` in {source}",
     )

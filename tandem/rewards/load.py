@@ -25,7 +25,7 @@ from typing import Any, get_args, get_origin
 
 import numpy as np
 
-from tandem.rewards import builtin
+from tandem.registry import find
 from tandem.rewards.parts import BadFunction, BadValue, Result, number, read_value
 from tandem.runtime.errors import UserError
 from tandem.runtime.user_code import find_user_object
@@ -36,14 +36,15 @@ Arguments = Mapping[str, Any]
 # None: the function does not apply to this problem
 Scorer = Callable[[Problem, Attempt], Result | None]
 
+KEY = "reward.function"
 RAW_ANSWER = "raw_answer"  # in a problem's metadata: the row's own answer if it was not text
 # verl's names for the completion's text
 _VERL_TEXTS = ("solution_str", "predict_str", "model_output")
+_VERL_NAMES = frozenset({*_VERL_TEXTS, "data_source", "ground_truth", "extra_info"})
 _VERL_FORM = "(data_source, solution_str, ground_truth, extra_info)"
-# the names of the first two parameters; a leading underscore is let pass
-_OWN = ("problem", "completion")
 _OWN_FORM = "(problem, completion)"
 _FORMS = f"{_OWN_FORM}, or TRL's (completions, ...), or verl's (solution_str, ground_truth, ...)"
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _NOT_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids")
 
 
@@ -53,17 +54,17 @@ def load(name: str, options: Arguments, part: str = "") -> Scorer:
 
     part: the name of a lone float among the parts; empty: it is not a part.
     """
-    if ":" not in name:
-        function = builtin.find(name)
+    own = ":" in name
+    try:
+        function = find_user_object(name, key=KEY) if own else find("rewards", name, key=KEY)
+    except UserError as error:
+        listed = error.expected and not own
+        fact = f"expected {error.expected}" if listed else f"found {error.found}"
+        raise BadFunction(f"{error.what}, {fact}") from None
+    if not own:
         _check_types(function, name, options)
-    else:
-        try:
-            function = find_user_object(name, key="reward.function")
-        except UserError as error:
-            found = f", found {error.found}" if error.found else ""
-            raise BadFunction(f"{error.what}{found}") from None
-        if not callable(function):
-            raise BadFunction(f"{name} is not a function, found {function!r}")
+    if not callable(function):
+        raise BadFunction(f"{name} is not a function, found {function!r}")
     scorer = _adapt(function, part, name, options)
     getattr(function, "check_options", lambda _: None)(options)
     return scorer
@@ -79,51 +80,31 @@ def _adapt(function: Function, part: str, name: str, options: Arguments) -> Scor
         signature = inspect.signature(function)
     except ValueError:  # some functions written in C have none
         return call.own
-    parameters = signature.parameters
-    if "completions" in parameters or "completion_ids" in parameters:
-        names = _names(signature, name, options, expected="(completions, prompts)")
-        return replace(call, names=names).trl
-    if not parameters.keys().isdisjoint(_VERL_TEXTS):
-        names = _names(signature, name, options, expected=_VERL_FORM)
-        known_names = {*_VERL_TEXTS, "data_source", "ground_truth", "extra_info", *options}
-        for p in parameters.values():
-            named = p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-            if named and p.default is p.empty and p.name not in known_names:
-                raise _bad_signature(name, signature, options, _VERL_FORM)
-        return replace(call, names=names).verl
-    positional = [
-        p.name
-        for p in parameters.values()
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    if any(found.strip("_") not in ("", own) for found, own in zip(positional, _OWN, strict=False)):
-        raise _bad_signature(name, signature, options, _FORMS)
-    extras = frozenset(parameters) & {"attempt"}
+    parameters, expected = signature.parameters, _OWN_FORM
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    names = None if takes_any else frozenset(parameters)
     try:
+        if "completions" in parameters or "completion_ids" in parameters:
+            expected = "(completions, prompts)"
+            signature.bind_partial(**options)
+            return replace(call, names=names).trl
+        if not parameters.keys().isdisjoint(_VERL_TEXTS):
+            expected = _VERL_FORM
+            given = _VERL_NAMES if names is None else _VERL_NAMES & names
+            signature.bind(**{**dict.fromkeys(given), **options})
+            return replace(call, names=names).verl
+        positional = [p.name for p in parameters.values() if p.kind in _POSITIONAL]
+        first = zip(positional, ("problem", "completion"), strict=False)
+        if any(found.strip("_") not in ("", own) for found, own in first):  # "_x" is let pass
+            expected = _FORMS
+            raise TypeError
+        extras = frozenset(parameters) & {"attempt"}
         signature.bind(None, None, **dict.fromkeys(extras), **options)
     except TypeError:
-        raise _bad_signature(name, signature, options, _OWN_FORM) from None
+        also = f" and the options {', '.join(options)}" if options else ""
+        found = f"{name} takes ({', '.join(parameters)})"
+        raise BadFunction(f"{found}, expected {expected}{also}") from None
     return replace(call, names=extras).own
-
-
-def _names(
-    signature: inspect.Signature, name: str, options: Arguments, expected: str
-) -> frozenset[str] | None:
-    """Return the keyword arguments that a function takes; None for any. Refuses unknown options."""
-    if any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
-        return None
-    if not set(options) <= set(signature.parameters):
-        raise _bad_signature(name, signature, options, expected)
-    return frozenset(signature.parameters)
-
-
-def _bad_signature(
-    name: str, signature: inspect.Signature, options: Arguments, expected: str
-) -> BadFunction:
-    option_text = f" and the options {', '.join(options)}" if options else ""
-    return BadFunction(
-        f"{name} takes ({', '.join(signature.parameters)}), expected {expected}{option_text}"
-    )
 
 
 def _check_types(function: Function, name: str, options: Arguments) -> None:

@@ -8,6 +8,7 @@ import pytest
 from tandem.plugins.graders import rewards
 from tandem.plugins.graders.judge import judge
 from tandem.plugins.tasks.countdown import value_of
+from tandem.registry import find
 from tandem.rewards import builtin
 from tandem.rewards.builtin import NOTHING, last_json
 from tandem.rewards.load import load
@@ -67,7 +68,7 @@ def test_numeric_allows_a_tolerance(truth, text, options, reward):
 )
 def test_a_row_that_cannot_be_scored_is_named(name, truth, metadata, found):
     with pytest.raises(BadValue, match=found):
-        builtin.find(name)(problem(truth, **metadata), "Answer: 5")
+        find("rewards", name, key="")(problem(truth, **metadata), "Answer: 5")
 
 
 THOUGHTS = [
@@ -94,7 +95,7 @@ SAID = [
 
 @pytest.mark.parametrize(("name", "truth", "said"), SAID)
 def test_an_answer_counts_behind_the_thoughts_only(name, truth, said):
-    function = builtin.find(name)
+    function = find("rewards", name, key="")
     row = problem(truth, numbers=[4, 1, 5], schema={"type": "object"})
     found = {text: function(row, text.replace("{}", said)) for text, _ in THOUGHTS}
     assert found == dict(THOUGHTS)
@@ -174,7 +175,7 @@ def test_env_and_reward_model_are_what_is_known_already():
     assert bare.error == "env: this environment gives no reward: set env.name"
 
 
-countdown = builtin.find("countdown")
+countdown = find("rewards", "countdown", key="")
 COUNTDOWN = [
     ("<answer>(1 + 5) * 4</answer>", 1.0),
     ("Answer: (1+5)×4 = 24", 1.0),
@@ -261,7 +262,7 @@ SCHEMA = {
 
 def test_json_schema_validates_the_last_json_value():
     pytest.importorskip("jsonschema")
-    score = builtin.find("json_schema")
+    score = find("rewards", "json_schema", key="")
     assert score(problem(schema=SCHEMA), 'so {"age": 3}') == 1.0
     assert score(problem(schema=SCHEMA), 'so {"age": -3}') == 0.0
     assert score(problem(schema=SCHEMA), "so") == 0.0
