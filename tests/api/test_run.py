@@ -49,15 +49,8 @@ def model(tmp_path_factory):
 
 def given(model, **more):
     sizes = {"prompts_per_step": 2, "group_size": 2, "tokens_per_microbatch": 1024}
-    return {
-        "model": model,
-        "data": ROWS,
-        "reward": in_main(length),
-        "steps": 2,
-        "max_new_tokens": 4,
-        **sizes,
-        **more,
-    }
+    sizes |= {"steps": 2, "max_new_tokens": 4}
+    return {"model": model, "data": ROWS, "reward": in_main(length), **sizes, **more}
 
 
 def test_a_run_is_that_of_the_command_line_and_a_second_call_resumes_it(model, tmp_path, capsys):
@@ -157,11 +150,8 @@ def test_rows_of_any_kind_are_the_same_file(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
     missing = source(pandas.DataFrame({"answer": [float("nan"), "a"]}), "x", tmp_path)
     assert Path(missing).read_text() == '{"answer": null}\n{"answer": "a"}\n'
-    for key, value in {
-        "eval.data": [{"prompt": object()}],
-        "data.train": None,
-        "rl.k": None,
-    }.items():
+    bad = {"eval.data": [{"prompt": object()}], "data.train": None, "rl.k": None}
+    for key, value in bad.items():
         with pytest.raises(tandem.UserError, match=key):
             overrides_of({key: value}, tmp_path)
 
@@ -195,16 +185,10 @@ print(given.named(Grader({"a": frozenset(WORDS)}, Kind.A), pathlib.Path(".")))""
 def test_the_same_code_is_the_same_file_in_every_process(tmp_path):
     outputs = set()
     for number, first in enumerate(["", "# a line before\n"]):
-        environment = {**os.environ, "PYTHONHASHSEED": str(number)}
-        done = subprocess.run(
-            [sys.executable, "-"],
-            input=first + SCRIPT,
-            cwd=tmp_path,
-            env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        own = {"PYTHONHASHSEED": str(number), "PYTHONPATH": os.pathsep.join(sys.path)}
+        how = {"cwd": tmp_path, "env": os.environ | own, "text": True, "check": True}
+        how |= {"input": first + SCRIPT, "capture_output": True}
+        done = subprocess.run([sys.executable, "-"], **how)
         outputs.add(done.stdout)
     [name] = outputs
     assert load_user_object(str(tmp_path / name.strip()), key="reward.function")(None, "none")

@@ -19,10 +19,8 @@ def test_completion_ends_at_its_length_with_its_shapes():
     [completion] = engine_of().generate([request(max_new_tokens=6)])
     assert len(completion.tokens) == 6 and completion.stop_reason == "length"
     assert completion.tokens.dtype == np.int64 and completion.logprobs.dtype == np.float32
-    assert (
-        completion.weight_versions.tolist() == [0] * 6
-        and completion.weight_versions.dtype == np.int32
-    )
+    versions = completion.weight_versions
+    assert versions.tolist() == [0] * 6 and versions.dtype == np.int32
     assert (completion.logprobs < 0).all() and completion.text == decode(completion.tokens)
 
 
@@ -36,27 +34,20 @@ def test_stop_token_ends_the_completion_and_is_not_in_the_text():
 
 
 def test_logprobs_are_of_the_tempered_and_filtered_distribution():
-    params = {"max_new_tokens": 12, "temperature": 0.6, "top_k": 20, "top_p": 0.9}
-    [completion] = engine_of().generate([request(**params)])
-    sequence = np.concatenate([[5, 9, 2], completion.tokens])
+    way = {"temperature": 0.6, "top_k": 20, "top_p": 0.9}
+    [completion] = engine_of().generate([request(max_new_tokens=12, **way)])
     with torch.no_grad():
-        [logits] = exact_logits(MODEL, [sequence])
-    table = log_distribution(
-        logits[2:-1], SamplingDistribution(temperature=0.6, top_k=20, top_p=0.9)
-    )
-    assert np.array_equal(
-        completion.logprobs,
-        table.gather(1, torch.from_numpy(completion.tokens)[:, None])[:, 0].numpy(),
-    )
+        [logits] = exact_logits(MODEL, [np.concatenate([[5, 9, 2], completion.tokens])])
+    table = log_distribution(logits[2:-1], SamplingDistribution(**way)).numpy()
+    assert np.array_equal(completion.logprobs, table[np.arange(12), completion.tokens])
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "qwen3_moe"])
 def test_greedy_decoding_gives_the_tokens_of_stock_transformers(kind):
     exact, stock = twins(kind)
     prompt = random_tokens(np.random.default_rng(3), 12)
-    [completion] = engine_of(exact).generate(
-        [request(prompt=prompt, max_new_tokens=24, temperature=0.0)]
-    )
+    asked = request(prompt=prompt, max_new_tokens=24, temperature=0.0)
+    [completion] = engine_of(exact).generate([asked])
     expected = stock.generate(
         torch.from_numpy(prompt)[None],
         attention_mask=torch.ones(1, 12, dtype=torch.int64),
@@ -73,15 +64,7 @@ def test_token_t_is_drawn_with_the_uniform_of_its_key_and_t():
         [logits] = exact_logits(MODEL, [np.concatenate([[5, 9, 2], completion.tokens])])
     cdf = logits[2:-1].double().softmax(-1).cumsum(-1).numpy()
     draws = uniforms(np.full(10, address("test", 3), np.uint64), np.arange(10))
-    assert [
-        int(np.searchsorted(row, u, side="right")) for row, u in zip(cdf, draws, strict=True)
-    ] == completion.tokens.tolist()
-
-
-def test_the_weight_version_is_stamped_on_every_token():
-    engine = engine_of()
-    engine.apply(7)
-    assert engine.generate([request(max_new_tokens=3)])[0].weight_versions.tolist() == [7] * 3
+    assert (cdf <= draws[:, None]).sum(1).tolist() == completion.tokens.tolist()
 
 
 def test_cache_too_small_is_refused_with_the_needed_size():
@@ -89,9 +72,8 @@ def test_cache_too_small_is_refused_with_the_needed_size():
     assert len(engine_of(cache_bytes=page).generate([request(), request(1)])) == 2
     with pytest.raises(UserError, match="cannot hold one page") as error:
         engine_of(cache_bytes=page - 1)
-    assert (
-        error.value.where == "rollout.cache_mb" and "1 MiB for 128 tokens" in error.value.expected
-    )
+    assert error.value.where == "rollout.cache_mb"
+    assert "1 MiB for 128 tokens" in error.value.expected
     with pytest.raises(UserError, match="cannot hold one sequence") as error:
         engine_of(cache_bytes=2 * page - 1).generate([request(max_new_tokens=126)])
     assert "for 129 tokens" in error.value.expected

@@ -24,6 +24,10 @@ def parent(pid):
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+def parents(workers):
+    return {parent(worker.pid) for worker in processes(workers)}
+
+
 def command(pid):
     """Its arguments, which a fork has of its parent."""
     return tuple(Path(f"/proc/{pid}/cmdline").read_text().split("\0")[:-1])
@@ -31,7 +35,7 @@ def command(pid):
 
 def fork_server(workers):
     """The one process that has forked every worker, which this process has started."""
-    [pid] = {parent(worker.pid) for worker in processes(workers)}
+    [pid] = parents(workers)
     assert parent(pid) == os.getpid()
     return pid
 
@@ -41,7 +45,7 @@ def sample(workers):
 
 
 def forked(workers):
-    return all_idle(workers) and os.getpid() not in {parent(w.pid) for w in processes(workers)}
+    return all_idle(workers) and os.getpid() not in parents(workers)
 
 
 def test_a_worker_is_forked_by_the_one_process_that_forked_all_others():
@@ -71,10 +75,8 @@ def test_a_fork_server_that_is_killed_or_hangs_is_replaced(how, monkeypatch):
             assert sample(workers) == expected
             os.kill(processes(workers)[1].pid, signal.SIGKILL)
         assert sample(workers) == expected
-        until(
-            workers,
-            lambda: forked(workers) and parent(processes(workers)[0].pid) not in (server, 1),
-        )
+        adopted = (server, 1)
+        until(workers, lambda: forked(workers) and parents(workers).isdisjoint(adopted))
         assert fork_server(workers) != server and sample(workers) == expected
         if how == signal.SIGKILL:
             ended = f"process {server}, which had forked it, ended first: it was ended by SIGKILL"
@@ -137,9 +139,8 @@ print(json.dumps([threads, sorted(set(sys.modules) - before)]))
 def test_imports_ahead_are_all_that_a_model_needs_and_start_no_thread(tmp_path):
     make_tiny(tmp_path, hidden=32, layers=1, intermediate=64)
     program = [sys.executable, "-c", LOADS, str(tmp_path)]
-    ended = subprocess.run(
-        program, env={**os.environ, **numerics.environment()}, capture_output=True, check=True
-    )
+    environment = os.environ | numerics.environment()
+    ended = subprocess.run(program, env=environment, capture_output=True, check=True)
     threads, modules = json.loads(ended.stdout)
     assert threads == 1
     assert [name for name in modules if name.startswith(("tandem", "torch", "transformers"))] == []

@@ -12,6 +12,7 @@ from tandem.engine.inexact_engine import InexactEngine
 from tandem.model.inexact import make_inexact
 from tandem.types import Request, SamplingParams
 from tests.support.architectures import INEXACT, by_need, inexact, stock
+from tests.support.engines import finish
 from tests.support.parity import random_requests, words
 from tests.support.tiny import stock_logits
 
@@ -56,8 +57,7 @@ def test_completion_has_the_same_bits_in_any_company(name):
     sequences = {n: engine.submit(requests[n]) for n in order[:7]}
     engine.step()
     sequences |= {n: engine.submit(requests[n]) for n in order[7:]}
-    while engine.has_work:
-        engine.step()
+    finish(engine, sequences.values())
     for number, expected in enumerate(together):
         found = sequences[number].completion
         assert found.tokens.tolist() == expected.tokens.tolist()
@@ -80,8 +80,7 @@ def test_prompt_is_scored():
     params = SamplingParams(max_new_tokens=2, prompt_logprobs=1)
     engine = engine_of(model)
     sequence = engine.submit(Request(key=1, prompt=prompt, params=params))
-    while engine.has_work:
-        engine.step()
+    finish(engine, [sequence])
     found = np.concatenate([part.logprobs for part in sequence.prompt_scores])
     with torch.no_grad():
         table = stock_logits(twin, prompt)[:-1].log_softmax(-1).numpy()
@@ -94,23 +93,20 @@ def test_requests_are_finished_before_new_weights():
     for _ in range(3):
         engine.step()
     engine.apply(1)
-    while engine.has_work:
-        engine.step()
+    finish(engine, sequences)
     longest = max((s.completion for s in sequences), key=lambda c: len(c.tokens))
     assert set(longest.weight_versions.tolist()) == {0}
 
 
 def test_cancelled_request_leaves_its_batch():
-    model, engine = inexact("mamba2"), None
-    params = SamplingParams(max_new_tokens=10)
+    model, params = inexact("mamba2"), SamplingParams(max_new_tokens=10)
     requests = [Request(key=n, prompt=np.arange(7), params=params) for n in range(3)]
     expected = engine_of(model).generate(requests)
     engine = engine_of(model)
     sequences = [engine.submit(request) for request in requests]
     engine.step()
     engine.cancel(sequences[1])
-    while engine.has_work:
-        engine.step()
+    finish(engine, sequences)
     assert sequences[1].completion.stop_reason == "cancelled"
     assert len(sequences[1].completion.tokens) == 1
     for number in (0, 2):

@@ -143,15 +143,10 @@ class Life:
         prompt, way, end = (part[rng.integers(len(part))] for part in (PROMPTS, WAYS, ENDS))
         params = SamplingParams(**end, **(way if self.way is None else self.way))
         pauses, draws, key = rng.choice([0, 0, 9]), int(rng.integers(5)), address(len(self.asked))
+        more = {"num_sampled": draws, "max_tokens_now": int(pauses)}
         for number in range(rng.integers(1, 4)):
             if len(prompt) + params.max_new_tokens <= self.engine.longest:
-                asked = Request(
-                    key=key + number,
-                    prompt=prompt,
-                    params=params,
-                    num_sampled=draws,
-                    max_tokens_now=int(pauses),
-                )
+                asked = Request(key=key + number, prompt=prompt, params=params, **more)
                 self.asked.append(self.engine.submit(asked))
 
     def cancel(self):
@@ -329,31 +324,29 @@ def test_graphs_give_their_memory_back_with_the_cache():
     assert facts(found) == facts(expected)
 
 
+def same_with_steps_ahead(asked, **sizes):
+    """Return the completions, which are those without steps ahead."""
+    expected, found = (engine_of(ahead=ahead, **sizes).generate(asked) for ahead in (False, True))
+    assert [facts(completion) for completion in found] == [facts(c) for c in expected]
+    return found
+
+
 def test_page_that_is_freed_and_taken_again_at_once_is_a_new_one():
     """The third sequence fills a page that is cached already, so it gives its own up; the same page
     comes back as its second."""
-    prompt = PROMPTS[4].tolist()
-    asked = [request(n, prompt, max_new_tokens=8, temperature=0.0) for n in range(3)]
-    engines = [engine_of(ahead=ahead, pages=3, max_batch=1) for ahead in (False, True)]
-    expected, found = ([facts(c) for c in engine.generate(asked)] for engine in engines)
-    assert found == expected and len(prompt) == 127
+    assert len(PROMPTS[4]) == 127
+    asked = [request(n, PROMPTS[4], max_new_tokens=8, temperature=0.0) for n in range(3)]
+    same_with_steps_ahead(asked, pages=3, max_batch=1)
 
 
 def test_masked_sequences_take_plain_steps_beside_others():
-    asked = [
-        request(
-            n, (7, n), max_new_tokens=20, stop_token_ids=tuple(range(48)), min_tokens=6 * (n % 2)
-        )
-        for n in range(6)
-    ]
-    expected, found = (engine_of(ahead=ahead).generate(asked) for ahead in (False, True))
-    assert [facts(completion) for completion in found] == [facts(c) for c in expected]
+    ends = {"max_new_tokens": 20, "stop_token_ids": tuple(range(48))}
+    found = same_with_steps_ahead(
+        [request(n, (7, n), min_tokens=6 * (n % 2), **ends) for n in range(6)]
+    )
     assert [len(c.tokens) > 6 for c in found[1::2]] == [True] * 3
 
 
 def test_a_newcomer_sampled_in_another_way_takes_plain_steps_beside_others():
     asked = [request(n, max_new_tokens=20 - 8 * n, temperature=0.1 + n // 2) for n in range(3)]
-    expected, found = (
-        engine_of(ahead=ahead, max_batch=2).generate(asked) for ahead in (False, True)
-    )
-    assert [facts(completion) for completion in found] == [facts(c) for c in expected]
+    same_with_steps_ahead(asked, max_batch=2)

@@ -15,12 +15,10 @@ ENDS = tuple(range(VOCAB // 2))  # half of the vocabulary ends a turn
 
 
 def test_no_stop_token_is_sampled_before_min_tokens():
-    completions = engine_of().generate(
-        [
-            request(n, max_new_tokens=12, stop_token_ids=ENDS, min_tokens=7, **way)
-            for n, way in enumerate([{}, {"temperature": 0.0}, {"top_k": 2}, {"min_p": 0.9}] * 4)
-        ]
-    )
+    ways = [{}, {"temperature": 0.0}, {"top_k": 2}, {"min_p": 0.9}] * 4
+    ends = {"max_new_tokens": 12, "stop_token_ids": ENDS, "min_tokens": 7}
+    asked = [request(n, **ends, **way) for n, way in enumerate(ways)]
+    completions = engine_of().generate(asked)
     for completion in completions:
         assert len(completion.tokens) > 7 and not set(completion.tokens[:7].tolist()) & {*ENDS}
     assert any(completion.stop_reason == "stop" for completion in completions)

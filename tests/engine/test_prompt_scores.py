@@ -8,18 +8,25 @@ import torch
 from tandem.engine.packed import packed_logprobs
 from tandem.model.logprobs import log_distribution
 from tandem.types import SamplingDistribution
-from tests.support.engines import MODEL, facts, mixed_requests, paged_engine, request
-from tests.support.tiny import exact_logits, random_tokens
+from tests.support.engines import (
+    MODEL,
+    facts,
+    finish,
+    mixed_requests,
+    paged_engine,
+    prompt,
+    request,
+)
+from tests.support.tiny import exact_logits
 
-PROMPT = random_tokens(np.random.default_rng(3), 300).tolist()
+PROMPT = prompt(300, seed=3).tolist()
 
 
 def run(requests, *, chunk_tokens=2048, pages=64):
     """Return the sequences of requests that run together, once they have ended."""
     engine = paged_engine(pages=pages, chunk_tokens=chunk_tokens)
     sequences = [engine.submit(one) for one in requests]
-    while engine.has_work:
-        engine.step()
+    finish(engine, sequences)
     return sequences, engine
 
 
@@ -45,11 +52,11 @@ def test_prompt_logprobs_are_the_trainers(chunk_tokens):
 
 
 def test_scoring_changes_no_completion_and_survives_preemption():
-    requests = [request(n, [n, *PROMPT[:120]], max_new_tokens=30) for n in range(6)]
-    scoring = [
-        request(n, [n, *PROMPT[:120]], max_new_tokens=30, prompt_logprobs=0) for n in range(6)
-    ]
-    alone, _ = run(requests)
+    plain, scoring = (
+        [request(n, [n, *PROMPT[:120]], max_new_tokens=30, **more) for n in range(6)]
+        for more in ({}, {"prompt_logprobs": 0})
+    )
+    alone, _ = run(plain)
     together, engine = run(scoring, pages=4, chunk_tokens=64)
     assert engine.scheduler.preemptions
     assert [facts(s.completion) for s in together] == [facts(s.completion) for s in alone]
@@ -65,6 +72,5 @@ def test_weights_that_change_under_a_prompt_score_it_anew():
     engine.step()
     assert len(columns(sequence)[0]) == 100
     engine.weight_version = 1
-    while engine.has_work:
-        engine.step()
+    finish(engine, [sequence])
     assert len(columns(sequence)[0]) == len(PROMPT) - 1

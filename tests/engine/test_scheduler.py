@@ -5,18 +5,17 @@ import numpy as np
 import pytest
 
 from tandem.engine.scheduler import QueueFull
-from tests.support.engines import MODEL, CountingModel, decode, facts, paged_engine, request
-from tests.support.tiny import exact_model, random_tokens
-
-
-def prompt(length, seed=0):
-    return random_tokens(np.random.default_rng(seed), length)
-
-
-def finish(engine, running):
-    while any(r.completion is None for r in running):
-        engine.step()
-    return [facts(r.completion) for r in running]
+from tests.support.engines import (
+    MODEL,
+    CountingModel,
+    decode,
+    facts,
+    finish,
+    paged_engine,
+    prompt,
+    request,
+)
+from tests.support.tiny import exact_model
 
 
 def test_a_long_prompt_runs_in_chunks_beside_those_that_decode():
@@ -40,9 +39,8 @@ def test_full_queue_refuses_until_there_is_room():
     finish(engine, running[:1])
     engine.step()
     assert engine.submit(request(3)) is not None
-    assert (
-        len(paged_engine(max_batch=2, max_queue=3).generate([request(n) for n in range(12)])) == 12
-    )
+    engine = paged_engine(max_batch=2, max_queue=3)
+    assert len(engine.generate([request(n) for n in range(12)])) == 12
 
 
 def test_nobody_starves_behind_a_stream_of_short_requests():
@@ -92,9 +90,7 @@ def test_cancelling_the_leader_of_a_shared_prompt_stops_no_other():
     engine.cancel(group[0])  # in the middle of the prompt that the others wait for
     engine.cancel(group[4])
     results = finish(engine, group[1:4])
-    assert results == [
-        facts(paged_engine().generate([request(n, shared, max_new_tokens=4)])[0]) for n in (1, 2, 3)
-    ]
+    assert results == [facts(paged_engine().generate([one.request])[0]) for one in group[1:4]]
     assert len(group[4].completion.tokens) == 0 and engine.stats()["pages_in_use"] == 0
 
 
@@ -133,9 +129,7 @@ def test_apply_finishes_requests_by_the_old_weights(two_weights):
     finish(engine, [begun, later])
     assert begun.completion.weight_versions.tolist() == [0] * 12
     assert later.completion.weight_versions.tolist() == [1] * 8
-    [alone] = paged_engine(exact_model("qwen3")).generate(
-        [request(0, prompt(140), max_new_tokens=12)]
-    )
+    [alone] = paged_engine(exact_model("qwen3")).generate([begun.request])
     assert begun.completion.tokens.tolist() == alone.tokens.tolist()
 
 
@@ -152,16 +146,8 @@ def test_weights_changed_without_apply_are_an_error(two_weights):
 def test_many_requests_in_a_small_cache_leave_no_page_in_use():
     engine, rng = paged_engine(pages=6, max_batch=5), np.random.default_rng(0)
     for _ in range(10):
-        engine.generate(
-            [
-                request(
-                    int(rng.integers(9)),
-                    prompt(int(rng.integers(1, 300)), int(rng.integers(3))),
-                    max_new_tokens=int(rng.integers(1, 6)),
-                )
-                for _ in range(12)
-            ]
-        )
+        drawn = rng.integers((0, 1, 0, 1), (9, 300, 3, 6), (12, 4)).tolist()
+        engine.generate([request(n, prompt(*p), max_new_tokens=most) for n, *p, most in drawn])
         stats = engine.stats()
         assert stats["pages_in_use"] == stats["cache_bytes_in_use"] == 0
         assert engine.cache.cached + len(engine.cache._free) == 6

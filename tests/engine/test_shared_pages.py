@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from tests.support.engines import CountingModel, facts, paged_engine, request
-from tests.support.tiny import exact_model, random_tokens
+from tests.support.engines import CountingModel, facts, finish, paged_engine, prompt, request
+from tests.support.tiny import exact_model
 
 pytestmark = pytest.mark.usefixtures("plain_kernels")
 MODELS = {kind: exact_model(kind) for kind in ("qwen3", "mistral", "llama")}
@@ -28,10 +28,6 @@ class WatchedModel(CountingModel):
         return self.model.paged_plan(keys, values, runs)
 
 
-def prompt(length, seed=0):
-    return random_tokens(np.random.default_rng(seed), length)
-
-
 def alone(model, requests):
     return [facts(paged_engine(model).generate([one])[0]) for one in requests]
 
@@ -40,10 +36,9 @@ def alone(model, requests):
 def test_groups_of_odd_sizes_give_what_each_request_gives_alone(kind):
     model, requests = WatchedModel(MODELS[kind]), []
     for number, (length, samples) in enumerate([(300, 5), (130, 1), (256, 3), (129, 7), (40, 2)]):
-        requests += [
-            request(10 * number + n, prompt(length, number), max_new_tokens=3 + 4 * n)
-            for n in range(samples)
-        ]
+        for n in range(samples):
+            more = {"max_new_tokens": 3 + 4 * n}
+            requests.append(request(10 * number + n, prompt(length, number), **more))
     requests = [requests[n] for n in np.random.default_rng(0).permutation(len(requests))]
     engine = paged_engine(model)
     assert [facts(c) for c in engine.generate(requests)] == alone(MODELS[kind], requests)
@@ -84,7 +79,5 @@ def test_equal_completions_hold_the_pages_of_one():
         engine.step()
     assert len({one.page_table[0] for one in twins}) == 1
     assert engine.stats()["pages_in_use"] == 1 + 3
-    while engine.has_work:
-        engine.step()
-    assert len({facts(one.completion) for one in twins}) == 1
+    assert len(set(finish(engine, twins))) == 1
     assert engine.stats()["pages_in_use"] == 0

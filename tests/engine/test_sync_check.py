@@ -11,7 +11,7 @@ from tandem.rollout_workers.worker import Server
 from tandem.runtime.errors import UserError
 from tandem.trainer.parity import gap_limit
 from tandem.weights.hashing import combine
-from tests.support.engines import engine_of
+from tests.support.engines import engine_of, finish
 from tests.support.tiny import exact_model
 from tests.support.working import request
 
@@ -71,12 +71,11 @@ def test_an_idle_engine_gives_its_memory_after_the_check_and_a_busy_one_keeps_it
     engine = engine_of(exact_model("qwen3"))
     server = Server(Sent(), engine, lambda source, descriptors: {}, 60.0, rests=True)
     [first] = engine.generate([request(0)])
-    engine.submit(request(1))
+    other = engine.submit(request(1))
     engine.step()
     server._handle({"check": 0})
     assert engine.cache.keys and engine.has_work
-    while engine.has_work:
-        engine.step()
+    finish(engine, [other])
     server._handle({"check": 0})
     assert not engine.cache.keys
     [again] = engine.generate([request(0)])

@@ -16,13 +16,13 @@ from tandem.rewards.parts import BadFunction, BadValue, read_value
 from tandem.rewards.pool import RewardPool
 from tandem.types import Attempt, Problem
 from tests.support.json_server import JsonServer
+from tests.support.scoring import scores_of
 from tests.support.waiting import WAIT_S
 
 
 def problem(answer="", **metadata):
-    return Problem(
-        uid="p", messages=({"role": "user", "content": "What?"},), answer=answer, metadata=metadata
-    )
+    messages = ({"role": "user", "content": "What?"},)
+    return Problem(uid="p", messages=messages, answer=answer, metadata=metadata)
 
 
 def test_exact_compares_the_whole_completion():
@@ -157,10 +157,8 @@ def test_format_wants_each_tag_once_and_in_order(text, options, reward):
 
 
 def test_length_falls_evenly_from_target_to_limit():
-    sizes = {5: 1.0, 10: 1.0, 12: 0.8, 15: 0.5, 20: 0.0, 99: 0.0}
-    assert {
-        size: builtin.length(problem(), "x" * size, target=10, limit=20) for size in sizes
-    } == sizes
+    for size, reward in {5: 1.0, 10: 1.0, 12: 0.8, 15: 0.5, 20: 0.0, 99: 0.0}.items():
+        assert builtin.length(problem(), "x" * size, target=10, limit=20) == reward
     assert builtin.length(problem(), "x " * 15, target=10, limit=20, unit="words") == 0.5
 
 
@@ -168,10 +166,8 @@ def test_env_and_reward_model_are_what_is_known_already():
     attempt = Attempt(text="x", env_rewards={"env": 0.5, "turns": 3.0, "reward_model": -2.0})
     with RewardPool(["env", "reward_model"], timeout_s=30.0, weights=[1.0, 0.1]) as pool:
         score, bare = (pool.submit(problem(), a).result() for a in (attempt, Attempt(text="x")))
-    assert (score.reward, score.parts) == (
-        0.5 + 0.1 * -2.0,
-        {"env": 0.5, "reward_model": -2.0, "turns": 3.0},
-    )
+    assert score.reward == 0.5 + 0.1 * -2.0
+    assert score.parts == {"env": 0.5, "reward_model": -2.0, "turns": 3.0}
     assert bare.error == "env: this environment gives no reward: set env.name"
 
 
@@ -216,18 +212,11 @@ def test_nothing_of_an_expression_is_evaluated_by_python():
 
 def test_code_is_scored_in_a_worker_like_the_others():
     task = problem(tests=[{"input": "2\n", "output": "4\n"}, {"input": "3\n", "output": "6\n"}])
-    options = {
-        "code": {
-            "sandbox": {"run_untrusted_code_without_isolation": True},
-            "timeout_s": WAIT_S,
-            "test_timeout_s": WAIT_S,
-        }
-    }
-    with RewardPool("code", timeout_s=3 * WAIT_S, options=options) as pool:
+    options = {"sandbox": {"run_untrusted_code_without_isolation": True}}
+    options |= {"timeout_s": WAIT_S, "test_timeout_s": WAIT_S}
+    with RewardPool("code", timeout_s=3 * WAIT_S, options={"code": options}) as pool:
         texts = ("```python\nprint(2 * int(input()))\n```", "print(4)", "no program")
-        scores = [
-            future.result() for future in [pool.submit(task, Attempt(text=text)) for text in texts]
-        ]
+        scores = scores_of(pool, task, texts)
     assert [(score.reward, score.error) for score in scores] == [(1.0, ""), (0.5, ""), (0.0, "")]
 
 
@@ -253,11 +242,8 @@ def test_the_last_json_value_of_a_text_is_found(text, value):
     assert last_json(text) == value
 
 
-SCHEMA = {
-    "type": "object",
-    "properties": {"age": {"type": "integer", "minimum": 0}},
-    "required": ["age"],
-}
+AGE = {"age": {"type": "integer", "minimum": 0}}
+SCHEMA = {"type": "object", "properties": AGE, "required": ["age"]}
 
 
 def test_json_schema_validates_the_last_json_value():
@@ -317,17 +303,11 @@ def test_the_last_score_of_the_judge_is_the_reward(server, reply, options, score
 def test_the_judge_gets_question_reference_answer_and_key(server, monkeypatch):
     monkeypatch.setenv("MY_KEY", "secret")
     one = server("Score: 1")
-    ask(
-        one,
-        text="{answer} {scale}",
-        api_key_env="MY_KEY",
-        template="{question}|{answer}|{completion}|{scale}",
-        scale=10.0,
-    )
+    how = {"template": "{question}|{answer}|{completion}|{scale}", "scale": 10.0}
+    ask(one, text="{answer} {scale}", api_key_env="MY_KEY", **how)
     ask(one, api_key_env="NOT_SET")
-    assert one.requests[0]["messages"] == [
-        {"role": "user", "content": "What?|3|{answer} {scale}|10"}
-    ]
+    [asked] = one.requests[0]["messages"]
+    assert asked == {"role": "user", "content": "What?|3|{answer} {scale}|10"}
     assert (one.requests[0]["model"], one.requests[0]["temperature"]) == ("m", 0.0)
     assert [(path, headers["Authorization"]) for path, headers, _ in one.asked] == [
         ("/v1/chat/completions", "Bearer secret"),
@@ -359,7 +339,5 @@ def test_a_judge_that_refuses_is_not_asked_again(server):
 
 def test_parts_are_added_up_in_their_order_by_every_python():
     """sum() of Python 3.12 and later makes 1.0 of these."""
-    assert read_value({"a": 1e16, "b": 1.0, "c": -1e16}, "") == (
-        0.0,
-        {"a": 1e16, "b": 1.0, "c": -1e16},
-    )
+    parts = {"a": 1e16, "b": 1.0, "c": -1e16}
+    assert read_value(parts, "") == (0.0, parts)

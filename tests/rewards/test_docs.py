@@ -35,9 +35,8 @@ def files(tmp_path, monkeypatch):
 
 
 def ask(function, text, answer="", options=None, **metadata):
-    problem = Problem(
-        uid="p", messages=({"role": "user", "content": "?"},), answer=answer, metadata=metadata
-    )
+    messages = ({"role": "user", "content": "?"},)
+    problem = Problem(uid="p", messages=messages, answer=answer, metadata=metadata)
     talk = ({"role": "assistant", "content": text},)
     return load(function, options or {})(problem, Attempt(text=text, messages=talk))
 

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import tracemalloc
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -34,12 +35,9 @@ from tests.support.waiting import WAIT_S, eventually
 
 FILE = Path(__file__).parents[1].joinpath("support", "hostile_rewards.py")
 HOSTILE = f"{FILE}:score"
-PROBLEM = Problem(
-    uid="p/1", messages=({"role": "user", "content": "?"},), answer="", metadata={"level": 3}
-)
-LINUX = pytest.mark.skipif(
-    sys.platform != "linux", reason="address space limits and prctl are Linux's"
-)
+ASKED = ({"role": "user", "content": "?"},)
+PROBLEM = Problem(uid="p/1", messages=ASKED, answer="", metadata={"level": 3})
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="rlimits and prctl are Linux's")
 
 # what the completion does -> (reward, start of the error, kind of failure)
 HARMLESS = {"fine": 0.25, "true": 1.0, "float32": 0.5, "parts": 1.5, "total": 2.0, "echo": 4.0}
@@ -111,19 +109,12 @@ def test_a_harmful_text_scores_zero_and_says_why(all_harms, harm):
 
 def test_the_texts_around_a_harmful_one_keep_their_rewards(all_harms):
     acts, scores, _ = all_harms
-    harmless = [
-        (act, score.reward, score.error)
-        for act, score in zip(acts, scores, strict=True)
-        if act in HARMLESS
-    ]
-    assert harmless == [(act, HARMLESS[act], "") for act in acts if act in HARMLESS]
+    for act, score in zip(acts, scores, strict=True):
+        assert act in HARMS or (score.reward, score.error) == (HARMLESS[act], "")
 
 
 def test_failures_are_counted_by_kind(all_harms):
-    kinds = [kind for _, kind in HARMS.values()]
-    assert all_harms[2] == {
-        kind: kinds.count(kind) for kind in ("timeout", "died", "exception", "bad_value")
-    }
+    assert all_harms[2] == Counter(kind for _, kind in HARMS.values())
 
 
 @LINUX
@@ -263,10 +254,7 @@ def test_several_functions_give_a_weighted_sum_and_named_parts(mine):
     # each function's own reward
     parts = {"answer": 1.0, "length": 9.0, "format": 1.5, "style": 3.0}
     parts |= {"format.answer": 0.5, "brief": 1.0, "style.style": 0.25, "style.length": 7.0}
-    for weights, reward in [
-        ((), 1.0 + 9.0 + 1.5 + 3.0),
-        ((2.0, -0.5, 0.0, 1.0), 2.0 - 4.5 + 0.0 + 3.0),
-    ]:
+    for weights, reward in ((), 14.5), ((2.0, -0.5, 0.0, 1.0), 0.5):  # 2.0 - 4.5 + 0.0 + 3.0
         with RewardPool(functions, timeout_s=30.0, weights=weights) as pool:
             [score] = scores_of(pool, problem, ["Answer: 7"])
         assert (score.reward, score.parts, score.error) == (reward, parts, "")
@@ -310,14 +298,11 @@ def test_a_sum_that_is_not_finite_and_parts_of_one_name_are_failures(results, we
 
 
 def test_three_workers_give_the_scores_of_one_for_a_sum(mine):
-    acts = [act for act, (_, kind) in HARMS.items() if kind != "timeout" and act != "forge"] + list(
-        HARMLESS
-    )
-    runs = []
+    acts = [act for act, (_, kind) in HARMS.items() if kind != "timeout" and act != "forge"]
+    acts += HARMLESS
+    functions, runs = [HOSTILE, *mine("length", "style")], []
     for workers in (1, 3):
-        with RewardPool(
-            [HOSTILE, *mine("length", "style")], 30.0, workers, weights=[1.0, 0.1, 0.3]
-        ) as pool:
+        with RewardPool(functions, 30.0, workers, weights=[1.0, 0.1, 0.3]) as pool:
             runs.append((scores_of(pool, PROBLEM, acts * 3), pool.failures))
     assert runs[0] == runs[1]
 
@@ -340,15 +325,6 @@ def test_doubled_names_and_misfit_weights_are_user_errors(functions, weights, wh
     assert error.value.found and error.value.expected
 
 
-def test_the_function_that_cannot_be_loaded_is_named(tmp_path, mine):
-    bad = tmp_path / "bad.py"
-    bad.write_text("import no_such_module\n")
-    with pytest.raises(UserError) as error:
-        RewardPool([*mine("length"), f"{bad}:score", "answer"])
-    assert error.value.where.startswith(f"reward.function = {bad}:score")
-    assert error.value.next == f"python {bad}"
-
-
 def test_a_users_file_hides_no_module_of_python(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "string.py").write_text("def score(problem, completion): return 0.5\n")
@@ -362,19 +338,14 @@ def test_a_users_file_hides_no_module_of_python(tmp_path, monkeypatch):
 def test_a_math_verifier_that_hangs_costs_its_own_sample_only():
     clock = FakeClock()
     hang = Problem(uid="hang", messages=(), answer="x+1")
-    texts = [
-        r"\boxed{\frac{3000000!}{2999999!}}",
-        r"\boxed{1+x}",
-        "Answer: 9**9**9**9",
-        r"\boxed{x + 1}",
-    ]
+    texts = [r"\boxed{\frac{3000000!}{2999999!}}", r"\boxed{1+x}", "Answer: 9**9**9**9"]
+    texts.append(r"\boxed{x + 1}")
     with RewardPool("answer", timeout_s=LIMIT_S, clock=clock) as pool:
         futures = submit_all(pool, hang, texts)
         time_out(pool, clock, texts[:1], seconds=LIMIT_S + 1)
         scores = [future.result(WAIT_S) for future in futures]
-        number = scores_of(
-            pool, Problem(uid="number", messages=(), answer="3000000"), [texts[0], texts[2]]
-        )
+        whole = Problem(uid="number", messages=(), answer="3000000")
+        number = scores_of(pool, whole, [texts[0], texts[2]])
     assert [score.reward for score in scores] == [0.0, 1.0, 0.0, 1.0]
     assert scores[0].error == "timeout after 30.0 s"
     assert pool.failures == {"timeout": 1, "died": 0, "exception": 0, "bad_value": 0}
@@ -398,18 +369,12 @@ def test_a_huge_text_costs_no_memory_and_its_end_is_scored():
 
 def test_texts_that_utf8_cannot_write_and_numpy_metadata_arrive():
     metadata = {"level": np.int64(2), "array": np.arange(3)}
-    problem = Problem(
-        uid="p", messages=({"role": "user", "content": "\ud800 ∑"},), answer="", metadata=metadata
-    )
+    messages = ({"role": "user", "content": "\ud800 ∑"},)
+    problem = Problem(uid="p", messages=messages, answer="3", metadata=metadata)
     with hostile_pool() as pool:
         assert scores_of(pool, problem, ["echo"])[0].parts == {"level": 2.0, "messages": 1.0}
     with RewardPool("answer", timeout_s=30.0) as pool:
-        assert (
-            scores_of(
-                pool, Problem(uid="p", messages=(), answer="3"), ["\ud800\x00\u2028 Answer: 3"]
-            )[0].reward
-            == 1.0
-        )
+        assert scores_of(pool, problem, ["\ud800\x00\u2028 Answer: 3"])[0].reward == 1.0
 
 
 @pytest.mark.parametrize("metadata", [{"set": {1}}, {"long": "x" * 9 * 2**20}])
@@ -425,21 +390,25 @@ def test_a_problem_that_cannot_be_sent_costs_its_own_samples(metadata):
 
 
 @pytest.mark.parametrize(
-    ("source", "found"),
+    ("source", "found", "place"),
     [
-        ("import no_such_module\n", "ModuleNotFoundError: No module named 'no_such_module'"),
-        ("raise SystemExit(0)\n", "SystemExit: 0"),
-        ("import os\nos._exit(3)\n", "it ended with exit code 3"),
+        ("import no_such_module\n", "ModuleNotFoundError: No module named 'no_such_module'", 1),
+        ("raise SystemExit(0)\n", "SystemExit: 0", 1),
+        ("import os\nos._exit(3)\n", "it ended with exit code 3", 0),
     ],
 )
-def test_a_function_that_fails_to_load_is_a_user_error_at_once(tmp_path, source, found):
-    file = tmp_path / "mine.py"
-    file.write_text(source)
+def test_a_function_that_fails_to_load_is_a_user_error_at_once(
+    tmp_path, mine, source, found, place
+):
+    bad = tmp_path / "bad.py"
+    bad.write_text(source)
+    functions = [*mine("length"), "answer"]
+    functions.insert(place, f"{bad}:score")
     with pytest.raises(UserError) as error:
-        RewardPool(f"{file}:score")
-    assert found in error.value.found
-    assert str(file) in error.value.where
-    assert error.value.expected and error.value.next
+        RewardPool(functions)
+    assert found in error.value.found and error.value.expected
+    assert error.value.where.startswith(f"reward.function = {bad}:score")
+    assert error.value.next == f"python {bad}"
 
 
 def test_a_file_that_changes_while_in_use_is_not_read_again(tmp_path):
@@ -447,11 +416,8 @@ def test_a_file_that_changes_while_in_use_is_not_read_again(tmp_path):
     file.write_text(FILE.read_text())
     with RewardPool(f"{file}:score", timeout_s=30.0) as pool:
         file.write_text("import no_such_module\n")
-        assert [score.reward for score in scores_of(pool, PROBLEM, ["fine", "exit", "fine"])] == [
-            0.25,
-            0.0,
-            0.25,
-        ]
+        scores = scores_of(pool, PROBLEM, ["fine", "exit", "fine"])
+    assert [score.reward for score in scores] == [0.25, 0.0, 0.25]
 
 
 # ---------------------------------------------------------------- processes
@@ -523,13 +489,10 @@ def test_closing_ends_what_runs_at_once_and_fails_what_waits():
 
 def test_items_of_many_threads_get_their_own_scores():
     def ask(start):
-        problems = [
-            Problem(uid=str(i), messages=(), answer=str(i)) for i in range(start, start + 100)
-        ]
-        return [
-            score.reward
-            for score in score_all(pool, [(p, f"Answer: {int(p.uid) % 150}") for p in problems])
-        ]
+        numbers = range(start, start + 100)
+        problems = [Problem(uid=str(i), messages=(), answer=str(i)) for i in numbers]
+        texts = [f"Answer: {i % 150}" for i in numbers]
+        return [score.reward for score in score_all(pool, zip(problems, texts, strict=True))]
 
     with RewardPool("answer", timeout_s=30.0, workers=2) as pool, ThreadPoolExecutor(4) as threads:
         rewards = [reward for part in threads.map(ask, (0, 100, 200, 300)) for reward in part]

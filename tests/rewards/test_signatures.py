@@ -18,6 +18,11 @@ CHAT = Problem(
     category="openai/gsm8k",
     metadata={"solution": r"\frac{1}{3}", "level": 2, "extra_info": {"index": 7}},
 )
+TURNS = (
+    {"role": "assistant", "content": "a"},
+    {"role": "tool", "content": "b"},
+    {"role": "assistant", "content": "c"},
+)
 TEXT = Problem(
     uid="p/2", messages=CHAT.messages, answer="1/3", metadata=CHAT.metadata, conversational=False
 )
@@ -133,12 +138,7 @@ def seen():
 
 
 def test_tandems_signature_may_take_the_attempt(score):
-    turns = (
-        {"role": "assistant", "content": "a"},
-        {"role": "user", "content": "b"},
-        {"role": "assistant", "content": "c"},
-    )
-    attempt = Attempt(text="c", messages=turns, stop_reason="length", env_rewards={"env": 0.5})
+    attempt = Attempt(text="c", messages=TURNS, stop_reason="length", env_rewards={"env": 0.5})
     assert score("plain", "it is 1/3") == (1.0, {"plain": 1.0})
     assert score("whole", "c", attempt=attempt) == (0.5, {"turns": 3.0, "cut": 1.0})
     assert score("later", "c") == (1.0, {"later": 1.0})
@@ -147,10 +147,9 @@ def test_tandems_signature_may_take_the_attempt(score):
 
 def test_options_are_keyword_arguments_and_a_wrong_name_is_told(score):
     assert score("scaled", "abc", offset=1, factor=0.5) == (2.5, {"scaled": 2.5})
+    takes = r"scaled takes \(problem, completion, factor, offset\), expected"
     for options in ({"offset": 1, "facto": 2}, {}):
-        with pytest.raises(
-            BadFunction, match=r"scaled takes \(problem, completion, factor, offset\), expected"
-        ):
+        with pytest.raises(BadFunction, match=takes):
             score("scaled", "abc", **options)
     with pytest.raises(BadFunction, match=r"trl_columns takes \(completions, level\)"):
         score("trl_columns", "abc", tolerance=1)
@@ -196,23 +195,15 @@ def test_trl_functions_get_messages_or_text_as_the_prompt_was(score):
     assert score("trl", "so 1/3") == (0.5, {"trl": 0.5})
     assert seen()["completions"] == [[{"role": "assistant", "content": "so 1/3"}]]
     assert seen()["prompts"] == [[{"role": "user", "content": "1/3?"}]]
-    assert (seen()["answer"], seen()["level"], seen()["solution"]) == (
-        ["1/3"],
-        [2],
-        [r"\frac{1}{3}"],
-    )
+    assert (seen()["answer"], seen()["level"]) == (["1/3"], [2])
+    assert seen()["solution"] == [r"\frac{1}{3}"]
     score("trl", "so 1/3", problem=TEXT)
     assert (seen()["completions"], seen()["prompts"]) == (["so 1/3"], ["1/3?"])
 
 
 def test_trl_functions_get_the_whole_chat_behind_the_prompt(score):
-    turns = (
-        {"role": "assistant", "content": "a"},
-        {"role": "tool", "content": "b"},
-        {"role": "assistant", "content": "c"},
-    )
-    score("trl", "c", attempt=Attempt(text="c", messages=turns))
-    assert seen()["completions"] == [list(turns)]
+    score("trl", "c", attempt=Attempt(text="c", messages=TURNS))
+    assert seen()["completions"] == [list(TURNS)]
 
 
 @pytest.mark.parametrize(("metadata", "answer"), [({}, "7"), ({"raw_answer": 3, "a": 1}, 3)])
@@ -259,11 +250,8 @@ def test_a_trl_function_gets_the_token_ids_of_the_completion(score, mine):
 
 def test_trls_own_reward_functions_give_what_they_give_in_trl():
     pytest.importorskip("trl.rewards")
-    functions = [
-        "trl.rewards:accuracy_reward",
-        "trl.rewards:think_format_reward",
-        "trl.rewards:reasoning_accuracy_reward",
-    ]
+    names = "accuracy_reward", "think_format_reward", "reasoning_accuracy_reward"
+    functions = [f"trl.rewards:{name}" for name in names]
     texts = {
         r"<think>x</think> \boxed{\frac{1}{3}}": (1.0, 1.0, 1.0),
         r"\boxed{\frac{1}{2}}": (0.0, 0.0, 0.0),

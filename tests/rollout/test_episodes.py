@@ -47,18 +47,13 @@ def test_turn_appends_and_answers_of_the_world_carry_no_loss():
     assert episode.tokens.tolist() == [90, 0, 7, 91, 90, 1, 7, 91, 90, 2, 7, 91]
     assert episode.loss_mask.astype(int).tolist() == [0, 0, 1, 1, 0, 0, 1, 1, 0, 0, 1, 1]
     assert episode.weight_versions.tolist() == [-1, -1, 4, 4, -1, -1, 4, 4, -1, -1, 4, 4]
-    assert np.array_equal(
-        episode.engine_logprobs, np.where(episode.loss_mask, np.float32(-0.25), np.float32(0))
-    )
+    assert episode.engine_logprobs.tolist() == np.where(episode.loss_mask, -0.25, 0.0).tolist()
     # of the second turn
     assert episode.penalties.tolist() == [0, 0, 0, 0, 0, 0, 0.5, 0.5, 0, 0, 0, 0]
     said = [m["content"] for m in episode.messages]
     assert said == ["2", "1", "6", "2", "10"] and episode.text == "10" and episode.num_turns == 3
-    assert (
-        episode.env_rewards == {"env": 1.5, "turns": 3.0}
-        and episode.stop_reason == "stop"
-        and episode.num_prompt_tokens == 2
-    )
+    assert episode.env_rewards == {"env": 1.5, "turns": 3.0}
+    assert (episode.stop_reason, episode.num_prompt_tokens) == ("stop", 2)
 
 
 def test_turns_draw_from_one_key_without_repeating_a_position():
@@ -83,22 +78,17 @@ def test_single_turns_pause_and_end_whatever_the_concurrency(concurrency):
             return ended
 
         def generate(self, requests):
-            assert all(request.max_tokens_now == 3 for request in requests)
-            return [
-                replace(answer, stop_reason="paused") if request.prompt[1] == 2 else answer
-                for request, answer in zip(requests, super().generate(requests), strict=True)
-            ]
+            for request, answer in zip(requests, super().generate(requests), strict=True):
+                assert request.max_tokens_now == 3
+                reason = "paused" if request.prompt[1] == 2 else "stop"
+                yield replace(answer, stop_reason=reason)
+
+    def ended(row, episode):
+        seen.append((row, episode.sample_index))
 
     most, seen = [], []
-    limits = {"token_budget": 3, "concurrency": concurrency}
-    groups = play(
-        Env,
-        Some(),
-        problems=PROBLEMS,
-        group_size=2,
-        on_end=lambda row, episode: seen.append((row, episode.sample_index)),
-        **limits,
-    )
+    how = {"token_budget": 3, "concurrency": concurrency, "on_end": ended}
+    groups = play(Env, Some(), problems=PROBLEMS, group_size=2, **how)
     ends = [[episode.stop_reason for episode in group] for group in groups]
     assert ends == [["stop"] * 2] * 2 + [["paused"] * 2, ["stop"] * 2]
     assert sorted(seen) == [(row, sample) for row in (0, 1, 3) for sample in (0, 1)]
@@ -139,6 +129,16 @@ def test_a_prompt_longer_than_an_episode_names_the_key():
     assert episode.env_error.endswith("at most 2 (env.max_tokens, or the engine's)")
 
 
+STEPS = {  # what a step answers or raises
+    "raise": ValueError("it broke"),
+    "own timeout": TimeoutError("the tool's own"),
+    "silent": Observation(),
+    "an error that cannot be written": ValueError("\ud800"),
+    "parts without names": Observation(done=True, parts={1: 1.0}),
+    "refused by the template": Observation(messages=user("not a digit")),
+}
+
+
 def fails(failure):
     """An environment that fails in the episode of problem p1 only."""
 
@@ -159,22 +159,12 @@ def fails(failure):
         async def step(self, text):
             if not self.bad:
                 return await super().step(text)
-            match failure:
-                case "raise":
-                    raise ValueError("it broke")
-                case "own timeout":
-                    raise TimeoutError("the tool's own")
-                case "silent":
-                    return Observation()
-                case "an error that cannot be written":
-                    raise ValueError("\ud800")
-                case "parts without names":
-                    return Observation(done=True, parts={1: 1.0})
-                case "cancelled":
-                    await asyncio.wait_for(self.never(), None)
-                case "refused by the template":
-                    return Observation(messages=user("not a digit"))
-            return "text"
+            if failure == "cancelled":
+                await asyncio.wait_for(self.never(), None)
+            answer = STEPS.get(failure, "text")
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
 
         async def never(self):
             raise asyncio.CancelledError
@@ -203,9 +193,8 @@ def test_failing_environment_costs_its_own_episode_only(failure, error):
     untouched = play(Counting, TurnEngine(), problems=PROBLEMS[:3])
     assert repr([found[0], found[2]]) == repr([untouched[0], untouched[2]])
     [bad] = found[1]
-    assert (
-        bad.stop_reason == "error" and error in bad.env_error and bad.masked and not bad.trainable
-    )
+    assert bad.stop_reason == "error" and error in bad.env_error
+    assert bad.masked and not bad.trainable
     [[zeroed]] = play(fails(failure), TurnEngine(), problems=PROBLEMS[:3], on_error="zero")[1:2]
     sampled = failure not in ("reset", "chat", "constructor")
     assert not zeroed.masked and zeroed.trainable == sampled
@@ -230,6 +219,12 @@ def skip():
     del loop.time
 
 
+def play_three(make, over):
+    """Play an episode of each of three problems; `over` gets the rows of those that have ended."""
+    limits = {"timeout_s": LIMIT_S, "on_end": lambda row, episode: over.append(row)}
+    return play(make, TurnEngine(), problems=PROBLEMS[:3], **limits)
+
+
 def test_environment_that_takes_too_long_is_left_behind(skip):
     """It takes its time when the others have ended."""
     over = []
@@ -247,16 +242,9 @@ def test_environment_that_takes_too_long_is_left_behind(skip):
                 await asyncio.sleep(3600)
             return await super().step(text)
 
-    found = play(
-        Slow,
-        TurnEngine(),
-        problems=PROBLEMS[:3],
-        timeout_s=LIMIT_S,
-        on_end=lambda row, episode: over.append(row),
-    )
-    assert [e[0].stop_reason for e in found] == ["stop", "time", "stop"] and "30.0 s" in found[1][
-        0
-    ].env_error
+    [first], [second], [third] = play_three(Slow, over)
+    assert [e.stop_reason for e in (first, second, third)] == ["stop", "time", "stop"]
+    assert "30.0 s" in second.env_error
 
 
 def test_thread_that_never_returns_holds_up_nobody(skip):
@@ -274,14 +262,7 @@ def test_thread_that_never_returns_holds_up_nobody(skip):
             self.uid = problem.uid
             return problem.messages
 
-    found = play(
-        Stuck,
-        TurnEngine(),
-        problems=PROBLEMS[:3],
-        timeout_s=LIMIT_S,
-        on_end=lambda row, episode: over.append(row),
-    )
-    assert [e[0].stop_reason for e in found] == ["stop", "time", "stop"]
+    assert [e.stop_reason for [e] in play_three(Stuck, over)] == ["stop", "time", "stop"]
     forever.set()
 
 
@@ -314,11 +295,8 @@ def test_opening_chat_and_tools_of_the_environment_are_kept():
     assert episode.tokens[:4].tolist() == [90, 0, 90, 8] and episode.tools == Opening.tools
     assert [m["content"] for m in episode.chat(PROBLEMS[0])] == ["0", "8", "4"]
     [[plain]] = play(Env, TurnEngine())
-    assert (
-        plain.opening == () == plain.tools
-        and plain.env_rewards == {}
-        and len(plain.chat(PROBLEMS[0])) == 2
-    )
+    assert (plain.opening, plain.tools, plain.env_rewards) == ((), (), {})
+    assert len(plain.chat(PROBLEMS[0])) == 2
 
 
 def test_environment_is_closed_however_its_episode_ended():
@@ -397,17 +375,12 @@ class Chatty(Env):
         self.turns += 1
         digits = "".join(c for c in text if c.isdigit())
         await asyncio.sleep(int(digits[:1] or 0) / 2000)
-        return (
-            Observation(done=True)
-            if self.turns == 4
-            else Observation(messages=user(digits[-3:] + str(self.turns)))
-        )
+        return Observation(messages=user(digits[-3:] + str(self.turns)), done=self.turns == 4)
 
 
 def real_engine(model, **sizes):
-    return Engine(
-        model, lambda tokens: str(tokens.tolist()), cache_bytes=1 << 24, **{"max_batch": 8, **sizes}
-    )
+    sizes = {"cache_bytes": 1 << 24, "max_batch": 8, **sizes}
+    return Engine(model, lambda tokens: str(tokens.tolist()), **sizes)
 
 
 def real_episodes(model, engine, **limits):

@@ -11,18 +11,11 @@ from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.evaluate import Evaluator
 from tandem.rollout.score import RolloutRunner
 from tandem.run_folder.journal import Journal
-from tandem.types import Env, Problem, Score
+from tandem.types import Env, Score
+from tests.support import playing
 from tests.support.scripted import DigitRenderer, ScriptedEngine, ScriptedReward, said
 
-PROBLEMS = [
-    Problem(
-        uid=f"p{n}",
-        messages=({"role": "user", "content": str(n)},),
-        answer=str(n),
-        category="ab"[n % 2],
-    )
-    for n in range(5)
-]
+PROBLEMS = [replace(playing.PROBLEMS[0], uid=f"p{n}", category="ab"[n % 2]) for n in range(5)]
 
 
 class KeyEngine(ScriptedEngine):
@@ -75,25 +68,20 @@ def test_pass_at_k_is_the_share_of_choices_with_a_success(samples, success, tmp_
     named = {int(name.partition("@")[2]) for name in metrics if "pass@" in name}
     assert named == {k for k in (1, 2, 4) if k <= samples}
     for k in named:
-        shares = [
-            np.mean([max(chosen) >= success for chosen in combinations(row, k)])
-            for row in rewards(journal)
-        ]
-        assert metrics[f"eval/pass@{k}"] == pytest.approx(np.mean(shares))
+        best = [[max(chosen) for chosen in combinations(row, k)] for row in rewards(journal)]
+        assert metrics[f"eval/pass@{k}"] == pytest.approx(np.mean(np.array(best) >= success))
 
 
 def test_mean_interval_and_categories_are_those_of_the_problems(tmp_path):
     metrics, journal = evaluated(tmp_path, 4)
     means = [np.mean(row) for row in rewards(journal)]
     assert metrics["eval/sampled"] == pytest.approx(np.mean(means))
-    assert metrics["eval/sampled_interval"] == pytest.approx(
-        1.96 * np.std(means, ddof=1) / np.sqrt(5)
-    )
+    half = 1.96 * np.std(means, ddof=1) / np.sqrt(5)
+    assert metrics["eval/sampled_interval"] == pytest.approx(half)
     assert metrics["eval/sampled/a"] == pytest.approx(np.mean(means[0::2]))
     assert metrics["eval/sampled/b"] == pytest.approx(np.mean(means[1::2]))
-    assert metrics["eval/greedy"] == 1.0 and not any(
-        "greedy" in name and "pass" in name for name in metrics
-    )
+    assert metrics["eval/greedy"] == 1.0
+    assert not any("greedy" in name and "pass" in name for name in metrics)
 
 
 def test_greedy_pass_switched_off_leaves_no_metrics_and_files(tmp_path):

@@ -1,5 +1,7 @@
 """A tiny model with an engine, requests for it, and what two completions are compared by."""
 
+import string
+
 import numpy as np
 
 from tandem.engine.engine import Engine
@@ -16,12 +18,8 @@ class CountingModel:
     pass."""
 
     def __init__(self, model):
-        self.model, self.config, self.heads, self.head = (
-            model,
-            model.config,
-            model.heads,
-            model.head,
-        )
+        self.model, self.config = model, model.config
+        self.heads, self.head = model.heads, model.head
         self.changes, self.paged_plan, self.device = model.changes, model.paged_plan, model.device
         self.window, self.engine, self.kernels = model.window, model.engine, model.kernels
         self.passes = []
@@ -33,9 +31,8 @@ class CountingModel:
 
 def decode(tokens):
     """Token 3 is "d", token 29 is "D", and so on: one character each."""
-    return "".join(
-        "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"[t % 62] for t in tokens
-    )
+    letters = string.ascii_letters + string.digits
+    return "".join(letters[token % 62] for token in tokens)
 
 
 def engine_of(model=MODEL, *, cache_bytes=1 << 26, max_batch=64):
@@ -61,6 +58,10 @@ def request(number=0, prompt=(5, 9, 2), **params):
     )
 
 
+def prompt(length, seed=0):
+    return random_tokens(np.random.default_rng(seed), length)
+
+
 def mixed_requests(count=14):
     """Prompts of many lengths, some shared, and every kind of ending and filter."""
     rng = np.random.default_rng(0)
@@ -74,6 +75,13 @@ def mixed_requests(count=14):
     ]
     prompts = [random_tokens(rng, n).tolist() for n in (1, 4, 16, 33, 60)]
     return [request(n, prompts[n % 5], **kinds[n % 6]) for n in range(count)]
+
+
+def finish(engine, sequences):
+    """Run the engine until these sequences have ended; return what they are compared by."""
+    while any(sequence.completion is None for sequence in sequences):
+        engine.step()
+    return [facts(sequence.completion) for sequence in sequences]
 
 
 def facts(completion):

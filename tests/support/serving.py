@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import httpx
+import openai
 
 from tandem.model.tool_calls import Call, write_calls
 from tandem.plugins.serve.endpoints import EngineServer
@@ -13,13 +14,8 @@ from tests.support.listening import listening
 from tests.support.waiting import WAIT_S
 
 get, post = partial(httpx.get, timeout=WAIT_S), partial(httpx.post, timeout=WAIT_S)
-CALCULATOR = {
-    "type": "function",
-    "function": {
-        "name": "calculator",
-        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
-    },
-}
+TAKES = {"type": "object", "properties": {"expression": {"type": "string"}}}
+CALCULATOR = {"type": "function", "function": {"name": "calculator", "parameters": TAKES}}
 ASK = {"role": "user", "content": "What is 6 times 7?"}
 SAID = "I see.\n" + write_calls([Call(name="calculator", arguments={"expression": "6*7"})])
 
@@ -38,6 +34,10 @@ def running(engine, texts, served, **options):
 def answering(said, texts=None, served=FAKE):
     """A server whose model says that, and ends its turn."""
     return running(FakeEngine(said + "\0"), texts or FakeTexts(), served)
+
+
+def openai_client(url):
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
 
 
 def metric(url, name):

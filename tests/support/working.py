@@ -35,20 +35,10 @@ def groups(count, size=4, **params):
 
 def bits(completion, *, text=False):
     """Everything of a completion; an odd worker's text says who made it."""
-    arrays = (
-        completion.tokens,
-        completion.logprobs,
-        completion.weight_versions,
-        completion.top_tokens,
-        completion.top_logprobs,
-        completion.experts,
-    )
-    return (
-        [a.tobytes() for a in arrays],
-        [a.shape for a in arrays],
-        completion.stop_reason,
-        completion.text * text,
-    )
+    names = "tokens", "logprobs", "weight_versions", "top_tokens", "top_logprobs", "experts"
+    arrays = [getattr(completion, name) for name in names]
+    held = [(array.tobytes(), array.shape) for array in arrays]
+    return held, completion.stop_reason, completion.text * text
 
 
 def run(workers, requests):

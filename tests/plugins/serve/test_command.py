@@ -62,22 +62,14 @@ def test_it_says_where_it_serves_and_ends_soon_after_a_signal(model):
     command = [sys.executable, "-m", "tandem", "serve", str(model), "--port", "0"]
     command += ["--served-name", "m", "--cache-mb", "8"]
     environment = {**os.environ, "TANDEM_API_KEY": "k", "HF_HUB_OFFLINE": "1"}
-    with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    ) as it:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as it:
         try:
             url = re.search(r"http://127\.0\.0\.1:\d+", it.stdout.readline()).group()
             body = {"model": "m", "prompt": "x", "max_tokens": 255, "n": 64, "stream": True}
             body["temperature"] = 0.01
-            headers = {"Authorization": "Bearer k"}
-            with httpx.stream(
-                "POST", f"{url}/v1/completions", json=body, headers=headers, timeout=WAIT_S
-            ) as answer:
+            sent = {"json": body, "headers": {"Authorization": "Bearer k"}, "timeout": WAIT_S}
+            with httpx.stream("POST", f"{url}/v1/completions", **sent) as answer:
                 assert answer.status_code == 200
                 it.send_signal(signal.SIGTERM)
                 assert "the server is stopping" in list(answer.iter_lines())[-2]

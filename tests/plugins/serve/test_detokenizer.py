@@ -86,19 +86,9 @@ def test_a_long_text_is_not_decoded_again_and_again():
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 CALLS = [write_in_style([Call(name="add", arguments={"a": 1})], style) for style in STYLES]
-PIECES = [
-    *CALLS,
-    "<think>",
-    "</think>",
-    "</thi",
-    "nk>",
-    "<tool_",
-    "call>",
-    "<tool_call>{",
-    "[",
-    "{",
-]
-PIECES += ["</tool_call>", "[TOOL_CALLS]", " \n", "\n\n", "Hi", " there.", "<", '{"name": "x"}']
+PIECES = [*CALLS, "<think>", "</think>", "</thi", "nk>", "<tool_", "call>", "<tool_call>{"]
+PIECES += ["[", "{", "</tool_call>", "[TOOL_CALLS]", " \n", "\n\n", "Hi", " there.", "<"]
+PIECES.append('{"name": "x"}')
 
 
 def test_sent_text_begins_the_content_of_any_answer():

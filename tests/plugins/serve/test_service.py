@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 
@@ -39,7 +40,8 @@ def held_at(engine, count):
 
 
 def test_client_gets_every_token_once_across_new_weights():
-    model, new = exact_model("qwen3"), exact_model("qwen3", seed=1).named_weights()
+    model = exact_model("qwen3")
+    load = partial(model.load_weights, exact_model("qwen3", seed=1).named_weights())
 
     async def life():
         go = held_at(engine := engine_of(model), 3)
@@ -47,15 +49,11 @@ def test_client_gets_every_token_once_across_new_weights():
             generation = await service.submit([request(max_new_tokens=40)])
             tokens, versions, completion = [], [], None
             async for [update] in generation:
-                tokens, versions, completion = (
-                    tokens + update.tokens,
-                    versions + update.weight_versions,
-                    update.completion,
-                )
+                tokens += update.tokens
+                versions += update.weight_versions
+                completion = update.completion
                 if len(tokens) == 3:
-                    apply = service.ask(
-                        lambda engine: engine.apply(1, lambda: model.load_weights(new))
-                    )
+                    apply = service.ask(lambda engine: engine.apply(1, load))
                     applied = asyncio.create_task(apply)
                     await asyncio.sleep(0)  # now it is asked for
                     go.set()
