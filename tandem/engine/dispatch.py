@@ -193,10 +193,8 @@ class Dispatcher(Generic[W]):
     def _missing(self, version: int, workers: Sequence[W]) -> int:
         """Return how many more workers a version needs: the newest one for every ticket that waits,
         older ones for those that their workers have no room for; each has one."""
-        own, waiting = (
-            [worker for worker in workers if worker.target == version],
-            self._waiting(version),
-        )
+        own = [worker for worker in workers if worker.target == version]
+        waiting = self._waiting(version)
         if version == self.versions[-1]:
             needed = waiting - sum(not worker.tickets for worker in own)
         else:

@@ -41,9 +41,8 @@ class Match:
     pages: list[int]
     tail: int
     tail_length: int
-    will_be_cached: (
-        int  # tokens it will hold once the running sequences have computed their prompts
-    )
+    # tokens it will hold once the running sequences have computed their prompts
+    will_be_cached: int
 
     @property
     def length(self) -> int:

@@ -42,9 +42,8 @@ class Progress:
 
     batches: int = 0  # batches of problems drawn so far: the data cursor
     baseline: float | None = None  # running mean of rewards, where rl.advantage keeps one
-    rates: dict[str, float] = field(
-        default_factory=dict
-    )  # uid -> last success rate (rl.curriculum)
+    # uid -> last success rate (rl.curriculum)
+    rates: dict[str, float] = field(default_factory=dict)
     carried: list[Group] = field(default_factory=list)  # groups that no step had room for yet
     unfinished: list[Group] = field(default_factory=list)  # groups with paused episodes
 

@@ -66,12 +66,8 @@ class EpisodeBuilder:
         self._spans: list[tuple[Array, Array, Array, Array]] = []
         done = len(episode.tokens) - episode.last_turn_tokens
         self.num_sampled = int(episode.loss_mask[:done].sum())
-        self._append(
-            episode.tokens[:done],
-            episode.engine_logprobs[:done],
-            episode.weight_versions[:done],
-            episode.penalties[:done],
-        )
+        spans = episode.tokens, episode.engine_logprobs, episode.weight_versions, episode.penalties
+        self._append(*(array[:done] for array in spans))
         self.unfinished_turn: Completion | None = None
         if episode.last_turn_tokens:
             self.unfinished_turn = Completion(

@@ -80,7 +80,11 @@ def generate_and_score(
         for group in groups
     ]
     scoring = _Scoring(runner.rewards, groups, shaping, sampling.max_new_tokens, parts)
-    ended = [list[Episode]() for _ in groups]  # for the reward model
+    ended = [list[Episode]() for _ in groups]
+
+    def keep(row: int, episode: Episode) -> None:  # for the reward model
+        ended[row].append(episode)
+
     with timer("rollout_s"):
         generated = run_episodes(
             groups,
@@ -88,11 +92,7 @@ def generate_and_score(
             renderer=runner.renderer,
             envs=runner.envs,
             sampling=sampling,
-            on_end=(
-                (lambda row, episode: ended[row].append(episode))
-                if runner.reward_model
-                else scoring.submit
-            ),
+            on_end=keep if runner.reward_model else scoring.submit,
             token_budget=token_budget,
         )
     runner.after_generation()

@@ -182,18 +182,11 @@ def spoil(problem, completion):
 def clean(problem, completion):
     return problem.metadata["level"] if problem.messages[0]["content"] == "?" else -1.0
 
-def one(problem, completion):
-    return 1
-
 def forge(problem, completion):
     for fd in range(3, 20):
         with suppress(OSError):
             os.write(fd, b'{"id": 0, "at": 1}\\n')
     time.sleep(60)
-
-def slow(problem, completion):
-    time.sleep(float(completion))
-    return os.getpid()
 
 def wait(problem, completion):
     if completion:

@@ -14,35 +14,25 @@ def byte_fallback():
     """Pieces with leading spaces and, for all else, single bytes that count only in whole runs, as
     in Llama 2."""
     pieces = ["▁", "▁der", "die", "▁das", "é", "<s>"]
-    vocabulary = {
-        token: i for i, token in enumerate([*pieces, *(f"<0x{byte:02X}>" for byte in range(256))])
-    }
+    tokens = [*pieces, *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
     tokenizer.add_special_tokens(["<s>"])
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    return lambda tokens: tokenizer.decode(tokens.tolist()), frozenset(
-        range(len(pieces), len(pieces) + 256)
-    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    single = frozenset(range(len(pieces), len(tokens)))
+    return lambda tokens: tokenizer.decode(tokens.tolist()), single
 
 
 DECODERS = {"byte level": byte_level(), "byte fallback": byte_fallback()}
-SMALL = st.integers(0, 5)
-CHARACTERS = st.sampled_from("aé€🦀\ufffd ").flatmap(
-    lambda c: st.just([6 + byte for byte in c.encode()])
-)
-FALLBACK_TOKENS = st.lists(
-    st.one_of(SMALL.map(lambda t: [t]), CHARACTERS, st.integers(6, 261).map(lambda t: [t]))
-)
-BYTES = st.lists(
-    st.one_of(
-        st.sampled_from("aé€🦀\ufffd ").map(lambda c: list(c.encode())),
-        st.integers(0, 255).map(lambda b: [b]),
-    )
-)
+
+
+def one(least, most):
+    """A part of one token."""
+    return st.integers(least, most).map(lambda token: [token])
+
+
+CHARACTERS = st.sampled_from("aé€🦀\ufffd ").map(lambda c: list(c.encode()))
+FALLBACK = CHARACTERS.map(lambda part: [6 + byte for byte in part])
+FALLBACK_TOKENS = st.lists(one(0, 5) | FALLBACK | one(6, 261))
+BYTES = st.lists(CHARACTERS | one(0, 255))

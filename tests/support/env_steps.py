@@ -16,12 +16,11 @@ class Digits(DigitRenderer):
     """Reads only the digits of a chat."""
 
     def prompts(self, chats, tools=()):
-        return super().prompts(
-            [
-                [{"content": "".join(c for c in m["content"] if c.isdigit())} for m in chat]
-                for chat in chats
-            ]
-        )
+        return super().prompts([[digits(m["content"]) for m in chat] for chat in chats])
+
+
+def digits(text):
+    return {"content": "".join(letter for letter in text if letter.isdigit())}
 
 
 class Given(ScriptedReward):
@@ -35,12 +34,8 @@ def step_in(folder, make, say, problems):
     """Train one step exactly, and return its episodes; say: the sum of a turn's
     tokens -> its text."""
     settings = config(env__timeout_s=WAIT_S, env__max_turns=3)
-    shared = {
-        "sampling": SHORT,
-        "decode": lambda tokens: say(int(sum(tokens))),
-        "problems": problems,
-    }
-    stages = stages_in(folder, settings, reward=Given(), **shared)
+    shared = {"sampling": SHORT, "problems": problems, "reward": Given()}
+    stages = stages_in(folder, settings, decode=lambda tokens: say(int(sum(tokens))), **shared)
     envs = EnvPool(make=make, limits=settings.env)
     stages = with_runner(stages, envs=envs, renderer=Digits())
     metrics = train_step(stages, 0).metrics

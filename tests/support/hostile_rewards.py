@@ -59,9 +59,8 @@ def _close(problem):
 
 
 def _print(problem):
-    print(
-        '{"id": 0, "reward": 99.0, "parts": {}, "error": "", "kind": "", "last": false}', flush=True
-    )
+    sent = '{"id": 0, "reward": 99.0, "parts": {}, "error": "", "kind": "", "last": false}'
+    print(sent, flush=True)
     os.write(1, b"garbage\n")
     return 0.5
 
@@ -78,11 +77,6 @@ def _forge(start):
 def _interrupt(problem):
     os.kill(os.getpid(), signal.SIGINT)
     return 0.75
-
-
-def _slow(problem):
-    time.sleep(0.15)
-    return 0.25
 
 
 def _raise_long(problem):
@@ -106,15 +100,11 @@ def _recurse(problem):
     return _recurse(problem)
 
 
-def _parts(problem):
-    return {"format": 0.5, "answer": 1.0}
-
-
 ACTS = {
     "fine": lambda problem: 0.25,
     "true": lambda problem: True,
     "float32": lambda problem: np.float32(0.5),
-    "parts": _parts,
+    "parts": lambda problem: {"format": 0.5, "answer": 1.0},
     "total": lambda problem: {"reward": 2.0, "format": 0.5},
     "echo": lambda problem: {"level": problem.metadata["level"], "messages": len(problem.messages)},
     "pid": lambda problem: os.getpid(),
@@ -134,7 +124,6 @@ ACTS = {
     "forge NaN as 0": lambda problem: _forge('"id": 0, "reward": NaN'),
     "interrupt": _interrupt,
     "kill fork server": lambda problem: os.kill(os.getppid(), signal.SIGKILL) or time.sleep(60),
-    "slow": _slow,
     "raise": _raise,
     "raise long": _raise_long,
     "raise unreadable": _raise_unreadable,

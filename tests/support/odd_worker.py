@@ -90,9 +90,8 @@ class LightEngine:
             spin()
         if self.fault == "crash":
             raise RuntimeError("the engine fell over")
-        if self.fault == "poison" and any(
-            POISON in running.request.prompt for running in self.running
-        ):
+        prompts = [running.request.prompt for running in self.running]
+        if self.fault == "poison" and any(POISON in prompt for prompt in prompts):
             raise RuntimeError("it was poison")
         time.sleep(PASS_S)
         before = list(self.running)
@@ -143,29 +142,19 @@ class LightServer(Server):
         self._channel.send({"applied": version, "hash": self._engine.weights, "differ": []})
 
     def _answer(self, running):
-        if running.completion is not None and self._engine.fault == "garbage":
+        fault = "none" if running.completion is None else self._engine.fault
+        if fault == "garbage":
             os.write(self._channel.socket.fileno(), b"\x00\xff not a message\n")
-        if (
-            running.completion is not None
-            and self._engine.fault == "swap"
-            and len(self._numbers) > 1
-        ):
+        if fault == "swap" and len(self._numbers) > 1:
             number = next(n for other, n in self._numbers.items() if other is not running)
-            self._channel.send(
-                completion_message(number, identity_of(running.request), running.completion)
-            )
+            identity = identity_of(running.request)
+            self._channel.send(completion_message(number, identity, running.completion))
             return
         super()._answer(running)
 
 
 def refuse(start):
-    raise UserError(
-        "the model cannot be loaded",
-        where="model.path",
-        found="nothing",
-        expected="a model",
-        next="ls",
-    )
+    raise UserError("the model cannot be loaded", where="model.path", found="nothing")
 
 
 def main(channel, fault, file):

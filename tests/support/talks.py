@@ -44,10 +44,8 @@ class ChatTalk:
             answer = create.create(messages=self.said, **more)
         [choice], usage = answer.choices, answer.usage
         self.said.append(choice.message)
-        calls = [
-            (c.id, c.function.name, json.loads(c.function.arguments))
-            for c in choice.message.tool_calls or ()
-        ]
+        calls = [(c.id, c.function) for c in choice.message.tool_calls or ()]
+        calls = [(id, called.name, json.loads(called.arguments)) for id, called in calls]
         used = usage and (usage.prompt_tokens, usage.completion_tokens)
         return choice.message.content or "", calls, choice.finish_reason, used
 
@@ -70,11 +68,8 @@ class ResponsesTalk(ChatTalk):
         else:
             answer = self.client.responses.create(input=self.said, **more)
         self.said += answer.output
-        calls = [
-            (item.call_id, item.name, json.loads(item.arguments))
-            for item in answer.output
-            if item.type == "function_call"
-        ]
+        called = [item for item in answer.output if item.type == "function_call"]
+        calls = [(one.call_id, one.name, json.loads(one.arguments)) for one in called]
         usage = answer.usage
         used = usage and (usage.input_tokens, usage.output_tokens)
         reason = "tool_calls" if calls else "stop"
@@ -98,10 +93,8 @@ class MessagesTalk(ChatTalk):
         self.said.append({"role": "user", "content": [block]})
 
     def ask(self, *, stream=False, tools=(), limit=None):
-        own = [
-            {"name": f["name"], "input_schema": f["parameters"]}
-            for f in (tool["function"] for tool in tools)
-        ]
+        functions = [tool["function"] for tool in tools]
+        own = [{"name": f["name"], "input_schema": f["parameters"]} for f in functions]
         more = self.more | ({"tools": own} if tools else {}) | {"max_tokens": limit or 64}
         if stream:
             with self.client.messages.stream(messages=self.said, **more) as events:

@@ -20,10 +20,8 @@ class TinyServer:
         self.renderer, model = load_renderer(str(folder)), load_model(str(folder))
         self.engine, self.twin = (self.new_engine(model) for _ in range(2))
         self.texts = RendererTexts(self.renderer)
-        options = Options(
-            model=str(folder), served_name="tiny", cache_mb=8, max_new_tokens_default=24
-        )
-        self.served = served(options, self.engine)
+        sizes = {"cache_mb": 8, "max_new_tokens_default": 24}
+        self.served = served(Options(model=str(folder), served_name="tiny", **sizes), self.engine)
 
     def new_engine(self, model):
         return Engine(model, self.renderer.decode, cache_bytes=8 << 20, max_batch=64, max_queue=256)
@@ -31,7 +29,5 @@ class TinyServer:
     def complete(self, prompt, *, seed, choice=0, **params):
         """Return the engine's result for the request without a server."""
         params = SamplingParams(**{"stop_token_ids": self.renderer.stop_token_ids, **params})
-        request = Request(
-            key=address(seed, "serve", choice), prompt=np.array(prompt, np.int64), params=params
-        )
-        return self.twin.generate([request])[0]
+        key, prompt = address(seed, "serve", choice), np.array(prompt, np.int64)
+        return self.twin.generate([Request(key=key, prompt=prompt, params=params)])[0]

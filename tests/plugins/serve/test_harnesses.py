@@ -21,23 +21,17 @@ def test_lm_evals_likelihoods_are_the_trainers_to_the_last_bit(tiny, url):
         "doc_to_target": "answer",
     }
     server = {"model": "tiny", "base_url": f"{url}/v1/completions", "timeout": WAIT_S}
-    found = lm_eval.simple_evaluate(
-        "local-completions",
-        server | {"tokenizer": tiny.renderer.tokenizer.name_or_path},
-        [about],
-        bootstrap_iters=0,
-    )
-    asked = [
-        (context + choice, len(tiny.texts.encode(context)), likelihood)
-        for sample in found["samples"]["sums"]
-        for (context, choice), [(likelihood, _)] in zip(
-            sample["arguments"], sample["resps"], strict=True
-        )
-    ]
-    assert len(asked) == 2 * len(SUMS)
-    for text, context, likelihood in asked:
-        scores = tiny.twin.score(tiny.texts.encode(text))
-        assert likelihood == sum(scores[context - 1 :].tolist())
+    server["tokenizer"] = tiny.renderer.tokenizer.name_or_path
+    found = lm_eval.simple_evaluate("local-completions", server, [about], bootstrap_iters=0)
+    samples = found["samples"]["sums"]
+    assert len(samples) == len(SUMS)
+    for sample in samples:
+        pairs = zip(sample["arguments"], sample["resps"], strict=True)
+        for (context, choice), [(likelihood, _)] in pairs:
+            scores = tiny.twin.score(tiny.texts.encode(context + choice))
+            first = len(tiny.texts.encode(context)) - 1
+            assert likelihood == sum(scores[first:].tolist())
+        assert len(sample["resps"]) == 2
 
 
 def test_inspect_gets_the_engines_answers(tiny, url, tmp_path):
