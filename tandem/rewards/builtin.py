@@ -9,6 +9,7 @@ Knows neither processes nor weights.
         print(exact(Problem(uid='', messages=(), answer='Yes'), ' yes', casefold=True))"
 """
 
+import difflib
 import inspect
 import json
 import re
@@ -16,10 +17,36 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
+from tandem import registry
 from tandem.rewards.parts import BadFunction, BadValue, checked_by
 from tandem.types import Attempt, Problem
 
 Function = Callable[..., Any]
+
+
+def find(name: str) -> Function:
+    """Return the function of that name, imported here; raises BadFunction."""
+    known = sorted(registry.names("rewards"))
+    if name in known:
+        return registry.find("rewards", name, key="reward.function")  # type: ignore[no-any-return]
+    if name.endswith(".py"):
+        raise BadFunction(f"{name!r} names a file and no function in it, as {name}:score does")
+    plain = re.sub("^(get|compute|calculate)_|_(reward|score)$", "", name.lower())
+    near = difflib.get_close_matches(plain, [*known, *ELSEWHERE], 1, 0.5)
+    hint = f"; did you mean {ELSEWHERE.get(near[0], near[0])!r}?" if near else "."
+    raise BadFunction(f"no built-in {name!r}{hint} The built-in ones are {', '.join(known)}")
+
+
+# what other libraries (TRL, verl, open-r1) call them
+ELSEWHERE = {
+    **dict.fromkeys(("accuracy", "reasoning_accuracy", "correctness", "math", "gsm8k"), "answer"),
+    **dict.fromkeys(("think_format", "tag_count"), "format"),
+    **dict.fromkeys(("exact_match", "string_match"), "exact"),
+    **dict.fromkeys(("soft_overlong_punishment", "overlong"), "length"),
+    "unit_tests": "code",
+    "multiple_choice": "choice",
+    "preference_model": "reward_model",
+}
 
 
 def behind_thoughts(function: Function) -> Function:

@@ -25,9 +25,8 @@ from typing import Any, get_args, get_origin
 
 import numpy as np
 
-from tandem.registry import find
+from tandem.rewards import builtin
 from tandem.rewards.parts import BadFunction, BadValue, Result, number, read_value
-from tandem.runtime.errors import UserError
 from tandem.runtime.user_code import find_user_object
 from tandem.types import Attempt, Problem
 
@@ -36,7 +35,6 @@ Arguments = Mapping[str, Any]
 # None: the function does not apply to this problem
 Scorer = Callable[[Problem, Attempt], Result | None]
 
-KEY = "reward.function"
 RAW_ANSWER = "raw_answer"  # in a problem's metadata: the row's own answer if it was not text
 # verl's names for the completion's text
 _VERL_TEXTS = ("solution_str", "predict_str", "model_output")
@@ -49,19 +47,15 @@ _NOT_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_id
 
 
 def load(name: str, options: Arguments, part: str = "") -> Scorer:
-    """Load the scorer of FUNCTION `name`. Raises BadFunction, and the exceptions of importing the
-    user's module.
+    """Load the scorer of FUNCTION `name`. Raises BadFunction, UserError if it is not there, and the
+    exceptions of importing the user's module.
 
     part: the name of a lone float among the parts; empty: it is not a part.
     """
-    own = ":" in name
-    try:
-        function = find_user_object(name, key=KEY) if own else find("rewards", name, key=KEY)
-    except UserError as error:
-        listed = error.expected and not own
-        fact = f"expected {error.expected}" if listed else f"found {error.found}"
-        raise BadFunction(f"{error.what}, {fact}") from None
-    if not own:
+    if ":" in name:
+        function = find_user_object(name, key="reward.function")
+    else:
+        function = builtin.find(name)
         _check_types(function, name, options)
     if not callable(function):
         raise BadFunction(f"{name} is not a function, found {function!r}")

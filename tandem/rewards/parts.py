@@ -12,14 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from numbers import Real
 from operator import add
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tandem.runtime.errors import UserError
 from tandem.runtime.user_code import run_by_hand
-from tandem.runtime.wording import look_for
 
 MAX_PARTS = 64
 MAX_NAME_CHARS = 64
@@ -63,8 +61,6 @@ def cannot_load(function: str, found: str, where: str) -> UserError:
     look = run_by_hand(source)
     if reason != found:
         look = "docs/guide/rewards.md has an example of each form, and of every built-in"
-    if source.endswith(".py") and not Path(source).is_file():
-        look = look_for(Path(source))
     return UserError(
         "the reward function cannot be loaded",
         where=f"reward.function = {function}" + (f" ({where})" if where else ""),

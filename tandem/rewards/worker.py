@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from tandem.rewards.load import Scorer, load
 from tandem.rewards.parts import BadValue, Result, as_it_is, cannot_load, part_name, weigh
 from tandem.rewards.protocol import read_request
+from tandem.runtime.errors import UserError
 from tandem.runtime.user_code import describe, user_line
 from tandem.workers.channel import Channel, Message
 from tandem.workers.fork_server import close_input, start
@@ -41,6 +42,8 @@ def load_functions(spec: Message) -> Functions:
         try:
             options = spec["options"].get(name, {})
             loaded[name] = load(function, options, part=name if lone else "")
+        except UserError:
+            raise
         except BaseException as error:  # the user's module may raise anything, SystemExit included
             raise cannot_load(function, describe(error), user_line(error)) from None
     return loaded

@@ -8,7 +8,6 @@ import pytest
 from tandem.plugins.graders import rewards
 from tandem.plugins.graders.judge import judge
 from tandem.plugins.tasks.countdown import value_of
-from tandem.registry import find
 from tandem.rewards import builtin
 from tandem.rewards.builtin import NOTHING, last_json
 from tandem.rewards.load import load
@@ -68,7 +67,7 @@ def test_numeric_allows_a_tolerance(truth, text, options, reward):
 )
 def test_a_row_that_cannot_be_scored_is_named(name, truth, metadata, found):
     with pytest.raises(BadValue, match=found):
-        find("rewards", name, key="")(problem(truth, **metadata), "Answer: 5")
+        builtin.find(name)(problem(truth, **metadata), "Answer: 5")
 
 
 THOUGHTS = [
@@ -95,7 +94,7 @@ SAID = [
 
 @pytest.mark.parametrize(("name", "truth", "said"), SAID)
 def test_an_answer_counts_behind_the_thoughts_only(name, truth, said):
-    function = find("rewards", name, key="")
+    function = builtin.find(name)
     row = problem(truth, numbers=[4, 1, 5], schema={"type": "object"})
     found = {text: function(row, text.replace("{}", said)) for text, _ in THOUGHTS}
     assert found == dict(THOUGHTS)
@@ -171,7 +170,7 @@ def test_env_and_reward_model_are_what_is_known_already():
     assert bare.error == "env: this environment gives no reward: set env.name"
 
 
-countdown = find("rewards", "countdown", key="")
+countdown = builtin.find("countdown")
 COUNTDOWN = [
     ("<answer>(1 + 5) * 4</answer>", 1.0),
     ("Answer: (1+5)×4 = 24", 1.0),
@@ -248,7 +247,7 @@ SCHEMA = {"type": "object", "properties": AGE, "required": ["age"]}
 
 def test_json_schema_validates_the_last_json_value():
     pytest.importorskip("jsonschema")
-    score = find("rewards", "json_schema", key="")
+    score = builtin.find("json_schema")
     assert score(problem(schema=SCHEMA), 'so {"age": 3}') == 1.0
     assert score(problem(schema=SCHEMA), 'so {"age": -3}') == 0.0
     assert score(problem(schema=SCHEMA), "so") == 0.0

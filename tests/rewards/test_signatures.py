@@ -184,7 +184,7 @@ def test_wrong_options_of_a_built_in_are_refused(name, options, found):
     "name", ["anser", "no/such/file.py:score", "no_such_module:score", "json:nothing", ""]
 )
 def test_a_function_that_does_not_exist_is_refused(name):
-    with pytest.raises((BadFunction, ModuleNotFoundError)):
+    with pytest.raises((BadFunction, UserError, ModuleNotFoundError)):
         load(name, {})
 
 
