@@ -59,7 +59,7 @@ def source_files(config: EnvConfig) -> list[Path]:
 
 
 def _class(name: str) -> type[Env]:
-    if ":" not in name:
+    if ":" not in name and not name.endswith(".py"):
         return find("envs", name, key="env.name")  # type: ignore[no-any-return]
     loaded = load_user_object(name, key="env.name")
     source, _, own = name.rpartition(":")

@@ -88,6 +88,7 @@ missing.py:Mine | {} | env.name | no file missing.py | working directory
 broken.py:Mine | {} | broken.py:2 | ZeroDivisionError | python broken.py
 no_such_module:Mine | {} | env.name | ModuleNotFoundError | python -c "import no_such_module"
 :Mine | {} | env.name | file.py:NAME or module:NAME
+own.py | {} | env.name | file.py:NAME or module:NAME
 """.strip()
 
 
