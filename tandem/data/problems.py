@@ -25,7 +25,6 @@ from tandem.data.readers import (
     tell_repeats,
     uid_prefixes,
 )
-from tandem.runtime.errors import UserError
 from tandem.runtime.image_parts import image_column, shows_images
 from tandem.types import Problem
 
@@ -48,17 +47,6 @@ def read_problems(
     mistake in a source, up to ten, and for a uid that comes twice.
     """
     names = [source] if isinstance(source, str) else list(source)
-    if not names:
-        raise UserError(
-            f"{key} names no file", where=key, found="an empty list", expected="at least one source"
-        )
-    if weights and (len(weights) != len(names) or min(weights) <= 0):
-        raise UserError(
-            "the weights do not fit the sources",
-            where="data.weights",
-            found=f"{list(weights)} for {len(names)} sources",
-            expected="a number above 0 for each source, or none",
-        )
     earlier: dict[str, Uids] = {}
     parts = []
     for name, prefix in zip(names, uid_prefixes(names, key), strict=True):
