@@ -121,14 +121,6 @@ def run_training(
 
 
 @dataclass
-class _Streaks:
-    """Counts of bad steps in a row, by kind."""
-
-    bad_steps: int = 0  # NaN or infinity
-    flat_steps: int = 0  # no episode had an advantage
-
-
-@dataclass
 class _TrainLoop:
     """State of one training run.
 
@@ -140,7 +132,8 @@ class _TrainLoop:
     job: TrainJob
     show: Show
     report: Report
-    streaks: _Streaks = field(default_factory=_Streaks)
+    bad_steps: int = 0  # in a row, with NaN or infinity
+    flat_steps: int = 0  # in a row, in which no episode had an advantage
     best: "BestTracker | None" = None  # with eval.keep_best or eval.patience
     done: int = 0
     state: dict[str, Any] = field(default_factory=dict)
@@ -155,7 +148,7 @@ class _TrainLoop:
             _ranks(job).order("load", checkpoint=str(path))
             load_learners(job.learners, tensors, state["optimizer_steps"])
             self.done, self.state = checkpoint_step(path), state["progress"]
-            self.streaks = _Streaks(state["bad_steps"], state["flat_steps"])
+            self.bad_steps, self.flat_steps = state["bad_steps"], state["flat_steps"]
             self.pending_metrics = json.loads(state["pending_metrics"])
             job.restore(self.done, self.state)
             self.report(f"resumed from {path.name}")
@@ -218,10 +211,8 @@ class _TrainLoop:
         # elsewhere equal rewards are an advantage, or nothing
         compares = self.run.command == "train" and rl.estimator.equal_is_zero
         flat = compares and metrics.get("groups_without_signal") == 1.0
-        self.streaks = _Streaks(
-            bad_steps=self.streaks.bad_steps + 1 if bad else 0,
-            flat_steps=self.streaks.flat_steps + 1 if flat else 0,
-        )
+        self.bad_steps = self.bad_steps + 1 if bad else 0
+        self.flat_steps = self.flat_steps + 1 if flat else 0
 
     def finish_step(self, metrics: Row, timings: Row) -> None:
         """Evaluate if due, log, show samples, save if due."""
@@ -297,8 +288,8 @@ class _TrainLoop:
         state = {
             "step": done,
             "optimizer_steps": {n: learner.optimizer.step for n, learner in job.learners.items()},
-            "bad_steps": self.streaks.bad_steps,
-            "flat_steps": self.streaks.flat_steps,
+            "bad_steps": self.bad_steps,
+            "flat_steps": self.flat_steps,
             "data": job.data,
             "progress": self.state,
             # as text: the order is the row's, and NaN may be in it
@@ -326,7 +317,7 @@ class _TrainLoop:
     def _stop_if_hopeless(self, metrics: Row) -> None:
         """Raise UserError after too many steps without an update. None of them has touched a
         weight, so every checkpoint is good."""
-        config, bad, flat = self.run.config, self.streaks.bad_steps, self.streaks.flat_steps
+        config, bad, flat = self.run.config, self.bad_steps, self.flat_steps
         too_bad = bad > config.train.max_bad_steps
         too_flat = flat and flat == config.rl.max_flat_steps
         if not (too_bad or too_flat):
