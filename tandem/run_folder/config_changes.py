@@ -15,39 +15,20 @@ THREADS = "run.threads"  # free if the exactness probe has found that it changes
 # Free as well; each mesh adds up gradients in an order of its own.
 MESH = {f"parallel.{name}" for name in (*DIMENSIONS, "shard")}
 # Keys that change neither a step nor its place in the run. The folder may have been moved since.
-_FREE = {
-    "eval.every",
-    "eval.keep_best",
-    "eval.metric",
-    "eval.patience",
-    "model.device",
-    "parallel.timeout_s",
-    "run.folder",
-    "run.keep_checkpoints",
-    "run.save_every",
-    "run.show_samples",
-    "run.stall_s",
-    "run.trackers",
-    "reward.workers",
-    "rollout.workers",
-    "rollout.restarts",
-    "rollout.cache_mb",
-    "rollout.devices",
-    "rollout.release_cache",
-    "cluster.address",
-    "cluster.nodes",
-    "cluster.placement",
-    "cluster.trainers",
-    "cluster.reward_workers",
-    "cluster.env_workers",
-    "weights.transport",
-    "stream.kind",
-    "rl.max_truncated",
-    "rl.max_flat_steps",
-    "train.activation_checkpointing",
-    "train.offload_optimizer",
-    "weights.delta",
+_FREE_OF_SECTIONS = {
+    "cluster": ("address", "env_workers", "nodes", "placement", "reward_workers", "trainers"),
+    "eval": ("every", "keep_best", "metric", "patience"),
+    "model": ("device",),
+    "parallel": ("timeout_s",),
+    "reward": ("workers",),
+    "rl": ("max_flat_steps", "max_truncated"),
+    "rollout": ("cache_mb", "devices", "release_cache", "restarts", "workers"),
+    "run": ("folder", "keep_checkpoints", "save_every", "show_samples", "stall_s", "trackers"),
+    "stream": ("kind",),
+    "train": ("activation_checkpointing", "offload_optimizer"),
+    "weights": ("delta", "transport"),
 }
+_FREE = {f"{section}.{name}" for section, names in _FREE_OF_SECTIONS.items() for name in names}
 # bounds that may have stopped a run, and may grow from that value on
 _BOUNDS = {"rl.max_gen_batches": 1, "train.max_bad_steps": 0}
 
