@@ -35,14 +35,14 @@ import os
 import platform
 import re
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from threading import Thread
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from tandem.run_folder.files import RESTORE_OR_FRESH
 from tandem.run_folder.shards import (
@@ -319,7 +319,7 @@ def _file_damage(file: Path, entry: dict[str, Any], hashed: bool) -> list[str]:
 # ---- beside training
 
 
-class Saver:
+class Saver(AbstractContextManager["Saver"]):
     """The saves of a run, one at a time. A context manager: leaving it finishes the save under way,
     also on an error.
 
@@ -382,9 +382,6 @@ class Saver:
         error, self._under_way, self._error = self._error, None, None
         if error is not None:
             raise error
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None

@@ -68,19 +68,11 @@ SCHEMA = pa.schema(
         *((name, pa.list_(pa.from_numpy_dtype(kind))) for name, kind in _ARRAYS.items()),
     ]
 )
-# Where values repeat; of the others a dictionary would be as large as they are.
+# Texts that repeat; of the others a dictionary would be as large as they are.
 _DICTIONARY = [
-    "outcome",
-    "uid",
-    "category",
-    "answer",
-    "messages",
-    "metadata",
-    "opening",
-    "tools",
-    "stop_reason",
-    "env_error",
-    "reward_error",
+    field.name
+    for field in SCHEMA
+    if field.type == pa.string() and field.name not in ("transcript", "text")
 ]
 
 
@@ -157,13 +149,6 @@ def read_groups(path: Path, problems: Mapping[str, Problem] | None = None) -> li
         )
         found.append(Group(problem=problem, episodes=tuple(episodes), outcome=row["outcome"]))
     return found
-
-
-def read_columns(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
-    """Read some columns of each episode of a file, in its order. Raises UserError for a damaged
-    file."""
-    rows: list[dict[str, Any]] = read_table(path, columns).to_pylist()
-    return rows
 
 
 def read_note(path: Path) -> Any:

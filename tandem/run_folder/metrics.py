@@ -14,6 +14,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from tandem.runtime.errors import UserError
 Metrics = dict[str, Any]  # name -> float | int | None | Metrics
 
 
-class MetricsWriter:
+class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     """The files of a run's numbers; a row is durable before write returns. The order at a step:
     write its row, then save its checkpoint.
 
@@ -72,14 +73,8 @@ class MetricsWriter:
         """Put a text, read as Markdown, into TensorBoard and nowhere else."""
         self._events.append_text(step, tag, text)
 
-    def close(self) -> None:
-        self._events.close()
-
-    def __enter__(self) -> "MetricsWriter":
-        return self
-
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._events.close()
 
 
 def read_metrics(run_folder: Path, name: str = "metrics.jsonl") -> list[Metrics]:

@@ -15,6 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -28,7 +29,7 @@ from tandem.run_folder.files import read_file
 from tandem.run_folder.metrics import Metrics, flatten
 from tandem.run_folder.samples import Sample, printable
 from tandem.runtime.disk import write_atomic
-from tandem.runtime.errors import UserError
+from tandem.runtime.errors import not_installed
 from tandem.runtime.image_parts import message_text
 from tandem.runtime.watchdog import heartbeat
 
@@ -71,16 +72,11 @@ def require_trackers(names: Sequence[str]) -> None:
             continue  # its package has named it
         spec = find_spec(name)
         if spec is None or spec.origin is None:  # a folder ./wandb is no package
-            raise UserError(
-                "the package of a tracker is not installed",
-                where=f"run.trackers = {list(names)}",
-                found=f"no {name}",
-                expected=f"the package {name}",
-                next=f"pip install 'tandem-rl[{name}]', or leave it out of run.trackers",
-            )
+            where = f"run.trackers = {list(names)}"
+            raise not_installed(name, name, where=where, instead="leave it out of run.trackers")
 
 
-class Trackers:
+class Trackers(AbstractContextManager["Trackers"]):
     """The trackers of a run, each open until the context ends; none has an effect on the run."""
 
     def __init__(
@@ -126,9 +122,6 @@ class Trackers:
     def _send(self, call: Call) -> None:
         for link in self._links:
             link.send(call)
-
-    def __enter__(self) -> "Trackers":
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None

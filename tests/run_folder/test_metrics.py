@@ -59,7 +59,7 @@ def test_metrics_cut_anywhere_are_resumed_to_the_same_bytes():
                 work.mkdir()
                 for name in ("metrics.jsonl", "timings.jsonl"):
                     (work / name).write_bytes(wanted[:length])
-                MetricsWriter(work, resume_step).close()
+                write(work, [], resume_step)
                 assert rows_of(work) == b"".join(
                     wanted.splitlines(keepends=True)[: resume_step + 1]
                 )

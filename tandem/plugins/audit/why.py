@@ -24,7 +24,7 @@ from tandem.config.algorithm import RL
 from tandem.model.tokenizer import load_tokenizer
 from tandem.plugins.audit.replay import replay
 from tandem.run_folder.diff import Divergence
-from tandem.run_folder.episode_files import read_columns, read_groups
+from tandem.run_folder.episode_files import read_groups, read_table
 from tandem.run_folder.read import PastRun
 from tandem.run_folder.samples import Sample
 from tandem.runtime.errors import UserError
@@ -91,7 +91,7 @@ def find_episodes(past: PastRun, name: str) -> list[EpisodeRef]:
     Raises UserError if there is none.
     """
     columns = ["step", "uid", "sample_index", "key"]
-    steps = {step: read_columns(past.journal(step), columns) for step in past.journaled()}
+    steps = {step: read_table(past.journal(step), columns).to_pylist() for step in past.journaled()}
     for form in NAMES:
         refs = {
             ref.episode.key: ref

@@ -35,7 +35,7 @@ from tandem.jobs.inputs import read_data
 from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episode_metrics import episode_metrics
 from tandem.rollout.score import RolloutRunner, generate_and_score, sampling_params
-from tandem.run_folder.episode_files import episode_file, json_lines, read_columns, write_episodes
+from tandem.run_folder.episode_files import episode_file, json_lines, read_table, write_episodes
 from tandem.run_folder.files import RESTORE_OR_FRESH, read_file
 from tandem.run_folder.folder import RunFolder, open_run
 from tandem.run_folder.metrics import MetricsWriter, peak_rss_mb, read_metrics
@@ -339,7 +339,7 @@ def mean_rewards(files: Iterable[Path]) -> dict[str, float]:
     """Compute the mean reward by uid, over the episodes whose environment did not fail."""
     rewards: defaultdict[str, list[float]] = defaultdict(list)
     for file in files:
-        for row in read_columns(file, ["uid", "reward", "env_error"]):
+        for row in read_table(file, ["uid", "reward", "env_error"]).to_pylist():
             if not row["env_error"]:
                 rewards[row["uid"]].append(row["reward"])
     return {uid: float(np.mean(values)) for uid, values in rewards.items()}
