@@ -55,18 +55,8 @@ class UnknownTokens:
         )
 
     def _characters(self) -> list[str]:
-        """Return what the unknown tokens of the first texts stand for."""
-        if not self._tokenizer.is_fast:  # only a fast one tells the place of a token
-            return []
-        read = self._tokenizer(
-            self._texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-        )
-        pieces = (
-            text[start:end][:20]
-            for text, row, places in zip(
-                self._texts, read["input_ids"], read["offset_mapping"], strict=True
-            )
-            for token, (start, end) in zip(row, places, strict=True)
-            if token == self._unknown
-        )
-        return list(dict.fromkeys(pieces))
+        """Return the characters of the first texts that have no token."""
+        characters = list(dict.fromkeys("".join(self._texts)))
+        read = self._tokenizer(characters, add_special_tokens=False, verbose=False)
+        rows = zip(characters, read["input_ids"], strict=True)
+        return [character for character, row in rows if self._unknown in row]

@@ -18,7 +18,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,29 +125,23 @@ def open_run(folder: Path, config: Config, *, fresh: bool, command: str) -> Iter
     _refuse_foreign(folder)
     resolved(config, folder)  # what it refuses makes and moves no folder
     is_new = not folder.exists()
-    with locked(folder) as lock_news:
+    with locked(folder) as news, ExitStack() as opened:
         if fresh and _is_run(folder):
             number = 1
             while (old := folder.with_name(f"{folder.name}.old-{number}")).exists():
                 number += 1
             with disk_errors(folder):
                 folder.rename(old)
-            try:
-                # The lock has moved with the old folder: the new one is locked before it is let go.
-                with locked(folder) as no_news, _opened(folder, config, command, no_news) as run:
-                    run.log(f"started fresh; the run before is in {old}")
-                    yield run
-            finally:
-                if not folder.exists():  # it was refused
-                    old.rename(folder)
-        else:
-            with _opened(folder, config, command, lock_news, is_new) as run:
-                yield run
+            opened.callback(lambda: folder.exists() or old.rename(folder))  # it was refused
+            # The lock has moved with the old folder: the new one is locked before it is let go.
+            opened.enter_context(locked(folder))
+            news, is_new = f"started fresh; the run before is in {old}", True
+        yield opened.enter_context(_opened(folder, config, command, news, is_new))
 
 
 @contextmanager
 def _opened(
-    folder: Path, config: Config, command: str, lock_news: str, is_new: bool = True
+    folder: Path, config: Config, command: str, start_news: str, is_new: bool
 ) -> Iterator[RunFolder]:
     """Open a locked folder. is_new: this start has made it; if it is refused, it goes."""
     start = f"{'resumed' if _is_run(folder) else 'started'} by pid {os.getpid()}: tandem {command}"
@@ -166,7 +160,7 @@ def _opened(
         for name in RATED
         if getattr(given, name).learning_rate == "auto"
     ]
-    news = tuple(filter(None, [start, lock_news, *changes, *chosen]))
+    news = tuple(filter(None, [start, start_news, *changes, *chosen]))
     run = RunFolder(path=folder, config=config, command=command, news=news, recipe=recipe)
     for line in news:
         run.log(line)
