@@ -40,7 +40,10 @@ class UnknownTokens:
         """Warn of the texts that were counted. unit: what they are, of the data behind the key."""
         if not self._texts:
             return
-        found = self._characters()
+        characters = list(dict.fromkeys("".join(self._texts)))
+        read = self._tokenizer(characters, add_special_tokens=False, verbose=False)
+        rows = zip(characters, read["input_ids"], strict=True)
+        found = [character for character, row in rows if self._unknown in row]
         more = " and others" * (len(found) > SHOWN)
         logger.warning(
             "%s of %s %s of %s have text that the tokenizer does not know%s: the model reads %s in "
@@ -53,10 +56,3 @@ class UnknownTokens:
             f" ({', '.join(map(repr, found[:SHOWN]))}{more})" if found else "",
             self._tokenizer.unk_token,
         )
-
-    def _characters(self) -> list[str]:
-        """Return the characters of the first texts that have no token."""
-        characters = list(dict.fromkeys("".join(self._texts)))
-        read = self._tokenizer(characters, add_special_tokens=False, verbose=False)
-        rows = zip(characters, read["input_ids"], strict=True)
-        return [character for character, row in rows if self._unknown in row]

@@ -187,11 +187,16 @@ def check_models(config: Config, *others: str, head: Head = "tokens") -> Any:
         from tandem.model.lora import require_peft
 
         require_peft()
-    if not (divisible(shape) and has_experts(shape)):
-        if config.train.router_aux_loss_coef:
-            raise _no_experts(config, "train.router_aux_loss_coef", "to balance", "0")
-        if config.rl.router_replay:
-            raise _no_experts(config, "rl.router_replay", "whose choice to replay", "false")
+    needs_experts = config.train.router_aux_loss_coef or config.rl.router_replay
+    if needs_experts and not (divisible(shape) and has_experts(shape)):
+        raise UserError(
+            "there are no experts to balance, or whose choice to replay",
+            where="train.router_aux_loss_coef, rl.router_replay",
+            found=f"a model without experts, or whose experts are transformers' own: "
+            f"model.path = {config.model.path}",
+            expected="a mixture of experts that runs through Tandem's layer, as qwen3_moe",
+            next="leave both settings out",
+        )
     return shape
 
 
@@ -261,14 +266,3 @@ def check_tokenizer(config: Config, shape: Any, renderer: ChatRenderer) -> None:
 
 def _vocabulary(shape: Any) -> int:
     return int(shape.get_text_config().vocab_size)
-
-
-def _no_experts(config: Config, key: str, purpose: str, off: str) -> UserError:
-    return UserError(
-        f"there are no experts {purpose}",
-        where=key,
-        found=f"a model without experts, or whose experts are transformers' own: "
-        f"model.path = {config.model.path}",
-        expected="a mixture of experts that runs through Tandem's layer, as qwen3_moe",
-        next=f"set {key}={off}",
-    )

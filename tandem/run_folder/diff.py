@@ -18,6 +18,8 @@ from itertools import chain, zip_longest
 
 import numpy as np
 
+from tandem.config.recipe import to_toml
+from tandem.run_folder.config_changes import toml_values
 from tandem.run_folder.episode_files import read_groups
 from tandem.run_folder.read import Altered, PastRun, altered, without_evaluation
 from tandem.runtime.disk import file_hash
@@ -121,13 +123,8 @@ def compare_runs(a: PastRun, b: PastRun) -> Comparison:
 
 def _config_values(past: PastRun) -> dict[str, str]:
     """Return every key with its value as text, without the folder of the run."""
-    values = {
-        f"{section}.{name}": repr(value)
-        for section, fields in past.config.model_dump().items()
-        for name, value in fields.items()
-    }
-    del values["run.folder"]
-    return {"command": repr(past.command), **values}
+    values = {"command": past.command, **toml_values(to_toml(past.config))}
+    return {key: repr(value) for key, value in values.items() if key != "run.folder"}
 
 
 def _compare_step(a: PastRun, b: PastRun, step: int) -> Iterator[Divergence]:
