@@ -39,42 +39,13 @@ ROOMS = {  # room -> the other rooms that it may import; none of them leads back
     "rollout": {"config", "data", "envs", "rl", "run_folder"},
     "trainer": {"config", "model", "rl"},
 }
-KNOWS_EVERYONE = [
-    "step",
-    "step_async",
-    "train_loop",
-    "jobs",
-    "cli",
-    "api",
-    "__main__",
-]  # each imports those before it
-OPTIONAL = (
-    "minisweagent",
-    "datasets",
-    "deepspeed",
-    "fastapi",
-    "flash_attn",
-    "gguf",
-    "gymnasium",
-    "jsonschema",
-    "llguidance",
-    "megatron",
-    "mlflow",
-    "mooncake",
-    "nixl",
-    "peft",
-    "ray",
-    "reasoning_gym",
-    "resvg_py",
-    "starlette",
-    "tensorboardX",
-    "trackio",
-    "transfer_queue",
-    "uvicorn",
-    "verifiers",
-    "vllm",
-    "wandb",
-)
+# each imports those before it
+KNOWS_EVERYONE = ["step", "step_async", "train_loop", "jobs", "cli", "api", "__main__"]
+OPTIONAL = """
+datasets deepspeed fastapi flash_attn gguf gymnasium jsonschema llguidance megatron minisweagent
+mlflow mooncake nixl peft ray reasoning_gym resvg_py starlette tensorboardX trackio transfer_queue
+uvicorn verifiers vllm wandb
+"""
 
 
 def imported(path):
@@ -176,7 +147,7 @@ def test_an_optional_stack_is_imported_in_one_file_of_a_room():
     """All HTTP servers are serve/app.py, which alone runs uvicorn; no other stack has two files."""
     users = {
         stack: sorted(name(p) for p in FILES if stack in {m.split(".")[0] for m in imported(p)})
-        for stack in OPTIONAL
+        for stack in OPTIONAL.split()
     }
     twice = {stack: files for stack, files in users.items() if len(files) > 1}
     assert twice == {
@@ -190,22 +161,13 @@ def test_an_optional_stack_is_imported_in_one_file_of_a_room():
     }
 
 
-@pytest.mark.parametrize(
-    "package",
-    [
-        "types",
-        "config",
-        "runtime/errors",
-        "runtime/rng",
-        "runtime/disk",
-        "plugins/graders",
-        "plugins/tasks",
-        "envs",
-        "data",
-        "rewards",
-        "rollout",
-    ],
-)
+WITHOUT_TORCH = """
+types config runtime/errors runtime/rng runtime/disk plugins/graders plugins/tasks envs data rewards
+rollout
+"""
+
+
+@pytest.mark.parametrize("package", WITHOUT_TORCH.split())
 def test_what_needs_no_tensor_does_not_import_torch(package):
     path = PACKAGE / package
     files = path.rglob("*.py") if path.is_dir() else [path.with_suffix(".py")]
@@ -316,7 +278,9 @@ def is_there(module, scripts):
     first = module.split(".")[0]
     if first in ("tandem", "tests", "chaos"):
         return file_of(module) is not None
-    return first in scripts or first in OPTIONAL or importlib.util.find_spec(first) is not None
+    return (
+        first in scripts or first in OPTIONAL.split() or importlib.util.find_spec(first) is not None
+    )
 
 
 def is_stored(name):

@@ -54,12 +54,3 @@ def test_template_is_part_of_the_run(home, tmp_path):
     output_of(*command)
     file.write_text(file.read_text() + "{# the same text, another file #}")
     assert "data.chat_template" in mistake(*command, f"run.steps={STEPS + 1}")
-
-
-@pytest.mark.parametrize("content", [None, " \n", b"\xff"])
-def test_template_that_cannot_be_read_is_a_users_error(home, content, tmp_path):
-    file = tmp_path / "bad.jinja"
-    if content is not None:
-        file.write_bytes(content.encode() if isinstance(content, str) else content)
-    text = mistake(*run(home, "train", tmp_path / "run", "base", f"data.chat_template={file}"))
-    assert "the chat template cannot be read" in text and f"data.chat_template = {file}" in text

@@ -44,13 +44,16 @@ train model.path=a-run/checkpoints/step_000010 | model.path
 train model.path=~/model | does not exist | ~/model
 train model.path=cut | cut
 train model.path=pickle | pickle | pytorch_model.bin
+train model.path=scorer | reward model | critic.path
 train rollout.max_new_tokens=100000 | rollout.max_new_tokens | lower
 train data.train= | data.train | add data.train=...
 train data.train=nope.jsonl | data.train | nope.jsonl
 train data.train=targt.jsonl | data.train | target.jsonl
 train rollout.max_tokens=9 | did you mean rollout.max_new_tokens?
 train steps=3 | run.steps=3 or sft.steps=3 or preference.steps=3
-train data.chat_template=nope.jinja | data.chat_template = nope.jinja
+train data.chat_template=nope.jinja | cannot be read | data.chat_template = nope.jinja
+train data.chat_template=blank.jinja | cannot be read | data.chat_template = blank.jinja
+train data.chat_template=latin.toml | cannot be read | data.chat_template = latin.toml
 train model.path=./nope | model.path = ./nope
 train model.path= | no model is named | model.path
 train model.path=models/nope | model.path = models/nope
@@ -66,6 +69,7 @@ train cluster.placement=pack | cluster.placement
 train parallel.tensor=3 | parallel.tensor | parallel.tensor=2
 train env=nope | env.name | single_turn
 distill distill.temperature=1 | distill.temperature | rollout.temperature
+distill distill.teacher= | add distill.teacher=
 distill distill.teacher=./nope | distill.teacher = ./nope
 rm preference.train=mine.py | mine.py | convert the file
 dpo preference.beta=0.1 | add preference.train=
@@ -115,11 +119,15 @@ def folder(tmp_path_factory):
     (folder / "a-run/config.toml").touch()
     (folder / "a-run/checkpoints/step_000010/state.json").write_text("{}")
     (folder / "broken.jinja").write_text("{% for m in messages %}\n{{ m.content }\n")
-    for name in ("cut", "pickle", "broken"):
+    (folder / "blank.jinja").write_text(" \n")
+    for name in ("cut", "pickle", "broken", "scorer"):
         shutil.copytree(folder / "model", folder / name)
     weights = (folder / "cut/model.safetensors").read_bytes()
     (folder / "cut/model.safetensors").write_bytes(weights[: len(weights) // 2])
     (folder / "broken/config.json").write_text('{\n  "model_type": "llama"\n  "vocab_size": 9\n}\n')
+    scorer = json.loads((folder / "scorer/config.json").read_text())
+    scorer["architectures"] = ["Qwen3ForSequenceClassification"]
+    (folder / "scorer/config.json").write_text(json.dumps(scorer))
     (folder / "pickle/model.safetensors").rename(folder / "pickle/pytorch_model.bin")
     return folder
 
