@@ -146,14 +146,9 @@ def _apply(tree: dict[str, Any], text: str, origin: dict[str, str], after: str) 
     table, reaches_in = tree[section], field.startswith(("options.", "vllm."))
     path = field.split(".") if reaches_in else [field]
     for name in path[:-1]:
-        table = table.setdefault(name, {})
-        if not isinstance(table, dict):
-            raise UserError(
-                "an override reaches into what is no table",
-                where=key,
-                found=repr(table),
-                expected=f"{name} = {{...}}",
-            )
+        if not isinstance(table.get(name), dict):
+            table[name] = {}
+        table = table[name]
     table[path[-1]] = value
     origin[f"{section}.{field}"] = "command line"
     if section not in Config.model_fields:  # it is told without its field
