@@ -80,12 +80,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
 def read_metrics(run_folder: Path, name: str = "metrics.jsonl") -> list[Metrics]:
     """Read the rows in order of their steps; name="timings.jsonl" for the times. Reads the file of
     a run in progress as well."""
-    return [row for _, row in _read_rows(run_folder / name)]
-
-
-def read_lines(run_folder: Path) -> dict[int, bytes]:
-    """Read the lines of metrics.jsonl by step, as bytes."""
-    return {row["step"]: line for line, row in _read_rows(run_folder / "metrics.jsonl")}
+    return [row for _, row in read_rows(run_folder / name)]
 
 
 def peak_rss_mb() -> float:
@@ -141,16 +136,16 @@ def flatten(metrics: Metrics, prefix: str = "") -> dict[str, float]:
 
 def _truncate(path: Path, last_step: int) -> int | None:
     """Keep the rows up to last_step, their bytes untouched; return the last step that is left."""
-    rows = [(line, row["step"]) for line, row in _read_rows(path) if row["step"] <= last_step]
+    rows = [(line, row["step"]) for line, row in read_rows(path) if row["step"] <= last_step]
     kept = b"".join(line for line, _ in rows)
     if path.exists() and path.stat().st_size != len(kept):
         write_atomic(path, kept)
     return rows[-1][1] if rows else None
 
 
-def _read_rows(path: Path) -> Iterator[tuple[bytes, Metrics]]:
-    """Yield (line, row). Drops a torn last line, which a kill leaves; raises UserError for a broken
-    one elsewhere."""
+def read_rows(path: Path) -> Iterator[tuple[bytes, Metrics]]:
+    """Yield (line, row) of a file. Drops a torn last line, which a kill leaves; raises UserError
+    for a broken one elsewhere."""
     with disk_errors(path):
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     for number, line in enumerate(lines, start=1):

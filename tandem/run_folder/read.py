@@ -29,7 +29,7 @@ from tandem.config.schema import Config
 from tandem.model import custom_code
 from tandem.run_folder.episode_files import episode_file
 from tandem.run_folder.files import FAILED, KEPT_MODEL, LEDGER, read_about, read_file, require_run
-from tandem.run_folder.metrics import Metrics, read_lines, read_metrics
+from tandem.run_folder.metrics import Metrics, read_metrics, read_rows
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import UserError
 from tandem.runtime.image_parts import keep_in
@@ -136,7 +136,8 @@ class Altered:
 def altered(folder: Path, up_to: float = math.inf) -> list[Altered]:
     """Hash the files and rows of all steps up to `up_to` and return those whose hash is not the
     ledger's."""
-    lines, rows = read_lines(folder), {row["step"]: row for row in read_metrics(folder, LEDGER)}
+    lines = {row["step"]: line for line, row in read_rows(folder / "metrics.jsonl")}
+    rows = {row["step"]: row for row in read_metrics(folder, LEDGER)}
     checked: list[Altered] = []
     for step in sorted({*lines, *rows}):
         if step > up_to:
