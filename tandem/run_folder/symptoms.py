@@ -4,7 +4,8 @@ rows, in order, each the metrics of a step with its timings.
 docs/guide/warnings.md has the thresholds below. It does not know how the numbers come about.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from statistics import fmean, median
 
 from tandem.types import Row
@@ -24,168 +25,145 @@ WAITING = 0.5  # share of a step
 STUCK_STEPS, MOVED_LOSS = 10, 1e-3  # steps after the warm-up; share of the first loss
 
 Rows = Sequence[Row]
-
-
-def skipped_update(rows: Rows) -> str:
-    bad = sorted(name.removeprefix("bad/") for name in rows[-1] if name.startswith("bad/"))
-    return (
-        f"an update was skipped, not finite: {', '.join(bad)}; a lower train.learning_rate or "
-        "train.max_grad_norm may help"
-        if bad
-        else ""
-    )
-
-
-def unscored(rows: Rows) -> str:
-    count = rows[-1].get("reward_errors", 0)
-    wrong = (
-        f"{count:.0f} episodes could not be scored and have the reward 0; tandem show RUN --worst "
-        "has their errors; if they took too long, take a larger reward.timeout_s"
-    )
-    return wrong if count else ""
-
-
-def failed_environments(rows: Rows) -> str:
-    count = rows[-1].get("env_errors", 0) + rows[-1].get("env_timeouts", 0)
-    wrong = (
-        f"{count:.0f} episodes failed in their environment; tandem show RUN --worst has their "
-        "errors; if they took too long, take a larger env.timeout_s"
-    )
-    return wrong if count else ""
-
-
-def truncated(rows: Rows) -> str:
-    wrong = "over half of the completions hit rollout.max_new_tokens; take a larger one"
-    return wrong if rows[-1].get("truncated", 0) > TRUNCATED else ""
-
-
-def inexact_engine(rows: Rows) -> str:
-    """Look at the gap that is 0 for Tandem's engine; other engines have a mean of their own."""
-    row = rows[-1]
-    if row.get("logprob_gap", 0) != 0 and "logprob_gap_mean" not in row:
-        return (
-            "engine and trainer disagree: logprob_gap is not 0; `tandem doctor` says where, "
-            "rl.correction=tis weighs it"
-        )
-    if (gap := _now(rows, "logprob_gap_mean")) is not None and gap > ENGINE_GAP:
-        return (
-            f"the engine's log-probs are {gap:.2g} nats off in the mean (logprob_gap_mean); "
-            "rl.correction=tis weighs it, an exact model with Tandem's engine has none"
-        )
-    return ""
-
-
-def no_signal(rows: Rows) -> str:
-    """Look at the newest rows; before there are RECENT, at a begin without any signal."""
-    flat = _now(rows, "groups_without_signal")
-    if flat is None and len(rows) >= FLAT_STEPS:
-        flat = min(row.get("groups_without_signal", 0.0) for row in rows)
-    if flat is None or flat <= FLAT_GROUPS:
-        return ""
-    reward = fmean(_values(rows[-RECENT:], "reward") or [0.0])
-    equal = f"over {FLAT_GROUPS:.0%} of the groups have equal rewards, with a mean of {reward:.3g}"
-    if reward >= SOLVED:
-        return f"{equal}: solved, where 1 is the best; take harder problems in data.train, or stop"
-    if reward <= 0:
-        advice = "warm up by tandem sft, or take easier problems in data.train"
-        return f"{equal}: none was solved; {advice}"
-    return (
-        f"{equal}, so nothing to learn from: take problems that are sometimes solved, a larger "
-        "rl.group_size, or rl.max_gen_batches"
-    )
-
-
-def falling_reward(rows: Rows) -> str:
-    rewards = _values(rows, "reward")
-    means = [fmean(rewards[i : i + RECENT]) for i in range(len(rewards) - RECENT + 1)]
-    if not means or means[-1] >= max(means) - FALLEN_REWARD:
-        return ""
-    return (
-        f"the reward is falling, {max(means):.2f} -> {means[-1]:.2f}: a lower train.learning_rate "
-        "or more rl.prompts_per_step may help"
-    )
-
-
-def entropy_collapse(rows: Rows) -> str:
-    """Compare with the entropy before; one that falls while the reward rises is learning."""
-    before, now = _before(rows, "entropy"), _now(rows, "entropy")
-    if before is None or now is None or now > COLLAPSED_ENTROPY * before or _improves(rows):
-        return ""
-    return (
-        f"the entropy has collapsed, {before:.2g} -> {now:.2g}, and the reward does not rise: a "
-        "larger rl.clip_high, rl.entropy_coef, or a lower train.learning_rate"
-    )
-
-
-def length_explosion(rows: Rows) -> str:
-    before, now = _before(rows, "completion_tokens"), _now(rows, "completion_tokens")
-    if before is None or now is None or now < GROWN_LENGTH * before or _improves(rows):
-        return ""
-    return (
-        f"completions grow, {before:.0f} -> {now:.0f} tokens, and the reward does not rise: "
-        "reward.overlong_penalty, or rl.aggregation=token_mean"
-    )
-
-
-def starved_trainer(rows: Rows) -> str:
-    """Look at rollouts beside the training; without workers the wait has the rollout in it."""
-    waits, steps, rollouts = (_median(rows, name) for name in ("wait_s", "step_s", "rollout_s"))
-    if waits >= rollouts or waits <= WAITING * steps:
-        return ""
-    return (
-        f"the trainer waits for rollouts in {waits / steps:.0%} of the time: more rollout.workers, "
-        "or a larger rollout.staleness"
-    )
-
-
-def starved_engine(rows: Rows) -> str:
-    waits, steps, rollouts = (_median(rows, name) for name in ("wait_s", "step_s", "rollout_s"))
-    if not rollouts or waits >= rollouts or rollouts >= WAITING * steps or "wait_s" not in rows[-1]:
-        return ""
-    return (
-        f"the rollout workers are idle in {1 - rollouts / steps:.0%} of the time: fewer "
-        "rollout.workers leave cores to the trainer, a larger rollout.staleness lets them go on"
-    )
-
-
-def stuck_pairs(rows: Rows) -> str:
-    """Look at the first steps of learning from pairs, once the learning rate is at its peak: at one
-    too small for the model the loss stays at ln 2 = 0.693."""
-    losses, rates = _values(rows, "loss"), _values(rows, "learning_rate")
-    if "accuracy" not in rows[-1] or len(rows) == HISTORY or not losses or not rates:
-        return ""
-    warmed_up = len(rates) - rates.index(max(rates)) >= STUCK_STEPS
-    moved = max(abs(loss - losses[0]) for loss in losses) >= MOVED_LOSS * abs(losses[0])
-    if moved or not warmed_up:
-        return ""
-    return (
-        f"the loss is still {losses[0]:.3f} after {len(losses)} steps: preference.learning_rate is "
-        "probably too small for this model"
-    )
-
-
+Found = Iterator[tuple[str, str]]  # the name of a symptom, and its warning
 EPISODE_ERRORS = ("unscored", "failed_environments")  # symptoms with an error in episodes
-SYMPTOMS: tuple[Callable[[Rows], str], ...] = (
-    skipped_update,
-    unscored,
-    failed_environments,
-    truncated,
-    inexact_engine,
-    no_signal,
-    falling_reward,
-    entropy_collapse,
-    length_explosion,
-    starved_trainer,
-    starved_engine,
-    stuck_pairs,
-)
 
 
 def symptoms(rows: Rows) -> Mapping[str, str]:
     """Return the warning of each symptom that the newest HISTORY rows show, by its name."""
     newest = rows[-HISTORY:]
-    found = {look.__name__: look(newest) for look in SYMPTOMS if newest}
-    return {name: warning for name, warning in found.items() if warning}
+    groups = (of_last_step, of_engine, of_rewards, of_texts, of_waits, of_pairs)
+    return dict(chain.from_iterable(group(newest) for group in groups if newest))
+
+
+def of_last_step(rows: Rows) -> Found:
+    row = rows[-1]
+    if bad := sorted(name.removeprefix("bad/") for name in row if name.startswith("bad/")):
+        yield (
+            "skipped_update",
+            f"an update was skipped, not finite: {', '.join(bad)}; a lower train.learning_rate or "
+            "train.max_grad_norm may help",
+        )
+    if count := row.get("reward_errors", 0):
+        yield (
+            "unscored",
+            f"{count:.0f} episodes could not be scored and have the reward 0; tandem show RUN "
+            "--worst has their errors; if they took too long, take a larger reward.timeout_s",
+        )
+    if count := row.get("env_errors", 0) + row.get("env_timeouts", 0):
+        yield (
+            "failed_environments",
+            f"{count:.0f} episodes failed in their environment; tandem show RUN --worst has their "
+            "errors; if they took too long, take a larger env.timeout_s",
+        )
+    if row.get("truncated", 0) > TRUNCATED:
+        yield (
+            "truncated",
+            "over half of the completions hit rollout.max_new_tokens; take a larger one",
+        )
+
+
+def of_engine(rows: Rows) -> Found:
+    """Look at the gap that is 0 for Tandem's engine; other engines have a mean of their own."""
+    row, gap = rows[-1], _now(rows, "logprob_gap_mean")
+    if row.get("logprob_gap", 0) != 0 and "logprob_gap_mean" not in row:
+        yield (
+            "inexact_engine",
+            "engine and trainer disagree: logprob_gap is not 0; `tandem doctor` says where, "
+            "rl.correction=tis weighs it",
+        )
+    elif gap is not None and gap > ENGINE_GAP:
+        yield (
+            "inexact_engine",
+            f"the engine's log-probs are {gap:.2g} nats off in the mean (logprob_gap_mean); "
+            "rl.correction=tis weighs it, an exact model with Tandem's engine has none",
+        )
+
+
+def of_rewards(rows: Rows) -> Found:
+    """Look at the newest rows; before there are RECENT, at a begin without any signal."""
+    flat = _now(rows, "groups_without_signal")
+    if flat is None and len(rows) >= FLAT_STEPS:
+        flat = min(row.get("groups_without_signal", 0.0) for row in rows)
+    if flat is not None and flat > FLAT_GROUPS:
+        reward = fmean(_values(rows[-RECENT:], "reward") or [0.0])
+        if reward >= SOLVED:
+            advice = ": solved, where 1 is the best; take harder problems in data.train, or stop"
+        elif reward <= 0:
+            advice = (
+                ": none was solved; warm up by tandem sft, or take easier problems in data.train"
+            )
+        else:
+            advice = (
+                ", so nothing to learn from: take problems that are sometimes solved, a larger "
+                "rl.group_size, or rl.max_gen_batches"
+            )
+        equal = f"over {FLAT_GROUPS:.0%} of the groups have equal rewards"
+        yield "no_signal", f"{equal}, with a mean of {reward:.3g}{advice}"
+    rewards = _values(rows, "reward")
+    means = [fmean(rewards[i : i + RECENT]) for i in range(len(rewards) - RECENT + 1)]
+    if means and means[-1] < max(means) - FALLEN_REWARD:
+        yield (
+            "falling_reward",
+            f"the reward is falling, {max(means):.2f} -> {means[-1]:.2f}: a lower "
+            "train.learning_rate or more rl.prompts_per_step may help",
+        )
+
+
+def of_texts(rows: Rows) -> Found:
+    """Compare with the rows before; a change while the reward rises is learning."""
+    if _improves(rows):
+        return
+    before, now = _before(rows, "entropy"), _now(rows, "entropy")
+    if before is not None and now is not None and now <= COLLAPSED_ENTROPY * before:
+        yield (
+            "entropy_collapse",
+            f"the entropy has collapsed, {before:.2g} -> {now:.2g}, and the reward does not rise: "
+            "a larger rl.clip_high, rl.entropy_coef, or a lower train.learning_rate",
+        )
+    before, now = _before(rows, "completion_tokens"), _now(rows, "completion_tokens")
+    if before is not None and now is not None and now >= GROWN_LENGTH * before:
+        yield (
+            "length_explosion",
+            f"completions grow, {before:.0f} -> {now:.0f} tokens, and the reward does not rise: "
+            "reward.overlong_penalty, or rl.aggregation=token_mean",
+        )
+
+
+def of_waits(rows: Rows) -> Found:
+    """Look at rollouts beside the training; without workers the wait has the rollout in it."""
+    waits, steps, rollouts = (_median(rows, name) for name in ("wait_s", "step_s", "rollout_s"))
+    if waits >= rollouts:
+        return
+    if waits > WAITING * steps:
+        yield (
+            "starved_trainer",
+            f"the trainer waits for rollouts in {waits / steps:.0%} of the time: more "
+            "rollout.workers, or a larger rollout.staleness",
+        )
+    if rollouts < WAITING * steps and "wait_s" in rows[-1]:
+        yield (
+            "starved_engine",
+            f"the rollout workers are idle in {1 - rollouts / steps:.0%} of the time: fewer "
+            "rollout.workers leave cores to the trainer, a larger rollout.staleness lets them go "
+            "on",
+        )
+
+
+def of_pairs(rows: Rows) -> Found:
+    """Look at the first steps of learning from pairs, once the learning rate is at its peak: at one
+    too small for the model the loss stays at ln 2 = 0.693."""
+    losses, rates = _values(rows, "loss"), _values(rows, "learning_rate")
+    if "accuracy" not in rows[-1] or len(rows) == HISTORY or not losses or not rates:
+        return
+    warmed_up = len(rates) - rates.index(max(rates)) >= STUCK_STEPS
+    moved = max(abs(loss - losses[0]) for loss in losses) >= MOVED_LOSS * abs(losses[0])
+    if warmed_up and not moved:
+        yield (
+            "stuck_pairs",
+            f"the loss is still {losses[0]:.3f} after {len(losses)} steps: "
+            "preference.learning_rate is probably too small for this model",
+        )
 
 
 def _values(rows: Rows, name: str) -> list[float]:
