@@ -119,7 +119,7 @@ def save_checkpoint(folder: Path, contents: Contents, disk: Disk = DISK) -> Path
             manifest = _sealed(body)
             write_file(temporary / MANIFEST, lambda path: path.write_bytes(manifest), disk)
             disk.fsync(temporary)
-        except (OSError, UserError):
+        except Exception:
             with suppress(OSError):  # the error to raise is the first one
                 disk.remove(temporary)  # it takes the space that the user is about to look for
             raise
