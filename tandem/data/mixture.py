@@ -32,25 +32,24 @@ class Mixture(list[T]):
         self.parts, self.names = list(parts), list(names)
         self.weights = [Fraction(str(weight)) for weight in weights]  # of the decimal: 0.7 is 7/10
 
-    def only(self, kept: Sequence[T]) -> "Mixture[T]":
-        """Return the mixture of the items that were kept. Raises UserError if a part keeps none."""
-        chosen = {id(item) for item in kept}
-        parts = [[item for item in part if id(item) in chosen] for part in self.parts]
-        for name, part in zip(self.names, parts, strict=True):
-            if not part:
-                raise UserError(
-                    "nothing of a source is left to train on",
-                    where=name,
-                    found="every row dropped",
-                    expected="at least one row of each source",
-                    next="leave the source out, or accept its rows",
-                )
-        return Mixture(parts, [float(weight) for weight in self.weights], self.names)
-
 
 def only(items: Sequence[T], kept: Sequence[T]) -> Sequence[T]:
-    """Return the items that were kept, in their order; a Mixture stays a Mixture."""
-    return items.only(kept) if isinstance(items, Mixture) else kept
+    """Return the items that were kept, in their order; a Mixture stays a Mixture. Raises UserError
+    if a part of it keeps none."""
+    if not isinstance(items, Mixture):
+        return kept
+    chosen = {id(item) for item in kept}
+    parts = [[item for item in part if id(item) in chosen] for part in items.parts]
+    for name, part in zip(items.names, parts, strict=True):
+        if not part:
+            raise UserError(
+                "nothing of a source is left to train on",
+                where=name,
+                found="every row dropped",
+                expected="at least one row of each source",
+                next="leave the source out, or accept its rows",
+            )
+    return Mixture(parts, [float(weight) for weight in items.weights], items.names)
 
 
 def problems_of_step(

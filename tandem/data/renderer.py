@@ -62,19 +62,13 @@ def load_renderer(model_path: str, template_file: str = "") -> "ChatRenderer":
             next=f"copy chat_template.jinja of the model's chat variant into {model_path}, or set "
             "data.chat_template=FILE",
         )
-    ends = _eos_ids(model_path, tokenizer)
-    kind = (read_json(model_path, CONFIG) or {}).get("model_type")
+    config = read_json(model_path, CONFIG, what="model's config") or {}
+    generation = read_json(model_path, GENERATION, what="generation config")
+    eos = (config if generation is None else generation).get("eos_token_id")  # as transformers
+    ends = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
+    kind = config.get("model_type")
     images = parts_of(kind).prompts(model_path, tokenizer) if reads_more_than_text(kind) else None
     return ChatRenderer(tokenizer, template, ends, template_file or model_path, images)
-
-
-def _eos_ids(model_path: str, tokenizer: Any) -> set[int]:
-    """Collect the ends of turn that the tokenizer and generation_config.json name; without that
-    file, as in transformers, those of config.json."""
-    if (values := read_json(model_path, GENERATION, what="generation config")) is None:
-        values = read_json(model_path, CONFIG, what="model's config") or {}
-    eos = values.get("eos_token_id")
-    return {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
 
 
 class ChatRenderer:

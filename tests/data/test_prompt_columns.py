@@ -50,12 +50,6 @@ def texts_of(model, command, path):
     return [inputs.renderer.tokenizer.decode(sample.tokens.tolist()) for sample in samples]
 
 
-def error_of(model, command, path):
-    with pytest.raises(UserError) as caught:
-        texts_of(model, command, path)
-    return str(caught.value)
-
-
 def written(*messages):
     return "".join(f"<|{m['role']}|>{m['content']}<|end|>" for m in messages)
 
@@ -115,6 +109,6 @@ def test_pairs_that_the_template_makes_equal_are_refused(tmp_path):
     (tmp_path / "model/chat_template.jinja").write_text(trimmed)
     pair = ROWS["dpo"]
     path = write(tmp_path, pair, pair | {"chosen": " 3"}, pair | {"rejected": "2\n"})
-    message = error_of(tmp_path / "model", "dpo", path)
-    assert message.startswith("preference.train has 2 pairs that cannot be used")
-    assert "preference.train, pair 2\n" in message
+    with pytest.raises(UserError, match="train has 2 pairs that cannot be used") as caught:
+        texts_of(tmp_path / "model", "dpo", path)
+    assert caught.value.where == "preference.train, pair 2"
