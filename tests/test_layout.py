@@ -263,7 +263,8 @@ def test_scripts_beside_the_package_find_what_they_import():
                         missing.append((path.name, f"{node.module}.{alias.name}"))
             elif isinstance(node, ast.ImportFrom):
                 missing.append((path.name, node.module))
-        stored = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and is_stored(n)}
+        names = [n for n in ast.walk(tree) if isinstance(n, ast.Name)]
+        stored = {n.id for n in names if isinstance(n.ctx, ast.Store)}
         stored |= {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -281,10 +282,6 @@ def is_there(module, scripts):
     return (
         first in scripts or first in OPTIONAL.split() or importlib.util.find_spec(first) is not None
     )
-
-
-def is_stored(name):
-    return isinstance(name.ctx, ast.Store)
 
 
 def files(folder):

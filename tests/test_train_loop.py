@@ -2,7 +2,7 @@
 fake job, a real folder."""
 
 import json
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import pytest
 import torch
@@ -78,19 +78,6 @@ class ScriptedJob(TrainJob):
         return [{"role": "rollout worker 0", "node": "here", "pid": 7, "state": "idle"}]
 
 
-@contextmanager
-def opened(folder, max_bad_steps, save_every, best, trackers):
-    config = Config.model_validate(
-        {
-            "run": {"save_every": save_every, "trackers": trackers},
-            "train": {"max_bad_steps": max_bad_steps},
-            "eval": {"data": "some", "every": 2, **best},
-        }
-    )
-    with open_run(folder, config, fresh=False, command="train") as run:
-        yield run
-
-
 def ran(
     folder,
     script,
@@ -105,7 +92,14 @@ def ran(
 ):
     """The job after the script: driven to its end, or to the exception that is raised."""
     scripted = ScriptedJob(script, interrupted, rewards)
-    with opened(folder, max_bad_steps, save_every, best, list(trackers)) as run:
+    config = Config.model_validate(
+        {
+            "run": {"save_every": save_every, "trackers": list(trackers)},
+            "train": {"max_bad_steps": max_bad_steps},
+            "eval": {"data": "some", "every": 2, **best},
+        }
+    )
+    with open_run(folder, config, fresh=False, command="train") as run:
         scripted.end = run_training(
             run,
             scripted,
