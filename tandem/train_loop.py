@@ -272,7 +272,7 @@ class _TrainLoop:
             for sample in samples:
                 self.report(brief(sample))
             pages = as_markdown([page(sample) for sample in samples])
-            self.writer.write_text(self.done, "samples", pages)
+            self.writer.events.append_text(self.done, "samples", pages)
             if self.trackers is not None:
                 self.trackers.log_samples(self.done, samples)
 

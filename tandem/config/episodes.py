@@ -76,9 +76,6 @@ def _is_server(url: str) -> bool:
     return found is not None and int((found[2] or ":0")[1:]) < 1 << 16
 
 
-EngineName = Annotated[str, AfterValidator(_engine)]
-
-
 class Model(Section):
     """The policy: a Hugging Face model directory or hub name."""
 
@@ -199,7 +196,7 @@ class Rollout(Section):
         description="partial rollouts: tokens after which an episode pauses until the next step; "
         "0: episodes run to their end",
     )
-    engine: EngineName = Field(
+    engine: Annotated[str, AfterValidator(_engine)] = Field(
         "tandem",
         description="tandem: the exact engine; vllm: vLLM in rollout processes; or the address of "
         "an OpenAI-compatible server, several with commas between; or of a package with an entry "

@@ -39,8 +39,6 @@ from tandem.trainer.ranks import Ranks
 
 WAIT_S = 5.0  # for rank 0 to end by the same error, whose text is the better one
 
-Orders = Mapping[str, Callable[..., object]]
-
 
 def follow(config: Config, command: str) -> None:
     """Be a rank after 0, until rank 0 ends."""
@@ -78,7 +76,7 @@ def follow(config: Config, command: str) -> None:
 
 def _orders(
     config: Config, command: str, folder: Path, run_id: str, ranks: Ranks, opened: ExitStack
-) -> Orders:
+) -> Mapping[str, Callable[..., object]]:
     """Load what this rank trains; return what it does on each order. opened: gets what is to be
     closed."""
     prepare_process(config)

@@ -19,8 +19,6 @@ from tandem.weights.worker_sync import ProcessSync
 from tandem.workers.host import LocalHosts, OpenHost
 from tandem.workers.pool import Limits
 
-MakeProbe = Callable[[], Probe | None]
-
 
 @contextmanager
 def open_workers(
@@ -29,7 +27,7 @@ def open_workers(
     command: Sequence[str] = COMMAND,
     forks: bool = False,
     checks: bool = True,
-    probe: MakeProbe = lambda: None,
+    probe: Callable[[], Probe | None] = lambda: None,
 ) -> Iterator[Rollouts]:
     """Open rollout workers of the trainer's model.
 

@@ -49,7 +49,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         for path in paths[1:]:
             _truncate(path, resume_step)
         self._metrics, self._timings, self._ledger = paths
-        self._events = _EventFile(run_folder / "tensorboard", resume_step + 1)
+        self.events = _EventFile(run_folder / "tensorboard", resume_step + 1)
 
     def write(
         self,
@@ -67,14 +67,10 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
             append_line(self._ledger, _line({"step": step, **ledger, "metrics": row_hash}))
         # last: after a kill before it, the next start removes the other rows
         append_line(self._metrics, _line(row))
-        self._events.append(step, flatten(metrics) | flatten(timings, "timings/"))
-
-    def write_text(self, step: int, tag: str, text: str) -> None:
-        """Put a text, read as Markdown, into TensorBoard and nowhere else."""
-        self._events.append_text(step, tag, text)
+        self.events.append(step, flatten(metrics) | flatten(timings, "timings/"))
 
     def __exit__(self, *_: object) -> None:
-        self._events.close()
+        self.events.close()
 
 
 def read_metrics(run_folder: Path, name: str = "metrics.jsonl") -> list[Metrics]:
@@ -198,6 +194,7 @@ class _EventFile:
         self._put(self._event(step=step, summary=self._summary(value=values)))
 
     def append_text(self, step: int, tag: str, text: str) -> None:
+        """Add a text, read as Markdown."""
         summary = self._text(tag, text)
         summary.value[0].tag = tag  # without the writer's suffix
         self._put(self._event(step=step, summary=summary))
