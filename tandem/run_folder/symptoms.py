@@ -112,7 +112,8 @@ def of_rewards(rows: Rows) -> Found:
 
 def of_texts(rows: Rows) -> Found:
     """Compare with the rows before; a change while the reward rises is learning."""
-    if _improves(rows):
+    before, now = _before(rows, "reward"), _now(rows, "reward")
+    if before is None or now is None or now >= before + SAME_REWARD:
         return
     before, now = _before(rows, "entropy"), _now(rows, "entropy")
     if before is not None and now is not None and now <= COLLAPSED_ENTROPY * before:
@@ -181,11 +182,6 @@ def _before(rows: Rows, name: str) -> float | None:
     """Return the mean of the oldest RECENT values, which are others than those of _now."""
     values = _values(rows[:RECENT], name)
     return fmean(values) if len(rows) >= 2 * RECENT and len(values) == RECENT else None
-
-
-def _improves(rows: Rows) -> bool:
-    before, now = _before(rows, "reward"), _now(rows, "reward")
-    return before is None or now is None or now >= before + SAME_REWARD
 
 
 def _median(rows: Rows, name: str) -> float:
