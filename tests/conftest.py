@@ -45,10 +45,11 @@ LEFT = []  # paths, at the end
 
 
 @pytest.fixture(scope="session", autouse=True)
-def probed_once():
+def probed_once(request):
     """Probe a model's shapes once for all runs of this process, and not at a microbatch's rows:
     each would take seconds. Runs in other processes probe as they do."""
-    if "tests.support.runs" not in sys.modules:  # nobody makes runs
+    used = {name for item in request.session.items for name in item.fixturenames}
+    if "home" not in used and "tests.support.runs" not in sys.modules:  # nobody makes runs
         yield
         return
     from tandem.jobs import engines
@@ -65,6 +66,22 @@ def probed_once():
     engines.probe = probe_once
     yield
     engines.probe = probe
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory):
+    """Data, models and a recipe for runs of two steps, which no test changes."""
+    from tests.support.home import make_home
+
+    return make_home(tmp_path_factory.mktemp("home"), steps=2)
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from tandem.run_folder.metrics import read_metrics
 from tandem.trainer.batch import Models
 from tests.support.command import assert_is_a_users_error, tandem
 from tests.support.episodes import bits, learn, sampled_groups, settings, trained
-from tests.support.home import make_home
 from tests.support.tiny import exact_model
 
 
@@ -114,11 +113,6 @@ class ListTracker:
     def close(self):
         rows.append("closed")
 """
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return make_home(tmp_path_factory.mktemp("home"), steps=1)
 
 
 def test_an_engine_of_a_package_samples_a_step(install, home, tmp_path):

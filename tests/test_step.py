@@ -53,31 +53,25 @@ def groups_with(*rewards, **more):
 
 
 def test_step_pairs_every_answer_with_its_own_problem(tmp_path):
-    stages = stages_in(tmp_path, config(data__shuffle=False), engine=NumberedEngine())
+    engine = NumberedEngine()
+    stages = stages_in(tmp_path, config(data__shuffle=False), engine=engine)
     stages.collector.progress.batches = 1
-    train_step(stages, 0)  # problems 2 and 3
-    assert [r.prompt.tolist() for r in stages.collector.runner.engine.requests] == [[90, 2]] * 3 + [
-        [90, 3]
-    ] * 3
-    assert len({r.key for r in stages.collector.runner.engine.requests}) == 6 and {
-        r.params for r in stages.collector.runner.engine.requests
-    } == {PARAMS}
-    assert [(p.uid, text) for p, text in stages.collector.runner.rewards.items] == [
-        (f"p{2 + n // 3}", f"text {n}") for n in range(6)
-    ]
+    train_step(stages, 0)
+    digits = [2] * 3 + [3] * 3  # of the problems
+    assert [r.prompt.tolist() for r in engine.requests] == [[90, digit] for digit in digits]
+    assert len({r.key for r in engine.requests}) == 6
+    assert {r.params for r in engine.requests} == {PARAMS}
+    scored = [(problem.uid, text) for problem, text in stages.collector.runner.rewards.items]
+    assert scored == [(f"p{digit}", f"text {n}") for n, digit in enumerate(digits)]
     episodes = read_episodes(tmp_path / "train_step_000001.parquet")
-    assert [(e.uid, e.sample_index) for e in episodes] == [
-        (f"p{2 + n // 3}", n % 3) for n in range(6)
-    ]
-    for n, found in enumerate(episodes):
+    for n, (digit, found) in enumerate(zip(digits, episodes, strict=True)):
         count = n % 3 + 1
-        assert found.tokens.tolist() == [90, 2 + n // 3] + [n + 1] * count
+        assert (found.uid, found.sample_index) == (f"p{digit}", n % 3)
+        assert found.tokens.tolist() == [90, digit] + [n + 1] * count
         assert found.loss_mask.tolist() == [False, False] + [True] * count
         assert found.engine_logprobs.tolist() == [0, 0] + [-0.5] * count
         assert found.weight_versions.tolist() == [-1, -1] + [0] * count
-        assert found.reward == (0 if n == 4 else n % 3) and found.reward_error == (
-            "it broke" if n == 4 else ""
-        )
+        assert (found.reward, found.reward_error) == ((0, "it broke") if n == 4 else (n % 3, ""))
 
 
 def test_step_writes_journal_before_learning_publishes_after(tmp_path):
@@ -98,18 +92,8 @@ def test_step_on_real_engine_has_gap_0_and_moves_weights(tmp_path):
         assert (metrics["logprob_gap"], metrics["ratio"], metrics["clip_share"]) == (0.0, 1.0, 0.0)
         assert metrics["num_loss_tokens"] == 6 * PARAMS.max_new_tokens and metrics["grad_norm"] > 0
     assert not any(weight == before[name] for name, weight in weights_of(stages).items())
-    assert {
-        "rollout_s",
-        "reward_s",
-        "apply_s",
-        "sync_bytes",
-        "check_s",
-        "journal_s",
-        "learn_s",
-        "sync_s",
-        "step_s",
-        "generated_tokens_per_s",
-    } == set(timings)
+    told = "rollout_s reward_s apply_s check_s journal_s learn_s sync_s step_s sync_bytes"
+    assert timings.keys() == {*told.split(), "generated_tokens_per_s"}
 
 
 def test_overlong_penalty_is_a_part_of_the_reward():
@@ -129,18 +113,14 @@ def test_step_is_shaped_and_evaluation_is_not(tmp_path):
     # it cuts every other one
     stages = stages_in(tmp_path, settings, engine=NumberedEngine(), reward=ConstantReward(1.0))
     assert train_step(stages, 0).metrics["reward_part/overlong"] == -0.5
-    journal = Journal(tmp_path, "run", PROBLEMS)
-    evaluate = Evaluator(
-        config=settings, problems=PROBLEMS, runner=stages.collector.runner, journal=journal
-    )
-    metrics = evaluate(0)
+    runner, journal = stages.collector.runner, Journal(tmp_path, "run", PROBLEMS)
+    metrics = Evaluator(config=settings, problems=PROBLEMS, runner=runner, journal=journal)(0)
     assert metrics["eval/sampled_truncated"] == 0.5
     assert metrics["eval/sampled"] == metrics["eval/greedy"] == 1.0
-    groups = [
-        group for kind in ("sampled", "greedy") for group in journal.read(0, f"eval_{kind}")[0]
-    ]
-    assert len(groups) == 2 * len(PROBLEMS)
-    assert not any(e.reward_parts for group in groups for e in group.episodes)
+    for kind in ("sampled", "greedy"):
+        groups = journal.read(0, f"eval_{kind}")[0]
+        assert len(groups) == len(PROBLEMS)
+        assert not any(e.reward_parts for group in groups for e in group.episodes)
 
 
 def test_correction_makes_ratio_relative_to_trainers_logprobs(tmp_path):
@@ -160,10 +140,8 @@ def test_correction_makes_ratio_relative_to_trainers_logprobs(tmp_path):
 
 def journal(folder, step):
     """The groups of a step by outcome."""
-    groups = groups_of_step(folder, step)
-    return {
-        kind: [g for g in groups if g.outcome == kind] for kind in ("train", "carry", "no_signal")
-    }
+    groups, kinds = groups_of_step(folder, step), ("train", "carry", "no_signal")
+    return {kind: [g for g in groups if g.outcome == kind] for kind in kinds}
 
 
 # groups without signal do have advantages under it
@@ -173,12 +151,6 @@ EMA = {"rl__advantage": "ema", "rl__max_gen_batches": 0}
 def keys_of(groups):
     """Each group by the texts of its episodes, which are the keys of their draws."""
     return [tuple(int(e.text) for e in group.episodes) for group in groups]
-
-
-def loss_tokens(groups):
-    return sorted(
-        t for group in groups for e in group.episodes for t in e.tokens[e.loss_mask].tolist()
-    )
 
 
 def dynamic(folder, limit=50, **changes):
@@ -200,54 +172,41 @@ def observed_step(stages, step):
 
 def test_dynamic_sampling_trains_each_group_with_signal_once(tmp_path):
     stages = dynamic(tmp_path)
-    fates, carried = {}, []
+    progress, fates, carried = stages.collector.progress, {}, []
     for step in range(20):
-        drawn_before = stages.collector.progress.batches
+        drawn_before = progress.batches
         metrics, targets = observed_step(stages, step)
         groups = journal(tmp_path, step)
+        trained = [e for group in groups["train"] for e in group.episodes]
+        assert targets == sorted(t for e in trained for t in e.tokens[e.loss_mask].tolist())
         now = {kind: keys_of(members) for kind, members in groups.items()}
         # those that waited come first
         assert len(now["train"]) == 3 and now["train"][: len(carried)] == carried
-        assert targets == loss_tokens(groups["train"])
-        assert all(
-            (len({key % 3 for key in g}) == 2) == (kind != "no_signal")
-            for kind in now
-            for g in now[kind]
-        )
-        assert sum(map(len, now.values())) == len(carried) + 3 * (
-            stages.collector.progress.batches - drawn_before
-        )
-        assert [metrics.get(f"groups/{kind}", 0) for kind in ("carry", "no_signal")] == [
-            len(now[kind]) for kind in ("carry", "no_signal")
-        ]
-        assert len(now["carry"]) < 3  # no batch is drawn for a step that is full
         for kind, members in now.items():
             for group in members:
+                assert (len({key % 3 for key in group}) == 2) == (kind != "no_signal")
                 fates[group] = [*fates.get(group, []), kind]
+        drawn = 3 * (progress.batches - drawn_before)
+        assert sum(map(len, now.values())) == len(carried) + drawn
+        for kind in ("carry", "no_signal"):
+            assert metrics.get(f"groups/{kind}", 0) == len(now[kind])
+        assert len(now["carry"]) < 3  # no batch is drawn for a step that is full
         carried = now["carry"]
-        assert keys_of(stages.collector.progress.carried) == carried
-    assert sorted(key for group in fates for key in group) == sorted(
-        r.key for r in stages.collector.runner.engine.requests
-    )
-    assert all(
-        fate in (["train"], ["no_signal"], ["carry", "train"], ["carry"]) for fate in fates.values()
-    )
+        assert keys_of(progress.carried) == carried
+    requested = [r.key for r in stages.collector.runner.engine.requests]
+    assert sorted(key for group in fates for key in group) == sorted(requested)
+    # all have happened, and nothing else
+    kinds = {("train",), ("no_signal",), ("carry", "train")}
+    assert kinds <= {tuple(fate) for fate in fates.values()} <= {*kinds, ("carry",)}
     assert [group for group, fate in fates.items() if fate == ["carry"]] == carried
-    # both have happened
-    assert ["carry", "train"] in fates.values() and ["no_signal"] in fates.values()
 
 
 def test_carried_group_keeps_the_version_that_sampled_it(tmp_path):
-    stages = dynamic(tmp_path)
-    ages = set()
+    stages, ages = dynamic(tmp_path), set()
     for step in range(6):
         train_step(stages, step)
-        ages |= {
-            step - int(v)
-            for g in journal(tmp_path, step)["train"]
-            for e in g.episodes
-            for v in e.weight_versions[2:]
-        }
+        for group in journal(tmp_path, step)["train"]:
+            ages |= {step - int(v) for e in group.episodes for v in e.weight_versions[2:]}
     assert ages == {0, 1}
 
 
@@ -267,30 +226,23 @@ def test_run_resumed_at_any_step_is_like_one_never_stopped(changes, tmp_path):
             path.unlink()
             train_step(again, step)
             assert path.read_bytes() == (tmp_path / "whole" / path.name).read_bytes()
-        assert again.collector.progress.state() == json.loads(states[-1])
-        assert keys_of(again.collector.progress.carried) == keys_of(
-            whole.collector.progress.carried
-        )
+        progress, expected = again.collector.progress, whole.collector.progress
+        assert progress.state() == json.loads(states[-1])
+        assert keys_of(progress.carried) == keys_of(expected.carried)
 
 
 def test_step_that_cannot_be_filled_names_both_settings(tmp_path):
     stages = dynamic(tmp_path, limit=2, run__seed=2)  # its fourth step has bad luck
     with pytest.raises(UserError, match="could not fill a step") as caught:
         for done in range(8):
-            state, files = (
-                json.dumps(stages.collector.progress.state()),
-                {p: p.read_bytes() for p in tmp_path.glob("train_*")},
-            )
+            state = json.dumps(stages.collector.progress.state())
+            files = {p: p.read_bytes() for p in tmp_path.glob("train_*")}
             train_step(stages, done)
     assert done > 0 and {p: p.read_bytes() for p in tmp_path.glob("train_*")} == files
-    assert (
-        f"step {done + 1}" in caught.value.where
-        and "after 2 batches (rl.max_gen_batches)" in caught.value.where
-    )
-    assert (
-        "rl.prompts_per_step" in caught.value.expected
-        and "raise rl.max_gen_batches" in caught.value.next
-    )
+    where = caught.value.where
+    assert f"step {done + 1}" in where and "after 2 batches (rl.max_gen_batches)" in where
+    assert "rl.prompts_per_step" in caught.value.expected
+    assert "raise rl.max_gen_batches" in caught.value.next
     roomier = resumed(dynamic(tmp_path, run__seed=2), done, json.loads(state))
     train_step(roomier, done)
     other = dynamic(tmp_path / "other", run__seed=2)
@@ -301,14 +253,11 @@ def test_step_that_cannot_be_filled_names_both_settings(tmp_path):
 
 
 def test_curriculum_prefers_neither_solved_nor_hopeless(tmp_path):
-    stages = stages_in(
-        tmp_path, config(rl__curriculum=True), engine=AddressedEngine(), reward=KeyReward()
-    )
+    settings = config(rl__curriculum=True)
+    collector = stages_in(tmp_path, settings, engine=AddressedEngine()).collector
     # p4 has not been seen: 1/2
-    stages.collector.progress.rates |= {"p0": 1.0, "p1": 0.0, "p2": 1.0, "p3": 0.5}
-    drawn = Counter(
-        group.problem.uid for _ in range(200) for group in stages.collector.begin_batch()
-    )
+    collector.progress.rates |= {"p0": 1.0, "p1": 0.0, "p2": 1.0, "p3": 0.5}
+    drawn = Counter(group.problem.uid for _ in range(200) for group in collector.begin_batch())
     assert drawn["p3"] > 150 and drawn["p4"] > 150 and sum(drawn.values()) == 400
     assert all(0 < drawn[uid] < 40 for uid in ("p0", "p1", "p2"))  # they come back now and then
 
@@ -317,17 +266,12 @@ def test_curriculum_keeps_last_success_rate_of_each_problem(tmp_path):
     stages = dynamic(tmp_path, rl__curriculum=True)
     for step in range(4):
         train_step(stages, step)
-    order = {r.key: n for n, r in enumerate(stages.collector.runner.engine.requests)}
-    sampled = {
-        keys_of([g])[0]: g
-        for step in range(4)
-        for groups in journal(tmp_path, step).values()
-        for g in groups
-    }
-    last = {
-        sampled[keys].problem.uid: sampled[keys].rewards.mean()
-        for keys in sorted(sampled, key=lambda k: order[k[0]])
-    }
+    order = [r.key for r in stages.collector.runner.engine.requests]
+    by_step = [groups for step in range(4) for groups in journal(tmp_path, step).values()]
+    sampled = {keys_of([group])[0]: group for groups in by_step for group in groups}
+    last = {}
+    for keys in sorted(sampled, key=lambda keys: order.index(keys[0])):
+        last[sampled[keys].problem.uid] = sampled[keys].rewards.mean()
     assert stages.collector.progress.rates == last and {0.5} < set(last.values())
 
 
@@ -344,11 +288,8 @@ def test_ema_baseline_is_from_before_the_step(advantage, tmp_path):
 
 def test_episode_metrics_count_what_episodes_were_like():
     cut = groups_with([1.0, 0.0], [0.5, 0.5], stop_reason="length", parts={"answer": 1.0})
-    odd = Group(
-        problem=PROBLEMS[2],
-        episodes=(episode(count=6, error="x", parts={"style": 2.0}), episode(count=0)),
-    )
-    row = episode_metrics([*cut, odd])
+    episodes = episode(count=6, error="x", parts={"style": 2.0}), episode(count=0)
+    row = episode_metrics([*cut, Group(problem=PROBLEMS[2], episodes=episodes)])
     assert row == {
         "reward": pytest.approx(2 / 6),
         "reward_std": pytest.approx(np.std([1, 0, 0.5, 0.5, 0, 0])),

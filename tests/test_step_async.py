@@ -21,6 +21,7 @@ from tandem.trainer.pack import pack
 from tandem.trainer.parity import ExactCheck
 from tandem.types import Env, Observation, Sample
 from tests.support.ahead import STEPS, SlowSync, VersionedEngine, journal_of, ran, versions
+from tests.support.playing import user
 from tests.support.stages import (
     PARAMS,
     KeyReward,
@@ -38,13 +39,9 @@ def test_step_is_sampled_by_weights_of_its_staleness_only(staleness, tmp_path):
     behind = [float(min(t, staleness)) for t in range(STEPS)]
     assert [row["staleness/max"] for row in rows] == behind
     assert [row["staleness/mean"] for row in rows] == behind
-    assert [versions(tmp_path, step) for step in range(STEPS)] == [
-        {max(0, t - staleness)} for t in range(STEPS)
-    ]
-    assert [version for version, _ in stages.sync.synced] == [
-        max(0, t - staleness) for t in range(STEPS)
-    ]
-    assert {thread for _, thread in stages.sync.synced} == {"rollouts"}
+    sampled_by = [max(0, t - staleness) for t in range(STEPS)]
+    assert [versions(tmp_path, step) for step in range(STEPS)] == [{v} for v in sampled_by]
+    assert stages.sync.synced == [(version, "rollouts") for version in sampled_by]
 
 
 @pytest.mark.parametrize(
@@ -88,10 +85,8 @@ def test_sampled_logprobs_are_checked_before_they_are_kept(gap, workers, tmp_pat
         for version in (1, 2):  # nothing is learned: the scripted log-probs are no model's
             prefetcher.get(version - 1)
             prefetcher.publish(version)
-        with pytest.raises(
-            InvariantError,
-            match=r"(?s)do not agree on a completion just sampled.*rollouts of step 4",
-        ):
+        differs = r"(?s)do not agree on a completion just sampled.*rollouts of step 4"
+        with pytest.raises(InvariantError, match=differs):
             for step in (2, 3):
                 prefetcher.get(step)
     assert len(list(tmp_path.glob("train_step_*.parquet"))) == 3  # those before it
@@ -100,10 +95,8 @@ def test_sampled_logprobs_are_checked_before_they_are_kept(gap, workers, tmp_pat
 def test_rollout_by_weights_that_are_gone_is_refused(tmp_path):
     stages = stages_in(tmp_path, config(rollout__staleness=1))
     stages.sync.publish(3)
-    with (
-        closing(RolloutPrefetcher(stages, STEPS)) as prefetcher,
-        pytest.raises(UserError, match="the weights of a rollout are gone"),
-    ):
+    gone = pytest.raises(UserError, match="the weights of a rollout are gone")
+    with closing(RolloutPrefetcher(stages, STEPS)) as prefetcher, gone:
         prefetcher.start(3)  # the journal of step 4, sampled by version 2, is not there
         prefetcher.get(3)
 
@@ -113,10 +106,8 @@ def test_rollout_by_weights_that_are_gone_is_refused(tmp_path):
 
 
 def partial_stages(folder, budget, sampling=PARAMS, **changes):
-    settings = config(
-        rollout__token_budget=budget, rollout__max_new_tokens=6, rl__correction="tis", **changes
-    )
-    return stages_in(folder, settings, sampling=sampling)
+    changes |= {"rollout__token_budget": budget, "rl__correction": "tis"}
+    return stages_in(folder, config(rollout__max_new_tokens=6, **changes), sampling=sampling)
 
 
 def test_partial_rollout_has_each_tokens_version_trains_once(tmp_path):
@@ -131,15 +122,12 @@ def test_partial_rollout_has_each_tokens_version_trains_once(tmp_path):
             seen.setdefault(keys, []).append(group.outcome)
             for episode in group.episodes:
                 tokens = episode.weight_versions[episode.loss_mask]
-                assert (np.diff(tokens) >= 0).all() and (len(tokens) == 6) == (
-                    episode.stop_reason != "paused"
-                )
+                assert (np.diff(tokens) >= 0).all()
+                assert (len(tokens) == 6) == (episode.stop_reason != "paused")
                 mixed += len(set(tokens.tolist())) > 1
     assert mixed  # weights did change in the middle of sequences
-    assert all(
-        fates[-1] in ("train", "carry", "unfinished") and fates.count("train") <= 1
-        for fates in seen.values()
-    )
+    for fates in seen.values():
+        assert fates[-1] in ("train", "carry", "unfinished") and fates.count("train") <= 1
 
 
 def test_partial_rollout_token_has_logprob_of_its_own_weights(tmp_path):
@@ -164,36 +152,26 @@ def test_partial_rollout_token_has_logprob_of_its_own_weights(tmp_path):
 def logprobs_under(stages, episode):
     [batch] = pack([Sample(tokens=episode.tokens, loss_mask=episode.loss_mask)], 1000)
     with torch.no_grad():
-        distribution = PARAMS
-        return batch_logprobs(stages.models.policy.model, batch, distribution)[0].numpy()
+        return batch_logprobs(stages.models.policy.model, batch, PARAMS)[0].numpy()
 
 
 def run(stages, groups, envs, budget, sampling=PARAMS):
-    runner = stages.collector.runner
-    return run_episodes(
-        groups,
-        engine=runner.engine,
-        renderer=runner.renderer,
-        envs=envs,
-        sampling=sampling,
-        token_budget=budget,
-    )
+    """The groups with what their episodes are after a tick of so many tokens."""
+    runner, how = stages.collector.runner, {"sampling": sampling, "token_budget": budget}
+    parts = {"engine": runner.engine, "renderer": runner.renderer, "envs": envs}
+    played = run_episodes(groups, **parts, **how)
+    return [replace(group, episodes=of) for group, of in zip(groups, played, strict=True)]
 
 
 def test_pauses_change_nothing_while_the_weights_stay(tmp_path):
     """The same groups, whole and paused after every token or two."""
     stages = partial_stages(tmp_path, 1)
-    groups = new_groups(stages.collector.problems, 3, ("test",))
-
-    def played(groups, budget):
-        episodes = run(stages, groups, stages.collector.runner.envs, budget)
-        return [replace(group, episodes=e) for group, e in zip(groups, episodes, strict=True)]
-
-    whole = played(groups, 0)
+    groups, envs = new_groups(stages.collector.problems, 3, ("test",)), stages.collector.runner.envs
+    whole = run(stages, groups, envs, 0)
     for budget in (1, 2, 5):
         paused, pauses = groups, 0
         while any(e.stop_reason == "paused" for group in paused for e in group.episodes):
-            paused, pauses = played(paused, budget), pauses + 1
+            paused, pauses = run(stages, paused, envs, budget), pauses + 1
         assert repr(paused) == repr(whole) and pauses == -(-6 // budget)
 
 
@@ -209,22 +187,15 @@ class Falling(Env):
 
     def step(self, text):
         self.turns += 1
-        return Observation(
-            messages=({"role": "user", "content": "1"},), done=self.turns == 2, reward=0.5
-        )
+        return Observation(messages=user("1"), done=self.turns == 2, reward=0.5)
 
 
 def test_episodes_that_fail_at_once_do_not_stop_paused_ones(tmp_path):
     """The first tick ends with two episodes, both of which failed."""
-    stages = partial_stages(
-        tmp_path,
-        2,
-        replace(PARAMS, max_new_tokens=5, stop_token_ids=(91,)),
-        rl__prompts_per_step=5,
-        rl__group_size=2,
-        reward__function="env",
-        env__name="x.py:X",
-    )
+    size = {"rl__prompts_per_step": 5, "rl__group_size": 2}
+    environment = {"reward__function": "env", "env__name": "x.py:X"}
+    sampling = replace(PARAMS, max_new_tokens=5, stop_token_ids=(91,))
+    stages = partial_stages(tmp_path, 2, sampling, **size, **environment)
     stages = with_runner(stages, envs=EnvPool(make=Falling, limits=stages.config.env))
     for step in range(3):
         train_step(stages, step)
@@ -245,11 +216,8 @@ class Counting(Env):
     def step(self, text):
         self.calls.append("step")
         self.turns += 1
-        return Observation(
-            messages=({"role": "user", "content": str(self.turns)},),
-            done=self.turns == 3,
-            reward=float(self.turns),
-        )
+        said, done = user(str(self.turns)), self.turns == 3
+        return Observation(messages=said, done=done, reward=float(self.turns))
 
 
 def continued(stages, make, budget, anew):
@@ -259,8 +227,7 @@ def continued(stages, make, budget, anew):
     groups = new_groups(stages.collector.problems[:1], 2, ("test",))
     sampling = replace(PARAMS, stop_token_ids=tuple(range(0, 90, 3)))
     while any(e.stop_reason == "paused" for e in groups[0].episodes):
-        episodes = run(stages, groups, envs, budget, sampling)
-        groups = [replace(groups[0], episodes=episodes[0])]
+        groups = run(stages, groups, envs, budget, sampling)
         if anew:
             envs.close()
             assert not envs.paused

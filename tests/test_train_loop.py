@@ -42,7 +42,7 @@ class ScriptedJob(TrainJob):
         self.learners, self.data = {"policy": self.learner}, {"data.train": "0"}
         self.steps = len(script)
         self.script, self.memory, self.restored = script, [], None
-        self.published, self.evaluated = [], []
+        self.published, self.evaluated, self.shown = [], [], []
 
     def start(self, done):
         self.published.append(done)
@@ -78,34 +78,15 @@ class ScriptedJob(TrainJob):
         return [{"role": "rollout worker 0", "node": "here", "pid": 7, "state": "idle"}]
 
 
-def ran(
-    folder,
-    script,
-    *,
-    max_bad_steps=2,
-    save_every=1,
-    shown=None,
-    interrupted=None,
-    rewards=(),
-    trackers=(),
-    **best,
-):
+def ran(folder, script, *, save_every=1, interrupted=None, rewards=(), **best):
     """The job after the script: driven to its end, or to the exception that is raised."""
-    scripted = ScriptedJob(script, interrupted, rewards)
-    config = Config.model_validate(
-        {
-            "run": {"save_every": save_every, "trackers": list(trackers)},
-            "train": {"max_bad_steps": max_bad_steps},
-            "eval": {"data": "some", "every": 2, **best},
-        }
-    )
+    job = ScriptedJob(script, interrupted, rewards)
+    sections = {"run": {"save_every": save_every, "trackers": []}, "train": {"max_bad_steps": 2}}
+    sections["eval"] = {"data": "some", "every": 2, **best}
+    config = Config.model_validate(sections)
     with open_run(folder, config, fresh=False, command="train") as run:
-        scripted.end = run_training(
-            run,
-            scripted,
-            lambda done, metrics, timings: None if shown is None else shown.append(done),
-        )
-    return scripted
+        job.end = run_training(run, job, lambda done, *_: job.shown.append(done))
+    return job
 
 
 def killed(folder, script, **settings):
@@ -117,6 +98,10 @@ def stopped(folder, script, **settings):
     with pytest.raises(UserError, match="training stops") as caught:
         ran(folder, script, **settings)
     return caught.value
+
+
+def told(folder):
+    return [(folder / f"{name}.jsonl").read_bytes() for name in ("metrics", "ledger")]
 
 
 def checkpoints(folder):
@@ -148,26 +133,21 @@ def test_count_of_bad_steps_survives_a_resume(killed_at, tmp_path):
 
 def test_stopped_run_started_again_stops_at_the_same_step(tmp_path):
     first = stopped(tmp_path, "..x.xxx..", save_every=2)
-    rows = (tmp_path / "metrics.jsonl").read_bytes()
+    rows = told(tmp_path)
     again = stopped(tmp_path, "..x.xxx..", save_every=2)
-    assert (first.where, first.next) == (again.where, again.next) and rows == (
-        tmp_path / "metrics.jsonl"
-    ).read_bytes()
+    assert (first.where, first.next) == (again.where, again.next) and rows == told(tmp_path)
     ran(tmp_path, "..x.xx...", save_every=2)  # whatever was mended outside of the config
 
 
 def test_state_of_a_step_comes_back_with_the_checkpoint(tmp_path):
     whole = ran(tmp_path / "whole", "..x..", save_every=2)
     killed(tmp_path / "killed", "..xK.", save_every=2)
-    shown = []
-    again = ran(tmp_path / "killed", "..x..", save_every=2, shown=shown)
+    again = ran(tmp_path / "killed", "..x..", save_every=2)
     assert again.restored == (2, {"memory": ["good 0", "good 1"]}) and again.memory == whole.memory
-    assert shown == [3, 4, 5] and again.published == [2] and again.evaluated == [4, 5]
-    name = next(iter(again.learner.model.trainable()))
-    assert torch.equal(again.learner.model.trainable()[name], whole.learner.model.trainable()[name])
-    assert (tmp_path / "killed/metrics.jsonl").read_bytes() == (
-        tmp_path / "whole/metrics.jsonl"
-    ).read_bytes()
+    assert (again.shown, again.published, again.evaluated) == ([3, 4, 5], [2], [4, 5])
+    weights = [next(iter(job.learner.model.trainable().values())) for job in (again, whole)]
+    assert torch.equal(*weights)
+    assert told(tmp_path / "killed") == told(tmp_path / "whole")
 
 
 def test_evaluation_is_before_first_step_when_due_and_at_end(tmp_path):
@@ -187,13 +167,7 @@ def test_ctrl_c_saves_the_last_step_and_the_run_resumes_from_it(script, interrup
     done = script.index("^") if interrupted is None else interrupted
     assert checkpoints(tmp_path / "run") == [f"step_{done:06d}"] * bool(done)
     again = ran(tmp_path / "run", script.replace("^", "."), save_every=100)
-    assert (tmp_path / "run/metrics.jsonl").read_bytes() == (
-        tmp_path / "whole/metrics.jsonl"
-    ).read_bytes()
-    assert (tmp_path / "run/ledger.jsonl").read_bytes() == (
-        tmp_path / "whole/ledger.jsonl"
-    ).read_bytes()
-    assert again.memory == whole.memory
+    assert told(tmp_path / "run") == told(tmp_path / "whole") and again.memory == whole.memory
 
 
 def kept(folder, step):
@@ -201,27 +175,27 @@ def kept(folder, step):
     (folder / "episodes").mkdir(exist_ok=True)
     path = folder / "episodes" / f"train_step_{step:06d}.parquet"
     path.write_bytes(b"episodes")
-    rows = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
-    rows[step]["episodes"] = file_hash(path)
-    (folder / "ledger.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    change_ledger(folder, step, episodes=file_hash(path))
     return path
+
+
+def change_ledger(folder, step, **fields):
+    rows = read_metrics(folder, "ledger.jsonl")
+    rows[step] |= fields
+    (folder / "ledger.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
 def test_resume_refuses_changed_episodes_and_reports_missing(tmp_path):
     killed(tmp_path, "...K..")
     path = kept(tmp_path, 2)
     path.write_bytes(b"Episodes")
-    with pytest.raises(
-        UserError, match=r"(?s)not as it was written.*episodes/train_step_000002.parquet"
-    ):
+    name = "episodes/train_step_000002.parquet"
+    with pytest.raises(UserError, match=f"(?s)not as it was written.*{name}"):
         ran(tmp_path, "......")
     path.unlink()
     assert ran(tmp_path, "......").memory[-1] == "good 5"
-    told = (tmp_path / "log.txt").read_text()
-    assert (
-        "no longer there, of steps before the checkpoint: episodes/train_step_000002.parquet"
-        in told
-    )
+    gone = f"no longer there, of steps before the checkpoint: {name}"
+    assert gone in (tmp_path / "log.txt").read_text()
 
 
 @pytest.mark.parametrize(
@@ -256,9 +230,7 @@ def test_resume_refuses_another_hash_of_the_weights_that_it_loads(tmp_path):
     killed(tmp_path, "...K..")
     ledger = tmp_path / "ledger.jsonl"
     text = ledger.read_text()
-    rows = [json.loads(line) for line in text.splitlines()]
-    rows[3]["weights"] = 64 * "0"
-    ledger.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    change_ledger(tmp_path, 3, weights=64 * "0")
     with pytest.raises(UserError, match=r"the row of step 3 in ledger\.jsonl has weights 0000"):
         ran(tmp_path, "......")
     ledger.write_text(text)

@@ -23,7 +23,6 @@ from tandem.run_folder.metrics import read_metrics
 from tandem.runtime.user_code import load_user_object
 from tandem.types import Env, Problem
 from tests.support.command import tandem as command
-from tests.support.runs import prepare
 
 ROWS = [{"prompt": f"{n}+1=?", "answer": str(n + 1)} for n in range(6)]
 BONUS = 0.25
@@ -41,10 +40,8 @@ def in_main(function):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("api")
-    prepare(folder, steps=1, command="sft")
-    return folder / "model"
+def model(home):
+    return home / "model"
 
 
 def given(model, **more):

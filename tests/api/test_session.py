@@ -14,17 +14,14 @@ from tandem.plugins.tasks.arithmetic import TASK
 from tandem.runtime.disk import write_rows
 from tandem.weights.hashing import weight_hash
 from tests.support.command import tandem as command
-from tests.support.runs import prepare
 
 ROWS = TASK.rows("train", 16, 0, 1)
 PROMPTS = ["1+1=?", [{"role": "user", "content": "2+2=?"}], "4+4=?"]  # of equal lengths
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("session")
-    prepare(folder, steps=1, command="sft")
-    return folder / "model"
+def model(home):
+    return home / "model"
 
 
 def weights(session):

@@ -9,15 +9,10 @@ from safetensors.torch import load_file
 
 from tandem.run_folder.checkpoint import step_name
 from tandem.run_folder.metrics import read_metrics
-from tests.support.home import make_home, output_of
+from tests.support.home import output_of
 
 STEPS = 2
 BF16 = "model.dtype=bfloat16"
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return make_home(tmp_path_factory.mktemp("home"), STEPS)
 
 
 @pytest.mark.parametrize(

@@ -20,17 +20,10 @@ from tandem.run_folder.checkpoint import step_name
 from tandem.run_folder.metrics import read_metrics
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import UserError
-from tests.support.home import invoke, make_home, mistake, output_of
+from tests.support.home import invoke, mistake, output_of
 
 STEPS = 2
 TOKENS = torch.arange(10, 40)[None]
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    """Data, models and a recipe for every command, without the overrides that make it one of
-    them."""
-    return make_home(tmp_path_factory.mktemp("home"), STEPS)
 
 
 def done(command, home, folder, *overrides):

@@ -77,13 +77,8 @@ def test_evaluation_needs_no_correction(home, tmp_path):
 
 @pytest.mark.parametrize("command", ["train", "distill"])
 def test_training_without_a_correction_is_refused(command, home, tmp_path):
-    error = mistake(
-        command,
-        home / "recipe.toml",
-        "rl.correction=none",
-        f"distill.teacher={home}/model",
-        f"run.folder={tmp_path}/run",
-    )
+    settings = ["rl.correction=none", f"distill.teacher={home}/model"]
+    error = mistake(command, home / "recipe.toml", f"run.folder={tmp_path}/run", *settings)
     assert "not the trainer's to the last bit" in error
     assert "qwen3_5_text: its layers keep a state" in error
     assert "rl.correction=tis" in error

@@ -35,11 +35,9 @@ def test_every_epoch_visits_each_problem_once_in_its_own_order():
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_steps_cut_the_epochs_without_gap_or_repeat(n, per_step, shuffle):
     problems = some(n)
-    steps = [
-        problem
-        for step in range(9)
-        for problem in problems_of_step(problems, step, per_step, 5, shuffle)
-    ]
+    steps = []
+    for step in range(9):
+        steps += problems_of_step(problems, step, per_step, 5, shuffle)
     epochs = [problems[i] for epoch in range(80) for i in epoch_order(n, 5, epoch, shuffle)]
     assert steps == epochs[: 9 * per_step]
 
@@ -58,29 +56,22 @@ def test_each_part_has_its_share_of_any_number_of_slots(weights):
         for count, share in zip(taken, shares, strict=True):
             assert abs(count - slots * share / sum(shares)) < len(shares)
     for before, after in pairwise(counts):
-        assert sorted(b - a for a, b in zip(before, after, strict=True)) == [
-            *[0] * (len(shares) - 1),
-            1,
-        ]
+        more = sorted(b - a for a, b in zip(before, after, strict=True))
+        assert more == [*[0] * (len(shares) - 1), 1]
 
 
 @pytest.mark.parametrize("per_step", [1, 3, 8, 10])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_each_part_of_a_mixture_has_its_own_epochs(per_step, shuffle):
     mixed = mixture(0.5, 0.2, 0.3)
-    slots = [
-        item
-        for step in range(240 // per_step)
-        for item in problems_of_step(mixed, step, per_step, 5, shuffle)
-    ]
+    slots = []
+    for step in range(240 // per_step):
+        slots += problems_of_step(mixed, step, per_step, 5, shuffle)
     assert slots == problems_of_step(mixed, 0, len(slots), 5, shuffle)
     for number, part in enumerate(mixed.parts):
         visits = [item for item in slots if item[0] == part[0][0]]
-        epochs = [
-            part[i]
-            for epoch in range(80)
-            for i in epoch_order(len(part), 5, epoch, shuffle, number)
-        ]
+        orders = [epoch_order(len(part), 5, epoch, shuffle, number) for epoch in range(80)]
+        epochs = [part[i] for order in orders for i in order]
         assert visits == epochs[: len(visits)]
     assert Counter(item[0] for item in slots) == {"a": 120, "b": 48, "c": 72}
 
@@ -90,10 +81,8 @@ def test_a_mixture_stays_one_when_some_of_it_is_dropped():
     kept = only(mixed, [item for item in mixed if item[1] != "1"])
     assert isinstance(kept, Mixture)
     assert [len(part) for part in kept.parts] == [6, 2]
-    assert Counter(item[0] for item in problems_of_step(kept, 0, 400, 0, True)) == {
-        "a": 100,
-        "b": 300,
-    }
+    drawn = Counter(item[0] for item in problems_of_step(kept, 0, 400, 0, True))
+    assert drawn == {"a": 100, "b": 300}
     assert only(some(3), some(2)) == some(2)
 
 

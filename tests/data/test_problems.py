@@ -27,29 +27,22 @@ VERL = {
 
 
 def test_a_row_with_text_becomes_a_users_message(tmp_path):
-    path = jsonl(tmp_path / "sums.jsonl", GOOD | {"level": 1, "note": None})
-    assert read(path) == [
-        Problem(
-            uid="sums/1",
-            messages=({"role": "user", "content": "1 + 1 ="},),
-            answer="2",
-            metadata={"level": 1, "note": None},
-            conversational=False,
-        )
-    ]
+    more = {"level": 1, "note": None}
+    asked = ({"role": "user", "content": "1 + 1 ="},)
+    expected = Problem(
+        uid="sums/1", messages=asked, answer="2", metadata=more, conversational=False
+    )
+    assert read(jsonl(tmp_path / "sums.jsonl", GOOD | more)) == [expected]
 
 
 def test_a_row_of_verl_is_read_as_it_is(tmp_path):
+    more = VERL | {"reward_model": {"style": "rule"}}
     expected = Problem(
         uid="algebra/a",
-        messages=({"role": "user", "content": "Solve 2x = 6."},),
+        messages=tuple(more.pop("prompt")),
         answer="3",
-        category="algebra",
-        metadata={
-            "ability": "math",
-            "reward_model": {"style": "rule"},
-            "extra_info": VERL["extra_info"],
-        },
+        category=more.pop("data_source"),
+        metadata=more,
     )
     assert read(jsonl(tmp_path / "a.jsonl", VERL)) == [expected]
     assert read(parquet(tmp_path / "a.parquet", VERL)) == [expected]
@@ -71,10 +64,8 @@ def test_a_number_as_answer_keeps_its_exact_text(tmp_path, number):
     path = jsonl(tmp_path / "n.jsonl", f'{{"prompt": "?", "answer": {number}}}')
     [problem] = read(path)
     assert problem.answer == number
-    path = jsonl(
-        tmp_path / "v.jsonl", f'{{"prompt": "?", "reward_model": {{"ground_truth": {number}}}}}'
-    )
-    assert read(path)[0].answer == number
+    row = f'{{"prompt": "?", "reward_model": {{"ground_truth": {number}}}}}'
+    assert read(jsonl(tmp_path / "v.jsonl", row))[0].answer == number
 
 
 @pytest.mark.parametrize("value", [{"target": 24, "numbers": [1, 2.5]}, ["2", "é"], [], {}])
@@ -86,20 +77,16 @@ def test_an_answer_of_an_object_or_a_list_is_its_json(tmp_path, value):
 
 
 def test_uids_come_from_the_column_extra_info_or_the_row(tmp_path):
-    rows = [
-        GOOD | {"uid": "a", "extra_info": {"uid": "b"}},
-        GOOD | {"uid": None, "extra_info": {"uid": 7}},
-        "",
-        GOOD,
-    ]
-    assert [p.uid for p in read(jsonl(tmp_path / "f.jsonl", *rows))] == ["a", "7", "f/3"]
+    first = GOOD | {"uid": "a", "extra_info": {"uid": "b"}}
+    second = GOOD | {"uid": None, "extra_info": {"uid": 7}}
+    path = jsonl(tmp_path / "f.jsonl", first, second, "", GOOD)
+    assert [problem.uid for problem in read(path)] == ["a", "7", "f/3"]
 
 
 def test_the_system_message_is_added_only_where_none_is(tmp_path):
     own = [{"role": "system", "content": "own"}, {"role": "user", "content": "?"}]
-    first, second = read(
-        jsonl(tmp_path / "s.jsonl", GOOD, GOOD | {"prompt": own}), system="Be brief."
-    )
+    path = jsonl(tmp_path / "s.jsonl", GOOD, GOOD | {"prompt": own})
+    first, second = read(path, system="Be brief.")
     assert first.messages[0] == {"role": "system", "content": "Be brief."}
     assert list(second.messages) == own
 
@@ -153,40 +140,26 @@ def test_a_parquet_file_damaged_in_the_middle_is_refused(tmp_path):
 
 
 def test_mistakes_come_together_and_equal_ones_are_counted(tmp_path):
-    rows = [
-        "{",
-        GOOD | {"answer": None},
-        GOOD,
-        GOOD | {"answer": None},
-        GOOD | {"answer": None},
-        GOOD | {"prompt": []},
-    ]
-    message = error_of(jsonl(tmp_path / "m.jsonl", *rows))
+    bad = GOOD | {"answer": None}
+    path = jsonl(tmp_path / "m.jsonl", "{", bad, GOOD, bad, bad, GOOD | {"prompt": []})
+    message = error_of(path)
     assert message.splitlines()[0] == "data.train has 5 rows that cannot be used"
-    assert (
-        f"  - {tmp_path}/m.jsonl:2, answer (and 2 more): found null, expected text, a number, a "
-        "list or an object" in message
-    )
-    assert f"  - {tmp_path}/m.jsonl:6, prompt: found an empty list" in message
+    expected = "found null, expected text, a number, a list or an object"
+    assert f"  - {path}:2, answer (and 2 more): {expected}" in message
+    assert f"  - {path}:6, prompt: found an empty list" in message
 
 
 # ---- several sources
 
 
 def test_rows_of_several_sources_get_different_uids(tmp_path):
-    paths = [
-        tmp_path / name for name in ("a/train.jsonl", "b/train.jsonl", "b/train.json", "c.jsonl")
-    ]
-    for path in paths:
-        path.parent.mkdir(exist_ok=True)
-        jsonl(path, GOOD)
-    problems = read_problems([str(path) for path in paths], Data(), key="data.train")
-    assert [problem.uid for problem in problems] == [
-        "a/train.jsonl/1",
-        "b/train.jsonl/1",
-        "train.json/1",
-        "c/1",
-    ]
+    names = {"a/train.jsonl": "a/train.jsonl/1", "b/train.jsonl": "b/train.jsonl/1"}
+    names |= {"b/train.json": "train.json/1", "c.jsonl": "c/1"}
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        jsonl(tmp_path / name, GOOD)
+    problems = read_problems([f"{tmp_path}/{name}" for name in names], Data(), key="data.train")
+    assert [problem.uid for problem in problems] == list(names.values())
 
 
 def test_sources_with_weights_become_a_mixture(tmp_path):

@@ -21,6 +21,7 @@ FORGETS_THOUGHTS = CHATML.replace(
 )
 # Like DeepSeek-R1: the prompt opens a thought that whole chats do not have.
 OPENS_THOUGHT = CHATML.replace("assistant\n{% endif", "assistant\n<think>{% endif")
+REFUSES = "the chat template refuses a chat"
 
 
 def user(text):
@@ -136,23 +137,6 @@ def test_the_last_turn_trains_where_earlier_turns_are_rewritten(tmp_path):
     assert "message 5, token" in rewritten
 
 
-def test_a_prompt_that_is_no_prefix_of_its_chat_is_refused(tmp_path):
-    message = error_of(
-        training_of,
-        load_renderer(make_model(tmp_path, OPENS_THOUGHT)),
-        [user("hi"), assistant("yo")],
-    )
-    assert message.startswith("the chat template writes the assistant's header differently")
-    assert "message 2, token" in message
-
-
-def test_a_template_that_never_ends_the_turn_is_refused(tmp_path):
-    renderer = load_renderer(make_model(tmp_path, CHATML.replace("<|im_end|>", "")))
-    assert "does not end the assistant's turn" in error_of(
-        training_of, renderer, [user("hi"), assistant("yo")]
-    )
-
-
 # ---- stop tokens
 
 
@@ -191,25 +175,32 @@ def test_too_long_prompts_are_counted_and_the_longest_named(tmp_path):
 # ---- models and templates that cannot be used
 
 
-def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path):
-    message = error_of(load_renderer, make_model(tmp_path, None))
-    assert message.startswith("the tokenizer has no chat template")
-    assert "next:     copy chat_template.jinja" in message
+@pytest.mark.parametrize(
+    ("template", "begins", "said"),
+    [
+        (None, "the tokenizer has no chat template", "next:     copy chat_template.jinja"),
+        ("a\n{% if true %}\n{{ messages[0].nothing.more }}{% endif %}", REFUSES, "(line 3)"),
+        ("{{ raise_exception('no system') }}", REFUSES, "no system"),
+        ("{{ ''.__class__.__mro__ }}", REFUSES, "SecurityError"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", REFUSES, "OverflowError"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_refused_at_once(tmp_path, template, begins, said):
+    message = error_of(load_renderer, make_model(tmp_path, template))
+    assert message.startswith(begins) and said in message
 
 
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("a\n{% if true %}\n{{ messages[0].nothing.more }}{% endif %}", "(line 3)"),
-        ("{{ raise_exception('System role not supported') }}", "System role not supported"),
-        ("{{ ''.__class__.__mro__ }}", "SecurityError"),
-        ("{% for i in range(10 ** 9) %}{% endfor %}", "OverflowError"),
+        (OPENS_THOUGHT, ["writes the assistant's header differently", "message 2, token"]),
+        (CHATML.replace("<|im_end|>", ""), ["does not end the assistant's turn"]),
     ],
 )
-def test_a_template_that_fails_is_a_users_error(tmp_path, template, said):
-    message = error_of(load_renderer, make_model(tmp_path, template))
-    assert message.startswith("the chat template refuses a chat")
-    assert said in message
+def test_a_template_whose_turns_cannot_be_told_apart_is_refused(tmp_path, template, said):
+    renderer = load_renderer(make_model(tmp_path, template))
+    message = error_of(training_of, renderer, [user("hi"), assistant("yo")])
+    assert all(words in message for words in said)
 
 
 # ---- turns, one after the other

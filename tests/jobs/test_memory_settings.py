@@ -8,14 +8,8 @@ from tandem.plugins.optim.offload import OffloadedOptimizer
 from tandem.registry import find
 from tandem.rollout.collect import RolloutBatch
 from tandem.run_folder.folder import open_run
-from tests.support.home import make_home
 
 NO_ROLLOUTS = RolloutBatch(step=0, groups=[], num_carried=0, baseline=0.0, state={})
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return make_home(tmp_path_factory.mktemp("home"), steps=1)
 
 
 @pytest.mark.parametrize("command", ["train", "sft"])

@@ -19,7 +19,7 @@ from tandem.rewards.parts import BadValue, weigh
 from tandem.rewards.pool import RewardPool
 from tandem.rewards.protocol import MAX_CHARS
 from tandem.runtime.errors import UserError
-from tandem.runtime.processes import ZOMBIE, descendants, state_of
+from tandem.runtime.processes import ZOMBIE, state_of
 from tandem.types import Attempt, Problem
 from tandem.workers import host
 from tests.support.scoring import (
@@ -74,17 +74,9 @@ def hostile_pool(workers=1, timeout_s=LIMIT_S, clock=time.monotonic):
     return RewardPool(HOSTILE, timeout_s=timeout_s, workers=workers, clock=clock)
 
 
-def alive(pid):
-    """Tell whether the process runs; a zombie that nobody has waited for does not."""
-    return state_of(pid) not in ("", ZOMBIE, "X")
-
-
-def parent(pid):
-    return next(one.parent for one in descendants(os.getpid()) if one.pid == pid)
-
-
 def gone(pid, *, within_s=WAIT_S):
-    return eventually(lambda: not alive(pid), within_s=within_s)
+    """Wait until the process ends; a zombie that nobody has waited for has."""
+    return eventually(lambda: state_of(pid) in ("", ZOMBIE, "X"), within_s=within_s)
 
 
 @pytest.fixture(scope="module")

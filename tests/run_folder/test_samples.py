@@ -10,13 +10,8 @@ from tandem.run_folder.episode_files import read_groups
 from tandem.run_folder.read import open_past
 from tandem.run_folder.samples import brief, page, read_samples, sample_file
 from tandem.runtime.errors import UserError
-from tests.support.home import invoke, make_home, output_of
+from tests.support.home import invoke, output_of
 from tests.support.past_runs import copy_of, past_run, rewrite
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return make_home(tmp_path_factory.mktemp("home"), steps=2)
 
 
 def trained(home, folder, *overrides):

@@ -9,7 +9,7 @@ import numpy as np
 from tandem.engine.ending import find_ending
 from tandem.engine.scheduler import QueueFull, RunningSequence
 from tandem.plugins.serve.requests import Served
-from tandem.types import Completion
+from tests.support.scripted import said
 from tests.support.waiting import WAIT_S
 
 FAKE = Served(name="fake", context=4096, vocabulary=256, default_max_tokens=16, max_choices=8)
@@ -73,13 +73,8 @@ class FakeEngine:
 
     def _end(self, running, text, reason):
         self.running.remove(running)
-        running.completion = Completion(
-            tokens=np.array(running.tokens),
-            logprobs=np.array(running.logprobs, np.float32),
-            text=text,
-            weight_versions=np.array(running.weight_versions, np.int32),
-            stop_reason=reason,
-        )
+        how = {"logprob": running.logprobs, "version": running.weight_versions}
+        running.completion = said(running.tokens, text, reason, **how)
 
     def stats(self):
         return {"running": len(self.running), "generated_tokens": self.steps}

@@ -22,18 +22,10 @@ from tandem.model.tokenizer import load_tokenizer
 from tandem.plugins.vision.images import load_image_reader
 from tandem.plugins.vision.tiny_images import IMAGE_TEMPLATE, PROCESSOR, VISION, make_tiny_images
 from tandem.runtime.image_tokens import IMAGE
+from tests.support.tiny import SHAPE
 
 KINDS = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm", "idefics3")
-TEXT = {
-    "hidden_size": 96,
-    "intermediate_size": 172,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.1,
-    "bos_token_id": None,
-}
+TEXT = {name: value for name, value in SHAPE.items() if name != "tie_word_embeddings"}
 TILES = ("<fake_token_around_image>", "<image>", "<global-img>", "<row_1_col_1>", "<row_1_col_2>")
 TILE = 28  # pixels; of a wider image there are several
 TILED_PROCESSOR = {

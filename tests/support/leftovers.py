@@ -13,7 +13,6 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SHARED_MEMORY = Path("/dev/shm")
 # pytest's own folders, caches of compiled code and of modules, and what past_runs.py and
 # multiprocessing remove when their process ends
 KNOWN = ("pytest-of-", "torchinductor_", "past-runs-", "pymp-", "modules")
@@ -25,16 +24,15 @@ def _checkout() -> set[str]:
     status = ["git", "status", "--porcelain", "--untracked-files=all"]
     found = subprocess.run(status, cwd=ROOT, capture_output=True, text=True)
     unknown = {line for line in found.stdout.splitlines() if line.startswith("??")}
-    return unknown.union(*(_in(ROOT / name) for name in ("runs", "build", "dist")))
+    return unknown | _in(ROOT, "runs/*", "build/*", "dist/*")
 
 
-def _in(folder: Path, *begin: str) -> set[str]:
-    """The paths in a folder, of names that begin so."""
-    return (
-        {str(path) for path in folder.iterdir() if path.name.startswith(begin or "")}
-        if folder.is_dir()
-        else set()
-    )
+def _in(folder: Path, *patterns: str) -> set[str]:
+    return {str(path) for pattern in patterns for path in folder.glob(pattern)}
+
+
+def _shared_memory() -> set[str]:
+    return _in(Path("/dev/shm"), "psm_*", "torch_*")
 
 
 @dataclass
@@ -44,7 +42,7 @@ class Session:
 
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="tt-")))
     checkout: set[str] = field(default_factory=_checkout)
-    shared: set[str] = field(default_factory=lambda: _in(SHARED_MEMORY, "psm_", "torch_"))
+    shared: set[str] = field(default_factory=_shared_memory)
 
     def __post_init__(self):
         os.environ["TMPDIR"] = str(self.folder)
@@ -54,12 +52,9 @@ class Session:
 
     def left(self) -> list[str]:
         """Paths that the tests have left, besides the known ones."""
-        temporary = {path for path in _in(self.folder) if not Path(path).name.startswith(KNOWN)}
-        return sorted(
-            temporary
-            | (_checkout() - self.checkout)
-            | (_in(SHARED_MEMORY, "psm_", "torch_") - self.shared)
-        )
+        paths = {path for path in _in(self.folder, "*") if not Path(path).name.startswith(KNOWN)}
+        paths |= _checkout() - self.checkout
+        return sorted(paths | (_shared_memory() - self.shared))
 
     def remove(self):
         """Remove the folder as the process ends, after what multiprocessing removes (-100)."""

@@ -5,23 +5,18 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from tandem.engine.engine import Engine, make_engine
+from tandem.engine.engine import make_engine
 from tandem.model.forward import batch_logprobs
-from tandem.model.load import ExactModel, make_exact
+from tandem.model.load import make_exact
 from tandem.runtime.rng import address
 from tandem.trainer.optimizer import Optimizer, Settings
 from tandem.trainer.pack import join, pack
-from tandem.types import Completion, Request, Sample, SamplingParams
-from tests.support.architectures import VOCAB, architecture
+from tandem.types import Request, Sample, SamplingParams
+from tests.support.architectures import LEAN, architecture
+from tests.support.architectures import VOCAB as VOCABULARY
 
-VOCABULARY = VOCAB
-CONFIGS = {  # changes of a model's kind
-    "llama": {"attention_bias": True},
-    "qwen2": {},
-    "qwen3": {"tie_word_embeddings": True},
-    "mistral": {},
-    "qwen3_moe": {},
-}
+CONFIGS = {kind: {} for kind in LEAN}  # changes of a model's kind
+CONFIGS |= {"llama": {"attention_bias": True}, "qwen3": {"tie_word_embeddings": True}}
 FILTERS = (
     SamplingParams(max_new_tokens=1),
     SamplingParams(max_new_tokens=48, stop_token_ids=(5, 6, 7)),
@@ -30,9 +25,7 @@ FILTERS = (
 )
 
 
-def random_model(
-    name: str, seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-) -> ExactModel:
+def random_model(name, seed=0, dtype=torch.float32, device="cpu"):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = architecture(name, **CONFIGS[name])
@@ -40,13 +33,13 @@ def random_model(
         return make_exact(module.to(device))
 
 
-def parity_of_model(model: ExactModel, schedules: int) -> tuple[int, float]:
+def parity_of_model(model, schedules):
     """Return (tokens sampled, largest gap) over random schedules, with an optimizer step after
     each. The model has VOCABULARY tokens."""
     return gaps_of_model(model, schedules)[:2]
 
 
-def gaps_of_model(model: ExactModel, schedules: int) -> tuple[int, float, float]:
+def gaps_of_model(model, schedules):
     """Return (tokens sampled, largest gap, mean gap), as `parity_of_model`."""
     optimizer = Optimizer(model.trainable(), Settings(learning_rate=1e-3, total_steps=9))
     tokens, gaps = 0, []
@@ -64,62 +57,44 @@ def gaps_of_model(model: ExactModel, schedules: int) -> tuple[int, float, float]
     return tokens, float(found.max()), float(found.mean())  # np: a NaN must show
 
 
-def words(tokens: np.ndarray) -> str:
+def words(tokens):
     return " ".join(map(str, tokens.tolist()))
 
 
-def random_requests(
-    rng: np.random.Generator, *, prompts: int, longest: int, group: int
-) -> list[Request]:
+def random_requests(rng, *, prompts, longest, group):
     """Groups that share a prompt, of all the kinds of sampling, in no order."""
     requests = []
     for number in range(prompts):
         prompt = rng.integers(0, VOCABULARY, int(rng.integers(1, longest))).astype(np.int64)
         params = FILTERS[int(rng.integers(len(FILTERS)))]
-        requests += [
-            Request(key=address("parity", number, g), prompt=prompt, params=params)
-            for g in range(group)
-        ]
+        keys = [address("parity", number, g) for g in range(group)]
+        requests += [Request(key=key, prompt=prompt, params=params) for key in keys]
     return [requests[i] for i in rng.permutation(len(requests))]
 
 
-def largest_gap(
-    model: ExactModel,
-    requests: list[Request],
-    completions: list[Completion],
-    budget: int,
-    *,
-    gradients: bool,
-) -> float:
+def largest_gap(model, requests, completions, budget, *, gradients):
     """max |engine log-prob - policy log-prob| with samples packed, prompts shared, under a token
     budget."""
     found = gaps_of(model, requests, completions, budget, gradients=gradients)
     return float(np.concatenate(found).max())  # np: a NaN must show
 
 
-def gaps_of(
-    model: ExactModel,
-    requests: list[Request],
-    completions: list[Completion],
-    budget: int,
-    *,
-    gradients: bool,
-) -> list[np.ndarray]:
+def gaps_of(model, requests, completions, budget, *, gradients):
     """|engine log-prob - policy log-prob| of the tokens, as `largest_gap`."""
-    by_prompt: dict[bytes, int] = {}
+    numbers = {}
     for request in requests:
-        by_prompt.setdefault(request.prompt.tobytes(), len(by_prompt))
-    pairs = sorted(
-        zip(requests, completions, strict=True),
-        key=lambda pair: by_prompt[pair[0].prompt.tobytes()],
-    )
+        numbers.setdefault(request.prompt.tobytes(), len(numbers))
+    pairs = [
+        (numbers[request.prompt.tobytes()], request, completion)
+        for request, completion in zip(requests, completions, strict=True)
+    ]
+    pairs.sort(key=lambda pair: pair[0])
     gaps = []
     for params in FILTERS:
-        mine = [(r, c) for r, c in pairs if r.params == params]
-        batches = pack([sample_of(r, c, by_prompt[r.prompt.tobytes()]) for r, c in mine], budget)
-        for batch, engine in zip(
-            batches, join(batches, [c.logprobs for _, c in mine]), strict=True
-        ):
+        mine = [pair for pair in pairs if pair[1].params == params]
+        batches = pack([sample_of(r, c, number) for number, r, c in mine], budget)
+        sampled = join(batches, [c.logprobs for _, _, c in mine])
+        for batch, engine in zip(batches, sampled, strict=True):
             with torch.set_grad_enabled(gradients):
                 logprobs, _ = batch_logprobs(model, batch, params)
             if gradients:
@@ -128,7 +103,7 @@ def gaps_of(
     return gaps
 
 
-def sample_of(request: Request, completion: Completion, group: int) -> Sample:
+def sample_of(request, completion, group):
     before = len(request.prompt)
     tokens = np.concatenate([request.prompt, completion.tokens])
     return Sample(
@@ -136,5 +111,5 @@ def sample_of(request: Request, completion: Completion, group: int) -> Sample:
     )
 
 
-def engine_for(model: ExactModel, *, max_batch: int = 256) -> Engine:
+def engine_for(model, *, max_batch=256):
     return make_engine(model, words, cache_bytes=1 << 30, max_batch=max_batch)

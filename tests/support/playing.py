@@ -5,13 +5,11 @@ from tandem.envs.calls import Caller
 from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episodes import run_episodes
-from tandem.types import Env, Observation, Problem, SamplingParams
+from tandem.types import Env, Observation, SamplingParams
+from tests.support import scripted
 from tests.support.scripted import DigitRenderer, ScriptedEngine, said
 
-PROBLEMS = [
-    Problem(uid=f"p{n}", messages=({"role": "user", "content": str(n)},), answer=str(n))
-    for n in range(4)
-]
+PROBLEMS = scripted.PROBLEMS[:4]
 PARAMS = SamplingParams(max_new_tokens=5, stop_token_ids=(91,))
 
 

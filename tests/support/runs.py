@@ -99,7 +99,6 @@ KINDS = {  # name: command and overrides
     "distill": ["distill"],
     "dapo": ["train", "rl.algorithm=dapo"],
     "ema": ["train", "rl.algorithm=reinforce", "rl.group_size=2"],
-    "curriculum": ["train", "rl.curriculum=true"],
     "ppo": [*PPO, "rl.epochs=2"],
     "dapo, curriculum": ["train", "rl.algorithm=dapo", "rl.curriculum=true"],
     "lora": ["train", *LORA],
@@ -109,12 +108,11 @@ KINDS = {  # name: command and overrides
 }
 # transformers' own forward pass
 KINDS["gemma2"] = [*KINDS["train"], "model.path=FOLDER/gemma2", "rl.kl_coef=0.05"]
-for name in ("lfm2", "gemma4_text", "bloom"):
+for name in ("lfm2", "gemma4_text"):
     KINDS[name] = [*KINDS["train"], f"model.path=FOLDER/{name}"]
 # the language model of one that also reads images
 KINDS["gemma3"] = [*KINDS["train"], "model.path=FOLDER/gemma3"]
 # not exact: state and cache are transformers' own
-KINDS["qwen3_next"] = [*KINDS["train"], "model.path=FOLDER/qwen3_next", "rl.correction=tis"]
 KINDS["mamba2"] = [*KINDS["train"], "model.path=FOLDER/mamba2", "rl.correction=tis"]
 KINDS["images"] = [
     *KINDS["train"],

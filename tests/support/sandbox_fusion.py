@@ -48,29 +48,16 @@ def run_code(request):
 
 
 def _run(command, folder, stdin, timeout):
-    start = time.monotonic()
+    start, status = time.monotonic(), "Finished"
+    # it has a `python`, this machine perhaps not
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    how = {"cwd": folder, "env": {**os.environ, "PATH": path}, "timeout": timeout}
     try:
-        # it has a `python`, this machine perhaps not
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            input=stdin,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            env={**os.environ, "PATH": path},
-        )
+        done = subprocess.run(command, input=stdin, capture_output=True, text=True, **how)
     except subprocess.TimeoutExpired:
-        return {
-            "status": "TimeLimitExceeded",
-            "execution_time": timeout,
-            "return_code": None,
-            "stdout": "",
-            "stderr": "",
-        }
+        status, done = "TimeLimitExceeded", subprocess.CompletedProcess(command, None, "", "")
     return {
-        "status": "Finished",
+        "status": status,
         "execution_time": time.monotonic() - start,
         "return_code": done.returncode,
         "stdout": done.stdout,

@@ -6,11 +6,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from tandem.runtime.errors import UserError
-from tandem.types import Completion
+from tandem.types import Completion, Problem
+
+PROBLEMS = [
+    Problem(uid=f"p{n}", messages=({"role": "user", "content": str(n)},), answer=str(n))
+    for n in range(5)
+]
 
 
 def said(tokens, text, stop_reason="stop", *, logprob=0.0, version=0):
-    """A completion of these tokens."""
+    """A completion of these tokens; logprob, version: of all, or of each."""
     return Completion(
         tokens=np.array(tokens),
         logprobs=np.full(len(tokens), logprob, np.float32),

@@ -15,15 +15,11 @@ from tandem.trainer.batch import Models
 from tandem.trainer.learner import Learner
 from tandem.trainer.optimizer import Optimizer, Settings
 from tandem.trainer.parity import ExactCheck, NoCheck
-from tandem.types import Env, Problem, SamplingParams, Score
+from tandem.types import Env, SamplingParams, Score
 from tandem.weights.in_process import InlineSync
-from tests.support.scripted import DigitRenderer, ScriptedEngine, ScriptedReward, said
+from tests.support.scripted import PROBLEMS, DigitRenderer, ScriptedEngine, ScriptedReward, said
 from tests.support.tiny import exact_model
 
-PROBLEMS = [
-    Problem(uid=f"p{n}", messages=({"role": "user", "content": str(n)},), answer=str(n))
-    for n in range(5)
-]
 BY_UID = {problem.uid: problem for problem in PROBLEMS}
 PARAMS = SamplingParams(max_new_tokens=6)
 BROKEN = "text 4"
@@ -45,9 +41,14 @@ class AddressedEngine(NumberedEngine):
     """Its answer is a function of the request's key and the version alone; the text is that key."""
 
     def generate(self, requests):
+        numbers = [(r.key, self.number_of(r)) for r in requests]
         return [
-            replace(self.completion(r.key % 80, r.key % 3 + 1), text=str(r.key)) for r in requests
+            replace(self.completion(key % 80, number % 3 + 1), text=str(number))
+            for key, number in numbers
         ]
+
+    def number_of(self, request):
+        return request.key
 
 
 class NumberedReward(ScriptedReward):

@@ -117,20 +117,9 @@ def through_queue_on(mesh, servers, changes):
     from tandem.plugins.cluster.transfer_queue import TransferQueueStream
 
     ranks = ParallelRanks(mesh)
-    stream = TransferQueueStream(
-        servers,
-        name=f"rank {mesh.rank}",
-        capacity=1,
-        timeout_s=WAIT_S,
-        wait_for_all=ranks.wait_for_all,
-    )
-    found = learn_through(
-        stream,
-        groups_to_learn(),
-        config_of(**changes),
-        ranks,
-        puts=mesh.rank == 0,
-        wait=ranks.wait_for_all,
-    )
+    own = {"name": f"rank {mesh.rank}", "capacity": 1, "timeout_s": WAIT_S}
+    stream = TransferQueueStream(servers, wait_for_all=ranks.wait_for_all, **own)
+    turns = {"puts": mesh.rank == 0, "wait": ranks.wait_for_all}
+    found = learn_through(stream, groups_to_learn(), config_of(**changes), ranks, **turns)
     stream.close()
     return found

@@ -9,21 +9,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from tandem.model.load import make_exact
 from tandem.types import Sample
+from tests.support import architectures
+from tests.support.architectures import VOCAB
 
-VOCAB = 97
 SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 96,
+    **architectures.SHAPE,
     "num_hidden_layers": 2,
-    "num_attention_heads": 6,
     "num_key_value_heads": 2,
-    "intermediate_size": 172,
     "max_position_embeddings": 512,
     "initializer_range": 0.1,
     "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
 }
 CONFIGS = {
     "llama": {},

@@ -92,14 +92,6 @@ def test_value_and_gradient_are_those_of_autograd_on_whole_tables(
         )
 
 
-@pytest.fixture(params=[1, 2])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 def test_chunks_give_the_bits_of_one_row_at_a_time(threads):
     rows = 2 * CHUNK + 7
     assert len(chunks(rows, torch.empty(MANY, 0))) == 3

@@ -16,16 +16,11 @@ from tandem.plugins.start import doctor
 from tandem.runtime.disk import human_bytes
 from tandem.runtime.errors import UserError
 from tests.support.fake_cuda import MEMORY, FakeCuda
-from tests.support.home import invoke, make_home
+from tests.support.home import invoke
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 SECOND = Placement(torch.device("cuda", 1), torch.bfloat16)
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return make_home(tmp_path_factory.mktemp("home"), steps=1)
 
 
 @pytest.fixture

@@ -19,12 +19,7 @@ from tandem.runtime.errors import UserError
 from tandem.train_loop import saved_tensors
 from tests.support.call_templates import call_templates
 from tests.support.command import tandem
-from tests.support.home import invoke, make_home
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return make_home(tmp_path_factory.mktemp("home"), steps=2)
+from tests.support.home import invoke
 
 
 def planned(home, folder, *overrides, command="train"):

@@ -14,15 +14,10 @@ from tandem.jobs.models import build_learner
 from tandem.model.placement import Placement
 from tandem.plugins.plan.footprint import Footprint, model_sizes
 from tandem.runtime.errors import UserError
-from tests.support.home import invoke, make_home
+from tests.support.home import invoke
 from tests.support.runs import fingerprint
 
 GPU = Placement(torch.device("cuda:0"), torch.bfloat16)
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return make_home(tmp_path_factory.mktemp("home"), steps=4)
 
 
 def config_of(home, *overrides):
@@ -133,7 +128,7 @@ def test_an_allocation_that_fails_on_the_cpu_is_explained(allocate, home):
 
 
 def test_a_run_out_of_memory_names_three_settings_and_goes_on_with_one(home, tmp_path, monkeypatch):
-    command = ["train", home / "recipe.toml", "run.save_every=1"]
+    command = ["train", home / "recipe.toml", "run.save_every=1", "run.steps=4"]
     assert invoke(*command, f"run.folder={tmp_path}/whole").exit_code == 0
     make_job = rl.open_rl_job
 

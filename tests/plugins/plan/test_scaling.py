@@ -24,7 +24,7 @@ from tandem.plugins.plan.shards import Model, Work, largest_layer, memory, param
 from tandem.trainer.pack import pack
 from tandem.trainer.parallel.ranks import ParallelRanks
 from tandem.types import SamplingDistribution
-from tests.support.home import invoke, make_home
+from tests.support.home import invoke
 from tests.support.meshes import on_mesh, sent_bytes
 from tests.support.tiny import CONFIGS, exact_model, random_samples, tiny_config
 
@@ -42,11 +42,6 @@ def work(kind="qwen3", dtype=torch.bfloat16, **changes):
         shape.num_experts = 8
     values = {"clusters": 64, "cluster": 100, "length": 100.0, "microbatch": 1600}
     return Work(model=model_of(shape), dtype=dtype, **(values | changes))
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return make_home(tmp_path_factory.mktemp("home"), steps=2)
 
 
 def run_of(home, *changes, longest=20):

@@ -7,7 +7,7 @@ import pytest
 
 from tandem.config.schema import Data
 from tandem.data.problems import read_problems
-from tests.support.home import invoke, make_home, mistake, output_of
+from tests.support.home import invoke, mistake, output_of
 
 ROWS = [{"prompt": f"{n} + 1?", "answer": str(n + 1), "uid": f"q{n}", "level": n} for n in range(4)]
 ENVIRONMENT = '''
@@ -35,11 +35,6 @@ class Broken(Env):
     def step(self, text):
         raise ValueError("no such luck")
 '''
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return make_home(tmp_path_factory.mktemp("home"), steps=2)
 
 
 @pytest.fixture

@@ -413,7 +413,3 @@ def test_a_file_that_is_no_file_of_weights_is_named_and_other_weights_are_found(
         sync.hashes[2] = "another"
         with pytest.raises(UserError, match="weights differ from the trainer's"):
             sync.sync_to(2)
-
-
-def publish(engines, version):
-    engines.load(f"file {version}", version, f"file {version}")

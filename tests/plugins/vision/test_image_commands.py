@@ -34,11 +34,6 @@ def score(problem, completion):
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def image_folder(tmp_path_factory):
-    keep_in(tmp_path_factory.mktemp("kept"))
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("images")

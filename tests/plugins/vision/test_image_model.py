@@ -16,7 +16,6 @@ from tandem.model.tokenizer import load_tokenizer
 from tandem.plugins.commands.export import export_adapter
 from tandem.plugins.vision import store
 from tandem.plugins.vision.images import load_image_reader
-from tandem.runtime.image_parts import keep_in
 from tandem.runtime.image_tokens import IMAGE, image_run, name_of
 from tandem.trainer.pack import pack
 from tandem.types import Request, Sample, SamplingParams
@@ -32,11 +31,6 @@ from tests.support.parity import words
 
 GAP = 1e-4  # nats
 LORA = Lora(rank=2, alpha=4.0, targets=("all-linear",), seed=0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def image_folder(tmp_path_factory):
-    keep_in(tmp_path_factory.mktemp("images"))
 
 
 @pytest.fixture(scope="module", params=KINDS)

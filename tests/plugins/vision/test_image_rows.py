@@ -20,18 +20,13 @@ from tandem.plugins.offline.rows import parse_chat
 from tandem.plugins.vision import store
 from tandem.plugins.vision.images import TILED
 from tandem.runtime.errors import UserError
-from tandem.runtime.image_parts import images_of, keep_in, message_text
+from tandem.runtime.image_parts import images_of, message_text
 from tandem.runtime.image_tokens import IMAGE, name_from, name_of
 from tests.support.image_models import KINDS, data_uri, picture, save_image_model
 
 A, B = picture(1), picture(2, width=56)
 NAMES = [name_of(A), name_of(B)]
 TEXT = "How many?"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def image_folder(tmp_path_factory):
-    keep_in(tmp_path_factory.mktemp("images"))
 
 
 @pytest.fixture
