@@ -8,7 +8,7 @@ import torch
 from scaling_models import OTHERS, PUBLISHED, QWEN3, model_of
 
 from tandem.config.parallel import Parallel
-from tandem.plugins.plan.scaling import GPUS, Assumptions, flops_per_token, update_time
+from tandem.plugins.plan.scaling import GPUS, flops_per_token, update_time
 from tandem.plugins.plan.shards import Work, memory, parameters
 
 BF16, GIB = torch.bfloat16, 2**30
@@ -82,13 +82,13 @@ def _llama8b(size: int) -> tuple[float, float]:
     work = _work(MODELS["Llama-3.1-8B"], mesh, 2, 2, checkpointing=False)
     rows = memory(work, mesh)
     state = sum(rows[name] for name in ("weights", "Adam moments", "gradients"))
-    times = update_time(work, mesh, GPUS["h100"], Assumptions())
+    times = update_time(work, mesh, GPUS["h100"])
     return work.tokens(mesh) / times.total, state / GIB
 
 
 def _rate(shape: Any, mesh: Parallel, local: int, microbatch: int) -> float:
     work = _work(shape, mesh, local, microbatch, checkpointing=True)
-    times = update_time(work, mesh, GPUS["h100"], Assumptions())
+    times = update_time(work, mesh, GPUS["h100"])
     return work.tokens(mesh) / mesh.tensor / mesh.pipeline / times.total
 
 

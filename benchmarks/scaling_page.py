@@ -12,12 +12,12 @@ from tandem.config.schema import Config
 from tandem.model.placement import Placement
 from tandem.plugins.plan.footprint import Footprint, Sizes
 from tandem.plugins.plan.meshes import plans, smallest
-from tandem.plugins.plan.scaling import GPUS, Assumptions
+from tandem.plugins.plan.scaling import ASSUMED, GPUS
 from tandem.plugins.plan.shards import parameters
 
 ROOT = Path(__file__).parent.parent
 JSON, PAGE = ROOT / "results" / "scaling.json", ROOT / "results" / "scaling.md"
-GPU, ASSUMED, COUNTS, GIB = GPUS["h200"], Assumptions(), (1, 8, 64, 512), 2**30
+GPU, COUNTS, GIB = GPUS["h200"], (1, 8, 64, 512), 2**30
 PROMPT, NEW = 256, 512
 CONFIG = {
     "rl": {"prompts_per_step": 512, "group_size": 8},
@@ -118,9 +118,9 @@ def tables() -> list[str]:
 
 
 def row(run: Footprint, count: int) -> str:
-    work, found = run.work, plans(run, count, GPU, ASSUMED)
+    work, found = run.work, plans(run, count, GPU)
     if not found:
-        least = smallest(run, GPU, ASSUMED)
+        least = smallest(run, GPU)
         return (
             f"| {count} | does not fit; the smallest power of two that does: {least} | | | | | | |"
         )

@@ -1,5 +1,9 @@
-"""A GRPO step of a tiny random model in an environment; its turns stand for texts."""
+"""Episodes in an environment: of given texts, and of a GRPO step of a tiny random model, for whose
+turns stand texts."""
 
+import asyncio
+
+from tandem.envs.calls import environment_loop
 from tandem.rollout.env_pool import EnvPool
 from tandem.run_folder.episode_files import read_episodes
 from tandem.step import train_step
@@ -28,6 +32,23 @@ class Given(ScriptedReward):
 
     def score(self, problem, attempt):
         return Score(reward=attempt.env_rewards.get("env", 0.0), parts={})
+
+
+def play(env, problem, *texts):
+    """Return what reset returns, and step for each text of the model; the environment is closed."""
+
+    async def wait(result):
+        return await result if asyncio.iscoroutine(result) else result
+
+    async def episode():
+        try:
+            async with asyncio.timeout(WAIT_S):
+                opening = await wait(env.reset(problem))
+                return [opening, *[await wait(env.step(text)) for text in texts]]
+        finally:
+            await wait(env.close())
+
+    return asyncio.run_coroutine_threadsafe(episode(), environment_loop()).result()
 
 
 def step_in(folder, make, say, problems):

@@ -161,12 +161,12 @@ class _Replay:
             if not last and (rewritten or other_machine):
                 yield from self._compare_logprobs(_trained(groups), step, version=done)
             if rewritten or (last and self.score):
-                scoring = rescore(self.past.config, groups, step)
+                episodes, notes, divergence = rescore(self.past.config, groups, step)
                 if last:
-                    self.result.episodes = scoring.episodes
-                    self.result.notes += scoring.notes
-                if scoring.divergence is not None:
-                    yield scoring.divergence
+                    self.result.episodes = episodes
+                    self.result.notes += notes
+                if divergence is not None:
+                    yield divergence
             if rewritten:  # and nothing in it was found wrong
                 yield rewritten
         row = metrics_row(step, self.replayed.step(done, self.observe if last else None))

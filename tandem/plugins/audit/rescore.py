@@ -8,7 +8,6 @@ does not know how a step learns.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from tandem.config.schema import Config
 from tandem.jobs.engines import build_reward_pool
@@ -25,23 +24,17 @@ _READ_BACK = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scoring:
-    """The number of episodes scored again, notes on what was read back instead, and the first score
-    that differs."""
+def rescore(
+    config: Config, groups: Sequence[Group], step: int
+) -> tuple[int, list[str], Divergence | None]:
+    """Score all episodes of step `step` again, up to the first whose reward, parts or error differ.
 
-    episodes: int
-    notes: list[str]
-    divergence: Divergence | None
-
-
-def rescore(config: Config, groups: Sequence[Group], step: int) -> Scoring:
-    """Score all episodes of step `step` again, up to the first whose reward, parts or error
-    differ."""
+    Returns the number of them, notes on what was read back instead, and the first difference.
+    """
     functions = config.reward.functions
     notes = [note for name, note in _READ_BACK.items() if name in functions]
     if "judge" in functions:
-        return Scoring(episodes=0, notes=notes, divergence=None)
+        return 0, notes, None
     ended = [e for group in groups for e in group.episodes if e.stop_reason != "paused"]
     episodes = [e for e in ended if not e.reward_error]
     if failed := len(ended) - len(episodes):
@@ -62,7 +55,7 @@ def rescore(config: Config, groups: Sequence[Group], step: int) -> Scoring:
             for e, score in zip(episodes, scores, strict=True)
         )
         divergences = (one for pair in pairs for one in _compare_scores(*pair, step))
-        return Scoring(episodes=len(episodes), notes=notes, divergence=next(divergences, None))
+        return len(episodes), notes, next(divergences, None)
 
 
 def _compare_scores(recorded: Episode, computed: Episode, step: int) -> Iterator[Divergence]:

@@ -302,10 +302,8 @@ class Footprint:
         sizes = self.sizes
         if not sizes.on_gpu:
             return []
-        trained, rows = (
-            sum(m.trained for m in sizes.trained),
-            {"a save under way": sizes.checkpoint},
-        )
+        trained = sum(m.trained for m in sizes.trained)
+        rows = {"a save under way": sizes.checkpoint}
         if self.config.train.offload_optimizer:
             masters = {"masters": 4 * trained} if sizes.place.dtype != torch.float32 else {}
             rows = masters | {"Adam moments": 8 * trained} | rows

@@ -24,7 +24,7 @@ from tandem.model.config_file import LEAN_ARCHITECTURES
 from tandem.model.paths import divisible
 from tandem.model.placement import Placement
 from tandem.plugins.plan.footprint import Footprint, model_sizes
-from tandem.plugins.plan.scaling import GPUS, Assumptions, Gpu, Times, update_time
+from tandem.plugins.plan.scaling import ASSUMED, GPUS, MEMORY, Gpu, Times, update_time
 from tandem.registry import find
 from tandem.runtime.disk import human_bytes
 from tandem.runtime.errors import UserError
@@ -84,25 +84,25 @@ def _factors(number: int, length: int) -> Iterator[tuple[int, ...]]:
                 yield (first, *rest)
 
 
-def plans(run: Footprint, count: int, gpu: Gpu, assumed: Assumptions) -> list[Plan]:
+def plans(run: Footprint, count: int, gpu: Gpu) -> list[Plan]:
     """Return the plans on all possible meshes of so many GPUs that fit, the fastest first."""
     found = [
         Plan(
             mesh=on.mesh,
             memory=on.of_rank_0(),
             loading=on.loading(),
-            times=update_time(on.work, on.mesh, gpu, assumed),
+            times=update_time(on.work, on.mesh, gpu),
         )
         for on in possible_meshes(run, count, gpu.node)
     ]
-    fitting = [plan for plan in found if plan.needed <= gpu.memory * assumed.memory]
+    fitting = [plan for plan in found if plan.needed <= gpu.memory * MEMORY]
     return sorted(fitting, key=lambda plan: (plan.times.total, plan.needed))
 
 
-def smallest(run: Footprint, gpu: Gpu, assumed: Assumptions) -> int | None:
+def smallest(run: Footprint, gpu: Gpu) -> int | None:
     """Return the smallest power of two of GPUs on which a run fits; None above LARGEST."""
     counts = (1 << power for power in range(LARGEST.bit_length()))
-    return next((count for count in counts if plans(run, count, gpu, assumed)), None)
+    return next((count for count in counts if plans(run, count, gpu)), None)
 
 
 # ---------------------------------------------------------------- the command
@@ -117,7 +117,7 @@ def plan_gpus(config: Config, command: str, count: int, kind: str) -> None:
         expected = f"1 to {LARGEST}"
         raise UserError("not a number of GPUs", where="--gpus", found=str(count), expected=expected)
     find("inputs", command, key="--for")  # raises for a command without a plan
-    gpu, assumed = GPUS[kind], Assumptions()
+    gpu = GPUS[kind]
     if command in ("train", "distill"):
         require_correction(config)
     custom_code.allow(config.model.trust_remote_code)
@@ -130,15 +130,15 @@ def plan_gpus(config: Config, command: str, count: int, kind: str) -> None:
             expected=f"one of {', '.join(LEAN_ARCHITECTURES)}",
             next="leave --gpus out: it runs in one process",
         )
-    found, work = plans(run, count, gpu, assumed), run.work
+    found, work = plans(run, count, gpu), run.work
     if not found:
-        fits = smallest(run, gpu, assumed)
-        there = f"{human_bytes(int(gpu.memory * assumed.memory))} of each GPU"
+        fits = smallest(run, gpu)
+        there = f"{human_bytes(int(gpu.memory * MEMORY))} of each GPU"
         raise UserError(
             "the run fits on no mesh of these GPUs",
             where=f"--gpus {count}, {gpu.name}",
             found=f"{run.sizes.policy.count:,} parameters",
-            expected=f"at most {there} (assumed: {assumed.memory:.0%} of its memory)",
+            expected=f"at most {there} (assumed: {MEMORY:.0%} of its memory)",
             next=f"smallest number of GPUs that fits: {fits} (of powers of two)"
             if fits
             else f"it fits on no power of two up to {LARGEST}: "
@@ -149,7 +149,7 @@ def plan_gpus(config: Config, command: str, count: int, kind: str) -> None:
             f"{count} x {gpu.name}: {gpu.flops / 1e12:,.0f} TFLOP/s, {gpu.memory / 1e9:,.0f} GB, "
             f"NVLink {gpu.nvlink / 1e9:,.0f} GB/s, network {gpu.network / 1e9:,.0f} GB/s "
             f"({gpu.source})",
-            f"assumed: {assumed}",
+            f"assumed: {ASSUMED}",
             f"{config.model.path}: {run.sizes.policy.count:,} parameters; {work.updates} x "
             f"{work.clusters * work.cluster:,} tokens a step, all as long as the longest",
         ]

@@ -73,20 +73,13 @@ GPUS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assumptions:
-    """Shares of the vendor's numbers that a plan counts on."""
-
-    products: float = 0.4  # of the FLOP/s, in training
-    links: float = 0.8  # of NVLink and network
-    memory: float = 0.9  # of the GPU's memory; the rest is for passing tensors and fragments
-
-    def __str__(self) -> str:
-        return (
-            f"{self.products:.0%} of peak FLOP/s in training, {self.links:.0%} of the links, "
-            f"{self.memory:.0%} of memory; no latencies, work evenly divided, gathers of weights "
-            "behind the products"
-        )
+# Shares of the vendor's numbers that a plan counts on: of the FLOP/s in training, of NVLink and
+# network, of the GPU's memory; the rest of that is for passing tensors and fragments.
+PRODUCTS, LINKS, MEMORY = 0.4, 0.8, 0.9
+ASSUMED = (
+    f"{PRODUCTS:.0%} of peak FLOP/s in training, {LINKS:.0%} of the links, {MEMORY:.0%} of memory; "
+    "no latencies, work evenly divided, gathers of weights behind the products"
+)
 
 
 # ---------------------------------------------------------------- communication and time
@@ -223,7 +216,7 @@ class Times:
         return max(parts.items(), key=itemgetter(1))[0]
 
 
-def update_time(work: Work, mesh: Parallel, gpu: Gpu, assumed: Assumptions) -> Times:
+def update_time(work: Work, mesh: Parallel, gpu: Gpu) -> Times:
     """Return the time of an update.
 
     Gathers of weights and reductions of gradients hide behind the products but for those of one
@@ -236,9 +229,9 @@ def update_time(work: Work, mesh: Parallel, gpu: Gpu, assumed: Assumptions) -> T
         work.shape, work.length, adapters=work.model.adapters, again=work.checkpointing
     )
     stage = layer * layers / mesh.tensor + head
-    products = work.tokens(mesh) / mesh.context * stage / (gpu.flops * assumed.products)
+    products = work.tokens(mesh) / mesh.context * stage / (gpu.flops * PRODUCTS)
     waits = {
-        name: sent / (rate(mesh, name, gpu) * assumed.links)
+        name: sent / (rate(mesh, name, gpu) * LINKS)
         for name, sent in communication(work, mesh).items()
     }
     behind = waits["data"] + waits["gradients"]

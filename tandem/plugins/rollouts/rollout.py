@@ -159,10 +159,8 @@ def summary(rows: Sequence[dict[str, Any]], timings: Sequence[dict[str, Any]]) -
         sum(row[name] * row["episodes"] for row in rows) / episodes
         for name in ("reward", "truncated")
     )
-    tokens, seconds = (
-        sum(row["generated_tokens"] for row in rows),
-        sum(row["rollout_s"] for row in timings),
-    )
+    tokens = sum(row["generated_tokens"] for row in rows)
+    seconds = sum(row["rollout_s"] for row in timings)
     failed = int(sum(row["reward_errors"] for row in rows))
     return (
         f"{counted(episodes, 'episodes')}, mean reward {reward:.3f}, {truncated:.1%} truncated, "

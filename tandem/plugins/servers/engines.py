@@ -54,6 +54,7 @@ BEATS = 4  # checks of a server at work in deadline_s
 TOKEN_S = 1.0  # that a token of a completion may take; a request may wait for others before
 
 Published = tuple[str, int, str]  # file, version and hash of new weights
+UNKNOWN = ServedModel(name="", is_tandem=False, longest=0)  # by a server that never answered
 
 
 @dataclass(eq=False, slots=True)
@@ -63,7 +64,7 @@ class Server:
     number: int
     url: str  # of its API, ends in /v1
     target: int = 0  # the version that its weights count as
-    served: ServedModel | None = None
+    served: ServedModel = UNKNOWN
     lost: str = ""  # why it was lost; empty: it serves
     tickets: dict[int, Ticket] = field(default_factory=dict)
     calls: dict[int, "Future[Any]"] = field(default_factory=dict)  # by the ticket's number
@@ -123,7 +124,7 @@ class HttpEngines:
         if not self.serving:
             raise self._none_left()
         self._last_served = clock()  # for servers that are all lost
-        self.longest = min([longest, *(s.served.longest or longest for s in self._known)])  # type: ignore[union-attr]
+        self.longest = min([longest, *(s.served.longest or longest for s in self.servers)])
         self._dispatcher: Dispatcher[Server] = Dispatcher(max_batch, self.longest)
         self._queue = self._dispatcher.open(0)
 
@@ -173,8 +174,7 @@ class HttpEngines:
     def submit(self, request: Request) -> Ticket:
         """Take a request. Raises UserError for one that no server can run as Tandem does."""
         ticket = self._dispatcher.ticket(request, self._queue)
-        for server in self._known:
-            assert server.served is not None
+        for server in self.known:
             check_request(request, server.served)
         self._dispatcher.add(ticket)
         return ticket
@@ -205,8 +205,8 @@ class HttpEngines:
         return [server for server in self.servers if not server.lost]
 
     @property
-    def _known(self) -> list[Server]:
-        return [server for server in self.servers if server.served is not None]
+    def known(self) -> list[Server]:
+        return [server for server in self.servers if server.served is not UNKNOWN]
 
     async def _ask(self, url: str, body: Json | None = None, *, answer_s: float = 0.0) -> Json:
         """Ask an address of a server, again while it is busy. answer_s: for its answer; 0:
@@ -237,7 +237,7 @@ class HttpEngines:
         """Let a server serve, if its answer says that it has the weights that are published, or
         those of the others."""
         if isinstance(found, ServerLost):
-            if server.served is None and not server.lost:
+            if server.served is UNKNOWN and not server.lost:
                 self._report(f"{server} does not answer: {found}")
             server.lost, server.check_at = str(found), self._clock() + CHECK_S
             return
@@ -246,7 +246,7 @@ class HttpEngines:
         if self._published is not None:
             expected = {self._published[1:]}
         else:
-            expected = {one.served.weights for one in self._known if one.served is not None}
+            expected = {one.served.weights for one in self.known}
         for version, sha256 in expected - {found.weights}:
             raise UserError(
                 "the rollout servers do not run the same weights",
@@ -326,7 +326,6 @@ class HttpEngines:
     def _dispatch(self) -> None:
         """Give requests to the servers that are ready."""
         for server, ticket in self._dispatcher.assign(self.serving):
-            assert server.served is not None
             body = completion_body(ticket.request, server.served)
             answer = self._ask(f"{server.url}/completions", body, answer_s=self.answer_s(ticket))
             server.calls[ticket.number] = self._start(server, answer, ticket)
@@ -355,7 +354,6 @@ class HttpEngines:
             del server.calls[ticket.number], server.tickets[ticket.number]
             if isinstance(found, UserError):
                 raise found
-            assert server.served is not None
             request, version, model = ticket.request, self.weight_version, server.served
             completion = read_completion(found, request, model, version, self._decode, server.url)
             ticket.completion = completion

@@ -39,8 +39,8 @@ def open_servers(stage: RolloutStage) -> Iterator[Rollouts]:
     renderer, folder = stage.local.renderer, stage.folder / "weights"
     assert isinstance(renderer, ChatRenderer)
     with closing(connect(stage.config, renderer, stage.report)) as engines:
-        for server in engines.servers:
-            if server.served is not None and not server.served.takes_updates:
+        for server in engines.known:
+            if not server.served.takes_updates:
                 own = server.served.is_tandem
                 raise UserError(
                     "the new weights of a training cannot reach this server",
@@ -64,7 +64,7 @@ def load_servers(config: Config, renderer: ChatRenderer, report: Report) -> Http
     the weights of a training, which are not those of the model that the command evaluates."""
     engines = connect(config, renderer, report)
     for server in engines.serving:
-        if server.served is not None and server.served.version:
+        if server.served.version:
             raise UserError(
                 "the server has weights that a training has sent to it",
                 where=f"{ENGINE} = {server.url}",
@@ -88,7 +88,7 @@ def connect(config: Config, renderer: ChatRenderer, report: Report) -> HttpEngin
         report=report,
     )
     for server in engines.serving:
-        if server.served is not None and not server.served.is_tandem:
+        if not server.served.is_tandem:
             report(f"{server} is not Tandem's: log-probs are as it defines them")
     return engines
 

@@ -61,7 +61,7 @@ class Model:
 @dataclass
 class Sampler:
     """Weights of a model at a version, by name. place: the address of its draws; path: of the
-    weights, for clients."""
+    weights, for clients; asked: a queue of requests by their ids, for any thread."""
 
     model: Model
     version: int
@@ -234,12 +234,8 @@ class Models:
             path=path,
         )
 
-    def ask(self, sampler: Sampler, request_id: str, request: types.SampleRequest) -> None:
-        """Queue a request, from any thread; `sample` of its id is called later."""
-        sampler.asked.append((request_id, request))
-
     def sample(self, sampler: Sampler, request_id: str) -> bytes:
-        """Answer a request, and with it all that wait for the same weights."""
+        """Answer a request that was put in the sampler's queue, and with it all that wait there."""
         if request_id not in self._sampled:
             session = sampler.model.session
             load, newest = session.learner.model.load_weights, _trained(sampler.model)

@@ -260,7 +260,7 @@ class TinkerServer:
         sampler = self._sampler(request.sampling_session_id)
         request_id = f"{request.sampling_session_id}:{request.seq_id}"
         if request_id not in self._futures:
-            self._models.ask(sampler, request_id, request)
+            sampler.asked.append((request_id, request))
         answer = self._start(request_id, self._models.sample, sampler, request_id)
         ids = [f"{request_id}:{number}" for number in range(request.num_samples)]
         return {**answer, "sample_sequence_ids": ids}

@@ -120,8 +120,6 @@ def sample_output(
 
 
 def _top(message: Any, tokens: Array, logprobs: Array) -> None:
-    message.token_ids, message.logprobs = (
-        tokens.astype(np.int32).tobytes(),
-        logprobs.astype(np.float32).tobytes(),
-    )
+    message.token_ids = tokens.astype(np.int32).tobytes()
+    message.logprobs = logprobs.astype(np.float32).tobytes()
     message.length, message.k = tokens.shape

@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from tandem.plugins.view.runs import Stamp, file_stamps
 from tandem.run_folder.episode_files import SCHEMA, episode_file, json_lines, read_table
 from tandem.runtime.errors import UserError
 from tandem.runtime.image_parts import message_text
@@ -95,7 +96,7 @@ class EpisodeTable:
         self._forget()
 
     def _forget(self) -> None:
-        self._read = dict[str, tuple[int, int]]()  # file name -> time and size
+        self._read = dict[str, list[Stamp]]()  # by file name
         self._parts, self._damaged = [_NONE], dict[str, str]()
 
     def refresh(self) -> bool:
@@ -103,7 +104,7 @@ class EpisodeTable:
         with self._lock:
             paths = [p for kind in KINDS for p in self.folder.glob(f"{kind}_step_*.parquet")]
             places = {path.name: place for path in paths if (place := _place(path.name))}
-            there = {name: _stamp(self.folder / name) for name in places}
+            there = {name: file_stamps(self.folder / name) for name in places}
             if any(there.get(name) != stamp for name, stamp in self._read.items()):
                 self._forget()  # a resume has removed or replaced some
             until = time.monotonic() + SLICE_S
@@ -231,14 +232,6 @@ def _place(name: str) -> tuple[str, int] | None:
     """Read (kind, step) of the name of a file; None for another file."""
     match = re.fullmatch(rf"({'|'.join(KINDS)})_step_(\d+)\.parquet", name)
     return (match[1], int(match[2])) if match else None
-
-
-def _stamp(path: Path) -> tuple[int, int]:
-    try:
-        stat = path.stat()
-    except OSError:  # it went in between
-        return 0, 0
-    return stat.st_mtime_ns, stat.st_size
 
 
 _WORDS = pa.dictionary(pa.int32(), pa.string())

@@ -41,6 +41,7 @@ FRESH_S = 600.0  # that a run of another machine counts as running after it wrot
 CLOCKS_S = 60.0  # that a clock may have been set since a run began
 _NEWS = ("metrics.jsonl", "status.json", "lock", "log.txt", "episodes", "why", BEST)
 _LIVELY = ("metrics.jsonl", "status.json", "log.txt")
+Stamp = tuple[str, int, int]  # name, time in ns and size of a file
 _DAMAGED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
@@ -98,11 +99,8 @@ class Columns:
         return next(iter(self.series(name)["y"][::-1]), None)
 
     def row(self, step: int) -> dict[str, float]:
-        """Return the values of a step."""
-        if step not in self.steps:
-            return {}
-        place = self.steps.index(step)
-        found = {name: float(column[place]) for name, column in self.values.items()}
+        """Return the values of a step; none if it has no row."""
+        found = self._rows.get(step, {})
         return {name: value for name, value in found.items() if not math.isnan(value)}
 
     def series(
@@ -137,7 +135,7 @@ class Run:
         self.folder, self.name = folder, name
         self.metrics = Columns(folder / "metrics.jsonl")
         self.timings = Columns(folder / "timings.jsonl", TIMES)
-        self._notes = list[tuple[str, int, int]](), Notes()
+        self._notes = list[Stamp](), Notes()
         self._lock = threading.Lock()
 
     def refresh(self) -> None:
@@ -222,9 +220,9 @@ class Run:
 
     def notes(self) -> Notes:
         """Return what log.txt says; it is read again when it has changed."""
-        stats = _stats(self.folder / "log.txt")
-        if stats != self._notes[0]:
-            self._notes = stats, read_notes(self.folder)
+        stamps = file_stamps(self.folder / "log.txt")
+        if stamps != self._notes[0]:
+            self._notes = stamps, read_notes(self.folder)
         return self._notes[1]
 
     def status(self) -> dict[str, Any]:
@@ -238,7 +236,7 @@ class Run:
         with suppress(OSError, UnicodeDecodeError):
             holder = (self.folder / "lock").read_text().strip()
         lives = _lives(holder) if holder else False
-        stamps = [stat[1] for stat in _stats(*(self.folder / name for name in _LIVELY))]
+        stamps = [at for _, at, _ in file_stamps(*(self.folder / name for name in _LIVELY))]
         fresh = any(time.time_ns() - stamp < FRESH_S * 10**9 for stamp in stamps)
         if lives or (lives is None and fresh):
             return "running"
@@ -258,14 +256,14 @@ class Run:
             return read_file(self.folder / "config.toml", toml_values)
         return {}
 
-    def stamp(self) -> list[tuple[str, int, int]]:
+    def stamp(self) -> list[Stamp]:
         """Return what changes when the run has written something."""
-        return _stats(*(self.folder / name for name in _NEWS))
+        return file_stamps(*(self.folder / name for name in _NEWS))
 
 
-def _stats(*paths: Path) -> list[tuple[str, int, int]]:
-    """List (name, time in ns, size) of those files that are there."""
-    found = list[tuple[str, int, int]]()
+def file_stamps(*paths: Path) -> list[Stamp]:
+    """List the stamps of those files that are there."""
+    found = list[Stamp]()
     for path in paths:
         with suppress(OSError):
             stat = path.stat()

@@ -42,7 +42,7 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """A chart with a title."""
+    """A chart with a title; its lines have points."""
 
     title: str
     lines: Sequence[Line]
@@ -73,8 +73,6 @@ def _panel(panel: Panel) -> str:
     xs = [x for line in panel.lines for x in line.x]
     ys = [y for line in panel.lines for y in (*line.y, *(at for _, at in line.band()))]
     parts = [f'<text class="t" x="{LEFT}" y="16">{escape(panel.title)}</text>']
-    if not xs:
-        return parts[0] + f'<text x="{LEFT}" y="{HEIGHT // 2}">no values</text>'
     x_axis, y_axis = _Axis(xs, LEFT, WIDTH - RIGHT), _Axis(ys, HEIGHT - BOTTOM, TOP)
     for tick in y_axis.ticks:
         at = y_axis(tick)

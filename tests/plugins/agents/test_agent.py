@@ -34,6 +34,7 @@ from tandem.runtime.errors import UserError
 from tandem.serve.openai import ApiError, ChatMessage, read_body
 from tandem.step import train_step
 from tandem.types import Problem, SamplingParams
+from tests.support import env_steps
 from tests.support.env_steps import Given
 from tests.support.scripted import DigitRenderer
 from tests.support.stages import PROBLEMS, config, stages_in, with_runner
@@ -73,22 +74,8 @@ def ask(base_url, messages, **more):
 
 
 def play(run, *texts, problem=PROBLEM):
-    """Return what reset returns, and step for each text of the model; the environment is closed."""
-
-    async def driver():
-        env = AgentDrivenEnv(run)
-        try:
-            async with asyncio.timeout(WAIT_S):
-                return [await env.reset(problem), *[await env.step(text) for text in texts]], env
-        finally:
-            await env.close()
-
-    return in_loop(driver())
-
-
-def in_loop(work):
-    """Return the result of a coroutine in the loop of environments."""
-    return asyncio.run_coroutine_threadsafe(work, environment_loop()).result()
+    env = AgentDrivenEnv(run)
+    return env_steps.play(env, problem, *texts), env
 
 
 @contextmanager
@@ -409,13 +396,11 @@ def test_episode_out_of_time_ends_its_agent_and_leaves_nothing():
             )
             raise
 
-    in_loop(driver())
+    asyncio.run_coroutine_threadsafe(driver(), environment_loop()).result()
     play(blocked)  # closed while it waits for the model
     assert eventually(lambda: told)
-    assert (
-        told == [(503, "false", "Error code: 503 - " + told[0][2].partition(" - ")[2])]
-        and "is over" in told[0][2]
-    )
+    assert told == [(503, "false", "Error code: 503 - " + told[0][2].partition(" - ")[2])]
+    assert "is over" in told[0][2]
     assert not the_server().sessions
     assert eventually(lambda: not [t for t in threading.enumerate() if t.name == "environment"])
 
@@ -434,18 +419,8 @@ def test_run_that_names_no_function_is_a_user_error(tmp_path):
 
 
 def test_the_example_answers_checks_itself_and_is_scored():
-    async def driver():
-        env = AgentEnv(run=f"{EXAMPLE}:run")
-        async with asyncio.timeout(WAIT_S):
-            seen = [
-                await env.reset(PROBLEM),
-                await env.step("It is 8."),
-                await env.step("It is 7."),
-            ]
-        await env.close()
-        return seen
-
-    chat, check, last = in_loop(driver())
+    env = AgentEnv(run=f"{EXAMPLE}:run")
+    chat, check, last = env_steps.play(env, PROBLEM, "It is 8.", "It is 7.")
     assert chat == list(PROBLEM.messages) and [m["role"] for m in check.messages] == ["user"]
     assert (last.done, last.reward, last.parts) == (True, 1.0, {"right_at_once": 0.0})
 

@@ -1,7 +1,6 @@
 """A coding agent of the index as it is, mini-swe-agent: it runs what a tiny random model says in
 bash, and what it said is trained."""
 
-import asyncio
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -9,14 +8,13 @@ import numpy as np
 import pytest
 
 from tandem.engine.engine import Engine
-from tandem.envs.calls import environment_loop
 from tandem.model.tool_calls import Call, write_calls
 from tandem.plugins.agents.env import AgentDrivenEnv, AgentEnv
 from tandem.rollout.env_pool import EnvPool
 from tandem.run_folder.episode_files import read_episodes
 from tandem.step import train_step
 from tandem.types import Problem, SamplingParams
-from tests.support.env_steps import Given
+from tests.support.env_steps import Given, play
 from tests.support.stages import config, stages_in, with_runner
 from tests.support.waiting import WAIT_S
 
@@ -53,15 +51,7 @@ def quiet(tmp_path, monkeypatch):
     ],
 )
 def test_the_example_is_scored_by_what_its_commands_leave(texts, reward):
-    async def driver():
-        env = AgentEnv(run=f"{EXAMPLE}:run")
-        async with asyncio.timeout(WAIT_S):
-            seen = [await env.reset(PROBLEM), *[await env.step(text) for text in texts]]
-        await env.close()
-        return seen
-
-    work = asyncio.run_coroutine_threadsafe(driver(), environment_loop())
-    chat, result, last = work.result()
+    chat, result, last = play(AgentEnv(run=f"{EXAMPLE}:run"), PROBLEM, *texts)
     assert chat[-1] == PROBLEM.messages[0] and (last.done, last.reward) == (True, reward)
     assert "<returncode>0</returncode>" in result.messages[0]["content"]
 

@@ -16,6 +16,7 @@ from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episodes import run_episodes
 from tandem.runtime.errors import UserError
 from tandem.types import Problem, SamplingParams
+from tests.support.env_steps import play
 from tests.support.json_server import JsonServer
 from tests.support.scripted import DigitRenderer, ScriptedEngine, said
 from tests.support.waiting import WAIT_S, eventually
@@ -166,17 +167,6 @@ def problems(id, **how):
     ]
 
 
-def play(env, problem, *texts):
-    async def driver():
-        try:
-            async with asyncio.timeout(WAIT_S):
-                return [await env.reset(problem), *[await env.step(text) for text in texts]]
-        finally:
-            await env.close()
-
-    return asyncio.run(driver())
-
-
 def test_the_tasks_of_an_environment_are_rows():
     assert list(rows("tandem-sums", limit=2)) == [
         {
@@ -258,13 +248,7 @@ def test_a_rollout_plays_tasks_at_once_and_ends_what_they_share():
 
 
 def test_an_episode_that_is_cut_short_ends_its_environment():
-    env = VerifiersEnv("tandem-sums")
-
-    async def driver():
-        await env.reset(problems("tandem-sums")[0])
-        await env.close()
-
-    asyncio.run(driver())
+    play(VerifiersEnv("tandem-sums"), problems("tandem-sums")[0])
     assert eventually(lambda: all(task.done() for task in asyncio.all_tasks(agents_loop())))
     assert eventually(lambda: not [t for t in threading.enumerate() if t.name == "agent"])
 

@@ -136,9 +136,8 @@ def test_what_was_changed_is_the_first_difference(kind, name, old, new, step, wh
 def test_rewards_with_a_judge_are_read_back():
     past = open_past(past_run("ema"))
     reward = past.config.reward.model_copy(update={"function": ["answer", "judge"]})
-    scoring = rescore(past.config.model_copy(update={"reward": reward}), [], 4)
-    assert (scoring.episodes, scoring.divergence) == (0, None)
-    assert scoring.notes == ["rewards with a judge's score in them are read back"]
+    scored = rescore(past.config.model_copy(update={"reward": reward}), [], 4)
+    assert scored == (0, ["rewards with a judge's score in them are read back"], None)
 
 
 def test_failed_scoring_is_read_back_and_a_new_failure_diverges(tmp_path):
@@ -146,15 +145,14 @@ def test_failed_scoring_is_read_back_and_a_new_failure_diverges(tmp_path):
     change_first(run, 4, reward_error="timeout", reward=7.0)
     groups = read_groups(open_past(run).journal(4))
     config = open_past(run).config
-    scoring = rescore(config, groups, 4)
+    scored = rescore(config, groups, 4)
     everyone = sum(len(g.episodes) for g in groups)
-    assert (scoring.episodes, scoring.divergence) == (everyone - 1, None)
-    assert scoring.notes == ["episodes whose scoring failed are read back: 1"]
+    assert scored == (everyone - 1, ["episodes whose scoring failed are read back: 1"], None)
     (tmp_path / "reward.py").write_text(
         "def score(problem, completion):\n    raise ValueError('broken')\n"
     )
     reward = config.reward.model_copy(update={"function": f"{tmp_path}/reward.py:score"})
-    found = rescore(config.model_copy(update={"reward": reward}), groups, 4).divergence
+    *_, found = rescore(config.model_copy(update={"reward": reward}), groups, 4)
     assert found.what == f"score of episode 4:{groups[0].problem.uid}:1" and "broken" in found.b
 
 

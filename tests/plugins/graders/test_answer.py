@@ -145,11 +145,8 @@ def test_300_graded_pairs_none_wrong_is_paid_three_right_refused():
         for pair in GRADED
         if pair["right"] and not score(pair["completion"], pair["truth"])
     ]
-    assert (
-        len(GRADED) == 300
-        and len(refused) == 3
-        and len([truth for truth in refused if truth in NOT_READ]) == 2
-    )
+    assert (len(GRADED), len(refused)) == (300, 3)
+    assert len([truth for truth in refused if truth in NOT_READ]) == 2
 
 
 HUGE = [

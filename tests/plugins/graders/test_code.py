@@ -18,9 +18,6 @@ from tandem.runtime.errors import UserError
 from tandem.types import Problem
 from tests.support.waiting import WAIT_S, given_time
 
-needs_bubblewrap = pytest.mark.skipif(
-    not shutil.which("bwrap"), reason="bubblewrap is not installed"
-)
 ADD = "```python\ndef add(a, b):\n    print('noise')\n    return a + b\n```"
 LOOP = "METADATA = {}\n\ndef check(candidate):\n    for i in range(9):\n        assert candidate(i, 2) == i + 2"
 PROGRAM = "```\nimport sys\na, b = map(int, input().split())\nprint(a + b)\nexit()\n```"
@@ -30,12 +27,16 @@ def problem(tests, **metadata):
     return Problem(uid="p/1", messages=(), answer="", metadata={"tests": tests, **metadata})
 
 
-def reward(tests, completion, sandbox=None, options=None, **metadata):
-    """A program that ends by itself has the time to, on the busiest machine."""
+def parts(tests, completion, sandbox=None, options=None, **metadata):
+    """A program that ends by itself has the time to, on the busiest machine. tests: or a whole
+    problem."""
     given = {"timeout_s": WAIT_S, "test_timeout_s": WAIT_S, **(options or {})}
-    return code_reward(
-        problem(tests, **metadata), completion, sandbox=sandbox or Bubblewrap(), **given
-    )
+    task = tests if isinstance(tests, Problem) else problem(tests, **metadata)
+    return code_reward(task, completion, sandbox=sandbox or SpyingBubblewrap(), **given)
+
+
+def reward(*given, **options):
+    return parts(*given, **options)["reward"]
 
 
 def best_in_time(share, tests, completion, **options):
@@ -44,7 +45,7 @@ def best_in_time(share, tests, completion, **options):
     [limit] = [name for name, seconds in options.items() if not seconds]
 
     def run(seconds):
-        return reward(tests, completion, options=options | {limit: seconds})["reward"]
+        return reward(tests, completion, options=options | {limit: seconds})
 
     return max(given_time(run, lambda found: found == share, 0.5))
 
@@ -59,6 +60,8 @@ class Spy:
 
 class SpyingBubblewrap(Bubblewrap):
     def __init__(self):
+        if not shutil.which("bwrap"):
+            pytest.skip("bubblewrap is not installed")
         super().__init__()
         self.spy = Spy()
 
@@ -78,23 +81,20 @@ class SpyingBubblewrap(Bubblewrap):
 # ---------------------------------------------------------------- honest solutions
 
 
-@needs_bubblewrap
 @pytest.mark.parametrize("form", TESTS)
 def test_a_right_solution_passes_every_form(form):
-    assert reward(TESTS[form], PROGRAM if form == "program" else ADD)["reward"] == 1.0
+    assert reward(TESTS[form], PROGRAM if form == "program" else ADD) == 1.0
 
 
-@needs_bubblewrap
 def test_the_reward_is_the_share_of_tests_or_all_or_nothing():
     tests = ["assert add(1, 2) == 3", "assert add(1, -2) == -1", "assert add(1, 1) == 3"]
-    parts = {"passed": 2 / 3, "tests": 3.0, "output_cut": 0.0}
-    assert reward(tests, ADD) == {"reward": 2 / 3, **parts}
-    assert reward(tests, ADD, options={"all_or_nothing": True}) == {"reward": 0.0, **parts}
+    rest = {"passed": 2 / 3, "tests": 3.0, "output_cut": 0.0}
+    assert parts(tests, ADD) == {"reward": 2 / 3, **rest}
+    assert parts(tests, ADD, options={"all_or_nothing": True}) == {"reward": 0.0, **rest}
     programs = [{"input": "1 2\n", "output": "3"}, {"input": "2 2\n", "output": "5"}]
-    assert reward(programs, PROGRAM)["reward"] == 0.5
+    assert reward(programs, PROGRAM) == 0.5
 
 
-@needs_bubblewrap
 @pytest.mark.parametrize(
     "tests, metadata",
     [
@@ -115,10 +115,9 @@ def test_the_reward_is_the_share_of_tests_or_all_or_nothing():
     ],
 )
 def test_rows_of_other_projects_are_read_as_they_are(tests, metadata):
-    assert reward(tests, ADD, **metadata)["reward"] == 1.0
+    assert reward(tests, ADD, **metadata) == 1.0
 
 
-@needs_bubblewrap
 def test_a_script_reaches_objects_and_sees_its_arguments_changed():
     code = """```python
 class Stack:
@@ -136,11 +135,10 @@ x = [3, 1, 2]
 sort(x)
 assert x == [1, 2, 3]
 """
-    assert reward(script, code)["reward"] == 1.0
-    assert reward(script, code.replace("x.sort()", "sorted(x)"))["reward"] == 0.0
+    assert reward(script, code) == 1.0
+    assert reward(script, code.replace("x.sort()", "sorted(x)")) == 0.0
 
 
-@needs_bubblewrap
 @pytest.mark.parametrize(
     "script",
     [
@@ -152,15 +150,13 @@ assert x == [1, 2, 3]
 )
 def test_names_are_found_as_a_script_reads_them_and_changes_are_seen_later(script):
     code = "LIST = [1, 2]\ndef f(x):\n    x[:] = sorted(set(x))\n    return len(x)"
-    assert reward(script, f"```python\n{code}\n```")["reward"] == 1.0
+    assert reward(script, f"```python\n{code}\n```") == 1.0
 
 
-@needs_bubblewrap
 def test_a_script_that_never_uses_the_solution_proves_nothing():
-    assert reward("result = 1\nassert result == 1", ADD, entry_point="add")["reward"] == 0.0
+    assert reward("result = 1\nassert result == 1", ADD, entry_point="add") == 0.0
 
 
-@needs_bubblewrap
 def test_tests_that_time_does_not_reach_have_failed():
     slow = "```python\nimport time\ntime.sleep(int(input()))\nprint('done')\n```"
     tests = [{"input": text, "output": "done"} for text in ("0", "600", "0")]
@@ -168,38 +164,29 @@ def test_tests_that_time_does_not_reach_have_failed():
     assert best_in_time(1 / 3, tests, slow, timeout_s=0) == 1 / 3
 
 
-@needs_bubblewrap
 def test_a_hanging_call_costs_only_itself_while_there_is_time():
     loop = "```python\ndef f(x):\n    while x in (0, 3): pass\n    return x\n```"
     tests = [f"assert f({x}) == {x}" for x in range(10)]
     assert best_in_time(0.8, tests, loop, test_timeout_s=0, timeout_s=10 * WAIT_S) == 0.8
-    assert reward(tests, loop, options={"test_timeout_s": 1.0, "timeout_s": 0.5})["reward"] == 0.0
+    assert reward(tests, loop, options={"test_timeout_s": 1.0, "timeout_s": 0.5}) == 0.0
     assert best_in_time(2 / 9, tests[1:], loop, test_timeout_s=10 * WAIT_S, timeout_s=0) == 2 / 9
 
 
-@needs_bubblewrap
 def test_a_function_may_be_a_method_of_solution():
     methods = "```python\nclass Solution:\n    def add(self, a, b):\n        return a + b\n```"
     tests = {"inputs": [[1, 2], [3, 4]], "outputs": [3, 7], "fn_name": "add"}
-    assert reward(tests, methods)["reward"] == 1.0
-    assert reward(tests, methods + "\n", entry_point="add")["reward"] == 1.0
-    assert reward("assert abs(add(0.1, 0.2) - 0.3) < 1e-9", methods)["reward"] == 1.0
-    assert (
-        reward(
-            tests,
-            methods.replace("class", "def add(a, b): return a + b\nclass").replace(
-                "a + b\n```", "0\n```"
-            ),
-        )["reward"]
-        == 1.0
-    )
-    assert reward({**tests, "fn_name": "plus"}, methods)["reward"] == 0.0
+    assert reward(tests, methods) == 1.0
+    assert reward(tests, methods + "\n", entry_point="add") == 1.0
+    assert reward("assert abs(add(0.1, 0.2) - 0.3) < 1e-9", methods) == 1.0
+    function = methods.replace("a + b\n```", "0\n```")
+    function = function.replace("class", "def add(a, b): return a + b\nclass")
+    assert reward(tests, function) == 1.0
+    assert reward({**tests, "fn_name": "plus"}, methods) == 0.0
 
 
 # ---------------------------------------------------------------- cheats
 
 
-@needs_bubblewrap
 @pytest.mark.parametrize("cheat", CHEATS, ids=lambda cheat: cheat.name)
 def test_a_cheat_gets_nothing(cheat):
     for form, tests in TESTS.items():
@@ -209,7 +196,7 @@ def test_a_cheat_gets_nothing(cheat):
         def run(seconds, tests=tests):
             sandbox = SpyingBubblewrap()
             options = {"test_timeout_s": seconds, "timeout_s": 2 * seconds}
-            found = reward(tests, solution(cheat), sandbox, options)["reward"]
+            found = reward(tests, solution(cheat), sandbox, options)
             ran = any("WITNESS" in result.stderr for result in sandbox.spy.results)
             return found, ran or cheat.name == "is no program"
 
@@ -228,11 +215,10 @@ def test_the_same_cheat_fools_asserts_in_the_same_process(cheat):
     assert ("WITNESS" in result.stderr, result.exit_code) == (True, 0)
 
 
-@needs_bubblewrap
 @pytest.mark.parametrize("form", TESTS)
 def test_no_expected_value_enters_the_solutions_sandbox(form):
     sandbox = SpyingBubblewrap()
-    assert reward(TESTS[form], PROGRAM if form == "program" else ADD, sandbox)["reward"] == 1.0
+    assert reward(TESTS[form], PROGRAM if form == "program" else ADD, sandbox) == 1.0
     assert sandbox.spy.given and not [text for text in sandbox.spy.given if "199998" in text]
 
 
@@ -240,19 +226,14 @@ def test_no_expected_value_enters_the_solutions_sandbox(form):
 REFUSED = {"kodcode/a list's child"}
 
 
-@needs_bubblewrap
 @pytest.mark.parametrize(
     "row", GRADED, ids=lambda row: f"{'honest' if row.honest else 'cheat'} {row.name}"
 )
 def test_an_honest_program_earns_the_reward_and_a_cheat_does_not(row):
-    options = {"timeout_s": WAIT_S, "test_timeout_s": WAIT_S}
-    found = code_reward(
-        row.problem, f"```python\n{row.program}\n```", sandbox=Bubblewrap(), **options
-    )["reward"]
+    found = reward(row.problem, f"```python\n{row.program}\n```")
     assert (found == 1.0) is (row.honest and row.name not in REFUSED)
 
 
-@needs_bubblewrap
 @pytest.mark.parametrize(
     ("script", "found"),
     [
@@ -272,10 +253,9 @@ def test_a_script_that_no_solution_can_pass_is_the_rows_mistake(script, found):
     assert found in caught.value.found and caught.value.where.startswith("problem p/1")
 
 
-@needs_bubblewrap
 def test_one_object_for_everything_does_not_pass_a_list_test():
     cheat = "```python\ns = object()\nclass Pt:\n    __new__ = lambda c, x: s\npt = Pt\ndef mk(x): return [s]\n```"
-    assert reward("assert pt(2) in mk(2)", cheat)["reward"] == 0.0
+    assert reward("assert pt(2) in mk(2)", cheat) == 0.0
     for script in ("assert mk(2) == [Pt(2)]", "assert Pt(2) in mk(2)"):
         with pytest.raises(UserError, match="comparison of the solution's objects"):
             reward(script, cheat)
@@ -284,7 +264,6 @@ def test_one_object_for_everything_does_not_pass_a_list_test():
 # ---------------------------------------------------------------- two processes
 
 
-@needs_bubblewrap
 @pytest.mark.parametrize(
     "script",
     [
@@ -295,17 +274,14 @@ def test_one_object_for_everything_does_not_pass_a_list_test():
 )
 def test_a_result_under_a_name_is_compared_with_its_argument_before_the_call(script):
     cheat = "```python\ndef f(x):\n    x.clear()\n    return []\n```"
-    assert reward(script, cheat)["reward"] == 0.0
-    assert (
-        reward(script, cheat.replace("x.clear()\n    return []", "return sorted(x)"))["reward"]
-        == 1.0
-    )
+    assert reward(script, cheat) == 0.0
+    honest = cheat.replace("x.clear()\n    return []", "return sorted(x)")
+    assert reward(script, honest) == 1.0
 
 
 SUITE = "import unittest\nclass T(unittest.TestCase):\n    def test_f(self):\n        "
 
 
-@needs_bubblewrap
 def test_equal_data_across_the_line_is_no_identity():
     for script in ("a = [1]\nassert f(a) is a", SUITE + "a = {}\n        self.assertIs(f(a), a)"):
         with pytest.raises(UserError, match="a test script cannot run") as caught:
@@ -376,26 +352,23 @@ HIDDEN = [  # (the script, a solution that hides the test's own error)
 ]
 
 
-@needs_bubblewrap
 @pytest.mark.parametrize(("script", "program"), HIDDEN, ids=range(len(HIDDEN)))
 def test_a_solution_hides_no_failure_of_the_test(script, program):
-    assert reward(script, f"```python\n{program}\n```")["reward"] == 0.0
+    assert reward(script, f"```python\n{program}\n```") == 0.0
 
 
-@needs_bubblewrap
 def test_python_reads_and_prints_integers_of_any_length():
     long = "1" * 5000
     program = f"```python\ndef f(x=0): return int('{long}')\nprint(f())\n```"
-    assert reward([{"input": "", "output": long}], program)["reward"] == 1.0
+    assert reward([{"input": "", "output": long}], program) == 1.0
     for tests in ([f"assert f({long}) == {long}"], f"for i in [1]: assert f({long}) == {long}"):
-        assert reward(tests, program)["reward"] == 1.0
+        assert reward(tests, program) == 1.0
 
 
-@needs_bubblewrap
 def test_output_may_be_as_long_as_a_right_one_and_more_is_told():
     program = "```python\nprint('a' * 3_000_000)\n```"
-    assert reward([{"input": "", "output": "a" * 3_000_000}], program)["reward"] == 1.0
-    found = reward([{"input": "", "output": "b"}], program)
+    assert reward([{"input": "", "output": "a" * 3_000_000}], program) == 1.0
+    found = parts([{"input": "", "output": "b"}], program)
     assert (found["reward"], found["output_cut"]) == (0.0, 1.0)
 
 
@@ -404,13 +377,9 @@ def test_output_may_be_as_long_as_a_right_one_and_more_is_told():
 
 def test_the_program_is_the_last_python_block_or_the_text():
     assert extract_code("print(1)") == "print(1)"
-    assert (
-        extract_code("a\n```python\nx = 1\n```\nb\n```\nx = 2\n```\nout:\n```text\n2\n```")
-        == "x = 1\n"
-    )
-    assert (
-        extract_code("a\n```\nx = 1\n```\nb\n```\nx = 2\n```\nout:\n```text\n2\n```") == "x = 2\n"
-    )
+    rest = "\nx = 1\n```\nb\n```\nx = 2\n```\nout:\n```text\n2\n```"
+    assert extract_code(f"a\n```python{rest}") == "x = 1\n"
+    assert extract_code(f"a\n```{rest}") == "x = 2\n"
     assert extract_code("<think>\n```python\nx = 1\n```\n</think>\n```\nx = 2\n```") == "x = 2\n"
     assert extract_code("```py\nx = 1\n```\n```python\nx = 3") == "x = 3\n"
 
@@ -533,4 +502,4 @@ def test_a_program_that_printed_right_and_failed_has_not_passed():
         def run(self, command, **given):
             return Result(stdout="3\n", stderr="", exit_code=1, stop_reason="exit", seconds=0.0)
 
-    assert reward([{"input": "", "output": "3"}], "print(3)", Failing())["reward"] == 0.0
+    assert reward([{"input": "", "output": "3"}], "print(3)", Failing()) == 0.0

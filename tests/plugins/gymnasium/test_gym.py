@@ -89,10 +89,8 @@ def test_only_episodes_of_one_problem_begin_alike():
 def test_frozen_lake_is_a_picture_and_its_moves_have_names():
     env = GymEnv(**LAKE)
     assert env.reset(PROBLEM)[-1]["content"] == "Go.\n\n[red S]FFF\nFHFH\nFFFH\nHFFG"
-    assert (
-        env.step("I go left or Right").messages[0]["content"]
-        == "  (Right)\nS[red F]FF\nFHFH\nFFFH\nHFFG"
-    )
+    [moved] = env.step("I go left or Right").messages
+    assert moved["content"] == "  (Right)\nS[red F]FF\nFHFH\nFFFH\nHFFG"
     lost = env.step("DOWN!")
     assert (lost.done, lost.reward, lost.messages) == (True, 0.0, ())
 

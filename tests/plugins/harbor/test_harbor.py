@@ -1,6 +1,5 @@
 """Tasks in Harbor's folders, played in bubblewrap, where it works, and by a program `docker`."""
 
-import asyncio
 import os
 import runpy
 import subprocess
@@ -17,7 +16,7 @@ from tandem.plugins.graders.sandbox.protocol import open_sandbox
 from tandem.plugins.harbor import HarborEnv, _has_docker, rows
 from tandem.runtime.errors import UserError
 from tandem.types import Problem
-from tests.support.env_steps import step_in
+from tests.support.env_steps import play, step_in
 
 TEST = """#!/bin/bash
 cmp -s /app/sum.txt <(echo 7) && right=1 || right=0
@@ -64,21 +63,10 @@ def bash(command):
     return write_calls([Call(name="bash", arguments={"command": command})])
 
 
-def play(env, problem, *turns):
-    async def episode():
-        try:
-            await env.reset(problem)
-            return [await env.step(turn) for turn in turns]
-        finally:
-            await env.close()
-
-    return asyncio.run(episode())
-
-
 def test_files_stay_from_command_to_command_and_the_tests_give_the_reward(tmp_path, sandbox):
     [row] = rows(str(write_task(tmp_path / "sum")))
     assert row["prompt"].startswith("Write the sum")
-    *heard, last = play(
+    _, *heard, last = play(
         HarborEnv(seconds=2.0),
         problem_of(row),
         bash("pwd; cat in.txt"),
@@ -100,7 +88,7 @@ def test_files_stay_from_command_to_command_and_the_tests_give_the_reward(tmp_pa
 
 def test_tests_may_name_rewards_and_no_result_is_an_error(tmp_path, sandbox):
     [row] = rows(str(write_task(tmp_path / "named", test=NAMED)))
-    [last] = play(HarborEnv(), problem_of(row), "Done.")
+    _, last = play(HarborEnv(), problem_of(row), "Done.")
     assert (last.reward, last.parts["files"]) == (0.5, 1.0)
     [row] = rows(str(write_task(tmp_path / "sum", test="echo 1")))
     with pytest.raises(RuntimeError, match="leave no reward"):
@@ -135,7 +123,7 @@ FORGED += ["app/y/verifier/reward.json", "app/forged", "tmp/.tandem/command", "t
 def test_a_forged_tar_replaces_neither_the_tests_nor_their_reward(tmp_path, sandbox):
     test = "ls -A /tests /app/forged | wc -w > /logs/verifier/reward.txt"
     [row] = rows(str(write_task(tmp_path / "sum", test=test)))
-    [last] = play(ForgingEnv(), problem_of(row), "Done.")
+    _, last = play(ForgingEnv(), problem_of(row), "Done.")
     assert last.reward == 3  # /app/forged, /tests: and test.sh
 
 
@@ -189,7 +177,7 @@ def docker(tmp_path, monkeypatch):
 
 def test_where_docker_answers_it_builds_and_runs_a_task(tmp_path, docker):
     [row] = rows(str(write_task(tmp_path / "sum", dockerfile="FROM a\nRUN x\n", test=BESIDE)))
-    *heard, last = play(
+    _, *heard, last = play(
         HarborEnv(seconds=2),
         problem_of(row),
         bash("cat in.txt; echo 7 > sum.txt; exit 3"),
@@ -210,7 +198,7 @@ def test_a_real_engine_keeps_a_task_apart_and_its_reward_from_forgers(tmp_path):
     dockerfile = "FROM ubuntu:24.04\nRUN echo made > /etc/x\nWORKDIR /app\nCOPY in.txt .\n"
     [row] = rows(str(write_task(tmp_path / "sum", dockerfile=f"{dockerfile}ENTRYPOINT false")))
     forge = "echo 1 | tee /logs/verifier/reward.json /tests/test.sh"
-    *heard, last = play(
+    _, *heard, last = play(
         HarborEnv(seconds=2),
         problem_of(row),
         bash("cat in.txt /etc/x; ls /sys/class/net; echo 8 > sum.txt"),

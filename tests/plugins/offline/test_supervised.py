@@ -46,10 +46,8 @@ def random_pairs(seed=0, count=5):
     """Renderings of pairs; the answers of every other one start alike, and one is of two turns."""
     rng, pairs = np.random.default_rng(seed), []
     for number in range(count):
-        prompt, start = (
-            random_tokens(rng, int(rng.integers(1, 15))),
-            random_tokens(rng, 2 * (number % 2)),
-        )
+        prompt = random_tokens(rng, int(rng.integers(1, 15)))
+        start = random_tokens(rng, 2 * (number % 2))
         answers = [
             np.concatenate([start, random_tokens(rng, int(rng.integers(1, 9)))]) for _ in range(2)
         ]
@@ -71,10 +69,8 @@ def padded_logprobs(stock, renderings):
         torch.zeros(len(renderings), longest, dtype=torch.int64) for _ in range(3)
     )
     for row, (tokens, mask) in enumerate(renderings):
-        ids[row, : len(tokens)], counts[row, : len(tokens)] = (
-            torch.from_numpy(tokens),
-            torch.from_numpy(mask),
-        )
+        ids[row, : len(tokens)] = torch.from_numpy(tokens)
+        counts[row, : len(tokens)] = torch.from_numpy(mask)
         there[row, : len(tokens)] = 1
     table = stock(input_ids=ids, attention_mask=there).logits[:, :-1].log_softmax(-1)
     return table.gather(2, ids[:, 1:, None])[:, :, 0] * counts[:, 1:], counts[:, 1:]
@@ -120,10 +116,8 @@ def test_sft_has_the_gradient_of_stock_cross_entropy():
 
 def test_prefix_of_a_pair_is_what_both_share_before_the_answers():
     prompt = np.array([5, 9, 2])
-    chosen, rejected = (
-        rendering(prompt, np.array([7, 7, 1])),
-        rendering(prompt, np.array([7, 8, 1])),
-    )
+    chosen = rendering(prompt, np.array([7, 7, 1]))
+    rejected = rendering(prompt, np.array([7, 8, 1]))
     one, other = answer_pair(4, chosen, rejected)
     # an answer's start is not shared
     assert (one.prefix, other.prefix, one.group, other.group) == (3, 3, 4, 4)

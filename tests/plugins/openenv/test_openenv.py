@@ -1,7 +1,6 @@
 """The example of OpenEnv's own package, served on loopback. Skipped without an interpreter that has
 it: OpenEnv wants another `mcp` than Tandem, so it has an environment of its own."""
 
-import asyncio
 import os
 import socket
 import subprocess
@@ -16,6 +15,7 @@ if not PYTHON:
 
 from tandem.plugins.openenv import OpenEnv
 from tandem.types import Problem
+from tests.support.env_steps import play
 from tests.support.waiting import WAIT_S
 
 SERVE = """
@@ -50,19 +50,9 @@ def url(tmp_path_factory):
             server.wait()
 
 
-def play(env, *turns):
-    async def episode():
-        try:
-            return [await env.reset(PROBLEM), *[await env.step(turn) for turn in turns]]
-        finally:
-            await env.close()
-
-    return asyncio.run(episode())
-
-
 def test_a_turn_is_a_text_in_a_field(url):
     env = OpenEnv(url, action="message", observation="echoed_message")
-    opening, first, second = play(env, "<think>hm</think>\nhello", "a" * 20)
+    opening, first, second = play(env, PROBLEM, "<think>hm</think>\nhello", "a" * 20)
     assert [m["content"] for m in opening] == ["Say something.\n\nEcho environment ready!"]
     assert first.messages == ({"role": "user", "content": "hello"},)
     assert (first.reward, second.reward, second.done) == (0.5, 1.0, False)
@@ -70,15 +60,13 @@ def test_a_turn_is_a_text_in_a_field(url):
 
 
 def test_a_turn_is_a_json_object_and_what_is_refused_is_told(url):
-    opening, *heard = play(OpenEnv(url), '```json\n{"message": "hi"}\n```', "hi", '{"text": 1}')
+    texts = '```json\n{"message": "hi"}\n```', "hi", '{"text": 1}'
+    opening, *heard = play(OpenEnv(url), PROBLEM, *texts)
     assert opening[0]["content"].endswith(
         '{"echoed_message": "Echo environment ready!", "message_length": 0}'
     )
     first, second, third = [one.messages[0]["content"] for one in heard]
     assert first == '{"echoed_message": "hi", "message_length": 2}'
     assert second.startswith("error: no action: ")
-    assert (
-        third.startswith("error: no action: ")
-        and "message" in third
-        and heard[-1].parts["bad_actions"] == 2
-    )
+    assert third.startswith("error: no action: ") and "message" in third
+    assert heard[-1].parts["bad_actions"] == 2

@@ -80,7 +80,7 @@ def test_plan_tells_calls_that_are_not_read_and_tools_without_room(home, tmp_pat
     [
         ("data.train=none.jsonl", "data.train"),
         ("rollout.max_new_tokens=1000", "a sequence would be longer than the model can place"),
-        ("reward.function=none.py:score", "reward function"),
+        ("reward.function=none.py:score", "none.py"),
         ("model.path=./none", "the model directory does not exist"),
         (
             "rl.curriculum=true rl.prompts_per_step=49",
@@ -221,10 +221,8 @@ def test_a_run_that_is_there_is_held_against_the_plan(home, tmp_path):
     code, last, text = planned(home, folder, *same, "run.steps=4")
     assert code == 0 and "resumed from step_000003" in last, text
     assert "the config differs" in planned(home, folder, *same, "rl.group_size=8")[1]
-    assert (
-        "another command"
-        in planned(home, folder, *same, f"distill.teacher={home}/teacher", command="distill")[1]
-    )
+    teacher = f"distill.teacher={home}/teacher"
+    assert "another command" in planned(home, folder, *same, teacher, command="distill")[1]
     data.write_text("\n".join(reversed(data.read_text().splitlines())))
     assert "has changed since the run began" in planned(home, folder, *same)[1]
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before

@@ -13,13 +13,7 @@ from tandem.model.forward import batch_logprobs
 from tandem.model.placement import Placement
 from tandem.plugins.plan.footprint import Footprint, Sizes, model_sizes
 from tandem.plugins.plan.meshes import plans, possible_meshes, smallest, why_refused
-from tandem.plugins.plan.scaling import (
-    GPUS,
-    Assumptions,
-    communication,
-    flops_per_token,
-    update_time,
-)
+from tandem.plugins.plan.scaling import GPUS, MEMORY, communication, flops_per_token, update_time
 from tandem.plugins.plan.shards import Model, Work, largest_layer, memory, parameters, part_of
 from tandem.trainer.pack import pack
 from tandem.trainer.parallel.ranks import ParallelRanks
@@ -83,7 +77,7 @@ def test_gradients_of_several_microbatches_add_up_undivided():
 def test_one_process_has_no_communication(home, override):
     work = run_of(home, override).work
     assert set(communication(work, ALONE).values()) == {0.0}
-    times = update_time(work, ALONE, H200, Assumptions())
+    times = update_time(work, ALONE, H200)
     assert times.total == times.products and times.communication == 0
 
 
@@ -220,10 +214,10 @@ def test_meshes_of_four_gpus_by_hand():
 
 def test_a_larger_model_needs_more_gpus_and_plans_are_sorted_by_time(home):
     run = run_of(home, "rollout.cache_mb=1")
-    found = plans(run, 4, H200, Assumptions())
+    found = plans(run, 4, H200)
     assert [plan.times.total for plan in found] == sorted(plan.times.total for plan in found)
-    less = replace(H200, memory=(sum(run.of_rank_0().values()) - 1) / Assumptions().memory)
-    assert smallest(run, less, Assumptions()) > 1
+    less = replace(H200, memory=(sum(run.of_rank_0().values()) - 1) / MEMORY)
+    assert smallest(run, less) > 1
 
 
 def test_a_model_that_fits_once_divided_must_fit_while_it_is_loaded(home):
@@ -233,15 +227,15 @@ def test_a_model_that_fits_once_divided_must_fit_while_it_is_loaded(home):
     assert run.loading() == held + 2 * 2 * policy.count + 4 * largest_layer(policy.shape)
     others = {"model.reference": Model(shape=policy.shape, count=10**9)}
     huge = replace(run, sizes=replace(run.sizes, others=others))
-    small = replace(H200, memory=1.9e9 / Assumptions().memory)  # the reference has 2 GB
+    small = replace(H200, memory=1.9e9 / MEMORY)  # the reference has 2 GB
     assert sum(huge.on(Parallel(data=4)).of_rank_0().values()) < 1.9e9
-    assert not plans(huge, 4, small, Assumptions())
-    assert plans(huge, 4, H200, Assumptions())
+    assert not plans(huge, 4, small)
+    assert plans(huge, 4, H200)
 
 
 def test_meshes_that_train_refuses_are_not_suggested(home):
     def meshes(run, count=16):
-        return [plan.mesh for plan in plans(run, count, H200, Assumptions())]
+        return [plan.mesh for plan in plans(run, count, H200)]
 
     by_megatron = meshes(run_of(home, "train.backend=megatron", "rl.correction=tis"))
     run = run_of(home)
@@ -259,7 +253,7 @@ def test_a_mesh_divides_the_state_of_other_optimizers_too(home):
     assert 2 * halves["Muon momentum"] == whole["Muon momentum"] > 0
     whole, halves = in_8bit.of_rank_0(), in_8bit.on(Parallel(data=2)).of_rank_0()
     assert whole["Adam moments"] == 2 * halves["Adam moments"] > 0
-    meshes = [plan.mesh for plan in plans(in_8bit, 4, H200, Assumptions())]
+    meshes = [plan.mesh for plan in plans(in_8bit, 4, H200)]
     assert meshes and all(mesh.tensor == 1 for mesh in meshes)
 
 

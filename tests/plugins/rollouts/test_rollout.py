@@ -207,10 +207,8 @@ def config(home, **changes):
     """config(home, rl__group_size=3)"""
     tree = Config().model_dump()
     tree["run"]["threads"] = 1
-    tree["data"]["train"], tree["model"]["path"] = (
-        str(home / "data/train.jsonl"),
-        str(home / "model"),
-    )
+    tree["data"]["train"] = str(home / "data/train.jsonl")
+    tree["model"]["path"] = str(home / "model")
     tree["rollout"]["max_new_tokens"] = 6
     tree["rl"] |= {"prompts_per_step": 2, "group_size": 2}
     for key, value in changes.items():

@@ -145,10 +145,8 @@ def test_every_line_of_the_working_is_true(rows):
 
 def test_every_worked_solution_ends_in_the_right_answer_line(rows):
     for row in rows:
-        assert (
-            row["extra_info"]["solution"].split("\n")[-1]
-            == f"Answer: {row['reward_model']['ground_truth']}"
-        )
+        last = row["extra_info"]["solution"].split("\n")[-1]
+        assert last == f"Answer: {row['reward_model']['ground_truth']}"
 
 
 # ---------------------------------------------------------------- the two sides and the seeds

@@ -15,6 +15,7 @@ from tandem.plugins.graders.python_env import PythonEnv, fenced_code
 from tandem.plugins.tasks.guess import GuessTheNumber
 from tandem.runtime.user_code import load_user_object
 from tandem.types import Problem
+from tests.support.env_steps import play
 from tests.support.waiting import WAIT_S, given_time
 
 ROOT = Path(__file__).parents[3]
@@ -29,19 +30,6 @@ def problem(answer, **metadata):
     return Problem(uid="game/1", messages=(question,), answer=str(answer), metadata=metadata)
 
 
-def play(env, task, *texts):
-    """(the chat that it begins with, the observations of some turns)."""
-
-    async def wait(result):
-        return await result if asyncio.iscoroutine(result) else result
-
-    async def run():
-        chat = await wait(env.reset(task))
-        return chat, [await wait(env.step(text)) for text in texts]
-
-    return asyncio.run(run())
-
-
 def said(observations):
     return [message["content"] for observation in observations for message in observation.messages]
 
@@ -50,7 +38,7 @@ def said(observations):
 
 
 def test_a_guess_is_answered_until_the_number_is_found():
-    chat, turns = play(
+    chat, *turns = play(
         GuessTheNumber(), problem(6, low=1, high=15), "8", "I take 4!", "Between 4 and 8: 6"
     )
     assert chat == problem(6).messages
@@ -78,7 +66,7 @@ def test_halving_finds_the_number_within_the_default_limit(low, high):
 @pytest.mark.parametrize("text", ["", "nine", "9.5", "9" * 30])
 def test_a_turn_without_a_whole_number_is_told_so_and_counts(text):
     env = GuessTheNumber(limit=2, invalid_guess_penalty=0.5)
-    _, [turn, last] = play(env, problem(9, low=1, high=100), text, text)
+    _, turn, last = play(env, problem(9, low=1, high=100), text, text)
     assert said([turn]) == ["a number?"]
     assert (turn.penalty, last.penalty, last.done, last.reward) == (0.5, 0.5, True, 0.0)
     assert last.parts == {"turns": 2.0, "bad_guesses": 2.0}
@@ -107,7 +95,7 @@ def test_fenced_blocks_of_python_are_one_program():
 def test_code_is_run_and_its_output_read_in_either_form():
     env = PythonEnv(seconds=WAIT_S)
     called = write_calls([Call(name="python", arguments={"code": "print(6 * 7)\n"})])
-    _, turns = play(env, problem(42), block("print(6 * 7)"), called, block("1 / 0"), "Answer: 42")
+    _, *turns = play(env, problem(42), block("print(6 * 7)"), called, block("1 / 0"), "Answer: 42")
     assert [dict(turn.messages[0]) for turn in turns[:2]] == [
         {"role": "user", "content": "```output\n42\n```"},
         {"role": "tool", "name": "python", "content": "42"},
@@ -120,7 +108,7 @@ def test_code_is_run_and_its_output_read_in_either_form():
 @needs_bubblewrap
 def test_a_turn_with_a_call_does_not_run_its_fenced_block():
     called = write_calls([Call(name="python", arguments={"code": "print(1)"})])
-    [turn] = play(PythonEnv(seconds=WAIT_S), problem(1), block("print(2)") + called)[1]
+    _, turn = play(PythonEnv(seconds=WAIT_S), problem(1), block("print(2)") + called)
     assert said([turn]) == ["1"]
 
 
@@ -128,7 +116,7 @@ def test_a_turn_with_a_call_does_not_run_its_fenced_block():
 def test_a_hanging_program_is_stopped_and_the_model_told():
     program = block("print('a', flush=True)\nwhile True: pass")
     turns = given_time(
-        lambda seconds: play(PythonEnv(seconds=seconds), problem(1), program)[1][0],
+        lambda seconds: play(PythonEnv(seconds=seconds), problem(1), program)[1],
         lambda t: "a" in said([t])[0],
         0.3,
     )
@@ -158,11 +146,11 @@ def test_the_reward_of_the_documentation():
 
 
 def test_the_environment_of_the_documentation():
-    chat, turns = play(own_env("hangman.py:Hangman"), problem("tree"), "t", "e", "x", "R")
+    chat, *turns = play(own_env("hangman.py:Hangman"), problem("tree"), "t", "e", "x", "R")
     assert [message["content"] for message in chat] == ["?", "____"]
     assert said(turns) == ["t___", "t_ee", "t_ee"]
     assert (turns[-1].done, turns[-1].reward) == (True, 1.0)
-    chat, turns = play(own_env("hangman.py:Hangman"), problem("tree"), *"abcdfgh")
+    chat, *turns = play(own_env("hangman.py:Hangman"), problem("tree"), *"abcdfgh")
     assert [(turn.done, turn.reward) for turn in turns] == [(False, 0.0)] * 6 + [(True, 0.0)]
 
 
@@ -176,11 +164,11 @@ def test_the_tool_task_of_the_documentation():
         turn("price", item="tea") + turn("price", item="buns"),
         turn("calculator", expression="3.5 + 2 * 1.25"),
     ]
-    chat, turns = play(own_env("shop.py:Shop"), task, *shopping, turn("pay", amount=6.0))
+    chat, *turns = play(own_env("shop.py:Shop"), task, *shopping, turn("pay", amount=6.0))
     assert chat[-1]["content"] == "Buy tea, bun, bun"
     assert said(turns) == ["3.5", "error: KeyError: 'buns'", "6", "null"]
     assert (turns[-1].done, turns[-1].reward) == (True, 1.0)
     for text in (turn("pay", amount=5), "No, thanks."):
-        assert [(t.done, t.reward) for t in play(own_env("shop.py:Shop"), task, text)[1]] == [
+        assert [(t.done, t.reward) for t in play(own_env("shop.py:Shop"), task, text)[1:]] == [
             (True, 0.0)
         ]

@@ -124,10 +124,8 @@ def test_train_and_test_never_meet_and_no_question_comes_twice():
 
 
 def test_the_answer_is_in_the_last_tags_or_behind_the_mark():
-    assert (
-        reasoning_gym.answer_of("<answer>1</answer> no, <answer>\n2\n3 </answer>. Answer: 4")
-        == "2\n3"
-    )
+    twice = "<answer>1</answer> no, <answer>\n2\n3 </answer>. Answer: 4"
+    assert reasoning_gym.answer_of(twice) == "2\n3"
     assert reasoning_gym.answer_of("Answer: 1\nAnswer: 2\n3\n") == "2\n3"
     assert reasoning_gym.answer_of("it is 7") is None
 

@@ -202,10 +202,8 @@ def recorded():
 @needs_vllm
 def test_a_worker_that_rests_sleeps_after_the_check_and_wakes_weights_before_they_come(recorded):
     kept, rested, _ = recorded
-    begin, load = (
-        ["init_weight_transfer_engine"],
-        ["start_weight_update", "update_weights", "finish_weight_update"],
-    )
+    begin = ["init_weight_transfer_engine"]
+    load = ["start_weight_update", "update_weights", "finish_weight_update"]
     assert kept == begin + 2 * [*load, "reset_prefix_cache"]
     woken = ["wake weights", *load, "wake kv_cache", "reset_prefix_cache", "sleep 2"]
     assert rested == [*begin, *load, "reset_prefix_cache", "sleep 2", *woken]
