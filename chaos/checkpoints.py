@@ -166,9 +166,9 @@ def what_is(path: Path | None) -> tuple[object, ...] | None:
     if path is None:
         return None
     tensors, state = load_checkpoint(path)
-    return tuple(sorted((stem, weight_hash(named)) for stem, named in tensors.items())), str(
-        sorted(state.items())
-    )
+    return tuple(
+        sorted((stem, weight_hash(named.items())) for stem, named in tensors.items())
+    ), str(sorted(state.items()))
 
 
 def made(folder: Path, scenario: str) -> Path:

@@ -122,7 +122,7 @@ def touched(folder: Path, model: ExactModel) -> str:
         for row in read_metrics(folder, "ledger.jsonl")
         if row["step"] in (0, last_step(folder))
     }
-    return "" if weight_hash(model.merged_weights()) in told else "a weight had been touched"
+    return "" if weight_hash(model.merged()) in told else "a weight had been touched"
 
 
 def last_step(folder: Path) -> int:

@@ -386,8 +386,9 @@ def load_learners(
         )
         learner.load(weights, moments, steps)
         same = {
-            "weights": weight_hash(optimizer.weights()) == weight_hash(weights),
-            "moments of the optimizer": weight_hash(optimizer.state()) == weight_hash(moments),
+            "weights": weight_hash(optimizer.weights().items()) == weight_hash(weights.items()),
+            "moments of the optimizer": weight_hash(optimizer.state().items())
+            == weight_hash(moments.items()),
             "steps of the schedule": optimizer.step == steps,
         }
         if lost := [what for what, is_same in same.items() if not is_same]:

@@ -127,8 +127,7 @@ def model_template(model_path: str, tokenizer: Any) -> str:
     try:
         return str(tokenizer.get_chat_template())
     except ValueError:
-        file = "chat_template.json"
-        found = (read_json(model_path, file, what=file) or {}).get("chat_template")
+        found = (read_json(model_path, "chat_template.json") or {}).get("chat_template")
         return found if isinstance(found, str) else ""
 
 

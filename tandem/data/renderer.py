@@ -62,8 +62,8 @@ def load_renderer(model_path: str, template_file: str = "") -> "ChatRenderer":
             next=f"copy chat_template.jinja of the model's chat variant into {model_path}, or set "
             "data.chat_template=FILE",
         )
-    config = read_json(model_path, CONFIG, what="model's config") or {}
-    generation = read_json(model_path, GENERATION, what="generation config")
+    config = read_json(model_path, CONFIG) or {}
+    generation = read_json(model_path, GENERATION)
     eos = (config if generation is None else generation).get("eos_token_id")  # as transformers
     ends = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
     kind = config.get("model_type")

@@ -168,7 +168,7 @@ class Engine:
 
     def weight_hash(self) -> str:
         """Hash names, shapes and bytes of the weights in use by SHA-256, as checkpoints do."""
-        return weight_hash(self.model.named_weights())
+        return weight_hash(self.model.named_weights().items())
 
     def weight_digests(self) -> dict[str, str]:
         """Return weights.hashing.tensor_digest of each of the weights in use, by name."""

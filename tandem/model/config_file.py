@@ -158,13 +158,11 @@ def is_text_part(path: str, config: Any) -> bool:
     return not (custom_code.is_custom(config) or whole)
 
 
-def read_json(
-    path: str, name: str, where: str = "", what: str = "model's config"
-) -> dict[str, Any] | None:
+def read_json(path: str, name: str, where: str = "") -> dict[str, Any] | None:
     """Read the JSON object in a file of a model directory or hub name; None without such a file.
 
     Raises UserError for a file that cannot be read; where: of the model, in the message, by default
-    its path; what: the file's name there.
+    its path.
     """
     try:
         file = find_file(path, name)
@@ -172,9 +170,9 @@ def read_json(
             return None
         values = json.loads(file.read_bytes(), object_hook=special_float)
     except (OSError, ValueError, RecursionError) as error:  # ValueError: not JSON, or not UTF-8
-        raise _unreadable(path, name, where, first_line(error), what) from None
+        raise _unreadable(path, name, where, first_line(error)) from None
     if not isinstance(values, dict):
-        raise _unreadable(path, name, where, "no JSON object", what)
+        raise _unreadable(path, name, where, "no JSON object")
     return values
 
 
@@ -245,9 +243,7 @@ def _cannot_run(where: str, found: str) -> UserError:
     )
 
 
-def _unreadable(
-    path: str, name: str, where: str, found: str, what: str = "model's config"
-) -> UserError:
+def _unreadable(path: str, name: str, where: str, found: str) -> UserError:
     from huggingface_hub.constants import HF_HUB_OFFLINE as offline
 
     cure = "fetch it where there is a network and set HF_HUB_OFFLINE=1 here"
@@ -255,7 +251,7 @@ def _unreadable(
     if is_local := Path(path).is_dir():
         cure = f"mend {Path(path, name)}, or copy it again from where the model is from"
     return UserError(
-        f"the {what} cannot be read",
+        f"the model's {name} cannot be read",
         where=f"{where or path}, {name}",
         found=found if is_local else f"no such directory here, and of the hub: {found}",
         expected="a file as transformers writes it",

@@ -93,11 +93,6 @@ class GeneralModel(ExactModel):
         kept = {name: buffers[name] for name in self.module.state_dict() if name in buffers}
         return super().named_weights() | kept
 
-    def merged_weights(self) -> dict[str, Tensor]:
-        weights, parts = super().merged_weights(), self.adapted.items()
-        turned = [f"{name}.weight" for name, part in parts if isinstance(part, ExactConv1D)]
-        return weights | {name: weights[name].t().contiguous() for name in turned}
-
     def packs(self) -> list[PackedWeight]:
         return [*super().packs(), *(self._functions.packs.values() if self._functions else ())]
 

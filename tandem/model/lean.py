@@ -22,7 +22,7 @@ KINDS = {"full_attention", "sliding_attention"}  # of layers
 
 
 class Lean(ModelPath):
-    name, divisible = "lean", True
+    name = "lean"
 
     def why_not(self, config: Any, place: Any) -> str:
         if config.model_type not in LEAN_ARCHITECTURES or custom_code.is_custom(config):

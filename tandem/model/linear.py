@@ -176,6 +176,10 @@ class ExactLinear(PackOwner):
         adapter = Adapter(self.lora_A.weight, self.lora_B.weight, self.scaling)
         return Part(self.weight, self.bias, adapter)
 
+    def merged(self) -> Tensor:
+        """Compute the weight with the adapter, in the shape of the base weight."""
+        return self.adapted_part().merged()
+
 
 class ExactConv1D(ExactLinear):
     """transformers' Conv1D (GPT-2), a linear whose weight is [I, O], with the exact forward on the
@@ -187,6 +191,9 @@ class ExactConv1D(ExactLinear):
     def adapted_part(self) -> Part:
         part = super().adapted_part()
         return part._replace(weight=part.weight.t())
+
+    def merged(self) -> Tensor:
+        return super().merged().t().contiguous()
 
 
 def is_conv1d(module: Any) -> bool:

@@ -45,22 +45,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class LazyWeights(Mapping[str, Tensor]):
-    """Weights by name, each made of its part as it is asked for: not all are there at once."""
-
-    def __init__(self, parts: Mapping[str, Any], make: Callable[[Any], Tensor]):
-        self._parts, self._make = parts, make
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._make(self._parts[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parts)
-
-    def __len__(self) -> int:
-        return len(self._parts)
-
-
 class ExactModel(nn.Module):
     """A causal language model whose logits depend on a token's own prefix and the weights only.
 
@@ -194,12 +178,13 @@ class ExactModel(nn.Module):
         """Return the weights that run, the adapter merged, by their plain Hugging Face names."""
         return dict(self.merged())
 
-    def merged(self) -> Mapping[str, Tensor]:
-        """Return `merged_weights` one at a time."""
-        parts = {f"{name}.weight": part.adapted_part() for name, part in self.adapted.items()}
-        weights, factors = self.named_weights(), self.adapter_weights()
-        plain = {n: parts.get(n, Part(w)) for n, w in weights.items() if n not in factors}
-        return LazyWeights(plain, Part.merged)
+    def merged(self) -> Iterator[tuple[str, Tensor]]:
+        """Make `merged_weights` one after another: not all are there at once."""
+        adapted = {f"{name}.weight": part for name, part in self.adapted.items()}
+        factors = self.adapter_weights()
+        for name, weight in self.named_weights().items():
+            if name not in factors:
+                yield name, (adapted.get(name) or Part(weight)).merged()
 
     def adapter_weights(self) -> dict[str, Tensor]:
         """Return the adapter's factors by their names in `named_weights`; empty without one."""

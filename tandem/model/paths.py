@@ -16,7 +16,6 @@ class ModelPath:
     """A way to run models of some transformers configs; each path is one object of a subclass."""
 
     name = ""  # in registry.py
-    divisible = False  # whether processes may divide a model: its layers are Tandem's own
 
     def why_not(self, config: Any, place: Any) -> str:
         """Say why no model of a transformers config takes this path, "" if one does. place: of its

@@ -11,7 +11,6 @@ for 135M parameters and two cores. On a GPU it finds the fastest exact kernel to
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from math import isqrt
 from typing import Any
 
@@ -48,10 +47,8 @@ GPU_ROWS = (
     *(rows + beside for rows in (1024, 2048, 4096, 8192) for beside in (-1, 0, 1)),
 )
 FEW_ROWS, MANY_ROWS = 37, 1100
-WHOLE_ROWS: tuple[int, ...] = (
-    FEW_ROWS,
-    330,
-)  # for gradients of whole linears; up to two microbatches for a part
+# of gradients of whole linears; up to two microbatches for a part
+WHOLE_ROWS: tuple[int, ...] = (FEW_ROWS, 330)
 GRADIENT_PRODUCTS = 1 << 27  # at most, of such a part
 LENGTH = 400  # past three key blocks, with a partial fourth
 SHARERS = (2, 3, 5, 8, 33)  # sequences that read the same pages in decode
@@ -241,12 +238,7 @@ def _linears_differ(model: ExactModel, noise: torch.Generator, microbatch: int) 
     return differing
 
 
-def _rowwise_differ(
-    model: ExactModel,
-    noise: torch.Generator,
-    sampler: Callable[[Tensor, Tensor], Tensor] | None = None,
-    filtered: Callable[[Tensor, SamplingDistribution], Tensor] = log_distribution,
-) -> list[str]:
+def _rowwise_differ(model: ExactModel, noise: torch.Generator) -> list[str]:
     """Name which of SwiGLU, log-softmax, top-p and sampling differ with the row count."""
     vocabulary, plain = model.config.vocab_size, SamplingDistribution()
     ranked = min(vocabulary, model.kernels.most_ranked)
@@ -256,12 +248,12 @@ def _rowwise_differ(
     def sampled(x: Tensor) -> Tensor:
         # equal probabilities, and uniforms at their edges: a sum's last bit decides
         uniform = ((x[:, 0].float().abs() % 1.0) * vocabulary).floor() / vocabulary
-        draw = sampler or model.kernels.inverse_cdf
-        return draw(log_distribution(torch.zeros_like(x, dtype=torch.float32), plain), uniform)
+        table = log_distribution(torch.zeros_like(x, dtype=torch.float32), plain)
+        return model.kernels.inverse_cdf(table, uniform)
 
     operators: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
         "log-softmax": (lambda x: log_distribution(x.float(), plain), vocabulary),
-        "top-p": (lambda x: filtered(x.float(), edged), ranked),
+        "top-p": (lambda x: log_distribution(x.float(), edged), ranked),
         "sampling": (sampled, vocabulary),
     }
     operators |= named_path(model.path).rowwise(model.config)
@@ -301,16 +293,10 @@ def _linears(model: ExactModel) -> dict[tuple[int, int], Callable[[Tensor], Tens
 
 
 def _gradients_differ(
-    model: ExactModel,
-    noise: torch.Generator,
-    threads: Sequence[int],
-    microbatch: int,
-    of_weight: Callable[[Tensor, Tensor], Tensor] | None = None,
+    model: ExactModel, noise: torch.Generator, threads: Sequence[int], microbatch: int
 ) -> list[str]:
     """Name the linears whose gradients, long sums over outputs or rows, differ with threads."""
-    kernels = model.kernels
-    of_weight = of_weight or kernels.weight_gradient
-    differing = []
+    kernels, differing = model.kernels, []
     for (outputs, inputs), linear in _linears(model).items():
         most, whole = max(2 * microbatch, MANY_ROWS), WHOLE_ROWS
         weight = model.head.weight.detach()
@@ -327,8 +313,9 @@ def _gradients_differ(
             found = []
             for count in threads:
                 with threads_of(count):
-                    found.append((kernels.gradient_product(above, part), of_weight(above, x)))
-            if not all(map(torch.equal, found[0] * len(found), chain(*found))):
+                    found += [kernels.gradient_product(above, part)]
+                    found += [kernels.weight_gradient(above, x)]
+            if not all(map(torch.equal, found[:2] * len(threads), found)):
                 differing.append(f"gradient of a linear {inputs} -> {outputs}: {rows} rows")
                 break
     return differing

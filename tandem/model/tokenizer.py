@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tandem.model.config_file import first_line, read_json
+from tandem.model.config_file import CONFIG, first_line, read_json
 from tandem.model.custom_code import is_allowed, require_allowed
 from tandem.runtime.errors import UserError
 from tandem.runtime.image_tokens import IMAGE
@@ -48,11 +48,8 @@ def load_tokenizer(model_path: str) -> Any:
 def _require_code(model_path: str) -> None:
     """Raise UserError if the tokenizer is of Python files that may not run. transformers reads the
     model's config for it, too."""
-    files = {"tokenizer_config.json": "tokenizer's config"}
-    if is_allowed():
-        files["config.json"] = "model's config"
-    for name, what in files.items():
-        values = read_json(model_path, name, what=what) or {}
+    for name in ("tokenizer_config.json", *([CONFIG] if is_allowed() else [])):
+        values = read_json(model_path, name) or {}
         if "auto_map" in values:
             require_allowed(model_path, values, f"{model_path}, {name}")
 

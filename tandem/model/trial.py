@@ -68,7 +68,7 @@ class General(ModelPath):
 
 
 class Inexact(ModelPath):
-    name, engine = "inexact", "unpaged"
+    name = "inexact"
 
     def why_not(self, config: Any, place: Any) -> str:
         return stock_trial(config).fault

@@ -8,7 +8,7 @@ against accidents, though not against forgers.
 
 import hashlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -18,14 +18,14 @@ from torch import Tensor
 SMALL = 1 << 20  # bytes; a thread that waits for a core takes longer than to hash so many
 
 
-def weight_hash(tensors: Mapping[str, Tensor]) -> str:
+def weight_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """Hash names, dtypes, shapes and bytes, in name order, to hex: equal if and only if every bit
-    is. As many large tensors at once as torch has threads; those that a mapping makes when it is
-    asked, as merged weights, are not all held."""
+    is. As many large tensors at once as torch has threads; those that are made one after another,
+    as merged weights, are not all held."""
     hashes, waiting = dict[str, str](), deque[tuple[str, Future[str]]]()
     threads = torch.get_num_threads()
     with ThreadPoolExecutor(threads) as pool:
-        for name, tensor in tensors.items():
+        for name, tensor in tensors:
             if tensor.nbytes < SMALL:
                 hashes[name] = tensor_hash(tensor)
                 continue

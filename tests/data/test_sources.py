@@ -227,7 +227,7 @@ def test_a_hub_without_an_answer_is_asked_once(offline, monkeypatch, caplog):
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     hub_answers.cache_clear()
     assert "data.train, 'nobody/nothing'" in error_of("nobody/nothing")
-    with pytest.raises(UserError, match=r"(?s)config cannot be read.* set HF_HUB_OFFLINE=1"):
+    with pytest.raises(UserError, match=r"(?s)config.json cannot be read.* set HF_HUB_OFFLINE=1"):
         check_model("nobody/nothing")
     assert "thrown while requesting" not in caplog.text and not hub_answers()
 

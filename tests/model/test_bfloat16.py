@@ -1,5 +1,7 @@
 """bfloat16 on a CPU: rows keep their bits in any company, and numbers are close to float32's."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -12,29 +14,18 @@ from tandem.model.load import make_exact
 from tandem.model.onednn import TILE_ROWS, gradient_product
 from tandem.model.placement import Placement
 from tandem.model.probe import probe
+from tests.support import tiny
 from tests.support.architectures import architecture, stock, why_inexact
-from tests.support.parity import engine_for, largest_gap, random_requests
+from tests.support.parity import gap_of
 from tests.support.tiny import exact_logits, random_tokens, stock_logits
 
 BF16 = torch.bfloat16
-
-
-def random(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(BF16)
-
-
-@pytest.mark.parametrize(("inputs", "outputs"), [(16, 40), (96, 172), (576, 1536), (1536, 49)])
-def test_a_row_has_the_same_bits_in_any_company(inputs, outputs):
-    x, packed = random(130, inputs), CPU.pack(random(outputs, inputs, seed=1))
-    whole = CPU.matmul(x, packed)
-    for start, count in [(0, 1), (7, 3), (31, 2), (0, 32), (64, 33), (2, 100), (129, 1)]:
-        part = slice(start, start + count)
-        assert torch.equal(CPU.matmul(x[part].contiguous(), packed), whole[part])
+noise = partial(tiny.noise, dtype=BF16)
 
 
 @pytest.mark.parametrize("inputs, outputs", [(96, 288), (576, 576), (700, 96), (1536, 576)])
 def test_many_rows_at_once_have_the_bits_of_a_tile(inputs, outputs):
-    weight, x = random(outputs, inputs), random(2 * 2048 + 5 * TILE_ROWS, inputs)
+    weight, x = noise(outputs, inputs), noise(2 * 2048 + 5 * TILE_ROWS, inputs)
     packed = CPU.pack(weight)
     tiles = torch.cat([CPU.matmul(part, packed) for part in x.split(TILE_ROWS)])
     for rows in (len(x), 2048, 1024 + 512, 7 * TILE_ROWS):
@@ -42,7 +33,7 @@ def test_many_rows_at_once_have_the_bits_of_a_tile(inputs, outputs):
 
 
 def test_products_are_rounded_once():
-    x, weight, bias = random(40, 96), random(50, 96, seed=1), random(50, seed=2)
+    x, weight, bias = noise(40, 96), noise(50, 96, seed=1), noise(50, seed=2)
     expected = F.linear(x.double(), weight.double(), bias.double())
     found = CPU.matmul(x, CPU.pack(weight), bias)
     assert found.dtype == BF16
@@ -50,10 +41,10 @@ def test_products_are_rounded_once():
 
 
 def test_gradients_of_a_fused_linear_are_those_of_float32():
-    x = random(37, 48).requires_grad_()
-    weights = [random(24, 48, seed=1).requires_grad_(), random(16, 48, seed=2).requires_grad_()]
+    x = noise(37, 48).requires_grad_()
+    weights = [noise(24, 48, seed=1).requires_grad_(), noise(16, 48, seed=2).requires_grad_()]
     parts = [Part(weight) for weight in weights]
-    above = random(37, 40, seed=3)
+    above = noise(37, 40, seed=3)
     fused_linear(x, parts, CPU.pack(torch.cat(weights))).backward(above)
     exact = above.float() @ torch.cat(weights).float()
     torch.testing.assert_close(x.grad.float(), exact, rtol=2e-2, atol=5e-2)
@@ -62,9 +53,9 @@ def test_gradients_of_a_fused_linear_are_those_of_float32():
 
 
 def test_swiglu_and_its_gradient_are_those_of_float32():
-    x = random(9, 26).requires_grad_()
+    x = noise(9, 26).requires_grad_()
     twin = x.detach().float().requires_grad_()
-    above = random(9, 13, seed=1)
+    above = noise(9, 13, seed=1)
     out, expected = CPU.swiglu(x), CPU.swiglu(twin)
     assert torch.equal(out, expected.to(BF16))
     out.backward(above)
@@ -80,7 +71,7 @@ def test_gradient_of_a_frequent_token_is_summed_in_float32():
 
 
 def test_gradient_products_have_the_type_of_the_second_factor_or_float32():
-    a, b = torch.randn(5, 32), random(32, 7)
+    a, b = torch.randn(5, 32), noise(32, 7)
     found = gradient_product(a, b)
     assert found.dtype in (BF16, torch.float32)
     torch.testing.assert_close(found.float(), a @ b.float(), rtol=2e-2, atol=5e-2)
@@ -92,9 +83,7 @@ def test_general_path_is_exact_and_as_close_to_float32_as_transformers(name):
     model, whole, theirs = make_exact(stock(name).to(BF16)), stock(name), stock(name).to(BF16)
     theirs.set_experts_implementation("eager")
     assert probe(model, 1).parity == []
-    requests = random_requests(np.random.default_rng(1), prompts=3, longest=150, group=2)
-    completions = engine_for(model, max_batch=8).generate(requests)
-    assert largest_gap(model, requests, completions, 400, gradients=True) == 0.0
+    assert gap_of(model, prompts=3, longest=150, group=2) == 0.0
     tokens = random_tokens(np.random.default_rng(0), 100)
     with torch.no_grad():
         expected, other = stock_logits(whole, tokens), stock_logits(theirs, tokens)

@@ -9,18 +9,6 @@ from tandem.runtime.errors import UserError
 from tests.support.tiny import tiny_config
 
 
-def damaged(folder, change):
-    """A model directory whose config.json is change(text)."""
-    tiny_config("llama").save_pretrained(folder)
-    path = folder / "config.json"
-    path.write_text(change(path.read_text()))
-    return str(folder)
-
-
-def with_values(**values):
-    return lambda text: json.dumps(json.loads(text) | values)
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -29,13 +17,16 @@ def with_values(**values):
         lambda text: "",
         lambda text: "[]",
         lambda text: "[" * 100_000,
-        with_values(hidden_size="wide"),
-        with_values(rope_parameters=5),
+        lambda text: json.dumps(json.loads(text) | {"hidden_size": "wide"}),
+        lambda text: json.dumps(json.loads(text) | {"rope_parameters": 5}),
     ],
 )
 def test_a_broken_config_names_its_file_and_is_not_sent_to_the_hub(change, tmp_path):
-    with pytest.raises(UserError, match="config cannot be read") as error:
-        check_model(damaged(tmp_path, change), "critic.path")
+    tiny_config("llama").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(change(path.read_text()))
+    with pytest.raises(UserError, match=r"config\.json cannot be read") as error:
+        check_model(str(tmp_path), "critic.path")
     assert error.value.where == f"critic.path = {tmp_path}, config.json"
     assert error.value.next.startswith(f"mend {tmp_path}/config.json, or copy it again")
     assert "hub" not in str(error.value)

@@ -16,7 +16,7 @@ from tandem.model.tokenizer import load_tokenizer
 from tandem.run_folder.read import open_past
 from tandem.runtime.errors import UserError
 from tests.support.home import invoke, make_home, mistake
-from tests.support.tiny import stock_logits
+from tests.support.tiny import change_json, stock_logits
 
 FILES = {
     "configuration_halved": """
@@ -70,23 +70,15 @@ def home(tmp_path_factory):
 def customize(folder):
     for name, text in FILES.items():
         (folder / f"{name}.py").write_text(text)
-    path = folder / "config.json"
-    values = json.loads(path.read_text()) | {
-        "model_type": "halved",
-        "architectures": ["HalvedForCausalLM"],
-        "auto_map": AUTO_MAP,
-    }
-    path.write_text(json.dumps(values))
-
-
-def train(home, run, *changes):
-    return invoke("train", home / "recipe.toml", f"run.folder={run}", TRUSTED, *changes)
+    own = {"model_type": "halved", "architectures": ["HalvedForCausalLM"], "auto_map": AUTO_MAP}
+    change_json(folder / "config.json", **own)
 
 
 @pytest.fixture(scope="module")
 def trained(home, tmp_path_factory):
     run = tmp_path_factory.mktemp("run") / "run"
-    result = train(home, run, "rollout.workers=1", "rl.kl_coef=0.05")
+    changes = [TRUSTED, "rollout.workers=1", "rl.kl_coef=0.05"]
+    result = invoke("train", home / "recipe.toml", f"run.folder={run}", *changes)
     assert result.exit_code == 0, result.output
     return run
 
@@ -114,9 +106,8 @@ def test_files_of_another_repository_do_not_run(home, tmp_path):
 def test_config_of_another_repository_does_not_run_for_the_tokenizer(home, tmp_path):
     """transformers asks config.json, of a known architecture too, where it loads a tokenizer."""
     make_tiny(folder := tmp_path / "model")
-    values = json.loads((folder / "config.json").read_text())
-    values["auto_map"] = {"AutoConfig": "someone/else--configuration_x.XConfig"}
-    (folder / "config.json").write_text(json.dumps(values))
+    auto_map = {"AutoConfig": "someone/else--configuration_x.XConfig"}
+    change_json(folder / "config.json", auto_map=auto_map)
     text = mistake("train", home / "recipe.toml", f"model.path={folder}", TRUSTED)
     assert "another repository" in text and "someone/else--configuration_x.py" in text
 
@@ -127,10 +118,9 @@ def test_tokenizer_of_files_of_its_own_needs_the_key_too(home, tmp_path):
         "from transformers import PreTrainedTokenizerFast\n\n"
         "class OwnTokenizer(PreTrainedTokenizerFast):\n    own = True\n"
     )
-    path = folder / "tokenizer_config.json"
-    own = {"auto_map": {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]}}
-    values = json.loads(path.read_text()) | own | {"tokenizer_class": "OwnTokenizer"}
-    path.write_text(json.dumps(values))
+    auto_map = {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]}
+    own = {"auto_map": auto_map, "tokenizer_class": "OwnTokenizer"}
+    change_json(folder / "tokenizer_config.json", **own)
     custom_code.allow(False)
     with pytest.raises(UserError, match="Python files of its own") as error:
         load_tokenizer(str(folder))

@@ -41,37 +41,22 @@ def test_the_norm_has_torchs_bits_and_the_gradients_of_float64(shape, dtype):
         assert difference <= closeness * expected.grad.abs().max()
 
 
-def gradients(model):
-    found = {name: p.grad for name, p in model.module.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return found
-
-
-def random_column(samples, seed=0):
-    """A factor of every loss token, so that no two tokens' gradients can be exchanged."""
-    rng = np.random.default_rng(seed)
-    return [rng.normal(size=int(s.loss_mask.sum())).astype(np.float32) for s in samples]
-
-
-def add_gradients(batches, column, say):
-    for batch, part in zip(batches, join(batches, column), strict=True):
-        (say(batch) * torch.from_numpy(part)).sum().backward()
-
-
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_packed_gradient_is_transformers_sample_by_sample(kind):
     exact, stock = twins(kind)
     samples = random_samples(np.random.default_rng(0), 4)
-    column, batches = random_column(samples), pack(samples, 40)
+    batches, random = pack(samples, 40), np.random.default_rng(0)
     assert len(batches) > 2
-    add_gradients(
-        batches, column, lambda batch: batch_logprobs(exact, batch, SamplingDistribution())[0]
-    )
-    for sample, part in zip(samples, column, strict=True):
-        (
-            dense.logprobs(stock, sample.tokens, sample.loss_mask) * torch.from_numpy(part)
-        ).sum().backward()
-    dense.assert_gradients(gradients(exact), stock)
+    # of every token another one, so that no two tokens' gradients can be exchanged
+    above = [random.normal(size=s.loss_mask.sum()).astype(np.float32) for s in samples]
+    for batch, part in zip(batches, join(batches, above), strict=True):
+        logprobs, _ = batch_logprobs(exact, batch, SamplingDistribution())
+        logprobs.backward(torch.from_numpy(part))
+    for sample, part in zip(samples, above, strict=True):
+        expected = dense.logprobs(stock, sample.tokens, sample.loss_mask)
+        expected.backward(torch.from_numpy(part))
+    gradients = {name: p.grad for name, p in exact.module.named_parameters() if p.grad is not None}
+    dense.assert_gradients(gradients, stock)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -79,11 +64,9 @@ def test_logprobs_and_entropies_are_those_of_stock_transformers(temperature):
     exact, stock = twins("llama")
     samples = random_samples(np.random.default_rng(2), 4)
     batches = pack(samples, 100)
+    sampling = SamplingDistribution(temperature=temperature)
     with torch.no_grad():
-        said = [
-            batch_logprobs(exact, batch, SamplingDistribution(temperature=temperature))
-            for batch in batches
-        ]
+        said = [batch_logprobs(exact, batch, sampling) for batch in batches]
         for kind, define in enumerate((dense.logprobs, dense.entropies)):
             found = split(batches, [part[kind].numpy() for part in said])
             for number, sample in enumerate(samples):
@@ -94,14 +77,11 @@ def test_logprobs_and_entropies_are_those_of_stock_transformers(temperature):
 def test_repetition_penalty_counts_prefix_and_sample_tokens():
     exact, stock = twins("llama")
     samples = random_samples(np.random.default_rng(2), 4)
-    batches, sampling = (
-        pack(samples, 100),
-        SamplingDistribution(repetition_penalty=1.5, temperature=0.7),
-    )
+    batches = pack(samples, 100)
+    sampling = SamplingDistribution(repetition_penalty=1.5, temperature=0.7)
     with torch.no_grad():
-        found = split(
-            batches, [batch_logprobs(exact, batch, sampling)[0].numpy() for batch in batches]
-        )
+        said = [batch_logprobs(exact, batch, sampling)[0].numpy() for batch in batches]
+        found = split(batches, said)
         for number, sample in enumerate(samples):
             logits, expected = stock_logits(stock, sample.tokens), []
             for place in np.flatnonzero(sample.loss_mask):

@@ -4,27 +4,17 @@ its gradients."""
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, FalconConfig, MambaConfig
+from transformers import FalconConfig, MambaConfig
 
 from tandem.model.config_file import check_model
 from tandem.model.forward import batch_logprobs
-from tandem.model.load import load_model
 from tandem.model.lora import Lora
 from tandem.model.trial import StockTrial, stock_trial
-from tandem.run_folder.export import export
 from tandem.runtime.errors import UserError
 from tandem.trainer.pack import pack
 from tandem.types import SamplingDistribution
-from tests.support.architectures import (
-    INEXACT,
-    architecture,
-    by_need,
-    inexact,
-    save_architecture,
-    stock,
-    why_inexact,
-)
-from tests.support.tiny import random_samples, random_tokens, stock_logits, tiny_config
+from tests.support.architectures import INEXACT, architecture, by_need, inexact, stock, why_inexact
+from tests.support.tiny import random_samples, stock_logits, tiny_config
 
 
 @pytest.mark.parametrize("name", by_need(INEXACT))
@@ -52,18 +42,12 @@ def test_reason_is_named(config, reason, tmp_path):
     assert reason in why_inexact(check_model(str(tmp_path)))
 
 
-def groups_packed(budget):
-    """Samples of several groups, some with a prompt that they share."""
-    samples = random_samples(np.random.default_rng(4), 3)
-    return samples, pack(samples, budget)
-
-
 @pytest.mark.parametrize("name", by_need(INEXACT))
 def test_log_probs_and_gradients_are_those_of_separate_passes(name):
     """Sums in another order are all that may differ."""
-    samples, batches = groups_packed(400)
+    samples = random_samples(np.random.default_rng(4), 3)
     model, twin = inexact(name), stock(name)
-    for batch in batches:
+    for batch in pack(samples, 400):
         logprobs, _ = batch_logprobs(model, batch, SamplingDistribution())
         logprobs.sum().backward()
         expected = []
@@ -80,39 +64,6 @@ def test_log_probs_and_gradients_are_those_of_separate_passes(name):
         found, gradient = gradients[weight], parameter.grad
         assert gradient.abs().max() > 0, weight
         assert (found - gradient).abs().max() <= 1e-3 * gradient.abs().max() + 1e-5, weight
-
-
-@pytest.mark.parametrize("name", by_need(INEXACT))
-def test_checkpointing_changes_no_bit(name):
-    _, [batch, *_] = groups_packed(400)
-    results = []
-    for checkpointing in (False, True):
-        model = inexact(name)
-        model.checkpointing = checkpointing
-        logprobs, _ = batch_logprobs(model, batch, SamplingDistribution())
-        logprobs.sum().backward()
-        results.append([logprobs.detach(), *(p.grad for p in model.module.parameters())])
-    assert all(map(torch.equal, *results))
-
-
-@pytest.mark.parametrize(("name", "rank"), [("qwen3_5_text", 4), ("mamba2", 0), ("qwen3_next", 4)])
-def test_export_loads_in_transformers(name, rank, tmp_path):
-    save_architecture(name, tmp_path / "model")
-    lora = Lora(rank=rank, alpha=8.0, targets=("all-linear",), seed=7) if rank else None
-    model, noise = load_model(str(tmp_path / "model"), lora), torch.Generator().manual_seed(1)
-    assert model.gap
-    model.load_weights(
-        {n: w + 0.05 * torch.randn(w.shape, generator=noise) for n, w in model.trainable().items()}
-    )
-    export(model, str(tmp_path / "model"), tmp_path / "out", "# A model\n")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    tokens = random_tokens(np.random.default_rng(0), 50) % 90
-    plan = model.packed_plan(np.array([[0, 50, 0, 0]]))
-    with torch.no_grad():
-        found = model.head(model.hidden(torch.from_numpy(tokens), torch.arange(50), plan))
-        expected = stock_logits(again, tokens)
-    assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
-    assert check_model(str(tmp_path / "out")).model_type == name
 
 
 def test_adapters_that_peft_refuses_are_named():

@@ -10,23 +10,22 @@ from tandem.model.kernels import CPU, kernels_for, kernels_of
 from tandem.model.layers import made_again
 from tandem.model.linear import ExactLinear, FusedLinear, PackedWeight
 from tests.support.operators import Operators
+from tests.support.tiny import noise
 
 
-def noise(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.mark.parametrize("inner", [96, 576, 1536, 2048])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_row_has_the_same_bits_beside_any_number_of_other_rows(inner, bias):
-    x, packed = noise(70, inner), CPU.pack(noise(48, inner, seed=1))
-    added = noise(48, seed=2) if bias else None
+@pytest.mark.parametrize(
+    ("inner", "outputs"),
+    [(16, 40), (96, 48), (96, 172), (576, 48), (576, 1536), (1536, 49), (2048, 48)],
+)
+def test_a_row_has_the_same_bits_beside_any_number_of_other_rows(inner, outputs, bias, dtype):
+    x, weight = noise(130, inner, dtype=dtype), noise(outputs, inner, seed=1, dtype=dtype)
+    packed, added = CPU.pack(weight), noise(outputs, seed=2, dtype=dtype) if bias else None
     whole = CPU.matmul(x, packed, added)
-    for rows in range(1, 71):
-        assert torch.equal(CPU.matmul(x[:rows], packed, added), whole[:rows]), f"first {rows} rows"
-        assert torch.equal(CPU.matmul(x[70 - rows :], packed, added), whole[70 - rows :]), (
-            f"last {rows} rows"
-        )
+    middle = [slice(7, 10), slice(31, 33), slice(64, 97), slice(2, 102)]
+    for part in (*map(slice, range(1, 71)), *(slice(n, None) for n in range(60, 130)), *middle):
+        assert torch.equal(CPU.matmul(x[part].contiguous(), packed, added), whole[part]), part
 
 
 def test_pack_renewed_only_when_weight_changes_in_place():
@@ -49,10 +48,8 @@ def test_pack_renewed_only_when_weight_changes_in_place():
 def test_module_shares_parameters_and_keeps_leading_dimensions():
     plain = nn.Linear(96, 24)
     exact = ExactLinear(plain.weight, plain.bias)
-    assert exact.weight is plain.weight and dict(exact.named_parameters()).keys() == {
-        "weight",
-        "bias",
-    }
+    assert exact.weight is plain.weight
+    assert {name for name, _ in exact.named_parameters()} == {"weight", "bias"}
     x = noise(2, 3, 96)
     assert exact(x).shape == (2, 3, 24)
     assert torch.equal(exact(x).view(6, 24), exact(x.view(6, 96)))

@@ -19,7 +19,15 @@ from tandem.run_folder.export import export, model_card
 from tandem.runtime.errors import UserError
 from tandem.trainer.optimizer import Optimizer, Settings
 from tests.support.parity import engine_for, largest_gap, random_requests
-from tests.support.tiny import exact_logits, random_tokens, stock_logits, stock_model, tiny_config
+from tests.support.tiny import (
+    exact_logits,
+    moved,
+    noise,
+    random_tokens,
+    stock_logits,
+    stock_model,
+    tiny_config,
+)
 
 KINDS = ("llama", "qwen2", "qwen3", "qwen3_moe")
 LORA = Lora(rank=4, alpha=8.0, targets=("all-linear",), seed=7)
@@ -35,19 +43,10 @@ def stock(kind="llama", **changes):
     return model
 
 
-def adapted(kind="llama", lora=LORA, *, moved=True, **changes):
-    """An exact model with an adapter; moved: B is no longer zero."""
+def adapted(kind="llama", lora=LORA, *, trained=True, **changes):
+    """An exact model with an adapter; trained: B is no longer zero."""
     model = make_exact(stock(kind, **changes), lora)
-    if moved:
-        noise = torch.Generator().manual_seed(1)
-        model.load_weights(
-            {
-                name: 0.1 * torch.randn(w.shape, generator=noise)
-                for name, w in model.adapter_weights().items()
-                if "lora_B" in name
-            }
-        )
-    return model
+    return moved(model) if trained else model
 
 
 def adam(model):
@@ -63,12 +62,10 @@ def logits(model):
     return torch.cat(exact_logits(model, documents()))
 
 
-def loss_of(model):
+def loss_of(logits):
     """A loss in which every logit counts, each differently."""
-    out = torch.cat(exact_logits(model, documents()))
-    return (
-        out.log_softmax(-1) * torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
-    ).sum()
+    out = torch.cat(logits)
+    return (out.log_softmax(-1) * noise(*out.shape, seed=3)).sum()
 
 
 # ---- P1
@@ -76,10 +73,9 @@ def loss_of(model):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_engine_equals_trainer_while_the_adapter_trains(kind):
-    model = adapted(kind, moved=False)
+    model = adapted(kind, trained=False)
     optimizer, engine = adam(model), engine_for(model)
-    base = {name: w.clone() for name, w in model.named_weights().items() if "lora" not in name}
-    seen = []
+    frozen, seen = make_exact(stock(kind)).named_weights(), []
     for step in range(3):
         requests = random_requests(np.random.default_rng(step), prompts=4, longest=60, group=2)
         completions = engine.generate(requests)
@@ -90,9 +86,7 @@ def test_engine_equals_trainer_while_the_adapter_trains(kind):
     assert all(w.any() for name, w in model.named_weights().items() if "lora_B" in name)
     # the updates did reach the packs
     assert not torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])
-    assert all(
-        torch.equal(w, base[name]) for name, w in model.named_weights().items() if name in base
-    )
+    assert all(torch.equal(model.named_weights()[name], w) for name, w in frozen.items())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -136,9 +130,8 @@ def test_an_engine_does_not_mix_the_keys_of_model_and_base():
     [request] = random_requests(np.random.default_rng(0), prompts=1, longest=60, group=1)
     before = engine.generate([request])[0].logprobs
     with model.adapter_off():
-        assert np.array_equal(
-            engine.generate([request])[0].logprobs, fresh.generate([request])[0].logprobs
-        )
+        base = engine.generate([request])[0].logprobs
+    assert np.array_equal(base, fresh.generate([request])[0].logprobs)
     assert np.array_equal(engine.generate([request])[0].logprobs, before)
 
 
@@ -147,17 +140,13 @@ def test_an_engine_does_not_mix_the_keys_of_model_and_base():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_lora_names_are_pefts_and_only_the_adapter_trains(kind):
-    model = adapted(kind, moved=False)
+    model = adapted(kind, trained=False)
     plain = [name for name, _ in stock(kind).named_parameters()]
-    assert (
-        [name for name in model.named_weights() if "lora" not in name]
-        == plain
-        == list(model.merged_weights())
-    )
-    assert {
-        f"base_model.model.{name}".replace(".weight", ".default.weight")
-        for name in model.trainable()
-    } == {name for name in PeftModel(stock(kind), peft_config(kind)).state_dict() if "lora" in name}
+    base = [name for name in model.named_weights() if "lora" not in name]
+    assert base == plain == list(model.merged_weights())
+    theirs = inject_adapter_in_model(peft_config(kind), stock(kind))
+    names = {name.replace(".default", "") for name in theirs.state_dict() if "lora" in name}
+    assert names == model.trainable().keys()
     assert model.adapter_weights().keys() == model.trainable().keys()
     assert len(model.adapted) == 2 * (4 if kind == "qwen3_moe" else 7)
     assert not any(name.startswith("lm_head.lora") for name in model.trainable())
@@ -178,10 +167,8 @@ def test_merged_weights_are_those_that_are_packed(kind):
     plain.load_weights(model.merged_weights())
     assert torch.equal(logits(plain), logits(model))
     with model.adapter_off():  # merged is merged
-        assert all(
-            torch.equal(w, plain.named_weights()[name])
-            for name, w in model.merged_weights().items()
-        )
+        merged = model.merged_weights()
+    assert all(torch.equal(w, plain.named_weights()[name]) for name, w in merged.items())
 
 
 @pytest.mark.parametrize("targets", [("q_proj", "wq"), ("lm_head",), ("proj",), ("mlp",), ()])
@@ -217,12 +204,9 @@ def test_gradients_are_those_of_pefts_own_unmerged_module(kind):
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(model.trainable()[name])
-    loss_of(model).backward()
-    out = torch.cat([stock_logits(theirs, document) for document in documents()])
-    torch.testing.assert_close(logits(model), out.detach(), rtol=1e-5, atol=5e-5)
-    (
-        out.log_softmax(-1) * torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
-    ).sum().backward()
+    check_same_logits(model, theirs)
+    loss_of(exact_logits(model, documents())).backward()
+    loss_of([stock_logits(theirs, document) for document in documents()]).backward()
     for name, parameter in parameters.items():
         scale = parameter.grad.abs().max()
         # float32 sums in another order, through two layers
@@ -248,7 +232,7 @@ def check_same_logits(model, other):
     torch.testing.assert_close(logits(model), theirs, rtol=1e-5, atol=5e-5)
 
 
-def trained(kind, source):
+def load_trained(kind, source):
     model = load_model(source, LORA)
     model.load_weights(adapted(kind).adapter_weights())
     return model
@@ -257,7 +241,7 @@ def trained(kind, source):
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_export_is_a_plain_directory_of_the_merged_model(kind, tmp_path):
     source = saved(kind, tmp_path / "source")
-    model = trained(kind, source)
+    model = load_trained(kind, source)
     config = Config.model_validate({"model": {"path": source}, "run": {"seed": 7}})
     about = {"inputs": {"data.train": "0f" * 32}, "versions": {"torch": "2.13.0"}}
     origin = {"command": "train", "metrics": {"step": 3}, **about}
@@ -285,18 +269,12 @@ def test_an_export_is_a_plain_directory_of_the_merged_model(kind, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_exported_adapter_is_read_by_peft(kind, tmp_path):
     source = saved(kind, tmp_path / "source")
-    model = trained(kind, source)
+    model = load_trained(kind, source)
     folder = export_adapter(model, source, tmp_path / "adapter", "card")
-    assert {p.name for p in folder.iterdir()} == {
-        "adapter_config.json",
-        "adapter_model.safetensors",
-        "README.md",
-        "SHA256SUMS",
-    }
-    assert (
-        json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
-        == source
-    )
+    adapter = {"adapter_config.json", "adapter_model.safetensors"}
+    assert {p.name for p in folder.iterdir()} == {*adapter, "README.md", "SHA256SUMS"}
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == source
     base = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager")
     check_same_logits(model, PeftModel.from_pretrained(base, folder))
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []

@@ -13,12 +13,9 @@ from tandem.model.onednn import (
     weight_gradient,
 )
 from tandem.model.schedule import threads_of
+from tests.support.tiny import noise
 
 THREADS = (1, 2, 3, 6)
-
-
-def random(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def same_on_any_threads(product):
@@ -35,7 +32,7 @@ def same_on_any_threads(product):
     [(0, 4, 3), (1, 4, 3), (7, 30, 6), (300, 96, 64), (64, 3 * LONGEST + 5, 64)],
 )
 def test_gradient_product_is_near_and_thread_independent(rows, inner, columns):
-    a, b = random(rows, inner), random(inner, columns, seed=1)
+    a, b = noise(rows, inner), noise(inner, columns, seed=1)
     found = same_on_any_threads(lambda: gradient_product(a, b))
     torch.testing.assert_close(found.double(), a.double() @ b.double(), rtol=1e-4, atol=2e-4)
 
@@ -43,7 +40,7 @@ def test_gradient_product_is_near_and_thread_independent(rows, inner, columns):
 @pytest.mark.parametrize("rows", [0, 1, 63, 256, 300, 1100, LONGEST + 300])
 @pytest.mark.parametrize("outputs, inputs", [(6, 8), (96, 32)])
 def test_weight_gradient_is_near_and_thread_independent(rows, outputs, inputs):
-    above, x = random(rows, outputs), random(rows, inputs, seed=1)
+    above, x = noise(rows, outputs), noise(rows, inputs, seed=1)
     found = same_on_any_threads(lambda: weight_gradient(above, x))
     torch.testing.assert_close(
         found.double(), above.double().t() @ x.double(), rtol=1e-4, atol=5e-4
@@ -51,18 +48,18 @@ def test_weight_gradient_is_near_and_thread_independent(rows, outputs, inputs):
 
 
 def test_slices_and_transposes_have_the_bits_of_copies():
-    wide, weight = random(50, 90), random(70, 30, seed=1)
+    wide, weight = noise(50, 90), noise(70, 30, seed=1)
     part = wide[:, 20:50]
     assert torch.equal(
         gradient_product(part, weight.t()), gradient_product(part.clone(), weight.t().contiguous())
     )
-    x = random(50, 12, seed=2)
+    x = noise(50, 12, seed=2)
     assert torch.equal(weight_gradient(part, x), weight_gradient(part.clone(), x))
 
 
 def test_a_weight_gradient_is_added_to_a_total_in_place():
-    above, x = random(64, OUTPUTS + 10), random(64, 5, seed=1)
-    total = before = random(OUTPUTS + 10, 5, seed=2)
+    above, x = noise(64, OUTPUTS + 10), noise(64, 5, seed=1)
+    total = before = noise(OUTPUTS + 10, 5, seed=2)
     expected = before + weight_gradient(above, x)
     assert weight_gradient(above, x, total) is total
     assert torch.equal(total, expected)
@@ -71,7 +68,7 @@ def test_a_weight_gradient_is_added_to_a_total_in_place():
 @pytest.mark.parametrize("terms", [TILE_TERMS, 512, 1024, 2048, 4096 + 5])
 @pytest.mark.parametrize("rows, columns", [(32, 128), (37, 192), (100, 576), (128, 16)])
 def test_products_of_bfloat16_are_near_and_thread_independent(terms, rows, columns):
-    a, b = random(rows, terms).bfloat16(), random(terms, columns, seed=1).bfloat16()
+    a, b = noise(rows, terms).bfloat16(), noise(terms, columns, seed=1).bfloat16()
     for find in (
         lambda: gradient_product(a, b),
         lambda: weight_gradient(a.t().contiguous(), b),
@@ -80,6 +77,6 @@ def test_products_of_bfloat16_are_near_and_thread_independent(terms, rows, colum
         found = same_on_any_threads(find)
         expected = a.double() @ b.double()
         assert (found.double() - expected).abs().max() < 2**-7 * expected.abs().max()
-    adapter = Adapter(b, random(8, terms, seed=2).bfloat16(), 0.1)
+    adapter = Adapter(b, noise(8, terms, seed=2).bfloat16(), 0.1)
     part, above = Part(b[:8], None, adapter), a[:, :8].contiguous()
     same_on_any_threads(lambda: _input_gradient([above], [part]))

@@ -1,6 +1,5 @@
 """The probe: yes where a prepared process is exact, no where something is not, whatever it is."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,8 +12,6 @@ from tandem.model.forward import batch_logprobs
 from tandem.model.kernels import Kernels, kernels_for
 from tandem.model.linear import ExactLinear
 from tandem.model.load import make_exact
-from tandem.model.logprobs import log_distribution
-from tandem.model.onednn import weight_gradient
 from tandem.model.probe import (
     SHARERS,
     _attention_differs,
@@ -83,37 +80,44 @@ def by_sums_in_blocks_of(block, table, uniform):
     return place[:, 0].clamp(max=table.shape[1] - 1)
 
 
-def test_a_gradient_that_threads_change_in_long_sums_only_is_named():
-    def by_threads(above, x):
-        total = weight_gradient(above, x)
+class ByThreads(Kernels):
+    def weight_gradient(self, above, x, total=None):
+        found = super().weight_gradient(above, x, total)
         many = len(x) > 8000 and torch.get_num_threads() > 1
-        return torch.nextafter(total, total + 1) if many else total
+        return torch.nextafter(found, found + 1) if many else found
 
+
+def test_a_gradient_that_threads_change_in_long_sums_only_is_named():
     model, noise = model_of("qwen3"), torch.Generator().manual_seed(0)
-    assert not _gradients_differ(model, noise, [1, 2], 1000, by_threads)
-    found = _gradients_differ(model, noise, [1, 2], 4096, by_threads)
+    with kernels_for("cpu", ByThreads()):
+        assert not _gradients_differ(model, noise, [1, 2], 1000)
+        found = _gradients_differ(model, noise, [1, 2], 4096)
     assert all(name in " ".join(found) for name in ("linear 96 -> 97", "linear 96 -> 96")), found
 
 
-def test_a_sampler_whose_sums_have_another_order_for_some_rows_is_named():
-    """The last bits of its sums alone differ, which the probe's uniforms make visible."""
-    model, noise = model_of("qwen3"), torch.Generator().manual_seed(0)
-    model.config.vocab_size = 20_000
+class OtherSums(Kernels):
+    """Sums of another order for some rows: their last bits alone differ, which the probe's uniforms
+    make visible."""
 
-    def odd(table, uniform):
+    def inverse_cdf(self, table, uniform):
         return by_sums_in_blocks_of(128 if len(table) in (3, 20) else 4096, table, uniform)
 
-    assert _rowwise_differ(model, noise, sampler=odd) == ["sampling: 3 20 rows"]
+
+class OtherSets(Kernels):
+    """A top-p that keeps another set for some rows."""
+
+    def top_p_edge(self, logprobs, top_p):
+        return super().top_p_edge(logprobs, top_p - 1e-4 * (len(logprobs) == 8))
 
 
-def test_top_p_that_keeps_another_set_for_some_rows_is_named():
+@pytest.mark.parametrize(
+    ("odd", "finding"), [(OtherSums, "sampling: 3 20 rows"), (OtherSets, "top-p: 8 rows")]
+)
+def test_sampling_that_depends_on_the_rows_is_named(odd, finding):
     model, noise = model_of("qwen3"), torch.Generator().manual_seed(0)
-
-    def odd(logits, sampling):
-        less = replace(sampling, top_p=sampling.top_p - 1e-4 * (len(logits) == 8))
-        return log_distribution(logits, less)
-
-    assert _rowwise_differ(model, noise, filtered=odd) == ["top-p: 8 rows"]
+    model.config.vocab_size = 20_000
+    with kernels_for("cpu", odd()):
+        assert _rowwise_differ(model, noise) == [finding]
 
 
 def test_random_model_has_every_kind_of_layer_and_its_shapes():
@@ -122,53 +126,36 @@ def test_random_model_has_every_kind_of_layer_and_its_shapes():
     config.layer_types = ["full_attention", "sliding_attention", "sliding_attention"]
     model = make_exact(AutoModelForCausalLM.from_config(config))
     small = random_model(model, seed=3)
-    assert small.heads == model.heads and [layer.window for layer in small.module.model.layers] == [
-        None,
-        40,
-    ]
-    assert (
-        small.module.model.layers[0].mlp.down_proj.weight.shape
-        == model.module.model.layers[0].mlp.down_proj.weight.shape
-    )
-    assert all(
-        parameter.std() > 0.005 for parameter in small.module.parameters() if parameter.numel() > 1
-    )
+    own, whole = (one.module.model.layers for one in (small, model))
+    assert small.heads == model.heads and [layer.window for layer in own] == [None, 40]
+    assert own[0].mlp.down_proj.weight.shape == whole[0].mlp.down_proj.weight.shape
+    assert all(weight.std() > 0.005 for weight in small.module.parameters() if weight.numel() > 1)
 
 
-def test_a_schedule_shows_an_attention_that_depends_on_the_chunks():
-    """Witness: a plan that rounds otherwise for single tokens is seen."""
+def with_odd_plans(is_odd):
+    """A random model whose attention over pages rounds otherwise where is_odd(runs)."""
     model = random_model(model_of("llama"), seed=0)
     plan = model.paged_plan
 
     def odd(keys, values, runs):
         made = plan(keys, values, runs)
-        attend = made.attend
+        if not is_odd(runs):
+            return made
         return SimpleNamespace(
-            attend=lambda *args: (
-                torch.nextafter(out := attend(*args), out + 1)
-                if (runs.counts == 1).any()
-                else attend(*args)
-            )
+            attend=lambda *args: torch.nextafter(out := made.attend(*args), out + 1)
         )
 
     model.paged_plan = odd
-    schedule = Schedule(model, 0)
+    return model
+
+
+def test_a_schedule_shows_an_attention_that_depends_on_the_chunks():
+    schedule = Schedule(with_odd_plans(lambda runs: (runs.counts == 1).any()), 0)
     assert not torch.equal(schedule.paged((1,)), schedule.packed()[0])
 
 
 def test_decode_from_shared_pages_that_rounds_otherwise_is_named():
-    model = random_model(model_of("llama"), seed=0)
-    plan = model.paged_plan
-
-    def odd(keys, values, runs):
-        made = plan(keys, values, runs)
-        attend = made.attend
-        first = [table[0] for table in runs.table.tolist()]
-        if len(set(first)) < len(first):
-            made.attend = lambda *args: torch.nextafter(out := attend(*args), out + 1)
-        return made
-
-    model.paged_plan = odd
+    model = with_odd_plans(lambda runs: len({*runs.table[:, 0].tolist()}) < len(runs.table))
     found = _attention_differs(model, torch.Generator().manual_seed(0))
     batches = " ".join(map(str, SHARERS))
     assert found == [f"attention decode from shared pages: {batches} rows"]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tandem.model.tool_calls import BadCall, Call, Reading, read_calls, split_calls
 from tests.support.tool_calls import STYLES, as_texts, write_in_style
 
-NOW = Call(name="now", arguments={})
+NOW, ADD = Call(name="now", arguments={}), Call(name="add", arguments={"a": 1})
 
 names = st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True).filter(
     lambda name: not keyword.iskeyword(name)
@@ -61,10 +61,9 @@ def test_any_text_is_read(text, format):
 
 
 def test_text_before_and_after_the_calls_is_kept_apart():
-    text = 'I add.\n<tool_call>\n{"name": "now"}\n</tool_call>'
-    text += ' and <tool_call>{"name": "now"}</tool_call> done'
-    reading = read_calls(text)
-    assert (reading.before, reading.calls, reading.after) == ("I add.\n", (NOW, NOW), " and  done")
+    text = 'I add.\n<tool_call>\n{"name": "now"}\n</tool_call> and '
+    text += '<tool_call>{"name": "now"}</tool_call> done'
+    assert read_calls(text) == Reading(before="I add.\n", calls=(NOW, NOW), after=" and  done")
 
 
 JSON_ANSWERS = [
@@ -85,9 +84,8 @@ def test_auto_bare_json_is_a_call_only_of_a_known_tool():
 
 def test_llama_calls_with_python_tag_or_semicolons():
     one = '{"type": "function", "name": "add", "parameters": {"a": 1}}'
-    call = Call(name="add", arguments={"a": 1})
-    assert read_calls(f"{one}; {one}", "llama3").calls == (call, call)
-    assert read_calls(f"So: <|python_tag|>{one}") == Reading(before="So: ", calls=(call,))
+    assert read_calls(f"{one}; {one}", "llama3") == Reading(before="", calls=(ADD, ADD))
+    assert read_calls(f"So: <|python_tag|>{one}") == Reading(before="So: ", calls=(ADD,))
 
 
 def test_pythonic_arguments_are_literals_and_nothing_is_evaluated():
@@ -132,39 +130,30 @@ def test_a_malformed_call_says_what_is_wrong_with_it(text, word):
     assert isinstance(call, BadCall) and word in call.reason
 
 
+GOOD = '<tool_call>{"name": "now"}</tool_call>'
+
+
 def test_one_bad_call_does_not_hide_the_good_ones_beside_it():
-    good = '<tool_call>{"name": "now"}</tool_call>'
-    unclosed = "<tool_call>{"
-    text = good + unclosed + good + "<tool_call>x y</tool_call>" + good
+    text = f"{GOOD}<tool_call>{{{GOOD}<tool_call>x y</tool_call>{GOOD}"
     kinds = [type(call) for call in read_calls(text).calls]
     assert kinds == [Call, BadCall, Call, BadCall, Call]
 
 
 def test_calls_that_are_only_thought_of_are_not_made():
-    good = '<tool_call>{"name": "now"}</tool_call>'
-    reading = read_calls(f"<think>maybe {good}</think>{good}")
-    assert (reading.before, reading.calls) == (f"<think>maybe {good}</think>", (NOW,))
-    assert read_calls(f"<think>maybe {good}").calls == ()
-
-
-def test_thoughts_that_the_template_opened_are_no_calls_either():
-    good = '<tool_call>{"name": "now"}</tool_call>'
-    thought = f"Maybe {good} but no.\n</think>"
-    reading = read_calls(f"{thought}\nAnswer: 3")
-    assert (reading.before, reading.calls) == (f"{thought}\nAnswer: 3", ())
-    assert read_calls(thought + good).calls == (NOW,)
-    assert read_calls(f"{thought}{thought}{good}").calls == (NOW,)  # thought twice: up to the last
-    assert read_calls(f"{thought}<think>again {good}").calls == ()
+    opened = f"Maybe {GOOD} but no.\n</think>"  # by the template
+    for thought in (f"<think>maybe {GOOD}</think>", opened, opened + opened):
+        assert read_calls(thought + GOOD) == Reading(before=thought, calls=(NOW,))
+    for text in (f"<think>maybe {GOOD}", f"{opened}\nAnswer: 3", f"{opened}<think>again {GOOD}"):
+        assert read_calls(text) == Reading(before=text)
 
 
 def test_a_bare_call_may_stand_behind_prose():
-    call = Call(name="add", arguments={"a": 1, "b": 2})
     for text in (
-        'Sure.\n{"name": "add", "parameters": {"a": 1, "b": 2}}',
-        'I will add.\n[{"name": "add", "arguments": {"a": 1, "b": 2}}]',
-        "[add(a=1, b=2)]Checking the sum.",
+        'Sure.\n{"name": "add", "parameters": {"a": 1}}',
+        'I will add.\n[{"name": "add", "arguments": {"a": 1}}]',
+        "[add(a=1)]Checking the sum.",
     ):
-        assert read_calls(text, tools=("add",)).calls == (call,), text
+        assert read_calls(text, tools=("add",)).calls == (ADD,), text
 
 
 SCHEMA = {
@@ -196,8 +185,7 @@ def test_the_analysis_of_gpt_oss_makes_no_calls():
 def test_words_that_begin_like_a_mark_are_words():
     for text in ("#include <functional>", "A function call. Action: none, functools, to=5."):
         assert read_calls(text, tools=("add",)) == Reading(before=text)
-        called = read_calls(f'{text}<tool_call>{{"name": "now"}}</tool_call>')
-        assert (called.before, called.calls) == (text, (NOW,))
+        assert read_calls(text + GOOD) == Reading(before=text, calls=(NOW,))
 
 
 MARKED = (  # of families whose templates no package of the tests ships

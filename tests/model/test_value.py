@@ -15,7 +15,7 @@ from tandem.model.tiny import make_tokenizer
 from tandem.plugins.commands.export import export_adapter
 from tandem.run_folder.export import export
 from tandem.runtime.errors import UserError
-from tests.support.tiny import exact_logits, random_tokens, stock_model, tiny_config
+from tests.support.tiny import exact_logits, moved, noise, random_tokens, stock_model, tiny_config
 
 KINDS = ("llama", "qwen2", "qwen3", "qwen3_moe")
 LORA = Lora(rank=4, alpha=8.0, targets=("all-linear",), seed=7)
@@ -42,16 +42,13 @@ def values(model):
 
 
 def set_score(model):
-    score = torch.randn(model.head.weight.shape, generator=torch.Generator().manual_seed(2))
-    model.load_weights({"score.weight": score})
+    model.load_weights({"score.weight": noise(*model.head.weight.shape, seed=2)})
 
 
 def stock_values(folder):
     """The value after each prefix: a classifier reads the last token only."""
-    stock = AutoModelForSequenceClassification.from_pretrained(
-        folder, attn_implementation="eager"
-    ).eval()
-    return last_values(stock)
+    load = AutoModelForSequenceClassification.from_pretrained
+    return last_values(load(folder, attn_implementation="eager").eval())
 
 
 @torch.no_grad()
@@ -67,13 +64,9 @@ def test_a_value_model_of_a_language_model_starts_at_exactly_zero(kind, tmp_path
     assert model.head.weight.shape == (1, 96) and not model.head.weight.any()
     out = values(model)
     assert out.shape == (58, 1) and not out.any()
-    named = tokens.named_weights()
-    assert model.named_weights().keys() == named.keys() - {"lm_head.weight"} | {"score.weight"}
-    assert all(
-        torch.equal(w, named[name])
-        for name, w in model.named_weights().items()
-        if name != "score.weight"
-    )
+    own, named = model.named_weights(), tokens.named_weights()
+    assert own.keys() == named.keys() - {"lm_head.weight"} | {"score.weight"}
+    assert all(torch.equal(own[name], named[name]) for name in own.keys() - {"score.weight"})
 
 
 def test_zero_score_gets_gradient_before_the_backbone(language_model):
@@ -106,8 +99,7 @@ def test_a_value_does_not_depend_on_the_tokens_beside_it(language_model):
     with torch.no_grad():
         alone = torch.cat([exact_logits(model, [document])[0] for document in documents()])
         assert torch.equal(alone, values(model))
-    x = torch.randn(70, 96, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
+        x = noise(70, 96)
         assert all(torch.equal(model.head(x[:rows]), model.head(x)[:rows]) for rows in range(1, 71))
 
 
@@ -117,9 +109,8 @@ def test_value_model_from_language_model_not_many_labels(language_model, tmp_pat
     with pytest.raises(UserError, match="a reward model") as error:
         load_model(str(folder))
     assert "ForSequenceClassification" in error.value.found
-    AutoModelForSequenceClassification.from_config(tiny_config(num_labels=3)).save_pretrained(
-        tmp_path / "many"
-    )
+    many = AutoModelForSequenceClassification.from_config(tiny_config(num_labels=3))
+    many.save_pretrained(tmp_path / "many")
     with pytest.raises(UserError, match="cannot be loaded"):
         load_model(str(tmp_path / "many"), head="value")
 
@@ -127,10 +118,7 @@ def test_value_model_from_language_model_not_many_labels(language_model, tmp_pat
 def test_adapter_trains_and_exports_the_score_too(language_model, tmp_path):
     model = load_model(language_model, LORA, head="value")
     assert model.trainable().keys() == model.adapter_weights().keys() | {"score.weight"}
-    set_score(model)
-    model.load_weights(
-        {name: torch.full_like(w, 0.01) for name, w in model.adapter_weights().items()}
-    )
+    moved(model)
     folder = export_adapter(model, language_model, tmp_path / "adapter", "card")
     base = AutoModelForSequenceClassification.from_pretrained(
         language_model, num_labels=1, attn_implementation="eager"

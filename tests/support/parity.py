@@ -72,6 +72,15 @@ def random_requests(rng, *, prompts, longest, group):
     return [requests[i] for i in rng.permutation(len(requests))]
 
 
+def gap_of(model, seed=1, *, prompts=5, longest=200, group=3):
+    """The largest gap of random requests, with gradients in the policy's pass."""
+    requests = random_requests(
+        np.random.default_rng(seed), prompts=prompts, longest=longest, group=group
+    )
+    completions = engine_for(model, max_batch=8).generate(requests)
+    return largest_gap(model, requests, completions, 400, gradients=True)
+
+
 def largest_gap(model, requests, completions, budget, *, gradients):
     """max |engine log-prob - policy log-prob| with samples packed, prompts shared, under a token
     budget."""

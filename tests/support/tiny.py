@@ -3,6 +3,8 @@
 A twin has the same weights and eager attention, and shares no code of Tandem's.
 """
 
+import json
+
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -82,6 +84,27 @@ def value_twins(kind="llama", seed=0, *, score=0.1, **changes):
             torch.nn.init.normal_(model.score.weight, std=score)
         models.append(model)
     return make_exact(models[0]), models[1]
+
+
+def noise(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def moved(model, size=0.1):
+    """The model with random numbers in all that is trained."""
+    random = torch.Generator().manual_seed(1)
+    weights = model.trainable().items()
+    model.load_weights({n: size * torch.randn(w.shape, generator=random) for n, w in weights})
+    return model
+
+
+def change_json(path, **values):
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def same_weights(model, other):
+    own, others = model.named_weights(), other.named_weights()
+    return own.keys() == others.keys() and all(torch.equal(w, others[n]) for n, w in own.items())
 
 
 def stock_logits(model, tokens):

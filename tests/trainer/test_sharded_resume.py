@@ -108,7 +108,7 @@ def content(folder):
     """Hashes of weights and moments, read whole, and the steps made."""
     tensors, state = load_checkpoint(folder / "step_000001")
     steps = state["optimizer_steps"]["policy"]
-    return {stem: weight_hash(named) for stem, named in tensors.items()} | {"steps": steps}
+    return {stem: weight_hash(named.items()) for stem, named in tensors.items()} | {"steps": steps}
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])

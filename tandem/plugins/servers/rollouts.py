@@ -123,7 +123,7 @@ class FileSync:
             temporary = self.folder / f".tmp-{version}"
             save_file(whole, temporary)
             temporary.rename(self._path(version))
-        self.hashes[version] = weight_hash(weights)
+        self.hashes[version] = weight_hash(weights.items())
         for old in [old for old in self.hashes if old < version - self.keep]:
             self._path(old).unlink(missing_ok=True)
             del self.hashes[old]

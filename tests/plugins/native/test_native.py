@@ -19,7 +19,7 @@ from tandem.model.quantized import quantize
 from tandem.model.schedule import threads_of
 from tandem.plugins.native.fused import CPU
 from tandem.runtime.errors import UserError
-from tests.support.tiny import exact_model
+from tests.support.tiny import exact_model, noise
 
 pytestmark = pytest.mark.skipif(CPU is PLAIN, reason="the kernels are not compiled here")
 
@@ -28,10 +28,6 @@ SEGMENTS = np.array(
 )
 ROWS = 400  # three of them in no segment
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-
-
-def noise(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def near(found, expected, dtype):
