@@ -47,7 +47,7 @@ class Replica:
     number: int
     target: int = -1
     is_ready: bool = False
-    started: bool = True
+    ready: bool = True
     tickets: dict[int, Ticket] = field(default_factory=dict)
 
 

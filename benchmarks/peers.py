@@ -29,11 +29,18 @@ from tandem.model.tiny import make_tiny
 from tandem.plugins.distill.divergences import divergence, sampled_advantages
 from tandem.plugins.offline.pair_losses import bradley_terry, dpo, ipo, margins
 from tandem.rl.advantages import centred, grpo, rloo
-from tandem.rl.aggregation import sequence_weights
 from tandem.rl.corrections import correction
 from tandem.rl.filters import overlong_penalty
-from tandem.rl.kl import kl_estimate
-from tandem.rl.losses import cispo, gspo, off_policy_mask, ppo_clip, reinforce, sequence_sums
+from tandem.rl.losses import (
+    cispo,
+    gspo,
+    kl_estimate,
+    off_policy_mask,
+    ppo_clip,
+    reinforce,
+    sequence_sums,
+    sequence_weights,
+)
 from tandem.runtime import numerics
 from tandem.types import SamplingDistribution
 

@@ -35,8 +35,7 @@ import numpy as np
 from chaos.faulty_worker import faulty_hosts
 from chaos.kills import adopting_forks, differs, ended, left
 from chaos.results import Case, Result, tally
-from tandem.rollout_workers.pool import WAIT_S, Workers
-from tandem.rollout_workers.process import WorkerProcess
+from tandem.rollout_workers.pool import WAIT_S, WorkerProcess, Workers
 from tandem.run_folder.episode_files import read_episodes
 from tandem.runtime.processes import catches
 from tests.support.runs import fingerprint, prepare

@@ -104,7 +104,7 @@ class Trainer(Choice):
 
     @abstractmethod
     def make_ranks(self, mesh: Any, processes: Any) -> Any:
-        """Return the train.ranks.Ranks of a train.parallel mesh of joined processes."""
+        """Return the trainer.ranks.Ranks of a trainer.parallel mesh of joined processes."""
 
 
 class StreamBackend(Choice):

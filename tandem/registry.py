@@ -26,7 +26,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "general": "tandem.model.trial:GENERAL",
         "inexact": "tandem.model.trial:INEXACT",
     },
-    "models": {  # (config, ranks) -> train.batch.Models of a command that samples, on every rank
+    "models": {  # (config, ranks) -> trainer.batch.Models of a command that samples, on every rank
         "train": "tandem.jobs.models:build_rl_models",
         "distill": "tandem.plugins.distill.inputs:build_distill_models",
     },

@@ -352,7 +352,7 @@ class ParityCheck(Protocol):
         what ends the run."""
 
     def before_update(self, batch: Any, policy: Any, version: int) -> Row:
-        """Compare the tokens of a train.batch.TrainBatch that weights `version` sampled with the
+        """Compare the tokens of a trainer.batch.TrainBatch that weights `version` sampled with the
         policy, a Learner; return metrics. Raises what ends the run."""
 
 

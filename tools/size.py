@@ -35,19 +35,19 @@ BARS = {
     "lines of tests": 34_000,
 }
 HELD = {
-    "lines of the core, without tandem/plugins": 32_915,
-    "lines with plugins": 57_219,
-    "lines that tandem.step imports": 9_786,
-    "lines that a plain `tandem train` imports": 19_531,
+    "lines of the core, without tandem/plugins": 31_805,
+    "lines with plugins": 56_745,
+    "lines that tandem.step imports": 9_738,
+    "lines that a plain `tandem train` imports": 19_390,
     "conditions on a backend's name": 11,
     "of them on the step page": 0,
     "files that name rollout.engine": 3,
     "circles of files": 0,
     "imports of a plugin from outside": 0,
-    "private functions with one use": 406,
+    "private functions with one use": 405,
     "functions with 8 or more parameters": 11,
     "yields in tandem/config": 27,
-    "lines of tests": 41_300,
+    "lines of tests": 39_763,
 }
 
 

@@ -57,7 +57,7 @@ class Worker(Protocol):
     tickets: dict[int, Ticket]  # by number: given to it and not ended
 
     @property
-    def started(self) -> bool:
+    def ready(self) -> bool:
         """Tell whether it can load weights."""
 
     @property
@@ -161,10 +161,10 @@ class Dispatcher(Generic[W]):
         """Return which workers, all without tickets, are to load which version now."""
         moves: dict[int, list[W]] = defaultdict(list)
         is_fresh = any(not queue.has_begun for queue in self.queues)
-        if not (is_fresh or self.num_waiting or any(s.started and s.target < 0 for s in workers)):
+        if not (is_fresh or self.num_waiting or any(s.ready and s.target < 0 for s in workers)):
             return moves
         versions, left = self.versions, Counter(worker.target for worker in workers)
-        free = [worker for worker in workers if worker.started and not worker.tickets]
+        free = [worker for worker in workers if worker.ready and not worker.tickets]
         free = [worker for worker in free if worker.is_ready or worker.target not in versions]
         free.sort(key=lambda worker: worker.target in versions)  # first those that nobody needs
         for version in versions:

@@ -12,8 +12,7 @@ from tandem.jobs.rollouts import Lane, Rollouts, RolloutStage
 from tandem.model.placement import place_models
 from tandem.rollout.collect import steps_at_once
 from tandem.rollout_workers.client import Client
-from tandem.rollout_workers.pool import Workers
-from tandem.rollout_workers.process import COMMAND, ENVIRONMENT, EngineSpec
+from tandem.rollout_workers.pool import COMMAND, ENVIRONMENT, EngineSpec, Workers
 from tandem.weights.shared import SharedWeights
 from tandem.weights.worker_sync import ProcessSync
 from tandem.workers.host import LocalHosts, OpenHost

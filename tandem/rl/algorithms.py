@@ -174,30 +174,23 @@ CLIPS = ("clip_low", "clip_high")
 _of_group = partial(Estimator, compares_group=True, equal_is_zero=True, from_group=True)
 _of_tokens = partial(Estimator, by_token=True, whitens=True)
 _clipped = partial(PolicyLoss, settings=CLIPS, starts_at_advantage=True)
+_EPISODES, _TOKENS = "tandem.rl.advantages", "tandem.rl.returns"
 
 ADVANTAGES = {
     part.name: part
     for part in (
-        _of_group("grpo", "tandem.rl.advantages:grpo"),
-        _of_group("grpo_no_std", "tandem.rl.advantages:centred"),
-        _of_group("rloo", "tandem.rl.advantages:rloo"),
-        _of_group("rloo_std", "tandem.rl.advantages:rloo_std"),
-        _of_group(
-            "max_at_k", "tandem.rl.advantages:max_at_k", settings=("k",), conflicts=_k_of_group
-        ),
-        _of_group(
-            "reinforce_pp_baseline", "tandem.rl.advantages:centred", from_group=False, whitens=True
-        ),
-        Estimator(
-            "gdpo", "tandem.rl.advantages:gdpo", compares_group=True, conflicts=_several_rewards
-        ),
-        Estimator(
-            "ema", "tandem.rl.advantages:against", settings=("ema_decay",), keeps_baseline=True
-        ),
-        _of_tokens("reinforce_pp", "tandem.rl.returns:returns_to_go", settings=("gamma",)),
+        _of_group("grpo", f"{_EPISODES}:grpo"),
+        _of_group("grpo_no_std", f"{_EPISODES}:centred"),
+        _of_group("rloo", f"{_EPISODES}:rloo"),
+        _of_group("rloo_std", f"{_EPISODES}:rloo_std"),
+        _of_group("max_at_k", f"{_EPISODES}:max_at_k", settings=("k",), conflicts=_k_of_group),
+        _of_group("reinforce_pp_baseline", f"{_EPISODES}:centred", from_group=False, whitens=True),
+        Estimator("gdpo", f"{_EPISODES}:gdpo", compares_group=True, conflicts=_several_rewards),
+        Estimator("ema", f"{_EPISODES}:against", settings=("ema_decay",), keeps_baseline=True),
+        _of_tokens("reinforce_pp", f"{_TOKENS}:returns_to_go", settings=("gamma",)),
         _of_tokens(
             "gae",
-            "tandem.rl.returns:gae",
+            f"{_TOKENS}:gae",
             settings=("gamma", "gae_lambda"),
             needs_critic=True,
             conflicts=_warmup_ends,
@@ -219,7 +212,9 @@ LOSSES = {
     )
 }
 _KL_IN_REWARD = {"kl_in": "reward", "kl_estimator": "k1"}
-_PP = "arXiv 2501.03262"
+_DAPO, _GSPO = {"clip_high": 0.28, "max_gen_batches": 8}, {"clip_low": 3e-4, "clip_high": 4e-4}
+_CISPO, _K2 = {"clip_low": 1.0, "clip_high": 4.0}, {"kl_estimator": "k2"}
+_PP, _PP_BASELINE = "arXiv 2501.03262", "reinforce_pp_baseline"
 ALGORITHMS = {
     one.name: one
     for one in (
@@ -228,38 +223,10 @@ ALGORITHMS = {
         Algorithm("rloo", "arXiv 2402.14740", "rloo", "ppo_clip", "fixed_length", _KL_IN_REWARD),
         Algorithm("reinforce", "Williams 1992", "ema", "reinforce", "fixed_length"),
         Algorithm("reinforce_pp", _PP, "reinforce_pp", "ppo_clip", "token_mean", _KL_IN_REWARD),
-        Algorithm(
-            "reinforce_pp_baseline",
-            f"{_PP}, section 3.2",
-            "reinforce_pp_baseline",
-            "ppo_clip",
-            "token_mean",
-            {"kl_estimator": "k2"},
-        ),
-        Algorithm(
-            "dapo",
-            "arXiv 2503.14476",
-            "grpo",
-            "ppo_clip",
-            "token_mean",
-            {"clip_high": 0.28, "max_gen_batches": 8},
-        ),
-        Algorithm(
-            "gspo",
-            "arXiv 2507.18071",
-            "grpo",
-            "gspo",
-            "sequence_mean",
-            {"clip_low": 3e-4, "clip_high": 4e-4},
-        ),
-        Algorithm(
-            "cispo",
-            "arXiv 2506.13585",
-            "grpo",
-            "cispo",
-            "token_mean",
-            {"clip_low": 1.0, "clip_high": 4.0},
-        ),
+        Algorithm(_PP_BASELINE, f"{_PP}, section 3.2", _PP_BASELINE, "ppo_clip", "token_mean", _K2),
+        Algorithm("dapo", "arXiv 2503.14476", "grpo", "ppo_clip", "token_mean", _DAPO),
+        Algorithm("gspo", "arXiv 2507.18071", "grpo", "gspo", "sequence_mean", _GSPO),
+        Algorithm("cispo", "arXiv 2506.13585", "grpo", "cispo", "token_mean", _CISPO),
         Algorithm("ppo", "arXiv 1707.06347", "gae", "ppo_clip", "token_mean", _KL_IN_REWARD),
     )
 }

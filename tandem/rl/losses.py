@@ -1,4 +1,5 @@
-"""Policy and value losses of single tokens, one function an idea; aggregation.py adds them up.
+"""Policy and value losses of single tokens, one function an idea; their KL to a reference; and the
+weights by which they add up to one number.
 
 All inputs are float32 [N] and aligned, N loss tokens of whole sequences; `sequences` int64 [N]
 tells which one a token is of. A function returns the tokens' losses [N] and metrics as sums over
@@ -6,10 +7,13 @@ tokens. `proximal_logprobs` are those of the policy at the start of the step: wi
 engine's own, and at the first update the ratio is exactly 1.
 """
 
+from typing import Literal
+
 import numpy as np
 import torch
 from torch import Tensor
 
+Aggregation = Literal["token_mean", "sequence_mean", "fixed_length"]
 Metrics = dict[str, float]  # sums over tokens; the caller divides by the update's token count
 
 
@@ -170,3 +174,49 @@ def value_clip(
 def negative_log_likelihood(policy_logprobs: Tensor) -> tuple[Tensor, Metrics]:
     """Compute -log p, the loss of supervised fine-tuning."""
     return -policy_logprobs, {"nll": total(-policy_logprobs)}
+
+
+def kl_estimate(
+    kind: Literal["k1", "k2", "k3"], policy_logprobs: Tensor, reference_logprobs: Tensor
+) -> Tensor:
+    """Estimate KL(policy || reference) in nats at each token, float32 [N] -> [N]; exactly 0 if the
+    two are equal (John Schulman, "Approximating KL divergence", 2020).
+
+    With d = policy - reference, at tokens that the policy sampled:
+    k1 = d                 unbiased. As a loss its gradient is zero in expectation; in the reward it
+                           is the right one.
+    k2 = d^2 / 2           biased. As a loss its gradient is that of each token's own KL.
+    k3 = exp(-d) - 1 + d   unbiased, never negative. As a loss its gradient is that of
+                           KL(reference || policy).
+
+    d of k3 is bounded to 20 nats, as beyond them exp overflows float32; outside there is no
+    gradient. k2 and k3 in the reward give a gradient that can point away from the reference
+    (tests/rl/test_expectation.py).
+    """
+    d = policy_logprobs - reference_logprobs
+    match kind:
+        case "k1":
+            return d
+        case "k2":
+            return d * d / 2
+        case "k3":
+            d = d.clamp(-20.0, 20.0)
+            return (-d).expm1() + d
+
+
+def sequence_weights(kind: Aggregation, lengths: np.ndarray, max_tokens: int) -> np.ndarray:
+    """Return the weight of each token of an update's sequences, float64 [B]. lengths: their loss
+    tokens, int64 [B]. As it depends on the update and not on the microbatch, accumulation, packing
+    and data parallelism add up to the same gradient.
+
+    token_mean     1 / all tokens          every token alike (DAPO, arXiv 2503.14476, eq. 12)
+    sequence_mean  1 / (B x its tokens)    every sequence alike (GRPO, arXiv 2402.03300, eq. 3)
+    fixed_length   1 / (B x max_tokens)    a sequence's sum, scaled (Dr.GRPO, arXiv 2503.20783)
+    """
+    match kind:
+        case "token_mean":
+            return np.full(len(lengths), 1.0 / max(lengths.sum(), 1))
+        case "sequence_mean":
+            return 1.0 / (len(lengths) * np.maximum(lengths, 1))
+        case "fixed_length":
+            return np.full(len(lengths), 1.0 / (max(len(lengths), 1) * max_tokens))

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from tandem.rl.algorithms import Estimator, PolicyLoss, bound
-from tandem.rl.losses import Metrics
+from tandem.rl.losses import Metrics, total
 from tandem.runtime.errors import UserError
 from tandem.runtime.user_code import describe, load_user_object, user_line
 
@@ -45,10 +45,9 @@ def user_loss(*, name: str, **offered: Any) -> tuple[Tensor, Metrics]:
         raise _wrong("rl.loss", name, _form(losses), f"a tensor of the tokens, {_form(logprobs)}")
     if logprobs.requires_grad and len(logprobs) and not losses.requires_grad:
         raise _wrong("rl.loss", name, "losses without a gradient", "a function of policy_logprobs")
-    total = float(losses.detach().to("cpu", torch.float64).numpy().sum(dtype=np.float64))
     numbers = _numbers("rl.loss", name, metrics, finite=False)
     own = {f"loss/{k}": v for k, v in numbers.items()}
-    return losses, {"policy_loss": total, **own}
+    return losses, {"policy_loss": total(losses), **own}
 
 
 def user_advantage(*, name: str, **offered: Any) -> np.ndarray:

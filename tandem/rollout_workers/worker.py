@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tandem.engine.dispatch import identity_of
 from tandem.rollout_workers.protocol import completion_message, read_request
 from tandem.runtime import numerics
-from tandem.types import Array, Completion, Request
+from tandem.types import Array, Request
 from tandem.workers.channel import Channel, Message
 from tandem.workers.fork_server import start
 from tandem.workers.serve import serve_from_start, signs_of_life
@@ -50,15 +50,9 @@ PRELOADED = (
 )
 
 
-class Running(Protocol):
-    """A request that an engine runs."""
-
-    request: Request
-    completion: Completion | None  # once it has ended
-
-
 class ServedEngine(Protocol):
-    """An engine as a worker serves it: engine/engine.py, or vLLM's (plugins/vllm/engine.py)."""
+    """An engine as a worker serves it: engine/engine.py, or vLLM's (plugins/vllm/engine.py). What
+    it runs has its `request`, and a `completion` once it has ended."""
 
     # load_weights takes the published weights, tensors by name; named_weights has those that run
     model: Any
@@ -97,7 +91,7 @@ class Server:
     ):
         self._channel, self._engine, self._receive, self._beat_s = channel, engine, receive, beat_s
         self._rests = rests
-        self._numbers: dict[Running, int] = {}  # of the requests that run
+        self._numbers: dict[Any, int] = {}  # of the requests that run
         self._sync_gap: float | None = None  # of the weights in use to their probe, if they had one
 
     def serve(self) -> None:
@@ -134,7 +128,7 @@ class Server:
             case _:
                 raise RuntimeError(f"no such message: {message}")
 
-    def _answer(self, running: Running) -> None:
+    def _answer(self, running: Any) -> None:
         if running.completion is not None:
             # the identity of the request as the engine had it
             identity = identity_of(running.request)

@@ -18,9 +18,8 @@ from tandem.config.algorithm import RL
 from tandem.config.schema import Config
 from tandem.model.expert_choices import replayed_experts
 from tandem.model.forward import batch_logprobs, batch_values, reference_logprobs
-from tandem.rl.aggregation import sequence_weights
 from tandem.rl.filters import has_signal
-from tandem.rl.losses import Metrics
+from tandem.rl.losses import Metrics, sequence_weights
 from tandem.trainer.checks import require_experts, require_frozen
 from tandem.trainer.learner import Learner
 from tandem.trainer.pack import join, pack, split

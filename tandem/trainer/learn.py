@@ -22,8 +22,7 @@ from tandem.config.schema import Config
 from tandem.model.expert_choices import replayed_experts
 from tandem.model.forward import batch_logprobs, batch_values
 from tandem.rl.advantages import penalize, sampled_lengths
-from tandem.rl.kl import kl_estimate
-from tandem.rl.losses import Metrics, off_policy_mask, sequence_sums, total, value_clip
+from tandem.rl.losses import Metrics, kl_estimate, off_policy_mask, sequence_sums, total, value_clip
 from tandem.rl.returns import token_rewards, whiten
 from tandem.runtime.errors import UserError
 from tandem.trainer.batch import (

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from tandem.model.boxes import Box
@@ -37,11 +36,6 @@ class Learner:
         """The whole model, as of the last `publish`."""
         return self.copy or self.model
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of the weights that run."""
-        return self.ranks.running_dtype(self.model)
-
     def publish(self) -> None:
         """Bring the whole model up to date, on rank 0."""
         self.ranks.order("publish", learner=self.name)
@@ -50,20 +44,20 @@ class Learner:
     def saved(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the weights and moments that this process saves, by name."""
         weights, moments = self.optimizer.weights(), self.optimizer.state()
-        counts = {name: self.ranks.counts(self.model, name) for name in weights}
+        counted = self.optimizer.whole.counted
         return (
-            {name: weight for name, weight in weights.items() if counts[name]},
-            {key: moment for key, moment in moments.items() if counts[key.partition(".")[2]]},
+            {name: weight for name, weight in weights.items() if counted(name)},
+            {key: moment for key, moment in moments.items() if counted(key.partition(".")[2])},
         )
 
     def boxes(self) -> tuple[dict[str, Box], dict[str, Box]] | None:
         """Return which parts of weights and moments this process holds; None: all of each."""
-        if (boxes := self.ranks.boxes(self.model)) is None:
+        if (own := self.optimizer.whole.own) is None:
             return None
-        moments: dict[str, Box] = {}
+        boxes, moments = {name: own[name] for name in self.optimizer.parameters}, dict[str, Box]()
         for name, box in boxes.items():
             moments |= self.optimizer.moment_boxes(name, box)
-        return dict(boxes), moments
+        return boxes, moments
 
     def load(
         self, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor], optimizer_steps: int

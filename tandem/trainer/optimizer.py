@@ -41,6 +41,13 @@ class Settings:
 class Whole:
     """Arithmetic over whole tensors by name: here of one process that holds all of each."""
 
+    own: dict[str, Box] | None = None  # the parts that this process holds; None: all of each
+
+    def counted(self, name: str) -> bool:
+        """Tell whether this process's part of a tensor counts, and is saved: of equal parts one
+        does."""
+        return True
+
     def norm(self, gradients: Mapping[str, Tensor]) -> float:
         """Compute the L2 norm over all gradients."""
         return global_norm(gradients.values())

@@ -40,8 +40,6 @@ def pack(
                 f"sample of group {sample.group}: {len(sample.tokens)} tokens, "
                 f"prefix {sample.prefix}, loss before {start}"
             )
-        if len(sample.experts) and len(sample.experts) != len(sample.tokens) - 1:
-            raise ValueError(f"experts of {len(sample.experts)} of {len(sample.tokens) - 1} rows")
     clusters = list(_clusters(samples, tokens_per_microbatch, keep_groups))
     # input rows: the prefix once, then each sample's own tokens but the last, which nothing follows
     prefixes = [samples[cluster[0]].prefix for cluster in clusters]

@@ -96,7 +96,8 @@ class MeasuredGap(NoCheck):
         gaps = np.concatenate([np.abs(policy - engine)[own] for policy, engine, own in columns])
         if not len(gaps):
             return {}
-        mean, limit = float(gaps.mean(dtype=np.float64)), gap_limit(self.config, policy.dtype)
+        mean, dtype = float(gaps.mean(dtype=np.float64)), policy.ranks.running_dtype(policy.model)
+        limit = gap_limit(self.config, dtype)
         if mean > limit:
             raise UserError(
                 "the rollout engine does not run the trainer's model",

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from tandem.model.boxes import Box
 from tandem.rl.losses import Metrics
 from tandem.runtime import watchdog
 from tandem.trainer.optimizer import WHOLE, Whole
@@ -83,14 +82,6 @@ class Ranks:
         """Copy weights into a model; of a divided one the optimizer does it. Raises UserError if
         they are another model's."""
         model.load_weights(weights)
-
-    def boxes(self, model: "ExactModel") -> Mapping[str, Box] | None:
-        """Return which part of each weight this process holds; None: all of each."""
-        return None
-
-    def counts(self, model: "ExactModel", name: str) -> bool:
-        """Tell whether it is this process that saves its part of a weight."""
-        return True
 
     def parts(self, model: "ExactModel") -> Mapping[str, Tensor]:
         """Return what this process holds of each weight, by name."""

@@ -96,11 +96,9 @@ class Layout:
 
     def views(self, memory: mmap.mmap | memoryview | Array) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors in the memory, by name; they keep it mapped."""
-        at = 0
-        for name, dtype, shape in self.parts:
+        for at, (name, dtype, shape) in zip(self.offsets().values(), self.parts, strict=True):
             flat = torch.frombuffer(memory, dtype=DTYPES[dtype], count=prod(shape), offset=at)
             yield name, flat.view(shape)
-            at += _aligned(flat.nbytes)
 
     def staging(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Return new memory, uint8 [size], and the tensors in it, by name and not yet filled."""

@@ -16,7 +16,7 @@ class FakeWorker:
     number: int
     target: int = -1
     is_ready: bool = False
-    started: bool = True
+    ready: bool = True
     tickets: dict = field(default_factory=dict)
 
 
@@ -138,7 +138,7 @@ def test_with_one_worker_for_two_versions_the_older_comes_first():
     old, new = play.dispatcher.open(3), play.dispatcher.open(4)
     play.ask(new, 4)
     play.ask(old, 4)
-    play.workers[1].started = False
+    play.workers[1].ready = False
     play.dispatch()
     assert play.targets() == [3, -1] and play.loads() == [2, 0]  # the other starts
 

@@ -104,7 +104,7 @@ def test_a_worker_that_waits_for_imports_lives_with_the_fork_server():
         ends = time.monotonic() + 2.5
         while time.monotonic() < ends:
             workers.step()
-        assert not workers.reports and not any(worker.started for worker in processes(workers))
+        assert not workers.reports and not any(worker.ready for worker in processes(workers))
         os.kill(server, signal.SIGKILL)
         while len(workers.reports) < 2:
             workers.step()

@@ -25,7 +25,7 @@ from tandem.engine.sync_check import make_probe
 from tandem.model.load import load_model
 from tandem.model.tiny import make_tiny
 from tandem.model.tokenizer import decode_text, load_tokenizer
-from tandem.rollout_workers.process import EngineSpec
+from tandem.rollout_workers.pool import EngineSpec
 from tandem.rollout_workers.protocol import (
     completion_message,
     read_completion,

@@ -99,27 +99,16 @@ def test_functions_of_the_example_are_what_they_say():
             "'loss/y': float nan",
             "a finite number",
         ),
+        ("def f(logprobs): return logprobs", "missing 1 required positional", "policy_logprobs, "),
+        ("f = 3", "not a callable object", "of some of policy_logprobs, "),
     ],
 )
 def test_a_loss_that_cannot_be_used_is_named(tmp_path, text, found, expected):
     name = module(tmp_path, text)
     with pytest.raises(UserError) as error:
         try_out(loss=name)
-    assert error.value.where == f"rl.loss = {name}"
+    assert error.value.where.startswith(f"rl.loss = {name}")
     assert found in error.value.found and expected in error.value.expected
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("def f(logprobs): return logprobs", "missing 1 required positional argument: 'logprobs'"),
-        ("f = 3", "not a callable object"),
-    ],
-)
-def test_what_cannot_be_called_is_told_what_it_may_take(tmp_path, text, found):
-    with pytest.raises(UserError) as error:
-        try_out(loss=module(tmp_path, text))
-    assert found in error.value.found and "of some of policy_logprobs, " in error.value.expected
 
 
 def test_an_exception_in_a_function_names_its_line(tmp_path):

@@ -38,24 +38,35 @@ def test_this_process_is_prepared():
     assert numerics.why_not_reproducible() == []
 
 
-def test_prepare_undoes_what_the_caller_had_set():
+@pytest.fixture
+def threads():
+    """This process's number of threads; that and its other settings are restored."""
+    before = torch.get_num_threads()
+    yield before
+    torch.set_num_threads(before)
+    torch.set_flush_denormal(False)
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
+
+
+def test_prepare_undoes_what_the_caller_had_set(threads):
     """A notebook may have imported torch, and set what it liked."""
-    before, matmul = torch.get_num_threads(), torch.backends.cuda.matmul
+    matmul = torch.backends.cuda.matmul
     torch.set_flush_denormal(True)
     torch.set_float32_matmul_precision("medium")
     matmul.allow_bf16_reduced_precision_reduction = True
     assert numerics.prepare(3) == torch.get_num_threads() == 3
     assert torch.tensor([1e-40]) * 0.5 > 0 and torch.get_float32_matmul_precision() == "highest"
     assert not matmul.allow_bf16_reduced_precision_reduction
-    assert numerics.prepare(before) == before and numerics.why_not_reproducible() == []
+    assert numerics.prepare(threads) == threads and numerics.why_not_reproducible() == []
 
 
 @pytest.mark.parametrize("given", ["", ":4096:8"])
-def test_cublas_has_a_fixed_workspace_unless_the_caller_has_chosen_one(given, monkeypatch):
+def test_cublas_has_a_fixed_workspace_unless_the_caller_has_chosen_one(given, monkeypatch, threads):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     if given:
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given)
-    numerics.prepare(torch.get_num_threads())
+    numerics.prepare(threads)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == (given or ":16:8")
 
 

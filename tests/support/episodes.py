@@ -159,12 +159,12 @@ def changed(groups, at, **fields):
     ]
 
 
-def perturbed(groups, size, seed=1):
+def perturbed(groups, size, seed=1, mean=0.0):
     """The groups with engine log-probs off by normal noise."""
     rng = np.random.default_rng(seed)
     for row, group in enumerate(groups):
         for place, episode in enumerate(group.episodes):
-            noise = rng.normal(0, size, len(episode.tokens)).astype(np.float32)
+            noise = rng.normal(mean, size, len(episode.tokens)).astype(np.float32)
             wrong = np.where(episode.loss_mask, episode.engine_logprobs + noise, np.float32(0))
             groups = changed(groups, (row, place), engine_logprobs=wrong)
     return groups
@@ -180,6 +180,18 @@ def engine_of(episode):
 
 def stock_logprobs(stock, episode):
     return dense.logprobs(stock, episode.tokens, episode.loss_mask, SAMPLING.temperature)
+
+
+def dense_loss(rl, stock, episodes, advantages, change=lambda part, episode, logprobs: part):
+    """The policy loss of the episodes by definition. advantages: a number or a column for each;
+    change: of an episode's terms, what else they are made of."""
+    terms = []
+    for episode, advantage in zip(episodes, advantages, strict=True):
+        logprobs = stock_logprobs(stock, episode)
+        column = torch.as_tensor(advantage, dtype=logprobs.dtype).expand(len(logprobs))
+        part = dense.policy_terms(rl, logprobs, engine_of(episode), column)
+        terms.append(change(part, episode, logprobs))
+    return dense.aggregate(rl.aggregation, terms, MAX_NEW_TOKENS)
 
 
 def grpo_of(groups):

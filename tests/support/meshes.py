@@ -104,10 +104,10 @@ def _run(folder, rank, port):
         return f"rank {rank}: {traceback.format_exc()}"
 
 
-def collected(pieces, tensors, to=0):
-    """Every whole tensor by name, put together on rank `to` of what all processes have."""
+def collected(pieces, tensors):
+    """Every whole tensor by name, put together on rank 0 of what all processes have."""
     found = {}
-    for name, box, part in pieces.collect_parts(tensors, to):
+    for name, box, part in pieces.collect_parts(tensors):
         found.setdefault(name, torch.empty(box.whole, dtype=part.dtype))[box.slices] = part
     return found
 

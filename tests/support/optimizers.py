@@ -18,11 +18,12 @@ def set_gradients(weights, step, scale=1.0):
         parameter.grad = torch.randn(parameter.shape, generator=noise) * scale
 
 
-def check_reload(make, kind=Optimizer, **changes):
+def check_reload(make, kind=Optimizer, other=None, **changes):
     """Check that an optimizer of another set of parameters, given weights and state, goes on with
-    the same bits; return the state that it was given."""
+    the same bits; return the state that it was given. other: its kind, if it is another one."""
     weights, copies = make(), make()
-    ours, again = (optimizer(w, kind, schedule="cosine", **changes) for w in (weights, copies))
+    ours = optimizer(weights, kind, schedule="cosine", **changes)
+    again = optimizer(copies, other or kind, schedule="cosine", **changes)
     for step in range(3):
         set_gradients(weights, step)
         ours.update()

@@ -1,5 +1,7 @@
 """Updates of tiny models, by one process or by those of a mesh."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from tandem.model.expert_choices import replayed_experts
@@ -14,19 +16,14 @@ from tests.support.tiny import random_samples
 SAMPLING = SamplingDistribution()
 
 
-def learner_of(model, ranks, *, rate=0.01, kind=Optimizer):
-    return Learner(
-        model,
-        kind(
-            ranks.trainable(model),
-            Settings(learning_rate=rate, total_steps=100, weight_decay=0.1, max_grad_norm=0.5),
-            whole=ranks.pieces(model),
-        ),
-        ranks,
-    )
+def learner_of(model, ranks, *, kind=Optimizer, **changes):
+    usual = Settings(learning_rate=0.01, total_steps=100, weight_decay=0.1, max_grad_norm=0.5)
+    settings = replace(usual, **changes)
+    optimizer = kind(ranks.trainable(model), settings, whole=ranks.pieces(model))
+    return Learner(model, optimizer, ranks)
 
 
-def microbatches(shares):
+def microbatches(shares=1):
     return pack(random_samples(np.random.default_rng(5), 6), 60, shares=shares)
 
 

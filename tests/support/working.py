@@ -7,8 +7,7 @@ from contextlib import closing, contextmanager
 import numpy as np
 
 from tandem.rollout_workers.client import Client
-from tandem.rollout_workers.pool import Workers
-from tandem.rollout_workers.process import COMMAND, ENVIRONMENT, EngineSpec
+from tandem.rollout_workers.pool import COMMAND, ENVIRONMENT, EngineSpec, Workers
 from tandem.runtime.rng import address
 from tandem.types import Request, SamplingParams
 from tandem.workers.host import LocalHosts

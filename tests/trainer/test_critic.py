@@ -11,9 +11,8 @@ from tandem.trainer.learn import update_critic
 from tests.support import dense
 from tests.support.episodes import (
     MAX_NEW_TOKENS,
-    SAMPLING,
     bits,
-    engine_of,
+    dense_loss,
     episodes_of,
     learn,
     recorded,
@@ -60,13 +59,7 @@ def test_policy_and_critic_have_gradients_of_gae_without_answers(turns):
     row = learn(models, groups, config)
     values = stock_values(stock_value, groups)
     advantages, returns = gae_of(groups, [v.detach() for v in values])
-    terms = []
-    for episode, advantage in zip(episodes_of(groups), advantages, strict=True):
-        logprobs = dense.logprobs(stock, episode.tokens, episode.loss_mask, SAMPLING.temperature)
-        terms.append(
-            dense.policy_terms(config.rl, logprobs, engine_of(episode), torch.tensor(advantage))
-        )
-    dense.aggregate("token_mean", terms, MAX_NEW_TOKENS).backward()
+    dense_loss(config.rl, stock, episodes_of(groups), advantages).backward()
     errors = [(v - torch.tensor(r)).square() / 2 for v, r in zip(values, returns, strict=True)]
     loss = dense.aggregate("token_mean", errors, MAX_NEW_TOKENS)
     loss.backward()

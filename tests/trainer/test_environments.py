@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from tandem.config.schema import Env
 from tandem.trainer.batch import Models, pack_batch
@@ -13,16 +12,15 @@ from tandem.trainer.learn import token_advantages
 from tandem.types import Group
 from tests.support import dense
 from tests.support.episodes import (
-    MAX_NEW_TOKENS,
     bits,
     changed,
-    engine_of,
+    dense_loss,
+    episodes_of,
     grpo_of,
     learn,
     learn_once,
     sampled_groups,
     settings,
-    stock_logprobs,
     trained,
 )
 from tests.support.tiny import exact_model, twins
@@ -55,9 +53,7 @@ PLACES = [((0, 1), 0.5), ((2, 0), 2.0)]
 def expected_advantages(groups, mode):
     """float64 by episode and token, by hand."""
     columns = []
-    for episode, advantage in zip(
-        [e for g in groups for e in g.episodes], grpo_of(groups), strict=True
-    ):
+    for episode, advantage in zip(episodes_of(groups), grpo_of(groups), strict=True):
         column = np.full(int(episode.loss_mask.sum()), float(advantage))
         penalties = episode.penalties[episode.loss_mask]
         columns.append(
@@ -72,20 +68,10 @@ def test_penalty_of_a_turn_changes_its_tokens_and_no_others(mode):
     groups = penalizing(sampled_groups(exact, turns=2), *PLACES)
     config = with_env(settings(), penalty_mode=mode)
     _, gradients = learn_once(exact, groups, config, exact=True)
-    terms, changed_tokens = [], 0
-    for episode, column in zip(
-        [e for g in groups for e in g.episodes], expected_advantages(groups, mode), strict=True
-    ):
-        logprobs = stock_logprobs(stock, episode)
-        terms.append(
-            dense.policy_terms(
-                config.rl, logprobs, engine_of(episode), torch.tensor(column, dtype=logprobs.dtype)
-            )
-        )
-        changed_tokens += len(np.unique(column)) - 1
+    columns = expected_advantages(groups, mode)
     # two turns of one episode differ, in exactly these episodes
-    assert changed_tokens == len(PLACES)
-    dense.aggregate("sequence_mean", terms, MAX_NEW_TOKENS).backward()
+    assert sum(len(np.unique(column)) - 1 for column in columns) == len(PLACES)
+    dense_loss(config.rl, stock, episodes_of(groups), columns).backward()
     dense.assert_gradients(gradients, stock)
 
 
@@ -127,8 +113,3 @@ def test_episode_without_samples_and_failed_group_are_left_out():
     row = learn(Models(policy=policy), groups, settings())
     tokens = sum(int(e.loss_mask.sum()) for g in groups[:2] for e in g.episodes)
     assert row["num_loss_tokens"] == tokens and row["logprob_gap"] == 0.0 and bits(policy) != before
-
-
-def test_episode_at_its_token_limit_is_truncated_too():
-    groups = changed(sampled_groups(exact_model("qwen3")), (0, 0), stop_reason="tokens")
-    assert len(pack_batch(groups, settings(mask_truncated=True)).sample_index) == 8

@@ -21,6 +21,7 @@ from tests.support.episodes import (
     adapted_model,
     bits,
     changed,
+    dense_loss,
     engine_of,
     episodes_of,
     grpo_of,
@@ -146,16 +147,14 @@ def test_gradient_is_that_of_the_formula_on_whole_logits(loss, aggregation):
     order = [number for microbatch in minibatch for number in microbatch.samples]
     assert order != sorted(order)  # what belongs to an episode must follow it
     row, gradients = learn_once(exact, groups, config, reference=reference)
-    terms = []
-    for episode, advantage in zip(episodes_of(groups), grpo_of(groups), strict=True):
-        logprobs = stock_logprobs(stock, episode)
+
+    def with_entropy_and_kl(part, episode, logprobs):
         entropy = dense.entropies(stock, episode.tokens, episode.loss_mask, SAMPLING.temperature)
-        part = dense.policy_terms(
-            config.rl, logprobs, engine_of(episode), torch.full((len(logprobs),), advantage)
-        )
         held = stock_logprobs(stock_reference, episode).detach()
-        terms.append(part - 0.2 * entropy + 0.3 * dense.k3(logprobs, held))
-    dense.aggregate(aggregation, terms, MAX_NEW_TOKENS).backward()
+        return part - 0.2 * entropy + 0.3 * dense.k3(logprobs, held)
+
+    advantages = grpo_of(groups)
+    dense_loss(config.rl, stock, episodes_of(groups), advantages, with_entropy_and_kl).backward()
     dense.assert_gradients(gradients, stock)
     assert loss == "reinforce" or 0.0 < row["clip_share"] < 1.0
     assert row["reference_kl"] > 0.0 and row["logprob_gap"] > 0.1
@@ -210,8 +209,9 @@ def test_epochs_train_against_the_policy_of_the_start():
 
 
 def truncated(groups, *places):
-    for place in places:
-        groups = changed(groups, place, stop_reason="length")
+    """At the most tokens of a completion, or of an episode."""
+    for number, place in enumerate(places):
+        groups = changed(groups, place, stop_reason=("length", "tokens")[number % 2])
     return groups
 
 
@@ -222,17 +222,9 @@ def test_masked_truncated_episode_still_counts_in_the_baseline():
     row, gradients = learn_once(exact, groups, config, exact=True)
     pairs = zip(episodes_of(groups), grpo_of(groups), strict=True)
     kept = [(episode, advantage) for episode, advantage in pairs if episode.stop_reason == "stop"]
-    terms = []
-    for episode, advantage in kept:
-        logprobs = stock_logprobs(stock, episode)
-        terms.append(
-            dense.policy_terms(
-                config.rl, logprobs, engine_of(episode), torch.full_like(logprobs, advantage)
-            )
-        )
-    dense.aggregate("sequence_mean", terms, MAX_NEW_TOKENS).backward()
+    dense_loss(config.rl, stock, *zip(*kept, strict=True)).backward()
     dense.assert_gradients(gradients, stock)
-    assert len(kept) == 6 and row["num_loss_tokens"] == sum(len(t) for t in terms)
+    assert len(kept) == 6 and row["num_loss_tokens"] == sum(e.loss_mask.sum() for e, _ in kept)
 
 
 def test_all_episodes_truncated_updates_nothing():

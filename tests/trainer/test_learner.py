@@ -10,22 +10,17 @@ import torch
 
 from tandem.model.forward import batch_logprobs
 from tandem.plugins.offline.supervised import sft_step
-from tandem.trainer.pack import pack
 from tandem.types import SamplingDistribution
 from tests.support.episodes import bits, recorded, trained
 from tests.support.tiny import (
     exact_logits,
     exact_model,
-    random_samples,
     random_tokens,
     stock_logits,
     stock_model,
     tiny_config,
 )
-
-
-def batches_of(budget=60):
-    return pack(random_samples(np.random.default_rng(5), 4), budget)
+from tests.support.updates import microbatches
 
 
 def updated(learner, batches, spoil=None, **divisor):
@@ -42,7 +37,7 @@ def updated(learner, batches, spoil=None, **divisor):
 
 
 def test_metrics_are_sums_over_microbatches_divided_by_the_count():
-    learner, batches = recorded(exact_model("qwen3")), batches_of()
+    learner, batches = recorded(exact_model("qwen3")), microbatches()
     tokens = sum(len(batch.targets) for batch in batches)
     numbers = sum(range(len(batches)))
     counts = {"num_loss_tokens": tokens, "skipped_updates": 0.0}
@@ -53,32 +48,29 @@ def test_metrics_are_sums_over_microbatches_divided_by_the_count():
     assert len(batches) > 2 and len(learner.optimizer.updates) == 2  # one for all its microbatches
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def steep(value):
+    """0, the root of 0, whose slope is not finite."""
+    return (value - value.detach()).sqrt()
+
+
 @pytest.mark.parametrize("where", [0, -1])
-def test_microbatch_loss_not_finite_spoils_nothing(bad, where):
-    learner, batches = trained(exact_model("qwen3")), batches_of()
+@pytest.mark.parametrize(
+    ("bad", "spoil"),
+    [
+        *[("loss", lambda value, to=to: value + to) for to in (math.nan, math.inf, -math.inf)],
+        ("gradient", steep),
+    ],
+)
+def test_microbatch_not_finite_spoils_nothing(where, bad, spoil):
+    learner, batches = trained(exact_model("qwen3")), microbatches()
     updated(learner, batches)
     before, at = bits(learner), range(len(batches))[where]
-    row = updated(learner, batches, lambda number, v: v + bad if number == at else v)
-    assert row["bad/loss"] == row["skipped_updates"] == 1.0 and "bad/gradient" not in row
-    assert bits(learner) == before and all(
-        p.grad is None for p in learner.model.module.parameters()
-    )
+    row = updated(learner, batches, lambda number, v: spoil(v) if number == at else v)
+    assert row["skipped_updates"] == 1.0
+    assert [name for name in row if name.startswith("bad/")] == [f"bad/{bad}"]
+    parameters = learner.model.module.parameters()
+    assert bits(learner) == before and all(p.grad is None for p in parameters)
     assert updated(learner, batches)["skipped_updates"] == 0.0 and bits(learner) != before
-
-
-def test_gradient_not_finite_spoils_nothing():
-    learner, batches = trained(exact_model("qwen3")), batches_of()
-    before = bits(learner)
-
-    def steep(number, value):  # the root of 0 is 0, and its slope is not finite
-        return (value - value.detach()).sqrt() if number == 1 else value
-
-    row = updated(learner, batches, steep)
-    assert row["bad/gradient"] == row["skipped_updates"] == 1.0 and "bad/loss" not in row
-    assert bits(learner) == before and all(
-        p.grad is None for p in learner.model.module.parameters()
-    )
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen3_moe"])
@@ -88,7 +80,7 @@ def test_model_runs_new_weights_after_an_update_not_a_stale_pack(kind):
     for _ in range(2):
         with torch.no_grad():
             [before] = exact_logits(learner.model, [document])
-        sft_step(learner, batches_of())
+        sft_step(learner, microbatches())
         with torch.no_grad():
             [after] = exact_logits(learner.model, [document])
             fresh = stock_logits(

@@ -112,27 +112,14 @@ MESHES: list[tuple[dict[str, int], list[Case]]] = [
     ({"data": 2, "expert": 2}, [SPARSE, FEW]),
     ({"expert": 2, "tensor": 2}, [SPARSE, FEW]),
 ]
-COMMIT = (
-    "data4-shard2",
-    "data2-tensor2",
-    "context2-pipeline2",
-    "data2-expert2",
-)  # of four processes
+# of four processes
+COMMIT = ("data4-shard2", "data2-tensor2", "context2-pipeline2", "data2-expert2")
 
 
 def mesh_param(sizes, cases):
     name = "-".join(f"{dimension}{size}" for dimension, size in sizes.items())
     nightly = name not in COMMIT and sizes not in [{dimension: 2} for dimension in sizes]
     return pytest.param(sizes, cases, id=name, marks=[pytest.mark.nightly] * nightly)
-
-
-by_mesh = pytest.mark.parametrize(
-    ("sizes", "cases"),
-    [
-        *(mesh_param(*mesh) for mesh in MESHES),
-        pytest.param({"data": 2}, OTHERS, id="optimizers", marks=pytest.mark.nightly),
-    ],
-)
 
 
 def policy_of(case, seed=0):
@@ -237,41 +224,41 @@ def backward(ranks, model, batches):
     return ranks.backward(model, batches, loss)
 
 
-def steps(case, model, ranks, batches, sizes):
-    """Metrics of two updates, with a loss that balances experts where all ranks see all rows."""
-    balances = not {"pipeline", "context"} & set(sizes)
-    learner = learner_of(model, ranks, kind=case.optimizer)
-    return updated(replace(learner, router_aux_loss_coef=0.1 * balances), batches)
-
-
 def whole_gradients(ranks, model):
     """The gradients of all weights, on rank 0, zeros if frozen; the parts are forgotten."""
     parts, pieces = ranks.trainable(model), ranks.pieces(model)
-    grads = {
-        name: parts[name].grad if name in parts else torch.zeros(box.shape)
-        for name, box in pieces.own.items()
-    }
-    found = collected(pieces, grads)
+    grads = {name: part.grad for name, part in parts.items()}
+    if pieces.own is not None:
+        zeros = {name: torch.zeros(box.shape) for name, box in pieces.own.items()}
+        grads = collected(pieces, {**zeros, **grads})
     for part in parts.values():
         part.grad = None
-    return found
+    return grads
+
+
+def computed(case, ranks, made, sizes):
+    """(values, totals of a backward pass, gradients, metrics of two updates); the updates have a
+    loss that balances experts where all ranks see all rows."""
+    policy, batches = made[0], batches_of(case, ranks.shares)
+    passed = values(ranks, made, batches, sizes)
+    totals, grads = backward(ranks, policy, batches), whole_gradients(ranks, policy)
+    balances = not {"pipeline", "context"} & set(sizes)
+    learner = learner_of(policy, ranks, kind=case.optimizer)
+    rows = updated(replace(learner, router_aux_loss_coef=0.1 * balances), batches)
+    return passed, totals, grads, rows
 
 
 def run_on(mesh, cases, sizes):
-    """(values, totals of a backward pass, gradients, metrics of two updates, weights) of each"""
+    """The results of `computed` for each case, and the weights on rank 0."""
     found = []
     for case in cases:
         made, ranks = models(case, sizes, case.dtype, FLOAT32), ParallelRanks(mesh)
-        policy, whole = made[0], policy_of(case, seed=1)
         for model in made:
             ranks.divide(model, case.dtype)
-        batches = batches_of(case, ranks.shares)
-        passed = values(ranks, made, batches, sizes)
-        totals, grads = backward(ranks, policy, batches), whole_gradients(ranks, policy)
-        rows = steps(case, policy, ranks, batches, sizes)
-        ranks.publish(policy, whole if mesh.rank == 0 else None)
-        weights = whole.named_weights() if mesh.rank == 0 else None
-        found.append((passed, totals, grads, rows, weights))
+        whole = policy_of(case, seed=1) if mesh.rank == 0 else None
+        parts = computed(case, ranks, made, sizes)
+        ranks.publish(made[0], whole)
+        found.append((*parts, whole and whole.named_weights()))
     return found
 
 
@@ -282,18 +269,18 @@ def run_alone(case, sizes):
     ranks, policy = Halves(sizes.get("data", 1) * sizes.get("expert", 1)), made[0]
     for model in made:
         model.split(sizes.get("tensor", 1))
-    batches, before = batches_of(case, ranks.shares), copied(policy)
+    before = copied(policy)
     with threads_of(1):
-        passed = values(ranks, made, batches, sizes)
-        totals = backward(ranks, policy, batches)
-        grads = {name: p.grad for name, p in policy.trainable().items()}
-        for parameter in policy.trainable().values():
-            parameter.grad = None
-        rows = steps(case, policy, ranks, batches, sizes)
-    return passed, totals, grads, rows, policy.named_weights(), before
+        return *computed(case, ranks, made, sizes), policy.named_weights(), before
 
 
-@by_mesh
+@pytest.mark.parametrize(
+    ("sizes", "cases"),
+    [
+        *(mesh_param(*mesh) for mesh in MESHES),
+        pytest.param({"data": 2}, OTHERS, id="optimizers", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_mesh_computes_what_one_process_does(sizes, cases):
     """Sums of some hundred float32 products in another order differ by 1e-7 of their size, and so
     does a layer's gradient by those of the layers above. Adam divides a gradient by its size, also
@@ -474,7 +461,7 @@ def test_a_model_is_never_whole_in_float32_while_it_is_divided(sizes, most):
         assert more < most * size
 
 
-def published_on(mesh):
+def published_on(mesh, bucket):
     """Bytes of the largest tensor that a copy to a whole model makes; whether it has all bits."""
     model, whole = (exact_model("qwen3", **WIDE) for _ in range(2))
     given = {name: weight.detach().clone() for name, weight in whole.module.named_parameters()}
@@ -482,7 +469,7 @@ def published_on(mesh):
     ranks.divide(model, FLOAT32)
     for weight in whole.module.parameters():
         weight.data.zero_()
-    pieces.BUCKET_BYTES = BUCKET
+    pieces.BUCKET_BYTES = bucket
     with torch.profiler.profile(profile_memory=True) as profile:
         ranks.publish(model, whole if mesh.rank == 0 else None)
     pieces.BUCKET_BYTES = usual
@@ -490,10 +477,11 @@ def published_on(mesh):
     return max(made), all(torch.equal(w, given[n]) for n, w in whole.module.named_parameters())
 
 
-def test_no_more_than_a_bucket_is_gathered_for_the_whole_model_of_rank_0():
-    """The largest weight has 16 times as many bytes."""
-    (most, equal), (others, _) = on_mesh(published_on, data=2)
-    assert equal and 0 < max(most, others) <= BUCKET
+@pytest.mark.parametrize("bucket", [BUCKET, 1 << 14, 0])
+def test_no_more_than_a_bucket_is_gathered_for_the_whole_model_of_rank_0(bucket):
+    """The largest weight has 16 times as many bytes as BUCKET; a row is the least."""
+    (most, equal), (others, _) = on_mesh(published_on, bucket, data=2)
+    assert equal and 0 < max(most, others) <= max(bucket, 4 * WIDE["intermediate_size"])
 
 
 # ---- models and optimizers beside it
@@ -558,26 +546,6 @@ def groups_on(mesh):
 def test_groups_of_equal_members_are_one_and_a_process_makes_its_own_only():
     """PyTorch's first, all, two pairs and the process alone, where there were 26."""
     assert on_mesh(groups_on, data=2, tensor=2) == [5] * 4
-
-
-def collected_on(mesh):
-    """Equality of collected weights with those that were divided, for three sizes of buckets."""
-    model, ranks, usual = exact_model("qwen3"), ParallelRanks(mesh), pieces.BUCKET_BYTES
-    given = {name: weight.detach().clone() for name, weight in model.module.named_parameters()}
-    ranks.divide(model, FLOAT32)
-    found = []
-    for pieces.BUCKET_BYTES in (usual, 1 << 14, 0):
-        whole = collected(ranks.pieces(model), ranks.parts(model), to=1)
-        found.append(
-            whole.keys() == given.keys() and all(map(torch.equal, whole.values(), given.values()))
-        )
-    pieces.BUCKET_BYTES = usual
-    return found
-
-
-def test_weights_are_collected_in_buckets_with_the_same_bytes():
-    others, receiver = on_mesh(collected_on, data=2)
-    assert receiver == [True] * 3 and others == [False] * 3
 
 
 def reductions_on(mesh, budget):

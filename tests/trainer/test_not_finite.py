@@ -52,13 +52,16 @@ def assert_the_next_clean_step_trains(models):
     assert state(models) == state(twin)
 
 
+def skipped_by(*names):
+    """The metrics of a step that trains nothing."""
+    bad = {f"bad/{name}": 1.0 for name in names}
+    return {"num_loss_tokens": 0.0, "skipped_updates": 1.0, **bad}
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_reward_not_finite_trains_nothing(models, value):
     groups = changed(sampled_groups(models.policy.model, seed=1), (0, 1), reward=value)
-    row = step(models, groups, 0)
-    assert row == {"num_loss_tokens": 0.0, "skipped_updates": 1.0} | dict.fromkeys(
-        ("bad/reward", "bad/advantage", "bad/return"), 1.0
-    )
+    assert step(models, groups, 0) == skipped_by("reward", "advantage", "return")
     assert_the_next_clean_step_trains(models)
 
 
@@ -66,8 +69,7 @@ def test_reward_not_finite_trains_nothing(models, value):
 @pytest.mark.parametrize("correction", ["none", "tis", "mis"])
 def test_engine_logprob_not_finite_trains_nothing(models, value, correction):
     groups = with_engine_logprob(sampled_groups(models.policy.model, seed=1), value)
-    row = step(models, groups, 1, correction=correction)
-    assert row == {"num_loss_tokens": 0.0, "skipped_updates": 1.0, "bad/engine_logprob": 1.0}
+    assert step(models, groups, 1, correction=correction) == skipped_by("engine_logprob")
     assert_the_next_clean_step_trains(models)
 
 
@@ -79,10 +81,7 @@ def test_critic_weight_not_finite_trains_neither_model(models, value):
         weight[3, 5] = value
     before = state(models)
     row = step(models, sampled_groups(models.policy.model, seed=1), 0)
-    assert row == {"num_loss_tokens": 0.0, "skipped_updates": 1.0} | dict.fromkeys(
-        ("bad/value", "bad/advantage", "bad/return"), 1.0
-    )
-    assert state(models) == before
+    assert row == skipped_by("value", "advantage", "return") and state(models) == before
     with torch.no_grad():
         weight[3, 5] = held
     assert_the_next_clean_step_trains(models)

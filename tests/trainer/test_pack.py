@@ -1,6 +1,8 @@
 """Packed microbatches against the definition, sample by sample: what each target's row can see, and
 nothing lost."""
 
+from itertools import chain
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -85,37 +87,39 @@ def groups_of_samples(draw):
     return samples
 
 
-@given(samples=groups_of_samples(), budget=st.integers(1, 60))
-def test_sample_is_packed_once_and_sees_its_own_prefix_only(samples, budget):
-    assert unpacked(pack(samples, budget)) == by_definition(samples)
+packings = given(samples=groups_of_samples(), budget=st.integers(1, 60), keep_groups=st.booleans())
 
 
-@given(samples=groups_of_samples(), budget=st.integers(1, 60))
-def test_the_budget_is_kept_unless_a_single_sample_is_longer(samples, budget):
-    for batch in pack(samples, budget):
-        assert len(batch.tokens) <= budget or len(batch.samples) == 1
+@packings
+def test_sample_is_packed_once_and_sees_its_own_prefix_only(samples, budget, keep_groups):
+    batches = pack(samples, budget, keep_groups=keep_groups)
+    assert unpacked(batches) == by_definition(samples)
+    for batch in batches:
+        runs = [range(first, first + count) for first, count, _, _ in batch.segments.tolist()]
+        rows = list(range(len(batch.tokens)))  # each of one segment
+        assert list(chain(*runs)) == rows and len(batch.positions) == len(rows)
 
 
-@given(samples=groups_of_samples(), budget=st.integers(1, 60), keep_groups=st.booleans())
+@packings
+def test_the_budget_is_kept_unless_what_belongs_together_is_longer(samples, budget, keep_groups):
+    for batch in pack(samples, budget, keep_groups=keep_groups):
+        groups = {samples[number].group for number in batch.samples}
+        pieces = groups if keep_groups else batch.samples
+        assert len(batch.tokens) <= budget or len(pieces) == 1
+        if keep_groups:
+            # whole, and in their order, too: the loss of pairs relies on it
+            members = [number for number, sample in enumerate(samples) if sample.group in groups]
+            assert batch.samples.tolist() == members
+
+
+@packings
 def test_microbatches_differ_by_at_most_the_largest_piece(samples, budget, keep_groups):
     pieces = clusters(samples, keep_groups, budget)
     sizes = [len(batch.tokens) for batch in pack(samples, budget, keep_groups=keep_groups)]
     assert sum(sizes) == sum(pieces) and max(sizes) - min(sizes) <= max(pieces)
 
 
-@given(samples=groups_of_samples(), budget=st.integers(1, 60))
-def test_kept_groups_are_whole_even_over_the_budget(samples, budget):
-    batches = pack(samples, budget, keep_groups=True)
-    assert unpacked(batches) == by_definition(samples)
-    for batch in batches:
-        groups = {samples[number].group for number in batch.samples}
-        members = [number for number, sample in enumerate(samples) if sample.group in groups]
-        # in their order, too: the loss of pairs relies on it
-        assert batch.samples.tolist() == members
-        assert len(batch.tokens) <= budget or len(groups) == 1
-
-
-@given(samples=groups_of_samples(), budget=st.integers(1, 60), keep_groups=st.booleans())
+@packings
 def test_join_puts_values_beside_targets_and_split_inverts_it(samples, budget, keep_groups):
     batches = pack(samples, budget, keep_groups=keep_groups)
     columns = [s.tokens[s.loss_mask] + 1000 * number for number, s in enumerate(samples)]
@@ -139,14 +143,3 @@ def test_join_puts_values_beside_targets_and_split_inverts_it(samples, budget, k
 def test_a_sample_that_cannot_be_trained_is_refused(tokens, mask, prefix):
     with pytest.raises(ValueError, match="sample of group 7"):
         pack([make_sample(tokens, mask, prefix=prefix, group=7)], 100)
-
-
-@given(samples=groups_of_samples(), budget=st.integers(1, 60))
-def test_every_row_belongs_to_exactly_one_segment(samples, budget):
-    for batch in pack(samples, budget):
-        rows = [
-            row
-            for first, count, _, _ in batch.segments.tolist()
-            for row in range(first, first + count)
-        ]
-        assert rows == list(range(len(batch.tokens))) == list(range(len(batch.positions)))

@@ -2,9 +2,7 @@
 the run; what such an engine sampled is read back from the journal."""
 
 import math
-from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,7 +14,7 @@ from tandem.model.probe import Exactness
 from tandem.runtime.errors import UserError
 from tandem.trainer.batch import Models
 from tandem.trainer.parallel.ranks import ParallelRanks
-from tests.support.episodes import MAX_NEW_TOKENS, bits, learn, sampled_groups, trained
+from tests.support.episodes import MAX_NEW_TOKENS, bits, learn, perturbed, sampled_groups, trained
 from tests.support.meshes import on_mesh
 from tests.support.tiny import exact_model, stock_model, tiny_config
 from tests.support.updates import learner_of
@@ -31,16 +29,7 @@ def settings(**rl):
 
 def shifted(groups, gap):
     """The groups of an engine whose log-probs are off by so many nats."""
-    return [
-        replace(
-            group,
-            episodes=tuple(
-                replace(e, engine_logprobs=np.where(e.loss_mask, e.engine_logprobs + gap, 0))
-                for e in group.episodes
-            ),
-        )
-        for group in groups
-    ]
+    return perturbed(groups, 0.0, mean=gap)
 
 
 @pytest.mark.parametrize(

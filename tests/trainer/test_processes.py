@@ -4,18 +4,14 @@
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
-import torch
 
 from chaos.ranks import reserved_port, trial
 from tandem.config.parallel import Parallel
 from tandem.runtime.errors import UserError
 from tandem.runtime.place import Place
 from tandem.trainer.parallel.checks import check_mesh, own_gpu
-from tandem.trainer.parallel.context import ContextParts
 from tandem.trainer.parallel.mesh import make_mesh
 from tandem.trainer.parallel.processes import LOOK_S, find_absent, join
 from tests.support.meshes import CONTEXT, on_mesh
@@ -36,13 +32,13 @@ FAULTS = [
 
 
 def test_one_that_does_not_come_or_hangs_is_named():
-    """All trials at once, as each of them waits."""
+    """Two at a time, as each of them waits."""
 
     def tried(case):
         fault, victim, stall_s = case
         return trial(fault, victim, at=7, timeout_s=TIMEOUT_S, stall_s=stall_s)
 
-    with ThreadPoolExecutor(len(FAULTS)) as pool:
+    with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(tried, FAULTS)) == [(True, "")] * len(FAULTS)
 
 
@@ -119,13 +115,3 @@ def test_each_process_of_a_machine_has_a_gpu_of_its_own():
         with pytest.raises(UserError, match="a GPU of its own"):
             own_gpu(device, place, count)
     assert own_gpu("cuda", Place(3, 4, 3, 4, "", 0, by_slurm=True), 1) == 0
-
-
-def test_values_of_targets_come_in_the_order_of_the_targets():
-    own = torch.tensor([10.0, 12.0], requires_grad=True)  # of process 0; of 1 they are 11 and 13
-    of_both = torch.tensor([10.0, 12.0, 11.0, 13.0])
-    pair = SimpleNamespace(rank=0, size=2, exchange=lambda *sent: of_both)
-    batch = SimpleNamespace(tokens=np.zeros(64), rows=np.array([3, 40, 5, 50]))
-    found = ContextParts(pair, torch.float32).gather(own, batch)
-    (found * torch.arange(4.0)).sum().backward()
-    assert found.tolist() == [10.0, 11.0, 12.0, 13.0] and own.grad.tolist() == [0.0, 2.0]

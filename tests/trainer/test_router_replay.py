@@ -13,7 +13,7 @@ from tandem.model.expert_choices import ReplayedExperts, replayed_experts
 from tandem.model.forward import batch_logprobs
 from tandem.model.load import load_model
 from tandem.model.tiny import make_tiny
-from tandem.rollout_workers.process import EngineSpec
+from tandem.rollout_workers.pool import EngineSpec
 from tandem.runtime.errors import InvariantError
 from tandem.trainer.batch import Models
 from tandem.trainer.pack import pack

@@ -10,8 +10,8 @@ from tandem.model.forward import batch_logprobs
 from tandem.trainer.pack import pack
 from tandem.trainer.routing import routing_metrics, routing_of
 from tests.support.episodes import recorded
-from tests.support.tiny import exact_model, make_sample, random_samples, random_tokens, twins
-from tests.support.updates import SAMPLING
+from tests.support.tiny import exact_model, make_sample, random_tokens, twins
+from tests.support.updates import SAMPLING, microbatches
 
 EXPERTS, K = 5, 2
 
@@ -32,10 +32,6 @@ def updated(model, batches, coef=0.0, scale=1.0):
     return learner.update(batches, loss), learner.optimizer.updates[0]
 
 
-def batches_of(budget=60):
-    return pack(random_samples(np.random.default_rng(5), 4), budget)
-
-
 def test_statistics_of_two_layers():
     even = torch.stack([torch.arange(4.0).roll(n) for n in range(4)])
     certain = torch.tensor([[50.0, 49.0, 0.0, 0.0]]).expand(4, -1)
@@ -47,7 +43,7 @@ def test_statistics_of_two_layers():
 
 def test_update_of_a_mixture_of_experts_reports_means_over_its_tokens():
     model = exact_model("qwen3_moe")
-    batches = batches_of()
+    batches = microbatches()
     (row, _), sizes = updated(model, batches), [len(b.tokens) for b in batches]
     parts = [updated(exact_model("qwen3_moe"), [batch])[0] for batch in batches]
     for name in ("router/max_load", "router/entropy", "router/unused"):
@@ -74,7 +70,7 @@ def test_balance_loss_of_an_update_is_that_of_stock_with_its_gradient(checkpoint
 
 
 def test_balance_loss_adds_the_mean_gradient_over_tokens_and_changes_no_other_metric():
-    batches = batches_of()
+    batches = microbatches()
     (plain, before), (row, after) = (
         updated(exact_model("qwen3_moe"), batches, coef) for coef in (0.0, 0.1)
     )

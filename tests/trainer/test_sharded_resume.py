@@ -1,27 +1,21 @@
 """A checkpoint of any number of processes is taken up by any other, weights and moments to the last
 bit."""
 
-import numpy as np
 import pytest
 import torch
 
-from tandem.model.forward import batch_logprobs
 from tandem.plugins.optim.adamw_8bit import Optimizer8bit
 from tandem.run_folder.checkpoint import Contents, load_checkpoint, save_checkpoint
 from tandem.run_folder.shards import Shard, write_shard
 from tandem.runtime.disk import DISK
 from tandem.train_loop import load_learners, saved_boxes, saved_tensors
-from tandem.trainer.learner import Learner
-from tandem.trainer.optimizer import Optimizer, Settings
-from tandem.trainer.pack import pack
+from tandem.trainer.optimizer import Optimizer
 from tandem.trainer.parallel.ranks import ParallelRanks
 from tandem.trainer.ranks import ALONE
-from tandem.types import SamplingDistribution
 from tandem.weights.hashing import weight_hash
 from tests.support.meshes import on_mesh
-from tests.support.tiny import exact_model, random_samples
-
-SAMPLING = SamplingDistribution()
+from tests.support.tiny import exact_model
+from tests.support.updates import learner_of, microbatches, updated
 
 
 def model_of(kind, seed=0):
@@ -29,31 +23,8 @@ def model_of(kind, seed=0):
     return exact_model(kind, seed, **changes)
 
 
-def learner_of(model, ranks, kind=Optimizer):
-    optimizer = kind(
-        ranks.trainable(model),
-        Settings(
-            learning_rate=0.01,
-            schedule="cosine",
-            warmup_steps=1,
-            total_steps=100,
-            weight_decay=0.1,
-            max_grad_norm=0.5,
-        ),
-        whole=ranks.pieces(model),
-    )
-    return Learner(model, optimizer, ranks)
-
-
-def train(learner, steps):
-    batches = pack(random_samples(np.random.default_rng(5), 6), 60, shares=learner.ranks.shares)
-
-    def loss(batch):
-        logprobs, _ = batch_logprobs(learner.model, batch, SAMPLING)
-        return -logprobs.sum() / 50, {}
-
-    for _ in range(steps):
-        learner.update(batches, loss)
+def learner_on(model, ranks, kind=Optimizer):
+    return learner_of(model, ranks, kind=kind, schedule="cosine", warmup_steps=1)
 
 
 def save(learner, folder, gather):
@@ -90,16 +61,16 @@ def take_up(mesh, kind, source, target, steps, optimizer=Optimizer):
     of weights and moments this process has."""
     model, ranks = model_of(kind), ParallelRanks(mesh)
     ranks.divide(model, torch.float32)
-    learner = learner_of(model, ranks, optimizer)
+    learner = learner_on(model, ranks, optimizer)
     if source is not None:
         load(learner, source)
-    train(learner, steps)
+    updated(learner, microbatches(ranks.shares), steps)
     save(learner, target, lambda entries: mesh.world.gather(entries, "entries"))
     return sum(tensor.nbytes for part in learner.saved() for tensor in part.values())
 
 
 def take_up_alone(kind, source, target, optimizer=Optimizer):
-    learner = learner_of(model_of(kind, seed=1), ALONE, optimizer)
+    learner = learner_on(model_of(kind, seed=1), ALONE, optimizer)
     load(learner, source)
     save(learner, target, lambda entries: [entries])
 

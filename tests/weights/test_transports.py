@@ -18,7 +18,7 @@ import torch
 
 from tandem.plugins.cluster.collective import CollectiveWeights
 from tandem.registry import find
-from tandem.rollout_workers.process import EngineSpec
+from tandem.rollout_workers.pool import EngineSpec
 from tandem.weights.shared import SharedWeights
 from tandem.weights.worker_sync import ProcessSync
 from tandem.workers.pool import Limits
@@ -95,11 +95,8 @@ class AnyTransport:
         self.offered += [message for message, _ in offers]
         return offers
 
-    def hash_of(self, version):
-        return self.store.hash_of(version)
-
-    def loaded(self, version, seconds):
-        self.store.loaded(version, seconds)
+    def __getattr__(self, name):
+        return getattr(self.store, name)
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,7 @@ from tandem.plugins.cluster.this_machine import (
     short_folder,
     start_nodes,
 )
-from tandem.rollout_workers.process import ENVIRONMENT
+from tandem.rollout_workers.pool import ENVIRONMENT
 from tandem.runtime import numerics
 from tandem.runtime.errors import UserError
 from tandem.runtime.processes import descendants

@@ -28,6 +28,7 @@ from tandem.trainer.parallel.mesh import EXPERTS, WEIGHTS, Group, Mesh
 from tandem.trainer.parallel.pipeline import make_stage
 from tandem.trainer.parallel.processes import Processes
 from tandem.trainer.parallel.ranks import ParallelRanks
+from tandem.trainer.ranks import ALONE, Ranks
 
 T = TypeVar("T")
 
@@ -197,7 +198,7 @@ class MegatronRanks(ParallelRanks):
     here, in rank order.
     """
 
-    def __init__(self, mesh: Mesh, processes: Processes | None = None):
+    def __init__(self, mesh: Mesh, processes: Processes | Ranks = ALONE):
         super().__init__(mesh, processes)
         core.start(mesh.config)
 

@@ -73,10 +73,10 @@ class Server:
     check_at: float = 0.0  # when the next one begins, by the clock
 
     @property
-    def started(self) -> bool:
+    def ready(self) -> bool:
         return not self.lost
 
-    is_ready = started
+    is_ready = ready
 
     def __str__(self) -> str:
         return f"the server {self.url}"

@@ -26,8 +26,6 @@ more processes there are, where ring attention sends the same. Targets are not b
 rows predict many compute many rows of the vocabulary. This file knows no loss.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -67,8 +65,15 @@ class ContextParts(RowParts):
         return ContextPlan(plan, self.group)
 
     def gather(self, values: Tensor, batch: Microbatch) -> Tensor:
-        owners = batch.rows // self._count(batch)
-        return _Gather.apply(values, self.group, owners)  # type: ignore[no-any-return]
+        """Return the values [N] of all targets, from each process's [n]. Every process computes the
+        same loss of them, so the gradient of its own is a slice and no sum."""
+        group, owners = self.group, batch.rows // self._count(batch)
+        counts = np.bincount(owners, minlength=group.size).tolist()
+        sent, own = [len(values)] * group.size, values.detach().repeat(group.size)
+        found = group.exchange(own, "values of targets", sent, counts)
+        places = torch.from_numpy(np.argsort(owners, kind="stable")).to(values.device)
+        whole = values.new_empty(len(owners)).index_copy_(0, places, found)
+        return whole.index_copy(0, places.split(counts)[group.rank], values)
 
     def _count(self, batch: Microbatch) -> int:
         """Count the rows of a process: at least one, so that each has a gradient of each weight."""
@@ -92,21 +97,3 @@ class ContextPlan:
             out.unflatten(0, (self.group.size, -1)), self.group, "outputs of attention heads"
         )
         return back.transpose(0, 1).flatten(1, 2)  # type: ignore[no-any-return]
-
-
-class _Gather(torch.autograd.Function):
-    """Values [N] of all targets, from each process's [n]. Every process computes the same loss of
-    them, so the gradient of its own is a slice and no sum."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: Group, owners: Array) -> Tensor:
-        ctx.own = torch.from_numpy(np.flatnonzero(owners == group.rank)).to(values.device)
-        counts = np.bincount(owners, minlength=group.size).tolist()
-        sent = [len(values)] * group.size
-        found = group.exchange(values.repeat(group.size), "values of targets", sent, counts)
-        order = torch.from_numpy(np.argsort(owners, kind="stable")).to(values.device)
-        return values.new_empty(len(owners)).index_copy_(0, order, found)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0].index_select(0, ctx.own), None, None

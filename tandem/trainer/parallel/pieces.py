@@ -65,9 +65,10 @@ class Pieces(Whole):
     """The parts of all processes of a model's parameters. Making it, and every method, is a
     collective of all processes.
 
-    own: the boxes of this process's parts. Of equal parts the process with the lowest rank has the
-    one that counts.
+    Of equal parts the process with the lowest rank has the one that counts.
     """
+
+    own: dict[str, Box]
 
     def __init__(self, own: Mapping[str, Box], world: Group):
         self.own, self.world = dict(own), world
@@ -79,7 +80,6 @@ class Pieces(Whole):
                     self.owners.setdefault(name, {}).setdefault(box, rank)
 
     def counted(self, name: str) -> bool:
-        """Tell whether this process's part is the one that counts."""
         return self.owners[name].get(self.own[name]) == self.world.rank
 
     def norm(self, gradients: Mapping[str, Tensor]) -> float:
@@ -111,17 +111,16 @@ class Pieces(Whole):
     def collect_parts(
         self,
         tensors: Mapping[str, Tensor],
-        to: int = 0,
         names: Sequence[str] | None = None,
         dtype: torch.dtype | None = None,
     ) -> Iterator[tuple[str, Box, Tensor]]:
-        """Yield every tensor in blocks of rows on rank `to`: its name, the box of a block, and the
+        """Yield every tensor in blocks of rows on rank 0: its name, the box of a block, and the
         block; nothing on the others. All processes must go through to the end. names: by default
         all; dtype: to round each block to, by default none.
 
         Blocks come in buckets, one collective each, so neither messages nor the memory that they
         take grow with the tensors."""
-        world = self.world
+        world, nothing = self.world, [0] * self.world.size
         dtype = dtype or next(iter(tensors.values())).dtype
         most = BUCKET_BYTES // dtype.itemsize
         blocks = {
@@ -130,30 +129,23 @@ class Pieces(Whole):
             for box, rank in self.owners[name].items()
             for block in cut_rows(box, most)
         }
-
-        def own(name: str, block: Box) -> Tensor:
-            return tensors[name].detach()[block.within(self.own[name])].to(dtype)
-
         for bucket in buckets({key: key[1].size for key in blocks}, most):
-            counts = [0] * world.size  # numbers that each process sends
+            counts = list(nothing)  # numbers that each process sends
             sent = [torch.empty(0, dtype=dtype, device=world.device)]
-            for key in bucket:
-                rank = blocks[key]
-                counts[rank] += key[1].size * (rank != to)
-                if rank == world.rank != to:
-                    sent.append(own(*key).reshape(-1))
-            received, none = torch.cat(sent), [0] * world.size
-            here = counts if world.rank == to else none
-            if any(counts):
-                there = [*none[:to], counts[world.rank], *none[to + 1 :]]
-                received = world.exchange(received, bucket[0][0], there, here)
-            if world.rank != to:
+            for name, block in bucket:
+                rank = blocks[name, block]
+                counts[rank] += block.size
+                if rank == world.rank:
+                    part = tensors[name].detach()[block.within(self.own[name])]
+                    sent.append(part.to(dtype).reshape(-1))
+            there = [counts[world.rank], *nothing[1:]]
+            here = counts if world.rank == 0 else nothing
+            received = world.exchange(torch.cat(sent), bucket[0][0], there, here)
+            if world.rank:
                 continue
             left = list(received.split(here))  # by rank, its blocks behind each other
             for name, block in bucket:
-                if (rank := blocks[name, block]) == to:
-                    yield name, block, own(name, block)
-                    continue
+                rank = blocks[name, block]
                 yield name, block, left[rank][: block.size].view(block.shape)
                 left[rank] = left[rank][block.size :]
 

@@ -19,7 +19,7 @@ from tandem.trainer.parallel.pieces import Pieces, box_of, local
 from tandem.trainer.parallel.pipeline import Backward, Stage, keep_stage, run_forward
 from tandem.trainer.parallel.processes import Processes
 from tandem.trainer.parallel.tensor import divide_layers, sum_gradients
-from tandem.trainer.ranks import Compute, Loss, Ranks, Totals
+from tandem.trainer.ranks import ALONE, Compute, Loss, Ranks, Totals
 from tandem.types import Array, Microbatch
 
 
@@ -32,7 +32,7 @@ class ParallelRanks(Ranks):
 
     lockstep = True
 
-    def __init__(self, mesh: Mesh, processes: Processes | None = None):
+    def __init__(self, mesh: Mesh, processes: Processes | Ranks = ALONE):
         self.mesh, self.microbatches = mesh, mesh.group(*MICROBATCHES)
         self.results = mesh.group(*RESULTS)
         self.shares, self.processes = self.microbatches.size, processes
@@ -41,18 +41,17 @@ class ParallelRanks(Ranks):
         self._published = set[ExactModel]()
 
     def order(self, name: str, **arguments: Any) -> None:
-        if self.processes is not None and self.rank == 0:
+        if self.rank == 0:
             self.processes.order(name, **arguments)
 
     def post(self, key: str, value: Any) -> None:
-        if self.processes is not None:
-            self.processes.post(key, value)
+        self.processes.post(key, value)
 
     def where(self) -> list[tuple[str, int]]:
-        return super().where() if self.processes is None else self.processes.where()
+        return self.processes.where()
 
     def take(self, key: str) -> Any:
-        return None if self.processes is None else self.processes.take(key)
+        return self.processes.take(key)
 
     def divide(self, model: ExactModel, dtype: torch.dtype) -> ExactModel:
         """Divide a model among the processes, in place; return it. Parts of FSDP are float32: what
@@ -95,13 +94,6 @@ class ParallelRanks(Ranks):
     def load_weights(self, model: ExactModel, weights: Mapping[str, Tensor]) -> None:
         pass  # the optimizer, whose load follows, steps the very memory of the parts
 
-    def boxes(self, model: ExactModel) -> Mapping[str, Box]:
-        own = self._divided[model].pieces.own
-        return {name: own[name] for name in self.trainable(model)}
-
-    def counts(self, model: ExactModel, name: str) -> bool:
-        return self._divided[model].pieces.counted(name)
-
     def parts(self, model: ExactModel) -> Mapping[str, Tensor]:
         return self._divided[model].parts
 
@@ -121,7 +113,7 @@ class ParallelRanks(Ranks):
         targets = {} if whole is None else dict(whole.module.named_parameters())
         with torch.no_grad():
             dtype, pieces = divided.stage.dtype, divided.pieces
-            for name, box, part in pieces.collect_parts(divided.parts, 0, names, dtype):
+            for name, box, part in pieces.collect_parts(divided.parts, names, dtype):
                 targets[name][box.slices] = part
 
     def forward(

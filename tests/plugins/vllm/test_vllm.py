@@ -31,7 +31,7 @@ from tandem.model.tokenizer import decode_text, load_tokenizer
 from tandem.plugins.audit.replay import replay
 from tandem.plugins.vllm import MOST_BIASED, bias
 from tandem.plugins.vllm import worker as vllm_worker
-from tandem.rollout_workers.process import EngineSpec
+from tandem.rollout_workers.pool import EngineSpec
 from tandem.run_folder.metrics import read_metrics
 from tandem.run_folder.read import open_past
 from tandem.runtime.errors import UserError
