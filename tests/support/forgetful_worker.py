@@ -11,7 +11,7 @@ from pathlib import Path
 def load(start):
     from tandem.plugins.vllm import worker as vllm_worker
 
-    vllm_worker.set_environment(start["device"])
+    vllm_worker.set_environment(start["device"], start["options"])
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 

@@ -331,7 +331,6 @@ def test_a_cancelled_request_ends_and_the_others_go_on(vllm):
     tickets = [workers.submit(one) for one in asked]
     until(workers, lambda: any(w.tickets for w in workers._workers.values()))
     workers.cancel(tickets[1])
-    assert tickets[1].completion.stop_reason == "cancelled"
     until(workers, lambda: all(t.completion is not None for t in tickets))
     assert [t.completion.stop_reason for t in tickets] == ["length", "cancelled", "length"]
     until(workers, lambda: all_idle(workers))
