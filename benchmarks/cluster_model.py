@@ -46,7 +46,7 @@ class Replica:
 
     number: int
     target: int = -1
-    is_ready: bool = False
+    runs_target: bool = False
     ready: bool = True
     tickets: dict[int, Ticket] = field(default_factory=dict)
 
@@ -136,7 +136,7 @@ class Simulation:
         moves, given = self.dispatcher.switches(self.workers), []
         for version, movers in moves.items():
             for worker in movers:
-                worker.target, worker.is_ready = version, False
+                worker.target, worker.runs_target = version, False
         given = self.dispatcher.assign(self.workers)
         self.cpu_s += time.process_time() - start
         for version, movers in moves.items():
@@ -148,7 +148,7 @@ class Simulation:
 
     def on_loaded(self, worker: Replica, version: int) -> None:
         if worker.target == version:
-            worker.is_ready = True
+            worker.runs_target = True
             self.dispatch()
 
     def on_completion(self, worker: Replica, ticket: Ticket) -> None:

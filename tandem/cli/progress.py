@@ -1,7 +1,7 @@
 """The terminal: lines and tables, and the progress of a run: a live line on a terminal, a line now
 and then elsewhere and in log.txt, and warnings.
 
-    step 12/100  reward 0.512 ↑  3.10 s/step  entropy 1.20  gap 0  left 0:04:31
+    step 12/100  reward 0.512 ↑  3.10 s/step  entropy 1.20  gap 0  left 4 min 31 s
 
 A line fits into 80 columns; the arrow compares the last steps with those before them. The time left
 is the median of recent steps times the steps to come. It does not know what a step does.
@@ -10,7 +10,6 @@ is the median of recent steps times the steps to come. It does not know what a s
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
 from statistics import fmean, median
 
 from rich.console import Console
@@ -66,7 +65,7 @@ class StepProgress:
         self.rows: deque[Row] = deque(maxlen=HISTORY)  # metrics and timings
         self.warned: set[str] = set()
         width = 10 if output.width < 100 else 24
-        self.room = output.width - len(f"{title}  {steps}/{steps}  left 0:59:59  ") - width
+        self.room = output.width - len(f"{title}  {steps}/{steps}  left 59 min 59 s  ") - width
         self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=width),
@@ -94,8 +93,7 @@ class StepProgress:
             self.rows.append({**metrics, **timings})
             self.recent.append(timings["step_s"] + timings.get("ledger_s", 0.0))
         step_s = median(self.recent) if self.recent else None
-        seconds = None if step_s is None else round((self.steps - done) * step_s)
-        left = "" if seconds is None else f"left {timedelta(seconds=seconds)}"
+        left = "" if step_s is None else f"left {duration((self.steps - done) * step_s)}"
         parts, held_out = summary(metrics, timings, step_s), evaluation(metrics)
         if "reward" in metrics:
             parts[0] += trend([row["reward"] for row in self.rows if "reward" in row])
@@ -128,6 +126,17 @@ class StepProgress:
         self.log(line)
         if shown:
             self.output.print(line, style=style, markup=False)
+
+
+def duration(seconds: float) -> str:
+    """Write the two largest units of a time: 271.4 -> "4 min 31 s"."""
+    total = round(seconds)
+    minutes, hours, days = total // 60, total // 3600, total // 86400
+    if days:
+        return f"{days} d {hours % 24} h"
+    if hours:
+        return f"{hours} h {minutes % 60} min"
+    return f"{minutes} min {total % 60} s" if minutes else f"{total} s"
 
 
 def fitting(parts: Sequence[str], room: int) -> str:

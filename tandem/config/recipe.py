@@ -12,7 +12,8 @@ import tomllib
 from contextlib import suppress
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_origin
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -146,9 +147,14 @@ def _apply(tree: dict[str, Any], text: str, origin: dict[str, str], after: str) 
     table, reaches_in = tree[section], field.startswith(("options.", "vllm."))
     path = field.split(".") if reaches_in else [field]
     for name in path[:-1]:
-        if not isinstance(table.get(name), dict):
-            table[name] = {}
-        table = table[name]
+        table = table.setdefault(name, {})
+        if not isinstance(table, dict):
+            raise UserError(
+                "an override reaches into what is no table",
+                where=key,
+                found=repr(table),
+                expected=f"{name} = {{...}}",
+            )
     table[path[-1]] = value
     origin[f"{section}.{field}"] = "command line"
     if section not in Config.model_fields:  # it is told without its field
@@ -172,8 +178,9 @@ def _explain(error: ValidationError, path: str, origin: dict[str, str]) -> UserE
     lines: list[str] = []
     expected: dict[str, list[str]] = {}  # of a key with several types, a mistake for each
     for mistake in error.errors():
-        key = ".".join(map(str, mistake["loc"][:2]))
-        source = origin.get(key, path)
+        place = mistake["loc"]
+        key = ".".join(str(part) for part in place[: 2 if _has_types(place) else None])
+        source = origin.get(".".join(map(str, place[:2])), path)
         if mistake["type"] == "extra_forbidden":
             lines.append(f"{key} ({source}): unknown key{keys_like(key)}")
         elif not key:
@@ -190,6 +197,15 @@ def _explain(error: ValidationError, path: str, origin: dict[str, str]) -> UserE
     )
 
 
+def _has_types(place: tuple[int | str, ...]) -> bool:
+    """Tell whether a mistake is of a key that takes one of several types, e.g. ("rollout",
+    "release_cache", "bool")."""
+    if len(place) < 3 or place[0] not in Config.model_fields:
+        return False
+    field = _section(str(place[0])).model_fields.get(str(place[1]))
+    return field is not None and get_origin(field.annotation) in (Union, UnionType)
+
+
 def _expected(key: str, mistake: ErrorDetails) -> str:
     found = mistake["input"]
     match mistake["type"]:
@@ -202,7 +218,7 @@ def _expected(key: str, mistake: ErrorDetails) -> str:
             choices = re.findall(r"'([^']*)'", mistake["msg"])
             near = difflib.get_close_matches(str(found).lower(), choices, 1, 0.5)
             advice = f"; did you mean {near[0]}?" if near else ""
-            section, field = key.split(".")
+            section, field = key.split(".")[:2]
             own = OR_FUNCTION in _section(section).model_fields[field].metadata
             return f"expected one of {', '.join(choices)}{', or my.py:NAME' * own}{advice}"
     reason = mistake["msg"].removeprefix("Value error, ").replace("Input should be", "expected")

@@ -22,6 +22,7 @@ from tandem.data.readers import (
     exact_number,
     read_rows,
     show,
+    tell_repeats,
     uid_prefixes,
 )
 from tandem.runtime.image_parts import image_column, shows_images
@@ -55,6 +56,10 @@ def read_problems(
         parts.append(read_rows(name, build, key=key))
         earlier[name] = uids
     problems = [problem for part in parts for problem in part]
+    contents = (
+        (p.answer, str(p.metadata), *(str(m["content"]) for m in p.messages)) for p in problems
+    )
+    tell_repeats(contents, key)
     return Mixture(parts, weights, names) if weights else problems
 
 

@@ -12,8 +12,9 @@ import difflib
 import gc
 import io
 import json
+import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import getitem
@@ -23,6 +24,8 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from tandem.registry import find
 from tandem.runtime.errors import UserError
 from tandem.runtime.wording import look_for
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -128,6 +131,15 @@ def _mistakes(
             return UserError(what, where=where, found=found, expected=expected, next=advice)
         what += f"\n  - {where}: found {found}, expected {expected}"
     return UserError(what, next=advice or "correct these rows")
+
+
+def tell_repeats(contents: Iterable[Hashable], key: str) -> None:
+    """Warn of the rows of a key whose content is that of an earlier row."""
+    hashes = [hash(content) for content in contents]
+    if repeated := len(hashes) - len(set(hashes)):
+        logger.warning(
+            "%d of %d rows of %s are duplicates; all are kept", repeated, len(hashes), key
+        )
 
 
 # ---- for build functions

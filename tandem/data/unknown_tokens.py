@@ -40,10 +40,7 @@ class UnknownTokens:
         """Warn of the texts that were counted. unit: what they are, of the data behind the key."""
         if not self._texts:
             return
-        characters = list(dict.fromkeys("".join(self._texts)))
-        read = self._tokenizer(characters, add_special_tokens=False, verbose=False)
-        rows = zip(characters, read["input_ids"], strict=True)
-        found = [character for character, row in rows if self._unknown in row]
+        found = self._characters()
         more = " and others" * (len(found) > SHOWN)
         logger.warning(
             "%s of %s %s of %s have text that the tokenizer does not know%s: the model reads %s in "
@@ -56,3 +53,20 @@ class UnknownTokens:
             f" ({', '.join(map(repr, found[:SHOWN]))}{more})" if found else "",
             self._tokenizer.unk_token,
         )
+
+    def _characters(self) -> list[str]:
+        """Return what the unknown tokens of the first texts stand for."""
+        if not self._tokenizer.is_fast:  # only a fast one tells the place of a token
+            return []
+        read = self._tokenizer(
+            self._texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        pieces = (
+            text[start:end][:20]
+            for text, row, places in zip(
+                self._texts, read["input_ids"], read["offset_mapping"], strict=True
+            )
+            for token, (start, end) in zip(row, places, strict=True)
+            if token == self._unknown
+        )
+        return list(dict.fromkeys(pieces))

@@ -61,7 +61,7 @@ class Worker(Protocol):
         """Tell whether it can load weights."""
 
     @property
-    def is_ready(self) -> bool:
+    def runs_target(self) -> bool:
         """Tell whether it runs its target."""
 
 
@@ -165,7 +165,7 @@ class Dispatcher(Generic[W]):
             return moves
         versions, left = self.versions, Counter(worker.target for worker in workers)
         free = [worker for worker in workers if worker.ready and not worker.tickets]
-        free = [worker for worker in free if worker.is_ready or worker.target not in versions]
+        free = [worker for worker in free if worker.runs_target or worker.target not in versions]
         free.sort(key=lambda worker: worker.target in versions)  # first those that nobody needs
         for version in versions:
             stays, missing = self._waiting(version), self._missing(version, workers)
@@ -219,7 +219,7 @@ class Dispatcher(Generic[W]):
             share = min(-(-load // max(1, len(own) + starting)), self.max_batch)
             starting = 0
             free = [
-                (len(worker.tickets), worker.number, worker) for worker in own if worker.is_ready
+                (len(worker.tickets), worker.number, worker) for worker in own if worker.runs_target
             ]
             heapify(free)
             for queue in queues:
@@ -236,7 +236,7 @@ def _choose(queue: RequestQueue, free: list[tuple[int, int, W]], share: int) -> 
     fewest tickets; None if none has room. free: a heap, whose counts may be too low."""
     for key in queue.waiting[0].prefixes:
         home: W | None = queue.affinity.get(key)
-        if home is None or not home.is_ready or home.target != queue.version:
+        if home is None or not home.runs_target or home.target != queue.version:
             continue
         if len(home.tickets) < share:
             return home

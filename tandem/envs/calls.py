@@ -56,7 +56,7 @@ class LoopPulse:
             thread = next(thread for thread in threading.enumerate() if thread.name == LOOP)
             raise UserError(
                 "an environment blocks the event loop that all environments share",
-                where=line_of_thread(thread),
+                where=line_of_thread(thread) or "the environments' loop",
                 found=f"no life for {now - self._asked_at:.0f} s, longer than env.timeout_s",
                 expected="`async def` methods that await what takes time",
                 next="make the method a plain `def`, which runs in a thread",

@@ -60,7 +60,11 @@ def source_files(config: EnvConfig) -> list[Path]:
 
 def _class(name: str) -> type[Env]:
     if ":" not in name and not name.endswith(".py"):
-        return find("envs", name, key="env.name")  # type: ignore[no-any-return]
+        try:
+            return find("envs", name, key="env.name")  # type: ignore[no-any-return]
+        except UserError as error:
+            error.expected += ", or your own as file.py:Class or module:Class"
+            raise
     loaded = load_user_object(name, key="env.name")
     source, _, own = name.rpartition(":")
     if inspect.isclass(loaded) and issubclass(loaded, Env):

@@ -16,7 +16,6 @@ the schemas to the model.
 
 import inspect
 import json
-import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from tandem.envs.calls import in_thread
 from tandem.model.call_forms import NAMES
 from tandem.model.tool_calls import BadCall, Call, Reading, plain_value, read_calls
 from tandem.registry import find
-from tandem.runtime.errors import UserError, require_range
+from tandem.runtime.errors import UserError
 from tandem.runtime.user_code import load_user_object
 from tandem.types import Env, Message, Observation, Tool
 
@@ -90,8 +89,10 @@ class ToolEnv(Env):
         alone = isinstance(tools, str) or callable(tools)
         self._tools = _read_tools([tools] if alone else tools)  # type: ignore[list-item, arg-type]
         self.tools = [tool.schema() for tool in self._tools.values()] if show_tools else ()
+        if invalid_call_penalty < 0:
+            where, found = "env.options.invalid_call_penalty", str(invalid_call_penalty)
+            raise UserError("a penalty below 0", where=where, found=found)
         self.format, self.invalid_call_penalty = format, invalid_call_penalty
-        require_range(self, {"invalid_call_penalty": (0, math.inf)})
         self.max_result_chars = max_result_chars
         self.num_calls = self.num_bad_calls = 0
 

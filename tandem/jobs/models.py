@@ -187,15 +187,18 @@ def check_models(config: Config, *others: str, head: Head = "tokens") -> Any:
         from tandem.model.lora import require_peft
 
         require_peft()
-    needs_experts = config.train.router_aux_loss_coef or config.rl.router_replay
-    if needs_experts and not (divisible(shape) and has_experts(shape)):
+    set_keys = {
+        "train.router_aux_loss_coef=0": config.train.router_aux_loss_coef,
+        "rl.router_replay=false": config.rl.router_replay,
+    }
+    off = " ".join(key for key, value in set_keys.items() if value)
+    if off and not (divisible(shape) and has_experts(shape)):
         raise UserError(
             "there are no experts to balance, or whose choice to replay",
-            where="train.router_aux_loss_coef, rl.router_replay",
-            found=f"a model without experts, or whose experts are transformers' own: "
-            f"model.path = {config.model.path}",
+            where="model.path",
+            found=f"{config.model.path}, without experts, or whose experts are transformers' own",
             expected="a mixture of experts that runs through Tandem's layer, as qwen3_moe",
-            next="leave both settings out",
+            next=f"set {off}",
         )
     return shape
 

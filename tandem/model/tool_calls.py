@@ -372,9 +372,7 @@ _PYTHON = re.compile(
 )
 _NEXT_LINE = re.compile(r"\s*\n\s*[A-Za-z_][\w.]*\(")
 _GEMMA = re.compile(
-    r"<\|\"\|>(?P<string>.*?)<\|\"\|>|[\[\]{}]|\b(?:None|True|False)\b(?!\s*:)"
-    r"|(?P<key>[^\s\"{}\[\],:]+)(?=\s*:)",
-    re.DOTALL,
+    r"<\|\"\|>(?P<string>.*?)<\|\"\|>|[\[\]{}]|\b(?:None|True|False)\b(?!:)", re.DOTALL
 )
 
 
@@ -442,14 +440,34 @@ def _plain(value: Any) -> Any:
 
 def _gemma_body(text: str, at: int) -> tuple[dict[str, Any], int]:
     """Read {a:1,b:<|"|>text<|"|>}: strings between special tokens, keys without quotes."""
+    strings: list[str] = []
 
     def write(found: "re.Match[str]") -> str:
-        quoted = found["string"] if found["key"] is None else found["key"]
-        return _GEMMA_NAMES.get(found[0], found[0]) if quoted is None else json.dumps(quoted)
+        if found["string"] is None:
+            return _GEMMA_NAMES.get(found[0], found[0])
+        strings.append(found["string"])
+        return f'"{len(strings) - 1}"'
 
     source, end = _balanced(text, at, _GEMMA, write)
-    arguments: dict[str, Any] = _decode(source, 0)[0]
+    source = re.sub(r"([{,]\s*)([^\s\"{}\[\],:]+)\s*:", r'\1"k\2":', source)
+    value, _ = _decode(source, 0)
+    arguments: dict[str, Any] = _gemma_value(value, strings)
     return arguments, end
+
+
+def _gemma_value(value: Any, strings: Sequence[str]) -> Any:
+    """Put strings in the place of their numbers."""
+    match value:
+        case str():
+            return strings[int(value)]
+        case list():
+            return [_gemma_value(item, strings) for item in value]
+        case dict():
+            return {
+                key[1:] if key.startswith("k") else strings[int(key)]: _gemma_value(own, strings)
+                for key, own in value.items()
+            }
+    return value
 
 
 # ---------------------------------------------------------------- calls without a mark

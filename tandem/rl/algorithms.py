@@ -212,9 +212,7 @@ LOSSES = {
     )
 }
 _KL_IN_REWARD = {"kl_in": "reward", "kl_estimator": "k1"}
-_DAPO, _GSPO = {"clip_high": 0.28, "max_gen_batches": 8}, {"clip_low": 3e-4, "clip_high": 4e-4}
-_CISPO, _K2 = {"clip_low": 1.0, "clip_high": 4.0}, {"kl_estimator": "k2"}
-_PP, _PP_BASELINE = "arXiv 2501.03262", "reinforce_pp_baseline"
+_PP = "arXiv 2501.03262"
 ALGORITHMS = {
     one.name: one
     for one in (
@@ -223,10 +221,38 @@ ALGORITHMS = {
         Algorithm("rloo", "arXiv 2402.14740", "rloo", "ppo_clip", "fixed_length", _KL_IN_REWARD),
         Algorithm("reinforce", "Williams 1992", "ema", "reinforce", "fixed_length"),
         Algorithm("reinforce_pp", _PP, "reinforce_pp", "ppo_clip", "token_mean", _KL_IN_REWARD),
-        Algorithm(_PP_BASELINE, f"{_PP}, section 3.2", _PP_BASELINE, "ppo_clip", "token_mean", _K2),
-        Algorithm("dapo", "arXiv 2503.14476", "grpo", "ppo_clip", "token_mean", _DAPO),
-        Algorithm("gspo", "arXiv 2507.18071", "grpo", "gspo", "sequence_mean", _GSPO),
-        Algorithm("cispo", "arXiv 2506.13585", "grpo", "cispo", "token_mean", _CISPO),
+        Algorithm(
+            "reinforce_pp_baseline",
+            f"{_PP}, section 3.2",
+            "reinforce_pp_baseline",
+            "ppo_clip",
+            "token_mean",
+            {"kl_estimator": "k2"},
+        ),
+        Algorithm(
+            "dapo",
+            "arXiv 2503.14476",
+            "grpo",
+            "ppo_clip",
+            "token_mean",
+            {"clip_high": 0.28, "max_gen_batches": 8},
+        ),
+        Algorithm(
+            "gspo",
+            "arXiv 2507.18071",
+            "grpo",
+            "gspo",
+            "sequence_mean",
+            {"clip_low": 3e-4, "clip_high": 4e-4},
+        ),
+        Algorithm(
+            "cispo",
+            "arXiv 2506.13585",
+            "grpo",
+            "cispo",
+            "token_mean",
+            {"clip_low": 1.0, "clip_high": 4.0},
+        ),
         Algorithm("ppo", "arXiv 1707.06347", "gae", "ppo_clip", "token_mean", _KL_IN_REWARD),
     )
 }

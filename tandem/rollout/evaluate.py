@@ -6,7 +6,7 @@ Draws are the same at every step. Does not know training.
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import comb
 
 import numpy as np
@@ -41,8 +41,12 @@ class Evaluator:
             return {}
         config = self.config
         sampled = sampling_params(config.rollout, self.runner.renderer)
-        greedy = replace(
-            sampled, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0
+        greedy = SamplingParams(
+            max_new_tokens=sampled.max_new_tokens,
+            temperature=0.0,
+            stop=sampled.stop,
+            stop_token_ids=sampled.stop_token_ids,
+            vocabulary=sampled.vocabulary,
         )
         groups = self._evaluation_pass(step, "sampled", sampled, config.eval.samples)
         row = _summary("sampled", groups)

@@ -105,7 +105,7 @@ class Client:
         cannot run shows at the start. Returns logprob_gap; raises UserError as `step` does."""
         self.apply(version)
         with watchdog.waiting_for("rollout workers", "their first weights"):
-            while not all(worker.is_ready for worker in self._pool.workers):
+            while not all(worker.runs_target for worker in self._pool.workers):
                 self.step()
         gap = self.logprob_gap()
         self.rest()

@@ -105,7 +105,7 @@ class WorkerProcess(Worker):
         self.checks: deque[Future[float]] = deque()  # asked for and not answered
 
     @property
-    def is_ready(self) -> bool:
+    def runs_target(self) -> bool:
         return self.ready and not self.syncing and 0 <= self.version == self.target
 
     def note_offer(self, version: int) -> None:
@@ -115,9 +115,9 @@ class WorkerProcess(Worker):
 
     @property
     def state(self) -> str:
-        if self.ready and not self.is_ready:
+        if self.ready and not self.runs_target:
             return "syncing"
-        return "serving" if self.is_ready and self.tickets else super().state
+        return "serving" if self.runs_target and self.tickets else super().state
 
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), "version": self.version, "restarts": self.restarts}
@@ -199,7 +199,7 @@ class Workers(Pool[WorkerProcess]):
     def ask(self, version: int, gaps: Gaps) -> None:
         """Have the workers that still run that version make a check (Engine.logprob_gap)."""
         self._watched = [one for one in self._watched if one[1] is not gaps]
-        running = [one for one in self.workers if one.is_ready and one.version == version]
+        running = [one for one in self.workers if one.runs_target and one.version == version]
         gaps += map(self._check, running)
 
     def _check(self, worker: WorkerProcess) -> Future[float]:

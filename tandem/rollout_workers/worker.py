@@ -22,9 +22,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tandem.engine.dispatch import identity_of
+from tandem.registry import find
 from tandem.rollout_workers.protocol import completion_message, read_request
 from tandem.runtime import numerics
-from tandem.types import Array, Request
+from tandem.types import Array, Completion, Request
 from tandem.workers.channel import Channel, Message
 from tandem.workers.fork_server import start
 from tandem.workers.serve import serve_from_start, signs_of_life
@@ -50,9 +51,15 @@ PRELOADED = (
 )
 
 
+class Running(Protocol):
+    """A request that an engine runs."""
+
+    request: Request
+    completion: Completion | None  # once it has ended
+
+
 class ServedEngine(Protocol):
-    """An engine as a worker serves it: engine/engine.py, or vLLM's (plugins/vllm/engine.py). What
-    it runs has its `request`, and a `completion` once it has ended."""
+    """An engine as a worker serves it: engine/engine.py, or vLLM's (plugins/vllm/engine.py)."""
 
     # load_weights takes the published weights, tensors by name; named_weights has those that run
     model: Any
@@ -91,7 +98,7 @@ class Server:
     ):
         self._channel, self._engine, self._receive, self._beat_s = channel, engine, receive, beat_s
         self._rests = rests
-        self._numbers: dict[Any, int] = {}  # of the requests that run
+        self._numbers: dict[Running, int] = {}  # of the requests that run
         self._sync_gap: float | None = None  # of the weights in use to their probe, if they had one
 
     def serve(self) -> None:
@@ -128,7 +135,7 @@ class Server:
             case _:
                 raise RuntimeError(f"no such message: {message}")
 
-    def _answer(self, running: Any) -> None:
+    def _answer(self, running: Running) -> None:
         if running.completion is not None:
             # the identity of the request as the engine had it
             identity = identity_of(running.request)
@@ -211,6 +218,7 @@ def preload(model_path: str) -> None:
     """Import what `load_engine` and a first sync need for a model; compute nothing."""
     for module in PRELOADED:
         import_module(module)
+    find("kernels", "cpu", key="model.device")
     from tandem.model.stock import import_stock
 
     import_stock(model_path)

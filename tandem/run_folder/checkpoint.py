@@ -31,6 +31,7 @@ tensors and the state mean. No pickle is read or written.
 
 import hashlib
 import json
+import os
 import platform
 import re
 from collections.abc import Callable
@@ -119,7 +120,7 @@ def save_checkpoint(folder: Path, contents: Contents, disk: Disk = DISK) -> Path
             manifest = _sealed(body)
             write_file(temporary / MANIFEST, lambda path: path.write_bytes(manifest), disk)
             disk.fsync(temporary)
-        except Exception:
+        except (OSError, UserError):
             with suppress(OSError):  # the error to raise is the first one
                 disk.remove(temporary)  # it takes the space that the user is about to look for
             raise
@@ -302,13 +303,17 @@ def _read_manifest(path: Path) -> tuple[list[str], dict[str, dict[str, Any]]]:
 
 def _file_damage(file: Path, entry: dict[str, Any], hashed: bool) -> list[str]:
     if not file.is_file():
-        return [f"{file.name}: found none, expected {entry}"]
+        return [f"{file.name}: found none, expected {entry['size']} bytes"]
+    if (size := os.path.getsize(file)) != entry["size"]:
+        return [f"{file.name}: found {size} bytes, expected {entry['size']}"]
     try:
-        found = file_entry(file) if hashed else entry | {"size": file.stat().st_size}
+        digest = file_entry(file)["sha256"] if hashed else entry["sha256"]
     # a bad sector: the checkpoint before this one is the way out, so it counts as damage
     except OSError as error:
-        return [f"{file.name}: found {error.strerror}, expected {entry}"]
-    return [] if found == entry else [f"{file.name}: found {found}, expected {entry}"]
+        return [f"{file.name}: found {error.strerror}, expected sha256 {entry['sha256']}"]
+    if digest != entry["sha256"]:
+        return [f"{file.name}: found sha256 {digest}, expected {entry['sha256']}"]
+    return []
 
 
 # ---- beside training

@@ -68,11 +68,19 @@ SCHEMA = pa.schema(
         *((name, pa.list_(pa.from_numpy_dtype(kind))) for name, kind in _ARRAYS.items()),
     ]
 )
-# Texts that repeat; of the others a dictionary would be as large as they are.
+# Where values repeat; of the others a dictionary would be as large as they are.
 _DICTIONARY = [
-    field.name
-    for field in SCHEMA
-    if field.type == pa.string() and field.name not in ("transcript", "text")
+    "outcome",
+    "uid",
+    "category",
+    "answer",
+    "messages",
+    "metadata",
+    "opening",
+    "tools",
+    "stop_reason",
+    "env_error",
+    "reward_error",
 ]
 
 

@@ -9,13 +9,15 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from tandem.config.recipe import changed
 from tandem.config.schema import Config
 from tandem.model.custom_code import is_custom, save_files
 from tandem.model.load import ExactModel
 from tandem.model.stock import SUMS
 from tandem.model.tokenizer import load_tokenizer
-from tandem.runtime.disk import file_hash, whole_folder
+from tandem.runtime.disk import file_hash, os_error, whole_folder
 from tandem.runtime.version import __version__
 from tandem.types import Row
 from tandem.weights.hashing import weight_hash
@@ -62,7 +64,10 @@ def write_export(folder: Path, write: Callable[[Path], None], card: str) -> Path
     """Let write fill a directory, add card and SHA-256 sums, and put it at folder, in place of an
     older one."""
     with whole_folder(folder) as temporary:
-        write(temporary)
+        try:
+            write(temporary)
+        except SafetensorError as error:
+            raise os_error(error, temporary) or error from None
         (temporary / "README.md").write_text(card, encoding="utf-8")
         sums = [f"{file_hash(file)}  {file.name}\n" for file in sorted(temporary.iterdir())]
         (temporary / SUMS).write_text("".join(sums))

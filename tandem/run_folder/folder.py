@@ -13,6 +13,7 @@ cores at hand, or another mesh, computes as the run began. It does not know what
 the folder's other files hold.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -20,7 +21,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 from tandem.config.recipe import to_toml
@@ -182,9 +182,11 @@ def check_run(folder: Path, config: Config, command: str) -> bool:
     to go on with. Raises UserError as open_run."""
     _refuse_foreign(folder)
     with disk_errors(folder):
-        with suppress(FileNotFoundError):
-            (folder / "lock").stat()  # unless a file is in the way
-        TemporaryFile(dir=existing_parent(folder)).close()
+        for place in (folder, *folder.parents):
+            if place.exists() and not place.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(place))
+        if not os.access(parent := existing_parent(folder), os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(parent))
     check_unlocked(folder)
     if has_steps(folder):
         _changes(folder, resolved(config, folder), command)

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from tandem.model.boxes import Box, whole_box
-from tandem.runtime.disk import Disk, disk_errors, file_hash, make_folder
+from tandem.runtime.disk import Disk, disk_errors, file_hash, make_folder, os_error
 from tandem.runtime.errors import UserError
 from tandem.runtime.watchdog import heartbeat
 
@@ -97,7 +97,12 @@ def _save(named: Mapping[str, torch.Tensor], boxes: Mapping[str, Box] | None, pa
     if boxes is not None:
         places = {name: [boxes[name].start, boxes[name].whole] for name in plain}
         metadata = {"boxes": json.dumps(places, sort_keys=True)}
-    save_file(plain, path, metadata)
+    try:
+        save_file(plain, path, metadata)
+    except SafetensorError as error:
+        if (cause := os_error(error, path)) is None:
+            raise
+        raise cause from error
     # safetensors makes files that only their owner can read
     path.chmod(path.parent.stat().st_mode & 0o666)
 

@@ -124,23 +124,26 @@ def append_line(path: Path, line: bytes) -> None:
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn an operating system's refusal to write at path into a UserError, also one in the text of
-    a Rust library's error, "(os error 28)"; other errors pass."""
+    """Turn an operating system's refusal to write at path into a UserError; other errors pass."""
     try:
         yield
-    except Exception as error:
-        match = re.search(r"\(os error (\d+)\)", str(error))
-        number = error.errno if isinstance(error, OSError) else int(match[1]) if match else None
-        if number not in _CAUSES:
+    except OSError as error:
+        if error.errno not in _CAUSES:
             raise
-        what, advice = _CAUSES[number]
+        what, advice = _CAUSES[error.errno]
         free = f"; {human_bytes(shutil.disk_usage(existing_parent(path)).free)} free"
         raise UserError(
             what,
-            where=str(getattr(error, "filename", None) or path),
-            found=f"{os.strerror(number)}{free if number in _FULL else ''}",
+            where=str(path if error.filename is None else error.filename),
+            found=f"{error.strerror}{free if error.errno in _FULL else ''}",
             next=advice,
         ) from error
+
+
+def os_error(error: Exception, path: Path) -> OSError | None:
+    """Parse the system's error from the text of a Rust library's: "(os error 28)"."""
+    match = re.search(r"\(os error (\d+)\)", str(error))
+    return OSError(int(match[1]), os.strerror(int(match[1])), str(path)) if match else None
 
 
 def existing_parent(path: Path) -> Path:

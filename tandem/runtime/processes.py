@@ -112,7 +112,7 @@ def catches(pid: int, signal_number: int) -> bool:
 
 def line_of_thread(thread: threading.Thread) -> str:
     """Find the innermost line of a thread outside of the standard library, as "file:line,
-    function". The standard library only waits; the cause is in the program or a package."""
+    function", or "". The standard library only waits; the cause is in the program or a package."""
     packages = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
     library = ("<frozen", sysconfig.get_path("stdlib"))
     frame = sys._current_frames().get(thread.ident or 0)
@@ -120,7 +120,7 @@ def line_of_thread(thread: threading.Thread) -> str:
         file = called.f_code.co_filename
         if file.startswith(packages) or not file.startswith(library):
             return f"{file}:{line}, {called.f_code.co_name}"
-    return "no line of its own"
+    return ""
 
 
 def end_with_starter() -> None:

@@ -205,7 +205,7 @@ class _Watchdog:
             last = chain[-1]
             which = ", which " if len(chain) > 1 else " "
             if not (waits := last.waits[:]):
-                return f"{text}{which}shows no sign of life, at {line_of_thread(last.thread)}"
+                return f"{text}{which}shows no sign of life, at {_line_of(last.thread)}"
             wait = waits[-1]
             text += f"{which}waits for `{wait.target}` ({wait.what})"
             named = [actor for actor in list(self._actors.values()) if actor.name == wait.target]
@@ -226,7 +226,7 @@ class _Watchdog:
         """Describe a target outside the actors."""
         thread = wait.thread or _thread_named(wait.target)
         if thread is not None and thread.is_alive():
-            return f", which is at {line_of_thread(thread)}"
+            return f", which is at {_line_of(thread)}"
         if thread is not None:
             return ", whose thread has ended"
         idle = [p for p in descendants(os.getpid()) if p.state in STOPPED + ZOMBIE]
@@ -256,7 +256,7 @@ class _Watchdog:
         now, rows = time.monotonic(), ["who waits for whom:"]
         for actor in list(self._actors.values()):
             silent_s = now - actor.last_sign
-            line = line_of_thread(actor.thread)
+            line = _line_of(actor.thread)
             rows += [f"  `{actor.name}`: last sign of life {silent_s:.1f} s ago, at {line}"]
             rows += [
                 f"    waits for `{wait.target}` ({wait.what}) since {now - wait.since:.1f} s"
@@ -278,6 +278,10 @@ class _Watchdog:
 
 def _thread_named(name: str) -> threading.Thread | None:
     return next((thread for thread in threading.enumerate() if thread.name == name), None)
+
+
+def _line_of(thread: threading.Thread) -> str:
+    return line_of_thread(thread) or "no line of its own"
 
 
 def _exit_process(report: str) -> None:

@@ -51,8 +51,8 @@ def test_line_has_step_reward_speed_and_time_left():
     text, log, _ = shown([3.1] * 12)
     assert text.splitlines() == log
     figures = "reward 0.512 →  3.10 s/step  entropy 1.20  gap 0"
-    assert log[-1] == f"step  10/100  {figures}  left 0:04:39"
-    assert log[0] == f"step   1/100  {figures.replace(' →', '')}  left 0:05:07"
+    assert log[-1] == f"step  10/100  {figures}  left 4 min 39 s"
+    assert log[0] == f"step   1/100  {figures.replace(' →', '')}  left 5 min 7 s"
     assert max(map(len, log)) <= 80
 
 

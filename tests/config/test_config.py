@@ -77,7 +77,7 @@ def test_an_unknown_key_is_reported_with_the_nearest_one(text, message, tmp_path
         ("[rl]\nadvantage = 'dr_grpo'\n", "rl.advantage", "'dr_grpo'"),
         ("[rl]\nalgorithm = 3\n", "rl.algorithm", "3"),
         ("[model]\ndevice = 'gpu'\n", "model.device", "'gpu'"),
-        ("[rollout]\ndevices = ['cuda:1', 'tpu']\n", "rollout.devices", "'tpu'"),
+        ("[rollout]\ndevices = ['cuda:1', 'tpu']\n", "rollout.devices.1", "'tpu'"),
         ("rl = 3\n", "rl", "3"),
     ],
 )

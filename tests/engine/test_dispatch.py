@@ -11,11 +11,11 @@ from tandem.types import Completion, Request, SamplingParams
 
 @dataclass(eq=False)
 class FakeWorker:
-    """A worker by hand: it has loaded what it was told when `is_ready` is set."""
+    """A worker by hand: it has loaded what it was told when `runs_target` is set."""
 
     number: int
     target: int = -1
-    is_ready: bool = False
+    runs_target: bool = False
     ready: bool = True
     tickets: dict = field(default_factory=dict)
 
@@ -41,10 +41,10 @@ class Play:
         for version, movers in self.dispatcher.switches(self.workers).items():
             for worker in movers:
                 assert not worker.tickets
-                worker.target, worker.is_ready = version, loads
+                worker.target, worker.runs_target = version, loads
         given = self.dispatcher.assign(self.workers)
         for worker, ticket in given:
-            assert worker.is_ready and worker.target == ticket.queue.version
+            assert worker.runs_target and worker.target == ticket.queue.version
         return [(worker.number, ticket.number) for worker, ticket in given]
 
     def end(self, worker, number=None):

@@ -75,7 +75,7 @@ def test_a_worker_killed_while_two_versions_run_changes_no_bit():
 
 
 def serving(workers, version):
-    return [one for one in processes(workers) if one.is_ready and one.version == version]
+    return [one for one in processes(workers) if one.runs_target and one.version == version]
 
 
 def test_a_worker_checks_its_completions_before_it_leaves_their_version():

@@ -8,7 +8,7 @@ import numpy as np
 
 from tandem.config.schema import Config
 from tandem.data.prompt_columns import template_inputs
-from tandem.data.readers import read_rows
+from tandem.data.readers import read_rows, tell_repeats
 from tandem.data.renderer import load_renderer
 from tandem.jobs.input_hashes import image_hashes
 from tandem.jobs.inputs import Count, Inputs, held_out_of, missing, read_data
@@ -56,6 +56,7 @@ def sft_inputs(config: Config) -> ChatInputs:
         Sample(tokens=t, loss_mask=mask)
         for t, mask in training_samples(renderer, chats, loss=config.sft.loss_on, inputs=inputs)
     ]
+    tell_repeats((sample.tokens.tobytes() for sample in samples), "sft.train")
     longest = _check_fit(samples, shape, "a chat", "sft.train, chat")
     mean = _mean_length(samples)
     counts = {"sft.train": Count(number=len(samples), unit="chats", longest=longest, mean=mean)}
@@ -131,6 +132,7 @@ def _pair_inputs(
                 expected="another continuation than chosen",
                 next="remove the pair",
             )
+        tell_repeats((tuple(tokens.tobytes() for tokens, _ in pair) for pair in pairs), key)
         made.append([make(number, *pair) for number, pair in enumerate(pairs)])
         halves = ([pair[half] for pair in made[-1]] for half in (0, 1))
         longest = max(_check_fit(half, shape, "an answer", f"{key}, pair") for half in halves)

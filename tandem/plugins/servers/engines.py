@@ -76,7 +76,7 @@ class Server:
     def ready(self) -> bool:
         return not self.lost
 
-    is_ready = ready
+    runs_target = ready
 
     def __str__(self) -> str:
         return f"the server {self.url}"

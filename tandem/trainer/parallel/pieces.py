@@ -129,23 +129,29 @@ class Pieces(Whole):
             for box, rank in self.owners[name].items()
             for block in cut_rows(box, most)
         }
+
+        def own(name: str, block: Box) -> Tensor:
+            return tensors[name].detach()[block.within(self.own[name])].to(dtype)
+
         for bucket in buckets({key: key[1].size for key in blocks}, most):
             counts = list(nothing)  # numbers that each process sends
             sent = [torch.empty(0, dtype=dtype, device=world.device)]
-            for name, block in bucket:
-                rank = blocks[name, block]
-                counts[rank] += block.size
-                if rank == world.rank:
-                    part = tensors[name].detach()[block.within(self.own[name])]
-                    sent.append(part.to(dtype).reshape(-1))
-            there = [counts[world.rank], *nothing[1:]]
-            here = counts if world.rank == 0 else nothing
-            received = world.exchange(torch.cat(sent), bucket[0][0], there, here)
+            for key in bucket:
+                if rank := blocks[key]:
+                    counts[rank] += key[1].size
+                    if rank == world.rank:
+                        sent.append(own(*key).reshape(-1))
+            received, here = torch.cat(sent), counts if world.rank == 0 else nothing
+            if any(counts):
+                there = [counts[world.rank], *nothing[1:]]
+                received = world.exchange(received, bucket[0][0], there, here)
             if world.rank:
                 continue
             left = list(received.split(here))  # by rank, its blocks behind each other
             for name, block in bucket:
-                rank = blocks[name, block]
+                if not (rank := blocks[name, block]):
+                    yield name, block, own(name, block)
+                    continue
                 yield name, block, left[rank][: block.size].view(block.shape)
                 left[rank] = left[rank][block.size :]
 

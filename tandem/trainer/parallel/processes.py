@@ -130,12 +130,10 @@ class Processes:
 
     def next_order(self) -> tuple[str, dict[str, Any]]:
         """Wait for the next order of rank 0, for as long as it lives."""
-        key, pause = f"order/{self._orders}", 0.001
+        key = f"order/{self._orders}"
         with self.announce("an order", [0]):
-            while not self.store.check([key]):
+            for _ in _looks_for(self.store, key):
                 watchdog.heartbeat()  # rank 0 may have none for as long as it likes
-                time.sleep(pause)
-                pause = min(2 * pause, 0.05)
         self._orders += 1
         name, arguments = json.loads(self.store.get(key))
         return name, arguments
@@ -151,10 +149,10 @@ class Processes:
         `stall_s`, of which a second is left to say so."""
         store, key = self.store.clone(), f"post/{key}"
         watchdog.heartbeat()
-        try:
-            store.wait([key], timedelta(seconds=max(0.0, self.stall_s - 1)))
-        except dist.DistStoreError:
-            return None
+        until = time.monotonic() + self.stall_s - 1
+        for _ in _looks_for(store, key):
+            if time.monotonic() > until:
+                return None
         value = json.loads(store.get(key))
         store.delete_key(key)
         return value
@@ -203,9 +201,10 @@ class Processes:
                 self.store.set(f"end/{self.rank}", "")
         else:
             self.order("stop")
+            until = time.monotonic() + self.timeout_s
             others = [f"end/{rank}" for rank in range(1, self.place.size)]
-            with suppress(dist.DistStoreError):
-                self.store.wait(others, timedelta(seconds=self.timeout_s))
+            while others and not self.store.check(others) and time.monotonic() < until:
+                time.sleep(0.01)
             for number, process in enumerate(self.started, 1):
                 try:
                     process.wait(self.timeout_s)
@@ -297,11 +296,14 @@ class Processes:
             sign = json.loads(store.get(key)) if store.check([key]) else None
             if sign is not None and (rank not in seen or seen[rank][0] != sign):
                 seen[rank] = sign, now
-        if (joined := self.joined) is None:
-            missing = ", ".join(str(rank) for rank in looked_at if rank not in seen)
-            if not missing or now - self._begun <= self.stall_s:
-                return ""
-            return f"not all processes have come in {self.stall_s:g} s: no word of rank {missing}"
+        joined = self.joined
+        if joined is None and now - self._begun > self.stall_s:
+            missing = [rank for rank in looked_at if rank not in seen]
+            if missing:
+                ranks = ", ".join(map(str, missing))
+                return f"not all processes have come in {self.stall_s:g} s: no word of rank {ranks}"
+        if joined is None:
+            return ""
         lost = any(sign[1]["lost"] for sign, _ in seen.values())
         patience = min(LOST_S, self.timeout_s) if lost else self.timeout_s
         for rank in looked_at:
@@ -321,6 +323,15 @@ class Processes:
         sign = seen.get(rank, (None, 0.0))[0]
         where = f" (pid {sign[1]['pid']} on {sign[1]['host']})" if sign else ""
         return f"rank {rank}{where}"
+
+
+def _looks_for(store: Any, key: str) -> Iterator[None]:
+    """Yield between two looks for a key, less and less often, until it is there."""
+    pause = 0.001
+    while not store.check([key]):
+        yield
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
 
 
 def how_ended(code: int | str) -> str:
