@@ -146,8 +146,6 @@ def test_a_section_s_name_alone_stands_for_its_main_key(text, tmp_path):
     assert config.reward.functions == ["my.py:score"]
     assert config.reward.options == {"score": {"by": [0.5]}}
     assert load(tmp_path, to_toml(config)) == config
-    config = load(tmp_path, text, *overrides, "env.options.limit.most=3")
-    assert config.env.options == {"limit": {"most": 3}}
 
 
 @pytest.mark.parametrize("section", Config.model_fields)
