@@ -47,7 +47,7 @@ HELD = {
     "private functions with one use": 406,
     "functions with 8 or more parameters": 11,
     "yields in tandem/config": 27,
-    "lines of tests": 39_763,
+    "lines of tests": 39_831,
 }
 
 

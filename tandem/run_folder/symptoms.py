@@ -7,6 +7,7 @@ docs/guide/warnings.md has the thresholds below. It does not know how the number
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from statistics import fmean, median
+from typing import Literal
 
 from tandem.types import Row
 
@@ -25,7 +26,10 @@ WAITING = 0.5  # share of a step
 STUCK_STEPS, MOVED_LOSS = 10, 1e-3  # steps after the warm-up; share of the first loss
 
 Rows = Sequence[Row]
-Found = Iterator[tuple[str, str]]  # the name of a symptom, and its warning
+Now = Literal["skipped_update", "unscored", "failed_environments", "truncated", "inexact_engine"]
+Lasting = Literal["no_signal", "falling_reward", "entropy_collapse", "length_explosion"]
+Name = Literal[Now, Lasting, "starved_trainer", "starved_engine", "stuck_pairs"]
+Found = Iterator[tuple[Name, str]]  # a symptom, and its warning
 EPISODE_ERRORS = ("unscored", "failed_environments")  # symptoms with an error in episodes
 
 
@@ -39,11 +43,8 @@ def symptoms(rows: Rows) -> Mapping[str, str]:
 def of_last_step(rows: Rows) -> Found:
     row = rows[-1]
     if bad := sorted(name.removeprefix("bad/") for name in row if name.startswith("bad/")):
-        yield (
-            "skipped_update",
-            f"an update was skipped, not finite: {', '.join(bad)}; a lower train.learning_rate or "
-            "train.max_grad_norm may help",
-        )
+        keys = "a lower train.learning_rate or train.max_grad_norm may help"
+        yield "skipped_update", f"an update was skipped, not finite: {', '.join(bad)}; {keys}"
     if count := row.get("reward_errors", 0):
         yield (
             "unscored",
@@ -57,10 +58,8 @@ def of_last_step(rows: Rows) -> Found:
             "errors; if they took too long, take a larger env.timeout_s",
         )
     if row.get("truncated", 0) > TRUNCATED:
-        yield (
-            "truncated",
-            "over half of the completions hit rollout.max_new_tokens; take a larger one",
-        )
+        limit = "rollout.max_new_tokens"
+        yield "truncated", f"over half of the completions hit {limit}; take a larger one"
 
 
 def of_engine(rows: Rows) -> Found:
@@ -160,11 +159,8 @@ def of_pairs(rows: Rows) -> Found:
     warmed_up = len(rates) - rates.index(max(rates)) >= STUCK_STEPS
     moved = max(abs(loss - losses[0]) for loss in losses) >= MOVED_LOSS * abs(losses[0])
     if warmed_up and not moved:
-        yield (
-            "stuck_pairs",
-            f"the loss is still {losses[0]:.3f} after {len(losses)} steps: "
-            "preference.learning_rate is probably too small for this model",
-        )
+        cause = "preference.learning_rate is probably too small for this model"
+        yield "stuck_pairs", f"the loss is still {losses[0]:.3f} after {len(losses)} steps: {cause}"
 
 
 def _values(rows: Rows, name: str) -> list[float]:

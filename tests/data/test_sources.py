@@ -67,18 +67,22 @@ def test_every_format_gives_the_same_problems(tmp_path, form):
 
 
 def test_a_folder_of_datasets_is_read_as_datasets_wrote_it(tmp_path):
-    asked = [{"role": "user", "content": "?"}]
     rows = [
-        {"prompt": asked, "reward_model": {"ground_truth": str(i)}, "extra_info": {"i": i}}
+        {
+            "prompt": [{"role": "user", "content": f"{i}?"}],
+            "reward_model": {"ground_truth": str(i)},
+            "extra_info": {"i": i},
+        }
         for i in range(300)
     ]
     saved = datasets.Dataset.from_list(rows)
     datasets.disable_progress_bars()
     saved.save_to_disk(tmp_path / "one", num_shards=3)
     datasets.DatasetDict({"train": saved, "test": saved.select([4])}).save_to_disk(tmp_path / "two")
-    expected = [(str(i), {"extra_info": {"i": i}}) for i in range(300)]
+    expected = [(f"{i}?", str(i), {"extra_info": {"i": i}}) for i in range(300)]
     for name in ("one", "two#train"):
-        assert [(p.answer, p.metadata) for p in read(tmp_path / name)] == expected
+        found = read(tmp_path / name)
+        assert [(p.messages[0]["content"], p.answer, p.metadata) for p in found] == expected
     assert [p.uid for p in read(tmp_path / "two#test")] == ["two#test/1"]
     assert [file.name for file in readers.source_files(str(tmp_path / "one"), "data.train")] == [
         f"data-0000{i}-of-00003.arrow" for i in range(3)

@@ -109,6 +109,13 @@ def test_gdpo_compares_only_the_episodes_that_a_reward_applies_to():
     assert some[0, 1] < some[0, 0] == some[0, 2] < some[0, 3] and not some[1].any()
 
 
+@pytest.mark.parametrize(("size", "k"), [(g, k) for g in range(2, 8) for k in range(2, g + 1)])
+def test_max_at_k_equals_the_enumeration_of_all_sets(size, k):
+    rewards = np.random.default_rng(size).integers(0, 4, (3, size)).astype(float)  # with ties
+    expected = by_formula("max_at_k", rewards, k)
+    np.testing.assert_allclose(max_at_k(rewards, k), expected, rtol=1e-12, atol=1e-14)
+
+
 def test_max_at_k_of_a_large_group_stays_finite():
     """C(2999, 1499) is about 1e900; of many equal failures one success lifts every set by one."""
     rewards = np.zeros((1, 3000))

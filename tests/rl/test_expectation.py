@@ -15,7 +15,7 @@ from benchmarks import bias
 from tandem.plugins.distill.divergences import sampled_advantages
 from tandem.rl import advantages as adv
 from tandem.rl.corrections import correction
-from tandem.rl.losses import kl_estimate, reinforce, sequence_weights, value_clip
+from tandem.rl.losses import cispo, kl_estimate, ppo_clip, reinforce, sequence_weights, value_clip
 from tandem.rl.returns import gae, returns_to_go, token_rewards
 from tests.support import toy
 
@@ -29,6 +29,7 @@ WORLDS = {
         toy.process(3, 4), toy.two_layer_policy, binary=True, seed=3
     ),
 }
+NO_CLIP = {"clip_low": 1.0, "clip_high": 1e9}
 HUGE = 1e9
 
 every_world = pytest.mark.parametrize("world", WORLDS.values(), ids=WORLDS)
@@ -249,6 +250,26 @@ def test_k1_as_token_reward_gives_gradient_of_reward_minus_kl(world):
         lambda p: toy.expected_reward(world)(p) - beta * toy.reverse_kl(world, reference)(p)
     )
     assert_equal(kl_in_reward(world, reference, "k1", beta), expected)
+
+
+# Policy losses.
+
+
+@every_world
+def test_unbounded_ppo_and_cispo_are_reinforce_with_token_ratio(world):
+    batch, behaviour = groups_of(world, 2), stale(world)
+    engine = world.logprobs(behaviour)[batch.rows]
+    advantages = batch.per_token(adv.rloo(rewards_of(world, batch)))
+    ratio = (world.logprobs()[batch.rows] - engine).exp()
+    expected = policy_gradient(world, batch, advantages, behaviour=behaviour, corrections=ratio)
+    for loss in (ppo_clip, cispo):
+        moves = toy.estimates(
+            world,
+            batch,
+            lambda p, loss=loss: loss(p, engine, advantages, **NO_CLIP)[0],
+            weights_of(batch),
+        )
+        assert_equal(toy.expectation(world, batch, moves, behaviour), expected)
 
 
 # KL estimators and distillation.

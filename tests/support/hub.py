@@ -1,6 +1,7 @@
-"""A stand-in for the Hugging Face hub on loopback: repositories, and commits of files."""
+"""A stand-in for the Hugging Face hub on loopback: repositories, commits, and files in LFS."""
 
 import base64
+import hashlib
 import json
 import re
 
@@ -14,11 +15,15 @@ class Hub(JsonServer):
         super().__init__()
         self.token = token
         self.repositories = {}  # name -> whether it is private
+        self.objects = {}  # of LFS, by SHA-256
         self.files = {}  # of the only branch, by repository and path
         self.unknown = []  # requests that it has no answer for
 
     def take(self, method, path, headers, body):
         path = path.partition("?")[0]
+        if upload := re.fullmatch(r"/objects/(\w+)", path):
+            self.objects[upload[1]] = body
+            return (200 if hashlib.sha256(body).hexdigest() == upload[1] else 400), {}
         if headers.get("authorization") != f"Bearer {self.token}":
             return 401, {"error": "Invalid credentials in Authorization header"}
         if (method, path) == ("POST", "/api/repos/create"):
@@ -31,6 +36,9 @@ class Hub(JsonServer):
             return 200, {"errors": [], "warnings": []}
         if found := re.fullmatch(r"/api/models/(.+)/preupload/main", path):
             return 200, {"files": [self.mode(file) for file in json.loads(body)["files"]]}
+        if path.endswith(".git/info/lfs/objects/batch"):
+            told = json.loads(body)["objects"]
+            return 200, {"transfer": "basic", "objects": list(map(self.place, told))}
         if found := re.fullmatch(r"/api/models/(.+)/commit/main", path):
             self.commit(found[1], [json.loads(line) for line in body.splitlines()])
             return 200, {"commitUrl": f"{self.url}/{found[1]}/commit/1", "commitOid": "1"}
@@ -44,7 +52,13 @@ class Hub(JsonServer):
         return 404, {"error": "not found"}
 
     def mode(self, file):
-        return {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False, "oid": None}
+        large = file["path"].endswith(".safetensors")
+        mode = "lfs" if large else "regular"
+        return {"path": file["path"], "uploadMode": mode, "shouldIgnore": False, "oid": None}
+
+    def place(self, told):
+        href = {"href": f"{self.url}/objects/{told['oid']}"}
+        return {**told, "authenticated": True, "actions": {"upload": href}}
 
     def commit(self, name, lines):
         files = self.files.setdefault(name, {})
@@ -52,5 +66,7 @@ class Hub(JsonServer):
             value = line["value"]
             if line["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                files[value["path"]] = self.objects[value["oid"]]
             elif line["key"] == "deletedFile":
                 del files[value["path"]]

@@ -4,14 +4,18 @@
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 
 from chaos.ranks import reserved_port, trial
 from tandem.config.parallel import Parallel
 from tandem.runtime.errors import UserError
 from tandem.runtime.place import Place
 from tandem.trainer.parallel.checks import check_mesh, own_gpu
+from tandem.trainer.parallel.context import ContextParts
 from tandem.trainer.parallel.mesh import make_mesh
 from tandem.trainer.parallel.processes import LOOK_S, find_absent, join
 from tests.support.meshes import CONTEXT, on_mesh
@@ -115,3 +119,13 @@ def test_each_process_of_a_machine_has_a_gpu_of_its_own():
         with pytest.raises(UserError, match="a GPU of its own"):
             own_gpu(device, place, count)
     assert own_gpu("cuda", Place(3, 4, 3, 4, "", 0, by_slurm=True), 1) == 0
+
+
+def test_values_of_targets_come_in_the_order_of_the_targets():
+    own = torch.tensor([10.0, 12.0], requires_grad=True)  # of process 0; of 1 they are 11 and 13
+    of_both = torch.tensor([10.0, 12.0, 11.0, 13.0])
+    pair = SimpleNamespace(rank=0, size=2, exchange=lambda *sent: of_both)
+    batch = SimpleNamespace(tokens=np.zeros(64), rows=np.array([3, 40, 5, 50]))
+    found = ContextParts(pair, torch.float32).gather(own, batch)
+    (found * torch.arange(4.0)).sum().backward()
+    assert found.tolist() == [10.0, 11.0, 12.0, 13.0] and own.grad.tolist() == [0.0, 2.0]

@@ -46,7 +46,8 @@ def test_export_is_pushed_with_a_card_of_its_origin(run, use):
     assert hub.repositories == {"me/mine": True}  # private
     [folder] = (run / "hf").iterdir()
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert hub.files == {"me/mine": files} and "model.safetensors" in files
+    assert hub.files == {"me/mine": files}
+    assert [*hub.objects.values()] == [files["model.safetensors"]]  # in LFS
     card = files["README.md"].decode()
     told = ("after `tandem train`", "seed 0", "rl.group_size = ", "data.train", "torch ")
     assert all(text in card for text in told), card

@@ -11,6 +11,8 @@ from tests.support.talks import TALKS, MessagesTalk
 
 MESSAGES = {"model": "fake", "messages": [ASK], "max_tokens": 9}
 RESPONSES = {"model": "fake", "input": ASK["content"]}
+IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.com/a.png"}}
+ONE_CALL = {"type": "auto", "disable_parallel_tool_use": True}
 
 
 class Heard(FakeTexts):
@@ -78,8 +80,8 @@ def test_an_engine_that_dies_ends_a_stream_with_an_error(talk):
         ("messages", {"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking"),
         ("messages", {"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0]"),
         ("messages", {"tool_choice": {"type": "some"}}, "tool_choice"),
-        ("messages", {"tool_choice": {"disable_parallel_tool_use": True}}, "tool_choice"),
-        ("messages", {"messages": [ASK | {"content": [{}]}]}, "messages[0][0].content"),
+        ("messages", {"tool_choice": ONE_CALL}, "tool_choice"),
+        ("messages", {"messages": [ASK | {"content": [IMAGE]}]}, "messages[0][0].content"),
         ("messages", {"stop_sequences": [""]}, "stop_sequences[0]"),
         ("responses", {"previous_response_id": "resp_1"}, "previous_response_id"),
         ("responses", {"background": True}, "background"),

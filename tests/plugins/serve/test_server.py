@@ -269,6 +269,7 @@ def refusal(answer, status):
 
 
 CHAT, PLAIN = {"messages": [{"role": "user", "content": "hi"}]}, {"prompt": "hi"}
+IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
 
 
 @pytest.mark.parametrize(
@@ -289,7 +290,7 @@ CHAT, PLAIN = {"messages": [{"role": "user", "content": "hi"}]}, {"prompt": "hi"
         (CHAT | {"prompt_token_ids": [256]}, "prompt_token_ids"),
         ({}, "messages"),
         ({"messages": [{"content": "hi"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content"),
         (PLAIN | {"max_tokens": "5"}, "max_tokens"),
         (PLAIN | {"max_tokens": 10**9}, "max_tokens"),
         (PLAIN | {"temperature": 1e-9}, "temperature"),
