@@ -26,9 +26,9 @@ WAITING = 0.5  # share of a step
 STUCK_STEPS, MOVED_LOSS = 10, 1e-3  # steps after the warm-up; share of the first loss
 
 Rows = Sequence[Row]
-Now = Literal["skipped_update", "unscored", "failed_environments", "truncated", "inexact_engine"]
-Lasting = Literal["no_signal", "falling_reward", "entropy_collapse", "length_explosion"]
-Name = Literal[Now, Lasting, "starved_trainer", "starved_engine", "stuck_pairs"]
+OfStep = Literal["skipped_update", "unscored", "failed_environments", "truncated", "inexact_engine"]
+OfTrend = Literal["no_signal", "falling_reward", "entropy_collapse", "length_explosion"]
+Name = Literal[OfStep, OfTrend, "starved_trainer", "starved_engine", "stuck_pairs"]
 Found = Iterator[tuple[Name, str]]  # a symptom, and its warning
 EPISODE_ERRORS = ("unscored", "failed_environments")  # symptoms with an error in episodes
 

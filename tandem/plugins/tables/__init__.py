@@ -1,7 +1,7 @@
 """Rows of tables: CSV, Parquet, folders of Hugging Face's `datasets`, data sets of its hub.
 
-For data that is no JSONL; docs/guide/data.md has the names of such sources. It plugs in as tables
-of tandem/registry.py, which data/readers.py asks. Extra: `datasets`, for folders and the hub.
+For data in other formats than JSONL; docs/guide/data.md lists them. It plugs in as tables of
+tandem/registry.py, which data/readers.py asks. Extra: `datasets`, for folders and the hub.
 """
 
 import base64
