@@ -77,6 +77,8 @@ def tables(results: dict) -> list[str]:
                 f"SmolLM2-135M, 4 prompts x 8 samples x 64 tokens, {how}", results["smollm2"][kind]
             )
             lines += measured(results["smollm2"], table)
+    if "workers" in results:
+        lines += measured(results["workers"], workers_table(results["workers"]))
     if "commands" in results:
         rows = [f"| {what} | {s:.2f} |" for what, s in results["commands"]["seconds"].items()]
         title = "### Commands that need no model: seconds of a process, start and end included"
@@ -238,6 +240,24 @@ def step_table(title: str, result: dict) -> list[str]:
     return [*lines, "", f"{ratios} (of several rounds the least favourable one).", ""]
 
 
+def of_workers(result: dict) -> dict[str, dict]:
+    return {name: row for name, row in result.items() if isinstance(row, dict)}
+
+
+def workers_table(result: dict) -> list[str]:
+    lines = [
+        "### A GRPO step without rollout workers, and with one",
+        "",
+        "Whole runs of `tandem train` by turns, the same bits: seconds a step.",
+        "",
+        "| model | workers=0 | workers=1 | speed with one |",
+        "|---|---|---|---|",
+    ]
+    for name, row in of_workers(result).items():
+        lines.append(f"| {name} | {row['0']:.3f} | {row['1']:.3f} | {row['0'] / row['1']:.2f}x |")
+    return [*lines, ""]
+
+
 def ratios(results: dict) -> dict[str, str]:
     """Return {what is compared: figure} of a processor."""
     rows = dict[str, str]()
@@ -295,6 +315,8 @@ def ratios(results: dict) -> dict[str, str]:
     for label, r in steps.items():
         figure = f"{r['step_ratio']:.2f}x the speed, {r['memory_ratio']:.2f}x the memory"
         add(f"a GRPO step, {label}, against TRL 1.16", figure)
+    for name, row in of_workers(results.get("workers", {})).items():
+        add(f"a GRPO step, {name}, one rollout worker against none", f"{row['0'] / row['1']:.2f}x")
     return rows
 
 

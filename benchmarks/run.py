@@ -1,7 +1,7 @@
 """`make bench`: every ratio of results/performance.md, baseline and Tandem alternating on this
 machine, in one run.
 
-    python benchmarks/run.py [decode] [long] [ragged] [bfloat16] [trainer] [tiny] [smollm2] [commands] [vllm]     default: all but vllm
+    python benchmarks/run.py [decode] [long] [ragged] [bfloat16] [trainer] [tiny] [smollm2] [workers] [commands] [vllm]    default: all but vllm
 
 vllm needs vLLM's own environment (`make .venv-vllm/.ready`). It rewrites results/performance.md, where each processor keeps its own results.
 
@@ -98,6 +98,38 @@ def trainer() -> dict:
     return run("trainer.py", str(model_with_examples()))
 
 
+def workers() -> dict:
+    """Seconds a step of whole runs of `tandem train`, without workers and with one, by turns: the
+    median of the steps after the first two, of three runs each."""
+    if not (TINY / "data.jsonl").exists():
+        run_plain("make_tiny_bench.py", str(TINY))
+    path, data = model_with_examples(), ROOT / "runs/smollm2/data/train.jsonl"
+    small = (str(TINY), str(TINY / "data.jsonl"), "rl.prompts_per_step=32", "run.steps=12")
+    large = (str(path), str(data), "rl.prompts_per_step=4", "run.steps=5")
+    return {
+        name: {str(count): statistics.median(steps) for count, steps in of_runs(*work).items()}
+        for name, work in {"1M parameters": small, "SmolLM2-135M": large}.items()
+    }
+
+
+def of_runs(model: str, data: str, *overrides: str) -> dict[int, list[float]]:
+    """Return the seconds of the steps by the number of workers."""
+    found: dict[int, list[float]] = {0: [], 1: []}
+    with tempfile.TemporaryDirectory() as folder:
+        (recipe := Path(folder) / "empty.toml").write_text("")
+        for number in range(6):
+            run_folder = Path(folder) / str(number)
+            command = [str(Path(sys.executable).with_name("tandem")), "train", str(recipe)]
+            command += [f"model.path={model}", f"data.train={data}", f"run.folder={run_folder}"]
+            command += [f"reward.function={ROOT / 'examples/last_number.py'}:score"]
+            command += [*overrides, f"rollout.workers={number % 2}", "rollout.max_new_tokens=64"]
+            subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+            rows = (run_folder / "timings.jsonl").read_text().splitlines()
+            found[number % 2] += [json.loads(row)["step_s"] for row in rows[2:]]
+    print(found, flush=True)
+    return found
+
+
 def paired(arguments: list[str], rounds: int) -> dict:
     runs = [
         (run("grpo_trl.py", *arguments), run("grpo_tandem.py", *arguments)) for _ in range(rounds)
@@ -188,6 +220,7 @@ SECTIONS = {
     "trainer": trainer,
     "tiny": tiny,
     "smollm2": smollm2,
+    "workers": workers,
     "commands": commands,
     "vllm": vllm,
 }
