@@ -132,12 +132,17 @@ class Transport(Choice):
 
     crosses_machines = False
     stages = False  # a worker receives all of a version into a copy of its own
+    memory = "shared memory"  # where published versions are
 
     def where(self, config: Config) -> str:
         return f"weights.transport = {config.weights.transport}"
 
     def open(self, tensors: Any, delta: Any) -> Any:
         """Open the publisher, a weights.shared.SharedWeights for these tensors."""
+        raise NotImplementedError
+
+    def open_on(self, cluster: Any, tensors: Any, delta: Any) -> Any:
+        """Open it for workers on the nodes of a cluster, if it crosses machines."""
         raise NotImplementedError
 
     def reader(self) -> Callable[..., Any]:

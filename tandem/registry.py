@@ -190,6 +190,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
     },
     "transports": {  # choices.py: Transport
         "shm": "tandem.weights.transports:SharedMemory",
+        "cuda_ipc": "tandem.plugins.cluster.transports:CudaIpc",
         "collective": "tandem.plugins.cluster.transports:Collective",
         "rdma": "tandem.plugins.cluster.transports:Rdma",
         "ray": "tandem.plugins.cluster.transports:ObjectStore",

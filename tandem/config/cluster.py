@@ -24,9 +24,10 @@ class Weights(Section):
 
     transport: Annotated[str, name_of("transports", "auto")] = Field(
         "auto",
-        description="shm: shared memory of one machine; ray: Ray's object store; collective: a "
-        "broadcast by torch.distributed; rdma: each worker reads from the trainer's memory (NIXL); "
-        "auto: shm on one machine, ray on a cluster",
+        description="shm: shared memory of one machine; cuda_ipc: memory of the trainer's GPU; "
+        "ray: Ray's object store; collective: a broadcast by torch.distributed (gloo, NCCL between "
+        "GPUs); rdma: each worker reads from the trainer's memory (NIXL); auto: shm on one "
+        "machine, ray on a cluster",
     )
     delta: bool | Literal["elements"] = Field(
         False,

@@ -36,7 +36,7 @@ from tandem.runtime.errors import UserError, require_range
 from tandem.runtime.image_tokens import text_tokens
 from tandem.runtime.rng import uniforms
 from tandem.types import Array, Completion, CompletionStop, Request
-from tandem.weights.hashing import tensor_digests, weight_hash
+from tandem.weights.hashing import Digest, tensor_digest, tensor_digests, weight_hash
 
 ANY = (0, np.inf)
 # of SamplingParams
@@ -170,9 +170,9 @@ class Engine:
         """Hash names, shapes and bytes of the weights in use by SHA-256, as checkpoints do."""
         return weight_hash(self.model.named_weights().items())
 
-    def weight_digests(self) -> dict[str, str]:
-        """Return weights.hashing.tensor_digest of each of the weights in use, by name."""
-        return tensor_digests(self.model.named_weights())
+    def weight_digests(self, digest: Digest = tensor_digest) -> dict[str, str]:
+        """Return the digest of each of the weights in use, by name. digest: of hashing.DIGESTS."""
+        return tensor_digests(self.model.named_weights(), digest)
 
     def _weights_stamp(self) -> tuple[int, int, int]:
         return self.weight_version, self.model.changes(), id(self.model.kernels)

@@ -3,8 +3,9 @@
     to a worker    {"start": {"model_path", "dtype", "splits", "tensor_parallel", "options",
                     "matmul", "threads", "cache_bytes", "max_batch", "longest", "layout",
                     "record_experts", "release_cache", "trust_remote_code", "beat_s"}}
-                   {"apply": 4, "from": {"transport", "names", "digests", "probe", ...}}   an
-                    offer of weights/shared.py, with the descriptor of the weights beside it or not
+                   {"apply": 4, "from": {"transport", "names", "digest", "digests", "probe",
+                    ...}}   an offer of weights/shared.py, with the descriptor of the weights beside
+                    it or not
                    {"request": 7, "is": {"key", "prompt", "params", ...}}   types.Request
                    {"cancel": 7}
                    {"check": 4}        a completion of version 4 against the trainer's packed pass;

@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # torch is imported when there are signs of life already
     from torch import Tensor
 
     from tandem.engine.engine import Engine
+    from tandem.weights.hashing import Digest
     from tandem.weights.shared import Layout
 
 # Gets the weights of an offer (SharedWeights.offer); descriptors: those that came beside messages.
@@ -75,7 +76,7 @@ class ServedEngine(Protocol):
 
     def apply(self, version: int, load: Callable[[], None]) -> None: ...
 
-    def weight_digests(self) -> dict[str, str]: ...
+    def weight_digests(self, digest: "Digest", /) -> dict[str, str]: ...
 
     def logprob_gap(self) -> float: ...
 
@@ -145,7 +146,7 @@ class Server:
     def _apply(self, version: int, source: Message) -> None:
         from tandem.engine.sync_check import check_probe
         from tandem.weights.delta import decode
-        from tandem.weights.hashing import combine
+        from tandem.weights.hashing import DIGESTS, combine
 
         if self._numbers:
             raise RuntimeError(
@@ -162,7 +163,8 @@ class Server:
             return
         with signs_of_life(self._channel, self._beat_s):
             self._engine.apply(version, lambda: self._engine.model.load_weights(weights))
-            found, expected = self._engine.weight_digests(), source["digests"]
+            found = self._engine.weight_digests(DIGESTS[source["digest"]])
+            expected = source["digests"]
             names = {**expected, **found}
             differ = [name for name in names if found.get(name) != expected.get(name)]
             probe = None if differ else source["probe"]  # a late worker may load what is gone
@@ -173,6 +175,8 @@ class Server:
 def load_engine(start: dict[str, Any]) -> "Engine":
     """Load the engine of a model directory, without an adapter: published weights are merged."""
     numerics.prepare(min(start["threads"], numerics.cores()))
+    from torch import cuda
+
     from tandem.engine.engine import make_engine
     from tandem.model import custom_code
     from tandem.model.load import load_model
@@ -181,6 +185,8 @@ def load_engine(start: dict[str, Any]) -> "Engine":
 
     custom_code.allow(start["trust_remote_code"])
     place = place_models(start["device"], start["dtype"])
+    if place.device.type == "cuda":
+        cuda.set_device(place.device)  # what weights/transports.py receives into
     model = load_model(start["model_path"], place=place)
     model.split(start["splits"])
     model.kernels.use_matmul(start["matmul"])

@@ -43,7 +43,7 @@ def decode(base: Tensor, encoded: Tensor) -> Tensor:
     changed = base.detach().clone(memory_format=torch.contiguous_format)
     bits, blocks = changed.view(-1).view(BITS[base.itemsize]), _num_blocks(base.numel())
     count = (len(encoded) - 4 * blocks) // (base.itemsize + 2)
-    parts = encoded.split([4 * blocks, count * base.itemsize, count * 2])
+    parts = encoded.cpu().split([4 * blocks, count * base.itemsize, count * 2])
     counts, values, low = parts[0].view(torch.int32).long(), parts[1], parts[2].view(torch.int16)
     # memory that is written again while it is read has any bytes
     if bool((counts < 0).any()) or int(counts.sum()) != count:

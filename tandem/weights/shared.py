@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.types import Array, Row
+from tandem.types import Row
 from tandem.weights.delta import encode
 from tandem.weights.hashing import begin_digest, combine, raw_bytes
 
@@ -94,24 +94,25 @@ class Layout:
             at += _aligned(nbytes)
         return found
 
-    def views(self, memory: mmap.mmap | memoryview | Array) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors in the memory, by name; they keep it mapped."""
-        for at, (name, dtype, shape) in zip(self.offsets().values(), self.parts, strict=True):
-            flat = torch.frombuffer(memory, dtype=DTYPES[dtype], count=prod(shape), offset=at)
-            yield name, flat.view(shape)
+    def views(self, memory: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors in the memory, uint8 [size] or longer, by name."""
+        at = self.offsets()
+        for (name, nbytes), (_, dtype, shape) in zip(self.lengths(), self.parts, strict=True):
+            yield name, memory[at[name] : at[name] + nbytes].view(DTYPES[dtype]).view(shape)
 
-    def staging(self) -> tuple[Tensor, dict[str, Tensor]]:
+    def staging(self, device: torch.device | str = "cpu") -> tuple[Tensor, dict[str, Tensor]]:
         """Return new memory, uint8 [size], and the tensors in it, by name and not yet filled."""
-        memory = torch.empty(self.size, dtype=torch.uint8)
-        return memory, dict(self.views(memory.numpy().data))
+        memory = torch.empty(self.size, dtype=torch.uint8, device=device)
+        return memory, dict(self.views(memory))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Memory:
-    """Memory of one version: a file without a name, and where it is mapped, uint8 [size]."""
+    """Memory of one version, uint8 [size], and the descriptor of the file without a name that is
+    mapped there; -1: none."""
 
     descriptor: int
-    mapped: Array
+    mapped: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +144,8 @@ class SharedWeights:
 
     tensors: names, types and shapes of all versions, e.g. `model.merged_weights()`.
     """
+
+    digest = "xxh3"  # of tensors, by its name in hashing.DIGESTS
 
     def __init__(self, tensors: dict[str, Tensor], delta: Delta = False):
         self.layout, self.delta = Layout.of(tensors), delta
@@ -189,10 +192,10 @@ class SharedWeights:
         return memory, *self._write(tensors, memory.mapped, base and base.mapped)
 
     def _write(
-        self, tensors: Mapping[str, Tensor], memory: Array, base: Array | None
+        self, tensors: Mapping[str, Tensor], memory: Tensor, base: Tensor | None
     ) -> tuple[dict[str, str], Sent | None]:
         """Write a version to memory, uint8 [_room], and behind it the difference from a base."""
-        digests = write_tensors(self.layout, tensors, memory)
+        digests = self._copy(self.layout, tensors, memory)
         if base is None or isinstance(self.delta, bool):
             return digests, None
         old = dict(self.layout.views(base))
@@ -202,8 +205,14 @@ class SharedWeights:
         if all(part.dtype == tensors[name].dtype for name, part in parts.items()):
             return digests, None  # the tensors themselves are sent
         sent = Sent(Layout.of(parts), at=self.layout.size)
-        write_tensors(sent.layout, parts, memory[sent.at :])
+        self._copy(sent.layout, parts, memory[sent.at :])
         return digests, sent
+
+    def _copy(
+        self, layout: Layout, tensors: Mapping[str, Tensor], memory: Tensor
+    ) -> dict[str, str]:
+        """Write a copy of the tensors to memory; return the digest of each."""
+        return write_tensors(layout, tensors, memory)
 
     def _drop(self, stored: Any) -> None:
         """Forget a copy."""
@@ -245,7 +254,7 @@ class SharedWeights:
                 return difference
             new = self._digests[version]
             differ = [n for n in new if any(self._digests[base][n] != new[n] for base in bases)]
-            return Sent(self.layout, differ)
+            return Sent(self.layout, differ if len(differ) < len(new) else None)
 
     def loaded(self, version: int, seconds: float) -> None:
         """Note how long it took from the offer of a version until the worker ran it."""
@@ -289,7 +298,13 @@ class SharedWeights:
             row["sync_bytes"] = row.get("sync_bytes", 0) + nbytes
             self.sent_bytes += nbytes
             digests, probe = self._digests[version], self._probes[version]
-        message = {"transport": transport, "names": sent.names, "digests": digests, "probe": probe}
+        message = {
+            "transport": transport,
+            "names": sent.names,
+            "digest": self.digest,
+            "digests": digests,
+            "probe": probe,
+        }
         return message | ({"parts": sent.layout.parts, "at": sent.at} if sent.at else {})
 
     def _require(self, version: int) -> None:
@@ -304,8 +319,8 @@ class SharedWeights:
             with tempfile.TemporaryFile() as file:
                 descriptor = os.dup(file.fileno())
         os.ftruncate(descriptor, self._room)
-        mapped = np.frombuffer(mmap.mmap(descriptor, self._room), np.uint8)
-        return Memory(descriptor, mapped)
+        mapped = mmap.mmap(descriptor, self._room)
+        return Memory(descriptor, torch.frombuffer(mapped, dtype=torch.uint8))
 
     def _end_memory(self, memory: Memory) -> None:
         os.close(memory.descriptor)
@@ -322,20 +337,25 @@ def read_tensors(
     """Map the tensors of a published version, without a copy; the descriptor may be closed
     afterwards. A write goes to the reader's own pages. names: by default all; at: as of Sent."""
     memory = mmap.mmap(descriptor, at + layout.size, access=mmap.ACCESS_COPY)
-    tensors = dict(layout.views(memoryview(memory)[at:]))
+    return chosen(layout, torch.frombuffer(memory, dtype=torch.uint8)[at:], names)
+
+
+def chosen(layout: Layout, memory: Tensor, names: Collection[str] | None) -> dict[str, Tensor]:
+    """Return some of the tensors that lie in memory, or all, without a copy."""
+    tensors = dict(layout.views(memory))
     return tensors if names is None else {name: tensors[name] for name in names}
 
 
-def write_tensors(layout: Layout, tensors: Mapping[str, Tensor], memory: Array) -> dict[str, str]:
-    """Write a copy of the tensors to memory, uint8 [size], on torch's number of threads; return the
-    digest of each."""
-    offsets = layout.offsets()
+def write_tensors(layout: Layout, tensors: Mapping[str, Tensor], memory: Tensor) -> dict[str, str]:
+    """Write a copy of the tensors to memory of the CPU, uint8 [size], on torch's number of threads;
+    return the tensor_digest of each."""
+    offsets, copies = layout.offsets(), memory.numpy()
 
     def write(name: str) -> str:
         """Copy and digest chunk by chunk, so that main memory is read once. System calls copy at
         less than half the speed, but for pages that are new."""
         digest, data = begin_digest(tensors[name]), np.asarray(raw_bytes(tensors[name]))
-        copy = memory[offsets[name] :]
+        copy = copies[offsets[name] :]
         for start in range(0, len(data), CHUNK):
             chunk = data[start : start + CHUNK]
             copy[start : start + len(chunk)] = chunk

@@ -1,8 +1,9 @@
 """The transports of weights from the trainer to rollout workers, by weights.transport.
 
-    shm          shared.py                        memory of one machine: a worker maps it
-    collective   plugins/cluster/collective.py    a broadcast by torch.distributed
-    rdma         plugins/cluster/rdma.py          each worker reads the trainer's memory
+    shm          shared.py                           memory of one machine: a worker maps it
+    cuda_ipc     plugins/cluster/device_weights.py   memory of the trainer's GPU: as shm
+    collective   plugins/cluster/collective.py       a broadcast by torch.distributed
+    rdma         plugins/cluster/rdma.py             each worker reads the trainer's memory
 
 The trainer's process opens a transport, a worker has `receive_offers`. Whatever the transport, a
 worker has all bytes of a version in a copy of its own, or a mapping, before it writes the first

@@ -30,7 +30,7 @@ class ShiftedEngine:
     def apply(self, version, load):
         self.version = version
 
-    def weight_digests(self):
+    def weight_digests(self, digest):
         return {}
 
     def score(self, tokens):
@@ -55,7 +55,7 @@ def synced(shift, limit=1e-3):
     channel = Sent()
     server = Server(channel, ShiftedEngine(shift), lambda source, descriptors: {}, 60.0)
     probe = make_probe(true_logprobs, vocabulary=100, longest=512, limit=limit)
-    server._handle({"apply": VERSION, "from": {"digests": {}, "probe": probe}})
+    server._handle({"apply": VERSION, "from": {"digest": "xxh3", "digests": {}, "probe": probe}})
     server._handle({"check": VERSION})
     return list(channel)
 

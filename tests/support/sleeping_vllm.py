@@ -57,7 +57,7 @@ def calls(rests):
     engine = VLLMEngine(llm, str)
     server = Server(channel, engine, lambda source, descriptors: weights, 60.0, rests)
     for version in (0, 1):
-        source = {"digests": tensor_digests(weights), "probe": None}
+        source = {"digest": "xxh3", "digests": tensor_digests(weights), "probe": None}
         server._handle({"apply": version, "from": source})
         server._handle({"check": version})
     assert [next(iter(message)) for message in channel] == ["applied", "checked"] * 2

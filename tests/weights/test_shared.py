@@ -8,7 +8,6 @@ import threading
 from contextlib import closing
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -107,11 +106,11 @@ def test_threads_write_the_bytes_and_digests_of_one():
     weights["long"] = torch.randn(3 * CHUNK // 4 + 1)  # some chunks, and 4 bytes
     layout, written = Layout.of(weights), []
     for number in (1, 3):
-        memory = np.zeros(layout.size, np.uint8)
+        memory = torch.zeros(layout.size, dtype=torch.uint8)
         with threads_of(number):
             digests = write_tensors(layout, weights, memory)
         assert list(digests.items()) == list(tensor_digests(weights).items())
-        written.append(memory.tobytes())
+        written.append(memory.numpy().tobytes())
     assert written[0] == written[1]
     assert tensor_digests(dict(layout.views(memory))) == digests
 

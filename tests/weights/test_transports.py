@@ -23,12 +23,13 @@ from tandem.weights.shared import SharedWeights
 from tandem.weights.worker_sync import ProcessSync
 from tandem.workers.pool import Limits
 from tests.support.waiting import WAIT_S
-from tests.support.weight_worker import COMMAND, LOAD_S, token_of
+from tests.support.weight_worker import COMMAND, LOAD_S, FileIpc, on_files, token_of
 from tests.support.working import all_idle, open_workers, processes, request, run, until
 
 FAILED_JOIN_S = 10.0  # where a worker does not come; one that comes late is offered them again
 TRANSPORTS = [
     "shm",
+    "cuda_ipc",
     "collective",
     pytest.param(
         "rdma",
@@ -69,7 +70,9 @@ def some_changed(weights, draws, share=0.02):
 def opened(transport, delta=False, join_s=WAIT_S):
     """Open a transport. join_s: of a broadcast, how long it waits for a worker to come."""
     if transport == "collective":
-        return CollectiveWeights(tensors(), delta, join_s)
+        return CollectiveWeights(tensors(), delta, join_s=join_s)
+    if transport == "cuda_ipc":
+        return FileIpc(tensors(), delta)
     return find("transports", transport, key="weights.transport")().open(tensors(), delta)
 
 
@@ -101,7 +104,8 @@ class AnyTransport:
 
 @pytest.fixture(scope="module")
 def workers():
-    with opened_workers() as workers:
+    with pytest.MonkeyPatch.context() as patch, opened_workers() as workers:
+        on_files(patch.setattr)
         yield workers
 
 

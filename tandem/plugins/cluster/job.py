@@ -49,7 +49,8 @@ class Nodes(Here):
             )
         if not transport_of(config).crosses_machines:
             name = config.weights.transport
-            yield f"weights.transport: {name} is of one machine, and cluster.nodes need ray"
+            needed = "cluster.nodes need ray or collective"
+            yield f"weights.transport: {name} is of one machine, and {needed}"
 
     def check(self, config: Config) -> None:
         from tandem.plugins.cluster.this_machine import require_listener
@@ -96,7 +97,8 @@ class Nodes(Here):
 
     @contextmanager
     def open_weights(self, config: Config, tensors: Any) -> Iterator[tuple[Any, Any]]:
-        with closing(self.cluster.open_weights(tensors, config.weights.delta)) as weights:
+        opened = transport_of(config).open_on(self.cluster, tensors, config.weights.delta)
+        with closing(opened) as weights:
             yield weights, self.cluster.spawn
 
     @contextmanager

@@ -17,6 +17,7 @@ from itertools import count
 from typing import Any, cast
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from tandem.types import Array
@@ -68,8 +69,8 @@ class ObjectWeights(SharedWeights):
         buffer = np.empty(self._room, np.uint8)
         with warnings.catch_warnings():  # the base's pages are read only, and are only read
             warnings.simplefilter("ignore")
-            before = None if base is None else self._get(base[self.layout])
-            digests, sent = self._write(tensors, buffer, before)
+            before = None if base is None else torch.from_numpy(self._get(base[self.layout]))
+            digests, sent = self._write(tensors, torch.from_numpy(buffer), before)
         parts = {self.layout: self._put(buffer[: self.layout.size])}
         if sent is not None:
             parts[sent.layout] = self._put(buffer[sent.at : sent.at + sent.layout.size])

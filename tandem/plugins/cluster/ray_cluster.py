@@ -237,6 +237,10 @@ class RayCluster:
         free = ray.available_resources()
         return f"the nodes have {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs free"
 
+    def own_address(self) -> str:
+        """Return the driver's address on the cluster's network."""
+        return self.address_of(self.home)
+
     def open_weights(self, tensors: dict[str, Tensor], delta: Delta) -> ObjectWeights:
         """Open the transport of weights to the workers, through Ray's store."""
         return ObjectWeights(tensors, delta, put=ray.put, get=ray.get)

@@ -20,7 +20,6 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tandem.weights.shared import Delta, Layout, Memory, SharedWeights, Target
@@ -45,13 +44,13 @@ class RdmaWeights(SharedWeights):
             sent = self.sent(version, [worker])
             message = self._message("rdma", version, sent)
             with self._lock:
-                address = self._published[version].mapped.ctypes.data + sent.at
+                address = self._published[version].mapped.data_ptr() + sent.at
             offers.append(({**message, "agent": self._metadata, "address": address}, -1))
         return offers
 
     def _new_memory(self) -> Memory:
         memory = super()._new_memory()
-        registration = _register(self._agent, torch.from_numpy(memory.mapped))
+        registration = _register(self._agent, memory.mapped)
         metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
         with self._lock:
             self._registrations[memory.descriptor] = registration

@@ -4,12 +4,14 @@ import threading
 import warnings
 from collections import deque
 
+import torch
 from torch import Tensor
 
 from tandem.plugins.cluster.node_worker import NodeWorker
 from tandem.rollout_workers.worker import Receive, load_engine, run
 from tandem.types import Array
 from tandem.weights.shared import Layout, offered_layout
+from tandem.weights.transports import receive_offers
 from tandem.workers.channel import Channel, Message
 
 TAKE_S = 600.0  # for weights to reach a node
@@ -35,7 +37,11 @@ class RolloutWorker(NodeWorker):
             self._change.notify_all()
 
     def _receiver(self, layout: Layout) -> Receive:
+        others = receive_offers(layout)
+
         def receive(source: Message, descriptors: deque[int]) -> dict[str, Tensor]:
+            if "object" not in source:
+                return others(source, descriptors)
             number = source["object"]
             with self._change:
                 if not self._change.wait_for(lambda: number in self._taken, TAKE_S):
@@ -43,6 +49,7 @@ class RolloutWorker(NodeWorker):
                 buffer = self._taken.pop(number)
             with warnings.catch_warnings():  # the pages are read only, and are only read
                 warnings.simplefilter("ignore")
-                return dict(offered_layout(source, layout).only(source["names"]).views(buffer))
+                memory = torch.from_numpy(buffer)
+            return dict(offered_layout(source, layout).only(source["names"]).views(memory))
 
         return receive

@@ -289,9 +289,10 @@ class Footprint:
             return []
         count, versions = sizes.policy.count, rollout.staleness + 1
         held = rollout.workers * ((width + sizes.packed) * count + (rollout.cache_mb << 20))
-        if transport_of(self.config).stages:
+        transport = transport_of(self.config)
+        if transport.stages:
             held += rollout.workers * width * count  # the copy that they receive into
-        text = f"shared memory, {versions} versions"
+        text = f"{transport.memory}, {versions} versions"
         return [
             ("rollout workers", held, f"{rollout.workers} x weights, packs and rollout.cache_mb"),
             ("published weights", versions * width * count, text),

@@ -4,7 +4,7 @@ interpreter (worker.py), in one process, with the loop of worker.py around it.
     Request   token ids      --> add_request: one seed a request, n samples share a cached prompt
     step      LLMEngine.step --> new tokens and log-probs of the distribution sampled from
                                  (processed_logprobs); find_ending ends them as Tandem's engine does
-    apply     shared memory  --> start, update and finish of vLLM's weight transfer in each
+    apply     weights        --> start, update and finish of vLLM's weight transfer in each
                                  tensor-parallel rank, then reset_prefix_cache
     rest      sleep          --> until apply, which wakes the weights, loads them, and then wakes
                                  the cache
@@ -50,7 +50,7 @@ from tandem.plugins.vllm import WHERE, bias
 from tandem.runtime.errors import UserError
 from tandem.runtime.rng import address
 from tandem.types import Array, Completion, CompletionStop, Request
-from tandem.weights.hashing import tensor_digests
+from tandem.weights.hashing import Digest, tensor_digests
 from tandem.weights.shared import Layout, SharedWeights, read_tensors
 
 BACKEND = "tandem"  # of vLLM's weight transfer
@@ -143,11 +143,11 @@ class VLLMModel:
     """The weights of a vLLM engine."""
 
     def __init__(self, llm: LLMEngine):
-        self._llm, self.received = llm, dict[str, str]()
+        self._llm, self.received = llm, dict[str, Tensor]()
         llm.collective_rpc("init_weight_transfer_engine", args=({},))
 
     def load_weights(self, tensors: dict[str, Tensor]) -> None:
-        """Load tensors by name; `received` has then their digests. Raises UserError if vLLM does
+        """Load tensors by name, and keep them as `received`. Raises UserError if vLLM does
         not take them; its ranks in other processes raise all errors as a RuntimeError."""
         try:
             self._llm.collective_rpc("start_weight_update")
@@ -158,7 +158,7 @@ class VLLMModel:
             self._llm.collective_rpc("finish_weight_update")
         except REFUSALS as error:
             raise _refused("vLLM does not take this model's weights", WHERE, error) from error
-        self.received = tensor_digests(tensors)
+        self.received = tensors
 
     def _send_to_ranks(self, tensors: dict[str, Tensor]) -> None:
         """Have every rank map a copy of the tensors, and take its own part of each."""
@@ -266,10 +266,11 @@ class VLLMEngine:
         level 1 would copy them to the host: every version brings all of them."""
         self._llm.sleep(level=2)
 
-    def weight_digests(self) -> dict[str, str]:
-        """Return the digests of the bytes received: that all arrived. What vLLM made of them shows
-        in the gap to the trainer's log-probs."""
-        return self.model.received
+    def weight_digests(self, digest: Digest) -> dict[str, str]:
+        """Return the digests of the bytes received, and let them go: that all arrived. What vLLM
+        made of them shows in the gap to the trainer's log-probs."""
+        received, self.model.received = self.model.received, {}
+        return tensor_digests(received, digest)
 
     def score(self, tokens: Array) -> Array:
         """Return the log-probs of all tokens but the first, float32 nats, by the model's own

@@ -19,14 +19,15 @@ from tests.support.runs import fingerprint
 
 def test_a_run_on_two_nodes_has_the_bits_of_one_process(nodes, inputs):
     folder, command = inputs
-    alone, spread = folder / "alone", folder / "spread"
+    alone, spread, sent = folder / "alone", folder / "spread", folder / "sent"
     joined = [f"cluster.address={nodes.address}", "cluster.nodes=2", "rollout.workers=2"]
-    for place, overrides in ((alone, []), (spread, joined)):
+    broadcast = [*joined, "weights.transport=collective"]
+    for place, overrides in ((alone, []), (spread, joined), (sent, broadcast)):
         code, _, errors = tandem(*command[3:], f"run.folder={place}", *overrides, cwd=folder)
         assert code == 0, errors
     seen = [row for row in read_status(spread)["processes"] if row["role"].startswith("rollout")]
     assert len(seen) == 2 and len({row["node"] for row in seen}) == 2
-    assert fingerprint(spread) == fingerprint(alone)
+    assert fingerprint(spread) == fingerprint(sent) == fingerprint(alone)
 
 
 def test_a_worker_that_needs_a_gpu_is_placed_on_a_node_of_this_machine_that_has_one(nodes):
