@@ -33,8 +33,8 @@ GARBAGE = (
 )
 
 
-class Injected(Exception):
-    """The injected fault."""
+class Injected(BaseException):
+    """The injected fault; no Exception, which would be an error of the model while it loads."""
 
 
 def _crash(number: int, frame: FrameType | None) -> None:

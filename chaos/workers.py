@@ -190,7 +190,7 @@ class Struck(Workers):
 
     def _listen(self, seconds: float | None) -> None:
         self._strike("serving", 4)
-        self._strike("starting", 20)
+        self._strike("starting", 3)
         super()._listen(seconds)
 
     def _sync(self, version: int, workers: Sequence[WorkerProcess]) -> None:
@@ -226,7 +226,9 @@ class Struck(Workers):
 
 
 def _can_receive(worker: WorkerProcess, number: int) -> bool:
-    return number in (signal.SIGKILL, signal.SIGSTOP) or catches(worker.pid, number)
+    if number == signal.SIGSTOP:  # not the fork server, whose worker may go on without it
+        return worker.pid != worker.host._server.pid  # type: ignore[attr-defined]
+    return number == signal.SIGKILL or catches(worker.pid, number)
 
 
 if __name__ == "__main__":
