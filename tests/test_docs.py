@@ -1,17 +1,16 @@
 """README and the pages name keys, links, recipes and commands that are there."""
 
 import re
-from functools import partial
 from pathlib import Path
 
 import click
 import pytest
 import typer
-from typer.testing import CliRunner
 
 from tandem.cli.main import app
 from tandem.config.recipe import load_config
 from tandem.config.schema import Config
+from tests.support.home import output_of
 from tools.blocks import blocks, fault, prepare, rows, run, write_files
 from tools.pages import PAGES, PROSE, ROOT, broken_links, commands, name, named_pages, written_lines
 
@@ -86,18 +85,11 @@ def test_a_recipe_loads_and_says_how_it_is_run_and_what_to_expect(path):
 
 def test_cheap_commands_of_the_pages_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    tandem = partial(invoke_well, CliRunner())
-    prepare(tandem)
+    prepare(tandem := lambda words: output_of(*words))
     for page in PAGES:
         write_files(page, tmp_path)
         missing = [m for b in blocks(page) if b.mark == "runs" for m in run(b, tandem)]
         assert missing == []
-
-
-def invoke_well(runner, words):
-    result = runner.invoke(app, words)
-    assert result.exit_code == 0, (words, result.output, result.exception)
-    return result.output
 
 
 @each_page

@@ -7,9 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
-from tandem.model.forward import batch_logprobs
 from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episodes import run_episodes
@@ -17,10 +15,10 @@ from tandem.run_folder.episode_files import read_episodes
 from tandem.runtime.errors import InvariantError, UserError
 from tandem.step import train_step
 from tandem.step_async import RolloutPrefetcher
-from tandem.trainer.pack import pack
 from tandem.trainer.parity import ExactCheck
-from tandem.types import Env, Observation, Sample
+from tandem.types import Env, Observation
 from tests.support.ahead import STEPS, SlowSync, VersionedEngine, journal_of, ran, versions
+from tests.support.episodes import own_logprobs
 from tests.support.playing import user
 from tests.support.stages import (
     PARAMS,
@@ -142,17 +140,11 @@ def test_partial_rollout_token_has_logprob_of_its_own_weights(tmp_path):
     for episode in read_episodes(tmp_path / "train_step_000004.parquet"):
         for version in set(episode.weight_versions[episode.loss_mask].tolist()):
             stages.models.policy.model.load_weights(models[version])
-            theirs = logprobs_under(stages, episode)
-            mask = (episode.weight_versions == version)[episode.loss_mask]
-            assert np.array_equal(theirs[mask], episode.engine_logprobs[episode.loss_mask][mask])
+            held = stages.models.policy.model, episode.tokens, episode.loss_mask, PARAMS
+            mask = episode.loss_mask & (episode.weight_versions == version)
+            assert np.array_equal(own_logprobs(*held)[mask], episode.engine_logprobs[mask])
             checked += int(mask.sum())
     assert checked
-
-
-def logprobs_under(stages, episode):
-    [batch] = pack([Sample(tokens=episode.tokens, loss_mask=episode.loss_mask)], 1000)
-    with torch.no_grad():
-        return batch_logprobs(stages.models.policy.model, batch, PARAMS)[0].numpy()
 
 
 def run(stages, groups, envs, budget, sampling=PARAMS):

@@ -35,8 +35,8 @@ BARS = {
     "lines of tests": 34_000,
 }
 HELD = {
-    "lines of the core, without tandem/plugins": 31_974,
-    "lines with plugins": 56_916,
+    "lines of the core, without tandem/plugins": 32_040,
+    "lines with plugins": 57_221,
     "lines that tandem.step imports": 9_735,
     "lines that a plain `tandem train` imports": 19_362,
     "conditions on a backend's name": 11,
@@ -47,7 +47,7 @@ HELD = {
     "private functions with one use": 406,
     "functions with 8 or more parameters": 11,
     "yields in tandem/config": 27,
-    "lines of tests": 39_831,
+    "lines of tests": 39_776,
 }
 
 

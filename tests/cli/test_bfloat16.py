@@ -7,11 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tandem.run_folder.checkpoint import step_name
-from tandem.run_folder.metrics import read_metrics
-from tests.support.home import output_of
+from tests.support.home import done, output_of
 
-STEPS = 2
 BF16 = "model.dtype=bfloat16"
 
 
@@ -32,17 +29,13 @@ BF16 = "model.dtype=bfloat16"
 def test_a_run_exports_bfloat16_and_keeps_float32_masters(command, settings, home, tmp_path):
     folder = tmp_path / "run"
     settings = [setting.replace("HOME", str(home)) for setting in settings]
-    output_of(
-        command, home / "recipe.toml", f"run.folder={folder}", BF16, "eval.every=0", *settings
-    )
-    rows = read_metrics(folder)
-    assert [row["step"] for row in rows] == list(range(STEPS + 1))
-    exported = load_file(folder / "hf" / step_name(STEPS) / "model.safetensors")
-    config = json.loads((folder / "hf" / step_name(STEPS) / "config.json").read_text())
+    rows, target = done(command, home, folder, BF16, "eval.every=0", *settings)
+    exported = load_file(target / "model.safetensors")
+    config = json.loads((target / "config.json").read_text())
     assert {weight.dtype for weight in exported.values()} == {torch.bfloat16}
     assert config["dtype"] == "bfloat16"
     name = "scorer" if command == "rm" else "policy"
-    masters = load_file(folder / "checkpoints" / step_name(STEPS) / f"{name}.safetensors")
+    masters = load_file(folder / "checkpoints" / target.name / f"{name}.safetensors")
     assert {weight.dtype for weight in masters.values()} == {torch.float32}
     assert all(torch.equal(masters[name].bfloat16(), exported[name]) for name in exported)
     # and they hold more than the rounded weights, so small updates add up
@@ -50,7 +43,7 @@ def test_a_run_exports_bfloat16_and_keeps_float32_masters(command, settings, hom
     if command == "train":
         gaps = [row["logprob_gap"] for row in rows if "logprob_gap" in row]
         assert gaps and set(gaps) == {0.0}
-    assert "equal" in output_of("replay", folder, "--step", STEPS)
+    assert "equal" in output_of("replay", folder, "--step", rows[-1]["step"])
 
 
 def test_commands_that_only_generate_run_in_bfloat16(home, tmp_path):

@@ -195,11 +195,8 @@ def test_one_episode_is_enough_where_nothing_is_compared(kind, tmp_path):
 def test_keys_that_contradict_each_other_are_all_named(tmp_path):
     text = "[rl]\ngroup_size = 1\nprompts_per_step = 10\nminibatches = 4\n"
     lines = mistakes(tmp_path, text + "[rollout]\nstaleness = 100\n")
-    assert [line.split(":")[0] for line in lines] == [
-        "rl.group_size",
-        "rl.minibatches",
-        "rollout.staleness",
-    ]
+    keys = [line.split(":")[0] for line in lines]
+    assert keys == ["rl.group_size", "rl.minibatches", "rollout.staleness"]
 
 
 def contradictions():
@@ -252,11 +249,8 @@ def test_the_defaults_of_rl_are_the_algorithm_they_name():
 def test_an_algorithm_fills_in_its_values(name, tmp_path):
     in_file = load(tmp_path, f"[rl]\nalgorithm = '{name}'\n")
     assert in_file == load(tmp_path, "", f"rl.algorithm={name}")
-    assert {
-        **Config().rl.model_dump(),
-        "algorithm": name,
-        **ALGORITHMS[name].settings,
-    } == in_file.rl.model_dump()
+    expected = {**Config().rl.model_dump(), "algorithm": name, **ALGORITHMS[name].settings}
+    assert in_file.rl.model_dump() == expected
     assert load(tmp_path, to_toml(in_file)) == in_file
 
 
@@ -293,9 +287,8 @@ def test_text_with_brackets_is_text_where_the_key_takes_text(text):
 def test_every_default_survives_the_round_trip_through_toml(tmp_path):
     text = to_toml(Config())
     assert load(tmp_path, text) == Config()
-    written = {
-        f"{section}.{name}" for section, fields in tomllib.loads(text).items() for name in fields
-    }
+    tree = tomllib.loads(text)
+    written = {f"{section}.{name}" for section, fields in tree.items() for name in fields}
     assert written == {key for key, _, _ in describe()}
 
 

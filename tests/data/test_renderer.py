@@ -88,12 +88,7 @@ def test_loss_is_on_the_assistants_text_and_its_end_of_turn(tmp_path):
     assert text_of(renderer, tokens[loss_mask]) == "yo<|im_end|>bye\n\n!<|im_end|>"
     whole = renderer.tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
     assert tokens.tolist() == whole
-
-
-def test_the_tokens_before_a_turn_are_the_engines_prompt(tmp_path):
-    renderer = load_renderer(make_model(tmp_path))
-    messages = [user("hi"), assistant("yo"), user("and?"), assistant("bye")]
-    tokens, loss_mask = training_of(renderer, messages)
+    # before a turn stands the engine's prompt
     starts = np.flatnonzero(np.diff(loss_mask.astype(int)) == 1) + 1
     for start, turn in zip(starts, (1, 3), strict=True):
         assert np.array_equal(tokens[:start], prompt_of(renderer, messages[:turn]))

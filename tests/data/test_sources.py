@@ -84,9 +84,8 @@ def test_a_folder_of_datasets_is_read_as_datasets_wrote_it(tmp_path):
         found = read(tmp_path / name)
         assert [(p.messages[0]["content"], p.answer, p.metadata) for p in found] == expected
     assert [p.uid for p in read(tmp_path / "two#test")] == ["two#test/1"]
-    assert [file.name for file in readers.source_files(str(tmp_path / "one"), "data.train")] == [
-        f"data-0000{i}-of-00003.arrow" for i in range(3)
-    ]
+    files = readers.source_files(str(tmp_path / "one"), "data.train")
+    assert [file.name for file in files] == [f"data-0000{i}-of-00003.arrow" for i in range(3)]
 
 
 def test_a_folder_of_several_splits_needs_a_choice(tmp_path):
@@ -250,11 +249,8 @@ def test_what_load_dataset_finds_is_read_by_split(tmp_path, monkeypatch):
 
     monkeypatch.setattr(readers, "_locate", located)
     rows = readers.source_rows("some/sums#train", "data.train")
-    assert [(place, values["answer"]) for place, (values, _) in rows] == [
-        (":row 1", "2"),
-        (":row 2", "3"),
-        (":row 3", "4"),
-    ]
+    found = [(place, values["answer"]) for place, (values, _) in rows]
+    assert found == [(":row 1", "2"), (":row 2", "3"), (":row 3", "4")]
     [file] = readers.source_files("some/sums#test", "data.train")
     assert file.suffix == ".arrow"
 

@@ -49,8 +49,7 @@ def forked(workers):
 
 
 def test_a_worker_is_forked_by_the_one_process_that_forked_all_others():
-    with odd_workers(count=2, restarts=1) as workers:
-        until(workers, lambda: all_idle(workers))
+    with odd_workers(count=2, restarts=1, idle=True) as workers:
         server, expected = fork_server(workers), sample(workers)
         assert len(os.listdir(f"/proc/{server}/task")) == 1
         assert {command(worker.pid) for worker in processes(workers)} == {command(server)}
@@ -67,8 +66,7 @@ def test_a_worker_is_forked_by_the_one_process_that_forked_all_others():
 def test_a_fork_server_that_is_killed_or_hangs_is_replaced(how, monkeypatch):
     if how == signal.SIGSTOP:  # it tells no end of a worker, and is not waited for
         monkeypatch.setattr(host, "EXIT_S", 0.5)
-    with odd_workers(count=2, heartbeat_s=1.5, restarts=9) as workers:
-        until(workers, lambda: all_idle(workers))
+    with odd_workers(count=2, heartbeat_s=1.5, restarts=9, idle=True) as workers:
         server, expected = fork_server(workers), sample(workers)
         os.kill(server, how)
         if how == signal.SIGSTOP:  # it shows when a worker is needed
@@ -114,8 +112,7 @@ def test_a_worker_that_waits_for_imports_lives_with_the_fork_server():
 
 
 def test_a_fork_server_with_a_second_thread_starts_every_worker_anew():
-    with odd_workers(fault="thread") as workers:
-        until(workers, lambda: all_idle(workers))
+    with odd_workers(fault="thread", idle=True) as workers:
         assert len(os.listdir(f"/proc/{fork_server(workers)}/task")) == 2
         for worker in processes(workers):
             assert command(worker.pid)[-2:] == ("", f"{parent(worker.pid)}")

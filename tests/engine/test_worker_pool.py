@@ -135,6 +135,13 @@ def require_same_bits(workers, requests):
     assert found == expected(workers, requests)
 
 
+@pytest.fixture
+def file(tmp_path):
+    """The file of a fault, which happens as long as it is there."""
+    (tmp_path / "fault").touch()
+    return tmp_path / "fault"
+
+
 def test_a_request_too_long_for_an_engine_is_refused_at_once():
     with odd_workers(count=1) as workers:
         run(workers, [request(0, range(236))])
@@ -143,8 +150,7 @@ def test_a_request_too_long_for_an_engine_is_refused_at_once():
 
 
 def test_a_cancelled_request_ends_empty_and_changes_no_other():
-    with odd_workers(max_batch=2) as workers:
-        until(workers, lambda: all_idle(workers))
+    with odd_workers(max_batch=2, idle=True) as workers:
         requests = groups(2, max_new_tokens=200)  # none of them ends in one step
         tickets = [workers.submit(request) for request in requests]
         workers.cancel(tickets[0])  # not handed over yet
@@ -213,8 +219,7 @@ def test_a_worker_killed_or_stopped_in_any_state_changes_no_bit(how):
 
 
 def test_the_status_tells_who_runs_where_and_what_was_lost():
-    with odd_workers(count=2, restarts=1) as workers:
-        until(workers, lambda: all_idle(workers))
+    with odd_workers(count=2, restarts=1, idle=True) as workers:
         run(workers, groups(2))
         first, second = workers.status()
         assert (first["role"], second["role"]) == ("rollout worker 0", "rollout worker 1")
@@ -226,11 +231,8 @@ def test_the_status_tells_who_runs_where_and_what_was_lost():
 
 
 @pytest.mark.parametrize("fault", ["crash", "garbage"])
-def test_a_worker_that_crashes_or_babbles_changes_no_bit(fault, tmp_path):
-    file = tmp_path / "fault"
-    file.touch()
-    with odd_workers(fault=fault, file=file, restarts=1) as workers:
-        until(workers, lambda: all_idle(workers))
+def test_a_worker_that_crashes_or_babbles_changes_no_bit(fault, file):
+    with odd_workers(fault=fault, file=file, restarts=1, idle=True) as workers:
         require_same_bits(workers, groups(8))
         assert not file.exists() and workers.restarts.used == 1
         assert requests_served_again(workers.reports) > 0
@@ -239,19 +241,15 @@ def test_a_worker_that_crashes_or_babbles_changes_no_bit(fault, tmp_path):
         assert words == (fault == "crash", fault == "crash")
 
 
-def test_a_worker_in_an_endless_loop_is_killed_and_located(tmp_path):
-    file = tmp_path / "fault"
-    file.touch()
-    with odd_workers(fault="spin", file=file, heartbeat_s=2.0, restarts=20) as workers:
-        until(workers, lambda: all_idle(workers))
+def test_a_worker_in_an_endless_loop_is_killed_and_located(file):
+    with odd_workers(fault="spin", file=file, heartbeat_s=2.0, restarts=20, idle=True) as workers:
         require_same_bits(workers, groups(4))
         assert any("no sign of life for 2 s" in r and "in spin" in r for r in workers.reports)
         assert all(r.count("in spin") <= 1 for r in workers.reports)
 
 
 def test_a_driver_that_was_busy_takes_no_worker_for_silent():
-    with odd_workers(heartbeat_s=1.2, restarts=20) as workers:
-        until(workers, lambda: all_idle(workers))
+    with odd_workers(heartbeat_s=1.2, restarts=20, idle=True) as workers:
         used = workers.restarts.used  # a start may take longer on a busy machine
         workers.call(lambda: time.sleep(1.5))
         require_same_bits(workers, groups(4))
@@ -259,8 +257,7 @@ def test_a_driver_that_was_busy_takes_no_worker_for_silent():
 
 
 def test_ctrl_c_in_the_terminal_is_not_for_a_worker():
-    with odd_workers() as workers:
-        until(workers, lambda: all_idle(workers))
+    with odd_workers(idle=True) as workers:
         for worker in processes(workers):
             os.kill(worker.pid, signal.SIGINT)
             assert os.getsid(worker.pid) != os.getsid(0)
@@ -287,9 +284,7 @@ def test_a_worker_with_other_weights_gets_no_request():
     assert workers.published.hash_of(0) == caught.value.expected
 
 
-def test_a_worker_that_gets_no_weights_tries_again_and_is_then_replaced(tmp_path):
-    file = tmp_path / "fault"
-    file.touch()
+def test_a_worker_that_gets_no_weights_tries_again_and_is_then_replaced(file):
     with odd_workers(fault="lost weights", file=file, restarts=1) as workers:
         until(workers, lambda: len(workers.reports) == 2 and all_idle(workers))
         again, lost = workers.reports

@@ -45,10 +45,8 @@ def test_engine_and_policy_agree_after_optimizer_steps(name, dtype):
         assert largest_gap(model, requests, completions, 300, gradients=True) == 0.0
         optimizer.update()
     # the weights did reach the engine: the same requests score differently now
-    again = engine.generate(
-        random_requests(np.random.default_rng(0), prompts=4, longest=60, group=2)[:1]
-    )[0].logprobs
-    assert not np.array_equal(again, seen[0])
+    first = random_requests(np.random.default_rng(0), prompts=4, longest=60, group=2)[:1]
+    assert not np.array_equal(engine.generate(first)[0].logprobs, seen[0])
 
 
 def test_a_trainer_at_another_temperature_is_seen():

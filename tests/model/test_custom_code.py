@@ -15,7 +15,7 @@ from tandem.model.tiny import make_tiny
 from tandem.model.tokenizer import load_tokenizer
 from tandem.run_folder.read import open_past
 from tandem.runtime.errors import UserError
-from tests.support.home import invoke, make_home, mistake
+from tests.support.home import invoke, make_home, mistake, output_of
 from tests.support.tiny import change_json, stock_logits
 
 FILES = {
@@ -78,8 +78,7 @@ def customize(folder):
 def trained(home, tmp_path_factory):
     run = tmp_path_factory.mktemp("run") / "run"
     changes = [TRUSTED, "rollout.workers=1", "rl.kl_coef=0.05"]
-    result = invoke("train", home / "recipe.toml", f"run.folder={run}", *changes)
-    assert result.exit_code == 0, result.output
+    output_of("train", home / "recipe.toml", f"run.folder={run}", *changes)
     return run
 
 
@@ -152,8 +151,7 @@ def test_the_files_compute_in_every_process_and_leave_with_the_export(trained, h
         for layer in stock.model.layers:
             layer.mlp.forward = super(type(layer.mlp), layer.mlp).forward
         assert (stock_logits(stock, tokens) - expected).abs().max() > 1e-3
-    again = invoke("eval", home / "recipe.toml", TRUSTED, f"model.path={moved}")
-    assert again.exit_code == 0, again.output
+    output_of("eval", home / "recipe.toml", TRUSTED, f"model.path={moved}")
 
 
 def test_past_run_needs_its_own_copy_of_the_files_only(trained, home, tmp_path):
@@ -161,12 +159,10 @@ def test_past_run_needs_its_own_copy_of_the_files_only(trained, home, tmp_path):
     assert {f"{name}.py" for name in FILES} <= {path.name for path in kept.iterdir()}
     away = shutil.move(home / "model", tmp_path / "away")
     try:
-        result = invoke("export", trained, "--out", tmp_path / "out")
-        assert result.exit_code == 0, result.output
+        output_of("export", trained, "--out", tmp_path / "out")
     finally:
         shutil.move(away, home / "model")
     [first] = (trained / "hf").iterdir()
     for name in ("model.safetensors", "modeling_halved.py", "scale_halved.py"):
         assert (tmp_path / "out" / name).read_bytes() == (first / name).read_bytes(), name
-    replayed = invoke("replay", trained, "--step", 2)
-    assert replayed.exit_code == 0, replayed.output
+    output_of("replay", trained, "--step", 2)

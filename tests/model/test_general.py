@@ -16,11 +16,10 @@ from tandem.model.config_file import check_model
 from tandem.model.forward import batch_logprobs
 from tandem.model.general import make_general
 from tandem.model.load import load_model
-from tandem.model.lora import Lora, add_adapter
+from tandem.model.lora import add_adapter
 from tandem.model.paths import divisible
 from tandem.model.placement import Placement
 from tandem.model.probe import Exactness, probe
-from tandem.model.tiny import make_tokenizer
 from tandem.plugins.distill.inputs import _check_logits
 from tandem.run_folder.export import export
 from tandem.runtime.errors import UserError
@@ -39,7 +38,15 @@ from tests.support.architectures import (
     why_inexact,
 )
 from tests.support.parity import engine_for, gap_of, random_requests
-from tests.support.tiny import exact_logits, moved, random_samples, random_tokens, stock_logits
+from tests.support.tiny import (
+    LORA,
+    exact_logits,
+    moved,
+    random_samples,
+    random_tokens,
+    save_model,
+    stock_logits,
+)
 
 # What they have that others lack: a soft cap, windows and two rotary embeddings, biases in the
 # head and layers beside each other, norms behind, a factor of the logits, one query head a key
@@ -167,10 +174,8 @@ def test_checkpointing_changes_no_bit(name):
     assert all(map(torch.equal, *results))
 
 
-def saved(name, folder, **changes):
-    stock(name, **changes).save_pretrained(folder)
-    make_tokenizer(characters="abc").save_pretrained(folder)
-    return str(folder)
+def saved(name, folder):
+    return save_model(stock(name), folder, characters="abc")
 
 
 @pytest.mark.parametrize(
@@ -183,8 +188,7 @@ def saved(name, folder, **changes):
 )
 def test_export_has_the_weights_that_ran(name, rank, tmp_path):
     path = saved(name, tmp_path / "model")
-    lora = Lora(rank=4, alpha=8.0, targets=("all-linear",), seed=7) if rank else None
-    model = moved(load_model(path, lora))
+    model = moved(load_model(path, LORA if rank else None))
     assert bool(model.gap) == (name in INEXACT)
     assert model.gap or gap_of(model, 2, prompts=2, longest=60, group=2) == 0.0
     export(model, path, tmp_path / "out", "# A model\n")
@@ -204,7 +208,7 @@ def test_model_without_linear_modules_takes_no_adapter():
         base_model = torch.nn.Embedding(2, 8)
 
     with pytest.raises(UserError, match="targets are not in this model") as error:
-        add_adapter(Bare(), Lora(rank=4, alpha=8.0, targets=("all-linear",), seed=7))
+        add_adapter(Bare(), LORA)
     assert "it has none" in error.value.expected
 
 

@@ -15,7 +15,6 @@ from tandem.model.config_file import check_model
 from tandem.model.load import load_model, make_exact
 from tandem.model.lora import Lora
 from tandem.model.paths import divisible
-from tandem.model.tiny import make_tokenizer
 from tandem.run_folder.export import export
 from tandem.runtime.errors import UserError
 from tests.support.architectures import save_architecture
@@ -26,6 +25,7 @@ from tests.support.tiny import (
     exact_model,
     random_tokens,
     same_weights,
+    save_model,
     stock_logits,
     stock_model,
     tiny_config,
@@ -246,8 +246,7 @@ def to_mxfp4(name, weight):
 
 def test_fp8_checkpoint_runs_and_is_exported_dequantized(tmp_path):
     source = stock_model(tiny_config("llama", hidden_size=96, head_dim=16))
-    source.save_pretrained(tmp_path / "fp8")
-    make_tokenizer().save_pretrained(tmp_path / "fp8")
+    save_model(source, tmp_path / "fp8")
     fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     quantized_again(tmp_path / "fp8", fp8, to_fp8)
     model = load_model(str(tmp_path / "fp8"))

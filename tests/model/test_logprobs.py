@@ -88,10 +88,8 @@ def test_a_row_does_not_see_the_other_rows(sampling):
     whole = log_distribution(table, sampling)
     for rows in (1, 2, 3, 7):
         for start in (0, 5):
-            assert torch.equal(
-                log_distribution(table[start : start + rows].clone(), sampling),
-                whole[start : start + rows],
-            )
+            place = slice(start, start + rows)
+            assert torch.equal(log_distribution(table[place].clone(), sampling), whole[place])
 
 
 def case(rows, vocabulary, seed=0):
@@ -162,10 +160,8 @@ PENALTY = SamplingDistribution(repetition_penalty=1.4)
     ("sampling", "size", "of"),
     [
         *((sampling, (12, 40), of) for of in ([1], [0, 1]) for sampling in FILTERS),
-        *(
-            (sampling, (12, 40), [0])
-            for sampling in (PENALTY, replace(PENALTY, temperature=0.7, top_k=15))
-        ),
+        (PENALTY, (12, 40), [0]),
+        (replace(PENALTY, temperature=0.7, top_k=15), (12, 40), [0]),
         (FILTERS[1], (CHUNK_BYTES // 160_000 + 30, 40_000), [0]),  # in several chunks
     ],
     ids=str,
@@ -193,11 +189,8 @@ def test_gradients_of_log_probs_and_entropies_are_autograds(sampling, size, of):
 def test_no_targets_give_no_logprobs_and_a_gradient_of_zero():
     hidden, weight, _ = case(0, 40)
     weight.requires_grad_()
-    found, _ = token_logprobs(
-        Head(hidden, weight, CPU.pack(weight)),
-        torch.zeros(0, dtype=torch.int64),
-        SamplingDistribution(),
-    )
+    head, none = Head(hidden, weight, CPU.pack(weight)), torch.zeros(0, dtype=torch.int64)
+    found, _ = token_logprobs(head, none, SamplingDistribution())
     found.sum().backward()
     assert len(found) == 0 and not weight.grad.any()
 
@@ -205,13 +198,10 @@ def test_no_targets_give_no_logprobs_and_a_gradient_of_zero():
 @pytest.mark.usefixtures("plain_kernels")
 @pytest.mark.parametrize("frozen", [True, False])
 def test_frozen_output_projection_gets_no_gradient(frozen):
-    hidden, weight = (
-        noise(8, WIDTH).requires_grad_(),
-        noise(40, WIDTH, seed=1).requires_grad_(not frozen),
-    )
-    logprobs, _ = token_logprobs(
-        Head(hidden, weight, CPU.pack(weight)), torch.arange(8), SamplingDistribution()
-    )
+    hidden = noise(8, WIDTH).requires_grad_()
+    weight = noise(40, WIDTH, seed=1).requires_grad_(not frozen)
+    head = Head(hidden, weight, CPU.pack(weight))
+    logprobs, _ = token_logprobs(head, torch.arange(8), SamplingDistribution())
     with Operators() as run:
         logprobs.sum().backward()
     assert hidden.grad.any() and (weight.grad is None) == frozen
@@ -228,43 +218,31 @@ def test_expected_gradient_same_bits_other_gradient_its_own(sampling, frozen):
     rng = torch.Generator().manual_seed(0)
     rows, vocabulary, width = 40, 300_000, 8  # several chunks
     weight = torch.randn(vocabulary, width, generator=rng).requires_grad_(not frozen)
-    targets, above = (
-        torch.randint(vocabulary, (rows,), generator=rng),
-        torch.randn(rows, generator=rng),
-    )
+    targets = torch.randint(vocabulary, (rows,), generator=rng)
+    above = torch.randn(rows, generator=rng)
     start = torch.randn(rows, width, generator=rng)
 
     def gradients(expected, arriving):
         hidden = start.clone().requires_grad_()
-        logprobs, entropy = token_logprobs(
-            Head(hidden, weight, CPU.pack(weight)), targets, sampling, None, expected
-        )
+        head = Head(hidden, weight, CPU.pack(weight))
+        logprobs, entropy = token_logprobs(head, targets, sampling, None, expected)
         logprobs.backward(arriving)
-        head, weight.grad = weight.grad, None
-        return logprobs.detach(), entropy.detach(), hidden.grad, head
+        of_weight, weight.grad = weight.grad, None
+        return logprobs.detach(), entropy.detach(), hidden.grad, of_weight
 
     for expected, arriving in ((above, above), (above + 1, above), (torch.zeros(rows), above)):
-        for found, truth in zip(
-            gradients(expected, arriving), gradients(None, arriving), strict=True
-        ):
+        pairs = zip(gradients(expected, arriving), gradients(None, arriving), strict=True)
+        for found, truth in pairs:
             assert (found is None and truth is None and frozen) or torch.equal(found, truth)
 
 
 @pytest.mark.usefixtures("plain_kernels")
 @pytest.mark.parametrize(("shift", "products"), [(0.0, 0), (1.0, 3)])
 def test_expected_gradient_saves_the_second_logits(shift, products):
-    hidden, weight, above = (
-        torch.randn(6, 8).requires_grad_(),
-        torch.randn(50, 8).requires_grad_(),
-        torch.randn(6),
-    )
-    logprobs, _ = token_logprobs(
-        Head(hidden, weight, CPU.pack(weight)),
-        torch.arange(6),
-        SamplingDistribution(),
-        None,
-        above + shift,
-    )
+    hidden, above = torch.randn(6, 8).requires_grad_(), torch.randn(6)
+    weight = torch.randn(50, 8).requires_grad_()
+    head, expected = Head(hidden, weight, CPU.pack(weight)), above + shift
+    logprobs, _ = token_logprobs(head, torch.arange(6), SamplingDistribution(), None, expected)
     with Operators() as ran:
         logprobs.backward(above)
     assert ran.products == products

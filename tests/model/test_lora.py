@@ -13,24 +13,24 @@ from transformers import AutoModelForCausalLM
 from tandem.config.schema import Config
 from tandem.model.load import load_model, make_exact
 from tandem.model.lora import Lora
-from tandem.model.tiny import make_tokenizer
 from tandem.plugins.commands.export import export_adapter
 from tandem.run_folder.export import export, model_card
 from tandem.runtime.errors import UserError
 from tandem.trainer.optimizer import Optimizer, Settings
 from tests.support.parity import engine_for, largest_gap, random_requests
 from tests.support.tiny import (
+    LORA,
     exact_logits,
     moved,
     noise,
-    random_tokens,
+    random_documents,
+    save_model,
     stock_logits,
     stock_model,
     tiny_config,
 )
 
 KINDS = ("llama", "qwen2", "qwen3", "qwen3_moe")
-LORA = Lora(rank=4, alpha=8.0, targets=("all-linear",), seed=7)
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
@@ -53,13 +53,9 @@ def adam(model):
     return Optimizer(model.trainable(), Settings(learning_rate=1e-2, total_steps=9))
 
 
-def documents():
-    return [random_tokens(np.random.default_rng(n), n) for n in (1, 17, 40)]
-
-
 @torch.no_grad()
 def logits(model):
-    return torch.cat(exact_logits(model, documents()))
+    return torch.cat(exact_logits(model, random_documents()))
 
 
 def loss_of(logits):
@@ -97,7 +93,7 @@ def test_adapter_off_gives_the_bits_of_the_plain_model(kind):
         with model.adapter_off():
             assert torch.equal(logits(model), base)
             # with gradients on
-            assert torch.equal(torch.cat(exact_logits(model, documents())).detach(), base)
+            assert torch.equal(torch.cat(exact_logits(model, random_documents())).detach(), base)
         assert torch.equal(logits(model), whole) and not torch.equal(whole, base)
     with pytest.raises(ZeroDivisionError), model.adapter_off():
         _ = 1 / 0
@@ -205,8 +201,8 @@ def test_gradients_are_those_of_pefts_own_unmerged_module(kind):
         for name, parameter in parameters.items():
             parameter.copy_(model.trainable()[name])
     check_same_logits(model, theirs)
-    loss_of(exact_logits(model, documents())).backward()
-    loss_of([stock_logits(theirs, document) for document in documents()]).backward()
+    loss_of(exact_logits(model, random_documents())).backward()
+    loss_of([stock_logits(theirs, document) for document in random_documents()]).backward()
     for name, parameter in parameters.items():
         scale = parameter.grad.abs().max()
         # float32 sums in another order, through two layers
@@ -219,16 +215,9 @@ def test_gradients_are_those_of_pefts_own_unmerged_module(kind):
 # ---- exports
 
 
-def saved(kind, folder):
-    """A model directory with its tokenizer."""
-    stock(kind).save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    return str(folder)
-
-
 def check_same_logits(model, other):
     with torch.no_grad():
-        theirs = torch.cat([stock_logits(other, document) for document in documents()])
+        theirs = torch.cat([stock_logits(other, document) for document in random_documents()])
     torch.testing.assert_close(logits(model), theirs, rtol=1e-5, atol=5e-5)
 
 
@@ -240,7 +229,7 @@ def load_trained(kind, source):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_export_is_a_plain_directory_of_the_merged_model(kind, tmp_path):
-    source = saved(kind, tmp_path / "source")
+    source = save_model(stock(kind), tmp_path / "source")
     model = load_trained(kind, source)
     config = Config.model_validate({"model": {"path": source}, "run": {"seed": 7}})
     about = {"inputs": {"data.train": "0f" * 32}, "versions": {"torch": "2.13.0"}}
@@ -268,7 +257,7 @@ def test_an_export_is_a_plain_directory_of_the_merged_model(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_exported_adapter_is_read_by_peft(kind, tmp_path):
-    source = saved(kind, tmp_path / "source")
+    source = save_model(stock(kind), tmp_path / "source")
     model = load_trained(kind, source)
     folder = export_adapter(model, source, tmp_path / "adapter", "card")
     adapter = {"adapter_config.json", "adapter_model.safetensors"}

@@ -21,9 +21,8 @@ from tests.support.architectures import stock
 from tests.support.parity import gap_of
 from tests.support.past_runs import past_run
 from tests.support.runs import KINDS, fingerprint
-from tests.support.tiny import exact_logits, moved, random_tokens
+from tests.support.tiny import LORA, exact_logits, moved, random_tokens
 
-LORA = Lora(rank=4, alpha=8.0, targets=("all-linear",), seed=7)
 BASES = ("nf4", "int8")
 KINDS["lora, nf4"] = [*KINDS["lora"], "lora.base=nf4"]
 

@@ -14,7 +14,7 @@ from tandem.model.stock import INDEX, check_sums
 from tandem.run_folder.export import export
 from tandem.run_folder.read import open_past
 from tandem.runtime.errors import UserError
-from tests.support.home import invoke, make_home
+from tests.support.home import make_home, output_of
 from tests.support.tiny import same_weights
 
 
@@ -45,8 +45,7 @@ def home(request, tmp_path_factory):
 def run(home, tmp_path_factory):
     run = tmp_path_factory.mktemp("run") / "run"
     changes = ["rl.kl_coef=0.05", "train.learning_rate=1e-2"]
-    result = invoke("train", home / "recipe.toml", f"run.folder={run}", *changes)
-    assert result.exit_code == 0, result.output
+    output_of("train", home / "recipe.toml", f"run.folder={run}", *changes)
     return run
 
 
@@ -61,16 +60,14 @@ def test_run_on_several_files_is_the_run_on_one(home, run, tmp_path):
     save_file(weights, whole / "model.safetensors", metadata={"format": "pt"})
     other = tmp_path / "other"
     changes = ["rl.kl_coef=0.05", f"model.path={whole}", "train.learning_rate=1e-2"]
-    result = invoke("train", home / "recipe.toml", f"run.folder={other}", *changes)
-    assert result.exit_code == 0, result.output
+    output_of("train", home / "recipe.toml", f"run.folder={other}", *changes)
     hashes = [[row["weights"] for row in open_past(one).ledger.values()] for one in (run, other)]
     assert hashes[0] == hashes[1]
 
 
 def test_export_in_several_files_has_the_weights_of_one(run, tmp_path):
     out = tmp_path / "out"
-    result = invoke("export", run, "--out", out, "--max-shard-size", "20KB")
-    assert result.exit_code == 0, result.output
+    output_of("export", run, "--out", out, "--max-shard-size", "20KB")
     [one] = (run / "hf").iterdir()
     assert shards(one) == ["model.safetensors"] and len(shards(out)) > 3
     check_sums(str(out))

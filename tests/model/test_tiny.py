@@ -8,11 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
-from typer.testing import CliRunner
 
-from tandem.cli.main import app
 from tandem.model.tiny import make_tiny
 from tandem.runtime.errors import UserError
+from tests.support.home import invoke, output_of
 
 
 @pytest.fixture(scope="module")
@@ -62,14 +61,9 @@ def test_tiny_files_equal_for_a_seed_other_for_another(folder, tmp_path):
 # ---- the command
 
 
-def invoke(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
 def test_the_command_makes_the_demos_model_with_a_row_for_the_pad_token(folder, tmp_path):
     """A random model samples it, and RMSNorm multiplies the gradient of a row of zeros by 1,000."""
-    result = invoke("tiny", tmp_path / "new/model")
-    assert result.exit_code == 0 and "random parameters over 96 characters" in result.output
+    assert "random parameters over 96 characters" in output_of("tiny", tmp_path / "new/model")
     for file in folder.glob("*.j*"):
         assert (tmp_path / "new/model" / file.name).read_bytes() == file.read_bytes()
     demo, new = (load_file(one / "model.safetensors") for one in (folder, tmp_path / "new/model"))
@@ -82,17 +76,14 @@ def test_the_characters_are_those_of_the_data_and_of_vocab(tmp_path):
     (tmp_path / "a.jsonl").write_text(
         '{"prompt": "é+1=?", "answer": 20}\n{"prompt": "x", "answer": null}\n'
     )
-    question, answer = (
-        '{"role": "user", "content": "雪"}',
-        '{"role": "assistant", "content": "\\t"}',
-    )
+    question = '{"role": "user", "content": "雪"}'
+    answer = '{"role": "assistant", "content": "\\t"}'
     chat = f'{{"messages": [{question}, {answer}]}}\n'
     (tmp_path / "b.jsonl").write_text(chat)
     sources = [f"--from={tmp_path}/{name}.jsonl" for name in "ab"]
-    result = invoke(
+    output_of(
         "tiny", tmp_path / "model", *sources, "--vocab", "z", "--hidden", "32", "--layers", "1"
     )
-    assert result.exit_code == 0, result.exception
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     characters = [name for name in tokenizer.get_vocab() if len(name) == 1]
     assert {*"é+1=?20x雪\tz"} <= set(characters) and "y" not in characters
@@ -103,9 +94,9 @@ def test_the_model_can_be_trained_at_once(tmp_path):
     (tmp_path / "chats.jsonl").write_text('{"prompt": "1+1=?", "response": "2"}\n' * 4)
     (tmp_path / "r.toml").write_text("[sft]\nsteps = 2\nbatch_size = 2\n[eval]\n")
     model = tmp_path / "model"
-    assert invoke("tiny", model, "--from", tmp_path / "chats.jsonl", "--context", 32).exit_code == 0
+    output_of("tiny", model, "--from", tmp_path / "chats.jsonl", "--context", 32)
     command = [tmp_path / "r.toml", f"model.path={model}", f"sft.train={tmp_path}/chats.jsonl"]
-    assert invoke("sft", *command, f"run.folder={tmp_path}/run").exit_code == 0
+    output_of("sft", *command, f"run.folder={tmp_path}/run")
     assert (tmp_path / "run/hf/step_000002/model.safetensors").is_file()
 
 
@@ -148,7 +139,7 @@ def test_the_walk_through_of_the_docs_is_ready_to_run(tmp_path):
         [sys.executable, root / "examples/sorting/data.py"], cwd=tmp_path, check=True, timeout=60
     )
     data = tmp_path / "runs/sorting"
-    assert invoke("tiny", data / "model", "--from", data / "chats.jsonl").exit_code == 0
+    output_of("tiny", data / "model", "--from", data / "chats.jsonl")
     files = {
         "data.train": "problems.jsonl",
         "eval.data": "held_out.jsonl",
@@ -161,5 +152,4 @@ def test_the_walk_through_of_the_docs_is_ready_to_run(tmp_path):
         f"run.folder={tmp_path}/run",
     ]
     for command in ("sft", "train"):
-        result = invoke("plan", root / "recipes/sorting.toml", *overrides, "--for", command)
-        assert result.exit_code == 0, result.output
+        output_of("plan", root / "recipes/sorting.toml", *overrides, "--for", command)

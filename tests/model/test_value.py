@@ -3,42 +3,37 @@ transformers loads."""
 
 import json
 
-import numpy as np
 import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForSequenceClassification
 
 from tandem.model.load import load_model
-from tandem.model.lora import Lora
-from tandem.model.tiny import make_tokenizer
 from tandem.plugins.commands.export import export_adapter
 from tandem.run_folder.export import export
 from tandem.runtime.errors import UserError
-from tests.support.tiny import exact_logits, moved, noise, random_tokens, stock_model, tiny_config
+from tests.support.tiny import (
+    LORA,
+    exact_logits,
+    moved,
+    noise,
+    random_documents,
+    save_model,
+    stock_model,
+    tiny_config,
+)
 
 KINDS = ("llama", "qwen2", "qwen3", "qwen3_moe")
-LORA = Lora(rank=4, alpha=8.0, targets=("all-linear",), seed=7)
 
 
 @pytest.fixture
 def language_model(tmp_path):
-    return save_language_model(tmp_path / "language", "llama")
-
-
-def save_language_model(folder, kind):
-    stock_model(tiny_config(kind)).save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    return str(folder)
-
-
-def documents():
-    return [random_tokens(np.random.default_rng(n), n) for n in (1, 17, 40)]
+    return save_model(stock_model(tiny_config("llama")), tmp_path / "language")
 
 
 def values(model):
     """float32 [T, 1]"""
-    return torch.cat(exact_logits(model, documents()))
+    return torch.cat(exact_logits(model, random_documents()))
 
 
 def set_score(model):
@@ -53,13 +48,13 @@ def stock_values(folder):
 
 @torch.no_grad()
 def last_values(stock):
-    prefixes = [document[: n + 1] for document in documents() for n in range(len(document))]
+    prefixes = [document[: n + 1] for document in random_documents() for n in range(len(document))]
     return torch.cat([stock(input_ids=torch.as_tensor(prefix)[None]).logits for prefix in prefixes])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_value_model_of_a_language_model_starts_at_exactly_zero(kind, tmp_path):
-    source = save_language_model(tmp_path / "language", kind)
+    source = save_model(stock_model(tiny_config(kind)), tmp_path / "language")
     model, tokens = load_model(source, head="value"), load_model(source)
     assert model.head.weight.shape == (1, 96) and not model.head.weight.any()
     out = values(model)
@@ -82,7 +77,7 @@ def test_zero_score_gets_gradient_before_the_backbone(language_model):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_exported_value_model_is_a_stock_classifier(kind, tmp_path):
-    source = save_language_model(tmp_path / "language", kind)
+    source = save_model(stock_model(tiny_config(kind)), tmp_path / "language")
     model = load_model(source, head="value")
     set_score(model)
     folder = export(model, source, tmp_path / "out", "card")
@@ -97,7 +92,7 @@ def test_a_value_does_not_depend_on_the_tokens_beside_it(language_model):
     model = load_model(language_model, head="value")
     set_score(model)
     with torch.no_grad():
-        alone = torch.cat([exact_logits(model, [document])[0] for document in documents()])
+        alone = torch.cat([exact_logits(model, [document])[0] for document in random_documents()])
         assert torch.equal(alone, values(model))
         x = noise(70, 96)
         assert all(torch.equal(model.head(x[:rows]), model.head(x)[:rows]) for rows in range(1, 71))

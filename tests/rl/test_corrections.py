@@ -48,14 +48,9 @@ def by_formula(kind, rows, low, cap):
 
 
 def flat(rows):
-    proximal, engine = torch.tensor(
-        [pair for row in rows for pair in row], dtype=torch.float64
-    ).unbind(1)
-    return (
-        proximal,
-        engine,
-        torch.arange(len(rows)).repeat_interleave(torch.tensor([len(row) for row in rows])),
-    )
+    pairs = torch.tensor([pair for row in rows for pair in row], dtype=torch.float64)
+    lengths = torch.tensor([len(row) for row in rows])
+    return *pairs.unbind(1), torch.arange(len(rows)).repeat_interleave(lengths)
 
 
 @given(sequences_of_pairs, st.floats(0.1, 1.0), st.floats(1.0, 5.0))
@@ -74,32 +69,21 @@ def test_correction_equals_its_formula_for_any_sequences(rows, low, cap):
 @pytest.mark.parametrize("kind", KINDS)
 def test_exact_engine_makes_every_weight_exactly_1(kind):
     engine = ENGINE.float()
-    assert torch.equal(
-        correction(kind, engine, engine.clone(), SEQUENCES, low=1.0, cap=1.0),
-        torch.ones(len(engine)),
-    )  # even with no room at all between the bounds
+    # even with no room at all between the bounds
+    found = correction(kind, engine, engine.clone(), SEQUENCES, low=1.0, cap=1.0)
+    assert torch.equal(found, torch.ones(len(engine)))
     assert torch.equal(sequence_errors(engine, engine.clone(), SEQUENCES), torch.ones(len(LENGTHS)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_gradient_passes_through_a_correction(kind):
-    found = correction(
-        kind,
-        PROXIMAL.clone().requires_grad_(),
-        ENGINE.clone().requires_grad_(),
-        SEQUENCES,
-        **BOUNDS,
-    )
-    assert not found.requires_grad
+    leaves = [column.clone().requires_grad_() for column in (PROXIMAL, ENGINE)]
+    assert not correction(kind, *leaves, SEQUENCES, **BOUNDS).requires_grad
 
 
 def test_ratio_exactly_at_a_bound_is_kept():
     """exp(0) = 1 is the one ratio that is exact whatever the library's rounding."""
-    one = (
-        torch.zeros(3, dtype=torch.float64),
-        torch.zeros(3, dtype=torch.float64),
-        torch.tensor([0, 0, 1]),
-    )
+    one = *torch.zeros(2, 3, dtype=torch.float64), torch.tensor([0, 0, 1])
     for low, cap in ((1.0, 2.0), (0.5, 1.0)):
         assert correction("icepop", *one, low=low, cap=cap).tolist() == [1.0] * 3
     assert correction("mis", *one, low=0.0, cap=1.0).tolist() == [1.0] * 3

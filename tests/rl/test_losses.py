@@ -133,13 +133,11 @@ def test_ratio_exactly_at_a_bound_is_not_yet_clipped(advantage, scale, passes):
 )
 def test_sequence_loss_equals_the_formula_for_any_lengths(rows, random):
     lengths = [len(row) for row in rows]
-    policy, proximal = torch.tensor(
-        [pair for row in rows for pair in row], dtype=torch.float64
-    ).unbind(1)
+    pairs = [pair for row in rows for pair in row]
+    policy, proximal = torch.tensor(pairs, dtype=torch.float64).unbind(1)
     sequences = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths))
-    advantages = torch.tensor([random.choice([-1.0, 0.0, 2.0]) for _ in rows], dtype=torch.float64)[
-        sequences
-    ]
+    drawn = [random.choice([-1.0, 0.0, 2.0]) for _ in rows]
+    advantages = torch.tensor(drawn, dtype=torch.float64)[sequences]
     expected = by_formula("gspo", policy, proximal, advantages, lengths, **CLIP)
     check(gspo(policy, proximal, advantages, sequences, **CLIP), expected, "clip_share")
 
@@ -170,20 +168,11 @@ def test_cispo_equals_the_formula():
 @pytest.mark.parametrize("proximal", [-100.0, -700.0])
 def test_ratio_too_large_for_float32_stays_finite(advantage, proximal):
     policy = torch.tensor([-0.5, -0.5], requires_grad=True)
-    terms, metrics = ppo_clip(
-        policy,
-        torch.full((2,), proximal),
-        torch.full((2,), advantage),
-        clip_low=0.2,
-        clip_high=0.2,
-        dual_clip=3.0,
-    )
+    given = torch.full((2,), proximal), torch.full((2,), advantage)
+    terms, metrics = ppo_clip(policy, *given, clip_low=0.2, clip_high=0.2, dual_clip=3.0)
     terms.sum().backward()
-    assert (
-        torch.isfinite(terms).all()
-        and torch.isfinite(policy.grad).all()
-        and np.isfinite(list(metrics.values())).all()
-    )
+    assert torch.isfinite(terms).all() and torch.isfinite(policy.grad).all()
+    assert np.isfinite(list(metrics.values())).all()
     assert not policy.grad.any()
 
 

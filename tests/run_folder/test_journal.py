@@ -70,17 +70,14 @@ def test_step_under_way_plays_only_the_missing_episodes(keep, whole, tmp_path):
     write_episodes(tmp_path / "again", 1, groups, "part", note={"run": "another run"}, part="_0_1")
     again = stages(tmp_path / "again")
     train_step(again, 0)
-    assert sorted(r.key for r in again.collector.runner.engine.requests) == sorted(
-        e.key for g in groups for e in g.episodes if e.key not in kept
-    )
+    missing = [e.key for g in groups for e in g.episodes if e.key not in kept]
+    assert sorted(r.key for r in again.collector.runner.engine.requests) == sorted(missing)
     assert len(again.collector.runner.rewards.items) == 6 - keep
     assert weights_of(again) == weights_of(made)
     # the parts are gone
     assert [path.name for path in (tmp_path / "again").iterdir()] == ["train_step_000001.parquet"]
-    assert (
-        episode_file(tmp_path / "again", 1).read_bytes()
-        == episode_file(tmp_path / "whole", 1).read_bytes()
-    )
+    files = [episode_file(tmp_path / name, 1).read_bytes() for name in ("again", "whole")]
+    assert files[0] == files[1]
 
 
 def test_an_episode_is_durable_soon_after_it_was_scored(whole, tmp_path):

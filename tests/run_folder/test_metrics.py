@@ -39,9 +39,8 @@ def tensorboard(folder, tag):
 def test_rows_are_read_back_as_written(tmp_path):
     write(tmp_path, range(1, 4), 0)
     assert read_metrics(tmp_path) == [{"step": step, **numbers(step)} for step in (1, 2, 3)]
-    assert read_metrics(tmp_path, "timings.jsonl") == [
-        {"step": step, "step_s": 0.5} for step in (1, 2, 3)
-    ]
+    times = [{"step": step, "step_s": 0.5} for step in (1, 2, 3)]
+    assert read_metrics(tmp_path, "timings.jsonl") == times
 
 
 def test_metrics_cut_anywhere_are_resumed_to_the_same_bytes():
@@ -51,18 +50,16 @@ def test_metrics_cut_anywhere_are_resumed_to_the_same_bytes():
         write(whole, range(7), -1)
         wanted = rows_of(whole)
         ends = [place for place, byte in enumerate(wanted) if byte == ord("\n")]
-        for length in sorted(
-            {0, 5, len(wanted), *ends, *(end - 1 for end in ends), *(end + 1 for end in ends)}
-        ):
+        beside = [end + by for end in ends for by in (-1, 0, 1)]
+        for length in sorted({0, 5, len(wanted), *beside}):
             complete_steps = wanted[:length].count(b"\n")
             for resume_step in {-1, min(2, complete_steps - 1), complete_steps - 1}:
                 work.mkdir()
                 for name in ("metrics.jsonl", "timings.jsonl"):
                     (work / name).write_bytes(wanted[:length])
                 write(work, [], resume_step)
-                assert rows_of(work) == b"".join(
-                    wanted.splitlines(keepends=True)[: resume_step + 1]
-                )
+                kept = wanted.splitlines(keepends=True)[: resume_step + 1]
+                assert rows_of(work) == b"".join(kept)
                 write(work, range(resume_step + 1, 7), resume_step)
                 assert rows_of(work) == wanted, (length, resume_step)
                 shutil.rmtree(work)

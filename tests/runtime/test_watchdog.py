@@ -4,6 +4,8 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from chaos.deadlocks import DEADLOCKS, faults, run
 from tandem.runtime import watchdog
 from tests.support.command import started
@@ -27,6 +29,13 @@ class Recorder:
     def finding(self):
         assert self.reported.wait(WAIT_S)
         return self.reports[0].partition("\n")[0]
+
+
+@pytest.fixture
+def on_stall():
+    recorder = Recorder()
+    with watchdog.watching(DEADLINE_S, on_stall=recorder):
+        yield recorder
 
 
 def in_thread(name, target):
@@ -74,101 +83,87 @@ def hang_without_a_terminal(log):
     return log.read_text()
 
 
-def test_live_actor_and_the_actor_waiting_for_it_are_not_blamed():
-    on_stall, over = Recorder(), threading.Event()
+def test_live_actor_and_the_actor_waiting_for_it_are_not_blamed(on_stall):
+    over = threading.Event()
 
     def work():
         while not over.wait(DEADLINE_S / 10):
             watchdog.heartbeat()
 
-    with watchdog.watching(DEADLINE_S, on_stall=on_stall):
-        worker = in_thread("rollouts", work)
-        with watchdog.waiting_for("rollouts", "the episodes of step 1"):
-            time.sleep(3 * DEADLINE_S)
-        over.set()
-        worker.join()
+    worker = in_thread("rollouts", work)
+    with watchdog.waiting_for("rollouts", "the episodes of step 1"):
+        time.sleep(3 * DEADLINE_S)
+    over.set()
+    worker.join()
     assert on_stall.reports == []
 
 
-def test_beginning_and_end_of_a_wait_are_signs_of_life():
-    on_stall = Recorder()
-    with watchdog.watching(DEADLINE_S, on_stall=on_stall):
-        for _ in range(8):
-            with watchdog.waiting_for("disk", "a file"):
-                time.sleep(DEADLINE_S / 4)
+def test_beginning_and_end_of_a_wait_are_signs_of_life(on_stall):
+    for _ in range(8):
+        with watchdog.waiting_for("disk", "a file"):
+            time.sleep(DEADLINE_S / 4)
     assert on_stall.reports == []
 
 
-def test_innermost_wait_is_followed_then_the_outer_one(capfd):
-    on_stall = Recorder()
-    with (
-        watchdog.watching(DEADLINE_S, on_stall=on_stall),
-        watchdog.waiting_for("reward workers", "the last scores"),
-        watchdog.waiting_for("disk", "the journal"),
-    ):
+def test_innermost_wait_is_followed(on_stall, capfd):
+    outer = watchdog.waiting_for("reward workers", "the last scores")
+    with outer, watchdog.waiting_for("disk", "the journal"):
         assert "`trainer` waits for `disk` (the journal), outside" in on_stall.finding
     assert "waits for `reward workers` (the last scores) since" in on_stall.reports[0]
     assert on_stall.finding in capfd.readouterr().err
 
-    on_stall = Recorder()
-    with (
-        watchdog.watching(DEADLINE_S, on_stall=on_stall),
-        watchdog.waiting_for("reward workers", "the last scores"),
-    ):
+
+def test_the_outer_wait_is_followed_when_the_inner_one_has_ended(on_stall):
+    with watchdog.waiting_for("reward workers", "the last scores"):
         with watchdog.waiting_for("disk", "the journal"):
             pass
         assert "`trainer` waits for `reward workers` (the last scores), outside" in on_stall.finding
 
 
-def test_stalled_actor_nobody_waits_for_is_reported_once():
-    on_stall, over = Recorder(), threading.Event()
+def test_stalled_actor_nobody_waits_for_is_reported_once(on_stall):
+    over = threading.Event()
 
     def hang():
         watchdog.heartbeat()
         over.wait()
 
-    with watchdog.watching(DEADLINE_S, on_stall=on_stall):
-        hanging = in_thread("rollouts", hang)
-        while not on_stall.reported.wait(DEADLINE_S / 10):
-            watchdog.heartbeat()
-        time.sleep(2 * DEADLINE_S)
-        over.set()
-        hanging.join()
+    hanging = in_thread("rollouts", hang)
+    while not on_stall.reported.wait(DEADLINE_S / 10):
+        watchdog.heartbeat()
+    time.sleep(2 * DEADLINE_S)
+    over.set()
+    hanging.join()
     assert "`rollouts` shows no sign of life, at " in on_stall.finding
     assert on_stall.finding.endswith(", hang")
     assert len(on_stall.reports) == 1
 
 
-def test_thread_that_python_has_not_started_is_the_trainer():
+def test_thread_that_python_has_not_started_is_the_trainer(on_stall):
     """Autograd's on a GPU: it waits in collectives, and nobody sees it end."""
-    on_stall, over, begun = Recorder(), threading.Event(), threading.Event()
+    over, begun = threading.Event(), threading.Event()
 
     def wait():
         with watchdog.waiting_for("other ranks", "gradients"):
             begun.set()
             over.wait()
 
-    with watchdog.watching(DEADLINE_S, on_stall=on_stall):
-        _thread.start_new_thread(wait, ())
-        begun.wait()
-        assert on_stall.reported.wait(WAIT_S)
-        over.set()
+    _thread.start_new_thread(wait, ())
+    begun.wait()
+    assert on_stall.reported.wait(WAIT_S)
+    over.set()
     assert "`trainer` waits for `other ranks` (gradients)" in on_stall.finding
 
 
-def test_ended_thread_nobody_waits_for_is_forgotten():
-    on_stall = Recorder()
-    with watchdog.watching(DEADLINE_S, on_stall=on_stall):
-        in_thread("rollouts", watchdog.heartbeat).join()
-        assert eventually(
-            lambda: (
-                [a.name for a in watchdog._watchdog._actors.values()] == ["trainer"]
-                or watchdog.heartbeat()
-            )
-        )
-        for _ in range(15):
-            time.sleep(DEADLINE_S / 10)
-            watchdog.heartbeat()
+def test_ended_thread_nobody_waits_for_is_forgotten(on_stall):
+    def is_forgotten():
+        watchdog.heartbeat()
+        return [a.name for a in watchdog._watchdog._actors.values()] == ["trainer"]
+
+    in_thread("rollouts", watchdog.heartbeat).join()
+    assert eventually(is_forgotten)
+    for _ in range(15):
+        time.sleep(DEADLINE_S / 10)
+        watchdog.heartbeat()
     assert on_stall.reports == []
 
 

@@ -225,9 +225,7 @@ def stock(name, seed=0, **changes):
         torch.manual_seed(seed)
         config = architecture(name, **changes)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-        for weight in model.parameters():
-            spread = torch.randn(weight.shape)
-            weight.data = spread * 0.1 + (weight.data if weight.dim() < 2 else 0.0)
+        randomize(model)
         if name == "gemma4_text":  # whose trained norms hold the scale of attention
             for layer in model.model.layers:
                 layer.self_attn.q_norm.weight.data *= layer.self_attn.head_dim**-0.5
@@ -238,18 +236,29 @@ def stock(name, seed=0, **changes):
     return model
 
 
+def randomize(model):
+    for weight in model.parameters():
+        spread = torch.randn(weight.shape)
+        weight.data = spread * 0.1 + (weight.data if weight.dim() < 2 else 0.0)
+
+
 def exact(name, lora=None, seed=0, **changes):
     return make_exact(stock(name, seed, **changes), lora)
+
+
+def vocabulary_of(tokenizer):
+    """Return what the config of a model says of its tokenizer."""
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    return {"vocab_size": len(tokenizer), **ends}
 
 
 def save_architecture(name, folder, **changes):
     """Write a model directory with a tokenizer of characters."""
     tokenizer = make_tokenizer()
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    sizes = {"vocab_size": len(tokenizer)}
+    sizes = vocabulary_of(tokenizer)
     if name in ("gemma3n_text", "gemma4_text"):  # with embeddings for each layer
         sizes["vocab_size_per_layer_input"] = len(tokenizer)
-    stock(name, **sizes, **ends, **changes).save_pretrained(folder)
+    stock(name, **sizes, **changes).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

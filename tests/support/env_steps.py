@@ -4,6 +4,7 @@ turns stand texts."""
 import asyncio
 
 from tandem.envs.calls import environment_loop
+from tandem.plugins.agents.env import AgentDrivenEnv
 from tandem.rollout.env_pool import EnvPool
 from tandem.run_folder.episode_files import read_episodes
 from tandem.step import train_step
@@ -58,9 +59,20 @@ def step_in(folder, make, say, problems):
     shared = {"sampling": SHORT, "problems": problems, "reward": Given()}
     stages = stages_in(folder, settings, decode=lambda tokens: say(int(sum(tokens))), **shared)
     envs = EnvPool(make=make, limits=settings.env)
-    stages = with_runner(stages, envs=envs, renderer=Digits())
-    metrics = train_step(stages, 0).metrics
-    assert metrics["logprob_gap"] == 0.0 and metrics["grad_norm"] > 0
-    episodes = read_episodes(next(folder.glob("*.parquet")))
+    episodes = exact_step(with_runner(stages, envs=envs, renderer=Digits()), folder)
     assert {episode.env_error for episode in episodes} == {""}
     return episodes
+
+
+def step_with_agent(folder, run, sampling, decode=str):
+    """Train one step exactly with an agent's function, and return its episodes."""
+    settings = config(env__name="agent", env__timeout_s=WAIT_S)
+    stages = stages_in(folder, settings, reward=Given(), sampling=sampling, decode=decode)
+    envs = EnvPool(make=lambda: AgentDrivenEnv(run), limits=settings.env)
+    return exact_step(with_runner(stages, envs=envs), folder)
+
+
+def exact_step(stages, folder):
+    metrics = train_step(stages, 0).metrics
+    assert (metrics["logprob_gap"], metrics["ratio"]) == (0.0, 1.0) and metrics["grad_norm"] > 0
+    return read_episodes(next(folder.glob("*.parquet")))

@@ -10,7 +10,6 @@ from tandem import choices
 from tandem.config.schema import RL, Config, Rollout, Train
 from tandem.model.forward import batch_logprobs
 from tandem.model.load import make_exact
-from tandem.model.lora import Lora
 from tandem.rollout.collect import RolloutBatch
 from tandem.step import learn_step
 from tandem.trainer.batch import Models
@@ -20,11 +19,18 @@ from tandem.trainer.optimizer import Optimizer, Settings
 from tandem.trainer.pack import pack
 from tandem.types import Episode, Group, Problem, SamplingParams
 from tests.support import dense
-from tests.support.tiny import make_sample, random_tokens, stock_model, tiny_config
+from tests.support.tiny import (
+    LORA,
+    exact_model,
+    make_sample,
+    random_tokens,
+    stock_model,
+    tiny_config,
+    value_twins,
+)
 
 MAX_NEW_TOKENS = 40
 SAMPLING = SamplingParams(max_new_tokens=MAX_NEW_TOKENS, temperature=0.7)
-LORA = Lora(rank=4, alpha=8.0, targets=("all-linear",), seed=7)
 
 
 class Recorder:
@@ -51,9 +57,14 @@ def trained(model, learning_rate=0.01):
     return Learner(model, optimizer)
 
 
-def adapted_model(kind="qwen3"):
+def actor_and_critic(critic_rate=0.01):
+    critic = trained(value_twins("qwen3")[0], critic_rate)
+    return Models(policy=trained(exact_model("qwen3")), critic=critic)
+
+
+def adapted_model():
     """The weights of tiny.exact_model, with an adapter that changes nothing yet."""
-    return make_exact(stock_model(tiny_config(kind)), LORA)
+    return make_exact(stock_model(tiny_config("qwen3")), LORA)
 
 
 def bits(learner):

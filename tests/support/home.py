@@ -4,8 +4,12 @@ function."""
 from typer.testing import CliRunner
 
 from tandem.cli.main import app
+from tandem.run_folder.checkpoint import step_name
+from tandem.run_folder.metrics import read_metrics
 from tandem.runtime.errors import UserError
 from tests.support.runs import prepare
+
+STEPS = 2  # of a home that tests share
 
 
 def make_home(folder, steps):
@@ -33,6 +37,15 @@ def output_of(*arguments):
     result = invoke(*arguments)
     assert result.exit_code == 0, (arguments, result.exception or result.output)
     return result.output
+
+
+def done(command, home, folder, *overrides):
+    """The rows of metrics.jsonl of a command that ended well, and the directory that it
+    exported."""
+    output_of(command, home / "recipe.toml", f"run.folder={folder}", *overrides)
+    rows = read_metrics(folder)
+    assert [row["step"] for row in rows] == list(range(STEPS + 1))
+    return rows, folder / "hf" / step_name(STEPS)
 
 
 def mistake(*arguments):

@@ -22,6 +22,7 @@ from tandem.model.tokenizer import load_tokenizer
 from tandem.plugins.vision.images import load_image_reader
 from tandem.plugins.vision.tiny_images import IMAGE_TEMPLATE, PROCESSOR, VISION, make_tiny_images
 from tandem.runtime.image_tokens import IMAGE
+from tests.support.architectures import vocabulary_of
 from tests.support.tiny import SHAPE
 
 KINDS = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm", "idefics3")
@@ -82,7 +83,7 @@ def _save_qwen(make, folder, seed, vision, **text):
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
     patches = {"patch_size": PROCESSOR["patch_size"], "spatial_merge_size": PROCESSOR["merge_size"]}
     config = make.config_class(
-        text_config={**TEXT, **_vocabulary(tokenizer), "rope_parameters": rope, **text},
+        text_config={**TEXT, **vocabulary_of(tokenizer), "rope_parameters": rope, **text},
         vision_config={"depth": 2, "num_heads": 2, **patches, **vision},
         image_token_id=image,
         video_token_id=video,
@@ -104,18 +105,13 @@ def _save_tiled(make, folder, seed, processor):
         "patch_size": 7,
     }
     config = make.config_class(
-        text_config={**TEXT, **_vocabulary(tokenizer), "model_type": "llama"},
+        text_config={**TEXT, **vocabulary_of(tokenizer), "model_type": "llama"},
         vision_config=vision,
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         scale_factor=2,
     )
     processor = {**TILED_PROCESSOR, "image_processor_type": processor}
     _save(make, config, tokenizer, processor, folder, seed)
-
-
-def _vocabulary(tokenizer):
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    return {"vocab_size": len(tokenizer), **ends}
 
 
 def _save(make, config, tokenizer, processor, folder, seed):

@@ -3,8 +3,18 @@
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from tandem.trainer.optimizer import Optimizer, Settings
+
+
+def random_parameters(shapes, dtype=torch.float32):
+    """Parameters of these shapes, by name."""
+    noise = torch.Generator().manual_seed(0)
+    return {
+        name: nn.Parameter(torch.randn(shape, generator=noise).to(dtype))
+        for name, shape in shapes.items()
+    }
 
 
 def optimizer(weights, kind=Optimizer, **changes):
@@ -12,10 +22,12 @@ def optimizer(weights, kind=Optimizer, **changes):
     return kind(weights, replace(usual, **changes))
 
 
-def set_gradients(weights, step, scale=1.0):
-    noise = torch.Generator().manual_seed(1000 + step)
-    for parameter in weights.values():
-        parameter.grad = torch.randn(parameter.shape, generator=noise) * scale
+def set_gradients(step, *parts, scale=1.0):
+    """The same for each of the sets of parameters."""
+    for weights in parts:
+        noise = torch.Generator().manual_seed(1000 + step)
+        for parameter in weights.values():
+            parameter.grad = torch.randn(parameter.shape, generator=noise) * scale
 
 
 def check_reload(make, kind=Optimizer, other=None, **changes):
@@ -25,14 +37,13 @@ def check_reload(make, kind=Optimizer, other=None, **changes):
     ours = optimizer(weights, kind, schedule="cosine", **changes)
     again = optimizer(copies, other or kind, schedule="cosine", **changes)
     for step in range(3):
-        set_gradients(weights, step)
+        set_gradients(step, weights)
         ours.update()
     saved = {name: tensor.clone() for name, tensor in ours.state().items()}
     again.load_weights({name: w.clone() for name, w in ours.weights().items()})
     again.load_state(saved, ours.step)
     for step in range(3, 6):
-        set_gradients(weights, step)
-        set_gradients(copies, step)
+        set_gradients(step, weights, copies)
         assert ours.update() == again.update()
         assert bits(weights) == bits(copies) and bits(ours.weights()) == bits(again.weights())
     assert all(torch.equal(again.state()[name], t) for name, t in ours.state().items())

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from tandem.model.tiny import make_tokenizer
-from tests.support.architectures import SHAPE, VOCAB, architecture
+from tests.support.architectures import SHAPE, VOCAB, architecture, randomize, vocabulary_of
 
 VISION = {
     "hidden_size": 32,
@@ -77,9 +77,7 @@ def stock_whole(kind, seed=0, **changes):
         model = AutoModelForMultimodalLM.from_config(
             whole_config(kind, changes), attn_implementation="eager"
         ).eval()
-        for weight in model.parameters():
-            spread = torch.randn(weight.shape)
-            weight.data = spread * 0.1 + (weight.data if weight.dim() < 2 else 0.0)
+        randomize(model)
     return model
 
 
@@ -125,7 +123,6 @@ def whole_config(kind, changes):
 def save_whole(kind, folder, **changes):
     """Write a model directory with a tokenizer of characters; return it as text."""
     tokenizer = make_tokenizer()
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    stock_whole(kind, vocab_size=len(tokenizer), **ends, **changes).save_pretrained(folder)
+    stock_whole(kind, **vocabulary_of(tokenizer), **changes).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)

@@ -23,6 +23,14 @@ PROMPTS, SIZE = 6, 3
 STEPS = (1, 2)
 
 
+def tags_of(groups):
+    return {
+        (row, n): tag_of(group, episode)
+        for row, group in enumerate(groups)
+        for n, episode in enumerate(group.episodes)
+    }
+
+
 class RowStream:
     """A data plane within the process: rows by (group, episode), and what was fetched of them."""
 
@@ -30,13 +38,8 @@ class RowStream:
         self.steps, self.fetched = {}, []
 
     def put(self, step, groups):
-        tags = {
-            (row, n): tag_of(group, episode)
-            for row, group in enumerate(groups)
-            for n, episode in enumerate(group.episodes)
-        }
         rows = {at: pack_arrays(groups[at[0]].episodes[at[1]]) for at in places_to_store(groups)}
-        self.steps[step] = tags, rows
+        self.steps[step] = tags_of(groups), rows
         return []
 
     def take(self, step, kept, plan):

@@ -5,6 +5,7 @@ from pathlib import Path
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tandem.model.tiny import make_tokenizer, save_random
+from tests.support.architectures import vocabulary_of
 from tests.support.tiny import SHAPE
 
 MARKS = ("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>")
@@ -19,7 +20,6 @@ def template():
 def save_thinking(folder):
     tokenizer = make_tokenizer(SHAPE["max_position_embeddings"], others=MARKS, template=template())
     tokenizer.eos_token = "<|im_end|>"
-    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    size = {"vocab_size": len(tokenizer), "hidden_size": 48, "head_dim": 16}
-    config = Qwen3Config(**{**SHAPE, **ids, **size}, dtype="float32")
+    size = {**vocabulary_of(tokenizer), "hidden_size": 48, "head_dim": 16}
+    config = Qwen3Config(**{**SHAPE, **size}, dtype="float32")
     save_random(Qwen3ForCausalLM, config, tokenizer, folder, seed=0, pad_row=False)

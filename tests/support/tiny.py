@@ -10,6 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tandem.model.load import make_exact
+from tandem.model.lora import Lora
+from tandem.model.tiny import make_tokenizer
 from tandem.types import Sample
 from tests.support import architectures
 from tests.support.architectures import VOCAB
@@ -41,6 +43,8 @@ CONFIGS = {
         "norm_topk_prob": True,
     },
 }
+
+LORA = Lora(rank=4, alpha=8.0, targets=("all-linear",), seed=7)
 
 
 def tiny_config(kind="llama", **changes):
@@ -98,6 +102,13 @@ def moved(model, size=0.1):
     return model
 
 
+def save_model(model, folder, **tokenizer):
+    """Write a model directory with a tokenizer of characters; return it as text."""
+    model.save_pretrained(folder)
+    make_tokenizer(**tokenizer).save_pretrained(folder)
+    return str(folder)
+
+
 def change_json(path, **values):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
@@ -124,6 +135,10 @@ def exact_logits(model, documents):
 
 def random_tokens(rng, length):
     return rng.integers(0, VOCAB, length).astype(np.int64)
+
+
+def random_documents():
+    return [random_tokens(np.random.default_rng(n), n) for n in (1, 17, 40)]
 
 
 def make_sample(tokens, mask, *, prefix=0, group=0):

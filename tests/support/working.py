@@ -112,10 +112,18 @@ def expected_of(workers, version, requests):
 
 @contextmanager
 def odd_workers(
-    *, fault="none", file="", count=2, heartbeat_s=30.0, restarts=0, max_batch=16, version=0
+    *,
+    fault="none",
+    file="",
+    count=2,
+    heartbeat_s=30.0,
+    restarts=0,
+    max_batch=16,
+    version=0,
+    idle=False,
 ):
     """reports: lines about lost workers; published: the weights, of versions 0 and 1; version: that
-    they run, None for none yet."""
+    they run, None for none yet; idle: once they are up."""
     weights, reports = LightWeights(), []
     weights.publish(0, b"weights of version 0")
     weights.publish(1, b"weights of version 1")
@@ -127,4 +135,6 @@ def odd_workers(
         workers.published = weights
         if version is not None:
             workers.apply(version)
+        if idle:
+            until(workers, lambda: all_idle(workers))
         yield workers

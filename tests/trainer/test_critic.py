@@ -11,6 +11,7 @@ from tandem.trainer.learn import update_critic
 from tests.support import dense
 from tests.support.episodes import (
     MAX_NEW_TOKENS,
+    actor_and_critic,
     bits,
     dense_loss,
     episodes_of,
@@ -18,7 +19,6 @@ from tests.support.episodes import (
     recorded,
     sampled_groups,
     settings,
-    trained,
 )
 from tests.support.tiny import exact_model, twins, value_twins
 
@@ -36,19 +36,6 @@ def gae_of(groups, values):
         rewards = [0.0] * (len(column) - 1) + [episode.reward]
         pairs.append(dense.gae(rewards, column.tolist(), 0.95, 0.9))
     return dense.whitened([a for a, _ in pairs]), [r for _, r in pairs]
-
-
-def critic_only(**rl):
-    """Settings by which step 0 is of the critic's warm-up."""
-    config = settings(algorithm="ppo", **rl)
-    return config.model_copy(update={"critic": Critic(warmup_steps=1)})
-
-
-def actor_and_critic(**rates):
-    return Models(
-        policy=trained(exact_model("qwen3"), rates.get("policy", 0.01)),
-        critic=trained(value_twins("qwen3")[0], rates.get("critic", 0.01)),
-    )
 
 
 @pytest.mark.parametrize("turns", [1, 3])
@@ -104,7 +91,8 @@ def test_critic_warmup_leaves_the_policy_as_it_is():
     models = actor_and_critic()
     before = bits(models.policy), bits(models.critic)
     groups = sampled_groups(models.policy.model)
-    row = learn(models, groups, critic_only(epochs=2))
+    config = settings(algorithm="ppo", epochs=2)
+    row = learn(models, groups, config.model_copy(update={"critic": Critic(warmup_steps=1)}))
     assert bits(models.policy) == before[0] and models.policy.optimizer.step == 0
     assert bits(models.critic) != before[1] and models.critic.optimizer.step == 2
     tokens = 2 * sum(e.loss_mask.sum() for e in episodes_of(groups))
@@ -117,7 +105,7 @@ def test_values_and_advantages_are_those_of_the_steps_start():
     gives the same policy."""
     policies = []
     for rate in (0.0, 0.1):
-        models = actor_and_critic(critic=rate)
+        models = actor_and_critic(rate)
         learn(models, sampled_groups(models.policy.model), settings(algorithm="ppo", epochs=2))
         policies.append(bits(models.policy))
     assert policies[0] == policies[1]

@@ -25,29 +25,18 @@ from tests.support.episodes import (
 )
 from tests.support.tiny import exact_model, twins
 
-
-def with_env(config, **env):
-    return config.model_copy(update={"env": Env(**env)})
-
-
-def second_turn(episode):
-    """bool [T]: the tokens sampled after the model was first answered."""
-    own = np.flatnonzero(episode.loss_mask)
-    return episode.loss_mask & (
-        np.arange(len(episode.tokens)) > own[np.flatnonzero(np.diff(own) > 1)[0]]
-    )
-
-
-def penalizing(groups, *places):
-    for (row, place), penalty in places:
-        mask = second_turn(groups[row].episodes[place])
-        groups = changed(
-            groups, (row, place), penalties=np.where(mask, np.float32(penalty), np.float32(0))
-        )
-    return groups
-
-
 PLACES = [((0, 1), 0.5), ((2, 0), 2.0)]
+
+
+def penalizing(groups):
+    """Penalize the tokens of PLACES that were sampled after the model was first answered."""
+    for (row, place), penalty in PLACES:
+        mask = groups[row].episodes[place].loss_mask
+        own = np.flatnonzero(mask)
+        later = mask & (np.arange(len(mask)) > own[np.flatnonzero(np.diff(own) > 1)[0]])
+        penalties = np.where(later, np.float32(penalty), np.float32(0))
+        groups = changed(groups, (row, place), penalties=penalties)
+    return groups
 
 
 def expected_advantages(groups, mode):
@@ -65,8 +54,8 @@ def expected_advantages(groups, mode):
 @pytest.mark.parametrize("mode", ["lower", "set"])
 def test_penalty_of_a_turn_changes_its_tokens_and_no_others(mode):
     exact, stock = twins("qwen3")
-    groups = penalizing(sampled_groups(exact, turns=2), *PLACES)
-    config = with_env(settings(), penalty_mode=mode)
+    groups = penalizing(sampled_groups(exact, turns=2))
+    config = settings().model_copy(update={"env": Env(penalty_mode=mode)})
     _, gradients = learn_once(exact, groups, config, exact=True)
     columns = expected_advantages(groups, mode)
     # two turns of one episode differ, in exactly these episodes
@@ -87,9 +76,8 @@ def test_masked_episode_has_no_loss_and_moves_no_other_advantage():
     others = Group(problem=groups[1].problem, episodes=groups[1].episodes[:2])
     wanted = others.rewards - others.rewards.mean()
     found = [advantages[batch.sample_index.index((1, place))][0] for place in (0, 1)]
-    assert found == pytest.approx(wanted.tolist(), abs=1e-6) and failed[1].rewards[
-        2
-    ] == pytest.approx(others.rewards.mean())
+    assert found == pytest.approx(wanted.tolist(), abs=1e-6)
+    assert failed[1].rewards[2] == pytest.approx(others.rewards.mean())
 
 
 def test_episode_without_samples_and_failed_group_are_left_out():

@@ -186,13 +186,10 @@ def test_minibatches_are_updates_on_their_own_groups_in_order():
     ]
     assert bits(policy) == bits(twin) and policy.optimizer.step == 2
     tokens = [part["num_loss_tokens"] for part in parts]
-    assert (
-        row["num_loss_tokens"] == sum(tokens)
-        and row["logprob_gap"] == 0.0 < parts[1]["logprob_gap"]
-    )
-    assert row["ratio"] == pytest.approx(
-        np.average([part["ratio"] for part in parts], weights=tokens), rel=1e-12
-    )
+    assert row["num_loss_tokens"] == sum(tokens)
+    assert row["logprob_gap"] == 0.0 < parts[1]["logprob_gap"]
+    ratio = np.average([part["ratio"] for part in parts], weights=tokens)
+    assert row["ratio"] == pytest.approx(ratio, rel=1e-12)
     assert parts[0]["ratio"] == 1.0 != parts[1]["ratio"]
 
 
@@ -257,10 +254,8 @@ def test_kl_to_identical_weights_is_0_and_changes_no_bit(kl_in, adapter, advanta
     learn(Models(policy=twin), groups, settings(advantage=advantage))
     assert row["reference_kl"] == 0.0 and bits(policy) == bits(twin)
     # and it is a KL to where the policy was: after the update it is not zero any more
-    assert (
-        learn(Models(policy=policy, reference=reference), groups, config, version=1)["reference_kl"]
-        != 0.0
-    )
+    row = learn(Models(policy=policy, reference=reference), groups, config, version=1)
+    assert row["reference_kl"] != 0.0
 
 
 def kl_of_episodes(stock, stock_reference, groups):
@@ -286,13 +281,9 @@ def test_kl_in_reward_is_subtracted_before_group_is_compared():
     kl = [sum(part) for part in kl_of_episodes(stock, stock_reference, groups)]
     found = advantages_of(config, groups, exact, reference)
     for row, group in enumerate(groups):
-        rewards = [
-            r - 0.05 * k
-            for r, k in zip(group.rewards.tolist(), kl[3 * row : 3 * row + 3], strict=True)
-        ]
-        for column, advantage in zip(
-            found[3 * row : 3 * row + 3], dense.group_relative(rewards), strict=True
-        ):
+        own = slice(3 * row, 3 * row + 3)
+        rewards = (group.rewards - 0.05 * np.array(kl[own])).tolist()
+        for column, advantage in zip(found[own], dense.group_relative(rewards), strict=True):
             # sums of float32 log-probs
             np.testing.assert_allclose(column, advantage, rtol=1e-3, atol=1e-4)
     assert [len(column) for column in found] == [e.loss_mask.sum() for e in episodes_of(groups)]
@@ -303,17 +294,14 @@ def test_kl_in_reward_of_reinforce_pp_counts_at_its_own_token():
     groups = sampled_groups(exact, turns=3)
     config = settings(algorithm="reinforce_pp", kl_coef=0.05, gamma=0.9)
     returns = []
-    for episode, kl in zip(
-        episodes_of(groups), kl_of_episodes(stock, stock_reference, groups), strict=True
-    ):
+    kls = kl_of_episodes(stock, stock_reference, groups)
+    for episode, kl in zip(episodes_of(groups), kls, strict=True):
         rewards = [-0.05 * k for k in kl]
         rewards[-1] += episode.reward
-        returns.append(
-            [sum(0.9 ** (u - t) * rewards[u] for u in range(t, len(kl))) for t in range(len(kl))]
-        )
-    for found, expected in zip(
-        advantages_of(config, groups, exact, reference), dense.whitened(returns), strict=True
-    ):
+        places = range(len(kl))
+        returns.append([sum(0.9 ** (u - t) * rewards[u] for u in places[t:]) for t in places])
+    columns = advantages_of(config, groups, exact, reference)
+    for found, expected in zip(columns, dense.whitened(returns), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
 
 
@@ -324,9 +312,8 @@ def test_gdpo_compares_each_function_and_the_overlong_penalty():
     groups = sampled_groups(exact_model("qwen3"))
     rng, table = np.random.default_rng(5), {}
     for place in [(row, column) for row in range(3) for column in range(3)]:
-        parts = dict(
-            zip(("score", "form", "overlong", "detail"), rng.normal(size=4).tolist(), strict=True)
-        )
+        names = ("score", "form", "overlong", "detail")
+        parts = dict(zip(names, rng.normal(size=4).tolist(), strict=True))
         # of which the first function did not apply
         table[place] = parts if place != (1, 1) else {"form": 0.5}
         groups = changed(groups, place, reward_parts=table[place])
@@ -382,18 +369,16 @@ def test_off_policy_mask_drops_bad_tokens_of_left_sequences():
     groups = perturbed(sampled_groups(exact, turns=2), 0.3, seed=2)
     config = settings(off_policy_mask=0.01)
     row, gradients = learn_once(exact, groups, config)
-    terms, dropped = [], 0
-    for episode, advantage in zip(episodes_of(groups), grpo_of(groups), strict=True):
-        logprobs, engine = stock_logprobs(stock, episode), engine_of(episode)
-        left = advantage < 0 and (engine - logprobs.detach()).mean() > 0.01
-        part = dense.policy_terms(config.rl, logprobs, engine, torch.full_like(logprobs, advantage))
-        terms.append(part * float(not left))
-        dropped += len(part) * left
-    dense.aggregate("sequence_mean", terms, MAX_NEW_TOKENS).backward()
+    advantages, dropped = grpo_of(groups), 0
+    for number, episode in enumerate(episodes_of(groups)):
+        off = engine_of(episode) - stock_logprobs(stock, episode).detach()
+        if advantages[number] < 0 and off.mean() > 0.01:
+            advantages[number] = 0.0
+            dropped += len(off)
+    dense_loss(config.rl, stock, episodes_of(groups), advantages).backward()
     dense.assert_gradients(gradients, stock)
-    assert (
-        row["off_policy_masked"] * row["num_loss_tokens"] == pytest.approx(dropped) and dropped > 0
-    )
+    assert row["off_policy_masked"] * row["num_loss_tokens"] == pytest.approx(dropped)
+    assert dropped > 0
 
 
 @pytest.mark.parametrize("changes", [{"loss": "gspo"}, {"off_policy_mask": 0.001}], ids=str)
@@ -417,24 +402,14 @@ def test_sequences_with_large_logprob_error_are_not_counted(aggregation):
     wrong = {(0, 2): 0.5, (1, 0): -0.6}
     for (row, place), shift in {**wrong, (2, 1): 0.1}.items():
         episode = groups[row].episodes[place]
-        off = np.where(
-            episode.loss_mask, episode.engine_logprobs + np.float32(shift), np.float32(0)
-        )
+        off = episode.engine_logprobs + np.float32(shift) * episode.loss_mask
         groups = changed(groups, (row, place), engine_logprobs=off)
     config = settings(max_logprob_error=1.2, aggregation=aggregation)
     row, gradients = learn_once(exact, groups, config)
-    terms = []
-    for number, (episode, advantage) in enumerate(
-        zip(episodes_of(groups), grpo_of(groups), strict=True)
-    ):
-        if divmod(number, 3) in wrong:
-            continue
-        logprobs = stock_logprobs(stock, episode)
-        # the mask does not change the ratio
-        engine = torch.from_numpy(episode.engine_logprobs[episode.loss_mask])
-        part = dense.policy_terms(config.rl, logprobs, engine, torch.full_like(logprobs, advantage))
-        terms.append(part)
-    dense.aggregate(aggregation, terms, MAX_NEW_TOKENS).backward()
+    pairs = enumerate(zip(episodes_of(groups), grpo_of(groups), strict=True))
+    kept = [pair for number, pair in pairs if divmod(number, 3) not in wrong]
+    # the mask does not change the ratio
+    dense_loss(config.rl, stock, *zip(*kept, strict=True)).backward()
     dense.assert_gradients(gradients, stock)
     errors = [1.0] * 6 + [math.exp(0.5), math.exp(0.6), math.exp(0.1)]
     assert row["masked_sequences"] == 2.0

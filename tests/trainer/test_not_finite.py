@@ -7,13 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.trainer.batch import Models
-from tests.support.episodes import bits, changed, learn, sampled_groups, settings, trained
-from tests.support.tiny import exact_model, value_twins
-
-
-def actor_and_critic():
-    return Models(policy=trained(exact_model("qwen3")), critic=trained(value_twins("qwen3")[0]))
+from tests.support.episodes import actor_and_critic, bits, changed, learn, sampled_groups, settings
 
 
 def state(models):
@@ -23,13 +17,6 @@ def state(models):
 def step(models, groups, version, **rl):
     """One step of PPO with both models; tokens of another version are not held to exactness."""
     return learn(models, groups, settings(algorithm="ppo", **rl), version=version)
-
-
-def with_engine_logprob(groups, value, at=(1, 2)):
-    episode = groups[at[0]].episodes[at[1]]
-    column = episode.engine_logprobs.copy()
-    column[np.flatnonzero(episode.loss_mask)[-1]] = value
-    return changed(groups, at, engine_logprobs=column)
 
 
 @pytest.fixture
@@ -68,7 +55,10 @@ def test_reward_not_finite_trains_nothing(models, value):
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 @pytest.mark.parametrize("correction", ["none", "tis", "mis"])
 def test_engine_logprob_not_finite_trains_nothing(models, value, correction):
-    groups = with_engine_logprob(sampled_groups(models.policy.model, seed=1), value)
+    groups = sampled_groups(models.policy.model, seed=1)
+    column = groups[1].episodes[2].engine_logprobs.copy()
+    column[np.flatnonzero(groups[1].episodes[2].loss_mask)[-1]] = value
+    groups = changed(groups, (1, 2), engine_logprobs=column)
     assert step(models, groups, 1, correction=correction) == skipped_by("engine_logprob")
     assert_the_next_clean_step_trains(models)
 

@@ -12,20 +12,13 @@ from torch import nn
 from tandem.model.schedule import threads_of
 from tandem.plugins.optim.offload import OffloadedOptimizer
 from tandem.trainer.optimizer import Optimizer, factor, global_norm
-from tests.support.optimizers import bits, check_reload, optimizer, set_gradients
+from tests.support.optimizers import bits, check_reload, optimizer, random_parameters, set_gradients
 
 SHAPES = {"embedding": (30, 8), "bias": (8,), "experts": (3, 5, 8)}
 
 
-def parameters(seed=0):
-    noise = torch.Generator().manual_seed(seed)
-    return {
-        name: nn.Parameter(torch.randn(shape, generator=noise)) for name, shape in SHAPES.items()
-    }
-
-
-def bfloat16_parameters():
-    return {name: nn.Parameter(p.detach().bfloat16()) for name, p in parameters().items()}
+parameters = partial(random_parameters, SHAPES)
+bfloat16_parameters = partial(random_parameters, SHAPES, torch.bfloat16)
 
 
 def in_host_memory(bucket):
@@ -46,8 +39,7 @@ def test_updates_are_torchs_adamw_with_decay_on_matrices_only():
         foreach=False,
     )
     for step in range(5):
-        set_gradients(weights, step)
-        set_gradients(twin, step)
+        set_gradients(step, weights, twin)
         ours.update()
         theirs.step()
         for name, parameter in weights.items():
@@ -59,8 +51,7 @@ def test_updates_are_torchs_adamw_with_decay_on_matrices_only():
 def test_norm_is_of_before_clipping_and_gradient_is_scaled():
     weights, twin = parameters(), parameters()
     clipped, scaled = optimizer(weights, max_grad_norm=0.5), optimizer(twin)
-    set_gradients(weights, 0, 7.0)
-    set_gradients(twin, 0, 7.0)
+    set_gradients(0, weights, twin, scale=7.0)
     norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in twin.values()))
     for parameter in twin.values():
         parameter.grad.mul_(0.5 / global_norm([p.grad for p in weights.values()]))
@@ -129,8 +120,7 @@ def test_bfloat16_parameters_are_their_masters_rounded():
     exact = {name: nn.Parameter(p.detach().float()) for name, p in rounded.items()}
     ours, theirs = optimizer(rounded), optimizer(exact)
     for step in range(3):
-        set_gradients(rounded, step)
-        set_gradients(exact, step)
+        set_gradients(step, rounded, exact)
         assert ours.update() == theirs.update()
     assert bits(ours.weights()) == bits(exact)
     assert all(torch.equal(p, exact[name].bfloat16()) for name, p in rounded.items())
@@ -151,8 +141,7 @@ def test_offloaded_state_gives_the_same_bits(make, bucket):
     weights, twin = make(), make()
     resident, offloaded = optimizer(weights), optimizer(twin, in_host_memory(bucket))
     for step in range(4):
-        set_gradients(weights, step)
-        set_gradients(twin, step)
+        set_gradients(step, weights, twin)
         if step == 2:  # a parameter without a gradient, and its state, stay as they are
             weights["experts"].grad = twin["experts"].grad = None
         assert resident.update() == offloaded.update()
@@ -177,7 +166,7 @@ def test_state_leaves_the_device_after_an_update_and_comes_bucket_by_bucket():
     ours.adam.step = watched
     moments = []
     for number in range(2):
-        set_gradients(weights, number)
+        set_gradients(number, weights)
         ours.update()
         assert {name: master.data_ptr() for name, master in ours.masters.items()} == homes
         moments.append({name: tensor.data_ptr() for name, tensor in ours.state().items()})

@@ -2,13 +2,13 @@
 computes with them."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from tandem.engine.engine import Engine
 from tandem.model.expert_choices import ReplayedExperts, replayed_experts
 from tandem.model.forward import batch_logprobs
 from tandem.model.load import load_model
@@ -20,7 +20,7 @@ from tandem.trainer.pack import pack
 from tandem.types import Sample, SamplingDistribution
 from tandem.weights.shared import SharedWeights
 from tests.support import dense
-from tests.support.engines import decode, request
+from tests.support.engines import paged_engine, request
 from tests.support.episodes import changed, episodes_of, learn, learn_once, sampled_groups, trained
 from tests.support.episodes import settings as learn_settings
 from tests.support.tiny import exact_model, random_samples, random_tokens, stock_model, tiny_config
@@ -30,16 +30,7 @@ from tests.support.working import bits, open_workers, run
 KIND, EXPERTS, K, LAYERS = "qwen3_moe", 5, 2, 2
 
 
-def engine_of(model, *, pages=64, record_experts=True, **options):
-    page = 2 * LAYERS * 2 * 16 * 4 * 128  # keys and values, float32
-    return Engine(
-        model,
-        decode,
-        cache_bytes=pages * page,
-        max_batch=8,
-        record_experts=record_experts,
-        **options,
-    )
+engine_of = partial(paged_engine, max_batch=8, record_experts=True)
 
 
 def sample_of(asked, completion):

@@ -13,13 +13,6 @@ from tests.support.episodes import recorded
 from tests.support.tiny import exact_model, make_sample, random_tokens, twins
 from tests.support.updates import SAMPLING, microbatches
 
-EXPERTS, K = 5, 2
-
-
-def routings(logits, k=K):
-    probabilities = [layer.softmax(-1) for layer in logits]
-    return [routing_of(layer, layer.topk(k, -1).indices) for layer in probabilities]
-
 
 def updated(model, batches, coef=0.0, scale=1.0):
     """The metrics and gradients of one update."""
@@ -35,7 +28,8 @@ def updated(model, batches, coef=0.0, scale=1.0):
 def test_statistics_of_two_layers():
     even = torch.stack([torch.arange(4.0).roll(n) for n in range(4)])
     certain = torch.tensor([[50.0, 49.0, 0.0, 0.0]]).expand(4, -1)
-    found = routing_metrics(routings([even, certain]), 4)
+    layers = [logits.softmax(-1) for logits in (even, certain)]
+    found = routing_metrics([routing_of(p, p.topk(2, -1).indices) for p in layers], 4)
     entropy = [torch.distributions.Categorical(logits=x).entropy().mean() for x in (even, certain)]
     assert found["router/max_load"] == (1 + 2) / 2 and found["router/unused"] == (0 + 0.5) / 2
     assert found["router/entropy"] == pytest.approx(float(sum(entropy)) / 2, rel=1e-6)

@@ -14,7 +14,6 @@ import openai
 import pytest
 
 from tandem.config.schema import Env as EnvConfig
-from tandem.engine.engine import Engine
 from tandem.envs.calls import environment_loop
 from tandem.model.tool_calls import split_calls
 from tandem.plugins.agents.chat import (
@@ -29,15 +28,13 @@ from tandem.plugins.agents.server import the_server
 from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episodes import run_episodes
-from tandem.run_folder.episode_files import read_episodes
 from tandem.runtime.errors import UserError
 from tandem.serve.openai import ApiError, ChatMessage, read_body
-from tandem.step import train_step
 from tandem.types import Problem, SamplingParams
 from tests.support import env_steps
-from tests.support.env_steps import Given
+from tests.support.engines import engine_of
 from tests.support.scripted import DigitRenderer
-from tests.support.stages import PROBLEMS, config, stages_in, with_runner
+from tests.support.stages import PROBLEMS
 from tests.support.talks import TALKS, ChatTalk, MessagesTalk, ResponsesTalk, needs_anthropic
 from tests.support.tiny import exact_model
 from tests.support.waiting import WAIT_S, eventually
@@ -354,10 +351,8 @@ async def exits_async(problem, base_url, api_key):
 def test_an_agent_that_fails_costs_its_own_episode(run):
     with raising(AgentFailed, match="SystemExit: enough"):
         play(run)
-    (_, last), _ = play(
-        lambda problem, url, key: len(ask(url, list(problem.messages)).content), "7"
-    )
-    assert last.reward == 1.0  # and nobody else's
+    answer = lambda problem, url, key: len(ask(url, list(problem.messages)).content)  # noqa: E731
+    assert play(answer, "7")[0][1].reward == 1.0  # and nobody else's
 
 
 def test_an_agent_that_asks_for_nothing_is_an_error():
@@ -391,9 +386,8 @@ def test_episode_out_of_time_ends_its_agent_and_leaves_nothing():
         try:
             ask(base_url, list(problem.messages))
         except openai.APIStatusError as error:
-            told.append(
-                (error.status_code, error.response.headers["x-should-retry"], error.message)
-            )
+            retry = error.response.headers["x-should-retry"]
+            told.append((error.status_code, retry, error.message))
             raise
 
     asyncio.run_coroutine_threadsafe(driver(), environment_loop()).result()
@@ -442,26 +436,15 @@ def chatty(problem, base_url, api_key, talk=ChatTalk, stream=False):
     return {"reward": said / 10, "parts": {"said": said}}
 
 
-def real_engine(model):
-    return Engine(model, lambda tokens: str(tokens.tolist()), cache_bytes=1 << 24, max_batch=8)
-
-
 @pytest.mark.parametrize(("talk", "stream"), [(ChatTalk, False), (ResponsesTalk, True)])
 def test_training_step_with_an_agent_is_exactly_on_policy(talk, stream, tmp_path):
     run = partial(chatty, talk=talk, stream=stream)
-    settings = config(env__name="agent", env__timeout_s=WAIT_S)
-    stages = stages_in(tmp_path, settings, reward=Given(), sampling=PARAMS)
-    envs = EnvPool(make=lambda: AgentDrivenEnv(run), limits=settings.env)
-    stages = with_runner(stages, envs=envs)
-    metrics = train_step(stages, 0).metrics
-    assert (metrics["logprob_gap"], metrics["ratio"]) == (0.0, 1.0) and metrics["grad_norm"] > 0
-    episodes = read_episodes(next(tmp_path.glob("*.parquet")))
+    episodes = env_steps.step_with_agent(tmp_path, run, PARAMS)
     assert len(episodes) == 6 and max(e.num_turns for e in episodes) == 3
     for episode in episodes:
         said = [m["content"] for m in episode.messages if m["role"] == "assistant"]
-        sampled = np.split(
-            episode.tokens, np.flatnonzero(np.diff(episode.loss_mask.astype(int))) + 1
-        )[1::2]
+        changes = np.flatnonzero(np.diff(episode.loss_mask.astype(int))) + 1
+        sampled = np.split(episode.tokens, changes)[1::2]
         assert said == [
             str(turn[: len(text.strip("[]").split())])
             for turn, text in zip(sampled, said, strict=True)
@@ -469,22 +452,20 @@ def test_training_step_with_an_agent_is_exactly_on_policy(talk, stream, tmp_path
         heard = [m["content"] for m in episode.messages[1::2]]
         assert heard == [str(len(text)) for text in said[: len(heard)]]
         if episode.stop_reason == "stop":
-            assert episode.env_rewards == {
-                "env": sum(map(len, said)) / 10,
-                "said": sum(map(len, said)),
-            }
+            total = sum(map(len, said))
+            assert episode.env_rewards == {"env": total / 10, "said": total}
             assert episode.reward == episode.env_rewards["env"] > 0
     assert any(episode.stop_reason == "stop" for episode in episodes)
 
 
 def test_order_of_concurrent_agents_changes_no_episode():
     def played(concurrency):
-        model = exact_model("qwen3")
+        engine = engine_of(exact_model("qwen3"), max_batch=8)
         limits = EnvConfig(concurrency=concurrency, timeout_s=WAIT_S)
         envs = EnvPool(make=lambda: AgentDrivenEnv(chatty), limits=limits)
         return run_episodes(
             new_groups(PROBLEMS[:4], 8, ("test",)),
-            engine=real_engine(model),
+            engine=engine,
             renderer=DigitRenderer(),
             envs=envs,
             sampling=PARAMS,

@@ -7,16 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tandem.engine.engine import Engine
 from tandem.model.tool_calls import Call, write_calls
-from tandem.plugins.agents.env import AgentDrivenEnv, AgentEnv
-from tandem.rollout.env_pool import EnvPool
-from tandem.run_folder.episode_files import read_episodes
-from tandem.step import train_step
+from tandem.plugins.agents.env import AgentEnv
 from tandem.types import Problem, SamplingParams
-from tests.support.env_steps import Given, play
-from tests.support.stages import config, stages_in, with_runner
-from tests.support.waiting import WAIT_S
+from tests.support.env_steps import play, step_with_agent
 
 pytestmark = pytest.mark.skipif(
     not (find_spec("minisweagent") and find_spec("tenacity")),
@@ -81,15 +75,9 @@ def test_what_a_coding_agent_has_run_is_trained(api, tmp_path):
         left.append([int(line) for line in (folder / "answer.txt").read_text().split()])
         return sum(left[-1]) / 27
 
-    settings = config(env__name="agent", env__timeout_s=WAIT_S)
     sampling = SamplingParams(max_new_tokens=40, temperature=0.9, stop_token_ids=tuple(range(60)))
-    stages = stages_in(tmp_path, settings, reward=Given(), sampling=sampling)
-    engine = Engine(stages.models.policy.model, as_command, cache_bytes=1 << 24, max_batch=8)
-    envs = EnvPool(make=lambda: AgentDrivenEnv(run), limits=settings.env)
-    metrics = train_step(with_runner(stages, engine=engine, envs=envs), 0).metrics
-    assert (metrics["logprob_gap"], metrics["ratio"]) == (0.0, 1.0) and metrics["grad_norm"] > 0
     ended = []
-    for episode in read_episodes(next(Path(tmp_path).glob("*.parquet"))):
+    for episode in step_with_agent(tmp_path, run, sampling, as_command):
         changes = np.flatnonzero(np.diff(episode.loss_mask.astype(int))) + 1
         sampled = np.split(episode.tokens, changes)[1::2]
         turns = [m["content"] for m in episode.messages if m["role"] == "assistant"]

@@ -40,18 +40,13 @@ def test_tokens_have_the_journal_s_numbers_and_their_text():
     rows, episode = tokens(past, found, None), found.episode
     assert [row.token for row in rows] == episode.tokens.tolist()
     assert [row.sampled for row in rows] == episode.loss_mask.tolist()
-    assert [row.version for row in rows if row.sampled] == episode.weight_versions[
-        episode.loss_mask
-    ].tolist()
-    assert [row.engine_logprob for row in rows if row.sampled] == episode.engine_logprobs[
-        episode.loss_mask
-    ].tolist()
-    assert "".join(row.text for row in rows).startswith(
-        f"<|user|>{found.group.problem.messages[-1]['content']}"
-    )
-    assert {(row.advantage, row.ratio, row.weight, row.masked) for row in rows} == {
-        (None, None, None, "")
-    }
+    own, mask = [row for row in rows if row.sampled], episode.loss_mask
+    assert [row.version for row in own] == episode.weight_versions[mask].tolist()
+    assert [row.engine_logprob for row in own] == episode.engine_logprobs[mask].tolist()
+    begins = f"<|user|>{found.group.problem.messages[-1]['content']}"
+    assert "".join(row.text for row in rows).startswith(begins)
+    told = {(row.advantage, row.ratio, row.weight, row.masked) for row in rows}
+    assert told == {(None, None, None, "")}
 
 
 def test_advantages_and_weights_are_those_of_the_step():
@@ -62,15 +57,12 @@ def test_advantages_and_weights_are_those_of_the_step():
     half = len(groups) // 2  # rl.minibatches = 2
     episodes = [e for group in groups[:half] for e in group.episodes]
     rows = learned_rows(past, found)
-    assert {row.advantage for row in rows} == {
-        np.float32(found.episode.reward - found.group.rewards.mean())
-    }
-    assert [row.weight for row in rows] == pytest.approx(
-        [1 / len(rows) / len(episodes)] * len(rows)
-    )
-    assert {(row.ratio, row.clipped, row.masked) for row in rows} == {
-        (1.0, False, "")
-    }  # of the first update, on fresh tokens
+    advantage = np.float32(found.episode.reward - found.group.rewards.mean())
+    assert {row.advantage for row in rows} == {advantage}
+    weight = 1 / len(rows) / len(episodes)
+    assert [row.weight for row in rows] == pytest.approx([weight] * len(rows))
+    # of the first update, on fresh tokens
+    assert {(row.ratio, row.clipped, row.masked) for row in rows} == {(1.0, False, "")}
 
 
 def test_ratios_and_clipping_are_those_of_the_last_update():
@@ -103,18 +95,12 @@ def test_an_episode_that_no_step_trained_says_why(kind):
 def test_a_paused_episode_is_followed_from_step_to_step():
     past, found = of(PARTIAL, "unfinished")
     assert len(found.history) > 1
-    assert [step for step, _ in found.history] == list(
-        range(found.step, found.step + len(found.history))
-    )
-    files = [read_groups(past.journal(step)) for step, _ in found.history]
-    lengths = [
-        len(e.tokens)
-        for g in files
-        for group in g
-        for e in group.episodes
-        if e.key == found.episode.key
-    ]
-    assert len(lengths) == len(files) and lengths == sorted(lengths)
+    steps = [step for step, _ in found.history]
+    assert steps == list(range(found.step, found.step + len(steps)))
+    groups = [group for step in steps for group in read_groups(past.journal(step))]
+    seen = [e for group in groups for e in group.episodes if e.key == found.episode.key]
+    lengths = [len(e.tokens) for e in seen]
+    assert len(lengths) == len(steps) and lengths == sorted(lengths)
     last = find_episodes(past, str(found.episode.key))[0]
     assert with_history(past, last).history == found.history
 
@@ -134,9 +120,8 @@ def test_setting_that_masks_an_episode_is_named(tmp_path):
         for place, e in enumerate(group.episodes)
         if e.stop_reason == "length" and not e.masked
     )
-    assert {row.masked for row in learned_rows(past, with_history(past, cut))} == {
-        "rl.mask_truncated"
-    }
+    rows = learned_rows(past, with_history(past, cut))
+    assert {row.masked for row in rows} == {"rl.mask_truncated"}
 
 
 def test_a_step_that_trains_the_critic_only_is_named():
@@ -151,9 +136,8 @@ def test_episode_is_found_by_step_uid_sample_or_key():
     assert {f.episode.sample_index for f in find_episodes(past, f"3:{uid}")} == {0, 1}
     assert f"3:{uid}:1" in {f.name for f in find_episodes(past, f"{uid}:1")}
     assert {f"3:{uid}:0", f"3:{uid}:1"} <= {f.name for f in find_episodes(past, uid)}
-    assert [f.episode.key for f in find_episodes(past, str(found.episode.key))] == [
-        found.episode.key
-    ]
+    key = found.episode.key
+    assert [f.episode.key for f in find_episodes(past, str(key))] == [key]
 
 
 @pytest.mark.parametrize("name", ["9:nobody:0", "nobody", "", "12"])

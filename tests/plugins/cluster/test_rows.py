@@ -4,7 +4,7 @@ have the arrays of their own share, ends in the same bits."""
 import numpy as np
 import pytest
 
-from tandem.plugins.cluster.rows import ARRAYS, groups_of, tag_of
+from tandem.plugins.cluster.rows import ARRAYS, groups_of
 from tandem.rollout.checks import check_groups
 from tandem.rollout.collect import RolloutBatch
 from tandem.runtime.errors import InvariantError
@@ -13,7 +13,13 @@ from tandem.trainer.learner import Learner
 from tandem.trainer.ranks import Ranks
 from tests.support.episodes import changed, episodes_of
 from tests.support.meshes import on_mesh
-from tests.support.streams import config_of, groups_to_learn, through_memory_on, through_rows_on
+from tests.support.streams import (
+    config_of,
+    groups_to_learn,
+    tags_of,
+    through_memory_on,
+    through_rows_on,
+)
 
 TIMES = {"correction": "tis", "max_logprob_error": 1.2}
 CONFIGS = {
@@ -35,14 +41,6 @@ class Half(Ranks):
 
 def placeholders(groups):
     return groups_of(tags_of(groups), {})
-
-
-def tags_of(groups):
-    return {
-        (row, n): tag_of(group, episode)
-        for row, group in enumerate(groups)
-        for n, episode in enumerate(group.episodes)
-    }
 
 
 def shares_of(groups, config):

@@ -33,6 +33,7 @@ LOSSES = {
     "ipo": Preference(loss="ipo", beta=0.3),
     "ipo, of sums": Preference(loss="ipo", beta=0.3, length_normalized=False),
 }
+WITH_NLL = {**LOSSES, "dpo, with the chosen answers": Preference(beta=0.3, nll_coef=0.7)}
 
 
 def rendering(*parts):
@@ -126,38 +127,25 @@ def test_prefix_of_a_pair_is_what_both_share_before_the_answers():
     assert [sample.prefix for sample in answer_pair(0, chosen, apart)] == [1, 1]
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_pair_loss_and_gradient_are_those_of_padded_stock(name):
-    preference, pairs = LOSSES[name], random_pairs()
+@pytest.mark.parametrize("preference", WITH_NLL.values(), ids=WITH_NLL)
+def test_pair_loss_and_gradient_are_those_of_padded_stock(preference):
+    pairs = random_pairs()
     (exact, stock), (reference, stock_reference) = twins("qwen3"), twins("qwen3", seed=5)
     batches = packed(pairs)
     assert len(batches) > 2
     learner = recorded(exact)
     row = preference_step(learner, reference, batches, preference)
     margin = padded_margins(stock, stock_reference, pairs, preference)
-    loss = losses_of(margin, preference).mean()
+    logprobs, counts = padded_logprobs(stock, [chosen for chosen, _ in pairs])
+    nll = (-logprobs.sum(1) / counts.sum(1)).mean()
+    loss = losses_of(margin, preference).mean() + preference.nll_coef * nll
     loss.backward()
     dense.assert_gradients(learner.optimizer.updates[0], stock)
     assert row["loss"] == pytest.approx(loss.item(), rel=1e-4)
     assert row["margin"] == pytest.approx(preference.beta * margin.mean().item(), rel=1e-3)
     assert row["accuracy"] == (margin > 0).float().mean() and 0.0 < row["accuracy"] < 1.0
-
-
-def test_nll_of_the_chosen_answers_is_added_and_reported():
-    preference, pairs = Preference(beta=0.3, nll_coef=0.7), random_pairs()
-    (exact, stock), (reference, stock_reference) = twins("qwen3"), twins("qwen3", seed=5)
-    learner = recorded(exact)
-    row = preference_step(learner, reference, packed(pairs), preference)
-    logprobs, counts = padded_logprobs(stock, [chosen for chosen, _ in pairs])
-    nll = -logprobs.sum(1) / counts.sum(1)
-    loss = (
-        losses_of(padded_margins(stock, stock_reference, pairs, preference), preference) + 0.7 * nll
-    ).mean()
-    loss.backward()
-    dense.assert_gradients(learner.optimizer.updates[0], stock)
-    assert row["loss"] == pytest.approx(loss.item(), rel=1e-4) and row["nll"] == pytest.approx(
-        nll.mean().item(), rel=1e-4
-    )
+    if preference.nll_coef:
+        assert row["nll"] == pytest.approx(nll.item(), rel=1e-4)
 
 
 @pytest.mark.parametrize("adapter", [False, True])
@@ -166,9 +154,8 @@ def test_margin_at_the_start_is_exactly_0(name, adapter):
     policy = adapted_model() if adapter else exact_model("qwen3")
     reference, preference = policy if adapter else exact_model("qwen3"), LOSSES[name]
     learner = trained(policy, 1e-4)
-    rows = [
-        preference_step(learner, reference, packed(random_pairs()), preference) for _ in range(4)
-    ]
+    pairs = packed(random_pairs())
+    rows = [preference_step(learner, reference, pairs, preference) for _ in range(4)]
     assert rows[0]["margin"] == 0.0 and rows[0]["accuracy"] == 0.5
     start = 1 / (4 * preference.beta**2) if preference.loss == "ipo" else math.log(2)
     assert rows[0]["loss"] == pytest.approx(start, rel=1e-7)  # a float32
@@ -184,13 +171,13 @@ def test_pair_repeated_in_a_batch_counts_as_often(numbers, budget):
     two, preference = random_pairs(count=2), LOSSES["dpo"]
     pairs = [two[n] for n in (0, 1, 0, 1, 1)]
     learner = recorded(exact)
-    row = preference_step(
-        learner, reference, packed(pairs, budget=budget, numbers=numbers), preference
-    )
+    batches = packed(pairs, budget=budget, numbers=numbers)
+    row = preference_step(learner, reference, batches, preference)
     losses = losses_of(padded_margins(stock, stock_reference, two, preference), preference)
-    ((2 * losses[0] + 3 * losses[1]) / 5).backward()
+    loss = (2 * losses[0] + 3 * losses[1]) / 5
+    loss.backward()
     dense.assert_gradients(learner.optimizer.updates[0], stock)
-    assert row["loss"] == pytest.approx(((2 * losses[0] + 3 * losses[1]) / 5).item(), rel=1e-4)
+    assert row["loss"] == pytest.approx(loss.item(), rel=1e-4)
 
 
 def test_margins_beyond_the_range_of_exp_stay_finite():
@@ -202,13 +189,8 @@ def test_margins_beyond_the_range_of_exp_stay_finite():
 
 def test_pairs_without_a_common_first_token_stay_together():
     rng = np.random.default_rng(3)
-    pairs = [
-        (
-            rendering(np.array([1]), random_tokens(rng, 9)),
-            rendering(np.array([2]), random_tokens(rng, 9)),
-        )
-        for _ in range(3)
-    ]
+    sides = [rendering(np.array([n % 2]), random_tokens(rng, 9)) for n in range(1, 7)]
+    pairs = list(zip(sides[::2], sides[1::2], strict=True))
     model, batches = exact_model("qwen3"), packed(pairs, budget=16)
     assert [batch.samples.tolist() for batch in batches] == [[0, 1], [2, 3], [4, 5]]
     for batch in batches:
@@ -232,9 +214,8 @@ def test_score_and_gradient_are_those_of_a_stock_classifier(kind):
     pairs = [pair[:: 1 - 2 * (number % 2)] for number, pair in enumerate(random_pairs())]
     learner = recorded(value)
     row = reward_model_step(learner, packed(pairs, scored_pair))
-    margin = stock_scores(stock, [pair[0] for pair in pairs]) - stock_scores(
-        stock, [pair[1] for pair in pairs]
-    )
+    chosen, rejected = zip(*pairs, strict=True)
+    margin = stock_scores(stock, chosen) - stock_scores(stock, rejected)
     loss = (1 + (-margin).exp()).log().mean()
     loss.backward()
     dense.assert_gradients(learner.optimizer.updates[0], stock)

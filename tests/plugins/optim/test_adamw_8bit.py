@@ -1,6 +1,8 @@
 """Moments of 8 bits: the levels and their error, updates beside those of float32 moments, and the
 same bits after a reload, for any threads and for processes that hold some rows each."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -12,16 +14,12 @@ from tandem.plugins.optim.adamw_8bit import (
     dynamic_levels,
     quantize,
 )
-from tests.support.optimizers import bits, check_reload, optimizer, set_gradients
+from tests.support.optimizers import bits, check_reload, optimizer, random_parameters, set_gradients
 
 SHAPES = {"embedding": (40, 300), "experts": (3, 5, 7), "wide": (2, 513), "norm": (300,)}
 
 
-def parameters(dtype=torch.float32):
-    noise = torch.Generator().manual_seed(0)
-    return {
-        n: nn.Parameter(torch.randn(s, generator=noise, dtype=dtype)) for n, s in SHAPES.items()
-    }
+parameters = partial(random_parameters, SHAPES)
 
 
 @pytest.mark.parametrize(("signed", "worst"), [(True, 0.0075), (False, 0.004)])
@@ -62,8 +60,7 @@ def test_updates_are_near_to_those_of_float32_moments(dtype):
     weights, twin, first = parameters(dtype), parameters(dtype), parameters(dtype)
     ours, theirs = optimizer(weights, Optimizer8bit), optimizer(twin)
     for step in range(30):
-        set_gradients(weights, step)
-        set_gradients(twin, step)
+        set_gradients(step, weights, twin)
         assert ours.update() == theirs.update()
     assert bits({"norm": weights["norm"]}) == bits({"norm": twin["norm"]})
     for name in ("embedding", "experts", "wide"):

@@ -2,17 +2,17 @@
 a task that can be learned."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from tandem.plugins.optim.muon import Muon, is_hidden_matrix, orthogonalized
 from tandem.runtime import numerics
 from tandem.trainer.parallel.ranks import ParallelRanks
 from tests.support.meshes import on_mesh
-from tests.support.optimizers import bits, check_reload, optimizer, set_gradients
+from tests.support.optimizers import bits, check_reload, optimizer, random_parameters, set_gradients
 from tests.support.tiny import exact_model
 
 LAYER = "model.layers.0."
@@ -36,12 +36,7 @@ ADAMW = {
 }
 
 
-def parameters(dtype=torch.float32):
-    noise = torch.Generator().manual_seed(0)
-    return {
-        name: nn.Parameter(torch.randn(shape, generator=noise).to(dtype))
-        for name, shape in (MUON | ADAMW).items()
-    }
+parameters = partial(random_parameters, MUON | ADAMW)
 
 
 def muon(weights, **changes):
@@ -78,7 +73,7 @@ def test_matrices_of_layers_and_experts_take_the_published_steps():
     before = {name: matrices(name, weights[name]) for name in MUON}
     ours = muon(weights)
     for step in range(3):
-        set_gradients(weights, step)
+        set_gradients(step, weights)
         for name in MUON:
             gradients[name].append(matrices(name, weights[name].grad))
         ours.update()
@@ -93,8 +88,7 @@ def test_all_other_parameters_take_the_steps_of_adamw():
     weights, twin = parameters(), parameters()
     ours, adamw = muon(weights), optimizer(twin)
     for step in range(3):
-        set_gradients(weights, step)
-        set_gradients(twin, step)
+        set_gradients(step, weights, twin)
         ours.update()
         adamw.update()
     after, expected = bits(weights), bits(twin)

@@ -16,7 +16,7 @@ from tandem.plugins.start import doctor
 from tandem.runtime.disk import human_bytes
 from tandem.runtime.errors import UserError
 from tests.support.fake_cuda import MEMORY, FakeCuda
-from tests.support.home import invoke
+from tests.support.home import output_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
@@ -74,12 +74,11 @@ def test_matmul_kernel_of_a_gpu_is_chosen_before_the_probe(gpus, home, monkeypat
 
 
 def test_plan_compares_a_run_with_the_memory_of_the_gpu(gpus, home):
-    result = invoke("plan", home / "recipe.toml", "--values")
-    assert result.exit_code == 0, result.output
-    assert "memory of the GPU" in result.output
-    assert f"of {human_bytes(MEMORY)} of this GPU" in result.output
+    output = output_of("plan", home / "recipe.toml", "--values")
+    assert "memory of the GPU" in output
+    assert f"of {human_bytes(MEMORY)} of this GPU" in output
     for words in ("here cuda:0", "here bfloat16"):
-        assert words in " ".join(result.output.split())
+        assert words in " ".join(output.split())
 
 
 def test_doctor_names_the_gpus_and_what_is_missing_without_triton(gpus, monkeypatch):

@@ -10,6 +10,7 @@ from tandem.config.parallel import Parallel
 from tandem.config.recipe import load_config
 from tandem.config.schema import Config
 from tandem.model.forward import batch_logprobs
+from tandem.model.load import make_exact
 from tandem.model.placement import Placement
 from tandem.plugins.plan.footprint import Footprint, Sizes, model_sizes
 from tandem.plugins.plan.meshes import plans, possible_meshes, smallest, why_refused
@@ -18,11 +19,12 @@ from tandem.plugins.plan.shards import Model, Work, largest_layer, memory, param
 from tandem.trainer.pack import pack
 from tandem.trainer.parallel.ranks import ParallelRanks
 from tandem.types import SamplingDistribution
-from tests.support.home import invoke
+from tests.support.home import output_of
 from tests.support.meshes import on_mesh, sent_bytes
-from tests.support.tiny import CONFIGS, exact_model, random_samples, tiny_config
+from tests.support.tiny import CONFIGS, exact_model, random_samples, stock_model, tiny_config
 
 ALONE, H200 = Parallel(), GPUS["h200"]
+GPU = Placement(torch.device("cuda"), torch.bfloat16)
 EVEN = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 4, "head_dim": 16}
 
 
@@ -38,12 +40,11 @@ def work(kind="qwen3", dtype=torch.bfloat16, **changes):
     return Work(model=model_of(shape), dtype=dtype, **(values | changes))
 
 
-def run_of(home, *changes, longest=20):
+def run_of(home, *changes):
     """The Footprint of a recipe with changes, on a GPU."""
     config = load_config(home / "recipe.toml", list(changes))
-    place = Placement(torch.device("cuda"), torch.bfloat16)
-    sizes = replace(model_sizes(config, "train"), place=place)
-    return Footprint(sizes=sizes, config=config, command="train", longest=longest)
+    sizes = replace(model_sizes(config, "train"), place=GPU)
+    return Footprint(sizes=sizes, config=config, command="train", longest=20)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -81,54 +82,33 @@ def test_one_process_has_no_communication(home, override):
     assert times.total == times.products and times.communication == 0
 
 
-def fsdp_bytes(step, mesh):
-    sent = communication(step, mesh)
-    return sent["data"] + sent["gradients"]
-
-
-def bytes_of_update(mesh):
-    model, ranks = exact_model("qwen3", vocab_size=98), ParallelRanks(mesh)
+def bytes_of_update(mesh, shape, batches):
+    """The bytes that this process sends in an update of these microbatches."""
+    model, ranks = make_exact(stock_model(shape)), ParallelRanks(mesh)
     ranks.divide(model, torch.float32)
-    batches = pack(random_samples(np.random.default_rng(5), 6), 60, shares=2)
 
     def loss(batch):
         logprobs, _ = batch_logprobs(model, batch, SamplingDistribution())
         return -logprobs.sum(), {}
 
-    return len(batches), sent_bytes(lambda: ranks.backward(model, batches, loss), mesh.world.size)
+    return sent_bytes(lambda: ranks.backward(model, batches, loss), mesh.world.size)
+
+
+def work_of(shape, count, tokens):
+    """An update of so many microbatches, each one cluster of so many tokens."""
+    sizes = dict.fromkeys(("cluster", "length", "microbatch"), tokens)
+    return Work(model=model_of(shape), dtype=torch.float32, clusters=count, **sizes)
 
 
 def test_fsdp_sends_as_much_as_its_formula_says():
     """On the mesh itself: two microbatches a process, and parameters that two divides."""
-    (count, sent), (_, other) = on_mesh(bytes_of_update, data=2)
     shape = tiny_config("qwen3", vocab_size=98)
-    step = Work(
-        model=model_of(shape),
-        dtype=torch.float32,
-        clusters=count,
-        cluster=60,
-        length=60,
-        microbatch=60,
-    )
+    batches = pack(random_samples(np.random.default_rng(5), 6), 60, shares=2)
+    sent, other = on_mesh(bytes_of_update, shape, batches, data=2)
+    step = work_of(shape, len(batches), 60)
     assert step.microbatches(Parallel(data=2)) == 2
-    assert sent == other == fsdp_bytes(step, Parallel(data=2))
-
-
-SHAPE = {**EVEN, "vocab_size": 98}
-
-
-def bytes_in_layers(mesh, kind, extra):
-    """(tokens, bytes that this process sends) in an update of two equal microbatches."""
-    model, ranks = exact_model(kind, **SHAPE, **extra), ParallelRanks(mesh)
-    ranks.divide(model, torch.float32)
-    batches = [pack(random_samples(np.random.default_rng(5), 6), 64)[0]] * 2
-
-    def loss(batch):
-        logprobs, _ = batch_logprobs(model, batch, SamplingDistribution())
-        return -logprobs.sum(), {}
-
-    sent = sent_bytes(lambda: ranks.backward(model, batches, loss), mesh.world.size)
-    return len(batches[0].tokens), sent
+    expected = communication(step, Parallel(data=2))
+    assert sent == other == expected["data"] + expected["gradients"]
 
 
 @pytest.mark.parametrize(
@@ -142,19 +122,11 @@ def bytes_in_layers(mesh, kind, extra):
 def test_layers_send_as_much_as_their_formulas_say(kind, extra, dimension):
     """To what else is sent (values of targets, sums of norms) and the padding of rows; an expert's
     tokens are not evenly divided."""
-    mesh = Parallel(**{dimension: 2})
-    by_rank = on_mesh(bytes_in_layers, kind, extra, **{dimension: 2})
-    tokens = by_rank[0][0]
-    step = Work(
-        model=model_of(tiny_config(kind, **SHAPE, **extra)),
-        dtype=torch.float32,
-        clusters=2,
-        cluster=tokens,
-        length=tokens,
-        microbatch=tokens,
-    )
-    expected = sum(communication(step, mesh).values())
-    sent = sum(sent for _, sent in by_rank) / 2
+    shape = tiny_config(kind, **EVEN, vocab_size=98, **extra)
+    batches = [pack(random_samples(np.random.default_rng(5), 6), 64)[0]] * 2
+    sent = sum(on_mesh(bytes_of_update, shape, batches, **{dimension: 2})) / 2
+    step = work_of(shape, 2, len(batches[0].tokens))
+    expected = sum(communication(step, Parallel(**{dimension: 2})).values())
     assert sent == pytest.approx(expected, rel=0.15)
 
 
@@ -187,15 +159,11 @@ def test_frozen_weights_take_four_flops_a_parameter_and_checkpointing_two_more()
     )
 
 
-def of_shape(shape):
-    place = Placement(torch.device("cuda"), torch.bfloat16)
-    sizes = Sizes(place=place, policy=model_of(shape))
-    return Footprint(sizes=sizes, config=Config(), command="train", longest=20)
-
-
 def test_meshes_of_four_gpus_by_hand():
     """Two heads of keys, two layers, no experts: tensor x context <= 2, pipeline <= 2."""
-    run = of_shape(tiny_config("qwen3", num_attention_heads=4))
+    policy = model_of(tiny_config("qwen3", num_attention_heads=4))
+    sizes = Sizes(place=GPU, policy=policy)
+    run = Footprint(sizes=sizes, config=Config(), command="train", longest=20)
     meshes = [on.mesh for on in possible_meshes(run, 4)]
     found = {(m.data, m.tensor, m.context, m.pipeline) for m in meshes if not m.shard}
     assert found == {
@@ -267,8 +235,7 @@ def test_rank_0_has_no_whole_copy_of_a_critic_nor_a_reference_of_its_own_beside_
 
 
 def test_plan_of_gpus_names_what_it_assumes(home):
-    result = invoke("plan", home / "recipe.toml", "--gpus", "4", "--gpu", "h100")
-    assert result.exit_code == 0, result.output
-    text = " ".join(result.output.split())
+    output = output_of("plan", home / "recipe.toml", "--gpus", "4", "--gpu", "h100")
+    text = " ".join(output.split())
     assert "4 x H100 SXM: 989 TFLOP/s" in text and "assumed: 40% of peak FLOP/s" in text
     assert "seconds" in text and "the first one: parallel." in text

@@ -19,6 +19,7 @@ from tandem.run_folder.episode_files import SCHEMA
 from tandem.run_folder.status import ROLLOUT
 from tandem.runtime.errors import UserError
 from tandem.types import Group, Problem
+from tests.support import stages
 from tests.support.attempts import attempt
 from tests.support.datasets import write_algebra
 from tests.support.faults import in_a_fork
@@ -114,9 +115,8 @@ def test_killed_rollout_goes_on_and_leaves_the_same_bytes(name, last, undisturbe
     )
     assert made == list(range(last, BATCHES))
     assert contents(output.path) == contents(undisturbed[name].path)
-    assert (output.folder / "metrics.jsonl").read_bytes() == (
-        undisturbed[name].folder / "metrics.jsonl"
-    ).read_bytes()
+    rows = [(one.folder / "metrics.jsonl").read_bytes() for one in (output, undisturbed[name])]
+    assert rows[0] == rows[1]
 
 
 def copied(output, folder):
@@ -161,15 +161,10 @@ def test_jsonl_has_the_columns_of_the_journal_with_native_values(undisturbed):
     wanted = [row for file in files for row in pq.read_table(file).to_pylist()]
     assert len(rows) == len(wanted) == 4 * BATCHES
     for row, other in zip(rows, wanted, strict=True):
-        texts = {
-            name: json.loads(other[name])
-            for name in ("messages", "metadata", "opening", "tools", "transcript")
-        }
-        assert row == {
-            **other,
-            **texts,
-            **{name: dict(other[name]) for name in ("reward_parts", "env_rewards")},
-        }
+        names = ("messages", "metadata", "opening", "tools", "transcript")
+        texts = {name: json.loads(other[name]) for name in names}
+        numbers = {name: dict(other[name]) for name in ("reward_parts", "env_rewards")}
+        assert row == {**other, **texts, **numbers}
         assert list(row) == SCHEMA.names
     assert rows[1]["reward_parts"] == {"answer": 1.0, "overlong": -0.5}
     assert rows[1]["loss_mask"][:3] == [False, False, True]
@@ -203,18 +198,9 @@ def home(tmp_path_factory):
     return folder
 
 
-def config(home, **changes):
-    """config(home, rl__group_size=3)"""
-    tree = Config().model_dump()
-    tree["run"]["threads"] = 1
-    tree["data"]["train"] = str(home / "data/train.jsonl")
-    tree["model"]["path"] = str(home / "model")
-    tree["rollout"]["max_new_tokens"] = 6
-    tree["rl"] |= {"prompts_per_step": 2, "group_size": 2}
-    for key, value in changes.items():
-        section, field = key.split("__")
-        tree[section][field] = value
-    return Config.model_validate(tree)
+def config(home):
+    inputs = {"data__train": str(home / "data/train.jsonl"), "model__path": str(home / "model")}
+    return stages.config(run__threads=1, rollout__max_new_tokens=6, rl__group_size=2, **inputs)
 
 
 def private(home, folder):
@@ -238,9 +224,8 @@ def test_every_problem_comes_once_in_order(home, outputs):
     assert found == [(uid, n) for uid in uids for n in range(2)]
     files = sorted(outputs["episodes"].path.glob("*.parquet"))
     assert [file.name for file in files] == [f"rollout_step_{n:06d}.parquet" for n in range(4)]
-    assert [row["uid"] for file in files for row in pq.read_table(file).to_pylist()] == [
-        uid for uid, _ in found
-    ]
+    written = [row["uid"] for file in files for row in pq.read_table(file).to_pylist()]
+    assert written == [uid for uid, _ in found]
 
 
 @OUTPUTS

@@ -47,7 +47,7 @@ def served(model=None, **options):
 
 
 @contextmanager
-def connected(*urls, kind=HttpEngines, **options):
+def connected(*urls, **options):
     reports = []
     options = {
         "longest": 512,
@@ -56,7 +56,7 @@ def connected(*urls, kind=HttpEngines, **options):
         "restarts": 1000,
         "report": reports.append,
     } | options
-    with closing(kind([f"{url}/v1" for url in urls], decode, **options)) as engines:
+    with closing(HttpEngines([f"{url}/v1" for url in urls], decode, **options)) as engines:
         engines.reports = reports
         yield engines
 
@@ -102,17 +102,16 @@ class Odd(JsonServer):
 
 
 @contextmanager
-def odd(completion=None, status=200, **model):
-    listed = {"data": [{"id": "other", "max_model_len": 400} | model]}
-    answers = {"/models": (200, listed), "/completions": completion and (status, completion)}
-    with Odd(answers) as server:
+def odd(completion=None, status=200, sha256=""):
+    """sha256: of the weights that it says to have, as Tandem's servers do."""
+    model = {"id": "other", "max_model_len": 400}
+    answers = {"/completions": completion and (status, completion)}
+    if sha256:
+        model["owned_by"] = "tandem"
+        has = {"weight_version": 0, "sha256": sha256, "takes_updates": True}
+        answers["/weights"] = 200, has
+    with Odd({**answers, "/models": (200, {"data": [model]})}) as server:
         yield server.url, server
-
-
-def serve_weights(server, sha256):
-    """Have an odd server say that it has weights, as Tandem's does."""
-    has = {"weight_version": 0, "sha256": sha256, "takes_updates": True}
-    server.answers["/weights"] = 200, has
 
 
 def choice(tokens, finish="length", **more):
@@ -154,12 +153,10 @@ def test_requests_of_a_lost_server_go_to_another_with_the_reason_in_the_log(url,
     asked = mixed_requests()
     expected = engine_of(exact_model("qwen3")).generate(asked)
     for completion, status in ((None, 200), ({"error": "out of memory"}, 503)):
-        with odd(completion, status, owned_by="tandem") as (broken, server):
-            serve_weights(server, sha256)
-            with connected(broken, url) as engines:
-                found = run(engines, asked)
-                assert list(map(facts, found)) == list(map(facts, expected))
-                assert server.bodies
+        with odd(completion, status, sha256) as (broken, server), connected(broken, url) as engines:
+            found = run(engines, asked)
+            assert list(map(facts, found)) == list(map(facts, expected))
+            assert server.bodies
         reason = "HTTP 503" if completion else "RemoteProtocolError"
         [first, *_] = engines.reports
         assert first.startswith(f"the server {broken}/v1 was lost: {reason}")
@@ -168,12 +165,10 @@ def test_requests_of_a_lost_server_go_to_another_with_the_reason_in_the_log(url,
 
 def test_both_servers_get_requests_and_a_prompt_stays_at_one(sha256):
     answer = choice([5, 6], weight_versions=[0, 0])
-    with odd(answer, owned_by="tandem") as (a, one), odd(answer, owned_by="tandem") as (b, two):
-        for server in (one, two):
-            serve_weights(server, sha256)
-        with connected(a, b) as engines:
-            for _ in range(3):
-                run(engines, [request(n, [9, n % 2], max_new_tokens=2) for n in range(8)])
+    servers = odd(answer, sha256=sha256), odd(answer, sha256=sha256)
+    with servers[0] as (a, one), servers[1] as (b, two), connected(a, b) as engines:
+        for _ in range(3):
+            run(engines, [request(n, [9, n % 2], max_new_tokens=2) for n in range(8)])
     prompts = [{tuple(body["prompt"]) for body in server.bodies} for server in (one, two)]
     assert len(one.bodies) == len(two.bodies) == 12
     assert sorted(map(sorted, prompts)) == [[(9, 0)], [(9, 1)]]
@@ -255,17 +250,13 @@ def test_a_server_at_work_that_answers_no_check_is_lost():
 
 def test_a_server_that_comes_back_serves_again(sha256):
     answer = choice([5, 6], weight_versions=[0, 0])
-    with odd(None, owned_by="tandem") as (url, server):
-        serve_weights(server, sha256)
-        with connected(url) as engines:
-            ticket = engines.submit(request(0, max_new_tokens=2))
-            assert eventually(lambda: engines.step() or engines.servers[0].lost)
-            server.answers["/completions"] = 200, answer
-            assert eventually(lambda: engines.step() and ticket.completion)
-            assert [line.split("/v1 ")[1].split(":")[0] for line in engines.reports] == [
-                "was lost",
-                "serves again",
-            ]
+    with odd(sha256=sha256) as (url, server), connected(url) as engines:
+        ticket = engines.submit(request(0, max_new_tokens=2))
+        assert eventually(lambda: engines.step() or engines.servers[0].lost)
+        server.answers["/completions"] = 200, answer
+        assert eventually(lambda: engines.step() and ticket.completion)
+        told = [line.split("/v1 ")[1].split(":")[0] for line in engines.reports]
+    assert told == ["was lost", "serves again"]
 
 
 def test_a_cancelled_request_ends_at_the_server(url):
@@ -345,13 +336,9 @@ def test_servers_of_other_weights_are_refused(url):
 
 def test_tokens_of_weights_that_changed_are_refused(sha256):
     answer = choice([5, 6], weight_versions=[0, 1])
-    with odd(answer, owned_by="tandem") as (url, server):
-        serve_weights(server, sha256)
-        with (
-            connected(url) as engines,
-            pytest.raises(UserError, match="changed while it") as caught,
-        ):
-            run(engines, [request(0, max_new_tokens=2)])
+    changed = pytest.raises(UserError, match="changed while it")
+    with odd(answer, sha256=sha256) as (url, _), connected(url) as engines, changed as caught:
+        run(engines, [request(0, max_new_tokens=2)])
     assert caught.value.found == "tokens of versions [0, 1]"
 
 

@@ -109,9 +109,8 @@ def unknowns(row):
             (solution,) = sympy.linsolve(equations(text), X, Y)
             return dict(zip((X, Y), solution, strict=True))
         case "poly_remainder":
-            (zero,) = sympy.solve(
-                expression(re.search(r"x [-+] \d+(?=[.?]$)|(?<=/\()x-\d+", text)[0]), X
-            )
+            divisor = re.search(r"x [-+] \d+(?=[.?]$)|(?<=/\()x-\d+", text)[0]
+            (zero,) = sympy.solve(expression(divisor), X)
             return {X: zero}
         case "arith_sequence":
             return {}
@@ -163,20 +162,12 @@ def test_the_warm_start_never_meets_test(level):
 
 
 def test_the_side_of_a_problem_does_not_depend_on_its_wording():
-    def mathematics(row):
-        return re.sub(r"\D*?(-?\d+)", r"\1 ", question(row))
+    def mathematics(*place):
+        rows = [r for r in algebra.rows(*place, SCHOOL) if r["data_source"] == "arith_sequence"]
+        return {re.sub(r"\D*?(-?\d+)", r"\1 ", question(row)) for row in rows}
 
-    test = {
-        mathematics(r)
-        for r in algebra.rows("test", 128, 0, SCHOOL)
-        if r["data_source"] == "arith_sequence"
-    }
-    train = {
-        mathematics(r)
-        for r in algebra.rows("train", 2000, 1, SCHOOL)
-        if r["data_source"] == "arith_sequence"
-    }
-    assert not test & train
+    test, train = mathematics("test", 128, 0), mathematics("train", 2000, 1)
+    assert test and train and not test & train
 
 
 # ---------------------------------------------------------------- the warm start

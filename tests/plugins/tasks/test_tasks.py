@@ -169,6 +169,5 @@ def write(out, task="guess", **changed):
 
 def test_the_command_writes_the_rows_of_the_task(tmp_path):
     assert write(tmp_path / "new/g.jsonl", seed=3, split="test") == guess.TASK.rows("test", 5, 3, 1)
-    assert write(
-        tmp_path / "new/g.jsonl", task="algebra", difficulty=2, force=True
-    ) == algebra.rows("train", 5, 0, 2)
+    again = write(tmp_path / "new/g.jsonl", task="algebra", difficulty=2, force=True)
+    assert again == algebra.rows("train", 5, 0, 2)

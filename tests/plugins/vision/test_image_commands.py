@@ -10,8 +10,9 @@ import torch
 from tandem.model.load import load_model
 from tandem.run_folder.metrics import read_metrics
 from tandem.runtime.image_parts import keep_in
-from tests.support.home import invoke, mistake
+from tests.support.home import invoke, mistake, output_of
 from tests.support.image_models import picture, prompts_of, stock_logits
+from tests.support.runs import REWARD
 
 STEPS = 3
 RECIPE = """
@@ -28,10 +29,6 @@ eval.data = "{folder}/test.jsonl"
 model.path = "{folder}/model"
 reward.function = "{folder}/parity.py:score"
 """
-PARITY = """
-def score(problem, completion):
-    return float(sum(map(ord, completion)) % 2)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -42,16 +39,15 @@ def home(tmp_path_factory):
     for split, count in (("train", 24), ("test", 6)):
         out = folder / f"{split}.jsonl"
         invoke("generate", "squares", "--count", count, "--split", split, "--out", out)
-    (folder / "parity.py").write_text(PARITY)  # a random model counts nothing
+    (folder / "parity.py").write_text(REWARD)  # a random model counts nothing
     (folder / "recipe.toml").write_text(RECIPE.format(steps=STEPS, folder=folder))
     return folder
 
 
 @pytest.fixture(scope="module")
 def trained(home):
-    result = invoke("train", home / "recipe.toml", f"run.folder={home}/run")
-    assert result.exit_code == 0, result.exception or result.output
-    return home / "run", " ".join(result.output.split())
+    output = output_of("train", home / "recipe.toml", f"run.folder={home}/run")
+    return home / "run", " ".join(output.split())
 
 
 def test_run_says_why_it_is_not_exact_and_measures_the_gap(trained):
@@ -86,8 +82,7 @@ def test_other_commands_read_the_same_rows(home, trained, tmp_path):
         ["plan", home / "recipe.toml"],
     ]
     for command in commands:
-        result = invoke(*command)
-        assert result.exit_code == 0, (command, result.exception, result.output)
+        output_of(*command)
     before, *_ = read_metrics(trained[0])  # of the same weights
     found = json.loads((tmp_path / "means.json").read_text())
     assert 0 < found["eval/sampled"] == before["eval/sampled"] < 1
@@ -116,8 +111,7 @@ def test_resume_with_another_image_is_refused(home, tmp_path):
 
     write(1, 2)
     for command in commands:
-        result = invoke(*command)
-        assert result.exit_code == 0, result.exception or result.output
+        output_of(*command)
     assert len(list((tmp_path / "out" / "images").iterdir())) == 2
     for changed, name in (((2, 1), "images"), ((1, 3), "images"), ((1, 2, 0.4), processor.name)):
         write(*changed)

@@ -111,6 +111,14 @@ def publish(shared, model, version):
     shared.publish(version, model.merged_weights(), probe)
 
 
+def update(opened, version):
+    """Change all weights, and have the worker take them."""
+    workers, model, shared, _ = opened
+    change(model, seed=version)
+    publish(shared, model, version)
+    workers.apply(version)
+
+
 def change(model, seed):
     with torch.no_grad():
         for weight in model.trainable().values():
@@ -149,13 +157,11 @@ def test_ids_without_a_token_are_biased_away_and_no_others():
 @needs_vllm
 def test_vllm_samples_from_the_trainers_distribution_before_and_after_updates(vllm):
     """The head is tied, and vLLM does not renew its packed copy by itself."""
-    workers, model, shared, _ = vllm
+    workers, model, _, _ = vllm
     requests = every_kind()
     assert largest_gap(model, requests, run(workers, requests)) < GAP
     for version in (1, 2):
-        change(model, seed=version)
-        publish(shared, model, version)
-        workers.apply(version)
+        update(vllm, version)
         completions = run(workers, requests)
         assert 0 < workers.logprob_gap() < GAP  # of the fixed sequence, after the sync
         assert largest_gap(model, requests, completions) < GAP
@@ -167,13 +173,11 @@ def test_vllm_samples_from_the_trainers_distribution_before_and_after_updates(vl
 def test_a_mixture_of_experts_has_new_weights_after_each_update(experts, tmp_path):
     """vLLM packs experts, and pads them to a multiple of 32 features, once."""
     with vllm_workers(str(tmp_path), vllm_worker.command(), experts=experts) as opened:
-        workers, model, shared, _ = opened
+        workers, model, _, _ = opened
         requests = every_kind()
         for version in (0, 1, 2):
             if version:
-                change(model, seed=version)
-                publish(shared, model, version)
-                workers.apply(version)
+                update(opened, version)
             assert largest_gap(model, requests, run(workers, requests)) < GAP
             assert 0 < workers.logprob_gap() < GAP
 
@@ -222,10 +226,8 @@ def test_an_update_that_vllm_refuses_in_any_part_is_the_users_error_and_no_death
 def test_new_weights_reach_every_tensor_parallel_rank_and_none_outlives_its_worker(tmp_path):
     """Its experts are divided into such of 48 features, which vLLM pads."""
     with vllm_workers(str(tmp_path), vllm_worker.command(), 2, experts=96) as opened:
-        workers, model, shared, _ = opened
-        change(model, seed=1)
-        publish(shared, model, 1)
-        workers.apply(1)
+        workers, model, _, _ = opened
+        update(opened, 1)
         requests = every_kind()
         assert largest_gap(model, requests, run(workers, requests)) < GAP
         assert 0 < workers.logprob_gap() < GAP
@@ -337,15 +339,21 @@ def test_a_cancelled_request_ends_and_the_others_go_on(vllm):
     assert largest_gap(model, asked[:1], [tickets[0].completion]) < GAP
 
 
+def train_with_vllm(folder, steps, *changes):
+    """Train in folder / "run", with one worker and a correction; return that folder."""
+    _, _, _, command, recipe, *overrides = prepare(folder, steps, "train")
+    changes += ("rollout.engine=vllm", "rollout.workers=1", "rl.correction=tis", "eval.samples=1")
+    changes += ("eval.greedy=false", f"run.folder={folder / 'run'}")
+    train(command, load_config(recipe, [*overrides, *changes]), folder / "run")
+    return folder / "run"
+
+
 @needs_vllm
 def test_a_run_ahead_of_its_training_measures_the_gap_after_each_sync(tmp_path):
     """The tokens of its steps are of older weights, and tell nothing."""
-    _, _, _, command, recipe, *overrides = prepare(tmp_path, 3, "train")
     make_tiny(tmp_path / "vllm", **SHAPE)
-    changes = ["rollout.engine=vllm", "rollout.workers=1", "rl.correction=tis", "eval.samples=1"]
-    changes += ["rollout.staleness=1", f"model.path={tmp_path / 'vllm'}", "eval.greedy=false"]
-    folder = tmp_path / "run"
-    train(command, load_config(recipe, [*overrides, *changes, f"run.folder={folder}"]), folder)
+    changes = f"model.path={tmp_path / 'vllm'}", "rollout.staleness=1"
+    folder = train_with_vllm(tmp_path, 3, *changes)
     gaps = [row["sync_logprob_gap"] for row in read_metrics(folder, "timings.jsonl")[1:]]
     assert len(gaps) == 3 and all(0 < gap < GAP for gap in gaps)
 
@@ -353,12 +361,8 @@ def test_a_run_ahead_of_its_training_measures_the_gap_after_each_sync(tmp_path):
 @needs_vllm
 def test_a_run_with_vllm_is_bounded_and_replayed_from_its_journal(tmp_path):
     """The steps are learned again bit by bit; of vLLM's log-probs the gap is told."""
-    _, _, _, command, recipe, *overrides = prepare(tmp_path, 2, "train")
     make_tiny(tmp_path / "vllm", **SHAPE)
-    changes = ["rollout.engine=vllm", "rollout.workers=1", "rl.correction=tis", "eval.samples=1"]
-    folder = tmp_path / "run"
-    changes += [f"run.folder={folder}", f"model.path={tmp_path / 'vllm'}", "eval.greedy=false"]
-    train(command, load_config(recipe, [*overrides, *changes]), folder)
+    folder = train_with_vllm(tmp_path, 2, f"model.path={tmp_path / 'vllm'}")
     rows = [row for row in read_metrics(folder) if "reward" in row]
     assert len(rows) == 2 and all(0 < row["logprob_gap_mean"] < GAP for row in rows)
     report = replay(open_past(folder), 2, lambda text: None)
@@ -393,13 +397,9 @@ def test_a_model_that_vllm_refuses_ends_the_run_before_its_first_evaluation(tmp_
     python.write_text(f'#!/bin/sh\n{has_vllm}\nexec {sys.executable} {worker} refuse "" "$4"\n')
     python.chmod(0o755)
     monkeypatch.setenv(vllm_worker.VARIABLE, str(python))
-    _, _, _, command, recipe, *overrides = prepare(tmp_path, 1, "train")
-    folder = tmp_path / "run"
-    changes = ["rollout.engine=vllm", "rollout.workers=1", "rl.correction=tis"]
-    changes += [f"run.folder={folder}", "eval.samples=1", "eval.greedy=false"]
     with pytest.raises(UserError, match="the model cannot be loaded"):
-        train(command, load_config(recipe, [*overrides, *changes]), folder)
-    assert not list(folder.glob("episodes/*"))
+        train_with_vllm(tmp_path, 1)
+    assert not list(tmp_path.glob("run/episodes/*"))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
