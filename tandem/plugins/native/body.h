@@ -5,23 +5,11 @@
 // their 16 lanes (`lanes_sum`). So a row's bits depend on that row alone: not on the rows beside it,
 // on the threads, or on the instruction set.
 
-INLINE V load(const float* p) {
-  V v;
-  memcpy(&v, p, sizeof v);
-  return v;
-}
-INLINE V load(const bf16* p) {
-  H half;
-  memcpy(&half, p, sizeof half);
-  U wide = __builtin_convertvector(half, U) << 16;
-  return (V)wide;
-}
-INLINE void store(float* p, V v) { memcpy(p, &v, sizeof v); }
+INLINE V load(const bf16* p) { return (V)(wide(p) << 16); }
 INLINE void store(bf16* p, V v) {  // to the nearest, ties to even
   U bits = (U)v;
   U rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  H half = __builtin_convertvector(v == v ? rounded : (U)(rounded * 0 + 0x7fc0), H);
-  memcpy(p, &half, sizeof half);
+  narrow(p, pick(v == v, rounded, rounded * 0 + 0x7fc0));
 }
 INLINE float number(float x) { return x; }
 INLINE float number(bf16 x) {
@@ -31,8 +19,8 @@ INLINE float number(bf16 x) {
   return f;
 }
 INLINE V splat(float x) { return x - V{}; }
-INLINE V maximum(V a, V b) { return a > b ? a : b; }
-INLINE V at_least(V v, float least) { return v < least ? splat(least) : v; }  // keeps a NaN
+INLINE V maximum(V a, V b) { return pick(a > b, a, b); }
+INLINE V at_least(V v, float least) { return pick(v < least, splat(least), v); }  // keeps a NaN
 
 // The first `count` < 16 numbers; the others are `fill`.
 template <class T>
@@ -56,16 +44,6 @@ INLINE void put(T* p, V v, long left) {
   if (left < W) return store_some(p, v, left);
   store(p, v);
 }
-INLINE float lanes_sum(V v) {
-  for (int half = 8; half; half /= 2)
-    for (int i = 0; i < half; i++) v[i] += v[i + half];
-  return v[0];
-}
-INLINE float lanes_max(V v) {
-  float most = v[0];
-  for (int i = 1; i < W; i++) most = v[i] > most ? v[i] : most;
-  return most;
-}
 
 // e^x to 2 ulp (Cephes' polynomial); 0 below -87.3, 3.4e38 above 88.37.
 INLINE V exponential(V x) {
@@ -82,8 +60,8 @@ INLINE V exponential(V x) {
   p = p * (r * r) + r + 1.0f;
   V scale = (V)((power << 23) + (127 << 23));
   V out = p * scale;
-  out = x < -87.3f ? V{} : out;
-  return x > 88.37f ? splat(3.4e38f) : out;
+  out = pick(x < -87.3f, V{}, out);
+  return pick(x > 88.37f, splat(3.4e38f), out);
 }
 
 // ---- products
@@ -321,7 +299,8 @@ void rotate(const T* x, long x_row, const T* cosine, const T* sine, float sign, 
       if (E % (2 * W) == 0) {
         for (long i = 0; i < E; i += W) {
           V other = load(from + (i < E / 2 ? i + E / 2 : i - E / 2));
-          store(to + i, load(from + i) * load(c + i) + other * (load(s + i) * sign));
+          V straight = load(from + i) * load(c + i);  // the first product becomes part of the sum
+          store(to + i, straight + other * (load(s + i) * sign));
         }
       } else {
         for (long i = 0; i < E; i += W) {
@@ -509,9 +488,8 @@ INLINE V capped(V score, const Scoring& by) {
   return (1.0f - 2.0f / (twice + 1.0f)) * by.softcap;  // tanh
 }
 INLINE V inside(long at, long first, long last, V v, float other) {
-  I place = LANES + (int)at;
-  V others = splat(other);
-  return (place >= (int)first) & (place <= (int)last) ? v : others;
+  I place = from((int)at);
+  return pick((place >= (int)first) & (place <= (int)last), v, splat(other));
 }
 // A row of keys from position `start` (a multiple of 16): its exponentials, with sum and lse.
 INLINE void softmax_row(float* row, long start, long keys, long first, long last, const Scoring& by,
@@ -530,7 +508,7 @@ INLINE void softmax_row(float* row, long start, long keys, long first, long last
     sum += e;
   }
   total = lanes_sum(sum);
-  if (by.sinks) total += exponential(splat(by.sinks[head] - top))[0];
+  if (by.sinks) total += first_of(exponential(splat(by.sinks[head] - top)));
   lse = top + (float)log((double)total);
 }
 

@@ -33,12 +33,6 @@ constexpr long MANY = 1008;        // rows of a linear that are copied together
 constexpr long STEPS = 768;       // of a sum, whose factors stay in the cache
 constexpr int AHEAD = 16;     // steps of a product that are fetched before they are used
 
-typedef float V __attribute__((vector_size(4 * W)));
-typedef int32_t I __attribute__((vector_size(4 * W)));
-typedef uint32_t U __attribute__((vector_size(4 * W)));
-typedef uint16_t H __attribute__((vector_size(2 * W)));
-constexpr I LANES = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-
 struct bf16 {
   uint16_t bits;
 };
@@ -57,6 +51,7 @@ float* scratch(int which, size_t count) {
 #define REGISTERS 28
 #define ROWS 14
 namespace avx512 {
+#include "avx512.h"
 #include "body.h"
 }
 #pragma GCC pop_options
@@ -75,6 +70,7 @@ namespace amx {
 #define REGISTERS 6
 #define ROWS 6
 namespace avx2 {
+#include "avx2.h"
 #include "body.h"
 }
 #pragma GCC pop_options

@@ -72,7 +72,7 @@ void linear_tiles(const bf16* x, long rows, long K, const bf16* w, long outputs,
             else R > 16 ? tiles<true, true>(wide, a, b, found) : tiles<false, true>(wide, a, b, found);
             for (long r = 0; r < R; r++)
               for (long j = 0; j < OUTPUTS && p * OUTPUTS + j < outputs; j += W) {
-                V v = avx512::load(found + r * OUTPUTS + j);
+                avx512::V v = avx512::load(found + r * OUTPUTS + j);
                 long at = p * OUTPUTS + j, left = outputs - at;
                 if (bias) v += avx512::take(bias + at, left);
                 avx512::put(out + (first + r) * outputs + at, v, left);

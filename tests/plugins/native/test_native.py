@@ -3,8 +3,10 @@
 import hashlib
 import math
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from tandem.model.layers import rotation_of
 from tandem.model.paged_attention import Runs
 from tandem.model.quantized import quantize
 from tandem.model.schedule import threads_of
+from tandem.plugins.native import fused
 from tandem.plugins.native.fused import CPU
 from tandem.runtime.errors import UserError
 from tests.support.tiny import exact_model, noise
@@ -149,6 +152,17 @@ def digest():
     made += [CPU.log_softmax(x, 1.0), CPU.gradient_product(x, noise(512, 384))]
     made += [CPU.weight_gradient(x, out.detach().flatten(1), torch.ones(512, 384))]
     return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in made)).hexdigest()
+
+
+@pytest.mark.skipif(not shutil.which("objdump"), reason="binutils are not here")
+@pytest.mark.parametrize("panel", ["avx2::panel<6, float>", "avx512::panel<14, float>"])
+def test_a_product_sums_in_registers(panel):
+    """GCC keeps a vector wider than a register in memory, and says nothing."""
+    [library] = Path(fused.__file__).parent.glob("compiled*.so")
+    code = subprocess.check_output(["objdump", "-dC", library], text=True)
+    [own] = [part for part in code.split("\n\n") if f"{panel}(" in part.partition("\n")[0]]
+    sums = [line for line in own.splitlines() if "vfmadd" in line]
+    assert sums and not any("(%rsp)" in line for line in sums)
 
 
 def test_threads_and_instruction_sets_have_the_same_bits():
