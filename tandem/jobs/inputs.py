@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tandem.choices import engine_of
 from tandem.config.schema import Config
 from tandem.data.mixture import only
 from tandem.data.problems import read_problems
@@ -102,7 +101,6 @@ def training_inputs(config: Config) -> ProblemInputs:
 def problem_inputs(config: Config, *others: str) -> ProblemInputs:
     """Read and check problems. others: further keys that name models."""
     require_correction(config)
-    engine_of(config).check(config)
     named = {"losses": config.rl.loss, "advantages": config.rl.advantage}
     if config.rl.filter or any(name not in built_in(kind) for kind, name in named.items()):
         from tandem.rl.user_functions import try_functions

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from tandem.choices import machine_of
+from tandem.choices import choices, machine_of
 from tandem.cli.progress import WIDTH, console
 from tandem.config.recipe import describe, toml_value
 from tandem.config.schema import Config, is_read
@@ -30,6 +30,7 @@ from tandem.data.own_calls import warn_of_unread_calls
 from tandem.jobs.engines import open_envs_and_rewards
 from tandem.jobs.inputs import ProblemInputs
 from tandem.jobs.models import placement, releases_cache
+from tandem.jobs.stage import SAMPLING
 from tandem.model import custom_code
 from tandem.model.rope import positions_of
 from tandem.plugins.plan.footprint import Batch, Footprint, Need, batch_of, model_sizes, rows_here
@@ -114,6 +115,9 @@ class _Plan:
         with self._checked():
             if self.command != "rm":  # a reward model plays no episodes
                 self._reward()
+        for choice in choices(self.config) if self.command in SAMPLING else ():
+            with self._checked():
+                choice.check(self.config)
         with self._checked():
             machine_of(self.config).check_ranks(self.config)
         with self._checked():

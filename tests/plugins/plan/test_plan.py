@@ -88,6 +88,7 @@ def test_plan_tells_calls_that_are_not_read_and_tools_without_room(home, tmp_pat
         ),
         ("reward=reward_model reward.model={home}/model", "no head that scores"),
         ("data.max_prompt_tokens=5", "longer than data.max_prompt_tokens"),
+        ("weights.transport=cuda_ipc rollout.workers=1 model.device=cpu", "the memory of a GPU"),
         ('lora.rank=4 lora.targets=["q_prj"]', "LoRA targets are not in this model"),
     ],
 )
