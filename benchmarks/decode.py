@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -38,7 +39,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.page_cache import PageCache
 from tandem.jobs.engines import prepare_process
 from tandem.model.kernels import CPU as PLAIN
-from tandem.model.kernels import Kernels, kernels_for
+from tandem.model.kernels import Kernels, in_use
 from tandem.model.load import ExactModel, load_model
 from tandem.model.placement import Placement
 from tandem.types import Request, SamplingParams
@@ -173,7 +174,7 @@ def exact(stock: torch.nn.Module, model: ExactModel) -> dict:
         def side(
             name: str, new: int, prompts: np.ndarray = prompts, engines: dict = engines
         ) -> float:
-            with kernels_for("cpu", kernels[name]):
+            with patch.dict(in_use, cpu=kernels[name]):
                 return _tandem(engines[name], prompts, new)
 
         rows[batch] = decode_speeds({name: partial(side, name) for name in engines}, batch)

@@ -13,6 +13,7 @@ import time
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ from tandem.config.schema import Config
 from tandem.engine.engine import Engine
 from tandem.engine.page_cache import page_bytes
 from tandem.model.forward import batch_logprobs
-from tandem.model.kernels import kernels_for
+from tandem.model.kernels import in_use
 from tandem.model.load import ExactModel
 from tandem.model.paged_attention import PAGE
 from tandem.model.probe import fastest_exact, try_matmuls
@@ -93,7 +94,7 @@ def matmul(bench: Bench, name: str) -> Figures:
     if find_spec("triton") is None:
         return dict.fromkeys((*(f"{kernel}, ms" for kernel in MATMULS), "taken"), "no Triton")
     on_gpu, model = bench.place.device.type == "cuda", bench.model(name)
-    with nullcontext() if on_gpu else kernels_for("cpu", TRITON):
+    with nullcontext() if on_gpu else patch.dict(in_use, cpu=TRITON):
         clock = None if on_gpu else lambda work: 1e3 * bench.seconds(work)
         trials = try_matmuls(model, time_ms=clock)
     found = {f"{t.kernel}, ms": t.findings[0] if t.findings else t.ms for t in trials}

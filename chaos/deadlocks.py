@@ -214,8 +214,8 @@ DEADLOCKS = {
     "a_child_that_never_answers": Deadlock(
         program="""
         child = python(
-            "import time; from tandem.runtime.watchdog import dump_stacks_on_signal\\n"
-            "dump_stacks_on_signal(); print('ready', flush=True)\\n"
+            "import faulthandler, signal, time\\n"
+            "faulthandler.register(signal.SIGUSR1, file=2); print('ready', flush=True)\\n"
             "def never_answers(): time.sleep(10**6)\\n"
             "never_answers()"
         )

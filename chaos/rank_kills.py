@@ -19,7 +19,7 @@ import numpy as np
 
 from chaos.kills import adopting_forks, differs, ended, left
 from chaos.results import Case, Result, tally
-from tandem.runtime.processes import ZOMBIE, descendants, state_of
+from tandem.runtime.processes import descendants, started_at
 from tests.support.runs import fingerprint, prepare
 
 KILLS, RANKS, SEED = 20, 2, 0
@@ -105,7 +105,7 @@ def kill_rank(driver: int, rank: int, end_s: float) -> str:
         return f"rank {rank} was not there"
     os.kill(pids[rank], signal.SIGKILL)
     until = time.monotonic() + end_s
-    while alive := [n for n, pid in pids.items() if state_of(pid) not in ("", ZOMBIE)]:
+    while alive := [n for n, pid in pids.items() if started_at(pid)]:
         if time.monotonic() > until:
             return f"ranks {alive} live {end_s:g} s after rank {rank} was killed"
         time.sleep(0.05)

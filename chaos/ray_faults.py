@@ -40,7 +40,7 @@ from typing import Any
 
 from chaos.results import Case, Result, tally
 from tandem.run_folder.status import read_status
-from tandem.runtime.processes import ZOMBIE, Process, descendants, state_of
+from tandem.runtime.processes import Process, descendants, started_at
 from tests.support.runs import fingerprint, prepare, run
 
 FAULTS = 20  # of each kind
@@ -202,7 +202,7 @@ def _left_behind(standing: Sequence[Process]) -> str:
     """Wait for the end of the processes of a run that has ended; name those that live on. Removes
     the folders of their Ray, which a killed driver leaves."""
     until = time.monotonic() + STOP_S
-    while alive := [p.pid for p in standing if state_of(p.pid) not in ("", ZOMBIE)]:
+    while alive := [p.pid for p in standing if started_at(p.pid)]:
         if time.monotonic() > until:
             return f"processes {alive} live {STOP_S:g} s after the run has ended"
         time.sleep(0.1)

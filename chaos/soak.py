@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from chaos.results import Result
-from tandem.runtime.processes import Process, descendants, state_of
+from tandem.runtime.processes import Process, descendants, started_at
 from tests.support.faults import small_disk
 from tests.support.runs import prepare
 
@@ -354,7 +354,7 @@ class Soak:
             return False, problem
         victim, rows_before = self.fork_servers(module)[0].pid, self.rows
         os.kill(victim, signal.SIGKILL)
-        gone = self.until(lambda: state_of(victim) in ("", "Z"), "end of the fork server")
+        gone = self.until(lambda: not started_at(victim), "end of the fork server")
         return not gone, gone or self.until(lambda: self.rows > rows_before + 1, "a new step")
 
     def slow(self) -> tuple[bool, str]:

@@ -300,7 +300,7 @@ def tried(shape: Shape, seed: int) -> dict[str, Any]:
     from tandem.model.load import make_exact
     from tandem.model.paths import path_of
     from tandem.model.probe import probe
-    from tandem.model.random_models import random_module
+    from tandem.model.schedule import random_module
 
     logging.set_verbosity_error()
     with torch.random.fork_rng(devices=[]):

@@ -12,7 +12,7 @@ import pytest
 
 from chaos.harness import Section, run_section
 from chaos.results import Result, tally
-from tandem.runtime.processes import ZOMBIE, descendants, state_of
+from tandem.runtime.processes import descendants, started_at
 from tests.support.faults import in_a_fork, memory_folder
 
 GOOD = Result(what="good", injected=2, witnessed=2, survived=2, expected=2, seconds=0.1)
@@ -101,7 +101,7 @@ def test_section_ends_with_a_killed_harness(tmp_path):
         os.kill(harness, signal.SIGKILL)
         os.waitpid(harness, 0)
         try:
-            wait_for(lambda: state_of(section) in ("", *ZOMBIE))
+            wait_for(lambda: not started_at(section))
         except AssertionError:
             os.kill(section, signal.SIGKILL)
             raise

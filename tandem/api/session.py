@@ -231,7 +231,8 @@ class Session:
             require_range(settings, {"learning_rate": (0, np.inf)})
             optimizer.settings = settings
         metrics = optimizer.update()
-        self._publish(self.version + 1)
+        self.version += 1
+        self.engine.apply(self.version)
         return metrics
 
     def save(self, folder: str | Path) -> Path:
@@ -275,7 +276,8 @@ class Session:
             self.learner.load(tensors["policy"], self.learner.saved()[1], old.step)
         self._calls = state["calls"]
         self._folders.add(Path(path).absolute().parent)
-        self._publish(int(Path(path).name.rpartition("_")[2]))
+        self.version = int(Path(path).name.rpartition("_")[2])
+        self.engine.apply(self.version)
 
     def export(self, folder: str | Path) -> Path:
         """Write the model as a Hugging Face directory; return it."""
@@ -283,10 +285,6 @@ class Session:
         about |= {"inputs": {}, "versions": versions()}
         card = model_card(self.learner.model, self.config, **about)
         return export(self.learner.model, self.config.model.path, Path(folder), card)
-
-    def _publish(self, version: int) -> None:
-        self.version = version
-        self.engine.apply(version)
 
     def _pack(self, data: Sequence[Datum]) -> tuple[list[Microbatch], list[Datum]]:
         """Return microbatches, and data with arrays of their types. Raises UserError for a datum

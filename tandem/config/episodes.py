@@ -58,12 +58,9 @@ Device = Annotated[str, AfterValidator(_device)]
 
 
 def _engine(value: str) -> str:
-    if engine_name(value) == "http":
-        valid = all(map(_is_server, value.split(",")))
-    else:
-        valid = value in names("engines") and value != "http"
-    if not valid:
-        known = [name for name in names("engines") if name != "http"]
+    known = [name for name in names("engines") if name != "http"]
+    are_servers = engine_name(value) == "http" and all(map(_is_server, value.split(",")))
+    if not (are_servers or value in known):
         raise ValueError(
             f"expected {', '.join(known)}, or http://HOST:PORT/v1, several with commas"
         )

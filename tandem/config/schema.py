@@ -73,6 +73,15 @@ COUNTS_WITH: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 _ONE_PROCESS = "a microbatch's tokens and layers must be in one process"
 _ONE_SEQUENCE = "it has one sequence of tokens for each episode"
 _WAITS = "an agent's client waits for its answer, so its episode cannot pause"
+_FREEZES = (
+    "adapters freeze the matrices of the layers, which it steps; use adamw, which steps the "
+    "adapters' factors"
+)
+_CUTS_ROWS = (
+    "it divides rows of weights, whose blocks share a scale; divide by parallel.data, pipeline or "
+    "expert"
+)
+_WHOLE = "quantized weights are not divided, so [parallel] may have one process; use float"
 # Keys that do not go with each other: one and its values, another and its values, and why; (): any
 # but the default, and of parallel.mesh any of several processes.
 APART: tuple[tuple[str, tuple[str, ...], str, tuple[str, ...], str], ...] = (
@@ -80,30 +89,10 @@ APART: tuple[tuple[str, tuple[str, ...], str, tuple[str, ...], str], ...] = (
     ("train.router_aux_loss_coef", (), "parallel.pipeline", (), _ONE_PROCESS),
     ("rl.router_replay", (), "parallel.context", (), _ONE_PROCESS),
     ("rl.router_replay", (), "parallel.pipeline", (), _ONE_PROCESS),
-    (
-        "train.optimizer",
-        ("muon",),
-        "lora.rank",
-        (),
-        "adapters freeze the matrices of the layers, which it steps; use adamw, which steps the "
-        "adapters' factors",
-    ),
-    (
-        "parallel.tensor",
-        (),
-        "train.optimizer",
-        ("adamw_8bit",),
-        "it divides rows of weights, whose blocks share a scale; divide by parallel.data, pipeline "
-        "or expert",
-    ),
+    ("train.optimizer", ("muon",), "lora.rank", (), _FREEZES),
+    ("parallel.tensor", (), "train.optimizer", ("adamw_8bit",), _CUTS_ROWS),
     ("parallel.shard", (), "parallel.expert", (), "then only 0 is possible"),
-    (
-        "lora.base",
-        (),
-        "parallel.mesh",
-        (),
-        "quantized weights are not divided, so [parallel] may have one process; use float",
-    ),
+    ("lora.base", (), "parallel.mesh", (), _WHOLE),
     ("rollout.token_budget", (), "env.name", ("agent", "verifiers"), _WAITS),
     ("rollout.history", (), "rl.router_replay", (), _ONE_SEQUENCE),
     ("rollout.history", (), "stream.kind", ("transfer_queue",), _ONE_SEQUENCE),

@@ -42,9 +42,7 @@ class StepGraphs:
 
     def run(self, key: Hashable, step: Step) -> None:
         """Run the step of that key."""
-        if self._capture is None:
-            return step()
-        if self._renews:
+        if self._capture is None or self._renews:
             self._renews = False
             return step()
         if key not in self._steps:

@@ -125,9 +125,7 @@ class BatchScheduler(Queue):
     """Scheduler in place of scheduler.Scheduler: first come, first served, within the reserved
     pages. A sequence that runs keeps running; its prompt runs in one pass."""
 
-    def __init__(self, cache: ReservedPages, **sizes: int):
-        super().__init__(**sizes)
-        self.cache = cache
+    cache: ReservedPages
 
     def schedule(self, *, only_started: bool = False) -> Work:
         """Plan the next pass. only_started: admit only sequences that have sampled before."""

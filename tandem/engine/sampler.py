@@ -17,6 +17,7 @@ from tandem.model.logprobs import (
     penalize,
 )
 from tandem.types import SamplingDistribution
+from tandem.weights.hashing import STEP, mix
 
 # Fields of SamplingParams that are equal in sequences sampled in one call.
 sampling_key = attrgetter(*(f.name for f in fields(SamplingDistribution)), "top_logprobs")
@@ -67,18 +68,5 @@ def device_uniforms(keys: Tensor, positions: Tensor) -> Tensor:
 
     keys are its uint64 [B] read as int64, positions are int64 [B].
     """
-    z = keys + _signed(0x9E3779B97F4A7C15) * (positions + 1)
-    z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
-    z = z ^ _shift(z, 31)
-    return _shift(z, 40).float() * 2.0**-24  # 24 bits: exact in float32
-
-
-def _signed(value: int) -> int:
-    """Read 64 bits as int64."""
-    return value - (1 << 64) if value >> 63 else value
-
-
-def _shift(z: Tensor, bits: int) -> Tensor:
-    """Shift int64 right with zeros, as uint64 are shifted."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
+    z = mix(keys + STEP * (positions + 1))
+    return ((z >> 40) & ((1 << 24) - 1)).float() * 2.0**-24  # 24 bits: exact in float32

@@ -193,7 +193,8 @@ class Queue:
     """The sequences that wait and those that run, by arrival. What plans their passes is a
     subclass; chunk_tokens bounds the prompt tokens of a pass, max_queue the waiting sequences."""
 
-    def __init__(self, *, max_batch: int, max_queue: int, chunk_tokens: int):
+    def __init__(self, cache: Any, *, max_batch: int, max_queue: int, chunk_tokens: int):
+        self.cache = cache
         self.max_batch, self.max_queue, self.chunk_tokens = max_batch, max_queue, chunk_tokens
         self.waiting: list[RunningSequence] = []
         self.running: list[RunningSequence] = []
@@ -248,9 +249,7 @@ class Queue:
 class Scheduler(Queue):
     """Admission, preemption and sharing of pages."""
 
-    def __init__(self, cache: PageCache, **sizes: int):
-        super().__init__(**sizes)
-        self.cache = cache
+    cache: PageCache
 
     def schedule(self, *, only_started: bool = False) -> Work:
         """Plan the next pass. only_started: admit only sequences that have sampled before."""

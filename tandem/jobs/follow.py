@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,15 +121,10 @@ def _learner_orders(
         load_learners(learners, tensors, state["optimizer_steps"])
 
     def save(step: int, folder: str) -> None:
-        boxes = saved_boxes(learners)
+        tensors, boxes = saved_tensors(learners), saved_boxes(learners)
         shard = Shard(rank=ranks.rank, size=ranks.size, folder=folder, boxes=boxes)
-        saver.save_shard(
-            checkpoints,
-            step,
-            saved_tensors(learners),
-            shard,
-            lambda found: ranks.post(f"{folder}/{ranks.rank}", found),
-        )
+        post = partial(ranks.post, f"{folder}/{ranks.rank}")
+        saver.save_shard(checkpoints, step, tensors, shard, post)
 
     def use_kernels(kernels: str) -> None:
         next(iter(learners.values())).model.kernels.use_matmul(kernels)

@@ -142,15 +142,8 @@ def build_rl_models(config: Config, ranks: Ranks = ALONE) -> Models:
     if not has_critic:
         return Models(policy=policy, reference=reference)
     rates = config.train.model_copy(update={"learning_rate": config.critic.learning_rate})
-    critic = build_learner(
-        config,
-        config.critic.path or config.model.path,
-        rates,
-        config.run.steps * updates,
-        ranks,
-        name="critic",
-        head="value",
-    )
+    path, steps = config.critic.path or config.model.path, config.run.steps * updates
+    critic = build_learner(config, path, rates, steps, ranks, name="critic", head="value")
     return Models(policy=policy, reference=reference, critic=critic)
 
 

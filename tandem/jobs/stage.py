@@ -72,8 +72,6 @@ class Stage:
 
     def evaluation(self, runner: RolloutRunner) -> Callable[[int], Row]:
         """Return what evaluates on eval.data after a step, and without eval.data does nothing."""
-        if not self.inputs.held_out:
-            return lambda step: {}
         from tandem.rollout.evaluate import Evaluator
 
         return Evaluator(

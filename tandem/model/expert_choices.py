@@ -19,7 +19,6 @@ class ExpertChoices(Protocol):
     def choose(self, layer: int, own: Tensor) -> Tensor:
         """Return the experts int64 [T, k] that the rows of a layer go to. own: those that its
         router chooses."""
-        ...
 
 
 class RecordedExperts:

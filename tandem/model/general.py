@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tandem.model.activations import KINDS, ExactActivation, soft_cap
@@ -34,7 +33,7 @@ from tandem.model.general_parts import (
     ExactShortConv,
 )
 from tandem.model.linear import ExactConv1D, ExactLinear, PackedWeight, is_conv1d, replace_parts
-from tandem.model.load import ExactModel
+from tandem.model.load import ExactModel, run_twice
 from tandem.model.lora import Lora, exact_adapted, quantize_base
 from tandem.model.onednn import padded_rows
 
@@ -105,15 +104,7 @@ class GeneralModel(ExactModel):
             return forward(x, *args, **others)
         # a backward pass runs outside of its forward pass's context and `adapter_off`
         own, base_only = _pass.get(), self._base_only
-        return checkpoint(
-            forward,
-            x,
-            *args,
-            **others,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=lambda: (nullcontext(), self._repeating(own, base_only)),
-        )
+        return run_twice(partial(self._repeating, own, base_only), forward, x, *args, **others)
 
     @contextmanager
     def _repeating(self, own: Pass, base_only: bool) -> Iterator[None]:

@@ -17,8 +17,7 @@ tried once for a shape, they are taken together. Any other CPU multiplies the sa
 float32 and rounds the result once. Attention is attention.py's and paged_attention.py's.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -330,17 +329,3 @@ def kernels_of(t: Tensor) -> Kernels:
     if (found := in_use.get(kind)) is None:
         found = in_use[kind] = find("kernels", kind, key="model.device")
     return found.on(t.device)
-
-
-@contextmanager
-def kernels_for(kind: str, kernels: Kernels) -> Iterator[None]:
-    """Use other kernels for a type of device for a while, as Triton's on a CPU, where its
-    interpreter runs them."""
-    before = in_use.pop(kind, None)
-    in_use[kind] = kernels
-    try:
-        yield
-    finally:
-        del in_use[kind]
-        if before is not None:
-            in_use[kind] = before

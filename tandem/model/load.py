@@ -8,7 +8,7 @@ Hugging Face directory. This file knows no sampling or training.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -116,17 +116,9 @@ class ExactModel(nn.Module):
             if not self.checkpointing:
                 x = layer(x, rotation, plan, choices)
                 continue
-            x = checkpoint(
-                layer,
-                x,
-                rotation,
-                plan,
-                choices,
-                False,  # all of it is computed again
-                use_reentrant=False,
-                preserve_rng_state=False,
-                context_fn=lambda: (nullcontext(), self._running(base_only)),
-            )
+            again = partial(self._running, base_only)
+            # False: all of it is computed again
+            x = run_twice(again, layer, x, rotation, plan, choices, False)
         return x
 
     def split(self, count: int) -> None:
@@ -261,6 +253,13 @@ class ExactModel(nn.Module):
             )
         for name, weight in weights.items():
             parameters[name].copy_(weight)
+
+
+def run_twice(again: Callable[[], Any], run: Callable[..., Any], *args: Any, **more: Any) -> Any:
+    """Run what keeps its inputs alone: a backward pass runs it once more, in the context `again`
+    makes."""
+    options = {"use_reentrant": False, "preserve_rng_state": False}
+    return checkpoint(run, *args, context_fn=lambda: (nullcontext(), again()), **options, **more)
 
 
 def load_model(

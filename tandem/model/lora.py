@@ -14,7 +14,7 @@ from torch import nn
 
 from tandem.model.linear import ExactConv1D, ExactLinear, is_conv1d
 from tandem.model.quantized import Base, QuantizedWeight, quantize
-from tandem.runtime.errors import UserError
+from tandem.runtime.errors import UserError, not_installed
 
 ALL_LINEAR = "all-linear"
 # begins the names of a language model that a vision tower stands beside, with names alike
@@ -188,10 +188,5 @@ def require_peft() -> Any:
     try:
         import peft
     except ImportError:
-        raise UserError(
-            "LoRA needs the package peft, which is not installed",
-            where="lora",
-            expected="peft beside transformers",
-            next="pip install 'tandem-rl[lora]'",
-        ) from None
+        raise not_installed("peft", "lora", where="lora.rank") from None
     return peft

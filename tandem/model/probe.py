@@ -25,10 +25,10 @@ from tandem.model.load import ExactModel
 from tandem.model.logprobs import chunks, log_distribution
 from tandem.model.onednn import padded_rows
 from tandem.model.paths import named_path
-from tandem.model.random_models import VOCABULARY
 from tandem.model.schedule import (
     LONG,
     SHORT,
+    VOCABULARY,
     Cache,
     Schedule,
     random_like,

@@ -7,20 +7,24 @@ run.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.initialization import no_init_weights
 
 from tandem.model.attention import Plan, Scoring
+from tandem.model.custom_code import from_config
 from tandem.model.forward import head_of
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import as_summed, log_distribution, token_logprobs
 from tandem.model.paged_attention import PAGE, Runs, page_tensors
 from tandem.model.paths import named_path
-from tandem.model.random_models import VOCABULARY, random_module
 from tandem.types import SamplingDistribution
 
+VOCABULARY = 512
 # Tokens of a sequence behind its prefix.
 SHORT, LONG = (*range(1, 9), 20, 28, 32, 64), range(255, 261)
 CHUNKS = (1, 1, 2, 7, 33, 130, 400)  # new tokens of a sequence in a pass of the engine
@@ -38,6 +42,33 @@ def random_model(model: ExactModel, seed: int, dtype: torch.dtype | None = None)
     small = path.build(random_module(config, seed, dtype or model.dtype, model.device))
     small.split(model.splits)
     return small
+
+
+def random_module(
+    config: Any, seed: int, dtype: torch.dtype = torch.float32, device: Any = "cpu"
+) -> Any:
+    """Make transformers' module of a config with random weights."""
+    config.vocab_size = VOCABULARY
+    if getattr(config, "vocab_size_per_layer_input", None):  # of embeddings of each layer
+        config.vocab_size_per_layer_input = VOCABULARY
+    if config.pad_token_id is not None:
+        config.pad_token_id = 0  # among the few tokens
+    noise = torch.Generator().manual_seed(seed)
+    with no_init_weights():
+        options = {"dtype": dtype, "experts_implementation": "eager"}
+        module = from_config(AutoModelForCausalLM, config, **options).to(device)
+    module.tie_weights()
+    for weight in module.parameters():
+        spread = torch.randn(weight.shape, generator=noise)
+        weight.data.copy_(
+            1.0 + 0.1 * spread if weight.dim() <= 1 else spread / weight.shape[-1] ** 0.5
+        )
+    for part in module.modules():
+        norm = getattr(getattr(part, "q_norm", None), "weight", None)
+        if norm is not None and getattr(part, "scaling", 0.0) == 1.0:
+            # trained norms hold the scale; without one rounding grows from layer to layer
+            norm.data.mul_(norm.shape[-1] ** -0.5)
+    return module.eval()
 
 
 def random_like(model: ExactModel, noise: torch.Generator, *shape: int) -> Tensor:

@@ -25,9 +25,8 @@ from tandem.model.linear import ExactLinear
 from tandem.model.load import ExactModel
 from tandem.model.lora import Lora, add_adapter
 from tandem.model.paths import ModelPath
-from tandem.model.random_models import VOCABULARY, random_module
 from tandem.model.rope import positions_of
-from tandem.model.schedule import Schedule
+from tandem.model.schedule import VOCABULARY, Schedule, random_module
 
 TRIED = 150  # tokens of a trial
 BEGINNING = 137  # of them, which a cache continues

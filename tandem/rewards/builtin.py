@@ -219,10 +219,6 @@ def last_json(text: str) -> Any:
             return json.loads(candidate, parse_constant=_refuse)
         except (ValueError, RecursionError):
             continue
-    return _last_inside(text)
-
-
-def _last_inside(text: str) -> Any:
     value, at, decoder = NOTHING, 0, json.JSONDecoder(parse_constant=_refuse)
     for opening in re.finditer(r"[{\[]", text):
         if opening.start() < at:  # inside the one before

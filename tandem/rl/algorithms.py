@@ -212,6 +212,9 @@ LOSSES = {
     )
 }
 _KL_IN_REWARD = {"kl_in": "reward", "kl_estimator": "k1"}
+_OF_DAPO = {"clip_high": 0.28, "max_gen_batches": 8}
+_OF_GSPO = {"clip_low": 3e-4, "clip_high": 4e-4}
+_OF_CISPO = {"clip_low": 1.0, "clip_high": 4.0}
 _PP = "arXiv 2501.03262"
 ALGORITHMS = {
     one.name: one
@@ -229,30 +232,9 @@ ALGORITHMS = {
             "token_mean",
             {"kl_estimator": "k2"},
         ),
-        Algorithm(
-            "dapo",
-            "arXiv 2503.14476",
-            "grpo",
-            "ppo_clip",
-            "token_mean",
-            {"clip_high": 0.28, "max_gen_batches": 8},
-        ),
-        Algorithm(
-            "gspo",
-            "arXiv 2507.18071",
-            "grpo",
-            "gspo",
-            "sequence_mean",
-            {"clip_low": 3e-4, "clip_high": 4e-4},
-        ),
-        Algorithm(
-            "cispo",
-            "arXiv 2506.13585",
-            "grpo",
-            "cispo",
-            "token_mean",
-            {"clip_low": 1.0, "clip_high": 4.0},
-        ),
+        Algorithm("dapo", "arXiv 2503.14476", "grpo", "ppo_clip", "token_mean", _OF_DAPO),
+        Algorithm("gspo", "arXiv 2507.18071", "grpo", "gspo", "sequence_mean", _OF_GSPO),
+        Algorithm("cispo", "arXiv 2506.13585", "grpo", "cispo", "token_mean", _OF_CISPO),
         Algorithm("ppo", "arXiv 1707.06347", "gae", "ppo_clip", "token_mean", _KL_IN_REWARD),
     )
 }

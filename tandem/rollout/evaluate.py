@@ -6,7 +6,7 @@ Draws are the same at every step. Does not know training.
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from math import comb
 
 import numpy as np
@@ -19,7 +19,7 @@ from tandem.rollout.score import RolloutRunner, generate_and_score, sampling_par
 from tandem.run_folder.journal import Journal
 from tandem.runtime.errors import UserError
 from tandem.runtime.timer import Timer
-from tandem.types import Group, Problem, Row, SamplingParams
+from tandem.types import Group, Problem, Row, SamplingDistribution, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +41,8 @@ class Evaluator:
             return {}
         config = self.config
         sampled = sampling_params(config.rollout, self.runner.renderer)
-        greedy = SamplingParams(
-            max_new_tokens=sampled.max_new_tokens,
-            temperature=0.0,
-            stop=sampled.stop,
-            stop_token_ids=sampled.stop_token_ids,
-            vocabulary=sampled.vocabulary,
-        )
+        plain = SamplingDistribution(temperature=0.0, vocabulary=sampled.vocabulary)
+        greedy = replace(sampled, **asdict(plain))
         groups = self._evaluation_pass(step, "sampled", sampled, config.eval.samples)
         row = _summary("sampled", groups)
         if config.eval.greedy:

@@ -5,7 +5,7 @@ Training, evaluation and `tandem rollout` share it. Knows no step and no weights
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from tandem.config.episodes import Reward as RewardConfig
 from tandem.config.episodes import Rollout
@@ -113,20 +113,16 @@ def generate_and_score(
     return scored
 
 
+@dataclass(frozen=True)
 class _Scoring:
     """Scores of one call of generate_and_score, on their way."""
 
-    def __init__(
-        self,
-        rewards: Reward,
-        groups: Sequence[Group],
-        shaping: RewardConfig,
-        max_new_tokens: int,
-        parts: Parts | None,
-    ):
-        self._rewards, self._groups, self._parts = rewards, groups, parts
-        self._shaping, self._max_new_tokens = shaping, max_new_tokens
-        self._futures: dict[ScoringKey, Future[Episode]] = {}
+    rewards: Reward
+    groups: Sequence[Group]
+    shaping: RewardConfig
+    max_new_tokens: int
+    parts: Parts | None
+    futures: dict[ScoringKey, Future[Episode]] = field(default_factory=dict)
 
     def submit(self, row: int, episode: Episode) -> None:
         """Have an episode scored in the background; called from any thread."""
@@ -134,25 +130,25 @@ class _Scoring:
 
         def finish(score: Future[Score]) -> None:
             try:
-                rewarded = with_reward(episode, score.result(), self._shaping, self._max_new_tokens)
-                if self._parts is not None:
-                    self._parts.add(row, rewarded)
+                rewarded = with_reward(episode, score.result(), self.shaping, self.max_new_tokens)
+                if self.parts is not None:
+                    self.parts.add(row, rewarded)
                 scored.set_result(rewarded)
             except Exception as error:  # raised again by `results`
                 scored.set_exception(error)
 
-        self._futures[row, episode.sample_index] = scored
-        self._rewards.submit(self._groups[row].problem, episode.attempt()).add_done_callback(finish)
+        self.futures[row, episode.sample_index] = scored
+        self.rewards.submit(self.groups[row].problem, episode.attempt()).add_done_callback(finish)
 
     def results(self, generated: Sequence[tuple[Episode, ...]]) -> list[Group]:
         """Wait for the scores; return the groups. Episodes not scored now stay as they were."""
         with watchdog.waiting_for("rewards", "the last scores"):
-            scored = {key: future.result() for key, future in self._futures.items()}
+            scored = {key: future.result() for key, future in self.futures.items()}
         return [
             replace(
                 group, episodes=tuple(scored.get((row, e.sample_index), e) for e in generated[row])
             )
-            for row, group in enumerate(self._groups)
+            for row, group in enumerate(self.groups)
         ]
 
 

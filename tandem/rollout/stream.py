@@ -24,7 +24,6 @@ class StreamReader(Protocol):
     def take(self, step: int, kept: list[Group], plan: Plan) -> list[Group]:
         """Return all groups of a step, in order, with at least the arrays that the plan asks for.
         kept: what `put` returned on rank 0, [] on the others."""
-        ...
 
 
 class Stream(StreamReader, Protocol):
@@ -33,11 +32,9 @@ class Stream(StreamReader, Protocol):
     def put(self, step: int, groups: list[Group]) -> list[Group]:
         """Hand over the groups of a step; return what of them this process keeps for `take`. Waits
         while the stream is full; nothing is ever dropped."""
-        ...
 
     def clear(self, step: int) -> None:
         """Forget a step that every rank has taken."""
-        ...
 
 
 class MemoryStream:

@@ -108,11 +108,6 @@ class WorkerProcess(Worker):
     def runs_target(self) -> bool:
         return self.ready and not self.syncing and 0 <= self.version == self.target
 
-    def note_offer(self, version: int) -> None:
-        """Note that it is told to load a version now."""
-        self.syncing.append(version)
-        self.target, self.version, self.offered_at = version, -1, time.monotonic()
-
     @property
     def state(self) -> str:
         if self.ready and not self.runs_target:
@@ -229,7 +224,8 @@ class Workers(Pool[WorkerProcess]):
                     gaps.append(self._check(worker))
         offers = self._weights.offer(version, workers)
         for worker, (source, descriptor) in zip(workers, offers, strict=True):
-            worker.note_offer(version)
+            worker.syncing.append(version)
+            worker.target, worker.version, worker.offered_at = version, -1, time.monotonic()
             beside = () if descriptor < 0 else (descriptor,)
             self._send(worker, {"apply": version, "from": source}, *beside)
 

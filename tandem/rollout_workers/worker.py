@@ -18,7 +18,7 @@ no reward, and no other worker.
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from importlib import import_module
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tandem.engine.dispatch import identity_of
@@ -39,17 +39,6 @@ if TYPE_CHECKING:  # torch is imported when there are signs of life already
 
 # Gets the weights of an offer (SharedWeights.offer); descriptors: those that came beside messages.
 Receive = Callable[[Message, deque[int]], "dict[str, Tensor]"]
-
-PRELOADED = (
-    "tandem.engine.inexact_engine",
-    "tandem.engine.sync_check",
-    "tandem.model.kernels",
-    "tandem.model.lean",
-    "tandem.model.load",
-    "tandem.model.tokenizer",
-    "tandem.weights.delta",
-    "tandem.weights.transports",
-)
 
 
 class Running(Protocol):
@@ -85,52 +74,48 @@ class ServedEngine(Protocol):
     def score(self, tokens: Array, /) -> Array: ...
 
 
+@dataclass
 class Server:
     """Service of a channel with an engine until the channel ends. receive: gets the weights; rests:
     after a check the engine gives memory to the trainer's update."""
 
-    def __init__(
-        self,
-        channel: Channel,
-        engine: ServedEngine,
-        receive: Receive,
-        beat_s: float,
-        rests: bool = False,
-    ):
-        self._channel, self._engine, self._receive, self._beat_s = channel, engine, receive, beat_s
-        self._rests = rests
-        self._numbers: dict[Running, int] = {}  # of the requests that run
-        self._sync_gap: float | None = None  # of the weights in use to their probe, if they had one
+    channel: Channel
+    engine: ServedEngine
+    receive: Receive
+    beat_s: float
+    rests: bool = False
+    _numbers: dict[Running, int] = field(default_factory=dict)  # of the requests that run
+    _sync_gap: float | None = None  # of the weights in use to their probe, if they had one
 
     def serve(self) -> None:
         """Serve. Raises EOFError when the pool is gone."""
         while True:
-            self._channel.wait(0.0 if self._engine.has_work else self._beat_s)
-            for message in self._channel.receive():
+            self.channel.wait(0.0 if self.engine.has_work else self.beat_s)
+            for message in self.channel.receive():
                 self._handle(message)
-            if self._engine.has_work:
-                for running in self._engine.step():
+            if self.engine.has_work:
+                for running in self.engine.step():
                     self._answer(running)
-            if time.monotonic() - self._channel.last_sent >= self._beat_s:
-                self._channel.send({"alive": self._engine.has_work})
+            if time.monotonic() - self.channel.last_sent >= self.beat_s:
+                self.channel.send({"alive": self.engine.has_work})
 
     def _handle(self, message: Message) -> None:
         match message:
             case {"request": int(number)}:
-                self._numbers[self._engine.submit(read_request(message))] = number
+                self._numbers[self.engine.submit(read_request(message))] = number
             case {"cancel": int(number)}:
                 for running in [one for one, its in self._numbers.items() if its == number]:
                     del self._numbers[running]
-                    self._engine.cancel(running)
-                    self._channel.send({"cancelled": number})
+                    self.engine.cancel(running)
+                    self.channel.send({"cancelled": number})
                 # none found: its completion is on the way
             case {"check": int(version)}:
-                with signs_of_life(self._channel, self._beat_s):
+                with signs_of_life(self.channel, self.beat_s):
                     gap = self._sync_gap
-                    gap = self._engine.logprob_gap() if gap is None else gap
-                    if self._rests and not self._engine.has_work:
-                        self._engine.rest()
-                self._channel.send({"checked": version, "gap": gap})
+                    gap = self.engine.logprob_gap() if gap is None else gap
+                    if self.rests and not self.engine.has_work:
+                        self.engine.rest()
+                self.channel.send({"checked": version, "gap": gap})
             case {"apply": int(version), "from": dict(source)}:
                 self._apply(version, source)
             case _:
@@ -141,7 +126,7 @@ class Server:
             # the identity of the request as the engine had it
             identity = identity_of(running.request)
             number = self._numbers.pop(running)
-            self._channel.send(completion_message(number, identity, running.completion))
+            self.channel.send(completion_message(number, identity, running.completion))
 
     def _apply(self, version: int, source: Message) -> None:
         from tandem.engine.sync_check import check_probe
@@ -153,23 +138,23 @@ class Server:
                 f"weights of version {version} came while {len(self._numbers)} requests run"
             )
         try:
-            with signs_of_life(self._channel, self._beat_s):
-                weights = self._receive(source, self._channel.descriptors)
+            with signs_of_life(self.channel, self.beat_s):
+                weights = self.receive(source, self.channel.descriptors)
                 if "parts" in source:  # differences from the weights that run
-                    base = self._engine.model.named_weights()
+                    base = self.engine.model.named_weights()
                     weights = {name: decode(base[name], part) for name, part in weights.items()}
         except RuntimeError as error:  # the weights in use are whole as before
-            self._channel.send({"applied": version, "failed": f"{error}"})
+            self.channel.send({"applied": version, "failed": f"{error}"})
             return
-        with signs_of_life(self._channel, self._beat_s):
-            self._engine.apply(version, lambda: self._engine.model.load_weights(weights))
-            found = self._engine.weight_digests(DIGESTS[source["digest"]])
+        with signs_of_life(self.channel, self.beat_s):
+            self.engine.apply(version, lambda: self.engine.model.load_weights(weights))
+            found = self.engine.weight_digests(DIGESTS[source["digest"]])
             expected = source["digests"]
             names = {**expected, **found}
             differ = [name for name in names if found.get(name) != expected.get(name)]
             probe = None if differ else source["probe"]  # a late worker may load what is gone
-            self._sync_gap = probe and check_probe(self._engine.score, probe, version)
-        self._channel.send({"applied": version, "hash": combine(found), "differ": differ[:3]})
+            self._sync_gap = probe and check_probe(self.engine.score, probe, version)
+        self.channel.send({"applied": version, "hash": combine(found), "differ": differ[:3]})
 
 
 def load_engine(start: dict[str, Any]) -> "Engine":
@@ -222,12 +207,12 @@ def run(
 
 def preload(model_path: str) -> None:
     """Import what `load_engine` and a first sync need for a model; compute nothing."""
-    for module in PRELOADED:
-        import_module(module)
-    find("kernels", "cpu", key="model.device")
-    from tandem.model.stock import import_stock
+    from tandem.engine import inexact_engine, sync_check  # noqa: F401
+    from tandem.model import kernels, lean, load, stock, tokenizer  # noqa: F401
+    from tandem.weights import delta, transports  # noqa: F401
 
-    import_stock(model_path)
+    find("kernels", "cpu", key="model.device")
+    stock.import_stock(model_path)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,6 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from threading import Thread
-from types import TracebackType
 from typing import Any
 
 from tandem.run_folder.files import RESTORE_OR_FRESH
@@ -383,9 +382,7 @@ class Saver(AbstractContextManager["Saver"]):
         if error is not None:
             raise error
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.wait()
         except Exception as unsaved:

@@ -69,19 +69,7 @@ SCHEMA = pa.schema(
     ]
 )
 # Where values repeat; of the others a dictionary would be as large as they are.
-_DICTIONARY = [
-    "outcome",
-    "uid",
-    "category",
-    "answer",
-    "messages",
-    "metadata",
-    "opening",
-    "tools",
-    "stop_reason",
-    "env_error",
-    "reward_error",
-]
+_DICTIONARY = ["outcome", *_PROBLEM, "opening", "tools", "stop_reason", "env_error", "reward_error"]
 
 
 def write_episodes(

@@ -96,7 +96,7 @@ def model_card(
     quantized = (
         f"The adapter was trained on it with the linears of its layers in {config.lora.base}; "
         "merged weights are those that ran, dequantized.\n\n"
-    )
+    ) * (config.lora.base != "float")
     lines = [f"{key} = {value}" for key, value, _ in changed(config)]
     on_hub = re.fullmatch(r"(?!runs/)\w[\w.-]*/\w[\w.-]*", base, re.ASCII)
     linked = f'base_model: "{base}"\n' if on_hub and not Path(base).exists() else ""
@@ -106,7 +106,7 @@ def model_card(
         f"# {Path(base).name}, after `tandem {command}`\n\n"
         f"Trained from `{base}` by Tandem {__version__}, {step} steps, seed {config.run.seed}. "
         f"Weight hash `{weight_hash(model.merged())}`.\n\n"
-        f"{quantized * config.lora.is_quantized}"
+        f"{quantized}"
         f"Last metrics of the run:\n{_block('json', json.dumps(numbers, indent=2))}\n"
         f"## Recipe\n\nEvery key that differs from its default:\n{_block('toml', lines)}\n"
         f"## Inputs\n\nSHA-256 of the data, functions and weights that the run began with:\n"

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 from tandem.config.schema import Config
@@ -123,9 +122,7 @@ class Trackers(AbstractContextManager["Trackers"]):
         for link in self._links:
             link.send(call)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         until = time.monotonic() + (self._close_s if error is None else LEAVE_S)
         for link in self._links:
             link.send(None)

@@ -87,11 +87,6 @@ def kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def state_of(pid: int) -> str:
-    """Read the state of a process: a letter of STATES, or "" if unknown."""
-    return _stat(f"/proc/{pid}/stat")[0]
-
-
 def started_at(pid: int) -> float | None:
     """Read when a process was started, in seconds as time.time() has them; None if it has ended.
     For Linux."""

@@ -86,14 +86,6 @@ def waiting_for(target: str, what: str) -> Iterator[None]:
         actor.last_sign = time.monotonic()
 
 
-def dump_stacks_on_signal() -> None:
-    """Let SIGUSR1 write the stacks of this process's threads, even if they hang.
-
-    For processes that a run starts; the watchdog sends the signal.
-    """
-    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
-
-
 @contextmanager
 def watching(
     deadline_s: float, *, log: Path | None = None, on_stall: OnStall | None = None
@@ -110,7 +102,8 @@ def watching(
     _watchdog = watchdog
     watchdog.actor()
     watchdog.say_still_here()
-    dump_stacks_on_signal()
+    # the watchdog of a process that has started this one sends it, for the stacks of all threads
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     thread.start()
     try:
         yield
@@ -230,10 +223,9 @@ class _Watchdog:
         if thread is not None:
             return ", whose thread has ended"
         idle = [p for p in descendants(os.getpid()) if p.state in STOPPED + ZOMBIE]
-        commands = [(p, p.command[:60] or "no command") for p in idle[:3]]
         return ", outside of the threads here" + "".join(
-            f"; process {process.pid} ({command}) is {process.activity}"
-            for process, command in commands
+            f"; process {p.pid} ({p.command[:60] or 'no command'}) is {p.activity}"
+            for p in idle[:3]
         )
 
     # ---- the report

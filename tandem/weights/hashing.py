@@ -69,14 +69,14 @@ def device_digest(tensor: Tensor) -> str:
         part = flat[start : start + 8 * WORDS]
         words = torch.nn.functional.pad(part, (0, -len(part) % 8)).view(torch.int64)
         places = torch.arange(start // 8, start // 8 + len(words), device=flat.device)
-        mixed = _mix(words ^ _mix((places + 1) * STEP))
+        mixed = mix(words ^ mix((places + 1) * STEP))
         sums += torch.stack([mixed.sum(), (mixed * (2 * places + 1)).sum()])
     digest = begin_digest(tensor)
     digest.update(raw_bytes(sums))
     return digest.hexdigest()
 
 
-def _mix(words: Tensor) -> Tensor:
+def mix(words: Tensor) -> Tensor:
     """Give each int64 word another, no two the same: the finish of SplitMix64."""
     for shift, factor in ((30, FIRST), (27, SECOND)):
         words = (words ^ ((words >> shift) & ((1 << (64 - shift)) - 1))) * factor

@@ -8,6 +8,7 @@ workers load weights (rollout_workers).
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from tandem.weights.in_process import weights_gone
 from tandem.weights.shared import SharedWeights
 
 
+@dataclass
 class ProcessSync:
     """Publication to rollout workers, and to the engine of evaluations.
 
@@ -26,17 +28,12 @@ class ProcessSync:
     for.
     """
 
-    def __init__(
-        self,
-        workers: Generate,
-        local: Generate,
-        shared: SharedWeights,
-        weights: Callable[[], tuple[dict[str, Tensor], dict[str, Any] | None]],
-        keep: int,
-    ):
-        self.workers, self.local, self.shared = workers, local, shared
-        self.weights, self.keep = weights, keep
-        self.version = -1  # that rollouts have asked for last
+    workers: Generate
+    local: Generate
+    shared: SharedWeights
+    weights: Callable[[], tuple[dict[str, Tensor], dict[str, Any] | None]]
+    keep: int
+    version: int = -1  # that rollouts have asked for last
 
     def publish(self, version: int) -> None:
         self.shared.publish(version, *self.weights())

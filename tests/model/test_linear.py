@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tandem.model.kernels import CPU, kernels_for, kernels_of
+from tandem.model.kernels import CPU, in_use, kernels_of
 from tandem.model.layers import made_again
 from tandem.model.linear import ExactLinear, FusedLinear, PackedWeight
 from tests.support.operators import Operators
@@ -28,7 +28,7 @@ def test_a_row_has_the_same_bits_beside_any_number_of_other_rows(inner, outputs,
         assert torch.equal(CPU.matmul(x[part].contiguous(), packed, added), whole[part]), part
 
 
-def test_pack_renewed_only_when_weight_changes_in_place():
+def test_pack_renewed_only_when_weight_changes_in_place(monkeypatch):
     weight, cache, x = nn.Parameter(noise(16, 96)), PackedWeight(), noise(4, 96, seed=1)
     first = cache.of(weight)
     assert cache.of(weight) is first
@@ -41,8 +41,8 @@ def test_pack_renewed_only_when_weight_changes_in_place():
         weight.copy_(noise(16, 96, seed=2))
     other = kernels.pack(noise(16, 96, seed=2))
     assert torch.equal(kernels.matmul(x, cache.of(weight)), kernels.matmul(x, other))
-    with kernels_for("cpu", CPU):  # which have packs of their own
-        assert torch.equal(CPU.matmul(x, cache.of(weight)), CPU.matmul(x, CPU.pack(weight)))
+    monkeypatch.setitem(in_use, "cpu", CPU)  # which have packs of their own
+    assert torch.equal(CPU.matmul(x, cache.of(weight)), CPU.matmul(x, CPU.pack(weight)))
 
 
 def test_module_shares_parameters_and_keeps_leading_dimensions():

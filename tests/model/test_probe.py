@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tandem.model.forward import batch_logprobs
-from tandem.model.kernels import Kernels, kernels_for
+from tandem.model.kernels import Kernels, in_use
 from tandem.model.linear import ExactLinear
 from tandem.model.load import make_exact
 from tandem.model.probe import (
@@ -87,11 +87,11 @@ class ByThreads(Kernels):
         return torch.nextafter(found, found + 1) if many else found
 
 
-def test_a_gradient_that_threads_change_in_long_sums_only_is_named():
+def test_a_gradient_that_threads_change_in_long_sums_only_is_named(monkeypatch):
     model, noise = model_of("qwen3"), torch.Generator().manual_seed(0)
-    with kernels_for("cpu", ByThreads()):
-        assert not _gradients_differ(model, noise, [1, 2], 1000)
-        found = _gradients_differ(model, noise, [1, 2], 4096)
+    monkeypatch.setitem(in_use, "cpu", ByThreads())
+    assert not _gradients_differ(model, noise, [1, 2], 1000)
+    found = _gradients_differ(model, noise, [1, 2], 4096)
     assert all(name in " ".join(found) for name in ("linear 96 -> 97", "linear 96 -> 96")), found
 
 
@@ -113,11 +113,11 @@ class OtherSets(Kernels):
 @pytest.mark.parametrize(
     ("odd", "finding"), [(OtherSums, "sampling: 3 20 rows"), (OtherSets, "top-p: 8 rows")]
 )
-def test_sampling_that_depends_on_the_rows_is_named(odd, finding):
+def test_sampling_that_depends_on_the_rows_is_named(odd, finding, monkeypatch):
     model, noise = model_of("qwen3"), torch.Generator().manual_seed(0)
     model.config.vocab_size = 20_000
-    with kernels_for("cpu", odd()):
-        assert _rowwise_differ(model, noise) == [finding]
+    monkeypatch.setitem(in_use, "cpu", odd())
+    assert _rowwise_differ(model, noise) == [finding]
 
 
 def test_random_model_has_every_kind_of_layer_and_its_shapes():
@@ -183,10 +183,10 @@ class Candidates(Kernels):
         return 2 * out if self.chosen == "wrong" else out.nextafter(out + 1) if other else out
 
 
-def test_the_fastest_exact_kernel_is_chosen():
+def test_the_fastest_exact_kernel_is_chosen(monkeypatch):
     candidates = Candidates()
-    with kernels_for("cpu", candidates):
-        trials = try_matmuls(model_of("qwen3"))
+    monkeypatch.setitem(in_use, "cpu", candidates)
+    trials = try_matmuls(model_of("qwen3"))
     assert fastest_exact(trials) == "fast" and candidates.chosen == "own"
     assert fastest_exact(trials[:2]) == "own"
     assert [trial.findings for trial in trials[:3]] == [[], [], []]

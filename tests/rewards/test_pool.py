@@ -19,7 +19,7 @@ from tandem.rewards.parts import BadValue, weigh
 from tandem.rewards.pool import RewardPool
 from tandem.rewards.protocol import MAX_CHARS
 from tandem.runtime.errors import UserError
-from tandem.runtime.processes import ZOMBIE, state_of
+from tandem.runtime.processes import started_at
 from tandem.types import Attempt, Problem
 from tandem.workers import host
 from tests.support.scoring import (
@@ -76,7 +76,7 @@ def hostile_pool(workers=1, timeout_s=LIMIT_S, clock=time.monotonic):
 
 def gone(pid, *, within_s=WAIT_S):
     """Wait until the process ends; a zombie that nobody has waited for has."""
-    return eventually(lambda: state_of(pid) in ("", ZOMBIE, "X"), within_s=within_s)
+    return eventually(lambda: not started_at(pid), within_s=within_s)
 
 
 @pytest.fixture(scope="module")

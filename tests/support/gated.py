@@ -4,7 +4,7 @@ import json
 from contextlib import contextmanager
 
 from tandem.run_folder.status import read_status
-from tandem.runtime.processes import ZOMBIE, state_of
+from tandem.runtime.processes import started_at
 from tests.support.waiting import eventually
 
 DEADLINE_S = 240.0
@@ -40,4 +40,4 @@ def gated(run):
 
 
 def until_gone(pid):
-    until(lambda: state_of(pid) in ("", ZOMBIE))
+    until(lambda: not started_at(pid))

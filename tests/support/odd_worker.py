@@ -127,28 +127,28 @@ def spin():
 class LightServer(Server):
     def _apply(self, version, source):
         time.sleep(0.05)
-        descriptor = self._channel.descriptors.popleft()
+        descriptor = self.channel.descriptors.popleft()
         data = os.pread(descriptor, 1 << 20, 0)
         os.close(descriptor)
-        fault = self._engine.fault
+        fault = self.engine.fault
         if fault == "lost weights":
-            self._channel.send({"applied": version, "failed": "the line is down"})
+            self.channel.send({"applied": version, "failed": "the line is down"})
             return
         if fault == "other weights":
             data = b"other"
-        self._engine.weights = hashlib.sha256(data).hexdigest()
-        if fault != "stale" or self._engine.version < 0:
-            self._engine.version = version
-        self._channel.send({"applied": version, "hash": self._engine.weights, "differ": []})
+        self.engine.weights = hashlib.sha256(data).hexdigest()
+        if fault != "stale" or self.engine.version < 0:
+            self.engine.version = version
+        self.channel.send({"applied": version, "hash": self.engine.weights, "differ": []})
 
     def _answer(self, running):
-        fault = "none" if running.completion is None else self._engine.fault
+        fault = "none" if running.completion is None else self.engine.fault
         if fault == "garbage":
-            os.write(self._channel.socket.fileno(), b"\x00\xff not a message\n")
+            os.write(self.channel.socket.fileno(), b"\x00\xff not a message\n")
         if fault == "swap" and len(self._numbers) > 1:
             number = next(n for other, n in self._numbers.items() if other is not running)
             identity = identity_of(running.request)
-            self._channel.send(completion_message(number, identity, running.completion))
+            self.channel.send(completion_message(number, identity, running.completion))
             return
         super()._answer(running)
 

@@ -11,6 +11,7 @@ more rows have other last bits.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -37,34 +38,29 @@ def divide_experts(model: ExactModel, group: Group, boxes: dict[str, Box]) -> No
             boxes[name] = box.cut(0, group.rank, group.size)
             weight.data = weight.data.chunk(group.size)[group.rank].clone()
         experts.expert_packs = experts.expert_packs[: len(experts.gate_up_proj)]
-        experts.dispatch = _Dispatch(group)
+        experts.dispatch = partial(_dispatch, group)
 
 
-class _Dispatch:
-    """A run of the experts of a group's processes. Every call is a collective of the group, also
-    for a process whose experts nobody has chosen."""
-
-    def __init__(self, group: Group):
-        self.group = group
-
-    def __call__(self, experts: Sequence[Expert], x: Tensor, chosen: Tensor) -> list[Output]:
-        count, k, flat = self.group.size * len(experts), chosen.shape[1], chosen.flatten()
-        here = torch.where((flat >= 0) & (flat < count))[0]  # of this group's experts
-        order = here[flat[here].argsort(stable=True)]  # places in `chosen`, by expert
-        counts = torch.bincount(flat[here], minlength=count)
-        own = counts.view(self.group.size, -1)
-        # int64 [senders, experts], of rows for this process's
-        theirs = self.group.exchange(own, "counts of experts' rows")
-        sent, received = own.sum(1).tolist(), theirs.sum(1).tolist()
-        rows = x.repeat_interleave(k, 0)[order]
-        rows = Exchange.apply(rows, self.group, "rows for experts", sent, received)
-        results = _run_grouped(experts, rows, theirs)
-        values = Exchange.apply(results, self.group, "outputs of experts", received, sent)
-        sizes = counts.tolist()
-        columns = (order // k, order % k, values)
-        parts = zip(*(column.split(sizes) for column in columns), strict=True)
-        # the first one also without a row, so that every backward pass comes to the collectives
-        return [part for number, part in enumerate(parts) if sizes[number] or not number]
+def _dispatch(group: Group, experts: Sequence[Expert], x: Tensor, chosen: Tensor) -> list[Output]:
+    """Run the experts of a group's processes. Every call is a collective of the group, also for a
+    process whose experts nobody has chosen."""
+    count, k, flat = group.size * len(experts), chosen.shape[1], chosen.flatten()
+    here = torch.where((flat >= 0) & (flat < count))[0]  # of this group's experts
+    order = here[flat[here].argsort(stable=True)]  # places in `chosen`, by expert
+    counts = torch.bincount(flat[here], minlength=count)
+    own = counts.view(group.size, -1)
+    # int64 [senders, experts], of rows for this process's
+    theirs = group.exchange(own, "counts of experts' rows")
+    sent, received = own.sum(1).tolist(), theirs.sum(1).tolist()
+    rows = x.repeat_interleave(k, 0)[order]
+    rows = Exchange.apply(rows, group, "rows for experts", sent, received)
+    results = _run_grouped(experts, rows, theirs)
+    values = Exchange.apply(results, group, "outputs of experts", received, sent)
+    sizes = counts.tolist()
+    columns = (order // k, order % k, values)
+    parts = zip(*(column.split(sizes) for column in columns), strict=True)
+    # the first one also without a row, so that every backward pass comes to the collectives
+    return [part for number, part in enumerate(parts) if sizes[number] or not number]
 
 
 def _run_grouped(experts: Sequence[Expert], rows: Tensor, counts: Tensor) -> Tensor:

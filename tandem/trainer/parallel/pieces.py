@@ -17,7 +17,6 @@ from tandem.trainer.parallel.mesh import Group
 
 BUCKET_BYTES = 64 << 20  # of parts that are collected at once
 
-Block = tuple[str, Box]  # rows of a tensor, by its name
 T = TypeVar("T")
 
 

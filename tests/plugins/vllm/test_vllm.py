@@ -35,7 +35,7 @@ from tandem.rollout_workers.pool import EngineSpec
 from tandem.run_folder.metrics import read_metrics
 from tandem.run_folder.read import open_past
 from tandem.runtime.errors import UserError
-from tandem.runtime.processes import ZOMBIE, descendants, state_of
+from tandem.runtime.processes import descendants, started_at
 from tandem.trainer.parity import MAX_MEAN
 from tandem.weights.shared import SharedWeights
 from tests.support.runs import prepare
@@ -235,9 +235,7 @@ def test_new_weights_reach_every_tensor_parallel_rank_and_none_outlives_its_work
         ranks = [rank.pid for rank in descendants(worker.pid)]
         assert len(ranks) >= 2
         os.kill(worker.pid, signal.SIGKILL)
-        assert eventually(
-            lambda: not any(state_of(pid) not in ("", ZOMBIE) for pid in ranks), within_s=60.0
-        )
+        assert eventually(lambda: not any(map(started_at, ranks)), within_s=60.0)
 
 
 @pytest.mark.parametrize(
