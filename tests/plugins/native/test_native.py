@@ -133,14 +133,6 @@ def test_the_vocabulary_of_engine_and_trainer_has_one_set_of_bits():
     assert filtered.gather(1, drawn[:, None]).isfinite().all()
 
 
-PROGRAM = """
-import torch
-from tests.plugins.native.test_native import digest
-torch.set_num_threads(2)
-print(digest())
-"""
-
-
 def digest():
     """Return the hash of what every kernel computes."""
     q, k, v = (noise(ROWS, heads, 64, seed=heads).requires_grad_() for heads in (6, 2, 3))
@@ -151,6 +143,7 @@ def digest():
     made = [out, q.grad, k.grad, v.grad, x, CPU.swiglu(x), CPU.rms_norm(x, noise(512), 1e-5)]
     made += [CPU.log_softmax(x, 1.0), CPU.gradient_product(x, noise(512, 384))]
     made += [CPU.weight_gradient(x, out.detach().flatten(1), torch.ones(512, 384))]
+    made += [CPU.turn(q.detach(), x[:, :64], x[:, 64:128], 1.0)]
     return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in made)).hexdigest()
 
 
@@ -167,9 +160,9 @@ def test_a_product_sums_in_registers(panel):
 
 def test_threads_and_instruction_sets_have_the_same_bits():
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2"}
-    command = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    digests = {done.stdout.strip()}
+    program = "from tests.plugins.native.test_native import digest; print(digest())"
+    command = [sys.executable, "-c", program]
+    digests = {subprocess.check_output(command, env=environment, text=True).strip()}
     for threads in (1, 2):
         with threads_of(threads):
             digests.add(digest())

@@ -121,26 +121,19 @@ def test_a_reward_that_cannot_score_is_not_ready(function, found, home, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("command", "override"),
+    ("command", "key", "file"),
     [
-        ("sft", "sft.train"),
-        ("dpo", "preference.train"),
-        ("rm", "preference.train"),
-        ("distill", "distill.teacher"),
+        ("sft", "sft.train", "data/warm.jsonl"),
+        ("dpo", "preference.train", "pairs.jsonl"),
+        ("rm", "preference.train", "pairs.jsonl"),
+        ("distill", "distill.teacher", "teacher"),
     ],
 )
-def test_every_command_that_trains_has_a_plan(command, override, home, tmp_path):
-    files = {
-        "sft": "data/warm.jsonl",
-        "dpo": "pairs.jsonl",
-        "rm": "pairs.jsonl",
-        "distill": "teacher",
-    }
-    code, last, text = planned(
-        home, tmp_path / "run", f"{override}={home}/{files[command]}", command=command
-    )
+def test_every_command_that_trains_has_a_plan(command, key, file, home, tmp_path):
+    found = f"{key}={home}/{file}"
+    code, last, text = planned(home, tmp_path / "run", found, command=command)
     assert code == 0 and last.startswith("ready: 2 steps of "), text
-    code, last, _ = planned(home, tmp_path / "run", f"{override}=none.jsonl", command=command)
+    code, last, _ = planned(home, tmp_path / "run", f"{key}=none.jsonl", command=command)
     assert code == 2 and last.startswith("not ready: ")
 
 
