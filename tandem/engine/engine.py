@@ -99,6 +99,9 @@ class Engine:
     def submit(self, request: Request) -> RunningSequence:
         """Queue a request. Raises UserError if it can never run and QueueFull if too many wait."""
         self.check(request)
+        return self._submit(request)
+
+    def _submit(self, request: Request) -> RunningSequence:
         if not self.has_work:
             self._to_check = None  # earlier completions belong to another caller: an evaluation
         sequence = RunningSequence.of(request, self._arrivals)
@@ -129,7 +132,7 @@ class Engine:
         try:
             while pending or any(sequence.completion is None for sequence in sequences):
                 while pending and len(self.scheduler.waiting) < self.scheduler.max_queue:
-                    sequences.append(self.submit(pending.popleft()))
+                    sequences.append(self._submit(pending.popleft()))
                 self.step()
         finally:  # after Ctrl-C, too
             for sequence in sequences:
