@@ -35,8 +35,8 @@ BARS = {
     "lines of tests": 34_000,
 }
 HELD = {
-    "lines of the core, without tandem/plugins": 32_040,
-    "lines with plugins": 57_221,
+    "lines of the core, without tandem/plugins": 31_862,
+    "lines with plugins": 57_048,
     "lines that tandem.step imports": 9_735,
     "lines that a plain `tandem train` imports": 19_362,
     "conditions on a backend's name": 11,

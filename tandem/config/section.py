@@ -1,6 +1,7 @@
 """The base of all sections of the configuration."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, WrapValidator
@@ -30,13 +31,14 @@ def name_of(kind: str, *others: str) -> BeforeValidator:
     """Make the validator of a key that names an object of the registry's kind, or is another
     word."""
 
-    def check(value: Any) -> Any:
-        known = [*others, *names(kind)]
-        if value not in known:
-            raise PydanticCustomError("literal_error", f"expected one of {known}")  # type: ignore[arg-type]
-        return value
+    return BeforeValidator(partial(_require_name, kind, others))
 
-    return BeforeValidator(check)
+
+def _require_name(kind: str, others: tuple[str, ...], value: Any) -> Any:
+    known = [*others, *names(kind)]
+    if value not in known:
+        raise PydanticCustomError("literal_error", f"expected one of {known}")  # type: ignore[arg-type]
+    return value
 
 
 def off_or(accepts: Callable[[float], bool], expected: str) -> AfterValidator:

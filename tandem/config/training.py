@@ -55,6 +55,10 @@ class Lora(Section):
         "for each row",
     )
 
+    @property
+    def is_quantized(self) -> bool:
+        return self.base != "float"
+
 
 class Train(Schedules):
     """The optimizer. [sft] and [preference] have a learning rate of their own; the other keys hold
