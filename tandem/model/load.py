@@ -258,7 +258,7 @@ class ExactModel(nn.Module):
 def run_twice(again: Callable[[], Any], run: Callable[..., Any], *args: Any, **more: Any) -> Any:
     """Run what keeps its inputs alone: a backward pass runs it once more, in the context `again`
     makes."""
-    options = {"use_reentrant": False, "preserve_rng_state": False}
+    options: Any = {"use_reentrant": False, "preserve_rng_state": False}
     return checkpoint(run, *args, context_fn=lambda: (nullcontext(), again()), **options, **more)
 
 

@@ -124,7 +124,7 @@ def _model(path: str, config: Config, *, trained: bool = True) -> Model:
     optimizer = find("optimizers", config.train.optimizer, key="train.optimizer")
     lora, steps = config.lora, [weight.shape for weight in weights.values()]
     saved_in_base, width = 0, placement(config).dtype.itemsize
-    if lora.is_quantized:  # of the linears of the layers
+    if lora.base != "float":  # of the linears of the layers
         linears = [m for m in module.base_model.modules() if isinstance(m, torch.nn.Linear)]
         for weight in (linear.weight for linear in linears):
             saved_in_base += width * weight.numel() - quantized_bytes(weight, lora.base)
