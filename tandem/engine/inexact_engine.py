@@ -38,7 +38,7 @@ class InexactEngine(Engine):
     def _open_cache(self, cache_bytes: int, record_experts: bool, **sizes: int) -> None:
         assert not record_experts, "refused by jobs/models.py"
         self.cache = ReservedPages(self.model, cache_bytes)  # type: ignore[assignment]
-        self.scheduler = BatchScheduler(self.cache, **sizes)  # type: ignore[assignment, arg-type]
+        self.scheduler = BatchScheduler(self.cache, **sizes)  # type: ignore[assignment]
         self.lookahead = None
         self._batches: list[Batch] = []
 

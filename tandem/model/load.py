@@ -255,9 +255,9 @@ class ExactModel(nn.Module):
             parameters[name].copy_(weight)
 
 
-def run_twice(again: Callable[[], Any], run: Callable[..., Any], *args: Any, **more: Any) -> Any:
-    """Run what keeps its inputs alone: a backward pass runs it once more, in the context `again`
-    makes."""
+def run_twice(again: Callable[[], Any], run: Callable[..., Any], /, *args: Any, **more: Any) -> Any:
+    """Run a part of which only the inputs are kept: a backward pass runs it once more, in the
+    context that `again` makes."""
     options: Any = {"use_reentrant": False, "preserve_rng_state": False}
     return checkpoint(run, *args, context_fn=lambda: (nullcontext(), again()), **options, **more)
 

@@ -113,7 +113,7 @@ def generate_and_score(
     return scored
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Scoring:
     """Scores of one call of generate_and_score, on their way."""
 

@@ -74,7 +74,7 @@ class ServedEngine(Protocol):
     def score(self, tokens: Array, /) -> Array: ...
 
 
-@dataclass
+@dataclass(eq=False)
 class Server:
     """Service of a channel with an engine until the channel ends. receive: gets the weights; rests:
     after a check the engine gives memory to the trainer's update."""
@@ -84,8 +84,10 @@ class Server:
     receive: Receive
     beat_s: float
     rests: bool = False
-    _numbers: dict[Running, int] = field(default_factory=dict)  # of the requests that run
-    _sync_gap: float | None = None  # of the weights in use to their probe, if they had one
+    # of the requests that run
+    _numbers: dict[Running, int] = field(init=False, default_factory=dict)
+    # of the weights in use to their probe, if they had one
+    _sync_gap: float | None = field(init=False, default=None)
 
     def serve(self) -> None:
         """Serve. Raises EOFError when the pool is gone."""

@@ -18,7 +18,7 @@ from tandem.weights.in_process import weights_gone
 from tandem.weights.shared import SharedWeights
 
 
-@dataclass
+@dataclass(eq=False)
 class ProcessSync:
     """Publication to rollout workers, and to the engine of evaluations.
 

@@ -26,7 +26,7 @@ typedef Pair<float> V;
 typedef Pair<int32_t> I;
 typedef Pair<uint32_t> U;
 typedef uint16_t H __attribute__((vector_size(W)));
-INLINE I from(int at) {
+INLINE I places_from(int at) {
   return I(I::N{0, 1, 2, 3, 4, 5, 6, 7}, I::N{8, 9, 10, 11, 12, 13, 14, 15}) + at;
 }
 

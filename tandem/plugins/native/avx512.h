@@ -4,7 +4,7 @@ typedef float V __attribute__((vector_size(4 * W)));
 typedef int32_t I __attribute__((vector_size(4 * W)));
 typedef uint32_t U __attribute__((vector_size(4 * W)));
 typedef uint16_t H __attribute__((vector_size(2 * W)));
-INLINE I from(int at) { return I{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + at; }
+INLINE I places_from(int at) { return I{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + at; }
 
 INLINE V load(const float* p) {
   V v;

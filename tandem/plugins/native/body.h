@@ -3,7 +3,8 @@
 // A vector has 16 numbers under every instruction set, and every sum has one order. A product
 // (`tile`) adds one term after another with a fused multiply-add. A sum over a row adds vectors, then
 // their 16 lanes (`lanes_sum`). So a row's bits depend on that row alone: not on the rows beside it,
-// on the threads, or on the instruction set.
+// on the threads, or on the instruction set. The headers of the sets, avx2.h and avx512.h, have the
+// vectors V (float), I and U (integers) and what is done with their halves and lanes.
 
 INLINE V load(const bf16* p) { return (V)(wide(p) << 16); }
 INLINE void store(bf16* p, V v) {  // to the nearest, ties to even
@@ -488,7 +489,7 @@ INLINE V capped(V score, const Scoring& by) {
   return (1.0f - 2.0f / (twice + 1.0f)) * by.softcap;  // tanh
 }
 INLINE V inside(long at, long first, long last, V v, float other) {
-  I place = from((int)at);
+  I place = places_from((int)at);
   return pick((place >= (int)first) & (place <= (int)last), v, splat(other));
 }
 // A row of keys from position `start` (a multiple of 16): its exponentials, with sum and lse.

@@ -106,9 +106,8 @@ def test_gradients_of_a_linear_are_near_those_of_float64(rows, inner, columns):
     assert near(product, above.double() @ weight.double(), torch.float32)
     expected = above.double().t() @ x.double()
     assert near(CPU.weight_gradient(above, x), expected, torch.float32)
-    assert near(
-        CPU.weight_gradient(above, x, torch.ones(inner, columns)), expected + 1, torch.float32
-    )
+    added = CPU.weight_gradient(above, x, torch.ones(inner, columns))
+    assert near(added, expected + 1, torch.float32)
 
 
 def test_the_vocabulary_of_engine_and_trainer_has_one_set_of_bits():
@@ -121,9 +120,8 @@ def test_the_vocabulary_of_engine_and_trainer_has_one_set_of_bits():
     entropy = -(exact * exact.exp()).sum(-1)
     assert near(table, exact, torch.float32) and near(entropies, entropy, torch.float32)
     above, of_entropy = noise(9, seed=1), noise(9, seed=2)
-    (
-        exact.gather(1, targets[:, None])[:, 0] @ above.double() + entropy @ of_entropy.double()
-    ).backward()
+    chosen = exact.gather(1, targets[:, None])[:, 0]
+    (chosen @ above.double() + entropy @ of_entropy.double()).backward()
     slope = CPU.logprob_slope(logits.clone(), targets, 0.7, above, of_entropy)
     assert near(slope / 0.7, wide.grad, torch.float32)
     uniform = torch.rand(9, generator=torch.Generator().manual_seed(0))
@@ -134,17 +132,22 @@ def test_the_vocabulary_of_engine_and_trainer_has_one_set_of_bits():
 
 
 def digest():
-    """Return the hash of what every kernel computes."""
-    q, k, v = (noise(ROWS, heads, 64, seed=heads).requires_grad_() for heads in (6, 2, 3))
-    plan = CPU.packed_plan(SEGMENTS, torch.device("cpu"), 6, 2)
-    out = plan.attend(0, q, k, v[:, :2], Scoring(0.125))
-    out.square().sum().backward()
-    x = CPU.matmul(out.detach().flatten(1), CPU.pack(noise(512, 384)))
-    made = [out, q.grad, k.grad, v.grad, x, CPU.swiglu(x), CPU.rms_norm(x, noise(512), 1e-5)]
-    made += [CPU.log_softmax(x, 1.0), CPU.gradient_product(x, noise(512, 384))]
-    made += [CPU.weight_gradient(x, out.detach().flatten(1), torch.ones(512, 384))]
-    made += [CPU.turn(q.detach(), x[:, :64], x[:, 64:128], 1.0)]
-    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in made)).hexdigest()
+    """Hash what is computed, without pages (they have packed bits) and AMX's products."""
+    made = []
+    for dtype, size in ((torch.float32, 64), (torch.float32, 48), (torch.bfloat16, 48)):
+        q, k, v = (noise(ROWS, n, size, dtype=dtype, seed=n).requires_grad_() for n in (6, 2, 3))
+        plan = CPU.packed_plan(SEGMENTS, torch.device("cpu"), 6, 2)
+        out = plan.attend(0, q, k, v[:, :2], Scoring(0.125, window=size, softcap=5.0))
+        turn = noise(ROWS, 1, size, dtype=dtype), noise(ROWS, 1, size, dtype=dtype, seed=1)
+        inner = CPU.swiglu(CPU.rotate(out, turn).flatten(1)[:, :100])
+        x = CPU.rms_norm(inner, noise(50, dtype=dtype), 1e-5)
+        x.square().sum().backward()
+        x = x.detach()
+        logits = CPU.matmul(x.float(), CPU.pack(noise(1000, 50)))
+        made += [x, q.grad, k.grad, v.grad, logits, CPU.weight_gradient(logits, x.float())]
+        made += [CPU.gradient_product(logits, noise(1000, 50)), CPU.log_softmax(logits, 1.0)]
+        made += CPU.target_logprobs(logits, torch.arange(ROWS), 0.7, entropy=True)
+    return hashlib.sha256(b"".join(t.view(torch.uint8).numpy().tobytes() for t in made)).hexdigest()
 
 
 @pytest.mark.skipif(not shutil.which("objdump"), reason="binutils are not here")

@@ -82,10 +82,7 @@ def test_plan_tells_calls_that_are_not_read_and_tools_without_room(home, tmp_pat
         ("rollout.max_new_tokens=1000", "a sequence would be longer than the model can place"),
         ("reward.function=none.py:score", "none.py"),
         ("model.path=./none", "the model directory does not exist"),
-        (
-            "rl.curriculum=true rl.prompts_per_step=49",
-            "a curriculum picks every problem at most once a step",
-        ),
+        ("rl.curriculum=true rl.prompts_per_step=49", "a curriculum picks every problem at most"),
         ("reward=reward_model reward.model={home}/model", "no head that scores"),
         ("data.max_prompt_tokens=5", "longer than data.max_prompt_tokens"),
         ("weights.transport=cuda_ipc rollout.workers=1 model.device=cpu", "the memory of a GPU"),
