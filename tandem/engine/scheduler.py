@@ -191,8 +191,7 @@ def _place_of(sequence: RunningSequence) -> tuple[int, list[int]]:
 
 class Queue:
     """The sequences that wait and those that run, by arrival. What plans their passes is a
-    subclass; cache: of its kind; chunk_tokens bounds the prompt tokens of a pass, max_queue the
-    waiting sequences."""
+    subclass; chunk_tokens bounds the prompt tokens of a pass, max_queue the waiting sequences."""
 
     def __init__(self, cache: Any, *, max_batch: int, max_queue: int, chunk_tokens: int):
         self.cache = cache

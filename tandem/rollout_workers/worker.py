@@ -84,10 +84,8 @@ class Server:
     receive: Receive
     beat_s: float
     rests: bool = False
-    # of the requests that run
-    _numbers: dict[Running, int] = field(init=False, default_factory=dict)
-    # of the weights in use to their probe, if they had one
-    _sync_gap: float | None = field(init=False, default=None)
+    _numbers: dict[Running, int] = field(init=False, default_factory=dict)  # of what runs
+    _sync_gap: float | None = field(init=False, default=None)  # of these weights to their probe
 
     def serve(self) -> None:
         """Serve. Raises EOFError when the pool is gone."""

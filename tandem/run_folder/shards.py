@@ -100,9 +100,7 @@ def _save(named: Mapping[str, torch.Tensor], boxes: Mapping[str, Box] | None, pa
     try:
         save_file(plain, path, metadata)
     except SafetensorError as error:
-        if (cause := os_error(error, path)) is None:
-            raise
-        raise cause from error
+        raise os_error(error, path) or error from None
     # safetensors makes files that only their owner can read
     path.chmod(path.parent.stat().st_mode & 0o666)
 

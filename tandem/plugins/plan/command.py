@@ -5,10 +5,9 @@ origin, data, memory, disk, and the verdict.
     tandem plan my.toml --for sft      of another command that trains
     tandem plan my.toml --values       every value, those too that are the default
 
-It makes the checks of the run itself before its weights (jobs/inputs.py, choices.py,
-run_folder/folder.py, train_loop.py). Memory is arithmetic over the shapes. It does not know whether
-anything is learned, nor how long a step takes: that says a run with run.steps=3, in its
-timings.jsonl.
+It makes the checks of the run itself before its weights (jobs/inputs.py, choices.py, train_loop.py,
+run_folder/folder.py). Memory is arithmetic over the shapes. It knows neither whether anything is
+learned nor how long a step takes: that says a run with run.steps=3, in its timings.jsonl.
 """
 
 import json
