@@ -84,8 +84,8 @@ class Server:
     receive: Receive
     beat_s: float
     rests: bool = False
-    _numbers: dict[Running, int] = field(init=False, default_factory=dict)  # of what runs
-    _sync_gap: float | None = field(init=False, default=None)  # of these weights to their probe
+    _numbers: dict[Running, int] = field(init=False, default_factory=dict)  # of running requests
+    _sync_gap: float | None = field(init=False, default=None)  # of the weights in use
 
     def serve(self) -> None:
         """Serve. Raises EOFError when the pool is gone."""

@@ -300,7 +300,7 @@ void rotate(const T* x, long x_row, const T* cosine, const T* sine, float sign, 
       if (E % (2 * W) == 0) {
         for (long i = 0; i < E; i += W) {
           V other = load(from + (i < E / 2 ? i + E / 2 : i - E / 2));
-          V straight = load(from + i) * load(c + i);  // the first product becomes part of the sum
+          V straight = load(from + i) * load(c + i);  // the first of two products is fused into their sum
           store(to + i, straight + other * (load(s + i) * sign));
         }
       } else {
