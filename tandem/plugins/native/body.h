@@ -23,27 +23,20 @@ INLINE V splat(float x) { return x - V{}; }
 INLINE V maximum(V a, V b) { return pick(a > b, a, b); }
 INLINE V at_least(V v, float least) { return pick(v < least, splat(least), v); }  // keeps a NaN
 
-// The first `count` < 16 numbers; the others are `fill`.
+// The first `left` numbers of a vector, `fill` in the rest.
 template <class T>
-INLINE V load_some(const T* p, long count, float fill) {
+INLINE V take(const T* p, long left, float fill = 0.0f) {
+  if (left >= W) return load(p);
   float part[W];
-  for (long i = 0; i < W; i++) part[i] = i < count ? number(p[i]) : fill;
+  for (long i = 0; i < W; i++) part[i] = i < left ? number(p[i]) : fill;
   return load(part);
 }
 template <class T>
-INLINE void store_some(T* p, V v, long count) {
+INLINE void put(T* p, V v, long left) {
+  if (left >= W) return store(p, v);
   T part[W];
   store(part, v);
-  memcpy(p, part, count * sizeof(T));
-}
-template <class T>
-INLINE V take(const T* p, long left, float fill = 0.0f) {
-  return left < W ? load_some(p, left, fill) : load(p);
-}
-template <class T>
-INLINE void put(T* p, V v, long left) {
-  if (left < W) return store_some(p, v, left);
-  store(p, v);
+  memcpy(p, part, left * sizeof(T));
 }
 
 // e^x to 2 ulp (Cephes' polynomial); 0 below -87.3, 3.4e38 above 88.37.
@@ -297,21 +290,13 @@ void rotate(const T* x, long x_row, const T* cosine, const T* sine, float sign, 
     for (long h = 0; h < heads; h++) {
       const T *from = x + r * x_row + h * E, *c = cosine + r * E, *s = sine + r * E;
       T* to = out + (r * heads + h) * E;
-      if (E % (2 * W) == 0) {
-        for (long i = 0; i < E; i += W) {
-          V other = load(from + (i < E / 2 ? i + E / 2 : i - E / 2));
-          V straight = load(from + i) * load(c + i);  // the first of two products is fused into their sum
-          store(to + i, straight + other * (load(s + i) * sign));
+      for (long half : {0l, E / 2})
+        for (long i = half; i < half + E / 2; i += W) {
+          long left = half + E / 2 - i;
+          V straight = take(from + i, left) * take(c + i, left);  // the first of two is fused
+          V other = take(from + E / 2 - half + i - half, left);
+          put(to + i, straight + other * (take(s + i, left) * sign), left);
         }
-      } else {
-        for (long i = 0; i < E; i += W) {
-          long left = std::min((long)W, E - i);
-          float other[W] = {};
-          for (long j = 0; j < left; j++) other[j] = number(from[(i + j + E / 2) % E]);
-          V turned = load(other) * (load_some(s + i, left, 0) * sign);
-          store_some(to + i, load_some(from + i, left, 0) * load_some(c + i, left, 0) + turned, left);
-        }
-      }
     }
 }
 
@@ -377,6 +362,18 @@ void log_softmax(const float* logits, long rows, long n, float temperature, floa
     }
   }
 }
+// The log-probs of 16 logits; none is below -10,000, so that p log p is a number.
+INLINE V logprobs_of(const float* logits, long left, float temperature, const Softmax& of) {
+  return at_least(take(logits, left, -INFINITY) / temperature - of.most - of.log_sum, -1e4f);
+}
+INLINE float entropy_of(const float* logits, long n, float temperature, const Softmax& of) {
+  V sum = {};
+  for (long i = 0; i < n; i += W) {
+    V v = logprobs_of(logits + i, n - i, temperature, of);
+    sum += exponential(v) * v;
+  }
+  return -lanes_sum(sum);
+}
 // The log-probs of targets, int64 [N], and entropies (unless null).
 void target_logprobs(const float* logits, const int64_t* targets, long rows, long n,
                      float temperature, float* logprobs, float* entropies, int threads) {
@@ -385,16 +382,7 @@ void target_logprobs(const float* logits, const int64_t* targets, long rows, lon
     const float* from = logits + r * n;
     Softmax of = softmax_of(from, n, temperature);
     logprobs[r] = from[targets[r]] / temperature - of.most - of.log_sum;
-    if (!entropies) continue;
-    V sum = {};
-    for (long i = 0; i < n; i += W) {
-      long left = n - i;
-      V v = take(from + i, left, -INFINITY);
-      v = v / temperature - of.most - of.log_sum;
-      v = at_least(v, -1e4f);
-      sum += exponential(v) * v;
-    }
-    entropies[r] = -lanes_sum(sum);
+    if (entropies) entropies[r] = entropy_of(from, n, temperature, of);
   }
 }
 // logits become d loss / d tempered logits = above (onehot - p) - above_entropy p (log p + entropy).
@@ -405,23 +393,10 @@ void logprob_slope(float* logits, const int64_t* targets, long rows, long n, flo
     float* at = logits + r * n;
     Softmax of = softmax_of(at, n, temperature);
     float own = above ? above[r] : 0.0f, of_entropy = above_entropy ? above_entropy[r] : 0.0f;
-    float entropy = 0.0f;
-    if (above_entropy) {
-      V sum = {};
-      for (long i = 0; i < n; i += W) {
-        long left = n - i;
-        V v = take(at + i, left, -INFINITY);
-        v = at_least(v / temperature - of.most - of.log_sum, -1e4f);
-        sum += exponential(v) * v;
-      }
-      entropy = -lanes_sum(sum);
-    }
+    float entropy = above_entropy ? entropy_of(at, n, temperature, of) : 0.0f;
     for (long i = 0; i < n; i += W) {
-      long left = n - i;
-      V v = take(at + i, left, -INFINITY);
-      v = at_least(v / temperature - of.most - of.log_sum, -1e4f);
-      V slope = exponential(v) * ((v + entropy) * -of_entropy - own);
-      put(at + i, slope, left);
+      V v = logprobs_of(at + i, n - i, temperature, of);
+      put(at + i, exponential(v) * ((v + entropy) * -of_entropy - own), n - i);
     }
     at[targets[r]] += own;
   }
@@ -520,14 +495,30 @@ INLINE void gather(const T* x, long x_row, long tokens, long group, long E, floa
   for (long t = 0; t < tokens; t++)
     for (long i = 0; i < group * E; i++) out[t * group * E + i] = number(x[t * x_row + i]);
 }
-template <class T>
-INLINE void finish(const float* made, const float* totals, long tokens, long group, long E, T* out,
-                   long out_row) {
-  for (long t = 0; t < tokens; t++)
-    for (long g = 0; g < group; g++)
-      for (long i = 0; i < E; i += W)
-        store(out + t * out_row + g * E + i,
-              load(made + (t * group + g) * E + i) / totals[t * group + g]);
+// They attend to the keys from position `start` on. place(n): where the key `start` + n is, and its
+// value; `page` keys from there on lie beside each other. lse: null, or of rows of `heads`.
+template <class T, class Place>
+INLINE void attend(const T* q, long q_row, long tokens, long group, long E, long at, long start,
+                   long page, long stride, Place place, long head, long heads, const Scoring& by,
+                   T* out, float* lse) {
+  long rows = tokens * group, seen = at + tokens - start, width = (seen + W - 1) / W * W;
+  float *query = scratch(3, rows * E), *scores = scratch(4, rows * width);
+  float *made = scratch(5, rows * E), *totals = scratch(8, rows);
+  gather(q, q_row, tokens, group, E, query);
+  for (long n = 0; n < seen; n += page)
+    product(rows, (std::min(page, seen - n) + W - 1) / W * W, E, query, E, 1, place(n).first, stride,
+            scores + n, width, false);
+  for (long r = 0; r < rows; r++) {
+    long t = r / group, g = r % group, first = by.window ? std::max(0l, at + t - by.window + 1) : 0;
+    float unused, *own = lse ? lse + t * heads + g : &unused;
+    softmax_row(scores + r * width, start, width, first, at + t, by, head + g, totals[r], *own);
+  }
+  for (long n = 0; n < seen; n += page)
+    product(rows, E, std::min(page, seen - n), scores + n, width, 1, place(n).second, E, made, E,
+            n > 0);
+  for (long r = 0; r < rows; r++)
+    for (long i = 0; i < E; i += W)
+      store(out + (r / group * heads + r % group) * E + i, load(made + r * E + i) / totals[r]);
 }
 
 // Write keys and values [T, K, E] of new tokens into their pages, then attend. Of sequence s:
@@ -539,6 +530,7 @@ void paged(const T* q, long q_row, const T* k, long k_row, const T* v, long v_ro
            const int64_t* firsts, long sequences, long heads, long kv_heads, long E, float scale,
            float softcap, long window, const float* sinks, T* out, int threads) {
   long group = heads / kv_heads, together = std::max(1l, QUERIES / group);
+  Scoring by{scale, softcap, window, sinks};
   std::vector<std::array<long, 3>> tasks;  // sequence, its first token, head
   for (long s = 0; s < sequences; s++)
     for (long t = 0; t < counts[s]; t += together)
@@ -559,32 +551,14 @@ void paged(const T* q, long q_row, const T* k, long k_row, const T* v, long v_ro
 #pragma omp for schedule(dynamic)
     for (long n = 0; n < (long)tasks.size(); n++) {
       auto [s, t, h] = tasks[n];
-      long tokens = std::min(together, counts[s] - t), rows = tokens * group, at = starts[s] + t;
-      long last = at + tokens - 1, low = window ? std::max(0l, at - window + 1) : 0;
-      long from = low / PAGE, pages = last / PAGE + 1 - from, keys_here = pages * PAGE;
-      float *query = scratch(1, rows * E), *scores = scratch(2, rows * keys_here);
-      float *made = scratch(3, rows * E), *totals = scratch(8, rows), lse;
-      gather(q + (firsts[s] + t) * q_row + h * group * E, q_row, tokens, group, E, query);
-      auto place = [&](long p) {
-        return (tables[s * table_row + from + p] * kv_heads + h) * PAGE * E;
+      long row = firsts[s] + t, at = starts[s] + t, low = window ? std::max(0l, at - window + 1) : 0;
+      auto place = [&, s = s, h = h](long n) {
+        long from = (tables[s * table_row + low / PAGE + n / PAGE] * kv_heads + h) * PAGE * E;
+        return std::pair(keys + from, values + from);
       };
-      for (long p = 0; p < pages; p++) {
-        long used = std::min((long)PAGE, last + 1 - (from + p) * PAGE);
-        product(rows, (used + W - 1) / W * W, E, query, E, 1, keys + place(p), PAGE,
-                scores + p * PAGE, keys_here, false);
-      }
-      Scoring by{scale, softcap, window, sinks};
-      long width = (last + 1 - from * PAGE + W - 1) / W * W;
-      for (long r = 0; r < rows; r++) {
-        long position = at + r / group, first = window ? std::max(0l, position - window + 1) : 0;
-        softmax_row(scores + r * keys_here, from * PAGE, width, first, position, by,
-                    h * group + r % group, totals[r], lse);
-      }
-      for (long p = 0; p < pages; p++)
-        product(rows, E, std::min((long)PAGE, last + 1 - (from + p) * PAGE), scores + p * PAGE,
-                keys_here, 1, values + place(p), E, made, E, p > 0);
-      finish(made, totals, tokens, group, E, out + (firsts[s] + t) * heads * E + h * group * E,
-             heads * E);
+      attend(q + row * q_row + h * group * E, q_row, std::min(together, counts[s] - t), group, E, at,
+             low / PAGE * PAGE, PAGE, PAGE, place, h * group, heads, by,
+             out + (row * heads + h * group) * E, (float*)nullptr);
     }
   }
 }
@@ -661,6 +635,7 @@ void packed(const T* q, long q_row, const T* k, long k_row, const T* v, long v_r
             const int64_t* segments, long count, long heads, long kv_heads, long E, float scale,
             float softcap, long window, const float* sinks, T* out, float* lse, int threads) {
   long group = heads / kv_heads, together = std::max(1l, QUERIES / group);
+  Scoring by{scale, softcap, window, sinks};
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
   for (long n = 0; n < count * kv_heads; n++) {
     const int64_t* segment = segments + n / kv_heads * 4;
@@ -669,21 +644,12 @@ void packed(const T* q, long q_row, const T* k, long k_row, const T* v, long v_r
     collect(k + h * E, k_row, segment, E, columns, key, (float*)nullptr);
     collect(v + h * E, v_row, segment, E, columns, (float*)nullptr, value);
     for (long t = 0; t < segment[1]; t += together) {
-      long tokens = std::min(together, segment[1] - t), rows = tokens * group, at = prefix + t;
-      long low = window ? std::max(0l, at - window + 1) / W * W : 0, row = segment[0] + t;
-      long seen = at + tokens - low, width = (seen + W - 1) / W * W;
-      float *query = scratch(3, rows * E), *scores = scratch(4, rows * width);
-      float *made = scratch(5, rows * E), *totals = scratch(8, rows);
-      gather(q + row * q_row + h * group * E, q_row, tokens, group, E, query);
-      product(rows, width, E, query, E, 1, key + low, columns, scores, width, false);
-      Scoring by{scale, softcap, window, sinks};
-      for (long r = 0; r < rows; r++) {
-        long position = at + r / group, first = window ? std::max(0l, position - window + 1) : 0;
-        softmax_row(scores + r * width, low, width, first, position, by, h * group + r % group,
-                    totals[r], lse[(row + r / group) * heads + h * group + r % group]);
-      }
-      product(rows, E, seen, scores, width, 1, value + low * E, E, made, E, false);
-      finish(made, totals, tokens, group, E, out + row * heads * E + h * group * E, heads * E);
+      long row = segment[0] + t, at = prefix + t;
+      long low = window ? std::max(0l, at - window + 1) / W * W : 0;
+      auto place = [&](long) { return std::pair(key + low, value + low * E); };
+      attend(q + row * q_row + h * group * E, q_row, std::min(together, segment[1] - t), group, E, at,
+             low, columns, columns, place, h * group, heads, by,
+             out + (row * heads + h * group) * E, lse + row * heads + h * group);
     }
   }
 }
