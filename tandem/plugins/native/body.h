@@ -23,7 +23,7 @@ INLINE V splat(float x) { return x - V{}; }
 INLINE V maximum(V a, V b) { return pick(a > b, a, b); }
 INLINE V at_least(V v, float least) { return pick(v < least, splat(least), v); }  // keeps a NaN
 
-// The first `left` numbers of a vector, `fill` in the rest.
+// A vector, or its first `left` numbers if they are fewer than 16, with `fill` in the rest.
 template <class T>
 INLINE V take(const T* p, long left, float fill = 0.0f) {
   if (left >= W) return load(p);
@@ -281,7 +281,7 @@ void rms_norm_backward(const T* x, const T* weight, const float* factors, const 
   }
 }
 
-// out [T, n, E] = x cos + (x's halves exchanged) sin; x has rows of x_row numbers.
+// out [T, n, E] = x cos + (x's halves exchanged) sin; x has rows of x_row numbers, E is even.
 template <class T>
 void rotate(const T* x, long x_row, const T* cosine, const T* sine, float sign, long rows, long heads,
             long E, T* out, int threads) {
@@ -293,9 +293,10 @@ void rotate(const T* x, long x_row, const T* cosine, const T* sine, float sign, 
       for (long half : {0l, E / 2})
         for (long i = half; i < half + E / 2; i += W) {
           long left = half + E / 2 - i;
-          V straight = take(from + i, left) * take(c + i, left);  // the first of two is fused
-          V other = take(from + E / 2 - half + i - half, left);
-          put(to + i, straight + other * (take(s + i, left) * sign), left);
+          V own = take(from + i, left), other = take(from + E / 2 - half + i - half, left);
+          V cosines = take(c + i, left), sines = take(s + i, left) * sign;
+          V straight = own * cosines;  // the first of two products is fused, as no branch follows it
+          put(to + i, straight + other * sines, left);
         }
     }
 }
@@ -488,15 +489,17 @@ INLINE void softmax_row(float* row, long start, long keys, long first, long last
   lse = top + (float)log((double)total);
 }
 
-// Queries of `tokens` consecutive positions and one key/value head. rows: token by token, `group`
-// heads each. keys [E, stride of key columns] by element, values by token.
+// Queries of `tokens` consecutive positions and one key/value head, as rows: token by token, `group`
+// heads each.
 template <class T>
 INLINE void gather(const T* x, long x_row, long tokens, long group, long E, float* out) {
   for (long t = 0; t < tokens; t++)
     for (long i = 0; i < group * E; i++) out[t * group * E + i] = number(x[t * x_row + i]);
 }
-// They attend to the keys from position `start` on. place(n): where the key `start` + n is, and its
-// value; `page` keys from there on lie beside each other. lse: null, or of rows of `heads`.
+// Attention of the queries q, the first one at position `at` and of head `head`, to the keys from
+// position `start` on, a multiple of 16. place(n): where key `start` + n is [E, stride], and its value
+// [keys, E]; `page` keys (a multiple of 16, or all) lie beside each other from there. out: rows of
+// `heads` E numbers. lse: null, or rows of `heads`.
 template <class T, class Place>
 INLINE void attend(const T* q, long q_row, long tokens, long group, long E, long at, long start,
                    long page, long stride, Place place, long head, long heads, const Scoring& by,
@@ -552,8 +555,8 @@ void paged(const T* q, long q_row, const T* k, long k_row, const T* v, long v_ro
     for (long n = 0; n < (long)tasks.size(); n++) {
       auto [s, t, h] = tasks[n];
       long row = firsts[s] + t, at = starts[s] + t, low = window ? std::max(0l, at - window + 1) : 0;
-      auto place = [&, s = s, h = h](long n) {
-        long from = (tables[s * table_row + low / PAGE + n / PAGE] * kv_heads + h) * PAGE * E;
+      auto place = [&, s = s, h = h](long key) {
+        long from = (tables[s * table_row + low / PAGE + key / PAGE] * kv_heads + h) * PAGE * E;
         return std::pair(keys + from, values + from);
       };
       attend(q + row * q_row + h * group * E, q_row, std::min(together, counts[s] - t), group, E, at,

@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
+#include <utility>
 #include <vector>
 
 #if defined(__linux__) && __GNUC__ >= 11 && !defined(__clang__)  // which knows no GCC target
@@ -96,8 +98,8 @@ const Kernel kernels[] = {
 
 }  // namespace
 
-// What fused.py must find: another number for other arguments, or for other bits.
-extern "C" int edition() { return 4; }
+// What library.py must find: another number for other arguments, or for other bits.
+extern "C" int edition() { return 3; }
 
 // The address of a kernel, or null where this processor lacks the instruction set.
 extern "C" void* find_kernel(const char* name, int wide) {
