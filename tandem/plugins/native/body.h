@@ -295,7 +295,7 @@ void rotate(const T* x, long x_row, const T* cosine, const T* sine, float sign, 
           long left = half + E / 2 - i;
           V own = take(from + i, left), other = take(from + E / 2 - half + i - half, left);
           V cosines = take(c + i, left), sines = take(s + i, left) * sign;
-          V straight = own * cosines;  // the first of two products is fused, as no branch follows it
+          V straight = own * cosines;  // fused into the sum below, as no branch is between
           put(to + i, straight + other * sines, left);
         }
     }
