@@ -95,6 +95,8 @@ def run() -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    finally:
+        gc.freeze()  # or Python's end searches for garbage, which takes 2 s
 
 
 def _print_version(wanted: bool) -> None:

@@ -279,7 +279,8 @@ class ChatRenderer:
 
     def end_of_sampling(self, tokens: Array, start: int, end: int, turn: int) -> int:
         """Return the index after the first stop token of a turn's tokens[start:end]."""
-        stops = np.flatnonzero(np.isin(tokens[start:end], self.stop_token_ids))
+        found = tokens[start:end, None] == np.array(self.stop_token_ids)
+        stops = np.flatnonzero(found.any(1))
         if not len(stops):
             stop_tokens = self.tokenizer.convert_ids_to_tokens(list(self.stop_token_ids))
             raise UserError(
