@@ -72,7 +72,7 @@ WORDS = [
 ]
 PAINT = "const p = performance.getEntriesByName('first-contentful-paint')[0]; return p ? p.startTime : 0"
 IMAGES = Path(__file__).parents[1] / "docs/images"
-RUN, SHOWN_STEP = "demo%2Ftrain", 15
+RUN, SHOWN_STEP = "demo%2Ftrain", 10
 PICTURES = {  # name -> address, when it is drawn, width, height, whether dark
     "curves": (
         f"curves/{RUN}",
