@@ -42,7 +42,7 @@ def _compared(folder: Path, name: str, common: list[str], cluster: list[str]) ->
     held-out reward does not rise."""
     warm = max((folder / "sft" / "hf").glob("step_*"))
     command = ["-m", "tandem", "train", "recipes/demo.toml"]
-    command += [*demo.settings(folder, 0, "train", model=warm), *common]
+    command += [*demo.settings(folder, 0, "train", model=warm), "run.steps=60", *common]
     here, there = folder / f"here {name}", folder / f"on Ray {name}"
     here_s = _python([*command, f"run.folder={here}"])
     ray_s = _python([*command, f"run.folder={there}", *cluster])
@@ -52,7 +52,7 @@ def _compared(folder: Path, name: str, common: list[str], cluster: list[str]) ->
         raise RuntimeError(f"on two nodes the weights are {found}, without Ray {expected}")
     if after <= before:
         raise RuntimeError(f"the held-out reward went from {before:.3f} to {after:.3f}")
-    how = f"recipes/demo.toml, {' '.join([*common, *cluster])}; {ray_s:.0f} s, Ray's start included"
+    how = f"recipes/demo.toml, run.steps=60, {' '.join([*common, *cluster])}; {ray_s:.0f} s, Ray's start included"
     same = f"{found[:16]}, as without Ray ({here_s:.0f} s)"
     return [
         (f"the demo's GRPO on two Ray nodes, {name}: weights", same, how),

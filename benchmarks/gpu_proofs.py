@@ -83,7 +83,7 @@ def learning(bench: Bench, seed: int) -> Figures:
             forks().run([*prepare(folder, 1), *placed(bench)], folder / "train")
         else:
             demo = [sys.executable, "-m", "tandem", "demo", "--folder", place, "--seed", str(seed)]
-            subprocess.run([*demo, "run.steps=60"], check=True, cwd=ROOT)
+            subprocess.run([*demo, "run.steps=60", "eval.every=20"], check=True, cwd=ROOT)
         found = rise(folder / "train")
     return {
         "held-out reward before": found["before"],

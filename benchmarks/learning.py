@@ -81,7 +81,7 @@ def demo(kind: str = "", changes: Sequence[str] = ()) -> list[dict]:
         folder = RUNS / f"{kind}seed-{seed}"
         shutil.rmtree(folder, ignore_errors=True)
         start = time.perf_counter()
-        place = ["--folder", str(folder), "--seed", str(seed), "run.steps=60"]
+        place = ["--folder", str(folder), "--seed", str(seed), "run.steps=60", "eval.every=20"]
         run([sys.executable, "-m", "tandem", "demo", *place, *changes])
         rows.append(
             {"seed": seed, **rise(folder / "train"), "seconds": time.perf_counter() - start}

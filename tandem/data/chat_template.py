@@ -83,9 +83,8 @@ class ChatTemplate:
             try:
                 if not messages:
                     raise ValueError("a chat without messages")
-                texts.append(
-                    self._template.render(messages=_alias_reasoning_fields(messages), **own)
-                )
+                aliased = _alias_reasoning_fields(messages)
+                texts.append(self._template.render(messages=aliased, **own))
             # A template is a program from someone else: it raises whatever its mistakes are.
             except Exception as error:
                 frames = traceback.extract_tb(error.__traceback__)

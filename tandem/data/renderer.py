@@ -279,8 +279,7 @@ class ChatRenderer:
 
     def end_of_sampling(self, tokens: Array, start: int, end: int, turn: int) -> int:
         """Return the index after the first stop token of a turn's tokens[start:end]."""
-        found = tokens[start:end, None] == np.array(self.stop_token_ids)
-        stops = np.flatnonzero(found.any(1))
+        stops = np.flatnonzero((tokens[start:end, None] == self.stop_token_ids).any(1))
         if not len(stops):
             stop_tokens = self.tokenizer.convert_ids_to_tokens(list(self.stop_token_ids))
             raise UserError(

@@ -350,9 +350,8 @@ class Engine:
         self.scheduler.remove(sequence)
         checked = sequence.tokens and not sequence.masked  # the trainer knows no masks
         if checked and sequence.weight_versions[-1] == self.weight_version:
-            self._to_check = min(
-                self._to_check or sequence, sequence, key=lambda one: one.request.key
-            )
+            either = (self._to_check or sequence, sequence)
+            self._to_check = min(either, key=lambda one: one.request.key)
         shape = (len(sequence.top), sequence.request.params.top_logprobs)
         top_tokens = np.array([tokens for tokens, _ in sequence.top], np.int64)
         top_logprobs = np.array([logprobs for _, logprobs in sequence.top], np.float32)

@@ -37,6 +37,7 @@ def tandem(*arguments, cwd):
     finally:
         sys.argv, handler, os.environ["COLUMNS"] = before
         signal.signal(signal.SIGTERM, handler)
+        main.gc.unfreeze()
     raise AssertionError("a command ends by sys.exit")
 
 

@@ -81,8 +81,8 @@ class FusedKernels(Kernels):
         b = b if b.stride(1) == 1 else b.contiguous()
         if total is not None and (total.dtype != torch.float32 or not total.is_contiguous()):
             return total.add_(self._multiply(a, b))
-        made = a.new_empty if a.shape[1] else a.new_zeros
-        out = made(len(a), b.shape[1]) if total is None else total
+        make = a.new_empty if a.shape[1] else a.new_zeros  # the kernel writes no empty sum
+        out = make(len(a), b.shape[1]) if total is None else total
         sides = a, *a.stride(), *a.shape, b, b.stride(0), b.shape[1]
         self._run("multiply", None, *sides, out, int(total is not None))
         return out
@@ -310,15 +310,8 @@ class FusedPackedPlan(PackedPlan):
         out, lse = q.new_zeros(q.shape), q.new_zeros(q.shape[:2], dtype=torch.float32)
         sinks = None if scoring.sinks is None else scoring.sinks.detach().float()
         sizes = self.segments, len(self.segments), heads, kv_heads, size
-        given = (
-            *_sides(q, k.to(q.dtype), v.to(q.dtype)),
-            *sizes,
-            *_scoring(scoring),
-            sinks,
-            out,
-            lse,
-        )
-        self.kernels._run("packed", q, *given)
+        sides = _sides(q, k.to(q.dtype), v.to(q.dtype))
+        self.kernels._run("packed", q, *sides, *sizes, *_scoring(scoring), sinks, out, lse)
         return out, lse
 
     def backward(
