@@ -66,7 +66,7 @@ class ChatTemplate:
         """Render every chat; open_turn: with the header of the assistant's turn; variables: what
         else the template may read. Raises UserError for the first chat that cannot be rendered."""
         # thoughts under any of their three names are found under the others
-        from transformers.utils.chat_template_utils import _alias_reasoning_fields
+        from transformers.utils.chat_template_utils import _alias_reasoning_fields as alias
 
         own = {**variables, "tools": list(tools) or None, "add_generation_prompt": open_turn}
         texts = []
@@ -83,8 +83,7 @@ class ChatTemplate:
             try:
                 if not messages:
                     raise ValueError("a chat without messages")
-                aliased = _alias_reasoning_fields(messages)
-                texts.append(self._template.render(messages=aliased, **own))
+                texts.append(self._template.render(messages=alias(messages), **own))
             # A template is a program from someone else: it raises whatever its mistakes are.
             except Exception as error:
                 frames = traceback.extract_tb(error.__traceback__)

@@ -32,7 +32,9 @@ def load_tokenizer(model_path: str) -> Any:
     if is_allowed():
         _require_code(model_path)
     try:
-        return AutoTokenizer.from_pretrained(model_path, trust_remote_code=is_allowed())
+        tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=is_allowed())
+        tokenizer.init_kwargs.pop("local_files_only", None)  # HF_HUB_OFFLINE's, or an export has it
+        return tokenizer
     # a damaged file may raise anything: KeyError, TypeError, Exception
     except Exception as error:
         _require_code(model_path)

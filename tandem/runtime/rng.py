@@ -13,8 +13,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 def address(*parts: int | str) -> int:
     """Hash a place to 64 bits, e.g. address(seed, "sample", problem.uid, sample_index, turn)."""
-    # the separator is doubled inside a part and followed by a letter between parts, so no two
-    # places share a text
+    # the separator doubles inside a part, a letter follows it between parts: no two share a text
     text = "\x1f".join(
         f"str:{p}".replace("\x1f", "\x1f\x1f") if isinstance(p, str) else f"int:{int(p)}"
         for p in parts

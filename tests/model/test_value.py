@@ -83,6 +83,7 @@ def test_exported_value_model_is_a_stock_classifier(kind, tmp_path):
     folder = export(model, source, tmp_path / "out", "card")
     assert AutoModelForSequenceClassification.from_pretrained(folder).config.num_labels == 1
     assert json.loads((folder / "config.json").read_text())["id2label"] == {"0": "LABEL_0"}
+    assert "local_files_only" not in (folder / "tokenizer_config.json").read_text()
     with torch.no_grad():
         torch.testing.assert_close(values(model), stock_values(folder), rtol=1e-5, atol=5e-5)
         assert torch.equal(values(load_model(str(folder), head="value")), values(model))
@@ -115,9 +116,8 @@ def test_adapter_trains_and_exports_the_score_too(language_model, tmp_path):
     assert model.trainable().keys() == model.adapter_weights().keys() | {"score.weight"}
     moved(model)
     folder = export_adapter(model, language_model, tmp_path / "adapter", "card")
-    base = AutoModelForSequenceClassification.from_pretrained(
-        language_model, num_labels=1, attn_implementation="eager"
-    )
+    load = AutoModelForSequenceClassification.from_pretrained
+    base = load(language_model, num_labels=1, attn_implementation="eager")
     with torch.no_grad():
         found = last_values(PeftModel.from_pretrained(base, folder).eval())
         torch.testing.assert_close(values(model), found, rtol=1e-5, atol=5e-5)
