@@ -26,7 +26,7 @@ import smollm2
 
 FOLDER = ROOT / "runs" / "cluster" / "vllm"
 VLLM = ["rollout.engine=vllm", "rollout.workers=1", "rl.correction=tis"]
-STEPS = 30  # of the demo: its own 12 are few for a table
+STEPS = 30  # of the demo, more than its own 12
 KILLED_AT = 5  # between the journal of this step and its update
 LIMIT_S = 7200.0
 SMOLLM2_STEPS = 10  # a third of its recipe's

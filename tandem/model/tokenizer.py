@@ -33,7 +33,7 @@ def load_tokenizer(model_path: str) -> Any:
         _require_code(model_path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=is_allowed())
-        tokenizer.init_kwargs.pop("local_files_only", None)  # HF_HUB_OFFLINE's, or an export has it
+        tokenizer.init_kwargs.pop("local_files_only", None)  # or a save keeps HF_HUB_OFFLINE
         return tokenizer
     # a damaged file may raise anything: KeyError, TypeError, Exception
     except Exception as error:

@@ -13,7 +13,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 def address(*parts: int | str) -> int:
     """Hash a place to 64 bits, e.g. address(seed, "sample", problem.uid, sample_index, turn)."""
-    # the separator doubles inside a part, a letter follows it between parts: no two share a text
+    # the separator is doubled in a part, and a letter follows it between parts: all texts differ
     text = "\x1f".join(
         f"str:{p}".replace("\x1f", "\x1f\x1f") if isinstance(p, str) else f"int:{int(p)}"
         for p in parts

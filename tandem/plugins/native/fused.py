@@ -81,7 +81,7 @@ class FusedKernels(Kernels):
         b = b if b.stride(1) == 1 else b.contiguous()
         if total is not None and (total.dtype != torch.float32 or not total.is_contiguous()):
             return total.add_(self._multiply(a, b))
-        make = a.new_empty if a.shape[1] else a.new_zeros  # the kernel writes no empty sum
+        make = a.new_empty if a.shape[1] else a.new_zeros  # of no terms the kernel writes nothing
         out = make(len(a), b.shape[1]) if total is None else total
         sides = a, *a.stride(), *a.shape, b, b.stride(0), b.shape[1]
         self._run("multiply", None, *sides, out, int(total is not None))
