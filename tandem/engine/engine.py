@@ -142,7 +142,7 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raise UserError for a request that can never run."""
         check_tokens(request.prompt, self.model.config, "the prompt")
-        likeliest = (0, self.model.config.get_text_config().vocab_size)
+        likeliest = (0, self.model.config.vocab_size)
         limits = dict.fromkeys(("top_logprobs", "prompt_logprobs"), likeliest)
         require_range(request.params, LIMITS | limits)
         if "" in request.params.stop:
@@ -419,7 +419,7 @@ def check_room(config: Any, pages: int, page_bytes: int, longest: int) -> None:
 def check_tokens(tokens: Any, config: Any, where: str) -> Array:
     """Return tokens as int64 [T]. Raises UserError unless they are some ids of the vocabulary, or
     of images. config: transformers'."""
-    found, size = np.asarray(tokens), config.get_text_config().vocab_size
+    found, size = np.asarray(tokens), config.vocab_size
     ids = text_tokens(found)
     if not found.size or found.dtype.kind not in "iu" or ((ids < 0) | (ids >= size)).any():
         given, expected = f"{tokens!r:.99}", f"at least one id, from 0 to {size - 1}"

@@ -79,7 +79,6 @@ class PageCache:
                 next="raise rollout.cache_mb",
             )
         self._config, self._like = model.config, weight
-        self._held: list[Tensor] = []  # the pages' memory, of which keys and values are views
         self.keys: tuple[Tensor, ...] = ()
         self.values: tuple[Tensor, ...] = ()
         self.allocations = 0  # a captured graph that reads the pages is stale once it has grown
@@ -108,13 +107,14 @@ class PageCache:
         # looks for: the other samples of a prompt find it without a look at every page
         self._last: dict[bytes, int] = {}
         self._last_hash = [b""] * count
+        self._copies: dict[int, int] = {}  # pages to be copied into others, by those others
 
     # ---- memory
 
     def give_back(self) -> None:
         """Forget every page and give their memory back until `restore`. None may be held."""
         self.flush()
-        self.keys, self.values, self._held = (), (), []
+        self.keys, self.values = (), ()
         _empty_allocator(self._like)
 
     def restore(self) -> None:
@@ -124,7 +124,7 @@ class PageCache:
         _empty_allocator(self._like)
         # zeros, not empty: masked keys are multiplied by probability 0, which must not meet a NaN
         zeros = partial(_zeros, like=self._like)
-        self._held, self.keys, self.values = page_tensors(self._config, self.count, zeros)
+        self.keys, self.values = page_tensors(self._config, self.count, zeros)
         self.allocations += 1
 
     # ---- finding
@@ -263,13 +263,23 @@ class PageCache:
         return kept
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the first tokens of a page into another page."""
-        for held in self._held:
-            held[:, :, target] = held[:, :, source]  # kernels lay a page out in their own way
-        if self.experts is not None:
-            self.experts[target, :length] = self.experts[source, :length]
+        """Copy the first tokens of a page into another page, which `make_copies` ends."""
+        self._copies[target] = self._copies.get(source, source)
         self._tokens[target, :length] = self._tokens[source, :length]
         self._filled[target] = self._reserved[target] = length
+
+    def make_copies(self) -> None:
+        """Copy the keys and values of all pages that `copy` was called for, at once."""
+        if not self._copies:
+            return
+        pairs = torch.tensor(list(self._copies.items()), device=self._like.device)
+        targets, sources = pairs.unbind(1)
+        for layer in (*self.keys, *self.values):  # whole pages: kernels lay one out in their own way
+            if len(layer):
+                layer.index_copy_(0, targets, layer.index_select(0, sources))
+        if self.experts is not None:
+            self.experts[targets] = self.experts[sources]
+        self._copies.clear()
 
     def flush(self) -> None:
         """Forget every page when the weights change. None may be held."""

@@ -327,6 +327,7 @@ class Scheduler(Queue):
             count = min(len(tokens) - sequence.num_cached, budget)
             budget -= count
             work.append((sequence, count))
+        self.cache.make_copies()
         return work
 
     def _place(self, sequence: RunningSequence, tokens: np.ndarray, match: Match) -> bool:

@@ -132,24 +132,22 @@ class PagedPlan:
 
 def page_tensors(
     config: Any, count: int, zeros: Callable[[tuple[int, ...]], Tensor]
-) -> tuple[list[Tensor], tuple[Tensor, ...], tuple[Tensor, ...]]:
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Make what `count` pages of a model hold, by its text config of transformers.
 
-    Returns (tensors [sides, layers, pages, heads, PAGE, size], keys and values of each layer, which
-    are views of them). A short convolution has its inputs, [pages, 1, PAGE, D], for keys, and no
-    values.
+    Returns keys and values of each layer, [pages, heads, PAGE, size]. A short convolution has its
+    inputs, [pages, 1, PAGE, D], for keys, and no values.
     """
     convs, size = conv_layers(config), head_size(config)
     layers = config.num_hidden_layers - len(convs)
     slab = zeros((2, layers, count, kv_heads_of(config), PAGE, size))
     keys, values = (list(side.unbind()) for side in slab)
-    if not convs:
-        return [slab], tuple(keys), tuple(values)
-    inputs = zeros((1, len(convs), count, 1, PAGE, config.hidden_size))
-    for number, own in zip(convs, inputs[0], strict=True):
-        keys.insert(number, own)
-        values.insert(number, own[:0])
-    return [slab, inputs], tuple(keys), tuple(values)
+    if convs:
+        inputs = zeros((len(convs), count, 1, PAGE, config.hidden_size))
+        for number, own in zip(convs, inputs, strict=True):
+            keys.insert(number, own)
+            values.insert(number, own[:0])
+    return tuple(keys), tuple(values)
 
 
 def page_numbers(config: Any) -> int:

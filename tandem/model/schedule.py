@@ -95,7 +95,7 @@ class Cache:
         order = random.permutation(self._ends[-1])
         self.tables = [part.tolist() for part in np.split(order, self._ends[:-1])]
         zeros = partial(model.head.weight.new_zeros, requires_grad=False)
-        _, self.keys, self.values = page_tensors(model.config, len(order), zeros)
+        self.keys, self.values = page_tensors(model.config, len(order), zeros)
         self.layer = min(n for n, values in enumerate(self.values) if len(values))
 
     def fill(self, k: Tensor, v: Tensor) -> None:

@@ -89,7 +89,8 @@ def score(
             if at:
                 send({"id": index, "at": at})
             # a copy for each: the function before may have changed its problem
-            results[name] = function(*read_request(copy.deepcopy(request)))
+            own = copy.deepcopy(request) if weights else request
+            results[name] = function(*read_request(own))
         running = ""
         reward, parts = weigh(results, weights) if weights else results[name] or (0.0, {})
     except BadValue as error:

@@ -41,20 +41,22 @@ class Waker:
 
     def __init__(self) -> None:
         self._reading, self._writing = os.pipe()
-        os.set_blocking(self._writing, False)
-        self._lock, self._closed = threading.Lock(), False
+        self._lock, self._closed, self._woken = threading.Lock(), False, False
 
     def fileno(self) -> int:
         return self._reading
 
     def wake(self) -> None:
-        with self._lock, suppress(BlockingIOError):  # it is full of such wishes
-            if not self._closed:
+        with self._lock:
+            if not self._closed and not self._woken:
+                self._woken = True
                 os.write(self._writing, b".")
 
     def clear(self) -> None:
         """Wait again, after it was readable."""
-        os.read(self._reading, _CHUNK)
+        with self._lock:
+            os.read(self._reading, 1)
+            self._woken = False
 
     def close(self) -> None:
         with self._lock:

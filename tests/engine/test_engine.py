@@ -136,11 +136,11 @@ def test_logprob_gap_of_a_resumed_completion_skips_old_tokens():
 def test_a_cache_without_memory_takes_it_again_and_gives_the_same_completions():
     engine = engine_of()
     first = [facts(c) for c in engine.generate(mixed_requests())]
-    pages = engine.cache._held[0][0].shape
+    pages = engine.cache.keys[0].shape
     engine.cache.give_back()
-    assert engine.cache._held == [] and engine.cache.keys == ()
+    assert engine.cache.values == engine.cache.keys == ()
     assert engine.stats()["pages_cached"] == 0
     engine.apply(0)
     assert engine.cache.keys == ()  # until a step needs it
     assert [facts(c) for c in engine.generate(mixed_requests())] == first
-    assert engine.cache._held[0][0].shape == pages and engine.cache.allocations == 2
+    assert engine.cache.keys[0].shape == pages and engine.cache.allocations == 2

@@ -101,8 +101,8 @@ def state(engine):
     for book in books:
         digest.update(book.tobytes())
     for page, filled in enumerate(cache._filled):
-        for side in cache._held[0]:
-            digest.update(side[:, page, :, :filled].numpy().tobytes())
+        for layer in (*cache.keys, *cache.values):
+            digest.update(layer[page, :, :filled].numpy().tobytes())
     return digest.hexdigest()
 
 

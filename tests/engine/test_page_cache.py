@@ -96,8 +96,10 @@ def test_the_first_different_token_ends_a_match():
 def test_a_copy_of_the_equal_part_has_its_keys_values_and_tokens():
     cache, sequence = cache_of(3), tokens(100)
     [page] = write(cache, sequence)
-    target = cache.allocate(EMPTY_PREFIX)
-    cache.copy(page, target, 40)
+    first, target = cache.allocate(EMPTY_PREFIX), cache.allocate(EMPTY_PREFIX)
+    cache.copy(page, first, 50)
+    cache.copy(first, target, 40)  # of a page that is itself copied by the same call
+    cache.make_copies()
     assert cache.keys[0][target, 0, :40, 0].tolist() == sequence[:40].tolist()
     assert cache.values[0][target, 0, :40, 0].tolist() == (-sequence[:40]).tolist()
     assert cache.match(np.concatenate([sequence[:40], [95, 95]])).length == 40
