@@ -248,10 +248,8 @@ class PageCache:
         return self.experts[places].cpu().numpy()
 
     def merge(self, page: int) -> int:
-        """Give up a page that has just been filled if another holds the same tokens.
-
-        Returns the page that its sequence holds from now on.
-        """
+        """Give up a page that has just been filled if another holds the same tokens; return the
+        page that its sequence holds from now on."""
         same = self._full[self.next_prefix_hash(page)]
         others = [other for other in same if other != page and self._filled[other] == PAGE]
         if not others or self.ref_count[page] > 1:
@@ -274,7 +272,7 @@ class PageCache:
             return
         pairs = torch.tensor(list(self._copies.items()), device=self._like.device)
         targets, sources = pairs.unbind(1)
-        for layer in (*self.keys, *self.values):  # whole pages: kernels lay one out in their own way
+        for layer in (*self.keys, *self.values):  # kernels lay a page out in their own way
             if len(layer):
                 layer.index_copy_(0, targets, layer.index_select(0, sources))
         if self.experts is not None:

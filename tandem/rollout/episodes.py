@@ -66,12 +66,12 @@ def run_episodes(
     episodes = [(row, episode) for row, group in enumerate(groups) for episode in group.episodes]
     rollout = _Rollout(episodes, engine, turns, on_end or (lambda row, episode: None))
     try:
-        while not rollout.done():
+        while not rollout.episodes.done():
             rollout.submit_requests()
             for ticket in engine.step() if rollout.generating else ():
                 if ticket.completion is not None and ticket in rollout.generating:
                     rollout.deliver(ticket, ticket.completion)
-        results = iter(rollout.results())
+        results = iter(rollout.episodes.result())
     finally:  # after Ctrl-C, too
         rollout.cancel()
     return [tuple(next(results) for _ in group.episodes) for group in groups]
@@ -88,22 +88,16 @@ class _Rollout:
         self._inbox: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
         self._loop, self._over = environment_loop(), threading.Event()
         self._pulse = LoopPulse(self.limits.timeout_s)
-        self._episodes = asyncio.run_coroutine_threadsafe(self._run_all(episodes), self._loop)
-        self._episodes.add_done_callback(lambda _: self._inbox.put(None))
+        # their results, or what the first of them raised
+        self.episodes = asyncio.run_coroutine_threadsafe(self._run_all(episodes), self._loop)
+        self.episodes.add_done_callback(lambda _: self._inbox.put(None))
 
     # The caller's thread.
 
-    def done(self) -> bool:
-        return self._episodes.done()
-
-    def results(self) -> list[Episode]:
-        """Return the episodes. Raises what the first of them raised."""
-        return self._episodes.result()
-
     def cancel(self) -> None:
         """Cancel the episodes that have not ended."""
-        if not self.done():
-            self._episodes.cancel()
+        if not self.episodes.done():
+            self.episodes.cancel()
             self._over.wait(CLOSE_S + ALIVE_S)
         for ticket in self.generating:
             self.engine.cancel(ticket)
@@ -118,17 +112,14 @@ class _Rollout:
     def submit_requests(self) -> None:
         """Submit the requests of episodes, after those that can go on have done so. If none
         generates, wait for a request or the end of the last episode."""
-        what, asked = "a turn to generate, or the end of the last episode", None
+        what, asked = "a turn to generate, or the end of the last episode", list[_Asked | None]()
         if not self.generating:
             with watchdog.waiting_for("environments", what):
-                while True:
-                    with suppress(queue.Empty):
-                        asked = self._inbox.get(timeout=ALIVE_S)
-                        break
-                    self._pulse.require()
-            if asked is None:
-                return
-            self._submit(asked)
+                while not asked:
+                    try:
+                        asked.append(self._inbox.get(timeout=ALIVE_S))
+                    except queue.Empty:
+                        self._pulse.require()
         # the others that ask at this moment: twice soon, behind those whose completion is being set
         settled = threading.Event()
         self._loop.call_soon_threadsafe(self._loop.call_soon, settled.set)
@@ -136,12 +127,9 @@ class _Rollout:
             self._pulse.require()
         with suppress(queue.Empty):
             while True:
-                if (asked := self._inbox.get_nowait()) is not None:
-                    self._submit(asked)
-
-    def _submit(self, asked: "_Asked") -> None:
-        request, future = asked
-        self.generating[self.engine.submit(request)] = future
+                asked.append(self._inbox.get_nowait())
+        for request, future in filter(None, asked):
+            self.generating[self.engine.submit(request)] = future
 
     # The environments' thread.
 

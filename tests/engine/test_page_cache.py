@@ -27,8 +27,7 @@ def tokens(count, seed=0):
 
 
 def write(cache, sequence, shared=()):
-    """Take pages for a sequence behind the shared ones and fill them, as if it had run; returns all
-    its pages."""
+    """Fill pages for a sequence behind the shared ones, as if it had run; return all its pages."""
     pages = list(shared)
     while (start := len(pages) * PAGE) < len(sequence):
         pages.append(cache.allocate(cache.next_prefix_hash(pages[-1]) if pages else EMPTY_PREFIX))
@@ -81,16 +80,14 @@ def test_a_sequence_is_found_again_but_for_its_last_token():
 
 
 def test_the_first_different_token_ends_a_match():
-    cache, sequence = cache_of(8), tokens(300)
-    write(cache, sequence)
+    sequence = tokens(300)
     for at in (0, 1, 127, 128, 200):
-        other = sequence.copy()
+        cache, other = cache_of(8), sequence.copy()
+        write(cache, sequence)
         other[at] += 1
         assert cache.match(other).length == at
         write(cache, other)  # and a second sequence beside it is told apart
         assert cache.match(other).length == 299
-        cache = cache_of(8)
-        write(cache, sequence)
 
 
 def test_a_copy_of_the_equal_part_has_its_keys_values_and_tokens():
