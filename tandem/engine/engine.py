@@ -418,7 +418,7 @@ def check_room(config: Any, pages: int, page_bytes: int, longest: int) -> None:
 
 def check_tokens(tokens: Any, config: Any, where: str) -> Array:
     """Return tokens as int64 [T]. Raises UserError unless they are some ids of the vocabulary, or
-    of images. config: transformers'."""
+    of images. config: ExactModel's."""
     found, size = np.asarray(tokens), config.vocab_size
     ids = text_tokens(found)
     if not found.size or found.dtype.kind not in "iu" or ((ids < 0) | (ids >= size)).any():

@@ -261,19 +261,20 @@ class PageCache:
         return kept
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the first tokens of a page into another page, which `make_copies` ends."""
+        """Copy the first tokens of a page into another; keys and values follow in `make_copies`."""
         self._copies[target] = self._copies.get(source, source)
         self._tokens[target, :length] = self._tokens[source, :length]
         self._filled[target] = self._reserved[target] = length
 
     def make_copies(self) -> None:
-        """Copy the keys and values of all pages that `copy` was called for, at once."""
+        """Copy the keys and values that `copy` promised, before the next pass. All are read before
+        any is written, as a page read may have been evicted since and be written, too."""
         if not self._copies:
             return
         pairs = torch.tensor(list(self._copies.items()), device=self._like.device)
         targets, sources = pairs.unbind(1)
-        for layer in (*self.keys, *self.values):  # kernels lay a page out in their own way
-            if len(layer):
+        for layer in (*self.keys, *self.values):
+            if len(layer):  # whole pages, as kernels lay one out in their own way
                 layer.index_copy_(0, targets, layer.index_select(0, sources))
         if self.experts is not None:
             self.experts[targets] = self.experts[sources]

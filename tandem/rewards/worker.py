@@ -89,7 +89,7 @@ def score(
             if at:
                 send({"id": index, "at": at})
             # a copy for each: the function before may have changed its problem
-            own = copy.deepcopy(request) if weights else request
+            own = copy.deepcopy(request) if len(functions) > 1 else request
             results[name] = function(*read_request(own))
         running = ""
         reward, parts = weigh(results, weights) if weights else results[name] or (0.0, {})

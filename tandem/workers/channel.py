@@ -49,14 +49,14 @@ class Waker:
     def wake(self) -> None:
         with self._lock:
             if not self._closed and not self._woken:
-                self._woken = True
                 os.write(self._writing, b".")
+                self._woken = True
 
     def clear(self) -> None:
         """Wait again, after it was readable."""
         with self._lock:
-            os.read(self._reading, 1)
             self._woken = False
+            os.read(self._reading, _CHUNK)
 
     def close(self) -> None:
         with self._lock:

@@ -90,28 +90,30 @@ def test_the_first_different_token_ends_a_match():
         assert cache.match(other).length == 299
 
 
-def test_a_copy_of_the_equal_part_has_its_keys_values_and_tokens():
-    cache, sequence = cache_of(3), tokens(100)
-    [page] = write(cache, sequence)
+def test_copies_of_pages_have_their_keys_values_and_tokens():
+    cache, sequence, another = cache_of(4), tokens(100), tokens(100, 1)
+    [page], [other] = write(cache, sequence), write(cache, another)
     first, target = cache.allocate(EMPTY_PREFIX), cache.allocate(EMPTY_PREFIX)
     cache.copy(page, first, 50)
     cache.copy(first, target, 40)  # of a page that is itself copied by the same call
+    cache.release([page])
+    assert cache.allocate(EMPTY_PREFIX) == page
+    cache.copy(other, page, 30)  # into the first one's source, which was evicted
     cache.make_copies()
-    assert cache.keys[0][target, 0, :40, 0].tolist() == sequence[:40].tolist()
-    assert cache.values[0][target, 0, :40, 0].tolist() == (-sequence[:40]).tolist()
-    assert cache.match(np.concatenate([sequence[:40], [95, 95]])).length == 40
+    for copied, held in (first, sequence[:50]), (target, sequence[:40]), (page, another[:30]):
+        assert cache._tokens[copied, : cache._filled[copied]].tolist() == held.tolist()
+        assert cache.keys[0][copied, 0, : len(held), 0].tolist() == held.tolist()
+        assert cache.values[0][copied, 0, : len(held), 0].tolist() == (-held).tolist()
 
 
 def test_released_pages_are_evicted_oldest_leaf_first():
     cache, old, new = cache_of(4), tokens(200), tokens(200, 1)
-    first = write(cache, old)
-    second = write(cache, new)
+    first, second = write(cache, old), write(cache, new)
     cache.release(first)
     cache.release(second)
     assert (cache.available, cache.cached) == (4, 4)
     cache.allocate(EMPTY_PREFIX)
-    # the leaf of the older one went
-    assert cache.match(old).length == 128 and cache.match(new).length == 199
+    assert cache.match(old).length == 128 and cache.match(new).length == 199  # the older leaf went
     cache.allocate(EMPTY_PREFIX)
     assert cache.match(old).length == 0 and cache.match(new).length == 199
     assert (cache.available, cache.cached) == (2, 2)

@@ -127,8 +127,7 @@ def test_steps_ahead_read_what_samples_share_once_with_the_bits_of_plain_steps()
 def test_padding_rows_touch_no_page_over_triton(live):
     model = model_of()
     cache = PageCache(model, 1 << 18)
-    pages = *cache.keys, *cache.values
-    before = [layer.normal_().clone() for layer in pages]
+    before = [(layer, layer.normal_().clone()) for layer in (*cache.keys, *cache.values)]
     step = DecodeStep(model, cache, 4, None)
     step.tables.fill_(1)  # what earlier rows left behind
     runs = Runs(
@@ -136,7 +135,7 @@ def test_padding_rows_touch_no_page_over_triton(live):
     )
     step.load(torch.arange(live, device=DEVICE), runs, np.arange(live), np.arange(live))
     step.run(live, 256, SamplingParams(max_new_tokens=1))
-    for layer, old in zip(pages, before, strict=True):
+    for layer, old in before:
         changed = torch.nonzero((layer != old).any(-1).any(1)).tolist()
         assert changed == sorted(map(list, zip(runs.pages, runs.offsets, strict=True)))
 

@@ -60,7 +60,7 @@ _REWRITES = [
 _NO_NUMBERS = {"nan", "inf", "infinity"}
 
 
-@lru_cache(1024)  # the samples of a problem share its answer
+@lru_cache(256)  # the samples of a problem share its answer
 def normal(text: str) -> str:
     """Return one spelling of an answer, without markup, in ASCII, with equal spaces and fractions;
     "" if it cannot be an answer."""
