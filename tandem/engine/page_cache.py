@@ -107,7 +107,7 @@ class PageCache:
         # looks for: the other samples of a prompt find it without a look at every page
         self._last: dict[bytes, int] = {}
         self._last_hash = [b""] * count
-        self._copies: dict[int, int] = {}  # pages to be copied into others, by those others
+        self._copies: dict[int, int] = {}  # source by target page, until `make_copies`
 
     # ---- memory
 
@@ -267,8 +267,8 @@ class PageCache:
         self._filled[target] = self._reserved[target] = length
 
     def make_copies(self) -> None:
-        """Copy the keys and values that `copy` promised, before the next pass. All are read before
-        any is written, as a page read may have been evicted since and be written, too."""
+        """Copy the keys and values of all calls of `copy` since the last pass. Every source is read
+        before a target is written: an evicted source may have become a target."""
         if not self._copies:
             return
         pairs = torch.tensor(list(self._copies.items()), device=self._like.device)

@@ -88,7 +88,7 @@ class _Rollout:
         self._inbox: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
         self._loop, self._over = environment_loop(), threading.Event()
         self._pulse = LoopPulse(self.limits.timeout_s)
-        # all of them, or what the first that failed raised
+        # its result is every episode; it raises what the first one to fail has raised
         self.episodes = asyncio.run_coroutine_threadsafe(self._run_all(episodes), self._loop)
         self.episodes.add_done_callback(lambda _: self._inbox.put(None))
 
